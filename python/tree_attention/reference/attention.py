@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention and the merge of partial states in float64: what every kernel is tested against."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_ranges: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    query_positions: Tensor | None = None,
+    key_layout: Sequence[int] = (0, 1, 1),
+    page_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `lean_decode` computes, one query at a time; the arguments are `lean_decode`'s.
+
+    Returns:
+        o: float64 `[batch, num_heads_q, seqlen_q, head_dim_v]`.
+        lse: float64 `[batch, num_heads_q, seqlen_q]`, natural logarithm of the sum of the
+            exponentiated scores. A query without keys has `o = 0` and `lse = -inf`.
+    """
+    batch, num_heads_q, seqlen_q, head_dim = q.shape
+    num_heads_kv, group_size = k.shape[1], num_heads_q // k.shape[1]
+    seqlen_k = k.shape[2] if page_table is None else page_table.shape[-1] * k.shape[2]
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+
+    o = torch.zeros(batch, num_heads_q, seqlen_q, v.shape[3], dtype=torch.float64, device=q.device)
+    lse = torch.full(o.shape[:-1], -math.inf, dtype=torch.float64, device=q.device)
+    for b in range(batch):
+        for i in range(seqlen_q):
+            begin, end = (0, seqlen_k) if key_ranges is None else key_ranges[b, i].tolist()
+            begin, end = max(begin, 0), min(end, seqlen_k)
+            if begin >= end:
+                continue
+            q_i = q[b, :, i].double().reshape(num_heads_kv, group_size, head_dim)
+            keys = _visible(k, b, begin, end, page_table)  # [num_heads_kv, end - begin, head_dim]
+            values = _visible(v, b, begin, end, page_table)
+
+            scores = scale * torch.einsum("hgd,hnd->hgn", q_i, keys)
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            if alibi_slopes is not None:
+                assert query_positions is not None
+                first, block, stride = key_layout
+                j = torch.arange(begin, end, device=q.device)
+                key_positions = first + j // block * stride + j % block
+                slopes = alibi_slopes.double().reshape(num_heads_kv, group_size, 1)
+                scores = scores - slopes * (query_positions[b, i] - key_positions)
+
+            lse_i = torch.logsumexp(scores, dim=-1)
+            # The clamp keeps exp(-inf - -inf) = NaN away where every score is -inf.
+            weights = torch.exp(scores - lse_i.clamp(min=-1e300)[..., None])
+            o[b, :, i] = torch.einsum("hgn,hnd->hgd", weights, values).flatten(0, 1)
+            lse[b, :, i] = lse_i.flatten()
+    return o, lse
+
+
+def _visible(x: Tensor, b: int, begin: int, end: int, page_table: Tensor | None) -> Tensor:
+    """Local keys (or values) `[begin, end)` of sequence `b`: `[num_heads_kv, end - begin, dim]`."""
+    if page_table is None:
+        return x[b, :, begin:end].double()
+    num_heads_kv, page_size = x.shape[1], x.shape[2]
+    first_page, last_page = begin // page_size, (end - 1) // page_size
+    pages = page_table[b].expand(num_heads_kv, -1)[:, first_page : last_page + 1].long()
+    heads = torch.arange(num_heads_kv, device=x.device)[:, None]
+    tokens = x[pages, heads].flatten(1, 2)
+    return tokens[:, begin - first_page * page_size : end - first_page * page_size].double()
+
+
+def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The state over the union of two disjoint key sets; `a` holds the lower part.
+
+    A side with `lse = -inf` is empty and left out by selection, so its `o` is never looked at.
+    """
+    (o_a, lse_a), (o_b, lse_b) = a, b
+    empty_a, empty_b = lse_a == -math.inf, lse_b == -math.inf
+    t = torch.exp(-(lse_b - lse_a).abs())
+    larger = 1 / (1 + t)
+    weight_a = torch.where(lse_a >= lse_b, larger, t * larger)
+    weight_b = torch.where(lse_a >= lse_b, t * larger, larger)
+    lse = torch.maximum(lse_a, lse_b) + torch.log1p(t)
+    o = weight_a[..., None] * o_a + weight_b[..., None] * o_b
+
+    lse = torch.where(empty_a, lse_b, torch.where(empty_b, lse_a, lse))
+    o_empty = torch.where(empty_b[..., None], torch.zeros_like(o), o_b)
+    o = torch.where(empty_a[..., None], o_empty, torch.where(empty_b[..., None], o_a, o))
+    return o, lse
+
+
+def merge_states(o_parts: Tensor, lse_parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Merges `n` partial states over the canonical tree, which splits `n` parts at the largest
+    power of two below `n`.
+
+    Args:
+        o_parts: `[n, ..., head_dim]`.
+        lse_parts: `[n, ...]`.
+
+    Returns:
+        `o [..., head_dim]` and `lse [...]` in float64.
+    """
+    n = len(lse_parts)
+    if n == 1:
+        o, lse = o_parts[0].double(), lse_parts[0].double()
+        return torch.where((lse == -math.inf)[..., None], torch.zeros_like(o), o), lse
+    middle = 1 << (n - 1).bit_length() - 1
+    lower = merge_states(o_parts[:middle], lse_parts[:middle])
+    return merge(lower, merge_states(o_parts[middle:], lse_parts[middle:]))
