@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which rank holds which slot of a key/value cache.
+
+A *global slot* is an index in the sequence's cache; a *local slot* is the index of the same token
+in its rank's shard. In every layout the local order follows the global order, so a global
+half-open range of slots is one half-open range on each shard: `key_ranges` needs nothing else to
+express causal, padded and windowed attention there. Slots (0 and up) and ranges are integers or
+integer tensors of any shape and device; tensors come back as int64. The arithmetic is exact and
+reads no tensor on the host, except for `Contiguous.owner`, which checks its argument.
+"""
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Slots = TypeVar("Slots", int, Tensor)
+
+
+def _int64(x: Slots) -> Slots:
+    return x.long() if isinstance(x, Tensor) else x
+
+
+def _clamp(x: Slots, low: int, high: int | None) -> Slots:
+    if isinstance(x, Tensor):
+        return x.clamp(low, high)
+    return max(low, x if high is None else min(x, high))
+
+
+def _last_bound(x: Slots, bounds: tuple[int, ...]) -> Slots:
+    """The last `i` with `bounds[i] <= x`."""
+    if isinstance(x, Tensor):
+        edges = torch.tensor(bounds, dtype=torch.int64, device=x.device)
+        return torch.searchsorted(edges, x, right=True) - 1
+    return bisect_right(bounds, x) - 1
+
+
+class ShardLayout(ABC):
+    """A partition of global slots over `world_size` ranks, monotone on each of them."""
+
+    world_size: int
+
+    @abstractmethod
+    def count(self, rank: int, length: Slots) -> Slots:
+        """How many of the first `length` global slots `rank` holds."""
+
+    @abstractmethod
+    def owner(self, slots: Slots) -> Slots:
+        """The rank that holds each global slot."""
+
+    @abstractmethod
+    def global_slots(self, rank: int, local_slots: Slots) -> Slots:
+        """The global slot of each local slot of `rank`."""
+
+    @abstractmethod
+    def key_layout(self, rank: int) -> tuple[int, int, int]:
+        """`(first, block, stride)`: local slot `j` of `rank` is the global slot
+        `first + (j // block) * stride + j % block`. `lean_decode` takes it for ALiBi.
+
+        Raises:
+            ValueError: the layout has no such triple.
+        """
+
+    def local_range(self, rank: int, begin: Slots, end: Slots) -> tuple[Slots, Slots]:
+        """The local range of `rank` that holds its part of the global range `[begin, end)`.
+
+        A range without slots on the rank comes back as some `begin >= end`.
+        """
+        return self.count(rank, begin), self.count(rank, end)
+
+    def local_slots(self, rank: int, begin: int, end: int) -> Tensor:
+        """The global slots of `[begin, end)` that `rank` holds: int64, increasing."""
+        local_begin, local_end = self.local_range(rank, int(begin), int(end))
+        local = torch.arange(local_begin, max(local_begin, local_end), dtype=torch.int64)
+        return self.global_slots(rank, local)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"{type(self).__name__}: rank must be in [0, {self.world_size}), got {rank}"
+            )
+
+
+@dataclass(frozen=True)
+class BlockCyclic(ShardLayout):
+    """Blocks of `block` slots dealt to the ranks in turn: balanced while a sequence grows."""
+
+    world_size: int
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "block"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"BlockCyclic: {name} must be at least 1, got {value}")
+
+    def count(self, rank: int, length: Slots) -> Slots:
+        self._check_rank(rank)
+        cycle = self.world_size * self.block
+        length = _clamp(_int64(length), 0, None)
+        return length // cycle * self.block + _clamp(
+            length % cycle - rank * self.block, 0, self.block
+        )
+
+    def owner(self, slots: Slots) -> Slots:
+        return _int64(slots) // self.block % self.world_size
+
+    def global_slots(self, rank: int, local_slots: Slots) -> Slots:
+        first, block, stride = self.key_layout(rank)
+        local_slots = _int64(local_slots)
+        return first + local_slots // block * stride + local_slots % block
+
+    def key_layout(self, rank: int) -> tuple[int, int, int]:
+        self._check_rank(rank)
+        return rank * self.block, self.block, self.world_size * self.block
+
+
+@dataclass(frozen=True)
+class Contiguous(ShardLayout):
+    """Rank `r` holds the slots `[bounds[r], bounds[r + 1])`; shards may be uneven or empty.
+
+    `bounds` are `world_size + 1` non-decreasing integers that begin with 0. No rank holds slots
+    from `bounds[-1]` on.
+    """
+
+    bounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bounds", tuple(int(bound) for bound in self.bounds))
+        _check_bounds("Contiguous", self.bounds)
+
+    @property
+    def world_size(self) -> int:  # type: ignore[override]
+        return len(self.bounds) - 1
+
+    def count(self, rank: int, length: Slots) -> Slots:
+        self._check_rank(rank)
+        begin, end = self.bounds[rank], self.bounds[rank + 1]
+        return _clamp(_int64(length) - begin, 0, end - begin)
+
+    def owner(self, slots: Slots) -> Slots:
+        slots = _int64(slots)
+        largest = max(slots.flatten().tolist(), default=-1) if isinstance(slots, Tensor) else slots
+        if largest >= self.bounds[-1]:
+            raise ValueError(
+                f"Contiguous: slots must be below bounds[-1] = {self.bounds[-1]}, got {largest}"
+            )
+        return _last_bound(slots, self.bounds)
+
+    def global_slots(self, rank: int, local_slots: Slots) -> Slots:
+        self._check_rank(rank)
+        return self.bounds[rank] + _int64(local_slots)
+
+    def key_layout(self, rank: int) -> tuple[int, int, int]:
+        self._check_rank(rank)
+        return self.bounds[rank], 1, 1
+
+
+@dataclass(frozen=True)
+class ContiguousThenCyclic(ShardLayout):
+    """`Contiguous(bounds)` for the slots below `bounds[-1]`, as a sequence-parallel prefill leaves
+    them, and `BlockCyclic` in blocks of `block` for those appended after it."""
+
+    bounds: tuple[int, ...]
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bounds", tuple(int(bound) for bound in self.bounds))
+        _check_bounds("ContiguousThenCyclic", self.bounds)
+        if self.block < 1:
+            raise ValueError(f"ContiguousThenCyclic: block must be at least 1, got {self.block}")
+
+    @property
+    def world_size(self) -> int:  # type: ignore[override]
+        return len(self.bounds) - 1
+
+    @property
+    def contiguous(self) -> Contiguous:
+        """The layout of the slots below `bounds[-1]`."""
+        return Contiguous(self.bounds)
+
+    @property
+    def cyclic(self) -> BlockCyclic:
+        """The layout of the slots from `bounds[-1]` on, counted from there."""
+        return BlockCyclic(self.world_size, self.block)
+
+    def count(self, rank: int, length: Slots) -> Slots:
+        length = _int64(length)
+        appended = length - self.bounds[-1]
+        return self.contiguous.count(rank, length) + self.cyclic.count(rank, appended)
+
+    def owner(self, slots: Slots) -> Slots:
+        slots = _int64(slots)
+        prefilled = _last_bound(slots, self.bounds)
+        appended = self.cyclic.owner(slots - self.bounds[-1])
+        if isinstance(slots, Tensor):
+            return torch.where(slots < self.bounds[-1], prefilled, appended)
+        return prefilled if slots < self.bounds[-1] else appended
+
+    def global_slots(self, rank: int, local_slots: Slots) -> Slots:
+        local_slots = _int64(local_slots)
+        num_prefilled = self.contiguous.count(rank, self.bounds[-1])
+        prefilled = self.contiguous.global_slots(rank, local_slots)
+        appended = self.bounds[-1] + self.cyclic.global_slots(rank, local_slots - num_prefilled)
+        if isinstance(local_slots, Tensor):
+            return torch.where(local_slots < num_prefilled, prefilled, appended)
+        return prefilled if local_slots < num_prefilled else appended
+
+    def key_layout(self, rank: int) -> tuple[int, int, int]:
+        """
+        Raises:
+            ValueError: always. Attend to the local slots below and from
+                `contiguous.count(rank, bounds[-1])` on in two calls, with the key layouts of
+                `contiguous` and (shifted by `bounds[-1]`) of `cyclic`, and merge the results.
+        """
+        self._check_rank(rank)
+        raise ValueError(
+            "ContiguousThenCyclic: its local slots have no single key_layout; "
+            "attend to the contiguous and the cyclic part apart and merge them"
+        )
+
+
+def _check_bounds(name: str, bounds: tuple[int, ...]) -> None:
+    if len(bounds) < 2 or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
+        raise ValueError(
+            f"{name}: bounds must be world_size + 1 non-decreasing integers from 0, "
+            f"got {list(bounds)}"
+        )

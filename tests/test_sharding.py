@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Shard layouts against a table of all slots: who owns slot s, and as which local slot."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tree_attention.sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
+
+bounds = st.lists(st.integers(0, 12), min_size=1, max_size=6).map(
+    lambda sizes: [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+)
+layouts = st.one_of(
+    st.builds(BlockCyclic, st.integers(1, 7), st.integers(1, 9)),
+    st.builds(Contiguous, bounds),
+    st.builds(ContiguousThenCyclic, bounds, st.integers(1, 5)),
+)
+
+
+def shards_by_hand(layout: ShardLayout, num_slots: int) -> list[list[int]]:
+    """The global slots of each rank, by dealing `num_slots` one after the other."""
+    shards: list[list[int]] = [[] for _ in range(layout.world_size)]
+    if isinstance(layout, BlockCyclic):
+        owners = [r for r in range(layout.world_size) for _ in range(layout.block)] * num_slots
+    else:
+        sizes = [b - a for a, b in zip(layout.bounds, layout.bounds[1:], strict=False)]
+        owners = [r for r, size in enumerate(sizes) for _ in range(size)]
+        if isinstance(layout, ContiguousThenCyclic):
+            turn = [r for r in range(layout.world_size) for _ in range(layout.block)]
+            owners += turn * num_slots
+    for slot, rank in enumerate(owners[:num_slots]):
+        shards[rank].append(slot)
+    return shards
+
+
+def capacity(layout: ShardLayout) -> int:
+    return layout.bounds[-1] if isinstance(layout, Contiguous) else 200
+
+
+@given(layouts, st.integers(0, 200), st.integers(-3, 220), st.integers(-3, 220))
+def test_layout_equals_table(layout, num_slots, begin, end):
+    num_slots = min(num_slots, capacity(layout))
+    shards = shards_by_hand(layout, num_slots)
+    assert sum(map(len, shards)) == num_slots
+    for rank, shard in enumerate(shards):
+        assert layout.count(rank, num_slots) == len(shard)
+        assert [layout.owner(slot) for slot in shard] == [rank] * len(shard)
+        assert [layout.global_slots(rank, j) for j in range(len(shard))] == shard
+        assert shard == sorted(shard), "local order follows global order"
+
+        # The local range holds exactly the rank's slots of the global range, however it is cut.
+        end = min(end, num_slots)
+        expected = [j for j, slot in enumerate(shard) if begin <= slot < end]
+        local_begin, local_end = layout.local_range(rank, begin, end)
+        assert list(range(local_begin, local_end)) == expected
+        local_slots = layout.local_slots(rank, begin, end)
+        assert local_slots.dtype == torch.int64
+        assert local_slots.tolist() == [shard[j] for j in expected]
+
+        if not isinstance(layout, ContiguousThenCyclic):
+            first, block, stride = layout.key_layout(rank)
+            assert [first + j // block * stride + j % block for j in range(len(shard))] == shard
+
+
+@given(layouts, st.sampled_from([torch.int32, torch.int64]))
+def test_tensors_and_integers_agree(layout, dtype):
+    num_slots = capacity(layout)
+    lengths = torch.arange(-3, num_slots + 1, dtype=dtype)
+    slots = torch.arange(num_slots, dtype=dtype)
+    assert layout.owner(slots).tolist() == [layout.owner(slot) for slot in range(num_slots)]
+    assert layout.owner(slots[:0]).numel() == 0
+    for rank in range(layout.world_size):
+        counts = layout.count(rank, lengths)
+        assert counts.dtype == torch.int64
+        assert counts.tolist() == [layout.count(rank, length) for length in lengths.tolist()]
+        pairs = lengths.unfold(0, 2, 1)  # [n, 2]: ranges of one slot, also outside the cache
+        begins, ends = layout.local_range(rank, pairs[:, 0], pairs[:, 1])
+        expected = [layout.local_range(rank, begin, end) for begin, end in pairs.tolist()]
+        assert list(zip(begins.tolist(), ends.tolist(), strict=True)) == expected
+        local = torch.arange(layout.count(rank, num_slots), dtype=dtype)
+        assert layout.global_slots(rank, local).tolist() == [
+            layout.global_slots(rank, j) for j in range(len(local))
+        ]
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["integers", "int32 tensors"])
+def test_slots_beyond_32_bits_are_exact(as_tensor):
+    """A rank's own slots fit 32 bits long after the global ones do not."""
+    layout, length = BlockCyclic(8, 64), 2**31 - 1
+    local = torch.tensor(length, dtype=torch.int32) if as_tensor else length
+    assert layout.global_slots(7, local) == 7 * 64 + length // 64 * 512 + length % 64
+    far = Contiguous([0, 2**33, 2**33 + 5])
+    assert far.count(1, local) == 0
+    assert far.global_slots(1, 4) == 2**33 + 4
+    assert ContiguousThenCyclic(far.bounds, 1).count(0, 2**33 + 5 + 7) == 2**33 + 4
+
+
+def test_known_layouts():
+    layout = BlockCyclic(3, 2)  # 0 0 1 1 2 2 0 0 1 1 2 2
+    assert layout.owner(torch.arange(8)).tolist() == [0, 0, 1, 1, 2, 2, 0, 0]
+    assert layout.local_slots(1, 0, 12).tolist() == [2, 3, 8, 9]
+    assert layout.local_range(1, 3, 9) == (1, 3)
+    assert layout.key_layout(1) == (2, 2, 6)
+    assert BlockCyclic(2).block == 64
+    uneven = Contiguous([0, 5, 5, 6])
+    assert [uneven.count(r, 100) for r in range(3)] == [5, 0, 1]
+    assert uneven.key_layout(2) == (5, 1, 1)
+    after_prefill = ContiguousThenCyclic([0, 3, 4], 2)
+    assert after_prefill.local_slots(0, 0, 10).tolist() == [0, 1, 2, 4, 5, 8, 9]
+    assert after_prefill.local_slots(1, 0, 10).tolist() == [3, 6, 7]
+    assert BlockCyclic(3, 2) == layout and hash(BlockCyclic(3, 2)) == hash(layout)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: BlockCyclic(0), "BlockCyclic: world_size must be at least 1, got 0"),
+        (lambda: BlockCyclic(2, 0), "BlockCyclic: block must be at least 1, got 0"),
+        (
+            lambda: Contiguous([0, 5, 4]),
+            "Contiguous: bounds must be world_size + 1 non-decreasing integers from 0, "
+            "got [0, 5, 4]",
+        ),
+        (
+            lambda: Contiguous([1, 5]),
+            "Contiguous: bounds must be world_size + 1 non-decreasing integers from 0, got [1, 5]",
+        ),
+        (
+            lambda: ContiguousThenCyclic([0]),
+            "ContiguousThenCyclic: bounds must be world_size + 1 non-decreasing integers from 0, "
+            "got [0]",
+        ),
+        (
+            lambda: ContiguousThenCyclic([0, 4], -1),
+            "ContiguousThenCyclic: block must be at least 1, got -1",
+        ),
+        (lambda: BlockCyclic(2).count(2, 5), "BlockCyclic: rank must be in [0, 2), got 2"),
+        (lambda: Contiguous([0, 4]).count(-1, 5), "Contiguous: rank must be in [0, 1), got -1"),
+        (
+            lambda: ContiguousThenCyclic([0, 4]).key_layout(0),
+            "ContiguousThenCyclic: its local slots have no single key_layout; "
+            "attend to the contiguous and the cyclic part apart and merge them",
+        ),
+        (
+            lambda: Contiguous([0, 4]).owner(4),
+            "Contiguous: slots must be below bounds[-1] = 4, got 4",
+        ),
+        (
+            lambda: Contiguous([0, 4]).owner(torch.tensor([1, 7])),
+            "Contiguous: slots must be below bounds[-1] = 4, got 7",
+        ),
+    ],
+)
+def test_errors_name_class_argument_and_value(make, message):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert str(error.value) == message
