@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Builds `tree_attention._C`. Everything that is not compiled is in pyproject.toml.
+
+Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, DEBUG=0|1 (CONTRIBUTING.md).
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import torch
+from setuptools import setup
+from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+
+CPU_SOURCES = [
+    "csrc/ops.cpp",
+    "csrc/module.cpp",
+    "csrc/decode_args.cpp",
+    "csrc/merge_states.cpp",
+    "csrc/schedule.cpp",
+    "csrc/cpu/decode.cpp",
+    "csrc/cpu/merge_rows.cpp",
+    "csrc/cpu/merge_states.cpp",
+]
+CUDA_SOURCES = [
+    "csrc/cuda/merge_states.cu",
+    "csrc/cuda/merge_states_cuda.cpp",
+]
+DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0a"  # A100; H100, H200
+MINIMUM_TORCH = (2, 11)
+
+
+def flag(name: str, default: str, allowed: tuple[str, ...]) -> str:
+    value = os.environ.get(name, default)
+    if value not in allowed:
+        sys.exit(f"tree_attention: {name} must be one of {', '.join(allowed)}, got {value!r}")
+    return value
+
+
+def nvcc_version() -> str | None:
+    """Version of the nvcc that torch's build helper would run; None without one."""
+    nvcc = os.path.join(CUDA_HOME or "", "bin", "nvcc")
+    if not os.path.exists(nvcc):
+        return None
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"release (\d+\.\d+)", text)
+    return match.group(1) if match else None
+
+
+def choose_cuda() -> bool:
+    """Whether to build the CUDA kernels: never a question of a visible GPU."""
+    choice, nvcc = flag("USE_CUDA", "auto", ("auto", "0", "1")), nvcc_version()
+    missing = []
+    if nvcc is None:
+        missing.append("nvcc was not found (set CUDA_HOME or PATH)")
+    if torch.version.cuda is None:
+        missing.append(f"torch {torch.__version__} was built without CUDA")
+    elif nvcc is not None and nvcc.split(".")[0] != torch.version.cuda.split(".")[0]:
+        missing.append(f"nvcc {nvcc} and torch's CUDA {torch.version.cuda} differ in major version")
+    if choice == "1" and missing:
+        sys.exit(f"tree_attention: USE_CUDA=1, but {'; '.join(missing)}")
+    use_cuda = choice != "0" and not missing
+    reason = f"nvcc {nvcc}, torch CUDA {torch.version.cuda}" if use_cuda else "; ".join(missing)
+    print(
+        f"tree_attention: building for torch {torch.__version__}, CUDA {'on' if use_cuda else 'off'}"
+        f" (USE_CUDA={choice}{': ' + reason if reason else ''})",
+        flush=True,
+    )
+    return use_cuda
+
+
+def extension(use_cuda: bool):
+    debug = flag("DEBUG", "0", ("0", "1")) == "1"
+    optimisation = ["-O0", "-g", "-UNDEBUG"] if debug else ["-O3", "-g1"]
+    macros = [("TREE_ATTENTION_TORCH_VERSION", f'"{torch.__version__}"')]
+    # -fopenmp is for the compiler only, so that at::parallel_for, which is inlined here, forks
+    # threads. The linker does not get it: libgomp's symbols come from the copy that torch ships,
+    # and a process never holds two OpenMP runtimes.
+    # No -ffast-math: infinities are part of the contract. Contraction is spelled with fma.
+    cxx = [*optimisation, "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden"]
+    cxx += ["-Wall", "-Wextra", "-Wno-unused-parameter"]
+    if not use_cuda:
+        return CppExtension(
+            "tree_attention._C",
+            CPU_SOURCES,
+            include_dirs=[os.path.abspath("csrc")],
+            define_macros=macros,
+            extra_compile_args={"cxx": cxx},
+        )
+    architectures = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHITECTURES)
+    macros += [
+        ("TREE_ATTENTION_WITH_CUDA", None),
+        ("TREE_ATTENTION_CUDA_VERSION", f'"{nvcc_version()}"'),
+        ("TREE_ATTENTION_CUDA_ARCHITECTURES", f'"{architectures}"'),
+    ]
+    nvcc = ["-std=c++20", *(["-O0", "-g", "-G"] if debug else ["-O3", "-lineinfo"])]
+    return CUDAExtension(
+        "tree_attention._C",
+        CPU_SOURCES + CUDA_SOURCES,
+        include_dirs=[os.path.abspath("csrc")],
+        define_macros=macros,
+        extra_compile_args={"cxx": cxx, "nvcc": nvcc},
+    )
+
+
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MINIMUM_TORCH:
+    sys.exit(f"tree_attention: torch >= 2.11 is required, got {torch.__version__}")
+
+setup(ext_modules=[extension(choose_cuda())], cmdclass={"build_ext": BuildExtension})
