@@ -26,6 +26,7 @@ CPU_SOURCES = [
 CUDA_SOURCES = [
     "csrc/cuda/merge_states.cu",
     "csrc/cuda/merge_states_cuda.cpp",
+    "csrc/cuda/merge_states_cuda.cpp",
 ]
 DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0a"  # A100; H100, H200
 MINIMUM_TORCH = (2, 11)

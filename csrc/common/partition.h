@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The lean (stream-K) partition. Work is a line of tiles: for each output its tiles in order, all
+// outputs end to end. Workers take equal contiguous ranges of the line; a range may cross outputs.
+// LeanAttention's printed Algorithm 4 loses `num_tiles % num_workers` tiles and finds the last
+// contributor of an output wrongly; the formulas below are exact for every size, also for more
+// workers than tiles.
+#pragma once
+
+#include <cstdint>
+
+#include "host_device.h"
+
+namespace tree_attention {
+
+struct Partition {
+  int64_t num_tiles;    // of the whole line
+  int64_t num_workers;  // >= 1
+
+  // First tile of `worker`; begin(num_workers) == num_tiles. Loads differ by at most one tile.
+  TREE_ATTENTION_HOST_DEVICE int64_t begin(int64_t worker) const {
+    return worker * num_tiles / num_workers;
+  }
+
+  // The worker that runs `tile`: the only w with begin(w) <= tile < begin(w + 1).
+  TREE_ATTENTION_HOST_DEVICE int64_t owner(int64_t tile) const {
+    return ((tile + 1) * num_workers - 1) / num_tiles;
+  }
+};
+
+// An output's tiles on the line, [tile_begin, tile_end), and who completes them. The contributors
+// of an output are consecutive workers.
+struct Contributors {
+  int64_t first;  // worker
+  int64_t count;
+};
+
+TREE_ATTENTION_HOST_DEVICE Contributors contributors(const Partition& partition, int64_t tile_begin,
+                                                     int64_t tile_end) {
+  const int64_t first = partition.owner(tile_begin);
+  return {first, partition.owner(tile_end - 1) - first + 1};
+}
+
+// Index of the output that holds `tile`: the last i with tile_offsets[i] <= tile, where
+// tile_offsets [num_outputs + 1] is the exclusive prefix sum of the outputs' tile counts. Outputs
+// without tiles are never returned.
+TREE_ATTENTION_HOST_DEVICE int64_t find_output(const int64_t* tile_offsets, int64_t num_outputs,
+                                               int64_t tile) {
+  int64_t low = 0, high = num_outputs;  // tile_offsets[low] <= tile < tile_offsets[high]
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    if (tile_offsets[middle] <= tile) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+}  // namespace tree_attention

@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "decode_args.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "dispatch.h"
+
+namespace tree_attention {
+namespace {
+
+constexpr const char* kOp = "lean_decode";
+
+// TORCH_CHECK with the operator's name in front.
+#define CHECK_ARG(condition, ...) TORCH_CHECK(condition, kOp, ": ", __VA_ARGS__)
+
+void check_shape(const char* argument, const char* axes, const at::Tensor& tensor,
+                 at::IntArrayRef expected) {
+  CHECK_ARG(tensor.sizes() == expected, argument, " must have shape ", axes, " = ", expected,
+            ", got ", tensor.sizes());
+}
+
+void check_last_axis(const char* argument, const at::Tensor& tensor) {
+  CHECK_ARG(tensor.size(-1) <= 1 || tensor.stride(-1) == 1, argument,
+            " must have a contiguous last axis, got stride ", tensor.stride(-1));
+}
+
+void check_dtype(const char* argument, const at::Tensor& tensor, at::ScalarType expected) {
+  CHECK_ARG(tensor.scalar_type() == expected, argument, " must be ", c10::toString(expected),
+            ", got ", c10::toString(tensor.scalar_type()));
+}
+
+void check_device(const char* argument, const at::Tensor& tensor, const at::Tensor& q) {
+  CHECK_ARG(tensor.device() == q.device(), argument, " must be on q's device ", q.device(),
+            ", got ", tensor.device());
+}
+
+void copy_strides(int64_t (&strides)[3], const at::Tensor& tensor) {
+  for (int axis = 0; axis < 3; ++axis) strides[axis] = tensor.stride(axis);
+}
+
+int32_t to_int32(const char* what, int64_t value) {
+  CHECK_ARG(value <= std::numeric_limits<int32_t>::max(), what, " must be below 2^31, got ", value);
+  return static_cast<int32_t>(value);
+}
+
+void check_keys_and_values(DecodeParams& params, const DecodeArgs& args) {
+  const auto& [q, k, v] = std::tie(args.q, args.k, args.v);
+  const bool paged = args.page_table.has_value();
+  const char* k_axes = paged ? "[num_pages, num_heads_kv, page_size, head_dim]"
+                             : "[batch, num_heads_kv, seqlen_k, head_dim]";
+  CHECK_ARG(k.dim() == 4, "k must have shape ", k_axes, ", got ", k.sizes());
+  CHECK_ARG(v.dim() == 4, "v must have shape ", k_axes, ", got ", v.sizes());
+  check_dtype("k", k, q.scalar_type());
+  check_dtype("v", v, q.scalar_type());
+  check_device("k", k, q);
+  check_device("v", v, q);
+  check_last_axis("k", k);
+  check_last_axis("v", v);
+  CHECK_ARG(k.size(3) == q.size(3), "k must have q's head_dim ", q.size(3), ", got ", k.size(3));
+  CHECK_ARG(v.size(3) >= 1, "v must have a head_dim of at least 1, got ", v.size(3));
+  CHECK_ARG(k.sizes().slice(0, 3) == v.sizes().slice(0, 3), "v must have k's first three axes ",
+            k.sizes().slice(0, 3), ", got ", v.sizes().slice(0, 3));
+  CHECK_ARG(k.size(1) >= 1 && q.size(1) % k.size(1) == 0,
+            "num_heads_q must be a multiple of num_heads_kv, got ", q.size(1), " and ", k.size(1));
+  CHECK_ARG(paged || k.size(0) == q.size(0), "k must have q's batch ", q.size(0), ", got ",
+            k.size(0));
+  CHECK_ARG(!paged || k.size(2) >= 1, "k must have a page_size of at least 1, got ", k.size(2));
+
+  params.k = k.const_data_ptr();
+  params.v = v.const_data_ptr();
+  copy_strides(params.k_stride, k);
+  copy_strides(params.v_stride, v);
+  params.num_heads_kv = to_int32("num_heads_kv", k.size(1));
+  params.head_dim_v = to_int32("head_dim of v", v.size(3));
+  params.seqlen_k = k.size(2);
+}
+
+void check_pages(DecodeParams& params, const DecodeArgs& args) {
+  params.page_table = nullptr;
+  if (!args.page_table) return;
+  const at::Tensor& table = *args.page_table;
+  const int64_t batch = args.q.size(0), num_heads_kv = args.k.size(1);
+  check_dtype("page_table", table, at::kInt);
+  check_device("page_table", table, args.q);
+  const bool per_head = table.dim() == 3;
+  CHECK_ARG((table.dim() == 2 || per_head) && table.size(0) == batch &&
+                (!per_head || table.size(1) == num_heads_kv),
+            "page_table must have shape [batch, pages] or [batch, num_heads_kv, pages] with batch ",
+            batch, " and num_heads_kv ", num_heads_kv, ", got ", table.sizes());
+  check_last_axis("page_table", table);
+  params.page_table = table.const_data_ptr<int32_t>();
+  params.page_table_stride[0] = table.stride(0);
+  params.page_table_stride[1] = per_head ? table.stride(1) : 0;
+  params.page_size = to_int32("page_size", args.k.size(2));
+  params.num_pages = to_int32("num_pages", args.k.size(0));
+  params.seqlen_k = table.size(-1) * args.k.size(2);
+}
+
+void check_key_ranges(DecodeParams& params, const DecodeArgs& args) {
+  params.key_ranges = nullptr;
+  if (!args.key_ranges) return;
+  const at::Tensor& ranges = *args.key_ranges;
+  check_dtype("key_ranges", ranges, at::kInt);
+  check_device("key_ranges", ranges, args.q);
+  check_shape("key_ranges", "[batch, seqlen_q, 2]", ranges, {args.q.size(0), args.q.size(2), 2});
+  check_last_axis("key_ranges", ranges);
+  params.key_ranges = ranges.const_data_ptr<int32_t>();
+  params.key_ranges_stride[0] = ranges.stride(0);
+  params.key_ranges_stride[1] = ranges.stride(1);
+}
+
+void check_scores(DecodeParams& params, const DecodeArgs& args) {
+  const double scale =
+      args.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(args.q.size(3))));
+  CHECK_ARG(std::isfinite(scale), "softmax_scale must be finite, got ", scale);
+  CHECK_ARG(std::isfinite(args.softcap) && args.softcap >= 0,
+            "softcap must be finite and not negative, got ", args.softcap);
+  params.softmax_scale = static_cast<float>(scale);
+  params.softcap = static_cast<float>(args.softcap);
+
+  const at::IntArrayRef layout = args.key_layout;
+  CHECK_ARG(layout.size() == 3 && layout[0] >= 0 && layout[1] >= 1 && layout[2] >= layout[1],
+            "key_layout must be (first, block, stride) with first >= 0, block >= 1 and stride >= "
+            "block, got ",
+            layout);
+  params.key_layout = {layout[0], layout[1], layout[2]};
+
+  params.alibi_slopes = nullptr;
+  params.query_positions = nullptr;
+  if (args.query_positions) {
+    const at::Tensor& positions = *args.query_positions;
+    check_dtype("query_positions", positions, at::kLong);
+    check_device("query_positions", positions, args.q);
+    check_shape("query_positions", "[batch, seqlen_q]", positions,
+                {args.q.size(0), args.q.size(2)});
+    params.query_positions = positions.const_data_ptr<int64_t>();
+    params.query_positions_stride[0] = positions.stride(0);
+    params.query_positions_stride[1] = positions.stride(1);
+  }
+  if (args.alibi_slopes) {
+    const at::Tensor& slopes = *args.alibi_slopes;
+    CHECK_ARG(args.query_positions, "alibi_slopes needs query_positions, got None");
+    check_dtype("alibi_slopes", slopes, at::kFloat);
+    check_device("alibi_slopes", slopes, args.q);
+    check_shape("alibi_slopes", "[num_heads_q]", slopes, {args.q.size(1)});
+    check_last_axis("alibi_slopes", slopes);
+    params.alibi_slopes = slopes.const_data_ptr<float>();
+  }
+}
+
+at::ScalarType out_dtype(const DecodeArgs& args) {
+  return args.out_dtype.value_or(args.q.scalar_type());
+}
+
+}  // namespace
+
+DecodeParams check_inputs(const DecodeArgs& args) {
+  DecodeParams params{};
+  const at::Tensor& q = args.q;
+  CHECK_ARG(q.dim() == 4, "q must have shape [batch, num_heads_q, seqlen_q, head_dim], got ",
+            q.sizes());
+  params.dtype = data_type(q.scalar_type(), kOp, "q");
+  CHECK_ARG(q.size(3) >= 1, "q must have a head_dim of at least 1, got ", q.size(3));
+  check_last_axis("q", q);
+  params.q = q.const_data_ptr();
+  copy_strides(params.q_stride, q);
+  params.batch = to_int32("batch", q.size(0));
+  params.num_heads_q = to_int32("num_heads_q", q.size(1));
+  params.seqlen_q = to_int32("seqlen_q", q.size(2));
+  params.head_dim = to_int32("head_dim", q.size(3));
+
+  check_keys_and_values(params, args);
+  check_pages(params, args);
+  to_int32("seqlen_k", params.seqlen_k);  // key_ranges are int32
+  check_key_ranges(params, args);
+  check_scores(params, args);
+  params.out_dtype = data_type(out_dtype(args), kOp, "out_dtype");
+  CHECK_ARG(args.num_workers >= 0, "num_workers must not be negative, got ", args.num_workers);
+  params.num_workers = to_int32("num_workers", args.num_workers);
+  return params;
+}
+
+std::tuple<at::Tensor, at::Tensor> allocate_outputs(const DecodeArgs& args) {
+  const at::Tensor& q = args.q;
+  const auto options = q.options();
+  return {
+      at::empty({q.size(0), q.size(1), q.size(2), args.v.size(3)}, options.dtype(out_dtype(args))),
+      at::empty({q.size(0), q.size(1), q.size(2)}, options.dtype(at::kFloat))};
+}
+
+void set_outputs(DecodeParams& params, const DecodeArgs& args, const at::Tensor& o,
+                 const at::Tensor& lse) {
+  check_shape("o", "[batch, num_heads_q, seqlen_q, head_dim]", o,
+              {args.q.size(0), args.q.size(1), args.q.size(2), args.v.size(3)});
+  check_shape("lse", "[batch, num_heads_q, seqlen_q]", lse,
+              {args.q.size(0), args.q.size(1), args.q.size(2)});
+  CHECK_ARG(!args.out_dtype || o.scalar_type() == *args.out_dtype,
+            "out_dtype must be o's dtype or None, got ", c10::toString(*args.out_dtype), " and ",
+            c10::toString(o.scalar_type()));
+  params.out_dtype = data_type(o.scalar_type(), kOp, "o");
+  check_dtype("lse", lse, at::kFloat);
+  check_device("o", o, args.q);
+  check_device("lse", lse, args.q);
+  check_last_axis("o", o);
+  for (const at::Tensor* output : {&o, &lse}) {
+    at::assert_no_internal_overlap(*output);
+    for (const at::Tensor* input : {&args.q, &args.k, &args.v}) {
+      at::assert_no_overlap(*output, *input);
+    }
+  }
+  at::assert_no_overlap(o, lse);
+
+  params.o = o.data_ptr();
+  params.lse = lse.data_ptr<float>();
+  copy_strides(params.o_stride, o);
+  copy_strides(params.lse_stride, lse);
+}
+
+}  // namespace tree_attention

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Tensors to DecodeParams: the only validation of lean_decode, shared by every backend.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <tuple>
+
+#include "common/decode_params.h"
+
+namespace tree_attention {
+
+// Every argument of the schema except the outputs, as the dispatcher passes them.
+struct DecodeArgs {
+  const at::Tensor& q;
+  const at::Tensor& k;
+  const at::Tensor& v;
+  const std::optional<at::Tensor>& key_ranges;
+  std::optional<double> softmax_scale;
+  double softcap;
+  const std::optional<at::Tensor>& alibi_slopes;
+  const std::optional<at::Tensor>& query_positions;
+  at::IntArrayRef key_layout;
+  const std::optional<at::Tensor>& page_table;
+  std::optional<at::ScalarType> out_dtype;
+  int64_t num_workers;
+};
+
+// Checks the inputs; the result lacks only the outputs. Errors name argument, requirement, value.
+DecodeParams check_inputs(const DecodeArgs& args);
+
+// Allocates (o, lse) for checked inputs.
+std::tuple<at::Tensor, at::Tensor> allocate_outputs(const DecodeArgs& args);
+
+// Checks o and lse against the inputs and completes the params.
+void set_outputs(DecodeParams& params, const DecodeArgs& args, const at::Tensor& o,
+                 const at::Tensor& lse);
+
+}  // namespace tree_attention

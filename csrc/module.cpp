@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// What is not a tensor operator. Importing the module registers the operators of ops.cpp.
+#include <pybind11/pybind11.h>
+
+#include "cpu/decode.h"
+
+// python/tree_attention/_loader.py reads it from the file before loading: a module built for
+// another torch may not load at all.
+[[gnu::used]] static const char kBuiltFor[] =
+    "tree_attention is built for torch " TREE_ATTENTION_TORCH_VERSION;
+
+PYBIND11_MODULE(_C, m) {
+  m.def("build_info", [] {
+    pybind11::dict info;
+    info["torch_version"] = TREE_ATTENTION_TORCH_VERSION;
+#if defined(__clang__)
+    info["compiler"] = "clang " __clang_version__;
+#else
+    info["compiler"] = "g++ " __VERSION__;
+#endif
+#ifdef TREE_ATTENTION_WITH_CUDA
+    info["cuda_version"] = TREE_ATTENTION_CUDA_VERSION;
+    info["cuda_architectures"] = TREE_ATTENTION_CUDA_ARCHITECTURES;
+#else
+    info["cuda_version"] = pybind11::none();
+    info["cuda_architectures"] = pybind11::none();
+#endif
+    return info;
+  });
+  m.def("cpu_instruction_set", &tree_attention::cpu::instruction_set);
+  m.def("set_cpu_instruction_set", &tree_attention::cpu::set_instruction_set);
+}

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The table of contents: every operator, its schema and its backends.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/library.h>
+
+#include "cpu/decode.h"
+#include "decode_args.h"
+#include "merge_states.h"
+#include "schedule.h"
+
+namespace tree_attention {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+template <void (*launch)(const DecodeParams&)>
+std::tuple<Tensor, Tensor> lean_decode(const Tensor& q, const Tensor& k, const Tensor& v,
+                                       const OptionalTensor& key_ranges,
+                                       std::optional<double> softmax_scale, double softcap,
+                                       const OptionalTensor& alibi_slopes,
+                                       const OptionalTensor& query_positions,
+                                       at::IntArrayRef key_layout, const OptionalTensor& page_table,
+                                       std::optional<at::ScalarType> out_dtype,
+                                       int64_t num_workers) {
+  const DecodeArgs args{q,
+                        k,
+                        v,
+                        key_ranges,
+                        softmax_scale,
+                        softcap,
+                        alibi_slopes,
+                        query_positions,
+                        key_layout,
+                        page_table,
+                        out_dtype,
+                        num_workers};
+  DecodeParams params = check_inputs(args);
+  auto [o, lse] = allocate_outputs(args);
+  set_outputs(params, args, o, lse);
+  launch(params);
+  return {o, lse};
+}
+
+template <void (*launch)(const DecodeParams&)>
+void lean_decode_out(const Tensor& q, const Tensor& k, const Tensor& v,
+                     const OptionalTensor& key_ranges, std::optional<double> softmax_scale,
+                     double softcap, const OptionalTensor& alibi_slopes,
+                     const OptionalTensor& query_positions, at::IntArrayRef key_layout,
+                     const OptionalTensor& page_table, std::optional<at::ScalarType> out_dtype,
+                     int64_t num_workers, Tensor& o, Tensor& lse) {
+  const DecodeArgs args{q,
+                        k,
+                        v,
+                        key_ranges,
+                        softmax_scale,
+                        softcap,
+                        alibi_slopes,
+                        query_positions,
+                        key_layout,
+                        page_table,
+                        out_dtype,
+                        num_workers};
+  DecodeParams params = check_inputs(args);
+  set_outputs(params, args, o, lse);
+  launch(params);
+}
+
+// The operators have no derivative; without this the result would silently carry no gradient.
+void refuse_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                     torch::jit::Stack* stack) {
+  if (at::GradMode::is_enabled()) {
+    const size_t num_arguments = op.schema().arguments().size();
+    for (size_t i = stack->size() - num_arguments; i < stack->size(); ++i) {
+      TORCH_CHECK(!(*stack)[i].isTensor() || !(*stack)[i].toTensor().requires_grad(),
+                  op.schema().name().substr(sizeof("tree_attention::") - 1), ": ",
+                  op.schema().arguments()[i - (stack->size() - num_arguments)].name(),
+                  " must not require a gradient (inference only), got requires_grad=True; call it "
+                  "under torch.no_grad()");
+    }
+  }
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(tree_attention, m) {
+  m.def(
+      "lean_decode(Tensor q, Tensor k, Tensor v, Tensor? key_ranges=None, *, "
+      "float? softmax_scale=None, float softcap=0.0, Tensor? alibi_slopes=None, "
+      "Tensor? query_positions=None, int[] key_layout=[0, 1, 1], Tensor? page_table=None, "
+      "ScalarType? out_dtype=None, int num_workers=0) -> (Tensor o, Tensor lse)");
+  m.def(
+      "lean_decode.out(Tensor q, Tensor k, Tensor v, Tensor? key_ranges=None, *, "
+      "float? softmax_scale=None, float softcap=0.0, Tensor? alibi_slopes=None, "
+      "Tensor? query_positions=None, int[] key_layout=[0, 1, 1], Tensor? page_table=None, "
+      "ScalarType? out_dtype=None, int num_workers=0, Tensor(a!) o, Tensor(b!) lse) -> ()");
+  m.def(
+      "merge_states(Tensor o_parts, Tensor lse_parts, *, ScalarType? out_dtype=None) "
+      "-> (Tensor o, Tensor lse)");
+  m.def("lean_schedule(Tensor num_tiles, int num_workers) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
+  m.impl("lean_decode", lean_decode<cpu::lean_decode>);
+  m.impl("lean_decode.out", lean_decode_out<cpu::lean_decode>);
+  m.impl("merge_states", merge_states<cpu::merge_states>);
+  m.impl("lean_schedule", lean_schedule);
+}
+
+#ifdef TREE_ATTENTION_WITH_CUDA
+TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) { m.impl("merge_states", merge_states_cuda); }
+#endif
+
+TORCH_LIBRARY_IMPL(tree_attention, Autograd, m) {
+  for (const char* name : {"lean_decode", "lean_decode.out", "merge_states"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_gradient>());
+  }
+}
+
+}  // namespace tree_attention

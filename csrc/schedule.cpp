@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "schedule.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "common/partition.h"
+
+namespace tree_attention {
+
+at::Tensor lean_schedule(const at::Tensor& num_tiles, int64_t num_workers) {
+  constexpr const char* kOp = "lean_schedule";
+  TORCH_CHECK(num_tiles.dim() == 1, kOp, ": num_tiles must have shape [outputs], got ",
+              num_tiles.sizes());
+  TORCH_CHECK(num_tiles.scalar_type() == at::kInt, kOp, ": num_tiles must be Int, got ",
+              c10::toString(num_tiles.scalar_type()));
+  TORCH_CHECK(num_workers >= 1, kOp, ": num_workers must be at least 1, got ", num_workers);
+
+  const at::Tensor tiles = num_tiles.contiguous();
+  const int64_t num_outputs = tiles.numel();
+  std::vector<int64_t> tile_offsets(num_outputs + 1, 0);
+  for (int64_t output = 0; output < num_outputs; ++output) {
+    const int64_t count = tiles.const_data_ptr<int32_t>()[output];
+    TORCH_CHECK(count >= 0, kOp, ": num_tiles must not be negative, got ", count, " for output ",
+                output);
+    tile_offsets[output + 1] = tile_offsets[output] + count;
+  }
+
+  const Partition partition{tile_offsets.back(), num_workers};
+  std::vector<std::array<int64_t, 4>> segments;
+  for (int64_t worker = 0; worker < num_workers; ++worker) {
+    const int64_t end = partition.begin(worker + 1);
+    for (int64_t tile = partition.begin(worker); tile < end;) {
+      const int64_t output = find_output(tile_offsets.data(), num_outputs, tile);
+      const int64_t segment_end = std::min(end, tile_offsets[output + 1]);
+      segments.push_back(
+          {worker, output, tile - tile_offsets[output], segment_end - tile_offsets[output]});
+      tile = segment_end;
+    }
+  }
+  at::Tensor table =
+      at::empty({static_cast<int64_t>(segments.size()), 4}, num_tiles.options().dtype(at::kLong));
+  if (!segments.empty()) {
+    std::copy_n(segments.front().data(), table.numel(), table.data_ptr<int64_t>());
+  }
+  return table;
+}
+
+}  // namespace tree_attention

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The local operators. Schemas and kernels are in csrc/ops.cpp; here are documentation and fakes."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _loader
+
+_loader.load()
+_ops = torch.ops.tree_attention
+_lean_decode = _ops.lean_decode.default
+_lean_decode_out = _ops.lean_decode.out
+_merge_states = _ops.merge_states.default
+_lean_schedule = _ops.lean_schedule.default
+
+
+def lean_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_ranges: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    query_positions: Tensor | None = None,
+    key_layout: Sequence[int] = (0, 1, 1),
+    page_table: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    num_workers: int = 0,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Exact attention of a few queries over the keys held here, with its log-sum-exp.
+
+    Equivalent PyTorch (`tree_attention.reference.attention` is the whole contract in float64)::
+
+        k, v = (x.repeat_interleave(num_heads_q // num_heads_kv, dim=1) for x in (k, v))
+        scores = q @ k.mT * softmax_scale                    # then softcap, then ALiBi
+        scores = scores.masked_fill(~visible, -inf)          # visible: begin <= key < end
+        lse = scores.logsumexp(-1)
+        o = (scores - lse[..., None]).exp() @ v
+
+    Args:
+        q: `[batch, num_heads_q, seqlen_q, head_dim]`, float32, bfloat16 or float16. Any strides
+            with a contiguous last axis, for every tensor.
+        k, v: `[batch, num_heads_kv, seqlen_k, head_dim]` in q's dtype; with `page_table`
+            `[num_pages, num_heads_kv, page_size, head_dim]`. `num_heads_q` is a multiple of
+            `num_heads_kv`; `v` may have another head_dim.
+        key_ranges: int32 `[batch, seqlen_q, 2]`, the half-open range of keys each query sees,
+            clamped to `[0, seqlen_k]`. The only mask: ragged lengths, padding, causal queries and
+            windows are ranges. None: all keys.
+        softmax_scale: default `head_dim ** -0.5`.
+        softcap: 0 is off; else scores become `softcap * tanh(score / softcap)`.
+        alibi_slopes: float32 `[num_heads_q]`: adds `-slope * (query_position - key_position)`.
+        query_positions: int64 `[batch, seqlen_q]`, with `alibi_slopes`.
+        key_layout: `(first, block, stride)`: local key j is at position
+            `first + (j // block) * stride + j % block`.
+        page_table: int32 `[batch, pages]` or `[batch, num_heads_kv, pages]`; key_ranges then index
+            the concatenated pages. Entries that no range reaches are never read.
+        out_dtype: of `o`, default q's; float32 when the state will be merged.
+        num_workers: 0 is one per thread. A fixed number splits the keys in the same way, and so
+            gives the same bits, on any number of threads.
+        out: `(o, lse)` to write into instead of new tensors, for example views of a send buffer.
+
+    Returns:
+        o: `[batch, num_heads_q, seqlen_q, head_dim]`.
+        lse: float32 `[batch, num_heads_q, seqlen_q]`, natural logarithm of the sum over scaled
+        scores. A query without keys gets `o = 0` and `lse = -inf`, exactly.
+
+    Raises:
+        RuntimeError: an argument breaks the rules above, or requires a gradient (inference only).
+
+    Source: the stream-K schedule of LeanAttention (arXiv:2405.10480).
+    """
+    if out is None:
+        result: tuple[Tensor, Tensor] = _lean_decode(
+            q,
+            k,
+            v,
+            key_ranges,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            query_positions=query_positions,
+            key_layout=key_layout,
+            page_table=page_table,
+            out_dtype=out_dtype,
+            num_workers=num_workers,
+        )
+        return result
+    o, lse = out
+    _lean_decode_out(
+        q,
+        k,
+        v,
+        key_ranges,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        query_positions=query_positions,
+        key_layout=key_layout,
+        page_table=page_table,
+        out_dtype=out_dtype,
+        num_workers=num_workers,
+        o=o,
+        lse=lse,
+    )
+    return out
+
+
+def merge_states(
+    o_parts: Tensor, lse_parts: Tensor, *, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Merges n partial states of the same queries over disjoint keys, in the canonical order.
+
+    Equivalent PyTorch, up to rounding::
+
+        lse = lse_parts.logsumexp(0)
+        o = ((lse_parts - lse).exp()[..., None] * o_parts).sum(0)
+
+    Args:
+        o_parts: `[n, ..., head_dim]`, float32, bfloat16 or float16, any strides, n >= 1.
+        lse_parts: float32 `[n, ...]`, any strides; natural logarithm. A part with `-inf` is empty:
+            it changes no bit of the result and its `o` is never read.
+        out_dtype: of `o`, default `o_parts`' dtype. Arithmetic is float32.
+
+    Returns:
+        o `[..., head_dim]` and lse `[...]`; `(0, -inf)` where every part is empty. n parts are
+        split at the largest power of two below n, so merging aligned groups of 2^k parts first
+        gives the same bits. NaN propagates to its row only.
+
+    Raises:
+        RuntimeError: shapes or dtypes break the rules above, or a gradient is required.
+
+    Source: the fix-up of LeanAttention section IV-A; Tree Attention, Algorithm 3.
+    """
+    result: tuple[Tensor, Tensor] = _merge_states(o_parts, lse_parts, out_dtype=out_dtype)
+    return result
+
+
+def lean_schedule(num_tiles: Tensor, num_workers: int) -> Tensor:
+    """The partition of the kernels as a table: which worker runs which tiles of which output.
+
+    Equivalent PyTorch::
+
+        line = torch.repeat_interleave(torch.arange(len(num_tiles)), num_tiles)
+        begins = torch.arange(num_workers + 1) * len(line) // num_workers    # of each worker
+
+    Args:
+        num_tiles: int32 `[outputs]`, on the CPU.
+        num_workers: at least 1.
+
+    Returns:
+        int64 `[segments, 4]` with rows `(worker, output, tile_begin, tile_end)` in line order,
+        tiles counted inside their output. Loads differ by at most one tile; an output without
+        tiles has no row.
+
+    Raises:
+        RuntimeError: a negative number of tiles, another dtype or shape, or no worker.
+
+    Source: LeanAttention, Algorithm 4, with its index arithmetic corrected.
+    """
+    table: Tensor = _lean_schedule(num_tiles, num_workers)
+    return table
+
+
+@torch.library.register_fake("tree_attention::lean_decode")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_ranges: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **unused: object,
+) -> tuple[Tensor, Tensor]:
+    o = q.new_empty((*q.shape[:3], v.shape[3]), dtype=out_dtype or q.dtype)
+    return o, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("tree_attention::lean_decode.out")
+def _(*unused: object, **unused_keywords: object) -> None:
+    return None
+
+
+@torch.library.register_fake("tree_attention::merge_states")
+def _(
+    o_parts: Tensor, lse_parts: Tensor, *, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    o = o_parts.new_empty(o_parts.shape[1:], dtype=out_dtype or o_parts.dtype)
+    return o, lse_parts.new_empty(lse_parts.shape[1:])
+
+
+@torch.library.register_fake("tree_attention::lean_schedule")
+def _(num_tiles: Tensor, num_workers: int) -> Tensor:
+    num_segments = torch.library.get_ctx().new_dynamic_size()
+    return num_tiles.new_empty((num_segments, 4), dtype=torch.int64)
