@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run a test function on several ranks: a Gloo world of real processes on the loopback interface.
+
+    from distributed import run_ranks
+
+    def agree(rank, world_size, seed):     # module level: ranks import it by name
+        ...assert on every rank...
+        return value                       # anything picklable without shared memory
+
+    values = run_ranks(agree, 3, seed)     # [value of rank 0, of rank 1, of rank 2]
+
+Processes come from a fork server that has imported torch once and are kept per world size, so a call
+costs milliseconds. The default process group is that world and outlives the call. A failure names
+world, rank and case, and its processes are replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+# A rank that fails leaves its peers inside a collective; they get this long to notice.
+_GRACE_SECONDS = 5.0
+_EXIT_SECONDS = 10.0
+
+
+class RankFailure(AssertionError):
+    """What went wrong on which rank of which world."""
+
+
+class Lost:
+    """Stands for the result of a rank that was expected to be lost."""
+
+    def __repr__(self) -> str:
+        return "Lost()"
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    lost: Collection[int] = (),
+    fresh: bool = False,
+) -> list[Any]:
+    """Return `[fn(rank, world_size, *args) for each rank]`, run in `world_size` processes.
+
+    Args:
+        fn: function at module level. The default process group is up; torch uses one thread.
+        timeout: seconds after which whoever has not answered is killed and reported.
+        lost: ranks that are meant to die or stall; they must not answer, the others must.
+        fresh: use processes of its own, ended afterwards; implied by `lost`. For tests that leave
+            the process group unusable. Survivors must be able to exit by themselves.
+
+    Raises:
+        RankFailure: a rank raised, died, stalled, answered although it was meant to be lost, or
+            did not exit when asked. Carries the traceback of every rank concerned.
+    """
+    own = fresh or bool(lost)
+    world = None if own else _worlds.pop(world_size, None)
+    if world is None:
+        world = _World(world_size)
+    done = False
+    try:
+        results = world.call(fn, args, timeout, frozenset(lost))
+        if own:
+            world.close(frozenset(lost))
+        done = True
+    finally:
+        if not done:
+            world.kill()
+    if not own:
+        _worlds[world_size] = world
+    return results
+
+
+class _World:
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.processes = []
+        self.pipes: list[Connection] = []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_rank_main, args=(theirs, rank, world_size), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+        try:
+            port = self._receive(0, time.monotonic() + 60.0)  # rank 0 serves the store
+        except BaseException:
+            self.kill()
+            raise
+        for pipe in self.pipes[1:]:
+            pipe.send_bytes(pickle.dumps(port))
+
+    def call(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, lost: frozenset[int]
+    ) -> list[Any]:
+        case = f"{fn.__module__}.{fn.__name__}{args!r}"[:300].replace("\n", " ")
+        for pipe in self.pipes:
+            pipe.send_bytes(pickle.dumps((fn, args)))
+        deadline = time.monotonic() + timeout
+        results: list[Any] = [Lost() for _ in range(self.world_size)]
+        failures: dict[int, str] = {}
+        pending = set(range(self.world_size)) - lost
+        while pending:
+            rank_of = {self.pipes[rank]: rank for rank in pending}
+            ready = wait(list(rank_of), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                waited = (
+                    f"{_GRACE_SECONDS:g} s after another rank failed"
+                    if failures
+                    else (f"after {timeout:g} s")
+                )
+                failures.update({rank: f"no answer {waited}" for rank in pending})
+                break
+            for pipe in ready:
+                rank = rank_of[pipe]
+                pending.remove(rank)
+                try:
+                    ok, value = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    self.processes[rank].join(_EXIT_SECONDS)
+                    ok, value = False, f"process ended, status {self.processes[rank].exitcode}"
+                if ok:
+                    results[rank] = value
+                else:
+                    failures[rank] = value
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        for rank in lost:
+            if self.pipes[rank].poll():
+                try:
+                    value = pickle.loads(self.pipes[rank].recv_bytes())
+                except EOFError:
+                    continue  # died, as it was meant to
+                failures[rank] = f"was meant to be lost and answered {value!r}"
+        if failures:
+            raise RankFailure(
+                "".join(
+                    f"\nrank {rank} of world {self.world_size}, {case}:\n{failures[rank]}"
+                    for rank in sorted(failures)
+                )
+            )
+        return results
+
+    def close(self, lost: frozenset[int] = frozenset()) -> None:
+        """End the processes; those that are not lost must end by themselves, with status 0."""
+        for rank, pipe in enumerate(self.pipes):
+            if rank not in lost:
+                pipe.close()
+        deadline = time.monotonic() + _EXIT_SECONDS
+        for rank, process in enumerate(self.processes):
+            if rank in lost:
+                continue
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode != 0:
+                raise RankFailure(
+                    f"rank {rank} of world {self.world_size}: exit status {process.exitcode} "
+                    f"{_EXIT_SECONDS:g} s after its last case"
+                )
+        self.kill()
+
+    def kill(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def _receive(self, rank: int, deadline: float) -> Any:
+        if not self.pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+            raise RankFailure(f"rank {rank} of world {self.world_size} did not start")
+        return pickle.loads(self.pipes[rank].recv_bytes())
+
+
+def _rank_main(pipe: Connection, rank: int, world_size: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if sys.platform == "linux":  # the host name need not resolve to anything reachable
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+        pipe.send_bytes(pickle.dumps(store.port))
+    else:
+        port = pickle.loads(pipe.recv_bytes())
+        store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
+    # The group keeps torch's default timeout of 30 minutes: shorter deadlines are ours to enforce.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            fn, args = pickle.loads(request)
+            answer = pickle.dumps((True, fn(rank, world_size, *args)))
+        except BaseException:  # whatever it was, it is raised again where pytest sees it
+            answer = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(answer)
+
+
+def _close_all() -> None:
+    while _worlds:
+        _worlds.popitem()[1].kill()
+
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed"])
+_worlds: dict[int, _World] = {}
+atexit.register(_close_all)
