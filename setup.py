@@ -22,6 +22,7 @@ CPU_SOURCES = [
     "csrc/cpu/decode.cpp",
     "csrc/cpu/merge_rows.cpp",
     "csrc/cpu/merge_states.cpp",
+    "csrc/cpu/probe.cpp",
 ]
 CUDA_SOURCES = [
     "csrc/cuda/merge_states.cu",

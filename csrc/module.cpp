@@ -2,8 +2,10 @@
 //
 // What is not a tensor operator. Importing the module registers the operators of ops.cpp.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "cpu/decode.h"
+#include "cpu/probe.h"
 
 // python/tree_attention/_loader.py reads it from the file before loading: a module built for
 // another torch may not load at all.
@@ -30,4 +32,9 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("cpu_instruction_set", &tree_attention::cpu::instruction_set);
   m.def("set_cpu_instruction_set", &tree_attention::cpu::set_instruction_set);
+
+  using ReleaseGil = pybind11::call_guard<pybind11::gil_scoped_release>;
+  m.def("pin_threads", &tree_attention::cpu::pin_threads, ReleaseGil());
+  m.def("read_memory", &tree_attention::cpu::read_memory, ReleaseGil());
+  m.def("multiply_add", &tree_attention::cpu::multiply_add, ReleaseGil());
 }

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "probe.h"
+
+#include <ATen/Parallel.h>
+
+#include <atomic>
+#include <cstring>
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace tree_attention::cpu {
+namespace {
+
+constexpr int64_t kLineBytes = 64;
+
+// A grain of one makes at::parallel_for give every thread exactly one index.
+template <typename F>
+void on_every_thread(const F& body) {
+  const int64_t num_threads = at::get_num_threads();
+  at::parallel_for(0, num_threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) body(i, num_threads);
+  });
+}
+
+using Line = uint64_t __attribute__((vector_size(kLineBytes), aligned(1), may_alias));
+
+// Four streams with a prefetch 1 KiB ahead: the fastest of ten patterns tried (one to eight
+// streams, with and without prefetch), and closer to how a kernel reads K and V than one stream.
+inline __attribute__((always_inline)) uint64_t read_lines(const char* data, int64_t num_bytes) {
+  constexpr int64_t kStreams = 4, kAhead = 1024, kStep = 2 * kLineBytes;
+  const int64_t stream_bytes = num_bytes / kStreams / kStep * kStep;
+  Line sum[2 * kStreams] = {};
+  for (int64_t i = 0; i < stream_bytes; i += kStep) {
+    for (int64_t s = 0; s < kStreams; ++s) {
+      const char* line = data + s * stream_bytes + i;
+      __builtin_prefetch(line + kAhead);
+      __builtin_prefetch(line + kAhead + kLineBytes);
+      sum[2 * s] ^= *reinterpret_cast<const Line*>(line);
+      sum[2 * s + 1] ^= *reinterpret_cast<const Line*>(line + kLineBytes);
+    }
+  }
+  uint64_t total = 0;
+  for (const Line& part : sum) {
+    for (int i = 0; i < 8; ++i) total ^= part[i];
+  }
+  for (int64_t i = kStreams * stream_bytes; i < num_bytes; ++i) total ^= uint64_t(data[i]);
+  return total;
+}
+
+// The sum of all lanes, so that no accumulator is dead. They start from different values, or the
+// compiler would compute one of them and copy it.
+template <typename Vector, int kAccumulators>
+inline __attribute__((always_inline)) float add_lanes(const Vector (&sum)[kAccumulators]) {
+  float lanes[kAccumulators * sizeof(Vector) / sizeof(float)];
+  std::memcpy(lanes, sum, sizeof(sum));
+  float total = 0.0f;
+  for (float lane : lanes) total += lane;
+  return total;
+}
+
+struct MultiplyAdd {
+  float value;
+  int64_t operations_per_repeat;
+};
+
+using ReadFunction = uint64_t (*)(const char*, int64_t);
+using MultiplyAddFunction = MultiplyAdd (*)(int64_t);
+
+uint64_t read_portable(const char* data, int64_t num_bytes) { return read_lines(data, num_bytes); }
+
+MultiplyAdd multiply_add_portable(int64_t repeats) {
+  using Vector = float __attribute__((vector_size(16)));
+  constexpr int kAccumulators = 12;
+  const Vector half = Vector{} + 0.5f, one = Vector{} + 1.0f;
+  Vector sum[kAccumulators];
+  for (int i = 0; i < kAccumulators; ++i) sum[i] = Vector{} + static_cast<float>(i);
+  for (int64_t i = 0; i < repeats; ++i) {
+#if defined(__aarch64__)
+    for (Vector& s : sum) s = vfmaq_f32(one, s, half);
+#else
+    for (Vector& s : sum) s = s * half + one;
+#endif
+  }
+  return {add_lanes(sum), 2 * 4 * kAccumulators};
+}
+
+#if defined(__x86_64__)
+// Ten accumulators hide the four cycles of latency on two multiply-add units and fit 16 registers.
+__attribute__((target("avx2,fma"))) uint64_t read_avx2(const char* data, int64_t num_bytes) {
+  return read_lines(data, num_bytes);
+}
+
+__attribute__((target("avx2,fma"))) MultiplyAdd multiply_add_avx2(int64_t repeats) {
+  constexpr int kAccumulators = 10;
+  const __m256 half = _mm256_set1_ps(0.5f), one = _mm256_set1_ps(1.0f);
+  __m256 sum[kAccumulators];
+  for (int i = 0; i < kAccumulators; ++i) sum[i] = _mm256_set1_ps(static_cast<float>(i));
+  for (int64_t i = 0; i < repeats; ++i) {
+    for (__m256& s : sum) s = _mm256_fmadd_ps(s, half, one);
+  }
+  return {add_lanes(sum), 2 * 8 * kAccumulators};
+}
+
+__attribute__((target("avx512f"))) uint64_t read_avx512(const char* data, int64_t num_bytes) {
+  return read_lines(data, num_bytes);
+}
+
+__attribute__((target("avx512f"))) MultiplyAdd multiply_add_avx512(int64_t repeats) {
+  constexpr int kAccumulators = 16;
+  const __m512 half = _mm512_set1_ps(0.5f), one = _mm512_set1_ps(1.0f);
+  __m512 sum[kAccumulators];
+  for (int i = 0; i < kAccumulators; ++i) sum[i] = _mm512_set1_ps(static_cast<float>(i));
+  for (int64_t i = 0; i < repeats; ++i) {
+    for (__m512& s : sum) s = _mm512_fmadd_ps(s, half, one);
+  }
+  return {add_lanes(sum), 2 * 16 * kAccumulators};
+}
+#endif
+
+struct Functions {
+  ReadFunction read = read_portable;
+  MultiplyAddFunction multiply_add = multiply_add_portable;
+};
+
+// The ceiling is the machine's, so this takes the widest set it has, whatever the kernel uses.
+Functions widest() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f")) return {read_avx512, multiply_add_avx512};
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    return {read_avx2, multiply_add_avx2};
+  }
+#endif
+  return {};
+}
+
+}  // namespace
+
+std::vector<int> pin_threads(const std::vector<int>& cpus) {
+  std::vector<int> running_on(at::get_num_threads(), -1);
+#if defined(__linux__)
+  on_every_thread([&](int64_t thread, int64_t) {
+    if (thread >= static_cast<int64_t>(cpus.size())) return;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(cpus[thread], &one);
+    if (pthread_setaffinity_np(pthread_self(), sizeof(one), &one) == 0) {
+      running_on[thread] = sched_getcpu();
+    }
+  });
+#endif
+  return running_on;
+}
+
+uint64_t read_memory(const std::vector<std::pair<uintptr_t, int64_t>>& buffers) {
+  const ReadFunction read = widest().read;
+  std::atomic<uint64_t> total{0};
+  on_every_thread([&](int64_t thread, int64_t num_threads) {
+    uint64_t sum = 0;
+    for (const auto& [address, num_bytes] : buffers) {
+      const int64_t begin = num_bytes * thread / num_threads;
+      const int64_t end = num_bytes * (thread + 1) / num_threads;
+      sum ^= read(reinterpret_cast<const char*>(address) + begin, end - begin);
+    }
+    total.fetch_xor(sum);
+  });
+  return total;
+}
+
+double multiply_add(int64_t repeats) {
+  const MultiplyAddFunction run = widest().multiply_add;
+  std::atomic<int64_t> operations{0};
+  std::atomic<float> value{0.0f};
+  on_every_thread([&](int64_t, int64_t) {
+    const MultiplyAdd result = run(repeats);
+    operations += result.operations_per_repeat * repeats;
+    value.store(result.value);
+  });
+  return static_cast<double>(operations);
+}
+
+}  // namespace tree_attention::cpu
