@@ -20,6 +20,7 @@ CPU_SOURCES = [
     "csrc/merge_states.cpp",
     "csrc/schedule.cpp",
     "csrc/cpu/decode.cpp",
+    "csrc/cpu/decode_isa.cpp",
     "csrc/cpu/merge_rows.cpp",
     "csrc/cpu/merge_states.cpp",
     "csrc/cpu/probe.cpp",
@@ -65,8 +66,8 @@ def choose_cuda() -> bool:
     use_cuda = choice != "0" and not missing
     reason = f"nvcc {nvcc}, torch CUDA {torch.version.cuda}" if use_cuda else "; ".join(missing)
     print(
-        f"tree_attention: building for torch {torch.__version__}, CUDA {'on' if use_cuda else 'off'}"
-        f" (USE_CUDA={choice}{': ' + reason if reason else ''})",
+        f"tree_attention: building for torch {torch.__version__},",
+        f"CUDA {'on' if use_cuda else 'off'} (USE_CUDA={choice}{reason and ': '}{reason})",
         flush=True,
     )
     return use_cuda

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`python -m tree_attention COMMAND`: one file per command in `cli/`, imported when asked for."""
+
+import argparse
+import importlib
+import sys
+
+COMMANDS = {
+    "info": "versions, backends and what is unavailable",
+    "verify": "check the operators, the ranks and HuggingFace on this machine",
+    "generate": "stream text from a checkpoint, its cache sharded over the ranks of torchrun",
+    "bench": "benchmarks: decode (one process), tree (the ranks of torchrun)",
+}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tree_attention",
+        description="\n".join(f"  {name:<9} {text}" for name, text in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see COMMAND --help")
+    parsed = parser.parse_args(arguments)
+    command = importlib.import_module(f"tree_attention.cli.{parsed.command}")
+    return command.main(parsed.arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Loads the compiled extension, or says what is wrong and how to repair it."""
+
+import importlib.util
+import mmap
+import re
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+PACKAGE = Path(__file__).parent
+NAME = "tree_attention._C"
+
+
+def load(directory: Path = PACKAGE) -> ModuleType:
+    """The module `tree_attention._C`; loading it registers `torch.ops.tree_attention`.
+
+    Raises:
+        ImportError: the extension is missing, was built for another Python or another torch, or
+            does not load. The message names both versions and the command that rebuilds it.
+    """
+    if NAME in sys.modules:
+        return sys.modules[NAME]
+    path = _find(directory)
+    built_for = torch_version_of(path)
+    # A torch release keeps its C++ interface over patch releases and CUDA flavours, which therefore
+    # get their chance to load.
+    if _release(built_for) != _release(torch.__version__):
+        raise ImportError(_other_torch(built_for))
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    assert spec is not None and spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        if built_for != torch.__version__:
+            raise ImportError(f"{_other_torch(built_for)} ({error})") from error
+        raise ImportError(
+            f"tree_attention: the extension does not load: {error}. Rebuild it: {rebuild_command()}"
+        ) from error
+    sys.modules[NAME] = module
+    return module
+
+
+def torch_version_of(path: Path) -> str:
+    """The torch that the extension was compiled against, read from the file without loading it."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        match = re.search(rb"tree_attention is built for torch ([^\0]+)\0", data)
+    return match.group(1).decode() if match else "unknown"
+
+
+def rebuild_command() -> str:
+    checkout = PACKAGE.parent.parent
+    if (checkout / "setup.py").exists():
+        return f"cd {checkout} && {sys.executable} setup.py build_ext --inplace"
+    return (
+        f"{sys.executable} -m pip install --no-build-isolation --no-deps --force-reinstall DIR, "
+        "with DIR the source tree of tree_attention"
+    )
+
+
+def _find(directory: Path) -> Path:
+    for suffix in EXTENSION_SUFFIXES:
+        path = directory / f"_C{suffix}"
+        if path.exists():
+            return path
+    wanted = f"_C{EXTENSION_SUFFIXES[0]}"
+    others = ", ".join(sorted(path.name for path in directory.glob("_C*.so")))
+    if others:
+        reason = f"is built for another Python: {wanted} is needed, {others} is there"
+    else:
+        reason = f"is missing: no {wanted} in {directory}"
+    raise ImportError(f"tree_attention: the extension {reason}. Build it: {rebuild_command()}")
+
+
+def _other_torch(built_for: str) -> str:
+    return (
+        f"tree_attention: the extension is built for torch {built_for}, but torch "
+        f"{torch.__version__} is installed. Rebuild it: {rebuild_command()}"
+    )
+
+
+def _release(version: str) -> list[str]:
+    return version.split("+")[0].split(".")[:2]

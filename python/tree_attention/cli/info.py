@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`python -m tree_attention info`: what will be used, and why something is unavailable."""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+import tree_attention
+from tree_attention import _loader
+
+MINIMUM_TRANSFORMERS = (5, 5)
+
+
+def main(arguments: list[str]) -> int:
+    argparse.ArgumentParser(
+        prog="python -m tree_attention info",
+        description="Prints versions, backends and why something is unavailable.",
+    ).parse_args(arguments)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows():
+        table.add_row(name, value)
+    Console(highlight=False, markup=False).print(table)
+    return 0
+
+
+def rows() -> Iterator[tuple[str, str]]:
+    extension = _loader.load()
+    build = extension.build_info()
+    yield "tree_attention", f"{tree_attention.__version__}, {Path(tree_attention.__file__).parent}"
+    yield "python", f"{platform.python_version()}, {platform.platform()}"
+    yield "torch", f"{torch.__version__}; extension built for {build['torch_version']}"
+    yield "compiler", build["compiler"]
+    yield "cpu", cpu_name()
+    yield "instruction set", extension.cpu_instruction_set()
+    yield "threads", f"{torch.get_num_threads()}; OpenMP runtime {', '.join(openmp_runtimes())}"
+    yield "cuda kernels", cuda_kernels(build["cuda_version"], build["cuda_architectures"])
+    yield "cuda devices", cuda_devices()
+    yield "gloo", available_if(dist.is_available() and dist.is_gloo_available())
+    yield "nccl", nccl()
+    yield "strategies", ", ".join(tree_attention.strategies())
+    yield "transformers", transformers()
+
+
+def cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def openmp_runtimes() -> list[str]:
+    """Files of the OpenMP runtimes in this process. More than one means oversubscribed threads."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return ["unknown"]
+    files = {line.split()[-1] for line in maps.read_text().splitlines() if ".so" in line}
+    return sorted(f for f in files if Path(f).name.startswith(("libgomp", "libiomp", "libomp")))
+
+
+def cuda_kernels(nvcc_version: str | None, architectures: str | None) -> str:
+    if nvcc_version is None:
+        return f"not built; with nvcc installed: USE_CUDA=1 ({_loader.rebuild_command()})"
+    return f"built by nvcc {nvcc_version} for {architectures}"
+
+
+def cuda_devices() -> str:
+    if torch.version.cuda is None:
+        return f"unavailable: torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "unavailable: torch finds no CUDA driver or no device"
+    return ", ".join(
+        f"{torch.cuda.get_device_name(i)} (sm_{major}{minor})"
+        for i in range(torch.cuda.device_count())
+        for major, minor in [torch.cuda.get_device_capability(i)]
+    )
+
+
+def available_if(available: bool) -> str:
+    return "available" if available else f"unavailable: torch {torch.__version__} is built without"
+
+
+def nccl() -> str:
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return available_if(False)
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return version if torch.cuda.is_available() else f"{version}, without a CUDA device to use it"
+
+
+def transformers() -> str:
+    if importlib.util.find_spec("transformers") is None:
+        return "not installed: pip install 'tree-attention[hf]'"
+    version = importlib.metadata.version("transformers")
+    if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_TRANSFORMERS:
+        return f"{version} is too old: >= 5.5 is required, pip install 'tree-attention[hf]'"
+    return version
