@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The local operators. Schemas and kernels are in csrc/ops.cpp; here are documentation and fakes."""
+"""The local operators: documentation and fake kernels (schemas and kernels: csrc/ops.cpp)."""
 
 from collections.abc import Sequence
 
