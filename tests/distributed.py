@@ -9,9 +9,9 @@
 
     values = run_ranks(agree, 3, seed)     # [value of rank 0, of rank 1, of rank 2]
 
-Processes come from a fork server that has imported torch once and are kept per world size, so a call
-costs milliseconds. The default process group is that world and outlives the call. A failure names
-world, rank and case, and its processes are replaced.
+Processes come from a fork server that has imported torch once and are kept per world size, so a
+call costs milliseconds. The default process group is that world and outlives the call. A failure
+names world, rank and case, and its processes are replaced.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ from typing import Any
 # A rank that fails leaves its peers inside a collective; they get this long to notice.
 _GRACE_SECONDS = 5.0
 _EXIT_SECONDS = 10.0
+
+
+def preload(*modules: str) -> None:
+    """Have the fork server import `modules` too. To be called while test modules are collected."""
+    _preloaded.extend(modules)
+    _context.set_forkserver_preload(_preloaded)
 
 
 class RankFailure(AssertionError):
@@ -123,7 +129,7 @@ class _World:
                     if failures
                     else (f"after {timeout:g} s")
                 )
-                failures.update({rank: f"no answer {waited}" for rank in pending})
+                failures.update(dict.fromkeys(pending, f"no answer {waited}"))
                 break
             for pipe in ready:
                 rank = rank_of[pipe]
@@ -218,6 +224,7 @@ def _close_all() -> None:
 
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed"])
+_preloaded: list[str] = []
+preload("torch", "torch.distributed", "pytest", "hypothesis")
 _worlds: dict[int, _World] = {}
 atexit.register(_close_all)
