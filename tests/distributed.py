@@ -102,13 +102,16 @@ class _World:
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
+        deadline = time.monotonic() + 60.0
         try:
-            port = self._receive(0, time.monotonic() + 60.0)  # rank 0 serves the store
+            port = self._receive(0, deadline)  # rank 0 serves the store
+            for pipe in self.pipes[1:]:
+                pipe.send_bytes(pickle.dumps(port))
+            for rank in range(world_size):  # a case may stop a rank, but not amid the rendezvous
+                self._receive(rank, deadline)
         except BaseException:
             self.kill()
             raise
-        for pipe in self.pipes[1:]:
-            pipe.send_bytes(pickle.dumps(port))
 
     def call(
         self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, lost: frozenset[int]
@@ -205,6 +208,7 @@ def _rank_main(pipe: Connection, rank: int, world_size: int) -> None:
         store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
     # The group keeps torch's default timeout of 30 minutes: shorter deadlines are ours to enforce.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    pipe.send_bytes(pickle.dumps("ready"))
     while True:
         try:
             request = pipe.recv_bytes()
