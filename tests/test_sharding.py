@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Shard layouts against a table of all slots: who owns slot s, and as which local slot."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -24,7 +26,7 @@ def shards_by_hand(layout: ShardLayout, num_slots: int) -> list[list[int]]:
     if isinstance(layout, BlockCyclic):
         owners = [r for r in range(layout.world_size) for _ in range(layout.block)] * num_slots
     else:
-        sizes = [b - a for a, b in zip(layout.bounds, layout.bounds[1:], strict=False)]
+        sizes = [b - a for a, b in pairwise(layout.bounds)]
         owners = [r for r, size in enumerate(sizes) for _ in range(size)]
         if isinstance(layout, ContiguousThenCyclic):
             turn = [r for r in range(layout.world_size) for _ in range(layout.block)]

@@ -2,7 +2,11 @@
 """Plain-PyTorch float64 definitions of everything the kernels and exchanges compute.
 
 They are the truth of the tests and the text of the documentation, and make no use of the compiled
-extension: `attention` is the local operator, `merge_states` the combination of partial states.
+extension:
+
+- `attention`, `merge`, `merge_states`: the local operator and the combination of partial states.
+- `tree_attention.reference.energy`: attention as the gradient of an energy.
+- `tree_attention.reference.tree`: Tree Attention's Algorithms 1, 2 and 3 over a list of shards.
 """
 
 from tree_attention.reference.attention import attention, merge, merge_states

@@ -20,30 +20,36 @@ def attention(
     query_positions: Tensor | None = None,
     key_layout: Sequence[int] = (0, 1, 1),
     page_table: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """What `lean_decode` computes, one query at a time; the arguments are `lean_decode`'s.
 
+    Args:
+        dtype: precision of every step and of the results. With q's own it is plain PyTorch, the
+            yardstick of the error bounds.
+
     Returns:
-        o: float64 `[batch, num_heads_q, seqlen_q, head_dim_v]`.
-        lse: float64 `[batch, num_heads_q, seqlen_q]`, natural logarithm of the sum of the
-            exponentiated scores. A query without keys has `o = 0` and `lse = -inf`.
+        o: `[batch, num_heads_q, seqlen_q, head_dim_v]`.
+        lse: `[batch, num_heads_q, seqlen_q]`, natural logarithm of the sum of the exponentiated
+            scores. A query without keys has `o = 0` and `lse = -inf`.
     """
     batch, num_heads_q, seqlen_q, head_dim = q.shape
     num_heads_kv, group_size = k.shape[1], num_heads_q // k.shape[1]
     seqlen_k = k.shape[2] if page_table is None else page_table.shape[-1] * k.shape[2]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
 
-    o = torch.zeros(batch, num_heads_q, seqlen_q, v.shape[3], dtype=torch.float64, device=q.device)
-    lse = torch.full(o.shape[:-1], -math.inf, dtype=torch.float64, device=q.device)
+    o = torch.zeros(batch, num_heads_q, seqlen_q, v.shape[3], dtype=dtype, device=q.device)
+    lse = torch.full(o.shape[:-1], -math.inf, dtype=dtype, device=q.device)
     for b in range(batch):
         for i in range(seqlen_q):
             begin, end = (0, seqlen_k) if key_ranges is None else key_ranges[b, i].tolist()
             begin, end = max(begin, 0), min(end, seqlen_k)
             if begin >= end:
                 continue
-            q_i = q[b, :, i].double().reshape(num_heads_kv, group_size, head_dim)
-            keys = _visible(k, b, begin, end, page_table)  # [num_heads_kv, end - begin, head_dim]
-            values = _visible(v, b, begin, end, page_table)
+            q_i = q[b, :, i].to(dtype).reshape(num_heads_kv, group_size, head_dim)
+            # keys, values: [num_heads_kv, end - begin, head_dim]
+            keys = _visible(k, b, begin, end, page_table).to(dtype)
+            values = _visible(v, b, begin, end, page_table).to(dtype)
 
             scores = scale * torch.einsum("hgd,hnd->hgn", q_i, keys)
             if softcap:
@@ -53,27 +59,27 @@ def attention(
                 first, block, stride = key_layout
                 j = torch.arange(begin, end, device=q.device)
                 key_positions = first + j // block * stride + j % block
-                slopes = alibi_slopes.double().reshape(num_heads_kv, group_size, 1)
+                slopes = alibi_slopes.to(dtype).reshape(num_heads_kv, group_size, 1)
                 scores = scores - slopes * (query_positions[b, i] - key_positions)
 
             lse_i = torch.logsumexp(scores, dim=-1)
-            # The clamp keeps exp(-inf - -inf) = NaN away where every score is -inf.
-            weights = torch.exp(scores - lse_i.clamp(min=-1e300)[..., None])
-            o[b, :, i] = torch.einsum("hgn,hnd->hgd", weights, values).flatten(0, 1)
             lse[b, :, i] = lse_i.flatten()
+            # Keys of score -inf are no keys; without any other, softmax would be NaN.
+            weights = torch.softmax(scores, dim=-1).masked_fill(lse_i[..., None] == -math.inf, 0)
+            o[b, :, i] = torch.einsum("hgn,hnd->hgd", weights, values).flatten(0, 1)
     return o, lse
 
 
 def _visible(x: Tensor, b: int, begin: int, end: int, page_table: Tensor | None) -> Tensor:
     """Local keys (or values) `[begin, end)` of sequence `b`: `[num_heads_kv, end - begin, dim]`."""
     if page_table is None:
-        return x[b, :, begin:end].double()
+        return x[b, :, begin:end]
     num_heads_kv, page_size = x.shape[1], x.shape[2]
     first_page, last_page = begin // page_size, (end - 1) // page_size
     pages = page_table[b].expand(num_heads_kv, -1)[:, first_page : last_page + 1].long()
     heads = torch.arange(num_heads_kv, device=x.device)[:, None]
     tokens = x[pages, heads].flatten(1, 2)
-    return tokens[:, begin - first_page * page_size : end - first_page * page_size].double()
+    return tokens[:, begin - first_page * page_size : end - first_page * page_size]
 
 
 def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

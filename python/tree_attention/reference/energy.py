@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention as the gradient of an energy.
+
+Give every query row a source `zeta` in the space of values and define its energy
+
+    F(zeta) = log sum_a exp(scale * q.k_a + zeta.v_a).
+
+F is the cumulant generating function of the value `v_a` when key `a` is drawn with probability
+proportional to exp(score): its gradient at `zeta = 0` is the mean of v, which is attention, and
+its Hessian is the covariance of v, hence F is convex. At any other `zeta` the gradient is attention
+whose scores are tilted by `zeta.v_a`.
+
+Why this matters for a sharded cache: F needs only a maximum and a logarithm of a sum of
+exponentials, both associative, so a tree of ranks computes it in a logarithmic number of steps,
+and its gradient comes at the same cost (Tree Attention, Observation 1 and Theorem 1). The energy
+of many rows and heads is the sum of theirs, and each row's source receives that row's attention;
+restricted to `key_ranges` this holds for causal attention too (Tree Attention, Eq. 25 to 28).
+"""
+
+import torch
+from torch import Tensor
+
+
+def tilted_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    zeta: Tensor,
+    key_ranges: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """`scale * q.k_a + zeta.v_a`, and -inf for the keys that a query does not see.
+
+    Args:
+        q: `[batch, num_heads_q, seqlen_q, head_dim]`.
+        k: `[batch, num_heads_kv, seqlen_k, head_dim]`.
+        v: `[batch, num_heads_kv, seqlen_k, head_dim_v]`.
+        zeta: `[batch, num_heads_q, seqlen_q, head_dim_v]`.
+        key_ranges: `[batch, seqlen_q, 2]`; causal attention is `[0, i + 1)` for query i.
+
+    Returns:
+        `[batch, num_heads_q, seqlen_q, seqlen_k]`.
+    """
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    group_size = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group_size, dim=1) for x in (k, v))
+    scores = scale * (q @ k.mT) + zeta @ v.mT
+    if key_ranges is None:
+        return scores
+    j = torch.arange(k.shape[2], device=k.device)
+    begin, end = key_ranges[:, None, :, :1], key_ranges[:, None, :, 1:]
+    return scores.masked_fill((j < begin) | (j >= end), -torch.inf)
+
+
+def largest_score(scores: Tensor) -> Tensor:
+    """The maximum over the keys, -inf where there is none."""
+    if scores.shape[-1] == 0:
+        return scores.new_full(scores.shape[:-1], -torch.inf)
+    return scores.amax(dim=-1)
+
+
+def energy(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    zeta: Tensor,
+    key_ranges: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """The energy of each query row, `[batch, num_heads_q, seqlen_q]`; at `zeta = 0` it is lse."""
+    scores = tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
+    return torch.logsumexp(scores, dim=-1)
+
+
+def safe_energy(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    zeta: Tensor,
+    key_ranges: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The energy in two parts that cannot overflow: `F = shift + relative`.
+
+    The shift is the largest score. Automatic differentiation must see it as a constant; then
+    `relative` alone has the gradient of F (Tree Attention, Eq. 35 to 38).
+
+    Returns:
+        shift, relative: each `[batch, num_heads_q, seqlen_q]`. Without keys: 0 and -inf.
+    """
+    scores = tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
+    shift = largest_score(scores).detach()
+    shift = shift.masked_fill(shift == -torch.inf, 0)
+    return shift, torch.exp(scores - shift[..., None]).sum(dim=-1).log()
+
+
+def energy_gradient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    zeta: Tensor,
+    key_ranges: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """dF/dzeta by hand: the mean of v under the tilted scores, `[..., seqlen_q, head_dim_v]`."""
+    weights = _weights(tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale))
+    return weights @ v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+
+
+def energy_hessian(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    zeta: Tensor,
+    key_ranges: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """d2F/dzeta2 by hand: the covariance of v under the tilted scores,
+    `[..., seqlen_q, head_dim_v, head_dim_v]`. Different rows do not interact."""
+    weights = _weights(tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale))
+    v = v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    mean = weights @ v
+    second_moment = torch.einsum("bhia,bhac,bhad->bhicd", weights, v, v)
+    return second_moment - mean[..., :, None] * mean[..., None, :]
+
+
+def attention_from_energy(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_ranges: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention by one backward pass: `o = dF/dzeta`, `lse = F`, both at `zeta = 0`."""
+    zeta = q.new_zeros(*q.shape[:-1], v.shape[-1], requires_grad=True)
+    with torch.enable_grad():
+        lse = energy(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
+        (o,) = torch.autograd.grad(lse.sum(), zeta)
+    return o, lse.detach()
+
+
+def _weights(scores: Tensor) -> Tensor:
+    empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
+    return torch.softmax(scores, dim=-1).masked_fill(empty, 0)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tree Attention's three algorithms over a simulated world, a list with one shard per rank.
+
+Each statement that loops over the shards is work that the ranks do at the same time, and each call
+of `all_reduce` is one collective whose result every rank receives; nothing else crosses ranks.
+Keys and values stay where they are: what travels is one number or one value vector per query row.
+Shards may be uneven and empty. `tree_attention.tree_decode` is Algorithm 3 on processes, with
+another exchange: it gathers the partial states and merges them in the canonical order, so that all
+ranks hold the same bits.
+
+Against the paper as printed: scores are scaled, Algorithm 1 returns the shift beside the
+logarithm that is relative to it (Algorithm 2 needs the pair), an empty shard is the identity of
+every reduction, and the log-sum-exp is shaped like the output's rows, so that batches of more
+than one sequence are right.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from tree_attention.reference.attention import attention
+from tree_attention.reference.energy import largest_score, tilted_scores
+
+T = TypeVar("T")
+
+
+class Shard(NamedTuple):
+    """What one rank holds of the cache."""
+
+    k: Tensor  # [batch, num_heads_kv, local length, head_dim]
+    v: Tensor  # [batch, num_heads_kv, local length, head_dim_v]
+    key_ranges: Tensor | None = None  # [batch, seqlen_q, 2], of local keys; None: all
+
+
+def all_reduce(parts: Sequence[T], combine: Callable[[T, T], T]) -> T:
+    """Combines one part per rank pairwise, neighbours first: `ceil(log2(len(parts)))` levels."""
+    parts, step = list(parts), 1
+    while step < len(parts):
+        for i in range(0, len(parts) - step, 2 * step):
+            parts[i] = combine(parts[i], parts[i + step])
+        step *= 2
+    return parts[0]
+
+
+def tree_energy(
+    q: Tensor, zeta: Tensor, shards: Sequence[Shard], *, softmax_scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 1: the energy of every query row, two reductions of one number per row.
+
+    Returns:
+        shift, relative: each `[batch, num_heads_q, seqlen_q]`; `F = shift + relative`. A row
+        without keys on any rank has 0 and -inf.
+    """
+    scores = [
+        tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
+        for k, v, key_ranges in shards
+    ]
+    shift = all_reduce([largest_score(s) for s in scores], torch.maximum)
+    shift = shift.masked_fill(shift == -torch.inf, 0)
+    relative = all_reduce(
+        [torch.logsumexp(s - shift[..., None], dim=-1) for s in scores], torch.logaddexp
+    )
+    return shift, relative
+
+
+def tree_gradient(
+    q: Tensor, zeta: Tensor, shards: Sequence[Shard], *, softmax_scale: float | None = None
+) -> Tensor:
+    """Algorithm 2: the gradient of the energy by elementary operations, one more reduction of a
+    value vector per row. At `zeta = 0` it is attention.
+
+    Returns:
+        `[batch, num_heads_q, seqlen_q, head_dim_v]`; zero for a row without keys.
+    """
+    shift, relative = tree_energy(q, zeta, shards, softmax_scale=softmax_scale)
+    relative = relative.masked_fill(relative == -torch.inf, 0)
+    sums = []
+    for k, v, key_ranges in shards:
+        scores = tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
+        weights = torch.exp(scores - shift[..., None] - relative[..., None])
+        sums.append(weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1))
+    return all_reduce(sums, torch.add)
+
+
+def tree_attention(
+    q: Tensor, shards: Sequence[Shard], *, softmax_scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 3: each rank runs a fused local attention, then three reductions merge the
+    partial states: the maximum of lse, the numerators and the denominators.
+
+    Returns:
+        o: `[batch, num_heads_q, seqlen_q, head_dim_v]`.
+        lse: `[batch, num_heads_q, seqlen_q]`. A row without keys has `o = 0` and `lse = -inf`.
+    """
+    states = [
+        attention(q, k, v, key_ranges, softmax_scale=softmax_scale) for k, v, key_ranges in shards
+    ]
+    largest = all_reduce([lse for _, lse in states], torch.maximum)
+    shift = largest.masked_fill(largest == -torch.inf, 0)
+    # The shift is the largest lse, so at least one weight is 1: 1 <= denominator <= world_size.
+    weights = [torch.exp(lse - shift) for _, lse in states]
+    numerator = all_reduce(
+        [o * w[..., None] for (o, _), w in zip(states, weights, strict=True)], torch.add
+    )
+    denominator = all_reduce(weights, torch.add)
+    empty = largest == -torch.inf
+    o = numerator / denominator.masked_fill(empty, 1)[..., None]
+    return o, shift + denominator.log()
