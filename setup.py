@@ -20,6 +20,9 @@ CPU_SOURCES = [
     "csrc/merge_states.cpp",
     "csrc/schedule.cpp",
     "csrc/cpu/decode.cpp",
+    "csrc/cpu/decode_avx2.cpp",
+    "csrc/cpu/decode_avx512.cpp",
+    "csrc/cpu/decode_portable.cpp",
     "csrc/cpu/decode_isa.cpp",
     "csrc/cpu/merge_rows.cpp",
     "csrc/cpu/merge_states.cpp",
@@ -27,7 +30,6 @@ CPU_SOURCES = [
 ]
 CUDA_SOURCES = [
     "csrc/cuda/merge_states.cu",
-    "csrc/cuda/merge_states_cuda.cpp",
     "csrc/cuda/merge_states_cuda.cpp",
 ]
 DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0a"  # A100; H100, H200

@@ -15,15 +15,20 @@ PACKAGE = Path(__file__).parent
 NAME = "tree_attention._C"
 
 
-def load(directory: Path = PACKAGE) -> ModuleType:
-    """The module `tree_attention._C`; loading it registers `torch.ops.tree_attention`.
+def load() -> ModuleType:
+    """The module `tree_attention._C`; loading it registers `torch.ops.tree_attention`."""
+    if NAME not in sys.modules:
+        sys.modules[NAME] = load_from(PACKAGE)
+    return sys.modules[NAME]
+
+
+def load_from(directory: Path) -> ModuleType:
+    """Loads the extension that lies in `directory`.
 
     Raises:
         ImportError: the extension is missing, was built for another Python or another torch, or
             does not load. The message names both versions and the command that rebuilds it.
     """
-    if NAME in sys.modules:
-        return sys.modules[NAME]
     path = _find(directory)
     built_for = torch_version_of(path)
     # A torch release keeps its C++ interface over patch releases and CUDA flavours, which therefore
@@ -41,7 +46,6 @@ def load(directory: Path = PACKAGE) -> ModuleType:
         raise ImportError(
             f"tree_attention: the extension does not load: {error}. Rebuild it: {rebuild_command()}"
         ) from error
-    sys.modules[NAME] = module
     return module
 
 

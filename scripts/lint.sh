@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# Formatting, lint and types. `scripts/lint.sh --fix` formats instead of checking.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bin=.venv/bin
+mapfile -t cpp < <(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' '*.inl')
+
+if [[ ${1:-} == --fix ]]; then
+  $bin/clang-format -i "${cpp[@]}"
+  $bin/ruff check --quiet --fix .
+  $bin/ruff format --quiet .
+fi
+$bin/clang-format --dry-run -Werror "${cpp[@]}"
+$bin/ruff check .
+$bin/ruff format --check .
+$bin/mypy

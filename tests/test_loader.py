@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a user reads when the compiled extension is missing or belongs to another installation."""
+
+import re
+import subprocess
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+import torch
+
+from tree_attention import _loader
+
+SUFFIX = EXTENSION_SUFFIXES[0]
+RELEASE = torch.__version__.split("+")[0]
+
+
+def write_extension(directory: Path, torch_version: str, suffix: str = SUFFIX) -> None:
+    """A file that carries the version marker of an extension and cannot be loaded."""
+    marker = f"\0tree_attention is built for torch {torch_version}\0"
+    (directory / f"_C{suffix}").write_bytes(b"not ELF" + marker.encode())
+
+
+def message(directory: Path) -> str:
+    with pytest.raises(ImportError) as info:
+        _loader.load_from(directory)
+    return str(info.value)
+
+
+def test_missing_extension_names_file_and_command(tmp_path):
+    text = message(tmp_path)
+    assert f"the extension is missing: no _C{SUFFIX} in {tmp_path}" in text
+    assert text.endswith("setup.py build_ext --inplace")
+
+
+def test_extension_of_another_python_is_named(tmp_path):
+    write_extension(tmp_path, torch.__version__, suffix=".cpython-39-x86_64-linux-gnu.so")
+    text = message(tmp_path)
+    assert f"built for another Python: _C{SUFFIX} is needed, _C.cpython-39-x86_64-linux" in text
+
+
+def test_extension_of_another_torch_names_both_versions(tmp_path):
+    write_extension(tmp_path, "1.0.0+cpu")
+    text = message(tmp_path)
+    assert f"built for torch 1.0.0+cpu, but torch {torch.__version__} is installed" in text
+    assert text.endswith("setup.py build_ext --inplace")
+
+
+def test_other_flavour_of_the_same_torch_is_named_when_it_does_not_load(tmp_path):
+    write_extension(tmp_path, f"{RELEASE}+other")
+    text = message(tmp_path)
+    assert f"built for torch {RELEASE}+other, but torch {torch.__version__} is installed" in text
+    assert "invalid ELF header" in text
+
+
+def test_damaged_extension_gives_the_loader_s_reason(tmp_path):
+    write_extension(tmp_path, torch.__version__)
+    assert re.search(r"does not load: .*invalid ELF header.* Rebuild it: ", message(tmp_path))
+
+
+def test_extension_without_a_version_is_refused(tmp_path):
+    (tmp_path / f"_C{SUFFIX}").write_bytes(b"not ELF")
+    assert f"built for torch unknown, but torch {torch.__version__}" in message(tmp_path)
+
+
+def test_rebuild_command_outside_a_checkout_uses_pip(tmp_path, monkeypatch):
+    monkeypatch.setattr(_loader, "PACKAGE", tmp_path / "site-packages" / "tree_attention")
+    assert "pip install --no-build-isolation --no-deps --force-reinstall" in message(tmp_path)
+
+
+def test_real_extension_carries_the_version_it_was_built_for():
+    extension = _loader.load()
+    path = _loader.PACKAGE / f"_C{SUFFIX}"
+    assert _loader.torch_version_of(path) == extension.build_info()["torch_version"]
+
+
+def test_process_holds_one_openmp_runtime():
+    """A second runtime would double the threads: torch's own and ours."""
+    program = """
+import torch, tree_attention
+from tree_attention.cli.info import openmp_runtimes
+q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 8, 4096, 64)
+tree_attention.lean_decode(q, k, k)
+torch.nn.functional.scaled_dot_product_attention(q, k, k)
+print(*openmp_runtimes(), sep="\\n")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=_loader.PACKAGE.parent,
+    )
+    runtimes = result.stdout.split()
+    assert len(runtimes) == 1, runtimes
+    assert Path(torch.__file__).parent in Path(runtimes[0]).parents

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The build's choices and the contents of the source distribution."""
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import tree_attention
+
+ROOT = Path(__file__).parent.parent
+
+# Stands for torch, so that setup.py runs without importing the real one: prints what it is asked
+# to build.
+FAKE_TORCH = """
+class version:
+    cuda = {cuda!r}
+__version__ = {version!r}
+"""
+FAKE_CPP_EXTENSION = """
+import os
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext as BuildExtension
+CUDA_HOME = os.environ.get("CUDA_HOME")
+def CppExtension(name, sources, extra_compile_args, **options):
+    print("sources", *sources)
+    print("flags", extra_compile_args, options["define_macros"])
+    return Extension(name, sources, **options)
+CUDAExtension = CppExtension
+"""
+
+
+@pytest.fixture
+def run_setup(tmp_path):
+    def run(*, torch="2.15.0+cu132", cuda="13.2", nvcc="13.0", **variables):
+        (tmp_path / "torch" / "utils").mkdir(parents=True)
+        (tmp_path / "torch" / "__init__.py").write_text(FAKE_TORCH.format(version=torch, cuda=cuda))
+        (tmp_path / "torch" / "utils" / "__init__.py").touch()
+        (tmp_path / "torch" / "utils" / "cpp_extension.py").write_text(FAKE_CPP_EXTENSION)
+        if nvcc is not None:
+            program = tmp_path / "cuda" / "bin" / "nvcc"
+            program.parent.mkdir(parents=True)
+            program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc}, V0'\n")
+            program.chmod(0o755)
+        ours = ("USE_CUDA", "TORCH_CUDA_ARCH_LIST", "DEBUG")
+        environment = {k: v for k, v in os.environ.items() if k not in ours} | variables
+        environment |= {"PYTHONPATH": str(tmp_path), "CUDA_HOME": str(tmp_path / "cuda")}
+        return subprocess.run(
+            [sys.executable, "setup.py", "--name"],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+def output(result):
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def refusal(result):
+    assert result.returncode == 1
+    return result.stderr
+
+
+def test_auto_takes_cuda_from_nvcc_and_torch_without_asking_for_a_gpu(run_setup):
+    text = output(run_setup(CUDA_VISIBLE_DEVICES=""))
+    assert "torch 2.15.0+cu132, CUDA on (USE_CUDA=auto: nvcc 13.0, torch CUDA 13.2)" in text
+    assert "csrc/cuda/merge_states.cu" in text
+    assert "8.0;9.0a" in text
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        ({"nvcc": None}, "nvcc was not found"),
+        ({"torch": "2.15.0+cpu", "cuda": None}, "torch 2.15.0+cpu was built without CUDA"),
+        ({"nvcc": "12.8"}, "nvcc 12.8 and torch's CUDA 13.2 differ in major version"),
+    ],
+    ids=["no-nvcc", "cpu-torch", "other-major"],
+)
+def test_without_cuda_auto_goes_on(run_setup, machine, reason):
+    text = output(run_setup(**machine))
+    assert f"CUDA off (USE_CUDA=auto: {reason}" in text
+    assert ".cu" not in text.split("sources")[1].split("flags")[0]
+
+
+def test_required_cuda_that_is_missing_stops_the_build(run_setup):
+    assert "USE_CUDA=1, but nvcc was not found" in refusal(run_setup(nvcc=None, USE_CUDA="1"))
+
+
+def test_zero_leaves_cuda_out(run_setup):
+    assert "CUDA off (USE_CUDA=0)" in output(run_setup(USE_CUDA="0"))
+
+
+def test_architectures_come_from_the_environment(run_setup):
+    text = output(run_setup(TORCH_CUDA_ARCH_LIST="9.0a"))
+    assert '"9.0a"' in text and "8.0" not in text
+
+
+def test_debug_turns_optimisation_off(run_setup):
+    text = output(run_setup(DEBUG="1"))
+    assert "-O0" in text and "-O3" not in text
+
+
+@pytest.mark.parametrize("name", ["USE_CUDA", "DEBUG"])
+def test_unknown_value_is_refused(run_setup, name):
+    assert f"{name} must be one of" in refusal(run_setup(**{name: "yes"}))
+
+
+def test_too_old_torch_is_refused(run_setup):
+    text = refusal(run_setup(torch="2.10.1+cpu"))
+    assert "torch >= 2.11 is required, got 2.10.1+cpu" in text
+
+
+def test_every_source_is_built(run_setup):
+    """A file that setup.py forgets would be missing at run time only."""
+    listed = output(run_setup()).split("sources ")[1].split("\n")[0].split()
+    found = [
+        str(path.relative_to(ROOT))
+        for suffix in ("cpp", "cu")
+        for path in (ROOT / "csrc").rglob(f"*.{suffix}")
+    ]
+    assert sorted(listed) == sorted(found)
+
+
+def test_source_distribution_is_complete(tmp_path):
+    commands = f"--quiet egg_info --egg-base {tmp_path} sdist --dist-dir {tmp_path}"
+    subprocess.run(
+        [sys.executable, "setup.py", *commands.split()],
+        cwd=ROOT,
+        env=os.environ | {"USE_CUDA": "0"},
+        check=True,
+        capture_output=True,
+    )
+    (archive,) = tmp_path.glob(f"tree_attention-{tree_attention.__version__}.tar.gz")
+    with tarfile.open(archive) as file:
+        contained = {name.partition("/")[2] for name in file.getnames()}
+    needed = {
+        str(path.relative_to(ROOT))
+        for folder, pattern in [("csrc", "*"), ("python", "*.py")]
+        for path in (ROOT / folder).rglob(pattern)
+        if path.is_file()
+    }
+    needed |= {"setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"}
+    needed |= {"python/tree_attention/py.typed"}
+    assert needed <= contained, needed - contained
+    assert not {name for name in contained if name.endswith((".so", ".o", ".pyc"))}
