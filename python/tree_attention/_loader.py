@@ -53,7 +53,7 @@ def torch_version_of(path: Path) -> str:
     """The torch that the extension was compiled against, read from the file without loading it."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         match = re.search(rb"tree_attention is built for torch ([^\0]+)\0", data)
-    return match.group(1).decode() if match else "unknown"
+        return match.group(1).decode() if match else "unknown"
 
 
 def rebuild_command() -> str:

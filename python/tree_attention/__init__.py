@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Exact attention for very long contexts whose key/value cache is split over ranks."""
+
+import importlib
+from types import ModuleType
+
+from ._version import __version__
+from .ops import lean_decode, lean_schedule, merge_states
+from .sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
+
+__all__ = [
+    "BlockCyclic",
+    "Contiguous",
+    "ContiguousThenCyclic",
+    "ShardLayout",
+    "__version__",
+    "lean_decode",
+    "lean_schedule",
+    "merge_states",
+]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`tree_attention.hf` and `tree_attention.reference` are imported when first used."""
+    if name in ("hf", "reference"):
+        return importlib.import_module(f"tree_attention.{name}")
+    raise AttributeError(f"module 'tree_attention' has no attribute {name!r}")

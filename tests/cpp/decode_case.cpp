@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "decode_case.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+
+#include "check.h"
+#include "cpu/decode.h"
+
+namespace tree_attention::testing {
+namespace {
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr KeyLayout kLayout{3, 16, 48};  // rank 0 of 3, block 16, behind 3 other keys
+
+int64_t key_position(int key) {
+  return kLayout.first + key / kLayout.block * kLayout.stride + key % kLayout.block;
+}
+
+size_t size_of(DataType dtype) { return dtype == DataType::kFloat32 ? 4 : 2; }
+
+void store(std::vector<unsigned char>& storage, int64_t index, DataType dtype, double value) {
+  const float rounded = static_cast<float>(value);
+  unsigned char* out = storage.data() + index * size_of(dtype);
+  if (dtype == DataType::kFloat32) {
+    std::memcpy(out, &rounded, 4);
+  } else if (dtype == DataType::kFloat16) {
+    const _Float16 half = static_cast<_Float16>(rounded);
+    std::memcpy(out, &half, 2);
+  } else {
+    uint32_t bits;
+    std::memcpy(&bits, &rounded, 4);
+    const uint16_t upper = bits >> 16;
+    std::memcpy(out, &upper, 2);
+  }
+}
+
+}  // namespace
+
+DecodeCase::DecodeCase(const Shape& shape, int seed) : shape_(shape) {
+  const Shape& s = shape_;
+  std::mt19937 random(seed);
+  std::normal_distribution<double> normal;
+  const auto fill = [&](Bytes& storage, int64_t count) {
+    storage = Bytes(count * size_of(s.dtype));
+    for (int64_t i = 0; i < count; ++i) store(storage, i, s.dtype, normal(random));
+  };
+  const int64_t pages = s.page_size ? (s.seqlen_k + s.page_size - 1) / s.page_size : 0;
+  const int64_t pages_in_use = s.batch * pages;
+  const int64_t rows =
+      s.heads_kv * (s.page_size ? (pages_in_use + 1) * s.page_size : s.batch * s.seqlen_k);
+  fill(q_, int64_t{s.batch} * s.heads_kv * s.group_size * s.seqlen_q * s.head_dim);
+  fill(k_, rows * s.head_dim);
+  fill(v_, rows * s.head_dim_v);
+
+  if (s.page_size) {
+    for (int64_t i = 0; i < pages_in_use; ++i) page_table_.push_back(pages_in_use - i);
+  }
+  if (s.ranges) {
+    for (int i = 0; i < s.batch * s.seqlen_q; ++i) {
+      const int32_t begin = static_cast<int32_t>(random() % (s.seqlen_k + 1)) / 2;
+      const int32_t length = static_cast<int32_t>(random() % (s.seqlen_k + 2));
+      ranges_.push_back(i % 5 == 4 ? -3 : begin);  // clamped
+      ranges_.push_back(i % 3 == 2 ? begin : begin + length);
+    }
+  }
+  if (s.alibi) {
+    for (int i = 0; i < s.heads_kv * s.group_size; ++i) slopes_.push_back(0.01f * (i + 1));
+    for (int i = 0; i < s.batch * s.seqlen_q; ++i) positions_.push_back(3 * s.seqlen_k + i);
+  }
+
+  std::vector<bool> seen(rows, false);
+  for (int batch = 0; batch < s.batch; ++batch) {
+    for (int token = 0; token < s.seqlen_q; ++token) {
+      const size_t pair = 2 * (static_cast<size_t>(batch) * s.seqlen_q + token);
+      const int begin = s.ranges ? std::max(0, ranges_[pair]) : 0;
+      const int end = s.ranges ? std::min(s.seqlen_k, ranges_[pair + 1]) : s.seqlen_k;
+      for (int head = 0; head < s.heads_kv; ++head) {
+        for (int key = begin; key < end; ++key) seen[row_of_key(batch, head, key)] = true;
+      }
+    }
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    if (seen[row]) continue;
+    for (int d = 0; d < s.head_dim; ++d) store(k_, row * s.head_dim + d, s.dtype, kNan);
+    for (int d = 0; d < s.head_dim_v; ++d) store(v_, row * s.head_dim_v + d, s.dtype, kNan);
+  }
+  compute_reference();
+}
+
+double DecodeCase::value(const Bytes& storage, int64_t index) const {
+  const unsigned char* in = storage.data() + index * size_of(shape_.dtype);
+  if (shape_.dtype == DataType::kFloat32) {
+    float value;
+    std::memcpy(&value, in, 4);
+    return value;
+  }
+  uint16_t half_bits;
+  std::memcpy(&half_bits, in, 2);
+  if (shape_.dtype == DataType::kFloat16) {
+    _Float16 value;
+    std::memcpy(&value, &half_bits, 2);
+    return static_cast<float>(value);
+  }
+  const uint32_t bits = static_cast<uint32_t>(half_bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// Row of K and V in their storage: [batch, head, key], or [page, head, slot].
+int64_t DecodeCase::row_of_key(int batch, int head, int key) const {
+  const Shape& s = shape_;
+  if (s.page_size == 0) return (int64_t{batch} * s.heads_kv + head) * s.seqlen_k + key;
+  const int pages = (s.seqlen_k + s.page_size - 1) / s.page_size;
+  const int64_t page = page_table_[batch * pages + key / s.page_size];
+  return (page * s.heads_kv + head) * s.page_size + key % s.page_size;
+}
+
+void DecodeCase::compute_reference() {
+  const Shape& s = shape_;
+  const int heads_q = s.heads_kv * s.group_size;
+  for (int batch = 0; batch < s.batch; ++batch) {
+    for (int head = 0; head < heads_q; ++head) {
+      for (int token = 0; token < s.seqlen_q; ++token) {
+        const int64_t query = (int64_t{batch} * heads_q + head) * s.seqlen_q + token;
+        const size_t pair = 2 * (static_cast<size_t>(batch) * s.seqlen_q + token);
+        const int begin = s.ranges ? std::max(0, ranges_[pair]) : 0;
+        const int end = s.ranges ? std::min(s.seqlen_k, ranges_[pair + 1]) : s.seqlen_k;
+        double sum = 0.0;
+        std::vector<double> o(s.head_dim_v, 0.0);
+        for (int key = begin; key < end; ++key) {
+          const int64_t row = row_of_key(batch, head / s.group_size, key);
+          double score = 0.0;
+          for (int d = 0; d < s.head_dim; ++d) {
+            score += value(q_, query * s.head_dim + d) * value(k_, row * s.head_dim + d);
+          }
+          score /= std::sqrt(s.head_dim);
+          if (s.softcap != 0.0f) score = s.softcap * std::tanh(score / s.softcap);
+          if (s.alibi) {
+            score -= slopes_[head] * (positions_[batch * s.seqlen_q + token] - key_position(key));
+          }
+          sum += std::exp(score);
+          for (int d = 0; d < s.head_dim_v; ++d) {
+            o[d] += std::exp(score) * value(v_, row * s.head_dim_v + d);
+          }
+        }
+        for (double& x : o) x = sum == 0.0 ? 0.0 : x / sum;
+        o_reference_.insert(o_reference_.end(), o.begin(), o.end());
+        lse_reference_.push_back(std::log(sum));
+      }
+    }
+  }
+}
+
+DecodeParams DecodeCase::params(int num_workers) {
+  const Shape& s = shape_;
+  const int heads_q = s.heads_kv * s.group_size;
+  o_.assign(o_reference_.size(), NAN);
+  lse_.assign(lse_reference_.size(), NAN);
+  const auto set = [](int64_t* stride, int64_t tokens, int64_t heads, int64_t width) {
+    stride[0] = heads * tokens * width;
+    stride[1] = tokens * width;
+    stride[2] = width;
+  };
+  const int tokens_k = s.page_size ? s.page_size : s.seqlen_k;
+  DecodeParams p{};
+  p.q = q_.data();
+  p.k = k_.data();
+  p.v = v_.data();
+  p.o = o_.data();
+  p.lse = lse_.data();
+  set(p.q_stride, s.seqlen_q, heads_q, s.head_dim);
+  set(p.k_stride, tokens_k, s.heads_kv, s.head_dim);
+  set(p.v_stride, tokens_k, s.heads_kv, s.head_dim_v);
+  set(p.o_stride, s.seqlen_q, heads_q, s.head_dim_v);
+  set(p.lse_stride, s.seqlen_q, heads_q, 1);
+  if (s.ranges) {
+    p.key_ranges = ranges_.data();
+    p.key_ranges_stride[0] = 2 * s.seqlen_q;
+    p.key_ranges_stride[1] = 2;
+  }
+  p.softmax_scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
+  p.softcap = s.softcap;
+  p.key_layout = {0, 1, 1};
+  if (s.alibi) {
+    p.alibi_slopes = slopes_.data();
+    p.query_positions = positions_.data();
+    p.key_layout = kLayout;
+  }
+  p.batch = s.batch;
+  p.num_heads_q = heads_q;
+  p.num_heads_kv = s.heads_kv;
+  p.seqlen_q = s.seqlen_q;
+  p.seqlen_k = s.seqlen_k;
+  p.head_dim = s.head_dim;
+  p.head_dim_v = s.head_dim_v;
+  if (s.page_size) {
+    const int pages = (s.seqlen_k + s.page_size - 1) / s.page_size;
+    p.page_table = page_table_.data();
+    p.page_table_stride[0] = pages;
+    p.page_size = s.page_size;
+    p.num_pages = s.batch * pages + 1;
+    p.seqlen_k = int64_t{pages} * s.page_size;
+  }
+  p.num_workers = num_workers;
+  p.dtype = s.dtype;
+  p.out_dtype = DataType::kFloat32;
+  return p;
+}
+
+void DecodeCase::check(int num_workers) {
+  cpu::lean_decode(params(num_workers));
+  // Inputs are exact in both; half precision leaves room for kernels that round probabilities.
+  const double tolerance = shape_.dtype == DataType::kFloat32 ? 2e-5 : 2e-2;
+  for (size_t row = 0; row < lse_.size(); ++row) {
+    if (lse_reference_[row] == -INFINITY) {
+      CHECK(lse_[row] == -INFINITY, "lse of empty row ", row, " is ", lse_[row]);
+    } else {
+      CHECK(std::abs(lse_[row] - lse_reference_[row]) <= 1e-4, "lse of row ", row, " is ",
+            lse_[row], ", not ", lse_reference_[row]);
+    }
+  }
+  for (size_t i = 0; i < o_.size(); ++i) {
+    CHECK(std::abs(o_[i] - o_reference_[i]) <= tolerance, "o[", i, "] is ", o_[i], ", not ",
+          o_reference_[i]);
+  }
+}
+
+}  // namespace tree_attention::testing

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// One call of lean_decode with its buffers, each allocated to the exact size so that a sanitizer
+// sees the first element beyond, and its float64 reference. Keys that no query sees are NaN.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/decode_params.h"
+
+namespace tree_attention::testing {
+
+struct Shape {
+  int batch, heads_kv, group_size, seqlen_q, seqlen_k, head_dim, head_dim_v;
+  DataType dtype;
+  int page_size = 0;  // 0: not paged
+  bool alibi = false;
+  float softcap = 0.0f;
+  bool ranges = false;
+};
+
+class DecodeCase {
+ public:
+  DecodeCase(const Shape& shape, int seed);
+
+  // Runs lean_decode with fresh outputs and compares with the reference.
+  void check(int num_workers);
+
+  // Bits of the outputs of the last run.
+  const std::vector<float>& o() const { return o_; }
+  const std::vector<float>& lse() const { return lse_; }
+
+  DecodeParams params(int num_workers);
+  std::vector<int32_t>& page_table() { return page_table_; }
+
+ private:
+  using Bytes = std::vector<unsigned char>;
+
+  double value(const Bytes& storage, int64_t index) const;
+  int64_t row_of_key(int batch, int head, int key) const;
+  void compute_reference();
+
+  Shape shape_;
+  Bytes q_, k_, v_;
+  std::vector<int32_t> ranges_, page_table_;
+  std::vector<float> slopes_;
+  std::vector<int64_t> positions_;
+  std::vector<float> o_, lse_;
+  std::vector<double> o_reference_, lse_reference_;
+};
+
+}  // namespace tree_attention::testing

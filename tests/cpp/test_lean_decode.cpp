@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <ATen/Parallel.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "cpu/decode.h"
+#include "decode_case.h"
+
+namespace {
+
+using tree_attention::DataType;
+using tree_attention::testing::DecodeCase;
+using tree_attention::testing::Shape;
+namespace cpu = tree_attention::cpu;
+
+constexpr DataType kFloat32 = DataType::kFloat32, kBFloat16 = DataType::kBFloat16,
+                   kFloat16 = DataType::kFloat16;
+
+// batch, kv heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, dtype, page, alibi, cap, ranges
+const Shape kShapes[] = {
+    {1, 1, 1, 1, 1, 1, 1, kFloat32},
+    {1, 1, 4, 1, 0, 64, 64, kBFloat16},
+    {1, 1, 4, 1, 63, 64, 64, kBFloat16},
+    {1, 2, 4, 1, 65, 80, 80, kFloat16},
+    {2, 2, 4, 1, 200, 64, 128, kBFloat16},
+    {2, 1, 8, 1, 700, 128, 128, kBFloat16},
+    {1, 2, 3, 1, 129, 20, 33, kFloat32},
+    {3, 2, 4, 1, 300, 64, 64, kFloat16, 0, false, 0.0f, true},
+    {2, 2, 4, 5, 150, 64, 64, kBFloat16, 0, false, 0.0f, true},
+    {2, 1, 3, 7, 150, 40, 24, kFloat32, 0, true, 5.0f, true},
+    {2, 2, 2, 2, 90, 64, 64, kBFloat16, 16, false, 0.0f, true},
+    {2, 2, 2, 1, 90, 48, 48, kFloat32, 24, true, 0.0f, false},
+    {1, 1, 4, 64, 160, 64, 64, kBFloat16, 0, false, 0.0f, true},
+    {1, 2, 2, 70, 140, 32, 32, kFloat32, 0, false, 0.0f, true},
+};
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  for (const char* name : {"portable", "neon", "avx2", "avx512"}) {
+    try {
+      cpu::set_instruction_set(name);
+      names.push_back(name);
+    } catch (const std::invalid_argument&) {
+      continue;  // not on this machine
+    }
+  }
+  return names;
+}
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+}  // namespace
+
+void test_lean_decode() {
+  const std::vector<std::string> names = instruction_sets();
+  CHECK(names.size() >= 1 && names[0] == "portable", "instruction sets");
+  for (const std::string& name : names) {
+    cpu::set_instruction_set(name);
+    int seed = 0;
+    for (const Shape& shape : kShapes) {
+      DecodeCase decode(shape, seed++);
+      for (int workers : {0, 1, 2, 3, 7, 16}) {
+        std::vector<float> o, lse;
+        for (int threads : {1, 2, 5}) {
+          at::set_num_threads(threads);
+          try {
+            decode.check(workers);
+          } catch (const std::runtime_error& error) {
+            CHECK(false, name, ", shape ", seed - 1, ", ", workers, " workers, ", threads,
+                  " threads: ", error.what());
+          }
+          if (workers > 0 && threads > 1) {
+            CHECK(same_bits(o, decode.o()) && same_bits(lse, decode.lse()), name, ", ", workers,
+                  " workers: bits depend on the number of threads");
+          }
+          o = decode.o();
+          lse = decode.lse();
+        }
+      }
+    }
+  }
+}
+
+void test_page_out_of_range() {
+  DecodeCase decode({1, 1, 1, 1, 64, 16, 16, kFloat32, 16}, 0);
+  decode.page_table()[2] = 5;
+  try {
+    cpu::lean_decode(decode.params(2));
+  } catch (const std::runtime_error& error) {
+    CHECK(std::string(error.what()).find("page_table") != std::string::npos, error.what());
+    return;
+  }
+  CHECK(false, "page 5 of 5 was accepted");
+}
+
+// Calls from several threads at once, each with its own inputs, as a server makes them.
+void test_concurrent_calls() {
+  at::set_num_threads(2);
+  std::vector<std::thread> callers;
+  std::vector<std::string> errors(4);
+  for (int caller = 0; caller < 4; ++caller) {
+    callers.emplace_back([caller, &errors] {
+      try {
+        DecodeCase decode({2, 2, 4, 1, 300 + 100 * caller, 64, 64, kBFloat16}, caller);
+        for (int repeat = 0; repeat < 20; ++repeat) decode.check(repeat % 5);
+      } catch (const std::exception& error) {
+        errors[caller] = error.what();
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  for (const std::string& error : errors) CHECK(error.empty(), error);
+}
