@@ -19,7 +19,7 @@ RELEASE = torch.__version__.split("+")[0]
 def write_extension(directory: Path, torch_version: str, suffix: str = SUFFIX) -> None:
     """A file that carries the version marker of an extension and cannot be loaded."""
     marker = f"\0tree_attention is built for torch {torch_version}\0"
-    (directory / f"_C{suffix}").write_bytes(b"not ELF" + marker.encode())
+    (directory / f"_C{suffix}").write_bytes(marker.encode().ljust(4096))
 
 
 def message(directory: Path) -> str:
