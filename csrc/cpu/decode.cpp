@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The lean schedule over threads. Work is a line of key tiles, all outputs end to end; worker w
+// computes tiles [begin(w), begin(w + 1)). An output that several workers share is completed by
+// whichever of them arrives last: nobody waits.
+#include "decode.h"
+
+#include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "../common/partition.h"
+#include "../common/softmax_state.h"
+#include "decode_kernel.h"
+#include "merge_rows.h"
+
+namespace tree_attention::cpu {
+namespace {
+
+// Below this many multiply-adds one thread finishes before a second one has woken up.
+constexpr int64_t kParallelWork = 1 << 19;
+
+// Grow-only memory of one thread, aligned to a cache line.
+class Scratch {
+ public:
+  void* reserve(size_t bytes) {
+    if (bytes > size_) {
+      data_.reset();
+      size_ = (bytes + 4095) / 4096 * 4096;
+      data_.reset(static_cast<char*>(std::aligned_alloc(64, size_)));
+      if (data_ == nullptr) {
+        size_ = 0;
+        throw std::bad_alloc();
+      }
+    }
+    return data_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(char* pointer) const { std::free(pointer); }
+  };
+  std::unique_ptr<char, Free> data_;
+  size_t size_ = 0;
+};
+
+// Outputs in the order (sequence, kv head, row block), and their tiles on the line.
+struct Schedule {
+  int64_t blocks_per_head, rows_per_block;
+  std::vector<KeyRange> hulls;        // [batch, row block]: all keys that a row of the block sees
+  std::vector<int64_t> tile_offsets;  // [outputs + 1]
+  Partition partition;
+
+  int64_t num_outputs() const { return static_cast<int64_t>(tile_offsets.size()) - 1; }
+
+  Rows rows(const DecodeParams& p, int64_t output) const {
+    const int64_t block = output % blocks_per_head, head = output / blocks_per_head;
+    const int64_t begin = block * rows_per_block;
+    const int64_t num_rows = int64_t{p.group_size()} * p.seqlen_q;
+    return {head / p.num_heads_kv, head % p.num_heads_kv, begin,
+            std::min(rows_per_block, num_rows - begin)};
+  }
+
+  KeyRange hull(const Rows& rows) const {
+    return hulls[rows.batch * blocks_per_head + rows.begin / rows_per_block];
+  }
+};
+
+KeyRange hull_of_tokens(const DecodeParams& p, int64_t batch, int64_t begin, int64_t end) {
+  KeyRange hull{0, 0};
+  for (int64_t token = begin; token < end; ++token) {
+    const KeyRange range = key_range(p, batch, token);
+    if (range.begin == range.end) continue;
+    if (hull.begin == hull.end) {
+      hull = range;
+    } else {
+      hull = {std::min(hull.begin, range.begin), std::max(hull.end, range.end)};
+    }
+  }
+  return hull;
+}
+
+void build_schedule(const DecodeParams& p, int64_t rows_per_block, Schedule& schedule) {
+  const int64_t group_size = p.group_size(), num_rows = group_size * p.seqlen_q;
+  schedule.rows_per_block = rows_per_block;
+  schedule.blocks_per_head = (num_rows + rows_per_block - 1) / rows_per_block;
+  schedule.hulls.clear();
+  schedule.tile_offsets.assign(1, 0);
+  int64_t work = 0;
+  for (int64_t batch = 0; batch < p.batch; ++batch) {
+    for (int64_t block = 0; block < schedule.blocks_per_head; ++block) {
+      const int64_t begin = block * rows_per_block;
+      const int64_t end = std::min(begin + rows_per_block, num_rows);
+      schedule.hulls.push_back(
+          hull_of_tokens(p, batch, begin / group_size, (end - 1) / group_size + 1));
+      const KeyRange hull = schedule.hulls.back();
+      work += (hull.end - hull.begin) * (end - begin) * p.num_heads_kv;
+    }
+    const KeyRange* hulls = schedule.hulls.data() + batch * schedule.blocks_per_head;
+    for (int64_t head = 0; head < p.num_heads_kv; ++head) {
+      for (int64_t block = 0; block < schedule.blocks_per_head; ++block) {
+        const int64_t num_keys = hulls[block].end - hulls[block].begin;
+        schedule.tile_offsets.push_back(schedule.tile_offsets.back() +
+                                        (num_keys + kTileKeys - 1) / kTileKeys);
+      }
+    }
+  }
+  int64_t num_workers = p.num_workers;
+  if (num_workers == 0) {
+    const bool serial =
+        at::in_parallel_region() || work * (p.head_dim + p.head_dim_v) < kParallelWork;
+    num_workers = serial ? 1 : at::get_num_threads();
+  }
+  // Never more workers than tiles, so that the contributors of an output all have work on it.
+  const int64_t num_tiles = schedule.tile_offsets.back();
+  schedule.partition = {num_tiles, std::max<int64_t>(1, std::min(num_workers, num_tiles))};
+}
+
+// Every page id that a range covers is used; ids elsewhere may be anything.
+void check_page_table(const DecodeParams& p) {
+  if (p.page_table == nullptr) return;
+  const int64_t num_lists = p.page_table_stride[1] == 0 ? 1 : p.num_heads_kv;
+  for (int64_t batch = 0; batch < p.batch; ++batch) {
+    KeyRange checked{0, 0};
+    for (int64_t token = 0; token < p.seqlen_q; ++token) {
+      const KeyRange range = key_range(p, batch, token);
+      if (range.begin == range.end) continue;
+      const bool overlaps =
+          checked.begin < checked.end && range.begin <= checked.end && checked.begin <= range.end;
+      if (overlaps && checked.begin <= range.begin && range.end <= checked.end) continue;
+      // Causal queries extend each other's ranges: look only at what is new on the right.
+      const int64_t begin = overlaps && checked.begin <= range.begin ? checked.end : range.begin;
+      const int64_t page_end = (range.end - 1) / p.page_size + 1;
+      for (int64_t head = 0; head < num_lists; ++head) {
+        const int32_t* pages =
+            p.page_table + batch * p.page_table_stride[0] + head * p.page_table_stride[1];
+        for (int64_t page = begin / p.page_size; page < page_end; ++page) {
+          TORCH_CHECK(0 <= pages[page] && pages[page] < p.num_pages,
+                      "lean_decode: page_table must hold page ids in [0, ", p.num_pages,
+                      ") where key_ranges needs them, got ", pages[page], " for page ", page,
+                      " of sequence ", batch);
+        }
+      }
+      checked = overlaps ? KeyRange{std::min(checked.begin, range.begin),
+                                    std::max(checked.end, range.end)}
+                         : range;
+    }
+  }
+}
+
+// Partial states of split outputs. A worker leaves at most two: slot 2w for an output that an
+// earlier worker began, slot 2w + 1 for the output it begins and does not finish.
+class PartialStates {
+ public:
+  static size_t bytes(int64_t num_workers, int64_t num_rows, int64_t head_dim) {
+    return 2 * num_workers * num_rows * (head_dim + 1) * sizeof(float);
+  }
+  PartialStates(void* memory, int64_t num_rows, int64_t head_dim)
+      : memory_(static_cast<float*>(memory)), num_rows_(num_rows), head_dim_(head_dim) {}
+
+  float* o(int64_t slot) const { return memory_ + slot * num_rows_ * (head_dim_ + 1); }
+  float* lse(int64_t slot) const { return o(slot) + num_rows_ * head_dim_; }
+
+  // Merges the states of workers [first, first + count) in tile order into the first one's.
+  int64_t merge_workers(const Contributors& workers, int64_t num_rows) const {
+    const auto slot = [&](int64_t part) { return 2 * (workers.first + part) + (part == 0); };
+    merge_in_canonical_order(workers.count, [&](int64_t i, int64_t j) {
+      float *o_a = o(slot(i)), *lse_a = lse(slot(i));
+      const float *o_b = o(slot(j)), *lse_b = lse(slot(j));
+      for (int64_t row = 0; row < num_rows; ++row) {
+        const Merge merged = merge(lse_a[row], lse_b[row]);
+        merge_row(merged, o_a + row * head_dim_, o_b + row * head_dim_, o_a + row * head_dim_,
+                  head_dim_);
+        lse_a[row] = merged.lse;
+      }
+    });
+    return slot(0);
+  }
+
+ private:
+  float* memory_;
+  int64_t num_rows_, head_dim_;
+};
+
+struct Launch {
+  const DecodeParams& params;
+  const Kernels& isa;
+  const Schedule& schedule;
+  PartialStates partials;
+  std::atomic<int32_t>* arrivals;  // [workers]: of the output that this worker begins and shares
+
+  void run(int64_t worker) const {
+    const Partition& partition = schedule.partition;
+    const int64_t line_end = partition.begin(worker + 1);
+    const int64_t max_rows = schedule.rows_per_block;
+    const size_t workspace_bytes = (isa.workspace_bytes(params, max_rows) + 63) / 64 * 64;
+    thread_local Scratch scratch;
+    char* workspace = static_cast<char*>(
+        scratch.reserve(workspace_bytes + max_rows * (params.head_dim_v + 1) * sizeof(float)));
+    const PartialStates own(workspace + workspace_bytes, max_rows, params.head_dim_v);
+
+    int64_t tile = partition.begin(worker);
+    for (int64_t output = find_output(schedule.tile_offsets.data(), schedule.num_outputs(), tile);
+         tile < line_end; ++output) {
+      const int64_t output_begin = schedule.tile_offsets[output];
+      const int64_t output_end = schedule.tile_offsets[output + 1];
+      if (output_begin == output_end) continue;
+      const int64_t tile_end = std::min(line_end, output_end);
+      const Rows rows = schedule.rows(params, output);
+      const KeyRange hull = schedule.hull(rows);
+      const KeyRange keys{hull.begin + (tile - output_begin) * kTileKeys,
+                          std::min(hull.end, hull.begin + (tile_end - output_begin) * kTileKeys)};
+      if (tile == output_begin && tile_end == output_end) {
+        isa.attend(params, rows, keys, workspace, own.o(0), own.lse(0));
+        isa.store(params, rows, own.o(0), own.lse(0));
+      } else {
+        const int64_t slot = 2 * worker + (tile == output_begin);
+        isa.attend(params, rows, keys, workspace, partials.o(slot), partials.lse(slot));
+        const Contributors workers = contributors(partition, output_begin, output_end);
+        const int32_t arrived = arrivals[workers.first].fetch_add(1, std::memory_order_acq_rel) + 1;
+        if (arrived == workers.count) {
+          const int64_t merged = partials.merge_workers(workers, rows.count);
+          isa.store(params, rows, partials.o(merged), partials.lse(merged));
+        }
+      }
+      tile = tile_end;
+    }
+  }
+
+  void store_empty_outputs() const {
+    std::vector<float> zeros, empty;
+    for (int64_t output = 0; output < schedule.num_outputs(); ++output) {
+      if (schedule.tile_offsets[output] != schedule.tile_offsets[output + 1]) continue;
+      zeros.resize(schedule.rows_per_block * params.head_dim_v, 0.0f);
+      empty.resize(schedule.rows_per_block, -INFINITY);
+      isa.store(params, schedule.rows(params, output), zeros.data(), empty.data());
+    }
+  }
+};
+
+}  // namespace
+
+void lean_decode(const DecodeParams& params) {
+  if (params.batch == 0 || params.num_heads_q == 0 || params.seqlen_q == 0) return;
+  check_page_table(params);
+  const Kernels& isa = kernels();
+
+  thread_local Schedule schedule;
+  thread_local Scratch scratch;
+  const int64_t num_rows = int64_t{params.group_size()} * params.seqlen_q;
+  build_schedule(params, std::min(num_rows, isa.rows_per_output(params)), schedule);
+
+  const int64_t num_workers = schedule.partition.num_workers;
+  const size_t arrivals_bytes = (num_workers * sizeof(std::atomic<int32_t>) + 63) / 64 * 64;
+  char* memory = static_cast<char*>(
+      scratch.reserve(arrivals_bytes + PartialStates::bytes(num_workers, schedule.rows_per_block,
+                                                            params.head_dim_v)));
+  auto* arrivals = reinterpret_cast<std::atomic<int32_t>*>(memory);
+  for (int64_t i = 0; i < num_workers; ++i) new (arrivals + i) std::atomic<int32_t>(0);
+
+  const Launch launch{
+      params, isa, schedule,
+      PartialStates(memory + arrivals_bytes, schedule.rows_per_block, params.head_dim_v), arrivals};
+  launch.store_empty_outputs();
+  if (schedule.partition.num_tiles == 0) return;
+  if (num_workers == 1) {
+    launch.run(0);
+  } else {
+    at::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t worker = begin; worker < end; ++worker) launch.run(worker);
+    });
+  }
+}
+
+}  // namespace tree_attention::cpu

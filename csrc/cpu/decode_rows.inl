@@ -1,0 +1,333 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Attention of few query rows, included inside the namespace of an instruction set. Lanes run over
+// head_dim. Keys come in steps small enough for their K and V rows to stay in the first-level cache
+// while all query rows use them; every element of K and V is loaded from memory once.
+
+constexpr int kPair = 2 * kLanes;
+constexpr int kStepKeys = 32;
+constexpr int kMaxRows = 32;
+constexpr float kLog2E = 1.44269504088896340736f;
+constexpr float kLn2 = 0.693147180559945309417f;
+
+inline int64_t padded(int64_t head_dim) { return (head_dim + kPair - 1) / kPair * kPair; }
+
+// A step's keys: where their rows lie. Blocks of kKeyBlock may read past the last one, so that
+// entry is repeated.
+template <typename T>
+struct Step {
+  const T* k[kStepKeys + kKeyBlock];
+  const T* v[kStepKeys + kKeyBlock];
+  int count;
+};
+
+template <typename T>
+inline void locate(const DecodeParams& p, const Rows& rows, int64_t begin, int64_t end,
+                   Step<T>& step) {
+  const T* k = static_cast<const T*>(p.k) + rows.head_kv * p.k_stride[1];
+  const T* v = static_cast<const T*>(p.v) + rows.head_kv * p.v_stride[1];
+  const int count = static_cast<int>(end - begin);
+  if (count < 1) __builtin_unreachable();
+  if (p.page_table == nullptr) {
+    k += rows.batch * p.k_stride[0] + begin * p.k_stride[2];
+    v += rows.batch * p.v_stride[0] + begin * p.v_stride[2];
+    for (int i = 0; i < count; ++i) {
+      step.k[i] = k + i * p.k_stride[2];
+      step.v[i] = v + i * p.v_stride[2];
+    }
+  } else {
+    const int32_t* pages =
+        p.page_table + rows.batch * p.page_table_stride[0] + rows.head_kv * p.page_table_stride[1];
+    int64_t page = begin / p.page_size, slot = begin % p.page_size;
+    for (int i = 0; i < count; ++i) {
+      step.k[i] = k + pages[page] * p.k_stride[0] + slot * p.k_stride[2];
+      step.v[i] = v + pages[page] * p.v_stride[0] + slot * p.v_stride[2];
+      if (++slot == p.page_size) {
+        slot = 0;
+        ++page;
+      }
+    }
+  }
+  for (int i = count; i < count + kKeyBlock; ++i) {
+    step.k[i] = step.k[count - 1];
+    step.v[i] = step.v[count - 1];
+  }
+  step.count = count;
+}
+
+// Scratch memory of one call, in float32 and in the lane order of load_pair.
+struct RowState {
+  float* q;          // [rows, padded(head_dim)], scaled
+  float* acc;        // [rows, padded(head_dim_v)], sum of p v
+  float* scores;     // [rows, kStepKeys]
+  float *max, *sum;  // [rows], max in base 2
+};
+
+inline RowState carve(const DecodeParams& p, int64_t num_rows, void* workspace) {
+  RowState state;
+  state.q = static_cast<float*>(workspace);
+  state.acc = state.q + num_rows * padded(p.head_dim);
+  state.scores = state.acc + num_rows * padded(p.head_dim_v);
+  state.max = state.scores + num_rows * kStepKeys;
+  state.sum = state.max + num_rows;
+  return state;
+}
+
+size_t rows_workspace_bytes(const DecodeParams& p, int64_t num_rows) {
+  return num_rows * (padded(p.head_dim) + padded(p.head_dim_v) + kStepKeys + 2) * sizeof(float);
+}
+
+template <typename T, int kRows>
+inline void score_block(const T* const* k, const float* q, int64_t head_dim, float* scores) {
+  const int64_t q_stride = padded(head_dim);
+  Vec sums[kRows][kKeyBlock];
+  for (int row = 0; row < kRows; ++row) {
+    for (int key = 0; key < kKeyBlock; ++key) sums[row][key] = zero();
+  }
+  const auto accumulate = [&](int64_t d, const auto& load_keys) {
+    Vec even[kKeyBlock], odd[kKeyBlock];
+    for (int key = 0; key < kKeyBlock; ++key) load_keys(k[key] + d, even[key], odd[key]);
+    for (int row = 0; row < kRows; ++row) {
+      const Vec q_even = load(q + row * q_stride + d),
+                q_odd = load(q + row * q_stride + d + kLanes);
+      for (int key = 0; key < kKeyBlock; ++key) {
+        sums[row][key] = fma(q_even, even[key], sums[row][key]);
+        sums[row][key] = fma(q_odd, odd[key], sums[row][key]);
+      }
+    }
+  };
+  int64_t d = 0;
+  for (; d + kPair <= head_dim; d += kPair) {
+    accumulate(d, [](const T* p, Vec& a, Vec& b) { load_pair(p, a, b); });
+  }
+  if (d < head_dim) {
+    const int rest = static_cast<int>(head_dim - d);
+    accumulate(d, [rest](const T* p, Vec& a, Vec& b) { load_pair(p, rest, a, b); });
+  }
+  store_sums<kRows>(sums, scores, kStepKeys);
+}
+
+template <typename T, int kRows>
+inline void value_block(const Step<T>& step, const float* weights, const float* rescale,
+                        int64_t head_dim, float* acc) {
+  const int64_t stride = padded(head_dim);
+  const auto accumulate = [&](int64_t d, const auto& load_values) {
+    Vec even[kRows], odd[kRows];
+    for (int row = 0; row < kRows; ++row) {
+      even[row] = mul(load(acc + row * stride + d), broadcast(rescale[row]));
+      odd[row] = mul(load(acc + row * stride + d + kLanes), broadcast(rescale[row]));
+    }
+    for (int key = 0; key < step.count; ++key) {
+      Vec v_even, v_odd;
+      load_values(step.v[key] + d, v_even, v_odd);
+      for (int row = 0; row < kRows; ++row) {
+        const Vec weight = broadcast(weights[row * kStepKeys + key]);
+        even[row] = fma(weight, v_even, even[row]);
+        odd[row] = fma(weight, v_odd, odd[row]);
+      }
+    }
+    for (int row = 0; row < kRows; ++row) {
+      store(acc + row * stride + d, even[row]);
+      store(acc + row * stride + d + kLanes, odd[row]);
+    }
+  };
+  int64_t d = 0;
+  for (; d + kPair <= head_dim; d += kPair) {
+    accumulate(d, [](const T* p, Vec& a, Vec& b) { load_pair(p, a, b); });
+  }
+  if (d < head_dim) {
+    const int rest = static_cast<int>(head_dim - d);
+    accumulate(d, [rest](const T* p, Vec& a, Vec& b) { load_pair(p, rest, a, b); });
+  }
+}
+
+// Calls body<n>(first row) for consecutive blocks of n <= kRowBlock rows.
+template <typename Body>
+inline void for_row_blocks(int64_t begin, int64_t end, const Body& body) {
+  static_assert(kRowBlock == 4);
+  int64_t row = begin;
+  for (; row + 4 <= end; row += 4) body.template operator()<4>(row);
+  switch (end - row) {
+    case 3:
+      body.template operator()<3>(row);
+      break;
+    case 2:
+      body.template operator()<2>(row);
+      break;
+    case 1:
+      body.template operator()<1>(row);
+      break;
+    default:
+      break;
+  }
+}
+
+// Soft-cap, then ALiBi, in base 2, on the scores of one row.
+inline void adjust_scores(const DecodeParams& p, const Rows& rows, int64_t row, int64_t key_begin,
+                          float* scores) {
+  if (p.softcap != 0.0f) {  // q was scaled by softmax_scale / softcap
+    const Vec factor = broadcast(p.softcap * kLog2E);
+    for (int i = 0; i < kStepKeys; i += kLanes) {
+      store(scores + i, mul(tanh(load(scores + i)), factor));
+    }
+  }
+  if (p.alibi_slopes != nullptr) {
+    const int64_t packed = rows.begin + row, group_size = p.group_size();
+    const float slope = -kLog2E * p.alibi_slopes[rows.head_kv * group_size + packed % group_size];
+    const int64_t position = p.query_positions[rows.batch * p.seqlen_q + packed / group_size];
+    const KeyLayout& layout = p.key_layout;
+    int64_t offset = key_begin % layout.block;
+    int64_t key_position = layout.first + key_begin / layout.block * layout.stride + offset;
+    float distances[kStepKeys];
+    for (int i = 0; i < kStepKeys; ++i) {
+      // The difference is exact in integers; positions in the millions are not, in float32.
+      distances[i] = static_cast<float>(position - key_position);
+      ++key_position;
+      if (++offset == layout.block) {
+        offset = 0;
+        key_position += layout.stride - layout.block;
+      }
+    }
+    for (int i = 0; i < kStepKeys; i += kLanes) {
+      store(scores + i, fma(broadcast(slope), load(distances + i), load(scores + i)));
+    }
+  }
+}
+
+// Online softmax: scores become weights; returns what the row's sums so far are multiplied by.
+inline float softmax_row(int count, float* scores, float& max, float& sum) {
+  for (int i = count; i < kStepKeys; ++i) scores[i] = -INFINITY;
+  float step_max = scores[0];
+  for (int i = 1; i < count; ++i) step_max = scores[i] > step_max ? scores[i] : step_max;
+  const float old_max = max;
+  if (step_max > max) max = step_max;
+  const float base = max == -INFINITY ? 0.0f : max;  // -inf - -inf would be NaN
+  Vec step_sum = zero();
+  for (int i = 0; i < kStepKeys; i += kLanes) {
+    const Vec weight = exp2_nonpositive(sub(load(scores + i), broadcast(base)));
+    step_sum = add(step_sum, weight);
+    store(scores + i, weight);
+  }
+  const float rescale = max == old_max ? 1.0f : __builtin_exp2f(old_max - base);
+  sum = sum * rescale + reduce_add(step_sum);
+  return rescale;
+}
+
+// Rows [row_begin, row_end), all of which see all of [key_begin, key_end).
+template <typename T>
+inline void attend_step(const DecodeParams& p, const Rows& rows, const RowState& state,
+                        int64_t row_begin, int64_t row_end, int64_t key_begin, int64_t key_end) {
+  Step<T> step;
+  locate<T>(p, rows, key_begin, key_end, step);
+  for (int key = 0; key < step.count; key += kKeyBlock) {
+    for_row_blocks(row_begin, row_end, [&]<int kRows>(int64_t row) {
+      score_block<T, kRows>(step.k + key, state.q + row * padded(p.head_dim), p.head_dim,
+                            state.scores + row * kStepKeys + key);
+    });
+  }
+  float rescale[kMaxRows];
+  const bool adjusted = p.softcap != 0.0f || p.alibi_slopes != nullptr;
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    float* scores = state.scores + row * kStepKeys;
+    if (adjusted) adjust_scores(p, rows, row, key_begin, scores);
+    rescale[row] = softmax_row(step.count, scores, state.max[row], state.sum[row]);
+  }
+  for_row_blocks(row_begin, row_end, [&]<int kRows>(int64_t row) {
+    value_block<T, kRows>(step, state.scores + row * kStepKeys, rescale + row, p.head_dim_v,
+                          state.acc + row * padded(p.head_dim_v));
+  });
+}
+
+template <typename T>
+inline void load_queries(const DecodeParams& p, const Rows& rows, float* q) {
+  const Vec scale =
+      broadcast(p.softcap == 0.0f ? p.softmax_scale * kLog2E : p.softmax_scale / p.softcap);
+  const int64_t group_size = p.group_size();
+  for (int64_t row = 0; row < rows.count; ++row, q += padded(p.head_dim)) {
+    const int64_t token = (rows.begin + row) / group_size;
+    const int64_t head = rows.head_kv * group_size + (rows.begin + row) % group_size;
+    const T* source = static_cast<const T*>(p.q) + rows.batch * p.q_stride[0] +
+                      head * p.q_stride[1] + token * p.q_stride[2];
+    for (int64_t d = 0; d < p.head_dim; d += kPair) {
+      Vec a, b;
+      if (d + kPair <= p.head_dim) {
+        load_pair(source + d, a, b);
+      } else {
+        load_pair(source + d, static_cast<int>(p.head_dim - d), a, b);
+      }
+      store(q + d, mul(a, scale));
+      store(q + d + kLanes, mul(b, scale));
+    }
+  }
+}
+
+template <typename T>
+inline void normalise(const DecodeParams& p, const Rows& rows, const RowState& state, float* o,
+                      float* lse) {
+  for (int64_t row = 0; row < rows.count; ++row) {
+    const float sum = state.sum[row];
+    const bool empty = sum == 0.0f;
+    lse[row] = empty ? -INFINITY : state.max[row] * kLn2 + __builtin_logf(sum);
+    const Vec factor = broadcast(empty ? 0.0f : 1.0f / sum);
+    const float* acc = state.acc + row * padded(p.head_dim_v);
+    float* out = o + row * p.head_dim_v;
+    for (int64_t d = 0; d < p.head_dim_v; d += kPair) {
+      Vec a = mul(load(acc + d), factor), b = mul(load(acc + d + kLanes), factor);
+      to_memory_order(static_cast<const T*>(nullptr), a, b);
+      if (d + kPair <= p.head_dim_v) {
+        store(out + d, a);
+        store(out + d + kLanes, b);
+      } else {
+        float tail[kPair];
+        store(tail, a);
+        store(tail + kLanes, b);
+        __builtin_memcpy(out + d, tail, (p.head_dim_v - d) * sizeof(float));
+      }
+    }
+  }
+}
+
+template <typename T>
+void attend_rows(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace, float* o,
+                 float* lse) {
+  const RowState state = carve(p, rows.count, workspace);
+  load_queries<T>(p, rows, state.q);
+  for (int64_t i = 0; i < rows.count * padded(p.head_dim_v); ++i) state.acc[i] = 0.0f;
+  for (int64_t row = 0; row < rows.count; ++row) {
+    state.max[row] = -INFINITY;
+    state.sum[row] = 0.0f;
+  }
+
+  // Keys that every row sees are taken for all rows at once, others token by token. So no row ever
+  // touches a key outside its range: no mask, and no 0 * NaN.
+  const int64_t group_size = p.group_size();
+  const int64_t first_token = rows.begin / group_size;
+  const int64_t last_token = (rows.begin + rows.count - 1) / group_size;
+  KeyRange common = keys;
+  for (int64_t token = first_token; token <= last_token; ++token) {
+    const KeyRange range = key_range(p, rows.batch, token);
+    if (range.begin > common.begin) common.begin = range.begin;
+    if (range.end < common.end) common.end = range.end;
+  }
+  if (common.end <= common.begin) common = {keys.end, keys.end};
+
+  for (int64_t begin = keys.begin, end; begin < keys.end; begin = end) {
+    end = begin + kStepKeys < keys.end ? begin + kStepKeys : keys.end;
+    if (begin < common.begin && common.begin < end) end = common.begin;
+    if (begin < common.end && common.end < end) end = common.end;
+    if (common.begin <= begin && end <= common.end) {
+      attend_step<T>(p, rows, state, 0, rows.count, begin, end);
+      continue;
+    }
+    for (int64_t token = first_token; token <= last_token; ++token) {
+      const KeyRange range = key_range(p, rows.batch, token);
+      const int64_t low = range.begin > begin ? range.begin : begin;
+      const int64_t high = range.end < end ? range.end : end;
+      if (low >= high) continue;
+      const int64_t row = token * group_size - rows.begin;
+      attend_step<T>(p, rows, state, row < 0 ? 0 : row,
+                     row + group_size < rows.count ? row + group_size : rows.count, low, high);
+    }
+  }
+  normalise<T>(p, rows, state, o, lse);
+}
