@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`python -m tree_attention info` and the dispatch of commands."""
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tree_attention import __main__, __version__, _loader
+from tree_attention.cli import info
+
+
+def test_info_prints_what_is_used():
+    result = subprocess.run(
+        [sys.executable, "-m", "tree_attention", "info"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(_loader.PACKAGE.parent), "COLUMNS": "200"},
+    )
+    assert result.returncode == 0, result.stderr
+    rows = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert rows["tree_attention"].startswith(__version__)
+    assert rows["torch"].startswith(torch.__version__)
+    assert rows["threads"].startswith(f"{torch.get_num_threads()};")
+    assert result.stdout.count(_loader.load().cpu_instruction_set()) >= 1
+
+
+@pytest.mark.parametrize("command", __main__.COMMANDS)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        __main__.main([command, "--help"])
+    assert exit_info.value.code == 0
+    assert f"python -m tree_attention {command}" in capsys.readouterr().out
+
+
+def test_unknown_command_lists_the_known_ones(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        __main__.main(["inform"])
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert all(command in error for command in __main__.COMMANDS)
+
+
+def test_cuda_kernels_name_compiler_and_architectures():
+    assert info.cuda_kernels("13.0", "8.0;9.0a") == "built by nvcc 13.0 for 8.0;9.0a"
+
+
+def test_cuda_kernels_that_are_not_built_name_the_command():
+    assert info.cuda_kernels(None, None).startswith("not built; with nvcc installed: USE_CUDA=1")
+
+
+def test_torch_without_cuda_is_the_reason_for_no_device(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert info.cuda_devices().endswith("is built without CUDA")
+
+
+def test_missing_driver_is_the_reason_for_no_device(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert info.cuda_devices() == "unavailable: torch finds no CUDA driver or no device"
+
+
+def test_devices_are_named_with_their_architecture(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert info.cuda_devices() == "H200 (sm_90)"
+
+
+def test_missing_backend_is_named(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert info.nccl() == f"unavailable: torch {torch.__version__} is built without"
+
+
+def test_missing_transformers_names_the_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert info.transformers() == "not installed: pip install 'tree-attention[hf]'"
+
+
+def test_old_transformers_names_the_requirement(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "5.4.1")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    assert info.transformers().startswith("5.4.1 is too old: >= 5.5 is required")
