@@ -5,8 +5,9 @@
 // their templates: the linker keeps one copy of such a function, and it must run everywhere.
 namespace {
 
-#include "decode_rows.inl"
 #include "simd_math.inl"
+
+#include "decode_rows.inl"
 
 int64_t rows_per_output(const DecodeParams&) { return kMaxRows; }
 
