@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Benchmarks that check what they time (`python -m tree_attention bench`)."""

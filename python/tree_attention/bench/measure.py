@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Timing: pinned threads, cold caches, alternating runs, and ceilings from the same run."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _loader
+
+MIN_ROUNDS, MAX_ROUNDS = 7, 200
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Seconds of repeated runs of one thing, and what its last run returned."""
+
+    seconds: Sequence[float]
+    result: Any = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def percentile(self, percent: float) -> float:
+        """The smallest sample that at least `percent` % of the samples do not exceed."""
+        ordered = sorted(self.seconds)
+        rank = -(-len(ordered) * percent // 100)  # ceiling
+        return ordered[max(int(rank), 1) - 1]
+
+    def to_json(self) -> dict[str, float]:
+        return {
+            "median_us": self.median * 1e6,
+            "p10_us": self.percentile(10) * 1e6,
+            "p90_us": self.percentile(90) * 1e6,
+            "runs": len(self.seconds),
+        }
+
+
+def time_alternating(
+    functions: Mapping[str, Callable[[int], Any]],
+    *,
+    num_sets: int,
+    seconds: float,
+    warm: bool = False,
+) -> dict[str, Samples]:
+    """Times the functions in turn (a, b, c, a, b, c, ...), so that drift of the machine meets all.
+
+    Each call gets the index of an input set. Cold: every call takes the next set, the one that
+    was read longest ago. Warm: an untimed call on the same set comes first. Rounds repeat for
+    `seconds`, within MIN_ROUNDS and MAX_ROUNDS; one untimed round comes before.
+    """
+    for name in functions:
+        functions[name](0)
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    results: dict[str, Any] = {}
+    calls, stop = 0, time.perf_counter() + seconds
+    for rounds in range(MAX_ROUNDS):
+        if rounds >= MIN_ROUNDS and time.perf_counter() >= stop:
+            break
+        for name, function in functions.items():
+            calls += 1
+            index = calls % num_sets
+            if warm:
+                function(index)
+            begin = time.perf_counter()
+            results[name] = function(index)
+            samples[name].append(time.perf_counter() - begin)
+    return {name: Samples(samples[name], results[name]) for name in functions}
+
+
+def pin_threads(first: int = 0) -> list[int]:
+    """Pins the operators' threads to the CPUs this process may use, one each, from the `first`-th.
+
+    Returns those CPUs; empty when a thread could not be pinned or is not where it should be.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    allowed = sorted(os.sched_getaffinity(0))
+    cpus = allowed[first : first + torch.get_num_threads()]
+    return cpus if _loader.load().pin_threads(cpus) == cpus else []
+
+
+def read_memory(*tensors: Tensor) -> None:
+    """Reads every byte of contiguous tensors once, on all threads, as fast as the machine can."""
+    _loader.load().read_memory([(t.data_ptr(), t.numel() * t.element_size()) for t in tensors])
+
+
+def fma_peak() -> float:
+    """float32 operations per second of all threads with fused multiply-adds in registers.
+
+    The best of several runs: nothing but a disturbance can slow it down.
+    """
+    multiply_add, repeats = _loader.load().multiply_add, 200_000
+    best = 0.0
+    for _ in range(20):
+        begin = time.perf_counter()
+        operations = multiply_add(repeats)
+        best = max(best, operations / (time.perf_counter() - begin))
+    return best
+
+
+def last_level_cache_bytes() -> int:
+    """What the system reports for the largest cache; 32 MiB where it reports nothing."""
+    sizes = [32 << 20]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        sizes.append(int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]])
+    return max(sizes)
+
+
+class Arena:
+    """One allocation, cut into the input sets of each case: its pages are touched only once."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._bytes = torch.zeros(num_bytes, dtype=torch.uint8)
+
+    @staticmethod
+    def num_sets(set_bytes: int) -> int:
+        """Sets to rotate over so that twice the last-level cache is read between two visits."""
+        return max(2, -(-2 * last_level_cache_bytes() // set_bytes))
+
+    def view(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The `index`-th tensor of this shape, end to end from the start of the arena."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        return self._bytes.narrow(0, index * num_bytes, num_bytes).view(dtype).view(*shape)
+
+
+class OtherLoad:
+    """Share of the machine's CPU time that other processes took while the block ran."""
+
+    share: float | None = None  # None where the system does not tell
+
+    def __enter__(self) -> "OtherLoad":
+        self._begin = self._read()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        end = self._read()
+        if self._begin is not None and end is not None:
+            total, busy, own = (e - b for e, b in zip(end, self._begin, strict=True))
+            self.share = max(0.0, busy - own) / total if total else 0.0
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        """(all, busy, own) CPU seconds so far."""
+        stat = Path("/proc/stat")
+        if not stat.exists():
+            return None
+        ticks = [int(field) for field in stat.read_text().split("\n", 1)[0].split()[1:9]]
+        per_second = os.sysconf("SC_CLK_TCK")
+        user, system = os.times()[:2]
+        idle = ticks[3] + ticks[4]
+        return sum(ticks) / per_second, (sum(ticks) - idle) / per_second, user + system
+
+
+def peak_memory_of(function: Callable[[], Any]) -> int | None:
+    """Bytes by which the resident memory of the process peaks above its start during a call.
+
+    None where the system cannot reset its high-water mark (only Linux can).
+    """
+    reset = Path("/proc/self/clear_refs")
+    if not reset.exists():
+        return None
+    reset.write_text("5")
+    before = _status_bytes("VmRSS")
+    function()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) << 10
+    raise ValueError(f"/proc/self/status has no field {field}")

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`python -m tree_attention bench decode | tree`: checked timings; wrong results fail."""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..bench import report as reports
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tree_attention bench",
+        description="Times the library beside PyTorch and checks every timed result.",
+    )
+    commands = parser.add_subparsers(dest="benchmark", required=True)
+    decode = commands.add_parser("decode", help="the local operator, in one process")
+    tree = commands.add_parser("tree", help="decoding over ranks: torchrun ... bench tree")
+    for command in (decode, tree):
+        size = command.add_mutually_exclusive_group()
+        size.add_argument("--quick", action="store_true", help="a few tiny cases, to try it")
+        size.add_argument("--full", action="store_true", help="every case: minutes")
+        command.add_argument("--only", metavar="TEXT", help="cases whose name contains TEXT")
+        command.add_argument(
+            "--seconds", type=float, default=2.0, help="timed seconds per case (default 2)"
+        )
+        command.add_argument(
+            "--out", type=Path, metavar="DIR", help="write NAME.json, NAME.md and NAME.png there"
+        )
+    return run(parser.parse_args(arguments))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    benchmark = importlib.import_module(f"..bench.{arguments.benchmark}", __package__)
+    if arguments.quick:
+        cases = benchmark.quick_cases()
+    else:
+        cases = benchmark.full_cases() if arguments.full else benchmark.standard_cases()
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    if arguments.only:
+        chosen = [case for case in cases if arguments.only in case.name]
+        if not chosen:
+            console.print(f"No case contains {arguments.only!r}. The cases are:", style="red")
+            console.print("\n".join(case.name for case in cases), highlight=False)
+            return 2
+        cases = chosen
+    with progress_bar(console) as progress:
+        report = benchmark.run(
+            cases, seconds=0.05 if arguments.quick else arguments.seconds, progress=progress
+        )
+    if dist.is_initialized():
+        root = dist.get_rank() == 0
+        dist.destroy_process_group()
+        if not root:
+            return 1 if report.wrong else 0
+    reports.print_report(console, report)
+    if arguments.out is not None:
+        paths = reports.write(report, arguments.out)
+        console.print("Written: " + ", ".join(str(path) for path in paths), highlight=False)
+    if report.wrong:
+        console.print(f"WRONG results: {', '.join(report.wrong)}", style="bold red")
+        return 1
+    return 0
+
+
+def progress_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<32}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Benchmarks: what is timed, what is counted, and that a wrong result cannot pass."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from tree_attention import lean_decode
+from tree_attention.bench import decode, measure, report
+from tree_attention.bench.accuracy import check_against_float64
+from tree_attention.cli import bench as bench_command
+
+
+def test_samples_percentiles() -> None:
+    samples = measure.Samples([float(i) for i in range(100, 0, -1)])
+    assert samples.median == 50.5
+    assert [samples.percentile(p) for p in (0, 1, 10, 99, 100)] == [1, 1, 10, 99, 100]
+    assert measure.Samples([2.0]).percentile(99) == 2.0
+
+
+def test_runs_alternate_and_rotate_over_the_sets() -> None:
+    calls: list[tuple[str, int]] = []
+    functions = {name: lambda i, name=name: calls.append((name, i)) or name for name in "ab"}
+    samples = measure.time_alternating(functions, num_sets=3, seconds=0.0)
+    timed = calls[2:]  # one untimed round comes first
+    assert [name for name, _ in timed] == ["a", "b"] * measure.MIN_ROUNDS
+    assert [i for _, i in timed] == [(n + 1) % 3 for n in range(2 * measure.MIN_ROUNDS)]
+    assert len(samples["b"].seconds) == measure.MIN_ROUNDS
+    assert samples["b"].result == "b"
+
+
+def test_warm_runs_repeat_the_set_untimed() -> None:
+    calls: list[int] = []
+    measure.time_alternating({"a": calls.append}, num_sets=1, seconds=0.0, warm=True)
+    assert len(calls) == 1 + 2 * measure.MIN_ROUNDS
+
+
+def test_time_is_what_the_call_took() -> None:
+    functions = {"sleep": lambda i: time.sleep(0.01), "nothing": lambda i: None}
+    samples = measure.time_alternating(functions, num_sets=1, seconds=0.0)
+    assert 0.01 <= samples["sleep"].median < 0.1
+    assert samples["nothing"].median < 0.005
+
+
+def test_arena_views_are_disjoint() -> None:
+    arena = measure.Arena(1 << 16)
+    views = [arena.view(i, (2, 3, 5), torch.bfloat16) for i in range(4)]
+    for i, view in enumerate(views):
+        view.fill_(i)
+    assert [view.float().unique().tolist() for view in views] == [[0], [1], [2], [3]]
+
+
+def test_sets_exceed_the_last_level_cache() -> None:
+    cache = measure.last_level_cache_bytes()
+    assert measure.Arena.num_sets(1) >= 2 * cache
+    assert measure.Arena.num_sets(100 * cache) == 2
+
+
+def test_probes_give_plausible_ceilings() -> None:
+    # Any machine that runs this does more than 100 MFLOP/s and less than 100 TFLOP/s.
+    assert 1e8 < measure.fma_peak() < 1e14
+    data = torch.zeros(1 << 24, dtype=torch.uint8)
+    begin = time.perf_counter()
+    measure.read_memory(data)
+    assert 1e8 < data.numel() / (time.perf_counter() - begin) < 1e13
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no thread affinity")
+def test_pinned_threads_are_where_they_are_said_to_be() -> None:
+    allowed = os.sched_getaffinity(0)
+    try:
+        cpus = measure.pin_threads()
+        assert len(cpus) == torch.get_num_threads()
+        assert os.sched_getaffinity(0) == {cpus[0]}
+        assert measure.pin_threads(first=len(allowed)) == []  # no CPU left
+    finally:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), allowed)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux only")
+def test_peak_memory_sees_what_is_freed_again() -> None:
+    peak = measure.peak_memory_of(lambda: torch.ones(1 << 24).sum().item())
+    assert peak is not None and 60 << 20 < peak < 200 << 20
+
+
+@pytest.mark.parametrize("wrong", ["value", "nan", "lse", "none"])
+def test_wrong_results_are_wrong(wrong: str) -> None:
+    q, k, v = torch.randn(2, 4, 3, 32), torch.randn(2, 2, 50, 32), torch.randn(2, 2, 50, 32)
+    o, lse = lean_decode(q, k, v)
+    if wrong == "value":
+        o[1, 2, 1, 7] += 1e-3
+    if wrong == "nan":
+        o[1, 3, 2, 31] = math.nan
+    if wrong == "lse":
+        lse[0, 1, 1] += 1e-3
+    assert check_against_float64(q, k, v, None, o, lse).right == (wrong == "none")
+    # The altered elements belong to queries 1 and 2.
+    assert check_against_float64(q, k, v, None, o, lse, queries=[0]).right
+
+
+def test_case_counts_bytes_and_operations() -> None:
+    case = decode.Case(heads=(4, 2), head_dim=8, lengths=(3, 5), seqlen_q=2)
+    kv = (3 + 5) * 2 * 8 * 2
+    rows = 2 * 4 * 2
+    assert case.io_bytes == 2 * (kv + 2 * rows * 8)
+    visible = (2 + 3) + (4 + 5)
+    assert case.operations == 2 * 2 * 8 * 4 * visible
+
+
+@pytest.mark.parametrize("cases", [decode.quick_cases, decode.standard_cases, decode.full_cases])
+def test_case_names_are_unique(cases) -> None:
+    names = [case.name for case in cases()]
+    assert len(set(names)) == len(names)
+
+
+def run_quick(monkeypatch: pytest.MonkeyPatch) -> report.Report:
+    # Without this the inputs rotate over more memory than a test should take.
+    monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(decode, "pin_threads", lambda: [])
+    with Progress(disable=True) as progress:
+        return decode.run(decode.quick_cases(), seconds=0.0, progress=progress)
+
+
+def test_decode_report_is_right_and_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    result = run_quick(monkeypatch)
+    assert not result.wrong
+    paths = report.write(result, tmp_path)
+    assert [path.name for path in paths] == ["decode.json", "decode.md", "decode.png"]
+    content = json.loads(paths[0].read_text())
+    assert {"commit", "torch", "cpu", "threads", "command"} <= set(content["environment"])
+    assert len(content["rows"]) == len(decode.quick_cases())
+    for row, case in zip(content["rows"], decode.quick_cases(), strict=True):
+        assert row["name"] == case.name
+        assert row["times"]["lean_decode"]["p10_us"] <= row["times"]["lean_decode"]["median_us"]
+        assert row["name"] in paths[1].read_text()
+    assert paths[2].read_bytes()[:4] == b"\x89PNG"
+    assert any("pinned" in warning for warning in content["warnings"])
+
+
+def test_bench_decode_with_a_wrong_operator_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def off_by_one_key(q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor | None = None):
+        return lean_decode(q, k[:, :, 1:], v[:, :, 1:], key_ranges)
+
+    monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(decode, "pin_threads", lambda: [])
+    monkeypatch.setattr(decode, "lean_decode", off_by_one_key)
+    assert bench_command.main(["decode", "--quick", "--only", "fp32"]) == 1
+    output = capsys.readouterr().out
+    assert "WRONG results: fp32 4/2 d64 B=1 1024 q=3" in output
+
+
+def test_bench_only_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_command.main(["decode", "--quick", "--only", "int8"]) == 2
+    output = capsys.readouterr().out
+    assert "No case contains 'int8'" in output
+    assert decode.quick_cases()[0].name in output
