@@ -15,7 +15,7 @@ namespace tree_attention::testing {
 struct Shape {
   int batch, heads_kv, group_size, seqlen_q, seqlen_k, head_dim, head_dim_v;
   DataType dtype;
-  int page_size = 0;  // 0: not paged
+  int page_size = 0;  // divides seqlen_k; 0: not paged
   bool alibi = false;
   float softcap = 0.0f;
   bool ranges = false;

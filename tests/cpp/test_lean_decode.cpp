@@ -33,8 +33,8 @@ const Shape kShapes[] = {
     {3, 2, 4, 1, 300, 64, 64, kFloat16, 0, false, 0.0f, true},
     {2, 2, 4, 5, 150, 64, 64, kBFloat16, 0, false, 0.0f, true},
     {2, 1, 3, 7, 150, 40, 24, kFloat32, 0, true, 5.0f, true},
-    {2, 2, 2, 2, 90, 64, 64, kBFloat16, 16, false, 0.0f, true},
-    {2, 2, 2, 1, 90, 48, 48, kFloat32, 24, true, 0.0f, false},
+    {2, 2, 2, 2, 96, 64, 64, kBFloat16, 16, false, 0.0f, true},
+    {2, 2, 2, 1, 96, 48, 48, kFloat32, 24, true, 0.0f, false},
     {1, 1, 4, 64, 160, 64, 64, kBFloat16, 0, false, 0.0f, true},
     {1, 2, 2, 70, 140, 32, 32, kFloat32, 0, false, 0.0f, true},
 };
