@@ -5,18 +5,25 @@ import importlib
 from types import ModuleType
 
 from ._version import __version__
+from .decode import tree_decode
+from .exchange import ExchangeError, strategies
 from .ops import lean_decode, lean_schedule, merge_states
+from .ring import ring_decode
 from .sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
 
 __all__ = [
     "BlockCyclic",
     "Contiguous",
     "ContiguousThenCyclic",
+    "ExchangeError",
     "ShardLayout",
     "__version__",
     "lean_decode",
     "lean_schedule",
     "merge_states",
+    "ring_decode",
+    "strategies",
+    "tree_decode",
 ]
 
 

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Do all ranks mean the same exchange? Asked through the group's store, never by a collective.
+
+Gloo ends the process when a message is longer than its receiver expects, so shapes are compared
+before anything is sent. Each comparison is an *epoch*: every rank publishes its signature under a
+key of its own and reads those of all others. A rank whose signature changes opens the next epoch
+and waits there; peers that kept theirs meet nobody in their collective and run into the deadline.
+Both ends are exceptions.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from torch.distributed import Store
+
+from .._version import __version__
+from .link import remaining
+
+T = TypeVar("T")
+Signature = tuple[tuple[str, object], ...]
+
+_FAILED = "failed"
+# How long a rank that found a disagreement, and may be the one that serves the store, stays for the
+# others to find it too.
+_PARTING_SECONDS = 2.0
+# How long an error message may wait for what peers have to say.
+_EXPLAIN_SECONDS = 0.3
+
+
+class ExchangeError(RuntimeError):
+    """The ranks of a group could not complete an exchange, and the communicator is unusable.
+
+    Raised on every rank that is left, within the timeout, when a rank is lost or stalled, or when
+    ranks called with different arguments. No result of the call exists anywhere.
+    """
+
+
+class Disagreement(RuntimeError):
+    """All ranks know that their signatures differ: nothing was sent, nobody waits."""
+
+
+class Agreement:
+    """The signatures of a group's ranks, epoch after epoch."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, name: str) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._name = name
+        self._epoch = 0
+        self._own: dict[str, str] = {}
+
+    def reach(self, signature: Signature, deadline: float) -> None:
+        """Return when every rank has published the same signature.
+
+        Raises:
+            Disagreement: some rank's differs; raised on all ranks, naming rank and field.
+            ExchangeError: a rank has failed or published none before the deadline, or the store
+                is lost.
+        """
+        self._epoch += 1
+        self._own = {"tree_attention version": __version__}
+        self._own.update((name, str(value)) for name, value in signature)
+        try:
+            published = _call_before(deadline, lambda: self._publish_and_read(deadline))
+        except ExchangeError:
+            raise
+        except RuntimeError as error:
+            raise ExchangeError(f"the store of the process group is lost: {error}") from error
+        remarks = [
+            self._remark(r, said, published[0], "rank 0") for r, said in enumerate(published)
+        ]
+        if any(_FAILED in said for said in published):
+            raise ExchangeError("; ".join(filter(None, remarks)))
+        if any(remarks):
+            self._part(deadline)
+            raise Disagreement("; ".join(filter(None, remarks)))
+
+    def withdraw(self, reason: str) -> str:
+        """Tell ranks that open the next epoch why this one will not come; return what they said."""
+        keys = self._keys(self._epoch + 1)
+
+        def exchange_reasons() -> str:
+            remarks = []
+            for rank, key in enumerate(keys):
+                if rank != self._rank and self._store.check([key]):
+                    said = json.loads(self._store.get(key))
+                    remarks.append(self._remark(rank, said, self._own, "this rank"))
+            self._store.set(keys[self._rank], json.dumps({_FAILED: reason}))
+            return "; ".join(filter(None, remarks))
+
+        try:
+            return _call_before(time.monotonic() + _EXPLAIN_SECONDS, exchange_reasons)
+        except RuntimeError:  # the store went down with a rank: there is nobody to tell
+            return ""
+
+    def _publish_and_read(self, deadline: float) -> list[dict[str, str]]:
+        keys = self._keys(self._epoch)
+        self._store.set(keys[self._rank], json.dumps(self._own))
+        try:
+            self._store.wait(keys, remaining(deadline))
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise ExchangeError(
+                f"no word from {_ranks(missing)} about this exchange: lost, stalled, or in another"
+            ) from error
+        values = (
+            self._store.multi_get(keys)
+            if self._store.has_extended_api()  # type: ignore[attr-defined]
+            else [self._store.get(key) for key in keys]
+        )
+        # Whoever is in this epoch has read the last one, so the store need not keep it.
+        self._store.delete_key(self._keys(self._epoch - 1)[self._rank])
+        return [json.loads(value) for value in values]
+
+    def _remark(self, rank: int, said: dict[str, str], other: dict[str, str], who: str) -> str:
+        if _FAILED in said:
+            return f"rank {rank} has failed: {said[_FAILED]}"
+        for field in other | said:
+            if said.get(field) != other.get(field):
+                return f"{field} is {said.get(field)} on rank {rank}, {other.get(field)} on {who}"
+        return ""
+
+    def _part(self, deadline: float) -> None:
+        prefix = f"{self._name}/{self._epoch}"
+        deadline = min(deadline, time.monotonic() + _PARTING_SECONDS)
+
+        def wait_for_readers() -> None:
+            if self._store.add(f"{prefix}/readers", 1) == self._world_size:
+                self._store.set(f"{prefix}/read", "")
+            self._store.wait([f"{prefix}/read"], remaining(deadline))
+
+        with suppress(RuntimeError):  # a peer left before it could read: it has its own error
+            _call_before(deadline, wait_for_readers)
+
+    def _keys(self, epoch: int) -> list[str]:
+        return [f"{self._name}/{epoch}/{rank}" for rank in range(self._world_size)]
+
+
+def _call_before(deadline: float, call: Callable[[], T]) -> T:
+    """`call()` in a thread: a store whose server has stalled answers no client and keeps no timeout
+    (TCPStore blocks even in cancelling a wait). The thread ends with the server."""
+    outcome: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:  # raised again below, in the thread of the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="tree_attention.store", daemon=True)
+    thread.start()
+    # A wait that ends at the deadline has its answer a little later.
+    thread.join(max(0.0, deadline - time.monotonic()) + 0.2)
+    if errors:
+        raise errors[0]
+    if not outcome:
+        raise ExchangeError("the store of the process group does not answer")
+    return outcome[0]
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A process group prepared for exchanges: buffers, agreement, deadline, failure."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .agreement import Agreement, Disagreement, ExchangeError, Signature
+from .link import Link
+from .state import State, StateBuffers
+from .strategies import STRATEGIES, resolve
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = 30.0
+
+# Communicators of one group take turns in the same order on all ranks, so a number names them.
+_num_communicators: defaultdict[str, int] = defaultdict(int)
+_of_group: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
+
+
+class Communicator:
+    """A process group that merges partial states.
+
+        o, lse = comm.send_state(batch, num_heads_q, seqlen_q, head_dim, q.device)
+        lean_decode(q, k_local, v_local, key_ranges, out=(o, lse))
+        o, lse = comm.exchange(o, lse, out_dtype=q.dtype)       # on every rank the same bits
+
+    Calls are collective: the same calls in the same order on every rank, one at a time. After a
+    rank was lost or stalled, every further call raises at once and the group can be used no more.
+
+    Args:
+        group: the process group, by default the world; a world of one where torch.distributed
+            is not initialised.
+        timeout: seconds in which a call returns or raises, whatever the group's own timeout.
+
+    Attributes:
+        rank, world_size: of this process in the group.
+        failed: None, or why this communicator can no longer be used.
+        bytes_sent, seconds: what this rank has sent, and how long its host has waited for it.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        self.timeout = timeout
+        self.failed: str | None = None
+        self.rank, self.world_size = 0, 1
+        group = _resolve_group(group)
+        if group is not None:
+            self.rank, self.world_size = group.rank(), group.size()
+            self.link = Link(group)
+            # By name and never reset: a store may outlive the group and still hold its keys.
+            _num_communicators[group.group_name] += 1
+            name = f"tree_attention/{_num_communicators[group.group_name]}"
+            store = group.get_group_store()
+            self._agreement = Agreement(store, self.rank, self.world_size, name)
+        self._buffers = StateBuffers(self.world_size)
+        self._scratch: dict[tuple[int, torch.device], Tensor] = {}
+        self._agreed: Signature | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.link.bytes_sent if self.world_size > 1 else 0
+
+    @property
+    def seconds(self) -> float:
+        return self.link.seconds if self.world_size > 1 else 0.0
+
+    def state(self, shape: torch.Size | tuple[int, ...], device: torch.device) -> State:
+        """The message buffers of an `o` of `shape`, valid until the next exchange."""
+        return self._buffers.get(torch.Size(shape), device)
+
+    def scratch(self, index: int, num_bytes: int, device: torch.device) -> Tensor:
+        """Bytes to receive into, kept for the next call; growing moves them."""
+        buffer = self._scratch.get((index, device))
+        if buffer is None or buffer.numel() < num_bytes:
+            self._scratch.pop((index, device), None)  # give back before taking more
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._scratch[index, device] = buffer
+        return buffer
+
+    def send_state(
+        self,
+        batch: int,
+        num_heads_q: int,
+        seqlen_q: int,
+        head_dim: int,
+        device: torch.device | str = "cpu",
+    ) -> tuple[Tensor, Tensor]:
+        """Float32 views `(o, lse)` of the send buffer, for the kernel to write into.
+
+        `o [batch, num_heads_q, seqlen_q, head_dim]`, `lse [batch, num_heads_q, seqlen_q]`, with the
+        head_dim of `v`. Their contents are undefined after the exchange.
+        """
+        state = self.state((batch, num_heads_q, seqlen_q, head_dim), torch.device(device))
+        return state.o, state.lse
+
+    def exchange(
+        self,
+        o: Tensor,
+        lse: Tensor,
+        strategy: str = "auto",
+        out_dtype: torch.dtype | None = None,
+        *,
+        timeout: float | None = None,
+        signature: Signature = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Merges this rank's state with those of all other ranks.
+
+        Equivalent PyTorch, up to rounding::
+
+            lse = torch.stack(all_gather(lse)).logsumexp(0)
+            o = sum((lse_r - lse).exp()[..., None] * o_r for o_r, lse_r in all_gathered_states)
+
+        Args:
+            o: `[batch, num_heads_q, seqlen_q, head_dim]`; copied unless it is `send_state`'s.
+            lse: float32 `[batch, num_heads_q, seqlen_q]`; `-inf` is empty, whatever its `o`.
+            strategy: "auto" or one of `strategies()`.
+            out_dtype: of the merged `o`, default `o`'s. Arithmetic and transport are float32.
+            timeout: seconds, default the communicator's.
+            signature: further `(name, value)` pairs that must be equal on all ranks.
+
+        Returns:
+            o and the float32 lse on every rank; `(0, -inf)` where all states are empty.
+
+        Raises:
+            ValueError: no such strategy, or shapes or dtypes break the rules above. Nothing was
+                sent; ranks that did send run into their timeout.
+            ExchangeError: a rank was lost, stalled, or called with other arguments.
+        """
+        strategy = resolve(strategy)
+        if o.dim() != 4 or lse.shape != o.shape[:3] or lse.dtype != torch.float32:
+            raise ValueError(
+                "exchange: o must be [batch, num_heads_q, seqlen_q, head_dim] and lse float32 "
+                f"[batch, num_heads_q, seqlen_q], got {list(o.shape)} and {lse.dtype} "
+                f"{list(lse.shape)}"
+            )
+        state = self.state(o.shape, o.device)
+        if o.data_ptr() != state.o.data_ptr() or lse.data_ptr() != state.lse.data_ptr():
+            state.o.copy_(o)
+            state.lse.copy_(lse)
+        dtype = o.dtype if out_dtype is None else out_dtype
+
+        def run(deadline: float) -> tuple[Tensor, Tensor]:
+            if state.send.numel() == 0:
+                return torch.empty_like(state.o, dtype=dtype), torch.empty_like(state.lse)
+            return STRATEGIES[strategy].run(self.link, state, dtype, deadline)
+
+        if self.world_size == 1:
+            return state.o.to(dtype, copy=True), state.lse.clone()
+        fields = (
+            ("strategy", strategy),
+            ("batch, num_heads_q, seqlen_q, head_dim", o.shape),
+            ("out_dtype", dtype),
+            ("device", o.device.type),
+            *signature,
+        )
+        return self.call(fields, run, timeout)
+
+    def call(
+        self, signature: Signature, run: Callable[[float], T], timeout: float | None = None
+    ) -> T:
+        """`run(deadline)` once all ranks are known to run the same; any error in it is final.
+
+        Signatures are compared through the store when this rank's differs from its last one, so
+        they hold nothing that may change on one rank alone.
+        """
+
+        def agree_and_run(deadline: float) -> T:
+            if signature != self._agreed:
+                self._agreed = None
+                self._agreement.reach(signature, deadline)
+                self._agreed = signature
+            return run(deadline)
+
+        return self._until_deadline(agree_and_run, timeout)
+
+    def agree(self, signature: Signature, timeout: float | None = None) -> None:
+        """Raises ExchangeError on every rank, naming rank and field, unless all are equal."""
+        if self.world_size > 1:
+            self._until_deadline(
+                lambda deadline: self._agreement.reach(signature, deadline), timeout
+            )
+
+    def compare_signatures(self) -> None:
+        """Have the next call compare signatures again.
+
+        For a rank that stopped on the way to a call: should its peers have gone on, its next call
+        must not meet theirs of this step.
+        """
+        self._agreed = None
+
+    def _until_deadline(self, run: Callable[[float], T], timeout: float | None) -> T:
+        if self.failed is not None:
+            raise ExchangeError(
+                f"{self._here()}: the communicator has failed before: {self.failed}"
+            )
+        seconds = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        try:
+            return run(deadline)
+        except Disagreement as error:  # known to every rank, and nothing was sent: not a failure
+            raise ExchangeError(f"{self._here()}: {error}") from error
+        except RuntimeError as error:
+            late = time.monotonic() >= deadline - 0.005  # timers count milliseconds
+            self._fail(f"no answer within {seconds:g} s: {error}" if late else str(error))
+            raise ExchangeError(f"{self._here()}: {self.failed}") from error
+        except BaseException as error:
+            self._fail(f"interrupted by {error!r}")
+            raise
+
+    def _fail(self, reason: str) -> None:
+        self.failed = reason
+        self.link.close()
+        said = self._agreement.withdraw(reason)
+        if said:
+            self.failed = f"{reason} ({said})"
+
+    def _here(self) -> str:
+        return f"rank {self.rank} of {self.world_size}"
+
+
+def get_communicator(
+    group: dist.ProcessGroup | Communicator | None = None, timeout: float | None = None
+) -> Communicator:
+    """The communicator of `group` (default the world), made at first use and kept with the group.
+
+    `timeout`, if given, becomes its default.
+    """
+    if isinstance(group, Communicator):
+        comm = group
+    else:
+        group = _resolve_group(group)
+        if group is None:
+            comm = Communicator()
+        elif (known := _of_group.get(group)) is not None:
+            comm = known
+        else:
+            comm = _of_group[group] = Communicator(group)
+    if timeout is not None:
+        comm.timeout = timeout
+    return comm
+
+
+def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if group is None:
+        return dist.group.WORLD if dist.is_initialized() else None
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group must be a process group that this process is in, got {group!r}")
+    return group

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A process group whose operations end in time and are counted."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+# No operation uses this tag: a receive with it can only end by its timeout.
+_NOBODYS_TAG = 0x7A77
+# An operation that ends at the deadline reports why a little later.
+_REPORT_SECONDS = 0.3
+
+
+class Link:
+    """What strategies see of a process group.
+
+    On NCCL, operations are queued on the current stream and the host waits for nothing; a lost rank
+    shows at the process group's watchdog. Gloo moves host memory: tensors of a device are staged.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.bytes_sent = 0
+        self.seconds = 0.0
+        # Weak, so that a destroyed group is not kept alive by a cache.
+        self._group = weakref.ref(group)
+        backends = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        self._backends = dict(backends)
+        self._host_buffers: dict[str, Tensor] = {}
+
+    def all_gather(self, receive: Tensor, send: Tensor, deadline: float) -> None:
+        """`receive` becomes the concatenation of every rank's `send`, in rank order."""
+        start = time.perf_counter()
+        staged = self.is_staged(send.device)
+        source = self._host_buffer("send", send).copy_(send) if staged else send
+        target = self._host_buffer("receive", receive) if staged else receive
+        options = AllgatherOptions()
+        options.timeout = remaining(deadline)
+        options.asyncOp = False
+        self._wait(self.group._allgather_base(target, source, options), source.device, deadline)
+        if staged:
+            receive.copy_(target)
+        self.bytes_sent += (self.world_size - 1) * send.nbytes
+        self.seconds += time.perf_counter() - start
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, deadline: float) -> None:
+        """Reduces `tensor` over the ranks in place. Bytes are those of a ring."""
+        start = time.perf_counter()
+        staged = self.is_staged(tensor.device)
+        target = self._host_buffer("send", tensor).copy_(tensor) if staged else tensor
+        options = AllreduceOptions()
+        options.reduceOp = op
+        options.timeout = remaining(deadline)
+        options.asyncOp = False
+        self._wait(self.group.allreduce([target], options), target.device, deadline)
+        if staged:
+            tensor.copy_(target)
+        self.bytes_sent += 2 * (self.world_size - 1) * tensor.nbytes // self.world_size
+        self.seconds += time.perf_counter() - start
+
+    def broadcast(self, tensor: Tensor, deadline: float) -> None:
+        """`tensor` becomes rank 0's. Bytes are those of sending it to every other rank."""
+        start = time.perf_counter()
+        staged = self.is_staged(tensor.device)
+        target = self._host_buffer("send", tensor).copy_(tensor) if staged else tensor
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = remaining(deadline)
+        options.asyncOp = False
+        self._wait(self.group.broadcast([target], options), target.device, deadline)
+        if staged:
+            tensor.copy_(target)
+        if self.rank == 0:
+            self.bytes_sent += (self.world_size - 1) * tensor.nbytes
+        self.seconds += time.perf_counter() - start
+
+    def start_shift(self, receive: Sequence[Tensor], send: Sequence[Tensor]) -> list[Work]:
+        """Starts sending `send` to the next rank and receiving `receive` from the previous one.
+
+        Contiguous, without empty tensors, in memory that `transport_device` names.
+        """
+        group = self.group
+        following, previous = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        operations = [
+            dist.P2POp(dist.isend, tensor, group=group, group_peer=following, tag=tag)
+            for tag, tensor in enumerate(send)
+        ]
+        operations += [
+            dist.P2POp(dist.irecv, tensor, group=group, group_peer=previous, tag=tag)
+            for tag, tensor in enumerate(receive)
+        ]
+        self.bytes_sent += sum(tensor.nbytes for tensor in send)
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def finish(self, works: Sequence[Work], device: torch.device, deadline: float) -> None:
+        start = time.perf_counter()
+        for work in works:
+            self._wait(work, device, deadline)
+        self.seconds += time.perf_counter() - start
+
+    def is_staged(self, device: torch.device) -> bool:
+        """Whether tensors of `device` travel through host memory."""
+        return device.type != "cpu" and self._backends.get(device.type, "gloo") == "gloo"
+
+    def transport_device(self, device: torch.device) -> torch.device:
+        return torch.device("cpu") if self.is_staged(device) else device
+
+    def close(self) -> None:
+        """Ends what is under way, here and on the ranks that wait for this one.
+
+        Gloo closes all connections of a group when a receive times out; there is no other way to
+        reach ranks that are not next to the lost one before their own deadline.
+        """
+        group = self._group()
+        if group is None or self._backends.get("cpu") != "gloo":
+            return
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                with suppress(RuntimeError):  # timed out, which closed all, or was closed before
+                    group.recv([nothing], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed")
+        return group
+
+    def _wait(self, work: Work | None, device: torch.device, deadline: float) -> None:
+        if work is None:
+            return
+        if device.type == "cpu":
+            work.wait(remaining(deadline + _REPORT_SECONDS))
+        else:
+            work.wait()  # orders the stream; with a timeout it would block the host
+
+    def _host_buffer(self, name: str, like: Tensor) -> Tensor:
+        """Page-locked where there is a device to copy to; all copies here are synchronous."""
+        buffer = self._host_buffers.get(name)
+        if buffer is None or buffer.nbytes < like.nbytes:
+            pin = torch.cuda.is_available()
+            buffer = torch.empty(like.nbytes, dtype=torch.uint8, pin_memory=pin)
+            self._host_buffers[name] = buffer
+        return buffer[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def remaining(deadline: float) -> timedelta:
+    """The time to a `time.monotonic` deadline, at least a millisecond: zero means no timeout."""
+    return timedelta(milliseconds=max(1, int(1e3 * (deadline - time.monotonic()))))

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ring decoding: keys and values travel around the ranks. The baseline of tree decoding."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .exchange import Communicator, Link, get_communicator
+from .ops import lean_decode, merge_states
+
+# Tensors of a received shard begin at addresses that any vector load can take.
+_ALIGNMENT = 64
+
+
+def ring_decode(
+    q: Tensor,
+    k_local: Tensor,
+    v_local: Tensor,
+    key_ranges: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | Communicator | None = None,
+    timeout: float | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    query_positions: Tensor | None = None,
+    key_layout: Sequence[int] = (0, 1, 1),
+    page_table: Tensor | None = None,
+    num_workers: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`tree_decode` by ring attention: the shards travel, in `world_size - 1` hops.
+
+    Equivalent PyTorch, with the shards of all ranks in one place::
+
+        k, v = torch.cat(k_shards, 2), torch.cat(v_shards, 2)
+        o, lse = lean_decode(q, k, v, key_ranges_of_the_whole, ...)
+
+    While a rank attends to one shard, it passes that shard on and receives the next: each holds its
+    own and two more. Key heads are not expanded to query heads. States are merged in rank order,
+    so the bits are those of `tree_decode`.
+
+    Args:
+        timeout: seconds in which each hop returns or raises, 30 unless the communicator says
+            otherwise.
+        Everything else: as in `tree_decode`, local to this rank where it is there. With
+            page_table, all pages travel.
+
+    Returns:
+        o and lse as `tree_decode` does.
+
+    Raises:
+        RuntimeError: `lean_decode` refuses an argument. Nothing was sent.
+        ExchangeError: a rank was lost, stalled, or called with other arguments.
+
+    Source: Ring Attention (arXiv:2310.01889), as the baseline of Tree Attention section 6.
+    """
+    comm = get_communicator(group)
+    is_local = comm.world_size == 1 or q.dim() != 4 or v_local.dim() != 4
+
+    def attend(shard: _Shard, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        return lean_decode(
+            q,
+            shard.k,
+            shard.v,
+            shard.key_ranges,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            query_positions=query_positions,
+            key_layout=shard.key_layout,
+            page_table=shard.page_table,
+            num_workers=shard.num_workers,
+            out=out,
+        )
+
+    try:
+        if num_workers == 0 and q.device.type == "cpu":
+            # A shard is split as its owner would, so that its state has the same bits everywhere.
+            num_workers = torch.get_num_threads()
+        own = _Shard(k_local, v_local, key_ranges, page_table, tuple(key_layout), num_workers)
+        if is_local:
+            return attend(own, None)
+        state = comm.state((*q.shape[:3], v_local.shape[3]), q.device)
+        no_keys = (
+            q.new_zeros((q.shape[0], q.shape[2], 2), dtype=torch.int32)
+            if key_ranges is None
+            else torch.zeros_like(key_ranges)
+        )
+        # Refuses bad arguments before anything is sent; without keys it costs no more than that.
+        attend(replace(own, key_ranges=no_keys), (state.o, state.lse))
+    except BaseException:
+        comm.compare_signatures()
+        raise
+
+    seconds = comm.timeout if timeout is None else timeout
+
+    def run(deadline: float) -> tuple[Tensor, Tensor]:
+        link = comm.link
+        manifests = _gather_manifests(link, _Manifest.of(own), q.device, deadline)
+        transport = link.transport_device(q.device)
+        num_bytes = max(m.num_bytes(q, own) for m in manifests)
+        # Two, so that one is received while the other is read and sent.
+        buffers = [
+            comm.scratch(i, num_bytes, transport) for i in range(min(2, link.world_size - 1))
+        ]
+        travelling = own.to(transport).contiguous()
+        shard = own
+        for hop in range(link.world_size):
+            owner = (link.rank - hop) % link.world_size
+            deadline = time.monotonic() + seconds
+            is_last = hop == link.world_size - 1
+            if not is_last:
+                arriving = manifests[owner - 1].lay_out(buffers[hop % 2], q, own)
+                works = link.start_shift(arriving.tensors(), travelling.tensors())
+            attend(shard, (state.o_parts[owner], state.lse_parts[owner]))
+            if not is_last:
+                link.finish(works, transport, deadline)
+                travelling, shard = arriving, arriving.to(q.device)
+        return merge_states(state.o_parts, state.lse_parts, out_dtype=q.dtype)
+
+    signature = (
+        ("call", "ring_decode"),
+        ("batch, num_heads_q, seqlen_q, head_dim", q.shape),
+        ("dtype", q.dtype),
+        ("device", q.device.type),
+        ("num_heads_kv, head_dim of v", (v_local.shape[1], v_local.shape[3])),
+        ("softmax_scale", softmax_scale),
+        ("softcap", softcap),
+        ("alibi_slopes", alibi_slopes is not None),
+    )
+    return comm.call(signature, run, timeout)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """The keys and values of one rank and what belongs to them, on whichever rank they are."""
+
+    k: Tensor
+    v: Tensor
+    key_ranges: Tensor | None
+    page_table: Tensor | None
+    key_layout: tuple[int, ...]
+    num_workers: int
+
+    def tensors(self) -> list[Tensor]:
+        """What travels; the rest is in the manifest."""
+        candidates = (self.k, self.v, self.key_ranges, self.page_table)
+        return [x for x in candidates if x is not None and x.numel()]
+
+    def to(self, device: torch.device) -> "_Shard":
+        return self._map(lambda x: x.to(device))
+
+    def contiguous(self) -> "_Shard":
+        return self._map(Tensor.contiguous)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "_Shard":
+        return replace(
+            self,
+            k=change(self.k),
+            v=change(self.v),
+            key_ranges=None if self.key_ranges is None else change(self.key_ranges),
+            page_table=None if self.page_table is None else change(self.page_table),
+        )
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What ranks must know of a shard before it comes: a row of int64 that each rank publishes."""
+
+    k_shape_0: int  # batch, or pages
+    k_shape_2: int  # keys, or the size of a page
+    has_key_ranges: int
+    page_table_dim: int  # 0 where there is none
+    page_table_size: int
+    first: int
+    block: int
+    stride: int
+    num_workers: int
+
+    @staticmethod
+    def of(shard: _Shard) -> "_Manifest":
+        table = shard.page_table
+        first, block, stride = shard.key_layout
+        return _Manifest(
+            k_shape_0=shard.k.shape[0],
+            k_shape_2=shard.k.shape[2],
+            has_key_ranges=int(shard.key_ranges is not None),
+            page_table_dim=0 if table is None else table.dim(),
+            page_table_size=0 if table is None else table.shape[-1],
+            first=first,
+            block=block,
+            stride=stride,
+            num_workers=shard.num_workers,
+        )
+
+    def num_bytes(self, q: Tensor, like: _Shard) -> int:
+        return sum(_aligned_bytes(*item) for item in self._items(q, like) if item is not None)
+
+    def lay_out(self, buffer: Tensor, q: Tensor, like: _Shard) -> _Shard:
+        """The shard's tensors as views of `buffer`; `like` is any shard of the same call."""
+        tensors: list[Tensor | None] = []
+        begin = 0
+        for item in self._items(q, like):
+            if item is None:
+                tensors.append(None)
+                continue
+            shape, dtype = item
+            size = math.prod(shape) * dtype.itemsize
+            tensors.append(buffer[begin : begin + size].view(dtype).view(shape))
+            begin += _aligned_bytes(shape, dtype)
+        k, v, key_ranges, page_table = tensors
+        assert k is not None and v is not None
+        layout = (self.first, self.block, self.stride)
+        return _Shard(k, v, key_ranges, page_table, layout, self.num_workers)
+
+    def _items(self, q: Tensor, like: _Shard) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
+        batch, _, seqlen_q, _ = q.shape
+        num_heads_kv = like.k.shape[1]
+        k, v = (
+            ((self.k_shape_0, num_heads_kv, self.k_shape_2, x.shape[3]), x.dtype)
+            for x in (like.k, like.v)
+        )
+        ranges = ((batch, seqlen_q, 2), torch.int32)
+        lists = (batch,) if self.page_table_dim == 2 else (batch, num_heads_kv)
+        table = ((*lists, self.page_table_size), torch.int32)
+        return [
+            k,
+            v,
+            ranges if self.has_key_ranges else None,
+            table if self.page_table_dim else None,
+        ]
+
+
+def _gather_manifests(
+    link: Link, own: _Manifest, device: torch.device, deadline: float
+) -> list[_Manifest]:
+    send = torch.tensor(astuple(own), dtype=torch.int64, device=device)
+    receive = send.new_empty(link.world_size * send.numel())
+    link.all_gather(receive, send, deadline)
+    # The one read on the host: receivers must know sizes, and any rank may have appended a key.
+    rows = receive.view(link.world_size, -1).tolist()
+    return [_Manifest(*row) for row in rows]
+
+
+def _aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
