@@ -27,7 +27,12 @@ inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec max_keep_nan(Vec bound, Vec x) { return _mm512_max_ps(bound, x); }
 inline Vec min_keep_nan(Vec bound, Vec x) { return _mm512_min_ps(bound, x); }
 inline Vec round(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
-inline Vec scale_by_exponent(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
+// 0 from n = -127 on, like the other instruction sets, not a subnormal: a score of -inf weighs
+// nothing.
+inline Vec scale_by_exponent(Vec x, Vec n) {
+  const __mmask16 normal = _mm512_cmp_ps_mask(n, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return _mm512_maskz_scalef_ps(normal, x, n);
+}
 inline Vec select_below(Vec x, float bound, Vec a, Vec b) {
   const __mmask16 below = _mm512_cmp_ps_mask(x, _mm512_set1_ps(bound), _CMP_LT_OQ);
   return _mm512_mask_blend_ps(below, b, a);
