@@ -50,7 +50,9 @@ def test_cuda_kernels_name_compiler_and_architectures():
 
 
 def test_cuda_kernels_that_are_not_built_name_the_command():
-    assert info.cuda_kernels(None, None).startswith("not built; with nvcc installed: USE_CUDA=1")
+    assert info.cuda_kernels(None, None).startswith(
+        "not built. With nvcc installed: export USE_CUDA=1; "
+    )
 
 
 def test_torch_without_cuda_is_the_reason_for_no_device(monkeypatch):

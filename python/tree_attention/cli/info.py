@@ -71,7 +71,7 @@ def openmp_runtimes() -> list[str]:
 
 def cuda_kernels(nvcc_version: str | None, architectures: str | None) -> str:
     if nvcc_version is None:
-        return f"not built; with nvcc installed: USE_CUDA=1 ({_loader.rebuild_command()})"
+        return f"not built. With nvcc installed: export USE_CUDA=1; {_loader.rebuild_command()}"
     return f"built by nvcc {nvcc_version} for {architectures}"
 
 
