@@ -1,0 +1,327 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: BSD-3-Clause
+"""Train the passkey model of examples/passkey-llama from scratch on one CPU core.
+
+    OMP_NUM_THREADS=1 python scripts/train_passkey.py --output build/passkey
+    python scripts/train_passkey.py --output build/passkey --resume     # go on after a stop
+
+A Llama of 0.9 M parameters learns to read a number out of prose. Sequences of 4,096 tokens per step
+grow from 128 to 2,048 tokens; several labelled keys stand in each text and all are asked. From
+length 256 on half of the sequences have gaps in their position ids (PoSE,
+https://arxiv.org/abs/2309.10400), so that the distances of 16,000 tokens are trained at the cost of
+short sequences. At the end the checkpoint is copied to --publish and evaluated there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from passkey_text import HELD_OUT, TRAINING, excerpt, find_package, read_novels
+from tqdm import tqdm
+
+from tree_attention import passkey
+from tree_attention.passkey import Haystack
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKENS_PER_STEP = 4096
+VOCABULARY = 1024
+MAX_POSITIONS = 16384
+WARMUP_STEPS = 40
+LM_WEIGHT = 0.3
+EDGE_SHARE = 0.15  # of the keys at the very start, and as many at the very end
+HELD_OUT_CHARACTERS = 75_000
+
+
+@dataclass(frozen=True)
+class Stage:
+    length: int
+    steps: int
+    keys: int
+    """The most keys in one text."""
+
+    @property
+    def learning_rate(self) -> float:
+        return 2e-3 * (128 / self.length) ** 0.25
+
+
+STAGES = (Stage(128, 600, 2), Stage(256, 150, 3), Stage(512, 120, 5), Stage(2048, 220, 10))
+
+
+def make_tokenizer(prose: list[str], seed: int) -> Any:
+    """A byte-level BPE with one token per digit; the task's phrases are in its training text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    rng = random.Random(seed)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    phrases = []
+    for label in passkey.LABELS * 40:
+        key = passkey.random_key(rng, held_out=False)
+        phrases.append(passkey.needle(label, key) + passkey.question(label) + passkey.answer(key))
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<s>", "</s>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    labels = [f" {label}" for label in passkey.LABELS] * 1500  # so that each becomes one token
+    tokenizer.train_from_iterator(prose + phrases + labels, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        padding_side="left",
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(tokenizer: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config.do_sample = False
+    return model
+
+
+class Examples:
+    """Random training sequences; the same step of the same seed always gives the same batch."""
+
+    def __init__(self, haystacks: list[Haystack], seed: int) -> None:
+        self.haystacks = haystacks
+        self.tokenizer = haystacks[0].tokenizer
+        self.seed = seed
+        self.encoded: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_label(self, text: str) -> list[int]:
+        if text not in self.encoded:
+            self.encoded[text] = self.encode(text)
+        return self.encoded[text]
+
+    def sequence(self, stage: Stage, rng: random.Random) -> tuple[list[int], list[bool], int]:
+        """Tokens, which of them are answers, and where the questions begin."""
+        count = rng.randint(1, stage.keys)
+        labels = rng.sample(passkey.LABELS, count)
+        keys = [passkey.random_key(rng, held_out=False) for _ in labels]
+        needles = [self.encode(passkey.needle(a, k)) for a, k in zip(labels, keys, strict=True)]
+        tail: list[int] = []
+        tail_answers: list[bool] = []
+        for i in rng.sample(range(count), count):
+            asked = self.encode_label(passkey.question(labels[i]))
+            said = [*self.encode(passkey.answer(keys[i])), self.tokenizer.eos_token_id]
+            tail += asked + said
+            tail_answers += [False] * len(asked) + [True] * len(said)
+        prose = stage.length - 1 - sum(map(len, needles)) - len(tail)
+        haystack = rng.choice(self.haystacks)
+        starts = haystack.sentence_starts
+        start = starts[rng.randrange(len(starts))]
+        while start + prose > len(haystack.ids):
+            start = starts[rng.randrange(len(starts))]
+        cuts = []
+        for i in range(count):
+            edge = rng.random()
+            depth = 0.0 if edge < EDGE_SHARE else 1.0 if edge > 1 - EDGE_SHARE else rng.random()
+            cuts.append((haystack.cut(start, prose, depth), i))
+        rng.shuffle(cuts)
+        cuts.sort(key=lambda cut: cut[0])
+        places = [(at, needles[i]) for at, i in cuts]
+        body = passkey.hide(haystack.ids, start, start + prose, places)
+        ids = [self.tokenizer.bos_token_id, *body, *tail]
+        return ids, [False] * (1 + len(body)) + tail_answers, 1 + len(body)
+
+    def positions(self, length: int, questions: int, rng: random.Random) -> np.ndarray:
+        """Position ids with a few random gaps before the questions, up to 8k to 16k in all."""
+        gaps = np.ones(length, dtype=np.int64)
+        gaps[0] = 0
+        reach = int(8192 * 2 ** rng.random())
+        spare = rng.randrange(reach - length)
+        cuts = sorted(rng.randrange(1, questions + 1) for _ in range(rng.randint(1, 4)))
+        shares = np.array([rng.expovariate(1.0) for _ in cuts])
+        for cut, share in zip(cuts, shares / shares.sum(), strict=True):
+            gaps[cut] += int(share * spare)
+        return np.cumsum(gaps)
+
+    def batch(self, step: int, stage: Stage) -> dict[str, torch.Tensor]:
+        rng = random.Random(f"{self.seed}/{step}")
+        ids, answers, positions = [], [], []
+        for i in range(TOKENS_PER_STEP // stage.length):
+            tokens, said, questions = self.sequence(stage, rng)
+            ids.append(tokens)
+            answers.append(said)
+            if stage.length >= 256 and i % 2 == 0:
+                positions.append(self.positions(stage.length, questions, rng))
+            else:
+                positions.append(np.arange(stage.length))
+        return {
+            "ids": torch.tensor(ids),
+            "answers": torch.tensor(answers),
+            "positions": torch.from_numpy(np.stack(positions)),
+        }
+
+
+def learning_rate(step: int) -> float:
+    """Each stage's own rate, warmed up at the start, cosine to a tenth over the last stage."""
+    first = 0
+    for stage in STAGES:
+        if step < first + stage.steps:
+            break
+        first += stage.steps
+    rate = stage.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
+    if stage is STAGES[-1]:
+        rate *= 0.55 + 0.45 * float(np.cos(np.pi * (step - first) / stage.steps))
+    return rate
+
+
+def stage_of(step: int) -> Stage:
+    for stage in STAGES:
+        if step < stage.steps:
+            return stage
+        step -= stage.steps
+    raise ValueError("step lies after the last stage")
+
+
+def train_step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> dict[str, float]:
+    ids, answers = batch["ids"], batch["answers"][:, 1:]
+    # The mask of ones keeps transformers from taking a gap in the positions for packed sequences.
+    logits = model(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        position_ids=batch["positions"],
+        use_cache=False,
+    ).logits[:, :-1]
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    ).view_as(answers)
+    answer_loss, lm_loss = losses[answers].mean(), losses[~answers].mean()
+    optimizer.zero_grad(set_to_none=True)
+    (answer_loss + LM_WEIGHT * lm_loss).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    right = (logits.argmax(-1) == ids[:, 1:])[answers].float().mean()
+    return {
+        "answer_loss": answer_loss.item(),
+        "lm_loss": lm_loss.item(),
+        "answer_tokens_right": right.item(),
+    }
+
+
+def save_state(path: Path, model: Any, optimizer: Any, log: list[dict[str, Any]]) -> None:
+    temporary = path.with_suffix(".tmp")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "log": log}, temporary
+    )
+    os.replace(temporary, path)
+
+
+def train(args: argparse.Namespace, model: Any, examples: Examples) -> list[dict[str, Any]]:
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
+        betas=(0.9, 0.98),
+    )
+    state = args.output / "state.pt"
+    log: list[dict[str, Any]] = []
+    if args.resume:
+        if not state.exists():
+            raise SystemExit(f"--resume: there is no {state}; start without it")
+        saved = torch.load(state, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        log = saved["log"]
+    total = sum(stage.steps for stage in STAGES)
+    before = log[-1]["seconds"] if log else 0.0
+    began = time.monotonic()
+    with tqdm(total=total, initial=len(log), unit="step") as bar:
+        for step in range(len(log), total):
+            stage = stage_of(step)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step)
+            figures = train_step(model, optimizer, examples.batch(step, stage))
+            log.append(
+                {"step": step, "length": stage.length, **figures}
+                | {"seconds": before + time.monotonic() - began}
+            )
+            bar.update()
+            bar.set_postfix_str(
+                f"T={stage.length} answer={figures['answer_loss']:.3f} "
+                f"lm={figures['lm_loss']:.2f} right={figures['answer_tokens_right']:.0%}"
+            )
+            if (step + 1) % args.save_every == 0 or step + 1 == total:
+                save_state(state, model, optimizer, log)
+    return log
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "passkey")
+    parser.add_argument("--publish", type=Path, default=ROOT / "examples" / "passkey-llama")
+    parser.add_argument("--text-package", type=Path, help="folder with the unpacked .deb")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="more help only on idle cores")
+    parser.add_argument("--save-every", type=int, default=25, metavar="STEPS")
+    parser.add_argument("--resume", action="store_true", help="go on from OUTPUT/state.pt")
+    parser.add_argument(
+        "--prepare-only", action="store_true", help="write tokenizer, text and random weights"
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    args.output.mkdir(parents=True, exist_ok=True)
+
+    novels = read_novels(find_package(args.text_package or args.output / "package"))
+    prose = [novels[title] for title in TRAINING]
+    tokenizer = make_tokenizer(prose, args.seed)
+    model = make_model(tokenizer)
+    text = args.publish / "text"
+    text.mkdir(parents=True, exist_ok=True)
+    for title in HELD_OUT:
+        name = title.lower().replace(" ", "-") + ".txt"
+        (text / name).write_text(excerpt(novels[title], HELD_OUT_CHARACTERS), encoding="utf-8")
+    if not args.prepare_only:
+        examples = Examples([Haystack(novel, tokenizer) for novel in prose], args.seed)
+        log = train(args, model, examples)
+        (args.output / "log.json").write_text(json.dumps(log, indent=0))
+    for directory in (args.output / "checkpoint", args.publish):
+        tokenizer.save_pretrained(directory)
+        model.save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    main()
