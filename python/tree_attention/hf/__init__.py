@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""transformers models with their key/value cache sharded over ranks.
+
+Importing this module registers the attention implementation `"tree_attention"`::
+
+    import tree_attention.hf
+
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="tree_attention")
+    tree_attention.hf.enable(model)                     # on every rank
+    model.generate(**inputs, max_new_tokens=100)        # on every rank, the same inputs
+
+Works with transformers 5.5 and later; tested with 5.17 and 5.23.
+"""
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError(
+        "tree_attention.hf needs transformers >= 5.5: pip install 'tree-attention[hf]'"
+    ) from error
+from packaging.version import Version
+
+if Version(transformers.__version__) < Version("5.5"):
+    raise ImportError(
+        f"tree_attention.hf needs transformers >= 5.5, got {transformers.__version__}: "
+        "pip install 'tree-attention[hf]'"
+    )
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .attention import tree_attention_forward
+from .cache import TreeCache, WrongAttentionError
+from .enable import disable, enable
+from .masks import tree_attention_mask
+from .sampling import SynchronizeLogits, seed_ranks
+
+AttentionInterface.register("tree_attention", tree_attention_forward)
+AttentionMaskInterface.register("tree_attention", tree_attention_mask)
+
+__all__ = [
+    "SynchronizeLogits",
+    "TreeCache",
+    "WrongAttentionError",
+    "disable",
+    "enable",
+    "seed_ranks",
+]

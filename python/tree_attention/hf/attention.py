@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The attention function that transformers calls in every layer."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import lean_decode
+from .cache import KVShard, TreeCacheLayer
+from .masks import KeyRanges
+
+# Keyword arguments that change the result of attention and have no counterpart in the operator.
+_UNSUPPORTED_KEYWORDS = ("position_bias", "alibi", "head_mask", "cu_seq_lens_q", "block_table")
+
+
+def tree_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor | KVShard,
+    value: Any,
+    attention_mask: KeyRanges | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of `query` over the keys of a `TreeCache`, merged over its ranks, or over plain
+    key and value tensors on this rank alone.
+
+    Args:
+        query: `[batch, num_heads_q, seqlen_q, head_dim]`.
+        key, value: what `TreeCache.update` returned, or tensors
+            `[batch, num_heads_kv, seqlen_k, head_dim]`.
+        attention_mask: what `tree_attention_mask` made.
+        s_aux: attention sinks, one score per query head.
+
+    Returns:
+        `[batch, seqlen_q, num_heads_q, head_dim]` in query's dtype, and None for the weights.
+
+    Raises:
+        NotImplementedError: the model asks for what the operator does not compute.
+    """
+    ranges = _checked(attention_mask, dropout, kwargs)
+    if query.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "tree_attention: computes no gradients; call the model under torch.no_grad()"
+        )
+    # A sink scales the merged result, which is rounded to query's dtype only after that.
+    out_dtype = query.dtype if s_aux is None else torch.float32
+    keywords: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
+    if isinstance(key, KVShard):
+        o, lse = _over_shard(query, key.layer, ranges, out_dtype, keywords)
+    else:
+        if ranges.kv_length != key.shape[2]:
+            raise _wrong_length(ranges, key.shape[2])
+        o, lse = lean_decode(query, key, value, ranges.whole(), out_dtype=out_dtype, **keywords)
+    if s_aux is not None:
+        weight = torch.sigmoid(lse - s_aux.to(lse.dtype)[None, :, None])
+        o = (o * weight[..., None]).to(query.dtype)
+    return o.transpose(1, 2).contiguous(), None
+
+
+def _over_shard(
+    query: Tensor,
+    layer: TreeCacheLayer,
+    ranges: KeyRanges,
+    out_dtype: torch.dtype,
+    keywords: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    if ranges.kv_length != layer.length:
+        raise _wrong_length(ranges, layer.length)
+    shard = layer.shard
+    local_ranges = ranges.local(shard.layout, shard.rank)
+    if shard.world_size == 1:
+        return lean_decode(
+            query, layer.keys, layer.values, local_ranges, out_dtype=out_dtype, **keywords
+        )
+    batch, num_heads_q, seqlen_q, _ = query.shape
+    # The kernel writes where the exchange sends from.
+    state = shard.comm.send_state(batch, num_heads_q, seqlen_q, layer.values.shape[3], query.device)
+    lean_decode(query, layer.keys, layer.values, local_ranges, out=state, **keywords)
+    return shard.comm.exchange(
+        *state, strategy=shard.strategy, out_dtype=out_dtype, timeout=shard.timeout
+    )
+
+
+def _checked(
+    attention_mask: KeyRanges | Tensor | None, dropout: float, kwargs: dict[str, Any]
+) -> KeyRanges:
+    if not isinstance(attention_mask, KeyRanges):
+        raise NotImplementedError(
+            "tree_attention: needs the mask that transformers makes from a 2-D padding mask, got "
+            + (
+                "None"
+                if attention_mask is None
+                else f"a tensor of shape {list(attention_mask.shape)}"
+            )
+        )
+    if attention_mask.unsupported is not None:
+        raise NotImplementedError(f"tree_attention: {attention_mask.unsupported}")
+    if dropout > 0.0:
+        raise NotImplementedError(
+            f"tree_attention: no dropout (got {dropout}), it is for inference; call model.eval()"
+        )
+    if kwargs.get("output_attentions"):
+        raise NotImplementedError(
+            "tree_attention: output_attentions is not supported, the weights are never formed; "
+            "use attn_implementation='eager'"
+        )
+    for name in _UNSUPPORTED_KEYWORDS:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"tree_attention: {name} is not supported")
+    return attention_mask
+
+
+def _wrong_length(ranges: KeyRanges, length: int) -> NotImplementedError:
+    return NotImplementedError(
+        f"tree_attention: the mask is for {ranges.kv_length} keys and the layer has {length}; "
+        "models whose layers hold caches of different lengths are not supported"
+    )

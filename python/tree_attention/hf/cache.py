@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A transformers cache of which every rank keeps its share of the slots."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.configuration_utils import PreTrainedConfig
+
+from ..exchange import DEFAULT_TIMEOUT, Communicator
+from ..sharding import ShardLayout
+from .shard import Shard
+
+# transformers 5.5 passes `crop` the tokens to keep, later releases the tokens to remove, as a
+# number <= 0. The name of the parameter tells which.
+_CROP_KEEPS = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+
+# Chunked layers are attended to as long as one chunk covers the keys, and refused after that.
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class WrongAttentionError(AttributeError):
+    """Keys of a `TreeCache` reached an attention function that cannot use them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "tree_attention: the keys and values of a TreeCache are spread over ranks and only "
+            "attn_implementation='tree_attention' can use them; load the model with it, or call "
+            "tree_attention.hf.enable(model) or model.set_attn_implementation('tree_attention')"
+        )
+
+
+class KVShard:
+    """Stands for a layer's keys and for its values on their way to the attention function.
+
+    It has no tensor's attributes, so another attention function fails here instead of attending
+    to the keys of one rank. The error is an AttributeError: `hasattr` keeps working.
+    """
+
+    __slots__ = ("layer",)
+    layer: "TreeCacheLayer"
+
+    def __init__(self, layer: "TreeCacheLayer") -> None:
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise WrongAttentionError
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
+        raise WrongAttentionError
+
+
+class TreeCacheLayer(CacheLayerMixin):
+    """One layer's local slots `keys[:, :, :shard.count(length)]`, in buffers that grow in steps.
+
+    The rest of the buffers is uninitialised and no range reaches it. Growing copies the layer once
+    per `growth` local slots; a copy per `growth` tokens is `2 / growth` of what attention reads
+    meanwhile, and it keeps the shard one dense run of slots, which the kernel streams.
+    """
+
+    is_sliding = False  # windows are key ranges; every slot is kept, so `crop` can always go back
+    is_croppable = True
+    is_compileable = False
+
+    keys: Tensor  # [batch, num_heads_kv, capacity, head_dim]
+    values: Tensor  # [batch, num_heads_kv, capacity, head_dim_v]
+
+    def __init__(self, shard: Shard, growth: int) -> None:
+        super().__init__()
+        self.shard = shard
+        self.growth = growth
+        self.length = 0  # global
+        self.reserved = 0  # local slots to make room for at once
+        self.handle = KVShard(self)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self._grow(0)
+        self.is_initialized = True
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[KVShard, KVShard]:
+        """Appends the new tokens that belong here; every rank is given all of them."""
+        # Inputs: [batch, num_heads_kv, new tokens, head_dim].
+        if not self.is_initialized or (self.length == 0 and self._is_of_another(key_states)):
+            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != self.keys.shape[0]:
+            raise ValueError(
+                f"TreeCache: holds {self.keys.shape[0]} sequences and is given "
+                f"{key_states.shape[0]}; see batch_repeat_interleave and reset"
+            )
+        end = self.length + key_states.shape[2]
+        write = self.shard.write(self.length, end, key_states.device)
+        if write.end > self.keys.shape[2]:
+            self._grow(write.end)
+        count = write.end - write.begin
+        if count > 0:
+            new_keys, new_values = key_states.detach(), value_states.detach()
+            if write.tokens is not None:
+                new_keys = new_keys.index_select(2, write.tokens)
+                new_values = new_values.index_select(2, write.tokens)
+            self.keys.narrow(2, write.begin, count).copy_(new_keys)
+            self.values.narrow(2, write.begin, count).copy_(new_values)
+        self.length = end
+        return self.handle, self.handle
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + int(query_length), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:  # its name before transformers 5.17
+        return -1
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Forgets the last `-tokens_to_remove` tokens; nothing is moved or freed.
+
+        With transformers before 5.17 a number >= 0 is the length to keep, as its own caches do.
+        """
+        tokens = int(tokens_to_remove)
+        if tokens > 0 and not _CROP_KEEPS:
+            raise ValueError(
+                f"TreeCache: crop takes minus the number of tokens to remove, got {tokens}"
+            )
+        if tokens >= 0 and _CROP_KEEPS:
+            self.length = min(self.length, tokens)
+        else:
+            self.length = max(0, self.length + tokens)
+
+    def reset(self) -> None:
+        """Forgets all tokens and keeps the buffers for the next sequences of the same batch."""
+        self.length = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map_rows(lambda x: x.index_select(0, indices.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_rows(lambda x: x.repeat_interleave(int(repeats), dim=0))
+
+    def offload(self) -> None:
+        raise NotImplementedError("TreeCache: offloading is not supported")
+
+    prefetch = offload
+
+    def reserve(self, length: int) -> None:
+        """Makes room for `length` global slots at the next allocation."""
+        self.reserved = self.shard.count(length)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated on this rank."""
+        return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
+
+    def _is_of_another(self, key_states: Tensor) -> bool:
+        batch, num_heads_kv, _, head_dim = self.keys.shape
+        return (
+            key_states.shape[0] != batch
+            or key_states.shape[1] != num_heads_kv
+            or key_states.shape[3] != head_dim
+            or key_states.dtype != self.keys.dtype
+            or key_states.device != self.keys.device
+        )
+
+    def _grow(self, num_slots: int) -> None:
+        capacity = -(-max(num_slots, self.reserved) // self.growth) * self.growth
+        used = self.shard.count(self.length)
+
+        def grow(x: Tensor) -> Tensor:
+            larger = x.new_empty((*x.shape[:2], capacity, x.shape[3]))
+            larger[:, :, :used] = x[:, :, :used]
+            return larger
+
+        self._map_buffers(grow)
+
+    def _map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.is_initialized:
+            self._map_buffers(function)
+
+    def _map_buffers(self, function: Callable[[Tensor], Tensor]) -> None:
+        # Buffers outlive an inference mode in which they are made: tensors of that mode could not
+        # be written to outside it. One at a time, so that one old buffer is alive beside the new.
+        with torch.inference_mode(False), torch.no_grad():
+            self.keys = function(self.keys)
+            self.values = function(self.values)
+
+
+class TreeCache(Cache):
+    """The key/value cache of a model with its slots spread over the ranks of a group.
+
+    Pass it as `past_key_values` on every rank, to a model whose attention is `"tree_attention"`;
+    `enable` does so by itself. All ranks run the same model on the same inputs, each keeps the
+    slots that `layout` gives it, and attention is merged over the group. Slots are positions in
+    the cache, left padding included. `copy.deepcopy` copies the keys and keeps the group, so a
+    common prefix can be computed once.
+
+    Args:
+        config: the model's; read for the number and kind of its layers only.
+        group: process group, None for the default one (a cache on its own where
+            torch.distributed is not initialised), or a prepared `Communicator`.
+        layout: default `BlockCyclic(world_size, 64)`.
+        strategy: of the exchange, see `tree_attention.strategies()`.
+        timeout: seconds after which a lost rank becomes an `ExchangeError`.
+        growth: local slots by which a layer's buffers grow.
+
+    Raises:
+        ValueError: the model's layers keep something else than keys and values of their own,
+            `layout` is for another world size, or `growth` is not positive.
+    """
+
+    layers: list[TreeCacheLayer]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        group: ProcessGroup | Communicator | None = None,
+        layout: ShardLayout | None = None,
+        *,
+        strategy: str = "auto",
+        timeout: float = DEFAULT_TIMEOUT,
+        growth: int = 1024,
+    ) -> None:
+        if growth < 1:
+            raise ValueError(f"TreeCache: growth must be at least 1, got {growth}")
+        num_layers = _num_layers(config)
+        self.shard = Shard(group, layout, strategy, timeout)
+        super().__init__(layers=[TreeCacheLayer(self.shard, growth) for _ in range(num_layers)])
+
+    def reserve(self, length: int) -> None:
+        """Makes room for `length` tokens at the next allocation: a prompt of known length is then
+        stored without growing step by step."""
+        for layer in self.layers:
+            layer.reserve(length)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values allocated on this rank."""
+        return sum(layer.num_bytes for layer in self.layers)
+
+
+def _num_layers(config: PreTrainedConfig) -> int:
+    name = config.model_type
+    if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
+        raise ValueError(f"TreeCache: supports decoder-only text models, got {name!r}")
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if kinds:
+        raise ValueError(
+            f"TreeCache: layers must be of the types {', '.join(sorted(_LAYER_TYPES))}; "
+            f"{name!r} has {', '.join(sorted(kinds))}"
+        )
+    if getattr(config, "num_kv_shared_layers", None):
+        raise ValueError(f"TreeCache: {name!r} shares keys between layers, which is not supported")
+    return config.num_hidden_layers

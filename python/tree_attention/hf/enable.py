@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`enable`: plain `model.generate(...)` with the cache sharded over ranks."""
+
+import functools
+import inspect
+from types import MethodType
+from typing import Any
+
+from torch.distributed import ProcessGroup
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..exchange import DEFAULT_TIMEOUT, Communicator
+from ..sharding import ShardLayout
+from .cache import TreeCache
+from .generation import Generation
+from .sampling import SynchronizeLogits
+
+_OVERRIDDEN = ("generate", "_prepare_cache_for_generation")
+_PREVIOUS = "_attention_before_enable"
+
+
+def enable(
+    model: PreTrainedModel,
+    group: ProcessGroup | Communicator | None = None,
+    layout: ShardLayout | None = None,
+    *,
+    strategy: str = "auto",
+    prefill_chunk_size: int | None = 1024,
+    timeout: float = DEFAULT_TIMEOUT,
+    synchronize_logits: bool = False,
+) -> PreTrainedModel:
+    """Makes `model.generate(...)` shard its key/value cache over the ranks of a group.
+
+    To be called on every rank, as is `generate`, with the same inputs everywhere. The model is
+    switched to `"tree_attention"`. Each call of `generate` then compares inputs, settings and
+    weights over the ranks, creates a `TreeCache` unless it is given one, and prefills long
+    prompts in chunks. `disable` undoes it.
+
+    Args:
+        group, layout, strategy, timeout: of the `TreeCache`, see there.
+        prefill_chunk_size: prompt tokens per forward pass, which bounds the memory of activations;
+            None: the whole prompt at once. The argument of the same name to `generate` overrides.
+        synchronize_logits: broadcast the first rank's logits at every step, for ranks whose
+            hardware rounds differently. Ranks of one kind compute equal bits without it.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: the model's attention cannot be chosen or its layers cache something else than
+            keys and values; or an argument is out of range.
+    """
+    if prefill_chunk_size is not None and prefill_chunk_size < 1:
+        raise ValueError(f"enable: prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
+    if is_enabled(model):
+        disable(model)
+    new_cache = functools.partial(
+        TreeCache, model.config, group, layout, strategy=strategy, timeout=timeout
+    )
+    processor = SynchronizeLogits(group, timeout) if synchronize_logits else None
+    generation = Generation(new_cache, prefill_chunk_size, processor)
+    previous = model.config._attn_implementation
+    model.set_attn_implementation("tree_attention")
+    if model.config._attn_implementation != "tree_attention":
+        raise ValueError(
+            f"enable: {type(model).__name__} does not let its attention be chosen "
+            "(see AttentionInterface in the documentation of transformers)"
+        )
+    _override(model, generation)
+    vars(model)[_PREVIOUS] = previous
+    return model
+
+
+def disable(model: PreTrainedModel) -> PreTrainedModel:
+    """Undoes `enable`: the class's own `generate` and the attention that the model had before.
+
+    Raises:
+        ValueError: the model is not enabled.
+    """
+    if not is_enabled(model):
+        raise ValueError("disable: the model is not enabled")
+    attributes = vars(model)
+    for name in _OVERRIDDEN:
+        del attributes[name]
+    model.set_attn_implementation(attributes.pop(_PREVIOUS))
+    return model
+
+
+def is_enabled(model: PreTrainedModel) -> bool:
+    """Whether `enable` is in force."""
+    return _PREVIOUS in vars(model)
+
+
+def _override(model: PreTrainedModel, generation: Generation) -> None:
+    # Bound methods on the instance, not closures over it: a deep copy of the model gets its own.
+    original, original_prepare = (getattr(type(model), name) for name in _OVERRIDDEN)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        del arguments["self"]
+        arguments.update(arguments.pop("kwargs", {}))
+        try:
+            return original(self, **generation.begin(arguments))
+        finally:
+            generation.end()
+
+    @functools.wraps(original_prepare)
+    def prepare_cache(
+        self: PreTrainedModel,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        is_given = model_kwargs.get("past_key_values") is not None
+        generation.prepare_cache(self, generation_config, model_kwargs)
+        if is_given or model_kwargs.get("past_key_values") is None:
+            return original_prepare(self, generation_config, model_kwargs, *args, **kwargs)
+        return None
+
+    for name, function in zip(_OVERRIDDEN, (generate, prepare_cache), strict=True):
+        vars(model)[name] = MethodType(function, model)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What an enabled model does before the first step of `generate`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from transformers import GenerationConfig, LogitsProcessorList, MaxTimeCriteria, PreTrainedModel
+
+from ..exchange.agreement import Signature
+from .cache import TreeCache
+from .digests import (
+    digest_inputs,
+    digest_parameters,
+    digest_random_state,
+    digest_settings,
+)
+from .sampling import SynchronizeLogits
+
+# Older releases prefill wrong tokens when a cache that holds some already is filled in chunks.
+_CHUNKS_AFTER_CACHED_TOKENS = Version(transformers.__version__) >= Version("5.23")
+
+
+class Generation:
+    """Refuses what cannot work, makes the cache and compares the ranks, once per `generate`."""
+
+    def __init__(
+        self,
+        new_cache: Callable[[], TreeCache],
+        prefill_chunk_size: int | None,
+        synchronize_logits: SynchronizeLogits | None,
+    ) -> None:
+        self.new_cache = new_cache
+        self.prefill_chunk_size = prefill_chunk_size
+        self.synchronize_logits = synchronize_logits
+        self.shard = new_cache().shard  # refuses at once what every generate would refuse
+        self.arguments: dict[str, Any] = {}  # of the call of `generate` in progress
+
+    def begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `generate`, by name, with which to go on."""
+        if arguments.get("cache_implementation") == "paged":
+            # Only here: transformers leaves `generate` for this one before it asks for a cache.
+            raise _unsupported_cache("paged")
+        if self.synchronize_logits is not None:
+            processors = [*(arguments.get("logits_processor") or ()), self.synchronize_logits]
+            arguments = {**arguments, "logits_processor": LogitsProcessorList(processors)}
+        self.arguments = arguments
+        return arguments
+
+    def end(self) -> None:
+        self.arguments = {}
+
+    def prepare_cache(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        """Puts a cache into `model_kwargs` and a chunk size into `generation_config`, which belongs
+        to this call alone, and has every rank raise if the ranks differ."""
+        self._refuse(generation_config)
+        cache = model_kwargs.get("past_key_values")
+        num_prompt, num_cached = self._prompt_length(), 0
+        if cache is not None:
+            if not isinstance(cache, TreeCache):
+                raise ValueError(
+                    "generate: past_key_values of an enabled model must be a TreeCache, "
+                    f"got {type(cache).__name__}"
+                )
+            num_cached = cache.get_seq_length()
+            self._refuse_cached_prompt(num_prompt, num_cached)
+        if self.shard.world_size > 1:
+            self.shard.comm.agree(
+                self._signature(model, generation_config, num_cached), self.shard.timeout
+            )
+        if cache is None and generation_config.use_cache is not False:
+            cache = self.new_cache()
+            cache.reserve(num_prompt)
+            model_kwargs["past_key_values"] = cache
+        if cache is not None:
+            self._set_chunk_size(generation_config, model_kwargs, num_prompt, num_cached)
+
+    def _refuse(self, generation_config: GenerationConfig) -> None:
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise _unsupported_cache(generation_config.cache_implementation)
+        if generation_config.output_attentions:
+            raise NotImplementedError(
+                "generate: output_attentions is not supported, the weights are never formed"
+            )
+        criteria = self.arguments.get("stopping_criteria") or ()
+        if self.shard.world_size > 1 and (
+            generation_config.max_time is not None
+            or any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria)
+        ):
+            raise NotImplementedError(
+                "generate: max_time is not supported over several ranks: their clocks differ, and "
+                "a rank that stops alone leaves the others waiting"
+            )
+
+    def _refuse_cached_prompt(self, num_prompt: int, num_cached: int) -> None:
+        mask = self.arguments.get("attention_mask")
+        is_whole_sequence = mask is None or mask.shape[1] == num_prompt
+        if num_cached > 0 and is_whole_sequence and num_cached >= num_prompt:
+            raise ValueError(
+                f"generate: the cache holds {num_cached} tokens and the prompt has {num_prompt}; "
+                "at least one token must be left to feed: cache.crop(-1), or pass the new tokens "
+                "with an attention_mask over all"
+            )
+        size = self.arguments.get("prefill_chunk_size")
+        if num_cached > 0 and size is not None and not _CHUNKS_AFTER_CACHED_TOKENS:
+            raise NotImplementedError(
+                "generate: prefill_chunk_size with a cache that holds tokens needs transformers "
+                f">= 5.23, got {transformers.__version__}"
+            )
+
+    def _set_chunk_size(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        num_prompt: int,
+        num_cached: int,
+    ) -> None:
+        size = self.prefill_chunk_size
+        if generation_config.prefill_chunk_size is not None or size is None or num_prompt <= size:
+            return
+        if num_cached > 0 and not _CHUNKS_AFTER_CACHED_TOKENS:
+            return
+        if model_kwargs.get("inputs_embeds") is None:  # only token ids are split into chunks
+            generation_config.prefill_chunk_size = size
+
+    def _prompt_length(self) -> int:
+        for name in ("inputs", "input_ids", "inputs_embeds"):
+            if self.arguments.get(name) is not None:
+                return self.arguments[name].shape[1]
+        return 1  # generate begins with bos by itself
+
+    def _signature(
+        self, model: PreTrainedModel, generation_config: GenerationConfig, num_cached: int
+    ) -> Signature:
+        """What the ranks must have in common, or they would merge what does not belong together or
+        stop at different tokens."""
+        sampling = generation_config.do_sample
+        return (
+            ("transformers version", transformers.__version__),
+            ("layout", self.shard.layout),
+            ("number of cached tokens", num_cached),
+            ("digest of the inputs", digest_inputs(self.arguments)),
+            ("digest of the generation settings", digest_settings(generation_config)),
+            ("digest of the model's weights", digest_parameters(model)),
+            (
+                "digest of the random state (see seed_ranks)",
+                digest_random_state(model.device) if sampling else None,
+            ),
+        )
+
+
+def _unsupported_cache(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"generate: cache_implementation={name!r} is not supported by an enabled model, whose "
+        "cache is a TreeCache; static, quantized, offloaded and paged caches are not sharded"
+    )

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The mask function: what each query may see, as one half-open range of global cache slots."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+from ..sharding import ShardLayout
+
+
+class KeyRanges:
+    """What transformers hands from `tree_attention_mask` to every layer in place of a mask tensor.
+
+    Query `i` of row `b` sees the global slots `[ranges[b, i, 0], ranges[b, i, 1])`. A mask that is
+    no such range carries the reason in `unsupported` instead: models build masks that none of
+    their layers use, so the error belongs to the layer that is given one.
+    """
+
+    def __init__(
+        self, ranges: Tensor, kv_length: int, kv_offset: int = 0, unsupported: str | None = None
+    ) -> None:
+        self.ranges = ranges  # int64 [batch, seqlen_q, 2]
+        self.kv_length = kv_length  # of the keys that the layer attends to
+        self.kv_offset = kv_offset  # global slot of the first of them, without a shard
+        self.unsupported = unsupported
+        self._shard: tuple[ShardLayout, int] | None = None
+        self._local: Tensor | None = None
+
+    def local(self, layout: ShardLayout, rank: int) -> Tensor:
+        """The ranges in local slots of `rank`: int32, computed once for all layers."""
+        if self._local is None or self._shard != (layout, rank):
+            # A range's local begin and end are counts of the slots before them: `local_range` on
+            # both ends in one call.
+            self._local = layout.count(rank, self.ranges).to(torch.int32)
+            self._shard = (layout, rank)
+        return self._local
+
+    def whole(self) -> Tensor:
+        """The ranges in slots of unsharded keys that begin at `kv_offset`: int32."""
+        if self._local is None or self._shard is not None:
+            self._local = (self.ranges - self.kv_offset).clamp_(min=0).to(torch.int32)
+            self._shard = None
+        return self._local
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"tree_attention: an attention mask is a KeyRanges here, not a tensor with {name!r}; "
+            "pass models the 2-D padding mask, and use no static (compileable) cache"
+        )
+
+
+def tree_attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> KeyRanges:
+    """Builds the `KeyRanges` of causal attention under a sliding window and a padding mask.
+
+    Called by transformers once per forward and kind of mask, in place of `sdpa_mask`.
+    """
+    begin_end = torch.arange(q_length, device=device).add_(q_offset)[:, None].repeat(1, 2)
+    begin, end = begin_end.unbind(-1)  # views: [seqlen_q]
+    end += 1
+    if local_size is None:
+        begin.zero_()
+    else:
+        begin.add_(1 - local_size).clamp_(min=0)
+    unsupported = None
+    if mask_function is not causal_mask_function:
+        if use_vmap:
+            unsupported = "a custom mask function has no form as a range of keys"
+        elif not _agrees(mask_function, begin, end, batch_size, kv_offset, kv_length):
+            unsupported = (
+                "supports causal and sliding-window masks only, not chunked, packed, blockwise or "
+                "bidirectional ones"
+            )
+    ranges = begin_end.expand(batch_size, q_length, 2)
+    if attention_mask is not None and unsupported is None:
+        unsupported = _refuse_padding(attention_mask, batch_size, kv_offset + kv_length)
+        if unsupported is None:
+            first, last, has_holes = _visible_run(attention_mask)
+            if has_holes:
+                unsupported = (
+                    "the padding mask of each row must be one run of ones, but a row has a hole"
+                )
+            ranges = torch.stack(
+                (torch.maximum(begin, first[:, None]), torch.minimum(end, last[:, None])), dim=-1
+            )
+    return KeyRanges(ranges, kv_length, kv_offset, unsupported)
+
+
+def _refuse_padding(attention_mask: Tensor, batch_size: int, width: int) -> str | None:
+    if tuple(attention_mask.shape) == (batch_size, width):
+        return None
+    return (
+        f"the padding mask must have shape [batch, cached + new tokens] = {[batch_size, width]}, "
+        f"got {list(attention_mask.shape)}"
+    )
+
+
+def _visible_run(attention_mask: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """First slot, end and whether there is a hole, of the visible slots of each row."""
+    visible = attention_mask.to(torch.uint8)
+    count = attention_mask.sum(-1)
+    first = visible.argmax(-1)
+    last = visible.shape[-1] - visible.flip(-1).argmax(-1)
+    has_holes = bool(((last - first != count) & (count > 0)).any())
+    return first, first + count, has_holes
+
+
+def _agrees(
+    mask_function: Callable[..., Tensor],
+    begin: Tensor,
+    end: Tensor,
+    batch_size: int,
+    kv_offset: int,
+    kv_length: int,
+) -> bool:
+    """Whether the predicate is true inside [begin, end) and false outside, at its four edges and
+    in the middle: O(batch * seqlen_q) in place of a full mask. Every mask of transformers that is
+    no such range (chunked, packed, blockwise, bidirectional) differs at one of them."""
+    probes = torch.stack((begin - 1, begin, (begin + end) // 2, end - 1, end), dim=-1)
+    probes = probes.clamp_(kv_offset, kv_offset + kv_length - 1)
+    expected = (begin[:, None] <= probes) & (probes < end[:, None])
+    rows = torch.arange(batch_size, device=begin.device)[:, None, None]
+    seen = mask_function(rows, rows.new_zeros(1), (end - 1)[:, None], probes)
+    return bool((seen == expected).all())

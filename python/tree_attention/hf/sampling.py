@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Sampling that stays together: every rank draws every token itself."""
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import LogitsProcessor
+
+from ..exchange import DEFAULT_TIMEOUT, Communicator, get_communicator
+
+
+def seed_ranks(
+    group: ProcessGroup | Communicator | None = None,
+    seed: int | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> None:
+    """Gives every rank of the group the random generator of its first rank.
+
+    To be called on every rank before sampling, with `seed` to start from `torch.manual_seed(seed)`.
+    Covers the CPU's generator and that of the current CUDA device. Ranks that draw the same number
+    of random values from then on stay equal.
+
+    Raises:
+        ExchangeError: a rank did not come within `timeout` seconds.
+    """
+    if seed is not None:
+        torch.manual_seed(seed)
+    comm = get_communicator(group)
+    torch.set_rng_state(_of_first_rank(comm, torch.get_rng_state(), timeout))
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(_of_first_rank(comm, torch.cuda.get_rng_state(), timeout))
+
+
+class SynchronizeLogits(LogitsProcessor):
+    """Replaces every rank's logits by those of the group's first rank.
+
+    For ranks whose devices round differently: equal logits and equal random generators give equal
+    tokens. `enable(model, synchronize_logits=True)` adds it to every generation.
+    """
+
+    def __init__(
+        self, group: ProcessGroup | Communicator | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        self.comm = get_communicator(group)
+        self.timeout = timeout
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return _of_first_rank(self.comm, scores, self.timeout)
+
+
+def _of_first_rank(comm: Communicator, tensor: Tensor, timeout: float) -> Tensor:
+    if comm.world_size == 1:
+        return tensor
+    message = tensor.clone(memory_format=torch.contiguous_format)
+    signature = (("broadcast", f"{tensor.dtype} {list(tensor.shape)}"),)
+    comm.call(signature, lambda deadline: comm.link.broadcast(message, deadline), timeout)
+    return message

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One rank's place among the ranks that share a cache."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..exchange import DEFAULT_TIMEOUT, Communicator, get_communicator, resolve
+from ..sharding import BlockCyclic, Contiguous, ShardLayout
+
+
+class Write(NamedTuple):
+    """New tokens on their way into the local slots [begin, end)."""
+
+    begin: int
+    end: int
+    tokens: Tensor | None  # which of the new tokens, None: all of them
+
+
+class Shard:
+    """Layout, rank and exchange; the same object for all layers of a cache."""
+
+    def __init__(
+        self,
+        group: ProcessGroup | Communicator | None = None,
+        layout: ShardLayout | None = None,
+        strategy: str = "auto",
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        self.comm = get_communicator(group)
+        self.rank, self.world_size = self.comm.rank, self.comm.world_size
+        self.layout = BlockCyclic(self.world_size) if layout is None else layout
+        if self.layout.world_size != self.world_size:
+            raise ValueError(
+                f"TreeCache: the layout is for {self.layout.world_size} ranks, "
+                f"the group has {self.world_size}"
+            )
+        self.strategy = resolve(strategy)
+        self.timeout = timeout
+        self._last: tuple[Any, Write] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Shard":
+        # A copied cache goes on in the same group; a process group cannot be copied.
+        return self
+
+    def count(self, length: int) -> int:
+        """How many of the first `length` slots are kept here."""
+        return self.layout.count(self.rank, length)
+
+    def write(self, begin: int, end: int, device: torch.device) -> Write:
+        """Where the tokens of the global slots [begin, end) go; computed once for all layers."""
+        key = (begin, end, device)
+        if self._last is not None and self._last[0] == key:
+            return self._last[1]
+        layout = self.layout
+        if isinstance(layout, Contiguous) and end > layout.bounds[-1]:
+            raise ValueError(
+                f"TreeCache: {layout} has no rank for slot {end - 1}; "
+                "use ContiguousThenCyclic for caches that grow"
+            )
+        local_begin, local_end = self.count(begin), self.count(end)
+        tokens = None
+        if 0 < local_end - local_begin < end - begin:
+            tokens = (layout.local_slots(self.rank, begin, end) - begin).to(device)
+        write = Write(local_begin, local_end, tokens)
+        self._last = (key, write)
+        return write
