@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Problems that every rank makes alike and of which it holds a shard, for tests of decoding."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from helpers import Problem, make_problem
+from tree_attention import BlockCyclic, Contiguous, ShardLayout, lean_decode, merge_states
+
+WORLDS = (1, 2, 3, 5)
+
+CASES: dict[str, dict[str, Any]] = {
+    "one query": {},
+    "bf16 mqa": {"dtype": torch.bfloat16, "num_heads_kv": 1, "group_size": 8},
+    "fp16 mha, v wider than k": {"dtype": torch.float16, "group_size": 1, "head_dim_v": 96},
+    "causal queries": {"seqlen_q": 7, "ranges": "causal"},
+    "ragged batch": {"batch": 4, "seqlen_q": 2, "ranges": "ragged"},
+    "left padding": {"batch": 3, "ranges": "left padded"},
+    "window, softcap": {"seqlen_q": 5, "ranges": "window", "softcap": 3.0, "softmax_scale": 0.2},
+    "alibi": {"seqlen_q": 3, "ranges": "causal", "alibi": True, "key_layout": (0, 1, 1)},
+    "rows without keys": {"batch": 3, "seqlen_q": 9, "ranges": "random"},
+    "odd strides": {"layout": "padded", "head_dim": 24, "seqlen_q": 2},
+    "peaked scores": {"score_size": 30.0},
+    "fewer keys than ranks": {"seqlen_k": 2},
+    "no keys": {"seqlen_k": 0},
+}
+
+LAYOUTS = ("cyclic", "uneven")
+
+
+def make_layout(name: str, world_size: int, seqlen_k: int) -> ShardLayout:
+    if name == "cyclic":
+        return BlockCyclic(world_size, 16)
+    # Rank 0 holds nothing, rank 1 a quarter, and so on; a world of one holds all.
+    shares = [rank * rank for rank in range(world_size)] if world_size > 1 else [1]
+    bounds = [0, *(seqlen_k * total // sum(shares) for total in accumulate(shares))]
+    return Contiguous(tuple(bounds))
+
+
+def make_case(case: str, layout: str, world_size: int) -> tuple[Problem, list[Problem]]:
+    """The whole problem and the shards of all ranks, the same on every rank."""
+    torch.manual_seed(1)
+    problem = make_problem(**CASES[case])
+    split = make_layout(layout, world_size, problem.k.shape[2])
+    return problem, [problem.shard(split, rank) for rank in range(world_size)]
+
+
+def merged(shards: list[Problem], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What ranks must agree on to the bit: the canonical merge of all shards' states."""
+    states = [
+        lean_decode(s.q, s.k, s.v, s.key_ranges, **s.options, out_dtype=torch.float32)
+        for s in shards
+    ]
+    o, lse = (torch.stack(parts) for parts in zip(*states, strict=True))
+    return merge_states(o, lse, out_dtype=dtype)
