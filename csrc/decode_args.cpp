@@ -30,8 +30,8 @@ void check_last_axis(const char* argument, const at::Tensor& tensor) {
 }
 
 void check_dtype(const char* argument, const at::Tensor& tensor, at::ScalarType expected) {
-  CHECK_ARG(tensor.scalar_type() == expected, argument, " must be ", c10::toString(expected),
-            ", got ", c10::toString(tensor.scalar_type()));
+  CHECK_ARG(tensor.scalar_type() == expected, argument, " must be ", dtype_name(expected), ", got ",
+            dtype_name(tensor.scalar_type()));
 }
 
 void check_device(const char* argument, const at::Tensor& tensor, const at::Tensor& q) {
@@ -200,8 +200,8 @@ void set_outputs(DecodeParams& params, const DecodeArgs& args, const at::Tensor&
   check_shape("lse", "[batch, num_heads_q, seqlen_q]", lse,
               {args.q.size(0), args.q.size(1), args.q.size(2)});
   CHECK_ARG(!args.out_dtype || o.scalar_type() == *args.out_dtype,
-            "out_dtype must be o's dtype or None, got ", c10::toString(*args.out_dtype), " and ",
-            c10::toString(o.scalar_type()));
+            "out_dtype must be o's dtype or None, got ", dtype_name(*args.out_dtype), " and ",
+            dtype_name(o.scalar_type()));
   params.out_dtype = data_type(o.scalar_type(), kOp, "o");
   check_dtype("lse", lse, at::kFloat);
   check_device("o", o, args.q);

@@ -10,6 +10,9 @@
 
 namespace tree_attention {
 
+// As Python spells it, for messages.
+inline auto dtype_name(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
+
 inline DataType data_type(at::ScalarType dtype, const char* op, const char* argument) {
   switch (dtype) {
     case at::kFloat:
@@ -20,7 +23,7 @@ inline DataType data_type(at::ScalarType dtype, const char* op, const char* argu
       return DataType::kFloat16;
     default:
       TORCH_CHECK(false, op, ": ", argument, " must be float32, bfloat16 or float16, got ",
-                  c10::toString(dtype));
+                  dtype_name(dtype));
   }
 }
 

@@ -21,7 +21,7 @@ MergeCall prepare_merge(const at::Tensor& o_parts, const at::Tensor& lse_parts,
               ": lse_parts must have shape [n, ...] = ",
               o_parts.sizes().slice(0, o_parts.dim() - 1), ", got ", lse_parts.sizes());
   TORCH_CHECK(lse_parts.scalar_type() == at::kFloat, kOp, ": lse_parts must be float32, got ",
-              c10::toString(lse_parts.scalar_type()));
+              dtype_name(lse_parts.scalar_type()));
   TORCH_CHECK(lse_parts.device() == o_parts.device(), kOp,
               ": lse_parts must be on o_parts' device ", o_parts.device(), ", got ",
               lse_parts.device());

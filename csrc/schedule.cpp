@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/partition.h"
+#include "dispatch.h"
 
 namespace tree_attention {
 
@@ -15,8 +16,8 @@ at::Tensor lean_schedule(const at::Tensor& num_tiles, int64_t num_workers) {
   constexpr const char* kOp = "lean_schedule";
   TORCH_CHECK(num_tiles.dim() == 1, kOp, ": num_tiles must have shape [outputs], got ",
               num_tiles.sizes());
-  TORCH_CHECK(num_tiles.scalar_type() == at::kInt, kOp, ": num_tiles must be Int, got ",
-              c10::toString(num_tiles.scalar_type()));
+  TORCH_CHECK(num_tiles.scalar_type() == at::kInt, kOp, ": num_tiles must be int32, got ",
+              dtype_name(num_tiles.scalar_type()));
   TORCH_CHECK(num_workers >= 1, kOp, ": num_workers must be at least 1, got ", num_workers);
 
   const at::Tensor tiles = num_tiles.contiguous();

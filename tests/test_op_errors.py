@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every error message of the operators: operator, argument, requirement and the value got."""
+
+import pytest
+import torch
+
+from tree_attention import lean_decode, lean_schedule, merge_states
+
+BATCH, HEADS_Q, HEADS_KV, SEQLEN_Q, SEQLEN_K, DIM = 2, 4, 2, 3, 10, 8
+
+
+def q(*shape, **options):
+    return torch.randn(*(shape or (BATCH, HEADS_Q, SEQLEN_Q, DIM)), **options)
+
+
+def k(*shape, **options):
+    return torch.randn(*(shape or (BATCH, HEADS_KV, SEQLEN_K, DIM)), **options)
+
+
+def int32(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def int64(*shape):
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def transposed(x, axis=-2):
+    """The same shape with a last axis that is not contiguous."""
+    return x.transpose(axis, -1).contiguous().transpose(axis, -1)
+
+
+def decode(**changed):
+    arguments = {"q": q(), "k": k(), "v": k(), **changed}
+    return lean_decode(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+def decode_out(o=None, lse=None, **changed):
+    o = torch.empty(BATCH, HEADS_Q, SEQLEN_Q, DIM) if o is None else o
+    lse = torch.empty(BATCH, HEADS_Q, SEQLEN_Q) if lse is None else lse
+    return decode(out=(o, lse), **changed)
+
+
+def alibi(**changed):
+    arguments = {
+        "alibi_slopes": torch.ones(HEADS_Q),
+        "query_positions": int64(BATCH, SEQLEN_Q),
+        **changed,
+    }
+    return decode(**arguments)
+
+
+def huge(*shape, dtype=torch.float32):
+    """A shape that no memory holds: every axis but the last has stride 0. What is left is address
+    space that is never touched."""
+    return torch.empty(shape[-1], dtype=dtype).expand(*shape)
+
+
+LIMIT = 2**31
+RANGES = "[batch, seqlen_q, 2]"
+TABLE = (
+    "page_table must have shape [batch, pages] or [batch, num_heads_kv, pages] with batch 2 and "
+    "num_heads_kv 2, got "
+)
+LAYOUT = (
+    "key_layout must be (first, block, stride) with first >= 0, block >= 1 and stride >= block, "
+    "got "
+)
+
+DECODE = {
+    # q
+    "q axes": (
+        lambda: decode(q=q(2, 3, 8)),
+        "q must have shape [batch, num_heads_q, seqlen_q, head_dim], got [2, 3, 8]",
+    ),
+    "q dtype": (
+        lambda: decode(q=q(dtype=torch.float64)),
+        "q must be float32, bfloat16 or float16, got float64",
+    ),
+    "q head_dim": (
+        lambda: decode(q=q(2, 4, 3, 0)),
+        "q must have a head_dim of at least 1, got 0",
+    ),
+    "q strides": (
+        lambda: decode(q=transposed(q())),
+        "q must have a contiguous last axis, got stride 3",
+    ),
+    "batch": (lambda: decode(q=huge(LIMIT, 4, 3, 8)), f"batch must be below 2^31, got {LIMIT}"),
+    "num_heads_q": (
+        lambda: decode(q=huge(2, LIMIT, 3, 8)),
+        f"num_heads_q must be below 2^31, got {LIMIT}",
+    ),
+    "seqlen_q": (
+        lambda: decode(q=huge(2, 4, LIMIT, 8)),
+        f"seqlen_q must be below 2^31, got {LIMIT}",
+    ),
+    "large head_dim": (
+        lambda: decode(q=huge(2, 4, 3, LIMIT, dtype=torch.float16)),
+        f"head_dim must be below 2^31, got {LIMIT}",
+    ),
+    # k and v
+    "k axes": (
+        lambda: decode(k=k(2, 10, 8)),
+        "k must have shape [batch, num_heads_kv, seqlen_k, head_dim], got [2, 10, 8]",
+    ),
+    "v axes": (
+        lambda: decode(v=k(2, 10, 8)),
+        "v must have shape [batch, num_heads_kv, seqlen_k, head_dim], got [2, 10, 8]",
+    ),
+    "k pages axes": (
+        lambda: decode(k=k(2, 10, 8), page_table=int32(2, 1)),
+        "k must have shape [num_pages, num_heads_kv, page_size, head_dim], got [2, 10, 8]",
+    ),
+    "k dtype": (lambda: decode(k=k(dtype=torch.float16)), "k must be float32, got float16"),
+    "v dtype": (lambda: decode(v=k(dtype=torch.bfloat16)), "v must be float32, got bfloat16"),
+    "k strides": (
+        lambda: decode(k=transposed(k())),
+        "k must have a contiguous last axis, got stride 10",
+    ),
+    "v strides": (
+        lambda: decode(v=transposed(k())),
+        "v must have a contiguous last axis, got stride 10",
+    ),
+    "k head_dim": (lambda: decode(k=k(2, 2, 10, 7)), "k must have q's head_dim 8, got 7"),
+    "v head_dim": (lambda: decode(v=k(2, 2, 10, 0)), "v must have a head_dim of at least 1, got 0"),
+    "large v head_dim": (
+        lambda: decode(q=q().half(), k=k().half(), v=huge(2, 2, 10, LIMIT, dtype=torch.float16)),
+        f"head_dim of v must be below 2^31, got {LIMIT}",
+    ),
+    "v seqlen_k": (
+        lambda: decode(v=k(2, 2, 9, 8)),
+        "v must have k's first three axes [2, 2, 10], got [2, 2, 9]",
+    ),
+    "v heads and tokens swapped": (
+        lambda: decode(v=k().transpose(1, 2)),
+        "v must have k's first three axes [2, 2, 10], got [2, 10, 2]",
+    ),
+    "heads": (
+        lambda: decode(k=k(2, 3, 10, 8), v=k(2, 3, 10, 8)),
+        "num_heads_q must be a multiple of num_heads_kv, got 4 and 3",
+    ),
+    "heads and tokens swapped": (
+        lambda: decode(k=k().transpose(1, 2), v=k().transpose(1, 2)),
+        "num_heads_q must be a multiple of num_heads_kv, got 4 and 10",
+    ),
+    "no kv heads": (
+        lambda: decode(k=k(2, 0, 10, 8), v=k(2, 0, 10, 8)),
+        "num_heads_q must be a multiple of num_heads_kv, got 4 and 0",
+    ),
+    "k batch": (
+        lambda: decode(k=k(1, 2, 10, 8), v=k(1, 2, 10, 8)),
+        "k must have q's batch 2, got 1",
+    ),
+    "seqlen_k": (
+        lambda: decode(k=huge(2, 2, LIMIT, 8), v=huge(2, 2, LIMIT, 8)),
+        f"seqlen_k must be below 2^31, got {LIMIT}",
+    ),
+    # page_table
+    "page_size": (
+        lambda: decode(k=k(5, 2, 0, 8), v=k(5, 2, 0, 8), page_table=int32(2, 1)),
+        "k must have a page_size of at least 1, got 0",
+    ),
+    "page_table dtype": (
+        lambda: decode(page_table=int64(2, 1)),
+        "page_table must be int32, got int64",
+    ),
+    "page_table axes": (lambda: decode(page_table=int32(2)), TABLE + "[2]"),
+    "page_table batch": (lambda: decode(page_table=int32(3, 1)), TABLE + "[3, 1]"),
+    "page_table heads": (lambda: decode(page_table=int32(2, 4, 1)), TABLE + "[2, 4, 1]"),
+    "page_table strides": (
+        lambda: decode(page_table=transposed(int32(2, 3))),
+        "page_table must have a contiguous last axis, got stride 2",
+    ),
+    "seqlen_k of pages": (
+        lambda: decode(k=huge(2, 2, 2**30, 8), v=huge(2, 2, 2**30, 8), page_table=int32(2, 3)),
+        f"seqlen_k must be below 2^31, got {3 * 2**30}",
+    ),
+    "large pages": (
+        lambda: decode(k=huge(2, 2, LIMIT, 8), v=huge(2, 2, LIMIT, 8), page_table=int32(2, 1)),
+        f"page_size must be below 2^31, got {LIMIT}",
+    ),
+    "many pages": (
+        lambda: decode(k=huge(LIMIT, 2, 1, 8), v=huge(LIMIT, 2, 1, 8), page_table=int32(2, 1)),
+        f"num_pages must be below 2^31, got {LIMIT}",
+    ),
+    "page id too large": (
+        lambda: decode(page_table=int32(2, 3) + torch.tensor([0, 0, 2]).int()),
+        "page_table must hold page ids in [0, 2) where key_ranges needs them, got 2 for page 2 of "
+        "sequence 0",
+    ),
+    "page id negative": (
+        lambda: decode(
+            page_table=torch.tensor([[0, 1], [1, -1]]).int(),
+            key_ranges=torch.tensor([0, 11]).int().repeat(2, 3, 1),
+        ),
+        "page_table must hold page ids in [0, 2) where key_ranges needs them, got -1 for page 1 of "
+        "sequence 1",
+    ),
+    # key_ranges
+    "key_ranges dtype": (
+        lambda: decode(key_ranges=int64(2, 3, 2)),
+        "key_ranges must be int32, got int64",
+    ),
+    "key_ranges shape": (
+        lambda: decode(key_ranges=int32(2, 2)),
+        f"key_ranges must have shape {RANGES} = [2, 3, 2], got [2, 2]",
+    ),
+    "key_ranges of another batch": (
+        lambda: decode(key_ranges=int32(1, 3, 2)),
+        f"key_ranges must have shape {RANGES} = [2, 3, 2], got [1, 3, 2]",
+    ),
+    "key_ranges strides": (
+        lambda: decode(key_ranges=transposed(int32(2, 3, 2))),
+        "key_ranges must have a contiguous last axis, got stride 3",
+    ),
+    # scores
+    "softmax_scale": (
+        lambda: decode(softmax_scale=float("inf")),
+        "softmax_scale must be finite, got inf",
+    ),
+    "softcap": (lambda: decode(softcap=-1.0), "softcap must be finite and not negative, got -1"),
+    "softcap nan": (
+        lambda: decode(softcap=float("nan")),
+        "softcap must be finite and not negative, got nan",
+    ),
+    "key_layout length": (lambda: decode(key_layout=(0, 1)), LAYOUT + "[0, 1]"),
+    "key_layout first": (lambda: decode(key_layout=(-1, 1, 1)), LAYOUT + "[-1, 1, 1]"),
+    "key_layout block": (lambda: decode(key_layout=(0, 0, 1)), LAYOUT + "[0, 0, 1]"),
+    "key_layout stride": (lambda: decode(key_layout=(0, 4, 3)), LAYOUT + "[0, 4, 3]"),
+    "query_positions dtype": (
+        lambda: alibi(query_positions=int32(2, 3)),
+        "query_positions must be int64, got int32",
+    ),
+    "query_positions shape": (
+        lambda: alibi(query_positions=int64(2)),
+        "query_positions must have shape [batch, seqlen_q] = [2, 3], got [2]",
+    ),
+    "query_positions missing": (
+        lambda: alibi(query_positions=None),
+        "alibi_slopes needs query_positions, got None",
+    ),
+    "alibi_slopes dtype": (
+        lambda: alibi(alibi_slopes=torch.ones(4, dtype=torch.float16)),
+        "alibi_slopes must be float32, got float16",
+    ),
+    "alibi_slopes shape": (
+        lambda: alibi(alibi_slopes=torch.ones(2)),
+        "alibi_slopes must have shape [num_heads_q] = [4], got [2]",
+    ),
+    "alibi_slopes strides": (
+        lambda: alibi(alibi_slopes=torch.ones(8)[::2]),
+        "alibi_slopes must have a contiguous last axis, got stride 2",
+    ),
+    # results
+    "out_dtype": (
+        lambda: decode(out_dtype=torch.float64),
+        "out_dtype must be float32, bfloat16 or float16, got float64",
+    ),
+    "num_workers": (lambda: decode(num_workers=-1), "num_workers must not be negative, got -1"),
+    "too many workers": (
+        lambda: decode(num_workers=LIMIT),
+        f"num_workers must be below 2^31, got {LIMIT}",
+    ),
+    "o shape": (
+        lambda: decode_out(o=torch.empty(2, 3, 4, 8)),
+        "o must have shape [batch, num_heads_q, seqlen_q, head_dim] = [2, 4, 3, 8], "
+        "got [2, 3, 4, 8]",
+    ),
+    "lse shape": (
+        lambda: decode_out(lse=torch.empty(2, 4, 3, 1)),
+        "lse must have shape [batch, num_heads_q, seqlen_q] = [2, 4, 3], got [2, 4, 3, 1]",
+    ),
+    "o against out_dtype": (
+        lambda: decode_out(out_dtype=torch.float16),
+        "out_dtype must be o's dtype or None, got float16 and float32",
+    ),
+    "o dtype": (
+        lambda: decode_out(o=torch.empty(2, 4, 3, 8, dtype=torch.float64)),
+        "o must be float32, bfloat16 or float16, got float64",
+    ),
+    "lse dtype": (
+        lambda: decode_out(lse=torch.empty(2, 4, 3, dtype=torch.float64)),
+        "lse must be float32, got float64",
+    ),
+    "o strides": (
+        lambda: decode_out(o=transposed(torch.empty(2, 4, 3, 8))),
+        "o must have a contiguous last axis, got stride 3",
+    ),
+}
+
+
+def message_of(call) -> str:
+    with pytest.raises(RuntimeError) as error:
+        call()
+    return str(error.value).splitlines()[0]
+
+
+@pytest.mark.parametrize("name", DECODE)
+def test_lean_decode(name):
+    call, message = DECODE[name]
+    assert message_of(call) == f"lean_decode: {message}"
+
+
+DEVICES = {
+    "k": lambda x: decode(k=k().to(x)),
+    "v": lambda x: decode(v=k().to(x)),
+    "page_table": lambda x: decode(page_table=int32(2, 1).to(x)),
+    "key_ranges": lambda x: decode(key_ranges=int32(2, 3, 2).to(x)),
+    "query_positions": lambda x: alibi(query_positions=int64(2, 3).to(x)),
+    "alibi_slopes": lambda x: alibi(alibi_slopes=torch.ones(4, device=x)),
+    "o": lambda x: decode_out(o=torch.empty(2, 4, 3, 8, device=x)),
+    "lse": lambda x: decode_out(lse=torch.empty(2, 4, 3, device=x)),
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes two devices, no CUDA device")
+@pytest.mark.parametrize("argument", DEVICES)
+def test_devices(argument):
+    message = message_of(lambda: DEVICES[argument](torch.device("cuda", 0)))
+    assert message == f"lean_decode: {argument} must be on q's device cpu, got cuda:0"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes two devices, no CUDA device")
+def test_merge_device():
+    message = message_of(lambda: merge_states(torch.ones(2, 4, 8), torch.ones(2, 4).cuda()))
+    assert message == "merge_states: lse_parts must be on o_parts' device cpu, got cuda:0"
+
+
+def test_overlapping_outputs_are_refused():
+    """Torch's own checks, with its words."""
+    expanded = torch.empty(1, 4, 3, 8).expand(2, -1, -1, -1)
+    message = message_of(lambda: decode_out(o=expanded))
+    assert "more than one element of the written-to tensor" in message
+    x, buffer = q(), torch.empty(2 * 4 * 3 * 8)
+    inside = buffer[:24].view(2, 4, 3)
+    for call in (
+        lambda: decode_out(o=x, q=x),
+        lambda: decode_out(o=buffer.view(2, 4, 3, 8), lse=inside),
+    ):
+        assert "refer to a single memory location" in message_of(call)
+
+
+def test_no_output_is_touched_by_a_refused_call():
+    o, lse = torch.full((2, 4, 3, 8), 7.0), torch.full((2, 4, 3), 7.0)
+    ranges = torch.tensor([0, 30]).int().repeat(2, 3, 1)
+    message_of(lambda: decode_out(o, lse, page_table=int32(2, 3) + 9, key_ranges=ranges))
+    assert (o == 7).all() and (lse == 7).all()
+
+
+MERGE = {
+    "o_parts axes": (
+        lambda: merge_states(torch.ones(3), torch.ones(3)),
+        "o_parts must have shape [n, ..., head_dim], got [3]",
+    ),
+    "no parts": (
+        lambda: merge_states(torch.ones(0, 4, 8), torch.ones(0, 4)),
+        "o_parts must hold at least one part, got [0, 4, 8]",
+    ),
+    "head_dim": (
+        lambda: merge_states(torch.ones(2, 4, 0), torch.ones(2, 4)),
+        "o_parts must have a head_dim of at least 1, got [2, 4, 0]",
+    ),
+    "o_parts dtype": (
+        lambda: merge_states(torch.ones(2, 4, 8).double(), torch.ones(2, 4)),
+        "o_parts must be float32, bfloat16 or float16, got float64",
+    ),
+    "lse_parts shape": (
+        lambda: merge_states(torch.ones(2, 4, 8), torch.ones(2, 4, 1)),
+        "lse_parts must have shape [n, ...] = [2, 4], got [2, 4, 1]",
+    ),
+    "heads and rows swapped": (
+        lambda: merge_states(torch.ones(2, 3, 4, 8), torch.ones(2, 4, 3)),
+        "lse_parts must have shape [n, ...] = [2, 3, 4], got [2, 4, 3]",
+    ),
+    "lse_parts dtype": (
+        lambda: merge_states(torch.ones(2, 4, 8).half(), torch.ones(2, 4).half()),
+        "lse_parts must be float32, got float16",
+    ),
+    "out_dtype": (
+        lambda: merge_states(torch.ones(2, 4, 8), torch.ones(2, 4), out_dtype=torch.int32),
+        "out_dtype must be float32, bfloat16 or float16, got int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MERGE)
+def test_merge_states(name):
+    call, message = MERGE[name]
+    assert message_of(call) == f"merge_states: {message}"
+
+
+SCHEDULE = {
+    "axes": (
+        lambda: lean_schedule(int32(2, 2), 3),
+        "num_tiles must have shape [outputs], got [2, 2]",
+    ),
+    "dtype": (lambda: lean_schedule(int64(2), 3), "num_tiles must be int32, got int64"),
+    "workers": (lambda: lean_schedule(int32(2), 0), "num_workers must be at least 1, got 0"),
+    "negative": (
+        lambda: lean_schedule(torch.tensor([4, -2]).int(), 3),
+        "num_tiles must not be negative, got -2 for output 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULE)
+def test_lean_schedule(name):
+    call, message = SCHEDULE[name]
+    assert message_of(call) == f"lean_schedule: {message}"
+
+
+GRADIENT = " must not require a gradient (inference only), got requires_grad=True; call it under "
+
+
+@pytest.mark.parametrize("argument", ["q", "k", "v", "alibi_slopes"])
+def test_gradients_are_refused_by_the_call_itself(argument):
+    shapes = {"q": q, "k": k, "v": k, "alibi_slopes": lambda: torch.ones(HEADS_Q)}
+    changed = {argument: shapes[argument]().requires_grad_()}
+    expected = f"lean_decode: {argument}{GRADIENT}torch.no_grad()"
+    assert message_of(lambda: alibi(**changed)) == expected
+    out = torch.empty(BATCH, HEADS_Q, SEQLEN_Q, DIM), torch.empty(BATCH, HEADS_Q, SEQLEN_Q)
+    assert message_of(lambda: alibi(out=out, **changed)) == expected
+    with torch.no_grad():
+        o, _ = alibi(**changed)
+    assert not o.requires_grad
+    with torch.inference_mode():
+        o, _ = alibi(**changed)
+
+
+@pytest.mark.parametrize("argument", ["o", "lse"])
+def test_outputs_that_require_a_gradient_are_refused(argument):
+    shapes = {"o": (BATCH, HEADS_Q, SEQLEN_Q, DIM), "lse": (BATCH, HEADS_Q, SEQLEN_Q)}
+    changed = {argument: torch.empty(shapes[argument], requires_grad=True)}
+    assert (
+        message_of(lambda: decode_out(**changed))
+        == f"lean_decode: {argument}{GRADIENT}torch.no_grad()"
+    )
+
+
+def test_merge_refuses_gradients():
+    o, lse = torch.ones(2, 4, 8, requires_grad=True), torch.ones(2, 4)
+    expected = f"merge_states: o_parts{GRADIENT}torch.no_grad()"
+    assert message_of(lambda: merge_states(o, lse)) == expected
+    expected = f"merge_states: lse_parts{GRADIENT}torch.no_grad()"
+    assert message_of(lambda: merge_states(o.detach(), lse.requires_grad_())) == expected
+    with torch.no_grad():
+        merge_states(o, lse)
