@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The operators under torch's tools: opcheck, fake tensors, torch.compile, CPU threads."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from helpers import assert_same_bits, make_problem
+from tree_attention import lean_decode, lean_schedule, merge_states
+
+ops = torch.ops.tree_attention
+
+PROBLEMS = {
+    "plain": {},
+    "causal, strided, bfloat16": {
+        "seqlen_q": 3, "ranges": "causal", "layout": "padded", "dtype": torch.bfloat16,
+    },
+    "every option": {
+        "seqlen_q": 2, "ranges": "random", "page_size": 16, "alibi": 0.1, "softcap": 5.0,
+        "softmax_scale": 0.2, "head_dim_v": 48,
+    },
+    "no keys": {"seqlen_k": 0},
+}  # fmt: skip
+problems = pytest.mark.parametrize("name", PROBLEMS)
+
+
+def check(op, args, kwargs):
+    results = torch.library.opcheck(op, args, kwargs)
+    assert len(results) >= 4 and set(results.values()) == {"SUCCESS"}, results
+
+
+@problems
+def test_opcheck_lean_decode(name, device):
+    problem = make_problem(**PROBLEMS[name]).to(device)
+    if problem.k.isnan().any():  # opcheck compares with equality
+        problem.k, problem.v = problem.k.nan_to_num(0), problem.v.nan_to_num(0)
+    args = (problem.q, problem.k, problem.v, problem.key_ranges)
+    check(ops.lean_decode.default, args, problem.options)
+    check(ops.lean_decode.default, args, problem.options | {"out_dtype": torch.float32})
+    shape = problem.q.shape[:3]
+    o = torch.empty(*shape, problem.v.shape[3], dtype=problem.q.dtype, device=device)
+    out = {"o": o, "lse": torch.empty(shape, device=device)}
+    check(ops.lean_decode.out, args, problem.options | out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_merge_states(dtype, device):
+    o, lse = torch.randn(3, 2, 4, 8, dtype=dtype, device=device), torch.randn(3, 2, 4).to(device)
+    check(ops.merge_states.default, (o, lse), {})
+    check(ops.merge_states.default, (o, lse), {"out_dtype": torch.float16})
+    check(ops.merge_states.default, (o.transpose(1, 2), lse.transpose(1, 2)), {})
+
+
+def test_opcheck_lean_schedule():
+    check(ops.lean_schedule.default, (torch.tensor([3, 0, 7]).int(), 4), {})
+
+
+def assert_same_metadata(fake, real):
+    for x, y in zip(fake, real, strict=True):
+        assert (x.shape, x.dtype, x.device, x.stride()) == (y.shape, y.dtype, y.device, y.stride())
+
+
+@problems
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+def test_fake_results_look_like_real_ones(name, out_dtype, device):
+    problem = make_problem(**PROBLEMS[name]).to(device)
+    real = problem.run(out_dtype=out_dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert_same_metadata(problem.run(out_dtype=out_dtype), real)
+    parts = [x.expand(3, *x.shape) for x in real]
+    real_merged = merge_states(*parts, out_dtype=out_dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert_same_metadata(merge_states(*parts, out_dtype=out_dtype), real_merged)
+
+
+def step(q, k, v, key_ranges, options):
+    """Two shards and their merge, as one rank sees the exchange."""
+    half = k.shape[2] // 2
+    states = [
+        lean_decode(q, x, y, key_ranges, out_dtype=torch.float32, num_workers=2, **options)
+        for x, y in ((k[:, :, :half], v[:, :, :half]), (k[:, :, half:], v[:, :, half:]))
+    ]
+    o_parts, lse_parts = (torch.stack(parts) for parts in zip(*states, strict=True))
+    return merge_states(o_parts, lse_parts, out_dtype=q.dtype)
+
+
+def test_compiles_into_one_graph_for_any_length(device):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seqlen_k in (40, 66, 128):
+        problem = make_problem(seqlen_k=seqlen_k, seqlen_q=2, alibi=0.1).to(device)
+        arguments = problem.q, problem.k, problem.v, problem.key_ranges, problem.options
+        with torch.no_grad():
+            assert_same_bits(compiled(*arguments), step(*arguments))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_compiles_with_inductor(device):
+    torch._dynamo.reset()
+    problem = make_problem(seqlen_q=2, ranges="causal").to(device)
+    arguments = problem.q, problem.k, problem.v, problem.key_ranges
+    compiled = torch.compile(lean_decode, fullgraph=True)
+    with torch.no_grad():
+        assert_same_bits(compiled(*arguments, num_workers=3), problem.run(num_workers=3))
+
+
+def test_compiles_outputs_that_are_written_to(device):
+    """Functionalisation must keep the mutation of a send buffer."""
+    torch._dynamo.reset()
+    problem = make_problem().to(device)
+
+    def fill(buffer):
+        out = buffer[:-16].view(2, 8, 1, 64), buffer[-16:].view(2, 8, 1)
+        lean_decode(problem.q, problem.k, problem.v, num_workers=2, out=out)
+        return buffer * 2
+
+    with torch.no_grad():
+        buffers = [torch.zeros(2 * 8 * 64 + 16, device=device) for _ in range(2)]
+        doubled = fill(buffers[0])
+        compiled = torch.compile(fill, fullgraph=True, backend="aot_eager")(buffers[1])
+    assert buffers[0].count_nonzero() == buffers[0].numel()
+    assert_same_bits((compiled, buffers[1]), (doubled, buffers[0]))
+
+
+def test_exports():
+    class Step(torch.nn.Module):
+        def forward(self, q, k, v):
+            return lean_decode(q, k, v, num_workers=2)
+
+    problem = make_problem()
+    arguments = problem.q, problem.k, problem.v
+    exported = torch.export.export(Step(), arguments, strict=True)
+    assert "tree_attention.lean_decode" in exported.graph_module.code
+    assert_same_bits(exported.module()(*arguments), problem.run(num_workers=2))
+
+
+def test_schedule_of_a_fake_tensor_has_an_unknown_length():
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        fake = mode.from_tensor(torch.tensor([3, 1]).int())
+        table = lean_schedule(fake, 2)
+    assert table.dtype == torch.int64 and table.dim() == 2 and table.shape[1] == 4
+    assert isinstance(table.shape[0], torch.SymInt)
