@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The Python blocks of the documentation run, in order, as one program per page."""
+"""The Python blocks of the documentation run, in order, as one program per page.
+
+The program finds what torchrun gives the only rank of a world of one.
+"""
 
 import os
 import re
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+WORLD_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -38,7 +42,7 @@ def test_python_blocks_run(page, tmp_path):
     result = subprocess.run(
         [sys.executable, str(script)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
+        env=os.environ | WORLD_OF_ONE | {"PYTHONPATH": str(ROOT / "python")},
         capture_output=True,
         text=True,
     )
