@@ -158,11 +158,11 @@ class Communicator:
         if self.world_size == 1:
             return state.o.to(dtype, copy=True), state.lse.clone()
         fields = (
+            *signature,
             ("strategy", strategy),
             ("batch, num_heads_q, seqlen_q, head_dim", o.shape),
             ("out_dtype", dtype),
             ("device", o.device.type),
-            *signature,
         )
         return self.call(fields, run, timeout)
 

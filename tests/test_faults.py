@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Lost, stalled and disagreeing ranks: an ExchangeError on every survivor, in time, for good.
+
+The process groups here have torch's default timeout of 30 minutes; every deadline that is met is
+the communicator's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distributed import Lost, run_ranks
+from tree_attention import ExchangeError, ring_decode, tree_decode
+from tree_attention.exchange import Communicator
+
+TIMEOUT = 0.5
+SLACK = 1.5  # two cores for all ranks and whatever else runs on the machine
+AMPLE = 20.0  # for what must succeed, or fail long before
+QUICK = 5.0
+
+Outcome = tuple[float, str]
+
+
+def call(kind: str, comm: Communicator, seqlen_q: int = 1, **options: Any) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(comm.rank)
+    q, k, v = torch.ones(2, 4, seqlen_q, 32), torch.randn(2, 2, 10, 32), torch.randn(2, 2, 10, 32)
+    if kind == "ring":
+        return ring_decode(q, k, v, group=comm, **options)
+    return tree_decode(q, k, v, group=comm, strategy=kind, **options)
+
+
+def failure(function: Callable[..., object], *args: Any, **options: Any) -> Outcome:
+    """Seconds until the call raised ExchangeError, and its message."""
+    begin = time.monotonic()
+    try:
+        result = function(*args, **options)
+    except ExchangeError as error:
+        return time.monotonic() - begin, str(error)
+    raise AssertionError(f"no ExchangeError but {result}")
+
+
+def assert_refuses_further_use(comm: Communicator) -> None:
+    sent = comm.bytes_sent
+    seconds, message = failure(call, "all_gather", comm)
+    assert seconds < 0.1 and "has failed before" in message
+    assert comm.failed is not None and comm.bytes_sent == sent
+
+
+def lose_rank(rank: int, world_size: int, victim: int, how: str, kind: str, first: bool) -> Outcome:
+    comm = Communicator(timeout=TIMEOUT if how == "stop" or first else AMPLE)
+    if not first:
+        call(kind, comm, timeout=AMPLE)
+        dist.barrier()
+    if rank == victim:
+        if how == "exit":
+            os._exit(0)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+    outcome = failure(call, kind, comm)
+    assert_refuses_further_use(comm)
+    return outcome
+
+
+def survivors(results: list[Any]) -> list[Outcome]:
+    return [result for result in results if not isinstance(result, Lost)]
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "three_allreduce", "ring"])
+@pytest.mark.parametrize("how", ["kill", "stop", "exit"])
+@pytest.mark.parametrize("world_size,victim", [(2, 0), (2, 1), (3, 0), (3, 2)])
+def test_lost_during_decoding(world_size: int, victim: int, how: str, kind: str) -> None:
+    results = run_ranks(lose_rank, world_size, victim, how, kind, False, lost=[victim])
+    for seconds, message in survivors(results):
+        if how == "stop":
+            assert TIMEOUT - 0.05 < seconds < TIMEOUT + SLACK
+            assert "no answer within 0.5 s" in message
+        else:
+            assert seconds < QUICK, message
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("world_size,victim", [(2, 0), (2, 1), (3, 0), (3, 2)])
+def test_lost_before_the_first_exchange(world_size: int, victim: int, how: str) -> None:
+    """Signatures are compared through a store that rank 0 serves, which may be the lost one."""
+    results = run_ranks(lose_rank, world_size, victim, how, "all_gather", True, lost=[victim])
+    for seconds, message in survivors(results):
+        assert seconds < TIMEOUT + SLACK
+        if victim != 0:
+            assert f"no word from rank {victim} about this exchange" in message
+        elif how == "stop":
+            assert "the store of the process group does not answer" in message
+        else:
+            assert "the store of the process group is lost" in message
+
+
+def test_loss_reaches_ranks_that_are_not_neighbours() -> None:
+    results = run_ranks(lose_rank, 5, 2, "kill", "all_gather", False, lost=[2])
+    for seconds, message in survivors(results):
+        assert seconds < QUICK, message
+
+
+DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
+    "shape": ({"seqlen_q": 2}, "head_dim is torch.Size([2, 4, 2, 32]) on rank 1"),
+    "scale": ({"softmax_scale": 0.5}, "softmax_scale is 0.5 on rank 1, None on rank 0"),
+    "softcap": ({"softcap": 3.0}, "softcap is 3.0 on rank 1, 0.0 on rank 0"),
+    "strategy": ({"kind": "three_allreduce"}, "strategy is three_allreduce on rank 1, all_gather"),
+    "function": ({"kind": "ring"}, "call is ring_decode on rank 1, tree_decode on rank 0"),
+}
+
+
+def disagree(rank: int, world_size: int, difference: str) -> Outcome:
+    comm = Communicator(timeout=AMPLE)
+    options = {"kind": "all_gather"}
+    if rank == 1:
+        options |= DIFFERENCES[difference][0]
+    outcome = failure(call, comm=comm, **options)
+    # Every rank knows and nothing was sent: they may go on once they agree.
+    assert comm.failed is None
+    call("all_gather", comm)
+    return outcome
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_disagreement_names_rank_and_field(difference: str, world_size: int) -> None:
+    for seconds, message in run_ranks(disagree, world_size, difference):
+        assert seconds < QUICK
+        assert DIFFERENCES[difference][1] in message
+
+
+def change_later(rank: int, world_size: int, kind: str, before: int, after: int) -> Outcome:
+    comm = Communicator(timeout=TIMEOUT)
+    for seqlen_q in (after, before):
+        for _ in range(2):
+            call(kind, comm, seqlen_q, timeout=AMPLE)
+    outcome = failure(call, kind, comm, after if rank == 1 else before)
+    assert_refuses_further_use(comm)
+    return outcome
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", ["all_gather", "three_allreduce", "ring"])
+@pytest.mark.parametrize("before,after", [(1, 3), (3, 1)])
+def test_shape_changed_on_one_rank(world_size: int, kind: str, before: int, after: int) -> None:
+    """Gloo ends the process of a rank that receives more than it expects."""
+    results = run_ranks(change_later, world_size, kind, before, after, fresh=True)
+    for rank, (seconds, message) in enumerate(results):
+        assert seconds < TIMEOUT + SLACK
+        if rank == 1:
+            assert re.search(r"rank 0 has failed: no answer within|no word from rank", message)
+        elif "no answer within" in message:
+            assert f"torch.Size([2, 4, {after}, 32]) on rank 1" in message
+    assert any("on rank 1" in message for _, message in results)
+
+
+def raise_alone(rank: int, world_size: int) -> Outcome:
+    comm = Communicator(timeout=TIMEOUT)
+    call("all_gather", comm, timeout=AMPLE)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="lean_decode: softcap"):
+            call("all_gather", comm, softcap=-1.0)
+    # Rank 0 is a step ahead: its message has the size that its peers wait for.
+    outcome = failure(call, "all_gather", comm)
+    assert_refuses_further_use(comm)
+    return outcome
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rank_that_raised_alone_is_not_merged_with_another_step(world_size: int) -> None:
+    for seconds, _ in run_ranks(raise_alone, world_size, fresh=True):
+        assert seconds < TIMEOUT + SLACK
+
+
+def come_late(rank: int, world_size: int) -> Outcome:
+    comm = Communicator(timeout=TIMEOUT)
+    call("all_gather", comm, timeout=AMPLE)
+    if rank == 1:
+        time.sleep(TIMEOUT + SLACK)
+    outcome = failure(call, "all_gather", comm, timeout=AMPLE if rank == 1 else TIMEOUT)
+    assert_refuses_further_use(comm)
+    return outcome
+
+
+def test_late_rank_finds_the_others_gone() -> None:
+    for rank, (seconds, _) in enumerate(run_ranks(come_late, 3, fresh=True)):
+        assert seconds < (QUICK if rank == 1 else TIMEOUT + SLACK)
+
+
+def interrupt(rank: int, world_size: int) -> None:
+    comm = Communicator(timeout=TIMEOUT)
+
+    def stop(deadline: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        comm.call((("call", "interrupted"),), stop)
+    assert comm.failed is not None and comm.failed.startswith("interrupted by KeyboardInterrupt")
+    assert_refuses_further_use(comm)
+
+
+def test_interrupted_exchange_is_final() -> None:
+    run_ranks(interrupt, 2, fresh=True)
+
+
+def destroy_group(rank: int, world_size: int) -> None:
+    group = dist.new_group([0, 1])
+    comm = Communicator(group, timeout=TIMEOUT)
+    call("all_gather", comm)
+    dist.destroy_process_group(group)
+    del group
+    _, message = failure(call, "all_gather", comm)
+    assert "the process group was destroyed" in message
+
+
+def test_destroyed_group() -> None:
+    run_ranks(destroy_group, 2)
+
+
+SURVIVOR = """
+    import os, pathlib, signal, sys, time
+    import torch, torch.distributed as dist
+    from tree_attention import ExchangeError, tree_decode
+
+    rank, port = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        port.with_suffix(".part").write_text(str(store.port))
+        port.with_suffix(".part").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    q, kv = torch.ones(1, 4, 1, 32), torch.ones(1, 2, 10, 32)
+    tree_decode(q, kv, kv)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        tree_decode(q, kv, kv, timeout=0.5)
+    except ExchangeError as error:
+        print("caught", error)
+"""
+
+
+def test_process_of_a_survivor_exits(tmp_path: Path) -> None:
+    """Neither an operation that timed out nor a store that stalled keeps an interpreter alive."""
+    script = tmp_path / "survivor.py"
+    script.write_text(textwrap.dedent(SURVIVOR))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), tmp_path / "port"],
+            env=environment, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        output, _ = processes[1].communicate(timeout=60)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert "caught rank 1 of 2: no answer within 0.5 s" in output
+    assert processes[1].returncode == 0
