@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 build=build/sanitize
 mkdir -p "$build"
 
-sources=(tests/cpp/*.cpp csrc/cpu/decode*.cpp csrc/cpu/merge_rows.cpp csrc/cpu/merge_states.cpp)
+sources=(tests/cpp/*.cpp csrc/cpu/*.cpp)
 # c10's BFloat16 and Half are headers without a library.
 torch_include=$(.venv/bin/python -c \
   'from torch.utils.cpp_extension import include_paths; print(include_paths()[0])')
