@@ -64,6 +64,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gpt_oss": GptOssConfig(
         **_COMMON,
         sliding_window=_WINDOW,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         num_local_experts=4,
         num_experts_per_tok=2,
     ),
@@ -85,6 +86,8 @@ def make_model(name: str, attn_implementation: str | None = None) -> PreTrainedM
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=attn_implementation, dtype=torch.float32
         )
+        if name == "gpt_oss":
+            model.set_experts_implementation("eager")  # the default has no float64
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("sinks"):
