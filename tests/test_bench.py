@@ -12,8 +12,9 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from tree_attention import lean_decode
-from tree_attention.bench import decode, measure, report
+from distributed import run_ranks
+from tree_attention import lean_decode, ring_decode
+from tree_attention.bench import decode, measure, report, tree
 from tree_attention.bench.accuracy import check_against_float64
 from tree_attention.cli import bench as bench_command
 
@@ -124,7 +125,7 @@ def test_case_names_are_unique(cases) -> None:
 def run_quick(monkeypatch: pytest.MonkeyPatch) -> report.Report:
     # Without this the inputs rotate over more memory than a test should take.
     monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(decode, "pin_threads", lambda: [])
+    monkeypatch.setattr(decode, "pin_threads", lambda first: [])
     with Progress(disable=True) as progress:
         return decode.run(decode.quick_cases(), seconds=0.0, progress=progress)
 
@@ -154,7 +155,7 @@ def test_bench_decode_with_a_wrong_operator_fails(
         return lean_decode(q, k[:, :, 1:], v[:, :, 1:], key_ranges)
 
     monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(decode, "pin_threads", lambda: [])
+    monkeypatch.setattr(decode, "pin_threads", lambda first: [])
     monkeypatch.setattr(decode, "lean_decode", off_by_one_key)
     assert bench_command.main(["decode", "--quick", "--only", "fp32"]) == 1
     output = capsys.readouterr().out
@@ -166,3 +167,62 @@ def test_bench_only_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     assert "No case contains 'int8'" in output
     assert decode.quick_cases()[0].name in output
+
+
+def tree_report(rank: int, world_size: int) -> report.Report:
+    measure.last_level_cache_bytes = lambda: 1 << 16  # in a process of its own
+    tree.pin_threads = lambda first: []
+    with Progress(disable=True) as progress:
+        return tree.run(tree.quick_cases(), seconds=0.0, progress=progress, local_rank=rank)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_tree_report_counts_the_bytes_of_its_formulas(world_size: int, tmp_path: Path) -> None:
+    reports = run_ranks(tree_report, world_size, fresh=True)
+    rows = reports[0].rows
+    for other in reports[1:]:
+        assert [row["times"] for row in other.rows] == [row["times"] for row in rows]
+    assert not reports[0].wrong
+    for row in rows:
+        assert all(row["ranks_agree"].values())
+        sizes = 8 * 9 * (world_size - 1)  # the ring's manifest
+        for way, count in row["bytes_per_rank"].items():
+            predicted = row["predicted_bytes"][way] + (sizes if way == tree.RING else 0)
+            assert abs(count - predicted) <= 2, way  # an all-reduce may not divide evenly
+    report.write(reports[0], tmp_path)
+    assert (tmp_path / f"tree_{world_size}.png").exists()
+
+
+def tree_with_a_wrong_rank(rank: int, world_size: int) -> list[str]:
+    measure.last_level_cache_bytes = lambda: 1 << 16
+    tree.pin_threads = lambda first: []
+    if rank == 1:
+
+        def loses_a_bit(*inputs: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+            o, lse = ring_decode(*inputs, **options)
+            return o, lse + 1e-6
+
+        tree.ring_decode = loses_a_bit
+    with Progress(disable=True) as progress:
+        cases = tree.quick_cases()[:1]
+        return tree.run(cases, seconds=0.0, progress=progress, local_rank=rank).wrong
+
+
+def test_tree_report_is_wrong_when_ranks_differ() -> None:
+    name = tree.quick_cases()[0].name
+    assert run_ranks(tree_with_a_wrong_rank, 2, fresh=True) == [[name], [name]]
+
+
+def test_tree_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(tree, "pin_threads", lambda first: [])
+    with Progress(disable=True) as progress:
+        result = tree.run(tree.quick_cases(), seconds=0.0, progress=progress, local_rank=0)
+    assert not result.wrong
+    assert all(not any(row["bytes_per_rank"].values()) for row in result.rows)
+    assert any("torchrun" in warning for warning in result.warnings)
+
+
+def test_no_formula_for_an_unknown_way() -> None:
+    with pytest.raises(ValueError, match="no formula for the bytes of pigeon"):
+        tree.predicted_bytes(tree.quick_cases()[0], "pigeon", 2)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The error of a result against float64, and the bound that makes it right or wrong."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,24 +36,28 @@ def check_against_float64(
     lse: Tensor,
     *,
     queries: Sequence[int] | None = None,
+    **options: Any,
 ) -> Accuracy:
     """Compares `o` and `lse` with `reference.attention` in float64.
 
     The bounds: of `o` twice the error of plain PyTorch in q's dtype plus one rounding of o's
     dtype, of `lse` twice the error of plain float32 PyTorch plus four roundings. `queries` limits
-    the comparison to some of the queries. One kv head at a time, which bounds the memory of the
-    float64 copies.
+    the comparison to some of the queries; `options` are `lean_decode`'s. One kv head at a time,
+    which bounds the memory of the float64 copies.
     """
     indices = torch.arange(q.shape[2]) if queries is None else torch.tensor(queries)
     ranges = None if key_ranges is None else key_ranges[:, indices]
     group_size = q.shape[1] // k.shape[1]
+    slopes = options.get("alibi_slopes")
     o_error = o_plain_error = lse_error = lse_plain_error = 0.0
     for head in range(k.shape[1]):
         rows = slice(head * group_size, (head + 1) * group_size)
         inputs = q[:, rows, indices], k[:, head : head + 1], v[:, head : head + 1], ranges
-        o_true, lse_true = attention(*inputs)
-        _, lse_plain = attention(*inputs, dtype=torch.float32)
-        o_plain, _ = attention(*inputs, dtype=q.dtype)
+        if slopes is not None:
+            options["alibi_slopes"] = slopes[rows]
+        o_true, lse_true = attention(*inputs, **options)
+        _, lse_plain = attention(*inputs, **options, dtype=torch.float32)
+        o_plain, _ = attention(*inputs, **options, dtype=q.dtype)
         o_error = _max(o_error, _row_error(o[:, rows, indices], o_true))
         o_plain_error = _max(o_plain_error, _row_error(o_plain, o_true))
         lse_error = _max(lse_error, _lse_error(lse[:, rows, indices], lse_true))
@@ -62,6 +68,14 @@ def check_against_float64(
         lse_error,
         2 * lse_plain_error + 4 * torch.finfo(torch.float32).eps,
     )
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    """Of the bytes of all tensors: equal on two ranks when these hold the same bits."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
 
 
 def _max(a: float, b: float) -> float:

@@ -16,8 +16,9 @@ from .. import lean_decode
 from .accuracy import check_against_float64
 from .measure import (
     Arena,
-    OtherLoad,
+    Load,
     fma_peak,
+    load_warnings,
     pin_threads,
     read_memory,
     time_alternating,
@@ -231,7 +232,7 @@ def run_case(case: Case, arena: Arena, seconds: float, fma_per_second: float) ->
             unavailable[FLEX] = flex
         else:
             functions[FLEX] = flex
-    with OtherLoad() as other_load:
+    with Load() as load:
         samples = time_alternating(
             functions, num_sets=inputs.num_sets, seconds=seconds, warm=case.warm
         )
@@ -251,7 +252,7 @@ def run_case(case: Case, arena: Arena, seconds: float, fma_per_second: float) ->
         "bandwidth": case.io_bytes / ours.median,
         "fma_share": case.operations / ours.median / fma_per_second,
         "sdpa_ratio": samples[SDPA].median / ours.median,
-        "other_load": other_load.share,
+        "other_load": load.others,
         "accuracy": asdict(accuracy),
         "wrong": not accuracy.right,
     }
@@ -261,9 +262,11 @@ def run_case(case: Case, arena: Arena, seconds: float, fma_per_second: float) ->
     return row
 
 
-def run(cases: Sequence[Case], *, seconds: float, progress: Progress) -> Report:
+def run(
+    cases: Sequence[Case], *, seconds: float, progress: Progress, local_rank: int = 0
+) -> Report:
     """Runs the cases on pinned threads; `seconds` is the timed part of each."""
-    cpus = pin_threads()
+    cpus = pin_threads(first=local_rank * torch.get_num_threads())
     set_bytes = [kv_set_bytes(case) for case in cases]
     sets = [1 if case.warm else Arena.num_sets(n) for case, n in zip(cases, set_bytes, strict=True)]
     arena_bytes = max(n * count for n, count in zip(set_bytes, sets, strict=True))
@@ -341,10 +344,4 @@ def warnings(rows: Sequence[dict[str, Any]], cpus: Sequence[int]) -> list[str]:
     messages = []
     if not cpus:
         messages.append("the threads could not be pinned; two may have shared a core")
-    loads = [row["other_load"] for row in rows if row["other_load"] is not None]
-    if loads and max(loads) > 0.02:
-        messages.append(
-            f"other processes took up to {100 * max(loads):.0f} % of the CPU time during a row; "
-            "end them and repeat for figures to rely on"
-        )
-    return messages
+    return messages + load_warnings([row["other_load"] for row in rows])

@@ -47,22 +47,24 @@ def time_alternating(
     functions: Mapping[str, Callable[[int], Any]],
     *,
     num_sets: int,
-    seconds: float,
+    seconds: float = 0.0,
     warm: bool = False,
+    rounds: int | None = None,
 ) -> dict[str, Samples]:
     """Times the functions in turn (a, b, c, a, b, c, ...), so that drift of the machine meets all.
 
     Each call gets the index of an input set. Cold: every call takes the next set, the one that
     was read longest ago. Warm: an untimed call on the same set comes first. Rounds repeat for
-    `seconds`, within MIN_ROUNDS and MAX_ROUNDS; one untimed round comes before.
+    `seconds`, within MIN_ROUNDS and MAX_ROUNDS, or `rounds` times, which ranks that must stay in
+    step agree on; one untimed round comes before.
     """
     for name in functions:
         functions[name](0)
     samples: dict[str, list[float]] = {name: [] for name in functions}
     results: dict[str, Any] = {}
     calls, stop = 0, time.perf_counter() + seconds
-    for rounds in range(MAX_ROUNDS):
-        if rounds >= MIN_ROUNDS and time.perf_counter() >= stop:
+    for done in range(MAX_ROUNDS if rounds is None else rounds):
+        if rounds is None and done >= MIN_ROUNDS and time.perf_counter() >= stop:
             break
         for name, function in functions.items():
             calls += 1
@@ -132,12 +134,13 @@ class Arena:
         return self._bytes.narrow(0, index * num_bytes, num_bytes).view(dtype).view(*shape)
 
 
-class OtherLoad:
-    """Share of the machine's CPU time that other processes took while the block ran."""
+class Load:
+    """Shares of the machine's CPU time while the block ran; None where the system does not tell."""
 
-    share: float | None = None  # None where the system does not tell
+    busy: float | None = None  # of all processes together
+    own: float | None = None  # of this one
 
-    def __enter__(self) -> "OtherLoad":
+    def __enter__(self) -> "Load":
         self._begin = self._read()
         return self
 
@@ -145,7 +148,12 @@ class OtherLoad:
         end = self._read()
         if self._begin is not None and end is not None:
             total, busy, own = (e - b for e, b in zip(end, self._begin, strict=True))
-            self.share = max(0.0, busy - own) / total if total else 0.0
+            if total:
+                self.busy, self.own = busy / total, own / total
+
+    @property
+    def others(self) -> float | None:
+        return None if self.busy is None or self.own is None else max(0.0, self.busy - self.own)
 
     @staticmethod
     def _read() -> tuple[float, float, float] | None:
@@ -158,6 +166,17 @@ class OtherLoad:
         user, system = os.times()[:2]
         idle = ticks[3] + ticks[4]
         return sum(ticks) / per_second, (sum(ticks) - idle) / per_second, user + system
+
+
+def load_warnings(shares: Sequence[float | None]) -> list[str]:
+    """What to tell the user when other processes took `shares` of the CPU time during the rows."""
+    largest = max((share for share in shares if share is not None), default=0.0)
+    if largest <= 0.02:
+        return []
+    return [
+        f"other processes took up to {100 * largest:.0f} % of the CPU time during a row; "
+        "end them and repeat for figures to rely on"
+    ]
 
 
 def peak_memory_of(function: Callable[[], Any]) -> int | None:

@@ -6,11 +6,11 @@ import importlib
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..bench import report as reports
+from .world import World, joined_world
 
 
 def main(arguments: list[str]) -> int:
@@ -32,48 +32,51 @@ def main(arguments: list[str]) -> int:
         command.add_argument(
             "--out", type=Path, metavar="DIR", help="write NAME.json, NAME.md and NAME.png there"
         )
-    return run(parser.parse_args(arguments))
+    parsed = parser.parse_args(arguments)
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    with joined_world() as world:
+        if parsed.benchmark == "decode" and world.size > 1:
+            if world.root:
+                console.print("bench decode runs in one process: start it without torchrun")
+            return 2
+        return run(parsed, world, console)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, world: World, console: Console) -> int:
     benchmark = importlib.import_module(f"..bench.{arguments.benchmark}", __package__)
     if arguments.quick:
         cases = benchmark.quick_cases()
     else:
         cases = benchmark.full_cases() if arguments.full else benchmark.standard_cases()
-    console = Console() if sys.stdout.isatty() else Console(width=120)
     if arguments.only:
         chosen = [case for case in cases if arguments.only in case.name]
         if not chosen:
-            console.print(f"No case contains {arguments.only!r}. The cases are:", style="red")
-            console.print("\n".join(case.name for case in cases), highlight=False)
+            if world.root:
+                console.print(f"No case contains {arguments.only!r}. The cases are:", style="red")
+                console.print("\n".join(case.name for case in cases), highlight=False)
             return 2
         cases = chosen
-    with progress_bar(console) as progress:
+    seconds = 0.05 if arguments.quick else arguments.seconds
+    with progress_bar(world.root) as progress:
         report = benchmark.run(
-            cases, seconds=0.05 if arguments.quick else arguments.seconds, progress=progress
+            cases, seconds=seconds, progress=progress, local_rank=world.local_rank
         )
-    if dist.is_initialized():
-        root = dist.get_rank() == 0
-        dist.destroy_process_group()
-        if not root:
-            return 1 if report.wrong else 0
-    reports.print_report(console, report)
-    if arguments.out is not None:
-        paths = reports.write(report, arguments.out)
-        console.print("Written: " + ", ".join(str(path) for path in paths), highlight=False)
-    if report.wrong:
-        console.print(f"WRONG results: {', '.join(report.wrong)}", style="bold red")
-        return 1
-    return 0
+    if world.root:
+        reports.print_report(console, report)
+        if arguments.out is not None:
+            paths = reports.write(report, arguments.out)
+            console.print("Written: " + ", ".join(map(str, paths)), highlight=False)
+        if report.wrong:
+            console.print(f"WRONG results: {', '.join(report.wrong)}", style="bold red")
+    return 1 if report.wrong else 0
 
 
-def progress_bar(console: Console) -> Progress:
+def progress_bar(root: bool) -> Progress:
     return Progress(
-        TextColumn("{task.description:<32}"),
+        TextColumn("{task.description:<36}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=console,
+        console=Console(stderr=True, quiet=not root),
         transient=True,
     )
