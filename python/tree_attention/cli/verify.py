@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`python -m tree_attention verify`: is the library right on this machine and its ranks?"""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from .. import (
+    BlockCyclic,
+    Contiguous,
+    ShardLayout,
+    lean_decode,
+    merge_states,
+    ring_decode,
+    strategies,
+    tree_decode,
+)
+from ..bench.accuracy import Accuracy, check_against_float64, digest
+from .world import World, joined_world
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table; `passed` is None for a check that could not be made."""
+
+    name: str
+    passed: bool | None
+    detail: str
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tree_attention verify",
+        description="Checks the operators against float64, the ranks of torchrun against each "
+        "other and generated tokens against HuggingFace's.",
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="also check the tokens of this checkpoint"
+    )
+    parsed = parser.parse_args(arguments)
+    with joined_world() as world, torch.inference_mode():
+        checks = [in_all_ranks(check, world) for check in run(world, parsed.model)]
+    if world.root:
+        show(checks, world)
+    return 1 if any(check.passed is False for check in checks) else 0
+
+
+def run(world: World, model: Path | None) -> Iterator[Check]:
+    yield from check_operator()
+    yield from check_merge()
+    yield from check_ranks(world)
+    yield from check_huggingface(world, model)
+
+
+def in_all_ranks(check: Check, world: World) -> Check:
+    """The check as it went on all ranks: failed if it failed on one."""
+    if world.size == 1:
+        return check
+    checks: list[Any] = [None] * world.size
+    dist.all_gather_object(checks, check)
+    for rank, other in enumerate(checks):
+        if other.passed is False:
+            return Check(check.name, False, f"rank {rank}: {other.detail}")
+    return check
+
+
+def show(checks: list[Check], world: World) -> None:
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=120)
+    table = Table(title=f"tree_attention verify, world size {world.size}", title_justify="left")
+    for heading in ("check", "result", "detail"):
+        table.add_column(heading)
+    words = {
+        True: "[green]ok[/green]",
+        False: "[bold red]FAILED[/bold red]",
+        None: "[yellow]skipped[/yellow]",
+    }
+    for check in checks:
+        table.add_row(check.name, words[check.passed], check.detail)
+    console.print(table)
+    failed = sum(check.passed is False for check in checks)
+    if failed:
+        console.print(
+            f"{failed} of {len(checks)} checks failed. Please report the table with the output of "
+            "`python -m tree_attention info`.",
+            style="red",
+        )
+    else:
+        console.print(f"All {sum(check.passed is True for check in checks)} checks passed.")
+
+
+def judged(name: str, accuracy: Accuracy) -> Check:
+    detail = f"error {accuracy.o_error:.1e} (bound {accuracy.o_bound:.1e})"
+    return Check(name, accuracy.right, f"{detail}, lse {accuracy.lse_error:.1e}")
+
+
+def random_inputs(
+    dtype: torch.dtype, *, batch: int, heads: tuple[int, int], seqlen_q: int, keys: int, d: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with scores of standard deviation 3; the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    q = 3.0 * normal(batch, heads[0], seqlen_q, d)
+    k, v = normal(batch, heads[1], keys, d), normal(batch, heads[1], keys, d)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def check_operator() -> Iterator[Check]:
+    """`lean_decode` with every kind of argument, in every dtype."""
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        q, k, v = random_inputs(dtype, batch=1, heads=(8, 2), seqlen_q=1, keys=1000, d=128)
+        result = lean_decode(q, k, v)
+        yield judged(f"{name}: 8/2 heads, 1000 keys", check_against_float64(q, k, v, None, *result))
+
+        q, k, v = random_inputs(dtype, batch=3, heads=(6, 2), seqlen_q=5, keys=200, d=80)
+        ends = torch.tensor([200, 7, 64])[:, None] - torch.arange(4, -1, -1)
+        begins = torch.tensor([0, 2, 60])[:, None].expand_as(ends)
+        ranges = torch.stack([begins, ends], -1).int()
+        slopes = 2.0 ** -torch.arange(1.0, 7.0)
+        options: dict[str, Any] = {
+            "softcap": 20.0,
+            "alibi_slopes": slopes,
+            "query_positions": ends - 1,
+            "key_layout": (0, 1, 1),
+        }
+        result = lean_decode(q, k, v, ranges, **options)
+        yield judged(
+            f"{name}: ragged, causal, padded, softcap, ALiBi",
+            check_against_float64(q, k, v, ranges, *result, **options),
+        )
+
+        pages = torch.randperm(3 * 13, generator=torch.Generator().manual_seed(0)).view(3, 13)
+        k_pages, v_pages = k.new_zeros(39, 2, 16, 80), v.new_zeros(39, 2, 16, 80)
+        for x, pool in ((k, k_pages), (v, v_pages)):
+            padded = torch.cat([x, x.new_zeros(3, 2, 8, 80)], 2).unflatten(2, (13, 16))
+            pool[pages.flatten()] = padded.transpose(1, 2).flatten(0, 1)
+        table = pages.int()
+        result = lean_decode(q, k_pages, v_pages, ranges, page_table=table)
+        yield judged(
+            f"{name}: paged",
+            check_against_float64(q, k_pages, v_pages, ranges, *result, page_table=table),
+        )
+
+
+def check_merge() -> Iterator[Check]:
+    """Parts of the keys, one of them empty, merged to the whole."""
+    q, k, v = random_inputs(torch.float32, batch=2, heads=(4, 2), seqlen_q=2, keys=500, d=64)
+    cuts = [0, 3, 3, 250, 500]
+    parts = [lean_decode(q, k[:, :, a:b], v[:, :, a:b]) for a, b in pairwise(cuts)]
+    o, lse = merge_states(*(torch.stack(part) for part in zip(*parts, strict=True)))
+    yield judged("merge of 4 parts, one empty", check_against_float64(q, k, v, None, o, lse))
+    empty = merge_states(torch.full((2, 1, 4), torch.nan), torch.full((2, 1), -torch.inf))
+    right = bool((empty[0] == 0).all() and (empty[1] == -torch.inf).all())
+    yield Check("merge of empty parts is empty", right, "o = 0, lse = -inf")
+
+
+def check_ranks(world: World) -> Iterator[Check]:
+    """Every way to decode over the ranks: right, and with the same bits on all of them."""
+    keys = 777
+    q, k, v = random_inputs(torch.bfloat16, batch=2, heads=(8, 2), seqlen_q=1, keys=keys, d=64)
+    layouts: dict[str, ShardLayout] = {"block-cyclic": BlockCyclic(world.size, 16)}
+    if world.size > 1:
+        # Rank r holds r parts of the keys, so the first rank holds none.
+        parts = world.size * (world.size - 1) // 2
+        bounds = [keys * (r * (r + 1) // 2) // parts for r in range(world.size)]
+        layouts["uneven"] = Contiguous((0, *bounds))
+    decoders: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"ring_decode": ring_decode}
+    for strategy in strategies():
+
+        def decode(*inputs: Tensor, strategy: str = strategy) -> tuple[Tensor, Tensor]:
+            return tree_decode(*inputs, strategy=strategy)
+
+        decoders[f"tree_decode, {strategy}"] = decode
+    for layout_name, layout in layouts.items():
+        slots = layout.local_slots(world.rank, 0, keys)
+        for name, decoder in decoders.items():
+            o, lse = decoder(q, k[:, :, slots], v[:, :, slots])
+            check = judged(
+                f"{name}: {layout_name} shards", check_against_float64(q, k, v, None, o, lse)
+            )
+            if world.size > 1 and not same_on_all_ranks(world, o, lse):
+                check = Check(check.name, False, "the ranks hold different bits")
+            elif world.size > 1:
+                check = Check(check.name, check.passed, check.detail + ", same bits on all ranks")
+            yield check
+
+
+def same_on_all_ranks(world: World, *tensors: Tensor) -> bool:
+    digests: list[Any] = [None] * world.size
+    dist.all_gather_object(digests, digest(tensors))
+    return len(set(digests)) == 1
+
+
+def check_huggingface(world: World, path: Path | None) -> Iterator[Check]:
+    """Greedy tokens equal to plain HuggingFace's, which every rank computes for itself."""
+    name = "HuggingFace tokens: random Llama, padded batch"
+    if importlib.util.find_spec("transformers") is None:
+        yield Check(name, None, "transformers is not installed: pip install 'tree-attention[hf]'")
+        return
+    from . import verify_huggingface
+
+    for name, expected, got in verify_huggingface.compare(path):
+        right = expected == got
+        detail = f"{sum(map(len, got))} tokens equal" if right else f"{got}, expected {expected}"
+        yield Check(name, right, detail)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The part of `verify` that needs transformers: tokens with and without a sharded cache."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+from transformers.utils import logging
+
+from .. import hf
+
+Tokens = list[list[int]]
+
+
+def compare(path: Path | None) -> Iterator[tuple[str, Tokens, Tokens]]:
+    """(name of the check, HuggingFace's tokens, ours): a random model, then the checkpoint."""
+    logging.disable_progress_bar()  # of loading the weights
+    model = random_llama()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, model.config.vocab_size, (3, 200), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :50] = mask[2, :199] = 0  # left padding
+    yield "HuggingFace tokens: random Llama, padded batch", *both(model, ids, mask, 24)
+    if path is not None:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        # Tokens are compared in float32: in bfloat16 HuggingFace's own implementations differ.
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True
+        )
+        text = "The quick brown fox jumps over the lazy dog. " * 40
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        yield f"HuggingFace tokens: {path.name}", *both(model, ids, torch.ones_like(ids), 24)
+
+
+def random_llama() -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.2,  # scores and logits far from ties
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(copy.deepcopy(config)).eval()
+
+
+def both(model: Any, ids: Tensor, mask: Tensor, new: int) -> tuple[Tokens, Tokens]:
+    def generate() -> Tokens:
+        output = model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False
+        )
+        return output[:, ids.shape[1] :].tolist()
+
+    model.set_attn_implementation("sdpa")
+    expected = generate()
+    hf.enable(model)
+    return expected, generate()
