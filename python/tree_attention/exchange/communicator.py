@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops import merge_states
 from .agreement import Agreement, Disagreement, ExchangeError, Signature
 from .link import Link
 from .state import State, StateBuffers
@@ -156,7 +157,7 @@ class Communicator:
             return STRATEGIES[strategy].run(self.link, state, dtype, deadline)
 
         if self.world_size == 1:
-            return state.o.to(dtype, copy=True), state.lse.clone()
+            return merge_states(state.o[None], state.lse[None], out_dtype=dtype)
         fields = (
             *signature,
             ("strategy", strategy),

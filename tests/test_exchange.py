@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The exchange itself: one collective, canonical bits, buffers that stay, honest counters."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distributed import run_ranks
+from helpers import assert_same_bits, assert_same_non_finite
+from tree_attention import ExchangeError, merge_states, reference, strategies
+from tree_attention.exchange import Communicator, get_communicator, resolve
+from tree_attention.exchange.state import StateBuffers
+
+NAN, INF = torch.nan, torch.inf
+State = tuple[Tensor, Tensor]
+
+
+def random_states(seed: int, world_size: int, *, head_dim: int = 24) -> State:
+    """States of all ranks, some empty with uninitialised o, one row empty on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, queries = torch.randint(1, 4, (3,), generator=generator).tolist()
+    shape = (world_size, batch, heads, queries)
+    o = torch.randn(*shape, head_dim, generator=generator)
+    lse = torch.randn(shape, generator=generator) * 10 ** (seed % 4)
+    empty = torch.rand(shape, generator=generator) < 0.3
+    empty[:, 0, 0, 0] = True
+    o[empty], lse[empty] = NAN, -INF
+    return o, lse
+
+
+def exchange_states(rank: int, world_size: int, strategy: str, seeds: range) -> list[State]:
+    comm = get_communicator()
+    results = []
+    for seed in seeds:
+        o_parts, lse_parts = random_states(seed, world_size)
+        result = comm.exchange(o_parts[rank], lse_parts[rank], strategy)
+        true_o, true_lse = reference.merge_states(o_parts, lse_parts)
+        for name, actual, truth in zip(("o", "lse"), result, (true_o, true_lse), strict=True):
+            assert_same_non_finite(name, actual, truth)
+            error = (actual.double() - truth)[truth.isfinite()].abs()
+            assert (error <= 1e-6 * truth[truth.isfinite()].abs().clamp(min=1)).all(), error.max()
+        assert result[1][0, 0, 0] == -INF and not result[0][0, 0, 0].any()
+        if strategy == "all_gather":
+            assert_same_bits(result, merge_states(o_parts, lse_parts))
+        results.append(result)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("strategy", strategies())
+def test_merges_states(strategy: str, world_size: int) -> None:
+    first, *others = run_ranks(exchange_states, world_size, strategy, range(20))
+    for results in others:
+        for result, expected in zip(results, first, strict=True):
+            assert_same_bits(result, expected)
+
+
+def poison_rows(rank: int, world_size: int, strategy: str) -> None:
+    """NaN reaches the rows it belongs to, on every rank, and no others."""
+    o, lse = torch.ones(1, 4, 1, 8), torch.zeros(1, 4, 1)
+    if rank == 1:
+        o[0, 0], lse[0, 1], lse[0, 2] = NAN, NAN, -INF
+    o, lse = get_communicator().exchange(o, lse, strategy)
+    assert o[0, :2].isnan().all() and lse[0, 1].isnan().all()
+    expected = torch.tensor([float(world_size), world_size - 1, world_size]).log()[:, None]
+    assert (o[0, 2:] - 1).abs().max() < 1e-6
+    assert (lse[0, [0, 2, 3]] - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("strategy", strategies())
+def test_nan_stays_in_its_row(strategy: str) -> None:
+    run_ranks(poison_rows, 3, strategy)
+
+
+def count_collectives(rank: int, world_size: int, strategy: str) -> int:
+    group = dist.group.WORLD
+    comm = Communicator()
+    o, lse = random_states(0, world_size)
+    before = group._get_sequence_number_for_group()
+    comm.exchange(o[rank], lse[rank], strategy)
+    return group._get_sequence_number_for_group() - before
+
+
+def test_number_of_collectives() -> None:
+    """Comparing signatures takes none, so the first exchange has as many as any other."""
+    assert run_ranks(count_collectives, 3, "all_gather") == [1] * 3
+    assert run_ranks(count_collectives, 3, "three_allreduce") == [3] * 3
+
+
+def write_into_send_buffer(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    o, lse = comm.send_state(2, 3, 1, 16)
+    assert o.is_contiguous() and lse.is_contiguous() and o.dtype == lse.dtype == torch.float32
+    assert lse.data_ptr() == o.data_ptr() + o.nbytes
+    o.fill_(rank), lse.fill_(0.0)
+    expected = merge_states(torch.stack([o - rank, o - rank + 1]), torch.zeros(2, 2, 3, 1))
+    with mock.patch.object(torch.Tensor, "copy_", side_effect=AssertionError("a copy")):
+        result = comm.exchange(o, lse)
+        with pytest.raises(AssertionError, match="a copy"):
+            comm.exchange(o.clone(), lse)
+    assert_same_bits(result, expected)
+    # The next exchange reuses the buffers and leaves earlier results alone.
+    o, lse = comm.send_state(2, 3, 1, 16)
+    o.fill_(7.0), lse.fill_(1.0)
+    comm.exchange(o, lse)
+    assert_same_bits(result, expected)
+
+
+def test_kernel_writes_into_the_send_buffer() -> None:
+    run_ranks(write_into_send_buffer, 2)
+
+
+def round_once(rank: int, world_size: int) -> None:
+    o_parts, lse_parts = random_states(1, world_size)
+    comm = get_communicator()
+    o, lse = comm.exchange(o_parts[rank], lse_parts[rank], out_dtype=torch.bfloat16)
+    assert_same_bits((o, lse), merge_states(o_parts, lse_parts, out_dtype=torch.bfloat16))
+    half = o_parts.half()  # another rank's kernel may have rounded already
+    o, _ = comm.exchange(half[rank], lse_parts[rank])
+    assert_same_bits((o,), merge_states(half, lse_parts)[:1])
+
+
+def test_output_dtype() -> None:
+    run_ranks(round_once, 3)
+
+
+def stage(rank: int, world_size: int) -> None:
+    """Gloo with tensors of a device, played by pretending that the CPU is one."""
+    comm, direct = Communicator(), Communicator()
+    comm.link.is_staged = lambda device: True  # type: ignore[method-assign]
+    for strategy in strategies():
+        for seed in range(3):
+            o_parts, lse_parts = random_states(seed, world_size)
+            state = o_parts[rank], lse_parts[rank]
+            expected = direct.exchange(*state, strategy)
+            assert_same_bits(comm.exchange(*state, strategy), expected)
+    assert comm.bytes_sent == direct.bytes_sent
+    assert comm.link.transport_device(torch.device("cuda", 0)) == torch.device("cpu")
+
+
+def test_staging_through_host_memory() -> None:
+    run_ranks(stage, 2)
+
+
+def refuse_arguments(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
+    with pytest.raises(ValueError, match="strategy must be one of auto, all_gather, three_allredu"):
+        comm.exchange(o, lse, "butterfly-ish")
+    for bad in ((o[0], lse[0]), (o, lse[..., None]), (o, lse.double()), (o, lse[:, :1])):
+        with pytest.raises(ValueError, match=r"exchange: o must be .* and lse float32"):
+            comm.exchange(*bad)
+    assert comm.bytes_sent == 0 and comm.failed is None
+    with pytest.raises(ValueError, match="group must be a process group that this process is in"):
+        Communicator("world")  # type: ignore[arg-type]
+
+
+def test_refused_arguments() -> None:
+    run_ranks(refuse_arguments, 2)
+
+
+def test_strategies() -> None:
+    assert strategies()[0] == resolve("auto") == "all_gather"
+    assert "three_allreduce" in strategies()
+
+
+def agree(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    comm.agree((("prompt", "abc"),))
+    with pytest.raises(ExchangeError, match=r"rank . of 3: prompt is x2 on rank 2, x0 on rank 0"):
+        comm.agree((("prompt", "x2" if rank == 2 else "x0"),))
+    assert comm.failed is None and comm.bytes_sent == 0
+    message = torch.full((4,), rank)
+    comm.call((("call", "broadcast"),), lambda deadline: comm.link.broadcast(message, deadline))
+    assert message.tolist() == [0] * 4
+    assert comm.bytes_sent == (2 * 4 * 8 if rank == 0 else 0)
+
+
+def test_agreement_and_broadcast() -> None:
+    run_ranks(agree, 3)
+
+
+def keep_communicators(rank: int, world_size: int) -> None:
+    world = get_communicator(timeout=12.0)
+    assert get_communicator() is world and get_communicator(dist.group.WORLD) is world
+    assert get_communicator(world) is world and world.timeout == 12.0
+    group = dist.new_group([0, 1])
+    comm = get_communicator(group)
+    assert comm is not world and comm is get_communicator(group)
+    o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
+    comm.exchange(o, lse)
+    alive = weakref.ref(group), weakref.ref(comm)
+    dist.destroy_process_group(group)
+    del group, comm
+    gc.collect()
+    assert alive[0]() is None and alive[1]() is None
+
+
+def test_communicators_live_as_long_as_their_group() -> None:
+    run_ranks(keep_communicators, 2)
+
+
+def test_without_process_group() -> None:
+    comm = get_communicator()
+    assert (comm.rank, comm.world_size) == (0, 1)
+    o, lse = comm.send_state(1, 2, 1, 8)
+    o.fill_(1.0), lse.fill_(2.0)
+    merged = comm.exchange(o, lse, out_dtype=torch.bfloat16)
+    assert merged[0].dtype == torch.bfloat16 and (merged[0] == 1).all() and (merged[1] == 2).all()
+    comm.agree((("anything", 1),))
+    assert comm.bytes_sent == 0 and comm.seconds == 0
+
+
+def test_buffers_never_move() -> None:
+    """A captured graph holds addresses: growth takes new memory and keeps the old."""
+    buffers = StateBuffers(3)
+    device = torch.device("cpu")
+    first = buffers.get(torch.Size((1, 4, 1, 8)), device)
+    first.send.fill_(1.0)
+    assert buffers.get(torch.Size((1, 4, 1, 8)), device) is first
+    for size in range(2, 100):
+        state = buffers.get(torch.Size((size, 4, 1, 8)), device)
+        assert state.receive.numel() == 3 * state.send.numel() == 3 * size * 4 * 9
+        assert state.o_parts.shape == (3, size, 4, 1, 8) and state.lse_parts.shape == (
+            3,
+            size,
+            4,
+            1,
+        )
+    address = first.send.data_ptr()
+    kept = [send.data_ptr() for send, _ in buffers._outgrown]
+    assert address in kept and len(kept) < 10
