@@ -7,6 +7,8 @@ float64 reference by twice what plain PyTorch in the same dtype is, plus one uni
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,9 +28,10 @@ def assert_close_to_reference(
     same arguments, and returns that reference."""
     inputs = [None if x is None else x.cpu() for x in (q, k, v, key_ranges)]
     options = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()}
-    true_o, true_lse = reference.attention(*inputs, **options)
-    plain_o, _ = reference.attention(*inputs, **options, dtype=q.dtype)
-    _, plain_lse = reference.attention(*inputs, **options, dtype=torch.float32)
+    with one_thread():
+        true_o, true_lse = reference.attention(*inputs, **options)
+        plain_o, _ = reference.attention(*inputs, **options, dtype=q.dtype)
+        _, plain_lse = reference.attention(*inputs, **options, dtype=torch.float32)
     assert o.shape == true_o.shape and lse.shape == true_lse.shape
     assert lse.dtype == torch.float32
     assert_same_non_finite("o", o, true_o)
@@ -48,6 +51,17 @@ def assert_close_to_reference(
     excess = _finite(lse.cpu().double() - true_lse, true_lse).abs() / limits
     assert excess.max() <= 1, f"lse: {excess.max():.3g} times its limit in row {_argmax(excess)}"
     return true_o, true_lse
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Many small operations are faster so, above all beside other work on the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _row_errors(o: Tensor, truth: Tensor) -> Tensor:
