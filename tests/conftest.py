@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fixtures and settings shared by all tests."""
 
-import pytest
-import torch
-from hypothesis import settings
+import os
+
+# Threads sleep at a barrier instead of spinning: several times faster where ranks, or other work,
+# share the cores. Read once, when torch loads; spawned ranks inherit it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 # The same examples in every run and no deadline: a busy machine fails no test.
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
