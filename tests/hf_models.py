@@ -16,6 +16,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from distributed import preload
+
+preload("transformers.generation.utils", "transformers.models.llama.modeling_llama")
+
 VOCAB_SIZE = 199  # no multiple of anything
 PAD, EOS = 0, 1
 

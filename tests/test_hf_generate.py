@@ -14,14 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import preload, run_ranks
+from distributed import run_ranks
 
 pytest.importorskip("transformers")
 
 from hf_models import CONFIGS, PAD, VOCAB_SIZE, make_model, make_prompts
 from tree_attention import BlockCyclic, ContiguousThenCyclic, ShardLayout, hf
-
-preload("transformers.generation.utils", "transformers.models.llama.modeling_llama")
 
 NUM_TOKENS = 24
 GREEDY = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a `TreeCache` stores where, how much, and that its operations keep it consistent."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from distributed import run_ranks
+
+pytest.importorskip("transformers")
+
+from torch import Tensor
+from transformers import Gemma3nTextConfig, LlamaConfig, Qwen3NextConfig, T5Config
+
+from hf_models import CONFIGS, make_model, make_prompts
+from tree_attention import BlockCyclic, Contiguous, ShardLayout, hf
+from tree_attention.hf.cache import TreeCacheLayer
+
+CONFIG = CONFIGS["llama"]
+HEADS, HEAD_DIM = 2, 8
+
+
+def _tokens(batch: int, begin: int, end: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Keys that say which they are: row, head and global slot, the same in every channel."""
+    rows = torch.arange(batch).view(-1, 1, 1, 1) * 10_000
+    heads = torch.arange(HEADS).view(1, -1, 1, 1) * 100_000
+    slots = torch.arange(begin, end).view(1, 1, -1, 1)
+    return (rows + heads + slots).to(dtype).expand(batch, HEADS, end - begin, HEAD_DIM)
+
+
+def _append(cache: hf.TreeCache, batch: int, count: int) -> None:
+    begin = cache.get_seq_length()
+    keys = _tokens(batch, begin, begin + count)
+    for layer_idx in range(len(cache)):
+        cache.update(keys, -keys, layer_idx)
+
+
+def _stored(layer: TreeCacheLayer) -> Tensor:
+    count = layer.shard.count(layer.length)
+    assert torch.equal(layer.values[:, :, :count], -layer.keys[:, :, :count])
+    return layer.keys[:, :, :count]
+
+
+def _check_slots(rank: int, world_size: int, layout: ShardLayout) -> None:
+    cache = hf.TreeCache(CONFIG, layout=layout, growth=5)
+    for count in (1, 7, 1, 1, 30, 2):
+        _append(cache, 2, count)
+        slots = layout.local_slots(rank, 0, cache.get_seq_length())
+        for layer in cache.layers:
+            assert torch.equal(_stored(layer), _tokens(2, 0, 50)[:, :, slots])
+
+
+@pytest.mark.parametrize("block", [1, 4, 64])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_slot_is_where_the_layout_says(world_size: int, block: int) -> None:
+    run_ranks(_check_slots, world_size, BlockCyclic(world_size, block))
+
+
+def _check_bytes(rank: int, world_size: int, lengths: list[int]) -> list[int]:
+    """The memory that the tensors hold, asked of the allocations themselves."""
+    cache = hf.TreeCache(CONFIG)  # default layout and growth
+    allocated = []
+    for length in lengths:
+        _append(cache, 2, length - cache.get_seq_length())
+        buffers = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in buffers}
+        allocated.append(sum(storage.nbytes() for storage in storages.values()))
+        assert allocated[-1] == cache.num_bytes
+    return allocated
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_memory_is_divided_by_the_world(world_size: int) -> None:
+    """Per layer at most a block and a growth step above 1/W of the whole, on every rank."""
+    lengths = [1, 64, 65, 1000, 1024, 1025, 5000, 12_345]
+    slot_bytes = 2 * 2 * HEADS * HEAD_DIM * 4  # keys and values of two sequences
+    per_rank = run_ranks(_check_bytes, world_size, lengths)
+    for allocated in per_rank:
+        for length, num_bytes in zip(lengths, allocated, strict=True):
+            slots = num_bytes / (slot_bytes * CONFIG.num_hidden_layers)
+            assert slots <= length / world_size + 64 + 1024
+    for length, *allocated in zip(lengths, *per_rank, strict=True):
+        assert sum(allocated) >= length * slot_bytes * CONFIG.num_hidden_layers
+
+
+def test_growing_is_rare_and_reserved_room_is_not_grown() -> None:
+    """No copy per token: buffers stay where they are for `growth` tokens."""
+    cache = hf.TreeCache(CONFIG, growth=100)
+    addresses = []
+    for _ in range(250):
+        _append(cache, 1, 1)
+        addresses.append(cache.layers[0].keys.data_ptr())
+    assert sum(a != b for a, b in itertools.pairwise(addresses)) == 2
+    cache = hf.TreeCache(CONFIG, growth=100)
+    cache.reserve(250)
+    _append(cache, 1, 1)
+    assert cache.layers[0].keys.shape[2] == 300
+    address = cache.layers[0].keys.data_ptr()
+    _append(cache, 1, 249)
+    assert cache.layers[0].keys.data_ptr() == address
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_crop_takes_tokens_to_remove(as_tensor: bool) -> None:
+    """transformers 5.17 passes tensors; a length that became one would break the masks."""
+    cache = hf.TreeCache(CONFIG, growth=8)
+    _append(cache, 2, 20)
+    for tokens, length in ((-3, 17), (-1, 16), (0, 16), (-99, 0)):
+        if tokens == 0 and _crop_keeps():
+            continue
+        cache.crop(torch.tensor(tokens) if as_tensor else tokens)
+        assert type(cache.get_seq_length()) is int
+        assert cache.get_seq_length() == length
+    _append(cache, 2, 9)
+    assert torch.equal(_stored(cache.layers[0]), _tokens(2, 0, 9))
+
+
+def test_positive_crop() -> None:
+    """Absolute in transformers before 5.17, without meaning since."""
+    cache = hf.TreeCache(CONFIG)
+    _append(cache, 1, 20)
+    if _crop_keeps():
+        cache.crop(12)
+        assert cache.get_seq_length() == 12
+        cache.crop(15)
+        assert cache.get_seq_length() == 12
+    else:
+        with pytest.raises(ValueError, match="crop takes minus the number of tokens to remove, g"):
+            cache.crop(12)
+
+
+def _crop_keeps() -> bool:
+    from transformers.cache_utils import DynamicLayer
+
+    return "max_length" in DynamicLayer.crop.__code__.co_varnames
+
+
+def test_rows_are_reordered_repeated_and_selected() -> None:
+    cache = hf.TreeCache(CONFIG, growth=8)
+    cache.reorder_cache(torch.tensor([0]))  # nothing there yet
+    _append(cache, 3, 10)
+    expected = _tokens(3, 0, 10)
+    for operation, rows in (
+        (lambda: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
+        (lambda: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda: cache.batch_select_indices(torch.tensor([5, 0])), [5, 0]),
+    ):
+        operation()
+        expected = expected[rows]
+        for layer in cache.layers:
+            assert torch.equal(_stored(layer), expected)
+
+
+def test_reset_keeps_memory_for_the_same_batch_only() -> None:
+    cache = hf.TreeCache(CONFIG, growth=8)
+    _append(cache, 2, 10)
+    address = cache.layers[0].keys.data_ptr()
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    _append(cache, 2, 7)
+    assert cache.layers[0].keys.data_ptr() == address
+    assert torch.equal(_stored(cache.layers[0]), _tokens(2, 0, 7))
+    cache.reset()
+    _append(cache, 1, 3)
+    assert torch.equal(_stored(cache.layers[0]), _tokens(1, 0, 3))
+
+
+def test_buffers_outlive_inference_mode() -> None:
+    """In-place writes to tensors of an ended inference mode are errors."""
+    model = make_model("llama", "tree_attention")
+    ids = make_prompts(batch=1)["input_ids"]
+    cache = hf.TreeCache(model.config)
+    with torch.inference_mode():
+        model(ids[:, :-1], past_key_values=cache)
+        cache.reorder_cache(torch.tensor([0]))
+    found = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert torch.equal(found, model.generate(ids, max_new_tokens=5, do_sample=False))
+
+
+def _deepcopy(rank: int, world_size: int) -> None:
+    """A common prefix is computed once and copied for each of its continuations."""
+    model = hf.enable(make_model("llama"), layout=BlockCyclic(world_size, 4))
+    ids = make_prompts(batch=1)["input_ids"]
+    prefix = hf.TreeCache(model.config, layout=BlockCyclic(world_size, 4))
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=prefix)
+    for end in (30, 37):
+        found = model.generate(
+            ids[:, :end], past_key_values=copy.deepcopy(prefix), max_new_tokens=5, do_sample=False
+        )
+        expected = model.generate(ids[:, :end], max_new_tokens=5, do_sample=False)
+        assert torch.equal(found, expected)
+    assert prefix.get_seq_length() == 20
+
+
+def test_a_prefix_can_be_copied() -> None:
+    run_ranks(_deepcopy, 2)
+
+
+def test_lengths_and_bytes_of_an_empty_cache() -> None:
+    cache = hf.TreeCache(CONFIG)
+    assert len(cache) == CONFIG.num_hidden_layers
+    assert cache.get_seq_length() == 0
+    assert cache.get_max_length() == -1
+    assert cache.layers[0].get_max_cache_shape() == -1
+    assert cache.get_mask_sizes(5, 0) == (5, 0)
+    assert cache.num_bytes == 0
+    assert not cache.is_compileable
+
+
+def test_another_batch_is_refused() -> None:
+    cache = hf.TreeCache(CONFIG)
+    _append(cache, 2, 3)
+    with pytest.raises(ValueError, match="holds 2 sequences and is given 3; see batch_repeat_int"):
+        _append(cache, 3, 1)
+
+
+def test_a_full_contiguous_layout_is_refused() -> None:
+    cache = hf.TreeCache(CONFIG, layout=Contiguous((0, 5)))
+    _append(cache, 1, 5)
+    with pytest.raises(ValueError, match=r"has no rank for slot 5; use ContiguousThenCyclic"):
+        _append(cache, 1, 1)
+
+
+def test_offloading_is_refused() -> None:
+    cache = hf.TreeCache(CONFIG)
+    for move in (cache.layers[0].offload, cache.layers[0].prefetch):
+        with pytest.raises(NotImplementedError, match="TreeCache: offloading is not supported"):
+            move()
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="growth must be at least 1, got 0"):
+        hf.TreeCache(CONFIG, growth=0)
+    with pytest.raises(ValueError, match="the layout is for 2 ranks, the group has 1"):
+        hf.TreeCache(CONFIG, layout=BlockCyclic(2))
+    with pytest.raises(ValueError, match=r"strategy must be one of auto, .* got 'telepathy'"):
+        hf.TreeCache(CONFIG, strategy="telepathy")
+
+
+def test_models_that_cache_something_else_are_refused() -> None:
+    with pytest.raises(ValueError, match="supports decoder-only text models, got 't5'"):
+        hf.TreeCache(T5Config())
+    with pytest.raises(ValueError, match="'qwen3_next' has linear_attention"):
+        hf.TreeCache(Qwen3NextConfig())
+    with pytest.raises(ValueError, match="'gemma3n_text' shares keys between layers"):
+        hf.TreeCache(Gemma3nTextConfig())
+    hf.TreeCache(LlamaConfig())
