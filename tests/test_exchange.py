@@ -131,6 +131,23 @@ def test_output_dtype() -> None:
     run_ranks(round_once, 3)
 
 
+def enter_inference_mode(rank: int, world_size: int) -> None:
+    """Buffers made in inference mode must serve outside of it, and the other way round."""
+    comm = Communicator()
+    comm.link.is_staged = lambda device: True  # type: ignore[method-assign]
+    o_parts, lse_parts = random_states(2, world_size)
+    expected = merge_states(o_parts, lse_parts)
+    with torch.inference_mode():
+        assert_same_bits(comm.exchange(o_parts[rank], lse_parts[rank]), expected)
+        comm.scratch(0, 8, o_parts.device)
+    assert_same_bits(comm.exchange(o_parts[rank], lse_parts[rank]), expected)
+    comm.scratch(0, 8, o_parts.device).zero_()
+
+
+def test_inference_mode() -> None:
+    run_ranks(enter_inference_mode, 2)
+
+
 def stage(rank: int, world_size: int) -> None:
     """Gloo with tensors of a device, played by pretending that the CPU is one."""
     comm, direct = Communicator(), Communicator()
@@ -157,6 +174,8 @@ def refuse_arguments(rank: int, world_size: int) -> None:
     for bad in ((o[0], lse[0]), (o, lse[..., None]), (o, lse.double()), (o, lse[:, :1])):
         with pytest.raises(ValueError, match=r"exchange: o must be .* and lse float32"):
             comm.exchange(*bad)
+    with pytest.raises(ValueError, match="exchange: o and lse must not require a gradient"):
+        comm.exchange(o.clone().requires_grad_(), lse)
     assert comm.bytes_sent == 0 and comm.failed is None
     with pytest.raises(ValueError, match="group must be a process group that this process is in"):
         Communicator("world")  # type: ignore[arg-type]

@@ -166,27 +166,38 @@ def test_shape_changed_on_one_rank(world_size: int, kind: str, before: int, afte
     assert any("on rank 1" in message for _, message in results)
 
 
-def raise_alone(rank: int, world_size: int) -> Outcome:
+def raise_alone(rank: int, world_size: int, where: str) -> Outcome:
     comm = Communicator(timeout=TIMEOUT)
     call("all_gather", comm, timeout=AMPLE)
     if rank == 0:
-        with pytest.raises(RuntimeError, match="lean_decode: softcap"):
-            call("all_gather", comm, softcap=-1.0)
+        if where == "kernel":
+            with pytest.raises(RuntimeError, match="lean_decode: softcap"):
+                call("all_gather", comm, softcap=-1.0)
+        elif where == "strategy":
+            with pytest.raises(ValueError, match="strategy must be one of"):
+                call("none", comm)
+        else:
+            comm.send_state(2, 4, 1, 32)  # and whoever should have written there raised
     # Rank 0 is a step ahead: its message has the size that its peers wait for.
     outcome = failure(call, "all_gather", comm)
     assert_refuses_further_use(comm)
     return outcome
 
 
+@pytest.mark.parametrize("where", ["kernel", "strategy", "caller"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_rank_that_raised_alone_is_not_merged_with_another_step(world_size: int) -> None:
-    for seconds, _ in run_ranks(raise_alone, world_size, fresh=True):
+def test_rank_that_raised_alone_is_not_merged_with_another_step(
+    world_size: int, where: str
+) -> None:
+    for seconds, _ in run_ranks(raise_alone, world_size, where, fresh=True):
         assert seconds < TIMEOUT + SLACK
 
 
-def come_late(rank: int, world_size: int) -> Outcome:
+def come_late(rank: int, world_size: int, first: bool) -> Outcome:
     comm = Communicator(timeout=TIMEOUT)
-    call("all_gather", comm, timeout=AMPLE)
+    if not first:
+        call("all_gather", comm, timeout=AMPLE)
+    dist.barrier()
     if rank == 1:
         time.sleep(TIMEOUT + SLACK)
     outcome = failure(call, "all_gather", comm, timeout=AMPLE if rank == 1 else TIMEOUT)
@@ -194,9 +205,12 @@ def come_late(rank: int, world_size: int) -> Outcome:
     return outcome
 
 
-def test_late_rank_finds_the_others_gone() -> None:
-    for rank, (seconds, _) in enumerate(run_ranks(come_late, 3, fresh=True)):
+@pytest.mark.parametrize("first", [True, False])
+def test_late_rank_finds_the_others_gone(first: bool) -> None:
+    for rank, (seconds, message) in enumerate(run_ranks(come_late, 3, first, fresh=True)):
         assert seconds < (QUICK if rank == 1 else TIMEOUT + SLACK)
+        if rank == 1 and first:
+            assert "rank 0 has failed: no answer within 0.5 s: no word from rank 1" in message
 
 
 def interrupt(rank: int, world_size: int) -> None:

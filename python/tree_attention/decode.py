@@ -63,10 +63,10 @@ def tree_decode(
     Source: Tree Attention (arXiv:2408.04093), Algorithm 3.
     """
     comm = get_communicator(group)
-    strategy = resolve(strategy)
     # lean_decode refuses tensors of other dimensions.
     is_local = comm.world_size == 1 or q.dim() != 4 or v_local.dim() != 4
     try:
+        strategy = resolve(strategy)
         out = None
         if not is_local:
             batch, num_heads_q, seqlen_q, _ = q.shape

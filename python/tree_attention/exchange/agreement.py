@@ -83,16 +83,19 @@ class Agreement:
             raise Disagreement("; ".join(filter(None, remarks)))
 
     def withdraw(self, reason: str) -> str:
-        """Tell ranks that open the next epoch why this one will not come; return what they said."""
+        """Tell ranks that come to this epoch or the next why this one does not; return what they
+        said in the next."""
         keys = self._keys(self._epoch + 1)
 
         def exchange_reasons() -> str:
+            failed = {_FAILED: reason}
+            self._store.set(self._keys(self._epoch)[self._rank], json.dumps(self._own | failed))
+            self._store.set(keys[self._rank], json.dumps(failed))
             remarks = []
             for rank, key in enumerate(keys):
                 if rank != self._rank and self._store.check([key]):
                     said = json.loads(self._store.get(key))
                     remarks.append(self._remark(rank, said, self._own, "this rank"))
-            self._store.set(keys[self._rank], json.dumps({_FAILED: reason}))
             return "; ".join(filter(None, remarks))
 
         try:
@@ -120,12 +123,17 @@ class Agreement:
         return [json.loads(value) for value in values]
 
     def _remark(self, rank: int, said: dict[str, str], other: dict[str, str], who: str) -> str:
+        """What is to be said about a rank's publication: a difference, a failure, both, nothing."""
+        remarks = []
+        if said.keys() != {_FAILED}:
+            fields = [field for field in other | said if field != _FAILED]
+            differing = [field for field in fields if said.get(field) != other.get(field)]
+            for field in differing[:1]:
+                values = f"{said.get(field)} on rank {rank}, {other.get(field)} on {who}"
+                remarks.append(f"{field} is {values}")
         if _FAILED in said:
-            return f"rank {rank} has failed: {said[_FAILED]}"
-        for field in other | said:
-            if said.get(field) != other.get(field):
-                return f"{field} is {said.get(field)} on rank {rank}, {other.get(field)} on {who}"
-        return ""
+            remarks.append(f"rank {rank} has failed: {said[_FAILED]}")
+        return ", ".join(remarks)
 
     def _part(self, deadline: float) -> None:
         prefix = f"{self._name}/{self._epoch}"

@@ -67,6 +67,7 @@ class Communicator:
         self._buffers = StateBuffers(self.world_size)
         self._scratch: dict[tuple[int, torch.device], Tensor] = {}
         self._agreed: Signature | None = None
+        self._is_loading = False
 
     @property
     def bytes_sent(self) -> int:
@@ -85,7 +86,8 @@ class Communicator:
         buffer = self._scratch.get((index, device))
         if buffer is None or buffer.numel() < num_bytes:
             self._scratch.pop((index, device), None)  # give back before taking more
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):
+                buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             self._scratch[index, device] = buffer
         return buffer
 
@@ -102,6 +104,9 @@ class Communicator:
         `o [batch, num_heads_q, seqlen_q, head_dim]`, `lse [batch, num_heads_q, seqlen_q]`, with the
         head_dim of `v`. Their contents are undefined after the exchange.
         """
+        if self._is_loading:  # the last state never came to its exchange
+            self.compare_signatures()
+        self._is_loading = True
         state = self.state((batch, num_heads_q, seqlen_q, head_dim), torch.device(device))
         return state.o, state.lse
 
@@ -138,17 +143,12 @@ class Communicator:
                 sent; ranks that did send run into their timeout.
             ExchangeError: a rank was lost, stalled, or called with other arguments.
         """
-        strategy = resolve(strategy)
-        if o.dim() != 4 or lse.shape != o.shape[:3] or lse.dtype != torch.float32:
-            raise ValueError(
-                "exchange: o must be [batch, num_heads_q, seqlen_q, head_dim] and lse float32 "
-                f"[batch, num_heads_q, seqlen_q], got {list(o.shape)} and {lse.dtype} "
-                f"{list(lse.shape)}"
-            )
-        state = self.state(o.shape, o.device)
-        if o.data_ptr() != state.o.data_ptr() or lse.data_ptr() != state.lse.data_ptr():
-            state.o.copy_(o)
-            state.lse.copy_(lse)
+        try:
+            strategy = resolve(strategy)
+            state = self._load(o, lse)
+        except BaseException:
+            self.compare_signatures()
+            raise
         dtype = o.dtype if out_dtype is None else out_dtype
 
         def run(deadline: float) -> tuple[Tensor, Tensor]:
@@ -166,6 +166,26 @@ class Communicator:
             ("device", o.device.type),
         )
         return self.call(fields, run, timeout)
+
+    def _load(self, o: Tensor, lse: Tensor) -> State:
+        """The buffers with this rank's state in them."""
+        if o.dim() != 4 or lse.shape != o.shape[:3] or lse.dtype != torch.float32:
+            raise ValueError(
+                "exchange: o must be [batch, num_heads_q, seqlen_q, head_dim] and lse float32 "
+                f"[batch, num_heads_q, seqlen_q], got {list(o.shape)} and {lse.dtype} "
+                f"{list(lse.shape)}"
+            )
+        if torch.is_grad_enabled() and (o.requires_grad or lse.requires_grad):
+            raise ValueError(
+                "exchange: o and lse must not require a gradient (inference only), got "
+                "requires_grad=True; call it under torch.no_grad()"
+            )
+        state = self.state(o.shape, o.device)
+        if o.data_ptr() != state.o.data_ptr() or lse.data_ptr() != state.lse.data_ptr():
+            state.o.copy_(o)
+            state.lse.copy_(lse)
+        self._is_loading = False
+        return state
 
     def call(
         self, signature: Signature, run: Callable[[float], T], timeout: float | None = None

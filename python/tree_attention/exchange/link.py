@@ -22,6 +22,10 @@ from torch.distributed.distributed_c10d import (
 if TYPE_CHECKING:
     from torch.distributed import Work
 
+# The method behind dist.all_gather_into_tensor, which takes no timeout; renamed after torch 2.11.
+_ALL_GATHER = (
+    "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+)
 # No operation uses this tag: a receive with it can only end by its timeout.
 _NOBODYS_TAG = 0x7A77
 # An operation that ends at the deadline reports why a little later.
@@ -55,7 +59,8 @@ class Link:
         options = AllgatherOptions()
         options.timeout = remaining(deadline)
         options.asyncOp = False
-        self._wait(self.group._allgather_base(target, source, options), source.device, deadline)
+        work = getattr(self.group, _ALL_GATHER)(target, source, options)
+        self._wait(work, source.device, deadline)
         if staged:
             receive.copy_(target)
         self.bytes_sent += (self.world_size - 1) * send.nbytes
@@ -159,7 +164,8 @@ class Link:
         buffer = self._host_buffers.get(name)
         if buffer is None or buffer.nbytes < like.nbytes:
             pin = torch.cuda.is_available()
-            buffer = torch.empty(like.nbytes, dtype=torch.uint8, pin_memory=pin)
+            with torch.inference_mode(False):
+                buffer = torch.empty(like.nbytes, dtype=torch.uint8, pin_memory=pin)
             self._host_buffers[name] = buffer
         return buffer[: like.nbytes].view(like.dtype).view(like.shape)
 

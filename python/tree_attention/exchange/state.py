@@ -42,7 +42,8 @@ class StateBuffers:
         if state is None:
             if len(self._states) >= _MAX_STATES:
                 self._states.clear()
-            state = self._states[shape, device] = self._make(shape, device)
+            with torch.inference_mode(False):  # or nobody could write to them outside of it
+                state = self._states[shape, device] = self._make(shape, device)
         return state
 
     def _make(self, shape: torch.Size, device: torch.device) -> State:
