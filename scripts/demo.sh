@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# Set-up, then the main job: two processes, each with half of the key/value cache, answer a question
+# about a number hidden in a prompt of 8,000 tokens. Beside it plain HuggingFace in one process,
+# which must say the same tokens, and tree decoding against ring decoding.
+source "$(dirname "$0")/setup"
+
+results=$(mktemp -d)
+trap 'rm -rf "$results"' EXIT
+generate=(-m tree_attention generate --model examples/passkey-llama --passkey --tokens 8000)
+# Each rank takes its share of the cores whatever this says; unset, torchrun warns.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+two_processes() {
+  "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 "$@"
+}
+
+say "Two processes, each with half of the cache"
+two_processes "${generate[@]}" --json "$results/tree.json"
+
+say "One process, HuggingFace with SDPA"
+env -u OMP_NUM_THREADS "$PYTHON" "${generate[@]}" --attention sdpa --same-tokens-as "$results/tree.json"
+
+say "Tree against ring: one decoding step over two processes"
+two_processes -m tree_attention bench tree --seconds 1
