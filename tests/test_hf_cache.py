@@ -203,7 +203,7 @@ def test_lengths_and_bytes_of_an_empty_cache() -> None:
     cache = hf.TreeCache(CONFIG)
     assert len(cache) == CONFIG.num_hidden_layers
     assert cache.get_seq_length() == 0
-    assert cache.get_max_length() == -1
+    assert cache.layers[0].get_max_length() == -1
     assert cache.layers[0].get_max_cache_shape() == -1
     assert cache.get_mask_sizes(5, 0) == (5, 0)
     assert cache.num_bytes == 0
