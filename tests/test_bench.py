@@ -116,6 +116,37 @@ def test_case_counts_bytes_and_operations() -> None:
     assert case.operations == 2 * 2 * 8 * 4 * visible
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        decode.Case("fp32", (4, 2), 32, (70,)),
+        decode.Case("fp32", (4, 2), 32, (70, 70), seqlen_q=5),
+        decode.Case("fp32", (4, 1), 32, (1, 40, 70)),
+        decode.Case("fp32", (2, 2), 32, (64,), seqlen_q=64),
+    ],
+    ids=lambda case: case.name,
+)
+def test_sdpa_is_given_the_same_problem(case: decode.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A baseline with another mask would be another problem, and perhaps a quicker one."""
+    monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 10)
+    set_bytes = decode.kv_set_bytes(case)
+    arena = measure.Arena(set_bytes * measure.Arena.num_sets(set_bytes))
+    inputs = decode.Inputs(case, arena)
+    o, _ = lean_decode(inputs.q, *inputs.sets[-1], inputs.key_ranges)
+    assert o.isfinite().all()
+    torch.testing.assert_close(decode.sdpa(case, inputs)(0), o, rtol=1e-4, atol=1e-5)
+
+
+def test_sdpa_refuses_ragged_lengths_of_several_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 10)
+    case = decode.Case("fp32", (2, 1), 32, (3, 9), seqlen_q=2)
+    inputs = decode.Inputs(case, measure.Arena(1 << 20))
+    with pytest.raises(ValueError, match="ragged lengths are compared with one query only"):
+        decode.sdpa(case, inputs)
+
+
 @pytest.mark.parametrize("cases", [decode.quick_cases, decode.standard_cases, decode.full_cases])
 def test_case_names_are_unique(cases) -> None:
     names = [case.name for case in cases()]
