@@ -137,6 +137,15 @@ def test_sdpa_is_given_the_same_problem(case: decode.Case, monkeypatch: pytest.M
     torch.testing.assert_close(decode.sdpa(case, inputs)(0), o, rtol=1e-4, atol=1e-5)
 
 
+def test_probe_reads_what_is_visible() -> None:
+    case = decode.Case("fp32", (4, 2), 8, (3, 9))
+    k, v = torch.zeros(2, *case.kv_shape).unbind()
+    k[0, :, 3:] = v[0, :, 3:] = 1
+    pieces = decode.visible(case, k, v)
+    assert all(x.is_contiguous() and not x.any() for x in pieces)
+    assert sum(x.numel() for x in pieces) == 2 * 2 * (3 + 9) * 8
+
+
 def test_sdpa_refuses_ragged_lengths_of_several_queries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
