@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helpers import Problem, make_problem
+from helpers import Problem, make_problem, make_strided
 from tree_attention import BlockCyclic, Contiguous, ShardLayout, lean_decode, merge_states
 
 WORLDS = (1, 2, 3, 5)
@@ -47,7 +47,11 @@ def make_case(case: str, layout: str, world_size: int) -> tuple[Problem, list[Pr
     torch.manual_seed(1)
     problem = make_problem(**CASES[case])
     split = make_layout(layout, world_size, problem.k.shape[2])
-    return problem, [problem.shard(split, rank) for rank in range(world_size)]
+    shards = [problem.shard(split, rank) for rank in range(world_size)]
+    strides = CASES[case].get("layout", "BHSD")
+    for shard in shards:
+        shard.k, shard.v = make_strided(shard.k, strides), make_strided(shard.v, strides)
+    return problem, shards
 
 
 def merged(shards: list[Problem], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

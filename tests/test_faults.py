@@ -141,6 +141,35 @@ def test_disagreement_names_rank_and_field(difference: str, world_size: int) -> 
         assert DIFFERENCES[difference][1] in message
 
 
+class SlowReader:
+    """A store that takes its time to answer."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("get", "multi_get"):
+            time.sleep(0.3)
+        return getattr(self._store, name)
+
+
+def leave_after_disagreement(rank: int, world_size: int) -> Outcome:
+    comm = Communicator(timeout=AMPLE)
+    if rank > 0:
+        comm._agreement._store = SlowReader(comm._agreement._store)  # type: ignore[assignment]
+    outcome = failure(call, "all_gather", comm, softcap=1.0 if rank == 1 else 2.0)
+    if rank == 0:
+        os._exit(1)
+    return outcome
+
+
+def test_rank_that_serves_the_store_stays_until_all_know() -> None:
+    results = run_ranks(leave_after_disagreement, 3, lost=[0])
+    for seconds, message in survivors(results):
+        assert seconds < QUICK
+        assert "softcap is 1.0 on rank 1, 2.0 on rank 0" in message
+
+
 def change_later(rank: int, world_size: int, kind: str, before: int, after: int) -> Outcome:
     comm = Communicator(timeout=TIMEOUT)
     for seqlen_q in (after, before):

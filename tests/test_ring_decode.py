@@ -39,12 +39,10 @@ def test_exact_and_same_bits(case: str, layout: str, world_size: int) -> None:
 
 
 def decode_unlike_shards(rank: int, world_size: int) -> None:
-    """Ranks differ in all that may differ: pages or not, ranges or not, number of threads."""
+    """Ranks differ in what may differ: pages per head, shared or none, key ranges or none."""
     torch.manual_seed(2)
-    torch.set_num_threads(rank + 1)
     problem = make_problem(seqlen_k=90)
-    shards = [problem.shard(BlockCyclic(world_size, 8), r) for r in range(world_size)]
-    own = shards[rank]
+    own = problem.shard(BlockCyclic(world_size, 8), rank)
     k, v, options = own.k, own.v, {}
     if rank != 1:
         options["key_ranges"] = torch.tensor([0, k.shape[2]], dtype=torch.int32).repeat(2, 1, 1)
@@ -53,11 +51,32 @@ def decode_unlike_shards(rank: int, world_size: int) -> None:
     ring = ring_decode(own.q, k, v, **options)
     problem.check(*ring)
     assert_same_bits(ring, tree_decode(own.q, k, v, **options))
-    torch.set_num_threads(1)
 
 
 def test_shards_that_differ_in_kind() -> None:
     run_ranks(decode_unlike_shards, 3)
+
+
+def decode_with_threads(rank: int, world_size: int, num_threads: list[int]) -> State:
+    torch.manual_seed(2)
+    problem = make_problem(batch=1, num_heads_kv=1, seqlen_k=6000)
+    own = problem.shard(BlockCyclic(world_size, 64), rank)
+    splits = [own.run(num_workers=workers)[0] for workers in (1, 2)]
+    assert not torch.equal(*splits)  # or the number of threads could not matter
+    torch.set_num_threads(num_threads[rank])
+    try:
+        ring = ring_decode(own.q, own.k, own.v)
+        tree = tree_decode(own.q, own.k, own.v)
+    finally:
+        torch.set_num_threads(1)
+    if len(set(num_threads)) == 1:
+        assert_same_bits(ring, tree)
+    return ring
+
+
+@pytest.mark.parametrize("num_threads", [[2, 2], [1, 2], [3, 1]])
+def test_number_of_threads(num_threads: list[int]) -> None:
+    assert_same_bits(*run_ranks(decode_with_threads, 2, num_threads))
 
 
 def grow_and_count(rank: int, world_size: int) -> list[int]:
@@ -77,7 +96,7 @@ def grow_and_count(rank: int, world_size: int) -> list[int]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_are_linear_in_the_context(world_size: int) -> None:
-    manifest = (world_size - 1) * 9 * 8
+    manifest = (world_size - 1) * 10 * 8
     per_key = 2 * 2 * 2 * 64 * 2  # k and v, batch 2, two key heads (not six), head_dim 64, bfloat16
     for rank, sent in enumerate(run_ranks(grow_and_count, world_size)):
         for length, count in zip(range(37, 42), sent, strict=True):

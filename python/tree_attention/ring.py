@@ -79,9 +79,6 @@ def ring_decode(
         )
 
     try:
-        if num_workers == 0 and q.device.type == "cpu":
-            # A shard is split as its owner would, so that its state has the same bits everywhere.
-            num_workers = torch.get_num_threads()
         own = _Shard(k_local, v_local, key_ranges, page_table, tuple(key_layout), num_workers)
         if is_local:
             return attend(own, None)
@@ -109,7 +106,7 @@ def ring_decode(
             comm.scratch(i, num_bytes, transport) for i in range(min(2, link.world_size - 1))
         ]
         travelling = own.to(transport).contiguous()
-        shard = own
+        shard = replace(own, num_workers=manifests[link.rank].num_workers)
         for hop in range(link.world_size):
             owner = (link.rank - hop) % link.world_size
             deadline = time.monotonic() + seconds
@@ -181,6 +178,7 @@ class _Manifest:
     block: int
     stride: int
     num_workers: int
+    num_threads: int  # 0 where lean_decode does not depend on it
 
     @staticmethod
     def of(shard: _Shard) -> "_Manifest":
@@ -196,6 +194,7 @@ class _Manifest:
             block=block,
             stride=stride,
             num_workers=shard.num_workers,
+            num_threads=torch.get_num_threads() if shard.k.device.type == "cpu" else 0,
         )
 
     def num_bytes(self, q: Tensor, like: _Shard) -> int:
@@ -244,7 +243,11 @@ def _gather_manifests(
     link.all_gather(receive, send, deadline)
     # The one read on the host: receivers must know sizes, and any rank may have appended a key.
     rows = receive.view(link.world_size, -1).tolist()
-    return [_Manifest(*row) for row in rows]
+    manifests = [_Manifest(*row) for row in rows]
+    if len({m.num_threads for m in manifests}) == 1:
+        return manifests
+    # Every rank splits a shard as its owner does, or its state would differ in bits.
+    return [replace(m, num_workers=m.num_workers or m.num_threads) for m in manifests]
 
 
 def _aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
