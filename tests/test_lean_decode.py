@@ -236,3 +236,13 @@ def test_inputs_are_not_modified(device):
     problem.run(num_workers=4)
     for x, y in zip(tensors, before, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("score_size", [0.1, 1.0, 20.0], ids=["flat", "normal", "peaked"])
+@pytest.mark.parametrize("num_workers", [1, 7])
+def test_rounding_errors_do_not_grow_with_length(num_workers, score_size):
+    """One float32 sum over all keys would have ten times the error of a blocked one here."""
+    problem = make_problem(
+        batch=1, num_heads_kv=1, group_size=8, seqlen_k=100_000, score_size=score_size
+    )
+    problem.run_and_check(num_workers=num_workers)

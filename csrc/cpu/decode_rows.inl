@@ -55,26 +55,37 @@ inline void locate(const DecodeParams& p, const Rows& rows, int64_t begin, int64
   step.count = count;
 }
 
-// Scratch memory of one call, in float32 and in the lane order of load_pair.
+// Keys between two flushes.
+constexpr int64_t kFlushKeys = 64 * kStepKeys;
+
+// Scratch memory of one call, in float32 and in the lane order of load_pair. p v is summed in three
+// levels, over a step, over up to kFlushKeys keys (acc) and over all (total): one chain of
+// additions has ten times the rounding error of a blocked matrix product at 256k keys, three have
+// less.
 struct RowState {
   float* q;          // [rows, padded(head_dim)], scaled
-  float* acc;        // [rows, padded(head_dim_v)], sum of p v
+  float* acc;        // [rows, padded(head_dim_v)], since the last flush
+  float* total;      // [rows, padded(head_dim_v)], until then
   float* scores;     // [rows, kStepKeys]
-  float *max, *sum;  // [rows], max in base 2
+  double* sum;       // [rows], of weights
+  float* max;        // [rows], in base 2
+  float* total_max;  // [rows], at the last flush
 };
 
 inline RowState carve(const DecodeParams& p, int64_t num_rows, void* workspace) {
   RowState state;
   state.q = static_cast<float*>(workspace);
   state.acc = state.q + num_rows * padded(p.head_dim);
-  state.scores = state.acc + num_rows * padded(p.head_dim_v);
-  state.max = state.scores + num_rows * kStepKeys;
-  state.sum = state.max + num_rows;
+  state.total = state.acc + num_rows * padded(p.head_dim_v);
+  state.scores = state.total + num_rows * padded(p.head_dim_v);
+  state.sum = reinterpret_cast<double*>(state.scores + num_rows * kStepKeys);
+  state.max = reinterpret_cast<float*>(state.sum + num_rows);
+  state.total_max = state.max + num_rows;
   return state;
 }
 
 size_t rows_workspace_bytes(const DecodeParams& p, int64_t num_rows) {
-  return num_rows * (padded(p.head_dim) + padded(p.head_dim_v) + kStepKeys + 2) * sizeof(float);
+  return num_rows * (padded(p.head_dim) + 2 * padded(p.head_dim_v) + kStepKeys + 4) * sizeof(float);
 }
 
 template <typename T, int kRows>
@@ -113,10 +124,7 @@ inline void value_block(const Step<T>& step, const float* weights, const float* 
   const int64_t stride = padded(head_dim);
   const auto accumulate = [&](int64_t d, const auto& load_values) {
     Vec even[kRows], odd[kRows];
-    for (int row = 0; row < kRows; ++row) {
-      even[row] = mul(load(acc + row * stride + d), broadcast(rescale[row]));
-      odd[row] = mul(load(acc + row * stride + d + kLanes), broadcast(rescale[row]));
-    }
+    for (int row = 0; row < kRows; ++row) even[row] = odd[row] = zero();
     for (int key = 0; key < step.count; ++key) {
       Vec v_even, v_odd;
       load_values(step.v[key] + d, v_even, v_odd);
@@ -127,8 +135,10 @@ inline void value_block(const Step<T>& step, const float* weights, const float* 
       }
     }
     for (int row = 0; row < kRows; ++row) {
-      store(acc + row * stride + d, even[row]);
-      store(acc + row * stride + d + kLanes, odd[row]);
+      const Vec factor = broadcast(rescale[row]);
+      float* sums = acc + row * stride + d;
+      store(sums, fma(load(sums), factor, even[row]));
+      store(sums + kLanes, fma(load(sums + kLanes), factor, odd[row]));
     }
   };
   int64_t d = 0;
@@ -195,7 +205,7 @@ inline void adjust_scores(const DecodeParams& p, const Rows& rows, int64_t row, 
 }
 
 // Online softmax: scores become weights; returns what the row's sums so far are multiplied by.
-inline float softmax_row(int count, float* scores, float& max, float& sum) {
+inline float softmax_row(int count, float* scores, float& max, double& sum) {
   for (int i = count; i < kStepKeys; ++i) scores[i] = -INFINITY;
   float step_max = scores[0];
   for (int i = 1; i < count; ++i) step_max = scores[i] > step_max ? scores[i] : step_max;
@@ -261,18 +271,33 @@ inline void load_queries(const DecodeParams& p, const Rows& rows, float* q) {
   }
 }
 
+// Adds the rows' sums since the last flush to their totals.
+inline void flush(const DecodeParams& p, int64_t num_rows, const RowState& state) {
+  const int64_t stride = padded(p.head_dim_v);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const float max = state.max[row], old_max = state.total_max[row];
+    const Vec factor = broadcast(max == old_max ? 1.0f : __builtin_exp2f(old_max - max));
+    float *total = state.total + row * stride, *acc = state.acc + row * stride;
+    for (int64_t d = 0; d < stride; d += kLanes) {
+      store(total + d, fma(load(total + d), factor, load(acc + d)));
+      store(acc + d, zero());
+    }
+    state.total_max[row] = max;
+  }
+}
+
 template <typename T>
 inline void normalise(const DecodeParams& p, const Rows& rows, const RowState& state, float* o,
                       float* lse) {
   for (int64_t row = 0; row < rows.count; ++row) {
-    const float sum = state.sum[row];
+    const float sum = static_cast<float>(state.sum[row]);
     const bool empty = sum == 0.0f;
     lse[row] = empty ? -INFINITY : state.max[row] * kLn2 + __builtin_logf(sum);
     const Vec factor = broadcast(empty ? 0.0f : 1.0f / sum);
-    const float* acc = state.acc + row * padded(p.head_dim_v);
+    const float* total = state.total + row * padded(p.head_dim_v);
     float* out = o + row * p.head_dim_v;
     for (int64_t d = 0; d < p.head_dim_v; d += kPair) {
-      Vec a = mul(load(acc + d), factor), b = mul(load(acc + d + kLanes), factor);
+      Vec a = mul(load(total + d), factor), b = mul(load(total + d + kLanes), factor);
       to_memory_order(static_cast<const T*>(nullptr), a, b);
       if (d + kPair <= p.head_dim_v) {
         store(out + d, a);
@@ -292,10 +317,12 @@ void attend_rows(const DecodeParams& p, const Rows& rows, KeyRange keys, void* w
                  float* lse) {
   const RowState state = carve(p, rows.count, workspace);
   load_queries<T>(p, rows, state.q);
-  for (int64_t i = 0; i < rows.count * padded(p.head_dim_v); ++i) state.acc[i] = 0.0f;
+  for (int64_t i = 0; i < rows.count * padded(p.head_dim_v); ++i) {
+    state.acc[i] = state.total[i] = 0.0f;
+  }
   for (int64_t row = 0; row < rows.count; ++row) {
-    state.max[row] = -INFINITY;
-    state.sum[row] = 0.0f;
+    state.max[row] = state.total_max[row] = -INFINITY;
+    state.sum[row] = 0.0;
   }
 
   // Keys that every row sees are taken for all rows at once, others token by token. So no row ever
@@ -317,6 +344,7 @@ void attend_rows(const DecodeParams& p, const Rows& rows, KeyRange keys, void* w
     if (begin < common.end && common.end < end) end = common.end;
     if (common.begin <= begin && end <= common.end) {
       attend_step<T>(p, rows, state, 0, rows.count, begin, end);
+      if ((end - keys.begin) % kFlushKeys < kStepKeys) flush(p, rows.count, state);
       continue;
     }
     for (int64_t token = first_token; token <= last_token; ++token) {
@@ -329,5 +357,6 @@ void attend_rows(const DecodeParams& p, const Rows& rows, KeyRange keys, void* w
                      row + group_size < rows.count ? row + group_size : rows.count, low, high);
     }
   }
+  flush(p, rows.count, state);
   normalise<T>(p, rows, state, o, lse);
 }
