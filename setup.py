@@ -20,6 +20,7 @@ CPU_SOURCES = [
     "csrc/merge_states.cpp",
     "csrc/schedule.cpp",
     "csrc/cpu/decode.cpp",
+    "csrc/cpu/decode_amx.cpp",
     "csrc/cpu/decode_avx2.cpp",
     "csrc/cpu/decode_avx512.cpp",
     "csrc/cpu/decode_portable.cpp",

@@ -19,6 +19,7 @@
 #include "simd_avx2.h"
 
 namespace tree_attention::cpu::avx2 {
+constexpr char kName[] = "avx2";
 #include "decode_kernel.inl"
 }  // namespace tree_attention::cpu::avx2
 

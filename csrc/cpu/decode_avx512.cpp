@@ -17,12 +17,14 @@
 #else
 // GCC bug 105593: intrinsics that leave lanes undefined on purpose.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
 #endif
 
 #include "simd_avx512.h"
 
 namespace tree_attention::cpu::avx512 {
+constexpr char kName[] = "avx512";
 #include "decode_kernel.inl"
 }  // namespace tree_attention::cpu::avx512
 

@@ -52,7 +52,7 @@ struct Kernels {
 
 extern const Kernels portable_kernels;
 #if defined(__x86_64__)
-extern const Kernels avx2_kernels, avx512_kernels;
+extern const Kernels avx2_kernels, avx512_kernels, amx_kernels;
 #endif
 
 // The kernels in use (decode_isa.cpp).

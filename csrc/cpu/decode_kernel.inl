@@ -9,7 +9,19 @@ namespace {
 
 #include "decode_rows.inl"
 
+#ifdef TREE_ATTENTION_AMX
+#include "decode_amx.inl"
+#endif
+
 int64_t rows_per_output(const DecodeParams&) { return kMaxRows; }
+
+size_t workspace_bytes(const DecodeParams& p, int64_t num_rows) {
+  size_t bytes = state_bytes(p, num_rows);
+#ifdef TREE_ATTENTION_AMX
+  if (p.dtype == DataType::kBFloat16) bytes += Matrices::bytes(p, num_rows);
+#endif
+  return bytes;
+}
 
 void attend(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace, float* o,
             float* lse) {
@@ -63,6 +75,6 @@ void store_output(const DecodeParams& p, const Rows& rows, const float* o, const
   }
 }
 
-constexpr Kernels kKernels{kName, rows_per_output, rows_workspace_bytes, attend, store_output};
+constexpr Kernels kKernels{kName, rows_per_output, workspace_bytes, attend, store_output};
 
 }  // namespace

@@ -6,6 +6,12 @@
 #include "simd_portable.h"
 
 namespace tree_attention::cpu::portable {
+constexpr char kName[] =
+#if defined(__ARM_NEON)
+    "neon";
+#else
+    "portable";
+#endif
 #include "decode_kernel.inl"
 }  // namespace tree_attention::cpu::portable
 

@@ -6,7 +6,7 @@
 
 constexpr int kPair = 2 * kLanes;
 constexpr int kStepKeys = 32;
-constexpr int kMaxRows = 32;
+constexpr int kMaxRows = 128;
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.693147180559945309417f;
 
@@ -14,6 +14,12 @@ inline int64_t padded(int64_t head_dim) { return (head_dim + kPair - 1) / kPair 
 
 // A step's keys: where their rows lie. Blocks of kKeyBlock may read past the last one, so that
 // entry is repeated.
+template <typename T>
+inline void prefetch_pair(const T* p) {
+  constexpr int kBytes = kPair * sizeof(T);
+  for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
+}
+
 template <typename T>
 struct Step {
   const T* k[kStepKeys + kKeyBlock];
@@ -48,7 +54,7 @@ inline void locate(const DecodeParams& p, const Rows& rows, int64_t begin, int64
       }
     }
   }
-  for (int i = count; i < count + kKeyBlock; ++i) {
+  for (int i = count; i < kStepKeys + kKeyBlock; ++i) {
     step.k[i] = step.k[count - 1];
     step.v[i] = step.v[count - 1];
   }
@@ -59,9 +65,8 @@ inline void locate(const DecodeParams& p, const Rows& rows, int64_t begin, int64
 constexpr int64_t kFlushKeys = 64 * kStepKeys;
 
 // Scratch memory of one call, in float32 and in the lane order of load_pair. p v is summed in three
-// levels, over a step, over up to kFlushKeys keys (acc) and over all (total): one chain of
-// additions has ten times the rounding error of a blocked matrix product at 256k keys, three have
-// less.
+// levels, over a step, over up to kFlushKeys keys (acc) and over all (total): one chain of additions
+// has ten times the rounding error of a blocked matrix product at 256k keys, three have less.
 struct RowState {
   float* q;          // [rows, padded(head_dim)], scaled
   float* acc;        // [rows, padded(head_dim_v)], since the last flush
@@ -70,9 +75,16 @@ struct RowState {
   double* sum;       // [rows], of weights
   float* max;        // [rows], in base 2
   float* total_max;  // [rows], at the last flush
+  char* matrices;    // of an instruction set that has them
 };
 
+constexpr int64_t kLine = 64 / sizeof(float);  // arrays begin at a cache line
+
+// Rows that instructions work on; those beyond an output's are computed and never used.
+inline int64_t padded_rows(int64_t num_rows) { return (num_rows + kLine - 1) / kLine * kLine; }
+
 inline RowState carve(const DecodeParams& p, int64_t num_rows, void* workspace) {
+  num_rows = padded_rows(num_rows);
   RowState state;
   state.q = static_cast<float*>(workspace);
   state.acc = state.q + num_rows * padded(p.head_dim);
@@ -81,15 +93,19 @@ inline RowState carve(const DecodeParams& p, int64_t num_rows, void* workspace) 
   state.sum = reinterpret_cast<double*>(state.scores + num_rows * kStepKeys);
   state.max = reinterpret_cast<float*>(state.sum + num_rows);
   state.total_max = state.max + num_rows;
+  state.matrices = reinterpret_cast<char*>(state.total_max + num_rows);
   return state;
 }
 
-size_t rows_workspace_bytes(const DecodeParams& p, int64_t num_rows) {
-  return num_rows * (padded(p.head_dim) + 2 * padded(p.head_dim_v) + kStepKeys + 4) * sizeof(float);
+inline size_t state_bytes(const DecodeParams& p, int64_t num_rows) {
+  return padded_rows(num_rows) *
+         (padded(p.head_dim) + 2 * padded(p.head_dim_v) + kStepKeys + 4) * sizeof(float);
 }
 
-template <typename T, int kRows>
-inline void score_block(const T* const* k, const float* q, int64_t head_dim, float* scores) {
+// Scores of kRows query rows and kKeyBlock keys. While it computes, it fetches `ahead`.
+template <typename T, int kRows, bool kPrefetch>
+inline void score_block(const T* const* k, const T* const* ahead, const float* q, int64_t head_dim,
+                        float* scores) {
   const int64_t q_stride = padded(head_dim);
   Vec sums[kRows][kKeyBlock];
   for (int row = 0; row < kRows; ++row) {
@@ -97,7 +113,10 @@ inline void score_block(const T* const* k, const float* q, int64_t head_dim, flo
   }
   const auto accumulate = [&](int64_t d, const auto& load_keys) {
     Vec even[kKeyBlock], odd[kKeyBlock];
-    for (int key = 0; key < kKeyBlock; ++key) load_keys(k[key] + d, even[key], odd[key]);
+    for (int key = 0; key < kKeyBlock; ++key) {
+      if constexpr (kPrefetch) prefetch_pair(ahead[key] + d);
+      load_keys(k[key] + d, even[key], odd[key]);
+    }
     for (int row = 0; row < kRows; ++row) {
       const Vec q_even = load(q + row * q_stride + d),
                 q_odd = load(q + row * q_stride + d + kLanes);
@@ -118,14 +137,15 @@ inline void score_block(const T* const* k, const float* q, int64_t head_dim, flo
   store_sums<kRows>(sums, scores, kStepKeys);
 }
 
-template <typename T, int kRows>
-inline void value_block(const Step<T>& step, const float* weights, const float* rescale,
+template <typename T, int kRows, bool kPrefetch>
+inline void value_block(const Step<T>& step, const T* const* ahead, const float* weights, const float* rescale,
                         int64_t head_dim, float* acc) {
   const int64_t stride = padded(head_dim);
   const auto accumulate = [&](int64_t d, const auto& load_values) {
     Vec even[kRows], odd[kRows];
     for (int row = 0; row < kRows; ++row) even[row] = odd[row] = zero();
     for (int key = 0; key < step.count; ++key) {
+      if constexpr (kPrefetch) prefetch_pair(ahead[key] + d);
       Vec v_even, v_odd;
       load_values(step.v[key] + d, v_even, v_odd);
       for (int row = 0; row < kRows; ++row) {
@@ -172,6 +192,20 @@ inline void for_row_blocks(int64_t begin, int64_t end, const Body& body) {
   }
 }
 
+// Global positions of the keys of a step.
+inline void locate_positions(const KeyLayout& layout, int64_t key_begin,
+                             int64_t (&positions)[kStepKeys]) {
+  int64_t offset = key_begin % layout.block;
+  int64_t position = layout.first + key_begin / layout.block * layout.stride + offset;
+  for (int64_t& result : positions) {
+    result = position++;
+    if (++offset == layout.block) {
+      offset = 0;
+      position += layout.stride - layout.block;
+    }
+  }
+}
+
 // Soft-cap, then ALiBi, in base 2, on the scores of one row.
 inline void adjust_scores(const DecodeParams& p, const Rows& rows, int64_t row, int64_t key_begin,
                           float* scores) {
@@ -185,18 +219,12 @@ inline void adjust_scores(const DecodeParams& p, const Rows& rows, int64_t row, 
     const int64_t packed = rows.begin + row, group_size = p.group_size();
     const float slope = -kLog2E * p.alibi_slopes[rows.head_kv * group_size + packed % group_size];
     const int64_t position = p.query_positions[rows.batch * p.seqlen_q + packed / group_size];
-    const KeyLayout& layout = p.key_layout;
-    int64_t offset = key_begin % layout.block;
-    int64_t key_position = layout.first + key_begin / layout.block * layout.stride + offset;
+    int64_t key_positions[kStepKeys];
+    locate_positions(p.key_layout, key_begin, key_positions);
+    // The difference is exact in integers; positions in the millions are not, in float32.
     float distances[kStepKeys];
     for (int i = 0; i < kStepKeys; ++i) {
-      // The difference is exact in integers; positions in the millions are not, in float32.
-      distances[i] = static_cast<float>(position - key_position);
-      ++key_position;
-      if (++offset == layout.block) {
-        offset = 0;
-        key_position += layout.stride - layout.block;
-      }
+      distances[i] = static_cast<float>(position - key_positions[i]);
     }
     for (int i = 0; i < kStepKeys; i += kLanes) {
       store(scores + i, fma(broadcast(slope), load(distances + i), load(scores + i)));
@@ -207,10 +235,13 @@ inline void adjust_scores(const DecodeParams& p, const Rows& rows, int64_t row, 
 // Online softmax: scores become weights; returns what the row's sums so far are multiplied by.
 inline float softmax_row(int count, float* scores, float& max, double& sum) {
   for (int i = count; i < kStepKeys; ++i) scores[i] = -INFINITY;
-  float step_max = scores[0];
-  for (int i = 1; i < count; ++i) step_max = scores[i] > step_max ? scores[i] : step_max;
+  Vec step_max = load(scores);
+  for (int i = kLanes; i < kStepKeys; i += kLanes) {
+    step_max = max_keep_nan(step_max, load(scores + i));
+  }
   const float old_max = max;
-  if (step_max > max) max = step_max;
+  const float largest = reduce_max(step_max);
+  if (largest > max) max = largest;
   const float base = max == -INFINITY ? 0.0f : max;  // -inf - -inf would be NaN
   Vec step_sum = zero();
   for (int i = 0; i < kStepKeys; i += kLanes) {
@@ -223,16 +254,21 @@ inline float softmax_row(int count, float* scores, float& max, double& sum) {
   return rescale;
 }
 
-// Rows [row_begin, row_end), all of which see all of [key_begin, key_end).
+// Rows [row_begin, row_end), all of which see all keys of `step`, which begins at key_begin. Values
+// are fetched while scores are computed, the next step's keys while values are summed.
 template <typename T>
 inline void attend_step(const DecodeParams& p, const Rows& rows, const RowState& state,
-                        int64_t row_begin, int64_t row_end, int64_t key_begin, int64_t key_end) {
-  Step<T> step;
-  locate<T>(p, rows, key_begin, key_end, step);
+                        int64_t row_begin, int64_t row_end, int64_t key_begin, const Step<T>& step,
+                        const Step<T>& next) {
   for (int key = 0; key < step.count; key += kKeyBlock) {
     for_row_blocks(row_begin, row_end, [&]<int kRows>(int64_t row) {
-      score_block<T, kRows>(step.k + key, state.q + row * padded(p.head_dim), p.head_dim,
-                            state.scores + row * kStepKeys + key);
+      const float* q = state.q + row * padded(p.head_dim);
+      float* scores = state.scores + row * kStepKeys + key;
+      if (row == row_begin) {
+        score_block<T, kRows, true>(step.k + key, step.v + key, q, p.head_dim, scores);
+      } else {
+        score_block<T, kRows, false>(step.k + key, nullptr, q, p.head_dim, scores);
+      }
     });
   }
   float rescale[kMaxRows];
@@ -243,15 +279,59 @@ inline void attend_step(const DecodeParams& p, const Rows& rows, const RowState&
     rescale[row] = softmax_row(step.count, scores, state.max[row], state.sum[row]);
   }
   for_row_blocks(row_begin, row_end, [&]<int kRows>(int64_t row) {
-    value_block<T, kRows>(step, state.scores + row * kStepKeys, rescale + row, p.head_dim_v,
-                          state.acc + row * padded(p.head_dim_v));
+    const float* weights = state.scores + row * kStepKeys;
+    float* acc = state.acc + row * padded(p.head_dim_v);
+    if (row == row_begin) {
+      value_block<T, kRows, true>(step, next.k, weights, rescale + row, p.head_dim_v, acc);
+    } else {
+      value_block<T, kRows, false>(step, nullptr, weights, rescale + row, p.head_dim_v, acc);
+    }
   });
+}
+
+inline int64_t end_of_step(int64_t begin, int64_t end) {
+  return begin + kStepKeys < end ? begin + kStepKeys : end;
+}
+
+// Calls body(first key, step, next step) over the steps of [begin, end); the last is its own next.
+template <typename T, typename Body>
+inline void for_steps(const DecodeParams& p, const Rows& rows, int64_t begin, int64_t end,
+                      const Body& body) {
+  Step<T> steps[2];
+  locate(p, rows, begin, end_of_step(begin, end), steps[0]);
+  for (int current = 0; begin < end; current = 1 - current) {
+    const int64_t next = begin + steps[current].count;
+    if (next < end) locate(p, rows, next, end_of_step(next, end), steps[1 - current]);
+    body(begin, steps[current], steps[next < end ? 1 - current : current]);
+    begin = next;
+  }
+}
+
+// All rows, over keys that all of them see.
+template <typename T>
+inline void attend_vectors(const DecodeParams& p, const Rows& rows, const RowState& state,
+                           int64_t begin, int64_t end) {
+  for_steps<T>(p, rows, begin, end, [&](int64_t key, const Step<T>& step, const Step<T>& next) {
+    attend_step<T>(p, rows, state, 0, rows.count, key, step, next);
+  });
+}
+
+// The same; instruction sets with matrices specialise it.
+template <typename T>
+struct SharedKeys {
+  static void attend(const DecodeParams& p, const Rows& rows, const RowState& state, int64_t begin,
+                     int64_t end) {
+    attend_vectors<T>(p, rows, state, begin, end);
+  }
+};
+
+inline float score_scale(const DecodeParams& p) {
+  return p.softcap == 0.0f ? p.softmax_scale * kLog2E : p.softmax_scale / p.softcap;
 }
 
 template <typename T>
 inline void load_queries(const DecodeParams& p, const Rows& rows, float* q) {
-  const Vec scale =
-      broadcast(p.softcap == 0.0f ? p.softmax_scale * kLog2E : p.softmax_scale / p.softcap);
+  const Vec scale = broadcast(score_scale(p));
   const int64_t group_size = p.group_size();
   for (int64_t row = 0; row < rows.count; ++row, q += padded(p.head_dim)) {
     const int64_t token = (rows.begin + row) / group_size;
@@ -320,7 +400,7 @@ void attend_rows(const DecodeParams& p, const Rows& rows, KeyRange keys, void* w
   for (int64_t i = 0; i < rows.count * padded(p.head_dim_v); ++i) {
     state.acc[i] = state.total[i] = 0.0f;
   }
-  for (int64_t row = 0; row < rows.count; ++row) {
+  for (int64_t row = 0; row < padded_rows(rows.count); ++row) {
     state.max[row] = state.total_max[row] = -INFINITY;
     state.sum[row] = 0.0;
   }
@@ -338,24 +418,33 @@ void attend_rows(const DecodeParams& p, const Rows& rows, KeyRange keys, void* w
   }
   if (common.end <= common.begin) common = {keys.end, keys.end};
 
-  for (int64_t begin = keys.begin, end; begin < keys.end; begin = end) {
-    end = begin + kStepKeys < keys.end ? begin + kStepKeys : keys.end;
-    if (begin < common.begin && common.begin < end) end = common.begin;
-    if (begin < common.end && common.end < end) end = common.end;
-    if (common.begin <= begin && end <= common.end) {
-      attend_step<T>(p, rows, state, 0, rows.count, begin, end);
-      if ((end - keys.begin) % kFlushKeys < kStepKeys) flush(p, rows.count, state);
-      continue;
-    }
+  const auto attend_tokens = [&](int64_t begin, int64_t end) {
     for (int64_t token = first_token; token <= last_token; ++token) {
       const KeyRange range = key_range(p, rows.batch, token);
       const int64_t low = range.begin > begin ? range.begin : begin;
       const int64_t high = range.end < end ? range.end : end;
       if (low >= high) continue;
       const int64_t row = token * group_size - rows.begin;
+      Step<T> step;
+      locate(p, rows, low, high, step);
       attend_step<T>(p, rows, state, row < 0 ? 0 : row,
-                     row + group_size < rows.count ? row + group_size : rows.count, low, high);
+                     row + group_size < rows.count ? row + group_size : rows.count, low, step,
+                     step);
     }
+  };
+  int64_t begin = keys.begin;
+  for (int64_t end; begin < common.begin; begin = end) {
+    end = end_of_step(begin, common.begin);
+    attend_tokens(begin, end);
+  }
+  for (int64_t end; begin < common.end; begin = end) {
+    end = begin + kFlushKeys < common.end ? begin + kFlushKeys : common.end;
+    SharedKeys<T>::attend(p, rows, state, begin, end);
+    flush(p, rows.count, state);
+  }
+  for (int64_t end; begin < keys.end; begin = end) {
+    end = end_of_step(begin, keys.end);
+    attend_tokens(begin, end);
   }
   flush(p, rows.count, state);
   normalise<T>(p, rows, state, o, lse);

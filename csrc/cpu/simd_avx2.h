@@ -9,8 +9,8 @@
 #include "simd_types.h"
 
 namespace tree_attention::cpu::avx2 {
+namespace {
 
-constexpr char kName[] = "avx2";
 constexpr int kLanes = 8;
 constexpr int kRowBlock = 4, kKeyBlock = 2;
 
@@ -42,6 +42,12 @@ inline float reduce_add(Vec x) {
   __m128 sum = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
   return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+}
+
+inline float reduce_max(Vec x) {
+  __m128 max = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  max = _mm_max_ps(max, _mm_movehl_ps(max, max));
+  return _mm_cvtss_f32(_mm_max_ss(max, _mm_movehdup_ps(max)));
 }
 
 inline void load_pair(const float* p, Vec& a, Vec& b) {
@@ -99,4 +105,5 @@ inline void store_sums(const Vec (&sums)[kRows][kKeyBlock], float* out, int stri
   }
 }
 
+}  // namespace
 }  // namespace tree_attention::cpu::avx2

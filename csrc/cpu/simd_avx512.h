@@ -8,8 +8,8 @@
 #include "simd_types.h"
 
 namespace tree_attention::cpu::avx512 {
+namespace {
 
-constexpr char kName[] = "avx512";
 constexpr int kLanes = 16;
 constexpr int kRowBlock = 4, kKeyBlock = 4;
 
@@ -39,6 +39,8 @@ inline Vec select_below(Vec x, float bound, Vec a, Vec b) {
 }
 inline Vec abs(Vec x) { return _mm512_abs_ps(x); }
 inline float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
+
+inline float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
 
 inline void load_pair(const float* p, Vec& a, Vec& b) {
   a = _mm512_loadu_ps(p);
@@ -118,4 +120,5 @@ inline void store_sums(const Vec (&sums)[kRows][kKeyBlock], float* out, int stri
   }
 }
 
+}  // namespace
 }  // namespace tree_attention::cpu::avx512

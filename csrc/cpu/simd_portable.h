@@ -13,12 +13,8 @@
 #include "simd_types.h"
 
 namespace tree_attention::cpu::portable {
+namespace {
 
-#if defined(__ARM_NEON)
-constexpr char kName[] = "neon";
-#else
-constexpr char kName[] = "portable";
-#endif
 constexpr int kLanes = 4;
 constexpr int kRowBlock = 4, kKeyBlock = 2;
 
@@ -63,6 +59,11 @@ inline Vec scale_by_exponent(Vec x, Vec n) {
 inline Vec select_below(Vec x, float bound, Vec a, Vec b) { return x < broadcast(bound) ? a : b; }
 inline Vec abs(Vec x) { return reinterpret_cast<Vec>(reinterpret_cast<UintVec>(x) & 0x7fffffffu); }
 inline float reduce_add(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+// Of numbers; a NaN may be lost.
+inline float reduce_max(Vec x) {
+  const float low = x[0] > x[2] ? x[0] : x[2], high = x[1] > x[3] ? x[1] : x[3];
+  return low > high ? low : high;
+}
 
 inline UintVec load_16_bit(const void* p) {
   HalfVec bits;
@@ -134,4 +135,5 @@ inline void store_sums(const Vec (&sums)[kRows][kKeyBlock], float* out, int stri
   }
 }
 
+}  // namespace
 }  // namespace tree_attention::cpu::portable

@@ -1,0 +1,315 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Both products in AMX tiles, for bfloat16 keys that all rows see; included after decode_rows.inl,
+// whose state and lane order it keeps, so that keys at the edges of ranges can take that path.
+// Scores^T [16 keys, 16 rows] = K Q^T takes K as it lies in memory; o [16 rows, 16 dims] += P V takes
+// V as pairs of keys. P is split into two bfloat16 terms (relative error 2^-17): rounding it to
+// one, as the matrix unit wants it, would cost half of the digits of o.
+
+constexpr int kTileRows = 16, kTilePair = 32;  // a tile: 16 rows of 32 bfloat16 or 16 float32
+static_assert(kStepKeys == 2 * kTileRows && kPair == kTilePair);
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+constexpr TileConfig kTileConfig;
+
+// The tile intrinsics do not tell the compiler that they read memory.
+inline void finish_stores() { asm volatile("" ::: "memory"); }
+
+struct Matrices {
+  uint32_t* q;         // [row blocks, head_dim / 32, 16 pairs of dims, 16 rows]
+  uint32_t* v;         // [head_dim_v / 32, even and odd dims, 16 pairs of keys, 16 dims]
+  BFloat16* k;         // [32 keys, head_dim]: where they do not lie at equal distances
+  float* scores;       // [2, 32 keys, 16 rows]
+  uint16_t *high, *low;  // [16 rows, 32 keys]: the two terms of P
+
+  static int64_t row_blocks(int64_t num_rows) { return (num_rows + kTileRows - 1) / kTileRows; }
+  static size_t bytes(const DecodeParams& p, int64_t num_rows) {
+    return (row_blocks(num_rows) * kTileRows + kStepKeys) * padded(p.head_dim) * 2 +
+           kStepKeys * padded(p.head_dim_v) * 2 + 2 * kStepKeys * kTileRows * 4 +
+           2 * kTileRows * kStepKeys * 2;
+  }
+  Matrices(const DecodeParams& p, int64_t num_rows, char* memory) {
+    const auto take = [&](int64_t bytes) {
+      char* taken = memory;
+      memory += bytes;
+      return taken;
+    };
+    q = reinterpret_cast<uint32_t*>(
+        take(row_blocks(num_rows) * kTileRows * padded(p.head_dim) * 2));
+    k = reinterpret_cast<BFloat16*>(take(kStepKeys * padded(p.head_dim) * 2));
+    v = reinterpret_cast<uint32_t*>(take(kStepKeys * padded(p.head_dim_v) * 2));
+    scores = reinterpret_cast<float*>(take(2 * kStepKeys * kTileRows * 4));
+    high = reinterpret_cast<uint16_t*>(take(kTileRows * kStepKeys * 2));
+    low = reinterpret_cast<uint16_t*>(take(kTileRows * kStepKeys * 2));
+  }
+};
+
+inline void pack_queries(const DecodeParams& p, const Rows& rows, uint32_t* out) {
+  const int64_t group_size = p.group_size(), num_pairs = p.head_dim / 2;
+  const int64_t block_size = num_pairs * kTileRows;
+  __builtin_memset(out, 0, Matrices::row_blocks(rows.count) * block_size * sizeof(uint32_t));
+  for (int64_t row = 0; row < rows.count; ++row) {
+    const int64_t token = (rows.begin + row) / group_size;
+    const int64_t head = rows.head_kv * group_size + (rows.begin + row) % group_size;
+    const BFloat16* source = static_cast<const BFloat16*>(p.q) + rows.batch * p.q_stride[0] +
+                             head * p.q_stride[1] + token * p.q_stride[2];
+    uint32_t* column = out + row / kTileRows * block_size + row % kTileRows;
+    for (int64_t pair = 0; pair < num_pairs; ++pair) {
+      __builtin_memcpy(column + pair * kTileRows, source + 2 * pair, sizeof(uint32_t));
+    }
+  }
+}
+
+// The 16 keys from `first` as a matrix: in place if they lie at equal distances, else copied.
+inline const BFloat16* key_matrix(const DecodeParams& p, const Step<BFloat16>& step, int first,
+                                  BFloat16* copy, int64_t& stride) {
+  if (step.count >= first + kTileRows) {
+    stride = step.k[first + 1] - step.k[first];
+    bool regular = true;
+    for (int i = first + 2; i < first + kTileRows; ++i) {
+      regular &= step.k[i] - step.k[i - 1] == stride;
+    }
+    if (regular) return step.k[first];
+  }
+  stride = p.head_dim;
+  for (int i = 0; i < kTileRows; ++i) {
+    __builtin_memcpy(copy + i * stride, step.k[first + i < step.count ? first + i : step.count - 1],
+                     stride * sizeof(BFloat16));
+  }
+  return copy;
+}
+
+// Two rows of V become rows of 32-bit pairs (even dims, odd dims). Keys past the end are zeros,
+// since 0 * NaN is NaN.
+inline void interleave_values(const Step<BFloat16>& step, const Step<BFloat16>& next,
+                              int64_t head_dim, int64_t key_dim, uint32_t* out) {
+  const __m512i low_half = _mm512_set1_epi32(0xffff);
+  for (int i = 0; i < kTileRows; ++i) {
+    for (int j = 2 * i; j < 2 * i + 2; ++j) {
+      for (int64_t d = 0; d < key_dim; d += kTilePair) __builtin_prefetch(next.k[j] + d);
+      for (int64_t d = 0; d < head_dim; d += kTilePair) __builtin_prefetch(next.v[j] + d);
+    }
+    const bool has_first = 2 * i < step.count, has_second = 2 * i + 1 < step.count;
+    for (int64_t d = 0; d < head_dim; d += kTilePair) {
+      const __m512i a = has_first ? _mm512_loadu_si512(step.v[2 * i] + d) : __m512i{};
+      const __m512i b = has_second ? _mm512_loadu_si512(step.v[2 * i + 1] + d) : __m512i{};
+      uint32_t* tiles = out + (d / kTilePair * 2 * kTileRows + i) * kTileRows;
+      // (low_half & x) | (~low_half & y)
+      _mm512_storeu_si512(
+          tiles, _mm512_ternarylogic_epi32(low_half, a, _mm512_slli_epi32(b, 16), 0xca));
+      _mm512_storeu_si512(
+          tiles + kTileRows * kTileRows,
+          _mm512_ternarylogic_epi32(low_half, _mm512_srli_epi32(a, 16), b, 0xca));
+    }
+  }
+}
+
+inline void score_tiles(const BFloat16* k0, int64_t k0_stride, const BFloat16* k1,
+                        int64_t k1_stride, const uint32_t* q, int64_t head_dim, float* scores) {
+  _tile_zero(0);
+  _tile_zero(1);
+  for (int64_t d = 0; d < head_dim; d += kTilePair) {
+    _tile_loadd(4, q + d / 2 * kTileRows, 64);
+    _tile_loadd(2, k0 + d, k0_stride * 2);
+    _tile_loadd(3, k1 + d, k1_stride * 2);
+    _tile_dpbf16ps(0, 2, 4);
+    _tile_dpbf16ps(1, 3, 4);
+  }
+  _tile_stored(0, scores, 64);
+  _tile_stored(1, scores + kTileRows * kTileRows, 64);
+  finish_stores();
+}
+
+inline void value_tiles(const Matrices& m, int64_t head_dim, float* acc) {
+  const int64_t stride = padded(head_dim) * static_cast<int64_t>(sizeof(float));
+  finish_stores();
+  _tile_loadd(6, m.high, 64);
+  _tile_loadd(7, m.low, 64);
+  for (int64_t d = 0; d < head_dim; d += kTilePair) {
+    const uint32_t* v = m.v + d * kTileRows;
+    _tile_loadd(0, acc + d, stride);
+    _tile_loadd(1, acc + d + kLanes, stride);
+    _tile_loadd(2, v, 64);
+    _tile_loadd(3, v + kTileRows * kTileRows, 64);
+    _tile_dpbf16ps(0, 7, 2);
+    _tile_dpbf16ps(1, 7, 3);
+    _tile_dpbf16ps(0, 6, 2);
+    _tile_dpbf16ps(1, 6, 3);
+    _tile_stored(0, acc + d, stride);
+    _tile_stored(1, acc + d + kLanes, stride);
+  }
+  finish_stores();
+}
+
+// In place, a 16 x 16 matrix of 32-bit elements.
+inline void transpose(__m512i (&x)[16]) {
+  __m512i y[16];
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+  }
+  for (int i = 0; i < 16; i += 8) {
+    for (int j = 0; j < 4; ++j) {
+      y[i + j] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0x88);
+      y[i + j + 4] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0xdd);
+    }
+  }
+  for (int j = 0; j < 8; ++j) {
+    x[j] = _mm512_shuffle_i32x4(y[j], y[j + 8], 0x88);
+    x[j + 8] = _mm512_shuffle_i32x4(y[j], y[j + 8], 0xdd);
+  }
+}
+
+// bfloat16 pairs (a, b) of each lane.
+inline __m512i round_pairs(Vec a, Vec b) {
+  const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9,
+                                              24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17,
+                                              1, 16, 0);
+  return _mm512_permutexvar_epi16(interleave,
+                                  reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
+}
+
+inline void store_transposed(__m512i (&pairs)[16], uint16_t* out) {
+  transpose(pairs);
+  for (int row = 0; row < kTileRows; ++row) _mm512_store_si512(out + row * kStepKeys, pairs[row]);
+}
+
+template <>
+struct SharedKeys<BFloat16> {
+  static void attend(const DecodeParams& p, const Rows& rows, const RowState& state, int64_t begin,
+                     int64_t end) {
+    if (p.head_dim % kTilePair != 0 || p.head_dim_v % kTilePair != 0) {
+      attend_vectors<BFloat16>(p, rows, state, begin, end);
+      return;
+    }
+    const Matrices m(p, rows.count, state.matrices);
+    pack_queries(p, rows, m.q);
+    finish_stores();
+    _tile_loadconfig(&kTileConfig);
+    for_steps<BFloat16>(p, rows, begin, end,
+                        [&](int64_t key, const Step<BFloat16>& step, const Step<BFloat16>& next) {
+                          attend_step(p, rows, state, m, key, step, next);
+                        });
+    _tile_release();
+  }
+
+ private:
+  static void attend_step(const DecodeParams& p, const Rows& rows, const RowState& state,
+                          const Matrices& m, int64_t key, const Step<BFloat16>& step,
+                          const Step<BFloat16>& next) {
+    int64_t stride[2];
+    const BFloat16* k[2];
+    for (int i = 0; i < 2; ++i) {
+      k[i] = key_matrix(p, step, i * kTileRows, m.k + i * kTileRows * p.head_dim, stride[i]);
+    }
+    finish_stores();
+    const auto score_rows = [&](int64_t block) {
+      score_tiles(k[0], stride[0], k[1], stride[1], m.q + block * kTileRows * p.head_dim / 2,
+                  p.head_dim, m.scores + block % 2 * kStepKeys * kTileRows);
+    };
+    // The matrix unit scores the next rows while the vector units weigh these.
+    score_rows(0);
+    interleave_values(step, next, p.head_dim_v, p.head_dim, m.v);
+    const int64_t num_blocks = Matrices::row_blocks(rows.count);
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      if (block + 1 < num_blocks) score_rows(block + 1);
+      const int64_t first = block * kTileRows;
+      const int64_t last = first + kTileRows < rows.count ? first + kTileRows : rows.count;
+      weigh_rows(p, rows, state, m, key, step.count, first, last);
+      value_tiles(m, p.head_dim_v, state.acc + first * padded(p.head_dim_v));
+    }
+  }
+
+  // Lanes are rows here: maximum and sum over keys need no shuffles.
+  static void weigh_rows(const DecodeParams& p, const Rows& rows, const RowState& state,
+                         const Matrices& m, int64_t key, int num_keys, int64_t first,
+                         int64_t last) {
+    float* scores = m.scores + first / kTileRows % 2 * kStepKeys * kTileRows;
+    if (p.softcap != 0.0f || p.alibi_slopes != nullptr) {
+      adjust_columns(p, rows, first, last, key, scores);
+    }
+    const Vec scale = broadcast(p.softcap != 0.0f || p.alibi_slopes != nullptr ? 1.0f
+                                                                               : score_scale(p));
+    Vec largest = load(scores);
+    for (int i = 1; i < num_keys; ++i) largest = max_keep_nan(largest, load(scores + i * kTileRows));
+    // The scale may be negative.
+    Vec smallest = load(scores);
+    for (int i = 1; i < num_keys; ++i) smallest = min_keep_nan(smallest, load(scores + i * kTileRows));
+    const Vec old_max = load(state.max + first);
+    const Vec new_max =
+        max_keep_nan(old_max, max_keep_nan(mul(largest, scale), mul(smallest, scale)));
+    const Vec base = select_below(new_max, -FLT_MAX, zero(), new_max);  // -inf - -inf would be NaN
+    const Vec rescale = exp2_nonpositive(sub(old_max, base));
+    Vec sum = mul(load(state.sum + first), rescale);
+    __m512i high[16], low[16];
+    for (int i = 0; i < kTileRows; ++i) {
+      Vec weight[2];
+      for (int j = 0; j < 2; ++j) {
+        weight[j] = 2 * i + j < num_keys
+                        ? exp2_nonpositive(
+                              _mm512_fmsub_ps(load(scores + (2 * i + j) * kTileRows), scale, base))
+                        : zero();
+        sum = add(sum, weight[j]);
+      }
+      high[i] = round_pairs(weight[0], weight[1]);
+      Vec rounded[2];
+      split_bfloat16(high[i], rounded[0], rounded[1]);
+      low[i] = round_pairs(sub(weight[0], rounded[0]), sub(weight[1], rounded[1]));
+    }
+    store_transposed(high, m.high);
+    store_transposed(low, m.low);
+    store(state.max + first, new_max);
+    store(state.sum + first, sum);
+    float factors[kTileRows];
+    store(factors, rescale);
+    for (int64_t row = first; row < last; ++row) {
+      if (factors[row - first] == 1.0f) continue;
+      float* acc = state.acc + row * padded(p.head_dim_v);
+      for (int64_t d = 0; d < p.head_dim_v; d += kLanes) {
+        store(acc + d, mul(load(acc + d), broadcast(factors[row - first])));
+      }
+    }
+  }
+
+  // Like adjust_scores, on scores [keys, 16 rows] as they come from the matrix unit.
+  static void adjust_columns(const DecodeParams& p, const Rows& rows, int64_t first, int64_t last,
+                             int64_t key, float* scores) {
+    const Vec scale = broadcast(score_scale(p)), factor = broadcast(p.softcap * kLog2E);
+    for (int i = 0; i < kStepKeys; ++i) {
+      Vec score = mul(load(scores + i * kTileRows), scale);
+      if (p.softcap != 0.0f) score = mul(tanh(score), factor);
+      store(scores + i * kTileRows, score);
+    }
+    if (p.alibi_slopes == nullptr) return;
+    const int64_t group_size = p.group_size();
+    float slopes[kTileRows] = {};
+    int64_t positions[kTileRows] = {};
+    for (int64_t row = first; row < last; ++row) {
+      const int64_t packed = rows.begin + row;
+      slopes[row - first] =
+          -kLog2E * p.alibi_slopes[rows.head_kv * group_size + packed % group_size];
+      positions[row - first] =
+          p.query_positions[rows.batch * p.seqlen_q + packed / group_size];
+    }
+    const __m512i low = _mm512_loadu_si512(positions), high = _mm512_loadu_si512(positions + 8);
+    int64_t key_positions[kStepKeys];
+    locate_positions(p.key_layout, key, key_positions);
+    for (int i = 0; i < kStepKeys; ++i) {
+      const __m512i position = _mm512_set1_epi64(key_positions[i]);
+      const Vec distance = _mm512_insertf32x8(
+          _mm512_castps256_ps512(_mm512_cvtepi64_ps(_mm512_sub_epi64(low, position))),
+          _mm512_cvtepi64_ps(_mm512_sub_epi64(high, position)), 1);
+      store(scores + i * kTileRows, fma(load(slopes), distance, load(scores + i * kTileRows)));
+    }
+  }
+};
