@@ -53,7 +53,7 @@ def main() -> int:
                 arguments.ranks_json.write_text(json.dumps(times))
             return 0
         result = run(arguments, progress, cpus, allowed)
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = Console() if sys.stdout.isatty() else Console(width=140)
     report.print_report(console, result)
     if arguments.out is not None:
         for path in report.write(result, arguments.out):

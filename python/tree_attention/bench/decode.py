@@ -314,7 +314,7 @@ def run(
 NOTES = (
     "A row is named dtype, query/kv heads, head_dim, batch, keys, queries. Medians of alternating "
     "runs (ours, SDPA, probe, ...) through Python, allocation of the outputs included; p10 and p90 "
-    "are in the JSON file.",
+    "of all are in the JSON file.",
     "Cold: every call reads a set of K and V that was read longest ago, twice the last-level cache "
     "in between. Warm: the call before it read the same set.",
     "GB/s counts K and V up to each length, q and o, once. % BW is the share of a probe that only "
@@ -336,9 +336,13 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{100 * value:.0f}"
 
+    def spread(times: dict[str, float]) -> str:
+        return f"{times['p10_us']:,.0f}-{times['p90_us']:,.0f}"
+
     return [
         Column("case", [row["name"] for row in rows]),
         Column("ours us", [time_of(row, OURS) for row in rows]),
+        Column("p10-p90", [spread(row["times"][OURS]) for row in rows]),
         Column("GB/s", [f"{row['bandwidth'] / 1e9:.1f}" for row in rows]),
         Column("% BW", [percent(row.get("bandwidth_share")) for row in rows]),
         Column("% FMA", [percent(row["fma_share"]) for row in rows]),

@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
             "--out", type=Path, metavar="DIR", help="write NAME.json, NAME.md and NAME.png there"
         )
     parsed = parser.parse_args(arguments)
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = Console() if sys.stdout.isatty() else Console(width=140)
     with joined_world() as world:
         if parsed.benchmark == "decode" and world.size > 1:
             if world.root:

@@ -123,6 +123,7 @@ def run(arguments: argparse.Namespace, world: World) -> int:
             f"the prompt has {len(prompt.input_ids)} tokens and {new_tokens} are to follow, but "
             f"the model has {limit} positions: shorten the prompt or --max-new-tokens"
         )
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     with Screen(world.root, prompt, model, tokenizer) as screen:
         result = generation.generate(
             model,
@@ -130,7 +131,7 @@ def run(arguments: argparse.Namespace, world: World) -> int:
             new_cache(arguments, model),
             streamer=screen.streamer,
             max_new_tokens=new_tokens,
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            pad_token_id=pad,
         )
     measured = result.to_json()
     completion = tokenizer.decode(result.tokens, skip_special_tokens=True)
