@@ -71,16 +71,14 @@ def _over_shard(
 ) -> tuple[Tensor, Tensor]:
     if ranges.kv_length != layer.length:
         raise _wrong_length(ranges, layer.length)
-    shard = layer.shard
-    local_ranges = ranges.local(shard.layout, shard.rank)
+    shard, keys, values = layer.shard, layer.keys, layer.values
     if shard.world_size == 1:
-        return lean_decode(
-            query, layer.keys, layer.values, local_ranges, out_dtype=out_dtype, **keywords
-        )
+        return lean_decode(query, keys, values, ranges.whole(), out_dtype=out_dtype, **keywords)
+    local_ranges = ranges.local(shard.layout, shard.rank)
     batch, num_heads_q, seqlen_q, _ = query.shape
     # The kernel writes where the exchange sends from.
-    state = shard.comm.send_state(batch, num_heads_q, seqlen_q, layer.values.shape[3], query.device)
-    lean_decode(query, layer.keys, layer.values, local_ranges, out=state, **keywords)
+    state = shard.comm.send_state(batch, num_heads_q, seqlen_q, values.shape[3], query.device)
+    lean_decode(query, keys, values, local_ranges, out=state, **keywords)
     return shard.comm.exchange(
         *state, strategy=shard.strategy, out_dtype=out_dtype, timeout=shard.timeout
     )
