@@ -17,6 +17,7 @@ from tree_attention import lean_decode, ring_decode
 from tree_attention.bench import decode, measure, report, tree
 from tree_attention.bench.accuracy import check_against_float64
 from tree_attention.cli import bench as bench_command
+from tree_attention.ring import MANIFEST_BYTES
 
 
 def test_samples_percentiles() -> None:
@@ -225,9 +226,9 @@ def test_tree_report_counts_the_bytes_of_its_formulas(world_size: int, tmp_path:
     assert not reports[0].wrong
     for row in rows:
         assert all(row["ranks_agree"].values())
-        sizes = 8 * 9 * (world_size - 1)  # the ring's manifest
+        manifests = MANIFEST_BYTES * (world_size - 1)
         for way, count in row["bytes_per_rank"].items():
-            predicted = row["predicted_bytes"][way] + (sizes if way == tree.RING else 0)
+            predicted = row["predicted_bytes"][way] + (manifests if way == tree.RING else 0)
             assert abs(count - predicted) <= 2, way  # an all-reduce may not divide evenly
     report.write(reports[0], tmp_path)
     assert (tmp_path / f"tree_{world_size}.png").exists()

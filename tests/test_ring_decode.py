@@ -15,6 +15,7 @@ from helpers import assert_same_bits, make_problem, paginate
 from sharded import CASES, LAYOUTS, WORLDS, make_case, merged
 from tree_attention import BlockCyclic, lean_decode, ring_decode, tree_decode
 from tree_attention.exchange import Communicator
+from tree_attention.ring import MANIFEST_BYTES
 
 State = tuple[Tensor, Tensor]
 
@@ -96,7 +97,7 @@ def grow_and_count(rank: int, world_size: int) -> list[int]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_are_linear_in_the_context(world_size: int) -> None:
-    manifest = (world_size - 1) * 10 * 8
+    manifests = (world_size - 1) * MANIFEST_BYTES
     per_key = 2 * 2 * 2 * 64 * 2  # k and v, batch 2, two key heads (not six), head_dim 64, bfloat16
     for rank, sent in enumerate(run_ranks(grow_and_count, world_size)):
         for length, count in zip(range(37, 42), sent, strict=True):
@@ -104,7 +105,7 @@ def test_bytes_are_linear_in_the_context(world_size: int) -> None:
             # A rank sends on every shard but its next neighbour's, which comes to it last.
             held = [layout.count(r, length) for r in range(world_size)]
             passed = length - held[(rank + 1) % world_size]
-            assert count == manifest + passed * per_key
+            assert count == manifests + passed * per_key
 
 
 def refuse_arguments(rank: int, world_size: int) -> None:

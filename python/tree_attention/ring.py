@@ -4,7 +4,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -233,6 +233,10 @@ class _Manifest:
             ranges if self.has_key_ranges else None,
             table if self.page_table_dim else None,
         ]
+
+
+# What a rank sends to each other one before any shard.
+MANIFEST_BYTES = 8 * len(fields(_Manifest))
 
 
 def _gather_manifests(
