@@ -187,16 +187,16 @@ inline void store_transposed(__m512i (&pairs)[16], uint16_t* out) {
 template <>
 struct SharedKeys<BFloat16> {
   static void attend(const DecodeParams& p, const Rows& rows, const RowState& state, int64_t begin,
-                     int64_t end) {
+                     int64_t end, int64_t limit) {
     if (p.head_dim % kTilePair != 0 || p.head_dim_v % kTilePair != 0) {
-      attend_vectors<BFloat16>(p, rows, state, begin, end);
+      attend_vectors<BFloat16>(p, rows, state, begin, end, limit);
       return;
     }
     const Matrices m(p, rows.count, state.matrices);
     pack_queries(p, rows, m.q);
     finish_stores();
     _tile_loadconfig(&kTileConfig);
-    for_steps<BFloat16>(p, rows, begin, end,
+    for_steps<BFloat16>(p, rows, begin, end, limit,
                         [&](int64_t key, const Step<BFloat16>& step, const Step<BFloat16>& next) {
                           attend_step(p, rows, state, m, key, step, next);
                         });
@@ -250,7 +250,7 @@ struct SharedKeys<BFloat16> {
         max_keep_nan(old_max, max_keep_nan(mul(largest, scale), mul(smallest, scale)));
     const Vec base = select_below(new_max, -FLT_MAX, zero(), new_max);  // -inf - -inf would be NaN
     const Vec rescale = exp2_nonpositive(sub(old_max, base));
-    Vec sum = mul(load(state.sum + first), rescale);
+    Vec sum = zero();
     __m512i high[16], low[16];
     for (int i = 0; i < kTileRows; ++i) {
       Vec weight[2];
@@ -269,7 +269,13 @@ struct SharedKeys<BFloat16> {
     store_transposed(high, m.high);
     store_transposed(low, m.low);
     store(state.max + first, new_max);
-    store(state.sum + first, sum);
+    const auto add_sum = [&](double* total, __m256 sums, __m256 factors) {
+      _mm512_storeu_pd(total, _mm512_fmadd_pd(_mm512_loadu_pd(total), _mm512_cvtps_pd(factors),
+                                              _mm512_cvtps_pd(sums)));
+    };
+    add_sum(state.sum + first, _mm512_castps512_ps256(sum), _mm512_castps512_ps256(rescale));
+    add_sum(state.sum + first + 8, _mm512_extractf32x8_ps(sum, 1),
+            _mm512_extractf32x8_ps(rescale, 1));
     float factors[kTileRows];
     store(factors, rescale);
     for (int64_t row = first; row < last; ++row) {

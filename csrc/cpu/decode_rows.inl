@@ -293,35 +293,37 @@ inline int64_t end_of_step(int64_t begin, int64_t end) {
   return begin + kStepKeys < end ? begin + kStepKeys : end;
 }
 
-// Calls body(first key, step, next step) over the steps of [begin, end); the last is its own next.
+// Calls body(first key, step, next step) over the steps of [begin, end). Next steps go on to `limit`;
+// the last one is its own next.
 template <typename T, typename Body>
 inline void for_steps(const DecodeParams& p, const Rows& rows, int64_t begin, int64_t end,
-                      const Body& body) {
+                      int64_t limit, const Body& body) {
   Step<T> steps[2];
   locate(p, rows, begin, end_of_step(begin, end), steps[0]);
   for (int current = 0; begin < end; current = 1 - current) {
     const int64_t next = begin + steps[current].count;
-    if (next < end) locate(p, rows, next, end_of_step(next, end), steps[1 - current]);
-    body(begin, steps[current], steps[next < end ? 1 - current : current]);
+    if (next < limit) locate(p, rows, next, end_of_step(next, limit), steps[1 - current]);
+    body(begin, steps[current], steps[next < limit ? 1 - current : current]);
     begin = next;
   }
 }
 
-// All rows, over keys that all of them see.
+// All rows, over keys that all of them see; keys from `end` to `limit` will follow.
 template <typename T>
 inline void attend_vectors(const DecodeParams& p, const Rows& rows, const RowState& state,
-                           int64_t begin, int64_t end) {
-  for_steps<T>(p, rows, begin, end, [&](int64_t key, const Step<T>& step, const Step<T>& next) {
-    attend_step<T>(p, rows, state, 0, rows.count, key, step, next);
-  });
+                           int64_t begin, int64_t end, int64_t limit) {
+  for_steps<T>(p, rows, begin, end, limit,
+               [&](int64_t key, const Step<T>& step, const Step<T>& next) {
+                 attend_step<T>(p, rows, state, 0, rows.count, key, step, next);
+               });
 }
 
 // The same; instruction sets with matrices specialise it.
 template <typename T>
 struct SharedKeys {
   static void attend(const DecodeParams& p, const Rows& rows, const RowState& state, int64_t begin,
-                     int64_t end) {
-    attend_vectors<T>(p, rows, state, begin, end);
+                     int64_t end, int64_t limit) {
+    attend_vectors<T>(p, rows, state, begin, end, limit);
   }
 };
 
@@ -439,7 +441,7 @@ void attend_rows(const DecodeParams& p, const Rows& rows, KeyRange keys, void* w
   }
   for (int64_t end; begin < common.end; begin = end) {
     end = begin + kFlushKeys < common.end ? begin + kFlushKeys : common.end;
-    SharedKeys<T>::attend(p, rows, state, begin, end);
+    SharedKeys<T>::attend(p, rows, state, begin, end, common.end);
     flush(p, rows.count, state);
   }
   for (int64_t end; begin < keys.end; begin = end) {
