@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import BlockCyclic, lean_decode, ring_decode, strategies, tree_decode
 from ..exchange import Communicator
+from ..ring import MANIFEST_BYTES
 from .accuracy import check_against_float64, digest
 from .decode import DTYPES
 from .measure import (
@@ -280,8 +281,8 @@ NOTES = (
     "alternating calls, p10 and p90 are in the JSON file. Inputs are cold.",
     "Bytes are what one rank sends per call, counted where they are sent. With p ranks, r = batch "
     "* query heads and d = head_dim: all_gather (p-1) * 4r(d+1); three_allreduce "
-    "2(p-1)/p * 4r(d+2); ring K and V of every shard but the next rank's, and (p-1) * 72 for "
-    "their sizes.",
+    "2(p-1)/p * 4r(d+2); ring K and V of every shard but the next rank's, and "
+    f"(p-1) * {MANIFEST_BYTES} for their sizes.",
     "Peak is by how much resident memory grew on the worst rank in the first call.",
     "error is the largest of o over all rows, relative to the row's largest magnitude, against "
     "float64. A row is right when that is at most twice plain PyTorch's plus one rounding and all "
