@@ -225,6 +225,18 @@ def test_prompt_lookup(world_size: int) -> None:
     assert max(largest) >= 2
 
 
+def _assisted(rank: int, world_size: int, prompt: Tensor, tokens: Tensor) -> None:
+    model = hf.enable(_model_to_enable("llama"), layout=_layout(world_size))
+    found = model.generate(prompt, **GREEDY, assistant_model=plain_model("mistral"))
+    assert torch.equal(found, tokens)
+
+
+def test_an_assistant_model() -> None:
+    """Every rank runs the whole assistant; its candidates are cropped like those of a lookup."""
+    prompt = make_prompts(batch=1)["input_ids"]
+    run_ranks(_assisted, 2, prompt, plain_model("llama").generate(prompt, **GREEDY))
+
+
 class _Collect:
     """A streamer."""
 

@@ -144,11 +144,19 @@ class TreeCacheLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._map_rows(lambda x: x.index_select(0, indices.to(x.device)))
-
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_rows(lambda x: x.repeat_interleave(int(repeats), dim=0))
+        if self.is_initialized:
+            rows = torch.arange(self.keys.shape[0], device=self.keys.device)
+            self.batch_select_indices(rows.repeat_interleave(int(repeats)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.is_initialized:
+            rows = indices.to(self.keys.device)
+
+            def select(x: Tensor, out: Tensor) -> None:
+                torch.index_select(x, 0, rows, out=out)
+
+            self._reallocate(len(rows), self.keys.shape[2], select)
 
     def offload(self) -> None:
         raise NotImplementedError("TreeCache: offloading is not supported")
@@ -176,25 +184,23 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def _grow(self, num_slots: int) -> None:
         capacity = -(-max(num_slots, self.reserved) // self.growth) * self.growth
+        self._reallocate(self.keys.shape[0], capacity, lambda x, out: out.copy_(x))
+
+    def _reallocate(
+        self, batch: int, capacity: int, fill: Callable[[Tensor, Tensor], object]
+    ) -> None:
         used = self.shard.count(self.length)
 
-        def grow(x: Tensor) -> Tensor:
-            larger = x.new_empty((*x.shape[:2], capacity, x.shape[3]))
-            larger[:, :, :used] = x[:, :, :used]
-            return larger
+        def reallocate(x: Tensor) -> Tensor:
+            new = x.new_empty((batch, x.shape[1], capacity, x.shape[3]))
+            fill(x[:, :, :used], new[:, :, :used])
+            return new
 
-        self._map_buffers(grow)
-
-    def _map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
-        if self.is_initialized:
-            self._map_buffers(function)
-
-    def _map_buffers(self, function: Callable[[Tensor], Tensor]) -> None:
         # Buffers outlive an inference mode in which they are made: tensors of that mode could not
         # be written to outside it. One at a time, so that one old buffer is alive beside the new.
         with torch.inference_mode(False), torch.no_grad():
-            self.keys = function(self.keys)
-            self.values = function(self.values)
+            self.keys = reallocate(self.keys)
+            self.values = reallocate(self.values)
 
 
 class TreeCache(Cache):
