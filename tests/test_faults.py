@@ -222,6 +222,24 @@ def test_rank_that_raised_alone_is_not_merged_with_another_step(
         assert seconds < TIMEOUT + SLACK
 
 
+def raise_alone_at_a_change(rank: int, world_size: int) -> Outcome:
+    comm = Communicator(timeout=AMPLE)
+    call("all_gather", comm)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="lean_decode: softcap"):
+            call("all_gather", comm, seqlen_q=2, softcap=-1.0)
+    # Its peers compare signatures too, for they changed their shape at the step it left out.
+    outcome = failure(call, "all_gather", comm, seqlen_q=2)
+    call("all_gather", comm, seqlen_q=2)
+    return outcome
+
+
+def test_rank_that_raised_alone_where_the_shape_changed() -> None:
+    for seconds, message in run_ranks(raise_alone_at_a_change, 3):
+        assert seconds < QUICK
+        assert "calls given up is 0 on rank 1, 1 on rank 0" in message
+
+
 def come_late(rank: int, world_size: int, first: bool) -> Outcome:
     comm = Communicator(timeout=TIMEOUT)
     if not first:

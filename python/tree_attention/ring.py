@@ -91,7 +91,7 @@ def ring_decode(
         # Refuses bad arguments before anything is sent; without keys it costs no more than that.
         attend(replace(own, key_ranges=no_keys), (state.o, state.lse))
     except BaseException:
-        comm.compare_signatures()
+        comm.give_up_call()
         raise
 
     seconds = comm.timeout if timeout is None else timeout

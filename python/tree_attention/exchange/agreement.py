@@ -34,10 +34,10 @@ _EXPLAIN_SECONDS = 0.3
 
 
 class ExchangeError(RuntimeError):
-    """The ranks of a group could not complete an exchange, and the communicator is unusable.
+    """The ranks of a group could not complete an exchange; no rank has a result.
 
-    Raised on every rank that is left, within the timeout, when a rank is lost or stalled, or when
-    ranks called with different arguments. No result of the call exists anywhere.
+    Raised on every rank that is left, within the timeout, when a rank is lost or stalled, which
+    also makes the communicator unusable, or when ranks called with different arguments.
     """
 
 

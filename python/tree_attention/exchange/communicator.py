@@ -67,6 +67,7 @@ class Communicator:
         self._buffers = StateBuffers(self.world_size)
         self._scratch: dict[tuple[int, torch.device], Tensor] = {}
         self._agreed: Signature | None = None
+        self._num_given_up = 0
         self._is_loading = False
 
     @property
@@ -105,7 +106,7 @@ class Communicator:
         head_dim of `v`. Their contents are undefined after the exchange.
         """
         if self._is_loading:  # the last state never came to its exchange
-            self.compare_signatures()
+            self.give_up_call()
         self._is_loading = True
         state = self.state((batch, num_heads_q, seqlen_q, head_dim), torch.device(device))
         return state.o, state.lse
@@ -147,7 +148,7 @@ class Communicator:
             strategy = resolve(strategy)
             state = self._load(o, lse)
         except BaseException:
-            self.compare_signatures()
+            self.give_up_call()
             raise
         dtype = o.dtype if out_dtype is None else out_dtype
 
@@ -199,7 +200,7 @@ class Communicator:
         def agree_and_run(deadline: float) -> T:
             if signature != self._agreed:
                 self._agreed = None
-                self._agreement.reach(signature, deadline)
+                self._reach(signature, deadline)
                 self._agreed = signature
             return run(deadline)
 
@@ -208,17 +209,24 @@ class Communicator:
     def agree(self, signature: Signature, timeout: float | None = None) -> None:
         """Raises ExchangeError on every rank, naming rank and field, unless all are equal."""
         if self.world_size > 1:
-            self._until_deadline(
-                lambda deadline: self._agreement.reach(signature, deadline), timeout
-            )
+            self._until_deadline(lambda deadline: self._reach(signature, deadline), timeout)
 
-    def compare_signatures(self) -> None:
-        """Have the next call compare signatures again.
+    def give_up_call(self) -> None:
+        """To be told by a rank that stopped on the way to a call.
 
-        For a rank that stopped on the way to a call: should its peers have gone on, its next call
-        must not meet theirs of this step.
+        Should its peers have gone on, its next call must not meet theirs of this step. So it
+        compares signatures, in which the number of calls given up is a field.
         """
         self._agreed = None
+        self._is_loading = False
+        self._num_given_up += 1
+
+    def _reach(self, signature: Signature, deadline: float) -> None:
+        try:
+            self._agreement.reach((*signature, ("calls given up", self._num_given_up)), deadline)
+        except Disagreement:
+            self._num_given_up = 0  # all ranks raise here, which brings them into step
+            raise
 
     def _until_deadline(self, run: Callable[[float], T], timeout: float | None) -> T:
         if self.failed is not None:
