@@ -15,13 +15,23 @@ from test_lean_decode_properties import problems
 from tree_attention import _C
 
 
-@pytest.fixture(params=["avx512", "avx2", "portable"])
+def supported() -> list[str]:
+    """Widest first; the last one runs everywhere."""
+    with pytest.raises(ValueError) as error:
+        _C.set_cpu_instruction_set("mmx")
+    message = re.fullmatch(
+        r"set_instruction_set: name must be one of (\w+(, \w+)*), got mmx", str(error.value)
+    )
+    assert message
+    return message[1].split(", ")
+
+
+@pytest.fixture(params=["amx", "avx512", "avx2", "neon", "portable"])
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param not in supported():
+        pytest.skip(f"no {request.param} on this CPU or in this build")
     before = _C.cpu_instruction_set()
-    try:
-        _C.set_cpu_instruction_set(request.param)
-    except ValueError:
-        pytest.skip(f"this CPU has no {request.param}")
+    _C.set_cpu_instruction_set(request.param)
     yield request.param
     _C.set_cpu_instruction_set(before)
 
@@ -31,11 +41,8 @@ def test_choice_is_reported(instruction_set):
 
 
 def test_unknown_name_lists_the_supported_ones():
-    with pytest.raises(ValueError) as error:
-        _C.set_cpu_instruction_set("mmx")
-    assert re.fullmatch(
-        r"set_instruction_set: name must be one of (\w+, )*portable, got mmx", str(error.value)
-    )
+    assert _C.cpu_instruction_set() in supported()
+    assert supported()[-1] in ("portable", "neon")
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -92,8 +99,10 @@ def test_half_precision_extremes(instruction_set):
 
 def test_instruction_sets_agree(instruction_set):
     """Up to rounding: bits are promised for one instruction set only."""
-    problem = make_problem(seqlen_k=500, seqlen_q=2, ranges="causal")
-    result = problem.run(num_workers=2)
-    _C.set_cpu_instruction_set("portable")
-    portable = problem.run(num_workers=2)
-    torch.testing.assert_close(result, portable, rtol=1e-5, atol=1e-6)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        _C.set_cpu_instruction_set(instruction_set)
+        problem = make_problem(seqlen_k=500, seqlen_q=2, ranges="causal", dtype=dtype)
+        result = problem.run(num_workers=2, out_dtype=torch.float32)
+        _C.set_cpu_instruction_set(supported()[-1])
+        portable = problem.run(num_workers=2, out_dtype=torch.float32)
+        torch.testing.assert_close(result, portable, rtol=2e-5, atol=2e-6)
