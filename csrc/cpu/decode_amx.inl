@@ -83,16 +83,38 @@ inline const BFloat16* key_matrix(const DecodeParams& p, const Step<BFloat16>& s
   return copy;
 }
 
+// Fetches the keys and values of a step, some cache lines at a time. A core keeps only 16 lines in
+// flight, so that fetching overlaps with computing only where it is spread over all of it.
+class Prefetcher {
+ public:
+  Prefetcher(const DecodeParams& p, const Step<BFloat16>& step)
+      : step_(step), k_lines_(p.head_dim / kTilePair), v_lines_(p.head_dim_v / kTilePair) {}
+
+  void fetch(int lines) {
+    for (; lines > 0 && key_ < kStepKeys; --lines) {
+      __builtin_prefetch(line_ < k_lines_ ? step_.k[key_] + line_ * kTilePair
+                                          : step_.v[key_] + (line_ - k_lines_) * kTilePair);
+      if (++line_ == k_lines_ + v_lines_) {
+        line_ = 0;
+        ++key_;
+      }
+    }
+  }
+
+ private:
+  const Step<BFloat16>& step_;
+  const int64_t k_lines_, v_lines_;
+  int64_t line_ = 0;
+  int key_ = 0;
+};
+
 // Two rows of V become rows of 32-bit pairs (even dims, odd dims). Keys past the end are zeros,
 // since 0 * NaN is NaN.
-inline void interleave_values(const Step<BFloat16>& step, const Step<BFloat16>& next,
-                              int64_t head_dim, int64_t key_dim, uint32_t* out) {
+inline void interleave_values(const Step<BFloat16>& step, Prefetcher& next, int64_t head_dim,
+                              uint32_t* out) {
   const __m512i low_half = _mm512_set1_epi32(0xffff);
   for (int i = 0; i < kTileRows; ++i) {
-    for (int j = 2 * i; j < 2 * i + 2; ++j) {
-      for (int64_t d = 0; d < key_dim; d += kTilePair) __builtin_prefetch(next.k[j] + d);
-      for (int64_t d = 0; d < head_dim; d += kTilePair) __builtin_prefetch(next.v[j] + d);
-    }
+    next.fetch(4);
     const bool has_first = 2 * i < step.count, has_second = 2 * i + 1 < step.count;
     for (int64_t d = 0; d < head_dim; d += kTilePair) {
       const __m512i a = has_first ? _mm512_loadu_si512(step.v[2 * i] + d) : __m512i{};
@@ -109,10 +131,12 @@ inline void interleave_values(const Step<BFloat16>& step, const Step<BFloat16>& 
 }
 
 inline void score_tiles(const BFloat16* k0, int64_t k0_stride, const BFloat16* k1,
-                        int64_t k1_stride, const uint32_t* q, int64_t head_dim, float* scores) {
+                        int64_t k1_stride, const uint32_t* q, int64_t head_dim, float* scores,
+                        Prefetcher& next) {
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t d = 0; d < head_dim; d += kTilePair) {
+    next.fetch(12);
     _tile_loadd(4, q + d / 2 * kTileRows, 64);
     _tile_loadd(2, k0 + d, k0_stride * 2);
     _tile_loadd(3, k1 + d, k1_stride * 2);
@@ -124,12 +148,13 @@ inline void score_tiles(const BFloat16* k0, int64_t k0_stride, const BFloat16* k
   finish_stores();
 }
 
-inline void value_tiles(const Matrices& m, int64_t head_dim, float* acc) {
+inline void value_tiles(const Matrices& m, int64_t head_dim, float* acc, Prefetcher& next) {
   const int64_t stride = padded(head_dim) * static_cast<int64_t>(sizeof(float));
   finish_stores();
   _tile_loadd(6, m.high, 64);
   _tile_loadd(7, m.low, 64);
   for (int64_t d = 0; d < head_dim; d += kTilePair) {
+    next.fetch(16);
     const uint32_t* v = m.v + d * kTileRows;
     _tile_loadd(0, acc + d, stride);
     _tile_loadd(1, acc + d + kLanes, stride);
@@ -213,27 +238,29 @@ struct SharedKeys<BFloat16> {
       k[i] = key_matrix(p, step, i * kTileRows, m.k + i * kTileRows * p.head_dim, stride[i]);
     }
     finish_stores();
+    Prefetcher prefetcher(p, next);
     const auto score_rows = [&](int64_t block) {
       score_tiles(k[0], stride[0], k[1], stride[1], m.q + block * kTileRows * p.head_dim / 2,
-                  p.head_dim, m.scores + block % 2 * kStepKeys * kTileRows);
+                  p.head_dim, m.scores + block % 2 * kStepKeys * kTileRows, prefetcher);
     };
     // The matrix unit scores the next rows while the vector units weigh these.
     score_rows(0);
-    interleave_values(step, next, p.head_dim_v, p.head_dim, m.v);
+    interleave_values(step, prefetcher, p.head_dim_v, m.v);
     const int64_t num_blocks = Matrices::row_blocks(rows.count);
     for (int64_t block = 0; block < num_blocks; ++block) {
       if (block + 1 < num_blocks) score_rows(block + 1);
       const int64_t first = block * kTileRows;
       const int64_t last = first + kTileRows < rows.count ? first + kTileRows : rows.count;
-      weigh_rows(p, rows, state, m, key, step.count, first, last);
-      value_tiles(m, p.head_dim_v, state.acc + first * padded(p.head_dim_v));
+      weigh_rows(p, rows, state, m, key, step.count, first, last, prefetcher);
+      value_tiles(m, p.head_dim_v, state.acc + first * padded(p.head_dim_v), prefetcher);
     }
+    prefetcher.fetch(kStepKeys * (p.head_dim + p.head_dim_v) / kTilePair);
   }
 
   // Lanes are rows here: maximum and sum over keys need no shuffles.
   static void weigh_rows(const DecodeParams& p, const Rows& rows, const RowState& state,
                          const Matrices& m, int64_t key, int num_keys, int64_t first,
-                         int64_t last) {
+                         int64_t last, Prefetcher& next) {
     float* scores = m.scores + first / kTileRows % 2 * kStepKeys * kTileRows;
     if (p.softcap != 0.0f || p.alibi_slopes != nullptr) {
       adjust_columns(p, rows, first, last, key, scores);
@@ -253,6 +280,7 @@ struct SharedKeys<BFloat16> {
     Vec sum = zero();
     __m512i high[16], low[16];
     for (int i = 0; i < kTileRows; ++i) {
+      next.fetch(5);
       Vec weight[2];
       for (int j = 0; j < 2; ++j) {
         weight[j] = 2 * i + j < num_keys
