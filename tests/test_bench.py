@@ -5,6 +5,7 @@ import json
 import math
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tree_attention import lean_decode, ring_decode
 from tree_attention.bench import decode, measure, report, tree
 from tree_attention.bench.accuracy import check_against_float64
 from tree_attention.cli import bench as bench_command
+from tree_attention.cli.world import World
 from tree_attention.ring import MANIFEST_BYTES
 
 
@@ -91,6 +93,18 @@ def test_pinned_threads_are_where_they_are_said_to_be() -> None:
 def test_peak_memory_sees_what_is_freed_again() -> None:
     peak = measure.peak_memory_of(lambda: torch.ones(1 << 24).sum().item())
     assert peak is not None and 60 << 20 < peak < 200 << 20
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux only")
+def test_memory_field_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match="/proc/self/status has no field VmNothing"):
+        measure._status_bytes("VmNothing")
+
+
+def test_load_is_warned_about_only_when_it_matters() -> None:
+    assert measure.load_warnings([None, 0.0, 0.01]) == []
+    (warning,) = measure.load_warnings([0.25, None])
+    assert "other processes took up to 25 % of the CPU time" in warning
 
 
 @pytest.mark.parametrize("wrong", ["value", "nan", "lse", "none"])
@@ -208,6 +222,14 @@ def test_bench_only_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     assert "No case contains 'int8'" in output
     assert decode.quick_cases()[0].name in output
+
+
+def test_bench_decode_refuses_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_command, "joined_world", lambda: nullcontext(World(size=2)))
+    assert bench_command.main(["decode", "--quick"]) == 2
+    assert "bench decode runs in one process" in capsys.readouterr().out
 
 
 def tree_report(rank: int, world_size: int) -> report.Report:

@@ -134,6 +134,15 @@ def test_generate_sdpa_refuses_several_processes() -> None:
         generate.run(argparse.Namespace(attention="sdpa"), World(rank=0, size=2))
 
 
+def test_generate_without_transformers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tree_attention.bench.generation", None)
+    monkeypatch.delattr(tree_attention.bench, "generation", raising=False)
+    assert main(["generate", "--model", "/nowhere", "--prompt", "x"]) == 2
+    assert "tree_attention.bench.generation" in squeezed(capsys)
+
+
 def test_generate_after_a_lost_rank(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +223,12 @@ def test_verify_fails_with_a_wrong_operator(
     assert main(["verify"]) == 1
     output = capsys.readouterr().out
     assert "FAILED" in output and "checks failed" in output
+
+
+def test_verify_skips_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify.importlib.util, "find_spec", lambda name: None)
+    (check,) = verify.check_huggingface(World(), None)
+    assert check.passed is None and "pip install 'tree-attention[hf]'" in check.detail
 
 
 def verify_on_ranks(rank: int, world_size: int, wrong_rank: int | None) -> list[verify.Check]:
