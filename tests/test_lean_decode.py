@@ -246,3 +246,21 @@ def test_rounding_errors_do_not_grow_with_length(num_workers, score_size):
         batch=1, num_heads_kv=1, group_size=8, seqlen_k=100_000, score_size=score_size
     )
     problem.run_and_check(num_workers=num_workers)
+
+
+def test_alibi_positions_beyond_32_bits(device):
+    """Distances are exact integers; positions of this size are not, in float32."""
+    problem = make_problem(seqlen_q=2, seqlen_k=200, alibi=0.5, key_layout=(2**33, 16, 48))
+    problem.options["query_positions"] += 2**33 + 500
+    assert len(problem.options["query_positions"].unique()) > 1
+    problem.to(device).run_and_check(num_workers=3)
+
+
+def test_one_worker_for_each_output_is_no_split(device):
+    """Boundaries of workers on boundaries of outputs: FlashAttention-2's schedule, and its bits."""
+    problem = make_problem(batch=3, num_heads_kv=2, seqlen_k=64 * 6).to(device)
+    whole = problem.run(num_workers=1)
+    for num_workers in (2, 3, 6):
+        assert_same_bits(problem.run(num_workers=num_workers), whole)
+    split = problem.run(num_workers=12)
+    assert not torch.equal(split[0], whole[0]), "a real split rounds differently"

@@ -204,3 +204,17 @@ def test_grouped_heads_equal_repeated_heads(problem):
     k, v = (x.repeat_interleave(group_size, 1) for x in (problem.k, problem.v))
     repeated = Problem(problem.q, k, v, problem.key_ranges, problem.options)
     problem.check(*repeated.run())
+
+
+@settings(max_examples=25)
+@given(**small, shift=st.sampled_from([1, 100, 5000]))
+def test_alibi_depends_on_query_positions_only_in_lse(seed, seqlen_k, num_workers, shift):
+    """-slope * (i - j) and +slope * j differ by a constant in each row."""
+    problem = plain_problem(seed, seqlen_k, alibi=1 / 16, seqlen_q=2)
+    o, lse = problem.run(num_workers=num_workers)
+    problem.options["query_positions"] = problem.options["query_positions"] + shift
+    moved, moved_lse = problem.run_and_check(num_workers=num_workers)
+    constant = problem.options["alibi_slopes"][:, None] * shift
+    rounding = 4e-7 * (1 + constant.max().item())
+    assert_close(moved, o, rtol=4 * rounding, atol=4 * rounding * problem.v.abs().max())
+    assert_close(moved_lse, lse - constant, rtol=4e-7, atol=4 * rounding)
