@@ -7,9 +7,9 @@ import os
 # share the cores. Read once, when torch loads; spawned ranks inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
+import pytest
+import torch
+from hypothesis import settings
 
 # The same examples in every run and no deadline: a busy machine fails no test.
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
@@ -18,13 +18,15 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Runs a test on every backend that this machine and this build of the extension have."""
+    """Runs a test on every backend that this machine and this build of the extension have for the
+    operator `OP` of the test's module, by default lean_decode."""
+    op = getattr(request.module, "OP", "lean_decode")
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     if not torch._C._dispatch_has_kernel_for_dispatch_key(
-        "tree_attention::lean_decode", request.param.upper()
+        f"tree_attention::{op}", request.param.upper()
     ):
-        pytest.skip(f"the extension is built without {request.param}")
+        pytest.skip(f"the extension has no {op} for {request.param}")
     return torch.device(request.param)
 
 

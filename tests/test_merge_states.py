@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from helpers import INF, NAN, assert_same_bits
 from tree_attention import merge_states, reference
 
+OP = "merge_states"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
