@@ -12,8 +12,9 @@
 #include "simd_types.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(                                                    \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16"))), \
+#pragma clang attribute push(                                                                      \
+    __attribute__((                                                                                \
+        target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16"))), \
     apply_to = function)
 #else
 // GCC bug 105593: intrinsics that leave lanes undefined on purpose.

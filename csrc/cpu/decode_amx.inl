@@ -2,28 +2,40 @@
 //
 // Both products in AMX tiles, for bfloat16 keys that all rows see; included after decode_rows.inl,
 // whose state and lane order it keeps, so that keys at the edges of ranges can take that path.
-// Scores^T [16 keys, 16 rows] = K Q^T takes K as it lies in memory; o [16 rows, 16 dims] += P V takes
-// V as pairs of keys. P is split into two bfloat16 terms (relative error 2^-17): rounding it to
-// one, as the matrix unit wants it, would cost half of the digits of o.
+// Scores^T [16 keys, 16 rows] = K Q^T takes K as it lies in memory; o [16 rows, 16 dims] += P V
+// takes V as pairs of keys. P is split into two bfloat16 terms (relative error 2^-17): rounding it
+// to one, as the matrix unit wants it, would cost half of the digits of o.
 
 constexpr int kTileRows = 16, kTilePair = 32;  // a tile: 16 rows of 32 bfloat16 or 16 float32
 static_assert(kStepKeys == 2 * kTileRows && kPair == kTilePair);
 
+// Tiles: 0, 1 scores^T; 2 keys or values; 3 queries^T; 4, 5 o; 6, 7 the two terms of P. A block of
+// few rows has smaller ones: loads and stores cost by the row.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  uint16_t bytes_per_row[16] = {};
+  uint8_t rows[16] = {};
+
+  TileConfig(int num_rows, int columns) {
+    for (int tile = 0; tile < 4; ++tile) shape(tile, kTileRows, tile == 2 ? 64 : 4 * columns);
+    for (int tile = 4; tile < 8; ++tile) shape(tile, num_rows, 64);
+  }
+
+ private:
+  void shape(int tile, int num_rows, int num_bytes) {
+    rows[tile] = static_cast<uint8_t>(num_rows);
+    bytes_per_row[tile] = static_cast<uint16_t>(num_bytes);
+  }
 };
-constexpr TileConfig kTileConfig;
 
 // The tile intrinsics do not tell the compiler that they read memory.
 inline void finish_stores() { asm volatile("" ::: "memory"); }
 
 struct Matrices {
-  uint32_t* q;         // [row blocks, head_dim / 32, 16 pairs of dims, 16 rows]
-  uint32_t* v;         // [head_dim_v / 32, even and odd dims, 16 pairs of keys, 16 dims]
-  BFloat16* k;         // [32 keys, head_dim]: where they do not lie at equal distances
-  float* scores;       // [2, 32 keys, 16 rows]
+  uint32_t* q;           // [row blocks, head_dim / 32, 16 pairs of dims, columns]
+  uint32_t* v;           // [head_dim_v / 32, even and odd dims, 16 pairs of keys, 16 dims]
+  BFloat16* k;           // [32 keys, head_dim]: where they do not lie at equal distances
+  float* scores;         // [2, 32 keys, columns]
   uint16_t *high, *low;  // [16 rows, 32 keys]: the two terms of P
 
   static int64_t row_blocks(int64_t num_rows) { return (num_rows + kTileRows - 1) / kTileRows; }
@@ -48,18 +60,18 @@ struct Matrices {
   }
 };
 
-inline void pack_queries(const DecodeParams& p, const Rows& rows, uint32_t* out) {
+inline void pack_queries(const DecodeParams& p, const Rows& rows, int columns, uint32_t* out) {
   const int64_t group_size = p.group_size(), num_pairs = p.head_dim / 2;
-  const int64_t block_size = num_pairs * kTileRows;
+  const int64_t block_size = num_pairs * columns;
   __builtin_memset(out, 0, Matrices::row_blocks(rows.count) * block_size * sizeof(uint32_t));
   for (int64_t row = 0; row < rows.count; ++row) {
     const int64_t token = (rows.begin + row) / group_size;
     const int64_t head = rows.head_kv * group_size + (rows.begin + row) % group_size;
     const BFloat16* source = static_cast<const BFloat16*>(p.q) + rows.batch * p.q_stride[0] +
                              head * p.q_stride[1] + token * p.q_stride[2];
-    uint32_t* column = out + row / kTileRows * block_size + row % kTileRows;
+    uint32_t* column = out + row / columns * block_size + row % columns;
     for (int64_t pair = 0; pair < num_pairs; ++pair) {
-      __builtin_memcpy(column + pair * kTileRows, source + 2 * pair, sizeof(uint32_t));
+      __builtin_memcpy(column + pair * columns, source + 2 * pair, sizeof(uint32_t));
     }
   }
 }
@@ -121,30 +133,31 @@ inline void interleave_values(const Step<BFloat16>& step, Prefetcher& next, int6
       const __m512i b = has_second ? _mm512_loadu_si512(step.v[2 * i + 1] + d) : __m512i{};
       uint32_t* tiles = out + (d / kTilePair * 2 * kTileRows + i) * kTileRows;
       // (low_half & x) | (~low_half & y)
-      _mm512_storeu_si512(
-          tiles, _mm512_ternarylogic_epi32(low_half, a, _mm512_slli_epi32(b, 16), 0xca));
-      _mm512_storeu_si512(
-          tiles + kTileRows * kTileRows,
-          _mm512_ternarylogic_epi32(low_half, _mm512_srli_epi32(a, 16), b, 0xca));
+      _mm512_storeu_si512(tiles,
+                          _mm512_ternarylogic_epi32(low_half, a, _mm512_slli_epi32(b, 16), 0xca));
+      _mm512_storeu_si512(tiles + kTileRows * kTileRows,
+                          _mm512_ternarylogic_epi32(low_half, _mm512_srli_epi32(a, 16), b, 0xca));
     }
   }
 }
 
+template <int kColumns>
 inline void score_tiles(const BFloat16* k0, int64_t k0_stride, const BFloat16* k1,
                         int64_t k1_stride, const uint32_t* q, int64_t head_dim, float* scores,
                         Prefetcher& next) {
+  constexpr int kBytes = kColumns * sizeof(float);
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t d = 0; d < head_dim; d += kTilePair) {
     next.fetch(12);
-    _tile_loadd(4, q + d / 2 * kTileRows, 64);
+    _tile_loadd(3, q + d / 2 * kColumns, kBytes);
     _tile_loadd(2, k0 + d, k0_stride * 2);
-    _tile_loadd(3, k1 + d, k1_stride * 2);
-    _tile_dpbf16ps(0, 2, 4);
-    _tile_dpbf16ps(1, 3, 4);
+    _tile_dpbf16ps(0, 2, 3);
+    _tile_loadd(2, k1 + d, k1_stride * 2);
+    _tile_dpbf16ps(1, 2, 3);
   }
-  _tile_stored(0, scores, 64);
-  _tile_stored(1, scores + kTileRows * kTileRows, 64);
+  _tile_stored(0, scores, kBytes);
+  _tile_stored(1, scores + kTileRows * kColumns, kBytes);
   finish_stores();
 }
 
@@ -156,16 +169,16 @@ inline void value_tiles(const Matrices& m, int64_t head_dim, float* acc, Prefetc
   for (int64_t d = 0; d < head_dim; d += kTilePair) {
     next.fetch(16);
     const uint32_t* v = m.v + d * kTileRows;
-    _tile_loadd(0, acc + d, stride);
-    _tile_loadd(1, acc + d + kLanes, stride);
+    _tile_loadd(4, acc + d, stride);
+    _tile_loadd(5, acc + d + kLanes, stride);
     _tile_loadd(2, v, 64);
-    _tile_loadd(3, v + kTileRows * kTileRows, 64);
-    _tile_dpbf16ps(0, 7, 2);
-    _tile_dpbf16ps(1, 7, 3);
-    _tile_dpbf16ps(0, 6, 2);
-    _tile_dpbf16ps(1, 6, 3);
-    _tile_stored(0, acc + d, stride);
-    _tile_stored(1, acc + d + kLanes, stride);
+    _tile_dpbf16ps(4, 7, 2);
+    _tile_dpbf16ps(4, 6, 2);
+    _tile_loadd(2, v + kTileRows * kTileRows, 64);
+    _tile_dpbf16ps(5, 7, 2);
+    _tile_dpbf16ps(5, 6, 2);
+    _tile_stored(4, acc + d, stride);
+    _tile_stored(5, acc + d + kLanes, stride);
   }
   finish_stores();
 }
@@ -197,16 +210,86 @@ inline void transpose(__m512i (&x)[16]) {
 
 // bfloat16 pairs (a, b) of each lane.
 inline __m512i round_pairs(Vec a, Vec b) {
-  const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9,
-                                              24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17,
-                                              1, 16, 0);
-  return _mm512_permutexvar_epi16(interleave,
-                                  reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
+  const __m512i interleave =
+      _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                       21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(interleave, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
 }
 
-inline void store_transposed(__m512i (&pairs)[16], uint16_t* out) {
-  transpose(pairs);
-  for (int row = 0; row < kTileRows; ++row) _mm512_store_si512(out + row * kStepKeys, pairs[row]);
+// What is left of (a, b) after rounding them to `pairs`.
+inline void subtract_rounded(__m512i pairs, Vec& a, Vec& b) {
+  Vec rounded_a, rounded_b;
+  split_bfloat16(pairs, rounded_a, rounded_b);
+  a = sub(a, rounded_a);
+  b = sub(b, rounded_b);
+}
+
+// Weights [32 keys, 16 rows], one key in a vector, to P [16 rows, 32 keys].
+inline void store_weights(Vec (&weights)[kStepKeys], const Matrices& m) {
+  __m512i pairs[kTileRows];
+  uint16_t* const terms[] = {m.high, m.low};
+  for (uint16_t* term : terms) {
+    for (int i = 0; i < kTileRows; ++i) {
+      pairs[i] = round_pairs(weights[2 * i], weights[2 * i + 1]);
+      subtract_rounded(pairs[i], weights[2 * i], weights[2 * i + 1]);
+    }
+    transpose(pairs);
+    for (int row = 0; row < kTileRows; ++row) {
+      _mm512_store_si512(term + row * kStepKeys, pairs[row]);
+    }
+  }
+}
+
+// Weights [32 keys, 4 rows], four keys in a vector, to P [4 rows, 32 keys].
+inline void store_weights(Vec (&weights)[kStepKeys / 4], const Matrices& m) {
+  const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  Vec rows[2][4];  // of 16 keys
+  for (int half = 0; half < 2; ++half) {
+    const Vec* w = weights + 4 * half;
+    const Vec a = _mm512_unpacklo_ps(w[0], w[2]), b = _mm512_unpacklo_ps(w[1], w[3]);
+    const Vec c = _mm512_unpackhi_ps(w[0], w[2]), d = _mm512_unpackhi_ps(w[1], w[3]);
+    const Vec by_row[4] = {_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b),
+                           _mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)};
+    for (int row = 0; row < 4; ++row) {
+      rows[half][row] = _mm512_permutexvar_ps(in_order, by_row[row]);
+    }
+  }
+  const auto widen = [](__m256i x, Vec& wide) {
+    wide = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+  };
+  for (int row = 0; row < 4; ++row) {
+    const Vec a = rows[0][row], b = rows[1][row];
+    const __m512i high = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a));
+    Vec high_a, high_b;
+    widen(_mm512_castsi512_si256(high), high_a);
+    widen(_mm512_extracti64x4_epi64(high, 1), high_b);
+    _mm512_store_si512(m.high + row * kStepKeys, high);
+    _mm512_store_si512(m.low + row * kStepKeys, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(
+                                                    sub(b, high_b), sub(a, high_a))));
+  }
+}
+
+template <int kColumns>
+inline Vec load_columns(const float* p) {
+  return kColumns == 4 ? _mm512_broadcast_f32x4(_mm_loadu_ps(p)) : load(p);
+}
+
+// Over the keys in a vector, to all of its lanes.
+template <int kColumns>
+inline Vec max_of_keys(Vec x) {
+  if constexpr (kColumns == 4) {
+    x = max_keep_nan(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    x = max_keep_nan(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+  }
+  return x;
+}
+template <int kColumns>
+inline Vec sum_of_keys(Vec x) {
+  if constexpr (kColumns == 4) {
+    x = add(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    x = add(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+  }
+  return x;
 }
 
 template <>
@@ -217,18 +300,32 @@ struct SharedKeys<BFloat16> {
       attend_vectors<BFloat16>(p, rows, state, begin, end, limit);
       return;
     }
+    if (rows.count <= 4) {
+      attend_columns<4>(p, rows, state, begin, end, limit);
+    } else {
+      attend_columns<kTileRows>(p, rows, state, begin, end, limit);
+    }
+  }
+
+ private:
+  // Blocks of kColumns rows: a vector holds the scores of all of them for 16 / kColumns keys.
+  template <int kColumns>
+  static void attend_columns(const DecodeParams& p, const Rows& rows, const RowState& state,
+                             int64_t begin, int64_t end, int64_t limit) {
     const Matrices m(p, rows.count, state.matrices);
-    pack_queries(p, rows, m.q);
+    pack_queries(p, rows, kColumns, m.q);
+    const TileConfig config(rows.count < kTileRows ? static_cast<int>(rows.count) : kTileRows,
+                            kColumns);
     finish_stores();
-    _tile_loadconfig(&kTileConfig);
+    _tile_loadconfig(&config);
     for_steps<BFloat16>(p, rows, begin, end, limit,
                         [&](int64_t key, const Step<BFloat16>& step, const Step<BFloat16>& next) {
-                          attend_step(p, rows, state, m, key, step, next);
+                          attend_step<kColumns>(p, rows, state, m, key, step, next);
                         });
     _tile_release();
   }
 
- private:
+  template <int kColumns>
   static void attend_step(const DecodeParams& p, const Rows& rows, const RowState& state,
                           const Matrices& m, int64_t key, const Step<BFloat16>& step,
                           const Step<BFloat16>& next) {
@@ -240,8 +337,9 @@ struct SharedKeys<BFloat16> {
     finish_stores();
     Prefetcher prefetcher(p, next);
     const auto score_rows = [&](int64_t block) {
-      score_tiles(k[0], stride[0], k[1], stride[1], m.q + block * kTileRows * p.head_dim / 2,
-                  p.head_dim, m.scores + block % 2 * kStepKeys * kTileRows, prefetcher);
+      score_tiles<kColumns>(k[0], stride[0], k[1], stride[1],
+                            m.q + block * kTileRows * p.head_dim / 2, p.head_dim,
+                            m.scores + block % 2 * kStepKeys * kTileRows, prefetcher);
     };
     // The matrix unit scores the next rows while the vector units weigh these.
     score_rows(0);
@@ -251,59 +349,56 @@ struct SharedKeys<BFloat16> {
       if (block + 1 < num_blocks) score_rows(block + 1);
       const int64_t first = block * kTileRows;
       const int64_t last = first + kTileRows < rows.count ? first + kTileRows : rows.count;
-      weigh_rows(p, rows, state, m, key, step.count, first, last, prefetcher);
+      weigh_rows<kColumns>(p, rows, state, m, key, step.count, first, last, prefetcher);
       value_tiles(m, p.head_dim_v, state.acc + first * padded(p.head_dim_v), prefetcher);
     }
     prefetcher.fetch(kStepKeys * (p.head_dim + p.head_dim_v) / kTilePair);
   }
 
-  // Lanes are rows here: maximum and sum over keys need no shuffles.
+  // Lanes are rows here, so that maximum and sum over keys need hardly a shuffle.
+  template <int kColumns>
   static void weigh_rows(const DecodeParams& p, const Rows& rows, const RowState& state,
-                         const Matrices& m, int64_t key, int num_keys, int64_t first,
-                         int64_t last, Prefetcher& next) {
+                         const Matrices& m, int64_t key, int num_keys, int64_t first, int64_t last,
+                         Prefetcher& next) {
+    constexpr int kVectors = kStepKeys * kColumns / kLanes, kVectorKeys = kLanes / kColumns;
     float* scores = m.scores + first / kTileRows % 2 * kStepKeys * kTileRows;
-    if (p.softcap != 0.0f || p.alibi_slopes != nullptr) {
-      adjust_columns(p, rows, first, last, key, scores);
+    const bool adjusted = p.softcap != 0.0f || p.alibi_slopes != nullptr;
+    if (adjusted) adjust_columns<kColumns>(p, rows, first, last, key, num_keys, scores);
+    const Vec scale = broadcast(adjusted ? 1.0f : score_scale(p));
+
+    // Both ends, since the scale may be negative. Rows past the last key repeat it.
+    Vec largest = load(scores), smallest = largest;
+    for (int i = 1; i < kVectors; ++i) {
+      largest = max_keep_nan(largest, load(scores + i * kLanes));
+      smallest = min_keep_nan(smallest, load(scores + i * kLanes));
     }
-    const Vec scale = broadcast(p.softcap != 0.0f || p.alibi_slopes != nullptr ? 1.0f
-                                                                               : score_scale(p));
-    Vec largest = load(scores);
-    for (int i = 1; i < num_keys; ++i) largest = max_keep_nan(largest, load(scores + i * kTileRows));
-    // The scale may be negative.
-    Vec smallest = load(scores);
-    for (int i = 1; i < num_keys; ++i) smallest = min_keep_nan(smallest, load(scores + i * kTileRows));
-    const Vec old_max = load(state.max + first);
-    const Vec new_max =
-        max_keep_nan(old_max, max_keep_nan(mul(largest, scale), mul(smallest, scale)));
+    const Vec old_max = load_columns<kColumns>(state.max + first);
+    const Vec new_max = max_keep_nan(
+        old_max, max_of_keys<kColumns>(max_keep_nan(mul(largest, scale), mul(smallest, scale))));
     const Vec base = select_below(new_max, -FLT_MAX, zero(), new_max);  // -inf - -inf would be NaN
     const Vec rescale = exp2_nonpositive(sub(old_max, base));
-    Vec sum = zero();
-    __m512i high[16], low[16];
-    for (int i = 0; i < kTileRows; ++i) {
-      next.fetch(5);
-      Vec weight[2];
-      for (int j = 0; j < 2; ++j) {
-        weight[j] = 2 * i + j < num_keys
-                        ? exp2_nonpositive(
-                              _mm512_fmsub_ps(load(scores + (2 * i + j) * kTileRows), scale, base))
-                        : zero();
-        sum = add(sum, weight[j]);
-      }
-      high[i] = round_pairs(weight[0], weight[1]);
-      Vec rounded[2];
-      split_bfloat16(high[i], rounded[0], rounded[1]);
-      low[i] = round_pairs(sub(weight[0], rounded[0]), sub(weight[1], rounded[1]));
+
+    Vec sum = zero(), weights[kVectors];
+    for (int i = 0; i < kVectors; ++i) {
+      next.fetch(kColumns == 4 ? 6 : 3);
+      weights[i] = exp2_nonpositive(_mm512_fmsub_ps(load(scores + i * kLanes), scale, base));
+      const int lanes = (num_keys - i * kVectorKeys) * kColumns;
+      if (lanes < kLanes) weights[i] = _mm512_maskz_mov_ps(first_lanes(lanes), weights[i]);
+      sum = add(sum, weights[i]);
     }
-    store_transposed(high, m.high);
-    store_transposed(low, m.low);
-    store(state.max + first, new_max);
-    const auto add_sum = [&](double* total, __m256 sums, __m256 factors) {
-      _mm512_storeu_pd(total, _mm512_fmadd_pd(_mm512_loadu_pd(total), _mm512_cvtps_pd(factors),
-                                              _mm512_cvtps_pd(sums)));
+    store_weights(weights, m);
+    sum = sum_of_keys<kColumns>(sum);
+    const __mmask16 columns = first_lanes(kColumns);
+    _mm512_mask_storeu_ps(state.max + first, columns, new_max);
+    const auto add_sum = [&](int begin, __m256 sums, __m256 factors) {
+      double* total = state.sum + first + begin;
+      const auto mask = static_cast<__mmask8>(columns >> begin);
+      _mm512_mask_storeu_pd(total, mask,
+                            _mm512_fmadd_pd(_mm512_maskz_loadu_pd(mask, total),
+                                            _mm512_cvtps_pd(factors), _mm512_cvtps_pd(sums)));
     };
-    add_sum(state.sum + first, _mm512_castps512_ps256(sum), _mm512_castps512_ps256(rescale));
-    add_sum(state.sum + first + 8, _mm512_extractf32x8_ps(sum, 1),
-            _mm512_extractf32x8_ps(rescale, 1));
+    add_sum(0, _mm512_castps512_ps256(sum), _mm512_castps512_ps256(rescale));
+    add_sum(8, _mm512_extractf32x8_ps(sum, 1), _mm512_extractf32x8_ps(rescale, 1));
     float factors[kTileRows];
     store(factors, rescale);
     for (int64_t row = first; row < last; ++row) {
@@ -315,35 +410,42 @@ struct SharedKeys<BFloat16> {
     }
   }
 
-  // Like adjust_scores, on scores [keys, 16 rows] as they come from the matrix unit.
+  // Like adjust_scores, on scores [keys, columns] as they come from the matrix unit.
+  template <int kColumns>
   static void adjust_columns(const DecodeParams& p, const Rows& rows, int64_t first, int64_t last,
-                             int64_t key, float* scores) {
+                             int64_t key, int num_keys, float* scores) {
+    constexpr int kSize = kStepKeys * kColumns, kVectorKeys = kLanes / kColumns;
     const Vec scale = broadcast(score_scale(p)), factor = broadcast(p.softcap * kLog2E);
-    for (int i = 0; i < kStepKeys; ++i) {
-      Vec score = mul(load(scores + i * kTileRows), scale);
+    for (int i = 0; i < kSize; i += kLanes) {
+      Vec score = mul(load(scores + i), scale);
       if (p.softcap != 0.0f) score = mul(tanh(score), factor);
-      store(scores + i * kTileRows, score);
+      store(scores + i, score);
     }
     if (p.alibi_slopes == nullptr) return;
     const int64_t group_size = p.group_size();
-    float slopes[kTileRows] = {};
-    int64_t positions[kTileRows] = {};
-    for (int64_t row = first; row < last; ++row) {
-      const int64_t packed = rows.begin + row;
-      slopes[row - first] =
-          -kLog2E * p.alibi_slopes[rows.head_kv * group_size + packed % group_size];
-      positions[row - first] =
-          p.query_positions[rows.batch * p.seqlen_q + packed / group_size];
+    float slopes[kLanes] = {};
+    int64_t positions[kLanes] = {}, key_of_lane[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      key_of_lane[lane] = lane / kColumns;
+      const int64_t packed = rows.begin + first + lane % kColumns;
+      if (first + lane % kColumns >= last) continue;
+      slopes[lane] = -kLog2E * p.alibi_slopes[rows.head_kv * group_size + packed % group_size];
+      positions[lane] = p.query_positions[rows.batch * p.seqlen_q + packed / group_size];
     }
-    const __m512i low = _mm512_loadu_si512(positions), high = _mm512_loadu_si512(positions + 8);
-    int64_t key_positions[kStepKeys];
+    int64_t key_positions[kStepKeys + kLanes] = {};
     locate_positions(p.key_layout, key, key_positions);
-    for (int i = 0; i < kStepKeys; ++i) {
-      const __m512i position = _mm512_set1_epi64(key_positions[i]);
-      const Vec distance = _mm512_insertf32x8(
-          _mm512_castps256_ps512(_mm512_cvtepi64_ps(_mm512_sub_epi64(low, position))),
-          _mm512_cvtepi64_ps(_mm512_sub_epi64(high, position)), 1);
-      store(scores + i * kTileRows, fma(load(slopes), distance, load(scores + i * kTileRows)));
+    // Repeated keys keep repeating the last one, or they could set the maximum.
+    for (int i = num_keys; i < kStepKeys; ++i) key_positions[i] = key_positions[num_keys - 1];
+    const auto distances = [&](int i, int begin) {
+      const __m512i of_keys =
+          _mm512_permutexvar_epi64(_mm512_loadu_si512(key_of_lane + begin),
+                                   _mm512_loadu_si512(key_positions + i * kVectorKeys));
+      return _mm512_cvtepi64_ps(_mm512_sub_epi64(_mm512_loadu_si512(positions + begin), of_keys));
+    };
+    for (int i = 0; i < kSize / kLanes; ++i) {
+      const Vec distance =
+          _mm512_insertf32x8(_mm512_castps256_ps512(distances(i, 0)), distances(i, 8), 1);
+      store(scores + i * kLanes, fma(load(slopes), distance, load(scores + i * kLanes)));
     }
   }
 };

@@ -65,8 +65,9 @@ inline void locate(const DecodeParams& p, const Rows& rows, int64_t begin, int64
 constexpr int64_t kFlushKeys = 64 * kStepKeys;
 
 // Scratch memory of one call, in float32 and in the lane order of load_pair. p v is summed in three
-// levels, over a step, over up to kFlushKeys keys (acc) and over all (total): one chain of additions
-// has ten times the rounding error of a blocked matrix product at 256k keys, three have less.
+// levels, over a step, over up to kFlushKeys keys (acc) and over all (total): one chain of
+// additions has ten times the rounding error of a blocked matrix product at 256k keys, three have
+// less.
 struct RowState {
   float* q;          // [rows, padded(head_dim)], scaled
   float* acc;        // [rows, padded(head_dim_v)], since the last flush
@@ -98,8 +99,8 @@ inline RowState carve(const DecodeParams& p, int64_t num_rows, void* workspace) 
 }
 
 inline size_t state_bytes(const DecodeParams& p, int64_t num_rows) {
-  return padded_rows(num_rows) *
-         (padded(p.head_dim) + 2 * padded(p.head_dim_v) + kStepKeys + 4) * sizeof(float);
+  return padded_rows(num_rows) * (padded(p.head_dim) + 2 * padded(p.head_dim_v) + kStepKeys + 4) *
+         sizeof(float);
 }
 
 // Scores of kRows query rows and kKeyBlock keys. While it computes, it fetches `ahead`.
@@ -138,8 +139,8 @@ inline void score_block(const T* const* k, const T* const* ahead, const float* q
 }
 
 template <typename T, int kRows, bool kPrefetch>
-inline void value_block(const Step<T>& step, const T* const* ahead, const float* weights, const float* rescale,
-                        int64_t head_dim, float* acc) {
+inline void value_block(const Step<T>& step, const T* const* ahead, const float* weights,
+                        const float* rescale, int64_t head_dim, float* acc) {
   const int64_t stride = padded(head_dim);
   const auto accumulate = [&](int64_t d, const auto& load_values) {
     Vec even[kRows], odd[kRows];
@@ -193,12 +194,11 @@ inline void for_row_blocks(int64_t begin, int64_t end, const Body& body) {
 }
 
 // Global positions of the keys of a step.
-inline void locate_positions(const KeyLayout& layout, int64_t key_begin,
-                             int64_t (&positions)[kStepKeys]) {
+inline void locate_positions(const KeyLayout& layout, int64_t key_begin, int64_t* positions) {
   int64_t offset = key_begin % layout.block;
   int64_t position = layout.first + key_begin / layout.block * layout.stride + offset;
-  for (int64_t& result : positions) {
-    result = position++;
+  for (int i = 0; i < kStepKeys; ++i) {
+    positions[i] = position++;
     if (++offset == layout.block) {
       offset = 0;
       position += layout.stride - layout.block;
@@ -293,8 +293,8 @@ inline int64_t end_of_step(int64_t begin, int64_t end) {
   return begin + kStepKeys < end ? begin + kStepKeys : end;
 }
 
-// Calls body(first key, step, next step) over the steps of [begin, end). Next steps go on to `limit`;
-// the last one is its own next.
+// Calls body(first key, step, next step) over the steps of [begin, end). Next steps go on to
+// `limit`; the last one is its own next.
 template <typename T, typename Body>
 inline void for_steps(const DecodeParams& p, const Rows& rows, int64_t begin, int64_t end,
                       int64_t limit, const Body& body) {
