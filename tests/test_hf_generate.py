@@ -20,6 +20,8 @@ pytest.importorskip("transformers")
 
 from hf_models import CONFIGS, PAD, VOCAB_SIZE, make_model, make_prompts
 from tree_attention import BlockCyclic, ContiguousThenCyclic, ShardLayout, hf
+from tree_attention.exchange import get_communicator
+from tree_attention.hf import attention
 
 NUM_TOKENS = 24
 GREEDY = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
@@ -162,6 +164,30 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_enable(name: str) -> None:
     run_ranks(_generate_with_options, 3, OPTIONS[name], _expected_tokens("without_cache"))
+
+
+def _small_messages(rank: int, world_size: int, tokens: Tensor) -> None:
+    model = hf.enable(_model_to_enable("llama"), layout=_layout(world_size))
+    comm = get_communicator()
+    num_queries: list[int] = []
+    limit, send_state = attention._MAX_MESSAGE_BYTES, comm.send_state
+
+    def recording_send_state(*shape: Any) -> tuple[Tensor, Tensor]:
+        num_queries.append(shape[2])
+        return send_state(*shape)
+
+    attention._MAX_MESSAGE_BYTES = 10 * 4 * 3 * 8 * (8 + 1)  # ten queries of the batch
+    comm.send_state = recording_send_state
+    try:
+        assert torch.equal(model.generate(**make_prompts(), **GREEDY), tokens)
+    finally:
+        attention._MAX_MESSAGE_BYTES = limit
+        del comm.send_state
+    assert num_queries[:4] == [10, 10, 10, 7]
+
+
+def test_long_prompts_are_exchanged_in_pieces() -> None:
+    run_ranks(_small_messages, 2, _expected_tokens("without_cache"))
 
 
 def _two_turns(

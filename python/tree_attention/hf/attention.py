@@ -10,6 +10,9 @@ from ..ops import lean_decode
 from .cache import KVShard, TreeCacheLayer
 from .masks import KeyRanges
 
+# A rank keeps one buffer of the largest message and world_size more to receive into. A forward pass
+# over more queries is exchanged in pieces of this size.
+_MAX_MESSAGE_BYTES = 32 << 20
 # Keyword arguments that change the result of attention and have no counterpart in the operator.
 _UNSUPPORTED_KEYWORDS = ("position_bias", "alibi", "head_mask", "cu_seq_lens_q", "block_table")
 
@@ -76,12 +79,22 @@ def _over_shard(
         return lean_decode(query, keys, values, ranges.whole(), out_dtype=out_dtype, **keywords)
     local_ranges = ranges.local(shard.layout, shard.rank)
     batch, num_heads_q, seqlen_q, _ = query.shape
-    # The kernel writes where the exchange sends from.
-    state = shard.comm.send_state(batch, num_heads_q, seqlen_q, values.shape[3], query.device)
-    lean_decode(query, keys, values, local_ranges, out=state, **keywords)
-    return shard.comm.exchange(
-        *state, strategy=shard.strategy, out_dtype=out_dtype, timeout=shard.timeout
-    )
+    head_dim = values.shape[3]
+
+    def merged(q: Tensor, q_ranges: Tensor) -> tuple[Tensor, Tensor]:
+        # The kernel writes where the exchange sends from.
+        state = shard.comm.send_state(batch, num_heads_q, q.shape[2], head_dim, q.device)
+        lean_decode(q, keys, values, q_ranges, out=state, **keywords)
+        return shard.comm.exchange(
+            *state, strategy=shard.strategy, out_dtype=out_dtype, timeout=shard.timeout
+        )
+
+    step = max(1, _MAX_MESSAGE_BYTES // (4 * batch * num_heads_q * (head_dim + 1)))
+    if seqlen_q <= step:
+        return merged(query, local_ranges)
+    pieces = zip(query.split(step, dim=2), local_ranges.split(step, dim=1), strict=True)
+    o, lse = zip(*(merged(*piece) for piece in pieces), strict=True)
+    return torch.cat(o, dim=2), torch.cat(lse, dim=2)
 
 
 def _checked(
