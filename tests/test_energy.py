@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd.functional import hessian
 from torch.testing import assert_close
 
 from tree_attention.reference import attention, merge
@@ -87,7 +88,7 @@ def test_gradient_elsewhere_is_attention_with_tilted_scores():
 def test_hessian_is_the_covariance_and_the_energy_is_convex():
     q, k, v, zeta = inputs(batch=1, num_heads_q=2, num_heads_kv=1, seqlen_q=2)
     by_hand = energy_hessian(q, k, v, zeta)
-    full = torch.func.hessian(lambda z: energy(q, k, v, z).sum())(zeta).flatten(4).flatten(0, 3)
+    full = hessian(lambda z: energy(q, k, v, z).sum(), zeta).flatten(4).flatten(0, 3)
     full = full.view(2 * 2, 4, 2 * 2, 4)
     for row in range(4):
         assert_close(full[row, :, row], by_hand.flatten(0, 2)[row], **EXACT)
@@ -155,8 +156,9 @@ def test_effective_action_is_stationary_at_attention_and_a_saddle():
         return (z * zeta).sum() - energy(q, k, v, zeta).sum()
 
     point = torch.cat([o.flatten(), torch.zeros(4, dtype=torch.float64)])
-    assert_close(torch.func.grad(gamma)(point), torch.zeros_like(point), **EXACT)
-    curvature = torch.linalg.eigvalsh(torch.func.hessian(gamma)(point))
+    (gradient,) = torch.autograd.grad(gamma(point.requires_grad_()), point)
+    assert_close(gradient, torch.zeros_like(point), **EXACT)
+    curvature = torch.linalg.eigvalsh(hessian(gamma, point.detach()))
     assert curvature.min() < -0.1 and curvature.max() > 0.1
 
 
