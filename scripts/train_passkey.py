@@ -47,13 +47,30 @@ class Stage:
     steps: int
     keys: int
     """The most keys in one text."""
+    fewest_keys: int = 1
+    first_digit: float = 1.0
+    """Weight of a key's first digit in the loss: finding the key is harder than copying on."""
+    decay: bool = False
+    """Whether the learning rate falls along a cosine to a tenth in this stage."""
 
     @property
     def learning_rate(self) -> float:
         return 2e-3 * (128 / self.length) ** 0.25
 
 
-STAGES = (Stage(128, 600, 2), Stage(256, 150, 3), Stage(512, 120, 5), Stage(2048, 220, 10))
+STAGES = (
+    Stage(128, 600, 2),
+    Stage(256, 150, 3),
+    Stage(512, 120, 5),
+    Stage(2048, 220, 10, decay=True),
+    Stage(256, 285, 3),
+    Stage(256, 175, 5, fewest_keys=4),
+    Stage(512, 120, 3),
+    Stage(2048, 120, 2, decay=True),
+    Stage(256, 140, 3, first_digit=6),
+    Stage(512, 90, 3, first_digit=6),
+    Stage(2048, 80, 2, first_digit=6, decay=True),
+)
 
 
 def make_tokenizer(prose: list[str], seed: int) -> Any:
@@ -107,6 +124,7 @@ def make_model(tokenizer: Any) -> Any:
         max_position_embeddings=MAX_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
         tie_word_embeddings=True,
+        initializer_range=0.06,  # with the usual 0.02 copying had not begun after 400 steps
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -134,9 +152,9 @@ class Examples:
             self.encoded[text] = self.encode(text)
         return self.encoded[text]
 
-    def sequence(self, stage: Stage, rng: random.Random) -> tuple[list[int], list[bool], int]:
-        """Tokens, which of them are answers, and where the questions begin."""
-        count = rng.randint(1, stage.keys)
+    def sequence(self, stage: Stage, rng: random.Random) -> tuple[list[int], list[bool], list[int]]:
+        """Tokens, which of them are answers, and where a gap in the positions splits no key."""
+        count = rng.randint(stage.fewest_keys, stage.keys)
         labels = rng.sample(passkey.LABELS, count)
         keys = [passkey.random_key(rng, held_out=False) for _ in labels]
         needles = [self.encode(passkey.needle(a, k)) for a, k in zip(labels, keys, strict=True)]
@@ -163,29 +181,33 @@ class Examples:
         places = [(at, needles[i]) for at, i in cuts]
         body = passkey.hide(haystack.ids, start, start + prose, places)
         ids = [self.tokenizer.bos_token_id, *body, *tail]
-        return ids, [False] * (1 + len(body)) + tail_answers, 1 + len(body)
+        gaps, begin, shift = [], start, 1 - start
+        for at, tokens in [*places, (start + prose, [])]:
+            gaps += range(begin + shift, at + shift + 1)
+            begin, shift = at, shift + len(tokens)
+        return ids, [False] * (1 + len(body)) + tail_answers, gaps
 
-    def positions(self, length: int, questions: int, rng: random.Random) -> np.ndarray:
-        """Position ids with a few random gaps before the questions, up to 8k to 16k in all."""
-        gaps = np.ones(length, dtype=np.int64)
-        gaps[0] = 0
+    def positions(self, length: int, gaps: list[int], rng: random.Random) -> np.ndarray:
+        """Position ids with gaps before a few of the tokens `gaps`, up to 8k to 16k in all."""
+        steps = np.ones(length, dtype=np.int64)
+        steps[0] = 0
         reach = int(8192 * 2 ** rng.random())
         spare = rng.randrange(reach - length)
-        cuts = sorted(rng.randrange(1, questions + 1) for _ in range(rng.randint(1, 4)))
+        cuts = rng.choices(gaps, k=rng.randint(1, 4))
         shares = np.array([rng.expovariate(1.0) for _ in cuts])
         for cut, share in zip(cuts, shares / shares.sum(), strict=True):
-            gaps[cut] += int(share * spare)
-        return np.cumsum(gaps)
+            steps[cut] += int(share * spare)
+        return np.cumsum(steps)
 
     def batch(self, step: int, stage: Stage) -> dict[str, torch.Tensor]:
         rng = random.Random(f"{self.seed}/{step}")
         ids, answers, positions = [], [], []
         for i in range(TOKENS_PER_STEP // stage.length):
-            tokens, said, questions = self.sequence(stage, rng)
+            tokens, said, gaps = self.sequence(stage, rng)
             ids.append(tokens)
             answers.append(said)
             if stage.length >= 256 and i % 2 == 0:
-                positions.append(self.positions(stage.length, questions, rng))
+                positions.append(self.positions(stage.length, gaps, rng))
             else:
                 positions.append(np.arange(stage.length))
         return {
@@ -196,14 +218,14 @@ class Examples:
 
 
 def learning_rate(step: int) -> float:
-    """Each stage's own rate, warmed up at the start, cosine to a tenth over the last stage."""
+    """Each stage's own rate, warmed up at the start of the first."""
     first = 0
     for stage in STAGES:
         if step < first + stage.steps:
             break
         first += stage.steps
     rate = stage.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
-    if stage is STAGES[-1]:
+    if stage.decay:
         rate *= 0.55 + 0.45 * float(np.cos(np.pi * (step - first) / stage.steps))
     return rate
 
@@ -216,7 +238,9 @@ def stage_of(step: int) -> Stage:
     raise ValueError("step lies after the last stage")
 
 
-def train_step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> dict[str, float]:
+def train_step(
+    model: Any, optimizer: Any, batch: dict[str, torch.Tensor], first_digit: float
+) -> dict[str, float]:
     ids, answers = batch["ids"], batch["answers"][:, 1:]
     # The mask of ones keeps transformers from taking a gap in the positions for packed sequences.
     logits = model(
@@ -228,7 +252,11 @@ def train_step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> di
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
     ).view_as(answers)
-    answer_loss, lm_loss = losses[answers].mean(), losses[~answers].mean()
+    # An answer is a space, the digits, a full stop and the end of the sequence.
+    starts = answers & ~answers.roll(1, dims=1)
+    weights = torch.where(starts.roll(1, dims=1), first_digit, 1.0)[answers]
+    answer_loss = (losses[answers] * weights).sum() / weights.sum()
+    lm_loss = losses[~answers].mean()
     optimizer.zero_grad(set_to_none=True)
     (answer_loss + LM_WEIGHT * lm_loss).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -273,7 +301,7 @@ def train(args: argparse.Namespace, model: Any, examples: Examples) -> list[dict
             stage = stage_of(step)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step)
-            figures = train_step(model, optimizer, examples.batch(step, stage))
+            figures = train_step(model, optimizer, examples.batch(step, stage), stage.first_digit)
             log.append(
                 {"step": step, "length": stage.length, **figures}
                 | {"seconds": before + time.monotonic() - began}
