@@ -157,13 +157,15 @@ def test_generate_after_a_lost_rank(
     assert "no answer within 30 s" in error and "start all ranks again" in error
 
 
-@pytest.mark.parametrize(("completion", "status"), [(" 48213.", 0), (" 48214.", 1), ("", 1)])
-def test_passkey_verdict(completion: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("completion", "words"),
+    [(" 48213.", "found."), (" 48214.", "the model did not find it."), ("", "the model did not")],
+)
+def test_passkey_verdict(completion: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     prompt = generate.Prompt([1], "text", key="48213")
     arguments = argparse.Namespace(same_tokens_as=None)
-    assert generate.verdict(arguments, prompt, completion, [5], Console()) == status
-    word = "found." if status == 0 else "not found"
-    assert f"The hidden key is 48213: {word}" in capsys.readouterr().out
+    assert generate.verdict(arguments, prompt, completion, [5], Console()) == 0
+    assert f"The hidden key is 48213: {words}" in capsys.readouterr().out
 
 
 def test_prompt_excerpt_shows_the_key() -> None:

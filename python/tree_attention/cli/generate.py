@@ -295,7 +295,7 @@ def verdict(
     tokens: Sequence[int],
     console: Console,
 ) -> int:
-    """Says whether the answer and the tokens are the expected ones; the exit status."""
+    """Says whether the answer is right and the tokens are the expected ones; the exit status."""
     status = 0
     if prompt.key is not None:
         from ..passkey import parse_answer
@@ -303,12 +303,13 @@ def verdict(
         if parse_answer(completion) == prompt.key:
             console.print(f"The hidden key is {prompt.key}: found.", style="green")
         else:
+            # The model's mistake, not the program's: no error.
             console.print(
-                f"The hidden key is {prompt.key}: not found. The answer was {completion!r}.",
-                style="red",
+                f"The hidden key is {prompt.key}: the model did not find it. "
+                f"Its answer was {completion!r}.",
+                style="yellow",
                 markup=False,
             )
-            status = 1
     if arguments.same_tokens_as is not None:
         expected = read_tokens(arguments.same_tokens_as)
         if list(tokens) == expected:
