@@ -182,10 +182,10 @@ def load_warnings(shares: Sequence[float | None]) -> list[str]:
 def peak_memory_of(function: Callable[[], Any]) -> int | None:
     """Bytes by which the resident memory of the process peaks above its start during a call.
 
-    None where the system cannot reset its high-water mark (only Linux can).
+    None where the high-water mark cannot be reset (only Linux can).
     """
     reset = Path("/proc/self/clear_refs")
-    if not reset.exists():
+    if not os.access(reset, os.W_OK):
         return None
     reset.write_text("5")
     before = _status_bytes("VmRSS")
