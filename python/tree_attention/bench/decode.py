@@ -319,7 +319,7 @@ NOTES = (
     "in between. Warm: the call before it read the same set.",
     "GB/s counts K and V up to each length, q and o, once. % BW is the share of a probe that only "
     "reads the same memory with all threads, in the same alternation. % FMA is the share of the "
-    "float32 multiply-add peak.",
+    "vector units' float32 multiply-add peak; matrix units (AMX) can exceed it.",
     "error is the largest of o over all rows, relative to the row's largest magnitude, against "
     "float64; more than twice that of plain PyTorch plus one rounding is WRONG.",
     "SDPA is scaled_dot_product_attention(enable_gqa=True) on the same K and V, with a mask only "
