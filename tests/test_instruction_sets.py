@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from helpers import NAN, assert_same_bits, make_problem
 from test_lean_decode_properties import problems
 from tree_attention import _C
+from tree_attention.reference import attention
 
 
 def supported() -> list[str]:
@@ -80,6 +81,16 @@ def test_infinities_and_nan(instruction_set):
 def test_scores_of_ten_thousand(instruction_set):
     o, _ = make_problem(score_size=1e4, seqlen_k=300).run_and_check(num_workers=2)
     assert o.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group_size", [1, 8])
+def test_scores_of_ten_billion(instruction_set, dtype, group_size):
+    """Their rounding errors exceed every exponent; the largest one still has the weight 1."""
+    problem = make_problem(score_size=1e10, seqlen_k=300, dtype=dtype, group_size=group_size)
+    o, _ = problem.run(out_dtype=torch.float32)
+    true_o, _ = attention(problem.q, problem.k, problem.v)
+    assert torch.equal(o.double(), true_o)
 
 
 def test_half_precision_extremes(instruction_set):

@@ -248,6 +248,35 @@ def test_rounding_errors_do_not_grow_with_length(num_workers, score_size):
     problem.run_and_check(num_workers=num_workers)
 
 
+def test_rounding_errors_do_not_grow_beside_an_empty_query():
+    """Keys that not all queries of a step see are summed in levels, too."""
+    problem = make_problem(
+        batch=1, num_heads_kv=1, group_size=1, seqlen_q=2, seqlen_k=200_000, score_size=0.5
+    )
+    problem.v += 0.5
+    errors = []
+    for others_end in (200_000, 0):
+        problem.key_ranges = torch.tensor([[[0, 200_000], [0, others_end]]], dtype=torch.int32)
+        o, lse = problem.run(num_workers=1)
+        true_o, _ = problem.check(o, lse)
+        errors.append((o.double() - true_o)[0, 0, 0].abs().max().item())
+    assert errors[1] <= 2 * errors[0]
+
+
+@pytest.mark.parametrize("view", ["expanded", "transposed", "sliced"])
+def test_query_positions_of_any_strides(view, device):
+    """As one row for all sequences, for example, they were read past their end."""
+    problem = make_problem(batch=3, seqlen_q=4, alibi=0.5)
+    if view == "expanded":
+        positions = torch.randint(150, (4,)).expand(3, 4)
+    elif view == "transposed":
+        positions = torch.randint(150, (4, 3)).T
+    else:
+        positions = torch.randint(150, (3, 11))[:, 1:9:2]
+    problem.options["query_positions"] = positions
+    problem.to(device).run_and_check(num_workers=2)
+
+
 def test_alibi_positions_beyond_32_bits(device):
     """Distances are exact integers; positions of this size are not, in float32."""
     problem = make_problem(seqlen_q=2, seqlen_k=200, alibi=0.5, key_layout=(2**33, 16, 48))

@@ -296,7 +296,9 @@ template <>
 struct SharedKeys<BFloat16> {
   static void attend(const DecodeParams& p, const Rows& rows, const RowState& state, int64_t begin,
                      int64_t end, int64_t limit) {
-    if (p.head_dim % kTilePair != 0 || p.head_dim_v % kTilePair != 0) {
+    // Tiles cost the same for one key as for 32.
+    const bool few_keys = end - begin < kTileRows && rows.count <= kTileRows;
+    if (few_keys || p.head_dim % kTilePair != 0 || p.head_dim_v % kTilePair != 0) {
       attend_vectors<BFloat16>(p, rows, state, begin, end, limit);
       return;
     }
@@ -381,7 +383,8 @@ struct SharedKeys<BFloat16> {
     Vec sum = zero(), weights[kVectors];
     for (int i = 0; i < kVectors; ++i) {
       next.fetch(kColumns == 4 ? 6 : 3);
-      weights[i] = exp2_nonpositive(_mm512_fmsub_ps(load(scores + i * kLanes), scale, base));
+      // Not fused: base is a rounded product, and exact ones exceed it by more than any exponent.
+      weights[i] = exp2_nonpositive(sub(mul(load(scores + i * kLanes), scale), base));
       const int lanes = (num_keys - i * kVectorKeys) * kColumns;
       if (lanes < kLanes) weights[i] = _mm512_maskz_mov_ps(first_lanes(lanes), weights[i]);
       sum = add(sum, weights[i]);
@@ -430,7 +433,7 @@ struct SharedKeys<BFloat16> {
       const int64_t packed = rows.begin + first + lane % kColumns;
       if (first + lane % kColumns >= last) continue;
       slopes[lane] = -kLog2E * p.alibi_slopes[rows.head_kv * group_size + packed % group_size];
-      positions[lane] = p.query_positions[rows.batch * p.seqlen_q + packed / group_size];
+      positions[lane] = query_position(p, rows.batch, packed / group_size);
     }
     int64_t key_positions[kStepKeys + kLanes] = {};
     locate_positions(p.key_layout, key, key_positions);

@@ -33,6 +33,11 @@ inline KeyRange key_range(const DecodeParams& p, int64_t batch, int64_t token) {
   return {begin, end < begin ? begin : end};
 }
 
+inline int64_t query_position(const DecodeParams& p, int64_t batch, int64_t token) {
+  const int64_t* stride = p.query_positions_stride;
+  return p.query_positions[batch * stride[0] + token * stride[1]];
+}
+
 struct Kernels {
   const char* name;
 

@@ -12,14 +12,14 @@ constexpr float kLn2 = 0.693147180559945309417f;
 
 inline int64_t padded(int64_t head_dim) { return (head_dim + kPair - 1) / kPair * kPair; }
 
-// A step's keys: where their rows lie. Blocks of kKeyBlock may read past the last one, so that
-// entry is repeated.
 template <typename T>
 inline void prefetch_pair(const T* p) {
   constexpr int kBytes = kPair * sizeof(T);
   for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
 }
 
+// A step's keys: where their rows lie. Blocks of kKeyBlock may read past the last one, so that
+// entry is repeated.
 template <typename T>
 struct Step {
   const T* k[kStepKeys + kKeyBlock];
@@ -218,7 +218,7 @@ inline void adjust_scores(const DecodeParams& p, const Rows& rows, int64_t row, 
   if (p.alibi_slopes != nullptr) {
     const int64_t packed = rows.begin + row, group_size = p.group_size();
     const float slope = -kLog2E * p.alibi_slopes[rows.head_kv * group_size + packed % group_size];
-    const int64_t position = p.query_positions[rows.batch * p.seqlen_q + packed / group_size];
+    const int64_t position = query_position(p, rows.batch, packed / group_size);
     int64_t key_positions[kStepKeys];
     locate_positions(p.key_layout, key_begin, key_positions);
     // The difference is exact in integers; positions in the millions are not, in float32.
@@ -421,33 +421,34 @@ void attend_rows(const DecodeParams& p, const Rows& rows, KeyRange keys, void* w
   if (common.end <= common.begin) common = {keys.end, keys.end};
 
   const auto attend_tokens = [&](int64_t begin, int64_t end) {
-    for (int64_t token = first_token; token <= last_token; ++token) {
-      const KeyRange range = key_range(p, rows.batch, token);
-      const int64_t low = range.begin > begin ? range.begin : begin;
-      const int64_t high = range.end < end ? range.end : end;
-      if (low >= high) continue;
-      const int64_t row = token * group_size - rows.begin;
-      Step<T> step;
-      locate(p, rows, low, high, step);
-      attend_step<T>(p, rows, state, row < 0 ? 0 : row,
-                     row + group_size < rows.count ? row + group_size : rows.count, low, step,
-                     step);
+    for (int64_t step_end; begin < end; begin = step_end) {
+      step_end = end_of_step(begin, end);
+      for (int64_t token = first_token; token <= last_token; ++token) {
+        const KeyRange range = key_range(p, rows.batch, token);
+        const int64_t low = range.begin > begin ? range.begin : begin;
+        const int64_t high = range.end < step_end ? range.end : step_end;
+        if (low >= high) continue;
+        const int64_t row = token * group_size - rows.begin;
+        Step<T> step;
+        locate(p, rows, low, high, step);
+        attend_step<T>(p, rows, state, row < 0 ? 0 : row,
+                       row + group_size < rows.count ? row + group_size : rows.count, low, step,
+                       step);
+      }
     }
   };
-  int64_t begin = keys.begin;
-  for (int64_t end; begin < common.begin; begin = end) {
-    end = end_of_step(begin, common.begin);
-    attend_tokens(begin, end);
-  }
-  for (int64_t end; begin < common.end; begin = end) {
-    end = begin + kFlushKeys < common.end ? begin + kFlushKeys : common.end;
+  const auto attend_shared = [&](int64_t begin, int64_t end) {
     SharedKeys<T>::attend(p, rows, state, begin, end, common.end);
-    flush(p, rows.count, state);
-  }
-  for (int64_t end; begin < keys.end; begin = end) {
-    end = end_of_step(begin, keys.end);
-    attend_tokens(begin, end);
-  }
-  flush(p, rows.count, state);
+  };
+  const auto flushed = [&](int64_t begin, int64_t end, const auto& attend) {
+    for (int64_t next; begin < end; begin = next) {
+      next = begin + kFlushKeys < end ? begin + kFlushKeys : end;
+      attend(begin, next);
+      flush(p, rows.count, state);
+    }
+  };
+  flushed(keys.begin, common.begin, attend_tokens);
+  flushed(common.begin, common.end, attend_shared);
+  flushed(common.end, keys.end, attend_tokens);
   normalise<T>(p, rows, state, o, lse);
 }
