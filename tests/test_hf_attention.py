@@ -9,7 +9,13 @@ import torch
 pytest.importorskip("transformers")
 
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, Llama4TextConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DynamicCache,
+    Llama4TextConfig,
+    PreTrainedModel,
+)
 
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import hf
@@ -65,6 +71,24 @@ def test_a_sharded_cache_needs_this_attention(attention: str) -> None:
     message = "only attn_implementation='tree_attention' can use them"
     with pytest.raises(hf.WrongAttentionError, match=message):
         model.generate(**make_prompts(), **GREEDY, past_key_values=hf.TreeCache(model.config))
+
+
+@torch.no_grad()
+def test_latent_attention_is_refused() -> None:
+    """It reads the shape of the keys that the cache returns."""
+    config = DeepseekV3Config(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        first_k_dense_replace=1,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="tree_attention").eval()
+    message = "as multi-head latent attention does, are not supported"
+    with pytest.raises(hf.WrongAttentionError, match=message):
+        model(torch.ones(1, 3).long(), past_key_values=hf.TreeCache(config))
 
 
 def test_gradients_are_refused(model: PreTrainedModel) -> None:

@@ -30,7 +30,9 @@ class WrongAttentionError(AttributeError):
         super().__init__(
             "tree_attention: the keys and values of a TreeCache are spread over ranks and only "
             "attn_implementation='tree_attention' can use them; load the model with it, or call "
-            "tree_attention.hf.enable(model) or model.set_attn_implementation('tree_attention')"
+            "tree_attention.hf.enable(model) or model.set_attn_implementation('tree_attention'); "
+            "models that work on cached keys themselves, as multi-head latent attention does, are "
+            "not supported"
         )
 
 
