@@ -189,6 +189,8 @@ DecodeParams DecodeCase::params(int num_workers) {
   if (s.alibi) {
     p.alibi_slopes = slopes_.data();
     p.query_positions = positions_.data();
+    p.query_positions_stride[0] = s.seqlen_q;
+    p.query_positions_stride[1] = 1;
     p.key_layout = kLayout;
   }
   p.batch = s.batch;
