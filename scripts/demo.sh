@@ -8,7 +8,7 @@ source "$(dirname "$0")/setup"
 
 results=$(mktemp -d)
 trap 'rm -rf "$results"' EXIT
-generate=(-m tree_attention generate --model examples/passkey-llama --passkey --tokens 8000 --seed 3)
+generate=(-m tree_attention generate --model examples/passkey-llama --passkey --tokens 8000)
 # Each rank takes its share of the cores whatever this says; unset, torchrun warns.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 two_processes() {
