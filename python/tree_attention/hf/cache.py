@@ -211,7 +211,8 @@ class TreeCache(Cache):
     Pass it as `past_key_values` on every rank, to a model whose attention is `"tree_attention"`;
     `enable` does so by itself. All ranks run the same model on the same inputs, each keeps the
     slots that `layout` gives it, and attention is merged over the group. Slots are positions in
-    the cache, left padding included. `copy.deepcopy` copies the keys and keeps the group, so a
+    the cache, left padding included. Layers with a sliding window keep all keys as well, so `crop`
+    can go back any distance. `copy.deepcopy` copies the keys and keeps the group, so a
     common prefix can be computed once.
 
     Args:
