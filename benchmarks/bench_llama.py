@@ -172,7 +172,7 @@ def run_context(
     }
     logits = {name: decoder.step() for name, decoder in decoders.items()}
     steps = {name: decoder.step for name, decoder in decoders.items()}
-    samples = measure.time_alternating(steps, num_sets=1, rounds=tokens)
+    samples = measure.time_in_step(steps, num_sets=1, rounds=tokens)
     return {name: sample.to_json() for name, sample in samples.items()}, logits
 
 

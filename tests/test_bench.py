@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -38,6 +39,60 @@ def test_runs_alternate_and_rotate_over_the_sets() -> None:
     assert [i for _, i in timed] == [(n + 1) % 3 for n in range(2 * measure.MIN_ROUNDS)]
     assert len(samples["b"].seconds) == measure.MIN_ROUNDS
     assert samples["b"].result == "b"
+
+
+def test_disturbed_runs_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = 0.0
+    calls = 0
+
+    def work(index: int) -> None:
+        nonlocal waited, calls
+        calls += 1
+        if calls % 3 == 0:
+            waited += 0.01
+            time.sleep(0.01)
+
+    monkeypatch.setattr(measure, "waiting_seconds", lambda: waited)
+    samples = measure.time_alternating({"work": work}, num_sets=1, seconds=0.2)["work"]
+    assert samples.disturbed > 0 and samples.percentile(100) < 0.01
+    assert len(samples.seconds) + samples.disturbed == calls - 1
+    assert samples.to_json()["disturbed"] == samples.disturbed
+
+
+def test_runs_that_are_all_disturbed_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = iter(range(10000))
+    monkeypatch.setattr(measure, "waiting_seconds", lambda: next(waiting))
+    samples = measure.time_alternating({"a": lambda i: None}, num_sets=1, seconds=0.0)["a"]
+    assert samples.disturbed == 0 and len(samples.seconds) == measure.MIN_ROUNDS
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="Linux only")
+def test_waiting_for_a_core_is_noticed() -> None:
+    """Two threads that compute on one core wait for each other half of the time."""
+    allowed = os.sched_getaffinity(0)
+    one = min(allowed)
+
+    def compute() -> None:
+        os.sched_setaffinity(0, {one})
+        x = torch.ones(1 << 16)
+        stop = time.perf_counter() + 0.2
+        while time.perf_counter() < stop:
+            x.sum()  # without the interpreter's lock
+
+    before = measure.waiting_seconds()
+    threads = [threading.Thread(target=compute) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.15)
+    assert measure.waiting_seconds() - before > 0.02
+    for thread in threads:
+        thread.join()
+
+
+def test_calls_in_step_are_counted_not_timed() -> None:
+    calls: list[int] = []
+    samples = measure.time_in_step({"a": calls.append}, num_sets=2, rounds=5)["a"]
+    assert calls == [0, 1, 0, 1, 0, 1] and len(samples.seconds) == 5
 
 
 def test_warm_runs_repeat_the_set_untimed() -> None:

@@ -356,6 +356,13 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
 
 def warnings(rows: Sequence[dict[str, Any]], cpus: Sequence[int]) -> list[str]:
     messages = []
+    times = [times for row in rows for times in row["times"].values()]
+    left_out = sum(t["disturbed"] for t in times)
+    if left_out:
+        messages.append(
+            f"other processes disturbed {left_out} of {left_out + sum(t['runs'] for t in times)} "
+            "timed calls, which are left out"
+        )
     if not cpus:
         messages.append("the threads could not be pinned; two may have shared a core")
     return messages + load_warnings([row["other_load"] for row in rows])

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Timing: pinned threads, cold caches, alternating runs, and ceilings from the same run."""
 
+import contextlib
+import glob
 import os
 import statistics
 import time
@@ -17,12 +19,19 @@ from .. import _loader
 MIN_ROUNDS, MAX_ROUNDS = 7, 200
 
 
+# A call is disturbed when its threads waited for a core longer than this share of its time.
+DISTURBED_SHARE = 0.02
+# Where calls are disturbed, a measurement goes on this many times longer to find enough others.
+PATIENCE = 4.0
+
+
 @dataclass(frozen=True)
 class Samples:
     """Seconds of repeated runs of one thing, and what its last run returned."""
 
     seconds: Sequence[float]
     result: Any = None
+    disturbed: int = 0  # runs left out of `seconds`, because other processes took the cores
 
     @property
     def median(self) -> float:
@@ -40,7 +49,31 @@ class Samples:
             "p10_us": self.percentile(10) * 1e6,
             "p90_us": self.percentile(90) * 1e6,
             "runs": len(self.seconds),
+            "disturbed": self.disturbed,
         }
+
+
+class _Timer:
+    """Times calls of one function and sets aside those that other processes disturbed."""
+
+    def __init__(self, function: Callable[[int], Any]) -> None:
+        self._function = function
+        self._result: Any = None
+        self.quiet: list[float] = []
+        self.disturbed: list[float] = []
+
+    def run(self, index: int) -> None:
+        waited = waiting_seconds()
+        begin = time.perf_counter()
+        self._result = self._function(index)
+        seconds = time.perf_counter() - begin
+        waited = waiting_seconds() - waited
+        (self.disturbed if waited > DISTURBED_SHARE * seconds else self.quiet).append(seconds)
+
+    def samples(self) -> Samples:
+        if len(self.quiet) < MIN_ROUNDS:  # too few to tell: all of them, and none left out
+            return Samples(self.quiet + self.disturbed, self._result)
+        return Samples(self.quiet, self._result, len(self.disturbed))
 
 
 def time_alternating(
@@ -49,32 +82,62 @@ def time_alternating(
     num_sets: int,
     seconds: float = 0.0,
     warm: bool = False,
-    rounds: int | None = None,
 ) -> dict[str, Samples]:
     """Times the functions in turn (a, b, c, a, b, c, ...), so that drift of the machine meets all.
 
     Each call gets the index of an input set. Cold: every call takes the next set, the one that
     was read longest ago. Warm: an untimed call on the same set comes first. Rounds repeat for
-    `seconds`, within MIN_ROUNDS and MAX_ROUNDS, or `rounds` times, which ranks that must stay in
-    step agree on; one untimed round comes before.
+    `seconds`, and up to PATIENCE times longer until every function has MIN_ROUNDS undisturbed
+    calls; within MIN_ROUNDS and MAX_ROUNDS. One untimed round comes before.
     """
-    for name in functions:
-        functions[name](0)
-    samples: dict[str, list[float]] = {name: [] for name in functions}
-    results: dict[str, Any] = {}
-    calls, stop = 0, time.perf_counter() + seconds
-    for done in range(MAX_ROUNDS if rounds is None else rounds):
-        if rounds is None and done >= MIN_ROUNDS and time.perf_counter() >= stop:
+    for function in functions.values():
+        function(0)
+    timers = {name: _Timer(function) for name, function in functions.items()}
+    calls, begin = 0, time.perf_counter()
+    for done in range(MAX_ROUNDS):
+        elapsed = time.perf_counter() - begin
+        enough = min(len(timer.quiet) for timer in timers.values()) >= MIN_ROUNDS
+        if done >= MIN_ROUNDS and elapsed >= seconds * (1.0 if enough else PATIENCE):
             break
-        for name, function in functions.items():
+        for name, timer in timers.items():
             calls += 1
             index = calls % num_sets
             if warm:
-                function(index)
+                functions[name](index)
+            timer.run(index)
+    return {name: timer.samples() for name, timer in timers.items()}
+
+
+def time_in_step(
+    functions: Mapping[str, Callable[[int], Any]], *, num_sets: int, rounds: int
+) -> dict[str, Samples]:
+    """Like `time_alternating` for functions that exchange with other ranks: the number of rounds
+    is given, so that it is the same on all of them, and no call is left out, because threads that
+    wait for each other's cores are part of what an exchange costs."""
+    for function in functions.values():
+        function(0)
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    results: dict[str, Any] = {}
+    calls = 0
+    for _ in range(rounds):
+        for name, function in functions.items():
+            calls += 1
             begin = time.perf_counter()
-            results[name] = function(index)
+            results[name] = function(calls % num_sets)
             samples[name].append(time.perf_counter() - begin)
     return {name: Samples(samples[name], results[name]) for name in functions}
+
+
+def waiting_seconds() -> float:
+    """How long the threads of this process have been ready to run while others had the cores.
+
+    Zero where the system does not tell (only Linux does).
+    """
+    total = 0
+    for path in glob.glob("/proc/self/task/*/schedstat"):
+        with contextlib.suppress(FileNotFoundError), open(path) as file:  # a thread may just end
+            total += int(file.read().split()[1])
+    return total * 1e-9
 
 
 def pin_threads(first: int = 0) -> list[int]:

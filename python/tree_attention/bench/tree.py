@@ -28,7 +28,7 @@ from .measure import (
     load_warnings,
     peak_memory_of,
     pin_threads,
-    time_alternating,
+    time_in_step,
 )
 from .report import Column, Report, environment
 
@@ -173,9 +173,9 @@ def run_case(case: Case, arena: Arena, seconds: float, ranks: Ranks) -> dict[str
     rounds = ranks.from_root(lambda: min(max(int(seconds / a_round), MIN_ROUNDS), MAX_ROUNDS))
     with Load() as load:
         # Every call ends with an exchange, which keeps the ranks in step without a barrier.
-        samples = time_alternating(functions, num_sets=num_sets, rounds=rounds)
+        samples = time_in_step(functions, num_sets=num_sets, rounds=rounds)
     local = {LOCAL: partial(decode_set, lean_decode, q, sets)}
-    samples |= time_alternating(local, num_sets=num_sets, rounds=rounds)
+    samples |= time_in_step(local, num_sets=num_sets, rounds=rounds)
 
     def verify() -> dict[str, dict[str, float]]:
         # All keys on this rank, in the order of their owners: attention does not mind the order.
