@@ -15,6 +15,9 @@ namespace {
 
 constexpr const char* kOp = "lean_decode";
 
+// Of softmax_scale, softcap and 1 / softcap: their products are normal numbers in float32.
+constexpr double kLargestScale = 1e15;
+
 // TORCH_CHECK with the operator's name in front.
 #define CHECK_ARG(condition, ...) TORCH_CHECK(condition, kOp, ": ", __VA_ARGS__)
 
@@ -117,9 +120,12 @@ void check_key_ranges(DecodeParams& params, const DecodeArgs& args) {
 void check_scores(DecodeParams& params, const DecodeArgs& args) {
   const double scale =
       args.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(args.q.size(3))));
-  CHECK_ARG(std::isfinite(scale), "softmax_scale must be finite, got ", scale);
-  CHECK_ARG(std::isfinite(args.softcap) && args.softcap >= 0,
-            "softcap must be finite and not negative, got ", args.softcap);
+  // Written so that NaN fails.
+  CHECK_ARG(std::abs(scale) <= kLargestScale, "softmax_scale must be in [", -kLargestScale, ", ",
+            kLargestScale, "], got ", scale);
+  CHECK_ARG(
+      args.softcap == 0 || (1 / kLargestScale <= args.softcap && args.softcap <= kLargestScale),
+      "softcap must be 0 or in [", 1 / kLargestScale, ", ", kLargestScale, "], got ", args.softcap);
   params.softmax_scale = static_cast<float>(scale);
   params.softcap = static_cast<float>(args.softcap);
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <vector>
 
 #include "common/partition.h"
@@ -31,16 +32,15 @@ at::Tensor lean_schedule(const at::Tensor& num_tiles, int64_t num_workers) {
   }
 
   const Partition partition{tile_offsets.back(), num_workers};
+  TORCH_CHECK(partition.num_tiles <= std::numeric_limits<int64_t>::max() / num_workers, kOp,
+              ": num_workers times the sum of num_tiles must be below 2^63, got ", num_workers,
+              " and ", partition.num_tiles);
   std::vector<std::array<int64_t, 4>> segments;
-  for (int64_t worker = 0; worker < num_workers; ++worker) {
-    const int64_t end = partition.begin(worker + 1);
-    for (int64_t tile = partition.begin(worker); tile < end;) {
-      const int64_t output = find_output(tile_offsets.data(), num_outputs, tile);
-      const int64_t segment_end = std::min(end, tile_offsets[output + 1]);
-      segments.push_back(
-          {worker, output, tile - tile_offsets[output], segment_end - tile_offsets[output]});
-      tile = segment_end;
-    }
+  for (int64_t tile = 0, end; tile < partition.num_tiles; tile = end) {
+    const int64_t worker = partition.owner(tile);
+    const int64_t output = find_output(tile_offsets.data(), num_outputs, tile);
+    end = std::min(partition.begin(worker + 1), tile_offsets[output + 1]);
+    segments.push_back({worker, output, tile - tile_offsets[output], end - tile_offsets[output]});
   }
   at::Tensor table =
       at::empty({static_cast<int64_t>(segments.size()), 4}, num_tiles.options().dtype(at::kLong));

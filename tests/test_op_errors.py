@@ -216,12 +216,24 @@ DECODE = {
     # scores
     "softmax_scale": (
         lambda: decode(softmax_scale=float("inf")),
-        "softmax_scale must be finite, got inf",
+        "softmax_scale must be in [-1e+15, 1e+15], got inf",
     ),
-    "softcap": (lambda: decode(softcap=-1.0), "softcap must be finite and not negative, got -1"),
+    "softmax_scale nan": (
+        lambda: decode(softmax_scale=float("nan")),
+        "softmax_scale must be in [-1e+15, 1e+15], got nan",
+    ),
+    "softcap": (lambda: decode(softcap=-1.0), "softcap must be 0 or in [1e-15, 1e+15], got -1"),
+    "softcap that float32 rounds to 0": (
+        lambda: decode(softcap=1e-50),
+        "softcap must be 0 or in [1e-15, 1e+15], got 1e-50",
+    ),
+    "softcap beyond float32": (
+        lambda: decode(softcap=1e300),
+        "softcap must be 0 or in [1e-15, 1e+15], got 1e+300",
+    ),
     "softcap nan": (
         lambda: decode(softcap=float("nan")),
-        "softcap must be finite and not negative, got nan",
+        "softcap must be 0 or in [1e-15, 1e+15], got nan",
     ),
     "key_layout length": (lambda: decode(key_layout=(0, 1)), LAYOUT + "[0, 1]"),
     "key_layout first": (lambda: decode(key_layout=(-1, 1, 1)), LAYOUT + "[-1, 1, 1]"),
@@ -396,6 +408,10 @@ SCHEDULE = {
     ),
     "dtype": (lambda: lean_schedule(int64(2), 3), "num_tiles must be int32, got int64"),
     "workers": (lambda: lean_schedule(int32(2), 0), "num_workers must be at least 1, got 0"),
+    "line times workers": (
+        lambda: lean_schedule(torch.tensor([2, 2]).int(), 2**62),
+        "num_workers times the sum of num_tiles must be below 2^63, got 4611686018427387904 and 4",
+    ),
     "negative": (
         lambda: lean_schedule(torch.tensor([4, -2]).int(), 3),
         "num_tiles must not be negative, got -2 for output 1",

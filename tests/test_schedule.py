@@ -40,6 +40,7 @@ def test_golden_example_of_leanattention_figure_1():
         ([4], 2, [[0, 0, 0, 2], [1, 0, 2, 4]]),  # an equal split: FlashDecoding
         ([0, 2, 0, 1], 1, [[0, 1, 0, 2], [0, 3, 0, 1]]),
         ([2], 4, [[1, 0, 0, 1], [3, 0, 1, 2]]),  # more workers than tiles
+        ([2], 2**61, [[2**60 - 1, 0, 0, 1], [2**61 - 1, 0, 1, 2]]),  # in time for tiles only
     ],
 )
 def test_small_schedules(num_tiles, num_workers, expected):
