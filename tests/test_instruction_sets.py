@@ -85,6 +85,17 @@ def test_scores_of_ten_thousand(instruction_set):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group_size", [1, 8])
+def test_infinite_values(instruction_set, dtype, group_size):
+    """They are no reason for NaN, which products of parts of a weight, one of them 0, would be."""
+    problem = make_problem(dtype=dtype, seqlen_k=4500, group_size=group_size)
+    problem.v[0, 0, 40, 3] = math.inf
+    problem.v[1, 1, 3000, 5] = -math.inf
+    problem.v[0, 1, 4498, 7] = NAN
+    problem.run_and_check(num_workers=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group_size", [1, 8])
 def test_scores_of_ten_billion(instruction_set, dtype, group_size):
     """Their rounding errors exceed every exponent; the largest one still has the weight 1."""
     problem = make_problem(score_size=1e10, seqlen_k=300, dtype=dtype, group_size=group_size)

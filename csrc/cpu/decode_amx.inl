@@ -292,6 +292,14 @@ inline Vec sum_of_keys(Vec x) {
   return x;
 }
 
+inline bool has_nan(const float* x, int64_t size) {
+  __mmask16 nan = 0;
+  for (int64_t i = 0; i < size; i += kLanes) {
+    nan |= _mm512_cmp_ps_mask(load(x + i), load(x + i), _CMP_UNORD_Q);
+  }
+  return nan != 0;
+}
+
 template <>
 struct SharedKeys<BFloat16> {
   static void attend(const DecodeParams& p, const Rows& rows, const RowState& state, int64_t begin,
@@ -302,11 +310,21 @@ struct SharedKeys<BFloat16> {
       attend_vectors<BFloat16>(p, rows, state, begin, end, limit);
       return;
     }
+    double sum[kMaxRows];
+    __builtin_memcpy(sum, state.sum, rows.count * sizeof(double));
     if (rows.count <= 4) {
       attend_columns<4>(p, rows, state, begin, end, limit);
     } else {
       attend_columns<kTileRows>(p, rows, state, begin, end, limit);
     }
+    const int64_t size = rows.count * padded(p.head_dim_v);
+    if (!has_nan(state.acc, size)) return;
+    // Perhaps of an infinite value and a weight whose second term is 0. Once more, from the state
+    // after the last flush, with weights of one term.
+    __builtin_memcpy(state.sum, sum, rows.count * sizeof(double));
+    __builtin_memcpy(state.max, state.total_max, rows.count * sizeof(float));
+    __builtin_memset(state.acc, 0, size * sizeof(float));
+    attend_vectors<BFloat16>(p, rows, state, begin, end, limit);
   }
 
  private:

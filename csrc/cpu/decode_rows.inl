@@ -318,7 +318,7 @@ inline void attend_vectors(const DecodeParams& p, const Rows& rows, const RowSta
                });
 }
 
-// The same; instruction sets with matrices specialise it.
+// The same, right after a flush; instruction sets with matrices specialise it.
 template <typename T>
 struct SharedKeys {
   static void attend(const DecodeParams& p, const Rows& rows, const RowState& state, int64_t begin,
