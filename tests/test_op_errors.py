@@ -325,17 +325,23 @@ DEVICES = {
 }
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes two devices, no CUDA device")
+@pytest.fixture(params=["meta", "cuda:0"])
+def other_device(request: pytest.FixtureRequest) -> torch.device:
+    if request.param != "meta" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device(request.param)
+
+
 @pytest.mark.parametrize("argument", DEVICES)
-def test_devices(argument):
-    message = message_of(lambda: DEVICES[argument](torch.device("cuda", 0)))
-    assert message == f"lean_decode: {argument} must be on q's device cpu, got cuda:0"
+def test_devices(argument, other_device):
+    message = message_of(lambda: DEVICES[argument](other_device))
+    assert message == f"lean_decode: {argument} must be on q's device cpu, got {other_device}"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes two devices, no CUDA device")
-def test_merge_device():
-    message = message_of(lambda: merge_states(torch.ones(2, 4, 8), torch.ones(2, 4).cuda()))
-    assert message == "merge_states: lse_parts must be on o_parts' device cpu, got cuda:0"
+def test_merge_device(other_device):
+    lse_parts = torch.ones(2, 4, device=other_device)
+    message = message_of(lambda: merge_states(torch.ones(2, 4, 8), lse_parts))
+    assert message == f"merge_states: lse_parts must be on o_parts' device cpu, got {other_device}"
 
 
 def test_overlapping_outputs_are_refused():

@@ -166,6 +166,15 @@ def lean_schedule(num_tiles: Tensor, num_workers: int) -> Tensor:
     return table
 
 
+def _check_devices(op: str, whose: str, device: torch.device, **arguments: object) -> None:
+    """One tensor of the meta device suffices for dispatch to a fake kernel."""
+    for name, argument in arguments.items():
+        if isinstance(argument, Tensor) and argument.device != device:
+            raise RuntimeError(
+                f"{op}: {name} must be on {whose} device {device}, got {argument.device}"
+            )
+
+
 @torch.library.register_fake("tree_attention::lean_decode")
 def _(
     q: Tensor,
@@ -174,21 +183,23 @@ def _(
     key_ranges: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
-    **unused: object,
+    **options: object,
 ) -> tuple[Tensor, Tensor]:
+    _check_devices("lean_decode", "q's", q.device, k=k, v=v, key_ranges=key_ranges, **options)
     o = q.new_empty((*q.shape[:3], v.shape[3]), dtype=out_dtype or q.dtype)
     return o, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.register_fake("tree_attention::lean_decode.out")
-def _(*unused: object, **unused_keywords: object) -> None:
-    return None
+def _(q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor | None = None, **options: object) -> None:
+    _check_devices("lean_decode", "q's", q.device, k=k, v=v, key_ranges=key_ranges, **options)
 
 
 @torch.library.register_fake("tree_attention::merge_states")
 def _(
     o_parts: Tensor, lse_parts: Tensor, *, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
+    _check_devices("merge_states", "o_parts'", o_parts.device, lse_parts=lse_parts)
     o = o_parts.new_empty(o_parts.shape[1:], dtype=out_dtype or o_parts.dtype)
     return o, lse_parts.new_empty(lse_parts.shape[1:])
 
