@@ -7,9 +7,13 @@ namespace {
 
 #include "simd_math.inl"
 
+#include "decode_steps.inl"
+
 #include "decode_rows.inl"
 
 #ifdef TREE_ATTENTION_AMX
+#include "amx_tiles.inl"
+
 #include "decode_amx.inl"
 #endif
 

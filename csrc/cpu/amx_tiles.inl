@@ -1,0 +1,297 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Operands and products in AMX tiles, included before decode_amx.inl.
+
+constexpr int kTileRows = 16, kTilePair = 32;  // a tile: 16 rows of 32 bfloat16 or 16 float32
+static_assert(kStepKeys == 2 * kTileRows && kPair == kTilePair);
+
+// Tiles: 0, 1 scores^T; 2 keys or values; 3 queries^T; 4, 5 o; 6, 7 the two terms of P. A block of
+// few rows has smaller ones: loads and stores cost by the row.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes_per_row[16] = {};
+  uint8_t rows[16] = {};
+
+  TileConfig(int num_rows, int columns) {
+    for (int tile = 0; tile < 4; ++tile) shape(tile, kTileRows, tile == 2 ? 64 : 4 * columns);
+    for (int tile = 4; tile < 8; ++tile) shape(tile, num_rows, 64);
+  }
+
+ private:
+  void shape(int tile, int num_rows, int num_bytes) {
+    rows[tile] = static_cast<uint8_t>(num_rows);
+    bytes_per_row[tile] = static_cast<uint16_t>(num_bytes);
+  }
+};
+
+// The tile intrinsics do not tell the compiler that they read memory.
+inline void finish_stores() { asm volatile("" ::: "memory"); }
+
+struct Matrices {
+  uint32_t* q;           // [row blocks, head_dim / 32, 16 pairs of dims, columns]
+  uint32_t* v;           // [head_dim_v / 32, even and odd dims, 16 pairs of keys, 16 dims]
+  BFloat16* k;           // [32 keys, head_dim]: where they do not lie at equal distances
+  float* scores;         // [2, 32 keys, columns]
+  uint16_t *high, *low;  // [16 rows, 32 keys]: the two terms of P
+
+  static int64_t row_blocks(int64_t num_rows) { return (num_rows + kTileRows - 1) / kTileRows; }
+  static size_t bytes(const DecodeParams& p, int64_t num_rows) {
+    return (row_blocks(num_rows) * kTileRows + kStepKeys) * padded(p.head_dim) * 2 +
+           kStepKeys * padded(p.head_dim_v) * 2 + 2 * kStepKeys * kTileRows * 4 +
+           2 * kTileRows * kStepKeys * 2;
+  }
+  Matrices(const DecodeParams& p, int64_t num_rows, char* memory) {
+    const auto take = [&](int64_t bytes) {
+      char* taken = memory;
+      memory += bytes;
+      return taken;
+    };
+    q = reinterpret_cast<uint32_t*>(
+        take(row_blocks(num_rows) * kTileRows * padded(p.head_dim) * 2));
+    k = reinterpret_cast<BFloat16*>(take(kStepKeys * padded(p.head_dim) * 2));
+    v = reinterpret_cast<uint32_t*>(take(kStepKeys * padded(p.head_dim_v) * 2));
+    scores = reinterpret_cast<float*>(take(2 * kStepKeys * kTileRows * 4));
+    high = reinterpret_cast<uint16_t*>(take(kTileRows * kStepKeys * 2));
+    low = reinterpret_cast<uint16_t*>(take(kTileRows * kStepKeys * 2));
+  }
+};
+
+inline void pack_queries(const DecodeParams& p, const Rows& rows, int columns, uint32_t* out) {
+  const int64_t group_size = p.group_size(), num_pairs = p.head_dim / 2;
+  const int64_t block_size = num_pairs * columns;
+  __builtin_memset(out, 0, Matrices::row_blocks(rows.count) * block_size * sizeof(uint32_t));
+  for (int64_t row = 0; row < rows.count; ++row) {
+    const int64_t token = (rows.begin + row) / group_size;
+    const int64_t head = rows.head_kv * group_size + (rows.begin + row) % group_size;
+    const BFloat16* source = static_cast<const BFloat16*>(p.q) + rows.batch * p.q_stride[0] +
+                             head * p.q_stride[1] + token * p.q_stride[2];
+    uint32_t* column = out + row / columns * block_size + row % columns;
+    for (int64_t pair = 0; pair < num_pairs; ++pair) {
+      __builtin_memcpy(column + pair * columns, source + 2 * pair, sizeof(uint32_t));
+    }
+  }
+}
+
+// The 16 keys from `first` as a matrix: in place if they lie at equal distances, else copied.
+inline const BFloat16* key_matrix(const DecodeParams& p, const Step<BFloat16>& step, int first,
+                                  BFloat16* copy, int64_t& stride) {
+  if (step.count >= first + kTileRows) {
+    stride = step.k[first + 1] - step.k[first];
+    bool regular = true;
+    for (int i = first + 2; i < first + kTileRows; ++i) {
+      regular &= step.k[i] - step.k[i - 1] == stride;
+    }
+    if (regular) return step.k[first];
+  }
+  stride = p.head_dim;
+  for (int i = 0; i < kTileRows; ++i) {
+    __builtin_memcpy(copy + i * stride, step.k[first + i < step.count ? first + i : step.count - 1],
+                     stride * sizeof(BFloat16));
+  }
+  return copy;
+}
+
+// Fetches the keys and values of a step, some cache lines at a time. A core keeps only 16 lines in
+// flight, so that fetching overlaps with computing only where it is spread over all of it.
+class Prefetcher {
+ public:
+  Prefetcher(const DecodeParams& p, const Step<BFloat16>& step)
+      : step_(step), k_lines_(p.head_dim / kTilePair), v_lines_(p.head_dim_v / kTilePair) {}
+
+  void fetch(int lines) {
+    for (; lines > 0 && key_ < kStepKeys; --lines) {
+      __builtin_prefetch(line_ < k_lines_ ? step_.k[key_] + line_ * kTilePair
+                                          : step_.v[key_] + (line_ - k_lines_) * kTilePair);
+      if (++line_ == k_lines_ + v_lines_) {
+        line_ = 0;
+        ++key_;
+      }
+    }
+  }
+
+ private:
+  const Step<BFloat16>& step_;
+  const int64_t k_lines_, v_lines_;
+  int64_t line_ = 0;
+  int key_ = 0;
+};
+
+// Two rows of V become rows of 32-bit pairs (even dims, odd dims). Keys past the end are zeros,
+// since 0 * NaN is NaN.
+inline void interleave_values(const Step<BFloat16>& step, Prefetcher& next, int64_t head_dim,
+                              uint32_t* out) {
+  const __m512i low_half = _mm512_set1_epi32(0xffff);
+  for (int i = 0; i < kTileRows; ++i) {
+    next.fetch(4);
+    const bool has_first = 2 * i < step.count, has_second = 2 * i + 1 < step.count;
+    for (int64_t d = 0; d < head_dim; d += kTilePair) {
+      const __m512i a = has_first ? _mm512_loadu_si512(step.v[2 * i] + d) : __m512i{};
+      const __m512i b = has_second ? _mm512_loadu_si512(step.v[2 * i + 1] + d) : __m512i{};
+      uint32_t* tiles = out + (d / kTilePair * 2 * kTileRows + i) * kTileRows;
+      // (low_half & x) | (~low_half & y)
+      _mm512_storeu_si512(tiles,
+                          _mm512_ternarylogic_epi32(low_half, a, _mm512_slli_epi32(b, 16), 0xca));
+      _mm512_storeu_si512(tiles + kTileRows * kTileRows,
+                          _mm512_ternarylogic_epi32(low_half, _mm512_srli_epi32(a, 16), b, 0xca));
+    }
+  }
+}
+
+template <int kColumns>
+inline void score_tiles(const BFloat16* k0, int64_t k0_stride, const BFloat16* k1,
+                        int64_t k1_stride, const uint32_t* q, int64_t head_dim, float* scores,
+                        Prefetcher& next) {
+  constexpr int kBytes = kColumns * sizeof(float);
+  _tile_zero(0);
+  _tile_zero(1);
+  for (int64_t d = 0; d < head_dim; d += kTilePair) {
+    next.fetch(12);
+    _tile_loadd(3, q + d / 2 * kColumns, kBytes);
+    _tile_loadd(2, k0 + d, k0_stride * 2);
+    _tile_dpbf16ps(0, 2, 3);
+    _tile_loadd(2, k1 + d, k1_stride * 2);
+    _tile_dpbf16ps(1, 2, 3);
+  }
+  _tile_stored(0, scores, kBytes);
+  _tile_stored(1, scores + kTileRows * kColumns, kBytes);
+  finish_stores();
+}
+
+inline void value_tiles(const Matrices& m, int64_t head_dim, float* acc, Prefetcher& next) {
+  const int64_t stride = padded(head_dim) * static_cast<int64_t>(sizeof(float));
+  finish_stores();
+  _tile_loadd(6, m.high, 64);
+  _tile_loadd(7, m.low, 64);
+  for (int64_t d = 0; d < head_dim; d += kTilePair) {
+    next.fetch(16);
+    const uint32_t* v = m.v + d * kTileRows;
+    _tile_loadd(4, acc + d, stride);
+    _tile_loadd(5, acc + d + kLanes, stride);
+    _tile_loadd(2, v, 64);
+    _tile_dpbf16ps(4, 7, 2);
+    _tile_dpbf16ps(4, 6, 2);
+    _tile_loadd(2, v + kTileRows * kTileRows, 64);
+    _tile_dpbf16ps(5, 7, 2);
+    _tile_dpbf16ps(5, 6, 2);
+    _tile_stored(4, acc + d, stride);
+    _tile_stored(5, acc + d + kLanes, stride);
+  }
+  finish_stores();
+}
+
+// In place, a 16 x 16 matrix of 32-bit elements.
+inline void transpose(__m512i (&x)[16]) {
+  __m512i y[16];
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+  }
+  for (int i = 0; i < 16; i += 8) {
+    for (int j = 0; j < 4; ++j) {
+      y[i + j] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0x88);
+      y[i + j + 4] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0xdd);
+    }
+  }
+  for (int j = 0; j < 8; ++j) {
+    x[j] = _mm512_shuffle_i32x4(y[j], y[j + 8], 0x88);
+    x[j + 8] = _mm512_shuffle_i32x4(y[j], y[j + 8], 0xdd);
+  }
+}
+
+// bfloat16 pairs (a, b) of each lane.
+inline __m512i round_pairs(Vec a, Vec b) {
+  const __m512i interleave =
+      _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                       21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(interleave, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
+}
+
+// What is left of (a, b) after rounding them to `pairs`.
+inline void subtract_rounded(__m512i pairs, Vec& a, Vec& b) {
+  Vec rounded_a, rounded_b;
+  split_bfloat16(pairs, rounded_a, rounded_b);
+  a = sub(a, rounded_a);
+  b = sub(b, rounded_b);
+}
+
+// Weights [32 keys, 16 rows], one key in a vector, to P [16 rows, 32 keys].
+inline void store_weights(Vec (&weights)[kStepKeys], const Matrices& m) {
+  __m512i pairs[kTileRows];
+  uint16_t* const terms[] = {m.high, m.low};
+  for (uint16_t* term : terms) {
+    for (int i = 0; i < kTileRows; ++i) {
+      pairs[i] = round_pairs(weights[2 * i], weights[2 * i + 1]);
+      subtract_rounded(pairs[i], weights[2 * i], weights[2 * i + 1]);
+    }
+    transpose(pairs);
+    for (int row = 0; row < kTileRows; ++row) {
+      _mm512_store_si512(term + row * kStepKeys, pairs[row]);
+    }
+  }
+}
+
+// Weights [32 keys, 4 rows], four keys in a vector, to P [4 rows, 32 keys].
+inline void store_weights(Vec (&weights)[kStepKeys / 4], const Matrices& m) {
+  const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  Vec rows[2][4];  // of 16 keys
+  for (int half = 0; half < 2; ++half) {
+    const Vec* w = weights + 4 * half;
+    const Vec a = _mm512_unpacklo_ps(w[0], w[2]), b = _mm512_unpacklo_ps(w[1], w[3]);
+    const Vec c = _mm512_unpackhi_ps(w[0], w[2]), d = _mm512_unpackhi_ps(w[1], w[3]);
+    const Vec by_row[4] = {_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b),
+                           _mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)};
+    for (int row = 0; row < 4; ++row) {
+      rows[half][row] = _mm512_permutexvar_ps(in_order, by_row[row]);
+    }
+  }
+  const auto widen = [](__m256i x, Vec& wide) {
+    wide = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+  };
+  for (int row = 0; row < 4; ++row) {
+    const Vec a = rows[0][row], b = rows[1][row];
+    const __m512i high = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a));
+    Vec high_a, high_b;
+    widen(_mm512_castsi512_si256(high), high_a);
+    widen(_mm512_extracti64x4_epi64(high, 1), high_b);
+    _mm512_store_si512(m.high + row * kStepKeys, high);
+    _mm512_store_si512(m.low + row * kStepKeys, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(
+                                                    sub(b, high_b), sub(a, high_a))));
+  }
+}
+
+template <int kColumns>
+inline Vec load_columns(const float* p) {
+  return kColumns == 4 ? _mm512_broadcast_f32x4(_mm_loadu_ps(p)) : load(p);
+}
+
+// Over the keys in a vector, to all of its lanes.
+template <int kColumns>
+inline Vec max_of_keys(Vec x) {
+  if constexpr (kColumns == 4) {
+    x = max_keep_nan(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    x = max_keep_nan(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+  }
+  return x;
+}
+template <int kColumns>
+inline Vec sum_of_keys(Vec x) {
+  if constexpr (kColumns == 4) {
+    x = add(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    x = add(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+  }
+  return x;
+}
+
+inline bool has_nan(const float* x, int64_t size) {
+  __mmask16 nan = 0;
+  for (int64_t i = 0; i < size; i += kLanes) {
+    nan |= _mm512_cmp_ps_mask(load(x + i), load(x + i), _CMP_UNORD_Q);
+  }
+  return nan != 0;
+}
