@@ -10,8 +10,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
+#include <cmath>
+#include <cstdlib>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "../common/partition.h"
