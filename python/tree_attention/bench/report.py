@@ -21,6 +21,7 @@ from .. import __version__, _loader
 from ..cli.info import cpu_name
 
 PACKAGE = Path(__file__).parents[1]
+MEASURED = ("csrc", "python", "setup.py", "benchmarks")  # what a result depends on
 
 
 @dataclass
@@ -67,13 +68,13 @@ def environment(**more: Any) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checkout's commit, marked when files differ from it; "not a checkout" when installed."""
+    """The checkout's commit, marked when measured files differ; "not a checkout" when installed."""
     root = PACKAGE.parents[1]
     if not (root / "setup.py").exists():
         return "not a checkout"
     try:
         head = _git(root, "rev-parse", "--short=10", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *MEASURED)
     except (OSError, subprocess.CalledProcessError):
         return "not a checkout"
     return f"{head} with uncommitted changes" if changed else head
