@@ -134,6 +134,10 @@ void check_scores(DecodeParams& params, const DecodeArgs& args) {
             "key_layout must be (first, block, stride) with first >= 0, block >= 1 and stride >= "
             "block, got ",
             layout);
+  const __int128 end = layout[0] + __int128{params.seqlen_k / layout[1]} * layout[2] + layout[1];
+  CHECK_ARG(end <= std::numeric_limits<int64_t>::max(),
+            "key_layout must keep positions below 2^63 over seqlen_k ", params.seqlen_k, ", got ",
+            layout);
   params.key_layout = {layout[0], layout[1], layout[2]};
 
   params.alibi_slopes = nullptr;

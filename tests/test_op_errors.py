@@ -239,6 +239,11 @@ DECODE = {
     "key_layout first": (lambda: decode(key_layout=(-1, 1, 1)), LAYOUT + "[-1, 1, 1]"),
     "key_layout block": (lambda: decode(key_layout=(0, 0, 1)), LAYOUT + "[0, 0, 1]"),
     "key_layout stride": (lambda: decode(key_layout=(0, 4, 3)), LAYOUT + "[0, 4, 3]"),
+    "key_layout positions": (
+        lambda: decode(key_layout=(2**62, 1, 2**62)),
+        f"key_layout must keep positions below 2^63 over seqlen_k {SEQLEN_K}, got "
+        "[4611686018427387904, 1, 4611686018427387904]",
+    ),
     "query_positions dtype": (
         lambda: alibi(query_positions=int32(2, 3)),
         "query_positions must be int64, got int32",

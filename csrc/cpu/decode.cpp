@@ -255,7 +255,7 @@ void lean_decode(const DecodeParams& params) {
   thread_local Schedule schedule;
   thread_local Scratch scratch;
   const int64_t num_rows = int64_t{params.group_size()} * params.seqlen_q;
-  build_schedule(params, std::min(num_rows, isa.rows_per_output(params)), schedule);
+  build_schedule(params, std::min<int64_t>(num_rows, kMaxRows), schedule);
 
   const int64_t num_workers = schedule.partition.num_workers;
   const size_t arrivals_bytes = (num_workers * sizeof(std::atomic<int32_t>) + 63) / 64 * 64;

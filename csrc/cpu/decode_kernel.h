@@ -13,6 +13,9 @@ namespace tree_attention::cpu {
 // Keys per tile of the lean schedule.
 constexpr int kTileKeys = 64;
 
+// Rows of an output: what shares one pass over K and V.
+constexpr int kMaxRows = 128;
+
 // Rows of one output: packed row r is query token r / group_size, head r % group_size of its group,
 // so that the rows of a token are neighbours and share a key range.
 struct Rows {
@@ -40,9 +43,6 @@ inline int64_t query_position(const DecodeParams& p, int64_t batch, int64_t toke
 
 struct Kernels {
   const char* name;
-
-  // Rows that share one pass over K and V.
-  int64_t (*rows_per_output)(const DecodeParams& params);
 
   // Bytes of scratch memory that attend needs, aligned to 64.
   size_t (*workspace_bytes)(const DecodeParams& params, int64_t num_rows);

@@ -17,8 +17,6 @@ namespace {
 #include "decode_amx.inl"
 #endif
 
-int64_t rows_per_output(const DecodeParams&) { return kMaxRows; }
-
 size_t workspace_bytes(const DecodeParams& p, int64_t num_rows) {
   size_t bytes = state_bytes(p, num_rows);
 #ifdef TREE_ATTENTION_AMX
@@ -79,6 +77,6 @@ void store_output(const DecodeParams& p, const Rows& rows, const float* o, const
   }
 }
 
-constexpr Kernels kKernels{kName, rows_per_output, workspace_bytes, attend, store_output};
+constexpr Kernels kKernels{kName, workspace_bytes, attend, store_output};
 
 }  // namespace

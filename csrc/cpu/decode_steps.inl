@@ -5,7 +5,6 @@
 
 constexpr int kPair = 2 * kLanes;
 constexpr int kStepKeys = 32;
-constexpr int kMaxRows = 128;
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.693147180559945309417f;
 
