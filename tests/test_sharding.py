@@ -158,3 +158,20 @@ def test_errors_name_class_argument_and_value(make, message):
     with pytest.raises(ValueError) as error:
         make()
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BlockCyclic(2.5), "BlockCyclic: world_size must be an integer, got 2.5"),
+        (lambda: Contiguous([0, 2.7]), "Contiguous: bounds must be an integer, got 2.7"),
+        (
+            lambda: ContiguousThenCyclic([0, 4], 1.5),
+            "ContiguousThenCyclic: block must be an integer, got 1.5",
+        ),
+    ],
+)
+def test_fractions_are_refused_not_truncated(make, message):
+    with pytest.raises(TypeError) as error:
+        make()
+    assert str(error.value) == message

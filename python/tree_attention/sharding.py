@@ -9,8 +9,10 @@ integer tensors of any shape and device; tensors come back as int64. The arithme
 reads no tensor on the host, except for `Contiguous.owner`, which checks its argument.
 """
 
+import operator
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -94,7 +96,7 @@ class BlockCyclic(ShardLayout):
 
     def __post_init__(self) -> None:
         for name in ("world_size", "block"):
-            value = getattr(self, name)
+            value = _integer("BlockCyclic", name, getattr(self, name))
             if value < 1:
                 raise ValueError(f"BlockCyclic: {name} must be at least 1, got {value}")
 
@@ -130,8 +132,7 @@ class Contiguous(ShardLayout):
     bounds: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bounds", tuple(int(bound) for bound in self.bounds))
-        _check_bounds("Contiguous", self.bounds)
+        object.__setattr__(self, "bounds", _checked_bounds("Contiguous", self.bounds))
 
     @property
     def world_size(self) -> int:  # type: ignore[override]
@@ -169,9 +170,8 @@ class ContiguousThenCyclic(ShardLayout):
     block: int = 64
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bounds", tuple(int(bound) for bound in self.bounds))
-        _check_bounds("ContiguousThenCyclic", self.bounds)
-        if self.block < 1:
+        object.__setattr__(self, "bounds", _checked_bounds("ContiguousThenCyclic", self.bounds))
+        if _integer("ContiguousThenCyclic", "block", self.block) < 1:
             raise ValueError(f"ContiguousThenCyclic: block must be at least 1, got {self.block}")
 
     @property
@@ -224,9 +224,18 @@ class ContiguousThenCyclic(ShardLayout):
         )
 
 
-def _check_bounds(name: str, bounds: tuple[int, ...]) -> None:
-    if len(bounds) < 2 or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
+def _integer(layout: str, name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{layout}: {name} must be an integer, got {value!r}") from None
+
+
+def _checked_bounds(layout: str, bounds: Iterable[int]) -> tuple[int, ...]:
+    checked = tuple(_integer(layout, "bounds", bound) for bound in bounds)
+    if len(checked) < 2 or checked[0] != 0 or any(a > b for a, b in pairwise(checked)):
         raise ValueError(
-            f"{name}: bounds must be world_size + 1 non-decreasing integers from 0, "
-            f"got {list(bounds)}"
+            f"{layout}: bounds must be world_size + 1 non-decreasing integers from 0, "
+            f"got {list(checked)}"
         )
+    return checked
