@@ -92,16 +92,21 @@ inline const BFloat16* key_matrix(const DecodeParams& p, const Step<BFloat16>& s
 }
 
 // Fetches the keys and values of a step, some cache lines at a time. A core keeps only 16 lines in
-// flight, so that fetching overlaps with computing only where it is spread over all of it.
+// flight, so that fetching overlaps with computing only where it is spread over all of it. 16 are
+// too few even so: `far` is fetched into the second level, which keeps more, and from there as
+// `near`.
 class Prefetcher {
  public:
-  Prefetcher(const DecodeParams& p, const Step<BFloat16>& step)
-      : step_(step), k_lines_(p.head_dim / kTilePair), v_lines_(p.head_dim_v / kTilePair) {}
+  Prefetcher(const DecodeParams& p, const Step<BFloat16>& near, const Step<BFloat16>* far)
+      : near_(near),
+        far_(far),
+        k_lines_(p.head_dim / kTilePair),
+        v_lines_(p.head_dim_v / kTilePair) {}
 
   void fetch(int lines) {
     for (; lines > 0 && key_ < kStepKeys; --lines) {
-      __builtin_prefetch(line_ < k_lines_ ? step_.k[key_] + line_ * kTilePair
-                                          : step_.v[key_] + (line_ - k_lines_) * kTilePair);
+      __builtin_prefetch(address(near_));
+      if (far_ != nullptr) __builtin_prefetch(address(*far_), 0, 2);  // into the second level
       if (++line_ == k_lines_ + v_lines_) {
         line_ = 0;
         ++key_;
@@ -110,7 +115,13 @@ class Prefetcher {
   }
 
  private:
-  const Step<BFloat16>& step_;
+  const BFloat16* address(const Step<BFloat16>& step) const {
+    return line_ < k_lines_ ? step.k[key_] + line_ * kTilePair
+                            : step.v[key_] + (line_ - k_lines_) * kTilePair;
+  }
+
+  const Step<BFloat16>& near_;
+  const Step<BFloat16>* const far_;
   const int64_t k_lines_, v_lines_;
   int64_t line_ = 0;
   int key_ = 0;

@@ -45,8 +45,9 @@ struct SharedKeys<BFloat16> {
     finish_stores();
     _tile_loadconfig(&config);
     for_steps<BFloat16>(p, rows, begin, end, limit,
-                        [&](int64_t key, const Step<BFloat16>& step, const Step<BFloat16>& next) {
-                          attend_step<kColumns>(p, rows, state, m, key, step, next);
+                        [&](int64_t key, const Step<BFloat16>& step, const Step<BFloat16>& next,
+                            const Step<BFloat16>* far) {
+                          attend_step<kColumns>(p, rows, state, m, key, step, next, far);
                         });
     _tile_release();
   }
@@ -54,14 +55,14 @@ struct SharedKeys<BFloat16> {
   template <int kColumns>
   static void attend_step(const DecodeParams& p, const Rows& rows, const RowState& state,
                           const Matrices& m, int64_t key, const Step<BFloat16>& step,
-                          const Step<BFloat16>& next) {
+                          const Step<BFloat16>& next, const Step<BFloat16>* far) {
     int64_t stride[2];
     const BFloat16* k[2];
     for (int i = 0; i < 2; ++i) {
       k[i] = key_matrix(p, step, i * kTileRows, m.k + i * kTileRows * p.head_dim, stride[i]);
     }
     finish_stores();
-    Prefetcher prefetcher(p, next);
+    Prefetcher prefetcher(p, next, far);
     const auto score_rows = [&](int64_t block) {
       score_tiles<kColumns>(k[0], stride[0], k[1], stride[1],
                             m.q + block * kTileRows * p.head_dim / 2, p.head_dim,

@@ -194,17 +194,22 @@ inline int64_t end_of_step(int64_t begin, int64_t end) {
   return begin + kStepKeys < end ? begin + kStepKeys : end;
 }
 
-// Calls body(first key, step, next step) over the steps of [begin, end). Next steps go on to
-// `limit`; the last one is its own next.
+// Calls body(first key, step, next step, keys kFarKeys later or null) over the steps of
+// [begin, end). Next steps go on to `limit`; the last one is its own next.
 template <typename T, typename Body>
 inline void for_steps(const DecodeParams& p, const Rows& rows, int64_t begin, int64_t end,
                       int64_t limit, const Body& body) {
-  Step<T> steps[2];
+  Step<T> steps[2], far;
+  const bool many_keys = limit - begin >= kManyKeys;
   locate(p, rows, begin, end_of_step(begin, end), steps[0]);
   for (int current = 0; begin < end; current = 1 - current) {
     const int64_t next = begin + steps[current].count;
     if (next < limit) locate(p, rows, next, end_of_step(next, limit), steps[1 - current]);
-    body(begin, steps[current], steps[next < limit ? 1 - current : current]);
+    const Step<T>& following = steps[next < limit ? 1 - current : current];
+    const int64_t far_begin = next + kFarKeys;
+    const bool has_far = many_keys && far_begin < limit;
+    if (has_far) locate(p, rows, far_begin, end_of_step(far_begin, limit), far);
+    body(begin, steps[current], following, has_far ? &far : nullptr);
     begin = next;
   }
 }
@@ -214,7 +219,7 @@ template <typename T>
 inline void attend_vectors(const DecodeParams& p, const Rows& rows, const RowState& state,
                            int64_t begin, int64_t end, int64_t limit) {
   for_steps<T>(p, rows, begin, end, limit,
-               [&](int64_t key, const Step<T>& step, const Step<T>& next) {
+               [&](int64_t key, const Step<T>& step, const Step<T>& next, const Step<T>*) {
                  attend_step<T>(p, rows, state, 0, rows.count, key, step, next);
                });
 }

@@ -25,6 +25,11 @@ struct Step {
   int count;
 };
 
+// How far ahead of the next step keys are fetched into the second-level cache.
+// Fewer than kManyKeys may lie in a cache already, where that only costs instructions.
+constexpr int kFarKeys = 4;
+constexpr int64_t kManyKeys = 1024;
+
 template <typename T>
 inline void locate(const DecodeParams& p, const Rows& rows, int64_t begin, int64_t end,
                    Step<T>& step) {
