@@ -4,9 +4,49 @@
 // head_dim. Keys come in steps small enough for their K and V rows to stay in the first-level cache
 // while all query rows use them; every element of K and V is loaded from memory once.
 
-// Scores of kRows query rows and kKeyBlock keys. While it computes, it fetches `ahead`.
-template <typename T, int kRows, bool kPrefetch>
-inline void score_block(const T* const* k, const T* const* ahead, const float* q, int64_t head_dim,
+// What fetches while a block of rows computes: nothing,
+struct NoPrefetch {
+  void fetch(int, int64_t) {}
+};
+
+// the rows ahead where the loop is in its own,
+template <typename T>
+struct ColumnPrefetch {
+  const T* const* ahead;
+  void fetch(int key, int64_t d) { prefetch_pair(ahead[key] + d); }
+};
+
+// or rows in the order of memory, which is all that the hardware's own prefetching follows, and
+// `far` into the second level (see kFarKeys). It pays where keys come from memory.
+template <typename T>
+class RowPrefetch {
+ public:
+  RowPrefetch(const T* const* near, const T* const* far, int count, int64_t head_dim)
+      : near_(near), far_(far), count_(count), head_dim_(head_dim) {}
+
+  void fetch(int, int64_t) {
+    if (row_ == count_) return;
+    prefetch_pair(near_[row_] + d_);
+    prefetch_pair_far(far_[row_] + d_);
+    d_ += kPair;
+    if (d_ >= head_dim_) {
+      d_ = 0;
+      ++row_;
+    }
+  }
+
+ private:
+  const T* const* const near_;
+  const T* const* const far_;
+  const int count_;
+  const int64_t head_dim_;
+  int row_ = 0;
+  int64_t d_ = 0;
+};
+
+// Scores of kRows query rows and kKeyBlock keys.
+template <int kRows, typename T, typename Prefetch>
+inline void score_block(const T* const* k, Prefetch&& ahead, const float* q, int64_t head_dim,
                         float* scores) {
   const int64_t q_stride = padded(head_dim);
   Vec sums[kRows][kKeyBlock];
@@ -16,7 +56,7 @@ inline void score_block(const T* const* k, const T* const* ahead, const float* q
   const auto accumulate = [&](int64_t d, const auto& load_keys) {
     Vec even[kKeyBlock], odd[kKeyBlock];
     for (int key = 0; key < kKeyBlock; ++key) {
-      if constexpr (kPrefetch) prefetch_pair(ahead[key] + d);
+      ahead.fetch(key, d);
       load_keys(k[key] + d, even[key], odd[key]);
     }
     for (int row = 0; row < kRows; ++row) {
@@ -39,15 +79,15 @@ inline void score_block(const T* const* k, const T* const* ahead, const float* q
   store_sums<kRows>(sums, scores, kStepKeys);
 }
 
-template <typename T, int kRows, bool kPrefetch>
-inline void value_block(const Step<T>& step, const T* const* ahead, const float* weights,
+template <int kRows, typename T, typename Prefetch>
+inline void value_block(const Step<T>& step, Prefetch&& ahead, const float* weights,
                         const float* rescale, int64_t head_dim, float* acc) {
   const int64_t stride = padded(head_dim);
   const auto accumulate = [&](int64_t d, const auto& load_values) {
     Vec even[kRows], odd[kRows];
     for (int row = 0; row < kRows; ++row) even[row] = odd[row] = zero();
     for (int key = 0; key < step.count; ++key) {
-      if constexpr (kPrefetch) prefetch_pair(ahead[key] + d);
+      ahead.fetch(key, d);
       Vec v_even, v_odd;
       load_values(step.v[key] + d, v_even, v_odd);
       for (int row = 0; row < kRows; ++row) {
@@ -157,18 +197,19 @@ inline float softmax_row(int count, float* scores, float& max, double& sum) {
 
 // Rows [row_begin, row_end), all of which see all keys of `step`, which begins at key_begin. Values
 // are fetched while scores are computed, the next step's keys while values are summed.
-template <typename T>
-inline void attend_step(const DecodeParams& p, const Rows& rows, const RowState& state,
-                        int64_t row_begin, int64_t row_end, int64_t key_begin, const Step<T>& step,
-                        const Step<T>& next) {
+template <typename T, typename FetchValues, typename FetchKeys>
+inline void attend_step_with(const DecodeParams& p, const Rows& rows, const RowState& state,
+                             int64_t row_begin, int64_t row_end, int64_t key_begin,
+                             const Step<T>& step, const FetchValues& fetch_values,
+                             FetchKeys fetch_keys) {
   for (int key = 0; key < step.count; key += kKeyBlock) {
     for_row_blocks(row_begin, row_end, [&]<int kRows>(int64_t row) {
       const float* q = state.q + row * padded(p.head_dim);
       float* scores = state.scores + row * kStepKeys + key;
       if (row == row_begin) {
-        score_block<T, kRows, true>(step.k + key, step.v + key, q, p.head_dim, scores);
+        score_block<kRows>(step.k + key, fetch_values(key), q, p.head_dim, scores);
       } else {
-        score_block<T, kRows, false>(step.k + key, nullptr, q, p.head_dim, scores);
+        score_block<kRows>(step.k + key, NoPrefetch{}, q, p.head_dim, scores);
       }
     });
   }
@@ -183,11 +224,29 @@ inline void attend_step(const DecodeParams& p, const Rows& rows, const RowState&
     const float* weights = state.scores + row * kStepKeys;
     float* acc = state.acc + row * padded(p.head_dim_v);
     if (row == row_begin) {
-      value_block<T, kRows, true>(step, next.k, weights, rescale + row, p.head_dim_v, acc);
+      value_block<kRows>(step, fetch_keys, weights, rescale + row, p.head_dim_v, acc);
     } else {
-      value_block<T, kRows, false>(step, nullptr, weights, rescale + row, p.head_dim_v, acc);
+      value_block<kRows>(step, NoPrefetch{}, weights, rescale + row, p.head_dim_v, acc);
     }
   });
+}
+
+// The same with the prefetching that suits where the keys come from; far is null where few follow.
+template <typename T>
+inline void attend_step(const DecodeParams& p, const Rows& rows, const RowState& state,
+                        int64_t row_begin, int64_t row_end, int64_t key_begin, const Step<T>& step,
+                        const Step<T>& next, const Step<T>* far) {
+  if (far == nullptr) {
+    attend_step_with<T>(
+        p, rows, state, row_begin, row_end, key_begin, step,
+        [&](int key) { return ColumnPrefetch<T>{step.v + key}; }, ColumnPrefetch<T>{next.k});
+  } else {
+    RowPrefetch<T> values(step.v, far->v, step.count, p.head_dim_v);
+    attend_step_with<T>(
+        p, rows, state, row_begin, row_end, key_begin, step,
+        [&](int) -> RowPrefetch<T>& { return values; },
+        RowPrefetch<T>(next.k, far->k, next.count, p.head_dim));
+  }
 }
 
 inline int64_t end_of_step(int64_t begin, int64_t end) {
@@ -219,8 +278,8 @@ template <typename T>
 inline void attend_vectors(const DecodeParams& p, const Rows& rows, const RowState& state,
                            int64_t begin, int64_t end, int64_t limit) {
   for_steps<T>(p, rows, begin, end, limit,
-               [&](int64_t key, const Step<T>& step, const Step<T>& next, const Step<T>*) {
-                 attend_step<T>(p, rows, state, 0, rows.count, key, step, next);
+               [&](int64_t key, const Step<T>& step, const Step<T>& next, const Step<T>* far) {
+                 attend_step<T>(p, rows, state, 0, rows.count, key, step, next, far);
                });
 }
 
@@ -339,7 +398,7 @@ void attend_rows(const DecodeParams& p, const Rows& rows, KeyRange keys, void* w
         locate(p, rows, low, high, step);
         attend_step<T>(p, rows, state, row < 0 ? 0 : row,
                        row + group_size < rows.count ? row + group_size : rows.count, low, step,
-                       step);
+                       step, nullptr);
       }
     }
   };

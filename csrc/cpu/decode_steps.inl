@@ -16,6 +16,14 @@ inline void prefetch_pair(const T* p) {
   for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
 }
 
+template <typename T>
+inline void prefetch_pair_far(const T* p) {
+  constexpr int kBytes = kPair * sizeof(T);
+  for (int i = 0; i < kBytes; i += 64) {
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + i, 0, 2);  // into the second level
+  }
+}
+
 // A step's keys: where their rows lie. Blocks of kKeyBlock may read past the last one, so that
 // entry is repeated.
 template <typename T>
