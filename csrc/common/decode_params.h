@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "host_device.h"
+
 namespace tree_attention {
 
 enum class DataType : int32_t { kFloat32, kBFloat16, kFloat16 };
@@ -51,7 +53,7 @@ struct DecodeParams {
   DataType dtype;       // of q, k, v
   DataType out_dtype;   // of o
 
-  int32_t group_size() const { return num_heads_q / num_heads_kv; }
+  TREE_ATTENTION_HOST_DEVICE int32_t group_size() const { return num_heads_q / num_heads_kv; }
 };
 
 }  // namespace tree_attention

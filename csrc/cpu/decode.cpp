@@ -73,20 +73,6 @@ struct Schedule {
   }
 };
 
-KeyRange hull_of_tokens(const DecodeParams& p, int64_t batch, int64_t begin, int64_t end) {
-  KeyRange hull{0, 0};
-  for (int64_t token = begin; token < end; ++token) {
-    const KeyRange range = key_range(p, batch, token);
-    if (range.begin == range.end) continue;
-    if (hull.begin == hull.end) {
-      hull = range;
-    } else {
-      hull = {std::min(hull.begin, range.begin), std::max(hull.end, range.end)};
-    }
-  }
-  return hull;
-}
-
 void build_schedule(const DecodeParams& p, int64_t rows_per_block, Schedule& schedule) {
   const int64_t group_size = p.group_size(), num_rows = group_size * p.seqlen_q;
   schedule.rows_per_block = rows_per_block;

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The rows of an output and the keys they see, as every decode kernel reads them from the params.
+#pragma once
+
+#include <cstdint>
+
+#include "decode_params.h"
+#include "host_device.h"
+
+namespace tree_attention {
+
+struct KeyRange {
+  int64_t begin, end;
+
+  TREE_ATTENTION_HOST_DEVICE bool empty() const { return begin >= end; }
+};
+
+// Packed row r of a kv head is query token r / group_size, head r % group_size of its group, so
+// that the rows of a token are neighbours and share a key range. An output is a block of them:
+// what shares one pass over K and V.
+struct Rows {
+  int64_t batch, head_kv;
+  int64_t begin, count;  // packed rows
+};
+
+// The keys of a query, clamped to the cache.
+TREE_ATTENTION_HOST_DEVICE KeyRange key_range(const DecodeParams& p, int64_t batch, int64_t token) {
+  if (p.key_ranges == nullptr) return {0, p.seqlen_k};
+  const int32_t* range =
+      p.key_ranges + batch * p.key_ranges_stride[0] + token * p.key_ranges_stride[1];
+  const int64_t begin = range[0] < 0 ? 0 : range[0];
+  const int64_t end = range[1] > p.seqlen_k ? p.seqlen_k : range[1];
+  return {begin, end < begin ? begin : end};
+}
+
+// The smallest range that holds the keys of both; an empty one adds nothing.
+TREE_ATTENTION_HOST_DEVICE KeyRange hull(KeyRange a, KeyRange b) {
+  if (a.empty()) return b;
+  if (b.empty()) return a;
+  return {a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end};
+}
+
+// The hull of the keys of tokens [begin, end).
+TREE_ATTENTION_HOST_DEVICE KeyRange hull_of_tokens(const DecodeParams& p, int64_t batch,
+                                                   int64_t begin, int64_t end) {
+  KeyRange keys{0, 0};
+  for (int64_t token = begin; token < end; ++token) keys = hull(keys, key_range(p, batch, token));
+  return keys;
+}
+
+TREE_ATTENTION_HOST_DEVICE int64_t query_position(const DecodeParams& p, int64_t batch,
+                                                  int64_t token) {
+  const int64_t* stride = p.query_positions_stride;
+  return p.query_positions[batch * stride[0] + token * stride[1]];
+}
+
+TREE_ATTENTION_HOST_DEVICE int64_t key_position(const KeyLayout& layout, int64_t key) {
+  return layout.first + key / layout.block * layout.stride + key % layout.block;
+}
+
+}  // namespace tree_attention
