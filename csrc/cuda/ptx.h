@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Every PTX instruction that the kernels use, one small function each, named after the instruction.
+// Sections are those of the PTX ISA, version 9.0. The tests' emulator has a host version of each.
+#pragma once
+
+#include <cstdint>
+
+namespace tree_attention::cuda {
+
+// 5.1.8 (shared state space): the 32-bit address that cp.async and ldmatrix take.
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// The block's dynamic shared memory, aligned for every use here.
+__device__ __forceinline__ char* dynamic_shared_memory() {
+  extern __shared__ __align__(1024) char memory[];
+  return memory;
+}
+
+// 9.7.9.15: an L2 policy for data that is read once.
+__device__ __forceinline__ uint64_t createpolicy_evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// 9.7.9.25.3.1 (cp.async): 16 bytes, of which the last 16 - num_bytes become zero; num_bytes is 0
+// or
+// 16. L2 only. `source` must be valid memory only where num_bytes is not zero.
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, int num_bytes,
+                                            uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+                   destination),
+               "l"(source), "r"(num_bytes), "l"(policy)
+               : "memory");
+}
+
+// The same for 4 bytes.
+__device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source,
+                                           int num_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source),
+               "r"(num_bytes)
+               : "memory");
+}
+
+// 9.7.9.25.3.2
+__device__ __forceinline__ void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// 9.7.9.25.3.3: waits until at most kPending of this thread's latest groups are incomplete.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// 9.7.14.5.15 (ldmatrix): four 8x8 matrices of 16-bit elements; lane 8 i + r gives the address of
+// row r of matrix i. Lane l receives elements (l / 4, 2 (l % 4)) and its right neighbour.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&matrices)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(row)
+               : "memory");
+}
+
+// The same, each matrix transposed: lane l receives elements (2 (l % 4), l / 4) and the one below.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&matrices)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(row)
+               : "memory");
+}
+
+// 9.7.14.5.8 (mma.m16n8k16): d += a b with a [16, 16] in rows, b [16, 8] in columns. With
+// g = lane / 4 and t = lane % 4: a0 (g, 2t), a1 (g + 8, 2t), a2 (g, 2t + 8), a3 (g + 8, 2t + 8);
+// b0 (2t, g), b1 (2t + 8, g); d0, d1 (g, 2t), d2, d3 (g + 8, 2t); each pair with its neighbour.
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4],
+                                                  uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                 uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// 9.7.3.21 (ex2) and 9.7.3.20 (lg2): powers and logarithms of base 2; ex2(-inf) = 0, lg2(0) = -inf.
+__device__ __forceinline__ float ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float lg2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 9.7.9.22 (cvt): two floats to a pair of 16-bit elements, rounded to nearest even, `low` in the
+// lower half.
+__device__ __forceinline__ uint32_t cvt_bf16x2(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ __forceinline__ uint32_t cvt_f16x2(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ __forceinline__ float cvt_f32_f16(uint16_t bits) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
+  return y;
+}
+
+// 9.7.13.5 (atom), with the memory order of a release of what came before and an acquire of what
+// comes after: returns the old value; the new one is 0 if the old reached `limit`, else old + 1.
+__device__ __forceinline__ uint32_t atomic_inc_acq_rel(uint32_t* counter, uint32_t limit) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(counter), "r"(limit)
+               : "memory");
+  return old;
+}
+
+// 9.7.9.8 (ld.acquire), for a wait on another block.
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+}  // namespace tree_attention::cuda
