@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <optional>
 #include <tuple>
@@ -28,14 +29,11 @@ struct MergeCall {
 MergeCall prepare_merge(const at::Tensor& o_parts, const at::Tensor& lse_parts,
                         std::optional<at::ScalarType> out_dtype);
 
-std::tuple<at::Tensor, at::Tensor> merge_states_cuda(const at::Tensor& o_parts,
-                                                     const at::Tensor& lse_parts,
-                                                     std::optional<at::ScalarType> out_dtype);
-
 template <void (*launch)(const MergeParams&)>
 std::tuple<at::Tensor, at::Tensor> merge_states(const at::Tensor& o_parts,
                                                 const at::Tensor& lse_parts,
                                                 std::optional<at::ScalarType> out_dtype) {
+  const c10::DeviceGuard guard(o_parts.device());
   MergeCall call = prepare_merge(o_parts, lse_parts, out_dtype);
   launch(call.params);
   return {call.o, call.lse};

@@ -6,67 +6,12 @@
 #include <torch/library.h>
 
 #include "cpu/decode.h"
-#include "decode_args.h"
+#include "lean_decode.h"
 #include "merge_states.h"
 #include "schedule.h"
 
 namespace tree_attention {
 namespace {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
-template <void (*launch)(const DecodeParams&)>
-std::tuple<Tensor, Tensor> lean_decode(const Tensor& q, const Tensor& k, const Tensor& v,
-                                       const OptionalTensor& key_ranges,
-                                       std::optional<double> softmax_scale, double softcap,
-                                       const OptionalTensor& alibi_slopes,
-                                       const OptionalTensor& query_positions,
-                                       at::IntArrayRef key_layout, const OptionalTensor& page_table,
-                                       std::optional<at::ScalarType> out_dtype,
-                                       int64_t num_workers) {
-  const DecodeArgs args{q,
-                        k,
-                        v,
-                        key_ranges,
-                        softmax_scale,
-                        softcap,
-                        alibi_slopes,
-                        query_positions,
-                        key_layout,
-                        page_table,
-                        out_dtype,
-                        num_workers};
-  DecodeParams params = check_inputs(args);
-  auto [o, lse] = allocate_outputs(args);
-  set_outputs(params, args, o, lse);
-  launch(params);
-  return {o, lse};
-}
-
-template <void (*launch)(const DecodeParams&)>
-void lean_decode_out(const Tensor& q, const Tensor& k, const Tensor& v,
-                     const OptionalTensor& key_ranges, std::optional<double> softmax_scale,
-                     double softcap, const OptionalTensor& alibi_slopes,
-                     const OptionalTensor& query_positions, at::IntArrayRef key_layout,
-                     const OptionalTensor& page_table, std::optional<at::ScalarType> out_dtype,
-                     int64_t num_workers, Tensor& o, Tensor& lse) {
-  const DecodeArgs args{q,
-                        k,
-                        v,
-                        key_ranges,
-                        softmax_scale,
-                        softcap,
-                        alibi_slopes,
-                        query_positions,
-                        key_layout,
-                        page_table,
-                        out_dtype,
-                        num_workers};
-  DecodeParams params = check_inputs(args);
-  set_outputs(params, args, o, lse);
-  launch(params);
-}
 
 // The operators have no derivative; without this the result would silently carry no gradient.
 void refuse_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
@@ -104,14 +49,16 @@ TORCH_LIBRARY(tree_attention, m) {
 }
 
 TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
-  m.impl("lean_decode", lean_decode<cpu::lean_decode>);
-  m.impl("lean_decode.out", lean_decode_out<cpu::lean_decode>);
+  m.impl("lean_decode", LeanDecode<cpu::lean_decode>::run);
+  m.impl("lean_decode.out", LeanDecode<cpu::lean_decode>::run_out);
   m.impl("merge_states", merge_states<cpu::merge_states>);
   m.impl("lean_schedule", lean_schedule);
 }
 
 #ifdef TREE_ATTENTION_WITH_CUDA
-TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) { m.impl("merge_states", merge_states_cuda); }
+TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
+  m.impl("merge_states", merge_states<cuda::merge_states>);
+}
 #endif
 
 TORCH_LIBRARY_IMPL(tree_attention, Autograd, m) {

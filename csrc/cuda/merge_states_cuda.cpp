@@ -2,20 +2,12 @@
 //
 // The bridge from the operator to the kernel: the only CUDA file of merge_states that sees torch.
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "../merge_states.h"
 #include "merge_states.cuh"
 
 namespace tree_attention {
-
-std::tuple<at::Tensor, at::Tensor> merge_states_cuda(const at::Tensor& o_parts,
-                                                     const at::Tensor& lse_parts,
-                                                     std::optional<at::ScalarType> out_dtype) {
-  const c10::cuda::CUDAGuard guard(o_parts.device());
-  return merge_states<cuda::merge_states>(o_parts, lse_parts, out_dtype);
-}
 
 void cuda::merge_states(const MergeParams& params) {
   C10_CUDA_CHECK(launch_merge_states(params, c10::cuda::getCurrentCUDAStream()));
