@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The element types of tensors. 16-bit ones are bits with a name; arithmetic is done in float.
+#pragma once
+
+#include "device.h"
+
+namespace tree_attention::cuda {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Float16 {
+  uint16_t bits;
+};
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(BFloat16 x) {
+  return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16);
+}
+__device__ __forceinline__ float to_float(Float16 x) { return cvt_f32_f16(x.bits); }
+
+// Rounded to nearest even.
+template <typename Element>
+__device__ __forceinline__ Element from_float(float x);
+
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ BFloat16 from_float<BFloat16>(float x) {
+  return {static_cast<uint16_t>(cvt_bf16x2(x, 0.0f))};
+}
+template <>
+__device__ __forceinline__ Float16 from_float<Float16>(float x) {
+  return {static_cast<uint16_t>(cvt_f16x2(x, 0.0f))};
+}
+
+// Two 16-bit elements in a register, `low` in the lower half, as mma takes them.
+template <typename Element>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack<BFloat16>(float low, float high) {
+  return cvt_bf16x2(low, high);
+}
+template <>
+__device__ __forceinline__ uint32_t pack<Float16>(float low, float high) {
+  return cvt_f16x2(low, high);
+}
+
+// Four floats that move in one 16-byte access.
+struct __align__(16) Float4 {
+  float value[4];
+};
+
+__device__ __forceinline__ Float4 load_float4(const float* aligned) {
+  return *reinterpret_cast<const Float4*>(aligned);
+}
+
+__device__ __forceinline__ void store_float4(float* aligned, const Float4& x) {
+  *reinterpret_cast<Float4*>(aligned) = x;
+}
+
+}  // namespace tree_attention::cuda
