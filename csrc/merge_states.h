@@ -26,8 +26,12 @@ struct MergeCall {
   at::Tensor o_parts, lse_parts, o, lse;
 };
 
+// With new outputs.
 MergeCall prepare_merge(const at::Tensor& o_parts, const at::Tensor& lse_parts,
                         std::optional<at::ScalarType> out_dtype);
+// With outputs of the caller's.
+MergeCall prepare_merge(const at::Tensor& o_parts, const at::Tensor& lse_parts, const at::Tensor& o,
+                        const at::Tensor& lse);
 
 template <void (*launch)(const MergeParams&)>
 std::tuple<at::Tensor, at::Tensor> merge_states(const at::Tensor& o_parts,
@@ -37,6 +41,13 @@ std::tuple<at::Tensor, at::Tensor> merge_states(const at::Tensor& o_parts,
   MergeCall call = prepare_merge(o_parts, lse_parts, out_dtype);
   launch(call.params);
   return {call.o, call.lse};
+}
+
+template <void (*launch)(const MergeParams&)>
+void merge_states_out(const at::Tensor& o_parts, const at::Tensor& lse_parts, at::Tensor& o,
+                      at::Tensor& lse) {
+  const c10::DeviceGuard guard(o_parts.device());
+  launch(prepare_merge(o_parts, lse_parts, o, lse).params);
 }
 
 }  // namespace tree_attention

@@ -45,6 +45,9 @@ TORCH_LIBRARY(tree_attention, m) {
   m.def(
       "merge_states(Tensor o_parts, Tensor lse_parts, *, ScalarType? out_dtype=None) "
       "-> (Tensor o, Tensor lse)");
+  m.def(
+      "merge_states.out(Tensor o_parts, Tensor lse_parts, *, Tensor(a!) o, Tensor(b!) lse) "
+      "-> ()");
   m.def("lean_schedule(Tensor num_tiles, int num_workers) -> Tensor");
 }
 
@@ -52,17 +55,19 @@ TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
   m.impl("lean_decode", LeanDecode<cpu::lean_decode>::run);
   m.impl("lean_decode.out", LeanDecode<cpu::lean_decode>::run_out);
   m.impl("merge_states", merge_states<cpu::merge_states>);
+  m.impl("merge_states.out", merge_states_out<cpu::merge_states>);
   m.impl("lean_schedule", lean_schedule);
 }
 
 #ifdef TREE_ATTENTION_WITH_CUDA
 TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
   m.impl("merge_states", merge_states<cuda::merge_states>);
+  m.impl("merge_states.out", merge_states_out<cuda::merge_states>);
 }
 #endif
 
 TORCH_LIBRARY_IMPL(tree_attention, Autograd, m) {
-  for (const char* name : {"lean_decode", "lean_decode.out", "merge_states"}) {
+  for (const char* name : {"lean_decode", "lean_decode.out", "merge_states", "merge_states.out"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_gradient>());
   }
 }

@@ -60,6 +60,17 @@ def test_out_dtype_is_rounded_once(dtype, out_dtype, device):
     assert_same_bits((o, lse), (in_float32[0].to(out_dtype), in_float32[1]))
 
 
+@by_dtype
+def test_out_gets_the_bits_of_new_tensors(dtype, device):
+    o_parts, lse_parts = (x.to(device) for x in states(6, (3, 4), 16, empty=0.4))
+    expected = merge_states(o_parts, lse_parts, out_dtype=dtype)
+    out = torch.full_like(expected[0], NAN), torch.full_like(expected[1], NAN)
+    assert merge_states(o_parts, lse_parts, out=out) is out
+    assert_same_bits(out, expected)
+    with pytest.raises(RuntimeError, match="unsupported operation: some elements of the input"):
+        merge_states(o_parts, lse_parts, out=(o_parts[0], out[1]))
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3), (2, 3, 4), (0,), (3, 0, 2)], ids=str)
 @pytest.mark.parametrize("head_dim", [1, 3, 64, 130])
 def test_any_number_of_axes(shape, head_dim, device):

@@ -403,7 +403,37 @@ MERGE = {
         lambda: merge_states(torch.ones(2, 4, 8), torch.ones(2, 4), out_dtype=torch.int32),
         "out_dtype must be float32, bfloat16 or float16, got int32",
     ),
+    "o of out": (
+        lambda: merge_into(torch.ones(3, 8), torch.ones(4)),
+        "o must have shape [4, 8], got [3, 8]",
+    ),
+    "lse of out": (
+        lambda: merge_into(torch.ones(4, 8), torch.ones(4, 1)),
+        "lse must have shape [4], got [4, 1]",
+    ),
+    "strides of out": (
+        lambda: merge_into(torch.ones(8, 4).T, torch.ones(4)),
+        "o must be contiguous, got strides [1, 4]",
+    ),
+    "dtype of out's o": (
+        lambda: merge_into(torch.ones(4, 8).double(), torch.ones(4)),
+        "o must be float32, bfloat16 or float16, got float64",
+    ),
+    "dtype of out's lse": (
+        lambda: merge_into(torch.ones(4, 8), torch.ones(4).half()),
+        "lse must be float32, got float16",
+    ),
 }
+
+
+def merge_into(o, lse):
+    return merge_states(torch.ones(2, 4, 8), torch.ones(2, 4), out=(o, lse))
+
+
+def test_merge_states_out_dtype_is_that_of_out():
+    out = torch.ones(4, 8), torch.ones(4)
+    with pytest.raises(ValueError, match=r"merge_states: out_dtype must be out's torch.float32"):
+        merge_states(torch.ones(2, 4, 8), torch.ones(2, 4), out_dtype=torch.half, out=out)
 
 
 @pytest.mark.parametrize("name", MERGE)

@@ -13,6 +13,7 @@ _ops = torch.ops.tree_attention
 _lean_decode = _ops.lean_decode.default
 _lean_decode_out = _ops.lean_decode.out
 _merge_states = _ops.merge_states.default
+_merge_states_out = _ops.merge_states.out
 _lean_schedule = _ops.lean_schedule.default
 
 
@@ -111,7 +112,11 @@ def lean_decode(
 
 
 def merge_states(
-    o_parts: Tensor, lse_parts: Tensor, *, out_dtype: torch.dtype | None = None
+    o_parts: Tensor,
+    lse_parts: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Merges n partial states of the same queries over disjoint keys, in the canonical order.
 
@@ -125,6 +130,8 @@ def merge_states(
         lse_parts: float32 `[n, ...]`, any strides; natural logarithm. A part with `-inf` is empty:
             it changes no bit of the result and its `o` is never read.
         out_dtype: of `o`, default `o_parts`' dtype. Arithmetic is float32.
+        out: contiguous `(o, lse)` to write into instead of new tensors; `o`'s dtype is then the
+            out_dtype.
 
     Returns:
         o `[..., head_dim]` and lse `[...]`; `(0, -inf)` where every part is empty. n parts are
@@ -136,8 +143,14 @@ def merge_states(
 
     Source: the fix-up of LeanAttention section IV-A; Tree Attention, Algorithm 3.
     """
-    result: tuple[Tensor, Tensor] = _merge_states(o_parts, lse_parts, out_dtype=out_dtype)
-    return result
+    if out is None:
+        result: tuple[Tensor, Tensor] = _merge_states(o_parts, lse_parts, out_dtype=out_dtype)
+        return result
+    o, lse = out
+    if out_dtype not in (None, o.dtype):
+        raise ValueError(f"merge_states: out_dtype must be out's {o.dtype} or None, got {out_dtype}")
+    _merge_states_out(o_parts, lse_parts, o=o, lse=lse)
+    return out
 
 
 def lean_schedule(num_tiles: Tensor, num_workers: int) -> Tensor:
@@ -202,6 +215,11 @@ def _(
     _check_devices("merge_states", "o_parts'", o_parts.device, lse_parts=lse_parts)
     o = o_parts.new_empty(o_parts.shape[1:], dtype=out_dtype or o_parts.dtype)
     return o, lse_parts.new_empty(lse_parts.shape[1:])
+
+
+@torch.library.register_fake("tree_attention::merge_states.out")
+def _(o_parts: Tensor, lse_parts: Tensor, **outputs: object) -> None:
+    _check_devices("merge_states", "o_parts'", o_parts.device, lse_parts=lse_parts, **outputs)
 
 
 @torch.library.register_fake("tree_attention::lean_schedule")
