@@ -17,6 +17,13 @@ struct Partition {
   int64_t num_tiles;    // of the whole line
   int64_t num_workers;  // >= 1
 
+  // Never more workers than tiles: then each has work, and those that share an output are
+  // consecutive.
+  static TREE_ATTENTION_HOST_DEVICE Partition over(int64_t num_tiles, int64_t max_workers) {
+    const int64_t num_workers = max_workers < num_tiles ? max_workers : num_tiles;
+    return {num_tiles, num_workers < 1 ? 1 : num_workers};
+  }
+
   // First tile of `worker`; begin(num_workers) == num_tiles. Loads differ by at most one tile.
   TREE_ATTENTION_HOST_DEVICE int64_t begin(int64_t worker) const {
     return worker * num_tiles / num_workers;
@@ -28,8 +35,7 @@ struct Partition {
   }
 };
 
-// An output's tiles on the line, [tile_begin, tile_end), and who completes them. The contributors
-// of an output are consecutive workers.
+// The consecutive workers that run the tiles [tile_begin, tile_end) of an output.
 struct Contributors {
   int64_t first;  // worker
   int64_t count;
@@ -39,6 +45,24 @@ TREE_ATTENTION_HOST_DEVICE Contributors contributors(const Partition& partition,
                                                      int64_t tile_end) {
   const int64_t first = partition.owner(tile_begin);
   return {first, partition.owner(tile_end - 1) - first + 1};
+}
+
+// An output costs more than its tiles: its queries are loaded, its state is stored. On a line with
+// overhead it is `overhead` virtual tiles followed by its own, and the line is cut by virtual
+// tiles. These are the output's tiles that the virtual range [begin, end) of a worker holds; the
+// range may hold none, or nothing but overhead. An output without tiles belongs to the worker of
+// its first virtual tile.
+struct TileRange {
+  int64_t begin, end;
+
+  TREE_ATTENTION_HOST_DEVICE bool empty() const { return begin >= end; }
+};
+
+TREE_ATTENTION_HOST_DEVICE TileRange tiles_in_range(int64_t begin, int64_t end,
+                                                    int64_t output_begin, int64_t overhead,
+                                                    int64_t num_tiles) {
+  const int64_t first = begin - output_begin - overhead, last = end - output_begin - overhead;
+  return {first < 0 ? 0 : first, last < num_tiles ? last : num_tiles};
 }
 
 // Index of the output that holds `tile`: the last i with tile_offsets[i] <= tile, where

@@ -8,6 +8,10 @@
 
 void test_partition();
 void test_contributors();
+void test_line_with_overhead();
+void test_fixup();
+void test_fixup_levels();
+void test_fixup_threads();
 void test_merge();
 void test_canonical_order();
 void test_merge_states();
@@ -22,6 +26,10 @@ int main() {
   } tests[] = {
       {"partition", test_partition},
       {"contributors", test_contributors},
+      {"line with overhead", test_line_with_overhead},
+      {"fix-up", test_fixup},
+      {"fix-up levels", test_fixup_levels},
+      {"fix-up threads", test_fixup_threads},
       {"merge", test_merge},
       {"canonical order", test_canonical_order},
       {"merge_states", test_merge_states},

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-//
-// Every line of up to kMaxTiles tiles over up to kMaxWorkers workers.
 #include <algorithm>
+#include <random>
 #include <vector>
 
 #include "check.h"
@@ -9,6 +8,7 @@
 
 using tree_attention::Contributors;
 using tree_attention::Partition;
+using tree_attention::TileRange;
 
 namespace {
 
@@ -16,6 +16,7 @@ constexpr int64_t kMaxTiles = 48, kMaxWorkers = 40;
 
 }  // namespace
 
+// Every line of up to kMaxTiles tiles over up to kMaxWorkers workers.
 void test_partition() {
   for (int64_t tiles = 0; tiles <= kMaxTiles; ++tiles) {
     for (int64_t workers = 1; workers <= kMaxWorkers; ++workers) {
@@ -66,6 +67,50 @@ void test_contributors() {
           }
         }
       }
+    }
+  }
+}
+
+// Random lines with overhead, workers walking them as a kernel does.
+void test_line_with_overhead() {
+  std::mt19937 random(0);
+  for (int repeat = 0; repeat < 20000; ++repeat) {
+    const int64_t overhead = repeat % 3, max_tiles = repeat % 5 == 0 ? 2 : 30;
+    std::vector<int64_t> tiles(1 + random() % 12), offsets{0};
+    for (int64_t& count : tiles) {
+      count = random() % 3 == 0 ? 0 : random() % (max_tiles + 1);
+      offsets.push_back(offsets.back() + overhead + count);
+    }
+    const int64_t max_workers = 1 + random() % 64;
+    const auto partition = Partition::over(offsets.back(), max_workers);
+    CHECK(1 <= partition.num_workers && partition.num_workers <= max_workers, max_workers);
+
+    std::vector<int64_t> tiles_done(tiles.size(), 0);
+    std::vector<int> times_empty(tiles.size(), 0);
+    for (int64_t worker = 0; worker < partition.num_workers; ++worker) {
+      const int64_t begin = partition.begin(worker), end = partition.begin(worker + 1);
+      CHECK(begin < end || partition.num_tiles == 0, "worker ", worker, " has no work");
+      for (size_t output = 0; output < tiles.size(); ++output) {
+        const TileRange range =
+            tree_attention::tiles_in_range(begin, end, offsets[output], overhead, tiles[output]);
+        if (tiles[output] == 0) {
+          times_empty[output] += begin <= offsets[output] && offsets[output] < end;
+          CHECK(range.empty(), "output ", output, " has no tiles");
+          continue;
+        }
+        const int64_t tiles_begin = offsets[output] + overhead;
+        const Contributors workers =
+            tree_attention::contributors(partition, tiles_begin, tiles_begin + tiles[output]);
+        const bool listed = workers.first <= worker && worker < workers.first + workers.count;
+        CHECK(listed != range.empty(), "worker ", worker, ", output ", output);
+        if (range.empty()) continue;
+        CHECK(range.begin == tiles_done[output], "tiles in order, output ", output);
+        tiles_done[output] = range.end;
+      }
+    }
+    CHECK(tiles_done == tiles, "repeat ", repeat);
+    for (size_t output = 0; output < tiles.size(); ++output) {
+      CHECK(overhead == 0 || times_empty[output] == (tiles[output] == 0), "output ", output);
     }
   }
 }

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The fix-up: how the workers that share an output complete it. Each leaves the partial state of
+// its tiles in a slot of its own and arrives at a counter; whoever arrives last merges. Nobody
+// waits, so workers may run in any order, also one after the other.
+//
+// The states are merged in the canonical order of softmax_state.h, never in that of arrival. A few
+// contributors are merged at once; many in groups of kRadix consecutive ones, whose last arriver
+// leaves the merged state in the slot of the group's first contributor and arrives for the group
+// one level up. Groups are aligned and kRadix is a power of two: the bits are those of one merge.
+#pragma once
+
+#include <cstdint>
+
+#include "host_device.h"
+#include "partition.h"
+
+namespace tree_attention {
+
+constexpr int kRadixBits = 4;
+constexpr int64_t kRadix = 1 << kRadixBits;
+
+// What one worker merges at once. 264 resident CTAs (two on each of 132 SMs) on eight outputs share
+// each among 34 at most.
+constexpr int64_t kMaxMergedParts = 36;
+
+// A worker leaves at most two partial states: of an output that an earlier worker began, and of the
+// output that it begins and leaves to others. Hence 2 * num_workers slots, whatever the number of
+// outputs, and as many counters, which are zero before and after.
+TREE_ATTENTION_HOST_DEVICE int64_t num_partial_slots(int64_t num_workers) {
+  return 2 * num_workers;
+}
+
+TREE_ATTENTION_HOST_DEVICE int64_t partial_slot(const Contributors& workers, int64_t part) {
+  return 2 * (workers.first + part) + (part == 0);
+}
+
+// Parts first, first + stride, ... of an output's contributors, to be merged into the first one's
+// slot, or into the output where these are all.
+struct MergeStep {
+  int64_t first, stride, count;
+  bool completes_output;
+};
+
+// Called by each of two or more contributors with its index after it has stored its state.
+// arrive(counter, expected): counts one more arrival, releasing what the caller has stored; the
+// last of `expected` is told true, has acquired what the others stored, and has reset the counter.
+// merge(step): as above, in the canonical order.
+template <typename Arrive, typename Merge>
+TREE_ATTENTION_HOST_DEVICE void fix_up(const Contributors& workers, int64_t part, Arrive arrive,
+                                       Merge merge) {
+  for (int level = 0;; ++level) {
+    const int stride_bits = level * kRadixBits, group_bits = stride_bits + kRadixBits;
+    const int64_t num_parts = ((workers.count - 1) >> stride_bits) + 1;
+    const bool is_top = num_parts <= kMaxMergedParts;
+    const int64_t first = is_top ? 0 : part >> group_bits << group_bits;
+    const int64_t rest = num_parts - (first >> stride_bits);
+    const int64_t count = is_top || rest < kRadix ? rest : kRadix;
+    if (count > 1) {
+      // A group of more than one part at this level has more than kRadix^level contributors, so
+      // that the counter is in its contributors' slots; its index modulo kRadix tells the level.
+      if (!arrive(partial_slot(workers, first + level), count)) return;
+      merge(MergeStep{first, int64_t{1} << stride_bits, count, is_top});
+    }
+    if (is_top) return;
+  }
+}
+
+}  // namespace tree_attention
