@@ -6,7 +6,6 @@
 #include "decode.h"
 
 #include <ATen/Parallel.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <atomic>
@@ -18,6 +17,7 @@
 
 #include "../common/partition.h"
 #include "../common/softmax_state.h"
+#include "../page_ids.h"
 #include "decode_kernel.h"
 #include "merge_rows.h"
 
@@ -128,10 +128,7 @@ void check_page_table(const DecodeParams& p) {
         const int32_t* pages =
             p.page_table + batch * p.page_table_stride[0] + head * p.page_table_stride[1];
         for (int64_t page = begin / p.page_size; page < page_end; ++page) {
-          TORCH_CHECK(0 <= pages[page] && pages[page] < p.num_pages,
-                      "lean_decode: page_table must hold page ids in [0, ", p.num_pages,
-                      ") where key_ranges needs them, got ", pages[page], " for page ", page,
-                      " of sequence ", batch);
+          check_page_id(p, batch, page, pages[page]);
         }
       }
       checked = overlaps ? KeyRange{std::min(checked.begin, range.begin),

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include "common/decode_params.h"
+
+namespace tree_attention {
+
+inline void check_page_id(const DecodeParams& params, int64_t batch, int64_t page, int32_t id) {
+  TORCH_CHECK(0 <= id && id < params.num_pages,
+              "lean_decode: page_table must hold page ids in [0, ", params.num_pages,
+              ") where key_ranges needs them, got ", id, " for page ", page, " of sequence ",
+              batch);
+}
+
+}  // namespace tree_attention
