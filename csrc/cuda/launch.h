@@ -20,21 +20,24 @@ struct DeviceLimits {
   int32_t shared_bytes_per_block;  // what one block may ask for
 };
 
+// Scratch memory of one launch. Launches that may run at the same time need one each.
+struct Workspace {
+  uint32_t* counters;  // zero before the launch, and after it
+  float* partials;     // of split outputs
+};
+
+struct WorkspaceSize {
+  int64_t num_counters, num_partial_floats;
+};
+
 struct Plan {
-  int32_t head_dim;       // bucket that the kernel is compiled for: >= head_dim and head_dim_v
   int32_t row_tile;       // packed rows of an output
   int32_t num_threads;    // of a block
   int32_t blocks_per_sm;  // resident
   int32_t num_stages;     // of the load ring
   int32_t shared_bytes;   // of a block
   int32_t num_workers;    // blocks
-  int64_t num_counters, num_partial_floats;  // of the workspace
-};
-
-// Scratch memory of one launch. Launches that may run at the same time need one each.
-struct Workspace {
-  uint32_t* counters;  // zero before the launch, and after it
-  float* partials;     // of split outputs
+  WorkspaceSize workspace;
 };
 
 // What a kernel takes, by value.
@@ -42,11 +45,15 @@ struct LaunchParams {
   DecodeParams decode;
   Workspace workspace;
   Divisor page_size;   // of keys by the page size; without pages unused
+  Divisor key_block;   // of keys by key_layout's block
   int32_t row_blocks;  // outputs of each (batch, kv head)
   int32_t num_stages;
 };
 
 Plan plan_lean_decode(const DecodeParams& params, const DeviceLimits& limits);
+
+// Enough for every plan on the device, unless num_workers asks for more blocks than are resident.
+WorkspaceSize largest_workspace(const DeviceLimits& limits);
 
 cudaError_t launch_lean_decode(const DecodeParams& params, const Plan& plan,
                                const Workspace& workspace, cudaStream_t stream);
