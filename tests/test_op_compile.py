@@ -49,7 +49,10 @@ def test_opcheck_merge_states(dtype, device):
     check(ops.merge_states.default, (o, lse), {})
     check(ops.merge_states.default, (o, lse), {"out_dtype": torch.float16})
     check(ops.merge_states.default, (o.transpose(1, 2), lse.transpose(1, 2)), {})
-    out = {"o": torch.empty(2, 4, 8, dtype=torch.float16, device=device), "lse": lse.new_empty(2, 4)}
+    out = {
+        "o": torch.empty(2, 4, 8, dtype=torch.float16, device=device),
+        "lse": lse.new_empty(2, 4),
+    }
     check(ops.merge_states.out, (o, lse), out)
 
 

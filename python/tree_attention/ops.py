@@ -148,7 +148,9 @@ def merge_states(
         return result
     o, lse = out
     if out_dtype not in (None, o.dtype):
-        raise ValueError(f"merge_states: out_dtype must be out's {o.dtype} or None, got {out_dtype}")
+        raise ValueError(
+            f"merge_states: out_dtype must be out's {o.dtype} or None, got {out_dtype}"
+        )
     _merge_states_out(o_parts, lse_parts, o=o, lse=lse)
     return out
 
