@@ -97,16 +97,18 @@ def assert_same_bits(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
 def make_strided(x: Tensor, layout: str) -> Tensor:
     """A copy of 4-D `x` with a contiguous last axis, in storage that is NaN everywhere else.
 
-    `BHSD` is contiguous, `BSHD` has the token axis before the heads, `padded` has odd strides and
-    an unaligned begin on every axis.
+    `BHSD` is contiguous, `BSHD` has the token axis before the heads. `padded` has gaps on every
+    axis and rows at multiples of 16 bytes, as CUDA needs them; `unaligned` rows begin anywhere.
     """
     if layout == "BHSD":
         return x.contiguous()
     if layout == "BSHD":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
-    assert layout == "padded"
-    storage = x.new_full([size + 3 for size in x.shape], NAN)
-    view = storage[tuple(slice(1, 1 + size) for size in x.shape)]
+    assert layout in ("padded", "unaligned")
+    begin = 1 if layout == "unaligned" else 16 // x.element_size()
+    *outer, dim = x.shape
+    storage = x.new_full([*(size + 3 for size in outer), 2 * begin + dim], NAN)
+    view = storage[(*(slice(1, 1 + size) for size in outer), slice(begin, begin + dim))]
     return view.copy_(x)
 
 

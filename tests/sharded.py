@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "window, softcap": {"seqlen_q": 5, "ranges": "window", "softcap": 3.0, "softmax_scale": 0.2},
     "alibi": {"seqlen_q": 3, "ranges": "causal", "alibi": True, "key_layout": (0, 1, 1)},
     "rows without keys": {"batch": 3, "seqlen_q": 9, "ranges": "random"},
-    "odd strides": {"layout": "padded", "head_dim": 24, "seqlen_q": 2},
+    "odd strides": {"layout": "unaligned", "head_dim": 24, "seqlen_q": 2},
     "peaked scores": {"score_size": 30.0},
     "fewer keys than ranks": {"seqlen_k": 2},
     "no keys": {"seqlen_k": 0},

@@ -60,7 +60,7 @@ def test_every_tail_of_a_vector(instruction_set, head_dim, dtype):
     """Loads past the end of a row would read the NaN between the strides."""
     make_problem(
         batch=1, head_dim=head_dim, head_dim_v=40 - head_dim if head_dim < 36 else head_dim,
-        seqlen_k=37, layout="padded", dtype=dtype, group_size=3,
+        seqlen_k=37, layout="unaligned", dtype=dtype, group_size=3,
     ).run_and_check()  # fmt: skip
 
 

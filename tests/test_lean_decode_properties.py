@@ -29,7 +29,7 @@ def problems(draw, paged=True, min_seqlen_k=0) -> Problem:
         head_dim_v=draw(st.sampled_from([None, 16, 37, 64])),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         ranges=draw(st.sampled_from(KINDS)),
-        layout=draw(st.sampled_from(["BHSD", "BSHD", "padded"])),
+        layout=draw(st.sampled_from(["BHSD", "BSHD", "padded", "unaligned"])),
         page_size=page_size,
         per_head=bool(page_size) and draw(st.booleans()),
         alibi=draw(st.sampled_from([0.0, 1 / 64])),
