@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The lean schedule on the device: every block finds its own range of the line from the key ranges,
+// so that no host value is needed and ranges may change between replays of a CUDA graph.
+#pragma once
+
+#include "../common/partition.h"
+#include "../common/rows.h"
+#include "launch.h"
+#include "tile_config.cuh"
+
+namespace tree_attention::cuda {
+
+// Tiles that an output costs beyond its keys: its queries, the merge of its warps, its store.
+constexpr int kOverheadTiles = 1;
+
+// Fewer tiles per block cost more in partial states than more blocks gain.
+constexpr int kMinWorkerTiles = 2;
+
+// The sum of `value` over the threads up to this one; `total` becomes the sum over all.
+template <int kThreads>
+__device__ int64_t inclusive_sum(int64_t value, int64_t* warp_sums, int64_t& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int64_t lower = __shfl_up_sync(0xffffffff, value, distance);
+    if (lane >= distance) value += lower;
+  }
+  if (lane == 31) warp_sums[warp] = value;
+  __syncthreads();
+  total = 0;
+#pragma unroll
+  for (int i = 0; i < kThreads / 32; ++i) {
+    const int64_t sum = warp_sums[i];
+    if (i < warp) value += sum;
+    total += sum;
+  }
+  __syncthreads();  // before the next call's writes
+  return value;
+}
+
+// A unit is a (sequence, block of rows): its kv heads are outputs of the same keys. The line has
+// the outputs in the order (sequence, row block, kv head), each kOverheadTiles longer than its
+// keys.
+template <typename Config>
+class Schedule {
+ public:
+  // To be made by all threads of the block together.
+  __device__ Schedule(const LaunchParams& params, char* shared) : params_(params) {
+    static_assert(sizeof(Shared) <= Config::kScheduleBytes);
+    shared_ = reinterpret_cast<Shared*>(shared);
+    const DecodeParams& p = params.decode;
+    const int num_units = p.batch * params.row_blocks;
+    // With as many threads as units the first pass is enough.
+    const bool one_pass = num_units <= Config::kThreads;
+    int64_t sum, width, chunk_sum, total = 0;
+    const auto add_chunk = [&](int first_unit) {
+      const int unit = first_unit + threadIdx.x;
+      width = unit < num_units ? int64_t{p.num_heads_kv} * output_width(keys(unit)) : 0;
+      sum = inclusive_sum<Config::kThreads>(width, shared_->warp_sums, chunk_sum);
+    };
+    for (int unit = 0; unit < num_units; unit += Config::kThreads) {
+      add_chunk(unit);
+      total += chunk_sum;
+    }
+    const int64_t most =
+        p.num_workers > 0 ? total : (total + kMinWorkerTiles - 1) / kMinWorkerTiles;
+    partition_ = {total, most < gridDim.x ? most : int64_t{gridDim.x}};
+    if (idle()) return;
+    line_begin_ = partition_.begin(blockIdx.x);
+    line_end_ = partition_.begin(blockIdx.x + 1);
+
+    int64_t before = 0;
+    for (int unit = 0; before <= line_begin_; unit += Config::kThreads) {
+      if (!one_pass) add_chunk(unit);
+      if (before + sum - width <= line_begin_ && line_begin_ < before + sum) {
+        shared_->first_unit = unit + threadIdx.x;
+        shared_->first_line = before + sum - width;
+      }
+      before += chunk_sum;
+    }
+    __syncthreads();
+    first_unit_ = shared_->first_unit;
+    first_line_ = shared_->first_line;
+    const int unit = first_unit_ + threadIdx.x;
+    if (threadIdx.x < kTableUnits && unit < num_units) shared_->table[threadIdx.x] = keys(unit);
+    __syncthreads();
+  }
+
+  // Whether nothing is left for this block.
+  __device__ bool idle() const { return blockIdx.x >= partition_.num_workers; }
+
+  __device__ const LaunchParams& params() const { return params_; }
+  __device__ const Partition& partition() const { return partition_; }
+  __device__ int64_t line_begin() const { return line_begin_; }
+  __device__ int64_t line_end() const { return line_end_; }
+  __device__ int first_unit() const { return first_unit_; }
+  __device__ int64_t first_line() const { return first_line_; }  // of the unit's first output
+
+  __device__ Rows rows(int unit, int head_kv) const {
+    const DecodeParams& p = params_.decode;
+    const int begin = unit % params_.row_blocks * Config::kRows;
+    const int left = p.group_size() * p.seqlen_q - begin;
+    return {unit / params_.row_blocks, head_kv, begin, left < Config::kRows ? left : Config::kRows};
+  }
+
+  // The keys that a row of the unit sees.
+  __device__ KeyRange keys_of_unit(int unit) const {
+    const int entry = unit - first_unit_;
+    return entry < kTableUnits ? shared_->table[entry] : keys(unit);
+  }
+
+  static __device__ int num_tiles(const KeyRange& keys) {
+    return static_cast<int>((keys.end - keys.begin + Config::kTileKeys - 1) / Config::kTileKeys);
+  }
+
+  static __device__ int output_width(const KeyRange& keys) {
+    return kOverheadTiles + num_tiles(keys);
+  }
+
+ private:
+  static constexpr int kTableUnits = 24;
+  struct Shared {
+    KeyRange table[kTableUnits];
+    int64_t warp_sums[Config::kWarps];
+    int64_t first_line;
+    int32_t first_unit;
+  };
+
+  __device__ KeyRange keys(int unit) const {
+    const Rows r = rows(unit, 0);
+    const int group_size = params_.decode.group_size();
+    const int begin = static_cast<int>(r.begin), end = begin + static_cast<int>(r.count);
+    return hull_of_tokens(params_.decode, r.batch, begin / group_size, (end - 1) / group_size + 1);
+  }
+
+  const LaunchParams& params_;
+  Shared* shared_;
+  Partition partition_;
+  int64_t line_begin_, line_end_;
+  int first_unit_;
+  int64_t first_line_;
+};
+
+// Walks the outputs of a block's range of the line.
+template <typename Config>
+class Cursor {
+ public:
+  __device__ explicit Cursor(const Schedule<Config>& schedule)
+      : schedule_(schedule), unit_(schedule.first_unit()) {
+    enter_unit();
+    head_kv_ = static_cast<int>((schedule.line_begin() - schedule.first_line()) / width());
+    line_ = schedule.first_line() + int64_t{head_kv_} * width();
+  }
+
+  __device__ bool done() const { return line_ >= schedule_.line_end(); }
+
+  __device__ void next() {
+    line_ += width();
+    if (++head_kv_ == schedule_.params().decode.num_heads_kv) {
+      head_kv_ = 0;
+      ++unit_;
+      if (!done()) enter_unit();
+    }
+  }
+
+  __device__ Rows rows() const { return schedule_.rows(unit_, head_kv_); }
+  __device__ const KeyRange& keys() const { return keys_; }  // of the whole output
+  __device__ int num_tiles() const { return num_tiles_; }
+
+  // The tiles of this output that the block computes: [tile_begin, tile_end).
+  __device__ int tile_begin() const { return tile_at(schedule_.line_begin()); }
+  __device__ int tile_end() const { return tile_at(schedule_.line_end()); }
+
+  // Whether the block owns the output's first place on the line: it writes an output without keys.
+  __device__ bool owns_first() const { return line_ >= schedule_.line_begin(); }
+
+  __device__ Contributors contributors() const {
+    const int64_t begin = line_ + kOverheadTiles;
+    return tree_attention::contributors(schedule_.partition(), begin, begin + num_tiles_);
+  }
+
+ private:
+  __device__ int width() const { return kOverheadTiles + num_tiles_; }
+
+  __device__ void enter_unit() {
+    keys_ = schedule_.keys_of_unit(unit_);
+    num_tiles_ = schedule_.num_tiles(keys_);
+  }
+
+  __device__ int tile_at(int64_t line) const {
+    const int64_t tile = line - line_ - kOverheadTiles;
+    return static_cast<int>(tile < 0 ? 0 : tile < num_tiles_ ? tile : num_tiles_);
+  }
+
+  const Schedule<Config>& schedule_;
+  int64_t line_;  // where the output begins
+  int unit_, head_kv_;
+  KeyRange keys_;
+  int num_tiles_;
+};
+
+}  // namespace tree_attention::cuda

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// From products to weights: the score terms, the mask and the online softmax of one warp's 16 rows.
+// A thread holds two rows as tile_mma.cuh says. Scores are in units of log2 here, so that a weight
+// is one ex2; natural logarithms leave the kernel.
+#pragma once
+
+#include "../common/rows.h"
+#include "launch.h"
+
+namespace tree_attention::cuda {
+
+constexpr float kLog2E = 1.44269504088896340736f;
+constexpr float kLn2 = 0.69314718055994530942f;
+
+// What turns products of the thread's rows into scores.
+class RowScores {
+ public:
+  // `keys` are those of the whole output; rows that do not exist see every key.
+  __device__ RowScores(const LaunchParams& params, const Rows& rows, const KeyRange& keys,
+                       int first_row)
+      : params_(params) {
+    const DecodeParams& p = params.decode;
+    begin_all_ = 0;
+    end_all_ = INT32_MAX;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = first_row + threadIdx.x % 32 / 4 + 8 * i;
+      begin_[i] = 0;
+      end_[i] = INT32_MAX;
+      slope_[i] = 0.0f;
+      query_position_[i] = 0;
+      if (row >= rows.count) continue;
+      const int packed = static_cast<int>(rows.begin) + row;
+      const int token = packed / p.group_size();
+      const KeyRange seen = p.seqlen_q == 1 ? keys : key_range(p, rows.batch, token);
+      begin_[i] = static_cast<int>(seen.begin);
+      end_[i] = static_cast<int>(seen.end);
+      begin_all_ = max(begin_all_, begin_[i]);
+      end_all_ = min(end_all_, end_[i]);
+      if (p.alibi_slopes != nullptr) {
+        const int head = packed % p.group_size();
+        slope_[i] = kLog2E * p.alibi_slopes[rows.head_kv * p.group_size() + head];
+        query_position_[i] = query_position(p, rows.batch, token);
+      }
+    }
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) {
+      begin_all_ = max(begin_all_, __shfl_xor_sync(0xffffffff, begin_all_, distance));
+      end_all_ = min(end_all_, __shfl_xor_sync(0xffffffff, end_all_, distance));
+    }
+  }
+
+  // Products with keys first_key, ... to scores; -inf where a row does not see the key.
+  template <int kBlocks>
+  __device__ void apply(float (&s)[kBlocks][4], int first_key) const {
+    const DecodeParams& p = params_.decode;
+    const float scale = p.softmax_scale;
+    const int key = first_key + threadIdx.x % 4 * 2;
+    if (p.softcap == 0.0f) {
+      for_each(s, [&](float x, int, int) { return x * (scale * kLog2E); });
+    } else {
+      const float inner = scale / p.softcap, outer = p.softcap * kLog2E;
+      for_each(s, [&](float x, int, int) { return outer * tanhf(x * inner); });
+    }
+    if (p.alibi_slopes != nullptr) {
+      for_each(s, [&](float x, int row, int column) {
+        const int64_t distance = query_position_[row] - position_of_key(key + column);
+        return x - slope_[row] * static_cast<float>(distance);
+      });
+    }
+    if (first_key < begin_all_ || end_all_ < first_key + 8 * kBlocks) {
+      for_each(s, [&](float x, int row, int column) {
+        const bool seen = begin_[row] <= key + column && key + column < end_[row];
+        return seen ? x : -INFINITY;
+      });
+    }
+  }
+
+ private:
+  template <int kBlocks, typename Function>
+  static __device__ void for_each(float (&s)[kBlocks][4], Function function) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) s[n][c] = function(s[n][c], c / 2, 8 * n + c % 2);
+    }
+  }
+
+  // key_position of rows.h without its divisions.
+  __device__ int64_t position_of_key(int key) const {
+    const KeyLayout& layout = params_.decode.key_layout;
+    const int64_t block = params_.key_block.quotient(key);
+    return layout.first + block * (layout.stride - layout.block) + key;
+  }
+
+  const LaunchParams& params_;
+  int begin_[2], end_[2];    // of the keys that a row sees
+  int begin_all_, end_all_;  // of the keys that every row of the warp sees
+  float slope_[2];
+  int64_t query_position_[2];
+};
+
+// The unnormalised state of the thread's rows over the keys so far; o is the tile's.
+struct OnlineSoftmax {
+  float maximum[2];  // of all of the row's scores in the warp
+  float sum[2];      // of the weights in this thread
+
+  __device__ void clear() {
+    for (int i = 0; i < 2; ++i) {
+      maximum[i] = -INFINITY;
+      sum[i] = 0.0f;
+    }
+  }
+
+  // Scores to weights relative to the new maximum. A NaN score becomes a NaN weight: fmaxf drops it
+  // from the maximum, not from the sum.
+  template <int kBlocks, typename Tile>
+  __device__ void update(float (&s)[kBlocks][4], Tile& tile) {
+    float larger[2] = {maximum[0], maximum[1]};
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) larger[c / 2] = fmaxf(larger[c / 2], s[n][c]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      larger[i] = fmaxf(larger[i], __shfl_xor_sync(0xffffffff, larger[i], 1));
+      larger[i] = fmaxf(larger[i], __shfl_xor_sync(0xffffffff, larger[i], 2));
+    }
+    if (__any_sync(0xffffffff, larger[0] > maximum[0] || larger[1] > maximum[1])) {
+      float factor[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        factor[i] = ex2(maximum[i] - finite_base(larger[i]));
+        maximum[i] = larger[i];
+        sum[i] *= factor[i];
+      }
+      tile.rescale(factor);
+    }
+    const float base[2] = {finite_base(maximum[0]), finite_base(maximum[1])};
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        s[n][c] = ex2(s[n][c] - base[c / 2]);
+        sum[c / 2] += s[n][c];
+      }
+    }
+  }
+
+  // -inf - -inf is NaN: a row without keys keeps weights of zero.
+  static __device__ float finite_base(float maximum) {
+    return maximum == -INFINITY ? 0.0f : maximum;
+  }
+};
+
+}  // namespace tree_attention::cuda

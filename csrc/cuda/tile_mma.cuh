@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// One warp's products of 16 packed rows with a tile of 16-bit keys and values on tensor cores.
+// With g = lane / 4 and t = lane % 4, a thread holds rows g and g + 8 (index 0 and 1 below); scores
+// s[n] = (row 0, keys 8 n + 2 t and the next; row 1, the same) are the accumulators of one mma and
+// become the operand of the next without leaving their registers.
+#pragma once
+
+#include <type_traits>
+
+#include "tile_config.cuh"
+
+namespace tree_attention::cuda {
+
+template <typename Config, typename Element>
+class TileMma {
+ public:
+  // A step must not hold more scores than registers allow beside o.
+  static constexpr int kMaxStepKeys = Config::kHeadDim > 128 ? 16 : 32;
+
+  // `queries` stays valid while the tile uses them only if the config keeps them there.
+  __device__ void load_queries(const char* queries, int row_group) {
+    queries_ = queries;
+    row_group_ = row_group;
+    if constexpr (Config::kQueriesInRegisters) {
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 16; ++i) load_query(q_[i], i);
+    }
+  }
+
+  // s = q k for the 8 * kBlocks keys from row `first_key` of the tile.
+  template <int kBlocks>
+  __device__ void scores(float (&s)[kBlocks][4], const char* tile, int first_key) const {
+    const int lane = threadIdx.x % 32;
+    const int row = first_key + lane / 16 * 8 + lane % 8;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      for (int c = 0; c < 4; ++c) s[n][c] = 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 16; ++i) {
+      uint32_t q[4];
+      if constexpr (Config::kQueriesInRegisters) {
+        for (int c = 0; c < 4; ++c) q[c] = q_[i][c];
+      } else {
+        load_query(q, i);
+      }
+#pragma unroll
+      for (int n = 0; n < kBlocks; n += 2) {
+        uint32_t k[4];
+        ldmatrix_x4(k,
+                    shared_address(tile + Config::chunk_offset(row + 8 * n, 2 * i + lane / 8 % 2)));
+        mma(s[n], q, k[0], k[1]);
+        mma(s[n + 1], q, k[2], k[3]);
+      }
+    }
+  }
+
+  // o += p v, with p in the place of s.
+  template <int kBlocks>
+  __device__ void accumulate(const float (&p)[kBlocks][4], const char* tile, int first_key) {
+    const int lane = threadIdx.x % 32;
+    const int row = first_key + lane % 16;
+#pragma unroll
+    for (int n = 0; n < kBlocks; n += 2) {
+      const uint32_t a[4] = {pack<Element>(p[n][0], p[n][1]), pack<Element>(p[n][2], p[n][3]),
+                             pack<Element>(p[n + 1][0], p[n + 1][1]),
+                             pack<Element>(p[n + 1][2], p[n + 1][3])};
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 16; ++i) {
+        uint32_t v[4];
+        ldmatrix_x4_trans(
+            v, shared_address(tile + Config::chunk_offset(row + 8 * n, 2 * i + lane / 16)));
+        mma(o_[2 * i], a, v[0], v[1]);
+        mma(o_[2 * i + 1], a, v[2], v[3]);
+      }
+    }
+  }
+
+  __device__ void clear() {
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      for (int c = 0; c < 4; ++c) o_[n][c] = 0.0f;
+    }
+  }
+
+  __device__ void rescale(const float (&factor)[2]) {
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      for (int c = 0; c < 4; ++c) o_[n][c] *= factor[c / 2];
+    }
+  }
+
+  // Calls store(row, column, o) for each of the thread's values in 32 columns from `begin`, a
+  // constant; rows are those of the warp, columns count from `begin`.
+  template <typename Store>
+  __device__ __forceinline__ void for_each_value(int begin, Store store) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        store(lane / 4 + c / 2 * 8, 8 * n + lane % 4 * 2 + c % 2, o_[begin / 8 + n][c]);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kHeadDim = Config::kHeadDim;
+
+  static __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (std::is_same_v<Element, BFloat16>) {
+      mma_m16n8k16_bf16(d, a, b0, b1);
+    } else {
+      mma_m16n8k16_f16(d, a, b0, b1);
+    }
+  }
+
+  // Columns 16 i ... of the warp's rows.
+  __device__ void load_query(uint32_t (&q)[4], int i) const {
+    const int lane = threadIdx.x % 32;
+    const int offset = Config::chunk_offset(16 * row_group_ + lane % 16, 2 * i + lane / 16);
+    ldmatrix_x4(q, shared_address(queries_ + offset));
+  }
+
+  const char* queries_;
+  int row_group_;
+  uint32_t q_[Config::kQueriesInRegisters ? kHeadDim / 16 : 1][4];
+  float o_[kHeadDim / 8][4];
+};
+
+}  // namespace tree_attention::cuda
