@@ -11,7 +11,7 @@ namespace tree_attention::cuda {
 // Called by all threads; `tile` and `softmax` are the warp's. Every thread then owns four columns
 // of some rows, so that stores are coalesced; o passes through shared memory 32 columns at a time.
 template <typename Config, typename Tile, typename Sink>
-__device__ void combine_warps(const Tile& tile, OnlineSoftmax& softmax, const Rows& rows,
+__device__ void combine_warps(const Tile& tile, OnlineSoftmax& softmax, const OutputRows& rows,
                               int head_dim_v, char* shared, const Sink& sink) {
   struct Statistics {
     float maximum[16], sum[16];  // of a warp's rows
@@ -65,12 +65,13 @@ __device__ void combine_warps(const Tile& tile, OnlineSoftmax& softmax, const Ro
         for (int c = 0; c < 4; ++c) o.value[c] = fmaf(factor, part_o.value[c], o.value[c]);
       }
       const bool empty = sum == 0.0f;  // the largest weight is one
+      const float inverse = 1.0f / sum;
       if (begin == 0 && column == 0) {
         sink.store_lse(row, empty ? -INFINITY : fmaf(maximum, kLn2, logf(sum)));
       }
       if (begin + column < head_dim_v) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) o.value[c] = empty ? 0.0f : o.value[c] / sum;
+        for (int c = 0; c < 4; ++c) o.value[c] = empty ? 0.0f : o.value[c] * inverse;
         sink.store(row, begin + column, o);
       }
     }

@@ -44,9 +44,10 @@ struct Plan {
 struct LaunchParams {
   DecodeParams decode;
   Workspace workspace;
-  Divisor page_size;   // of keys by the page size; without pages unused
-  Divisor key_block;   // of keys by key_layout's block
-  int32_t row_blocks;  // outputs of each (batch, kv head)
+  Divisor group_size;  // of packed rows
+  Divisor row_blocks;  // outputs of each (batch, kv head)
+  Divisor key_block;   // of key_layout
+  Divisor page_size;   // without pages unused
   int32_t num_stages;
 };
 

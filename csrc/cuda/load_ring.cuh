@@ -86,14 +86,13 @@ class LoadRing {
   static constexpr int kCopiesOfRow =
       Config::kChunks % kLoaders == 0 ? Config::kChunks / kLoaders : 1;
 
-  struct Copy {
-    int row, chunk;  // of the tile
-  };
-
-  static __device__ Copy copy(int i) {
+  // Copy i of this thread: chunk of a row of the tile.
+  static __device__ int row_of_copy(int i) {
     const int index = threadIdx.x % kLoaders + i * kLoaders;
-    const int first_row = threadIdx.x / kLoaders * Config::kGroupKeys;
-    return {first_row + index / Config::kChunks, index % Config::kChunks};
+    return threadIdx.x / kLoaders * Config::kGroupKeys + index / Config::kChunks;
+  }
+  static __device__ int chunk_of_copy(int i) {
+    return (threadIdx.x % kLoaders + i * kLoaders) % Config::kChunks;
   }
 
   __device__ char* stage(int index) const {
@@ -111,7 +110,7 @@ class LoadRing {
     tile_ = cursor_.tile_begin();
     tile_end_ = cursor_.tile_end();
     first_tile_ = true;
-    const Rows rows = cursor_.rows();
+    const OutputRows rows = cursor_.rows();
     const int64_t k_begin = rows.head_kv * p.k_stride[1], v_begin = rows.head_kv * p.v_stride[1];
     k_ = static_cast<const Element*>(p.k) + k_begin;
     v_ = static_cast<const Element*>(p.v) + v_begin;
@@ -124,16 +123,14 @@ class LoadRing {
     }
   }
 
-  __device__ int first_key() const {
-    return static_cast<int>(cursor_.keys().begin) + tile_ * Config::kTileKeys;
-  }
+  __device__ int first_key() const { return cursor_.keys().begin + tile_ * Config::kTileKeys; }
 
   // Page ids are read one tile ahead of their use, and only where a range needs them.
   __device__ void locate_pages() {
     if (params_.decode.page_table == nullptr || cursor_.done()) return;
 #pragma unroll
     for (int i = 0; i < kCopies; i += kCopiesOfRow) {
-      const int key = first_key() + copy(i).row;
+      const int key = first_key() + row_of_copy(i);
       pages_[i / kCopiesOfRow] =
           key < cursor_.keys().end ? pages_of_sequence_[params_.page_size.quotient(key)] : 0;
     }
@@ -159,42 +156,58 @@ class LoadRing {
     locate_pages();
   }
 
-  // Rows past the last key become zero: whatever lies there, NaN too, would reach o through a
-  // weight of zero.
   __device__ void request(char* tile, const Element* base, const int64_t (&stride)[3],
                           int head_dim) const {
-    const bool paged = params_.decode.page_table != nullptr;
+    const bool whole =
+        first_key() + Config::kTileKeys <= cursor_.keys().end && head_dim == Config::kHeadDim;
+    if (params_.decode.page_table != nullptr) {
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const auto [row, chunk] = copy(i);
-      const int key = first_key() + row;
-      const bool exists = key < cursor_.keys().end && chunk * Config::kChunkElements < head_dim;
-      int64_t offset;
-      if (paged) {
+      for (int i = 0; i < kCopies; ++i) {
+        const int key = first_key() + row_of_copy(i);
         const int page = params_.page_size.quotient(key);
         const int slot = key - page * static_cast<int>(params_.page_size.divisor);
-        offset = pages_[i / kCopiesOfRow] * stride[0] + slot * stride[2];
-      } else {
-        offset = key * stride[2];
+        request_chunk(tile, i, base + pages_[i / kCopiesOfRow] * stride[0] + slot * stride[2],
+                      exists(i, head_dim));
       }
-      cp_async_16(shared_address(tile + Config::chunk_offset(row, chunk)),
-                  base + offset + chunk * Config::kChunkElements, exists ? 16 : 0, policy_);
+    } else if (whole) {
+      base += first_key() * stride[2];
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        request_chunk(tile, i, base + row_of_copy(i) * stride[2], true);
+      }
+    } else {
+      base += first_key() * stride[2];
+      for (int i = 0; i < kCopies; ++i) {
+        request_chunk(tile, i, base + row_of_copy(i) * stride[2], exists(i, head_dim));
+      }
     }
+  }
+
+  // Rows past the last key become zero: whatever lies there, NaN too, would reach o through a
+  // weight of zero.
+  __device__ bool exists(int i, int head_dim) const {
+    return first_key() + row_of_copy(i) < cursor_.keys().end &&
+           chunk_of_copy(i) * Config::kChunkElements < head_dim;
+  }
+
+  __device__ void request_chunk(char* tile, int i, const Element* row, bool exists) const {
+    const int chunk = chunk_of_copy(i);
+    cp_async_16(shared_address(tile + Config::chunk_offset(row_of_copy(i), chunk)),
+                row + chunk * Config::kChunkElements, exists ? 16 : 0, policy_);
   }
 
   // The queries of an output travel with its first keys.
   __device__ void request_queries() const {
     const DecodeParams& p = params_.decode;
-    const Rows rows = cursor_.rows();
+    const OutputRows rows = cursor_.rows();
     char* queries =
         shared_ + Config::kQueries + output_ % Config::kQuerySlots * Config::kQueryBytes;
     for (int i = threadIdx.x; i < Config::kRows * Config::kChunks; i += Config::kThreads) {
       const int row = i / Config::kChunks, chunk = i % Config::kChunks;
-      const int packed = static_cast<int>(rows.begin) + row;
-      const int token = packed / p.group_size(), head = packed % p.group_size();
+      const auto [token, head] = place_of_row(params_, rows, row);
       const Element* source = static_cast<const Element*>(p.q) + rows.batch * p.q_stride[0] +
-                              (rows.head_kv * p.group_size() + head) * p.q_stride[1] +
-                              token * p.q_stride[2] + chunk * Config::kChunkElements;
+                              head * p.q_stride[1] + token * p.q_stride[2] +
+                              chunk * Config::kChunkElements;
       const bool exists = row < rows.count && chunk * Config::kChunkElements < p.head_dim;
       cp_async_16(shared_address(queries + Config::chunk_offset(row, chunk)), source,
                   exists ? 16 : 0, policy_);

@@ -11,6 +11,28 @@
 
 namespace tree_attention::cuda {
 
+// Rows and KeyRange of rows.h in 32 bits, which hold them: registers are scarce.
+struct OutputRows {
+  int batch, head_kv;
+  int begin, count;
+};
+
+struct Keys {
+  int begin, end;
+};
+
+// The query token and query head of a row of an output.
+struct RowPlace {
+  int token, head;
+};
+
+__device__ __forceinline__ RowPlace place_of_row(const LaunchParams& params, const OutputRows& rows,
+                                                 int row) {
+  const int packed = rows.begin + row, group_size = params.group_size.divisor;
+  const int token = params.group_size.quotient(packed);
+  return {token, rows.head_kv * group_size + packed - token * group_size};
+}
+
 // Tiles that an output costs beyond its keys: its queries, the merge of its warps, its store.
 constexpr int kOverheadTiles = 1;
 
@@ -50,13 +72,14 @@ class Schedule {
     static_assert(sizeof(Shared) <= Config::kScheduleBytes);
     shared_ = reinterpret_cast<Shared*>(shared);
     const DecodeParams& p = params.decode;
-    const int num_units = p.batch * params.row_blocks;
+    const int num_units = p.batch * static_cast<int>(params.row_blocks.divisor);
     // With as many threads as units the first pass is enough.
     const bool one_pass = num_units <= Config::kThreads;
     int64_t sum, width, chunk_sum, total = 0;
     const auto add_chunk = [&](int first_unit) {
       const int unit = first_unit + threadIdx.x;
-      width = unit < num_units ? int64_t{p.num_heads_kv} * output_width(keys(unit)) : 0;
+      width = unit < num_units ? int64_t{p.num_heads_kv} * output_width(keys(params, rows(unit, 0)))
+                               : 0;
       sum = inclusive_sum<Config::kThreads>(width, shared_->warp_sums, chunk_sum);
     };
     for (int unit = 0; unit < num_units; unit += Config::kThreads) {
@@ -83,7 +106,9 @@ class Schedule {
     first_unit_ = shared_->first_unit;
     first_line_ = shared_->first_line;
     const int unit = first_unit_ + threadIdx.x;
-    if (threadIdx.x < kTableUnits && unit < num_units) shared_->table[threadIdx.x] = keys(unit);
+    if (threadIdx.x < kTableUnits && unit < num_units) {
+      shared_->table[threadIdx.x] = keys(params, rows(unit, 0));
+    }
     __syncthreads();
   }
 
@@ -97,41 +122,40 @@ class Schedule {
   __device__ int first_unit() const { return first_unit_; }
   __device__ int64_t first_line() const { return first_line_; }  // of the unit's first output
 
-  __device__ Rows rows(int unit, int head_kv) const {
-    const DecodeParams& p = params_.decode;
-    const int begin = unit % params_.row_blocks * Config::kRows;
-    const int left = p.group_size() * p.seqlen_q - begin;
-    return {unit / params_.row_blocks, head_kv, begin, left < Config::kRows ? left : Config::kRows};
+  __device__ OutputRows rows(int unit, int head_kv) const {
+    const int batch = params_.row_blocks.quotient(unit);
+    const int begin = (unit - batch * params_.row_blocks.divisor) * Config::kRows;
+    const int left = params_.group_size.divisor * params_.decode.seqlen_q - begin;
+    return {batch, head_kv, begin, min(left, Config::kRows)};
   }
 
-  // The keys that a row of the unit sees.
-  __device__ KeyRange keys_of_unit(int unit) const {
+  // The keys that some row of the unit sees.
+  __device__ Keys keys_of_unit(int unit) const {
     const int entry = unit - first_unit_;
-    return entry < kTableUnits ? shared_->table[entry] : keys(unit);
+    return entry < kTableUnits ? shared_->table[entry] : keys(params_, rows(unit, 0));
   }
 
-  static __device__ int num_tiles(const KeyRange& keys) {
-    return static_cast<int>((keys.end - keys.begin + Config::kTileKeys - 1) / Config::kTileKeys);
+  static __device__ int num_tiles(const Keys& keys) {
+    return (keys.end - keys.begin + Config::kTileKeys - 1) / Config::kTileKeys;
   }
 
-  static __device__ int output_width(const KeyRange& keys) {
-    return kOverheadTiles + num_tiles(keys);
-  }
+  static __device__ int output_width(const Keys& keys) { return kOverheadTiles + num_tiles(keys); }
 
  private:
-  static constexpr int kTableUnits = 24;
+  static constexpr int kTableUnits = 48;
   struct Shared {
-    KeyRange table[kTableUnits];
+    Keys table[kTableUnits];
     int64_t warp_sums[Config::kWarps];
     int64_t first_line;
     int32_t first_unit;
   };
 
-  __device__ KeyRange keys(int unit) const {
-    const Rows r = rows(unit, 0);
-    const int group_size = params_.decode.group_size();
-    const int begin = static_cast<int>(r.begin), end = begin + static_cast<int>(r.count);
-    return hull_of_tokens(params_.decode, r.batch, begin / group_size, (end - 1) / group_size + 1);
+  // Called from several places, and rarely: one copy of its loops is enough.
+  static __device__ __noinline__ Keys keys(const LaunchParams& params, OutputRows rows) {
+    const int first_token = params.group_size.quotient(rows.begin);
+    const int last_token = params.group_size.quotient(rows.begin + rows.count - 1);
+    const KeyRange keys = hull_of_tokens(params.decode, rows.batch, first_token, last_token + 1);
+    return {static_cast<int>(keys.begin), static_cast<int>(keys.end)};
   }
 
   const LaunchParams& params_;
@@ -164,8 +188,8 @@ class Cursor {
     }
   }
 
-  __device__ Rows rows() const { return schedule_.rows(unit_, head_kv_); }
-  __device__ const KeyRange& keys() const { return keys_; }  // of the whole output
+  __device__ OutputRows rows() const { return schedule_.rows(unit_, head_kv_); }
+  __device__ const Keys& keys() const { return keys_; }  // of the whole output
   __device__ int num_tiles() const { return num_tiles_; }
 
   // The tiles of this output that the block computes: [tile_begin, tile_end).
@@ -196,7 +220,7 @@ class Cursor {
   const Schedule<Config>& schedule_;
   int64_t line_;  // where the output begins
   int unit_, head_kv_;
-  KeyRange keys_;
+  Keys keys_;
   int num_tiles_;
 };
 

@@ -5,8 +5,7 @@
 // is one ex2; natural logarithms leave the kernel.
 #pragma once
 
-#include "../common/rows.h"
-#include "launch.h"
+#include "schedule.cuh"
 
 namespace tree_attention::cuda {
 
@@ -17,32 +16,27 @@ constexpr float kLn2 = 0.69314718055994530942f;
 class RowScores {
  public:
   // `keys` are those of the whole output; rows that do not exist see every key.
-  __device__ RowScores(const LaunchParams& params, const Rows& rows, const KeyRange& keys,
+  __device__ RowScores(const LaunchParams& params, const OutputRows& rows, const Keys& keys,
                        int first_row)
-      : params_(params) {
+      : params_(params), rows_(rows), first_row_(first_row + threadIdx.x % 32 / 4) {
     const DecodeParams& p = params.decode;
     begin_all_ = 0;
     end_all_ = INT32_MAX;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = first_row + threadIdx.x % 32 / 4 + 8 * i;
       begin_[i] = 0;
       end_[i] = INT32_MAX;
-      slope_[i] = 0.0f;
-      query_position_[i] = 0;
-      if (row >= rows.count) continue;
-      const int packed = static_cast<int>(rows.begin) + row;
-      const int token = packed / p.group_size();
-      const KeyRange seen = p.seqlen_q == 1 ? keys : key_range(p, rows.batch, token);
-      begin_[i] = static_cast<int>(seen.begin);
-      end_[i] = static_cast<int>(seen.end);
+      if (first_row_ + 8 * i >= rows.count) continue;
+      begin_[i] = keys.begin;
+      end_[i] = keys.end;
+      if (p.seqlen_q > 1) {
+        const int token = place_of_row(params, rows, first_row_ + 8 * i).token;
+        const KeyRange seen = key_range(p, rows.batch, token);
+        begin_[i] = static_cast<int>(seen.begin);
+        end_[i] = static_cast<int>(seen.end);
+      }
       begin_all_ = max(begin_all_, begin_[i]);
       end_all_ = min(end_all_, end_[i]);
-      if (p.alibi_slopes != nullptr) {
-        const int head = packed % p.group_size();
-        slope_[i] = kLog2E * p.alibi_slopes[rows.head_kv * p.group_size() + head];
-        query_position_[i] = query_position(p, rows.batch, token);
-      }
     }
 #pragma unroll
     for (int distance = 4; distance < 32; distance *= 2) {
@@ -63,12 +57,7 @@ class RowScores {
       const float inner = scale / p.softcap, outer = p.softcap * kLog2E;
       for_each(s, [&](float x, int, int) { return outer * tanhf(x * inner); });
     }
-    if (p.alibi_slopes != nullptr) {
-      for_each(s, [&](float x, int row, int column) {
-        const int64_t distance = query_position_[row] - position_of_key(key + column);
-        return x - slope_[row] * static_cast<float>(distance);
-      });
-    }
+    if (p.alibi_slopes != nullptr) add_alibi(s, key);
     if (first_key < begin_all_ || end_all_ < first_key + 8 * kBlocks) {
       for_each(s, [&](float x, int row, int column) {
         const bool seen = begin_[row] <= key + column && key + column < end_[row];
@@ -87,6 +76,23 @@ class RowScores {
     }
   }
 
+  template <int kBlocks>
+  __device__ void add_alibi(float (&s)[kBlocks][4], int key) const {
+    const DecodeParams& p = params_.decode;
+    float slope[2] = {0.0f, 0.0f};
+    int64_t position[2] = {0, 0};
+    for (int i = 0; i < 2; ++i) {
+      if (first_row_ + 8 * i >= rows_.count) continue;
+      const auto [token, head] = place_of_row(params_, rows_, first_row_ + 8 * i);
+      slope[i] = kLog2E * p.alibi_slopes[head];
+      position[i] = query_position(p, rows_.batch, token);
+    }
+    for_each(s, [&](float x, int row, int column) {
+      const int64_t distance = position[row] - position_of_key(key + column);
+      return x - slope[row] * static_cast<float>(distance);
+    });
+  }
+
   // key_position of rows.h without its divisions.
   __device__ int64_t position_of_key(int key) const {
     const KeyLayout& layout = params_.decode.key_layout;
@@ -95,10 +101,10 @@ class RowScores {
   }
 
   const LaunchParams& params_;
+  const OutputRows& rows_;
+  int first_row_;            // of the thread's two
   int begin_[2], end_[2];    // of the keys that a row sees
   int begin_all_, end_all_;  // of the keys that every row of the warp sees
-  float slope_[2];
-  int64_t query_position_[2];
 };
 
 // The unnormalised state of the thread's rows over the keys so far; o is the tile's.
