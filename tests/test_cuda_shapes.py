@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every kernel that is compiled: element types, head_dim buckets, row tiles, and any mix."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers import assert_same_bits, make_problem
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+
+
+@by_dtype
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_head_dims(head_dim, dtype, cuda):
+    """Buckets and what is narrower: columns beyond head_dim are neither read nor written."""
+    problem = make_problem(
+        head_dim=head_dim, seqlen_q=2, ranges="causal", layout="padded", dtype=dtype, seqlen_k=300
+    )
+    problem.to(cuda).run_and_check()
+
+
+@by_dtype
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v", [(64, 128), (128, 64), (192, 128), (256, 8), (8, 256), (96, 72)]
+)
+def test_values_of_another_head_dim(head_dim, head_dim_v, dtype, cuda):
+    problem = make_problem(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, layout="padded")
+    problem.to(cuda).run_and_check(num_workers=7)
+
+
+@by_dtype
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 64, 65, 127, 128, 129, 300])
+def test_row_tiles(rows, head_dim, dtype, cuda):
+    problem = make_problem(
+        num_heads_kv=1, group_size=1, seqlen_q=rows, seqlen_k=400, ranges="causal",
+        head_dim=head_dim, dtype=dtype,
+    ).to(cuda)  # fmt: skip
+    for num_workers in (1, 5):
+        problem.run_and_check(num_workers=num_workers)
+
+
+KINDS = ["all", "ragged", "left padded", "causal", "window", "random"]
+
+
+@st.composite
+def problems(draw):
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    page_size = draw(st.integers(1, 70)) if draw(st.booleans()) else 0
+    multiples_of_8 = st.integers(1, 32).map(lambda n: 8 * n)
+    return make_problem(
+        batch=draw(st.integers(1, 4)),
+        num_heads_kv=draw(st.integers(1, 3)),
+        group_size=draw(st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16])),
+        seqlen_q=draw(st.sampled_from([1, 1, 2, 3, 5, 9, 20])),
+        seqlen_k=draw(st.one_of(st.integers(0, 700), st.sampled_from([64, 65, 512, 3000]))),
+        head_dim=draw(st.one_of(st.sampled_from([64, 128]), multiples_of_8)),
+        head_dim_v=draw(st.one_of(st.none(), multiples_of_8)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        ranges=draw(st.sampled_from(KINDS)),
+        layout=draw(st.sampled_from(["BHSD", "BSHD", "padded"])),
+        page_size=page_size,
+        per_head=bool(page_size) and draw(st.booleans()),
+        alibi=draw(st.sampled_from([0.0, 1 / 64])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 3.0, 50.0])),
+        softmax_scale=draw(st.sampled_from([None, None, 0.05, 0.3])),
+    )
+
+
+# The fixture only says whether there is a device.
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(problems(), st.sampled_from([0, 0, 1, 2, 3, 5, 16, 40, 300]))
+def test_any_problem_with_any_workers(cuda, problem, num_workers):
+    problem = problem.to(cuda)
+    result = problem.run_and_check(num_workers=num_workers)
+    assert_same_bits(result, problem.run(num_workers=num_workers))

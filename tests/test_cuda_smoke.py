@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A small problem for every kernel and every path through it: first on a new GPU, and under
+compute-sanitizer. Nothing runs on the device but our kernels and copies."""
+
+import pytest
+import torch
+
+from helpers import assert_same_bits, make_problem
+from tree_attention import merge_states
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+KERNELS = {
+    f"{str(dtype)[6:]} d{head_dim}": {"dtype": dtype, "head_dim": head_dim}
+    for dtype in (BF16, FP16, FP32)
+    for head_dim in (64, 96, 128, 256)
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel(kernel, cuda):
+    problem = make_problem(seqlen_k=400, ranges="ragged", layout="padded", **KERNELS[kernel])
+    problem.to(cuda).run_and_check(num_workers=5)
+
+
+@pytest.mark.parametrize("rows", [16, 20, 40, 70, 130])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_row_tile(dtype, rows, cuda):
+    problem = make_problem(
+        batch=1, num_heads_kv=1, group_size=1, seqlen_q=rows, seqlen_k=300, ranges="causal",
+        dtype=dtype,
+    )  # fmt: skip
+    problem.to(cuda).run_and_check(num_workers=3)
+
+
+PATHS = {
+    "one worker": (1, {}),
+    "flat fix-up": (10, {"batch": 1, "num_heads_kv": 1, "seqlen_k": 2000}),
+    "fix-up as a tree": (45, {"batch": 1, "num_heads_kv": 1, "seqlen_k": 4000}),
+    "a block for each multiprocessor": (0, {"seqlen_k": 1000}),
+    "workers without work": (300, {}),
+    "ring across outputs": (2, {"batch": 12, "ranges": "random", "seqlen_k": 260}),
+    "pages": (5, {"page_size": 7, "ranges": "random"}),
+    "pages of each head": (5, {"page_size": 16, "ranges": "ragged", "per_head": True}),
+    "score terms": (4, {"alibi": 0.1, "softcap": 5.0, "softmax_scale": 0.2, "seqlen_q": 3}),
+    "no keys": (3, {"seqlen_k": 0}),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("path", PATHS)
+def test_path(path, dtype, cuda):
+    num_workers, problem = PATHS[path]
+    problem = make_problem(dtype=dtype, **problem).to(cuda)
+    first = problem.run_and_check(num_workers=num_workers)
+    again = problem.run(num_workers=num_workers)
+    assert_same_bits([x.cpu() for x in first], [x.cpu() for x in again])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("n", [1, 5, 33])
+def test_merge(n, dtype, cuda):
+    o_parts, lse_parts = torch.randn(n, 3, 7, 20).to(dtype), torch.randn(n, 3, 7)
+    lse_parts[0, 0] = -torch.inf
+    o, lse = merge_states(o_parts.to(cuda), lse_parts.to(cuda), out_dtype=FP32)
+    expected = merge_states(o_parts, lse_parts, out_dtype=FP32)
+    torch.testing.assert_close((o.cpu(), lse.cpu()), expected, rtol=1e-6, atol=1e-6)
