@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tree_attention import lean_schedule
+from helpers import assert_same_bits
+from tree_attention import lean_decode, lean_schedule, merge_states
 
 
 def schedule(num_tiles: list[int], num_workers: int) -> list[list[int]]:
@@ -126,3 +127,32 @@ def test_leanattention_beats_any_fixed_split():
 def test_strided_counts():
     counts = torch.tensor([5, 9, 5, 9], dtype=torch.int32)[::2]
     assert lean_schedule(counts, 5).tolist() == schedule([5, 5], 5)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, 300) | st.integers(30_000, 50_000), min_size=1, max_size=3),
+    st.integers(1, 2),
+    st.sampled_from([1, 2, 3, 17, 37, 100, 700]),
+)
+def test_split_outputs_have_the_bits_of_one_merge(lengths, heads_kv, num_workers):
+    """The schedule of the table is the kernel's, and however many workers share an output, and
+    arrive in whatever order, its bits are those of merging the states of their tiles."""
+    tile, capacity = 64, max(lengths)
+    q = torch.randn(len(lengths), heads_kv, 1, 8)
+    k, v = torch.randn(2, len(lengths), heads_kv, capacity, 8)
+    ranges = torch.tensor([[[0, length]] for length in lengths], dtype=torch.int32)
+    o, lse = lean_decode(q, k, v, ranges, num_workers=num_workers)
+
+    num_tiles = [math.ceil(length / tile) for length in lengths for _ in range(heads_kv)]
+    # Like the kernels, never more workers than tiles.
+    table = schedule(num_tiles, min(num_workers, max(1, sum(num_tiles))))
+    for output in range(len(num_tiles)):
+        b, h = divmod(output, heads_kv)
+        inputs = q[b : b + 1, h : h + 1], k[b : b + 1, h : h + 1], v[b : b + 1, h : h + 1]
+        parts = []
+        for begin, end in [row[2:] for row in table if row[1] == output] or [(0, 0)]:
+            keys = [[[begin * tile, min(end * tile, lengths[b])]]]
+            parts.append(lean_decode(*inputs, torch.tensor(keys, dtype=torch.int32), num_workers=1))
+        merged = merge_states(*map(torch.stack, zip(*parts, strict=True)))
+        assert_same_bits(merged, (o[b : b + 1, h : h + 1], lse[b : b + 1, h : h + 1]))

@@ -26,13 +26,17 @@ constexpr int64_t kMaxMergedParts = 36;
 
 // A worker leaves at most two partial states: of an output that an earlier worker began, and of the
 // output that it begins and leaves to others. Hence 2 * num_workers slots, whatever the number of
-// outputs, and as many counters, which are zero before and after.
+// outputs, and as many counters.
 TREE_ATTENTION_HOST_DEVICE int64_t num_partial_slots(int64_t num_workers) {
   return 2 * num_workers;
 }
 
+TREE_ATTENTION_HOST_DEVICE int64_t partial_slot(int64_t worker, bool begins_output) {
+  return 2 * worker + begins_output;
+}
+
 TREE_ATTENTION_HOST_DEVICE int64_t partial_slot(const Contributors& workers, int64_t part) {
-  return 2 * (workers.first + part) + (part == 0);
+  return partial_slot(workers.first + part, part == 0);
 }
 
 // Parts first, first + stride, ... of an output's contributors, to be merged into the first one's
@@ -43,12 +47,12 @@ struct MergeStep {
 };
 
 // Called by each of two or more contributors with its index after it has stored its state.
-// arrive(counter, expected): counts one more arrival, releasing what the caller has stored; the
-// last of `expected` is told true, has acquired what the others stored, and has reset the counter.
-// merge(step): as above, in the canonical order.
-template <typename Arrive, typename Merge>
+// arrive(counter, expected): counts one more arrival at a counter that begins at zero, releasing
+// what the caller has stored; the last of `expected` is told true and has acquired what the others
+// stored. merge_parts(step): as above, in the canonical order.
+template <typename Arrive, typename MergeParts>
 TREE_ATTENTION_HOST_DEVICE void fix_up(const Contributors& workers, int64_t part, Arrive arrive,
-                                       Merge merge) {
+                                       MergeParts merge_parts) {
   for (int level = 0;; ++level) {
     const int stride_bits = level * kRadixBits, group_bits = stride_bits + kRadixBits;
     const int64_t num_parts = ((workers.count - 1) >> stride_bits) + 1;
@@ -60,7 +64,7 @@ TREE_ATTENTION_HOST_DEVICE void fix_up(const Contributors& workers, int64_t part
       // A group of more than one part at this level has more than kRadix^level contributors, so
       // that the counter is in its contributors' slots; its index modulo kRadix tells the level.
       if (!arrive(partial_slot(workers, first + level), count)) return;
-      merge(MergeStep{first, int64_t{1} << stride_bits, count, is_top});
+      merge_parts(MergeStep{first, int64_t{1} << stride_bits, count, is_top});
     }
     if (is_top) return;
   }

@@ -15,6 +15,7 @@
 #include <new>
 #include <vector>
 
+#include "../common/fixup.h"
 #include "../common/partition.h"
 #include "../common/softmax_state.h"
 #include "../page_ids.h"
@@ -98,15 +99,13 @@ void build_schedule(const DecodeParams& p, int64_t rows_per_block, Schedule& sch
       }
     }
   }
-  int64_t num_workers = p.num_workers;
-  if (num_workers == 0) {
+  int64_t max_workers = p.num_workers;
+  if (max_workers == 0) {
     const bool serial =
         at::in_parallel_region() || work * (p.head_dim + p.head_dim_v) < kParallelWork;
-    num_workers = serial ? 1 : at::get_num_threads();
+    max_workers = serial ? 1 : at::get_num_threads();
   }
-  // Never more workers than tiles, so that the contributors of an output all have work on it.
-  const int64_t num_tiles = schedule.tile_offsets.back();
-  schedule.partition = {num_tiles, std::max<int64_t>(1, std::min(num_workers, num_tiles))};
+  schedule.partition = Partition::over(schedule.tile_offsets.back(), max_workers);
 }
 
 // Every page id that a range covers is used; ids elsewhere may be anything.
@@ -138,12 +137,11 @@ void check_page_table(const DecodeParams& p) {
   }
 }
 
-// Partial states of split outputs. A worker leaves at most two: slot 2w for an output that an
-// earlier worker began, slot 2w + 1 for the output it begins and does not finish.
+// Partial states of split outputs, by slot.
 class PartialStates {
  public:
   static size_t bytes(int64_t num_workers, int64_t num_rows, int64_t head_dim) {
-    return 2 * num_workers * num_rows * (head_dim + 1) * sizeof(float);
+    return num_partial_slots(num_workers) * num_rows * (head_dim + 1) * sizeof(float);
   }
   PartialStates(void* memory, int64_t num_rows, int64_t head_dim)
       : memory_(static_cast<float*>(memory)), num_rows_(num_rows), head_dim_(head_dim) {}
@@ -151,10 +149,12 @@ class PartialStates {
   float* o(int64_t slot) const { return memory_ + slot * num_rows_ * (head_dim_ + 1); }
   float* lse(int64_t slot) const { return o(slot) + num_rows_ * head_dim_; }
 
-  // Merges the states of workers [first, first + count) in tile order into the first one's.
-  int64_t merge_workers(const Contributors& workers, int64_t num_rows) const {
-    const auto slot = [&](int64_t part) { return 2 * (workers.first + part) + (part == 0); };
-    merge_in_canonical_order(workers.count, [&](int64_t i, int64_t j) {
+  // Merges the step's parts into the slot of the first one.
+  void merge_parts(const Contributors& workers, const MergeStep& step, int64_t num_rows) const {
+    const auto slot = [&](int64_t i) {
+      return partial_slot(workers, step.first + i * step.stride);
+    };
+    merge_in_canonical_order(step.count, [&](int64_t i, int64_t j) {
       float *o_a = o(slot(i)), *lse_a = lse(slot(i));
       const float *o_b = o(slot(j)), *lse_b = lse(slot(j));
       for (int64_t row = 0; row < num_rows; ++row) {
@@ -164,7 +164,6 @@ class PartialStates {
         lse_a[row] = merged.lse;
       }
     });
-    return slot(0);
   }
 
  private:
@@ -177,7 +176,7 @@ struct Launch {
   const Kernels& isa;
   const Schedule& schedule;
   PartialStates partials;
-  std::atomic<int32_t>* arrivals;  // [workers]: of the output that this worker begins and shares
+  std::atomic<int32_t>* arrivals;  // [slots]
 
   void run(int64_t worker) const {
     const Partition& partition = schedule.partition;
@@ -204,17 +203,25 @@ struct Launch {
         isa.attend(params, rows, keys, workspace, own.o(0), own.lse(0));
         isa.store(params, rows, own.o(0), own.lse(0));
       } else {
-        const int64_t slot = 2 * worker + (tile == output_begin);
-        isa.attend(params, rows, keys, workspace, partials.o(slot), partials.lse(slot));
         const Contributors workers = contributors(partition, output_begin, output_end);
-        const int32_t arrived = arrivals[workers.first].fetch_add(1, std::memory_order_acq_rel) + 1;
-        if (arrived == workers.count) {
-          const int64_t merged = partials.merge_workers(workers, rows.count);
-          isa.store(params, rows, partials.o(merged), partials.lse(merged));
-        }
+        const int64_t part = worker - workers.first, slot = partial_slot(workers, part);
+        isa.attend(params, rows, keys, workspace, partials.o(slot), partials.lse(slot));
+        complete(workers, part, rows);
       }
       tile = tile_end;
     }
+  }
+
+  // The last of the workers that share an output merges and stores it.
+  void complete(const Contributors& workers, int64_t part, const Rows& rows) const {
+    const auto arrive = [&](int64_t counter, int64_t expected) {
+      return arrivals[counter].fetch_add(1, std::memory_order_acq_rel) + 1 == expected;
+    };
+    fix_up(workers, part, arrive, [&](const MergeStep& step) {
+      partials.merge_parts(workers, step, rows.count);
+      const int64_t first = partial_slot(workers, step.first);
+      if (step.completes_output) isa.store(params, rows, partials.o(first), partials.lse(first));
+    });
   }
 
   void store_empty_outputs() const {
@@ -241,12 +248,13 @@ void lean_decode(const DecodeParams& params) {
   build_schedule(params, std::min<int64_t>(num_rows, kMaxRows), schedule);
 
   const int64_t num_workers = schedule.partition.num_workers;
-  const size_t arrivals_bytes = (num_workers * sizeof(std::atomic<int32_t>) + 63) / 64 * 64;
+  const int64_t num_counters = num_partial_slots(num_workers);
+  const size_t arrivals_bytes = (num_counters * sizeof(std::atomic<int32_t>) + 63) / 64 * 64;
   char* memory = static_cast<char*>(
       scratch.reserve(arrivals_bytes + PartialStates::bytes(num_workers, schedule.rows_per_block,
                                                             params.head_dim_v)));
   auto* arrivals = reinterpret_cast<std::atomic<int32_t>*>(memory);
-  for (int64_t i = 0; i < num_workers; ++i) new (arrivals + i) std::atomic<int32_t>(0);
+  for (int64_t i = 0; i < num_counters; ++i) new (arrivals + i) std::atomic<int32_t>(0);
 
   const Launch launch{
       params, isa, schedule,

@@ -16,6 +16,7 @@ void test_merge();
 void test_canonical_order();
 void test_merge_states();
 void test_lean_decode();
+void test_many_workers();
 void test_page_out_of_range();
 void test_concurrent_calls();
 
@@ -34,6 +35,7 @@ int main() {
       {"canonical order", test_canonical_order},
       {"merge_states", test_merge_states},
       {"lean_decode", test_lean_decode},
+      {"many workers", test_many_workers},
       {"page out of range", test_page_out_of_range},
       {"concurrent calls", test_concurrent_calls},
   };

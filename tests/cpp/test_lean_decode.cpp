@@ -94,6 +94,22 @@ void test_lean_decode() {
   }
 }
 
+// So many workers on one output that they are merged in two and three levels.
+void test_many_workers() {
+  DecodeCase decode({2, 1, 2, 1, 45000, 8, 8, kFloat32}, 0);
+  for (int workers : {90, 500, 1400}) {
+    std::vector<float> o, lse;
+    for (int threads : {1, 5, 16}) {
+      at::set_num_threads(threads);
+      decode.check(workers);
+      CHECK(threads == 1 || (same_bits(o, decode.o()) && same_bits(lse, decode.lse())), workers,
+            " workers: bits depend on the number of threads");
+      o = decode.o();
+      lse = decode.lse();
+    }
+  }
+}
+
 void test_page_out_of_range() {
   DecodeCase decode({1, 1, 1, 1, 64, 16, 16, kFloat32, 16}, 0);
   decode.page_table()[2] = 5;
