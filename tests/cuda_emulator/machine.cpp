@@ -1,0 +1,492 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "machine.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "async_copies.h"
+#include "emulator.h"
+#include "fiber.h"
+#include "random.h"
+#include "sanitizers.h"
+
+emulator_index threadIdx, blockIdx, blockDim, gridDim;
+
+namespace tree_attention::emulator {
+namespace {
+
+constexpr uint32_t kAllLanes = 0xffffffff;
+constexpr uint32_t kSharedBase = 1024;  // a shared address is never zero
+constexpr size_t kSharedAlignment = 1024;
+constexpr size_t kRedzone = 4096;        // behind shared memory
+constexpr unsigned char kPoison = 0xff;  // NaN in every format
+constexpr int64_t kLivelock = 1 << 18;   // acquire loads one after the other
+
+struct Warp;
+
+struct Thread {
+  Thread(Warp* warp, int lane, unsigned index, void (*entry)(void*))
+      : warp(warp), lane(lane), index(index), fiber(entry, this) {}
+
+  Warp* warp;
+  int lane;
+  unsigned index;  // in the block
+  AsyncCopies copies;
+  const char* waits_for = nullptr;  // null: it does not wait
+  std::source_location where;
+  bool ended = false;
+  Fiber fiber;
+};
+
+struct Block;
+
+// Where threads meet. What is released at one meeting may not reach a thread that leaves the
+// meeting before, hence two objects in turn.
+struct Meeting {
+  const char* name = nullptr;
+  std::source_location where;  // of the first to arrive
+  unsigned arrived = 0;
+  unsigned generation = 0;
+  char order[2];
+
+  void* object() { return &order[generation % 2]; }
+};
+
+struct Warp {
+  Block* block;
+  std::vector<std::unique_ptr<Thread>> lanes;
+  uint32_t runnable = kAllLanes;
+  size_t position = 0;  // among the runnable warps, if any lane is runnable
+  Meeting meeting;
+  void* operands[kWarpSize];
+};
+
+struct Block {
+  Block(unsigned index, size_t shared_bytes) : index(index), shared_bytes(shared_bytes) {
+    const size_t size = (shared_bytes + kRedzone + kSharedAlignment - 1) & ~(kSharedAlignment - 1);
+    shared.reset(static_cast<char*>(std::aligned_alloc(kSharedAlignment, size)));
+    std::memset(shared.get(), kPoison, size);
+    forbid_access(shared.get() + shared_bytes, kRedzone);
+  }
+  ~Block() { allow_access(shared.get() + shared_bytes, kRedzone); }
+
+  bool redzone_is_whole() {
+    const char* end = shared.get() + shared_bytes;
+    allow_access(shared.get() + shared_bytes, kRedzone);
+    return std::all_of(end, end + kRedzone, [](unsigned char x) { return x == kPoison; });
+  }
+
+  unsigned index;
+  size_t shared_bytes;
+  struct Free {
+    void operator()(char* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<char, Free> shared;
+  std::vector<std::unique_ptr<Warp>> warps;
+  unsigned runnable_warps = 0;
+  unsigned ended_threads = 0;
+  Meeting barrier;
+};
+
+std::string at(const std::source_location& where) {
+  const std::string file = where.file_name();
+  return file.substr(file.rfind('/') + 1) + ":" + std::to_string(where.line());
+}
+
+bool same_line(const std::source_location& a, const std::source_location& b) {
+  return a.line() == b.line() && std::strcmp(a.file_name(), b.file_name()) == 0;
+}
+
+// One call of launch().
+class Launch {
+ public:
+  Launch(unsigned num_blocks, unsigned num_threads, size_t shared_bytes,
+         const std::function<void()>& kernel)
+      : num_threads_(num_threads),
+        shared_bytes_(shared_bytes),
+        kernel_(kernel),
+        random_(options().seed) {
+    order_.resize(num_blocks);
+    std::iota(order_.begin(), order_.end(), 0u);
+    for (unsigned i = num_blocks; i > 1; --i) std::swap(order_[i - 1], order_[random_.below(i)]);
+    // From warps that change at every opportunity to warps that run until they must wait.
+    switch_period_ = 1u << random_.below(8);
+  }
+
+  void run() {
+    size_t next = 0;
+    while (next < order_.size() || !blocks_.empty()) {
+      while (next < order_.size() && blocks_.size() < size_t(options().resident_blocks)) {
+        begin_block(order_[next++]);
+      }
+      switch_to(next_thread(), os_thread_);
+      if (error_) break;
+      end_block();
+    }
+    acquire(&end_);
+    if (error_) std::rethrow_exception(error_);
+  }
+
+  // In a thread of the kernel:
+
+  void meet_in_warp(const char* name, void* operands, Compute compute,
+                    const std::source_location& where) {
+    Warp& warp = *current->warp;
+    Meeting& meeting = warp.meeting;
+    warp.operands[current->lane] = operands;
+    if (arrive(meeting, name, where) == kWarpSize) {
+      if (compute != nullptr) compute(warp.operands);
+      close(meeting);
+      wake(warp);
+      change_thread();
+    } else {
+      wait();
+    }
+    current->waits_for = nullptr;
+  }
+
+  // The same; what was before in one lane happens before what follows in another.
+  void warp_barrier(const std::source_location& where) {
+    void* object = current->warp->meeting.object();
+    release(object);
+    meet_in_warp("__syncwarp", nullptr, nullptr, where);
+    acquire(object);
+  }
+
+  void block_barrier(const std::source_location& where) {
+    Block& block = *current->warp->block;
+    void* object = block.barrier.object();
+    release(object);
+    if (arrive(block.barrier, "__syncthreads", where) == num_threads_) {
+      close(block.barrier);
+      for (auto& warp : block.warps) wake(*warp);
+      change_thread();
+    } else {
+      wait();
+    }
+    current->waits_for = nullptr;
+    acquire(object);
+  }
+
+  void switch_point(At at_what, const std::source_location& where) {
+    if (at_what == At::kAtomic) acquire_loads_ = 0;
+    if (at_what == At::kAcquireLoad && ++acquire_loads_ > kLivelock) {
+      current->where = where;
+      fail("livelock: nothing but acquire loads", where);
+    }
+    change_thread();
+  }
+
+  bool coin() { return random_.below(2) == 0; }
+
+  static inline Launch* running = nullptr;
+  static inline Thread* current = nullptr;
+
+ private:
+  void begin_block(unsigned index) {
+    ++counters().blocks;
+    blocks_.push_back(std::make_unique<Block>(index, shared_bytes_));
+    Block& block = *blocks_.back();
+    for (unsigned first = 0; first < num_threads_; first += kWarpSize) {
+      block.warps.push_back(std::make_unique<Warp>());
+      Warp& warp = *block.warps.back();
+      warp.block = &block;
+      for (int lane = 0; lane < kWarpSize; ++lane) {
+        warp.lanes.push_back(std::make_unique<Thread>(&warp, lane, first + lane, run_thread));
+      }
+      add_runnable(warp);
+    }
+  }
+
+  void end_block() {
+    const auto ended = std::find_if(blocks_.begin(), blocks_.end(), [this](const auto& block) {
+      return block->ended_threads == num_threads_;
+    });
+    if (!(*ended)->redzone_is_whole()) {
+      throw Error("block " + std::to_string((*ended)->index) + " wrote beyond its " +
+                  std::to_string(shared_bytes_) + " bytes of shared memory");
+    }
+    blocks_.erase(ended);
+  }
+
+  static void run_thread(void* argument) {
+    Thread& thread = *static_cast<Thread*>(argument);
+    Launch& launch = *running;
+    try {
+      launch.kernel_();
+      launch.end_thread(thread);
+    } catch (...) {
+      launch.error_ = std::current_exception();
+      release(&launch.end_);
+    }
+    const Hidden hidden;
+    Fiber::resume(launch.os_thread_, thread.fiber);
+  }
+
+  // Returns in the last thread of a block.
+  void end_thread(Thread& thread) {
+    if (!thread.copies.empty()) {
+      fail("a thread ends with copies that it has not waited for", thread.where);
+    }
+    release(&end_);
+    const Hidden hidden;
+    thread.ended = true;
+    thread.waits_for = "the end";
+    if (++thread.warp->block->ended_threads < num_threads_) {
+      wait();
+    } else {
+      leave();
+    }
+  }
+
+  unsigned arrive(Meeting& meeting, const char* name, const std::source_location& where) {
+    acquire_loads_ = 0;
+    if (meeting.arrived == 0) {
+      meeting.name = name;
+      meeting.where = where;
+    } else if (std::strcmp(meeting.name, name) != 0 || !same_line(meeting.where, where)) {
+      fail("divergence: others wait for " + std::string(meeting.name) + " at " + at(meeting.where) +
+               ", this thread for " + name,
+           where);
+    }
+    current->waits_for = name;
+    current->where = where;
+    return ++meeting.arrived;
+  }
+
+  void close(Meeting& meeting) {
+    meeting.arrived = 0;
+    ++meeting.generation;
+  }
+
+  void add_runnable(Warp& warp) {
+    warp.runnable = kAllLanes;
+    warp.position = runnable_.size();
+    runnable_.push_back(&warp);
+    ++warp.block->runnable_warps;
+  }
+
+  // Every lane that waits; the running one is runnable already.
+  void wake(Warp& warp) {
+    if (warp.runnable == 0) add_runnable(warp);
+    warp.runnable = kAllLanes;
+  }
+
+  void wait() {
+    Warp& warp = *current->warp;
+    leave();
+    if (warp.runnable == 0) {
+      // Nothing but its own lanes can complete a function of the warp.
+      if (warp.meeting.arrived != 0) {
+        fail("divergence: " + describe(*warp.block), warp.meeting.where);
+      }
+      if (warp.block->runnable_warps == 0) {
+        fail("deadlock: " + describe(*warp.block), warp.block->barrier.where);
+      }
+    }
+    switch_to(next_thread(), current->fiber);
+  }
+
+  // The running thread is not runnable any more.
+  void leave() {
+    Warp& warp = *current->warp;
+    warp.runnable &= ~(1u << current->lane);
+    if (warp.runnable != 0) return;
+    runnable_.back()->position = warp.position;
+    runnable_[warp.position] = runnable_.back();
+    runnable_.pop_back();
+    --warp.block->runnable_warps;
+  }
+
+  void change_thread() {
+    Thread& next = next_thread();
+    if (&next != current) switch_to(next, current->fiber);
+  }
+
+  Thread& next_thread() {
+    Warp* warp = current == nullptr ? nullptr : current->warp;
+    if (warp == nullptr || warp->runnable == 0 || random_.below(switch_period_) == 0) {
+      warp = runnable_[random_.below(static_cast<uint32_t>(runnable_.size()))];
+    }
+    const int first = static_cast<int>(random_.below(kWarpSize));
+    const int lane = (first + std::countr_zero(std::rotr(warp->runnable, first))) % kWarpSize;
+    return *warp->lanes[lane];
+  }
+
+  void switch_to(Thread& next, Fiber& from) {
+    ++counters().switches;
+    Thread* const before = current;
+    set_current(&next);
+    Fiber::resume(next.fiber, from);
+    set_current(before);
+  }
+
+  void set_current(Thread* thread) {
+    current = thread;
+    if (thread == nullptr) return;
+    threadIdx.x = thread->index;
+    blockIdx.x = thread->warp->block->index;
+  }
+
+  // "threads 0-30 wait for __syncthreads at a.cuh:3; threads 31 wait for the end"
+  static std::string describe(const Block& block) {
+    std::string text, previous;
+    unsigned first = 0, last = 0;
+    const auto add = [&] {
+      if (previous.empty()) return;
+      text += (text.empty() ? "threads " : "; threads ") + std::to_string(first);
+      if (last != first) text += "-" + std::to_string(last);
+      text += previous;
+    };
+    for (const auto& warp : block.warps) {
+      for (const auto& thread : warp->lanes) {
+        std::string place = " can run";
+        if (thread->waits_for != nullptr) place = std::string(" wait for ") + thread->waits_for;
+        if (thread->waits_for != nullptr && !thread->ended) place += " at " + at(thread->where);
+        if (place != previous) {
+          add();
+          first = thread->index;
+        }
+        previous = place;
+        last = thread->index;
+      }
+    }
+    add();
+    return text;
+  }
+
+  const unsigned num_threads_;
+  const size_t shared_bytes_;
+  const std::function<void()>& kernel_;
+  Random random_;
+  unsigned switch_period_;
+  std::vector<unsigned> order_;  // of blocks
+  std::vector<std::unique_ptr<Block>> blocks_;
+  std::vector<Warp*> runnable_;
+  Fiber os_thread_;
+  std::exception_ptr error_;
+  int64_t acquire_loads_ = 0;  // since something else happened
+  char end_;                   // what threads release at their end
+};
+
+}  // namespace
+
+Options& options() {
+  static Options options;
+  return options;
+}
+
+Counters& counters() {
+  static Counters counters;
+  return counters;
+}
+
+void launch(unsigned num_blocks, unsigned num_threads, size_t shared_bytes,
+            const std::function<void()>& kernel) {
+  if (Launch::running != nullptr) throw Error("a launch within a launch");
+  if (num_threads == 0 || num_threads % kWarpSize != 0) {
+    throw Error("blocks are whole warps here, not " + std::to_string(num_threads) + " threads");
+  }
+  if (options().resident_blocks < 1) throw Error("no resident blocks");
+  const Hidden hidden;
+  blockDim.x = num_threads;
+  gridDim.x = num_blocks;
+  Launch launch(num_blocks, num_threads, shared_bytes, kernel);
+  struct Running {
+    explicit Running(Launch* launch) { Launch::running = launch; }
+    ~Running() { Launch::running = nullptr; }
+  } const running(&launch);
+  launch.run();
+}
+
+void fail(const std::string& message, const std::source_location& where) {
+  const Thread* thread = Launch::current;
+  std::string place;
+  if (thread != nullptr) {
+    place = " (block " + std::to_string(thread->warp->block->index) + ", thread " +
+            std::to_string(thread->index) + ")";
+  }
+  throw Error(at(where) + ": " + message + place);
+}
+
+void warp_function(const char* name, void* operands, Compute compute,
+                   const std::source_location& where) {
+  const Hidden hidden;
+  Launch::running->meet_in_warp(name, operands, compute, where);
+}
+
+void warp_barrier(const std::source_location& where) {
+  const Hidden hidden;
+  Launch::running->warp_barrier(where);
+}
+
+void block_barrier(const std::source_location& where) {
+  const Hidden hidden;
+  Launch::running->block_barrier(where);
+}
+
+void switch_point(At at, const std::source_location& where) {
+  const Hidden hidden;
+  Launch::running->switch_point(at, where);
+}
+
+char* shared_memory() { return Launch::current->warp->block->shared.get(); }
+
+uint32_t shared_address(const void* pointer, const std::source_location& where) {
+  const Block& block = *Launch::current->warp->block;
+  const int64_t offset = static_cast<const char*>(pointer) - block.shared.get();
+  if (offset < 0 || offset > static_cast<int64_t>(block.shared_bytes)) {
+    fail("not an address in the block's shared memory", where);
+  }
+  return static_cast<uint32_t>(kSharedBase + offset);
+}
+
+char* shared_bytes(uint32_t address, int num_bytes, const std::source_location& where) {
+  const Block& block = *Launch::current->warp->block;
+  const int64_t offset = int64_t{address} - kSharedBase;
+  if (offset % num_bytes != 0) {
+    fail("shared address " + std::to_string(offset) + " is no multiple of " +
+             std::to_string(num_bytes),
+         where);
+  }
+  if (offset < 0 || offset + num_bytes > static_cast<int64_t>(block.shared_bytes)) {
+    fail("shared address " + std::to_string(offset) + " is outside of the " +
+             std::to_string(block.shared_bytes) + " bytes",
+         where);
+  }
+  return block.shared.get() + offset;
+}
+
+void begin_async_copy(uint32_t destination, const void* source, int size, int num_bytes,
+                      const std::source_location& where) {
+  char* const bytes = shared_bytes(destination, size, where);
+  if (num_bytes != 0 && num_bytes != size) {
+    fail("a copy of " + std::to_string(num_bytes) + " bytes of " + std::to_string(size), where);
+  }
+  if (num_bytes != 0 && reinterpret_cast<uintptr_t>(source) % size != 0) {
+    fail("the source of a copy is no multiple of " + std::to_string(size), where);
+  }
+  bool read_now;
+  {
+    const Hidden hidden;
+    ++counters().async_copies;
+    Launch::current->where = where;
+    read_now = Launch::running->coin();
+  }
+  Launch::current->copies.begin(bytes, source, size, num_bytes, read_now);
+}
+
+void commit_async_copies() { Launch::current->copies.commit(); }
+
+void wait_for_async_copies(int pending, const std::source_location& where) {
+  switch_point(At::kAsyncWait, where);
+  Launch::current->copies.wait(pending);
+}
+
+}  // namespace tree_attention::emulator

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The emulated device: it runs a kernel's blocks and threads as fibers on the calling OS thread, in
+// an order that a seed decides. Threads change places at barriers, at functions of a warp, around
+// atomics, at fences, at acquire loads and at waits for copies; between two of these a thread runs
+// without interruption. An error of the kernel is an Error out of launch().
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <source_location>
+#include <stdexcept>
+#include <string>
+
+namespace tree_attention::emulator {
+
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Options {
+  uint64_t seed = 0;
+  int resident_blocks = 2;  // a block of a larger grid begins when another ends
+};
+Options& options();
+
+// Sums over all launches since they were last set to zero.
+struct Counters {
+  int64_t blocks = 0;
+  int64_t switches = 0;        // of fibers
+  int64_t async_copies = 0;    // cp.async instructions of a thread
+  int64_t matrix_loads = 0;    // ldmatrix instructions of a warp
+  int64_t bank_conflicts = 0;  // of ldmatrix: accesses to shared memory beyond one per matrix
+};
+Counters& counters();
+
+void launch(unsigned num_blocks, unsigned num_threads, size_t shared_bytes,
+            const std::function<void()>& kernel);
+
+// The rest is for the built-ins and the PTX functions, which run on a thread of a kernel.
+
+constexpr int kWarpSize = 32;
+
+[[noreturn]] void fail(const std::string& message, const std::source_location& where);
+
+// Waits until every lane of the warp has come here. The last to arrive computes for all: `compute`
+// gets the operands of each lane.
+using Compute = void (*)(void* const (&operands)[kWarpSize]);
+void warp_function(const char* name, void* operands, Compute compute,
+                   const std::source_location& where);
+void warp_barrier(const std::source_location& where);
+void block_barrier(const std::source_location& where);
+
+// A place where another thread may run. Only acquire loads, for very long, are a livelock.
+enum class At { kAtomic, kFence, kAcquireLoad, kAsyncWait };
+void switch_point(At at, const std::source_location& where);
+
+char* shared_memory();
+uint32_t shared_address(const void* pointer, const std::source_location& where);
+// The bytes at a shared address, which must be aligned to their number and inside.
+char* shared_bytes(uint32_t address, int num_bytes, const std::source_location& where);
+
+void begin_async_copy(uint32_t destination, const void* source, int size, int num_bytes,
+                      const std::source_location& where);
+void commit_async_copies();
+void wait_for_async_copies(int pending, const std::source_location& where);
+
+}  // namespace tree_attention::emulator

@@ -1,0 +1,332 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Known answers of every function of csrc/cuda/ptx.h and of the built-ins that kernels use. The
+// same kernels run under the emulator and, compiled by nvcc, on a GPU: what shows that the strings
+// of ptx.h and the emulator's host functions mean the same.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "check.h"
+#include "cuda/device.h"
+
+namespace tree_attention::testing {
+
+// Where the kernels run: memory that host and device both reach, and a wait for the device.
+struct Device {
+  void* (*allocate)(size_t bytes);
+  void (*synchronize)();
+
+  template <typename T>
+  T* array(const std::vector<T>& values) const {
+    T* copy = static_cast<T*>(allocate(values.size() * sizeof(T)));
+    std::copy(values.begin(), values.end(), copy);
+    return copy;
+  }
+
+  template <typename Params>
+  void run(void (*kernel)(Params), unsigned blocks, unsigned threads, size_t shared_bytes,
+           const Params& params) const {
+    CHECK(
+        cuda::launch_kernel(kernel, blocks, threads, shared_bytes, nullptr, params) == cudaSuccess,
+        "launch");
+    synchronize();
+  }
+};
+
+// Copies of 16 and 4 bytes in two groups; every fourth one is of no bytes, from nowhere.
+struct CopyParams {
+  const uint32_t* in;  // [32, 5]
+  uint32_t* out;       // [32, 5]
+};
+template <typename Params>
+__global__ void copy_kernel(const Params p) {
+  const int lane = threadIdx.x;
+  uint32_t* shared = reinterpret_cast<uint32_t*>(cuda::dynamic_shared_memory());
+  uint32_t* four = shared + 4 * lane;
+  uint32_t* one = shared + 4 * 32 + lane;
+  const bool copy = lane % 4 != 3;
+  cuda::cp_async_16(cuda::shared_address(four), copy ? p.in + 4 * lane : nullptr, copy ? 16 : 0,
+                    cuda::createpolicy_evict_first());
+  cuda::cp_async_commit_group();
+  cuda::cp_async_4(cuda::shared_address(one), copy ? p.in + 4 * 32 + lane : nullptr, copy ? 4 : 0);
+  cuda::cp_async_commit_group();
+  cuda::cp_async_wait_group<1>();
+  for (int i = 0; i < 4; ++i) p.out[4 * lane + i] = four[i];
+  cuda::cp_async_wait_group<0>();
+  __syncthreads();
+  const int neighbour = (lane + 1) % 32;  // its thread has waited
+  p.out[4 * 32 + neighbour] = shared[4 * 32 + neighbour];
+}
+
+inline void test_copies(const Device& device) {
+  std::vector<uint32_t> in(32 * 5);
+  for (size_t i = 0; i < in.size(); ++i) in[i] = static_cast<uint32_t>(0x01010101 * (i + 1));
+  uint32_t* out = device.array(std::vector<uint32_t>(in.size(), 7));
+  device.run(copy_kernel<CopyParams>, 1, 32, in.size() * 4, CopyParams{device.array(in), out});
+  for (size_t i = 0; i < in.size(); ++i) {
+    const size_t lane = i < 128 ? i / 4 : i - 128;
+    CHECK(out[i] == (lane % 4 == 3 ? 0 : in[i]), "word ", i, " is ", out[i]);
+  }
+}
+
+// Element (r, c) of matrix i is 64 i + 8 r + c; the rows of a matrix are 80 bytes apart.
+struct LoadParams {
+  uint32_t* out;  // [2, 32, 4]: without and with transposition
+};
+template <typename Params>
+__global__ void load_kernel(const Params p) {
+  const int lane = threadIdx.x;
+  char* row = cuda::dynamic_shared_memory() + 80 * lane;
+  for (int c = 0; c < 8; ++c) {
+    const uint16_t element = static_cast<uint16_t>(8 * lane + c);
+    reinterpret_cast<uint16_t*>(row)[c] = element;
+  }
+  __syncwarp();
+  uint32_t matrices[4];
+  cuda::ldmatrix_x4(matrices, cuda::shared_address(row));
+  for (int i = 0; i < 4; ++i) p.out[4 * lane + i] = matrices[i];
+  cuda::ldmatrix_x4_trans(matrices, cuda::shared_address(row));
+  for (int i = 0; i < 4; ++i) p.out[4 * (32 + lane) + i] = matrices[i];
+}
+
+inline void test_matrix_loads(const Device& device) {
+  uint32_t* out = device.array(std::vector<uint32_t>(2 * 32 * 4));
+  device.run(load_kernel<LoadParams>, 1, 32, 80 * 32, LoadParams{out});
+  for (uint32_t lane = 0; lane < 32; ++lane) {
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t r = lane / 4, c = 2 * (lane % 4);
+      const uint32_t low = 64 * i + 8 * r + c, across = 64 * i + 8 * c + r;
+      CHECK(out[4 * lane + i] == ((low + 1) << 16 | low), "lane ", lane, ", matrix ", i);
+      CHECK(out[4 * (32 + lane) + i] == ((across + 8) << 16 | across), "transposed: lane ", lane,
+            ", matrix ", i);
+    }
+  }
+}
+
+// One product of whole matrices, kept in rows.
+struct MmaParams {
+  const float* a;  // [16, 16]
+  const float* b;  // [16, 8]
+  float* d;        // [16, 8], added to
+  bool bf16;
+};
+template <typename Params>
+__global__ void mma_kernel(const Params p) {
+  const int g = threadIdx.x / 4, t = threadIdx.x % 4 * 2;
+  const auto pair = [&](float low, float high) {
+    return p.bf16 ? cuda::cvt_bf16x2(low, high) : cuda::cvt_f16x2(low, high);
+  };
+  const auto pair_of_a = [&](int row, int k) {
+    return pair(p.a[16 * row + k], p.a[16 * row + k + 1]);
+  };
+  const auto pair_of_b = [&](int k) { return pair(p.b[8 * k + g], p.b[8 * (k + 1) + g]); };
+  const uint32_t a[4] = {pair_of_a(g, t), pair_of_a(g + 8, t), pair_of_a(g, t + 8),
+                         pair_of_a(g + 8, t + 8)};
+  float d[4] = {p.d[8 * g + t], p.d[8 * g + t + 1], p.d[8 * (g + 8) + t], p.d[8 * (g + 8) + t + 1]};
+  if (p.bf16) {
+    cuda::mma_m16n8k16_bf16(d, a, pair_of_b(t), pair_of_b(t + 8));
+  } else {
+    cuda::mma_m16n8k16_f16(d, a, pair_of_b(t), pair_of_b(t + 8));
+  }
+  p.d[8 * g + t] = d[0];
+  p.d[8 * g + t + 1] = d[1];
+  p.d[8 * (g + 8) + t] = d[2];
+  p.d[8 * (g + 8) + t + 1] = d[3];
+}
+
+// Small whole numbers: every order of addition is exact.
+inline void test_mma(const Device& device) {
+  for (const bool bf16 : {false, true}) {
+    std::vector<float> a(16 * 16), b(16 * 8), d(16 * 8), expected;
+    for (size_t i = 0; i < a.size(); ++i) a[i] = static_cast<float>(i * i % 23) - 11.0f;
+    for (size_t i = 0; i < b.size(); ++i) b[i] = static_cast<float>(i * i * i % 19) - 9.0f;
+    for (size_t i = 0; i < d.size(); ++i) d[i] = static_cast<float>(i);
+    a[16 * 5 + 3] = -INFINITY;
+    b[8 * 9 + 6] = NAN;
+    for (int m = 0; m < 16; ++m) {
+      for (int n = 0; n < 8; ++n) {
+        float sum = d[8 * m + n];
+        for (int k = 0; k < 16; ++k) sum += a[16 * m + k] * b[8 * k + n];
+        expected.push_back(sum);
+      }
+    }
+    float* out = device.array(d);
+    device.run(mma_kernel<MmaParams>, 1, 32, 0,
+               MmaParams{device.array(a), device.array(b), out, bf16});
+    for (size_t i = 0; i < d.size(); ++i) {
+      CHECK(std::isnan(expected[i]) ? std::isnan(out[i]) : out[i] == expected[i], "row ", i / 8,
+            ", column ", i % 8, ": ", out[i], ", not ", expected[i]);
+    }
+    CHECK(std::isnan(out[6]) && std::isinf(out[8 * 5]), "NaN and infinity");
+  }
+}
+
+struct FloatParams {
+  const float* in;
+  float* ex2;
+  float* lg2;
+  uint32_t* bf16;  // cvt_bf16x2(1, x)
+  uint32_t* f16;
+};
+template <typename Params>
+__global__ void float_kernel(const Params p) {
+  const float x = p.in[threadIdx.x];
+  p.ex2[threadIdx.x] = cuda::ex2(x);
+  p.lg2[threadIdx.x] = cuda::lg2(x);
+  p.bf16[threadIdx.x] = cuda::cvt_bf16x2(1.0f, x);
+  p.f16[threadIdx.x] = cuda::cvt_f16x2(1.0f, x);
+}
+
+inline void test_floats(const Device& device) {
+  constexpr float kInf = INFINITY, kAny = 12345.0f;  // kAny: not compared
+  const struct {
+    float x, ex2, lg2;
+    uint16_t bf16, f16;
+  } answers[] = {
+      {0.0f, 1.0f, -kInf, 0x0000, 0x0000},
+      {-0.0f, 1.0f, -kInf, 0x8000, 0x8000},
+      {1.0f, 2.0f, 0.0f, 0x3f80, 0x3c00},
+      {8.0f, 256.0f, 3.0f, 0x4100, 0x4800},
+      {-3.0f, 0.125f, NAN, 0xc040, 0xc200},
+      {kInf, kInf, kInf, 0x7f80, 0x7c00},
+      {-kInf, 0.0f, NAN, 0xff80, 0xfc00},
+      {NAN, NAN, NAN, 0x7fff, 0x7fff},
+      {-127.0f, 0.0f, NAN, 0xc2fe, 0xd7f0},      // the result is not a normal number
+      {0x1p-140f, 1.0f, -kInf, 0x0000, 0x0000},  // nor is the argument
+      {128.0f, kInf, 7.0f, 0x4300, 0x5800},
+      {0x1.01p0f, kAny, kAny, 0x3f80, 0x3c04},  // bf16: half way, to even
+      {0x1.03p0f, kAny, kAny, 0x3f82, 0x3c0c},
+      {0x1.010002p0f, kAny, kAny, 0x3f81, 0x3c04},
+      {0x1.002p0f, kAny, kAny, 0x3f80, 0x3c00},  // f16: half way, to even
+      {0x1.006p0f, kAny, kAny, 0x3f80, 0x3c02},
+      {65504.0f, kInf, kAny, 0x4780, 0x7bff},
+      {65520.0f, kInf, kAny, 0x4780, 0x7c00},    // the first that f16 rounds to infinity
+      {0x1p-24f, 1.0f, -24.0f, 0x3380, 0x0001},  // the least of f16
+      {0x1.fffffep127f, kInf, 128.0f, 0x7f80, 0x7c00},
+      {0.3f, 1.2311444133f, -1.7369655942f, 0x3e9a, 0x34cd},
+      {-20.7f, 5.8706e-7f, NAN, 0xc1a6, 0xcd2d},
+  };
+  std::vector<float> in;
+  for (const auto& answer : answers) in.push_back(answer.x);
+  const size_t n = in.size();
+  in.resize(32);
+  float* ex2 = device.array(std::vector<float>(32));
+  float* lg2 = device.array(std::vector<float>(32));
+  uint32_t* bf16 = device.array(std::vector<uint32_t>(32));
+  uint32_t* f16 = device.array(std::vector<uint32_t>(32));
+  device.run(float_kernel<FloatParams>, 1, 32, 0,
+             FloatParams{device.array(in), ex2, lg2, bf16, f16});
+  const auto close = [](float a, float b) {
+    return b == kAny || a == b || (std::isnan(a) && std::isnan(b)) ||
+           std::abs(a - b) <= 2e-5f * std::abs(b);
+  };
+  for (size_t i = 0; i < n; ++i) {
+    const auto& answer = answers[i];
+    CHECK(close(ex2[i], answer.ex2), "ex2(", answer.x, ") is ", ex2[i]);
+    CHECK(close(lg2[i], answer.lg2), "lg2(", answer.x, ") is ", lg2[i]);
+    CHECK(bf16[i] == (uint32_t{answer.bf16} << 16 | 0x3f80), "bf16 of ", answer.x, ": ", std::hex,
+          bf16[i]);
+    CHECK(f16[i] == (uint32_t{answer.f16} << 16 | 0x3c00), "f16 of ", answer.x, ": ", std::hex,
+          f16[i]);
+  }
+}
+
+// Every number of 16 bits and back.
+struct HalfParams {
+  float* out;  // [1 << 16]
+};
+template <typename Params>
+__global__ void half_kernel(const Params p) {
+  for (unsigned i = threadIdx.x; i < 1 << 16; i += 32) {
+    p.out[i] = cuda::cvt_f32_f16(static_cast<uint16_t>(i));
+  }
+}
+
+inline void test_half_to_float(const Device& device) {
+  float* out = device.array(std::vector<float>(1 << 16));
+  device.run(half_kernel<HalfParams>, 1, 32, 0, HalfParams{out});
+  for (int i = 0; i < 1 << 16; ++i) {
+    const int exponent = i >> 10 & 31, fraction = i & 1023;
+    float expected = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
+                                   : std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
+    if (exponent == 31) expected = fraction == 0 ? INFINITY : NAN;
+    if (i >> 15) expected = -expected;
+    CHECK(std::isnan(expected) ? std::isnan(out[i])
+                               : out[i] == expected && std::signbit(out[i]) == (i >> 15 != 0),
+          i, " is ", out[i]);
+  }
+}
+
+// Every thread counts; the counter wraps at `limit` and is 0 at the end.
+struct CountParams {
+  uint32_t* counter;
+  uint32_t* old;  // [blocks, threads]
+  uint32_t* end;  // [blocks, threads]
+  uint32_t limit;
+};
+template <typename Params>
+__global__ void count_kernel(const Params p) {
+  const unsigned i = blockIdx.x * 64 + threadIdx.x;
+  p.old[i] = cuda::atomic_inc_acq_rel(p.counter, p.limit);
+  p.end[i] = cuda::load_acquire(p.counter);
+}
+
+inline void test_counting(const Device& device) {
+  constexpr uint32_t kThreads = 3 * 64;
+  uint32_t* counter = device.array(std::vector<uint32_t>(1));
+  uint32_t* old = device.array(std::vector<uint32_t>(kThreads, 99));
+  uint32_t* end = device.array(std::vector<uint32_t>(kThreads, 99));
+  device.run(count_kernel<CountParams>, 3, 64, 0, CountParams{counter, old, end, 47});
+  std::vector<int> times(48);
+  for (uint32_t i = 0; i < kThreads; ++i) {
+    CHECK(old[i] < 48 && end[i] < 48, "thread ", i, ": ", old[i], " ", end[i]);
+    ++times[old[i]];
+  }
+  for (int count : times) CHECK(count == 4, count);
+  CHECK(*counter == 0, *counter);
+}
+
+struct ShuffleParams {
+  int64_t* out;  // [6, 32]
+};
+template <typename Params>
+__global__ void shuffle_kernel(const Params p) {
+  const int lane = threadIdx.x;
+  const int64_t value = (int64_t{1} << 40) + lane;
+  p.out[lane] = __shfl_sync(0xffffffff, value, (lane + 5) % 32);
+  p.out[32 + lane] = static_cast<int64_t>(__shfl_sync(0xffffffff, 10.0f + lane, 6, 8));
+  p.out[64 + lane] = __shfl_up_sync(0xffffffff, lane, 3);
+  p.out[96 + lane] = __shfl_xor_sync(0xffffffff, lane, 9);
+  p.out[128 + lane] = __any_sync(0xffffffff, lane == 17) != 0;
+  p.out[160 + lane] = __any_sync(0xffffffff, 0) != 0;
+}
+
+inline void test_shuffles(const Device& device) {
+  int64_t* out = device.array(std::vector<int64_t>(6 * 32));
+  device.run(shuffle_kernel<ShuffleParams>, 1, 32, 0, ShuffleParams{out});
+  for (int lane = 0; lane < 32; ++lane) {
+    CHECK(out[lane] == (int64_t{1} << 40) + (lane + 5) % 32, lane, " ", out[lane]);
+    CHECK(out[32 + lane] == 10 + lane / 8 * 8 + 6, lane, " ", out[32 + lane]);
+    CHECK(out[64 + lane] == (lane < 3 ? lane : lane - 3), lane, " ", out[64 + lane]);
+    CHECK(out[96 + lane] == (lane ^ 9), lane, " ", out[96 + lane]);
+    CHECK(out[128 + lane] == 1 && out[160 + lane] == 0, lane);
+  }
+}
+
+inline void test_known_answers(const Device& device) {
+  test_copies(device);
+  test_matrix_loads(device);
+  test_mma(device);
+  test_floats(device);
+  test_half_to_float(device);
+  test_counting(device);
+  test_shuffles(device);
+}
+
+}  // namespace tree_attention::testing
