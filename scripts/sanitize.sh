@@ -3,7 +3,8 @@
 #
 # Runs the C++ code without torch (tests/cpp) under AddressSanitizer with UndefinedBehaviorSanitizer,
 # then under ThreadSanitizer. at::parallel_for is std::thread there: libgomp's own synchronisation is
-# invisible to ThreadSanitizer and would drown a real race in false ones.
+# invisible to ThreadSanitizer and would drown a real race in false ones. Where there is a GPU, the
+# CUDA kernels run on it under compute-sanitizer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=build/sanitize
@@ -35,3 +36,6 @@ run address+undefined "" -fsanitize=address,undefined,float-cast-overflow -fno-s
 # ThreadSanitizer's shadow memory collides with addresses that some kernels randomise.
 fixed_addresses=$(setarch -R true 2>/dev/null && echo "setarch -R" || true)
 run thread "$fixed_addresses" -fsanitize=thread
+
+printf '\033[1m== compute-sanitizer\033[0m\n'
+scripts/sanitize_cuda.sh || (($? == 77)) # 77: said why there is nothing to run
