@@ -7,7 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ class Report:
     rows: list[dict[str, Any]]
     columns: list[Column]
     warnings: list[str] = field(default_factory=list)
+    summary: list[str] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)  # further entries of the JSON file
+    draw: "Callable[[Report, Path], None] | None" = None  # None: every time as a bar
 
     @property
     def wrong(self) -> list[str]:
@@ -93,6 +96,8 @@ def print_report(console: Console, report: Report) -> None:
         console.print(note, style="dim", highlight=False)
     for warning in report.warnings:
         console.print(f"Warning: {warning}", style="yellow")
+    for sentence in report.summary:
+        console.print(sentence, highlight=False)
 
 
 def write(report: Report, directory: Path) -> list[Path]:
@@ -103,11 +108,12 @@ def write(report: Report, directory: Path) -> list[Path]:
         "environment": report.environment,
         "warnings": report.warnings,
         "notes": list(report.notes),
+        **report.more,
         "rows": report.rows,
     }
     paths[0].write_text(json.dumps(content, indent=1) + "\n")
     paths[1].write_text(markdown(report))
-    _draw(report, paths[2])
+    (report.draw or _draw)(report, paths[2])
     return paths
 
 
@@ -121,6 +127,7 @@ def markdown(report: Report) -> str:
         lines += ["| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"]
     lines += [""] + [f"- {note}" for note in report.notes]
     lines += [f"- **Warning:** {warning}" for warning in report.warnings]
+    lines += [f"- {sentence}" for sentence in report.summary]
     return "\n".join(lines) + "\n"
 
 
