@@ -183,8 +183,9 @@ def last_level_cache_bytes() -> int:
 class Arena:
     """One allocation, cut into the input sets of each case: its pages are touched only once."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self._bytes = torch.zeros(num_bytes, dtype=torch.uint8)
+    def __init__(self, num_bytes: int, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     @staticmethod
     def num_sets(set_bytes: int) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..bench import cuda as cuda_bench
 from ..bench import report as reports
 from .world import World, joined_world
 
@@ -21,6 +22,14 @@ def main(arguments: list[str]) -> int:
     commands = parser.add_subparsers(dest="benchmark", required=True)
     decode = commands.add_parser("decode", help="the local operator, in one process")
     tree = commands.add_parser("tree", help="decoding over ranks: torchrun ... bench tree")
+    decode.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    decode.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="on cuda: begin no case after so long (default 45 with --quick, no limit with "
+        "--full, else 130)",
+    )
     for command in (decode, tree):
         size = command.add_mutually_exclusive_group()
         size.add_argument("--quick", action="store_true", help="a few tiny cases, to try it")
@@ -33,7 +42,7 @@ def main(arguments: list[str]) -> int:
             "--out", type=Path, metavar="DIR", help="write NAME.json, NAME.md and NAME.png there"
         )
     parsed = parser.parse_args(arguments)
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console = Console() if sys.stdout.isatty() else Console(width=180)
     with joined_world() as world:
         if parsed.benchmark == "decode" and world.size > 1:
             if world.root:
@@ -43,7 +52,12 @@ def main(arguments: list[str]) -> int:
 
 
 def run(arguments: argparse.Namespace, world: World, console: Console) -> int:
-    benchmark = importlib.import_module(f"..bench.{arguments.benchmark}", __package__)
+    cuda = arguments.benchmark == "decode" and arguments.device == "cuda"
+    if cuda and (why := cuda_bench.unavailable()) is not None:
+        console.print(f"bench decode --device cuda: {why}", style="red")
+        return 2
+    name = "cuda.decode" if cuda else arguments.benchmark
+    benchmark = importlib.import_module(f"..bench.{name}", __package__)
     if arguments.quick:
         cases = benchmark.quick_cases()
     else:
@@ -56,11 +70,20 @@ def run(arguments: argparse.Namespace, world: World, console: Console) -> int:
                 console.print("\n".join(case.name for case in cases), highlight=False)
             return 2
         cases = chosen
-    seconds = 0.05 if arguments.quick else arguments.seconds
+    options: dict[str, float | None]
+    if cuda:
+        budget = 45.0 if arguments.quick else None if arguments.full else 130.0
+        options = {
+            "seconds": 0.3 if arguments.quick else arguments.seconds,
+            "budget": budget if arguments.budget is None else arguments.budget,
+        }
+    else:
+        options = {
+            "seconds": 0.05 if arguments.quick else arguments.seconds,
+            "local_rank": world.local_rank,
+        }
     with progress_bar(world.root) as progress:
-        report = benchmark.run(
-            cases, seconds=seconds, progress=progress, local_rank=world.local_rank
-        )
+        report = benchmark.run(cases, progress=progress, **options)
     if world.root:
         reports.print_report(console, report)
         if arguments.out is not None:

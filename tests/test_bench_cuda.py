@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The CUDA benchmark without a GPU: its report from runs on the CPU, its targets, its refusals."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tree_attention.bench import cuda, measure, report
+from tree_attention.bench.cuda import cases as shapes
+from tree_attention.bench.cuda import (
+    decode,
+    machine,
+    merge,
+    peers,
+    plots,
+    read_probe,
+    tables,
+    targets,
+    timing,
+)
+from tree_attention.bench.cuda.cases import Case
+from tree_attention.bench.cuda.rows import PROBE, best_peer, ratio
+from tree_attention.cli import bench as bench_command
+
+HEADS: dict[str, Any] = {"heads": (4, 2), "head_dim": 64}
+ONE_LONG = Case(shapes.RAGGED, lengths=(8,) * 3 + (500,), layout="packed", **HEADS)
+CASES = [
+    Case(lengths=(64,), **HEADS),
+    ONE_LONG,
+    shapes.uniform_twin(ONE_LONG),
+    Case(shapes.CAPACITY, lengths=(30, 30), capacity=300, layout="NHD", **HEADS),
+    Case(shapes.QUERIES, dtype="fp32", lengths=(70,) * 2, seqlen_q=4, **HEADS),
+    Case(shapes.PAGES, lengths=(70, 50), page_size=16, **HEADS),
+]
+
+
+def test_without_a_gpu_it_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench_command.main(["decode", "--device", "cuda", "--quick"]) == 2
+    output = capsys.readouterr().out
+    assert "bench decode --device cuda: torch finds no CUDA driver or no device" in output
+
+
+def test_without_cuda_kernels_it_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "has_cuda_kernel", lambda op: False)
+    assert bench_command.main(["decode", "--device", "cuda"]) == 2
+    assert "the extension has no lean_decode for CUDA" in capsys.readouterr().out
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
+    assert bench_command.main(["decode", "--device", "cuda"]) == 2
+    assert "it needs triton, which is not installed" in capsys.readouterr().out
+
+
+def test_kernels_are_found_by_dispatch_key() -> None:
+    assert not cuda.has_cuda_kernel("no_such_operator")
+    assert not cuda.has_cuda_kernel("lean_schedule")  # there is, but not for CUDA
+
+
+def measure_on_cpu(
+    calls: Mapping[str, Callable[[int], Any]], num_sets: int, seconds: float
+) -> timing.Measurement:
+    """`timing.measure` with the CPU's clock."""
+    result = timing.Measurement()
+    for name, call in calls.items():
+        try:
+            samples = measure.time_alternating({name: call}, num_sets=num_sets)[name]
+        except Exception as error:
+            result.failed[name] = timing.reason(error)
+            continue
+        value = samples.result if isinstance(samples.result, tuple) else (samples.result,)
+        samples = measure.Samples(samples.seconds, value)
+        result.measured[name] = timing.Measured(samples, samples)
+    return result
+
+
+@pytest.fixture
+def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but kernels, streams and graphs is the CUDA benchmark's own."""
+    properties = SimpleNamespace(
+        name="CPU", L2_cache_size=1 << 16, multi_processor_count=4, major=0, minor=0,
+        total_memory=1 << 34,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (decode.SPARE_BYTES + (1 << 26),) * 2)
+    monkeypatch.setattr(decode, "Arena", lambda num_bytes, device: measure.Arena(num_bytes))
+    monkeypatch.setattr(machine, "CEILING_BYTES", 1 << 20)
+    monkeypatch.setattr(decode, "has_cuda_kernel", lambda op: True)
+    monkeypatch.setattr(timing, "measure", measure_on_cpu)
+    monkeypatch.setattr(read_probe, "sums", lambda data, configuration: data.sum())
+    monkeypatch.setattr(merge, "SHAPES", ((3, 1),))
+
+
+def run(cases: list[Case], **options: Any) -> report.Report:
+    with Progress(disable=True) as progress:
+        return decode.run(cases, seconds=0.1, progress=progress, **options)
+
+
+def test_report_is_right_and_written(cpu_as_gpu: None, tmp_path: Path) -> None:
+    result = run(CASES)
+    assert not result.wrong
+    paths = report.write(result, tmp_path)
+    assert [path.name for path in paths] == [f"decode_cuda{s}" for s in (".json", ".md", ".png")]
+    content = json.loads(paths[0].read_text())
+    told = {"commit", "torch", "triton", "gpu", "gpu state before", "gpu state after", "cuda"}
+    assert told | {"read ceiling", "device copy", "cudnn"} <= set(content["environment"])
+    names = [case.name for case in CASES] + ["merge_states 3 parts B=1 32 heads d128 fp32"]
+    assert [row["name"] for row in content["rows"]] == names
+    for row in content["rows"]:
+        assert row["times"]["lean_decode"]["median_us"] > 0 and row["eager"]["lean_decode"]
+        assert row["read_share"] > 0 and row["times"][PROBE]
+        assert row["accuracy"]["lean_decode"]["o_error"] < 0.1
+        assert row["name"] in paths[1].read_text()
+    # What this machine cannot run is listed with its reason, in every row.
+    assert all("torch flash" in row["unavailable"] for row in content["rows"][:-1])
+    assert content["rows"][0]["unavailable"]["equal splits"] == "not in this build"
+    assert [target["name"] for target in content["targets"]]
+    assert "MISSED" in paths[1].read_text() or "met" in paths[1].read_text()
+    assert paths[2].read_bytes()[:4] == b"\x89PNG"
+
+
+def test_wrong_result_is_wrong(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = peers.lean_decode
+
+    def last_row_wrong(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        o, lse = right(*inputs, **options)
+        o[-1, -1, -1, -1] += 1
+        return o, lse
+
+    monkeypatch.setattr(peers, "lean_decode", last_row_wrong)
+    result = run(CASES[:2])
+    assert result.wrong == [case.name for case in CASES[:2]]
+    assert "WRONG" in report.markdown(result)
+
+
+def test_wrong_peer_is_no_peer(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(case: Case, inputs: Any) -> Callable[[int], Tensor]:
+        return lambda i: torch.zeros_like(inputs.q)
+
+    monkeypatch.setattr(peers, "flash", zeros)
+    monkeypatch.setattr(peers, "cudnn", lambda case, inputs: lambda i: inputs.q * math.nan)
+    result = run(CASES[:1])
+    row = result.rows[0]
+    assert not result.wrong
+    assert row["unavailable"]["torch flash"].startswith("wrong result")
+    assert row["unavailable"]["cuDNN"] == "wrong result (error nan)"
+    assert "torch flash" not in row["times"]
+
+
+def test_what_does_not_fit_is_left_out(cpu_as_gpu: None) -> None:
+    large = Case(lengths=(1 << 20,))
+    result = run([large, CASES[0]])
+    assert [row["name"] for row in result.rows][:1] == [CASES[0].name]
+    assert any(f"left out: {large.name}: needs 4 GB" in text for text in result.warnings)
+
+
+def test_out_of_memory_is_left_out(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(decode, "Inputs", no_memory)
+    result = run(CASES[:1])
+    assert f"left out: {CASES[0].name}: out of memory" in result.warnings
+    assert not result.wrong
+
+
+def test_no_case_begins_after_the_budget(cpu_as_gpu: None) -> None:
+    result = run(CASES[:2], budget=0.0)
+    assert result.rows == []
+    assert sum("the time was up" in text for text in result.warnings) == 3
+    assert all(target.met is None for target in targets.evaluate(result.rows))
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_failing_operator_is_wrong(
+    lost: bool, cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(case: Case, *arguments: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(decode, "case_row", fail)
+    monkeypatch.setattr(timing, "device_is_lost", lambda: lost)
+    result = run(CASES[:2])
+    assert result.wrong == [case.name for case in CASES[: 1 if lost else 2]]
+    assert "illegal memory access" in tables.line(result.rows[0])
+    assert any("the device is lost" in text for text in result.warnings) == lost
+
+
+def synthetic_row(case: Case, ours: float, probe: float, **others: float) -> dict[str, Any]:
+    times = {"lean_decode": ours, PROBE: probe, **others}
+    return {
+        "name": case.name,
+        "section": case.section,
+        "case": vars(case),
+        "io_bytes": case.io_bytes,
+        "kv_bytes": case.kv_bytes,
+        "times": {n: {"median_us": t, "p10_us": t, "p90_us": t} for n, t in times.items()},
+        "eager": {"lean_decode": {"median_us": ours + 10}},
+        "accuracy": {"lean_decode": {"o_error": 1e-3}},
+        "unavailable": {},
+        "read_share": probe / ours,
+        "ceiling_share": 0.8,
+        "bandwidth": case.io_bytes / ours * 1e6,
+        "wrong": False,
+    }
+
+
+def good_rows() -> list[dict[str, Any]]:
+    """Rows that meet every target, with a little to spare."""
+    large = Case(lengths=(64 * 1024,))
+    ragged, twin = shapes.ONE_LONG, shapes.uniform_twin(shapes.ONE_LONG)
+    queries = Case(shapes.QUERIES, lengths=(1024,), seqlen_q=4)
+    capacity = Case(shapes.CAPACITY, lengths=(1024,), capacity=65536)
+    return [
+        synthetic_row(shapes.LATENCY, 6.4, 4.0, cuDNN=6.4),
+        synthetic_row(large, 100.0, 93.0, **{"torch flash": 98.0, "spin-wait": 150.0}),
+        synthetic_row(
+            ragged,
+            103.0,
+            97.0,
+            **{"torch flash varlen": 160.0, "equal splits": 230.0, "spin-wait": 210.0},
+        ),
+        synthetic_row(twin, 100.0, 95.0),
+        synthetic_row(queries, 10.0, 5.0, **{"torch flash": 16.0}),
+        synthetic_row(capacity, 10.0, 5.0, **{"torch flash": 9.9, "torch flash varlen": 16.0}),
+    ]
+
+
+def verdicts(rows: list[dict[str, Any]]) -> list[bool | None]:
+    return [target.met for target in targets.evaluate(rows)]
+
+
+def test_targets_that_are_met() -> None:
+    rows = good_rows()
+    assert verdicts(rows) == [True] * 9
+    assert targets.evaluate(rows)[1].text.startswith("met: <= 6.5 us for bf16 32/8 d128 B=1 1k")
+    assert verdicts([]) == [None] * 9
+    assert targets.evaluate([])[0].text.startswith("not measured: ")
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "factor", "target"),
+    [
+        (1, PROBE, 0.97, 0),  # a larger share of the ceiling is left
+        (0, "lean_decode", 1.02, 1),
+        (3, "lean_decode", 0.97, 2),  # the uniform twin is faster
+        (1, "torch flash", 0.98, 3),
+        (2, "torch flash varlen", 0.96, 4),
+        (5, "torch flash varlen", 0.93, 5),
+        (4, "torch flash", 0.93, 6),
+        (2, "equal splits", 0.89, 7),
+        (2, "spin-wait", 0.95, 8),
+    ],
+)
+def test_targets_that_are_missed(row: int, name: str, factor: float, target: int) -> None:
+    rows = good_rows()
+    times = rows[row]["times"]
+    times[name]["median_us"] *= factor
+    rows[row]["read_share"] = times[PROBE]["median_us"] / times["lean_decode"]["median_us"]
+    assert verdicts(rows) == [i != target for i in range(9)]
+    missed = targets.evaluate(rows)[target]
+    assert missed.text.startswith("MISSED: ")
+    if target != 1:
+        assert rows[row if target != 2 else 2]["name"] in missed.detail
+
+
+def test_wrong_rows_meet_no_target() -> None:
+    rows = good_rows()
+    rows[0]["wrong"] = True
+    assert verdicts(rows)[1] is None
+
+
+def test_best_peer_is_neither_ours_nor_the_probe() -> None:
+    row = good_rows()[2]
+    assert best_peer(row) == ("torch flash varlen", 160.0)
+    assert best_peer(row, without=["torch flash varlen"]) == ("spin-wait", 210.0)
+    assert best_peer(good_rows()[3]) is None
+    assert ratio(row, "spin-wait") == 210.0 / 103.0 and ratio(row, "cuDNN") is None
+
+
+def test_tables_and_picture_of_synthetic_rows(tmp_path: Path) -> None:
+    rows = [*good_rows(), decode.failed_row("one that failed", "RuntimeError: why")]
+    result = report.Report(
+        "synthetic", "A title", tables.NOTES, {"read ceiling": "1 GB/s"}, rows,
+        tables.columns(rows), draw=plots.draw,
+    )  # fmt: skip
+    text = report.markdown(result)
+    assert "| one that failed | - | - |" in text and "WRONG" in text
+    assert result.wrong == ["one that failed"]
+    assert "6.40" in text and "equal_splits us" in text
+    assert tables.line(rows[0]).startswith("bf16 32/8 d128 B=1 1k: 62 % of the read probe")
+    assert tables.line(rows[-1]) == "one that failed: WRONG RuntimeError: why"
+    report.write(result, tmp_path)
+    assert (tmp_path / "synthetic.png").stat().st_size > 10_000
+
+
+def test_merge_formula_of_pytorch_is_the_operators() -> None:
+    from tree_attention import merge_states
+
+    o, lse = torch.randn(5, 7, 16), torch.randn(5, 7)
+    for x, y in zip(merge_states(o, lse), merge.pytorch_merge(o, lse), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_gpu_state_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert str(machine.state()).startswith("nvidia-smi: ")
+
+
+def test_reason_is_the_first_error() -> None:
+    try:
+        try:
+            raise ValueError("this is why\nand more")
+        except ValueError:
+            raise RuntimeError("a capture failed") from None
+    except RuntimeError as error:
+        assert timing.reason(error) == "ValueError: this is why"
