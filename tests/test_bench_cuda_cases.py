@@ -6,29 +6,14 @@ import math
 import pytest
 import torch
 
+from bench_problems import SMALL, make_inputs
 from tree_attention.bench.accuracy import Float64Check
 from tree_attention.bench.cuda import cases as shapes
 from tree_attention.bench.cuda.cases import Case
-from tree_attention.bench.cuda.inputs import UNSEEN, Inputs, num_sets
-from tree_attention.bench.measure import Arena
+from tree_attention.bench.cuda.inputs import UNSEEN, num_sets
 from tree_attention.ops import lean_decode
 
 LISTS = [shapes.quick_cases, shapes.standard_cases, shapes.full_cases]
-SMALL = [
-    Case(heads=(4, 2), head_dim=64, lengths=(70,)),
-    Case(heads=(4, 2), head_dim=64, lengths=(70, 70), seqlen_q=5),
-    Case(heads=(4, 1), head_dim=64, lengths=(3, 40, 70), layout="NHD"),
-    Case(heads=(2, 2), head_dim=64, lengths=(20, 20), capacity=90, layout="NHD"),
-    Case(heads=(4, 2), head_dim=64, lengths=(9, 9, 60), layout="packed"),
-    Case(heads=(4, 2), head_dim=64, lengths=(70, 50), window=20),
-    Case(heads=(4, 2), head_dim=64, lengths=(70, 50), window=20, seqlen_q=3),
-    Case(heads=(4, 2), head_dim=64, lengths=(70, 50), page_size=16),
-    Case(heads=(4, 2), head_dim=64, lengths=(33, 17), page_size=1, capacity=40),
-]
-
-
-def make_inputs(case: Case, sets: int = 2) -> Inputs:
-    return Inputs(case, Arena(sets * case.set_bytes), sets)
 
 
 @pytest.mark.parametrize("cases", LISTS)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Each peer is given the problem of its case: PyTorch's CUDA operators are replaced by what they
+are documented to compute, in float32 on the CPU."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+pytest.importorskip("triton")
+
+from bench_problems import SMALL, make_inputs
+from tree_attention import lean_decode
+from tree_attention.bench.cuda import peers
+from tree_attention.bench.cuda.cases import Case
+from tree_attention.bench.cuda.inputs import Inputs
+from tree_attention.reference import attention
+
+PAGES_256 = Case(heads=(4, 2), head_dim=64, lengths=(300, 500), page_size=256)
+RAGGED_QUERIES = Case(heads=(4, 2), head_dim=64, lengths=(30, 50), seqlen_q=3, layout="NHD")
+
+
+def causal_ranges(batch: int, seqlen_q: int, seqlen_k: int, causal: bool) -> Tensor:
+    """Aligned at the last query and the last key, as in FlashAttention from 2.1 on."""
+    ends = torch.full((batch, seqlen_q), seqlen_k)
+    if causal:
+        ends -= torch.arange(seqlen_q - 1, -1, -1)
+    return torch.stack([torch.zeros_like(ends), ends], -1)
+
+
+def flash_op(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> tuple[Tensor, ...]:
+    """aten::_scaled_dot_product_flash_attention."""
+    assert dropout == 0.0 and q.dtype in (torch.float16, torch.bfloat16)
+    ranges = causal_ranges(q.shape[0], q.shape[2], k.shape[2], causal)
+    o, lse = attention(q, k, v, ranges, dtype=torch.float32)
+    return o.to(q.dtype), lse
+
+
+class VarlenOp:
+    """aten::_flash_attention_forward with one tensor for all sequences."""
+
+    def __init__(self, *extensions: str) -> None:
+        arguments = [SimpleNamespace(name=name) for name in ("query", "key", *extensions)]
+        self._schema = SimpleNamespace(arguments=arguments)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Tensor,
+        max_q: int, max_k: int, dropout: float, causal: bool, debug_mask: bool, *,
+        seqused_k: Tensor | None = None, block_table: Tensor | None = None,
+    ) -> tuple[Tensor]:  # fmt: skip
+        assert query_starts.dtype == key_starts.dtype == torch.int32 and dropout == 0.0
+        assert not debug_mask
+        outputs = []
+        for b in range(len(query_starts) - 1):
+            q_b = q[query_starts[b] : query_starts[b + 1]]
+            begin, end = key_starts[b : b + 2].tolist()
+            if block_table is None:
+                k_b, v_b = k[begin:end], v[begin:end]
+            else:
+                k_b, v_b = k[block_table[b]].flatten(0, 1), v[block_table[b]].flatten(0, 1)
+            used = len(k_b) if seqused_k is None else int(seqused_k[b])
+            assert len(q_b) == max_q and used <= max_k
+            inputs = (x.transpose(0, 1)[None] for x in (q_b, k_b[:used], v_b[:used]))
+            o = flash_op(*inputs, 0.0, causal)[0]
+            outputs.append(o[0].transpose(0, 1))
+        return (torch.cat(outputs),)
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "FLASH_OP", flash_op)
+    monkeypatch.setattr(peers, "VARLEN_OP", VarlenOp("seqused_k", "block_table"))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+def assert_same_problem(case: Case, inputs: Inputs, call: Any) -> None:
+    kv = inputs.sets[1]
+    truth, _ = lean_decode(
+        inputs.q.float(), kv.k.float(), kv.v.float(), inputs.key_ranges,
+        page_table=inputs.page_table,
+    )  # fmt: skip
+    for i in (0, 1):
+        torch.testing.assert_close(call(i).float(), truth, rtol=0.02, atol=0.02)
+
+
+MAKERS = {
+    "flash": peers.flash,
+    "varlen": peers.flash_varlen,
+    "each": peers.flash_each,
+    # Not every torch has cuDNN's operator on the CPU: any backend gets the same arguments.
+    "cudnn": lambda case, inputs: peers.cudnn(case, inputs, SDPBackend.MATH),
+    "flex": peers.flex,
+}
+UNIFORM, CAUSAL, RAGGED, CAPACITY, PACKED, WINDOW = SMALL[:6]
+ONE_WINDOW = Case(heads=(4, 2), head_dim=64, lengths=(70, 70), window=20)
+FLEX = {
+    "flex uniform": Case(heads=(4, 2), head_dim=64, lengths=(70,), flex=True),
+    "flex ragged": Case(heads=(4, 1), head_dim=64, lengths=(3, 70), layout="NHD", flex=True),
+    "flex causal": Case(heads=(4, 2), head_dim=64, lengths=(70,), seqlen_q=4, flex=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("flash", UNIFORM),
+        ("flash", CAUSAL),
+        ("flash", CAPACITY),
+        ("flash", ONE_WINDOW),
+        ("varlen", RAGGED),
+        ("varlen", CAPACITY),
+        ("varlen", PACKED),
+        ("varlen", PAGES_256),
+        ("varlen", RAGGED_QUERIES),
+        ("each", RAGGED),
+        ("each", PACKED),
+        ("each", RAGGED_QUERIES),
+        ("cudnn", UNIFORM),
+        ("cudnn", CAUSAL),
+        ("cudnn", CAPACITY),
+        *(("flex", case) for case in FLEX.values()),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.name,
+)
+def test_peers_are_given_the_same_problem(name: str, case: Case) -> None:
+    inputs = make_inputs(case)
+    assert_same_problem(case, inputs, MAKERS[name](case, inputs))
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "why"),
+    [
+        ("flash", Case(dtype="fp32", heads=(4, 2), head_dim=64, lengths=(9,)), "16-bit only"),
+        ("flash", RAGGED, "one length for all and no pages"),
+        ("flash", PAGES_256, "one length for all and no pages"),
+        (
+            "cudnn",
+            Case(heads=(4, 2), head_dim=64, lengths=(70,), window=20, seqlen_q=3),
+            "no windows of several queries",
+        ),
+        ("varlen", UNIFORM, "for lengths on the device only"),
+        ("varlen", SMALL[7], "pages of 256 slots only"),
+        ("each", UNIFORM, "for ragged batches only"),
+        ("flex", UNIFORM, "not compiled for this row"),
+    ],
+)
+def test_peers_say_what_they_cannot_do(name: str, case: Case, why: str) -> None:
+    with pytest.raises(peers.Unavailable, match=why):
+        MAKERS[name](case, make_inputs(case))
+
+
+def test_varlen_of_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "VARLEN_OP", VarlenOp("seqused_k"))
+    with pytest.raises(peers.Unavailable, match="takes no pages"):
+        peers.flash_varlen(PAGES_256, make_inputs(PAGES_256))
+    monkeypatch.setattr(peers, "VARLEN_OP", VarlenOp())
+    with pytest.raises(peers.Unavailable, match="takes no lengths beside the capacity"):
+        peers.flash_varlen(RAGGED, make_inputs(RAGGED))
+    assert_same_problem(PACKED, inputs := make_inputs(PACKED), peers.flash_varlen(PACKED, inputs))
+
+
+def test_real_operators_take_these_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes only, on the meta device: the schemas of this torch fit the calls."""
+    monkeypatch.undo()
+    q, kv = torch.empty(2, 4, 1, 64, device="meta"), torch.empty(2, 2, 70, 64, device="meta")
+    schemas = {op: op._schema for op in (peers.FLASH_OP, peers.VARLEN_OP)}
+    names = [argument.name for argument in schemas[peers.FLASH_OP].arguments]
+    assert names[:5] == ["query", "key", "value", "dropout_p", "is_causal"]
+    names = [argument.name for argument in schemas[peers.VARLEN_OP].arguments]
+    assert names[:7] == ["query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"]
+    assert names[7:10] == ["dropout_p", "is_causal", "return_debug_mask"]
+    assert "seqused_k" in names
+    assert peers.FLASH_OP(q, kv, kv, 0.0, False)[0].shape == q.shape
+
+
+def test_cudnn_without_a_kernel_says_why() -> None:
+    with pytest.raises(peers.Unavailable, match=r"[Nn]o (viable|available) "):
+        peers.cudnn(UNIFORM, make_inputs(UNIFORM))
+
+
+def test_implementations_are_calls_or_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    inputs = make_inputs(RAGGED)
+    calls, unavailable = peers.implementations(RAGGED, inputs)
+    names = {peers.OURS, peers.FLASH, peers.VARLEN, peers.EACH, peers.CUDNN, peers.FLEX}
+    assert {*calls, *unavailable} == names | {peers.TRITON, *peers.ABLATIONS.values()}
+    assert not {*calls} & {*unavailable}
+    assert {peers.OURS, peers.VARLEN, peers.EACH, peers.TRITON} == {*calls}
+    for name in (peers.OURS, peers.VARLEN, peers.EACH):
+        call = calls[name]
+        assert_same_problem(
+            RAGGED, inputs, (lambda i, c=call: c(i)[0]) if name == peers.OURS else call
+        )
+
+
+def test_ablations_are_asked_for_by_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def op(*inputs: Any, variant: str, **options: Any) -> tuple[Tensor, Tensor]:
+        asked.append(variant)
+        result: tuple[Tensor, Tensor] = lean_decode(*inputs, **options)
+        return result
+
+    monkeypatch.setattr(peers, "has_cuda_kernel", lambda name: name == peers.ABLATION_OP)
+    monkeypatch.setattr(peers, "ABLATION_OP", "lean_decode_ablation")
+    monkeypatch.setattr(torch.ops.tree_attention, "lean_decode_ablation", op, raising=False)
+    inputs = make_inputs(SMALL[7])
+    for variant in peers.ABLATIONS:
+        call = peers.ablation(variant, SMALL[7], inputs)
+        assert_same_problem(SMALL[7], inputs, lambda i, c=call: c(i)[0])
+    assert asked == ["equal_split", "equal_split", "spin", "spin"]
