@@ -339,8 +339,3 @@ def test_tree_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not result.wrong
     assert all(not any(row["bytes_per_rank"].values()) for row in result.rows)
     assert any("torchrun" in warning for warning in result.warnings)
-
-
-def test_no_formula_for_an_unknown_way() -> None:
-    with pytest.raises(ValueError, match="no formula for the bytes of pigeon"):
-        tree.predicted_bytes(tree.quick_cases()[0], "pigeon", 2)

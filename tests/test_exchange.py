@@ -15,8 +15,10 @@ from torch import Tensor
 from distributed import run_ranks
 from helpers import assert_same_bits, assert_same_non_finite
 from tree_attention import ExchangeError, merge_states, reference, strategies
-from tree_attention.exchange import Communicator, get_communicator, resolve
+from tree_attention.exchange import Communicator, get_communicator
+from tree_attention.exchange import state as exchange_state
 from tree_attention.exchange.state import StateBuffers
+from tree_attention.exchange.strategies import STRATEGIES
 
 NAN, INF = torch.nan, torch.inf
 State = tuple[Tensor, Tensor]
@@ -47,13 +49,13 @@ def exchange_states(rank: int, world_size: int, strategy: str, seeds: range) -> 
             error = (actual.double() - truth)[truth.isfinite()].abs()
             assert (error <= 1e-6 * truth[truth.isfinite()].abs().clamp(min=1)).all(), error.max()
         assert result[1][0, 0, 0] == -INF and not result[0][0, 0, 0].any()
-        if strategy == "all_gather":
+        if STRATEGIES[strategy].is_canonical:
             assert_same_bits(result, merge_states(o_parts, lse_parts))
         results.append(result)
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", range(1, 8))
 @pytest.mark.parametrize("strategy", strategies())
 def test_merges_states(strategy: str, world_size: int) -> None:
     first, *others = run_ranks(exchange_states, world_size, strategy, range(20))
@@ -169,7 +171,7 @@ def test_staging_through_host_memory() -> None:
 def refuse_arguments(rank: int, world_size: int) -> None:
     comm = Communicator()
     o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
-    with pytest.raises(ValueError, match="strategy must be one of auto, all_gather, three_allredu"):
+    with pytest.raises(ValueError, match="strategy must be one of auto, all_gather, two_p"):
         comm.exchange(o, lse, "butterfly-ish")
     for bad in ((o[0], lse[0]), (o, lse[..., None]), (o, lse.double()), (o, lse[:, :1])):
         with pytest.raises(ValueError, match=r"exchange: o must be .* and lse float32"):
@@ -186,8 +188,11 @@ def test_refused_arguments() -> None:
 
 
 def test_strategies() -> None:
-    assert strategies()[0] == resolve("auto") == "all_gather"
-    assert "three_allreduce" in strategies()
+    assert strategies() == (
+        "all_gather", "two_phase", "hierarchical", "butterfly", "three_allreduce", "max_then_sum",
+    )  # fmt: skip
+    canonical = [name for name in strategies() if STRATEGIES[name].is_canonical]
+    assert canonical == ["all_gather", "two_phase", "hierarchical", "butterfly"]
 
 
 def agree(rank: int, world_size: int) -> None:
@@ -239,20 +244,21 @@ def test_without_process_group() -> None:
 
 def test_buffers_never_move() -> None:
     """A captured graph holds addresses: growth takes new memory and keeps the old."""
-    buffers = StateBuffers(3)
-    device = torch.device("cpu")
-    first = buffers.get(torch.Size((1, 4, 1, 8)), device)
-    first.send.fill_(1.0)
-    assert buffers.get(torch.Size((1, 4, 1, 8)), device) is first
+    buffers, device = StateBuffers(), torch.device("cpu")
+
+    def get(size: int, dtype: torch.dtype = torch.float32) -> exchange_state.State:
+        return buffers.get(torch.Size((size, 4, 1, 8)), dtype, device)
+
+    first = get(1)
+    first.send.fill_(1)
+    assert get(1) is first and get(1, torch.bfloat16) is not first
+    assert get(1, torch.bfloat16).send.data_ptr() == first.send.data_ptr()
     for size in range(2, 100):
-        state = buffers.get(torch.Size((size, 4, 1, 8)), device)
-        assert state.receive.numel() == 3 * state.send.numel() == 3 * size * 4 * 9
-        assert state.o_parts.shape == (3, size, 4, 1, 8) and state.lse_parts.shape == (
-            3,
-            size,
-            4,
-            1,
-        )
-    address = first.send.data_ptr()
-    kept = [send.data_ptr() for send, _ in buffers._outgrown]
-    assert address in kept and len(kept) < 10
+        state = get(size)
+        messages, o_parts, lse_parts = state.parts(3)
+        assert 3 * state.send.nbytes == messages.nbytes == 3 * size * 4 * 9 * 4
+        assert o_parts.shape == (3, size, 4, 1, 8) and lse_parts.shape == (3, size, 4, 1)
+        assert get(size) is state
+    assert get(1) is not first  # its memory is in use no more, but there
+    kept = [block.data_ptr() for block in buffers.arena.outgrown]
+    assert first.send.data_ptr() in kept and len(kept) < 20

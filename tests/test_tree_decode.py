@@ -49,6 +49,30 @@ def test_strategies(case: str, strategy: str) -> None:
     assert_ranks_agree(run_ranks(decode_case, 3, case, "uneven", strategy))
 
 
+def decode_with_options(rank: int, world_size: int) -> None:
+    _, shards = make_case("ragged batch", "uneven", world_size)
+    own, dtype = shards[rank], shards[rank].q.dtype
+    inputs = own.q, own.k, own.v, own.key_ranges
+    whole = tree_decode(*inputs, **own.options)
+    sharded = tree_decode(*inputs, head_sharded=True, **own.options)
+    chunks = [x.chunk(world_size, 1) for x in whole]
+    assert len(chunks[0]) == world_size
+    assert_same_bits(sharded, tuple(chunk[rank] for chunk in chunks))
+    # The kernel itself rounds its o into the send buffer.
+    parts = [s.run(out_dtype=torch.bfloat16) for s in shards]
+    expected = merge_states(*(torch.stack(x) for x in zip(*parts, strict=True)), out_dtype=dtype)
+    for strategy in ("auto", "hierarchical", "butterfly"):
+        options = {"payload_dtype": torch.bfloat16, "strategy": strategy}
+        assert_same_bits(tree_decode(*inputs, **options, **own.options), expected)
+    with pytest.raises(ValueError, match="strategy must be one of auto, two_phase, got 'butterfl"):
+        tree_decode(*inputs, head_sharded=True, strategy="butterfly")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_payload_and_sharded_heads(world_size: int) -> None:
+    run_ranks(decode_with_options, world_size)
+
+
 def decode_pages(rank: int, world_size: int) -> State:
     torch.manual_seed(2)
     problem = make_problem(seqlen_q=2, seqlen_k=100, ranges="causal")
@@ -119,7 +143,7 @@ def refuse_arguments(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=5.0)
     good = tree_decode(q, k, v, group=comm)
     sent = comm.bytes_sent
-    with pytest.raises(ValueError, match="strategy must be one of auto, all_gather, three_allred"):
+    with pytest.raises(ValueError, match="strategy must be one of auto, all_gather, two_p"):
         tree_decode(q, k, v, group=comm, strategy="ring")
     with pytest.raises(RuntimeError, match="lean_decode: q must have shape"):
         tree_decode(q[0], k, v, group=comm)

@@ -3,10 +3,11 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Communicator, get_communicator, resolve
+from .exchange import Communicator, check_options, get_communicator
 from .ops import lean_decode
 
 
@@ -18,6 +19,9 @@ def tree_decode(
     *,
     group: dist.ProcessGroup | Communicator | None = None,
     strategy: str = "auto",
+    payload_dtype: torch.dtype = torch.float32,
+    head_sharded: bool = False,
+    explain: bool = False,
     timeout: float | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -43,7 +47,13 @@ def tree_decode(
             them. None: all keys of the shard.
         group: process group or `Communicator`, default the world. Without torch.distributed this
             is `lean_decode`.
-        strategy: "auto" or one of `strategies()`.
+        strategy: "auto" or one of `strategies()`. "auto" takes the one that is predicted to be
+            fastest, among those that give the same bits.
+        payload_dtype: of the `o` that ranks send each other: float32, or bfloat16 to send half as
+            much and round every rank's part once.
+        head_sharded: return to each rank the heads `torch.chunk` would give it, for models whose
+            next layer is split by heads.
+        explain: print on rank 0 what each strategy was predicted to take.
         timeout: seconds in which the exchange returns or raises, 30 unless the communicator says
             otherwise.
         key_layout: of this rank's shard, as `ShardLayout.key_layout` gives it.
@@ -53,10 +63,11 @@ def tree_decode(
     Returns:
         o: `[batch, num_heads_q, seqlen_q, head_dim]` in q's dtype, merged in float32 and rounded
         once. lse: float32 `[batch, num_heads_q, seqlen_q]`, natural logarithm. Both with the same
-        bits on every rank; `(0, -inf)` for a query that sees no key on any rank.
+        bits on every rank; `(0, -inf)` for a query that sees no key on any rank. With head_sharded
+        this rank's heads of them.
 
     Raises:
-        ValueError: no such strategy.
+        ValueError: no such strategy, or options it has not.
         RuntimeError: `lean_decode` refuses an argument. Nothing was sent.
         ExchangeError: a rank was lost, stalled, or called with other arguments.
 
@@ -66,11 +77,12 @@ def tree_decode(
     # lean_decode refuses tensors of other dimensions.
     is_local = comm.world_size == 1 or q.dim() != 4 or v_local.dim() != 4
     try:
-        strategy = resolve(strategy)
+        check_options(strategy, payload_dtype, head_sharded)
         out = None
         if not is_local:
             batch, num_heads_q, seqlen_q, _ = q.shape
-            out = comm.send_state(batch, num_heads_q, seqlen_q, v_local.shape[3], q.device)
+            shape = (batch, num_heads_q, seqlen_q, v_local.shape[3])
+            out = comm.send_state(*shape, q.device, payload_dtype)
         o, lse = lean_decode(
             q,
             k_local,
@@ -98,4 +110,14 @@ def tree_decode(
         ("softcap", softcap),
         ("alibi_slopes", alibi_slopes is not None),
     )
-    return comm.exchange(o, lse, strategy, q.dtype, timeout=timeout, signature=signature)
+    return comm.exchange(
+        o,
+        lse,
+        strategy,
+        q.dtype,
+        payload_dtype=payload_dtype,
+        head_sharded=head_sharded,
+        explain=explain,
+        timeout=timeout,
+        signature=signature,
+    )

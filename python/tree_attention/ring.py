@@ -83,6 +83,7 @@ def ring_decode(
         if is_local:
             return attend(own, None)
         state = comm.state((*q.shape[:3], v_local.shape[3]), q.device)
+        _, o_parts, lse_parts = state.parts(comm.world_size)
         no_keys = (
             q.new_zeros((q.shape[0], q.shape[2], 2), dtype=torch.int32)
             if key_ranges is None
@@ -114,11 +115,11 @@ def ring_decode(
             if not is_last:
                 arriving = manifests[owner - 1].lay_out(buffers[hop % 2], q, own)
                 works = link.start_shift(arriving.tensors(), travelling.tensors())
-            attend(shard, (state.o_parts[owner], state.lse_parts[owner]))
+            attend(shard, (o_parts[owner], lse_parts[owner]))
             if not is_last:
                 link.finish(works, transport, deadline)
                 travelling, shard = arriving, arriving.to(q.device)
-        return merge_states(state.o_parts, state.lse_parts, out_dtype=q.dtype)
+        return merge_states(o_parts, lse_parts, out_dtype=q.dtype)
 
     signature = (
         ("call", "ring_decode"),

@@ -15,7 +15,10 @@ from rich.progress import Progress
 from torch import Tensor
 
 from .. import BlockCyclic, lean_decode, ring_decode, strategies, tree_decode
-from ..exchange import Communicator
+from ..exchange import Communicator, Topology
+from ..exchange.state import Message
+from ..exchange.traffic import Case as Exchanged
+from ..exchange.traffic import traffic
 from ..ring import MANIFEST_BYTES
 from .accuracy import check_against_float64, digest
 from .decode import DTYPES
@@ -52,10 +55,6 @@ class Case:
         heads = f"{self.heads[0]}/{self.heads[1]}"
         return f"{self.dtype} {heads} d{self.head_dim} B={self.batch} {self.length}"
 
-    @property
-    def state_rows(self) -> int:
-        return self.batch * self.heads[0]
-
     def kv_shape(self, num_keys: int) -> tuple[int, int, int, int]:
         return self.batch, self.heads[1], num_keys, self.head_dim
 
@@ -76,22 +75,17 @@ def full_cases() -> list[Case]:
     return standard_cases() + more + [Case(65536, heads=(8, 1)), Case(16384, head_dim=64)]
 
 
-def predicted_bytes(case: Case, way: str, world_size: int) -> int:
+def predicted_bytes(case: Case, way: str, topology: Topology) -> int:
     """Bytes that a rank sends per call, of the ranks the one that sends most.
 
-    With p ranks and r = batch * num_heads_q rows: all_gather sends its state, (p-1) * 4r(d+1);
-    three_allreduce reduces r maxima, r denominators and r*d numerators, 2(p-1)/p * 4r(d+2); the
-    ring passes on every shard but the next rank's.
+    Every strategy by its `traffic`; the ring passes on every shard but the next rank's.
     """
-    others, rows = world_size - 1, case.state_rows
+    world_size = topology.world_size
     if way == RING:
-        next_shard = BlockCyclic(world_size).count(others, case.length)  # the smallest
+        next_shard = BlockCyclic(world_size).count(world_size - 1, case.length)  # the smallest
         return case.kv_bytes(case.length - next_shard)
-    if way == "all_gather":
-        return others * 4 * rows * (case.head_dim + 1)
-    if way == "three_allreduce":
-        return 2 * others * 4 * rows * (case.head_dim + 2) // world_size
-    raise ValueError(f"no formula for the bytes of {way}")
+    message = Message((case.batch, case.heads[0], 1), case.head_dim, torch.float32)
+    return traffic(way, Exchanged(topology, message, DTYPES[case.dtype])).bytes_sent
 
 
 class Ranks:
@@ -205,7 +199,9 @@ def run_case(case: Case, arena: Arena, seconds: float, ranks: Ranks) -> dict[str
         "world_size": ranks.size,
         "times": {name: sample.to_json() for name, sample in slowest.items()},
         "bytes_per_rank": {name: max(ranks.gather(n)) for name, n in bytes_sent.items()},
-        "predicted_bytes": {name: predicted_bytes(case, name, ranks.size) for name in functions},
+        "predicted_bytes": {
+            name: predicted_bytes(case, name, comms[name].topology) for name in functions
+        },
         "peak_memory": {name: most(ranks.gather(peak)) for name, peak in peaks.items()},
         "accuracy": accuracy,
         "ranks_agree": agree,

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Merging partial states over ranks: one small exchange, the same bits everywhere, or an error.
 
-`Communicator` is the prepared process group, `strategies` the ways to exchange, `link` the process
-group's operations with deadlines and counters, `agreement` the check that all ranks mean the same.
+`Communicator` is the prepared process group; `strategies` lists the ways to exchange, each a file;
+`link` and `messages` are the process group's operations with deadlines and counters, `state` and
+`slices` what travels, `agreement` the check that all ranks mean the same; `topology`, `traffic` and
+`costs` are how "auto" chooses.
 """
 
 from .agreement import ExchangeError
 from .communicator import DEFAULT_TIMEOUT, Communicator, get_communicator
 from .link import Link
-from .strategies import Strategy, resolve, strategies
+from .strategies import check_options, strategies
+from .strategy import Strategy
+from .topology import Topology
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -16,7 +20,8 @@ __all__ = [
     "ExchangeError",
     "Link",
     "Strategy",
+    "Topology",
+    "check_options",
     "get_communicator",
-    "resolve",
     "strategies",
 ]

@@ -26,6 +26,7 @@ T = TypeVar("T")
 Signature = tuple[tuple[str, object], ...]
 
 _FAILED = "failed"
+_NOTE = "note"
 # How long a rank that found a disagreement, and may be the one that serves the store, stays for the
 # others to find it too.
 _PARTING_SECONDS = 2.0
@@ -48,16 +49,18 @@ class Disagreement(RuntimeError):
 class Agreement:
     """The signatures of a group's ranks, epoch after epoch."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, name: str) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, name: str, note: str = "") -> None:
+        """`note` is for the others to read, and may differ."""
         self._store = store
+        self._note = note
         self._rank = rank
         self._world_size = world_size
         self._name = name
         self._epoch = 0
         self._own: dict[str, str] = {}
 
-    def reach(self, signature: Signature, deadline: float) -> None:
-        """Return when every rank has published the same signature.
+    def reach(self, signature: Signature, deadline: float) -> list[str]:
+        """Every rank's note, once all have published the same signature.
 
         Raises:
             Disagreement: some rank's differs; raised on all ranks, naming rank and field.
@@ -65,7 +68,7 @@ class Agreement:
                 is lost.
         """
         self._epoch += 1
-        self._own = {"tree_attention version": __version__}
+        self._own = {_NOTE: self._note, "tree_attention version": __version__}
         self._own.update((name, str(value)) for name, value in signature)
         try:
             published = _call_before(deadline, lambda: self._publish_and_read(deadline))
@@ -81,6 +84,7 @@ class Agreement:
         if any(remarks):
             self._part(deadline)
             raise Disagreement("; ".join(filter(None, remarks)))
+        return [said[_NOTE] for said in published]
 
     def withdraw(self, reason: str) -> str:
         """Tell ranks that come to this epoch or the next why this one does not; return what they
@@ -126,7 +130,7 @@ class Agreement:
         """What is to be said about a rank's publication: a difference, a failure, both, nothing."""
         remarks = []
         if said.keys() != {_FAILED}:
-            fields = [field for field in other | said if field != _FAILED]
+            fields = [field for field in other | said if field not in (_FAILED, _NOTE)]
             differing = [field for field in fields if said.get(field) != other.get(field)]
             for field in differing[:1]:
                 values = f"{said.get(field)} on rank {rank}, {other.get(field)} on {who}"

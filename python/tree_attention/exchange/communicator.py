@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -15,9 +15,15 @@ from torch import Tensor
 
 from ..ops import merge_states
 from .agreement import Agreement, Disagreement, ExchangeError, Signature
+from .costs import Costs, choose, default_costs, measured_costs
+from .costs import explain as explain_costs
 from .link import Link
+from .slices import Slices, new_outputs
 from .state import State, StateBuffers
-from .strategies import STRATEGIES, resolve
+from .strategies import STRATEGIES, check_options
+from .strategy import Exchange, Setting
+from .topology import Topology, node_name
+from .traffic import Case
 
 T = TypeVar("T")
 
@@ -42,15 +48,27 @@ class Communicator:
         group: the process group, by default the world; a world of one where torch.distributed
             is not initialised.
         timeout: seconds in which a call returns or raises, whatever the group's own timeout.
+        nodes: the node of each rank, in rank order, as anything that is equal for ranks of a node.
+            By default ranks of one torchrun agent on one host share a node; the environment
+            variable TREE_ATTENTION_NODE overrides that for a process.
+        costs: constants by which "auto" chooses, by default those of the file that
+            TREE_ATTENTION_COSTS names (see `python -m tree_attention calibrate`), else shipped
+            ones for the backend. Equal on all ranks.
 
     Attributes:
         rank, world_size: of this process in the group.
+        topology: which ranks share a node. Known, unless given, after the first call.
         failed: None, or why this communicator can no longer be used.
         bytes_sent, seconds: what this rank has sent, and how long its host has waited for it.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, timeout: float = DEFAULT_TIMEOUT
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        nodes: Sequence[object] | None = None,
+        costs: Costs | None = None,
     ) -> None:
         self.timeout = timeout
         self.failed: str | None = None
@@ -58,13 +76,21 @@ class Communicator:
         group = _resolve_group(group)
         if group is not None:
             self.rank, self.world_size = group.rank(), group.size()
+        if nodes is not None and len(nodes) != self.world_size:
+            raise ValueError(
+                f"nodes must name the node of each of {self.world_size} ranks, got {list(nodes)}"
+            )
+        self._nodes = nodes if nodes is None else Topology.of(nodes).nodes
+        self.topology = Topology(self._nodes or (0,) * self.world_size)
+        if group is not None:
             self.link = Link(group)
+            self._costs = measured_costs() if costs is None else costs
             # By name and never reset: a store may outlive the group and still hold its keys.
             _num_communicators[group.group_name] += 1
             name = f"tree_attention/{_num_communicators[group.group_name]}"
             store = group.get_group_store()
-            self._agreement = Agreement(store, self.rank, self.world_size, name)
-        self._buffers = StateBuffers(self.world_size)
+            self._agreement = Agreement(store, self.rank, self.world_size, name, node_name())
+        self._buffers = StateBuffers()
         self._scratch: dict[tuple[int, torch.device], Tensor] = {}
         self._agreed: Signature | None = None
         self._num_given_up = 0
@@ -78,9 +104,14 @@ class Communicator:
     def seconds(self) -> float:
         return self.link.seconds if self.world_size > 1 else 0.0
 
-    def state(self, shape: torch.Size | tuple[int, ...], device: torch.device) -> State:
-        """The message buffers of an `o` of `shape`, valid until the next exchange."""
-        return self._buffers.get(torch.Size(shape), device)
+    def state(
+        self,
+        shape: torch.Size | tuple[int, ...],
+        device: torch.device,
+        payload_dtype: torch.dtype = torch.float32,
+    ) -> State:
+        """The message buffer of an `o` of `shape`, valid until the next exchange."""
+        return self._buffers.get(torch.Size(shape), payload_dtype, device)
 
     def scratch(self, index: int, num_bytes: int, device: torch.device) -> Tensor:
         """Bytes to receive into, kept for the next call; growing moves them."""
@@ -99,16 +130,18 @@ class Communicator:
         seqlen_q: int,
         head_dim: int,
         device: torch.device | str = "cpu",
+        payload_dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, Tensor]:
-        """Float32 views `(o, lse)` of the send buffer, for the kernel to write into.
+        """Views `(o, lse)` of the send buffer, for the kernel to write into.
 
-        `o [batch, num_heads_q, seqlen_q, head_dim]`, `lse [batch, num_heads_q, seqlen_q]`, with the
-        head_dim of `v`. Their contents are undefined after the exchange.
+        `o [batch, num_heads_q, seqlen_q, head_dim]` in the payload's dtype, float32 `lse [batch,
+        num_heads_q, seqlen_q]`, with the head_dim of `v`. Undefined after the exchange.
         """
         if self._is_loading:  # the last state never came to its exchange
             self.give_up_call()
         self._is_loading = True
-        state = self.state((batch, num_heads_q, seqlen_q, head_dim), torch.device(device))
+        shape = (batch, num_heads_q, seqlen_q, head_dim)
+        state = self.state(shape, torch.device(device), payload_dtype)
         return state.o, state.lse
 
     def exchange(
@@ -118,6 +151,9 @@ class Communicator:
         strategy: str = "auto",
         out_dtype: torch.dtype | None = None,
         *,
+        payload_dtype: torch.dtype = torch.float32,
+        head_sharded: bool = False,
+        explain: bool = False,
         timeout: float | None = None,
         signature: Signature = (),
     ) -> tuple[Tensor, Tensor]:
@@ -132,7 +168,12 @@ class Communicator:
             o: `[batch, num_heads_q, seqlen_q, head_dim]`; copied unless it is `send_state`'s.
             lse: float32 `[batch, num_heads_q, seqlen_q]`; `-inf` is empty, whatever its `o`.
             strategy: "auto" or one of `strategies()`.
-            out_dtype: of the merged `o`, default `o`'s. Arithmetic and transport are float32.
+            out_dtype: of the merged `o`, default `o`'s. Arithmetic is float32.
+            payload_dtype: in which each rank's `o` travels: float32, or bfloat16 to halve the
+                bytes, where every rank, also its own, sees the rounded copy. lse stays float32.
+            head_sharded: return to each rank its heads only, `torch.chunk(o, world_size, 1)[rank]`
+                or nothing for the last ranks if there are too few; saves the second phase.
+            explain: print on rank 0 what each strategy was predicted to take.
             timeout: seconds, default the communicator's.
             signature: further `(name, value)` pairs that must be equal on all ranks.
 
@@ -140,22 +181,23 @@ class Communicator:
             o and the float32 lse on every rank; `(0, -inf)` where all states are empty.
 
         Raises:
-            ValueError: no such strategy, or shapes or dtypes break the rules above. Nothing was
-                sent; ranks that did send run into their timeout.
+            ValueError: no such strategy, options it has not, or shapes or dtypes break the rules
+                above. Nothing was sent; ranks that did send run into their timeout.
             ExchangeError: a rank was lost, stalled, or called with other arguments.
         """
         try:
-            strategy = resolve(strategy)
-            state = self._load(o, lse)
+            check_options(strategy, payload_dtype, head_sharded)
+            state = self._load(o, lse, payload_dtype)
         except BaseException:
             self.give_up_call()
             raise
         dtype = o.dtype if out_dtype is None else out_dtype
 
         def run(deadline: float) -> tuple[Tensor, Tensor]:
-            if state.send.numel() == 0:
-                return torch.empty_like(state.o, dtype=dtype), torch.empty_like(state.lse)
-            return STRATEGIES[strategy].run(self.link, state, dtype, deadline)
+            options = (strategy, dtype, head_sharded)
+            if explain or options not in state.prepared:
+                state.prepared[options] = self._prepare(state, *options, explain)
+            return state.prepared[options](deadline)
 
         if self.world_size == 1:
             return merge_states(state.o[None], state.lse[None], out_dtype=dtype)
@@ -164,11 +206,43 @@ class Communicator:
             ("strategy", strategy),
             ("batch, num_heads_q, seqlen_q, head_dim", o.shape),
             ("out_dtype", dtype),
+            ("payload_dtype", payload_dtype),
+            ("head_sharded", head_sharded),
             ("device", o.device.type),
         )
         return self.call(fields, run, timeout)
 
-    def _load(self, o: Tensor, lse: Tensor) -> State:
+    def _prepare(
+        self,
+        state: State,
+        strategy: str,
+        out_dtype: torch.dtype,
+        head_sharded: bool,
+        explain: bool,
+    ) -> Exchange:
+        if state.message.num_bytes == 0:
+            return lambda deadline: self._empty_outputs(state, out_dtype, head_sharded)
+        case = Case(self.topology, state.message, out_dtype, head_sharded)
+        costs = self._costs or default_costs(self.link.backend(state.device))
+        if strategy == "auto":
+            strategy = choose(case, costs)
+        if explain and self.rank == 0:
+            print(explain_costs(case, costs, strategy), flush=True)
+        setting = Setting(self.link, self.topology, state, out_dtype, head_sharded)
+        # Views that are made in inference mode cannot be written to outside of it.
+        with torch.inference_mode(False):
+            return STRATEGIES[strategy].prepare(setting)
+
+    def _empty_outputs(
+        self, state: State, out_dtype: torch.dtype, head_sharded: bool
+    ) -> tuple[Tensor, Tensor]:
+        o, lse = new_outputs(state, out_dtype)
+        if head_sharded:
+            count = Slices.of_heads(state.message, self.world_size).count_in(self.rank)
+            o, lse = o[:, :count], lse[:, :count]
+        return o, lse
+
+    def _load(self, o: Tensor, lse: Tensor, payload_dtype: torch.dtype) -> State:
         """The buffers with this rank's state in them."""
         if o.dim() != 4 or lse.shape != o.shape[:3] or lse.dtype != torch.float32:
             raise ValueError(
@@ -181,7 +255,7 @@ class Communicator:
                 "exchange: o and lse must not require a gradient (inference only), got "
                 "requires_grad=True; call it under torch.no_grad()"
             )
-        state = self.state(o.shape, o.device)
+        state = self.state(o.shape, o.device, payload_dtype)
         if o.data_ptr() != state.o.data_ptr() or lse.data_ptr() != state.lse.data_ptr():
             state.o.copy_(o)
             state.lse.copy_(lse)
@@ -222,11 +296,18 @@ class Communicator:
         self._num_given_up += 1
 
     def _reach(self, signature: Signature, deadline: float) -> None:
+        of_this = (
+            ("calls given up", self._num_given_up),
+            ("nodes", self._nodes),
+            ("costs", "shipped" if self._costs is None else self._costs.digest),
+        )
         try:
-            self._agreement.reach((*signature, ("calls given up", self._num_given_up)), deadline)
+            names = self._agreement.reach((*signature, *of_this), deadline)
         except Disagreement:
             self._num_given_up = 0  # all ranks raise here, which brings them into step
             raise
+        if self._nodes is None:
+            self.topology = Topology.of(names)
 
     def _until_deadline(self, run: Callable[[float], T], timeout: float | None) -> T:
         if self.failed is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BroadcastOptions,
 )
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 # The method behind dist.all_gather_into_tensor, which takes no timeout; renamed after torch 2.11.
 _ALL_GATHER = (
     "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+)
+# The method behind dist.all_to_all_single, likewise.
+_ALL_TO_ALL = (
+    "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
 )
 # No operation uses this tag: a receive with it can only end by its timeout.
 _NOBODYS_TAG = 0x7A77
@@ -43,6 +48,7 @@ class Link:
         self.rank = group.rank()
         self.world_size = group.size()
         self.bytes_sent = 0
+        self.num_operations = 0
         self.seconds = 0.0
         # Weak, so that a destroyed group is not kept alive by a cache.
         self._group = weakref.ref(group)
@@ -50,53 +56,56 @@ class Link:
         self._backends = dict(backends)
         self._host_buffers: dict[str, Tensor] = {}
 
+    def backend(self, device: torch.device) -> str:
+        """What moves the tensors of `device`."""
+        return self._backends.get(device.type, "gloo")
+
     def all_gather(self, receive: Tensor, send: Tensor, deadline: float) -> None:
         """`receive` becomes the concatenation of every rank's `send`, in rank order."""
-        start = time.perf_counter()
-        staged = self.is_staged(send.device)
-        source = self._host_buffer("send", send).copy_(send) if staged else send
-        target = self._host_buffer("receive", receive) if staged else receive
         options = AllgatherOptions()
         options.timeout = remaining(deadline)
         options.asyncOp = False
-        work = getattr(self.group, _ALL_GATHER)(target, source, options)
-        self._wait(work, source.device, deadline)
-        if staged:
-            receive.copy_(target)
+        start = time.perf_counter()
+        source, target = self._stage(send), self._stage(receive, copy=False)
+        work = getattr(self.group, _ALL_GATHER)(target.view(-1), source.view(-1), options)
+        self._finish(work, receive, target, deadline, start)
         self.bytes_sent += (self.world_size - 1) * send.nbytes
-        self.seconds += time.perf_counter() - start
+
+    def all_to_all(self, receive: Tensor, send: Tensor, deadline: float) -> None:
+        """Equal parts: `receive[r]` becomes what rank r has in its `send` for this rank."""
+        options = AllToAllOptions()
+        options.timeout = remaining(deadline)
+        start = time.perf_counter()
+        source, target = self._stage(send), self._stage(receive, copy=False)
+        work = getattr(self.group, _ALL_TO_ALL)(target, source, [], [], options)
+        self._finish(work, receive, target, deadline, start)
+        self.bytes_sent += send.nbytes - send[0].nbytes
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, deadline: float) -> None:
         """Reduces `tensor` over the ranks in place. Bytes are those of a ring."""
-        start = time.perf_counter()
-        staged = self.is_staged(tensor.device)
-        target = self._host_buffer("send", tensor).copy_(tensor) if staged else tensor
         options = AllreduceOptions()
         options.reduceOp = op
         options.timeout = remaining(deadline)
         options.asyncOp = False
-        self._wait(self.group.allreduce([target], options), target.device, deadline)
-        if staged:
-            tensor.copy_(target)
+        start = time.perf_counter()
+        target = self._stage(tensor)
+        work = self.group.allreduce([target], options)
+        self._finish(work, tensor, target, deadline, start)
         self.bytes_sent += 2 * (self.world_size - 1) * tensor.nbytes // self.world_size
-        self.seconds += time.perf_counter() - start
 
     def broadcast(self, tensor: Tensor, deadline: float) -> None:
         """`tensor` becomes rank 0's. Bytes are those of sending it to every other rank."""
-        start = time.perf_counter()
-        staged = self.is_staged(tensor.device)
-        target = self._host_buffer("send", tensor).copy_(tensor) if staged else tensor
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = remaining(deadline)
         options.asyncOp = False
-        self._wait(self.group.broadcast([target], options), target.device, deadline)
-        if staged:
-            tensor.copy_(target)
+        start = time.perf_counter()
+        target = self._stage(tensor)
+        work = self.group.broadcast([target], options)
+        self._finish(work, tensor, target, deadline, start)
         if self.rank == 0:
             self.bytes_sent += (self.world_size - 1) * tensor.nbytes
-        self.seconds += time.perf_counter() - start
 
     def start_shift(self, receive: Sequence[Tensor], send: Sequence[Tensor]) -> list[Work]:
         """Starts sending `send` to the next rank and receiving `receive` from the previous one.
@@ -114,17 +123,18 @@ class Link:
             for tag, tensor in enumerate(receive)
         ]
         self.bytes_sent += sum(tensor.nbytes for tensor in send)
+        self.num_operations += 1
         return dist.batch_isend_irecv(operations) if operations else []
 
     def finish(self, works: Sequence[Work], device: torch.device, deadline: float) -> None:
         start = time.perf_counter()
         for work in works:
-            self._wait(work, device, deadline)
+            self.wait(work, device, deadline)
         self.seconds += time.perf_counter() - start
 
     def is_staged(self, device: torch.device) -> bool:
         """Whether tensors of `device` travel through host memory."""
-        return device.type != "cpu" and self._backends.get(device.type, "gloo") == "gloo"
+        return device.type != "cpu" and self.backend(device) == "gloo"
 
     def transport_device(self, device: torch.device) -> torch.device:
         return torch.device("cpu") if self.is_staged(device) else device
@@ -151,7 +161,7 @@ class Link:
             raise RuntimeError("the process group was destroyed")
         return group
 
-    def _wait(self, work: Work | None, device: torch.device, deadline: float) -> None:
+    def wait(self, work: Work | None, device: torch.device, deadline: float) -> None:
         if work is None:
             return
         if device.type == "cpu":
@@ -159,15 +169,35 @@ class Link:
         else:
             work.wait()  # orders the stream; with a timeout it would block the host
 
+    def _stage(self, tensor: Tensor, copy: bool = True) -> Tensor:
+        """The tensor, or host memory in its place: with what it holds, or to receive into."""
+        if not self.is_staged(tensor.device):
+            return tensor
+        buffer = self._host_buffer("source" if copy else "target", tensor)
+        return buffer.copy_(tensor) if copy else buffer
+
+    def _finish(
+        self, work: Work | None, tensor: Tensor, staged: Tensor, deadline: float, start: float
+    ) -> None:
+        self.wait(work, staged.device, deadline)
+        if staged is not tensor:
+            tensor.copy_(staged)
+        self.num_operations += 1
+        self.seconds += time.perf_counter() - start
+
     def _host_buffer(self, name: str, like: Tensor) -> Tensor:
-        """Page-locked where there is a device to copy to; all copies here are synchronous."""
+        """All copies here are synchronous."""
         buffer = self._host_buffers.get(name)
         if buffer is None or buffer.nbytes < like.nbytes:
-            pin = torch.cuda.is_available()
-            with torch.inference_mode(False):
-                buffer = torch.empty(like.nbytes, dtype=torch.uint8, pin_memory=pin)
-            self._host_buffers[name] = buffer
+            buffer = self._host_buffers[name] = host_memory(like.nbytes)
         return buffer[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def host_memory(num_bytes: int) -> Tensor:
+    """Page-locked where there is a device to copy to."""
+    with torch.inference_mode(False):  # or nobody could write to it outside of it
+        pin = torch.cuda.is_available()
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
 
 
 def remaining(deadline: float) -> timedelta:

@@ -1,65 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ways to merge the states of all ranks. A new one is a function and an entry in the table."""
+"""The ways to merge the states of all ranks. A new one is a file and an entry in the table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from ..ops import merge_states
-from .link import Link
-from .state import State
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """How ranks exchange and merge their states.
-
-    `run(link, state, out_dtype, deadline)` finds this rank's state in `state.send`, may use all of
-    `state` as scratch and returns new tensors: `o` in `out_dtype` and the float32 `lse`, with the
-    same bits on every rank. Whatever it sends goes through `link`, every rank calls the same
-    operations with the same sizes, and nothing in it depends on the values of a device's tensors.
-    """
-
-    run: Callable[[Link, State, torch.dtype, float], tuple[Tensor, Tensor]]
-    # The bits are those of `merge_states` over the ranks' states, whatever the world looks like.
-    is_canonical: bool
-
-
-def _all_gather(
-    link: Link, state: State, out_dtype: torch.dtype, deadline: float
-) -> tuple[Tensor, Tensor]:
-    """One collective that only moves bytes; every rank merges all states in the canonical order."""
-    link.all_gather(state.receive, state.send, deadline)
-    return merge_states(state.o_parts, state.lse_parts, out_dtype=out_dtype)
-
-
-def _three_allreduce(
-    link: Link, state: State, out_dtype: torch.dtype, deadline: float
-) -> tuple[Tensor, Tensor]:
-    """Tree Attention (arXiv:2408.04093), Algorithm 3, for any batch and number of queries."""
-    o, lse = state.o, state.lse
-    largest = lse.clone()
-    link.all_reduce(largest, dist.ReduceOp.MAX, deadline)
-    # Empty on all ranks: any finite shift gives the denominator 0 and lse -inf.
-    shift = torch.where(largest == -torch.inf, 0.0, largest)
-    denominator = torch.exp(lse - shift)
-    # The o of an empty state may be uninitialised, and 0 * NaN is NaN.
-    numerator = torch.where(lse[..., None] == -torch.inf, 0.0, o * denominator[..., None])
-    link.all_reduce(denominator, dist.ReduceOp.SUM, deadline)
-    link.all_reduce(numerator, dist.ReduceOp.SUM, deadline)
-    merged = numerator / denominator.masked_fill(denominator == 0, 1.0)[..., None]
-    return merged.to(out_dtype), shift + denominator.log()
-
+from . import all_gather, all_reduce, butterfly, hierarchical, two_phase
+from .strategy import Strategy
 
 STRATEGIES = {
-    "all_gather": Strategy(_all_gather, is_canonical=True),
-    "three_allreduce": Strategy(_three_allreduce, is_canonical=False),
+    "all_gather": Strategy(all_gather.prepare),
+    "two_phase": Strategy(two_phase.prepare, can_shard_heads=True),
+    "hierarchical": Strategy(hierarchical.prepare),
+    "butterfly": Strategy(butterfly.prepare),
+    "three_allreduce": Strategy(all_reduce.prepare_three, is_canonical=False, takes_16_bit=False),
+    "max_then_sum": Strategy(all_reduce.prepare_two, is_canonical=False, takes_16_bit=False),
 }
+PAYLOAD_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def strategies() -> tuple[str, ...]:
@@ -67,14 +24,34 @@ def strategies() -> tuple[str, ...]:
     return tuple(STRATEGIES)
 
 
-def resolve(strategy: str) -> str:
-    """The name of the strategy to run; "auto" is always a canonical one.
+def candidates(
+    payload_dtype: torch.dtype, head_sharded: bool, canonical: bool = False
+) -> tuple[str, ...]:
+    """The strategies that can do what the options ask for."""
+    return tuple(
+        name
+        for name, strategy in STRATEGIES.items()
+        if (strategy.takes_16_bit or payload_dtype == torch.float32)
+        and (strategy.can_shard_heads or not head_sharded)
+        and (strategy.is_canonical or not canonical)
+    )
+
+
+def check_options(
+    strategy: str, payload_dtype: torch.dtype = torch.float32, head_sharded: bool = False
+) -> None:
+    """Refuses what no rank could do.
 
     Raises:
-        ValueError: there is no such strategy.
+        ValueError: there is no such strategy, or it cannot do what the options ask for.
     """
-    if strategy == "auto":
-        return "all_gather"
-    if strategy not in STRATEGIES:
+    if strategy not in ("auto", *STRATEGIES):
         raise ValueError(f"strategy must be one of auto, {', '.join(STRATEGIES)}, got {strategy!r}")
-    return strategy
+    if payload_dtype not in PAYLOAD_DTYPES:
+        names = " or ".join(str(dtype) for dtype in PAYLOAD_DTYPES)
+        raise ValueError(f"payload_dtype must be {names}, got {payload_dtype}")
+    able = ("auto", *candidates(payload_dtype, head_sharded))
+    if strategy not in able:
+        asked = f"payload_dtype {payload_dtype}, head_sharded {head_sharded}"
+        names = ", ".join(able)
+        raise ValueError(f"with {asked}, strategy must be one of {names}, got {strategy!r}")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..exchange import DEFAULT_TIMEOUT, Communicator, get_communicator, resolve
+from ..exchange import DEFAULT_TIMEOUT, Communicator, check_options, get_communicator
 from ..sharding import BlockCyclic, Contiguous, ShardLayout
 
 
@@ -37,7 +37,8 @@ class Shard:
                 f"TreeCache: the layout is for {self.layout.world_size} ranks, "
                 f"the group has {self.world_size}"
             )
-        self.strategy = resolve(strategy)
+        check_options(strategy)
+        self.strategy = strategy
         self.timeout = timeout
         self._last: tuple[Any, Write] | None = None
 

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Pairs of ranks, then pairs of pairs: log2(ranks) steps, each one state to one other rank.
+
+The usual folding of a world that is no power of two would merge in another order than everybody
+else. Here every rank follows the canonical order: after level k it holds the merged state of its
+aligned block of 2^k ranks. The last block may be short; its ranks then serve several each of the
+block beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..ops import merge_states
+from .messages import Messages
+from .strategy import Exchange, Setting
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a rank does to merge its block of 2^level ranks with the block beside it."""
+
+    level: int
+    source: int  # whose state of the other block it reads
+    readers: tuple[int, ...]  # ranks of the other block that read its own
+    is_upper: bool  # its block holds the higher ranks
+
+
+def levels(rank: int, world_size: int) -> list[Level]:
+    """The levels at which this rank's block has one beside it."""
+    result = []
+    for level in range((world_size - 1).bit_length()):
+        block = rank >> level
+        begin, other = block << level, (block ^ 1) << level
+        if other >= world_size:
+            continue  # the last block moves up alone
+        size, other_size = (min(1 << level, world_size - b) for b in (begin, other))
+        readers = (r for r in range(other_size) if begin + r % size == rank)
+        source = other + (rank - begin) % other_size
+        result.append(Level(level, source, tuple(other + r for r in readers), bool(block & 1)))
+    return result
+
+
+def prepare(setting: Setting) -> Exchange:
+    link, state = setting.link, setting.state
+    steps: list[Messages] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
+    own: list[tuple[Tensor, Tensor]] = []
+    for step in levels(link.rank, link.world_size):
+        # Only leaves travel with a 16-bit o.
+        dtype = state.message.dtype if step.level == 0 else torch.float32
+        message = replace(state.message, dtype=dtype)
+        memory = state.buffer(f"pair {len(pairs)}", 2 * message.num_bytes)
+        pair = memory.view(2, message.num_bytes)
+        mine, theirs = pair[int(step.is_upper)], pair[1 - step.is_upper]
+        receive, send = {step.source: theirs}, dict.fromkeys(step.readers, mine)
+        steps.append(Messages(link, receive, send, tag=step.level))
+        pairs.append(message.views(pair))
+        own.append(message.views(mine))
+    leaf = state.o[None], state.lse[None]
+
+    def exchange(deadline: float) -> tuple[Tensor, Tensor]:
+        for step in steps:
+            step.post()
+        merge_states(*leaf, out=own[0])
+        for step, parts, merged in zip(steps, pairs, own[1:], strict=False):
+            step.run(deadline)
+            merge_states(*parts, out=merged)
+        steps[-1].run(deadline)
+        return merge_states(*pairs[-1], out_dtype=setting.out_dtype)
+
+    return exchange

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which ranks share a node, and which runs of ranks may merge among themselves first."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch.distributed as dist
+
+# Ranks that name the same node here share one, whatever their hosts are called.
+NODE_VARIABLE = "TREE_ATTENTION_NODE"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The node of every rank of a group: numbers from 0, in order of first appearance."""
+
+    nodes: tuple[int, ...]
+
+    @staticmethod
+    def of(names: Sequence[object]) -> Topology:
+        """From anything that is equal for ranks of one node, in rank order."""
+        numbers: dict[object, int] = {}
+        return Topology(tuple(numbers.setdefault(name, len(numbers)) for name in names))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.nodes)
+
+    @cached_property
+    def num_nodes(self) -> int:
+        return len(set(self.nodes))
+
+    @cached_property
+    def node_sizes(self) -> tuple[int, ...]:
+        return tuple(Counter(self.nodes).values())
+
+    @cached_property
+    def num_crossings(self) -> int:
+        """Steps of the ring of ranks that lead to another node."""
+        return sum(a != b for a, b in zip(self.nodes, self.nodes[1:] + self.nodes[:1], strict=True))
+
+    @cached_property
+    def subtree_size(self) -> int:
+        """Ranks that a node may merge before it asks others, without changing a bit.
+
+        Aligned runs of 2^k ranks are subtrees of the canonical order: the largest run that divides
+        the world and lies within a node everywhere. A node of 4 + 2 ranks is three runs of two; an
+        odd node forwards every state by itself.
+        """
+        boundaries = [rank for rank in range(1, self.world_size) if self._begins_node(rank)]
+        divisor = math.gcd(self.world_size, *boundaries)
+        return divisor & -divisor
+
+    def _begins_node(self, rank: int) -> bool:
+        return self.nodes[rank] != self.nodes[rank - 1]
+
+    def __str__(self) -> str:
+        sizes = sorted(set(self.node_sizes))
+        ranks = " or ".join(map(str, sizes))
+        plural = "s" * (self.num_nodes > 1)
+        return f"{self.num_nodes} node{plural} of {ranks} rank{'s' * (sizes != [1])}"
+
+
+def node_name() -> str:
+    """What this process has in common with the ranks of its node and no others.
+
+    `TREE_ATTENTION_NODE` if set. Else the host's name, which containers on several hosts may share,
+    and the first rank that torchrun started beside this one (LOCAL_RANK, LOCAL_WORLD_SIZE).
+    """
+    named = os.environ.get(NODE_VARIABLE)
+    if named:
+        return named
+    return f"{socket.gethostname()}/{_first_rank_of_node()}"
+
+
+def _first_rank_of_node() -> int | None:
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not (local_size.isdecimal() and int(local_size) and dist.is_initialized()):
+        return None
+    rank = dist.get_rank()
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    if local_rank.isdecimal() and int(local_rank) < int(local_size):
+        return rank - int(local_rank)
+    return rank - rank % int(local_size)

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""All strategies: the same bits on any world, the stated operations and bytes, no allocations."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from distributed import run_ranks
+from helpers import assert_same_bits
+from tree_attention import merge_states, strategies
+from tree_attention.exchange import Communicator
+from tree_attention.exchange.butterfly import levels
+from tree_attention.exchange.strategies import STRATEGIES
+
+NAN, INF = torch.nan, torch.inf
+CANONICAL = [name for name in strategies() if STRATEGIES[name].is_canonical]
+# Worlds as the node of each rank.
+WORLDS = [
+    "a", "aa", "ab", "aaa", "aab", "aaaa", "aabb", "abab", "aaab", "aaaab", "abcde",
+    "aaaaaa", "aabbcc", "aaabbb", "aaaabb", "aaaaaaa", "aaaabbc",
+]  # fmt: skip
+SHAPES = [(1, 1, 1, 8), (2, 4, 1, 16), (1, 3, 2, 7), (3, 5, 1, 24), (2, 8, 3, 5)]
+
+State = tuple[Tensor, Tensor]
+
+
+def states_of_ranks(seed: int, world_size: int, shape: tuple[int, ...]) -> State:
+    """Some rows empty with uninitialised o, some on all ranks; a rank may be empty altogether."""
+    generator = torch.Generator().manual_seed(seed)
+    o = torch.randn(world_size, *shape, generator=generator)
+    lse = torch.randn(world_size, *shape[:-1], generator=generator) * 10 ** (seed % 3)
+    empty = torch.rand(lse.shape, generator=generator) < 0.25
+    empty |= torch.rand(lse.shape[1:], generator=generator) < 0.1
+    empty[seed % world_size] |= seed % 2 == 1
+    o[empty], lse[empty] = NAN, -INF
+    return o, lse
+
+
+def exchange_every_way(rank: int, world_size: int, nodes: str) -> None:
+    comm = Communicator(nodes=nodes)
+    seed = 0
+    for shape in SHAPES:
+        for out_dtype in (torch.float32, torch.bfloat16):
+            for payload_dtype in (torch.float32, torch.bfloat16):
+                seed += 1
+                o, lse = states_of_ranks(seed, world_size, shape)
+                # Every rank merges the rounded copy, also of its own state, and rounds no more.
+                expected = merge_states(o.to(payload_dtype), lse, out_dtype=out_dtype)
+                for strategy in (*CANONICAL, "auto"):
+                    options = {"out_dtype": out_dtype, "payload_dtype": payload_dtype}
+                    result = comm.exchange(o[rank], lse[rank], strategy, **options)
+                    assert_same_bits(result, expected)
+                sharded = comm.exchange(o[rank], lse[rank], head_sharded=True, **options)
+                chunks = [x.chunk(world_size, 1) for x in expected]
+                own = (x[rank] if rank < len(x) else x[0][:, :0] for x in chunks)
+                assert_same_bits(sharded, tuple(own))
+
+
+@pytest.mark.parametrize("nodes", WORLDS)
+def test_same_bits_in_every_way(nodes: str) -> None:
+    run_ranks(exchange_every_way, len(nodes), nodes)
+
+
+def exchange_nothing(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    for strategy in strategies():
+        o, lse = comm.exchange(torch.ones(2, 0, 1, 8), torch.ones(2, 0, 1), strategy)
+        assert o.shape == (2, 0, 1, 8) and lse.shape == (2, 0, 1)
+    for shape in ((0, 4, 1, 8), (2, 0, 1, 8)):
+        o, lse = comm.exchange(torch.ones(shape), torch.ones(shape[:-1]), head_sharded=True)
+        heads = -(-shape[1] // 2)
+        assert o.shape == (shape[0], heads, 1, 8) and lse.shape == (shape[0], heads, 1)
+    assert comm.bytes_sent == 0
+
+
+def test_no_rows() -> None:
+    run_ranks(exchange_nothing, 2)
+
+
+@contextmanager
+def counted_operations(world_size: int) -> Iterator[tuple[Counter[str], list[int]]]:
+    """What goes through the process group's own methods: calls by name, and bytes sent."""
+    calls: Counter[str] = Counter()
+    sent = [0]
+    share = {
+        "send": lambda tensors, *_: tensors[0].nbytes,
+        "allreduce": lambda tensors, *_: 0,  # as many as the library likes
+    }
+    for name in ("all_gather_single", "_allgather_base"):
+        share[name] = lambda receive, send, *_: (world_size - 1) * send.nbytes
+    for name in ("all_to_all_single", "alltoall_base"):
+        share[name] = lambda receive, send, *_: send.nbytes - send[0].nbytes
+    others = ("allgather", "alltoall", "broadcast", "reduce", "gather", "scatter", "barrier")
+    share |= dict.fromkeys(others, lambda *_: 0)
+    with ExitStack() as stack:
+        for name, bytes_of in share.items():
+            original = getattr(dist.ProcessGroup, name, None)
+            if original is None:
+                continue  # of another torch
+
+            def counting(
+                self: dist.ProcessGroup,
+                *arguments: Any,
+                name: str = name,
+                original: Any = original,
+                bytes_of: Any = bytes_of,
+            ) -> Any:
+                calls[name.replace("_single", "").strip("_").replace("_base", "")] += 1
+                sent[0] += bytes_of(*arguments)
+                return original(self, *arguments)
+
+            stack.enter_context(mock.patch.object(dist.ProcessGroup, name, counting))
+        yield calls, sent
+
+
+def count(
+    rank: int, world_size: int, nodes: str, strategy: str, shape: tuple[int, ...], options: Any
+) -> tuple[dict[str, int], int]:
+    comm = Communicator(nodes=nodes)
+    o, lse = states_of_ranks(0, world_size, shape)
+    counts = []
+    for _ in range(2):
+        before = comm.bytes_sent, comm.link.num_operations
+        with counted_operations(world_size) as (calls, sent):
+            comm.exchange(o[rank], lse[rank], strategy, **options)
+        # Comparing signatures takes none, so the first exchange has as many as any other.
+        counts.append((dict(calls), sent[0]))
+        if "allreduce" not in calls:
+            assert comm.bytes_sent - before[0] == sent[0]
+            operations = calls["all_gather"] + calls["allgather"] + calls["alltoall"]
+            operations += calls["all_to_all"]
+            rounds = comm.link.num_operations - before[1]
+            assert rounds == operations + (rounds if calls["send"] and not operations else 0)
+    assert counts[0] == counts[1]
+    return counts[0]
+
+
+def size(rows: int, head_dim: int, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of a message, padding aside."""
+    return rows * (head_dim * dtype.itemsize + 4)
+
+
+BF16 = torch.bfloat16
+A2A = "alltoall" if not hasattr(dist.ProcessGroup, "all_to_all_single") else "all_to_all"
+AG = "allgather" if not hasattr(dist.ProcessGroup, "all_gather_single") else "all_gather"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("payload,out", [(torch.float32, torch.float32), (BF16, BF16)])
+def test_bytes_of_collectives(world_size: int, payload: torch.dtype, out: torch.dtype) -> None:
+    shape, rows, dim = (2, 4, 1, 16), 8, 16
+    options = {"payload_dtype": payload, "out_dtype": out}
+    others, part = world_size - 1, math.ceil(rows / world_size)
+    nodes = "a" * world_size
+    for calls, sent in run_ranks(count, world_size, nodes, "all_gather", shape, options):
+        assert calls == {AG: 1} and sent == others * size(rows, dim, payload)
+    for calls, sent in run_ranks(count, world_size, nodes, "two_phase", shape, options):
+        assert calls == {A2A: 1, AG: 1}
+        assert sent == others * (size(part, dim, payload) + size(part, dim, out))
+    options["head_sharded"] = True
+    heads = math.ceil(4 / world_size)
+    for calls, sent in run_ranks(count, world_size, nodes, "two_phase", shape, options):
+        assert calls == {A2A: 1} and sent == others * size(2 * heads, dim, payload)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_number_of_all_reduces(world_size: int) -> None:
+    nodes = "a" * world_size
+    for strategy, number in (("three_allreduce", 3), ("max_then_sum", 2)):
+        results = run_ranks(count, world_size, nodes, strategy, (2, 4, 1, 16), {})
+        assert [calls for calls, _ in results] == [{"allreduce": number}] * world_size
+
+
+@pytest.mark.parametrize(
+    "nodes,subtree",
+    [("aabb", 2), ("aaaa", 4), ("ab", 1), ("aabbcc", 2), ("aaabbb", 1), ("aaaaaa", 2)],
+)
+def test_bytes_of_hierarchical(nodes: str, subtree: int) -> None:
+    """Between nodes a rank sends its part of a state to each other node, however many ranks."""
+    shape, rows, dim, world_size = (3, 4, 1, 16), 12, 16, len(nodes)
+    options = {"payload_dtype": BF16, "out_dtype": BF16}
+    part, near, far = math.ceil(rows / subtree), subtree - 1, world_size // subtree - 1
+    for calls, sent in run_ranks(count, world_size, nodes, "hierarchical", shape, options):
+        assert calls == {"send": 2 * near + far}
+        # Leaves and results are rounded, what nodes merged is not.
+        between = size(part, dim, BF16 if subtree == 1 else torch.float32)
+        assert sent == 2 * near * size(part, dim, BF16) + far * between
+
+
+@pytest.mark.parametrize("world_size", range(2, 8))
+def test_bytes_of_butterfly(world_size: int) -> None:
+    shape, rows, dim = (2, 4, 1, 16), 8, 16
+    options = {"payload_dtype": BF16, "out_dtype": BF16}
+    results = run_ranks(count, world_size, "a" * world_size, "butterfly", shape, options)
+    # A rank reads one state per level at which its block has a neighbour; only leaves are rounded.
+    reads = [[step.level for step in levels(rank, world_size)] for rank in range(world_size)]
+    leaf, partial = size(rows, dim, BF16), size(rows, dim)
+    total = sum(partial if level else leaf for read in reads for level in read)
+    assert sum(sent for _, sent in results) == total
+    assert sum(calls["send"] for calls, _ in results) == sum(map(len, reads))
+    if world_size in (2, 4):
+        log2 = int(math.log2(world_size))
+        assert results == [({"send": log2}, leaf + (log2 - 1) * partial)] * world_size
+
+
+@pytest.mark.parametrize("world_size", [*range(1, 71), 127, 128])
+def test_butterfly_follows_the_canonical_order(world_size: int) -> None:
+    """Played without a network: sets of ranks in place of states, merged by neighbours only."""
+    held = [(rank, rank + 1) for rank in range(world_size)]
+    steps = [{s.level: s for s in levels(rank, world_size)} for rank in range(world_size)]
+    for level in range((world_size - 1).bit_length()):
+        after = list(held)
+        for rank in range(world_size):
+            if level not in steps[rank]:
+                continue
+            step = steps[rank][level]
+            assert rank in steps[step.source][level].readers
+            assert all(steps[reader][level].source == rank for reader in step.readers)
+            lower, upper = held[rank], held[step.source]
+            if step.is_upper:
+                lower, upper = upper, lower
+            # Aligned, the lower one full: a node of the canonical tree.
+            assert lower[1] == upper[0] and lower[0] % (2 << level) == 0
+            assert lower[1] - lower[0] == 1 << level >= upper[1] - upper[0]
+            after[rank] = (lower[0], upper[1])
+        held = after
+    assert held == [(0, world_size)] * world_size
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the new tensors that operators return; what a library keeps inside it hides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def storages(values: Any) -> dict[int, int]:
+            tensors = (x for x in tree_leaves(values) if isinstance(x, Tensor) and x.nbytes)
+            return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+
+        known = storages((args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        self.sizes += [size for address, size in storages(result).items() if address not in known]
+        return result
+
+
+def allocations(comm: Communicator, o: Tensor, lse: Tensor, **options: Any) -> list[int]:
+    with Allocations() as mode:
+        comm.exchange(o, lse, **options)
+    return sorted(mode.sizes)
+
+
+def exchange_in_steady_state(rank: int, world_size: int, nodes: str) -> None:
+    comm = Communicator(nodes=nodes)
+    for strategy in strategies():
+        for payload_dtype in (torch.float32, BF16):
+            if payload_dtype == BF16 and strategy not in CANONICAL:
+                continue
+            options = {"strategy": strategy, "payload_dtype": payload_dtype, "out_dtype": BF16}
+            o, lse = comm.send_state(2, 4, 1, 17, payload_dtype=payload_dtype)
+            o.fill_(rank), lse.fill_(rank)
+            comm.exchange(o, lse, **options)
+            o, lse = comm.send_state(2, 4, 1, 17, payload_dtype=payload_dtype)
+            assert allocations(comm, o, lse, **options) == [8 * 4, 8 * 17 * 2], strategy
+    o, lse = comm.send_state(2, 4, 1, 17)
+    comm.exchange(o, lse, head_sharded=True)
+    heads = len(range(4)[slice(rank * -(-4 // world_size), (rank + 1) * -(-4 // world_size))])
+    sizes = allocations(comm, o, lse, head_sharded=True)
+    assert sizes == [size for size in (2 * heads * 4, 2 * heads * 17 * 4) if size]
+
+
+@pytest.mark.parametrize("nodes", ["aaaa", "aabb", "abc"])
+def test_nothing_but_outputs_is_allocated(nodes: str) -> None:
+    run_ranks(exchange_in_steady_state, len(nodes), nodes)
+
+
+def refuse_options(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
+    with pytest.raises(ValueError, match=r"payload_dtype must be torch.float32 or torch.bf"):
+        comm.exchange(o, lse, payload_dtype=torch.float16)
+    asked = "with payload_dtype torch.bfloat16, head_sharded False, strategy must be one of auto, "
+    with pytest.raises(ValueError, match=asked + ".*butterfly, got 'max_then_sum'"):
+        comm.exchange(o, lse, "max_then_sum", payload_dtype=BF16)
+    asked = "with payload_dtype torch.float32, head_sharded True, strategy must be one of auto, "
+    with pytest.raises(ValueError, match=asked + "two_phase, got 'all_gather'"):
+        comm.exchange(o, lse, "all_gather", head_sharded=True)
+    assert comm.bytes_sent == 0 and comm.failed is None
+
+
+def test_refused_options() -> None:
+    run_ranks(refuse_options, 2)
+
+
+def disagree_on_options(rank: int, world_size: int) -> None:
+    comm = Communicator(timeout=20.0)
+    o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
+    for field, value in (("payload_dtype", BF16), ("head_sharded", True)):
+        with pytest.raises(RuntimeError, match=f"{field} is {value} on rank 1, "):
+            comm.exchange(o, lse, **({field: value} if rank == 1 else {}))
+    comm.exchange(o, lse)
+
+
+def test_disagreement_on_options() -> None:
+    run_ranks(disagree_on_options, 2)
