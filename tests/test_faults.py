@@ -7,6 +7,7 @@ the communicator's.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -25,7 +26,8 @@ from torch import Tensor
 
 from distributed import Lost, run_ranks
 from tree_attention import ExchangeError, ring_decode, tree_decode
-from tree_attention.exchange import Communicator
+from tree_attention.exchange import Communicator, Link
+from tree_attention.exchange.messages import Messages
 
 TIMEOUT = 0.5
 SLACK = 1.5  # two cores for all ranks and whatever else runs on the machine
@@ -89,6 +91,61 @@ def test_lost_during_decoding(world_size: int, victim: int, how: str, kind: str)
             assert "no answer within 0.5 s" in message
         else:
             assert seconds < QUICK, message
+
+
+def lose_rank_between_phases(
+    rank: int, world_size: int, victim: int, how: str, strategy: str, phase: int
+) -> Outcome:
+    nodes = [2 * r // world_size for r in range(world_size)]
+    comm = Communicator(timeout=TIMEOUT if how == "stop" else AMPLE, nodes=nodes)
+    expected = call(strategy, comm, timeout=AMPLE)
+    dist.barrier()
+    if rank == victim:
+        num_operations = 0
+
+        def lose_at_phase(original: Callable[..., Any]) -> Callable[..., Any]:
+            def operation(*args: Any) -> Any:
+                nonlocal num_operations
+                if num_operations == phase:
+                    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+                num_operations += 1
+                return original(*args)
+
+            return operation
+
+        for owner, name in [(Link, "all_gather"), (Link, "all_to_all"), (Link, "all_reduce")]:
+            setattr(owner, name, lose_at_phase(getattr(owner, name)))
+        Messages.run = lose_at_phase(Messages.run)  # type: ignore[method-assign]
+    begin = time.monotonic()
+    try:
+        # A survivor to whom the lost rank had sent its part has a result, and it is right.
+        result = call(strategy, comm)
+        assert torch.equal(result[0], expected[0]) and torch.equal(result[1], expected[1])
+    except ExchangeError:
+        pass
+    else:
+        failure(call, strategy, comm)
+    seconds = time.monotonic() - begin
+    assert_refuses_further_use(comm)
+    return seconds, str(comm.failed)
+
+
+PHASES = [
+    ("two_phase", 3, 0), ("two_phase", 3, 1), ("two_phase", 3, 2),
+    ("hierarchical", 4, 0), ("hierarchical", 4, 1), ("hierarchical", 4, 2),
+    ("butterfly", 4, 0), ("butterfly", 5, 2), ("max_then_sum", 3, 1), ("three_allreduce", 3, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("strategy,world_size,phase", PHASES)
+def test_lost_between_phases(strategy: str, world_size: int, phase: int, how: str) -> None:
+    """Before the first operation of an exchange, between two, or after the last."""
+    arguments = (1, how, strategy, phase)
+    results = run_ranks(lose_rank_between_phases, world_size, *arguments, lost=[1])
+    for seconds, message in survivors(results):
+        # Whoever had a result came back for another, with a deadline of its own.
+        assert seconds < (2 * TIMEOUT + SLACK if how == "stop" else QUICK), message
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
@@ -180,10 +237,15 @@ def change_later(rank: int, world_size: int, kind: str, before: int, after: int)
     return outcome
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("kind", ["all_gather", "three_allreduce", "ring"])
+@pytest.mark.parametrize(
+    "kind,world_size",
+    [
+        *itertools.product(["all_gather", "three_allreduce", "ring"], [2, 3]),
+        *itertools.product(["two_phase", "hierarchical", "butterfly"], [3]),
+    ],
+)
 @pytest.mark.parametrize("before,after", [(1, 3), (3, 1)])
-def test_shape_changed_on_one_rank(world_size: int, kind: str, before: int, after: int) -> None:
+def test_shape_changed_on_one_rank(kind: str, world_size: int, before: int, after: int) -> None:
     """Gloo ends the process of a rank that receives more than it expects."""
     results = run_ranks(change_later, world_size, kind, before, after, fresh=True)
     for rank, (seconds, message) in enumerate(results):
