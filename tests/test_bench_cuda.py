@@ -3,7 +3,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,13 +34,14 @@ from tree_attention.cli import bench as bench_command
 
 HEADS: dict[str, Any] = {"heads": (4, 2), "head_dim": 64}
 ONE_LONG = Case(shapes.RAGGED, lengths=(8,) * 3 + (500,), layout="packed", **HEADS)
-CASES = [
+CASES: list[decode.AnyCase] = [
     Case(lengths=(64,), **HEADS),
     ONE_LONG,
     shapes.uniform_twin(ONE_LONG),
     Case(shapes.CAPACITY, lengths=(30, 30), capacity=300, layout="NHD", **HEADS),
     Case(shapes.QUERIES, dtype="fp32", lengths=(70,) * 2, seqlen_q=4, **HEADS),
     Case(shapes.PAGES, lengths=(70, 50), page_size=16, **HEADS),
+    merge.MergeCase(3, 1),
 ]
 
 
@@ -68,6 +69,14 @@ def test_without_cuda_kernels_it_says_so(
 def test_kernels_are_found_by_dispatch_key() -> None:
     assert not cuda.has_cuda_kernel("no_such_operator")
     assert not cuda.has_cuda_kernel("lean_schedule")  # there is, but not for CUDA
+
+
+@pytest.mark.parametrize("cases", [decode.quick_cases, decode.standard_cases, decode.full_cases])
+def test_every_list_merges_states_after_the_quick_cases(cases: Callable[[], Any]) -> None:
+    names = [case.name for case in cases()]
+    quick = [case.name for case in decode.quick_cases()]
+    assert len(set(names)) == len(names) and names[: len(quick)] == quick
+    assert {case.name for case in merge.CASES} < set(names)
 
 
 def measure_on_cpu(
@@ -98,13 +107,11 @@ def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (decode.SPARE_BYTES + (1 << 26),) * 2)
     monkeypatch.setattr(decode, "Arena", lambda num_bytes, device: measure.Arena(num_bytes))
     monkeypatch.setattr(machine, "CEILING_BYTES", 1 << 20)
-    monkeypatch.setattr(decode, "has_cuda_kernel", lambda op: True)
     monkeypatch.setattr(timing, "measure", measure_on_cpu)
     monkeypatch.setattr(read_probe, "sums", lambda data, configuration: data.sum())
-    monkeypatch.setattr(merge, "SHAPES", ((3, 1),))
 
 
-def run(cases: list[Case], **options: Any) -> report.Report:
+def run(cases: Sequence[decode.AnyCase], **options: Any) -> report.Report:
     with Progress(disable=True) as progress:
         return decode.run(cases, seconds=0.1, progress=progress, **options)
 
@@ -117,7 +124,7 @@ def test_report_is_right_and_written(cpu_as_gpu: None, tmp_path: Path) -> None:
     content = json.loads(paths[0].read_text())
     told = {"commit", "torch", "triton", "gpu", "gpu state before", "gpu state after", "cuda"}
     assert told | {"read ceiling", "device copy", "cudnn"} <= set(content["environment"])
-    names = [case.name for case in CASES] + ["merge_states 3 parts B=1 32 heads d128 fp32"]
+    names = [case.name for case in CASES]
     assert [row["name"] for row in content["rows"]] == names
     for row in content["rows"]:
         assert row["times"]["lean_decode"]["median_us"] > 0 and row["eager"]["lean_decode"]
@@ -163,15 +170,21 @@ def test_wrong_peer_is_no_peer(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
 def test_what_does_not_fit_is_left_out(cpu_as_gpu: None) -> None:
     large = Case(lengths=(1 << 20,))
     result = run([large, CASES[0]])
-    assert [row["name"] for row in result.rows][:1] == [CASES[0].name]
+    assert [row["name"] for row in result.rows] == [CASES[0].name]
     assert any(f"left out: {large.name}: needs 4 GB" in text for text in result.warnings)
 
 
-def test_out_of_memory_is_left_out(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*arguments: Any) -> None:
+@pytest.mark.parametrize("where", ["inputs", "operator"])
+def test_out_of_memory_is_left_out(
+    where: str, cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*arguments: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(decode, "Inputs", no_memory)
+    if where == "inputs":
+        monkeypatch.setattr(decode, "Inputs", no_memory)
+    else:
+        monkeypatch.setattr(peers, "lean_decode", no_memory)
     result = run(CASES[:1])
     assert f"left out: {CASES[0].name}: out of memory" in result.warnings
     assert not result.wrong
@@ -180,7 +193,7 @@ def test_out_of_memory_is_left_out(cpu_as_gpu: None, monkeypatch: pytest.MonkeyP
 def test_no_case_begins_after_the_budget(cpu_as_gpu: None) -> None:
     result = run(CASES[:2], budget=0.0)
     assert result.rows == []
-    assert sum("the time was up" in text for text in result.warnings) == 3
+    assert sum("the time was up" in text for text in result.warnings) == 2
     assert all(target.met is None for target in targets.evaluate(result.rows))
 
 
@@ -199,6 +212,25 @@ def test_a_failing_operator_is_wrong(
     assert any("the device is lost" in text for text in result.warnings) == lost
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_command(
+    right: bool, cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    monkeypatch.setattr(decode, "quick_cases", lambda: CASES)
+    if not right:
+        monkeypatch.setattr(peers, "lean_decode", lambda q, *others, **options: (q * 2, q[..., 0]))
+    arguments = ["decode", "--device", "cuda", "--quick", "--only", "of 300"]
+    status = bench_command.main([*arguments, "--out", str(tmp_path)])
+    output = capsys.readouterr().out
+    assert status == (0 if right else 1)
+    assert ("WRONG results: " + CASES[3].name in output) != right
+    assert "not measured: <= 6.5 us" in output and (tmp_path / "decode_cuda.json").exists()
+    rows = json.loads((tmp_path / "decode_cuda.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == [CASES[3].name]
+
+
 def synthetic_row(case: Case, ours: float, probe: float, **others: float) -> dict[str, Any]:
     times = {"lean_decode": ours, PROBE: probe, **others}
     return {
@@ -206,7 +238,7 @@ def synthetic_row(case: Case, ours: float, probe: float, **others: float) -> dic
         "section": case.section,
         "case": vars(case),
         "io_bytes": case.io_bytes,
-        "kv_bytes": case.kv_bytes,
+        "read_bytes": case.read_bytes,
         "times": {n: {"median_us": t, "p10_us": t, "p90_us": t} for n, t in times.items()},
         "eager": {"lean_decode": {"median_us": ours + 10}},
         "accuracy": {"lean_decode": {"o_error": 1e-3}},

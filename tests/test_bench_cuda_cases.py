@@ -57,14 +57,14 @@ def test_bytes_are_those_that_ranges_cover() -> None:
     key = 2 * 2 * 8 * 2  # K and V, 2 heads, head_dim 8, 16 bits
     rows = 2 * 2 * 4 * 8 * 2  # q and o, 2 sequences, 4 heads
     case = Case(heads=(4, 2), head_dim=8, lengths=(3, 5), capacity=100)
-    assert case.io_bytes == 8 * key + rows and case.kv_bytes == 8 * key
+    assert case.io_bytes == 8 * key + rows and case.read_bytes == 8 * key
     assert case.set_bytes == 200 * key
     window = Case(heads=(4, 2), head_dim=8, lengths=(3, 50), window=10, seqlen_q=2)
     assert window.io_bytes == (3 + 11) * key + 2 * rows
     paged = Case(heads=(4, 2), head_dim=8, lengths=(3, 5), page_size=4)
     assert paged.io_bytes == case.io_bytes and paged.set_bytes == 16 * key
     packed = Case(heads=(4, 2), head_dim=8, lengths=(3, 3, 9), layout="packed")
-    assert packed.set_bytes == packed.kv_bytes == 15 * key
+    assert packed.set_bytes == packed.read_bytes == 15 * key
 
 
 def test_packed_needs_one_batch_stride() -> None:
@@ -75,11 +75,11 @@ def test_packed_needs_one_batch_stride() -> None:
 def test_sets_exceed_the_cache() -> None:
     l2 = 50 << 20
     for case in shapes.full_cases():
-        sets = num_sets(case, l2)
+        sets = num_sets(case.read_bytes, l2)
         if sets == 1:
-            assert case.kv_bytes >= 32 * l2
+            assert case.read_bytes >= 32 * l2
         else:
-            assert (sets - 1) * case.kv_bytes >= 2 * l2
+            assert (sets - 1) * case.read_bytes >= 2 * l2
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)

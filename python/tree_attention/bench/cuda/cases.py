@@ -86,14 +86,15 @@ class Case:
         return DTYPES[self.dtype].itemsize * self.head_dim * self.heads[1]
 
     @property
-    def kv_bytes(self) -> int:
+    def read_bytes(self) -> int:
+        """K and V that the ranges cover."""
         return 2 * self.key_bytes * self.num_keys
 
     @property
     def io_bytes(self) -> int:
-        """K and V that the ranges cover, q and o: what every implementation must move once."""
+        """Those of `read_bytes`, q and o: what every implementation must move once."""
         rows = self.batch * self.heads[0] * self.seqlen_q
-        return self.kv_bytes + 2 * DTYPES[self.dtype].itemsize * self.head_dim * rows
+        return self.read_bytes + 2 * DTYPES[self.dtype].itemsize * self.head_dim * rows
 
     @property
     def num_pages(self) -> int:

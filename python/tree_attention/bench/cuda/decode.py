@@ -12,18 +12,37 @@ from rich.progress import Progress
 from ..accuracy import Float64Check
 from ..measure import Arena
 from ..report import Report, environment
-from . import has_cuda_kernel, machine, merge, plots, targets, timing
-from .cases import Case, full_cases, quick_cases, standard_cases
+from . import cases as shapes
+from . import machine, merge, plots, targets, timing
+from .cases import Case
 from .inputs import SPARE_BYTES, Inputs, num_sets
 from .peers import OURS, implementations
 from .rows import measured_row
 from .tables import NOTES, columns, line
 
-__all__ = ["full_cases", "quick_cases", "run", "standard_cases"]
+AnyCase = Case | merge.MergeCase
+
+
+def quick_cases() -> list[AnyCase]:
+    return [*shapes.quick_cases(), *merge.CASES]
+
+
+def standard_cases() -> list[AnyCase]:
+    return _with_merges(shapes.standard_cases())
+
+
+def full_cases() -> list[AnyCase]:
+    return _with_merges(shapes.full_cases())
+
+
+def _with_merges(cases: list[Case]) -> list[AnyCase]:
+    """After the quick cases, with which every list begins."""
+    first = len(shapes.quick_cases())
+    return [*cases[:first], *merge.CASES, *cases[first:]]
 
 
 def run(
-    cases: Sequence[Case], *, seconds: float, progress: Progress, budget: float | None = None
+    cases: Sequence[AnyCase], *, seconds: float, progress: Progress, budget: float | None = None
 ) -> Report:
     """Times the cases; `seconds` limits the samples of one implementation in one case. A case that
     would begin after `budget` seconds, or does not fit into memory, is left out and listed."""
@@ -32,44 +51,30 @@ def run(
     before = machine.environment()
     room = torch.cuda.mem_get_info()[0] - SPARE_BYTES
     skipped = []
-    fitting: list[tuple[Case, int]] = []
+    fitting: list[tuple[AnyCase, int]] = []
     for case in cases:
-        sets = num_sets(case, properties.L2_cache_size)
+        sets = num_sets(case.read_bytes, properties.L2_cache_size)
         if sets * case.set_bytes <= room:
             fitting.append((case, sets))
         else:
             skipped.append(f"{case.name}: needs {sets * case.set_bytes / 1e9:.0f} GB")
     arena_bytes = max(sets * case.set_bytes for case, sets in fitting) if fitting else 0
     arena = Arena(max(arena_bytes, machine.CEILING_BYTES), "cuda")
-    task = progress.add_task("bench decode", total=len(fitting) + len(merge.SHAPES))
+    task = progress.add_task("bench decode", total=len(fitting))
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         ceiling = machine.ceiling(arena)
-        steps = [
-            (case.name, lambda case=case, sets=sets: case_row(case, arena, sets, ceiling, seconds))
-            for case, sets in fitting
-        ]
-        for parts, batch in merge.SHAPES if has_cuda_kernel("merge_states") else ():
-            steps.append(
-                (
-                    f"merge_states {parts} parts B={batch}",
-                    lambda parts=parts, batch=batch: merge.merge_row(
-                        parts,
-                        batch,
-                        arena,
-                        ceiling,
-                        l2_bytes=properties.L2_cache_size,
-                        seconds=seconds,
-                    ),
-                )
-            )
-        for name, step in steps:
+        for case, sets in fitting:
+            name = case.name
             progress.update(task, description=name)
             if budget is not None and time.monotonic() - begin > budget:
                 skipped.append(f"{name}: the time was up")
                 continue
             try:
-                rows.append(step())
+                if isinstance(case, Case):
+                    rows.append(case_row(case, arena, sets, ceiling, seconds))
+                else:
+                    rows.append(merge.merge_row(case, arena, sets, ceiling, seconds))
             except torch.OutOfMemoryError:
                 skipped.append(f"{name}: out of memory")
                 torch.cuda.empty_cache()
@@ -122,7 +127,7 @@ def case_row(
     row = measured_row(
         calls,
         missing,
-        [kv.span[: case.kv_bytes] for kv in inputs.sets],
+        [kv.span[: case.read_bytes] for kv in inputs.sets],
         judge=truth.accuracy,
         io_bytes=case.io_bytes,
         ceiling=ceiling,

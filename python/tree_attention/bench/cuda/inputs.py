@@ -19,14 +19,14 @@ SPARE_BYTES = 10 << 30
 UNSEEN = 3e4
 
 
-def num_sets(case: Case, l2_bytes: int) -> int:
+def num_sets(read_bytes: int, l2_bytes: int) -> int:
     """Sets to rotate over so that twice the L2 is read before a set is visited again.
 
     One alone does where what a call leaves in the cache is at most 3 % of what it reads.
     """
-    if case.kv_bytes >= 32 * l2_bytes:
+    if read_bytes >= 32 * l2_bytes:
         return 1
-    return 1 + max(1, math.ceil(2 * l2_bytes / case.kv_bytes))
+    return 1 + max(1, math.ceil(2 * l2_bytes / read_bytes))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The rows of `merge_states`: partial states of ranks, merged."""
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +18,34 @@ from .rows import measured_row
 
 SECTION, PYTORCH = "merge", "PyTorch"
 HEADS, DIM = 32, 128
-# (parts, sequences): one token over 8 ranks; a large batch over 8 ranks; many splits.
-SHAPES = ((8, 1), (8, 64), (64, 8))
+
+
+@dataclass(frozen=True)
+class MergeCase:
+    """The states of one token of every sequence, in float32."""
+
+    parts: int
+    batch: int
+
+    @property
+    def name(self) -> str:
+        return f"merge_states {self.parts} parts B={self.batch} {HEADS} heads d{DIM} fp32"
+
+    @property
+    def rows(self) -> int:
+        return self.batch * HEADS
+
+    @property
+    def set_bytes(self) -> int:
+        return self.parts * self.rows * (DIM + 1) * 4
+
+    @property
+    def read_bytes(self) -> int:
+        return self.set_bytes
+
+
+# Eight ranks with one token and with a large batch; many splits.
+CASES = (MergeCase(8, 1), MergeCase(8, 64), MergeCase(64, 8))
 
 
 def pytorch_merge(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,18 +54,16 @@ def pytorch_merge(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_row(
-    parts: int, batch: int, arena: Arena, ceiling: Ceiling, *, l2_bytes: int, seconds: float
+    case: MergeCase, arena: Arena, num_sets: int, ceiling: Ceiling, seconds: float
 ) -> dict[str, Any]:
-    rows = batch * HEADS
-    part_bytes = parts * rows * (DIM + 1) * 4
-    num_sets = 1 + max(1, -(-2 * l2_bytes // part_bytes))
     generator = torch.Generator(arena.device).manual_seed(0)
     spans, sets = [], []
     for i in range(num_sets):
-        span = arena.view(i, (part_bytes,), torch.uint8)
-        o, lse = span.view(torch.float32).split((parts * rows * DIM, parts * rows))
+        span = arena.view(i, (case.set_bytes,), torch.uint8)
+        shape = (case.parts, case.rows, DIM)
+        o, lse = span.view(torch.float32).split((math.prod(shape), case.parts * case.rows))
         spans.append(span)
-        sets.append((o.view(parts, rows, DIM), lse.view(parts, rows)))
+        sets.append((o.view(shape), lse.view(shape[:2])))
     for x in sets[0]:
         x.normal_(generator=generator)
     for other in spans[1:]:
@@ -57,9 +83,8 @@ def merge_row(
         {},
         spans,
         judge=judge,
-        io_bytes=part_bytes + rows * (DIM + 1) * 4,
+        io_bytes=case.set_bytes + case.rows * (DIM + 1) * 4,
         ceiling=ceiling,
         seconds=seconds,
     )
-    name = f"merge_states {parts} parts B={batch} {HEADS} heads d{DIM} fp32"
-    return {"name": name, "section": SECTION, **row}
+    return {"name": case.name, "section": SECTION, **row}

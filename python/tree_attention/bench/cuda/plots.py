@@ -40,7 +40,7 @@ def _bandwidth(axes: Any, rows: Sequence[Row]) -> None:
         if row["section"] not in (CONTEXT, HEADS) or not one or tuple(case["heads"]) != (32, 8):
             continue
         for name, times in row["times"].items():
-            moved = row["kv_bytes"] if name == PROBE else row["io_bytes"]
+            moved = row["read_bytes"] if name == PROBE else row["io_bytes"]
             lines.setdefault(name, {})[case["lengths"][0]] = moved / times["median_us"] / 1e3
     for name, points in lines.items():
         style = {"color": "black", "linestyle": "--"} if name == PROBE else {"marker": "o"}
@@ -62,7 +62,7 @@ def _bars(axes: Any, rows: Sequence[Row]) -> None:
         axes.barh(
             [i + (position - (len(names) - 1) / 2) * height for i, _ in with_it],
             [
-                (row["kv_bytes"] if name == PROBE else row["io_bytes"])
+                (row["read_bytes"] if name == PROBE else row["io_bytes"])
                 / row["times"][name]["median_us"]
                 / 1e3
                 for _, row in with_it

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ..accuracy import Accuracy
@@ -45,6 +46,8 @@ def measured_row(
         for configuration, call in read_probe.candidates(spans, configurations).items()
     }
     measurement = timing.measure({**calls, **probes}, len(spans), seconds)
+    if measurement.failed.get(OURS, "").startswith("OutOfMemoryError"):
+        raise torch.OutOfMemoryError(measurement.failed[OURS])
     unavailable = {**unavailable, **measurement.failed}
     times: dict[str, Samples] = {}
     eager: dict[str, Samples] = {}
@@ -65,7 +68,7 @@ def measured_row(
     )
     row: dict[str, Any] = {
         "io_bytes": io_bytes,
-        "kv_bytes": span_bytes,
+        "read_bytes": span_bytes,
         "sets": len(spans),
         "times": {name: samples.to_json() for name, samples in times.items()},
         "eager": {name: samples.to_json() for name, samples in eager.items()},

@@ -44,7 +44,7 @@ def read_share(rows: Sequence[Row]) -> Target:
     shares = {
         row["name"]: row["read_share"]
         for row in rows
-        if row["kv_bytes"] >= LARGE_BYTES and "read_share" in row
+        if row["read_bytes"] >= LARGE_BYTES and "read_share" in row
     }
     name = f">= {READ_SHARE:.0%} of the read probe from {LARGE_BYTES >> 20} MiB of K and V on"
     return _at_least(name, shares, READ_SHARE, lambda share: f"{share:.1%}")

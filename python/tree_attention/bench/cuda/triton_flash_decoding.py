@@ -154,9 +154,10 @@ def flash_decoding(
     group_size = num_heads_q // num_heads_kv
     num_rows = group_size * seqlen_q
     seqlen_k = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
+    block = BLOCK_KEYS if q.dtype.itemsize == 2 else BLOCK_KEYS // 2
     rows = min(MAX_ROWS, max(16, triton.next_power_of_2(num_rows)))
     programs = num_heads_kv * triton.cdiv(num_rows, rows)
-    parts = num_parts(batch * programs, triton.cdiv(seqlen_k, BLOCK_KEYS), multiprocessors)
+    parts = num_parts(batch * programs, triton.cdiv(seqlen_k, block), multiprocessors)
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     o_parts, lse_parts = o, lse
@@ -168,7 +169,7 @@ def flash_decoding(
         head_dim**-0.5 * LOG2_E, num_rows, seqlen_q, seqlen_k, parts,
         0 if page_table is None else page_table.stride(0),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        GROUP=group_size, HEAD_DIM=head_dim, ROWS=rows, BLOCK=BLOCK_KEYS,
+        GROUP=group_size, HEAD_DIM=head_dim, ROWS=rows, BLOCK=block,
         PAGE_SIZE=0 if page_table is None else k.shape[2],
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4, num_stages=3,
