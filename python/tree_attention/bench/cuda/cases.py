@@ -193,4 +193,7 @@ def full_cases() -> list[Case]:
                 for keys in (K, 4 * K, 16 * K, 64 * K, 256 * K, M):
                     cases.append(Case(CONTEXT, "bf16", heads, head_dim, (keys,) * batch))
     cases += [Case(QUERIES, lengths=(64 * K,), seqlen_q=n) for n in range(2, 17)]
-    return list({case.name: case for case in reversed(cases)}.values())[::-1]
+    first: dict[str, Case] = {}
+    for case in cases:
+        first.setdefault(case.name, case)
+    return list(first.values())
