@@ -164,6 +164,19 @@ def stage(rank: int, world_size: int) -> None:
     assert comm.link.transport_device(torch.device("cuda", 0)) == torch.device("cpu")
 
 
+def use_nccl_alone(rank: int, world_size: int) -> None:
+    link = Communicator().link
+    link._backends = {"cuda": "nccl"}
+    gpu = torch.device("cuda", 3)
+    with mock.patch.object(torch.cuda, "current_device", return_value=3):
+        assert link.transport_device(torch.device("cpu")) == link.transport_device(gpu) == gpu
+        assert not link.is_staged(gpu)
+
+
+def test_nccl_moves_tensors_of_the_host_through_the_device() -> None:
+    run_ranks(use_nccl_alone, 2)
+
+
 def test_staging_through_host_memory() -> None:
     run_ranks(stage, 2)
 

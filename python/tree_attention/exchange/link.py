@@ -137,7 +137,12 @@ class Link:
         return device.type != "cpu" and self.backend(device) == "gloo"
 
     def transport_device(self, device: torch.device) -> torch.device:
-        return torch.device("cpu") if self.is_staged(device) else device
+        """Where tensors of `device` travel: NCCL alone, for one, moves none of the host's."""
+        if self.is_staged(device):
+            return torch.device("cpu")
+        if device.type not in self._backends and "cuda" in self._backends:
+            return torch.device("cuda", torch.cuda.current_device())
+        return device
 
     def close(self) -> None:
         """Ends what is under way, here and on the ranks that wait for this one.
@@ -170,11 +175,15 @@ class Link:
             work.wait()  # orders the stream; with a timeout it would block the host
 
     def _stage(self, tensor: Tensor, copy: bool = True) -> Tensor:
-        """The tensor, or host memory in its place: with what it holds, or to receive into."""
-        if not self.is_staged(tensor.device):
+        """The tensor, or memory in its place that can travel: with what it holds, or to receive
+        into."""
+        if self.is_staged(tensor.device):
+            buffer = self._host_buffer("source" if copy else "target", tensor)
+            return buffer.copy_(tensor) if copy else buffer
+        device = self.transport_device(tensor.device)
+        if device == tensor.device:
             return tensor
-        buffer = self._host_buffer("source" if copy else "target", tensor)
-        return buffer.copy_(tensor) if copy else buffer
+        return tensor.to(device) if copy else torch.empty_like(tensor, device=device)
 
     def _finish(
         self, work: Work | None, tensor: Tensor, staged: Tensor, deadline: float, start: float
