@@ -107,6 +107,7 @@ def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (decode.SPARE_BYTES + (1 << 26),) * 2)
     monkeypatch.setattr(decode, "Arena", lambda num_bytes, device: measure.Arena(num_bytes))
     monkeypatch.setattr(machine, "CEILING_BYTES", 1 << 20)
+    monkeypatch.setattr(peers, "has_cuda_kernel", lambda op: False)  # of ablations
     monkeypatch.setattr(timing, "measure", measure_on_cpu)
     monkeypatch.setattr(read_probe, "sums", lambda data, configuration: data.sum())
 

@@ -185,6 +185,7 @@ def test_cudnn_without_a_kernel_says_why() -> None:
 def test_implementations_are_calls_or_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(peers, "has_cuda_kernel", lambda op: False)
     inputs = make_inputs(RAGGED)
     calls, unavailable = peers.implementations(RAGGED, inputs)
     names = {peers.OURS, peers.FLASH, peers.VARLEN, peers.EACH, peers.CUDNN, peers.FLEX}

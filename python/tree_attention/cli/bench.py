@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
         type=float,
         metavar="SECONDS",
         help="on cuda: begin no case after so long (default 45 with --quick, no limit with "
-        "--full, else 130)",
+        "--full, else 120)",
     )
     for command in (decode, tree):
         size = command.add_mutually_exclusive_group()
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, world: World, console: Console) -> int:
         cases = chosen
     options: dict[str, float | None]
     if cuda:
-        budget = 45.0 if arguments.quick else None if arguments.full else 130.0
+        budget = 45.0 if arguments.quick else None if arguments.full else 120.0
         options = {
             "seconds": 0.3 if arguments.quick else arguments.seconds,
             "budget": budget if arguments.budget is None else arguments.budget,
