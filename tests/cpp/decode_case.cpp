@@ -8,13 +8,31 @@
 #include <random>
 
 #include "check.h"
-#include "cpu/decode.h"
 
 namespace tree_attention::testing {
 namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr KeyLayout kLayout{3, 16, 48};  // rank 0 of 3, block 16, behind 3 other keys
+
+// batch, kv heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, dtype, page, alibi, cap, ranges
+const std::vector<Shape> kShapes = {
+    {1, 1, 1, 1, 1, 1, 1, DataType::kFloat32},
+    {1, 1, 4, 1, 0, 64, 64, DataType::kBFloat16},
+    {1, 1, 4, 1, 63, 64, 64, DataType::kBFloat16},
+    {1, 2, 4, 1, 65, 80, 80, DataType::kFloat16},
+    {2, 2, 4, 1, 200, 64, 128, DataType::kBFloat16},
+    {2, 1, 8, 1, 700, 128, 128, DataType::kBFloat16},
+    {1, 2, 3, 1, 129, 20, 33, DataType::kFloat32},
+    {3, 2, 4, 1, 300, 64, 64, DataType::kFloat16, 0, false, 0.0f, true},
+    {2, 2, 4, 5, 150, 64, 64, DataType::kBFloat16, 0, false, 0.0f, true},
+    {2, 1, 3, 7, 150, 40, 24, DataType::kFloat32, 0, true, 5.0f, true},
+    {2, 2, 2, 2, 96, 64, 64, DataType::kBFloat16, 16, false, 0.0f, true},
+    {2, 2, 2, 1, 96, 48, 48, DataType::kFloat32, 24, true, 0.0f, false},
+    {1, 1, 4, 64, 160, 64, 64, DataType::kBFloat16, 0, false, 0.0f, true},
+    {1, 2, 2, 70, 140, 32, 32, DataType::kFloat32, 0, false, 0.0f, true},
+    {1, 1, 4, 40, 330, 128, 128, DataType::kBFloat16},
+};
 
 int64_t key_position(int key) {
   return kLayout.first + key / kLayout.block * kLayout.stride + key % kLayout.block;
@@ -39,6 +57,8 @@ void store(std::vector<unsigned char>& storage, int64_t index, DataType dtype, d
 }
 
 }  // namespace
+
+const std::vector<Shape>& shapes() { return kShapes; }
 
 DecodeCase::DecodeCase(const Shape& shape, int seed) : shape_(shape) {
   const Shape& s = shape_;
@@ -214,8 +234,9 @@ DecodeParams DecodeCase::params(int num_workers) {
   return p;
 }
 
-void DecodeCase::check(int num_workers) {
-  cpu::lean_decode(params(num_workers));
+void DecodeCase::check(int num_workers,
+                       const std::function<void(const DecodeParams&)>& lean_decode) {
+  lean_decode(params(num_workers));
   // Inputs are exact in both; half precision leaves room for kernels that round probabilities.
   const double tolerance = shape_.dtype == DataType::kFloat32 ? 2e-5 : 2e-2;
   for (size_t row = 0; row < lse_.size(); ++row) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -21,12 +22,15 @@ struct Shape {
   bool ranges = false;
 };
 
+// The cases of every backend; head_dim and head_dim_v may be any number.
+const std::vector<Shape>& shapes();
+
 class DecodeCase {
  public:
   DecodeCase(const Shape& shape, int seed);
 
-  // Runs lean_decode with fresh outputs and compares with the reference.
-  void check(int num_workers);
+  // Runs a backend's lean_decode with fresh outputs and compares with the reference.
+  void check(int num_workers, const std::function<void(const DecodeParams&)>& lean_decode);
 
   // Bits of the outputs of the last run.
   const std::vector<float>& o() const { return o_; }

@@ -2,9 +2,7 @@
 //
 // The C++ code without torch, run under sanitizers by scripts/sanitize.sh. What the operators
 // compute is tested from Python; here memory, arithmetic and synchronisation are watched.
-#include <chrono>
-#include <cstdio>
-#include <exception>
+#include "run_tests.h"
 
 void test_partition();
 void test_contributors();
@@ -21,10 +19,7 @@ void test_page_out_of_range();
 void test_concurrent_calls();
 
 int main() {
-  const struct {
-    const char* name;
-    void (*run)();
-  } tests[] = {
+  return tree_attention::testing::run_tests({
       {"partition", test_partition},
       {"contributors", test_contributors},
       {"line with overhead", test_line_with_overhead},
@@ -38,21 +33,5 @@ int main() {
       {"many workers", test_many_workers},
       {"page out of range", test_page_out_of_range},
       {"concurrent calls", test_concurrent_calls},
-  };
-  int failures = 0;
-  for (const auto& test : tests) {
-    const auto start = std::chrono::steady_clock::now();
-    const char* error = nullptr;
-    try {
-      test.run();
-    } catch (const std::exception& exception) {
-      error = "FAILED";
-      std::fprintf(stderr, "%s\n", exception.what());
-      ++failures;
-    }
-    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-    std::printf("%-20s %s %.1f s\n", test.name, error ? error : "ok", seconds.count());
-    std::fflush(stdout);
-  }
-  return failures == 0 ? 0 : 1;
+  });
 }

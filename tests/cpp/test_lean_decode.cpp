@@ -23,25 +23,6 @@ namespace cpu = tree_attention::cpu;
 constexpr DataType kFloat32 = DataType::kFloat32, kBFloat16 = DataType::kBFloat16,
                    kFloat16 = DataType::kFloat16;
 
-// batch, kv heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, dtype, page, alibi, cap, ranges
-const Shape kShapes[] = {
-    {1, 1, 1, 1, 1, 1, 1, kFloat32},
-    {1, 1, 4, 1, 0, 64, 64, kBFloat16},
-    {1, 1, 4, 1, 63, 64, 64, kBFloat16},
-    {1, 2, 4, 1, 65, 80, 80, kFloat16},
-    {2, 2, 4, 1, 200, 64, 128, kBFloat16},
-    {2, 1, 8, 1, 700, 128, 128, kBFloat16},
-    {1, 2, 3, 1, 129, 20, 33, kFloat32},
-    {3, 2, 4, 1, 300, 64, 64, kFloat16, 0, false, 0.0f, true},
-    {2, 2, 4, 5, 150, 64, 64, kBFloat16, 0, false, 0.0f, true},
-    {2, 1, 3, 7, 150, 40, 24, kFloat32, 0, true, 5.0f, true},
-    {2, 2, 2, 2, 96, 64, 64, kBFloat16, 16, false, 0.0f, true},
-    {2, 2, 2, 1, 96, 48, 48, kFloat32, 24, true, 0.0f, false},
-    {1, 1, 4, 64, 160, 64, 64, kBFloat16, 0, false, 0.0f, true},
-    {1, 2, 2, 70, 140, 32, 32, kFloat32, 0, false, 0.0f, true},
-    {1, 1, 4, 40, 330, 128, 128, kBFloat16},
-};
-
 // The list is in the message for a name that does not exist.
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
@@ -70,14 +51,14 @@ void test_lean_decode() {
     cpu::set_instruction_set(name);
     std::printf("%s ", name.c_str());
     int seed = 0;
-    for (const Shape& shape : kShapes) {
+    for (const Shape& shape : tree_attention::testing::shapes()) {
       DecodeCase decode(shape, seed++);
       for (int workers : {0, 1, 2, 3, 7, 16}) {
         std::vector<float> o, lse;
         for (int threads : {1, 2, 5}) {
           at::set_num_threads(threads);
           try {
-            decode.check(workers);
+            decode.check(workers, cpu::lean_decode);
           } catch (const std::runtime_error& error) {
             CHECK(false, name, ", shape ", seed - 1, ", ", workers, " workers, ", threads,
                   " threads: ", error.what());
@@ -101,7 +82,7 @@ void test_many_workers() {
     std::vector<float> o, lse;
     for (int threads : {1, 5, 16}) {
       at::set_num_threads(threads);
-      decode.check(workers);
+      decode.check(workers, cpu::lean_decode);
       CHECK(threads == 1 || (same_bits(o, decode.o()) && same_bits(lse, decode.lse())), workers,
             " workers: bits depend on the number of threads");
       o = decode.o();
@@ -131,7 +112,7 @@ void test_concurrent_calls() {
     callers.emplace_back([caller, &errors] {
       try {
         DecodeCase decode({2, 2, 4, 1, 300 + 100 * caller, 64, 64, kBFloat16}, caller);
-        for (int repeat = 0; repeat < 20; ++repeat) decode.check(repeat % 5);
+        for (int repeat = 0; repeat < 20; ++repeat) decode.check(repeat % 5, cpu::lean_decode);
       } catch (const std::exception& error) {
         errors[caller] = error.what();
       }
