@@ -10,13 +10,14 @@ COMMANDS = {
     "verify": "check the operators, the ranks and HuggingFace on this machine",
     "generate": "stream text from a checkpoint, its cache sharded over the ranks of torchrun",
     "bench": "benchmarks: decode (one process), tree (the ranks of torchrun)",
+    "calibrate": "measure what exchanges cost between the ranks of torchrun",
 }
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tree_attention",
-        description="\n".join(f"  {name:<9} {text}" for name, text in COMMANDS.items()),
+        description="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS)

@@ -25,8 +25,8 @@ class World:
 
 
 @contextmanager
-def joined_world() -> Iterator[World]:
-    """The world that torchrun describes in the environment, as the default process group (Gloo).
+def joined_world(backend: str = "gloo") -> Iterator[World]:
+    """The world that torchrun describes in the environment, as the default process group.
 
     Also gives each rank its share of the CPUs as threads: torchrun sets OMP_NUM_THREADS to 1
     whatever the machine has. Another value of OMP_NUM_THREADS is left alone.
@@ -43,7 +43,7 @@ def joined_world() -> Iterator[World]:
     if local_size == size and sys.platform == "linux":
         # One machine: its host name need not resolve to an address that can be reached.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     yield world
     dist.destroy_process_group()  # not after an error: it could wait for a lost rank
 

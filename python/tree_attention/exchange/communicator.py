@@ -212,6 +212,10 @@ class Communicator:
         )
         return self.call(fields, run, timeout)
 
+    def costs(self, device: torch.device) -> Costs:
+        """The constants by which "auto" chooses for tensors of `device`."""
+        return self._costs or default_costs(self.link.backend(device))
+
     def _prepare(
         self,
         state: State,
@@ -223,7 +227,7 @@ class Communicator:
         if state.message.num_bytes == 0:
             return lambda deadline: self._empty_outputs(state, out_dtype, head_sharded)
         case = Case(self.topology, state.message, out_dtype, head_sharded)
-        costs = self._costs or default_costs(self.link.backend(state.device))
+        costs = self.costs(state.device)
         if strategy == "auto":
             strategy = choose(case, costs)
         if explain and self.rank == 0:

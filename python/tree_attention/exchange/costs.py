@@ -26,6 +26,7 @@ COSTS_VARIABLE = "TREE_ATTENTION_COSTS"
 class Costs:
     """Seconds for one of each count of `Traffic`."""
 
+    exchanges: float
     collectives: float
     messages: float
     steps_inside: float
@@ -70,6 +71,7 @@ DEFAULT_COSTS = {
     # NCCL over NVLink 4 inside a node and InfiniBand NDR between nodes: the constants of NCCL's own
     # tuning (LL protocol), launches of a few microseconds, merges at the speed of device memory.
     "nccl": Costs(
+        exchanges=5.0 * _US,
         collectives=6.6 * _US,
         messages=0.3 * _US,
         steps_inside=0.6 * _US,
@@ -81,6 +83,7 @@ DEFAULT_COSTS = {
     ),
     # Gloo over the loopback interface and 10 Gb/s Ethernet.
     "gloo": Costs(
+        exchanges=50.0 * _US,
         collectives=60.0 * _US,
         messages=15.0 * _US,
         steps_inside=50.0 * _US,

@@ -22,6 +22,7 @@ from .topology import Topology
 class Traffic:
     """The work of the busiest rank; each count has a cost in `Costs`."""
 
+    exchanges: int = 0
     collectives: int = 0
     messages: int = 0  # sent one by one, rather than by a collective
     steps_inside: int = 0  # a node
@@ -50,7 +51,7 @@ class Case:
 
 
 def traffic(strategy: str, case: Case) -> Traffic:
-    return _OF_STRATEGY[strategy](case)
+    return Traffic(exchanges=1) + _OF_STRATEGY[strategy](case)
 
 
 def ring(topology: Topology, num_bytes: int) -> Traffic:
