@@ -22,7 +22,7 @@ from .world import World, joined_world
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="torchrun ... -m tree_attention calibrate",
+        prog="python -m tree_attention calibrate",
         description="Times the operations of exchanges between the ranks of torchrun, fits the "
         "cost model of strategy 'auto' to them and writes the constants to a file. Every rank of a "
         f"job that is to use them needs {COSTS_VARIABLE}=FILE in its environment.",
