@@ -166,6 +166,8 @@ def test_wrong_peer_is_no_peer(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
     assert row["unavailable"]["torch flash"].startswith("wrong result")
     assert row["unavailable"]["cuDNN"] == "wrong result (error nan)"
     assert "torch flash" not in row["times"]
+    note = f"n/a: cuDNN (wrong result (error nan)): 1 of 1 rows, the first is {CASES[0].name}"
+    assert note in result.notes
 
 
 def test_what_does_not_fit_is_left_out(cpu_as_gpu: None) -> None:
@@ -333,7 +335,7 @@ def test_tables_and_picture_of_synthetic_rows(tmp_path: Path) -> None:
     text = report.markdown(result)
     assert "| one that failed | - | - |" in text and "WRONG" in text
     assert result.wrong == ["one that failed"]
-    assert "6.40" in text and "equal_splits us" in text
+    assert "6.40" in text and "equal us" in text
     assert tables.line(rows[0]).startswith("bf16 32/8 d128 B=1 1k: 62 % of the read probe")
     assert tables.line(rows[-1]) == "one that failed: WRONG RuntimeError: why"
     report.write(result, tmp_path)

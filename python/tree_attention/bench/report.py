@@ -93,11 +93,11 @@ def print_report(console: Console, report: Report) -> None:
         table.add_row(*values, style="bold red" if "WRONG" in values else "")
     console.print(table)
     for note in report.notes:
-        console.print(note, style="dim", highlight=False)
+        console.print(note, style="dim", highlight=False, markup=False)
     for warning in report.warnings:
-        console.print(f"Warning: {warning}", style="yellow")
+        console.print(f"Warning: {warning}", style="yellow", markup=False)
     for sentence in report.summary:
-        console.print(sentence, highlight=False)
+        console.print(sentence, highlight=False, markup=False)
 
 
 def write(report: Report, directory: Path) -> list[Path]:

@@ -136,7 +136,7 @@ def uniform_twin(case: Case) -> Case:
 
 ONE_LONG = Case(RAGGED, lengths=(K,) * 63 + (M,), layout="packed")
 LOG_UNIFORM = Case(RAGGED, lengths=log_uniform_lengths(64, 512, 64 * K), layout="NHD")
-LOG_UNIFORM_8 = Case(RAGGED, lengths=log_uniform_lengths(8, 512, 256 * K), layout="NHD")
+LOG_UNIFORM_8 = Case(RAGGED, lengths=log_uniform_lengths(8, 512, 256 * K), layout="NHD", flex=True)
 LATENCY = Case(lengths=(K,))
 
 

@@ -18,7 +18,7 @@ from .cases import Case
 from .inputs import SPARE_BYTES, Inputs, num_sets
 from .peers import OURS, implementations
 from .rows import measured_row
-from .tables import NOTES, columns, line
+from .tables import NOTES, columns, line, missing
 
 AnyCase = Case | merge.MergeCase
 
@@ -90,7 +90,7 @@ def run(
     return Report(
         name="decode_cuda",
         title=f"lean_decode on one {properties.name}",
-        notes=NOTES,
+        notes=[*NOTES, *missing(rows)],
         environment=environment(
             **before,
             **{

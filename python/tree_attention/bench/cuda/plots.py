@@ -1,17 +1,30 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The picture: bandwidth against context, ragged batches, ablations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..report import Report
 from .cases import CAPACITY, CONTEXT, HEADS, QUERIES, RAGGED, UNIFORM
 from .merge import SECTION as MERGE
-from .peers import ABLATIONS, OURS
+from .peers import (
+    ABLATIONS,
+    CUDNN,
+    EACH,
+    EQUAL_SPLIT,
+    FLASH,
+    FLEX,
+    OURS,
+    SPIN,
+    TRITON,
+    VARLEN,
+)
 from .rows import PROBE, ratio
 
 Row = Mapping[str, Any]
+IN_ORDER = (OURS, FLASH, VARLEN, EACH, CUDNN, FLEX, TRITON, EQUAL_SPLIT, SPIN)
+COLOURS = {name: f"C{i}" for i, name in enumerate(IN_ORDER)} | {PROBE: "black"}
 
 
 def draw(report: Report, path: Path) -> None:
@@ -21,12 +34,12 @@ def draw(report: Report, path: Path) -> None:
     from matplotlib import pyplot
 
     rows = [row for row in report.rows if row["times"] and row["section"] != MERGE]
-    figure, axes = pyplot.subplots(3, 1, figsize=(10, 15), height_ratios=(5, 4, 6))
+    figure, axes = pyplot.subplots(3, 1, figsize=(11, 16), height_ratios=(5, 6, 5))
     _bandwidth(axes[0], rows)
     _bars(axes[1], [row for row in rows if row["section"] in (RAGGED, UNIFORM, CAPACITY)])
     _ablations(axes[2], rows)
     figure.suptitle(f"{report.title}, {report.environment['read ceiling']} read", fontsize=11)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 0.99))
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
@@ -42,9 +55,10 @@ def _bandwidth(axes: Any, rows: Sequence[Row]) -> None:
         for name, times in row["times"].items():
             moved = row["read_bytes"] if name == PROBE else row["io_bytes"]
             lines.setdefault(name, {})[case["lengths"][0]] = moved / times["median_us"] / 1e3
-    for name, points in lines.items():
-        style = {"color": "black", "linestyle": "--"} if name == PROBE else {"marker": "o"}
-        axes.plot(*zip(*sorted(points.items()), strict=True), label=name, markersize=3, **style)
+    for name in _in_order(lines):
+        style = {"linestyle": "--"} if name == PROBE else {"marker": "o", "markersize": 3}
+        points = zip(*sorted(lines[name].items()), strict=True)
+        axes.plot(*points, label=name, color=COLOURS[name], **style)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("keys")
     axes.set_ylabel("GB/s")
@@ -55,7 +69,7 @@ def _bandwidth(axes: Any, rows: Sequence[Row]) -> None:
 
 def _bars(axes: Any, rows: Sequence[Row]) -> None:
     """Bandwidth of every implementation in each row."""
-    names = list(dict.fromkeys(name for row in rows for name in row["times"]))
+    names = _in_order({name for row in rows for name in row["times"]})
     height = 0.8 / max(1, len(names))
     for position, name in enumerate(names):
         with_it = [(i, row) for i, row in enumerate(rows) if name in row["times"]]
@@ -69,6 +83,7 @@ def _bars(axes: Any, rows: Sequence[Row]) -> None:
             ],
             height,
             label=name,
+            color=COLOURS[name],
         )
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=7)
     axes.invert_yaxis()
@@ -102,6 +117,7 @@ def _ablations(axes: Any, rows: Sequence[Row]) -> None:
             [ratios[name][variant] for _, name in with_it],
             0.4,
             label=variant,
+            color=COLOURS[variant],
         )
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(names)), names, fontsize=7)
@@ -114,4 +130,8 @@ def _ablations(axes: Any, rows: Sequence[Row]) -> None:
 
 def _legend(axes: Any) -> None:
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _in_order(names: Container[str]) -> list[str]:
+    return [name for name in COLOURS if name in names]

@@ -6,8 +6,19 @@ from typing import Any
 
 from ..report import Column
 from .merge import PYTORCH
-from .peers import ABLATIONS, CUDNN, EACH, FLASH, FLEX, OURS, TRITON, VARLEN
-from .rows import PROBE, best_peer
+from .peers import (
+    ABLATIONS,
+    CUDNN,
+    EACH,
+    EQUAL_SPLIT,
+    FLASH,
+    FLEX,
+    OURS,
+    SPIN,
+    TRITON,
+    VARLEN,
+)
+from .rows import best_peer
 
 NOTES = (
     "A row is named dtype, query/kv heads, head_dim, batch, keys (of slots), queries, window, page "
@@ -19,26 +30,27 @@ NOTES = (
     "comes again; a set of 32 times the L2 is alone.",
     "GB/s counts K and V that the key ranges cover, q and o, once. % read is the share of a kernel "
     "that only reads as many bytes, in the same interleaving, the fastest of its configurations; % "
-    "ceil the share of that kernel's rate on a buffer of 2 GiB.",
+    "ceil the share of that kernel's rate on a buffer of 2 GiB. best /ours: the fastest peer, not "
+    "counting our own kernel under other schedules.",
     "error is the largest of o, relative to the row's largest magnitude, against float64, of what "
     "the last replay wrote over NaN; more than twice that of plain PyTorch plus one rounding is "
-    "WRONG. Peers that are wrong count as not available; the JSON file has all reasons.",
+    "WRONG. Peers that are wrong count as not available.",
     "torch flash and cuDNN get keys that the host slices to the length, if there is one for all; "
-    "varlen gets the lengths in a tensor, as lean_decode does; per seq. is a call of torch flash "
+    "varlen gets the lengths in a tensor, as lean_decode does; per_seq is a call of torch flash "
     "for each sequence, lengths on the host. Triton is a FlashDecoding of our own with packed "
-    "query heads. equal splits (FlashDecoding) and spin-wait (LeanAttention as published) are "
+    "query heads. equal (splits, as in FlashDecoding) and spin (as in LeanAttention) are "
     "lean_decode's own inner loop under other schedules.",
 )
 HEADINGS = {
     FLASH: "flash us",
     VARLEN: "varlen us",
-    EACH: "per_seq. us",
+    EACH: "per_seq us",
     CUDNN: "cuDNN us",
     FLEX: "flex us",
     TRITON: "Triton us",
-    **{name: f"{name.replace(' ', '_')} us" for name in ABLATIONS.values()},
-    PYTORCH: "PyTorch us",
-    PROBE: "probe us",
+    EQUAL_SPLIT: "equal us",
+    SPIN: "spin us",
+    PYTORCH: "torch us",
 }
 
 
@@ -57,7 +69,7 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
         Column("GB/s", [_number(row.get("bandwidth"), 1e-9) for row in rows]),
         Column("% read", [_number(row.get("read_share"), 100) for row in rows]),
         Column("% ceil", [_number(row.get("ceiling_share"), 100) for row in rows]),
-        Column("best_peer /ours", [_best(row) for row in rows]),
+        Column("best /ours", [_best(row) for row in rows]),
     ]
     for name, heading in HEADINGS.items():
         if any(name in row["times"] for row in rows):
@@ -78,6 +90,18 @@ def line(row: Mapping[str, Any]) -> str:
     )
     share = _number(row.get("read_share"), 100)
     return f"{row['name']}: {verdict}{share} % of the read probe; us: {times}"
+
+
+def missing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Who was not timed, why, and in how many rows."""
+    where: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for name, why in row["unavailable"].items():
+            where.setdefault((name, why), []).append(row["name"])
+    return [
+        f"n/a: {name} ({why}): {len(names)} of {len(rows)} rows, the first is {names[0]}"
+        for (name, why), names in sorted(where.items())
+    ]
 
 
 def microseconds(value: float) -> str:

@@ -17,6 +17,8 @@ ROUNDS = 50
 MIN_ROUNDS = 5
 # One replay takes at least this long, beside which the events' microseconds do not count.
 REPLAY_SECONDS = 1e-3
+# Two milliseconds or so, in which the host queues what is timed then.
+QUEUE_CYCLES = 4_000_000
 
 # Computes with the i-th input set; returns o, or a tuple that begins with o.
 Call = Callable[[int], Any]
@@ -109,6 +111,7 @@ def _capture(call: Call, num_sets: int, stream: torch.cuda.Stream) -> _Captured:
     for i in range(3):  # compiles, loads modules, allocates workspaces
         call(i % num_sets)
     begin, end = _event(), _event()
+    torch.cuda._sleep(QUEUE_CYCLES)
     begin.record()
     for i in range(3):
         call(i % num_sets)
@@ -129,7 +132,7 @@ def _time_graphs(captured: Mapping[str, _Captured], seconds: float) -> dict[str,
     first = {name: _between(one.graph.replay) for name, one in captured.items()}
     every = {name: _stride(time, seconds) for name, time in first.items()}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in captured}
-    torch.cuda._sleep(2_000_000)  # about a millisecond, for the host to get ahead
+    torch.cuda._sleep(QUEUE_CYCLES)
     for i in range(ROUNDS):
         for name, one in captured.items():
             if i % every[name] == 0:
