@@ -22,16 +22,9 @@ struct Merge {
   // An empty side is left out by selection: its `o` may be uninitialised, and 0 * NaN is NaN.
   // The explicit fmaf in fixed operand order keeps contraction from changing bits.
   TREE_ATTENTION_HOST_DEVICE float operator()(float o_a, float o_b) const {
-    switch (take) {
-      case Take::kA:
-        return o_a;
-      case Take::kB:
-        return o_b;
-      case Take::kNone:
-        return 0.0f;
-      default:
-        return fmaf(weight_b, o_b, weight_a * o_a);
-    }
+    const float both = fmaf(weight_b, o_b, weight_a * o_a);
+    const float one = take == Take::kA ? o_a : take == Take::kB ? o_b : 0.0f;
+    return take == Take::kBoth ? both : one;
   }
 };
 
