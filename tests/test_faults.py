@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed import Lost, run_ranks
-from tree_attention import ExchangeError, ring_decode, tree_decode
+from tree_attention import ExchangeError, ring_decode, ring_pass_q_decode, tree_decode
 from tree_attention.exchange import Communicator, Link
 from tree_attention.exchange.messages import Messages
 
@@ -42,6 +42,8 @@ def call(kind: str, comm: Communicator, seqlen_q: int = 1, **options: Any) -> tu
     q, k, v = torch.ones(2, 4, seqlen_q, 32), torch.randn(2, 2, 10, 32), torch.randn(2, 2, 10, 32)
     if kind == "ring":
         return ring_decode(q, k, v, group=comm, **options)
+    if kind == "ring of queries":
+        return ring_pass_q_decode(q, k, v, group=comm, **options)
     return tree_decode(q, k, v, group=comm, strategy=kind, **options)
 
 
@@ -91,6 +93,13 @@ def test_lost_during_decoding(world_size: int, victim: int, how: str, kind: str)
             assert "no answer within 0.5 s" in message
         else:
             assert seconds < QUICK, message
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_lost_while_queries_travel(how: str) -> None:
+    results = run_ranks(lose_rank, 3, 1, how, "ring of queries", False, lost=[1])
+    for seconds, message in survivors(results):
+        assert seconds < (TIMEOUT + SLACK if how == "stop" else QUICK), message
 
 
 def lose_rank_between_phases(

@@ -9,6 +9,7 @@ from .decode import tree_decode
 from .exchange import ExchangeError, strategies
 from .ops import lean_decode, lean_schedule, merge_states
 from .ring import ring_decode
+from .ring_pass_q import ring_pass_q_decode
 from .sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "lean_schedule",
     "merge_states",
     "ring_decode",
+    "ring_pass_q_decode",
     "strategies",
     "tree_decode",
 ]

@@ -107,20 +107,23 @@ class Link:
         if self.rank == 0:
             self.bytes_sent += (self.world_size - 1) * tensor.nbytes
 
-    def start_shift(self, receive: Sequence[Tensor], send: Sequence[Tensor]) -> list[Work]:
+    def start_shift(
+        self, receive: Sequence[Tensor], send: Sequence[Tensor], tag: int = 0
+    ) -> list[Work]:
         """Starts sending `send` to the next rank and receiving `receive` from the previous one.
 
-        Contiguous, without empty tensors, in memory that `transport_device` names.
+        Contiguous, without empty tensors, in memory that `transport_device` names. Shifts that are
+        under way at the same time differ in their tags, from `tag` on one for each tensor.
         """
         group = self.group
         following, previous = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
         operations = [
             dist.P2POp(dist.isend, tensor, group=group, group_peer=following, tag=tag)
-            for tag, tensor in enumerate(send)
+            for tag, tensor in enumerate(send, tag)
         ]
         operations += [
             dist.P2POp(dist.irecv, tensor, group=group, group_peer=previous, tag=tag)
-            for tag, tensor in enumerate(receive)
+            for tag, tensor in enumerate(receive, tag)
         ]
         self.bytes_sent += sum(tensor.nbytes for tensor in send)
         self.num_operations += 1
