@@ -14,10 +14,7 @@ template <typename Element, typename Config>
 class LoadRing {
  public:
   __device__ LoadRing(const Schedule<Config>& schedule, char* shared)
-      : params_(schedule.params()),
-        shared_(shared),
-        policy_(createpolicy_evict_first()),
-        cursor_(schedule) {
+      : params_(schedule.params()), shared_(shared), cursor_(schedule) {
     enter_output();
     locate_pages();
   }
@@ -28,6 +25,8 @@ class LoadRing {
   __device__ void fill(int last_output) {
     while (ahead_ < params_.num_stages && !cursor_.done() && output_ <= last_output) request_tile();
   }
+
+  __device__ bool empty() const { return ahead_ == 0; }
 
   // Waits until the keys (values) of the oldest tile are there for all threads of the key group.
   // The stage of the tile before it is free then.
@@ -108,8 +107,6 @@ class LoadRing {
     while (!cursor_.done() && cursor_.tile_begin() == cursor_.tile_end()) cursor_.next();
     if (cursor_.done()) return;
     tile_ = cursor_.tile_begin();
-    tile_end_ = cursor_.tile_end();
-    first_tile_ = true;
     const OutputRows rows = cursor_.rows();
     const int64_t k_begin = rows.head_kv * p.k_stride[1], v_begin = rows.head_kv * p.v_stride[1];
     k_ = static_cast<const Element*>(p.k) + k_begin;
@@ -137,7 +134,7 @@ class LoadRing {
   }
 
   __device__ void request_tile() {
-    if (first_tile_) request_queries();
+    if (tile_ == cursor_.tile_begin()) request_queries();
     const DecodeParams& p = params_.decode;
     char* tile = stage(newest_);
     request(tile, k_, p.k_stride, p.head_dim);
@@ -147,8 +144,7 @@ class LoadRing {
     ++ahead_;
     newest_ = next_stage(newest_);
 
-    first_tile_ = false;
-    if (++tile_ == tile_end_) {
+    if (++tile_ == cursor_.tile_end()) {
       cursor_.next();
       ++output_;
       enter_output();
@@ -193,7 +189,7 @@ class LoadRing {
   __device__ void request_chunk(char* tile, int i, const Element* row, bool exists) const {
     const int chunk = chunk_of_copy(i);
     cp_async_16(shared_address(tile + Config::chunk_offset(row_of_copy(i), chunk)),
-                row + chunk * Config::kChunkElements, exists ? 16 : 0, policy_);
+                row + chunk * Config::kChunkElements, exists ? 16 : 0, createpolicy_evict_first());
   }
 
   // The queries of an output travel with its first keys.
@@ -210,17 +206,15 @@ class LoadRing {
                               chunk * Config::kChunkElements;
       const bool exists = row < rows.count && chunk * Config::kChunkElements < p.head_dim;
       cp_async_16(shared_address(queries + Config::chunk_offset(row, chunk)), source,
-                  exists ? 16 : 0, policy_);
+                  exists ? 16 : 0, createpolicy_evict_first());
     }
   }
 
   const LaunchParams& params_;
   char* shared_;
-  uint64_t policy_;
   // Of the next tile to request.
   Cursor<Config> cursor_;
-  int tile_, tile_end_, output_ = 0;
-  bool first_tile_;  // of the block's tiles of the output
+  int tile_, output_ = 0;
   const Element *k_, *v_;
   const int32_t* pages_of_sequence_;
   int32_t pages_[kCopies / kCopiesOfRow];

@@ -67,19 +67,24 @@ __device__ int64_t inclusive_sum(int64_t value, int64_t* warp_sums, int64_t& tot
 template <typename Config>
 class Schedule {
  public:
-  // To be made by all threads of the block together.
-  __device__ Schedule(const LaunchParams& params, char* shared) : params_(params) {
+  __device__ Schedule(const LaunchParams& params, char* shared)
+      : params_(params), shared_(reinterpret_cast<Shared*>(shared)) {
     static_assert(sizeof(Shared) <= Config::kScheduleBytes);
-    shared_ = reinterpret_cast<Shared*>(shared);
-    const DecodeParams& p = params.decode;
-    const int num_units = p.batch * static_cast<int>(params.row_blocks.divisor);
+  }
+
+  // Gives the blocks equal ranges of the line; returns whether there is one for this block. To be
+  // called by all threads.
+  __device__ bool cut_line() {
+    const DecodeParams& p = params_.decode;
+    const int num_units = p.batch * static_cast<int>(params_.row_blocks.divisor);
     // With as many threads as units the first pass is enough.
     const bool one_pass = num_units <= Config::kThreads;
     int64_t sum, width, chunk_sum, total = 0;
     const auto add_chunk = [&](int first_unit) {
       const int unit = first_unit + threadIdx.x;
-      width = unit < num_units ? int64_t{p.num_heads_kv} * output_width(keys(params, rows(unit, 0)))
-                               : 0;
+      width = unit < num_units
+                  ? int64_t{p.num_heads_kv} * output_width(keys(params_, rows(unit, 0)))
+                  : 0;
       sum = inclusive_sum<Config::kThreads>(width, shared_->warp_sums, chunk_sum);
     };
     for (int unit = 0; unit < num_units; unit += Config::kThreads) {
@@ -88,39 +93,55 @@ class Schedule {
     }
     const int64_t most =
         p.num_workers > 0 ? total : (total + kMinWorkerTiles - 1) / kMinWorkerTiles;
-    partition_ = {total, most < gridDim.x ? most : int64_t{gridDim.x}};
-    if (idle()) return;
-    line_begin_ = partition_.begin(blockIdx.x);
-    line_end_ = partition_.begin(blockIdx.x + 1);
+    const Partition partition{total, most < gridDim.x ? most : int64_t{gridDim.x}};
+    if (blockIdx.x >= partition.num_workers) return false;
+    const int64_t begin = partition.begin(blockIdx.x);
+    if (threadIdx.x == 0) {
+      shared_->partition = partition;
+      shared_->line_begin = begin;
+      shared_->length = static_cast<int>(partition.begin(blockIdx.x + 1) - begin);
+    }
 
     int64_t before = 0;
-    for (int unit = 0; before <= line_begin_; unit += Config::kThreads) {
+    for (int unit = 0; before <= begin; unit += Config::kThreads) {
       if (!one_pass) add_chunk(unit);
-      if (before + sum - width <= line_begin_ && line_begin_ < before + sum) {
+      if (before + sum - width <= begin && begin < before + sum) {
         shared_->first_unit = unit + threadIdx.x;
         shared_->first_line = before + sum - width;
       }
       before += chunk_sum;
     }
     __syncthreads();
-    first_unit_ = shared_->first_unit;
-    first_line_ = shared_->first_line;
-    const int unit = first_unit_ + threadIdx.x;
+    const int unit = first_unit() + threadIdx.x;
     if (threadIdx.x < kTableUnits && unit < num_units) {
-      shared_->table[threadIdx.x] = keys(params, rows(unit, 0));
+      shared_->table[threadIdx.x] = keys(params_, rows(unit, 0));
+    }
+    __syncthreads();
+    return true;
+  }
+
+  // Gives each block a whole output instead: FlashDecoding's schedule, for comparison only.
+  __device__ void take_output() {
+    if (threadIdx.x == 0) {
+      const int num_heads_kv = params_.decode.num_heads_kv;
+      shared_->first_unit = blockIdx.x / num_heads_kv;
+      shared_->first_line = 0;
+      shared_->table[0] = keys(params_, rows(shared_->first_unit, 0));
+      const int width = output_width(shared_->table[0]);
+      shared_->line_begin = blockIdx.x % num_heads_kv * width;
+      shared_->length = width;
     }
     __syncthreads();
   }
 
-  // Whether nothing is left for this block.
-  __device__ bool idle() const { return blockIdx.x >= partition_.num_workers; }
-
   __device__ const LaunchParams& params() const { return params_; }
-  __device__ const Partition& partition() const { return partition_; }
-  __device__ int64_t line_begin() const { return line_begin_; }
-  __device__ int64_t line_end() const { return line_end_; }
-  __device__ int first_unit() const { return first_unit_; }
-  __device__ int64_t first_line() const { return first_line_; }  // of the unit's first output
+  __device__ const Partition& partition() const { return shared_->partition; }
+  __device__ int64_t line_begin() const { return shared_->line_begin; }
+  __device__ int length() const { return shared_->length; }  // of the block's range
+  __device__ int first_unit() const { return shared_->first_unit; }
+  __device__ int64_t first_line() const {
+    return shared_->first_line;
+  }  // of the unit's first output
 
   __device__ OutputRows rows(int unit, int head_kv) const {
     const int batch = params_.row_blocks.quotient(unit);
@@ -131,7 +152,7 @@ class Schedule {
 
   // The keys that some row of the unit sees.
   __device__ Keys keys_of_unit(int unit) const {
-    const int entry = unit - first_unit_;
+    const int entry = unit - first_unit();
     return entry < kTableUnits ? shared_->table[entry] : keys(params_, rows(unit, 0));
   }
 
@@ -142,12 +163,14 @@ class Schedule {
   static __device__ int output_width(const Keys& keys) { return kOverheadTiles + num_tiles(keys); }
 
  private:
-  static constexpr int kTableUnits = 48;
+  static constexpr int kTableUnits = 40;
   struct Shared {
     Keys table[kTableUnits];
     int64_t warp_sums[Config::kWarps];
-    int64_t first_line;
-    int32_t first_unit;
+    // What a block knows of the line: in shared memory, since it is looked at once per output.
+    Partition partition;
+    int64_t line_begin, first_line;
+    int32_t length, first_unit;
   };
 
   // Called from several places, and rarely: one copy of its loops is enough.
@@ -160,10 +183,6 @@ class Schedule {
 
   const LaunchParams& params_;
   Shared* shared_;
-  Partition partition_;
-  int64_t line_begin_, line_end_;
-  int first_unit_;
-  int64_t first_line_;
 };
 
 // Walks the outputs of a block's range of the line.
@@ -173,14 +192,15 @@ class Cursor {
   __device__ explicit Cursor(const Schedule<Config>& schedule)
       : schedule_(schedule), unit_(schedule.first_unit()) {
     enter_unit();
-    head_kv_ = static_cast<int>((schedule.line_begin() - schedule.first_line()) / width());
-    line_ = schedule.first_line() + int64_t{head_kv_} * width();
+    const int64_t offset = schedule.line_begin() - schedule.first_line();  // into the unit
+    head_kv_ = static_cast<int>(offset / width());
+    position_ = static_cast<int>(int64_t{head_kv_} * width() - offset);
   }
 
-  __device__ bool done() const { return line_ >= schedule_.line_end(); }
+  __device__ bool done() const { return position_ >= schedule_.length(); }
 
   __device__ void next() {
-    line_ += width();
+    position_ += width();
     if (++head_kv_ == schedule_.params().decode.num_heads_kv) {
       head_kv_ = 0;
       ++unit_;
@@ -193,14 +213,14 @@ class Cursor {
   __device__ int num_tiles() const { return num_tiles_; }
 
   // The tiles of this output that the block computes: [tile_begin, tile_end).
-  __device__ int tile_begin() const { return tile_at(schedule_.line_begin()); }
-  __device__ int tile_end() const { return tile_at(schedule_.line_end()); }
+  __device__ int tile_begin() const { return tile_at(0); }
+  __device__ int tile_end() const { return tile_at(schedule_.length()); }
 
   // Whether the block owns the output's first place on the line: it writes an output without keys.
-  __device__ bool owns_first() const { return line_ >= schedule_.line_begin(); }
+  __device__ bool owns_first() const { return position_ >= 0; }
 
   __device__ Contributors contributors() const {
-    const int64_t begin = line_ + kOverheadTiles;
+    const int64_t begin = schedule_.line_begin() + position_ + kOverheadTiles;
     return tree_attention::contributors(schedule_.partition(), begin, begin + num_tiles_);
   }
 
@@ -212,13 +232,12 @@ class Cursor {
     num_tiles_ = schedule_.num_tiles(keys_);
   }
 
-  __device__ int tile_at(int64_t line) const {
-    const int64_t tile = line - line_ - kOverheadTiles;
-    return static_cast<int>(tile < 0 ? 0 : tile < num_tiles_ ? tile : num_tiles_);
+  __device__ int tile_at(int position) const {
+    return max(0, min(position - position_ - kOverheadTiles, num_tiles_));
   }
 
   const Schedule<Config>& schedule_;
-  int64_t line_;  // where the output begins
+  int position_;  // of the output on the line, from where the block's range begins
   int unit_, head_kv_;
   Keys keys_;
   int num_tiles_;

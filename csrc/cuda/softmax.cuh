@@ -20,8 +20,6 @@ class RowScores {
                        int first_row)
       : params_(params), rows_(rows), first_row_(first_row + threadIdx.x % 32 / 4) {
     const DecodeParams& p = params.decode;
-    begin_all_ = 0;
-    end_all_ = INT32_MAX;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       begin_[i] = 0;
@@ -35,13 +33,6 @@ class RowScores {
         begin_[i] = static_cast<int>(seen.begin);
         end_[i] = static_cast<int>(seen.end);
       }
-      begin_all_ = max(begin_all_, begin_[i]);
-      end_all_ = min(end_all_, end_[i]);
-    }
-#pragma unroll
-    for (int distance = 4; distance < 32; distance *= 2) {
-      begin_all_ = max(begin_all_, __shfl_xor_sync(0xffffffff, begin_all_, distance));
-      end_all_ = min(end_all_, __shfl_xor_sync(0xffffffff, end_all_, distance));
     }
   }
 
@@ -58,7 +49,10 @@ class RowScores {
       for_each(s, [&](float x, int, int) { return outer * tanhf(x * inner); });
     }
     if (p.alibi_slopes != nullptr) add_alibi(s, key);
-    if (first_key < begin_all_ || end_all_ < first_key + 8 * kBlocks) {
+    const int last_key = first_key + 8 * kBlocks - 1;
+    const bool sees_all =
+        max(begin_[0], begin_[1]) <= first_key && last_key < min(end_[0], end_[1]);
+    if (__any_sync(0xffffffff, !sees_all)) {
       for_each(s, [&](float x, int row, int column) {
         const bool seen = begin_[row] <= key + column && key + column < end_[row];
         return seen ? x : -INFINITY;
@@ -102,9 +96,8 @@ class RowScores {
 
   const LaunchParams& params_;
   const OutputRows& rows_;
-  int first_row_;            // of the thread's two
-  int begin_[2], end_[2];    // of the keys that a row sees
-  int begin_all_, end_all_;  // of the keys that every row of the warp sees
+  int first_row_;          // of the thread's two
+  int begin_[2], end_[2];  // of the keys that a row sees
 };
 
 // The unnormalised state of the thread's rows over the keys so far; o is the tile's.

@@ -4,10 +4,15 @@
 // on.
 #pragma once
 
+#include <bit>
+
 #include "../common/host_device.h"
 #include "element.cuh"
 
 namespace tree_attention::cuda {
+
+// Of shared memory, for the merge of an output's parts (fixup.cuh), aligned to 8 bytes.
+constexpr int kFixupScratchBytes = 8192;
 
 // A warp owns 16 packed rows (the m of mma.m16n8k16). Warps whose keys are the same form a key
 // group; the key groups of a block split each tile's keys, so that with 16 rows every byte of K and
@@ -29,9 +34,7 @@ struct TileConfig {
 
   // K and V of a tile take about 32 KB: with three stages and two blocks 128 KB are in flight on a
   // Hopper SM, four times what latency times bandwidth asks for.
-  static constexpr int kMinGroupKeys = sizeof(Element) == 2 ? 16 : 8;  // of one step of the tile
-  static constexpr int kMinTileKeys = kKeyGroups * kMinGroupKeys;
-  static constexpr int kTileKeys = 16 * 1024 / kRowBytes / kMinTileKeys * kMinTileKeys;
+  static constexpr int kTileKeys = std::bit_floor(16u * 1024 / kRowBytes);
   static constexpr int kGroupKeys = kTileKeys / kKeyGroups;  // of a tile per key group
   static constexpr int kTileBytes = kTileKeys * kRowBytes;   // of K or of V
   static constexpr int kStageBytes = 2 * kTileBytes;
@@ -43,7 +46,9 @@ struct TileConfig {
   static constexpr int kQueryBytes = kRows * kRowBytes;
 
   static constexpr int kScratchColumns = 32;  // of o that a warp exchanges at a time
-  static constexpr int kScratchBytes = kWarps * 16 * kScratchColumns * 4;
+  static constexpr int kExchangeBytes = kWarps * 16 * kScratchColumns * 4;
+  static constexpr int kScratchBytes =
+      kExchangeBytes > kFixupScratchBytes ? kExchangeBytes : kFixupScratchBytes;
   static constexpr int kStatisticsBytes =
       kWarps * 16 * 2 * 4;                    // (maximum, sum) of each warp's rows
   static constexpr int kScheduleBytes = 512;  // schedule.cuh asserts what it needs
