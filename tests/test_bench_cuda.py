@@ -215,6 +215,21 @@ def test_a_failing_operator_is_wrong(
     assert any("the device is lost" in text for text in result.warnings) == lost
 
 
+def test_an_operator_that_raises_is_wrong(
+    cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*inputs: Any, **options: Any) -> None:
+        raise RuntimeError("lean_decode: no kernel for this head_dim")
+
+    monkeypatch.setattr(peers, "lean_decode", refuse)
+    result = run(CASES)
+    assert result.wrong == [case.name for case in CASES[:-1]]
+    assert tables.line(result.rows[0]).endswith(
+        "WRONG RuntimeError: lean_decode: no kernel for this head_dim"
+    )
+    report.write(result, tmp_path)
+
+
 @pytest.mark.parametrize("right", [True, False])
 def test_command(
     right: bool, cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
