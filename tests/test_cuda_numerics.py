@@ -9,7 +9,7 @@ from torch import Tensor
 
 from helpers import NAN
 from tree_attention import lean_decode
-from tree_attention.bench.accuracy import check_against_float64
+from tree_attention.bench.accuracy import Float64Check
 
 BF16 = torch.bfloat16
 DTYPES = [torch.float32, BF16, torch.float16]
@@ -37,9 +37,10 @@ def check(
     **options: object,
 ) -> None:  # fmt: skip
     """`o_limit` is for scores at which plain PyTorch in 16 bits is no yardstick."""
+    reference = Float64Check(q, k, v, ranges, **options)
     for num_workers in (0, 37):
         o, lse = lean_decode(q, k, v, ranges, num_workers=num_workers, **options)
-        accuracy = check_against_float64(q, k, v, ranges, o, lse, **options)
+        accuracy = reference.accuracy(o, lse)
         assert accuracy.right and accuracy.o_error < o_limit, accuracy
 
 
