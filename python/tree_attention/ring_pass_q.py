@@ -4,15 +4,17 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .exchange import Communicator, get_communicator
-from .exchange.state import Message
+from .exchange.state import Arena, Message
 from .ops import lean_decode, merge_states
+
+_ALIGNMENT = 64
 
 
 def ring_pass_q_decode(
@@ -109,72 +111,62 @@ def ring_pass_q_decode(
         link, rank, world_size = comm.link, comm.rank, comm.world_size
         transport = link.transport_device(q.device)
         parts = _deal(q, k_local.shape[1], world_size)
-        head_dim_v = v_local.shape[3]
-        states = [Message(part.shape(q)[:3], head_dim_v, torch.float32) for part in parts]
-        results = [Message(message.shape, head_dim_v, q.dtype) for message in states]
+        states = [Message(p.shape(q)[:3], v_local.shape[3], torch.float32) for p in parts]
+        results = [replace(message, dtype=q.dtype) for message in states]
+        room = _Room(state.arena, max(message.num_bytes for message in states))
         query_bytes = max(math.prod(part.shape(q)) for part in parts) * q.dtype.itemsize
-        state_bytes = max(message.num_bytes for message in states)
-        result_bytes = max(message.num_bytes for message in results)
-
-        def buffer(name: str, num_bytes: int, device: torch.device) -> Tensor:
-            return state.arena.bytes(f"{name} of a part", num_bytes, device)
-
         # Two, as one is received while the other is read and sent.
-        queries = [buffer(f"queries {i}", query_bytes, transport) for i in range(2)]
-        leaving = buffer("state, leaving", state_bytes, transport)
-        arriving = buffer("state, arriving", state_bytes, transport)
-        pair = buffer("pair of states", 2 * state_bytes, q.device).view(2, state_bytes)
-        merged = buffer("merged state", state_bytes, q.device)
-        result = buffer("result", result_bytes, q.device)
-        gathered = buffer("results", world_size * result_bytes, q.device)
+        queries = [room.named(f"queries {i}", transport, query_bytes) for i in range(2)]
+        leaving, arriving = (room.named(name, transport) for name in ("leaving", "arriving"))
+        merged, pair = room.named("merged", q.device), room.pair(q.device)
+        result = room.named("result", q.device, max(message.num_bytes for message in results))
+
+        def queries_of(index: int, hop: int) -> Tensor:
+            shape = parts[index].shape(q)
+            memory = queries[hop % 2][: math.prod(shape) * q.dtype.itemsize]
+            return memory.view(q.dtype).view(shape)
 
         def shift(receive: Tensor, send: Tensor, tag: int) -> list[dist.Work]:
             some = ([x] if x.numel() else [] for x in (receive, send))
             return link.start_shift(next(some), next(some), tag)
 
-        def queries_of(index: int, hop: int) -> Tensor:
-            shape = parts[index].shape(q)
-            raw = queries[hop % 2][: math.prod(shape) * q.dtype.itemsize]
-            return raw.view(q.dtype).view(shape)
-
         own = parts[rank]
         queries_of(rank, 0).copy_(q[own.sequences, own.heads_q])
-        pending: list[dist.Work] = []
+        coming: list[dist.Work] = []
         for hop in range(world_size):
             index = (rank - hop) % world_size  # of the part that is here
+            state_here, here = states[index], queries_of(index, hop)
+            size = state_here.num_bytes
             deadline = time.monotonic() + seconds
-            link.finish(pending, transport, deadline)
-            here = queries_of(index, hop)
+            link.finish(coming, transport, deadline)
             if hop < world_size - 1:
-                following = queries_of(index - 1, hop + 1)
-                pending = shift(_as_bytes(following), _as_bytes(here), tag=0)
-            size = states[index].num_bytes
-            if hop > 0:
-                sent = states[(index + 1) % world_size].num_bytes
-                leaving[:sent].copy_(merged[:sent])
-                works = shift(arriving[:size], leaving[:sent], tag=1)
-            both = pair[:, :size]
-            out = states[index].views(merged[:size] if hop == 0 else both[1])
-            if size:
-                attend(parts[index], here.to(q.device), key_ranges, out)
-            if hop > 0:
-                link.finish(works, transport, deadline)
-                both[0].copy_(arriving[:size])
-                is_last = hop == world_size - 1
-                target = results[index].views(result[: results[index].num_bytes])
+                coming = shift(queries_of(index - 1, hop + 1).flatten(), here.flatten(), tag=0)
+            if hop == 0:
                 if size:
-                    merged_views = target if is_last else states[index].views(merged[:size])
-                    merge_states(*states[index].views(both), out=merged_views)
+                    attend(own, here.to(q.device), key_ranges, state_here.views(merged[:size]))
+                continue
+            size_sent = states[(index + 1) % world_size].num_bytes
+            leaving[:size_sent].copy_(merged[:size_sent])
+            works = shift(arriving[:size], leaving[:size_sent], tag=1)
+            both = pair[:, :size]
+            if size:
+                attend(parts[index], here.to(q.device), key_ranges, state_here.views(both[1]))
+            link.finish(works, transport, deadline)
+            both[0].copy_(arriving[:size])
+            if hop == world_size - 1:
+                out = results[index].views(result[: results[index].num_bytes])
+            else:
+                out = state_here.views(merged[:size])
+            if size:
+                merge_states(*state_here.views(both), out=out)
 
+        gathered = room.named("results", q.device, world_size * result.numel())
         link.all_gather(gathered, result, time.monotonic() + seconds)
-        o = q.new_empty(state.o.shape)
-        lse = torch.empty_like(state.lse)
-        for from_rank, message in enumerate(gathered.view(world_size, -1)):
-            index = (from_rank + 1) % world_size  # of the part that ended its journey there
-            part, layout = parts[index], results[index]
-            o_part, lse_part = layout.views(message[: layout.num_bytes])
-            o[part.sequences, part.heads_q] = o_part
-            lse[part.sequences, part.heads_q] = lse_part
+        o, lse = q.new_empty(state.o.shape), torch.empty_like(state.lse)
+        for last_rank, memory in enumerate(gathered.view(world_size, -1)):
+            index = (last_rank + 1) % world_size  # of the part that ended its journey there
+            place = parts[index].sequences, parts[index].heads_q
+            o[place], lse[place] = results[index].views(memory[: results[index].num_bytes])
         return o, lse
 
     signature = (
@@ -220,5 +212,18 @@ def _deal(q: Tensor, num_heads_kv: int, world_size: int) -> list[_Part]:
     return [_Part(_ALL, slice(b, e), slice(b * group, e * group)) for b, e in bounds]
 
 
-def _as_bytes(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.uint8)
+@dataclass(frozen=True)
+class _Room:
+    """Memory for the states of parts."""
+
+    arena: Arena
+    state_bytes: int
+
+    def named(self, name: str, device: torch.device, num_bytes: int | None = None) -> Tensor:
+        num_bytes = self.state_bytes if num_bytes is None else num_bytes
+        return self.arena.bytes(f"{name} of a part", num_bytes, device)
+
+    def pair(self, device: torch.device) -> Tensor:
+        """Two in a row, at addresses that any vector store can take."""
+        stride = -(-self.state_bytes // _ALIGNMENT) * _ALIGNMENT
+        return self.named("pair", device, 2 * stride).view(2, stride)
