@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // From products to weights: the score terms, the mask and the online softmax of one warp's 16 rows.
-// A thread holds two rows as tile_mma.cuh says. Scores are in units of log2 here, so that a weight
-// is one ex2; natural logarithms leave the kernel.
+// A thread holds two rows as tile_mma.cuh says. A weight is one fma, of the natural score to units of
+// log2 relative to the maximum, and one ex2: the product is not rounded, and the rounding of the
+// maximum is the same in all weights and in the state. Natural logarithms leave the kernel.
 #pragma once
 
 #include "schedule.cuh"
@@ -43,9 +44,9 @@ class RowScores {
     const float scale = p.softmax_scale;
     const int key = first_key + threadIdx.x % 4 * 2;
     if (p.softcap == 0.0f) {
-      for_each(s, [&](float x, int, int) { return x * (scale * kLog2E); });
+      for_each(s, [&](float x, int, int) { return x * scale; });
     } else {
-      const float inner = scale / p.softcap, outer = p.softcap * kLog2E;
+      const float inner = scale / p.softcap, outer = p.softcap;
       for_each(s, [&](float x, int, int) { return outer * tanhf(x * inner); });
     }
     if (p.alibi_slopes != nullptr) add_alibi(s, key);
@@ -78,12 +79,12 @@ class RowScores {
     for (int i = 0; i < 2; ++i) {
       if (first_row_ + 8 * i >= rows_.count) continue;
       const auto [token, head] = place_of_row(params_, rows_, first_row_ + 8 * i);
-      slope[i] = kLog2E * p.alibi_slopes[head];
+      slope[i] = p.alibi_slopes[head];
       position[i] = query_position(p, rows_.batch, token);
     }
     for_each(s, [&](float x, int row, int column) {
       const int64_t distance = position[row] - position_of_key(key + column);
-      return x - slope[row] * static_cast<float>(distance);
+      return fmaf(-slope[row], static_cast<float>(distance), x);
     });
   }
 
@@ -102,7 +103,7 @@ class RowScores {
 
 // The unnormalised state of the thread's rows over the keys so far; o is the tile's.
 struct OnlineSoftmax {
-  float maximum[2];  // of all of the row's scores in the warp
+  float maximum[2];  // of all of the row's scores in the warp, in units of log2
   float sum[2];      // of the weights in this thread
 
   __device__ void clear() {
@@ -116,7 +117,7 @@ struct OnlineSoftmax {
   // from the maximum, not from the sum.
   template <int kBlocks, typename Tile>
   __device__ void update(float (&s)[kBlocks][4], Tile& tile) {
-    float larger[2] = {maximum[0], maximum[1]};
+    float larger[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
@@ -126,6 +127,7 @@ struct OnlineSoftmax {
     for (int i = 0; i < 2; ++i) {
       larger[i] = fmaxf(larger[i], __shfl_xor_sync(0xffffffff, larger[i], 1));
       larger[i] = fmaxf(larger[i], __shfl_xor_sync(0xffffffff, larger[i], 2));
+      larger[i] = fmaxf(maximum[i], kLog2E * larger[i]);
     }
     if (__any_sync(0xffffffff, larger[0] > maximum[0] || larger[1] > maximum[1])) {
       float factor[2];
@@ -142,7 +144,7 @@ struct OnlineSoftmax {
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        s[n][c] = ex2(s[n][c] - base[c / 2]);
+        s[n][c] = ex2(fmaf(s[n][c], kLog2E, -base[c / 2]));
         sum[c / 2] += s[n][c];
       }
     }
