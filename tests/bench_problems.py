@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Small cases of the CUDA benchmark, of every kind, with their tensors on the CPU."""
+"""Small cases of the CUDA benchmark, of every kind, with their tensors."""
+
+import torch
 
 from tree_attention.bench.cuda.cases import Case
 from tree_attention.bench.cuda.inputs import Inputs
@@ -18,5 +20,5 @@ SMALL = [
 ]
 
 
-def make_inputs(case: Case, sets: int = 2) -> Inputs:
-    return Inputs(case, Arena(sets * case.set_bytes), sets)
+def make_inputs(case: Case, sets: int = 2, device: torch.device | str = "cpu") -> Inputs:
+    return Inputs(case, Arena(sets * case.set_bytes, device), sets)

@@ -105,6 +105,15 @@ def test_inputs_are_the_problem_of_the_case(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_cuda_kernels_take_every_layout(case: Case, cuda_kernels: torch.device) -> None:
+    inputs = make_inputs(case, 1, cuda_kernels)
+    kv, ranges, table = inputs.sets[0], inputs.key_ranges, inputs.page_table
+    o, lse = lean_decode(inputs.q, kv.k, kv.v, ranges, page_table=table)
+    truth = Float64Check(inputs.q, kv.k, kv.v, ranges, page_table=table)
+    assert truth.accuracy(o, lse).right
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_unseen_keys_would_show(case: Case) -> None:
     """All ranges one key longer: another result, wherever there is a key outside."""
     inputs = make_inputs(case, 1)
