@@ -1,64 +1,88 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include "../common/softmax_state.h"
 #include "merge_states.cuh"
+
+#include <bit>
+
+#include "element.cuh"
+#include "merge_tree.cuh"
 
 namespace tree_attention::cuda {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kValues = 4;  // of head_dim per thread
-constexpr int kSlots = 32;  // stack of the canonical order: enough for 2^31 parts
+constexpr int kThreads = 128, kWarps = kThreads / 32;
+constexpr int kValues = 4;  // of o per thread
+constexpr int kColumns = 32 * kValues;
 
-__device__ float to_float(float x) { return x; }
-__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ float to_float(__half x) { return __half2float(x); }
-__device__ void store(float* out, float x) { *out = x; }
-__device__ void store(__nv_bfloat16* out, float x) { *out = __float2bfloat16_rn(x); }
-__device__ void store(__half* out, float x) { *out = __float2half_rn(x); }
+// A lane's columns are 32 apart: then a warp reads neighbours whatever the alignment.
+struct State {
+  float o[kValues];
+  float lse;
 
-// Grid: one thread for kValues consecutive values of a row, rows end to end. Every thread of a row
-// repeats the row's few scalar merges: nothing is exchanged between threads.
+  __device__ void merge_with(const State& upper) {
+    const Merge merged = merge(lse, upper.lse);
+    lse = merged.lse;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) o[i] = merged(o[i], upper.o[i]);
+  }
+};
+
+// Chunks are merged in registers, their states on a stack in shared memory.
+__host__ __device__ int64_t num_chunks(const MergeParams& p) {
+  return (p.num_parts + kPartsInFlight - 1) / kPartsInFlight;
+}
+
+// A warp has up to kColumns columns of a row. Each lane repeats the row's few scalar merges:
+// nothing is exchanged between threads.
 template <typename In, typename Out>
 __global__ void __launch_bounds__(kThreads) merge_states_kernel(const MergeParams p) {
-  const int64_t threads_per_row = (p.head_dim + kValues - 1) / kValues;
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t row = thread / threads_per_row;
+  const int64_t warps_per_row = (p.head_dim + kColumns - 1) / kColumns;
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int64_t row = warp / warps_per_row;
   if (row >= p.num_rows) return;
-  const int64_t first = thread % threads_per_row * kValues;
-  const int count = static_cast<int>(min(static_cast<int64_t>(kValues), p.head_dim - first));
+  const int64_t first_column = warp % warps_per_row * kColumns + threadIdx.x % 32;
 
-  float lse[kSlots];
-  float o[kSlots][kValues];
-  const auto load = [&](int64_t part, int slot) {
-    lse[slot] = p.lse_parts[part * p.lse_stride[0] + row * p.lse_stride[1]];
-    const In* values =
-        static_cast<const In*>(p.o_parts) + part * p.o_stride[0] + row * p.o_stride[1] + first;
+  const auto load = [&](int64_t part) {
+    State state;
+    state.lse = p.lse_parts[part * p.lse_stride[0] + row * p.lse_stride[1]];
+    const In* o = static_cast<const In*>(p.o_parts) + part * p.o_stride[0] + row * p.o_stride[1];
+#pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      o[slot][i] = i < count && lse[slot] != -INFINITY ? to_float(values[i]) : 0.0f;
+      const int64_t column = first_column + 32 * i;
+      const float value = column < p.head_dim ? to_float(o[column]) : 0.0f;
+      // A lone empty part is not merged with anything: its `o` is left out here.
+      state.o[i] = state.lse == -INFINITY ? 0.0f : value;
     }
+    return state;
   };
-  const auto merge_slots = [&](int a, int b) {
-    const Merge merged = merge(lse[a], lse[b]);
-    lse[a] = merged.lse;
-    for (int i = 0; i < kValues; ++i) o[a][i] = merged(o[a][i], o[b][i]);
+  const auto merge_into = [&](State& a, const State& b, int64_t part) {
+    if (part < p.num_parts) a.merge_with(b);
   };
-  merge_in_canonical_order(p.num_parts, load, merge_slots);
+  State* stack = reinterpret_cast<State*>(dynamic_shared_memory()) + threadIdx.x;
+  merge_in_canonical_order(
+      num_chunks(p),
+      [&](int64_t chunk, int slot) {
+        stack[slot * kThreads] = merge_chunk(chunk * kPartsInFlight, p.num_parts, load, merge_into);
+      },
+      [&](int a, int b) { stack[a * kThreads].merge_with(stack[b * kThreads]); });
 
-  Out* out = static_cast<Out*>(p.o) + row * p.head_dim + first;
-  for (int i = 0; i < count; ++i) store(out + i, o[0][i]);
-  if (first == 0) p.lse[row] = lse[0];
+  Out* out = static_cast<Out*>(p.o) + row * p.head_dim;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    const int64_t column = first_column + 32 * i;
+    if (column < p.head_dim) out[column] = from_float<Out>(stack[0].o[i]);
+  }
+  if (first_column == 0) p.lse[row] = stack[0].lse;
 }
 
 template <typename In, typename Out>
 cudaError_t launch(const MergeParams& params, cudaStream_t stream) {
-  const int64_t threads = params.num_rows * ((params.head_dim + kValues - 1) / kValues);
-  if (threads == 0) return cudaSuccess;
-  const unsigned blocks = static_cast<unsigned>((threads + kThreads - 1) / kThreads);
-  merge_states_kernel<In, Out><<<blocks, kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  const int64_t warps = params.num_rows * ((params.head_dim + kColumns - 1) / kColumns);
+  if (warps == 0) return cudaSuccess;
+  // The deepest stack of a binary counter.
+  const int slots = std::bit_width(static_cast<uint64_t>(num_chunks(params)));
+  return launch_kernel(merge_states_kernel<In, Out>,
+                       static_cast<unsigned>((warps + kWarps - 1) / kWarps), kThreads,
+                       slots * kThreads * sizeof(State), stream, params);
 }
 
 template <typename In>
@@ -67,9 +91,9 @@ cudaError_t launch(const MergeParams& params, cudaStream_t stream) {
     case DataType::kFloat32:
       return launch<In, float>(params, stream);
     case DataType::kBFloat16:
-      return launch<In, __nv_bfloat16>(params, stream);
+      return launch<In, BFloat16>(params, stream);
     default:
-      return launch<In, __half>(params, stream);
+      return launch<In, Float16>(params, stream);
   }
 }
 
@@ -80,9 +104,9 @@ cudaError_t launch_merge_states(const MergeParams& params, cudaStream_t stream) 
     case DataType::kFloat32:
       return launch<float>(params, stream);
     case DataType::kBFloat16:
-      return launch<__nv_bfloat16>(params, stream);
+      return launch<BFloat16>(params, stream);
     default:
-      return launch<__half>(params, stream);
+      return launch<Float16>(params, stream);
   }
 }
 

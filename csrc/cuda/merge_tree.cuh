@@ -8,13 +8,32 @@
 
 namespace tree_attention::cuda {
 
-// Parts that a thread loads before it merges the first two.
+// A chunk: parts that a thread loads before it merges the first two.
 constexpr int kPartsInFlight = 8;
 
-// Merges parts [0, num_parts), at least one and fewer than kPartsInFlight * 2^kLevels. load(i) is
-// the state of part i; merge(a, b, i) merges the state b of the parts from i on into a, and leaves
-// a as it is if there is no part i. The states of a chunk of parts and the stack of merged chunks
-// are indexed by constants, so that they stay in registers.
+// Merges the chunk of parts from `first` on, a multiple of kPartsInFlight below num_parts. load(i)
+// is the state of part i; merge(a, b, i) merges the state b of the parts from i on into a, and
+// leaves a as it is if there is no part i.
+template <typename Index, typename Load, typename MergeInto>
+__device__ __forceinline__ auto merge_chunk(Index first, Index num_parts, const Load& load,
+                                            const MergeInto& merge) {
+  decltype(load(first)) states[kPartsInFlight];
+#pragma unroll
+  for (int i = 0; i < kPartsInFlight; ++i) {
+    states[i] = load(first + i < num_parts ? first + i : num_parts - 1);
+  }
+#pragma unroll
+  for (int step = 1; step < kPartsInFlight; step *= 2) {
+#pragma unroll
+    for (int i = 0; i + step < kPartsInFlight; i += 2 * step) {
+      merge(states[i], states[i + step], first + i + step);
+    }
+  }
+  return states[0];
+}
+
+// Merges parts [0, num_parts), at least one and fewer than kPartsInFlight * 2^kLevels. The stack of
+// merged chunks is indexed by constants, so that it stays in registers.
 template <int kLevels, typename Load, typename MergeInto>
 __device__ __forceinline__ auto merge_parts(int num_parts, const Load& load,
                                             const MergeInto& merge) {
@@ -23,25 +42,16 @@ __device__ __forceinline__ auto merge_parts(int num_parts, const Load& load,
   int num_chunks = 0;
 #pragma unroll 1
   for (int first = 0; first < num_parts; first += kPartsInFlight, ++num_chunks) {
-    State states[kPartsInFlight];
-#pragma unroll
-    for (int i = 0; i < kPartsInFlight; ++i) states[i] = load(min(first + i, num_parts - 1));
-#pragma unroll
-    for (int step = 1; step < kPartsInFlight; step *= 2) {
-#pragma unroll
-      for (int i = 0; i + step < kPartsInFlight; i += 2 * step) {
-        merge(states[i], states[i + step], first + i + step);
-      }
-    }
+    State chunk = merge_chunk(first, num_parts, load, merge);
     bool carries = true;
 #pragma unroll
     for (int level = 0; level < kLevels; ++level) {
       const bool waits = num_chunks >> level & 1;
       if (carries && waits) {
-        merge(merged[level], states[0], (num_chunks >> level << level) * kPartsInFlight);
-        states[0] = merged[level];
+        merge(merged[level], chunk, (num_chunks >> level << level) * kPartsInFlight);
+        chunk = merged[level];
       } else if (carries) {
-        merged[level] = states[0];
+        merged[level] = chunk;
         carries = false;
       }
     }
