@@ -138,5 +138,6 @@ void test_merge_states() {
   for (int64_t num_parts : {64, 65, 127, 1000, 5003}) {
     check(num_parts, 3, 33, DataType::kFloat32, DataType::kFloat32, 5, random);
   }
+  check(1, 50, 8, DataType::kFloat32, DataType::kFloat32, 0, random);
   check(3, 0, 64, DataType::kFloat32, DataType::kFloat32, 0, random);
 }
