@@ -48,21 +48,15 @@ TREE_ATTENTION_HOST_DEVICE Contributors contributors(const Partition& partition,
 }
 
 // An output costs more than its tiles: its queries are loaded, its state is stored. On a line with
-// overhead it is `overhead` virtual tiles followed by its own, and the line is cut by virtual
-// tiles. These are the output's tiles that the virtual range [begin, end) of a worker holds; the
-// range may hold none, or nothing but overhead. An output without tiles belongs to the worker of
-// its first virtual tile.
-struct TileRange {
-  int64_t begin, end;
-
-  TREE_ATTENTION_HOST_DEVICE bool empty() const { return begin >= end; }
-};
-
-TREE_ATTENTION_HOST_DEVICE TileRange tiles_in_range(int64_t begin, int64_t end,
-                                                    int64_t output_begin, int64_t overhead,
-                                                    int64_t num_tiles) {
-  const int64_t first = begin - output_begin - overhead, last = end - output_begin - overhead;
-  return {first < 0 ? 0 : first, last < num_tiles ? last : num_tiles};
+// overhead it is `overhead` positions followed by its tiles, and the line is cut by positions. This
+// is how many of the output's tiles lie below `position`: a worker of positions [begin, end) runs
+// its tiles from that of `begin` up to that of `end`, maybe none. An output without tiles belongs
+// to the worker of its first position.
+template <typename Index>
+TREE_ATTENTION_HOST_DEVICE Index tiles_below(Index position, Index output_begin, Index overhead,
+                                             Index num_tiles) {
+  const Index tiles = position - output_begin - overhead;
+  return tiles < 0 ? 0 : tiles < num_tiles ? tiles : num_tiles;
 }
 
 // Index of the output that holds `tile`: the last i with tile_offsets[i] <= tile, where

@@ -16,7 +16,6 @@
 using tree_attention::Contributors;
 using tree_attention::MergeStep;
 using tree_attention::Partition;
-using tree_attention::TileRange;
 
 namespace {
 

@@ -8,7 +8,6 @@
 
 using tree_attention::Contributors;
 using tree_attention::Partition;
-using tree_attention::TileRange;
 
 namespace {
 
@@ -91,21 +90,23 @@ void test_line_with_overhead() {
       const int64_t begin = partition.begin(worker), end = partition.begin(worker + 1);
       CHECK(begin < end || partition.num_tiles == 0, "worker ", worker, " has no work");
       for (size_t output = 0; output < tiles.size(); ++output) {
-        const TileRange range =
-            tree_attention::tiles_in_range(begin, end, offsets[output], overhead, tiles[output]);
+        const auto tiles_below = [&](int64_t position) {
+          return tree_attention::tiles_below(position, offsets[output], overhead, tiles[output]);
+        };
+        const int64_t first = tiles_below(begin), last = tiles_below(end);
         if (tiles[output] == 0) {
           times_empty[output] += begin <= offsets[output] && offsets[output] < end;
-          CHECK(range.empty(), "output ", output, " has no tiles");
+          CHECK(first == last, "output ", output, " has no tiles");
           continue;
         }
         const int64_t tiles_begin = offsets[output] + overhead;
         const Contributors workers =
             tree_attention::contributors(partition, tiles_begin, tiles_begin + tiles[output]);
         const bool listed = workers.first <= worker && worker < workers.first + workers.count;
-        CHECK(listed != range.empty(), "worker ", worker, ", output ", output);
-        if (range.empty()) continue;
-        CHECK(range.begin == tiles_done[output], "tiles in order, output ", output);
-        tiles_done[output] = range.end;
+        CHECK(listed == (first < last), "worker ", worker, ", output ", output);
+        if (first == last) continue;
+        CHECK(first == tiles_done[output], "tiles in order, output ", output);
+        tiles_done[output] = last;
       }
     }
     CHECK(tiles_done == tiles, "repeat ", repeat);
