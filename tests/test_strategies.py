@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from distributed import run_ranks
 from helpers import assert_same_bits
-from tree_attention import merge_states, strategies
+from tree_attention import ExchangeError, merge_states, strategies
 from tree_attention.exchange import Communicator
 from tree_attention.exchange.butterfly import levels
 from tree_attention.exchange.strategies import STRATEGIES
@@ -285,6 +285,27 @@ def exchange_in_steady_state(rank: int, world_size: int, nodes: str) -> None:
 @pytest.mark.parametrize("nodes", ["aaaa", "aabb", "abc"])
 def test_nothing_but_outputs_is_allocated(nodes: str) -> None:
     run_ranks(exchange_in_steady_state, len(nodes), nodes)
+
+
+def exchange_under_observation(rank: int, world_size: int) -> None:
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # as by TORCH_DISTRIBUTED_DEBUG
+    try:
+        comm = Communicator(dist.new_group(range(world_size)), nodes="aaaabbc"[:world_size])
+        o, lse = states_of_ranks(1, world_size, (2, 4, 1, 16))
+        for strategy in (*CANONICAL, *CANONICAL):
+            expected = merge_states(o, lse)
+            assert_same_bits(comm.exchange(o[rank], lse[rank], strategy), expected)
+            with pytest.raises(ExchangeError, match="rank 1"):  # in step, or torch would tell
+                comm.agree((("what", rank == 1),))
+    finally:
+        dist.set_debug_level(before)
+
+
+@pytest.mark.parametrize("world_size", [3, 6])
+def test_debugging_mode_of_torch(world_size: int) -> None:
+    """It compares what ranks do, and counts messages although ranks send different numbers."""
+    run_ranks(exchange_under_observation, world_size, fresh=True)
 
 
 def refuse_options(rank: int, world_size: int) -> None:

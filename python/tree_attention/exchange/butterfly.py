@@ -46,30 +46,38 @@ def levels(rank: int, world_size: int) -> list[Level]:
 
 def prepare(setting: Setting) -> Exchange:
     link, state = setting.link, setting.state
-    steps: list[Messages] = []
-    pairs: list[tuple[Tensor, Tensor]] = []
+    steps = {step.level: step for step in levels(link.rank, link.world_size)}
+    rounds: list[Messages] = []
+    pairs: dict[int, tuple[Tensor, Tensor]] = {}
     own: list[tuple[Tensor, Tensor]] = []
-    for step in levels(link.rank, link.world_size):
-        # Only leaves travel with a 16-bit o.
-        dtype = state.message.dtype if step.level == 0 else torch.float32
-        message = replace(state.message, dtype=dtype)
-        memory = state.buffer(f"pair {len(pairs)}", 2 * message.num_bytes)
-        pair = memory.view(2, message.num_bytes)
-        mine, theirs = pair[int(step.is_upper)], pair[1 - step.is_upper]
-        receive, send = {step.source: theirs}, dict.fromkeys(step.readers, mine)
-        steps.append(Messages(link, receive, send, tag=step.level))
-        pairs.append(message.views(pair))
-        own.append(message.views(mine))
+    for level in range((link.world_size - 1).bit_length()):
+        receive: dict[int, Tensor] = {}
+        send: dict[int, Tensor] = {}
+        step = steps.get(level)
+        if step is not None:
+            # Only leaves travel with a 16-bit o.
+            dtype = state.message.dtype if level == 0 else torch.float32
+            message = replace(state.message, dtype=dtype)
+            memory = state.buffer(f"pair of level {level}", 2 * message.num_bytes)
+            pair = memory.view(2, message.num_bytes)
+            mine, theirs = pair[int(step.is_upper)], pair[1 - step.is_upper]
+            receive, send = {step.source: theirs}, dict.fromkeys(step.readers, mine)
+            pairs[level] = message.views(pair)
+            own.append(message.views(mine))
+        rounds.append(Messages(link, receive, send, level, state.device))
     leaf = state.o[None], state.lse[None]
+    last = len(rounds) - 1  # where all ranks meet
 
     def exchange(deadline: float) -> tuple[Tensor, Tensor]:
-        for step in steps:
+        for step in rounds:
             step.post()
-        merge_states(*leaf, out=own[0])
-        for step, parts, merged in zip(steps, pairs, own[1:], strict=False):
+        merged = iter(own)
+        merge_states(*leaf, out=next(merged))
+        for level, step in enumerate(rounds[:-1]):
             step.run(deadline)
-            merge_states(*parts, out=merged)
-        steps[-1].run(deadline)
-        return merge_states(*pairs[-1], out_dtype=setting.out_dtype)
+            if level in pairs:
+                merge_states(*pairs[level], out=next(merged))
+        rounds[last].run(deadline)
+        return merge_states(*pairs[last], out_dtype=setting.out_dtype)
 
     return exchange

@@ -106,7 +106,7 @@ def _operations(comm: Communicator, num_bytes: int, device: torch.device) -> dic
     }
     for name, (ranks, work) in _peers(comm.rank, topology, num_bytes).items():
         buffers = {rank: receive[rank] for rank in ranks}
-        step = Messages(link, buffers, dict.fromkeys(ranks, send), tag=0)
+        step = Messages(link, buffers, dict.fromkeys(ranks, send), 0, device)
         operations[name] = (work, step.run)
     return operations
 

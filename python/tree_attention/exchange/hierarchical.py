@@ -27,7 +27,8 @@ def _to_everybody(setting: Setting) -> Exchange:
     link, state = setting.link, setting.state
     messages, o_parts, lse_parts = state.parts(link.world_size)
     everybody = range(link.world_size)
-    step = Messages(link, dict(enumerate(messages)), dict.fromkeys(everybody, state.send), tag=0)
+    outwards = dict.fromkeys(everybody, state.send)
+    step = Messages(link, dict(enumerate(messages)), outwards, 0, state.device)
 
     def exchange(deadline: float) -> tuple[Tensor, Tensor]:
         step.run(deadline)
@@ -50,7 +51,8 @@ def _by_nodes(setting: Setting) -> Exchange:
     loads = slices.pairs(outgoing, (state.o, state.lse))
     parts = slices.message.views(incoming)
     inwards = dict(zip(neighbours, incoming, strict=True))
-    steps = [Messages(link, inwards, dict(zip(neighbours, outgoing, strict=True)), tag=0)]
+    outwards = dict(zip(neighbours, outgoing, strict=True))
+    steps = [Messages(link, inwards, outwards, 0, state.device)]
     merges = []
 
     if num_nodes > 1:
@@ -88,4 +90,5 @@ def _spread(setting: Setting, ranks: list[int], messages: Tensor, tag: int) -> M
     """An all-gather in place among `ranks`, in whose order the messages are."""
     own = ranks.index(setting.link.rank)
     others = {rank: messages[i] for i, rank in enumerate(ranks) if i != own}
-    return Messages(setting.link, others, dict.fromkeys(others, messages[own]), tag)
+    outwards = dict.fromkeys(others, messages[own])
+    return Messages(setting.link, others, outwards, tag, setting.state.device)

@@ -28,7 +28,7 @@ _ALL_GATHER = (
     "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
 )
 # The method behind dist.all_to_all_single, likewise.
-_ALL_TO_ALL = (
+ALL_TO_ALL = (
     "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
 )
 # No operation uses this tag: a receive with it can only end by its timeout.
@@ -77,7 +77,7 @@ class Link:
         options.timeout = remaining(deadline)
         start = time.perf_counter()
         source, target = self._stage(send), self._stage(receive, copy=False)
-        work = getattr(self.group, _ALL_TO_ALL)(target, source, [], [], options)
+        work = getattr(self.group, ALL_TO_ALL)(target, source, [], [], options)
         self._finish(work, receive, target, deadline, start)
         self.bytes_sent += send.nbytes - send[0].nbytes
 
