@@ -30,6 +30,16 @@ CPU_SOURCES = [
     "csrc/cpu/probe.cpp",
 ]
 CUDA_SOURCES = [
+    *(
+        f"csrc/cuda/instantiations/lean_decode_{dtype}_{head_dim}.cu"
+        for head_dim in (256, 128, 96, 64)  # those that take longest first
+        for dtype in ("bf16", "fp16", "fp32")
+    ),
+    "csrc/cuda/launch.cu",
+    "csrc/cuda/decode_cuda.cpp",
+    "csrc/cuda/checks.cpp",
+    "csrc/cuda/check_pages.cu",
+    "csrc/cuda/workspaces.cpp",
     "csrc/cuda/merge_states.cu",
     "csrc/cuda/merge_states_cuda.cpp",
 ]

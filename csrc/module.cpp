@@ -6,6 +6,9 @@
 
 #include "cpu/decode.h"
 #include "cpu/probe.h"
+#ifdef TREE_ATTENTION_WITH_CUDA
+#include "cuda/workspaces.h"
+#endif
 
 // python/tree_attention/_loader.py reads it from the file before loading: a module built for
 // another torch may not load at all.
@@ -34,6 +37,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_cpu_instruction_set", &tree_attention::cpu::set_instruction_set);
 
   using ReleaseGil = pybind11::call_guard<pybind11::gil_scoped_release>;
+#ifdef TREE_ATTENTION_WITH_CUDA
+  m.def("reset_workspaces", &tree_attention::cuda::reset_workspaces, ReleaseGil());
+#else
+  m.def("reset_workspaces", [] {});
+#endif
   m.def("pin_threads", &tree_attention::cpu::pin_threads, ReleaseGil());
   m.def("read_memory", &tree_attention::cpu::read_memory, ReleaseGil());
   m.def("multiply_add", &tree_attention::cpu::multiply_add, ReleaseGil());

@@ -9,6 +9,9 @@
 #include "lean_decode.h"
 #include "merge_states.h"
 #include "schedule.h"
+#ifdef TREE_ATTENTION_WITH_CUDA
+#include "cuda/decode_cuda.h"
+#endif
 
 namespace tree_attention {
 namespace {
@@ -61,6 +64,8 @@ TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
 
 #ifdef TREE_ATTENTION_WITH_CUDA
 TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
+  m.impl("lean_decode", LeanDecode<cuda::lean_decode>::run);
+  m.impl("lean_decode.out", LeanDecode<cuda::lean_decode>::run_out);
   m.impl("merge_states", merge_states<cuda::merge_states>);
   m.impl("merge_states.out", merge_states_out<cuda::merge_states>);
 }

@@ -59,6 +59,9 @@ WorkspaceSize largest_workspace(const DeviceLimits& limits);
 cudaError_t launch_lean_decode(const DecodeParams& params, const Plan& plan,
                                const Workspace& workspace, cudaStream_t stream);
 
+LaunchParams launch_params(const DecodeParams& params, const Plan& plan,
+                           const Workspace& workspace);
+
 // The kernel for an element type and a head_dim bucket, of any row tile: one per file of
 // instantiations/, defined in lean_decode.cuh.
 template <typename Element, int kHeadDim>

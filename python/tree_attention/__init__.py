@@ -7,7 +7,7 @@ from types import ModuleType
 from ._version import __version__
 from .decode import tree_decode
 from .exchange import ExchangeError, strategies
-from .ops import lean_decode, lean_schedule, merge_states
+from .ops import lean_decode, lean_schedule, merge_states, reset_workspaces
 from .ring import ring_decode
 from .ring_pass_q import ring_pass_q_decode
 from .sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
@@ -22,6 +22,7 @@ __all__ = [
     "lean_decode",
     "lean_schedule",
     "merge_states",
+    "reset_workspaces",
     "ring_decode",
     "ring_pass_q_decode",
     "strategies",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import _loader
 
-_loader.load()
+_extension = _loader.load()
 _ops = torch.ops.tree_attention
 _lean_decode = _ops.lean_decode.default
 _lean_decode_out = _ops.lean_decode.out
@@ -61,8 +61,8 @@ def lean_decode(
         page_table: int32 `[batch, pages]` or `[batch, num_heads_kv, pages]`; key_ranges then index
             the concatenated pages. Entries that no range reaches are never read.
         out_dtype: of `o`, default q's; float32 when the state will be merged.
-        num_workers: 0 is one per thread. A fixed number splits the keys in the same way, and so
-            gives the same bits, on any number of threads.
+        num_workers: 0 is one per thread, or resident block of the GPU. A fixed number splits the
+            keys in the same way, and so gives the same bits, on any number of threads.
         out: `(o, lse)` to write into instead of new tensors, for example views of a send buffer.
 
     Returns:
@@ -72,6 +72,12 @@ def lean_decode(
 
     Raises:
         RuntimeError: an argument breaks the rules above, or requires a gradient (inference only).
+
+    On CUDA (compute capability 8.0 or higher) head_dims are multiples of 8 up to 256, and q, k and
+    v begin at, and have strides of, multiples of 16 bytes. The host never waits for the device, and
+    calls can be captured in CUDA graphs, between whose replays key_ranges and every other tensor
+    may change. Page ids are checked on the CPU; on CUDA only if the environment variable
+    TREE_ATTENTION_CHECK_PAGES is 1, for which the host waits.
 
     Source: the stream-K schedule of LeanAttention (arXiv:2405.10480).
     """
@@ -179,6 +185,20 @@ def lean_schedule(num_tiles: Tensor, num_workers: int) -> Tensor:
     """
     table: Tensor = _lean_schedule(num_tiles, num_workers)
     return table
+
+
+def reset_workspaces() -> None:
+    """Makes CUDA workspaces usable again after a launch that was aborted; else nothing changes.
+
+    Each device and stream has scratch memory for outputs that several blocks share, whose counters
+    every launch returns to zero. A launch that was stopped half-way may not have done so, and later
+    results would be wrong. This waits for the devices and zeroes the counters. It must not be
+    called while a CUDA graph is captured.
+
+    A captured graph uses the workspace of the stream it was captured on. Graphs that are to run at
+    the same time on several streams must therefore be captured on several, too.
+    """
+    _extension.reset_workspaces()
 
 
 def _check_devices(op: str, whose: str, device: torch.device, **arguments: object) -> None:

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "checks.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "../page_ids.h"
+
+namespace tree_attention::cuda {
+namespace {
+
+constexpr int kMaxHeadDim = 256;
+constexpr int kHeadDimMultiple = 8;
+constexpr int kAlignment = 16;  // bytes
+
+void check_head_dim(const char* what, int32_t head_dim) {
+  TORCH_CHECK(head_dim % kHeadDimMultiple == 0 && head_dim <= kMaxHeadDim, "lean_decode: ", what,
+              " must be a multiple of ", kHeadDimMultiple, " up to ", kMaxHeadDim, " on CUDA, got ",
+              head_dim);
+}
+
+void check_alignment(const char* argument, const void* data, const int64_t (&strides)[3],
+                     const int64_t (&sizes)[3], int element_size) {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  TORCH_CHECK(address % kAlignment == 0, "lean_decode: ", argument, " must begin at a multiple of ",
+              kAlignment, " bytes on CUDA, got one ", address % kAlignment, " bytes beyond");
+  for (int axis = 0; axis < 3; ++axis) {
+    TORCH_CHECK(sizes[axis] <= 1 || strides[axis] * element_size % kAlignment == 0,
+                "lean_decode: ", argument, " must have strides that are multiples of ", kAlignment,
+                " bytes on CUDA, got ", strides[axis], " elements of ", element_size,
+                " bytes on axis ", axis);
+  }
+}
+
+}  // namespace
+
+void check_supported(const DecodeParams& p) {
+  check_head_dim("head_dim", p.head_dim);
+  check_head_dim("head_dim of v", p.head_dim_v);
+  const bool paged = p.page_table != nullptr;
+  const int64_t q_sizes[3] = {p.batch, p.num_heads_q, p.seqlen_q};
+  const int64_t k_sizes[3] = {paged ? p.num_pages : p.batch, p.num_heads_kv,
+                              paged ? p.page_size : p.seqlen_k};
+  const int element_size = p.dtype == DataType::kFloat32 ? 4 : 2;
+  check_alignment("q", p.q, p.q_stride, q_sizes, element_size);
+  check_alignment("k", p.k, p.k_stride, k_sizes, element_size);
+  check_alignment("v", p.v, p.v_stride, k_sizes, element_size);
+}
+
+void check_capability(const char* op, const char* device, int major, int minor) {
+  TORCH_CHECK(major >= 8, op, ": the CUDA device must have compute capability 8.0 or higher, got ",
+              major, ".", minor, " (", device, "); tensors on the CPU need no GPU");
+}
+
+void check_shared_memory(const DecodeParams& p, int32_t needed, int32_t available) {
+  TORCH_CHECK(needed <= available, "lean_decode: head_dim ", std::max(p.head_dim, p.head_dim_v),
+              " needs ", needed, " bytes of shared memory per block, the CUDA device has ",
+              available);
+}
+
+void check_found_pages(const DecodeParams& params, const BadPage* found) {
+  const int32_t num_lists = num_page_lists(params);
+  for (int64_t i = 0; i < int64_t{params.batch} * num_lists; ++i) {
+    if (found[i].page >= 0) check_page_id(params, i / num_lists, found[i].page, found[i].id);
+  }
+}
+
+}  // namespace tree_attention::cuda

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// What CUDA asks of arguments beyond decode_args.cpp.
+#pragma once
+
+#include "../common/decode_params.h"
+#include "check_pages.cuh"
+
+namespace tree_attention::cuda {
+
+// Kernels are compiled for head_dims up to 256 and read q, k and v in pieces of 16 bytes.
+void check_supported(const DecodeParams& params);
+
+// `device` is the name of a device of compute capability major.minor.
+void check_capability(const char* op, const char* device, int major, int minor);
+
+// Of a block's shared memory, in bytes.
+void check_shared_memory(const DecodeParams& params, int32_t needed, int32_t available);
+
+// Throws for the first bad page of `found` [batch, lists], in host memory.
+void check_found_pages(const DecodeParams& params, const BadPage* found);
+
+}  // namespace tree_attention::cuda

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The scratch memory of launches: one allocation for each device and stream."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+import tree_attention
+from helpers import Problem, assert_same_bits, make_problem
+
+
+def split_problem(device: torch.device, **changed) -> Problem:
+    """All blocks share its outputs."""
+    shape = {"num_heads_kv": 1, "batch": 1, "seqlen_k": 8000, "dtype": torch.bfloat16, **changed}
+    return make_problem(**shape).to(device)
+
+
+def used_memory() -> int:
+    """Of the device, by whomever."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def test_reset_without_workspaces():
+    assert tree_attention.reset_workspaces() is None
+
+
+def test_size_does_not_depend_on_the_problem(cuda):
+    """Every kernel, the longest context that fits and many workers of the first stream."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        split_problem(cuda).run_and_check()
+        problems = [
+            split_problem(cuda, head_dim=head_dim, seqlen_q=seqlen_q, dtype=dtype, batch=3)
+            for head_dim in (64, 96, 128, 256)
+            for seqlen_q in (1, 8, 40)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        ]
+        problems.append(split_problem(cuda, seqlen_k=500_000, head_dim=128))
+        outs = [problem.run() for problem in problems]  # kernels load on first use
+        before = used_memory()
+        for problem, out in zip(problems, outs, strict=True):
+            problem.run(out=out)
+        assert used_memory() == before
+
+
+def test_a_stream_has_its_own_of_tens_of_megabytes(cuda):
+    problem = split_problem(cuda)
+    out = problem.run()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    before = used_memory()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            problem.run(out=out)
+    # Streams come from a pool of torch, so that an earlier test may have used them.
+    assert 0 <= used_memory() - before <= len(streams) * 64 * 2**20
+    problem.check(*out)
+
+
+def test_grows_for_more_workers_than_are_resident(cuda):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        problem = split_problem(cuda, seqlen_k=300_000, head_dim=128)
+        small = problem.run_and_check(num_workers=40)
+        for num_workers in (700, 2000, 4000):
+            problem.run_and_check(num_workers=num_workers)
+        assert_same_bits(problem.run(num_workers=40), small)
+
+
+def test_first_use_and_growth_during_a_capture(cuda):
+    """Nothing of it may become part of the graph, and memory that a graph knows stays."""
+    problem = split_problem(cuda, seqlen_k=200_000)
+    expected = problem.run(), problem.run(num_workers=1500)
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = problem.run(), problem.run(num_workers=1500)
+    with torch.cuda.stream(stream):
+        problem.run(num_workers=3000)
+    gc.collect()
+    torch.cuda.empty_cache()
+    for _ in range(3):
+        for out in captured:
+            out[0].zero_()
+        graph.replay()
+        for out, right in zip(captured, expected, strict=True):
+            assert_same_bits(out, right)
+
+
+def test_capture_while_another_thread_allocates(cuda):
+    """A capture in the strictest mode, which other threads may disturb by careless calls."""
+    problem = split_problem(cuda)
+    expected = problem.run()
+    graph, results = torch.cuda.CUDAGraph(), []
+
+    def run_on_a_new_stream() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results.append(problem.run(num_workers=900 + len(results)))
+
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        captured = problem.run()
+        threads = [threading.Thread(target=run_on_a_new_stream) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+            thread.join()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(captured, expected)
+    assert len(results) == 3
+    for result in results:
+        problem.check(*result)
+
+
+def test_reset(cuda):
+    problem = split_problem(cuda)
+    expected = problem.run_and_check()
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            out = problem.run()
+            tree_attention.reset_workspaces()
+            assert stream.query(), "the reset has waited for the device"
+            assert_same_bits(problem.run(), expected)
+            assert_same_bits(out, expected)
+
+
+@pytest.mark.timeout(120)
+def test_threads_use_their_streams_at_once(cuda):
+    """The table of workspaces is shared by all threads."""
+    problem = split_problem(cuda, seqlen_k=3000)
+    expected = problem.run_and_check(num_workers=50)
+    wrong = []
+
+    def run() -> None:
+        for _ in range(20):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                out = problem.run(num_workers=50)
+                torch.cuda.current_stream().synchronize()
+            if not torch.equal(out[0], expected[0]):
+                wrong.append(out)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
