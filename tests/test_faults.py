@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -345,6 +346,31 @@ def interrupt(rank: int, world_size: int) -> None:
 
 def test_interrupted_exchange_is_final() -> None:
     run_ranks(interrupt, 2, fresh=True)
+
+
+def abort(rank: int, world_size: int, strategy: str, first: bool) -> Outcome:
+    """Rank 0 waits for rank 1, which never comes, and is told to stop by a thread of its own."""
+    comm = Communicator(timeout=AMPLE)
+    if not first:
+        call(strategy, comm)
+    dist.barrier()
+    if rank == 1:
+        return 0.0, ""
+    threading.Timer(0.3, comm.abort, ["no longer wanted"]).start()
+    outcome = failure(call, strategy, comm)
+    assert_refuses_further_use(comm)
+    before = comm.failed
+    comm.abort("again")
+    assert comm.failed == before is not None and before.startswith("aborted: no longer wanted")
+    return outcome
+
+
+@pytest.mark.parametrize("strategy,first", [("all_gather", True), ("all_gather", False),
+                                            ("butterfly", False)])  # fmt: skip
+def test_abort_from_another_thread(strategy: str, first: bool) -> None:
+    """While signatures are compared, amid a collective, amid messages."""
+    seconds, message = run_ranks(abort, 2, strategy, first, fresh=True)[0]
+    assert seconds < QUICK and "aborted: no longer wanted" in message
 
 
 def destroy_group(rank: int, world_size: int) -> None:

@@ -30,6 +30,8 @@ _NOTE = "note"
 # How long a rank that found a disagreement, and may be the one that serves the store, stays for the
 # others to find it too.
 _PARTING_SECONDS = 2.0
+# How long a wait for the store may go on after it was interrupted.
+_INTERRUPT_SECONDS = 0.05
 # How long an error message may wait for what peers have to say.
 _EXPLAIN_SECONDS = 0.3
 
@@ -58,6 +60,7 @@ class Agreement:
         self._name = name
         self._epoch = 0
         self._own: dict[str, str] = {}
+        self._interrupted = threading.Event()
 
     def reach(self, signature: Signature, deadline: float) -> list[str]:
         """Every rank's note, once all have published the same signature.
@@ -71,7 +74,9 @@ class Agreement:
         self._own = {_NOTE: self._note, "tree_attention version": __version__}
         self._own.update((name, str(value)) for name, value in signature)
         try:
-            published = _call_before(deadline, lambda: self._publish_and_read(deadline))
+            published = _call_before(
+                deadline, lambda: self._publish_and_read(deadline), self._interrupted
+            )
         except ExchangeError:
             raise
         except RuntimeError as error:
@@ -85,6 +90,10 @@ class Agreement:
             self._part(deadline)
             raise Disagreement("; ".join(filter(None, remarks)))
         return [said[_NOTE] for said in published]
+
+    def interrupt(self) -> None:
+        """Has whoever waits for the others' signatures wait no more."""
+        self._interrupted.set()
 
     def withdraw(self, reason: str) -> str:
         """Tell ranks that come to this epoch or the next why this one does not; return what they
@@ -155,7 +164,9 @@ class Agreement:
         return [f"{self._name}/{epoch}/{rank}" for rank in range(self._world_size)]
 
 
-def _call_before(deadline: float, call: Callable[[], T]) -> T:
+def _call_before(
+    deadline: float, call: Callable[[], T], interrupted: threading.Event | None = None
+) -> T:
     """`call()` in a thread: a store whose server has stalled answers no client and keeps no timeout
     (TCPStore blocks even in cancelling a wait). The thread ends with the server."""
     outcome: list[T] = []
@@ -170,7 +181,11 @@ def _call_before(deadline: float, call: Callable[[], T]) -> T:
     thread = threading.Thread(target=run, name="tree_attention.store", daemon=True)
     thread.start()
     # A wait that ends at the deadline has its answer a little later.
-    thread.join(max(0.0, deadline - time.monotonic()) + 0.2)
+    deadline += 0.2
+    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+        if interrupted is not None and interrupted.is_set():
+            raise ExchangeError("interrupted while it waited for the other ranks")
+        thread.join(min(left, _INTERRUPT_SECONDS))
     if errors:
         raise errors[0]
     if not outcome:

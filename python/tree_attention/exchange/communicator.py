@@ -284,6 +284,15 @@ class Communicator:
 
         return self._until_deadline(agree_and_run, timeout)
 
+    def abort(self, reason: str = "no reason given") -> None:
+        """Ends the call under way, which raises ExchangeError, and refuses further ones.
+
+        From any thread, any number of times. Other ranks fail when they wait for this one, and at
+        their deadlines otherwise. Over NCCL, what was queued ends with the group's watchdog.
+        """
+        if self.world_size > 1 and self.failed is None:
+            self._fail(f"aborted: {reason}")
+
     def agree(self, signature: Signature, timeout: float | None = None) -> None:
         """Raises ExchangeError on every rank, naming rank and field, unless all are equal."""
         if self.world_size > 1:
@@ -333,7 +342,10 @@ class Communicator:
             raise
 
     def _fail(self, reason: str) -> None:
+        if self.failed is not None:
+            return  # aborted, which is why the call has ended
         self.failed = reason
+        self._agreement.interrupt()
         self.link.close()
         said = self._agreement.withdraw(reason)
         if said:
