@@ -15,8 +15,9 @@ from torch import Tensor
 from distributed import run_ranks
 from helpers import assert_same_bits, assert_same_non_finite
 from tree_attention import ExchangeError, merge_states, reference, strategies
-from tree_attention.exchange import Communicator, get_communicator
+from tree_attention.exchange import Communicator, communicator, get_communicator, self_test
 from tree_attention.exchange import state as exchange_state
+from tree_attention.exchange.self_test import merge_digest
 from tree_attention.exchange.state import StateBuffers
 from tree_attention.exchange.strategies import STRATEGIES
 
@@ -222,6 +223,33 @@ def agree(rank: int, world_size: int) -> None:
 
 def test_agreement_and_broadcast() -> None:
     run_ranks(agree, 3)
+
+
+def round_otherwise(rank: int, world_size: int) -> None:
+    comm = Communicator(timeout=20.0)
+    o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
+    with mock.patch.object(communicator, "merge_digest", lambda device: f"bits of {rank // 2}"):
+        message = "test merge, as this processor rounds it, is bits of 1 on rank 2, bits of 0 on r"
+        with pytest.raises(ExchangeError, match=message):
+            comm.exchange(o, lse)
+    assert comm.bytes_sent == 0
+    comm.exchange(o, lse)
+
+
+def test_processors_that_round_differently_are_refused() -> None:
+    run_ranks(round_otherwise, 3)
+
+
+def test_digest_of_the_test_merge() -> None:
+    def rounds_up(o_parts: Tensor, lse_parts: Tensor) -> State:
+        o, lse = merge_states(o_parts, lse_parts)
+        return o, lse.nextafter(torch.tensor(INF))
+
+    cpu, digest = torch.device("cpu"), merge_digest.__wrapped__
+    expected = digest(cpu)
+    assert digest(cpu) == merge_digest(cpu) == expected
+    with mock.patch.object(self_test, "merge_states", rounds_up):
+        assert digest(cpu) != expected
 
 
 def keep_communicators(rank: int, world_size: int) -> None:

@@ -18,6 +18,7 @@ from .agreement import Agreement, Disagreement, ExchangeError, Signature
 from .costs import Costs, choose, default_costs, measured_costs
 from .costs import explain as explain_costs
 from .link import Link
+from .self_test import merge_digest
 from .slices import Slices, new_outputs
 from .state import State, StateBuffers
 from .strategies import STRATEGIES, check_options
@@ -209,6 +210,7 @@ class Communicator:
             ("payload_dtype", payload_dtype),
             ("head_sharded", head_sharded),
             ("device", o.device.type),
+            ("result of a test merge, as this processor rounds it,", merge_digest(o.device)),
         )
         return self.call(fields, run, timeout)
 
