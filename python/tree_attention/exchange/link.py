@@ -73,8 +73,7 @@ class Link:
 
     def all_to_all(self, receive: Tensor, send: Tensor, deadline: float) -> None:
         """Equal parts: `receive[r]` becomes what rank r has in its `send` for this rank."""
-        options = AllToAllOptions()
-        options.timeout = remaining(deadline)
+        options = all_to_all_options(deadline)
         start = time.perf_counter()
         source, target = self._stage(send), self._stage(receive, copy=False)
         work = getattr(self.group, ALL_TO_ALL)(target, source, [], [], options)
@@ -203,6 +202,13 @@ class Link:
         if buffer is None or buffer.nbytes < like.nbytes:
             buffer = self._host_buffers[name] = host_memory(like.nbytes)
         return buffer[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def all_to_all_options(deadline: float) -> AllToAllOptions:
+    options = AllToAllOptions()
+    options.timeout = remaining(deadline)
+    options.asyncOp = False
+    return options
 
 
 def host_memory(num_bytes: int) -> Tensor:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllToAllOptions
 
-from .link import ALL_TO_ALL, Link, host_memory, remaining
+from .link import ALL_TO_ALL, Link, all_to_all_options, host_memory
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -90,8 +89,7 @@ class Messages:
             if not self._posted:
                 self.post()
             return [group.send([t], r, self._tag) for r, t in self._send.items()] + self._posted
-        options = AllToAllOptions()
-        options.timeout = remaining(deadline)
+        options = all_to_all_options(deadline)
         nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
         ranks = range(self._link.world_size)
         receive = [self._receive.get(rank, nothing) for rank in ranks]
@@ -102,8 +100,7 @@ class Messages:
         nothing = torch.empty(0, dtype=torch.uint8)
         receive = [self._receive.get(rank, nothing) for rank in ranks]
         send = [self._send.get(rank, nothing) for rank in ranks]
-        options = AllToAllOptions()
-        options.timeout = remaining(deadline)
+        options = all_to_all_options(deadline)
         sizes = [[tensor.numel() for tensor in tensors] for tensors in (receive, send)]
         target = torch.cat(receive)
         all_to_all = getattr(self._link.group, ALL_TO_ALL)
