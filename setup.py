@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Builds `tree_attention._C`. Everything that is not compiled is in pyproject.toml.
 
-Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, DEBUG=0|1 (CONTRIBUTING.md).
+Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, DEBUG=0|1, ABLATIONS=0|1
+(CONTRIBUTING.md).
 """
 
 import os
@@ -42,6 +43,11 @@ CUDA_SOURCES = [
     "csrc/cuda/workspaces.cpp",
     "csrc/cuda/merge_states.cu",
     "csrc/cuda/merge_states_cuda.cpp",
+]
+# The published schedules over the same inner loop, for benchmarks/bench_decode.py.
+ABLATION_SOURCES = [
+    "csrc/cuda/ablations.cu",
+    "csrc/cuda/ablations_cuda.cpp",
 ]
 DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0a"  # A100; H100, H200
 MINIMUM_TORCH = (2, 11)
@@ -110,10 +116,11 @@ def extension(use_cuda: bool):
         ("TREE_ATTENTION_CUDA_VERSION", f'"{nvcc_version()}"'),
         ("TREE_ATTENTION_CUDA_ARCHITECTURES", f'"{architectures}"'),
     ]
+    ablations = flag("ABLATIONS", "0", ("0", "1")) == "1"
     nvcc = ["-std=c++20", *(["-O0", "-g", "-G"] if debug else ["-O3", "-lineinfo"])]
     return CUDAExtension(
         "tree_attention._C",
-        CPU_SOURCES + CUDA_SOURCES,
+        CPU_SOURCES + CUDA_SOURCES + (ABLATION_SOURCES if ablations else []),
         include_dirs=[os.path.abspath("csrc")],
         define_macros=macros,
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},

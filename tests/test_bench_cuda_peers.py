@@ -2,6 +2,7 @@
 """Each peer is given the problem of its case: PyTorch's CUDA operators are replaced by what they
 are documented to compute, in float32 on the CPU."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,19 +201,18 @@ def test_implementations_are_calls_or_reasons(monkeypatch: pytest.MonkeyPatch) -
         )
 
 
-def test_ablations_are_asked_for_by_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ablations_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def op(*inputs: Any, variant: str, **options: Any) -> tuple[Tensor, Tensor]:
-        asked.append(variant)
+    def op(name: str, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        asked.append(name)
         result: tuple[Tensor, Tensor] = lean_decode(*inputs, **options)
         return result
 
-    monkeypatch.setattr(peers, "has_cuda_kernel", lambda name: name == peers.ABLATION_OP)
-    monkeypatch.setattr(peers, "ABLATION_OP", "lean_decode_ablation")
-    monkeypatch.setattr(torch.ops.tree_attention, "lean_decode_ablation", op, raising=False)
+    monkeypatch.setattr(peers, "has_cuda_kernel", lambda name: name in peers.ABLATIONS)
     inputs = make_inputs(SMALL[7])
-    for variant in peers.ABLATIONS:
-        call = peers.ablation(variant, SMALL[7], inputs)
+    for name in peers.ABLATIONS:
+        monkeypatch.setattr(torch.ops.tree_attention, name, partial(op, name), raising=False)
+        call = peers.ablation(name, SMALL[7], inputs)
         assert_same_problem(SMALL[7], inputs, lambda i, c=call: c(i)[0])
-    assert asked == ["equal_split", "equal_split", "spin", "spin"]
+    assert asked == [name for name in peers.ABLATIONS for _ in range(2)]

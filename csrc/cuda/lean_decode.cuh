@@ -83,17 +83,20 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
   }
 }
 
-// The published alternatives, for comparison with the same inner loop: FlashDecoding's whole output
-// per block, and LeanAttention's fix-up, whose first contributor waits for the others.
-enum class Variant { kLean, kWholeOutputs, kWaitingFixUp };
+// The published alternatives, for comparison with the same inner loop: FlashDecoding's equal splits
+// of each output, which a second kernel merges (num_workers is their number then), and
+// LeanAttention's fix-up, whose first contributor waits for the others.
+enum class Variant { kLean, kEqualSplits, kWaitingFixUp };
 
 template <typename Element, typename Config, Variant kVariant>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     lean_decode_kernel(const __grid_constant__ LaunchParams params) {
   char* shared = dynamic_shared_memory();
   Schedule<Config> schedule(params, shared + Config::kSchedule);
-  if constexpr (kVariant == Variant::kWholeOutputs) {
-    schedule.take_output();
+  int num_splits = 0;
+  if constexpr (kVariant == Variant::kEqualSplits) {
+    num_splits = schedule.take_split(params.decode.num_workers);
+    if (num_splits == 0) return;
   } else {
     if (!schedule.cut_line()) return;
   }
@@ -116,12 +119,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, sink);
     } else {
       const PartialStates states(params.workspace.partials, Config::kRows, head_dim_v);
-      const Contributors contributors = output.contributors();
+      const Contributors contributors =
+          kVariant == Variant::kEqualSplits
+              ? Contributors{blockIdx.x - blockIdx.x % params.decode.num_workers, num_splits}
+              : output.contributors();
       const int64_t part = blockIdx.x - contributors.first;
       const int64_t slot = partial_slot(contributors, part);
       combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, states.sink(slot));
       char* scratch = shared + Config::kScratch;
-      if constexpr (kVariant == Variant::kWaitingFixUp) {
+      if constexpr (kVariant == Variant::kEqualSplits) {
+        // The second kernel is left to merge.
+      } else if constexpr (kVariant == Variant::kWaitingFixUp) {
         wait_and_complete_output<Config::kThreads>(params.workspace.counters, states, contributors,
                                                    rows.count, scratch, sink);
       } else {

@@ -120,18 +120,30 @@ class Schedule {
     return true;
   }
 
-  // Gives each block a whole output instead: FlashDecoding's schedule, for comparison only.
-  __device__ void take_output() {
+  // FlashDecoding's schedule, for comparison only: gives each output blocks of its own, with equal
+  // splits of its tiles. Returns how many, or 0 where none is left for this block.
+  __device__ int take_split(int most_splits) {
+    const int output = blockIdx.x / most_splits, split = blockIdx.x % most_splits;
+    const int unit = output / params_.decode.num_heads_kv;
+    const int64_t num_splits = splits_of_unit(unit, most_splits);
+    if (split >= num_splits) return 0;
     if (threadIdx.x == 0) {
-      const int num_heads_kv = params_.decode.num_heads_kv;
-      shared_->first_unit = blockIdx.x / num_heads_kv;
+      const Keys unit_keys = keys(params_, rows(unit, 0));
+      const int64_t tiles = num_tiles(unit_keys);
+      const int64_t begin = split == 0 ? 0 : kOverheadTiles + split * tiles / num_splits;
+      const int64_t end = kOverheadTiles + (split + 1) * tiles / num_splits;
+      shared_->table[0] = unit_keys;
+      shared_->first_unit = unit;
       shared_->first_line = 0;
-      shared_->table[0] = keys(params_, rows(shared_->first_unit, 0));
-      const int width = output_width(shared_->table[0]);
-      shared_->line_begin = blockIdx.x % num_heads_kv * width;
-      shared_->length = width;
+      shared_->line_begin = output % params_.decode.num_heads_kv * output_width(unit_keys) + begin;
+      shared_->length = static_cast<int>(end - begin);
     }
     __syncthreads();
+    return static_cast<int>(num_splits);
+  }
+
+  __device__ int splits_of_unit(int unit, int most_splits) const {
+    return max(1, min(num_tiles(keys(params_, rows(unit, 0))), most_splits));
   }
 
   __device__ const LaunchParams& params() const { return params_; }
@@ -139,9 +151,8 @@ class Schedule {
   __device__ int64_t line_begin() const { return shared_->line_begin; }
   __device__ int length() const { return shared_->length; }  // of the block's range
   __device__ int first_unit() const { return shared_->first_unit; }
-  __device__ int64_t first_line() const {
-    return shared_->first_line;
-  }  // of the unit's first output
+  // Of the unit's first output.
+  __device__ int64_t first_line() const { return shared_->first_line; }
 
   __device__ OutputRows rows(int unit, int head_kv) const {
     const int batch = params_.row_blocks.quotient(unit);
@@ -233,7 +244,7 @@ class Cursor {
   }
 
   __device__ int tile_at(int position) const {
-    return max(0, min(position - position_ - kOverheadTiles, num_tiles_));
+    return tiles_below(position, position_, kOverheadTiles, num_tiles_);
   }
 
   const Schedule<Config>& schedule_;

@@ -31,10 +31,10 @@ CUDNN = "cuDNN"
 FLEX = "FlexDecoding"
 TRITON = "Triton FlashDecoding"
 EQUAL_SPLIT, SPIN = "equal splits", "spin-wait"
-ABLATIONS = {"equal_split": EQUAL_SPLIT, "spin": SPIN}  # by variant of the operator
+# By the operator of a build with ABLATIONS=1.
+ABLATIONS = {"lean_decode_equal_splits": EQUAL_SPLIT, "lean_decode_waiting_fixup": SPIN}
 FLASH_OP = torch.ops.aten._scaled_dot_product_flash_attention.default
 VARLEN_OP = torch.ops.aten._flash_attention_forward.default
-ABLATION_OP = "lean_decode_ablation"
 
 
 class Unavailable(Exception):
@@ -52,8 +52,8 @@ def implementations(case: Case, inputs: Inputs) -> tuple[dict[str, Call], dict[s
         FLEX: flex,
         TRITON: triton,
     }
-    for variant, name in ABLATIONS.items():
-        makers[name] = partial(ablation, variant)
+    for op, name in ABLATIONS.items():
+        makers[name] = partial(ablation, op)
     calls, unavailable = {}, {}
     for name, make in makers.items():
         try:
@@ -69,13 +69,13 @@ def ours(case: Case, inputs: Inputs) -> Call:
     return lambda i: lean_decode(q, sets[i].k, sets[i].v, ranges, page_table=table)
 
 
-def ablation(variant: str, case: Case, inputs: Inputs) -> Call:
-    if not has_cuda_kernel(ABLATION_OP):
+def ablation(name: str, case: Case, inputs: Inputs) -> Call:
+    if not has_cuda_kernel(name):
         raise Unavailable("not in this build")
-    op = getattr(torch.ops.tree_attention, ABLATION_OP)
+    op = getattr(torch.ops.tree_attention, name)
     ranges = None if inputs.all_keys else inputs.key_ranges
     q, sets, table = inputs.q, inputs.sets, inputs.page_table
-    return lambda i: op(q, sets[i].k, sets[i].v, ranges, page_table=table, variant=variant)
+    return lambda i: op(q, sets[i].k, sets[i].v, ranges, page_table=table)
 
 
 def triton(case: Case, inputs: Inputs) -> Call:
