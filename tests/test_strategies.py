@@ -73,6 +73,24 @@ def test_same_bits_in_every_way(nodes: str) -> None:
     run_ranks(exchange_every_way, len(nodes), nodes)
 
 
+def exchange_on_device(rank: int, world_size: int) -> None:
+    comm = Communicator(nodes="aab")
+    o, lse = (x.cuda() for x in states_of_ranks(3, world_size, (2, 4, 1, 16)))
+    for payload_dtype in (torch.float32, torch.bfloat16):
+        expected = merge_states(o.to(payload_dtype), lse, out_dtype=torch.bfloat16)
+        options = {"payload_dtype": payload_dtype, "out_dtype": torch.bfloat16}
+        for strategy in (*CANONICAL, *CANONICAL):
+            assert_same_bits(comm.exchange(o[rank], lse[rank], strategy, **options), expected)
+        own = tuple(x.chunk(world_size, 1)[rank] if rank < 2 else x[:, :0] for x in expected)
+        sharded = comm.exchange(o[rank], lse[rank], head_sharded=True, **options)
+        assert_same_bits(sharded, own)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_tensors_of_a_device_over_gloo() -> None:
+    run_ranks(exchange_on_device, 3, fresh=True)
+
+
 def exchange_nothing(rank: int, world_size: int) -> None:
     comm = Communicator()
     for strategy in strategies():
