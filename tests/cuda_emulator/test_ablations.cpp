@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The published schedules: right where their assumptions hold, and a hang of LeanAttention's
+// waiting fix-up where they do not, as lean_decode never does.
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "check.h"
+#include "cuda/ablations.h"
+#include "decode_case.h"
+#include "machine.h"
+
+namespace {
+
+using tree_attention::DataType;
+using tree_attention::DecodeParams;
+using tree_attention::cuda::DeviceLimits;
+using tree_attention::cuda::Plan;
+using tree_attention::cuda::Workspace;
+using tree_attention::testing::DecodeCase;
+using tree_attention::testing::Shape;
+namespace cuda = tree_attention::cuda;
+namespace emulator = tree_attention::emulator;
+
+constexpr DeviceLimits kDevice{5, 228 * 1024, 227 * 1024};
+
+using MakePlan = Plan (*)(const DecodeParams&, const DeviceLimits&);
+using Launch = cudaError_t (*)(const DecodeParams&, const Plan&, const Workspace&, cudaStream_t);
+
+auto launcher(MakePlan make_plan, Launch launch, std::vector<uint32_t>& counters) {
+  return [=, &counters](const DecodeParams& params) {
+    const Plan plan = make_plan(params, kDevice);
+    counters.assign(plan.workspace.num_counters, 0);
+    std::vector<float> partials(plan.workspace.num_partial_floats, NAN);
+    launch(params, plan, {counters.data(), partials.data()}, nullptr);
+  };
+}
+
+const Shape kShapes[] = {
+    {1, 2, 4, 1, 1000, 64, 64, DataType::kBFloat16},
+    {3, 1, 4, 2, 400, 128, 128, DataType::kBFloat16, 0, false, 0.0f, true},
+    {2, 2, 2, 1, 320, 128, 96, DataType::kBFloat16, 64, true, 3.0f, true},
+    {6, 2, 1, 1, 90, 64, 64, DataType::kBFloat16, 0, false, 0.0f, true},
+    {1, 1, 3, 1, 128 * 40, 64, 64, DataType::kBFloat16},
+};
+
+}  // namespace
+
+void test_equal_splits() {
+  std::vector<uint32_t> counters;
+  for (const Shape& shape : kShapes) {
+    emulator::options() = {1, 3};
+    DecodeCase(shape, 1).check(
+        0, launcher(cuda::plan_equal_splits, cuda::launch_equal_splits, counters));
+  }
+}
+
+void test_waiting_fixup() {
+  std::vector<uint32_t> counters;
+  for (const Shape& shape : kShapes) {
+    for (const int num_workers : {0, 2, 40}) {
+      emulator::options() = {2, 40};
+      DecodeCase decode(shape, 1);
+      decode.check(num_workers,
+                   launcher(cuda::plan_lean_decode, cuda::launch_waiting_fixup, counters));
+      for (const uint32_t counter : counters) CHECK(counter == 0, "a counter ends as ", counter);
+      const std::vector<float> o = decode.o();
+      decode.check(num_workers,
+                   launcher(cuda::plan_lean_decode, cuda::launch_lean_decode, counters));
+      CHECK(std::memcmp(o.data(), decode.o().data(), o.size() * sizeof(float)) == 0,
+            "the bits are not lean_decode's");
+    }
+  }
+}
+
+void test_waiting_fixup_hangs() {
+  std::vector<uint32_t> counters;
+  int hangs = 0;
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    emulator::options() = {seed, 1};  // one block at a time
+    DecodeCase decode({1, 1, 4, 1, 128 * 3, 64, 64, DataType::kBFloat16}, 1);
+    decode.check(3, launcher(cuda::plan_lean_decode, cuda::launch_lean_decode, counters));
+    try {
+      decode.check(3, launcher(cuda::plan_lean_decode, cuda::launch_waiting_fixup, counters));
+    } catch (const emulator::Error&) {
+      ++hangs;
+    }
+  }
+  CHECK(hangs > 0, "no order of blocks made it wait for ever");
+}
