@@ -82,6 +82,7 @@ class LoadRing {
   static constexpr int kLoaders = 32 * Config::kRowGroups;
   static constexpr int kCopies = Config::kGroupKeys * Config::kChunks / kLoaders;
   static_assert(Config::kGroupKeys * Config::kChunks % kLoaders == 0);
+  static constexpr uint32_t kAllCopies = 0xffffffff;
   static constexpr int kCopiesOfRow =
       Config::kChunks % kLoaders == 0 ? Config::kChunks / kLoaders : 1;
 
@@ -125,11 +126,13 @@ class LoadRing {
   // Page ids are read one tile ahead of their use, and only where a range needs them.
   __device__ void locate_pages() {
     if (params_.decode.page_table == nullptr || cursor_.done()) return;
+    const uint32_t seen = seen_copies();
 #pragma unroll
     for (int i = 0; i < kCopies; i += kCopiesOfRow) {
       const int key = first_key() + row_of_copy(i);
-      pages_[i / kCopiesOfRow] =
-          key < cursor_.keys().end ? pages_of_sequence_[params_.page_size.quotient(key)] : 0;
+      pages_[i / kCopiesOfRow] = (seen >> i & 1) && key < cursor_.keys().end
+                                     ? pages_of_sequence_[params_.page_size.quotient(key)]
+                                     : 0;
     }
   }
 
@@ -154,8 +157,9 @@ class LoadRing {
 
   __device__ void request(char* tile, const Element* base, const int64_t (&stride)[3],
                           int head_dim) const {
-    const bool whole =
-        first_key() + Config::kTileKeys <= cursor_.keys().end && head_dim == Config::kHeadDim;
+    const uint32_t seen = seen_copies();
+    const bool whole = first_key() + Config::kTileKeys <= cursor_.keys().end &&
+                       seen == kAllCopies && head_dim == Config::kHeadDim;
     if (params_.decode.page_table != nullptr) {
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
@@ -163,7 +167,7 @@ class LoadRing {
         const int page = params_.page_size.quotient(key);
         const int slot = key - page * static_cast<int>(params_.page_size.divisor);
         request_chunk(tile, i, base + pages_[i / kCopiesOfRow] * stride[0] + slot * stride[2],
-                      exists(i, head_dim));
+                      exists(i, head_dim, seen));
       }
     } else if (whole) {
       base += first_key() * stride[2];
@@ -174,15 +178,28 @@ class LoadRing {
     } else {
       base += first_key() * stride[2];
       for (int i = 0; i < kCopies; ++i) {
-        request_chunk(tile, i, base + row_of_copy(i) * stride[2], exists(i, head_dim));
+        request_chunk(tile, i, base + row_of_copy(i) * stride[2], exists(i, head_dim, seen));
       }
     }
   }
 
-  // Rows past the last key become zero: whatever lies there, NaN too, would reach o through a
-  // weight of zero.
-  __device__ bool exists(int i, int head_dim) const {
-    return first_key() + row_of_copy(i) < cursor_.keys().end &&
+  // Bit i: whether some query sees the key of copy i, unless it is past the last key.
+  __device__ uint32_t seen_copies() const {
+    static_assert(kCopies <= 32);
+    if (!cursor_.keys().has_gaps) return kAllCopies;
+    uint32_t seen = 0;
+#pragma unroll 1
+    for (int i = 0; i < kCopies; ++i) {
+      const int key = first_key() + row_of_copy(i);
+      if (Schedule<Config>::is_seen(params_, cursor_.rows(), key)) seen |= 1u << i;
+    }
+    return seen;
+  }
+
+  // Keys that no query sees become zero: whatever lies there, NaN too, would reach o through a
+  // weight of zero. Their pages need not exist.
+  __device__ bool exists(int i, int head_dim, uint32_t seen) const {
+    return (seen >> i & 1) && first_key() + row_of_copy(i) < cursor_.keys().end &&
            chunk_of_copy(i) * Config::kChunkElements < head_dim;
   }
 

@@ -18,7 +18,8 @@ struct OutputRows {
 };
 
 struct Keys {
-  int begin, end;
+  int begin, end;  // the hull of the rows' ranges
+  bool has_gaps;   // some key inside may be no row's: it is not to be read
 };
 
 // The query token and query head of a row of an output.
@@ -167,6 +168,17 @@ class Schedule {
     return entry < kTableUnits ? shared_->table[entry] : keys(params_, rows(unit, 0));
   }
 
+  // Whether some row sees the key, which is one of the hull.
+  static __device__ bool is_seen(const LaunchParams& params, const OutputRows& rows, int key) {
+    const int first_token = params.group_size.quotient(rows.begin);
+    const int last_token = params.group_size.quotient(rows.begin + rows.count - 1);
+    for (int token = first_token; token <= last_token; ++token) {
+      const KeyRange keys = key_range(params.decode, rows.batch, token);
+      if (keys.begin <= key && key < keys.end) return true;
+    }
+    return false;
+  }
+
   static __device__ int num_tiles(const Keys& keys) {
     return (keys.end - keys.begin + Config::kTileKeys - 1) / Config::kTileKeys;
   }
@@ -174,7 +186,7 @@ class Schedule {
   static __device__ int output_width(const Keys& keys) { return kOverheadTiles + num_tiles(keys); }
 
  private:
-  static constexpr int kTableUnits = 40;
+  static constexpr int kTableUnits = 32;
   struct Shared {
     Keys table[kTableUnits];
     int64_t warp_sums[Config::kWarps];
@@ -188,8 +200,15 @@ class Schedule {
   static __device__ __noinline__ Keys keys(const LaunchParams& params, OutputRows rows) {
     const int first_token = params.group_size.quotient(rows.begin);
     const int last_token = params.group_size.quotient(rows.begin + rows.count - 1);
-    const KeyRange keys = hull_of_tokens(params.decode, rows.batch, first_token, last_token + 1);
-    return {static_cast<int>(keys.begin), static_cast<int>(keys.end)};
+    KeyRange all{0, 0};
+    bool has_gaps = false;
+    for (int token = first_token; token <= last_token; ++token) {
+      const KeyRange keys = key_range(params.decode, rows.batch, token);
+      const bool apart = keys.end < all.begin || all.end < keys.begin;
+      has_gaps = has_gaps || (apart && !keys.empty() && !all.empty());
+      all = hull(all, keys);
+    }
+    return {static_cast<int>(all.begin), static_cast<int>(all.end), has_gaps};
   }
 
   const LaunchParams& params_;
