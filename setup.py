@@ -117,8 +117,8 @@ def extension(use_cuda: bool):
         ("TREE_ATTENTION_CUDA_ARCHITECTURES", f'"{architectures}"'),
     ]
     ablations = flag("ABLATIONS", "0", ("0", "1")) == "1"
-    # -fmad=false is -ffp-contract=off: products and sums are fused where the text says fmaf only, so
-    # that a merge has the same bits in every kernel.
+    # -fmad=false is -ffp-contract=off: products and sums are fused only where the text says so, and
+    # a merge has the same bits in every kernel.
     nvcc = ["-std=c++20", "-fmad=false", *(["-O0", "-g", "-G"] if debug else ["-O3", "-lineinfo"])]
     return CUDAExtension(
         "tree_attention._C",
