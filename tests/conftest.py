@@ -9,20 +9,39 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Asking for devices must not initialise CUDA: no process forked after that could use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
+
+from emulated import emulated_operators
 
 # The same examples in every run and no deadline: a busy machine fails no test.
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("repeatable")
 
 
-@pytest.fixture(params=["cpu", "cuda"])
-def device(request: pytest.FixtureRequest) -> torch.device:
+@pytest.fixture(params=["cpu", "emulated", "cuda"])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Runs a test on every backend that this machine and this build of the extension have for the
-    operator `OP` of the test's module, by default lean_decode."""
-    return _usable_device(request, request.param)
+    operator `OP` of the test's module, by default lean_decode; and on CPU tensors with the CUDA
+    kernels on an emulated device."""
+    yield from _device(request)
+
+
+@pytest.fixture(params=["emulated", "cuda"])
+def cuda_kernels(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Runs a test with the CUDA kernels wherever they run: emulated, and on a GPU."""
+    yield from _device(request)
+
+
+def _device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    if request.param == "emulated":
+        with emulated_operators():
+            yield torch.device("cpu")
+    else:
+        yield _usable_device(request, request.param)
 
 
 @pytest.fixture

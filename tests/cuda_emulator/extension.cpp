@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The operators with the CUDA kernels on the emulated device: from the time of install() on, they
+// take the place of the CPU's, so that the same tests check both.
+#include <torch/library.h>
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "cuda/checks.h"
+#include "cuda/launch.h"
+#include "cuda/merge_states.cuh"
+#include "dispatch.h"
+#include "lean_decode.h"
+#include "machine.h"
+#include "merge_states.h"
+
+namespace tree_attention {
+namespace {
+
+// Few blocks, so that each has several outputs of a small problem; the memory is a Hopper's.
+constexpr cuda::DeviceLimits kLimits{3, 228 * 1024, 227 * 1024};
+
+// Blocks that share an output do not always run side by side.
+constexpr int kResidentBlocks = 3;
+
+void check(cudaError_t error) {
+  TORCH_CHECK(error == cudaSuccess, "the emulated device returned error ", static_cast<int>(error));
+}
+
+// One workspace for all launches, as on a stream: counters that a launch does not return to zero
+// would spoil the next.
+cuda::Workspace workspace(const cuda::WorkspaceSize& size) {
+  static std::vector<uint32_t> counters;
+  static std::vector<float> partials;
+  TORCH_CHECK(std::all_of(counters.begin(), counters.end(), [](uint32_t x) { return x == 0; }),
+              "the emulated device: a launch did not return its counters to zero");
+  counters.resize(std::max<size_t>(counters.size(), size.num_counters), 0);
+  partials.assign(size.num_partial_floats, NAN);
+  return {counters.data(), partials.data()};
+}
+
+void check_pages(const DecodeParams& params) {
+  std::vector<cuda::BadPage> found(params.batch * cuda::num_page_lists(params));
+  check(cuda::launch_check_pages({params, found.data()}, nullptr));
+  cuda::check_found_pages(params, found.data());
+}
+
+void emulated_lean_decode(const DecodeParams& params) {
+  cuda::check_supported(params);
+  if (params.page_table != nullptr) check_pages(params);
+  const cuda::Plan plan = cuda::plan_lean_decode(params, kLimits);
+  check(cuda::launch_lean_decode(params, plan, workspace(plan.workspace), nullptr));
+}
+
+void emulated_merge_states(const MergeParams& params) {
+  check(cuda::launch_merge_states(params, nullptr));
+}
+
+// While it exists, its kernels hide those that were registered before.
+std::unique_ptr<torch::Library> library;
+
+void install() {
+  emulator::options().resident_blocks = kResidentBlocks;
+  library = std::make_unique<torch::Library>(torch::Library::IMPL, "tree_attention",
+                                             c10::DispatchKey::CPU, __FILE__, __LINE__);
+  library->impl("lean_decode", LeanDecode<emulated_lean_decode>::run);
+  library->impl("lean_decode.out", LeanDecode<emulated_lean_decode>::run_out);
+  library->impl("merge_states", merge_states<emulated_merge_states>);
+  library->impl("merge_states.out", merge_states_out<emulated_merge_states>);
+}
+
+void uninstall() { library.reset(); }
+
+void set_seed(int64_t seed) { emulator::options().seed = seed; }
+
+void check_capability(std::string op, std::string device, int64_t major, int64_t minor) {
+  cuda::check_capability(op.c_str(), device.c_str(), static_cast<int>(major),
+                         static_cast<int>(minor));
+}
+
+// (row tile, threads, blocks per SM, stages, bytes of shared memory) of kernels on a GPU.
+std::vector<int64_t> plan(at::ScalarType dtype, int64_t head_dim, int64_t num_rows, int64_t num_sms,
+                          int64_t shared_bytes_per_sm, int64_t shared_bytes_per_block) {
+  DecodeParams params{};
+  params.dtype = data_type(dtype, "plan", "dtype");
+  params.head_dim = params.head_dim_v = static_cast<int32_t>(head_dim);
+  params.batch = params.num_heads_q = params.num_heads_kv = 1;
+  params.seqlen_q = static_cast<int32_t>(num_rows);
+  const cuda::Plan plan = cuda::plan_lean_decode(
+      params, {static_cast<int32_t>(num_sms), static_cast<int32_t>(shared_bytes_per_sm),
+               static_cast<int32_t>(shared_bytes_per_block)});
+  return {plan.row_tile, plan.num_threads, plan.blocks_per_sm, plan.num_stages, plan.shared_bytes};
+}
+
+}  // namespace
+
+TORCH_LIBRARY(tree_attention_emulator, m) {
+  m.def("install", install);
+  m.def("uninstall", uninstall);
+  m.def("set_seed", set_seed);
+  m.def("plan", plan);
+  m.def("check_capability", check_capability);
+}
+
+}  // namespace tree_attention

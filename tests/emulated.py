@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The CUDA kernels on the emulated device, in the place of the CPU's operators."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import emulator_build
+from compilation import Compiler
+
+TORCH = Path(torch.__file__).parent
+COMPILER = Compiler(
+    emulator_build.BUILD / f"torch-{torch.__version__}",
+    [*emulator_build.FLAGS, f"-isystem{TORCH}/include"],
+)
+KERNELS = [*emulator_build.EMULATOR, *emulator_build.LAUNCHES, *emulator_build.INSTANCES]
+BRIDGE = [
+    Path("tests/cuda_emulator/extension.cpp"),
+    *(Path("csrc") / name for name in ("cuda/checks.cpp", "decode_args.cpp", "merge_states.cpp")),
+]
+
+
+@contextmanager
+def emulated_operators(seed: int = 0) -> Iterator[None]:
+    """Within it the operators on CPU tensors are those of CUDA."""
+    load()
+    torch.ops.tree_attention_emulator.set_seed(seed)
+    torch.ops.tree_attention_emulator.install()
+    try:
+        yield
+    finally:
+        torch.ops.tree_attention_emulator.uninstall()
+
+
+def check_capability(op: str, device: str, major: int, minor: int) -> None:
+    """What CUDA operators ask of a device before anything else."""
+    load()
+    torch.ops.tree_attention_emulator.check_capability(op, device, major, minor)
+
+
+@dataclass
+class Plan:
+    """What the host decides for a problem on a GPU."""
+
+    row_tile: int
+    num_threads: int
+    blocks_per_sm: int
+    num_stages: int
+    shared_bytes: int
+
+
+def plan(dtype: torch.dtype, head_dim: int, num_rows: int, limits: tuple[int, int, int]) -> Plan:
+    """`limits`: multiprocessors, bytes of shared memory of one, and what a block may ask for."""
+    load()
+    return Plan(*torch.ops.tree_attention_emulator.plan(dtype, head_dim, num_rows, *limits))
+
+
+@functools.cache
+def load() -> None:
+    objects = emulator_build.COMPILER.compile(KERNELS) + COMPILER.compile(BRIDGE)
+    libraries = [f"-L{TORCH}/lib", "-ltorch_cpu", "-lc10"]
+    torch.ops.load_library(COMPILER.link("emulated.so", objects, ["-shared", *libraries]))

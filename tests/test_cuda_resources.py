@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the compiled kernels need of a multiprocessor, read from the extension: no GPU is asked."""
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import emulated
+from tree_attention import _loader
+
+# Of compute capability 8.0 and 9.0: multiprocessors, bytes of shared memory of one, and of a block
+# (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+LIMITS = {"sm_80": (108, 164 << 10, 163 << 10), "sm_90": (132, 228 << 10, 227 << 10)}
+REGISTERS = 65536  # of a multiprocessor, dealt in units of 256 to a warp
+SYSTEM_SHARED_BYTES = 1024  # of each block; cuobjdump counts them on sm_90
+ELEMENTS = {"BFloat16": torch.bfloat16, "Float16": torch.float16, "f": torch.float32}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    architecture: str
+    dtype: torch.dtype
+    head_dim: int
+    row_tile: int
+    registers: int
+    stack: int
+    local: int
+    static_shared: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.architecture} {self.dtype} d{self.head_dim} rows {self.row_tile}"
+
+
+def find_cuobjdump() -> str | None:
+    """From the toolkit, or the one that triton brings along."""
+    folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"]
+    try:
+        import triton
+
+        folders.append(Path(triton.__file__).parent / "backends" / "nvidia" / "bin")
+    except ImportError:
+        pass
+    path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, folders)])
+    return shutil.which("cuobjdump", path=path)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> list[Kernel]:
+    extension = _loader.load()
+    if extension.build_info()["cuda_version"] is None:
+        pytest.skip("the extension is built without CUDA")
+    cuobjdump = find_cuobjdump()
+    if cuobjdump is None:
+        pytest.skip("no cuobjdump in PATH, CUDA_HOME or triton")
+    text = subprocess.run(
+        [cuobjdump, "--dump-resource-usage", extension.__file__],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    return parse(text)
+
+
+def parse(text: str) -> list[Kernel]:
+    kernels, architecture, shape = [], "", None
+    for line in text.splitlines():
+        if match := re.search(r"arch = (sm_\d+)", line):
+            architecture = match[1]
+        if match := re.search(r"Function \S*lean_decode_kernelI(\S*):", line):
+            # The mangled name: <Element, TileConfig<Element, head_dim, rows>, ...>.
+            config = re.match(r"(?:NS0_\d+(\w*Float16)E|(f)).*?Li(\d+)ELi(\d+)E", match[1])
+            assert config is not None, line
+            element, head_dim, row_tile = config[1] or config[2], int(config[3]), int(config[4])
+            shape = architecture, ELEMENTS[element], head_dim, row_tile
+        elif match := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line):
+            registers, stack, static_shared, local = map(int, match.groups())
+            if shape is not None:
+                kernels.append(Kernel(*shape, registers, stack, local, static_shared))
+            shape = None
+        elif "Function" in line:
+            shape = None
+    return kernels
+
+
+def occupancy(kernel: Kernel) -> emulated.Plan:
+    return emulated.plan(
+        kernel.dtype, kernel.head_dim, kernel.row_tile, LIMITS[kernel.architecture]
+    )
+
+
+def test_every_kernel_is_there(kernels):
+    built = {(k.architecture, k.dtype, k.head_dim, k.row_tile) for k in kernels}
+    assert len(built) == len(kernels)
+    expected = {
+        (architecture, dtype, head_dim, row_tile)
+        for architecture in {k.architecture for k in kernels}
+        for dtype in ELEMENTS.values()
+        for head_dim in (64, 96, 128, 256)
+        for row_tile in (16, 32, 64, 128)
+        if occupancy(Kernel(architecture, dtype, head_dim, row_tile, 0, 0, 0, 0)).row_tile
+        == row_tile
+    }
+    assert built == expected and len(expected) % 34 == 0
+
+
+def test_bfloat16_keeps_everything_in_registers(kernels):
+    """A spill, or an array indexed at run time, would be traffic to local memory in the loop."""
+    chosen = [k for k in kernels if k.dtype == torch.bfloat16 and k.head_dim in (64, 128)]
+    assert chosen
+    assert [k.name for k in chosen if k.stack or k.local] == []
+
+
+def test_registers_and_shared_memory_allow_the_planned_blocks(kernels):
+    for kernel in kernels:
+        if kernel.architecture not in LIMITS:
+            continue
+        plan = occupancy(kernel)
+        _, per_sm, per_block = LIMITS[kernel.architecture]
+        assert kernel.static_shared in (0, SYSTEM_SHARED_BYTES), kernel.name
+        assert plan.shared_bytes <= per_block, kernel.name
+        shared = plan.blocks_per_sm * (plan.shared_bytes + SYSTEM_SHARED_BYTES)
+        assert shared <= per_sm, kernel.name
+        warp_registers = -(-kernel.registers * 32 // 256) * 256
+        registers = plan.blocks_per_sm * plan.num_threads // 32 * warp_registers
+        assert registers <= REGISTERS, kernel.name
+
+
+def test_two_blocks_share_a_multiprocessor(kernels):
+    """Of one query of a model, with 96 KB or more of its keys and values in flight on a Hopper."""
+    for head_dim in (64, 128):
+        plan = emulated.plan(torch.bfloat16, head_dim, 8, LIMITS["sm_90"])
+        assert (plan.row_tile, plan.num_threads, plan.blocks_per_sm) == (16, 128, 2)
+        assert plan.num_stages >= 3
+        assert plan.blocks_per_sm * plan.num_stages * 32 * 1024 >= 96 * 1024
+        plan = emulated.plan(torch.bfloat16, head_dim, 8, LIMITS["sm_80"])
+        assert plan.blocks_per_sm == 2 and plan.num_stages >= 2
