@@ -134,7 +134,7 @@ built=yes
 stage build 300 env USE_CUDA=1 MAX_JOBS="${MAX_JOBS:-$(nproc)}" "$PYTHON" setup.py build_ext --inplace ||
   built=no
 stage machine 60 bash -c describe_machine
-gpu_stage smoke 90 "${pytest[@]}" -v tests/test_cuda_smoke.py
+gpu_stage smoke 90 "${pytest[@]}" -v -k "not emulated" tests/test_cuda_smoke.py
 gpu_stage tests 150 env OMP_NUM_THREADS=2 "${pytest[@]}" "${parallel[@]}" "${ignored[@]}" \
   -k "cuda and not emulat and not mutations and not resources and not packaging" tests
 gpu_stage alone 150 "${pytest[@]}" $(files_of "${alone[@]}")

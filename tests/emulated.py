@@ -25,7 +25,7 @@ BRIDGE = [
 
 
 @contextmanager
-def emulated_operators(seed: int = 0) -> Iterator[None]:
+def emulated_operators(seed: int) -> Iterator[None]:
     """Within it the operators on CPU tensors are those of CUDA."""
     load()
     torch.ops.tree_attention_emulator.set_seed(seed)

@@ -6,6 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from emulated import emulated_operators
 from helpers import assert_same_bits, make_problem
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -14,21 +15,21 @@ by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)
 
 @by_dtype
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
-def test_head_dims(head_dim, dtype, cuda):
+def test_head_dims(head_dim, dtype, cuda_kernels):
     """Buckets and what is narrower: columns beyond head_dim are neither read nor written."""
     problem = make_problem(
         head_dim=head_dim, seqlen_q=2, ranges="causal", layout="padded", dtype=dtype, seqlen_k=300
     )
-    problem.to(cuda).run_and_check()
+    problem.to(cuda_kernels).run_and_check()
 
 
 @by_dtype
 @pytest.mark.parametrize(
     "head_dim, head_dim_v", [(64, 128), (128, 64), (192, 128), (256, 8), (8, 256), (96, 72)]
 )
-def test_values_of_another_head_dim(head_dim, head_dim_v, dtype, cuda):
+def test_values_of_another_head_dim(head_dim, head_dim_v, dtype, cuda_kernels):
     problem = make_problem(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, layout="padded")
-    problem.to(cuda).run_and_check(num_workers=7)
+    problem.to(cuda_kernels).run_and_check(num_workers=7)
 
 
 @by_dtype
@@ -47,7 +48,7 @@ KINDS = ["all", "ragged", "left padded", "causal", "window", "random"]
 
 
 @st.composite
-def problems(draw):
+def problems(draw, lengths=(64, 65, 512, 3000)):
     torch.manual_seed(draw(st.integers(0, 2**31)))
     page_size = draw(st.integers(1, 70)) if draw(st.booleans()) else 0
     multiples_of_8 = st.integers(1, 32).map(lambda n: 8 * n)
@@ -56,7 +57,7 @@ def problems(draw):
         num_heads_kv=draw(st.integers(1, 3)),
         group_size=draw(st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16])),
         seqlen_q=draw(st.sampled_from([1, 1, 2, 3, 5, 9, 20])),
-        seqlen_k=draw(st.one_of(st.integers(0, 700), st.sampled_from([64, 65, 512, 3000]))),
+        seqlen_k=draw(st.one_of(st.integers(0, 700), st.sampled_from(lengths))),
         head_dim=draw(st.one_of(st.sampled_from([64, 128]), multiples_of_8)),
         head_dim_v=draw(st.one_of(st.none(), multiples_of_8)),
         dtype=draw(st.sampled_from(DTYPES)),
@@ -68,6 +69,16 @@ def problems(draw):
         softcap=draw(st.sampled_from([0.0, 0.0, 3.0, 50.0])),
         softmax_scale=draw(st.sampled_from([None, None, 0.05, 0.3])),
     )
+
+
+@settings(max_examples=80)
+@given(problems(lengths=(64, 65, 512)), st.sampled_from([0, 0, 1, 2, 3, 5, 16, 40]), st.integers())
+def test_any_problem_in_any_order_of_blocks(problem, num_workers, seed):
+    """Emulated: the seed decides which block runs when."""
+    with emulated_operators(0):
+        result = problem.run_and_check(num_workers=num_workers)
+    with emulated_operators(seed % 2**32):
+        assert_same_bits(result, problem.run(num_workers=num_workers))
 
 
 # The fixture only says whether there is a device.

@@ -18,19 +18,19 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_kernel(kernel, cuda):
+def test_kernel(kernel, cuda_kernels):
     problem = make_problem(seqlen_k=400, ranges="ragged", layout="padded", **KERNELS[kernel])
-    problem.to(cuda).run_and_check(num_workers=5)
+    problem.to(cuda_kernels).run_and_check(num_workers=5)
 
 
 @pytest.mark.parametrize("rows", [16, 20, 40, 70, 130])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-def test_row_tile(dtype, rows, cuda):
+def test_row_tile(dtype, rows, cuda_kernels):
     problem = make_problem(
         batch=1, num_heads_kv=1, group_size=1, seqlen_q=rows, seqlen_k=300, ranges="causal",
         dtype=dtype,
     )  # fmt: skip
-    problem.to(cuda).run_and_check(num_workers=3)
+    problem.to(cuda_kernels).run_and_check(num_workers=3)
 
 
 PATHS = {
@@ -49,9 +49,9 @@ PATHS = {
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("path", PATHS)
-def test_path(path, dtype, cuda):
+def test_path(path, dtype, cuda_kernels):
     num_workers, problem = PATHS[path]
-    problem = make_problem(dtype=dtype, **problem).to(cuda)
+    problem = make_problem(dtype=dtype, **problem).to(cuda_kernels)
     first = problem.run_and_check(num_workers=num_workers)
     again = problem.run(num_workers=num_workers)
     assert_same_bits([x.cpu() for x in first], [x.cpu() for x in again])
