@@ -116,7 +116,7 @@ class Launch {
     std::iota(order_.begin(), order_.end(), 0u);
     for (unsigned i = num_blocks; i > 1; --i) std::swap(order_[i - 1], order_[random_.below(i)]);
     // From warps that change at every opportunity to warps that run until they must wait.
-    switch_period_ = 1u << random_.below(8);
+    switch_period_ = 1u << 2 * random_.below(9);
   }
 
   void run() {

@@ -14,6 +14,21 @@ void test_order_of_blocks();
 void test_launch_errors();
 void test_synchronised();
 
+void test_fixup_levels();
+void test_fixup_lines();
+void test_fixup_short();
+void test_merge_states();
+
+void test_equal_splits();
+void test_waiting_fixup();
+void test_waiting_fixup_hangs();
+
+void test_decode_shared_cases();
+void test_decode_edges();
+void test_decode_many_workers();
+void test_decode_short();
+void test_decode_short_kinds();
+
 void race_no_barrier();
 void race_relaxed();
 void race_no_warp_barrier();
@@ -25,6 +40,11 @@ int main(int argc, char** argv) {
   if (argc > 1) {
     return run_tests(
         {
+            {"decode_shared_cases", test_decode_shared_cases},
+            {"decode_edges", test_decode_edges},
+            {"decode_many_workers", test_decode_many_workers},
+            {"decode_short", test_decode_short},
+            {"decode_short_kinds", test_decode_short_kinds},
             {"race_no_barrier", race_no_barrier},
             {"race_relaxed", race_relaxed},
             {"race_no_warp_barrier", race_no_warp_barrier},
@@ -36,10 +56,18 @@ int main(int argc, char** argv) {
   return run_tests({
       {"known answers", test_ptx},
       {"bank conflicts", test_bank_conflicts},
-      {"order of blocks", test_order_of_blocks},
       {"launch errors", test_launch_errors},
       {"synchronised kernels", test_synchronised},
-#if !defined(__SANITIZE_THREAD__)  // which would report the mistakes as well
+      {"fix-up, short", test_fixup_short},
+#if !defined(__SANITIZE_THREAD__)  // to which a thread of a kernel is expensive
+      {"order of blocks", test_order_of_blocks},
+      {"fix-up levels", test_fixup_levels},
+      {"fix-up lines", test_fixup_lines},
+      {"merge_states", test_merge_states},
+      {"equal splits", test_equal_splits},
+      {"waiting fix-up", test_waiting_fixup},
+      {"waiting fix-up, one block at a time", test_waiting_fixup_hangs},
+      // Mistakes, which it would report as well.
       {"asynchronous copies", test_async_copies},
       {"divergence", test_divergence},
       {"livelock", test_livelock},

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The decode kernels on the emulated device: the cases of tests/cpp and more at the edges of tiles,
+// row tiles and rings. Beside the results they check that no seed changes a bit, that the counters
+// return to zero and that matrix loads have no bank conflicts.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "check.h"
+#include "cuda/launch.h"
+#include "decode_case.h"
+#include "machine.h"
+
+namespace {
+
+using tree_attention::DataType;
+using tree_attention::DecodeParams;
+using tree_attention::cuda::DeviceLimits;
+using tree_attention::cuda::Plan;
+using tree_attention::testing::DecodeCase;
+using tree_attention::testing::Shape;
+namespace cuda = tree_attention::cuda;
+namespace emulator = tree_attention::emulator;
+
+constexpr DataType kFloat32 = DataType::kFloat32, kBFloat16 = DataType::kBFloat16,
+                   kFloat16 = DataType::kFloat16;
+
+// A Hopper, and an Ada, whose rings are shorter.
+constexpr DeviceLimits kLarge{4, 228 * 1024, 227 * 1024}, kSmall{4, 100 * 1024, 99 * 1024};
+
+#if defined(__SANITIZE_THREAD__)
+constexpr int kShortSeeds = 1;
+#else
+constexpr int kShortSeeds = 5;
+#endif
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+void launch(const DecodeParams& params, const DeviceLimits& limits) {
+  const Plan plan = cuda::plan_lean_decode(params, limits);
+  std::vector<uint32_t> counters(plan.workspace.num_counters);
+  std::vector<float> partials(plan.workspace.num_partial_floats, NAN);
+  emulator::counters() = {};
+  CHECK(cuda::launch_lean_decode(params, plan, {counters.data(), partials.data()}, nullptr) ==
+            cudaSuccess,
+        "launch");
+  CHECK(emulator::counters().bank_conflicts == 0, emulator::counters().bank_conflicts,
+        " bank conflicts");
+  for (size_t i = 0; i < counters.size(); ++i) {
+    CHECK(counters[i] == 0, "counter ", i, " ends as ", counters[i]);
+  }
+}
+
+// Every number of workers on every device, with `num_seeds` orders each.
+void check(const Shape& shape, const std::vector<int>& workers,
+           const std::vector<DeviceLimits>& devices, int num_seeds) {
+  static uint64_t seed = 0;
+  DecodeCase decode(shape, shape.seqlen_k);
+  for (const DeviceLimits& limits : devices) {
+    for (const int num_workers : workers) {
+      std::vector<float> o, lse;
+      for (int i = 0; i < num_seeds; ++i, ++seed) {
+        emulator::options() = {seed, 1 + static_cast<int>(seed % 5)};
+        try {
+          decode.check(num_workers, [&](const DecodeParams& params) { launch(params, limits); });
+          CHECK(i == 0 || (same_bits(o, decode.o()) && same_bits(lse, decode.lse())),
+                "bits depend on the order of execution");
+        } catch (const std::runtime_error& error) {
+          CHECK(false, "keys ", shape.seqlen_k, ", head_dim ", shape.head_dim, ", queries ",
+                shape.seqlen_q, " x ", shape.group_size, ", ", num_workers, " workers, seed ", seed,
+                ": ", error.what());
+        }
+        o = decode.o();
+        lse = decode.lse();
+      }
+    }
+  }
+}
+
+bool is_supported(const Shape& shape) {
+  return shape.head_dim % 8 == 0 && shape.head_dim_v % 8 == 0;
+}
+
+}  // namespace
+
+void test_decode_shared_cases() {
+  for (const Shape& shape : tree_attention::testing::shapes()) {
+    if (is_supported(shape)) check(shape, {0, 1, 2, 3, 7, 16}, {kLarge, kSmall}, 3);
+  }
+}
+
+void test_decode_edges() {
+  const Shape shapes[] = {
+      // One below, at and one above a tile of 128 keys, and of all others.
+      {1, 2, 5, 1, 127, 64, 64, kBFloat16},
+      {1, 2, 6, 1, 128, 64, 64, kBFloat16},
+      {1, 2, 7, 1, 129, 64, 64, kFloat16},
+      {1, 1, 16, 1, 65, 128, 128, kFloat16},
+      {1, 1, 17, 1, 65, 96, 96, kBFloat16},
+      {1, 1, 33, 1, 65, 256, 256, kBFloat16},
+      {1, 1, 9, 1, 33, 256, 192, kFloat16},
+      {1, 1, 2, 1, 65, 64, 64, kFloat32},
+      {1, 1, 2, 1, 40, 96, 128, kFloat32},
+      {1, 1, 2, 1, 20, 256, 256, kFloat32},
+      // Narrower than their kernel.
+      {1, 1, 4, 1, 200, 8, 16, kBFloat16},
+      {1, 1, 4, 1, 100, 104, 72, kFloat16},
+      // Several times round the ring, across outputs.
+      {2, 2, 4, 1, 1157, 64, 64, kBFloat16, 0, false, 0.0f, true},
+      {1, 3, 4, 1, 700, 256, 256, kFloat16},
+      {1, 2, 1, 1, 500, 64, 64, kFloat32},
+      // More rows than a tile has.
+      {1, 2, 3, 50, 200, 64, 64, kBFloat16, 0, true, 3.0f, true},
+      {1, 1, 2, 40, 200, 256, 256, kBFloat16, 0, false, 0.0f, true},
+      {1, 1, 1, 20, 90, 128, 128, kFloat32, 0, false, 0.0f, true},
+      // Pages of one key, of a part of a tile and of several tiles.
+      {2, 2, 4, 2, 150, 64, 64, kBFloat16, 1, false, 0.0f, true},
+      {2, 1, 4, 1, 320, 128, 128, kFloat16, 64, true, 0.0f, true},
+      {1, 2, 2, 1, 600, 256, 256, kBFloat16, 200, false, 0.0f, false},
+      {1, 1, 2, 3, 96, 128, 96, kFloat32, 16, false, 0.0f, true},
+      // More sequences than a block has threads.
+      {300, 1, 1, 1, 3, 8, 8, kBFloat16, 0, false, 0.0f, true},
+  };
+  for (const Shape& shape : shapes) check(shape, {0, 1, 3, 5, 40}, {kLarge, kSmall}, 2);
+}
+
+// So many blocks on one output that they are merged in two levels.
+void test_decode_many_workers() {
+  check({1, 1, 4, 1, 128 * 90, 64, 64, kBFloat16}, {36, 37, 80, 91}, {kLarge}, 4);
+  check({2, 1, 2, 20, 64 * 45, 128, 128, kFloat16, 0, false, 0.0f, true}, {40, 92}, {kLarge}, 3);
+}
+
+// For sanitizers, to which a thread of a kernel is expensive, and for mutants of the kernels: only
+// bfloat16 and head_dim 64. Several tiles per block and several blocks per output; one row group
+// and two; pages; more tiles than a ring has stages, two levels of merges; more
+// sequences than a block has threads.
+void test_decode_short() {
+  check({2, 2, 4, 1, 300, 64, 64, kBFloat16, 0, false, 0.0f, true}, {1, 3}, {kLarge}, kShortSeeds);
+  check({1, 1, 2, 9, 200, 64, 48, kBFloat16, 8, true, 2.0f, true}, {2}, {kSmall}, kShortSeeds);
+  check({1, 1, 4, 1, 128 * 6 + 1, 64, 64, kBFloat16}, {1, 2}, {kLarge, kSmall}, kShortSeeds);
+  check({1, 1, 2, 10, 128 * 5, 64, 64, kBFloat16}, {1}, {kSmall}, kShortSeeds);
+  check({1, 1, 1, 1, 128 * 38, 64, 64, kBFloat16}, {38}, {kLarge}, kShortSeeds);
+  check({130, 1, 1, 1, 2, 64, 64, kBFloat16}, {2}, {kLarge}, kShortSeeds);
+}
+
+// The other kinds of tiles.
+void test_decode_short_kinds() {
+  check({1, 1, 20, 1, 100, 256, 256, kFloat16}, {3}, {kLarge}, 1);
+  check({1, 1, 2, 1, 150, 64, 64, kFloat32}, {2}, {kSmall}, 1);
+  check({1, 1, 4, 20, 70, 128, 96, kBFloat16, 0, false, 0.0f, true}, {2}, {kLarge}, 1);
+}

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The emulated CUDA device, and the decode kernels on it, without torch: tests/cuda_emulator."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import emulator_build
+from compilation import ROOT
+
+
+@pytest.fixture(scope="module")
+def program() -> Path:
+    return emulator_build.program()
+
+
+def run(program: Path, *names: str) -> None:
+    result = subprocess.run([program, *names], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_emulator(program: Path) -> None:
+    """Known answers of every instruction; every kind of mistake is found."""
+    run(program)
+
+
+@pytest.mark.parametrize("cases", ["shared_cases", "edges", "many_workers", "short", "short_kinds"])
+def test_decode(program: Path, cases: str) -> None:
+    run(program, f"decode_{cases}")
+
+
+def test_every_instruction_has_a_host_version_and_known_answers() -> None:
+    header = (ROOT / "csrc/cuda/ptx.h").read_text()
+    names = re.findall(r"__forceinline__ [\w*: ]+?[ *](\w+)\(", header)
+    assert len(names) == header.count("__forceinline__") > 10
+    host = (ROOT / "tests/cuda_emulator/ptx_host.h").read_text()
+    answers = (ROOT / "tests/cuda_emulator/ptx_known_answers.cuh").read_text()
+    for name in names:
+        assert re.search(rf"\b{name}\(", host), name
+        assert re.search(rf"\bcuda::{name}\b", answers), name
