@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tests of the tests: each of these mistakes in a copy of the kernels must be found by the decode
+cases on the emulated device, some of them only under ThreadSanitizer."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import emulator_build
+from compilation import ROOT, Compiler
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    file: str  # in csrc
+    old: str  # occurs exactly once
+    new: str
+    # Whether the emulated device may give right results.
+    only_thread_sanitizer: bool = False
+
+
+MUTATIONS = [
+    # The load ring.
+    Mutation(
+        "keys of the last tile are not waited for",
+        "cuda/load_ring.cuh",
+        "case 1:\n        return cp_async_wait_group<1>();",
+        "case 1:\n        return cp_async_wait_group<2>();",
+    ),
+    Mutation(
+        "keys are waited for too late by one group",
+        "cuda/load_ring.cuh",
+        "return cp_async_wait_group<5>();",
+        "return cp_async_wait_group<6>();",
+    ),
+    Mutation(
+        "values are waited for too late by one group",
+        "cuda/load_ring.cuh",
+        "return cp_async_wait_group<4>();",
+        "return cp_async_wait_group<5>();",
+    ),
+    Mutation(
+        "values are not waited for",
+        "cuda/lean_decode.cuh",
+        "        ring.wait_for_values();\n",
+        "",
+    ),
+    Mutation(
+        "a warp does not wait for its other lanes' copies",
+        "cuda/load_ring.cuh",
+        "      __syncwarp();\n",
+        "",
+        only_thread_sanitizer=True,
+    ),
+    Mutation(
+        "the warps of a key group do not wait for each other's copies",
+        "cuda/load_ring.cuh",
+        "    } else {\n      __syncthreads();\n    }\n  }\n",
+        "    }\n  }\n",
+    ),
+    Mutation(
+        "keys are read before the other lanes' copies are there",
+        "cuda/lean_decode.cuh",
+        "    ring.sync_key_group();\n    ring.fill(number + 1);\n",
+        "    ring.fill(number + 1);\n",
+    ),
+    Mutation(
+        "values are read before the other lanes' copies are there",
+        "cuda/lean_decode.cuh",
+        "        ring.sync_key_group();\n",
+        "",
+    ),
+    Mutation(
+        "a stage is filled while it is read",
+        "cuda/load_ring.cuh",
+        "while (ahead_ < params_.num_stages &&",
+        "while (ahead_ <= params_.num_stages &&",
+    ),
+    Mutation(
+        "a stage is filled before the barrier that frees it",
+        "cuda/lean_decode.cuh",
+        "    ring.sync_key_group();\n    ring.fill(number + 1);\n",
+        "    ring.fill(number + 1);\n    ring.sync_key_group();\n",
+    ),
+    Mutation(
+        "keys past the end are fetched",
+        "cuda/load_ring.cuh",
+        "row + chunk * Config::kChunkElements, exists ? 16 : 0",
+        "row + chunk * Config::kChunkElements, 16",
+    ),
+    Mutation(
+        "queries are read before they are there",
+        "cuda/lean_decode.cuh",
+        "  __syncthreads();  // all threads fetched the queries\n",
+        "",
+    ),
+    Mutation(
+        "the next queries are fetched while these are read",
+        "cuda/lean_decode.cuh",
+        "  if constexpr (Config::kQuerySlots == 1) __syncthreads();",
+        "",
+    ),
+    # Fragments and shared memory.
+    Mutation(
+        "fragments of keys are swapped",
+        "cuda/tile_mma.cuh",
+        "mma(s[n + 1], q, k[2], k[3]);",
+        "mma(s[n + 1], q, k[3], k[2]);",
+    ),
+    Mutation(
+        "fragments of values are swapped",
+        "cuda/tile_mma.cuh",
+        "mma(o_[2 * i], a, v[0], v[1]);",
+        "mma(o_[2 * i], a, v[0], v[2]);",
+    ),
+    Mutation(
+        "values are not transposed",
+        "cuda/tile_mma.cuh",
+        "ldmatrix_x4_trans(",
+        "ldmatrix_x4(",
+    ),
+    Mutation(
+        "chunks are not spread over the banks",
+        "cuda/tile_config.cuh",
+        "chunk ^ (row & 7)",
+        "chunk",
+    ),
+    # The end of an output.
+    Mutation(
+        "warps are combined before all have stored",
+        "cuda/combine_warps.cuh",
+        "    __syncthreads();\n    for (int i = threadIdx.x;",
+        "    for (int i = threadIdx.x;",
+    ),
+    Mutation(
+        "the next columns overwrite those that are read",
+        "cuda/combine_warps.cuh",
+        "    __syncthreads();  // before the next columns\n",
+        "",
+    ),
+    Mutation(
+        "threads do not wait to hear whether they are last",
+        "cuda/fixup.cuh",
+        "    __syncthreads();\n    const bool result = *is_last;",
+        "    const bool result = *is_last;",
+    ),
+    Mutation(
+        "what is said about the last is overwritten",
+        "cuda/fixup.cuh",
+        "    __syncthreads();  // before the scratch memory is written again\n",
+        "",
+        only_thread_sanitizer=True,
+    ),
+    Mutation(
+        "arrival releases and acquires nothing",
+        "cuda/fixup.cuh",
+        "*is_last = atomic_inc_acq_rel(counters + counter, limit) == limit;",
+        "*is_last = __atomic_fetch_add(counters + counter, limit + 1 > 1 ? 1 : 0,"
+        " __ATOMIC_RELAXED) == limit && (__atomic_store_n(counters + counter, 0,"
+        " __ATOMIC_RELAXED), true);",
+        only_thread_sanitizer=True,
+    ),
+    Mutation(
+        "counters do not return to zero",
+        "cuda/fixup.cuh",
+        "atomic_inc_acq_rel(counters + counter, limit) == limit;",
+        "atomic_inc_acq_rel(counters + counter, UINT32_MAX) == limit;",
+    ),
+    Mutation(
+        "the last to arrive is the last but one",
+        "cuda/fixup.cuh",
+        "static_cast<uint32_t>(expected) - 1;",
+        "static_cast<uint32_t>(expected) - 1 - (expected > 2);",
+    ),
+    Mutation(
+        "weights are computed before all states are loaded",
+        "cuda/fixup.cuh",
+        "    __syncthreads();\n    for (int step = 1;",
+        "    for (int step = 1;",
+    ),
+    Mutation(
+        "weights are used before they are all computed",
+        "cuda/fixup.cuh",
+        "      }\n      __syncthreads();\n    }\n",
+        "      }\n    }\n",
+    ),
+    Mutation(
+        "a merge takes a part twice",
+        "cuda/fixup.cuh",
+        "others_ + i * stride_",
+        "others_ + (i | 1) * stride_",
+    ),
+    Mutation(
+        "two levels of merges share a counter",
+        "common/fixup.h",
+        "partial_slot(workers, first + level)",
+        "partial_slot(workers, first)",
+    ),
+    Mutation(
+        "the first contributor waits for the others",
+        "cuda/lean_decode.cuh",
+        "lean_decode_kernel<Element, Config, Variant::kLean>",
+        "lean_decode_kernel<Element, Config, Variant::kWaitingFixUp>",
+    ),
+    # The schedule.
+    Mutation(
+        "warps add sums that are not there",
+        "cuda/schedule.cuh",
+        "  __syncthreads();\n  total = 0;",
+        "  total = 0;",
+    ),
+    Mutation(
+        "the next sums overwrite those that are read",
+        "cuda/schedule.cuh",
+        "  __syncthreads();  // before the next call's writes\n",
+        "",
+        only_thread_sanitizer=True,
+    ),
+    Mutation(
+        "the first unit is read before it is known",
+        "cuda/schedule.cuh",
+        "    __syncthreads();\n    const int unit = first_unit()",
+        "    const int unit = first_unit()",
+    ),
+    Mutation(
+        "key ranges are read before they are there",
+        "cuda/schedule.cuh",
+        "    }\n    __syncthreads();\n    return true;",
+        "    }\n    return true;",
+    ),
+    # Arithmetic.
+    Mutation(
+        "a key past the range is seen",
+        "cuda/softmax.cuh",
+        "key + column < end_[row]",
+        "key + column <= end_[row]",
+    ),
+    Mutation(
+        "sums are not rescaled",
+        "cuda/softmax.cuh",
+        "        sum[i] *= factor[i];\n",
+        "",
+    ),
+]
+
+# Mutants are of one instance of the kernel, the one that the short cases need.
+INSTANCE = Path("csrc/cuda/instantiations/lean_decode_bf16_64.cu")
+LINK_FLAGS = ["-no-pie", "-Wl,--unresolved-symbols=ignore-in-object-files"]
+TIME_LIMIT = 60
+
+
+@dataclass(frozen=True)
+class Kind:
+    compiler: Compiler
+    launcher: tuple[str, ...] = ()
+
+    def build(self, compiler: Compiler, name: str) -> Path:
+        """The program with the instance that `compiler` makes."""
+        rest = self.compiler.compile(
+            [*emulator_build.EMULATOR, *emulator_build.TESTS, *emulator_build.LAUNCHES]
+        )
+        # First: of inline functions and templates the linker takes the first it meets.
+        return compiler.link(name, [*compiler.compile([INSTANCE]), *rest], LINK_FLAGS)
+
+    def run(self, program: Path) -> str:
+        """The error that the program reports, or nothing."""
+        command = [*self.launcher, str(program), "decode_short"]
+        environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
+        try:
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=TIME_LIMIT, env=environment
+            )
+        except subprocess.TimeoutExpired:
+            return "it does not end"
+        return result.stderr if result.returncode != 0 else ""
+
+
+def has_fixed_addresses() -> bool:
+    return shutil.which("setarch") is not None and (
+        subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0
+    )
+
+
+PLAIN = Kind(emulator_build.COMPILER)
+THREAD = Kind(
+    Compiler(
+        ROOT / "build" / "cuda_emulator_thread",
+        [*emulator_build.FLAGS, "-O1", "-fsanitize=thread"],
+    ),
+    # ThreadSanitizer's shadow memory collides with addresses that some kernels randomise.
+    ("setarch", "-R") if has_fixed_addresses() else (),
+)
+
+
+def kind_of(mutation: Mutation) -> Kind:
+    return THREAD if mutation.only_thread_sanitizer else PLAIN
+
+
+def report(mutation: Mutation, folder: Path) -> str:
+    """What the decode cases say of a mutant."""
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    file = folder / "csrc" / mutation.file
+    text = file.read_text()
+    assert text.count(mutation.old) == 1, f"{mutation.file}: {mutation.old}"
+    file.write_text(text.replace(mutation.old, mutation.new))
+    kind = kind_of(mutation)
+    flags = [
+        f"-I{ROOT}/{flag[2:]}" if flag.startswith("-Itests") else flag
+        for flag in kind.compiler.flags
+    ]
+    mutant = Compiler(folder, [*flags, "-O0", "-g0"], root=folder)
+    return kind.run(kind.build(mutant, "tests"))
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Mutation, Future[str]]]:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {m: pool.submit(report, m, tmp_path_factory.mktemp("mutant")) for m in MUTATIONS}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("kind", [PLAIN, THREAD], ids=["plain", "thread"])
+def test_without_mutation(kind: Kind) -> None:
+    assert kind.run(kind.build(kind.compiler, "short")) == ""
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_mutation(mutation: Mutation, reports: dict[Mutation, Future[str]]) -> None:
+    text = reports[mutation].result()
+    assert text, "not found"
+    assert ("data race" in text) == mutation.only_thread_sanitizer, text
