@@ -130,13 +130,19 @@ files_of() {
   for name in "$@"; do compgen -G "tests/test_cuda_$name.py"; done
 }
 
+# Not what is only named after CUDA: it compiles emulators or packages and asks no GPU.
+on_device="cuda"
+for name in emulat mutations resources packaging any_order old_architectures; do
+  on_device+=" and not $name"
+done
+
 built=yes
 stage build 300 env USE_CUDA=1 MAX_JOBS="${MAX_JOBS:-$(nproc)}" "$PYTHON" setup.py build_ext --inplace ||
   built=no
 stage machine 60 bash -c describe_machine
 gpu_stage smoke 90 "${pytest[@]}" -v -k "not emulated" tests/test_cuda_smoke.py
 gpu_stage tests 150 env OMP_NUM_THREADS=2 "${pytest[@]}" "${parallel[@]}" "${ignored[@]}" \
-  -k "cuda and not emulat and not mutations and not resources and not packaging" tests
+  -k "$on_device" tests
 gpu_stage alone 150 "${pytest[@]}" $(files_of "${alone[@]}")
 gpu_stage ranks 120 "${pytest[@]}" $(files_of "${ranks[@]}")
 # It writes its files at its end, which should come before that of its time.
