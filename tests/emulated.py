@@ -4,7 +4,7 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,12 +24,27 @@ BRIDGE = [
 ]
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Of a device: multiprocessors, bytes of shared memory of each, and what a block may ask for
+    (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")."""
+
+    num_sms: int
+    shared_bytes_per_sm: int
+    shared_bytes_per_block: int
+
+
+A100 = Limits(108, 164 << 10, 163 << 10)
+H100 = Limits(132, 228 << 10, 227 << 10)
+
+
 @contextmanager
-def emulated_operators(seed: int) -> Iterator[None]:
-    """Within it the operators on CPU tensors are those of CUDA."""
+def emulated_operators(seed: int, limits: Limits = H100, num_sms: int = 3) -> Iterator[None]:
+    """Within it the operators on CPU tensors are those of CUDA. The seed decides which thread runs
+    when; on a few multiprocessors each block has several outputs of a small problem."""
     load()
-    torch.ops.tree_attention_emulator.set_seed(seed)
-    torch.ops.tree_attention_emulator.install()
+    limits = replace(limits, num_sms=num_sms)
+    torch.ops.tree_attention_emulator.install(seed, *astuple(limits))
     try:
         yield
     finally:
@@ -53,10 +68,10 @@ class Plan:
     shared_bytes: int
 
 
-def plan(dtype: torch.dtype, head_dim: int, num_rows: int, limits: tuple[int, int, int]) -> Plan:
-    """`limits`: multiprocessors, bytes of shared memory of one, and what a block may ask for."""
+def plan(dtype: torch.dtype, head_dim: int, num_rows: int, limits: Limits) -> Plan:
     load()
-    return Plan(*torch.ops.tree_attention_emulator.plan(dtype, head_dim, num_rows, *limits))
+    shape = dtype, head_dim, num_rows
+    return Plan(*torch.ops.tree_attention_emulator.plan(*shape, *astuple(limits)))
 
 
 @functools.cache

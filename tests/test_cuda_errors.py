@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from emulated import check_capability
+from emulated import Limits, check_capability, emulated_operators, plan
 from helpers import make_problem
 from tree_attention import lean_decode, merge_states
 
@@ -88,6 +88,18 @@ def test_old_architectures():
         assert message_of(lambda op=op: check_capability(op, "Tesla T4", 7, 5)) == (
             f"{op}: the CUDA device must have compute capability 8.0 or higher, got 7.5 "
             "(Tesla T4); tensors on the CPU need no GPU"
+        )
+
+
+def test_shared_memory():
+    """Of a device that has less than every kernel needs."""
+    problem = make_problem(head_dim=256)
+    small = Limits(3, 64 << 10, 48 << 10)
+    needed = plan(problem.q.dtype, 256, 4, small).shared_bytes
+    with emulated_operators(0, small):
+        assert message_of(problem.run) == (
+            f"lean_decode: head_dim 256 needs {needed} bytes of shared memory per block, the CUDA "
+            f"device has {48 << 10}"
         )
 
 

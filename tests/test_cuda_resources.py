@@ -14,9 +14,7 @@ import torch
 import emulated
 from tree_attention import _loader
 
-# Of compute capability 8.0 and 9.0: multiprocessors, bytes of shared memory of one, and of a block
-# (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
-LIMITS = {"sm_80": (108, 164 << 10, 163 << 10), "sm_90": (132, 228 << 10, 227 << 10)}
+LIMITS = {"sm_80": emulated.A100, "sm_90": emulated.H100}
 REGISTERS = 65536  # of a multiprocessor, dealt in units of 256 to a warp
 SYSTEM_SHARED_BYTES = 1024  # of each block; cuobjdump counts them on sm_90
 ELEMENTS = {"BFloat16": torch.bfloat16, "Float16": torch.float16, "f": torch.float32}
@@ -120,22 +118,22 @@ def test_registers_and_shared_memory_allow_the_planned_blocks(kernels):
         if kernel.architecture not in LIMITS:
             continue
         plan = occupancy(kernel)
-        _, per_sm, per_block = LIMITS[kernel.architecture]
+        limits = LIMITS[kernel.architecture]
         assert kernel.static_shared in (0, SYSTEM_SHARED_BYTES), kernel.name
-        assert plan.shared_bytes <= per_block, kernel.name
+        assert plan.shared_bytes <= limits.shared_bytes_per_block, kernel.name
         shared = plan.blocks_per_sm * (plan.shared_bytes + SYSTEM_SHARED_BYTES)
-        assert shared <= per_sm, kernel.name
+        assert shared <= limits.shared_bytes_per_sm, kernel.name
         warp_registers = -(-kernel.registers * 32 // 256) * 256
         registers = plan.blocks_per_sm * plan.num_threads // 32 * warp_registers
         assert registers <= REGISTERS, kernel.name
 
 
-def test_two_blocks_share_a_multiprocessor(kernels):
+def test_two_blocks_share_a_multiprocessor():
     """Of one query of a model, with 96 KB or more of its keys and values in flight on a Hopper."""
     for head_dim in (64, 128):
-        plan = emulated.plan(torch.bfloat16, head_dim, 8, LIMITS["sm_90"])
+        plan = emulated.plan(torch.bfloat16, head_dim, 8, emulated.H100)
         assert (plan.row_tile, plan.num_threads, plan.blocks_per_sm) == (16, 128, 2)
         assert plan.num_stages >= 3
         assert plan.blocks_per_sm * plan.num_stages * 32 * 1024 >= 96 * 1024
-        plan = emulated.plan(torch.bfloat16, head_dim, 8, LIMITS["sm_80"])
+        plan = emulated.plan(torch.bfloat16, head_dim, 8, emulated.A100)
         assert plan.blocks_per_sm == 2 and plan.num_stages >= 2

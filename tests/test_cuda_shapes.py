@@ -6,7 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from emulated import emulated_operators
+from emulated import Limits, emulated_operators, plan
 from helpers import assert_same_bits, make_problem
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -42,6 +42,22 @@ def test_row_tiles(rows, head_dim, dtype, cuda):
     ).to(cuda)  # fmt: skip
     for num_workers in (1, 5):
         problem.run_and_check(num_workers=num_workers)
+
+
+RINGS = {(1, 2): 100, (1, 3): 130, (1, 4): 145, (2, 2): 163, (2, 3): 227}
+
+
+@by_dtype
+@pytest.mark.parametrize("blocks, stages", RINGS)
+def test_rings_of_all_depths(blocks, stages, dtype):
+    """Blocks of a multiprocessor, and stages of the ring of each, by the memory that it has."""
+    kib = RINGS[blocks, stages]
+    limits = Limits(3, (kib + 1) << 10, kib << 10)
+    planned = plan(dtype, 64, 12, limits)
+    assert (planned.blocks_per_sm, planned.num_stages) == (blocks, stages)
+    problem = make_problem(batch=3, seqlen_q=3, seqlen_k=900, ranges="ragged", dtype=dtype)
+    with emulated_operators(kib, limits):
+        problem.run_and_check()
 
 
 KINDS = ["all", "ragged", "left padded", "causal", "window", "random"]

@@ -19,8 +19,7 @@
 namespace tree_attention {
 namespace {
 
-// Few blocks, so that each has several outputs of a small problem; the memory is a Hopper's.
-constexpr cuda::DeviceLimits kLimits{3, 228 * 1024, 227 * 1024};
+cuda::DeviceLimits limits;
 
 // Blocks that share an output do not always run side by side.
 constexpr int kResidentBlocks = 3;
@@ -50,7 +49,8 @@ void check_pages(const DecodeParams& params) {
 void emulated_lean_decode(const DecodeParams& params) {
   cuda::check_supported(params);
   if (params.page_table != nullptr) check_pages(params);
-  const cuda::Plan plan = cuda::plan_lean_decode(params, kLimits);
+  const cuda::Plan plan = cuda::plan_lean_decode(params, limits);
+  cuda::check_shared_memory(params, plan.shared_bytes, limits.shared_bytes_per_block);
   check(cuda::launch_lean_decode(params, plan, workspace(plan.workspace), nullptr));
 }
 
@@ -61,7 +61,16 @@ void emulated_merge_states(const MergeParams& params) {
 // While it exists, its kernels hide those that were registered before.
 std::unique_ptr<torch::Library> library;
 
-void install() {
+cuda::DeviceLimits make_limits(int64_t num_sms, int64_t shared_bytes_per_sm,
+                               int64_t shared_bytes_per_block) {
+  return {static_cast<int32_t>(num_sms), static_cast<int32_t>(shared_bytes_per_sm),
+          static_cast<int32_t>(shared_bytes_per_block)};
+}
+
+void install(int64_t seed, int64_t num_sms, int64_t shared_bytes_per_sm,
+             int64_t shared_bytes_per_block) {
+  limits = make_limits(num_sms, shared_bytes_per_sm, shared_bytes_per_block);
+  emulator::options().seed = seed;
   emulator::options().resident_blocks = kResidentBlocks;
   library = std::make_unique<torch::Library>(torch::Library::IMPL, "tree_attention",
                                              c10::DispatchKey::CPU, __FILE__, __LINE__);
@@ -72,8 +81,6 @@ void install() {
 }
 
 void uninstall() { library.reset(); }
-
-void set_seed(int64_t seed) { emulator::options().seed = seed; }
 
 void check_capability(std::string op, std::string device, int64_t major, int64_t minor) {
   cuda::check_capability(op.c_str(), device.c_str(), static_cast<int>(major),
@@ -89,8 +96,7 @@ std::vector<int64_t> plan(at::ScalarType dtype, int64_t head_dim, int64_t num_ro
   params.batch = params.num_heads_q = params.num_heads_kv = 1;
   params.seqlen_q = static_cast<int32_t>(num_rows);
   const cuda::Plan plan = cuda::plan_lean_decode(
-      params, {static_cast<int32_t>(num_sms), static_cast<int32_t>(shared_bytes_per_sm),
-               static_cast<int32_t>(shared_bytes_per_block)});
+      params, make_limits(num_sms, shared_bytes_per_sm, shared_bytes_per_block));
   return {plan.row_tile, plan.num_threads, plan.blocks_per_sm, plan.num_stages, plan.shared_bytes};
 }
 
@@ -99,7 +105,6 @@ std::vector<int64_t> plan(at::ScalarType dtype, int64_t head_dim, int64_t num_ro
 TORCH_LIBRARY(tree_attention_emulator, m) {
   m.def("install", install);
   m.def("uninstall", uninstall);
-  m.def("set_seed", set_seed);
   m.def("plan", plan);
   m.def("check_capability", check_capability);
 }
