@@ -34,7 +34,7 @@ struct Plan {
   int32_t row_tile;       // packed rows of an output
   int32_t num_threads;    // of a block
   int32_t blocks_per_sm;  // resident
-  int32_t num_stages;     // of the load ring
+  int32_t num_stages;     // of the load ring, at least two
   int32_t shared_bytes;   // of a block
   int32_t num_workers;    // blocks
   WorkspaceSize workspace;

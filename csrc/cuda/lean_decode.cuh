@@ -45,10 +45,6 @@ __device__ void attend(const LaunchParams& params, const Cursor<Config>& output,
   if constexpr (Config::kQuerySlots == 1) __syncthreads();  // the ring may fetch the next ones
 
   for (int i = output.tile_begin(), end = output.tile_end(); i < end; ++i) {
-    if (ring.empty()) {  // of one stage, which is free once all have left the tile before
-      ring.sync_key_group();
-      ring.fill(number);
-    }
     ring.wait_for_keys();
     ring.sync_key_group();
     ring.fill(number + 1);

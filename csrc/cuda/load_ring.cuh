@@ -26,8 +26,6 @@ class LoadRing {
     while (ahead_ < params_.num_stages && !cursor_.done() && output_ <= last_output) request_tile();
   }
 
-  __device__ bool empty() const { return ahead_ == 0; }
-
   // Waits until the keys (values) of the oldest tile are there for all threads of the key group.
   // The stage of the tile before it is free then.
   __device__ void wait_for_keys() const {
