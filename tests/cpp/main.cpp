@@ -7,6 +7,7 @@
 void test_partition();
 void test_contributors();
 void test_line_with_overhead();
+void test_divisor();
 void test_fixup();
 void test_fixup_levels();
 void test_fixup_threads();
@@ -23,6 +24,7 @@ int main() {
       {"partition", test_partition},
       {"contributors", test_contributors},
       {"line with overhead", test_line_with_overhead},
+      {"divisor", test_divisor},
       {"fix-up", test_fixup},
       {"fix-up levels", test_fixup_levels},
       {"fix-up threads", test_fixup_threads},
