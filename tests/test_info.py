@@ -60,6 +60,16 @@ def test_torch_without_cuda_is_the_reason_for_no_device(monkeypatch):
     assert info.cuda_devices().endswith("is built without CUDA")
 
 
+def test_devices_that_are_too_old_are_marked(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", ["NVIDIA H200", "Tesla T4"].__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", [(9, 0), (7, 5)].__getitem__)
+    expected = "NVIDIA H200 (sm_90), Tesla T4 (sm_75, too old: kernels need sm_80)"
+    assert info.cuda_devices() == expected
+
+
 def test_missing_driver_is_the_reason_for_no_device(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

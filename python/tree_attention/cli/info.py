@@ -81,7 +81,8 @@ def cuda_devices() -> str:
     if not torch.cuda.is_available():
         return "unavailable: torch finds no CUDA driver or no device"
     return ", ".join(
-        f"{torch.cuda.get_device_name(i)} (sm_{major}{minor})"
+        f"{torch.cuda.get_device_name(i)} (sm_{major}{minor}"
+        f"{'' if major >= 8 else ', too old: kernels need sm_80'})"
         for i in range(torch.cuda.device_count())
         for major, minor in [torch.cuda.get_device_capability(i)]
     )
