@@ -45,7 +45,7 @@ def run_setup(tmp_path):
             program.parent.mkdir(parents=True)
             program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc}, V0'\n")
             program.chmod(0o755)
-        ours = ("USE_CUDA", "TORCH_CUDA_ARCH_LIST", "DEBUG")
+        ours = ("USE_CUDA", "TORCH_CUDA_ARCH_LIST", "DEBUG", "ABLATIONS")
         environment = {k: v for k, v in os.environ.items() if k not in ours} | variables
         environment |= {"PYTHONPATH": str(tmp_path), "CUDA_HOME": str(tmp_path / "cuda")}
         return subprocess.run(
@@ -119,15 +119,25 @@ def test_too_old_torch_is_refused(run_setup):
     assert "torch >= 2.11 is required, got 2.10.1+cpu" in text
 
 
+def sources(result) -> list[str]:
+    return output(result).split("sources ")[1].split("\n")[0].split()
+
+
 def test_every_source_is_built(run_setup):
     """A file that setup.py forgets would be missing at run time only."""
-    listed = output(run_setup()).split("sources ")[1].split("\n")[0].split()
+    listed = sources(run_setup(ABLATIONS="1"))
     found = [
         str(path.relative_to(ROOT))
         for suffix in ("cpp", "cu")
         for path in (ROOT / "csrc").rglob(f"*.{suffix}")
     ]
     assert sorted(listed) == sorted(found)
+
+
+def test_ablations_are_built_on_demand(run_setup):
+    """What only a benchmark runs costs nobody else its compilation."""
+    listed = sources(run_setup())
+    assert "csrc/cuda/launch.cu" in listed and not any("ablations" in name for name in listed)
 
 
 def test_source_distribution_is_complete(tmp_path):
