@@ -63,6 +63,22 @@ def test_alignment(argument, dtype, cuda_kernels):
         )
 
 
+def test_keys_are_counted_in_32_bits(cuda_kernels):
+    """Rows that are one in memory: as many keys as CUDA takes, of which the last few are seen."""
+    limit = 2**31 - 257
+    row = torch.randn(1, 1, 1, 64, device=cuda_kernels)
+    for keys in (limit, limit + 1):
+        k = row.expand(1, 1, keys, 64)
+        ranges = torch.tensor([[[keys - 5, keys]]], dtype=torch.int32, device=cuda_kernels)
+        if keys == limit:
+            o, _ = lean_decode(row, k, k, ranges)
+            torch.testing.assert_close(o, row)
+        else:
+            assert message_of(lambda k=k, ranges=ranges: lean_decode(row, k, k, ranges)) == (
+                f"lean_decode: seqlen_k must be at most {limit} on CUDA, got {keys}"
+            )
+
+
 def test_strides_of_axes_with_one_element_do_not_matter(cuda_kernels):
     problem = make_problem(batch=1, num_heads_kv=1, group_size=1).to(cuda_kernels)
     for name in ("q", "k", "v"):

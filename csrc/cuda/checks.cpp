@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "../page_ids.h"
 
@@ -13,6 +14,8 @@ namespace {
 constexpr int kMaxHeadDim = 256;
 constexpr int kHeadDimMultiple = 8;
 constexpr int kAlignment = 16;  // bytes
+// The kernel counts keys in 32 bits, up to the end of the last tile.
+constexpr int64_t kMaxKeys = std::numeric_limits<int32_t>::max() - 256;
 
 void check_head_dim(const char* what, int32_t head_dim) {
   TORCH_CHECK(head_dim % kHeadDimMultiple == 0 && head_dim <= kMaxHeadDim, "lean_decode: ", what,
@@ -38,6 +41,8 @@ void check_alignment(const char* argument, const void* data, const int64_t (&str
 void check_supported(const DecodeParams& p) {
   check_head_dim("head_dim", p.head_dim);
   check_head_dim("head_dim of v", p.head_dim_v);
+  TORCH_CHECK(p.seqlen_k <= kMaxKeys, "lean_decode: seqlen_k must be at most ", kMaxKeys,
+              " on CUDA, got ", p.seqlen_k);
   const bool paged = p.page_table != nullptr;
   const int64_t q_sizes[3] = {p.batch, p.num_heads_q, p.seqlen_q};
   const int64_t k_sizes[3] = {paged ? p.num_pages : p.batch, p.num_heads_kv,
