@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// relay MTU PER_NODE NEAR_SECONDS FAR_SECONDS NAMESPACE_FILE...: carries packets between hosts.
+//
+// Each host is a network namespace in which this program makes TUN devices: net0 for other nodes
+// and, where a node has several hosts, node0 for its own. A packet that leaves by one of them
+// enters the host with its destination address 10.77.NODE.(1 + HOST IN NODE) after the delay of
+// their path. Prints "ready", then answers every line of its input (see paths.h). Ends, and its
+// devices with it, at the end of its input: whatever happens to the one who started it.
+#include <fcntl.h>
+#include <linux/if.h>
+#include <linux/if_tun.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/ioctl.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <string>
+#include <vector>
+
+#include "delay_queue.h"
+#include "paths.h"
+
+namespace {
+
+constexpr int64_t kSecond = 1'000'000'000;
+// Packets of one device before the others have their turn.
+constexpr int kTurn = 32;
+
+struct Packet {
+  int device;
+  std::vector<uint8_t> bytes;
+};
+
+[[noreturn]] void fail(const std::string& what) {
+  fprintf(stderr, "relay: %s: %s\n", what.c_str(), strerror(errno));
+  exit(1);
+}
+
+int64_t now() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * kSecond + time.tv_nsec;
+}
+
+// In the namespace of the calling thread.
+int open_tun(const char* name) {
+  const int device = open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC);
+  if (device < 0) fail("/dev/net/tun");
+  ifreq request{};
+  request.ifr_flags = IFF_TUN | IFF_NO_PI;
+  strncpy(request.ifr_name, name, IFNAMSIZ - 1);
+  if (ioctl(device, TUNSETIFF, &request) < 0) fail("TUNSETIFF");
+  return device;
+}
+
+// The host that a packet is for; -1 if it is for none.
+int destination(const std::vector<uint8_t>& packet, size_t size, int per_node, int num_hosts) {
+  const bool is_ours =
+      size >= 20 && packet[0] >> 4 == 4 && packet[16] == 10 && packet[17] == 77;  // IPv4
+  if (!is_ours || packet[19] < 1 || packet[19] > per_node) return -1;
+  const int host = packet[18] * per_node + packet[19] - 1;
+  return host < num_hosts ? host : -1;
+}
+
+// Answers the complete lines of the input; false at its end.
+bool answer_commands(Paths& paths, std::string& pending) {
+  char buffer[4096];
+  const ssize_t size = read(STDIN_FILENO, buffer, sizeof buffer);
+  if (size <= 0) return size < 0 && errno == EINTR;
+  pending.append(buffer, size);
+  for (size_t end; (end = pending.find('\n')) != std::string::npos; pending.erase(0, end + 1)) {
+    puts(paths.command(pending.substr(0, end)).c_str());
+    fflush(stdout);
+  }
+  return true;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 6) {
+    fprintf(stderr, "usage: relay MTU PER_NODE NEAR_SECONDS FAR_SECONDS NAMESPACE_FILE...\n");
+    return 2;
+  }
+  const size_t mtu = atoi(argv[1]);
+  const int per_node = atoi(argv[2]), num_hosts = argc - 5;
+  const int64_t near = static_cast<int64_t>(atof(argv[3]) * kSecond);
+  const int64_t far = static_cast<int64_t>(atof(argv[4]) * kSecond);
+  const auto same_node = [=](int a, int b) { return a / per_node == b / per_node; };
+
+  Paths paths(num_hosts);
+  std::vector<pollfd> polled;
+  for (int host = 0; host < num_hosts; ++host) {
+    const int space = open(argv[5 + host], O_RDONLY | O_CLOEXEC);
+    if (space < 0 || setns(space, CLONE_NEWNET) < 0) fail(argv[5 + host]);
+    close(space);
+    polled.push_back({open_tun("net0"), POLLIN, 0});
+    // Where a node is one host, a device without packets keeps the numbering simple.
+    polled.push_back({per_node > 1 ? open_tun("node0") : -1, POLLIN, 0});
+    for (int other = 0; other < num_hosts; ++other)
+      paths.at(host, other).delay_ns = same_node(host, other) ? near : far;
+  }
+  polled.push_back({STDIN_FILENO, POLLIN, 0});
+
+  // It sleeps most of the time, and is late by the time slices of others if it has to queue.
+  prctl(PR_SET_TIMERSLACK, 1);
+  const sched_param priority{.sched_priority = 1};
+  sched_setscheduler(0, SCHED_FIFO, &priority);
+  puts("ready");
+  fflush(stdout);
+
+  DelayQueue<Packet> under_way;
+  Packet arriving;
+  std::vector<uint8_t> packet(mtu);
+  std::string pending;
+  for (;;) {
+    timespec patience{};
+    if (!under_way.empty()) {
+      const int64_t left = std::max<int64_t>(0, under_way.next_due() - now());
+      patience = {left / kSecond, left % kSecond};
+    }
+    const int count =
+        ppoll(polled.data(), polled.size(), under_way.empty() ? nullptr : &patience, nullptr);
+    if (count < 0 && errno != EINTR) fail("ppoll");
+    while (under_way.pop(now(), arriving)) {
+      // Like a switch, it drops what a host cannot take.
+      if (write(polled[arriving.device].fd, arriving.bytes.data(), arriving.bytes.size()) < 0 &&
+          errno != EAGAIN && errno != EIO)
+        fail("write");
+    }
+    if (count <= 0) continue;
+    if (polled.back().revents && !answer_commands(paths, pending)) return 0;
+    for (int device = 0; device < 2 * num_hosts; ++device) {
+      if (!(polled[device].revents & POLLIN)) continue;
+      for (int i = 0; i < kTurn; ++i) {
+        const ssize_t size = read(polled[device].fd, packet.data(), packet.size());
+        if (size <= 0) break;
+        const int from = device / 2, to = destination(packet, size, per_node, num_hosts);
+        if (to < 0 || to == from || !paths.passes(paths.at(from, to))) continue;
+        const int target = 2 * to + (per_node > 1 && same_node(from, to));
+        under_way.push(now() + paths.at(from, to).delay_ns,
+                       {target, {packet.begin(), packet.begin() + size}});
+      }
+    }
+  }
+}
