@@ -37,6 +37,10 @@ PATHS = {
     "one worker": (1, {}),
     "flat fix-up": (10, {"batch": 1, "num_heads_kv": 1, "seqlen_k": 2000}),
     "fix-up as a tree": (45, {"batch": 1, "num_heads_kv": 1, "seqlen_k": 4000}),
+    "fix-up of three levels": (
+        800,
+        {"batch": 1, "num_heads_kv": 1, "group_size": 1, "seqlen_k": 25_600, "head_dim": 256},
+    ),
     "a block for each multiprocessor": (0, {"seqlen_k": 1000}),
     "workers without work": (300, {}),
     "ring across outputs": (2, {"batch": 12, "ranges": "random", "seqlen_k": 260}),

@@ -29,17 +29,17 @@ def test_reset_without_workspaces():
 
 
 def test_size_does_not_depend_on_the_problem(cuda):
-    """Every kernel, the longest context that fits and many workers of the first stream."""
+    """Every kernel, and a long context: what the smallest problem allocates is enough for all."""
+    problems = [
+        split_problem(cuda, head_dim=head_dim, seqlen_q=seqlen_q, dtype=dtype, batch=3)
+        for head_dim in (64, 96, 128, 256)
+        for seqlen_q in (1, 8, 40)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ]
+    problems.append(split_problem(cuda, seqlen_k=500_000, head_dim=128))
+    outs = [problem.run() for problem in problems]  # kernels load on first use
     with torch.cuda.stream(torch.cuda.Stream()):
-        split_problem(cuda).run_and_check()
-        problems = [
-            split_problem(cuda, head_dim=head_dim, seqlen_q=seqlen_q, dtype=dtype, batch=3)
-            for head_dim in (64, 96, 128, 256)
-            for seqlen_q in (1, 8, 40)
-            for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        ]
-        problems.append(split_problem(cuda, seqlen_k=500_000, head_dim=128))
-        outs = [problem.run() for problem in problems]  # kernels load on first use
+        split_problem(cuda, seqlen_k=10).run_and_check()
         before = used_memory()
         for problem, out in zip(problems, outs, strict=True):
             problem.run(out=out)
@@ -88,28 +88,31 @@ def test_first_use_and_growth_during_a_capture(cuda):
             assert_same_bits(out, right)
 
 
-def test_capture_while_another_thread_allocates(cuda):
-    """A capture in the strictest mode, which other threads may disturb by careless calls."""
-    problem = split_problem(cuda)
-    expected = problem.run()
-    graph, results = torch.cuda.CUDAGraph(), []
+def test_capture_while_other_threads_allocate(cuda):
+    """In its strictest mode an allocation of any thread, made without care, ends a capture."""
+    problem = split_problem(cuda, seqlen_k=400_000)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    outs = [tuple(x.zero_() for x in problem.run()) for _ in streams]
+    expected = problem.run_and_check()
+    used = used_memory()
+    graph = torch.cuda.CUDAGraph()
 
-    def run_on_a_new_stream() -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            results.append(problem.run(num_workers=900 + len(results)))
+    def run(index: int) -> None:
+        with torch.cuda.stream(streams[index]):
+            problem.run(num_workers=3000 + index, out=outs[index])
 
     with torch.cuda.graph(graph, capture_error_mode="global"):
         captured = problem.run()
-        threads = [threading.Thread(target=run_on_a_new_stream) for _ in range(3)]
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(len(streams))]
         for thread in threads:
             thread.start()
+        for thread in threads:
             thread.join()
     graph.replay()
-    torch.cuda.synchronize()
+    assert used_memory() > used
     assert_same_bits(captured, expected)
-    assert len(results) == 3
-    for result in results:
-        problem.check(*result)
+    for out in outs:
+        problem.check(*out)
 
 
 def test_reset(cuda):
