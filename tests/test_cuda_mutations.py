@@ -31,20 +31,20 @@ MUTATIONS = [
     Mutation(
         "keys of the last tile are not waited for",
         "cuda/load_ring.cuh",
-        "case 1:\n        return cp_async_wait_group<1>();",
-        "case 1:\n        return cp_async_wait_group<2>();",
+        "cp_async_wait_group<kPending>();",
+        "cp_async_wait_group<2 * kPending>();",
     ),
     Mutation(
         "keys are waited for too late by one group",
         "cuda/load_ring.cuh",
-        "return cp_async_wait_group<5>();",
-        "return cp_async_wait_group<6>();",
+        "wait<1>();",
+        "wait<2>();",
     ),
     Mutation(
         "values are waited for too late by one group",
         "cuda/load_ring.cuh",
-        "return cp_async_wait_group<4>();",
-        "return cp_async_wait_group<5>();",
+        "wait<0>();",
+        "wait<1>();",
     ),
     Mutation(
         "values are not waited for",

@@ -28,31 +28,8 @@ class LoadRing {
 
   // Waits until the keys (values) of the oldest tile are there for all threads of the key group.
   // The stage of the tile before it is free then.
-  __device__ void wait_for_keys() const {
-    switch (ahead_) {  // tiles of two groups each; the oldest tile's values may be pending
-      case 1:
-        return cp_async_wait_group<1>();
-      case 2:
-        return cp_async_wait_group<3>();
-      case 3:
-        return cp_async_wait_group<5>();
-      default:
-        return cp_async_wait_group<7>();
-    }
-  }
-
-  __device__ void wait_for_values() const {
-    switch (ahead_) {
-      case 1:
-        return cp_async_wait_group<0>();
-      case 2:
-        return cp_async_wait_group<2>();
-      case 3:
-        return cp_async_wait_group<4>();
-      default:
-        return cp_async_wait_group<6>();
-    }
-  }
+  __device__ void wait_for_keys() const { wait<1>(); }
+  __device__ void wait_for_values() const { wait<0>(); }
 
   // Between threads that fetch the same keys.
   static __device__ void sync_key_group() {
@@ -76,6 +53,16 @@ class LoadRing {
   }
 
  private:
+  // Until at most kPending of the oldest tile's two groups are incomplete. Comparisons in turn:
+  // of a switch the compiler makes an indirect jump.
+  template <int kPending>
+  __device__ void wait() const {
+    if (ahead_ > 3) return cp_async_wait_group<6 + kPending>();
+    if (ahead_ > 2) return cp_async_wait_group<4 + kPending>();
+    if (ahead_ > 1) return cp_async_wait_group<2 + kPending>();
+    cp_async_wait_group<kPending>();
+  }
+
   // 16-byte copies of one thread for the K of a tile, and again for the V.
   static constexpr int kLoaders = 32 * Config::kRowGroups;
   static constexpr int kCopies = Config::kGroupKeys * Config::kChunks / kLoaders;
