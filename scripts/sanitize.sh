@@ -1,41 +1,79 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Runs the C++ code without torch (tests/cpp) under AddressSanitizer with UndefinedBehaviorSanitizer,
-# then under ThreadSanitizer. at::parallel_for is std::thread there: libgomp's own synchronisation is
-# invisible to ThreadSanitizer and would drown a real race in false ones. Where there is a GPU, the
-# CUDA kernels run on it under compute-sanitizer.
+# Runs the C++ code without torch (tests/cpp) and the CUDA kernels on the emulated device
+# (tests/cuda_emulator) under AddressSanitizer with UndefinedBehaviorSanitizer, then under
+# ThreadSanitizer. at::parallel_for is std::thread there: libgomp's own synchronisation is invisible
+# to ThreadSanitizer and would drown a real race in false ones. Where there is a GPU, the CUDA kernels
+# run on it under compute-sanitizer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=build/sanitize
-mkdir -p "$build"
 
-sources=(tests/cpp/*.cpp csrc/cpu/*.cpp)
+cpu_sources=(tests/cpp/*.cpp csrc/cpu/*.cpp)
+# Of the decode kernels those that the short cases use; the linker lets the others be missing.
+cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/*.cu
+  csrc/cuda/instantiations/lean_decode_{bf16_64,bf16_128,fp16_256,fp32_64}.cu
+  tests/cuda_emulator/{fiber,machine,main,ptx_host,test_*}.cpp)
 # c10's BFloat16 and Half are headers without a library.
 torch_include=$(.venv/bin/python -c \
   'from torch.utils.cpp_extension import include_paths; print(include_paths()[0])')
+cpu_flags=(-Itests/cpp/shim -isystem "$torch_include")
+# The first warning is often wrong under sanitizers.
+cuda_flags=(-Itests/cuda_emulator -Wno-maybe-uninitialized -Wno-unknown-pragmas
+  -no-pie -Wl,--unresolved-symbols=ignore-in-object-files)
 
-run() {
-  local name=$1 launcher=$2
-  shift 2
-  printf '\033[1m== %s\033[0m\n' "$name"
-  local objects=()
-  for source in "${sources[@]}"; do objects+=("$build/$name/${source//\//_}.o"); done
-  mkdir -p "$build/$name"
+# compile FOLDER SOURCES... -- FLAGS...: makes FOLDER/tests.
+compile() {
+  local folder=$build/$1 sources=() objects=()
+  for (( ; $# > 1; )); do
+    shift
+    [[ $1 == -- ]] && break
+    sources+=("$1") objects+=("$folder/${1//\//_}.o")
+  done
+  shift
+  printf '\033[1m== %s\033[0m\n' "$folder"
+  mkdir -p "$folder"
   printf '%s\n' "${sources[@]}" | xargs -P "${MAX_JOBS:-$(nproc)}" -I '{}' bash -c '
     source=$1; object=$2/${source//\//_}.o; shift 2
-    exec ${CXX:-g++} "$@" -c "$source" -o "$object"' - '{}' "$build/$name" \
+    exec ${CXX:-g++} "$@" -c -xc++ "$source" -o "$object"' - '{}' "$folder" \
     -std=c++20 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -Wall -Wextra \
-    -Itests/cpp/shim -Itests/cpp -Icsrc -isystem "$torch_include" "$@"
-  "${CXX:-g++}" "$@" "${objects[@]}" -pthread -o "$build/$name/tests"
-  $launcher "$build/$name/tests"
+    -Itests/cpp -Icsrc "$@"
+  "${CXX:-g++}" "$@" "${objects[@]}" -pthread -o "$folder/tests"
+}
+
+# The races of tests/cuda_emulator/test_races.cpp, each of which must be reported.
+expect_race() {
+  local report
+  report=$("${thread_launcher[@]}" "$build/cuda-thread/tests" "$1" 2>&1) || true
+  if [[ $report != *"WARNING: ThreadSanitizer: data race"* ]]; then
+    printf '%s was not reported:\n%s\n' "$1" "$report"
+    return 1
+  fi
+  printf '%-28s reported\n' "$1"
 }
 
 export UBSAN_OPTIONS=print_stacktrace=1
-run address+undefined "" -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all
+address_flags=(-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all)
+thread_flags=(-fsanitize=thread)
 # ThreadSanitizer's shadow memory collides with addresses that some kernels randomise.
-fixed_addresses=$(setarch -R true 2>/dev/null && echo "setarch -R" || true)
-run thread "$fixed_addresses" -fsanitize=thread
+thread_launcher=(env)
+setarch -R true 2>/dev/null && thread_launcher=(setarch -R)
+
+compile cpu-address+undefined "${cpu_sources[@]}" -- "${address_flags[@]}" "${cpu_flags[@]}"
+"$build/cpu-address+undefined/tests"
+compile cpu-thread "${cpu_sources[@]}" -- "${thread_flags[@]}" "${cpu_flags[@]}"
+"${thread_launcher[@]}" "$build/cpu-thread/tests"
+
+compile cuda-address+undefined "${cuda_sources[@]}" -- "${address_flags[@]}" "${cuda_flags[@]}"
+"$build/cuda-address+undefined/tests"
+"$build/cuda-address+undefined/tests" decode_short decode_short_kinds
+compile cuda-thread "${cuda_sources[@]}" -- "${thread_flags[@]}" "${cuda_flags[@]}"
+"${thread_launcher[@]}" "$build/cuda-thread/tests"
+"${thread_launcher[@]}" "$build/cuda-thread/tests" decode_short decode_short_kinds
+for race in no_barrier relaxed no_warp_barrier early_refill no_order; do
+  expect_race "race_$race"
+done
 
 printf '\033[1m== compute-sanitizer\033[0m\n'
 scripts/sanitize_cuda.sh || (($? == 77)) # 77: said why there is nothing to run

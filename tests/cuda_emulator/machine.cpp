@@ -3,14 +3,13 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <memory>
 #include <numeric>
 #include <vector>
 
-#include "async_copies.h"
+#include "block.h"
 #include "emulator.h"
 #include "fiber.h"
 #include "random.h"
@@ -21,86 +20,18 @@ emulator_index threadIdx, blockIdx, blockDim, gridDim;
 namespace tree_attention::emulator {
 namespace {
 
-constexpr uint32_t kAllLanes = 0xffffffff;
 constexpr uint32_t kSharedBase = 1024;  // a shared address is never zero
-constexpr size_t kSharedAlignment = 1024;
-constexpr size_t kRedzone = 4096;        // behind shared memory
-constexpr unsigned char kPoison = 0xff;  // NaN in every format
-constexpr int64_t kLivelock = 1 << 18;   // acquire loads one after the other
-
-struct Warp;
-
-struct Thread {
-  Thread(Warp* warp, int lane, unsigned index, void (*entry)(void*))
-      : warp(warp), lane(lane), index(index), fiber(entry, this) {}
-
-  Warp* warp;
-  int lane;
-  unsigned index;  // in the block
-  AsyncCopies copies;
-  const char* waits_for = nullptr;  // null: it does not wait
-  std::source_location where;
-  bool ended = false;
-  Fiber fiber;
-};
-
-struct Block;
-
-// Where threads meet. What is released at one meeting may not reach a thread that leaves the
-// meeting before, hence two objects in turn.
-struct Meeting {
-  const char* name = nullptr;
-  std::source_location where;  // of the first to arrive
-  unsigned arrived = 0;
-  unsigned generation = 0;
-  char order[2];
-
-  void* object() { return &order[generation % 2]; }
-};
-
-struct Warp {
-  Block* block;
-  std::vector<std::unique_ptr<Thread>> lanes;
-  uint32_t runnable = kAllLanes;
-  size_t position = 0;  // among the runnable warps, if any lane is runnable
-  Meeting meeting;
-  void* operands[kWarpSize];
-};
-
-struct Block {
-  Block(unsigned index, size_t shared_bytes) : index(index), shared_bytes(shared_bytes) {
-    const size_t size = (shared_bytes + kRedzone + kSharedAlignment - 1) & ~(kSharedAlignment - 1);
-    shared.reset(static_cast<char*>(std::aligned_alloc(kSharedAlignment, size)));
-    std::memset(shared.get(), kPoison, size);
-    forbid_access(shared.get() + shared_bytes, kRedzone);
-  }
-  ~Block() { allow_access(shared.get() + shared_bytes, kRedzone); }
-
-  bool redzone_is_whole() {
-    const char* end = shared.get() + shared_bytes;
-    allow_access(shared.get() + shared_bytes, kRedzone);
-    return std::all_of(end, end + kRedzone, [](unsigned char x) { return x == kPoison; });
-  }
-
-  unsigned index;
-  size_t shared_bytes;
-  struct Free {
-    void operator()(char* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<char, Free> shared;
-  std::vector<std::unique_ptr<Warp>> warps;
-  unsigned runnable_warps = 0;
-  unsigned ended_threads = 0;
-  Meeting barrier;
-};
+constexpr int64_t kLivelock = 1 << 18;  // acquire loads one after the other
 
 std::string at(const std::source_location& where) {
   const std::string file = where.file_name();
   return file.substr(file.rfind('/') + 1) + ":" + std::to_string(where.line());
 }
 
+bool same_text(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
+
 bool same_line(const std::source_location& a, const std::source_location& b) {
-  return a.line() == b.line() && std::strcmp(a.file_name(), b.file_name()) == 0;
+  return a.line() == b.line() && same_text(a.file_name(), b.file_name());
 }
 
 // One call of launch().
@@ -250,7 +181,7 @@ class Launch {
     if (meeting.arrived == 0) {
       meeting.name = name;
       meeting.where = where;
-    } else if (std::strcmp(meeting.name, name) != 0 || !same_line(meeting.where, where)) {
+    } else if (!same_text(meeting.name, name) || !same_line(meeting.where, where)) {
       fail("divergence: others wait for " + std::string(meeting.name) + " at " + at(meeting.where) +
                ", this thread for " + name,
            where);

@@ -30,7 +30,7 @@ constexpr DataType kFloat32 = DataType::kFloat32, kBFloat16 = DataType::kBFloat1
 // A Hopper, and an Ada, whose rings are shorter.
 constexpr DeviceLimits kLarge{4, 228 * 1024, 227 * 1024}, kSmall{4, 100 * 1024, 99 * 1024};
 
-#if defined(__SANITIZE_THREAD__)
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr int kShortSeeds = 1;
 #else
 constexpr int kShortSeeds = 5;

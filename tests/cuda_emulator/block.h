@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// A resident block: its threads, where they wait, and its shared memory.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <source_location>
+#include <vector>
+
+#include "async_copies.h"
+#include "fiber.h"
+#include "machine.h"
+#include "sanitizers.h"
+
+namespace tree_attention::emulator {
+
+inline constexpr uint32_t kAllLanes = 0xffffffff;
+inline constexpr size_t kSharedAlignment = 1024;
+inline constexpr size_t kRedzone = 4096;        // behind shared memory
+inline constexpr unsigned char kPoison = 0xff;  // NaN in every format
+
+struct Warp;
+
+struct Thread {
+  Thread(Warp* warp, int lane, unsigned index, void (*entry)(void*))
+      : warp(warp), lane(lane), index(index), fiber(entry, this) {}
+
+  Warp* warp;
+  int lane;
+  unsigned index;  // in the block
+  AsyncCopies copies;
+  const char* waits_for = nullptr;  // null: it does not wait
+  std::source_location where;
+  bool ended = false;
+  Fiber fiber;
+};
+
+struct Block;
+
+// Where threads meet. What is released at one meeting may not reach a thread that leaves the
+// meeting before, hence two objects in turn.
+struct Meeting {
+  const char* name = nullptr;
+  std::source_location where;  // of the first to arrive
+  unsigned arrived = 0;
+  unsigned generation = 0;
+  char order[2];
+
+  void* object() { return &order[generation % 2]; }
+};
+
+struct Warp {
+  Block* block;
+  std::vector<std::unique_ptr<Thread>> lanes;
+  uint32_t runnable = kAllLanes;
+  size_t position = 0;  // among the runnable warps, if any lane is runnable
+  Meeting meeting;
+  void* operands[kWarpSize];
+};
+
+struct Block {
+  Block(unsigned index, size_t shared_bytes) : index(index), shared_bytes(shared_bytes) {
+    const size_t size = (shared_bytes + kRedzone + kSharedAlignment - 1) & ~(kSharedAlignment - 1);
+    shared.reset(static_cast<char*>(std::aligned_alloc(kSharedAlignment, size)));
+    std::memset(shared.get(), kPoison, size);
+    forbid_access(shared.get() + shared_bytes, kRedzone);
+  }
+  ~Block() { allow_access(shared.get() + shared_bytes, kRedzone); }
+
+  bool redzone_is_whole() {
+    const char* end = shared.get() + shared_bytes;
+    allow_access(shared.get() + shared_bytes, kRedzone);
+    return std::all_of(end, end + kRedzone, [](unsigned char x) { return x == kPoison; });
+  }
+
+  unsigned index;
+  size_t shared_bytes;
+  struct Free {
+    void operator()(char* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<char, Free> shared;
+  std::vector<std::unique_ptr<Warp>> warps;
+  unsigned runnable_warps = 0;
+  unsigned ended_threads = 0;
+  Meeting barrier;
+};
+
+}  // namespace tree_attention::emulator
