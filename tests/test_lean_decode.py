@@ -254,6 +254,17 @@ def test_keys_between_the_ranges_of_two_queries(dtype, device):
     assert o.isfinite().all()
 
 
+@by_dtype
+def test_many_keys_far_below_one(dtype, device):
+    """Their weights, 1e-8 of the largest, are all there is of the output: float16 has no such
+    number."""
+    problem = make_problem(seqlen_k=2000, dtype=dtype, out_dtype=torch.float32)
+    problem.q[:], problem.k[:], problem.v[:] = 1.0, 0.0, 1.0
+    problem.k[:, :, 1234, 0], problem.v[:, :, 1234] = 8 * 18.5, 0.0
+    o, _ = problem.to(device).run(num_workers=1)
+    torch.testing.assert_close(o, torch.full_like(o, 1999 * math.exp(-18.5)), rtol=2e-3, atol=0)
+
+
 def test_infinite_scores_drop_keys(device):
     problem = make_problem(seqlen_k=130)
     problem.q[..., 0] = 1.0

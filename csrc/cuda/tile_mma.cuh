@@ -63,9 +63,9 @@ class TileMma {
     const int row = first_key + lane % 16;
 #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {
-      const uint32_t a[4] = {pack<Element>(p[n][0], p[n][1]), pack<Element>(p[n][2], p[n][3]),
-                             pack<Element>(p[n + 1][0], p[n + 1][1]),
-                             pack<Element>(p[n + 1][2], p[n + 1][3])};
+      const uint32_t a[4] = {pack_weights(p[n][0], p[n][1]), pack_weights(p[n][2], p[n][3]),
+                             pack_weights(p[n + 1][0], p[n + 1][1]),
+                             pack_weights(p[n + 1][2], p[n + 1][3])};
 #pragma unroll
       for (int i = 0; i < kHeadDim / 16; ++i) {
         uint32_t v[4];
@@ -100,13 +100,21 @@ class TileMma {
     for (int n = 0; n < 4; ++n) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        store(lane / 4 + c / 2 * 8, 8 * n + lane % 4 * 2 + c % 2, o_[begin / 8 + n][c]);
+        store(lane / 4 + c / 2 * 8, 8 * n + lane % 4 * 2 + c % 2,
+              o_[begin / 8 + n][c] * (1.0f / kWeightScale));
       }
     }
   }
 
  private:
   static constexpr int kHeadDim = Config::kHeadDim;
+
+  // Of weights, which are at most one, and of o: float16 has no number between 0 and 2^-24.
+  static constexpr float kWeightScale = std::is_same_v<Element, Float16> ? 0x1p14f : 1.0f;
+
+  static __device__ uint32_t pack_weights(float low, float high) {
+    return pack<Element>(low * kWeightScale, high * kWeightScale);
+  }
 
   static __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (std::is_same_v<Element, BFloat16>) {
