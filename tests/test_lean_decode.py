@@ -254,6 +254,15 @@ def test_keys_between_the_ranges_of_two_queries(dtype, device):
     assert o.isfinite().all()
 
 
+@pytest.mark.parametrize("seed", [6, 12, 25])  # where two sums per score are outside the bound
+def test_scores_of_long_queries(seed, device):
+    torch.manual_seed(seed)
+    problem = make_problem(
+        num_heads_kv=3, group_size=2, seqlen_q=3, seqlen_k=512, head_dim=128, softmax_scale=0.3
+    )
+    problem.to(device).run_and_check()
+
+
 @by_dtype
 def test_many_keys_far_below_one(dtype, device):
     """Their weights, 1e-8 of the largest, are all there is of the output: float16 has no such

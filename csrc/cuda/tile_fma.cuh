@@ -25,9 +25,8 @@ class TileFma {
     const int row = first_row_ + threadIdx.x % 32 / 4, key = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
-      // Two sums of half the length have smaller rounding errors.
-      float odd[4] = {};
-      for (int c = 0; c < 4; ++c) s[n][c] = 0.0f;
+      // Eight sums of an eighth of the length have smaller rounding errors than one.
+      float sums[8][4] = {};
 #pragma unroll 4
       for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
         const Float4 q[2] = {load(queries_, row, chunk), load(queries_, row + 8, chunk)};
@@ -35,12 +34,18 @@ class TileFma {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           for (int c = 0; c < 4; ++c) {
-            float& sum = i % 2 == 0 ? s[n][c] : odd[c];
+            float& sum = sums[chunk % 2 * 4 + i][c];
             sum = fmaf(q[c / 2].value[i], k[c % 2].value[i], sum);
           }
         }
       }
-      for (int c = 0; c < 4; ++c) s[n][c] += odd[c];
+#pragma unroll
+      for (int count = 4; count > 0; count /= 2) {
+        for (int i = 0; i < count; ++i) {
+          for (int c = 0; c < 4; ++c) sums[i][c] += sums[i + count][c];
+        }
+      }
+      for (int c = 0; c < 4; ++c) s[n][c] = sums[0][c];
     }
   }
 
