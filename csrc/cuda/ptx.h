@@ -22,7 +22,7 @@ __device__ __forceinline__ char* dynamic_shared_memory() {
 // 9.7.9.15: an L2 policy for data that is read once.
 __device__ __forceinline__ uint64_t createpolicy_evict_first() {
   uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
