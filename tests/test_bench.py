@@ -16,10 +16,12 @@ from torch import Tensor
 
 from distributed import run_ranks
 from tree_attention import lean_decode, ring_decode
-from tree_attention.bench import decode, measure, report, tree
+from tree_attention.bench import decode, links, measure, report, tree
 from tree_attention.bench.accuracy import check_against_float64
 from tree_attention.cli import bench as bench_command
 from tree_attention.cli.world import World
+from tree_attention.exchange import Communicator, Topology
+from tree_attention.exchange.costs import COSTS_VARIABLE, Costs
 from tree_attention.ring import MANIFEST_BYTES
 
 
@@ -309,6 +311,47 @@ def test_tree_report_counts_the_bytes_of_its_formulas(world_size: int, tmp_path:
             assert abs(count - predicted) <= 2, way  # an all-reduce may not divide evenly
     report.write(reports[0], tmp_path)
     assert (tmp_path / f"tree_{world_size}.png").exists()
+    where, *choices = reports[0].summary
+    assert where.startswith(f"1 node of {world_size} ranks: ranks 0 to {world_size - 1} on ")
+    assert "a byte from rank 0 and back: to ranks in its node" in where
+    assert len(choices) == len(rows)
+    for row, choice in zip(rows, choices, strict=True):
+        assert choice.startswith(f"{row['name']}: auto takes ")
+
+
+def test_hosts_and_links_are_told_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert links.hosts_of(["a", "a", "b", "c", "c"]) == "ranks 0 to 1 on a, 2 on b, 3 to 4 on c"
+    assert links.hosts_of(["a"]) == "rank 0 on a"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    far = links.links_of(Topology.of("abc"), [0.002, 0.004], "gloo")
+    assert far == (
+        "gloo over the device gloo found; a byte from rank 0 and back: "
+        "to ranks in other nodes 3.00 ms (2.00 to 4.00)"
+    )
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "net0")
+    both = links.links_of(Topology.of("aab"), [0.001, 0.002], "gloo")
+    assert both.startswith("gloo over device net0 (GLOO_SOCKET_IFNAME); ")
+    assert "in its node 1.00 ms (1.00 to 1.00), to ranks in other nodes 2.00 ms" in both
+
+
+def choice(rank: int, world_size: int, costs: Costs | None) -> str:
+    comm = Communicator(nodes="abc"[:world_size], costs=costs)
+    return links.choice_of(comm, tree.exchanged(tree.Case(10), comm.topology))
+
+
+def test_the_choice_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(COSTS_VARIABLE, raising=False)
+    costs = Costs(
+        *[0.0] * 5, steps_between=1e-3, bytes_between=0.0, local_operations=0, local_bytes=0
+    )
+    texts = run_ranks(choice, 3, costs)
+    assert len(set(texts)) == 1
+    # The messages of hierarchical take one step, a ring of three two.
+    assert texts[0].startswith(
+        "auto takes hierarchical for 16,512 bytes over 3 nodes of 1 rank: predicted us "
+        "hierarchical 1,000, "
+    )
+    assert ", all_gather 2,000, " in texts[0] and "(constants: shipped ones; " in texts[0]
 
 
 def tree_with_a_wrong_rank(rank: int, world_size: int) -> list[str]:

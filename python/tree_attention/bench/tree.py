@@ -22,6 +22,7 @@ from ..exchange.traffic import traffic
 from ..ring import MANIFEST_BYTES
 from .accuracy import check_against_float64, digest
 from .decode import DTYPES
+from .links import choice_of, hosts_of, links_of, round_trips
 from .measure import (
     MAX_ROUNDS,
     MIN_ROUNDS,
@@ -84,8 +85,13 @@ def predicted_bytes(case: Case, way: str, topology: Topology) -> int:
     if way == RING:
         next_shard = BlockCyclic(world_size).count(world_size - 1, case.length)  # the smallest
         return case.kv_bytes(case.length - next_shard)
+    return traffic(way, exchanged(case, topology)).bytes_sent
+
+
+def exchanged(case: Case, topology: Topology) -> Exchanged:
+    """What a step of the case sends among the ranks."""
     message = Message((case.batch, case.heads[0], 1), case.head_dim, torch.float32)
-    return traffic(way, Exchanged(topology, message, DTYPES[case.dtype])).bytes_sent
+    return Exchanged(topology, message, DTYPES[case.dtype])
 
 
 class Ranks:
@@ -205,6 +211,9 @@ def run_case(case: Case, arena: Arena, seconds: float, ranks: Ranks) -> dict[str
         "peak_memory": {name: most(ranks.gather(peak)) for name, peak in peaks.items()},
         "accuracy": accuracy,
         "ranks_agree": agree,
+        "auto": choice_of(comms[RING], exchanged(case, comms[RING].topology))
+        if ranks.size > 1
+        else None,
         "other_load": others_share(ranks, load),
         "wrong": not all(agree[name] and accuracy[name]["right"] for name in functions),
     }
@@ -247,6 +256,8 @@ def run(cases: Sequence[Case], *, seconds: float, progress: Progress, local_rank
             progress.update(task, description=case.name)
             rows.append(run_case(case, arena, seconds, ranks))
             progress.advance(task)
+    summary = [world_of(ranks)] if ranks.size > 1 else []
+    summary += [f"{row['name']}: {row['auto']}" for row in rows if row["auto"]]
     pinned = ranks.gather(cpus)
     header = environment(
         **{
@@ -268,7 +279,16 @@ def run(cases: Sequence[Case], *, seconds: float, progress: Progress, local_rank
         rows=rows,
         columns=columns(rows),
         warnings=warnings + load_warnings([row["other_load"] for row in rows]),
+        summary=summary,
     )
+
+
+def world_of(ranks: Ranks) -> str:
+    """Where the ranks are and what connects them; collective."""
+    comm = Communicator()
+    comm.agree((("call", "bench tree"),))  # which finds the nodes
+    links = links_of(comm.topology, round_trips(), dist.get_backend())
+    return f"{comm.topology}: {hosts_of(ranks.gather(platform.node()))}; {links}"
 
 
 NOTES = (
