@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Decoding steps on simulated clusters, and the simulation beside measured ones.
+
+python benchmarks/simulate.py --out DIR                    # the study
+python benchmarks/simulate.py --cluster metro --ranks 2 8  # a part of it
+python benchmarks/simulate.py --costs FILE --ranks-per-node 8   # what `calibrate` wrote
+python benchmarks/simulate.py --validate FILE              # rows of bench_cluster.py
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from tree_attention.bench.report import print_report, write
+from tree_attention.bench.simulation import CLUSTERS, from_costs, study, validation
+from tree_attention.cli.bench import progress_bar
+from tree_attention.exchange.costs import Costs
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--cluster", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=list(study.RANKS), metavar="N")
+    parser.add_argument("--costs", type=Path, metavar="FILE", help="instead of named clusters")
+    parser.add_argument("--ranks-per-node", type=int, default=1, metavar="N", help="of --costs")
+    parser.add_argument(
+        "--key-bandwidth", type=float, default=10.0, metavar="GB/S", help="of --costs (default 10)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the report there")
+    parser.add_argument("--validate", type=Path, metavar="FILE", help="measured rows (JSON)")
+    parser.add_argument(
+        "--processors", type=int, metavar="N", help="that the ranks of --validate shared"
+    )
+    parsed = parser.parse_args(arguments)
+    if min(parsed.ranks) < 2 or parsed.ranks_per_node < 1:
+        parser.error("a world has two ranks or more, a node one or more")
+    console = Console() if sys.stdout.isatty() else Console(width=220)
+    if parsed.validate is not None:
+        return validate(parsed.validate, parsed.processors, console)
+    clusters, names = dict(CLUSTERS), parsed.cluster
+    if parsed.costs is not None:
+        names = [parsed.costs.stem]
+        bandwidth = 1e9 * parsed.key_bandwidth
+        clusters[names[0]] = from_costs(
+            names[0], Costs.load(parsed.costs), parsed.ranks_per_node, bandwidth
+        )
+    with progress_bar(root=True) as progress:
+        report = study.run(study.cases(names, sorted(set(parsed.ranks))), clusters, progress)
+    print_report(console, report)
+    if parsed.out is not None:
+        paths = write(report, parsed.out)
+        console.print("Written: " + ", ".join(map(str, paths)), highlight=False)
+    return 1 if report.wrong else 0
+
+
+def validate(path: Path, processors: int | None, console: Console) -> int:
+    predictions = [validation.predict(row, processors) for row in validation.read(path)]
+    console.print(f"{'link':<11}{'ranks':>6}{'B':>4}{'keys':>7}  {'way':<22}", end="")
+    console.print(f"{'measured ms':>12}{'simulated ms':>14}{'error':>8}")
+    for prediction in predictions:
+        row = prediction.measured
+        console.print(
+            f"{row.link:<11}{row.world:>6}{row.batch:>4}{row.keys:>7}  {row.strategy:<22}"
+            f"{1e3 * row.seconds:>12.3f}{1e3 * prediction.seconds:>14.3f}{prediction.error:>+8.0%}",
+            highlight=False,
+        )
+    median = validation.median_error(predictions)
+    console.print(f"median error of {len(predictions)} predictions: {median:.0%}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

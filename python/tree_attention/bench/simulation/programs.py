@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What every rank does in a decoding step, for each strategy and both rings.
+
+Each program follows the one of the same name in `tree_attention.exchange` (or `ring_decode`,
+`ring_pass_q_decode`) line by line: the same messages of the same sizes in the same order, the
+same copies and merges. `bytes_of_formula` is what the library itself says about the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ...exchange.butterfly import levels
+from ...exchange.slices import Slices
+from ...exchange.state import Message
+from ...exchange.strategies import strategies
+from ...exchange.topology import Topology
+from ...exchange.traffic import Case, traffic
+from ...ring import MANIFEST_BYTES
+from ...ring_pass_q import _deal
+from .clusters import Cluster
+from .collectives import Batch, all_gather, all_reduce, all_to_all, messages, shift
+from .fabric import Fabric, Ints, Network
+
+RING, RING_PASS_Q = "ring", "ring, passing queries"
+
+
+def ways() -> tuple[str, ...]:
+    return (*strategies(), RING, RING_PASS_Q)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One query token per sequence; every rank holds `keys_per_rank` keys of each."""
+
+    keys_per_rank: int
+    batch: int = 1
+    heads: tuple[int, int] = (32, 8)
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def message(self) -> Message:
+        return Message((self.batch, self.heads[0], 1), self.head_dim, torch.float32)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one shard."""
+        size = self.batch * self.heads[1] * self.keys_per_rank * self.head_dim
+        return 2 * size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Run:
+    """One simulated decoding step."""
+
+    seconds: float  # until the last rank has the result
+    bytes_sent: Ints  # by rank
+    messages_sent: Ints
+    network: str
+
+
+def simulate(way: str, problem: Problem, cluster: Cluster, world_size: int) -> Run:
+    """By the fastest of the ways in which the cluster's library may move the messages."""
+    runs = []
+    for network in cluster.networks:
+        if network.tree and way not in ("three_allreduce", "max_then_sum"):
+            continue  # nothing in it would be another
+        ranks = _Ranks(problem, cluster, network, world_size)
+        _PROGRAMS[way](ranks)
+        fabric = ranks.fabric
+        seconds = float(fabric.now.max())
+        runs.append(Run(seconds, fabric.bytes_sent, fabric.messages_sent, network.name))
+    return min(runs, key=lambda run: run.seconds)
+
+
+def bytes_of_formula(way: str, problem: Problem, topology: Topology) -> int:
+    """Bytes that the busiest rank sends, by the formulas of the library's cost model."""
+    world_size = topology.world_size
+    if way == RING:
+        return (world_size - 1) * (problem.kv_bytes + MANIFEST_BYTES)
+    if way == RING_PASS_Q:
+        parts = _Parts.of(problem, world_size)
+        # A rank passes on the queries and the state of every part but two each.
+        sums = parts.queries.sum() - np.roll(parts.queries, -1)
+        sums += parts.states.sum() - np.roll(parts.states, -1)
+        return int(sums.max()) + (world_size - 1) * parts.result
+    return traffic(way, Case(topology, problem.message, problem.dtype)).bytes_sent
+
+
+class _Ranks:
+    """All ranks of a world in step, as far as their messages let them."""
+
+    def __init__(
+        self, problem: Problem, cluster: Cluster, network: Network, world_size: int
+    ) -> None:
+        self.problem, self.cluster, self.world_size = problem, cluster, world_size
+        self.fabric = Fabric(network, world_size, cluster.slowdown(world_size))
+        self.topology = cluster.topology(world_size)
+        self.message = problem.message
+        self.out_dtype = problem.dtype
+
+    def attend(self, share: float | np.ndarray = 1.0) -> None:
+        """To a share of a shard's keys and values."""
+        self.fabric.work(self.cluster.local_operation)
+        self.fabric.now += np.asarray(share) * self.problem.kv_bytes / self.cluster.key_bandwidth
+
+    def local(self, operations: int, num_bytes: int) -> None:
+        cluster = self.cluster
+        self.fabric.work(operations * cluster.local_operation + num_bytes / cluster.local_bandwidth)
+
+    def begin(self) -> None:
+        self.fabric.work(self.cluster.exchange)
+
+
+def _all_gather(ranks: _Ranks) -> None:
+    num_bytes = ranks.message.num_bytes
+    all_gather(ranks.fabric, num_bytes)
+    ranks.local(1, ranks.world_size * num_bytes)
+
+
+def _two_phase(ranks: _Ranks) -> None:
+    slices = Slices.of_rows(ranks.message, ranks.world_size)
+    results = slices.to(ranks.out_dtype)
+    ranks.local(2, slices.num_bytes)
+    all_to_all(ranks.fabric, slices.message.num_bytes)
+    ranks.local(1, slices.num_bytes)
+    all_gather(ranks.fabric, results.message.num_bytes)
+    ranks.local(2, results.num_bytes)
+
+
+def _hierarchical(ranks: _Ranks) -> None:
+    fabric, size = ranks.fabric, ranks.topology.subtree_size
+    num_subtrees = ranks.world_size // size
+    if size == 1:
+        messages(fabric, _spread(fabric, 1, ranks.world_size), ranks.message.num_bytes)
+        ranks.local(1, ranks.world_size * ranks.message.num_bytes)
+        return
+    slices = Slices.of_rows(ranks.message, size)
+    partial = replace(slices.message, dtype=torch.float32)
+    results = slices.to(ranks.out_dtype)
+    awaited = fabric.now.copy()  # of all steps: receives are posted before anything else
+    ranks.local(2, slices.num_bytes)
+    messages(fabric, _spread(fabric, 1, size), slices.message.num_bytes, awaited)
+    ranks.local(1, slices.num_bytes)
+    if num_subtrees > 1:
+        messages(fabric, _spread(fabric, size, num_subtrees), partial.num_bytes, awaited)
+        ranks.local(1, num_subtrees * partial.num_bytes)
+    messages(fabric, _spread(fabric, 1, size), results.message.num_bytes, awaited)
+    ranks.local(2, results.num_bytes)
+
+
+def _spread(fabric: Fabric, stride: int, count: int) -> Iterator[Batch]:
+    """From each rank to the others of its set: `count` ranks, `stride` apart."""
+    ranks = fabric.ranks
+    place = ranks // stride % count
+    first = ranks - place * stride
+    for i in range(fabric.network.staggered, count):
+        target = first + (place + i) % count * stride if fabric.network.staggered else None
+        if target is not None:
+            yield ranks, target
+        else:
+            others = ranks[place != i]
+            yield others, first[others] + i * stride
+
+
+def _butterfly(ranks: _Ranks) -> None:
+    fabric, world_size = ranks.fabric, ranks.world_size
+    awaited = fabric.now.copy()
+    ranks.local(1, ranks.message.num_bytes)
+    steps = [{step.level: step for step in levels(rank, world_size)} for rank in range(world_size)]
+    for level in range((world_size - 1).bit_length()):
+        pairs: dict[int, list[tuple[int, int]]] = {}  # by their turn
+        for rank, of_rank in enumerate(steps):
+            readers = of_rank[level].readers if level in of_rank else ()
+            for turn, reader in enumerate(readers):
+                pairs.setdefault(turn, []).append((rank, reader))
+        batches = [np.array(pairs[turn]).T for turn in sorted(pairs)]
+        messages(fabric, [(a, b) for a, b in batches], ranks.message.num_bytes, awaited)
+        merging = np.array([level in of_rank for of_rank in steps])
+        reading = 2 * ranks.message.num_bytes / ranks.cluster.local_bandwidth
+        fabric.work(merging * (ranks.cluster.local_operation + reading))
+
+
+def _three_allreduce(ranks: _Ranks) -> None:
+    rows = 4 * ranks.message.num_rows
+    _sums(ranks, rows, ranks.message.o_bytes)
+
+
+def _max_then_sum(ranks: _Ranks) -> None:
+    _sums(ranks, ranks.message.num_bytes)
+
+
+def _sums(ranks: _Ranks, *packed: int) -> None:
+    num_bytes = ranks.message.num_bytes
+    all_reduce(ranks.fabric, 4 * ranks.message.num_rows)
+    ranks.local(4, 2 * num_bytes)
+    for size in packed:
+        all_reduce(ranks.fabric, size)
+    ranks.local(2, 2 * num_bytes)
+
+
+def _ring(ranks: _Ranks) -> None:
+    fabric, world_size = ranks.fabric, ranks.world_size
+    ranks.begin()
+    if world_size > 1:
+        all_gather(fabric, MANIFEST_BYTES)
+    half = np.full(world_size, ranks.problem.kv_bytes // 2)
+    for hop in range(world_size):
+        is_last = hop == world_size - 1
+        arrived = fabric.now if is_last else shift(fabric, [half, half])  # keys, values
+        ranks.attend()
+        fabric.wait(slice(None), arrived)
+    ranks.local(1, world_size * ranks.message.num_bytes)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What travels for each part of the queries, in bytes."""
+
+    queries: Ints
+    states: Ints
+    result: int  # of the largest part
+    share: np.ndarray  # of a shard that the part reads
+
+    @staticmethod
+    def of(problem: Problem, world_size: int) -> _Parts:
+        shape = (problem.batch, problem.heads[0], 1, problem.head_dim)
+        q = torch.empty(shape, dtype=problem.dtype, device="meta")
+        shapes = [part.shape(q) for part in _deal(q, problem.heads[1], world_size)]
+        states = [Message(shape[:3], problem.head_dim, torch.float32) for shape in shapes]
+        rows = np.array([message.num_rows for message in states])
+        return _Parts(
+            np.array([math.prod(shape) * problem.dtype.itemsize for shape in shapes]),
+            np.array([message.num_bytes for message in states]),
+            max(replace(message, dtype=problem.dtype).num_bytes for message in states),
+            rows / rows.sum(),
+        )
+
+
+def _ring_pass_q(ranks: _Ranks) -> None:
+    fabric, world_size = ranks.fabric, ranks.world_size
+    parts = _Parts.of(ranks.problem, world_size)
+    ranks.begin()
+    coming = fabric.now.copy()
+    for hop in range(world_size):
+        index = (fabric.ranks - hop) % world_size  # of the part that a rank has
+        fabric.wait(slice(None), coming)
+        if hop < world_size - 1:
+            coming = shift(fabric, [parts.queries[index]])
+        if hop == 0:
+            ranks.attend(parts.share[index])
+            continue
+        states = shift(fabric, [parts.states[(index + 1) % world_size]])
+        ranks.attend(parts.share[index])
+        fabric.wait(slice(None), states)
+        ranks.local(1, int(2 * parts.states.max()))
+    all_gather(fabric, parts.result)
+
+
+def _after_attention(exchange: Callable[[_Ranks], None]) -> Callable[[_Ranks], None]:
+    def program(ranks: _Ranks) -> None:
+        ranks.attend()
+        ranks.begin()
+        exchange(ranks)
+
+    return program
+
+
+_PROGRAMS: dict[str, Callable[[_Ranks], None]] = {
+    "all_gather": _after_attention(_all_gather),
+    "two_phase": _after_attention(_two_phase),
+    "hierarchical": _after_attention(_hierarchical),
+    "butterfly": _after_attention(_butterfly),
+    "three_allreduce": _after_attention(_three_allreduce),
+    "max_then_sum": _after_attention(_max_then_sum),
+    RING: _ring,
+    RING_PASS_Q: _ring_pass_q,
+}
