@@ -31,14 +31,21 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the report there")
     parser.add_argument("--validate", type=Path, metavar="FILE", help="measured rows (JSON)")
     parser.add_argument(
-        "--processors", type=int, metavar="N", help="that the ranks of --validate shared"
+        "--fit",
+        nargs="+",
+        default=[],
+        metavar="LINK/RANKS",
+        help="fit what software takes to these configurations of --validate, predict the others",
+    )
+    parser.add_argument(
+        "--processors", type=int, metavar="N", help="that the ranks of --fit shared"
     )
     parsed = parser.parse_args(arguments)
     if min(parsed.ranks) < 2 or parsed.ranks_per_node < 1:
         parser.error("a world has two ranks or more, a node one or more")
     console = Console() if sys.stdout.isatty() else Console(width=220)
     if parsed.validate is not None:
-        return validate(parsed.validate, parsed.processors, console)
+        return validate(parsed.validate, parsed.fit, parsed.processors, parsed.out, console)
     clusters, names = dict(CLUSTERS), parsed.cluster
     if parsed.costs is not None:
         names = [parsed.costs.stem]
@@ -55,19 +62,41 @@ def main(arguments: list[str]) -> int:
     return 1 if report.wrong else 0
 
 
-def validate(path: Path, processors: int | None, console: Console) -> int:
-    predictions = [validation.predict(row, processors) for row in validation.read(path)]
-    console.print(f"{'link':<11}{'ranks':>6}{'B':>4}{'keys':>7}  {'way':<22}", end="")
-    console.print(f"{'measured ms':>12}{'simulated ms':>14}{'error':>8}")
+def validate(
+    path: Path, fitted: list[str], processors: int | None, out: Path | None, console: Console
+) -> int:
+    rows = validation.read(path)
+    chosen = [row for row in rows if row.configuration in fitted]
+    if len({row.configuration for row in chosen}) < len(set(fitted)):
+        known = ", ".join(dict.fromkeys(row.configuration for row in rows))
+        console.print(f"--fit takes some of the configurations of {path}: {known}", style="red")
+        return 2
+    software = validation.fit(chosen, processors) if chosen else None
+    predictions = [validation.predict(row, software) for row in rows]
+    lines = [
+        f"{'link':<11}{'ranks':>6}{'B':>4}{'keys':>7}  {'way':<22}"
+        f"{'measured ms':>12}{'simulated ms':>14}{'error':>8}"
+    ]
     for prediction in predictions:
         row = prediction.measured
-        console.print(
+        lines.append(
             f"{row.link:<11}{row.world:>6}{row.batch:>4}{row.keys:>7}  {row.strategy:<22}"
-            f"{1e3 * row.seconds:>12.3f}{1e3 * prediction.seconds:>14.3f}{prediction.error:>+8.0%}",
-            highlight=False,
+            f"{1e3 * row.seconds:>12.3f}{1e3 * prediction.seconds:>14.3f}{prediction.error:>+8.0%}"
         )
-    median = validation.median_error(predictions)
-    console.print(f"median error of {len(predictions)} predictions: {median:.0%}", highlight=False)
+    if software is not None:
+        lines.append(f"fitted to {', '.join(fitted)}: {software}")
+    for configuration in dict.fromkeys(row.configuration for row in rows):
+        of_it = [p for p in predictions if p.measured.configuration == configuration]
+        mark = " (fitted)" if configuration in fitted else ""
+        lines.append(f"{configuration}{mark}: median error {validation.median_error(of_it):.0%}")
+    others = [p for p in predictions if p.measured.configuration not in fitted]
+    if others:
+        error = validation.median_error(others)
+        lines.append(f"median error of {len(others)} predictions: {error:.0%}")
+    console.print("\n".join(lines), highlight=False, markup=False)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "simulation_validation.txt").write_text("\n".join(lines) + "\n")
     return 0
 
 

@@ -357,7 +357,27 @@ def test_validation(tmp_path: Path) -> None:
     assert predictions[1].seconds == pytest.approx(4 * 16 * 64e-3, rel=0.05)
     assert predictions[1].error == predictions[1].seconds / 2.0 - 1
     assert validation.median_error(predictions) == sorted(abs(p.error) for p in predictions)[1]
-    assert validation.predict(measured[0], processors=1).seconds > predicted
+
+
+def test_software_is_fitted() -> None:
+    software = validation.Software(2e-3, 1e-3, 5e-4, 5e8, processors=2)
+    rows = [
+        validation.Measured("metro", 4, batch, way, seconds=1.0)
+        for batch in (1, 64)
+        for way in ("all_gather", "butterfly", "three_allreduce")
+    ]
+    rows = [replace(row, seconds=validation.predict(row, software).seconds) for row in rows]
+    assert validation.median_error([validation.predict(row) for row in rows]) > 0.2
+    fitted = validation.fit(rows, processors=2)
+    assert validation.median_error([validation.predict(row, fitted) for row in rows]) < 0.1
+
+
+def test_everything_passes_the_relay() -> None:
+    fabric = Fabric(one_level(relay=20.0), 4)
+    # Through the relay until 1 and until 2, behind ports that are half as fast.
+    assert send(fabric, [(0, 1), (2, 3)], 20) == [3.0, 4.0]
+    fabric.work(2.0)
+    assert send(fabric, [(1, 0), (3, 2), (0, 1)], 20) == [5.0, 6.0, 7.0]
 
 
 @pytest.mark.parametrize(
@@ -397,6 +417,12 @@ def test_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["--validate", str(write_rows(tmp_path / "rows.json", [row]))]) == 0
     assert "median error of 1 predictions: 100%" in capsys.readouterr().out
+    options = ["--validate", str(tmp_path / "rows.json"), "--fit"]
+    assert main([*options, "lan/4", "--out", str(tmp_path)]) == 0
+    assert "lan/4 (fitted): median error" in (tmp_path / "simulation_validation.txt").read_text()
+    capsys.readouterr()
+    assert main([*options, "lan/8"]) == 2
+    assert "--fit takes some of the configurations of" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["--ranks", "1"])
     assert "a world has two ranks or more" in capsys.readouterr().err

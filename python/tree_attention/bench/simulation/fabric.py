@@ -45,6 +45,8 @@ class Network:
     asks_first: bool = False
     chunks: int = 1  # of which a ring's messages consist, each on its way by itself
     tree: bool = False  # all-reduces by NCCL's tree instead of a ring
+    # Bytes per second of what all messages pass, one after the other: an emulator's relay.
+    relay: float = float("inf")
     # Messages to many ranks begin with the next one; otherwise with rank 0 for everybody.
     staggered: bool = True
 
@@ -57,14 +59,19 @@ class Network:
 class Route:
     """One message each from `sources` to `targets`, prepared for any number of batches."""
 
-    def __init__(self, levels: tuple[Level, ...], sources: Ints, targets: Ints) -> None:
+    def __init__(
+        self, levels: tuple[Level, ...], relay: float, sources: Ints, targets: Ints
+    ) -> None:
         self.sources, self.targets = sources, targets
+        # Of all ranks in order, which is quicker than one by one.
+        is_everybody = np.array_equal(sources, np.arange(len(sources)))
+        self.chosen = slice(len(sources)) if is_everybody else sources
         level = np.zeros(len(sources), dtype=np.int64)
         for i, group in enumerate(levels[:-1]):
             level[sources // group.ranks != targets // group.ranks] = i + 1
-        self.level = level
         self.latency = np.array([x.latency for x in levels])[level]
         self.overhead = np.array([x.overhead for x in levels])[level]
+        self.relay = _Passage(0, relay, np.full(len(sources), True), np.zeros_like(sources))
         self.outwards: list[_Passage] = []
         self.inwards: list[_Passage] = []
         for i, link in enumerate(levels):
@@ -84,12 +91,13 @@ class _Passage:
         self.users, self.counts = np.unique(ports, return_counts=True)
         self.is_alone = len(self.users) == len(ports)
 
-    def start(self, free: Floats, ready: Floats, service: Floats) -> Floats:
+    def start(self, free: Floats, ready: Floats, service: float | Floats) -> Floats:
         """When each message starts through its port, which is then taken for `service`."""
         if self.is_alone:
             result = np.maximum(ready, free[self.ports])
             free[self.ports] = result + service
             return result
+        service = np.broadcast_to(service, ready.shape)
         order = np.lexsort((ready, self.ports))
         result = np.empty_like(ready)
         begin = 0
@@ -129,11 +137,12 @@ class Fabric:
         ports = [-(-world_size // level.ranks_per_port) for level in network.levels]
         self._outwards = [np.zeros(n) for n in ports]
         self._inwards = [np.zeros(n) for n in ports]
+        self._relay = [np.zeros(1)]
         self.to_next = self.route(self.ranks, (self.ranks + 1) % world_size)
 
     def route(self, sources: Ints, targets: Ints) -> Route:
         """A source occurs once."""
-        return Route(self.network.levels, sources, targets)
+        return Route(self.network.levels, self.network.relay, sources, targets)
 
     def work(self, seconds: float | Floats) -> None:
         """Every rank's processor is busy."""
@@ -147,27 +156,34 @@ class Fabric:
         Args:
             awaited: since when each rank waits for its message, where the library asks first.
         """
-        sources = route.sources
-        self.now[sources] += self.slowdown * route.overhead
-        sizes = np.broadcast_to(np.asarray(num_bytes, dtype=np.int64), sources.shape)
-        self.bytes_sent[sources] += sizes
-        self.messages_sent[sources] += 1
-        time = self.now[sources]
+        chosen = route.chosen
+        self.now[chosen] += self.slowdown * route.overhead
+        self.bytes_sent[chosen] += num_bytes
+        self.messages_sent[chosen] += 1
+        time = self.now[chosen].copy()
         if self.network.asks_first and awaited is not None:
             time = np.maximum(time, awaited[route.targets] + route.latency)
-        left = self._pass(route.outwards, self._outwards, time, time, sizes)
-        time = time + route.latency
-        return left, self._pass(route.inwards, self._inwards, time, left + route.latency, sizes)
+        left = self._pass(route.outwards, self._outwards, time, time, num_bytes)
+        last = left
+        if self.network.relay < float("inf"):
+            last = self._pass([route.relay], self._relay, time, last, num_bytes)
+        time, last = time + route.latency, last + route.latency
+        return left, self._pass(route.inwards, self._inwards, time, last, num_bytes)
 
     @staticmethod
     def _pass(
-        passages: list[_Passage], ports: list[Floats], first: Floats, last: Floats, sizes: Ints
+        passages: list[_Passage],
+        ports: list[Floats],
+        first: Floats,
+        last: Floats,
+        num_bytes: int | Ints,
     ) -> Floats:
         """When last bytes are through; first bytes move on at once, and `first` becomes theirs."""
         last = last.copy()
         for passage in passages:
             chosen = passage.chosen
-            service = sizes[chosen] / passage.bandwidth
+            sizes = num_bytes[chosen] if isinstance(num_bytes, np.ndarray) else num_bytes
+            service = sizes / passage.bandwidth
             start = passage.start(ports[passage.level], first[chosen], service)
             first[chosen] = start
             last[chosen] = np.maximum(last[chosen], start + service)

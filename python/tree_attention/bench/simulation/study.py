@@ -221,19 +221,23 @@ def draw(report: Report, path: Path) -> None:
                 label = f"{'best tree' if way == 'best' else way}, {world_size} ranks"
                 contexts.plot(keys, times, line, label=label)
         _label(
-            contexts, f"{name}: by context", "keys of all ranks", f"time / ring at {CONTEXTS[0]:,}"
+            contexts,
+            f"{name}: by context",
+            "keys of all ranks",
+            "time / the ring's at the first point",
         )
         longest = [row for row in rows if row["keys"] == FIGURE_3_KEYS]
         worlds = [row["world_size"] for row in longest]
-        for way in ways():
+        for i, way in enumerate(ways()):
+            style = {"color": f"C{i}", "label": way, "markersize": 3}
             times = [1e3 * row["ways"][way]["seconds"] for row in longest]
-            ranks.plot(worlds, times, "--s" if way == RING else "-o", label=way, markersize=3)
+            ranks.plot(worlds, times, "--s" if way == RING else "-o", **style)
             if way != RING:
                 only = [
                     1e6 * (row["ways"][way]["seconds"] - row["attention_seconds"])
                     for row in longest
                 ]
-                exchanges.plot(worlds, only, "-o", label=way, markersize=3)
+                exchanges.plot(worlds, only, "-o", **style)
         _label(ranks, f"{name}: {FIGURE_3_KEYS:,} keys", "ranks", "milliseconds")
         _label(exchanges, f"{name}: without attention", "ranks", "microseconds")
     figure.tight_layout()

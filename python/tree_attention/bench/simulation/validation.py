@@ -15,13 +15,14 @@ also hold several ways, as those of `benchmarks/bench_cluster.py` do: `world_siz
 from __future__ import annotations
 
 import json
+import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .clusters import CLUSTERS
+from .clusters import CLUSTERS, Cluster
 from .programs import Problem, simulate, ways
 
 
@@ -36,6 +37,10 @@ class Measured:
     seconds: float
     keys: int = 0
     seconds_per_key: float = 0.0
+
+    @property
+    def configuration(self) -> str:
+        return f"{self.link}/{self.world}"
 
 
 @dataclass(frozen=True)
@@ -95,20 +100,66 @@ def _without_ways(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != "ways"}
 
 
-def predict(measured: Measured, processors: int | None = None) -> Prediction:
-    """`processors`: those that all ranks of the emulated cluster share."""
+@dataclass(frozen=True)
+class Software:
+    """What an emulated cluster's processors take: no property of its links."""
+
+    exchange: float  # seconds per call of ours
+    call: float  # seconds per collective
+    message: float  # seconds per message
+    relay: float  # bytes per second of all hosts together
+    processors: int | None = None  # that all ranks share
+
+    def on(self, cluster: Cluster) -> Cluster:
+        networks = tuple(
+            replace(
+                network,
+                call=self.call,
+                relay=self.relay,
+                levels=tuple(replace(level, overhead=self.message) for level in network.levels),
+            )
+            for network in cluster.networks
+        )
+        return replace(
+            cluster, networks=networks, exchange=self.exchange, processors=self.processors
+        )
+
+
+def fit(rows: Sequence[Measured], processors: int | None) -> Software:
+    """The constants with the least mean error of `rows`, by a search from coarse to fine."""
+    best = Software(100e-6, 100e-6, 30e-6, 1e9, processors)
+
+    def loss(software: Software) -> float:
+        errors = (math.log(predict(row, software).seconds / row.seconds) for row in rows)
+        return statistics.mean(map(abs, errors))
+
+    least = loss(best)
+    for factor in (4.0, 2.0, 1.3):
+        improved = True
+        while improved:
+            improved = False
+            for name in ("message", "relay", "call", "exchange"):
+                for change in (factor, 1 / factor):
+                    candidate = replace(best, **{name: change * getattr(best, name)})
+                    error = loss(candidate)
+                    if error < least * (1 - 1e-6):
+                        best, least, improved = candidate, error, True
+    return best
+
+
+def predict(measured: Measured, software: Software | None = None) -> Prediction:
+    """`software`: instead of the named cluster's constants."""
     problem = Problem(measured.keys, measured.batch)
     attention = measured.seconds_per_key * measured.keys * measured.batch
+    named = CLUSTERS[measured.link]
     cluster = replace(
-        CLUSTERS[measured.link],
+        named if software is None else software.on(named),
         key_bandwidth=problem.kv_bytes / attention if attention else float("inf"),
-        processors=processors,
     )
-    return Prediction(
-        measured, simulate(measured.strategy, problem, cluster, measured.world).seconds
-    )
+    run = simulate(measured.strategy, problem, cluster, measured.world)
+    return Prediction(measured, run.seconds)
 
 
-def median_error(predictions: list[Prediction]) -> float:
+def median_error(predictions: Sequence[Prediction]) -> float:
     """The median of the errors' magnitudes."""
     return statistics.median(abs(prediction.error) for prediction in predictions)
