@@ -129,7 +129,7 @@ def ours(pid: int) -> list[str]:
 
 def test_packets_take_their_time(cluster: Cluster) -> None:
     # Only too early is wrong: a busy machine may be late.
-    near, far = probe(cluster, 0, 1, 30), probe(cluster, 0, 2, 30)
+    near, far = (probe(cluster, 0, host, round_trips=30, seconds=0.03) for host in (1, 2))
     assert near.expected_rtt == 0.008 and min(near.rtts) >= 0.008
     assert far.expected_rtt == 0.04 and min(far.rtts) >= 0.04
     # What tbf has saved up for the start of a transfer is a small part of it.

@@ -16,7 +16,6 @@ from .hosts import Cluster
 from .network import host_name
 
 _PROGRAM = Path(__file__).with_name("probe_peer.py")
-_TRANSFER_SECONDS = 0.2  # at the link's rate
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,10 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return tenths[0], statistics.median(values), tenths[-1]
 
 
-def probe(cluster: Cluster, a: int, b: int, round_trips: int = 300) -> Probe:
+def probe(cluster: Cluster, a: int, b: int, round_trips: int = 300, seconds: float = 0.2) -> Probe:
+    """`seconds`: of one bulk transfer at the link's rate."""
     link = cluster.wiring.link(a, b)
-    num_bytes = int(link.rate / 8 * _TRANSFER_SECONDS)
+    num_bytes = int(link.rate / 8 * seconds)
     command = [sys.executable, str(_PROGRAM)]
     cluster.start(b, [*command, "answer"])
     asking = cluster.start(
