@@ -241,7 +241,7 @@ def draw(report: Report, path: Path) -> None:
         _label(ranks, f"{name}: {FIGURE_3_KEYS:,} keys", "ranks", "milliseconds")
         _label(exchanges, f"{name}: without attention", "ranks", "microseconds")
     figure.tight_layout()
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=65)
     pyplot.close(figure)
 
 
