@@ -229,15 +229,16 @@ def draw(report: Report, path: Path) -> None:
         longest = [row for row in rows if row["keys"] == FIGURE_3_KEYS]
         worlds = [row["world_size"] for row in longest]
         for i, way in enumerate(ways()):
-            style = {"color": f"C{i}", "label": way, "markersize": 3}
+            style = {"color": f"C{i}", "markersize": 3}
             times = [1e3 * row["ways"][way]["seconds"] for row in longest]
-            ranks.plot(worlds, times, "--s" if way == RING else "-o", **style)
-            if way != RING:
-                only = [
-                    1e6 * (row["ways"][way]["seconds"] - row["attention_seconds"])
-                    for row in longest
-                ]
-                exchanges.plot(worlds, only, "-o", **style)
+            if way == RING:
+                ranks.plot(worlds, times, "--s", label=f"{way} (others: at right)", **style)
+                continue
+            ranks.plot(worlds, times, "-o", **style)
+            only = [
+                1e6 * (row["ways"][way]["seconds"] - row["attention_seconds"]) for row in longest
+            ]
+            exchanges.plot(worlds, only, "-o", label=way, **style)
         _label(ranks, f"{name}: {FIGURE_3_KEYS:,} keys", "ranks", "milliseconds")
         _label(exchanges, f"{name}: without attention", "ranks", "microseconds")
     figure.tight_layout()
