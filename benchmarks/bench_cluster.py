@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -23,6 +24,7 @@ import torch
 from rich.console import Console
 
 from tree_attention import lean_decode, strategies
+from tree_attention.bench.measure import Load, load_warnings
 from tree_attention.bench.report import Report, environment, print_report, write
 from tree_attention.exchange.costs import Costs
 
@@ -89,13 +91,15 @@ def run(link: str, world_size: int, seconds: float, seconds_per_key: float) -> d
         spec, out = Path(folder) / "spec.json", Path(folder) / "out.json"
         content = {"cases": chosen, "seconds": seconds, "calibrate": calibrate}
         spec.write_text(json.dumps(content))
-        with Cluster(wiring, world_size) as cluster:
+        before = os.times()
+        with Load() as load, Cluster(wiring, world_size) as cluster:
             near_and_far = {wiring.link(0, other): other for other in (1, world_size - 1)}
             probes = [probe(cluster, 0, other) for other in near_and_far.values()]
             program = [sys.executable, "-m", "benchmarks.cluster_rank", str(spec), str(out)]
             status = cluster.run(program, {"OMP_NUM_THREADS": "1"})
             if status:
                 raise SystemExit(f"{link}/{world_size}: a rank ended with status {status}")
+        after = os.times()
         results = json.loads(out.read_text())["cases"]
         costs = None
         if calibrate:
@@ -119,7 +123,11 @@ def run(link: str, world_size: int, seconds: float, seconds_per_key: float) -> d
         }
         for p in probes
     ]
-    return {"rows": rows, "costs": costs, "links": measured}
+    # Of the relay and the ranks, all of which have ended.
+    ours = sum(after[2:4]) - sum(before[2:4])
+    share = ours / (os.cpu_count() or 1) / (after.elapsed - before.elapsed)
+    others = None if load.busy is None else max(0.0, load.busy - share)
+    return {"rows": rows, "costs": costs, "links": measured, "other_load": others}
 
 
 def add_predictions(row: dict[str, Any], costs: Costs | None) -> None:
@@ -148,10 +156,9 @@ def main(arguments: list[str]) -> int:
     if (why := unsupported()) is not None:
         print(why, file=sys.stderr)
         return 2
-    earlier: dict[str, Any] = {}
+    measured = {}
     if parsed.out is not None and (parsed.out / "cluster.json").exists():
-        earlier = json.loads((parsed.out / "cluster.json").read_text())["configurations"]
-    measured = {name: part for name, part in earlier.items() if name not in parsed.only}
+        measured = load_parts(parsed.out / "cluster.json")
     seconds_per_key = attention_seconds_per_key()
     for name in parsed.only:
         link, world = name.split("/")
@@ -163,6 +170,15 @@ def main(arguments: list[str]) -> int:
     if parsed.out is not None:
         print("Written:", *write(report, parsed.out))
     return 1 if report.wrong else 0
+
+
+def load_parts(path: Path) -> dict[str, Any]:
+    """What earlier runs measured, by configuration."""
+    content = json.loads(path.read_text())
+    parts = {name: {**part, "rows": []} for name, part in content["configurations"].items()}
+    for row in content["rows"]:
+        parts[f"{row['link']}/{row['world_size']}"]["rows"].append(row)
+    return parts
 
 
 def report_of(measured: dict[str, Any]) -> Report:
@@ -184,7 +200,13 @@ def report_of(measured: dict[str, Any]) -> Report:
         rows=rows,
         columns=columns(rows),
         summary=summary(rows, measured),
-        more={"configurations": measured},
+        warnings=load_warnings([part["other_load"] for part in measured.values()]),
+        more={
+            "configurations": {
+                name: {key: value for key, value in part.items() if key != "rows"}
+                for name, part in measured.items()
+            }
+        },
         draw=draw,
     )
 

@@ -117,7 +117,7 @@ def run_case(case: dict[str, Any], world_size: int, rank: int, seconds: float) -
             result[way] = {
                 # From the last rank's start to the last rank's end.
                 "seconds": [
-                    max(end for _, end in ranks) - max(start for start, _ in ranks)
+                    round(max(end for _, end in ranks) - max(start for start, _ in ranks), 7)
                     for ranks in zip(*(times for times, _, _ in every), strict=True)
                 ],
                 "bytes": max(counts[0] for _, counts, _ in every),

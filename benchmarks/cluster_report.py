@@ -170,7 +170,8 @@ def draw(report: Report, path: Path) -> None:
                 below.plot(keys, predicted, ":", color=drawn[0].get_color())
         below.set(xscale="log", yscale="log", xlabel="keys per rank", ylabel="ms per step")
         below.set_title(f"{link}, {world} ranks; dotted: predicted", fontsize=10)
-        below.legend(fontsize=7)
+        if chosen:
+            below.legend(fontsize=7)
     figure.suptitle(f"{report.title}\n{report.environment['cpu']}", fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

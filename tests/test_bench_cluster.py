@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """bench_cluster: what it times gives right results, and its formulas are what ranks send."""
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +10,11 @@ import torch
 from benchmarks import bench_cluster, cluster_rank
 from benchmarks.cluster import LINKS, Wiring
 from benchmarks.cluster_model import costs_of, work_of
+from benchmarks.cluster_rank import RINGS
 
 from distributed import run_ranks
 from tree_attention import strategies
+from tree_attention.bench.report import write
 from tree_attention.exchange.costs import DEFAULT_COSTS, Costs
 from tree_attention.exchange.traffic import Traffic
 
@@ -96,3 +100,40 @@ def test_other_bytes_than_the_formula_are_wrong() -> None:
         bench_cluster.add_predictions(this, FREE)
         assert this["wrong"] == wrong
         assert this["ways"]["all_gather"]["predicted_seconds"] == 0.0
+
+
+def full_row(link: str, part: str, times: dict[str, float]) -> dict[str, Any]:
+    ways = {}
+    for way, seconds in times.items():
+        work = work_of(way, LINKS[link], 2, 1, 8)
+        counted = {"bytes": work.bytes_sent, "rounds": work.rounds, "wire_bytes": 9}
+        ways[way] = {"seconds": [0.9 * seconds, seconds, 1.2 * seconds], "right": True, **counted}
+    sizes = {"link": link, "world_size": 2, "batch": 1, "keys": 8, "seconds_per_key": 0.0}
+    return {"name": f"{link} p=2 B=1 n=8", "part": part, **sizes, "ways": ways, "wrong": False}
+
+
+def test_report_keeps_rows_of_other_runs(tmp_path: Path) -> None:
+    step = full_row("lan", "step", dict.fromkeys(bench_cluster.strategies(), 3e-3))
+    step["ways"]["butterfly"]["seconds"] = [1e-3] * 3
+    context = full_row("metro", "context", {"all_gather": 2e-3, **dict.fromkeys(RINGS, 7e-3)})
+    link = {"link": "a link", "round_trip_ms": [1, 2, 3], "gbit_per_second": [4, 5, 6]}
+    costs = asdict(FREE)
+    parts = {
+        "lan/2": {"rows": [step], "links": [link], "other_load": 0.5, "costs": costs},
+        "metro/2": {"rows": [context], "links": [], "other_load": None, "costs": None},
+    }
+    report = bench_cluster.report_of(parts)
+    assert not report.wrong and "other processes took up to 50 %" in report.warnings[0]
+    assert (
+        "lan p=2 B=1 n=8: butterfly is fastest, 3.0 times as fast as three_allreduce; auto takes "
+        "all_gather, 3.00 times it" in report.summary
+    )
+    for start in ("metro p=2 B=1 n=8: times of the tree's: ring 3.50", "lan/2, link a link: round"):
+        assert any(sentence.startswith(start) for sentence in report.summary)
+    write(report, tmp_path)
+    assert (tmp_path / "cluster.png").stat().st_size > 1000
+    table = (tmp_path / "cluster.md").read_text()
+    assert "| lan p=2 B=1 n=8 | butterfly | 1.00 | 1.00 to 1.00 | 0.00 | -100 % |" in table
+    again = bench_cluster.load_parts(tmp_path / "cluster.json")
+    assert list(again) == ["lan/2", "metro/2"]
+    assert bench_cluster.report_of(again).columns == report.columns
