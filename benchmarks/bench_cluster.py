@@ -91,7 +91,7 @@ def run(link: str, world_size: int, seconds: float, seconds_per_key: float) -> d
         spec, out = Path(folder) / "spec.json", Path(folder) / "out.json"
         content = {"cases": chosen, "seconds": seconds, "calibrate": calibrate}
         spec.write_text(json.dumps(content))
-        before = os.times()
+        before, packets = os.times(), softirq_seconds()
         with Load() as load, Cluster(wiring, world_size) as cluster:
             near_and_far = {wiring.link(0, other): other for other in (1, world_size - 1)}
             probes = [probe(cluster, 0, other) for other in near_and_far.values()]
@@ -123,11 +123,17 @@ def run(link: str, world_size: int, seconds: float, seconds_per_key: float) -> d
         }
         for p in probes
     ]
-    # Of the relay and the ranks, all of which have ended.
-    ours = sum(after[2:4]) - sum(before[2:4])
+    # Of the relay and the ranks, all of which have ended, and of the kernel for their packets.
+    ours = sum(after[2:4]) - sum(before[2:4]) + softirq_seconds() - packets
     share = ours / (os.cpu_count() or 1) / (after.elapsed - before.elapsed)
     others = None if load.busy is None else max(0.0, load.busy - share)
     return {"rows": rows, "costs": costs, "links": measured, "other_load": others}
+
+
+def softirq_seconds() -> float:
+    """CPU time that the kernel has spent on what belongs to no process."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return int(fields[7]) / os.sysconf("SC_CLK_TCK")
 
 
 def add_predictions(row: dict[str, Any], costs: Costs | None) -> None:
