@@ -190,7 +190,12 @@ def test_refuses_too_many_hosts(root: None) -> None:
 def started(command: list[str]) -> tuple[subprocess.Popen[bytes], list[str]]:
     """A run of the tool, once all its hosts are busy."""
     tool = [sys.executable, "-m", "benchmarks.cluster", "--hosts", "2", "--", *command]
-    process = subprocess.Popen(tool, cwd=ROOT, stdout=subprocess.PIPE)
+    # A script in the background ignores SIGINT, and whatever it starts inherits that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(tool, cwd=ROOT, stdout=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert process.stdout is not None
     pids = [process.stdout.readline().decode().strip() for _ in range(2)]
     assert len(ours(process.pid)) == 2
