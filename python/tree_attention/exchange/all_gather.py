@@ -13,8 +13,8 @@ def prepare(setting: Setting) -> Exchange:
     link, state = setting.link, setting.state
     messages, o_parts, lse_parts = state.parts(link.world_size)
 
-    def exchange(deadline: float) -> tuple[Tensor, Tensor]:
+    def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
         link.all_gather(messages, state.send, deadline)
-        return merge_states(o_parts, lse_parts, out_dtype=setting.out_dtype)
+        merge_states(o_parts, lse_parts, out=(o, lse))
 
     return exchange

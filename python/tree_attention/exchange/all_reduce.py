@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .slices import new_outputs
 from .state import Message
 from .strategy import Exchange, Setting
 
@@ -34,7 +33,7 @@ def _prepare(setting: Setting, packed: bool) -> Exchange:
     is_empty = state.buffer("empty rows", message.num_rows).view(torch.bool).view_as(state.lse)
     lowest = torch.finfo(torch.float32).min
 
-    def exchange(deadline: float) -> tuple[Tensor, Tensor]:
+    def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
         largest.copy_(state.lse)
         link.all_reduce(largest, dist.ReduceOp.MAX, deadline)
         # Empty on all ranks: any finite shift gives the denominator 0 and lse -inf.
@@ -46,10 +45,8 @@ def _prepare(setting: Setting, packed: bool) -> Exchange:
         numerator.masked_fill_(is_empty[..., None], 0.0)
         for tensor in (memory,) if packed else (denominator, numerator):
             link.all_reduce(tensor, dist.ReduceOp.SUM, deadline)
-        o, lse = outputs = new_outputs(state, setting.out_dtype)
         torch.log(denominator, out=lse).add_(largest)
         # The rank of the maximum adds 1, so only the denominator of an empty row is below.
         o.copy_(numerator.div_(denominator.clamp_(min=1.0)[..., None]))
-        return outputs
 
     return exchange

@@ -19,7 +19,7 @@ from .costs import Costs, choose, default_costs, measured_costs
 from .costs import explain as explain_costs
 from .link import Link
 from .self_test import merge_digest
-from .slices import Slices, new_outputs
+from .slices import Slices
 from .state import State, StateBuffers
 from .strategies import STRATEGIES, check_options
 from .strategy import Exchange, Setting
@@ -198,7 +198,9 @@ class Communicator:
             options = (strategy, dtype, head_sharded)
             if explain or options not in state.prepared:
                 state.prepared[options] = self._prepare(state, *options, explain)
-            return state.prepared[options](deadline)
+            o, lse = self._outputs(state, dtype, head_sharded)
+            state.prepared[options](deadline, o, lse)
+            return o, lse
 
         if self.world_size == 1:
             return merge_states(state.o[None], state.lse[None], out_dtype=dtype)
@@ -227,7 +229,7 @@ class Communicator:
         explain: bool,
     ) -> Exchange:
         if state.message.num_bytes == 0:
-            return lambda deadline: self._empty_outputs(state, out_dtype, head_sharded)
+            return lambda deadline, o, lse: None
         case = Case(self.topology, state.message, out_dtype, head_sharded)
         costs = self.costs(state.device)
         if strategy == "auto":
@@ -239,14 +241,15 @@ class Communicator:
         with torch.inference_mode(False):
             return STRATEGIES[strategy].prepare(setting)
 
-    def _empty_outputs(
+    def _outputs(
         self, state: State, out_dtype: torch.dtype, head_sharded: bool
     ) -> tuple[Tensor, Tensor]:
-        o, lse = new_outputs(state, out_dtype)
+        """What an exchange is to write into."""
+        batch, num_heads, seqlen_q, head_dim = state.o.shape
         if head_sharded:
-            count = Slices.of_heads(state.message, self.world_size).count_in(self.rank)
-            o, lse = o[:, :count], lse[:, :count]
-        return o, lse
+            num_heads = Slices.of_heads(state.message, self.world_size).count_in(self.rank)
+        shape = (batch, num_heads, seqlen_q)
+        return state.o.new_empty((*shape, head_dim), dtype=out_dtype), state.lse.new_empty(shape)
 
     def _load(self, o: Tensor, lse: Tensor, payload_dtype: torch.dtype) -> State:
         """The buffers with this rank's state in them."""

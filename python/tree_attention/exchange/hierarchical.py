@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..ops import merge_states
 from .messages import Messages
-from .slices import Slices, new_outputs
+from .slices import Slices
 from .strategy import Exchange, Setting
 
 
@@ -30,15 +30,15 @@ def _to_everybody(setting: Setting) -> Exchange:
     outwards = dict.fromkeys(everybody, state.send)
     step = Messages(link, dict(enumerate(messages)), outwards, 0, state.device)
 
-    def exchange(deadline: float) -> tuple[Tensor, Tensor]:
+    def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
         step.run(deadline)
-        return merge_states(o_parts, lse_parts, out_dtype=setting.out_dtype)
+        merge_states(o_parts, lse_parts, out=(o, lse))
 
     return exchange
 
 
 def _by_nodes(setting: Setting) -> Exchange:
-    link, state, out_dtype = setting.link, setting.state, setting.out_dtype
+    link, state = setting.link, setting.state
     size = setting.topology.subtree_size
     num_nodes = link.world_size // size
     node, place = divmod(link.rank, size)
@@ -64,12 +64,12 @@ def _by_nodes(setting: Setting) -> Exchange:
         parts = partial.views(messages)
         steps.append(_spread(setting, counterparts, messages, tag=1))
 
-    results = slices.to(out_dtype)
+    results = slices.to(setting.out_dtype)
     gathered = results.messages(state.buffer("merged slices", results.num_bytes))
     merges.append((parts, results.message.views(gathered[place])))
     steps.append(_spread(setting, neighbours, gathered, tag=2))
 
-    def exchange(deadline: float) -> tuple[Tensor, Tensor]:
+    def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
         for step in steps:
             step.post()
         for part, place in loads:
@@ -78,10 +78,8 @@ def _by_nodes(setting: Setting) -> Exchange:
             step.run(deadline)
             merge_states(*step_parts, out=merged)
         steps[-1].run(deadline)
-        outputs = new_outputs(state, out_dtype)
-        for part, place in results.pairs(gathered, outputs):
+        for part, place in results.pairs(gathered, (o, lse)):
             place.copy_(part)
-        return outputs
 
     return exchange
 

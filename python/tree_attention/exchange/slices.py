@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .state import Message, State
+from .state import Message
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,3 @@ class Slices:
             if rest:
                 result.append((parts[num_full, :, :rest], whole[:, self.count - rest :]))
         return result
-
-
-def new_outputs(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What an exchange returns."""
-    return torch.empty_like(state.o, dtype=dtype), torch.empty_like(state.lse)

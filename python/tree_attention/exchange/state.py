@@ -80,7 +80,7 @@ class State:
     lse: Tensor  # float32 [batch, num_heads_q, seqlen_q] in send
     arena: Arena
     # What strategies prepared, by their options.
-    prepared: dict[Any, Callable[[float], tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    prepared: dict[Any, Callable[[float, Tensor, Tensor], None]] = field(default_factory=dict)
 
     def buffer(self, name: str, num_bytes: int) -> Tensor:
         return self.arena.bytes(name, num_bytes, self.device)

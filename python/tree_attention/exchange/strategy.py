@@ -13,8 +13,9 @@ from .link import Link
 from .state import State
 from .topology import Topology
 
-# Exchanges the state that the send buffer holds, before a `time.monotonic` deadline.
-Exchange = Callable[[float], tuple[Tensor, Tensor]]
+# Exchanges the state that the send buffer holds, before a `time.monotonic` deadline, and writes the
+# merged o and lse into contiguous tensors.
+Exchange = Callable[[float, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Strategy:
     """How ranks exchange and merge their states.
 
     `prepare(setting)` makes buffers and views; the exchange that it returns finds this rank's state
-    in `state.send`, may use all of `state` as scratch and returns new tensors: `o` in `out_dtype`
-    and the float32 `lse`, with the same bits on every rank. It allocates nothing else. Whatever it
-    sends goes through `link`, every rank calls the same operations with the same sizes, and nothing
-    in it depends on the values of a device's tensors.
+    in `state.send`, may use all of `state` as scratch and writes the merged `o` in `out_dtype` and
+    the float32 `lse`, with the same bits on every rank. It allocates nothing. Whatever it sends
+    goes through `link`, every rank calls the same operations with the same sizes, and nothing in
+    it depends on the values of a device's tensors.
     """
 
     prepare: Callable[[Setting], Exchange]

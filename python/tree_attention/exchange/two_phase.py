@@ -10,12 +10,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..ops import merge_states
-from .slices import Slices, new_outputs
+from .slices import Slices
 from .strategy import Exchange, Setting
 
 
 def prepare(setting: Setting) -> Exchange:
-    link, state, out_dtype = setting.link, setting.state, setting.out_dtype
+    link, state = setting.link, setting.state
     deal = Slices.of_heads if setting.head_sharded else Slices.of_rows
     slices = deal(state.message, link.world_size)
     outgoing = slices.messages(state.buffer("slices to send", slices.num_bytes))
@@ -32,24 +32,22 @@ def prepare(setting: Setting) -> Exchange:
         count = slices.count_in(link.rank)
         own = o_parts[:, :, :count], lse_parts[:, :, :count]
 
-        def exchange_heads(deadline: float) -> tuple[Tensor, Tensor]:
+        def exchange_heads(deadline: float, o: Tensor, lse: Tensor) -> None:
             exchange_slices(deadline)
-            return merge_states(*own, out_dtype=out_dtype)
+            merge_states(*own, out=(o, lse))
 
         return exchange_heads
 
-    results = slices.to(out_dtype)
+    results = slices.to(setting.out_dtype)
     result = state.buffer("merged slice", results.message.num_bytes)
     merged = results.message.views(result)
     gathered = results.messages(state.buffer("merged slices", results.num_bytes))
 
-    def exchange(deadline: float) -> tuple[Tensor, Tensor]:
+    def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
         exchange_slices(deadline)
         merge_states(o_parts, lse_parts, out=merged)
         link.all_gather(gathered, result, deadline)
-        outputs = new_outputs(state, out_dtype)
-        for part, place in results.pairs(gathered, outputs):
+        for part, place in results.pairs(gathered, (o, lse)):
             place.copy_(part)
-        return outputs
 
     return exchange
