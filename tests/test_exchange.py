@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from distributed import run_ranks
 from helpers import assert_same_bits, assert_same_non_finite
+from pretended_device import pretended_cuda
 from tree_attention import ExchangeError, merge_states, reference, strategies
-from tree_attention.exchange import Communicator, communicator, get_communicator, self_test
+from tree_attention.exchange import Communicator, Link, communicator, get_communicator, self_test
 from tree_attention.exchange import state as exchange_state
+from tree_attention.exchange.messages import Messages
 from tree_attention.exchange.self_test import merge_digest
 from tree_attention.exchange.state import StateBuffers
 from tree_attention.exchange.strategies import STRATEGIES
@@ -86,19 +89,22 @@ def count_collectives(rank: int, world_size: int, strategy: str) -> int:
     group = dist.group.WORLD
     comm = Communicator()
     o, lse = random_states(0, world_size)
+    comm.exchange(o[rank], lse[rank], "two_phase")  # delivery is tested
     before = group._get_sequence_number_for_group()
     comm.exchange(o[rank], lse[rank], strategy)
     return group._get_sequence_number_for_group() - before
 
 
 def test_number_of_collectives() -> None:
-    """Comparing signatures takes none, so the first exchange has as many as any other."""
-    assert run_ranks(count_collectives, 3, "all_gather") == [1] * 3
+    """Comparing signatures takes none, so a new exchange has as many as any other."""
+    # Two messages sent and two received: a Gloo all-gather is no collective of the library.
+    assert run_ranks(count_collectives, 3, "all_gather") == [4] * 3
     assert run_ranks(count_collectives, 3, "three_allreduce") == [3] * 3
 
 
 def write_into_send_buffer(rank: int, world_size: int) -> None:
     comm = Communicator()
+    comm.exchange(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1))  # delivery is tested
     o, lse = comm.send_state(2, 3, 1, 16)
     assert o.is_contiguous() and lse.is_contiguous() and o.dtype == lse.dtype == torch.float32
     assert lse.data_ptr() == o.data_ptr() + o.nbytes
@@ -238,6 +244,62 @@ def round_otherwise(rank: int, world_size: int) -> None:
 
 def test_processors_that_round_differently_are_refused() -> None:
     run_ranks(round_otherwise, 3)
+
+
+def misdeliver(rank: int, world_size: int, operation: str) -> str:
+    """Rank 1 finds the messages of its peers in another order."""
+    owner = Messages if operation == "run" else Link
+    original = getattr(owner, operation)
+
+    def permuted(self: Link | Messages, *args: Any) -> None:
+        original(self, *args)
+        if isinstance(self, Messages):
+            first, second = self._receive.values()
+        else:
+            first, second = args[0].unbind()[1:]
+        held = first.clone()
+        first.copy_(second)
+        second.copy_(held)
+
+    comm = Communicator(timeout=20.0)
+    o, lse = torch.ones(1, 3, 1, 8), torch.zeros(1, 3, 1)
+    with (
+        mock.patch.object(owner, operation, permuted if rank == 1 else original),
+        pytest.raises(ExchangeError) as caught,
+    ):
+        comm.exchange(o, lse)
+    with pytest.raises(ExchangeError, match="has failed before: delivery test"):
+        comm.exchange(o, lse)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "operation, found",
+    [
+        ("all_gather", "all_gather brought rank 1 messages 0, 2, 1 instead of 0, 1, 2"),
+        ("all_to_all", "0 to 1, 2 to 1, 1 to 1 instead of 0 to 1, 1 to 1, 2 to 1"),
+        ("run", "messages brought rank 1 messages 2 to 1, 1 to 1, 0 to 1 instead of 0 to 1, 1 to"),
+    ],
+)
+def test_messages_in_another_order_are_refused(operation: str, found: str) -> None:
+    for message in run_ranks(misdeliver, 3, operation, fresh=True):
+        assert found in message and "passed on rank" in message
+
+
+def test_one_delivery_test_for_each_kind_of_device() -> None:
+    run_ranks(count_delivery_tests, 2)
+
+
+def count_delivery_tests(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    with mock.patch.object(communicator, "delivery_fault", return_value="") as test:
+        for strategy, rows in (("all_gather", 2), ("all_gather", 3), ("two_phase", 3)):
+            comm.exchange(torch.ones(1, rows, 1, 8), torch.zeros(1, rows, 1), strategy)
+        assert test.call_count == 1 and test.call_args.args[1].type == "cpu"
+        with pretended_cuda():
+            comm.exchange(torch.ones(1, 2, 1, 8).cuda(), torch.zeros(1, 2, 1).cuda())
+        assert test.call_count == 2 and test.call_args.args[1].type == "cuda"
+    assert comm.bytes_sent == comm.link.bytes_sent
 
 
 def test_digest_of_the_test_merge() -> None:

@@ -131,7 +131,7 @@ def ring_decode(
         ("softcap", softcap),
         ("alibi_slopes", alibi_slopes is not None),
     )
-    return comm.call(signature, run, timeout)
+    return comm.call(signature, run, timeout, q.device)
 
 
 @dataclass(frozen=True)

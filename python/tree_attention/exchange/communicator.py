@@ -18,7 +18,7 @@ from .agreement import Agreement, Disagreement, ExchangeError, Signature
 from .costs import Costs, choose, default_costs, measured_costs
 from .costs import explain as explain_costs
 from .link import Link
-from .self_test import merge_digest
+from .self_test import delivery_fault, merge_digest
 from .slices import Slices
 from .state import State, StateBuffers
 from .strategies import STRATEGIES, check_options
@@ -94,6 +94,7 @@ class Communicator:
         self._buffers = StateBuffers()
         self._scratch: dict[tuple[int, torch.device], Tensor] = {}
         self._agreed: Signature | None = None
+        self._tested: set[str] = set()  # kinds of devices
         self._num_given_up = 0
         self._is_loading = False
 
@@ -214,7 +215,7 @@ class Communicator:
             ("device", o.device.type),
             ("result of a test merge, as this processor rounds it,", merge_digest(o.device)),
         )
-        return self.call(fields, run, timeout)
+        return self.call(fields, run, timeout, o.device)
 
     def costs(self, device: torch.device) -> Costs:
         """The constants by which "auto" chooses for tensors of `device`."""
@@ -272,18 +273,25 @@ class Communicator:
         return state
 
     def call(
-        self, signature: Signature, run: Callable[[float], T], timeout: float | None = None
+        self,
+        signature: Signature,
+        run: Callable[[float], T],
+        timeout: float | None = None,
+        device: torch.device | None = None,
     ) -> T:
         """`run(deadline)` once all ranks are known to run the same; any error in it is final.
 
         Signatures are compared through the store when this rank's differs from its last one, so
-        they hold nothing that may change on one rank alone.
+        they hold nothing that may change on one rank alone. The first call with tensors of a kind
+        of `device`, which the signature names, tests how messages are delivered.
         """
 
         def agree_and_run(deadline: float) -> T:
             if signature != self._agreed:
                 self._agreed = None
                 self._reach(signature, deadline)
+                if device is not None and device.type not in self._tested:
+                    self._test_delivery(device, deadline)
                 self._agreed = signature
             return run(deadline)
 
@@ -326,6 +334,17 @@ class Communicator:
             raise
         if self._nodes is None:
             self.topology = Topology.of(names)
+
+    def _test_delivery(self, device: torch.device, deadline: float) -> None:
+        # By a link of its own: it is no traffic of exchanges.
+        fault = delivery_fault(Link(self.link.group), device, deadline)
+        try:
+            self._agreement.reach((("delivery test", fault or "passed"),), deadline)
+        except Disagreement as error:  # which ends this communicator, unlike others
+            raise ExchangeError(str(error)) from error
+        if fault:
+            raise ExchangeError(fault)
+        self._tested.add(device.type)
 
     def _until_deadline(self, run: Callable[[float], T], timeout: float | None) -> T:
         if self.failed is not None:
