@@ -174,13 +174,12 @@ def order_of_messages(rank: int, world_size: int) -> None:
     o, lse = states_of_ranks(0, world_size, (1, 3, 1, 8))
     for strategy in ("all_gather", "hierarchical", "two_phase"):
         comm.exchange(o[rank], lse[rank], strategy)
-        original, targets = dist.ProcessGroup.send, []
+        targets = []
+        original = dist.ProcessGroup.send
 
-        def sending(
-            self: Any, tensors: Any, target: int, tag: int, original: Any = original
-        ) -> Any:
-            targets.append(target)
-            return original(self, tensors, target, tag)
+        def sending(*arguments: Any, targets: list[int] = targets, original: Any = original) -> Any:
+            targets.append(arguments[2])
+            return original(*arguments)
 
         with mock.patch.object(dist.ProcessGroup, "send", sending):
             comm.exchange(o[rank], lse[rank], strategy)

@@ -3,7 +3,7 @@
 
 Between nodes a rank sends its slice to each other node, where an all-gather sends whole states.
 The ranks that merge first are `Topology.subtree_size` in a row, so the bits are those of all other
-ways; where that is one, every rank sends its state to every other in a single step.
+ways; where that is one, all that is left is an all-gather.
 """
 
 from __future__ import annotations
@@ -14,30 +14,15 @@ import torch
 from torch import Tensor
 
 from ..ops import merge_states
+from . import all_gather
 from .messages import Messages
 from .slices import Slices
 from .strategy import Exchange, Setting
 
 
 def prepare(setting: Setting) -> Exchange:
-    return _to_everybody(setting) if setting.topology.subtree_size == 1 else _by_nodes(setting)
-
-
-def _to_everybody(setting: Setting) -> Exchange:
-    link, state = setting.link, setting.state
-    messages, o_parts, lse_parts = state.parts(link.world_size)
-    everybody = range(link.world_size)
-    outwards = dict.fromkeys(everybody, state.send)
-    step = Messages(link, dict(enumerate(messages)), outwards, 0, state.device)
-
-    def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
-        step.run(deadline)
-        merge_states(o_parts, lse_parts, out=(o, lse))
-
-    return exchange
-
-
-def _by_nodes(setting: Setting) -> Exchange:
+    if setting.topology.subtree_size == 1:
+        return all_gather.prepare(setting)
     link, state = setting.link, setting.state
     size = setting.topology.subtree_size
     num_nodes = link.world_size // size

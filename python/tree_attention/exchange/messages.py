@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,46 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
 
+class Round(Protocol):
+    """Something that all ranks send and receive together, prepared once."""
+
+    def post(self) -> None:
+        """Tells whoever sends to this rank that it may; optional, and before `run`."""
+
+    def run(self, deadline: float) -> None:
+        """Sends and receives; the host waits for both on the CPU only."""
+
+
+def gather_round(
+    link: Link, receive: Tensor, send: Tensor, tag: int, device: torch.device
+) -> Round:
+    """Every rank's `send` to all ranks: `receive` becomes their concatenation, in rank order.
+
+    Over Gloo a message to each, one step where its own all-gather is a ring of them.
+    """
+    if link.transport_device(device).type != "cpu":
+        return _AllGather(link, receive, send)
+    everybody = dict.fromkeys(range(link.world_size), send)
+    return Messages(link, dict(enumerate(receive)), everybody, tag, device)
+
+
+class _AllGather:
+    def __init__(self, link: Link, receive: Tensor, send: Tensor) -> None:
+        self._link, self._receive, self._send = link, receive, send
+
+    def post(self) -> None:
+        pass  # the library's own business
+
+    def run(self, deadline: float) -> None:
+        self._link.all_gather(self._receive, self._send, deadline)
+
+
 class Messages:
     """One round: this rank sends tensors to some ranks and receives from some, prepared once.
 
     What a rank receives from another is as long as what that one sends to it. A rank may be its own
     peer, which is a copy. All ranks take part, in the same order, also those without a message.
+    Each begins with the rank after itself, or all would begin with the same one.
 
     Args:
         receive, send: contiguous byte tensors by rank, on `device`.
@@ -42,8 +77,10 @@ class Messages:
     ) -> None:
         self._link, self._tag = link, tag
         self._own = (receive[link.rank], send[link.rank]) if link.rank in receive else None
-        receive = {rank: tensor for rank, tensor in receive.items() if rank != link.rank}
-        send = {rank: tensor for rank, tensor in send.items() if rank != link.rank}
+        following = sorted(send, key=lambda rank: (rank - link.rank) % link.world_size)
+        preceding = sorted(receive, key=lambda rank: (link.rank - rank) % link.world_size)
+        receive = {rank: receive[rank] for rank in preceding if rank != link.rank}
+        send = {rank: send[rank] for rank in following if rank != link.rank}
         self.bytes_sent = sum(tensor.nbytes for tensor in send.values())
         self._device = link.transport_device(device)
         self._uploads: list[tuple[Tensor, Tensor]] = []  # (host memory, tensor to send)
@@ -65,7 +102,6 @@ class Messages:
             self._posted = [group.recv([t], r, self._tag) for r, t in self._receive.items()]
 
     def run(self, deadline: float) -> None:
-        """Sends and receives; the host waits for both on the CPU only."""
         start = time.perf_counter()
         for host, tensor in self._uploads:
             host.copy_(tensor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..ops import merge_states
+from .messages import gather_round
 from .slices import Slices
 from .strategy import Exchange, Setting
 
@@ -42,11 +43,13 @@ def prepare(setting: Setting) -> Exchange:
     result = state.buffer("merged slice", results.message.num_bytes)
     merged = results.message.views(result)
     gathered = results.messages(state.buffer("merged slices", results.num_bytes))
+    gather = gather_round(link, gathered, result, 0, state.device)
 
     def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
+        gather.post()
         exchange_slices(deadline)
         merge_states(o_parts, lse_parts, out=merged)
-        link.all_gather(gathered, result, deadline)
+        gather.run(deadline)
         for part, place in results.pairs(gathered, (o, lse)):
             place.copy_(part)
 
