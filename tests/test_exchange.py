@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,15 @@ from distributed import run_ranks
 from helpers import assert_same_bits, assert_same_non_finite
 from pretended_device import pretended_cuda
 from tree_attention import ExchangeError, merge_states, reference, strategies
-from tree_attention.exchange import Communicator, Link, communicator, get_communicator, self_test
+from tree_attention.exchange import (
+    Communicator,
+    Link,
+    communicator,
+    costs,
+    get_communicator,
+    self_test,
+    session,
+)
 from tree_attention.exchange import state as exchange_state
 from tree_attention.exchange.messages import Messages
 from tree_attention.exchange.self_test import merge_digest
@@ -292,7 +301,7 @@ def test_one_delivery_test_for_each_kind_of_device() -> None:
 
 def count_delivery_tests(rank: int, world_size: int) -> None:
     comm = Communicator()
-    with mock.patch.object(communicator, "delivery_fault", return_value="") as test:
+    with mock.patch.object(session, "delivery_fault", return_value="") as test:
         for strategy, rows in (("all_gather", 2), ("all_gather", 3), ("two_phase", 3)):
             comm.exchange(torch.ones(1, rows, 1, 8), torch.zeros(1, rows, 1), strategy)
         assert test.call_count == 1 and test.call_args.args[1].type == "cpu"
@@ -300,6 +309,28 @@ def count_delivery_tests(rank: int, world_size: int) -> None:
             comm.exchange(torch.ones(1, 2, 1, 8).cuda(), torch.zeros(1, 2, 1).cuda())
         assert test.call_count == 2 and test.call_args.args[1].type == "cuda"
     assert comm.bytes_sent == comm.link.bytes_sent
+
+
+def miss_a_strategy(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    states = random_states(3, world_size)
+    state = tuple(x[rank] for x in states)
+    chosen = replace(
+        STRATEGIES["two_phase"], obstacle=lambda link, device: f"no {device}" * (rank == 1)
+    )
+    others = set(strategies()) - {"two_phase"}
+    with (
+        mock.patch.dict(STRATEGIES, {"two_phase": chosen}),
+        mock.patch.object(costs, "predict", wraps=costs.predict) as predict,
+    ):
+        with pytest.raises(ExchangeError, match="two_phase is not available: rank 1: no cpu"):
+            comm.exchange(*state, "two_phase")
+        assert_same_bits(comm.exchange(*state), merge_states(*states))
+    assert predict.called and set(predict.call_args.args[2]) < others
+
+
+def test_strategy_that_one_rank_cannot_run() -> None:
+    run_ranks(miss_a_strategy, 3)
 
 
 def test_digest_of_the_test_merge() -> None:

@@ -3,8 +3,8 @@
 
 `Communicator` is the prepared process group; `strategies` lists the ways to exchange, each a file;
 `link` and `messages` are the process group's operations with deadlines and counters, `state` and
-`slices` what travels, `agreement` the check that all ranks mean the same; `topology`, `traffic` and
-`costs` are how "auto" chooses.
+`slices` what travels; `session` and `agreement` see to it that all ranks mean the same or all fail;
+`topology`, `traffic` and `costs` are how "auto" chooses.
 """
 
 from .agreement import ExchangeError

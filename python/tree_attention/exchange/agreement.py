@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import Store
 
@@ -24,6 +24,8 @@ from .link import remaining
 
 T = TypeVar("T")
 Signature = tuple[tuple[str, object], ...]
+# What a rank tells the others about itself, in terms of JSON; it may differ from theirs.
+Note = dict[str, Any]
 
 _FAILED = "failed"
 _NOTE = "note"
@@ -51,10 +53,8 @@ class Disagreement(RuntimeError):
 class Agreement:
     """The signatures of a group's ranks, epoch after epoch."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, name: str, note: str = "") -> None:
-        """`note` is for the others to read, and may differ."""
+    def __init__(self, store: Store, rank: int, world_size: int, name: str) -> None:
         self._store = store
-        self._note = note
         self._rank = rank
         self._world_size = world_size
         self._name = name
@@ -62,8 +62,8 @@ class Agreement:
         self._own: dict[str, str] = {}
         self._interrupted = threading.Event()
 
-    def reach(self, signature: Signature, deadline: float) -> list[str]:
-        """Every rank's note, once all have published the same signature.
+    def reach(self, signature: Signature, deadline: float, note: Note | None = None) -> list[Note]:
+        """Every rank's note, in rank order, once all have published the same signature.
 
         Raises:
             Disagreement: some rank's differs; raised on all ranks, naming rank and field.
@@ -71,7 +71,7 @@ class Agreement:
                 is lost.
         """
         self._epoch += 1
-        self._own = {_NOTE: self._note, "tree_attention version": __version__}
+        self._own = {_NOTE: json.dumps(note or {}), "tree_attention version": __version__}
         self._own.update((name, str(value)) for name, value in signature)
         try:
             published = _call_before(
@@ -89,7 +89,7 @@ class Agreement:
         if any(remarks):
             self._part(deadline)
             raise Disagreement("; ".join(filter(None, remarks)))
-        return [said[_NOTE] for said in published]
+        return [json.loads(said[_NOTE]) for said in published]
 
     def interrupt(self) -> None:
         """Has whoever waits for the others' signatures wait no more."""

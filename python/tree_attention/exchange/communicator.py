@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A process group prepared for exchanges: buffers, agreement, deadline, failure."""
+"""A process group prepared for exchanges: their buffers, and how they are chosen."""
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import merge_states
-from .agreement import Agreement, Disagreement, ExchangeError, Signature
+from .agreement import Disagreement, Note, Signature
 from .costs import Costs, choose, default_costs, measured_costs
 from .costs import explain as explain_costs
-from .link import Link
-from .self_test import delivery_fault, merge_digest
+from .self_test import merge_digest
+from .session import Session
 from .slices import Slices
 from .state import State, StateBuffers
 from .strategies import STRATEGIES, check_options
@@ -26,16 +23,12 @@ from .strategy import Exchange, Setting
 from .topology import Topology, node_name
 from .traffic import Case
 
-T = TypeVar("T")
-
 DEFAULT_TIMEOUT = 30.0
 
-# Communicators of one group take turns in the same order on all ranks, so a number names them.
-_num_communicators: defaultdict[str, int] = defaultdict(int)
 _of_group: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
 
 
-class Communicator:
+class Communicator(Session):
     """A process group that merges partial states.
 
         o, lse = comm.send_state(batch, num_heads_q, seqlen_q, head_dim, q.device)
@@ -71,32 +64,20 @@ class Communicator:
         nodes: Sequence[object] | None = None,
         costs: Costs | None = None,
     ) -> None:
-        self.timeout = timeout
-        self.failed: str | None = None
-        self.rank, self.world_size = 0, 1
         group = _resolve_group(group)
-        if group is not None:
-            self.rank, self.world_size = group.rank(), group.size()
+        super().__init__(group, timeout, {"node": node_name()})
         if nodes is not None and len(nodes) != self.world_size:
             raise ValueError(
                 f"nodes must name the node of each of {self.world_size} ranks, got {list(nodes)}"
             )
         self._nodes = nodes if nodes is None else Topology.of(nodes).nodes
         self.topology = Topology(self._nodes or (0,) * self.world_size)
-        if group is not None:
-            self.link = Link(group)
-            self._costs = measured_costs() if costs is None else costs
-            # By name and never reset: a store may outlive the group and still hold its keys.
-            _num_communicators[group.group_name] += 1
-            name = f"tree_attention/{_num_communicators[group.group_name]}"
-            store = group.get_group_store()
-            self._agreement = Agreement(store, self.rank, self.world_size, name, node_name())
+        self._costs = measured_costs() if costs is None and group is not None else costs
         self._buffers = StateBuffers()
         self._scratch: dict[tuple[int, torch.device], Tensor] = {}
-        self._agreed: Signature | None = None
-        self._tested: set[str] = set()  # kinds of devices
-        self._num_given_up = 0
         self._is_loading = False
+        self._obstacles: dict[str, dict[str, str]] = {}  # by kind of device
+        self._unavailable: dict[str, str] = {}
 
     @property
     def bytes_sent(self) -> int:
@@ -215,11 +196,37 @@ class Communicator:
             ("device", o.device.type),
             ("result of a test merge, as this processor rounds it,", merge_digest(o.device)),
         )
-        return self.call(fields, run, timeout, o.device)
+        return self.call(
+            fields, run, timeout, o.device, {"obstacles": self._own_obstacles(o.device)}
+        )
 
     def costs(self, device: torch.device) -> Costs:
         """The constants by which "auto" chooses for tensors of `device`."""
         return self._costs or default_costs(self.link.backend(device))
+
+    def give_up_call(self) -> None:
+        self._is_loading = False
+        super().give_up_call()
+
+    def _constants(self) -> Signature:
+        costs = "shipped" if self._costs is None else self._costs.digest
+        return ("nodes", self._nodes), ("costs", costs)
+
+    def _learn(self, notes: Sequence[Note]) -> None:
+        if self._nodes is None:
+            self.topology = Topology.of([note["node"] for note in notes])
+        self._unavailable = {
+            strategy: f"rank {rank}: {reason}"
+            for rank, note in enumerate(notes)
+            for strategy, reason in note.get("obstacles", {}).items()
+        }
+
+    def _own_obstacles(self, device: torch.device) -> dict[str, str]:
+        """The strategies in which this rank cannot take part, and why."""
+        if device.type not in self._obstacles:
+            reasons = {name: way.obstacle(self.link, device) for name, way in STRATEGIES.items()}
+            self._obstacles[device.type] = {name: why for name, why in reasons.items() if why}
+        return self._obstacles[device.type]
 
     def _prepare(
         self,
@@ -234,9 +241,11 @@ class Communicator:
         case = Case(self.topology, state.message, out_dtype, head_sharded)
         costs = self.costs(state.device)
         if strategy == "auto":
-            strategy = choose(case, costs)
+            strategy = choose(case, costs, self._unavailable)
+        if strategy in self._unavailable:
+            raise Disagreement(f"{strategy} is not available: {self._unavailable[strategy]}")
         if explain and self.rank == 0:
-            print(explain_costs(case, costs, strategy), flush=True)
+            print(explain_costs(case, costs, strategy, self._unavailable), flush=True)
         setting = Setting(self.link, self.topology, state, out_dtype, head_sharded)
         # Views that are made in inference mode cannot be written to outside of it.
         with torch.inference_mode(False):
@@ -271,112 +280,6 @@ class Communicator:
             state.lse.copy_(lse)
         self._is_loading = False
         return state
-
-    def call(
-        self,
-        signature: Signature,
-        run: Callable[[float], T],
-        timeout: float | None = None,
-        device: torch.device | None = None,
-    ) -> T:
-        """`run(deadline)` once all ranks are known to run the same; any error in it is final.
-
-        Signatures are compared through the store when this rank's differs from its last one, so
-        they hold nothing that may change on one rank alone. The first call with tensors of a kind
-        of `device`, which the signature names, tests how messages are delivered.
-        """
-
-        def agree_and_run(deadline: float) -> T:
-            if signature != self._agreed:
-                self._agreed = None
-                self._reach(signature, deadline)
-                if device is not None and device.type not in self._tested:
-                    self._test_delivery(device, deadline)
-                self._agreed = signature
-            return run(deadline)
-
-        return self._until_deadline(agree_and_run, timeout)
-
-    def abort(self, reason: str = "no reason given") -> None:
-        """Ends the call under way, which raises ExchangeError, and refuses further ones.
-
-        From any thread, any number of times. Other ranks fail when they wait for this one, and at
-        their deadlines otherwise. Over NCCL, what was queued ends with the group's watchdog.
-        """
-        if self.world_size > 1 and self.failed is None:
-            self._fail(f"aborted: {reason}")
-
-    def agree(self, signature: Signature, timeout: float | None = None) -> None:
-        """Raises ExchangeError on every rank, naming rank and field, unless all are equal."""
-        if self.world_size > 1:
-            self._until_deadline(lambda deadline: self._reach(signature, deadline), timeout)
-
-    def give_up_call(self) -> None:
-        """To be told by a rank that stopped on the way to a call.
-
-        Should its peers have gone on, its next call must not meet theirs of this step. So it
-        compares signatures, in which the number of calls given up is a field.
-        """
-        self._agreed = None
-        self._is_loading = False
-        self._num_given_up += 1
-
-    def _reach(self, signature: Signature, deadline: float) -> None:
-        of_this = (
-            ("calls given up", self._num_given_up),
-            ("nodes", self._nodes),
-            ("costs", "shipped" if self._costs is None else self._costs.digest),
-        )
-        try:
-            names = self._agreement.reach((*signature, *of_this), deadline)
-        except Disagreement:
-            self._num_given_up = 0  # all ranks raise here, which brings them into step
-            raise
-        if self._nodes is None:
-            self.topology = Topology.of(names)
-
-    def _test_delivery(self, device: torch.device, deadline: float) -> None:
-        # By a link of its own: it is no traffic of exchanges.
-        fault = delivery_fault(Link(self.link.group), device, deadline)
-        try:
-            self._agreement.reach((("delivery test", fault or "passed"),), deadline)
-        except Disagreement as error:  # which ends this communicator, unlike others
-            raise ExchangeError(str(error)) from error
-        if fault:
-            raise ExchangeError(fault)
-        self._tested.add(device.type)
-
-    def _until_deadline(self, run: Callable[[float], T], timeout: float | None) -> T:
-        if self.failed is not None:
-            raise ExchangeError(
-                f"{self._here()}: the communicator has failed before: {self.failed}"
-            )
-        seconds = self.timeout if timeout is None else timeout
-        deadline = time.monotonic() + seconds
-        try:
-            return run(deadline)
-        except Disagreement as error:  # known to every rank, and nothing was sent: not a failure
-            raise ExchangeError(f"{self._here()}: {error}") from error
-        except RuntimeError as error:
-            late = time.monotonic() >= deadline - 0.005  # timers count milliseconds
-            self._fail(f"no answer within {seconds:g} s: {error}" if late else str(error))
-            raise ExchangeError(f"{self._here()}: {self.failed}") from error
-        except BaseException as error:
-            self._fail(f"interrupted by {error!r}")
-            raise
-
-    def _fail(self, reason: str) -> None:
-        if self.failed is not None:
-            return  # aborted, which is why the call has ended
-        self.failed = reason
-        self._agreement.interrupt()
-        self.link.close()
-        said = self._agreement.withdraw(reason)
-        if said:
-            self.failed = f"{reason} ({said})"
-
-    def _here(self) -> str:
-        return f"rank {self.rank} of {self.world_size}"
 
 
 def get_communicator(

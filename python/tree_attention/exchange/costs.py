@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import os
+from collections.abc import Container
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -112,14 +113,14 @@ def predict(case: Case, costs: Costs, names: tuple[str, ...]) -> dict[str, float
     return {name: costs.seconds(traffic(name, case)) for name in names}
 
 
-def choose(case: Case, costs: Costs) -> str:
+def choose(case: Case, costs: Costs, unavailable: Container[str] = ()) -> str:
     """The canonical strategy that is predicted to be fastest; the first of equals."""
     names = candidates(case.message.dtype, case.head_sharded, canonical=True)
-    times = predict(case, costs, names)
+    times = predict(case, costs, tuple(name for name in names if name not in unavailable))
     return min(times, key=times.__getitem__)
 
 
-def explain(case: Case, costs: Costs, chosen: str) -> str:
+def explain(case: Case, costs: Costs, chosen: str, unavailable: Container[str] = ()) -> str:
     """A table of what was predicted, fastest first, for a person to read."""
     times = predict(case, costs, candidates(case.message.dtype, case.head_sharded))
     message = case.message
@@ -129,7 +130,7 @@ def explain(case: Case, costs: Costs, chosen: str) -> str:
     ]
     for name in sorted(times, key=times.__getitem__):
         sent = traffic(name, case).bytes_sent
-        mark = "<-" if name == chosen else ""
+        mark = "<-" if name == chosen else "not available" if name in unavailable else ""
         row = f"  {name:<16} {1e6 * times[name]:>12,.1f} us {sent:>14,} bytes sent  {mark}"
         rows.append(row.rstrip())
     return "\n".join(rows)

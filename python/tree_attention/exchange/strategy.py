@@ -47,3 +47,6 @@ class Strategy:
     # States may travel with a 16-bit o. Sums of those would round at every step.
     takes_16_bit: bool = True
     can_shard_heads: bool = False
+    # Why this rank cannot take part with tensors of a device, or nothing. Ranks tell each other; a
+    # strategy is available where all can.
+    obstacle: Callable[[Link, torch.device], str] = lambda link, device: ""
