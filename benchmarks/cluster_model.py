@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the cost model and the formulas say about the rows of bench_cluster.py."""
+"""What the cost model and the formulas say about decoding steps on emulated clusters."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -14,8 +16,9 @@ from tree_attention.exchange.traffic import Case, Traffic, local, ring, to_ranks
 from tree_attention.ring import MANIFEST_BYTES
 
 from .cluster import Wiring
-from .cluster_rank import DTYPE, HEAD_DIM, NUM_HEADS, NUM_HEADS_KV
+from .pretended_attention import DTYPE, HEAD_DIM, NUM_HEADS, NUM_HEADS_KV
 
+AUTO = "auto"
 _NOTHING = Traffic()
 
 
@@ -36,29 +39,43 @@ class Work:
         return costs.seconds(self.once) + self.hops * hop + self.attention
 
 
+def message_of(batch: int) -> Message:
+    """A rank's state of `batch` sequences."""
+    return Message((batch, NUM_HEADS, 1), HEAD_DIM, torch.float32)
+
+
+def shard_bytes(batch: int, keys: int) -> int:
+    return 2 * batch * NUM_HEADS_KV * keys * HEAD_DIM * DTYPE.itemsize
+
+
 def work_of(
     way: str, wiring: Wiring, world_size: int, batch: int, keys: int, attention: float = 0.0
 ) -> Work:
     """`attention`: seconds for the shard of `keys` keys of each sequence."""
     topology = Topology.of([wiring.node(rank) for rank in range(world_size)])
-    message = Message((batch, NUM_HEADS, 1), HEAD_DIM, torch.float32)
+    message = message_of(batch)
     hops = world_size - 1
     far = topology.num_nodes > 1
     if way == "ring":
-        shard = 2 * batch * NUM_HEADS_KV * keys * HEAD_DIM * DTYPE.itemsize
+        shard = shard_bytes(batch, keys)
         hop = replace(to_ranks(int(not far), int(far), shard), messages=2)  # k and v
         once = ring(topology, MANIFEST_BYTES) + local(1, world_size * message.num_bytes)
         total = hops * (shard + MANIFEST_BYTES)
         return Work(total, 1 + hops, once + Traffic(exchanges=1), hop, hops, attention)
     if way == "ring, passing queries":
-        part = replace(message, shape=(message.num_rows // world_size,))
-        queries = part.num_rows * HEAD_DIM * DTYPE.itemsize
+        # Sequences are dealt, or key heads if there are more of them; some ranks may have none.
+        units = max(batch, NUM_HEADS_KV)
+        units_of_part = -(-units // world_size)
+        rows = units_of_part * (message.num_rows // units)
+        part = replace(message, shape=(rows,))
+        queries = rows * HEAD_DIM * DTYPE.itemsize
         results = replace(part, dtype=DTYPE)
         hop = replace(to_ranks(int(not far), int(far), queries + part.num_bytes), messages=2)
         hop += local(1, 2 * part.num_bytes)
         once = ring(topology, results.num_bytes) + Traffic(exchanges=1)
-        total = hops * (queries + part.num_bytes + results.num_bytes)
-        return Work(total, 2 * hops + 1, once, hop, hops, attention / world_size)
+        num_parts = min(hops, -(-units // units_of_part))
+        total = num_parts * (queries + part.num_bytes) + hops * results.num_bytes
+        return Work(total, 2 * hops + 1, once, hop, hops, attention * rows / message.num_rows)
     once = traffic(way, Case(topology, message, DTYPE))
     return Work(once.bytes_sent, _rounds(way, topology), once, attention=attention)
 
@@ -77,7 +94,25 @@ def _rounds(strategy: str, topology: Topology) -> int:
     }[strategy]
 
 
-def costs_of(wiring: Wiring, calibrated: dict[Wiring, Costs]) -> Costs | None:
+def add_predictions(
+    row: dict[str, Any], wiring: Wiring, costs: Costs | None, elsewhere: Costs | None = None
+) -> None:
+    """The model's times and the formulas' counts, to each way of a row.
+
+    `costs` are of the row's own configuration, `elsewhere` those of another number of ranks.
+    """
+    batch, keys = row["batch"], row["keys"]
+    attention = row["seconds_per_key"] * batch * keys
+    for name, way in row["ways"].items():
+        strategy = way.get("chosen", name)
+        work = work_of(strategy, wiring, row["world_size"], batch, keys, attention)
+        way["predicted_seconds"] = None if costs is None else work.seconds(costs)
+        way["extrapolated_seconds"] = None if elsewhere is None else work.seconds(elsewhere)
+        way["formula_bytes"], way["formula_rounds"] = work.bytes_sent, work.rounds
+        row["wrong"] |= (way["bytes"], way["rounds"]) != (work.bytes_sent, work.rounds)
+
+
+def costs_of(wiring: Wiring, calibrated: Mapping[Wiring, Costs]) -> Costs | None:
     """Constants for a cluster from those of clusters with one link each."""
     between = calibrated.get(replace(wiring, inside=None, per_node=1))
     if wiring.inside is None or between is None:

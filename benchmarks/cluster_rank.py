@@ -1,137 +1,163 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What bench_cluster.py runs on every host: one rank, which times exchanges and rings.
-
-The attention of a shard is not computed: states come from a formula, so that results can be checked
-without the keys, and computing takes as long as it is told to, asleep. What travels is real.
-"""
+"""What bench_cluster.py and bench_contexts.py run on every host: one rank, which times exchanges
+and rings over the real network, with pretended attention."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import tree_attention.decode as tree_module
-import tree_attention.ring as ring_module
-import tree_attention.ring_pass_q as ring_pass_q_module
-from tree_attention.exchange import Communicator, strategies
-from tree_attention.exchange.calibration import fit, measure
-from tree_attention.exchange.costs import default_costs
+from tree_attention import ring_decode, ring_pass_q_decode, tree_decode
+from tree_attention.bench.links import chosen_by_auto
+from tree_attention.exchange import Communicator
 
-RINGS = {
-    "ring": ring_module.ring_decode,
-    "ring, passing queries": ring_pass_q_module.ring_pass_q_decode,
+from .cluster_model import AUTO, message_of
+from .pretended_attention import DTYPE, HEAD_DIM, NUM_HEADS, merged, pretended, shard_of
+
+RINGS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "ring": ring_decode,
+    "ring, passing queries": ring_pass_q_decode,
 }
-NUM_HEADS, NUM_HEADS_KV, HEAD_DIM = 32, 8, 128
-DTYPE = torch.bfloat16
-_WARM_UP = 1
-_MIN_ROUNDS, _MAX_ROUNDS = 5, 30
+_MAX_ROUNDS, _MAX_CALLS = 30, 5
 # Between two calls, for the ranks to go to sleep and wake up together.
 _PAUSE = 0.003
+# From agreeing on a time until then: the last rank to hear of it is some steps behind the first.
+_AHEAD = 0.03
+# A call of so many seconds is not repeated to warm up.
+_LONG = 2.0
+_TIMEOUT = 300.0
+
+Times = list[tuple[float, float]]
 
 
-class PretendedAttention:
-    """Stands for `lean_decode`: a state that depends on the query and on whose keys these are."""
+class Timer:
+    """Starts calls at times that all ranks agree on: hosts of one machine share its clock."""
 
-    def __init__(self, seconds_per_key: float) -> None:
-        self._seconds_per_key = seconds_per_key
+    def __init__(self, calls: Mapping[str, Callable[[], Any]]) -> None:
+        self._calls = calls
+        self.last: dict[str, float] = {}  # seconds of the last call, here
+        self.times: dict[str, Times] = {name: [] for name in calls}
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor | None = None, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        o, lse = options["out"]
-        if key_ranges is None:  # or it is the rings' check of arguments, without keys
-            owner = k[0, 0, 0, 0].item()
-            torch.mul(q, owner + 1.0, out=o)
-            lse.fill_(owner / 4.0)
-            # A part of the heads takes a part of the time.
-            num_keys = q.shape[0] * k.shape[2] * k.shape[1] / NUM_HEADS_KV
-            if self._seconds_per_key:
-                time.sleep(self._seconds_per_key * num_keys)
-        return o, lse
+    def warm_up(self, name: str) -> bool:
+        """Returns whether that took long on any rank."""
+        begin = time.monotonic()
+        self._calls[name]()
+        self.last[name] = time.monotonic() - begin
+        return _largest([self.last[name]])[0] > _LONG
 
-
-def merged(q: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
-    """What all ranks together make of it."""
-    lse = torch.arange(world_size) / 4.0
-    factor = (torch.softmax(lse.double(), 0) * torch.arange(1, world_size + 1)).sum()
-    return q.float() * factor.float(), lse.logsumexp(0).expand(q.shape[:3])
-
-
-def time_calls(call: Callable[[], Any], seconds: float) -> list[tuple[float, float]]:
-    """(start, end) of calls that all ranks begin at agreed times: hosts of one machine share its
-    clock."""
-    begin = time.monotonic()
-    for _ in range(_WARM_UP):
-        call()
-    interval = 1.3 * _largest((time.monotonic() - begin) / _WARM_UP) + _PAUSE
-    rounds = min(max(int(seconds / interval), _MIN_ROUNDS), _MAX_ROUNDS)
-    first = _largest(time.monotonic()) + 0.02
-    times = []
-    for i in range(rounds):
-        time.sleep(max(0.0, first + i * interval - time.monotonic()))
-        start = time.monotonic()
-        call()
-        times.append((start, time.monotonic()))
-    return times
-
-
-def run_case(case: dict[str, Any], world_size: int, rank: int, seconds: float) -> dict[str, Any]:
-    batch, keys = case["batch"], case["keys"]
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(batch, NUM_HEADS, 1, HEAD_DIM, generator=generator).to(DTYPE)
-    k, v = torch.full((2, batch, NUM_HEADS_KV, keys, HEAD_DIM), rank, dtype=DTYPE)
-    result: dict[str, Any] = {}
-    expected = merged(q, world_size)
-    attention = PretendedAttention(case["seconds_per_key"])
-    with ExitStack() as stack:
-        for module in (tree_module, ring_module, ring_pass_q_module):
-            stack.enter_context(mock.patch.object(module, "lean_decode", attention))
-        for way in case["ways"]:
-            comm = Communicator()  # its own, as changing the call would compare signatures again
-
-            def call(way: str = way, comm: Communicator = comm) -> tuple[Tensor, Tensor]:
-                if way in RINGS:
-                    return RINGS[way](q, k, v, group=comm)
-                return tree_module.tree_decode(q, k, v, group=comm, strategy=way)
-
-            o, lse = call()
-            counted = [comm.bytes_sent, comm.link.num_operations, _wire_bytes()]
-            call()
-            counts = [comm.bytes_sent, comm.link.num_operations, _wire_bytes()]
-            times = time_calls(call, seconds)
-            right = torch.allclose(o.float(), expected[0], rtol=2**-7, atol=1e-6)
-            right = right and torch.allclose(lse, expected[1], atol=1e-5)
-            mine = [after - before for before, after in zip(counted, counts, strict=True)]
-            every: list[Any] = [None] * world_size
-            dist.all_gather_object(every, (times, mine, right))
-            result[way] = {
-                # From the last rank's start to the last rank's end.
-                "seconds": [
-                    round(max(end for _, end in ranks) - max(start for start, _ in ranks), 7)
-                    for ranks in zip(*(times for times, _, _ in every), strict=True)
-                ],
-                "bytes": max(counts[0] for _, counts, _ in every),
-                "rounds": max(counts[1] for _, counts, _ in every),
-                "wire_bytes": max(counts[2] for _, counts, _ in every),
-                "right": all(right for _, _, right in every),
+    def run(self, seconds: float, min_rounds: int) -> None:
+        """Rounds of all ways in turn (a, b, b, b, c, a, b, b, b, c, ...), quick ones several times:
+        drift of the machine meets all alike."""
+        rounds, done = min_rounds, 0
+        numbers = dict.fromkeys(self._calls, 1)
+        while done < rounds:
+            *durations, now = _largest([*self.last.values(), time.monotonic()])
+            slots = {
+                name: taken + min(0.3 * taken, 0.2) + _PAUSE
+                for name, taken in zip(self.last, durations, strict=True)
             }
-    return result
+            if done == 0:
+                share = 0.2 * max(slots.values())
+                numbers = {n: min(max(int(share / s), 1), _MAX_CALLS) for n, s in slots.items()}
+                a_round = sum(numbers[name] * slot for name, slot in slots.items())
+                rounds = min(max(int(seconds / a_round), min_rounds), _MAX_ROUNDS)
+            self._round(now + _AHEAD, slots, numbers)
+            done += 1
+
+    def _round(self, start: float, slots: Mapping[str, float], numbers: Mapping[str, int]) -> None:
+        for name, call in self._calls.items():
+            for _ in range(numbers[name]):
+                time.sleep(max(0.0, start - time.monotonic()))
+                begin = time.monotonic()
+                call()
+                end = time.monotonic()
+                self.times[name].append((begin, end))
+                self.last[name] = end - begin
+                start += slots[name]
 
 
-def _largest(value: float) -> float:
-    tensor = torch.tensor(value, dtype=torch.float64)
+def run_case(case: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Times and counts the ways of a case; the same on every rank."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(case["batch"], NUM_HEADS, 1, HEAD_DIM, generator=generator).to(DTYPE)
+    k, v = shard_of(rank, case["batch"], case["keys"], case.get("one_memory", False))
+    expected = merged(q, world_size)
+    # One communicator for each way, as changing the call would compare signatures again.
+    comms = {way: Communicator(timeout=_TIMEOUT) for way in case["ways"]}
+
+    def decode(way: str) -> tuple[Tensor, Tensor]:
+        if way in RINGS:
+            return RINGS[way](q, k, v, group=comms[way])
+        return tree_decode(q, k, v, group=comms[way], strategy=way)
+
+    def counts_of(way: str) -> tuple[int, int, int]:
+        return comms[way].bytes_sent, comms[way].link.num_operations, _wire_bytes()
+
+    results: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def call(way: str) -> Callable[[], None]:
+        def once() -> None:
+            results[way] = decode(way)
+
+        return once
+
+    timer = Timer({way: call(way) for way in case["ways"]})
+    counts = {}
+    with pretended(case["seconds_per_key"]):
+        for way in case["ways"]:
+            before = counts_of(way)
+            if not timer.warm_up(way):
+                before = counts_of(way)  # without what the first call compares
+                timer.warm_up(way)
+            counts[way] = [b - a for a, b in zip(before, counts_of(way), strict=True)]
+        timer.run(seconds, case["min_rounds"])
+    ways = {
+        way: _together(timer.times[way], counts[way], is_right(results[way], expected))
+        for way in case["ways"]
+    }
+    if AUTO in ways:
+        message = message_of(case["batch"])
+        ways[AUTO]["chosen"] = chosen_by_auto(comms[AUTO], message, DTYPE)
+    return ways
+
+
+def is_right(result: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    (o, lse), (o_expected, lse_expected) = result, expected
+    right = torch.allclose(o.float(), o_expected, rtol=2**-7, atol=1e-6)
+    return right and torch.allclose(lse, lse_expected, atol=1e-5)
+
+
+def _together(times: Times, counts: Sequence[int], right: bool) -> dict[str, Any]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (times, counts, right))
+    sent, rounds, wire = (max(values) for values in zip(*(c for _, c, _ in every), strict=True))
+    return {
+        # From the last rank's start to the last rank's end.
+        "seconds": [
+            round(max(end for _, end in ranks) - max(start for start, _ in ranks), 7)
+            for ranks in zip(*(times for times, _, _ in every), strict=True)
+        ],
+        "bytes": sent,
+        "rounds": rounds,
+        "wire_bytes": wire,
+        "right": all(right for _, _, right in every),
+    }
+
+
+def _largest(values: Sequence[float]) -> list[float]:
+    """Of all ranks, one by one."""
+    tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return float(tensor)
+    return [float(value) for value in tensor]
 
 
 def _wire_bytes() -> int:
@@ -144,20 +170,13 @@ def main(specification: Path, out: Path) -> None:
     spec = json.loads(specification.read_text())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    result: dict[str, Any] = {}
-    if spec["calibrate"]:
-        samples = measure(Communicator(), torch.device("cpu"), spec["seconds"] / 4)
-        if rank == 0:
-            fit(samples, default_costs("gloo")).save(out.with_suffix(".costs.json"))
     with torch.inference_mode():
-        result["cases"] = [run_case(c, world_size, rank, spec["seconds"]) for c in spec["cases"]]
-    if rank == 0:
-        out.write_text(json.dumps(result))
+        results = [run_case(case, spec["seconds"]) for case in spec["cases"]]
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    assert set(RINGS).isdisjoint(strategies())
     main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""bench_cluster: what it times gives right results, and its formulas are what ranks send."""
+"""Benchmarks on emulated clusters: results that are timed are checked, and formulas are what ranks
+send."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -7,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import bench_cluster, cluster_rank
+from benchmarks import bench_cluster, bench_contexts, cluster_rank, pretended_attention
 from benchmarks.cluster import LINKS, Wiring
-from benchmarks.cluster_model import costs_of, work_of
+from benchmarks.cluster_model import AUTO, add_predictions, costs_of, work_of
 from benchmarks.cluster_rank import RINGS
+from benchmarks.cluster_run import load_parts, row_of
+from benchmarks.cluster_steps import choice_of
 
 from distributed import run_ranks
 from tree_attention import strategies
@@ -21,37 +24,63 @@ from tree_attention.exchange.traffic import Traffic
 FREE = Costs(*[0.0] * 9)
 
 
+def a_case(batch: int, ways: list[str]) -> dict[str, Any]:
+    numbers = {"batch": batch, "keys": 3, "seconds_per_key": 1e-5, "min_rounds": 2}
+    return {**numbers, "one_memory": batch == 1, "ways": ways}
+
+
 def run_on_ranks(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
     with torch.inference_mode():
-        return cluster_rank.run_case(case, world_size, rank, seconds=0.0)
+        return cluster_rank.run_case(case, seconds=0.0)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("batch", [1, 16])
 def test_formulas_are_what_ranks_send(world_size: int, batch: int) -> None:
-    case = {"batch": batch, "keys": 3, "seconds_per_key": 1e-5}
-    case["ways"] = [*strategies(), *cluster_rank.RINGS]
+    case = a_case(batch, [*strategies(), AUTO, *RINGS])
     ways = run_ranks(run_on_ranks, world_size, case)[0]
     assert list(ways) == case["ways"]
     # The ranks of this test share a host, as the first four of two-level share a node.
-    wiring = LINKS["two-level"]
+    row = row_of("two-level", world_size, case, ways)
+    add_predictions(row, LINKS["two-level"], FREE)
+    assert not row["wrong"]
     for name, way in ways.items():
-        assert way["right"], name
-        assert len(way["seconds"]) >= 5 and min(way["seconds"]) > 0
-        work = work_of(name, wiring, world_size, batch, 3)
-        assert (way["bytes"], way["rounds"]) == (work.bytes_sent, work.rounds), name
+        assert way["right"] and len(way["seconds"]) >= 2 and min(way["seconds"]) > 0, name
+        assert (way["bytes"], way["rounds"]) == (way["formula_bytes"], way["formula_rounds"]), name
+    assert ways[AUTO]["chosen"] in strategies()
+    assert ways[AUTO]["bytes"] == ways[ways[AUTO]["chosen"]]["bytes"]
+
+
+def passes_queries(rank: int, world_size: int) -> tuple[int, int]:
+    way = "ring, passing queries"
+    with torch.inference_mode():
+        result = cluster_rank.run_case(a_case(1, [way]), seconds=0.0)[way]
+    assert result["right"]
+    return result["bytes"], result["rounds"]
+
+
+def test_ranks_without_heads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries of two key heads over three ranks."""
+    monkeypatch.setattr("benchmarks.cluster_model.NUM_HEADS_KV", 2)
+    work = work_of("ring, passing queries", LINKS["lan"], 3, 1, 3)
+    counted = run_ranks(with_two_key_heads, 3, fresh=True)
+    assert counted == [(work.bytes_sent, work.rounds)] * 3
+
+
+def with_two_key_heads(rank: int, world_size: int) -> tuple[int, int]:
+    pretended_attention.NUM_HEADS_KV = 2  # of this process, which ends with the test
+    return passes_queries(rank, world_size)
 
 
 def loses_a_state(rank: int, world_size: int) -> bool:
-    real = cluster_rank.PretendedAttention.__call__  # of this process, which ends with the test
+    real = pretended_attention.PretendedAttention.__call__  # of this process, likewise
 
     def forgetful(self: Any, *arguments: Any, **options: Any) -> Any:
         o, lse = real(self, *arguments, **options)
         return o, lse.fill_(-torch.inf) if rank == 1 else lse
 
-    cluster_rank.PretendedAttention.__call__ = forgetful  # type: ignore[method-assign]
-    case = {"batch": 1, "keys": 3, "seconds_per_key": 0.0, "ways": ["all_gather"]}
-    return run_on_ranks(rank, world_size, case)["all_gather"]["right"]
+    pretended_attention.PretendedAttention.__call__ = forgetful  # type: ignore[method-assign]
+    return run_on_ranks(rank, world_size, a_case(1, ["all_gather"]))["all_gather"]["right"]
 
 
 def test_wrong_results_are_found() -> None:
@@ -82,58 +111,99 @@ def test_the_slower_of_transfer_and_attention_counts() -> None:
     assert tree.seconds(FREE) == 1.0 and isinstance(tree.once, Traffic)
 
 
-def row(way: str, **counted: int) -> dict[str, Any]:
-    work = work_of(way, LINKS["lan"], 2, 1, 8)
-    sent = {"bytes": work.bytes_sent, "rounds": work.rounds, "wire_bytes": 9, **counted}
-    ways = {name: {"seconds": [1e-3] * 5, "right": True} for name in bench_cluster.strategies()}
-    ways = {way: {**ways[way], **sent}}
-    return {
-        "name": "lan p=2 B=1 n=8",
-        **{"link": "lan", "world_size": 2, "batch": 1, "keys": 8, "seconds_per_key": 0.0},
-        **{"part": "context", "ways": ways, "wrong": False},
-    }
+def a_row(link: str, keys: int, times: dict[str, float], **counted: int) -> dict[str, Any]:
+    """As it comes from a configuration of two ranks; auto chooses all_gather."""
+    ways: dict[str, dict[str, Any]] = {}
+    for name, seconds in times.items():
+        chosen = {"chosen": "all_gather"} if name == AUTO else {}
+        work = work_of(chosen.get("chosen", name), LINKS[link], 2, 1, keys)
+        sent = {"bytes": work.bytes_sent, "rounds": work.rounds, "wire_bytes": 9, **counted}
+        spread = [0.9 * seconds, seconds, 1.2 * seconds]
+        ways[name] = {"seconds": spread, "right": True, **sent, **chosen}
+    return row_of(link, 2, {"batch": 1, "keys": keys, "seconds_per_key": 1e-9}, ways)
+
+
+def a_part(*rows: dict[str, Any], costs: Costs | None = FREE) -> dict[str, Any]:
+    link = {"link": "a link", "round_trip_ms": [1, 2, 3], "gbit_per_second": [4, 5, 6]}
+    content = None if costs is None else {"seconds_per": asdict(costs)}
+    return {"rows": list(rows), "links": [link], "other_load": 0.5, "costs": content}
 
 
 def test_other_bytes_than_the_formula_are_wrong() -> None:
     for counted, wrong in (({}, False), ({"bytes": 1}, True), ({"rounds": 7}, True)):
-        this = row("all_gather", **counted)
-        bench_cluster.add_predictions(this, FREE)
-        assert this["wrong"] == wrong
-        assert this["ways"]["all_gather"]["predicted_seconds"] == 0.0
+        row = a_row("lan", 8, {"all_gather": 1e-3}, **counted)
+        add_predictions(row, LINKS["lan"], FREE)
+        assert row["wrong"] == wrong
+        assert row["ways"]["all_gather"]["predicted_seconds"] == 8e-9  # the attention alone
 
 
-def full_row(link: str, part: str, times: dict[str, float]) -> dict[str, Any]:
-    ways = {}
-    for way, seconds in times.items():
-        work = work_of(way, LINKS[link], 2, 1, 8)
-        counted = {"bytes": work.bytes_sent, "rounds": work.rounds, "wire_bytes": 9}
-        ways[way] = {"seconds": [0.9 * seconds, seconds, 1.2 * seconds], "right": True, **counted}
-    sizes = {"link": link, "world_size": 2, "batch": 1, "keys": 8, "seconds_per_key": 0.0}
-    return {"name": f"{link} p=2 B=1 n=8", "part": part, **sizes, "ways": ways, "wrong": False}
+def test_choices_are_compared_with_the_best_strategy() -> None:
+    times = dict.fromkeys(strategies(), 3e-3) | {"butterfly": 1e-3, AUTO: 1.25e-3}
+    choice = choice_of(a_row("lan", 8, times))
+    assert choice is not None and (choice["best"], choice["chosen"]) == ("butterfly", "all_gather")
+    assert choice["ratio"] == pytest.approx(1.25) and choice["chosen_ratio"] == pytest.approx(3)
+    assert choice["overlaps"]
+    apart = choice_of(a_row("lan", 8, times | {AUTO: 2e-3}))
+    assert apart is not None and not apart["overlaps"]
+    # The two that sum are no canonical strategies, however fast.
+    sums = choice_of(a_row("lan", 8, times | {"max_then_sum": 1e-6}))
+    assert sums is not None and sums["best"] == "butterfly"
+    assert choice_of(a_row("lan", 8, {"ring": 1.0})) is None
 
 
 def test_report_keeps_rows_of_other_runs(tmp_path: Path) -> None:
-    step = full_row("lan", "step", dict.fromkeys(bench_cluster.strategies(), 3e-3))
-    step["ways"]["butterfly"]["seconds"] = [1e-3] * 3
-    context = full_row("metro", "context", {"all_gather": 2e-3, **dict.fromkeys(RINGS, 7e-3)})
-    link = {"link": "a link", "round_trip_ms": [1, 2, 3], "gbit_per_second": [4, 5, 6]}
-    costs = asdict(FREE)
-    parts = {
-        "lan/2": {"rows": [step], "links": [link], "other_load": 0.5, "costs": costs},
-        "metro/2": {"rows": [context], "links": [], "other_load": None, "costs": None},
-    }
+    times = {**dict.fromkeys([*strategies(), *RINGS], 3e-3), "butterfly": 1e-3, AUTO: 2e-3}
+    rows = [a_row("lan", 8, times), a_row("metro", 8, {**times, AUTO: 1.05e-3})]
+    parts = {"lan/2": a_part(rows[0]), "metro/2": a_part(rows[1])}
+    parts["metro/4"] = a_part(costs=DEFAULT_COSTS["gloo"])  # for extrapolation
     report = bench_cluster.report_of(parts)
     assert not report.wrong and "other processes took up to 50 %" in report.warnings[0]
     assert (
+        "auto within 10 % of the best strategy in 1 of 2 rows, within 10 % or within the spread "
+        "in 1; in the median 1.52 times the best, at worst 2.00 times (lan p=2 B=1 n=8)"
+    ) in report.summary
+    assert (
         "lan p=2 B=1 n=8: butterfly is fastest, 3.0 times as fast as three_allreduce; auto takes "
-        "all_gather, 3.00 times it" in report.summary
-    )
-    for start in ("metro p=2 B=1 n=8: times of the tree's: ring 3.50", "lan/2, link a link: round"):
-        assert any(sentence.startswith(start) for sentence in report.summary)
+        "all_gather: 2.00 times the best (spreads apart), in that strategy's own row 3.00"
+    ) in report.summary
+    assert any(sentence.startswith("lan/2, link a link: round") for sentence in report.summary)
+    ways = [row["ways"]["butterfly"] for row in report.rows]
+    assert ways[0]["extrapolated_seconds"] is None and ways[1]["extrapolated_seconds"] > 0
     write(report, tmp_path)
     assert (tmp_path / "cluster.png").stat().st_size > 1000
     table = (tmp_path / "cluster.md").read_text()
-    assert "| lan p=2 B=1 n=8 | butterfly | 1.00 | 1.00 to 1.00 | 0.00 | -100 % |" in table
-    again = bench_cluster.load_parts(tmp_path / "cluster.json")
-    assert list(again) == ["lan/2", "metro/2"]
+    assert "| lan p=2 B=1 n=8 | butterfly | 1.00 | 0.92 to 1.16 (3) | 0.00 | -100 % |" in table
+    assert "| lan p=2 B=1 n=8 | auto: all_gather | 2.00 |" in table
+    again = load_parts(tmp_path / "cluster.json")
+    assert list(again) == ["lan/2", "metro/2", "metro/4"]
     assert bench_cluster.report_of(again).columns == report.columns
+
+
+def test_contexts_that_were_not_measured_are_predicted(tmp_path: Path) -> None:
+    times = {AUTO: 1e-3, **dict.fromkeys(RINGS, 7e-3)}
+    costs = Costs(**{**vars(FREE), "bytes_between": 1e-9})
+    parts = {"lan/2": a_part(a_row("lan", 2048, times), costs=costs)}
+    report = bench_contexts.report_of(parts)
+    assert [row["keys"] for row in report.rows] == list(bench_contexts.CONTEXTS)
+    last = report.rows[-1]["ways"]
+    # Two messages of 4 bytes for each of 8 heads of 128, and the attention to the own shard.
+    hop = 2**20 * 8 * 128 * 4 * 1e-9
+    assert last["ring"]["predicted_seconds"] == pytest.approx(hop + 2**20 * 1e-9, rel=1e-3)
+    text = next(sentence for sentence in report.summary if sentence.startswith("lan/2: ring"))
+    assert "7.0 at 2,048," in text and "at 1,048,576 (predicted); the tree is faster at" in text
+    write(report, tmp_path)
+    assert (tmp_path / "contexts.png").stat().st_size > 1000
+    assert load_parts(tmp_path / "contexts.json")["lan/2"]["rows"] == [report.rows[0]]
+
+
+def test_contexts_fit_memory_and_time() -> None:
+    def lengths(link: str, world_size: int, memory: int) -> list[int]:
+        cases = bench_contexts.cases(LINKS[link], world_size, 0.0, memory)
+        return [case["keys"] for case in cases]
+
+    assert lengths("lan", 2, 1 << 40) == list(bench_contexts.CONTEXTS)
+    # One rank would send 4 GiB at 1 Gb/s; seven hops of 256 MiB go.
+    assert lengths("metro", 2, 1 << 40)[-1] == 1 << 18
+    assert lengths("metro", 8, 1 << 40)[-1] == 1 << 16
+    assert lengths("lan", 8, 8 << 30)[-1] == 8192 and lengths("lan", 8, 10 << 30)[-1] == 1 << 16
+    assert lengths("lan", 2, 1 << 20) == []

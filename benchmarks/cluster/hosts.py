@@ -77,12 +77,14 @@ class Cluster:
         command: Sequence[str],
         environment: Mapping[str, str] | None = None,
         label: bool = False,
+        quiet: bool = False,
     ) -> int:
         """Runs a program once on each host and returns the first exit status that is not 0.
 
         After a failure the others have 40 seconds. `label`: with the host before every line.
+        `quiet`: without what it prints, but with its errors.
         """
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"stdout": subprocess.DEVNULL} if quiet else {}
         if label:
             options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         processes = [

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..exchange import Communicator, Topology
 from ..exchange.costs import COSTS_VARIABLE, choose, predict
+from ..exchange.state import Message
 from ..exchange.strategies import candidates
 from ..exchange.traffic import Case
 
@@ -72,10 +73,16 @@ def links_of(topology: Topology, times: Sequence[float], backend: str) -> str:
     return f"{backend} over {through}; a byte from rank 0 and back: {', '.join(texts)}"
 
 
+def chosen_by_auto(comm: Communicator, message: Message, out_dtype: torch.dtype) -> str:
+    """The strategy that "auto" takes for such states on a communicator that has been used."""
+    case = Case(comm.topology, message, out_dtype)
+    return choose(case, comm.costs(torch.device("cpu")))
+
+
 def choice_of(comm: Communicator, case: Case) -> str:
     """What "auto" takes for this exchange, and the predictions that made it."""
     costs = comm.costs(torch.device("cpu"))
-    chosen = choose(case, costs)
+    chosen = chosen_by_auto(comm, case.message, case.out_dtype)
     names = candidates(case.message.dtype, case.head_sharded, canonical=True)
     times = predict(case, costs, names)
     predictions = ", ".join(

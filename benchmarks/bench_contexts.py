@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tree and ring decoding by context length on emulated clusters, as Figure 3 of the Tree Attention
+paper: needs root.
+
+    sudo .venv/bin/python -m benchmarks.bench_contexts --out DIR
+
+Contexts are measured as far as memory and time allow, and predicted by the cost model beyond.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tree_attention.bench.measure import load_warnings
+from tree_attention.bench.report import Report, environment, print_report, write
+from tree_attention.exchange.costs import Costs
+
+from .cluster import LINKS, Wiring, unsupported
+from .cluster_contexts import NOTES, RING, TREE, draw, summary
+from .cluster_model import add_predictions, shard_bytes, work_of
+from .cluster_rank import RINGS
+from .cluster_run import attention_seconds_per_key, load_costs, load_parts, run, without_rows
+from .cluster_table import columns
+
+LINK_NAMES = ("lan", "metro")
+WORLDS = (2, 4, 8)
+CONTEXTS = (2048, 8192, 1 << 16, 1 << 18, 1 << 20)  # keys per rank
+# From here on keys and values are sent from one memory, and received into two.
+ONE_MEMORY = 1 << 18
+# A call is not to take longer, with what the links and the relay carry at best.
+LONGEST_CALL = 30.0
+RELAY_RATE = 6e9  # bits per second, of all hosts together
+PROCESS_BYTES = 350 << 20
+SHARE_OF_MEMORY = 0.85
+
+
+def cases(
+    wiring: Wiring, world_size: int, seconds_per_key: float, memory: int
+) -> list[dict[str, Any]]:
+    """The contexts that can be measured in `memory` bytes."""
+    return [
+        {
+            "batch": 1,
+            "keys": keys,
+            "seconds_per_key": seconds_per_key,
+            "min_rounds": 2,
+            "one_memory": keys >= ONE_MEMORY,
+            "ways": [TREE, *RINGS],
+        }
+        for keys in CONTEXTS
+        if call_seconds(wiring, world_size, keys) <= LONGEST_CALL
+        and needed_bytes(world_size, keys) <= memory
+    ]
+
+
+def call_seconds(wiring: Wiring, world_size: int, keys: int) -> float:
+    """That a ring takes at least."""
+    bits = 8 * (world_size - 1) * shard_bytes(1, keys)
+    return bits / min(wiring.between.rate, RELAY_RATE / world_size)
+
+
+def needed_bytes(world_size: int, keys: int) -> int:
+    """Of all ranks together: shards, and what rings receive into."""
+    own = shard_bytes(1, keys) // (2 if keys >= ONE_MEMORY else 1)
+    received = min(2, world_size - 1) * shard_bytes(1, keys)
+    return world_size * (own + received + PROCESS_BYTES)
+
+
+def available_bytes() -> int:
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(SHARE_OF_MEMORY * 1024 * int(fields["MemAvailable"].split()[0]))
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_contexts")
+    names = [f"{link}/{world}" for link in LINK_NAMES for world in WORLDS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="LINK/RANKS")
+    parser.add_argument(
+        "--longest", type=int, default=CONTEXTS[-1], metavar="KEYS", help="of a rank, measured"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="for all ways of a context (default 5)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write contexts.{json,md,png}")
+    parsed = parser.parse_args(arguments)
+    if (why := unsupported()) is not None:
+        print(why, file=sys.stderr)
+        return 2
+    measured = {} if parsed.out is None else load_parts(parsed.out / "contexts.json")
+    seconds_per_key = attention_seconds_per_key()
+    for name in parsed.only:
+        link, world = name.split("/")
+        chosen = cases(LINKS[link], int(world), seconds_per_key, available_bytes())
+        chosen = [case for case in chosen if case["keys"] <= parsed.longest]
+        measured[name] = run(link, int(world), chosen, parsed.seconds, calibrate=True)
+        print(f"{name}: {measured[name]['seconds']:.0f} s", file=sys.stderr, flush=True)
+        report = report_of({name: measured[name] for name in names if name in measured})
+        if parsed.out is not None:  # after each, as the whole takes long
+            write(report, parsed.out)
+    print_report(Console() if sys.stdout.isatty() else Console(width=160), report)
+    return 1 if report.wrong else 0
+
+
+def report_of(measured: dict[str, Any]) -> Report:
+    rows = []
+    for part in measured.values():
+        costs = load_costs(part["costs"])
+        for row in part["rows"]:
+            add_predictions(row, LINKS[row["link"]], costs)
+        rows += part["rows"]
+        if costs is not None:
+            rows += predicted_rows(part["rows"], costs)
+    return Report(
+        name="contexts",
+        title="Tree and ring decoding by context on emulated clusters",
+        notes=NOTES,
+        environment=environment(configurations=", ".join(measured)),
+        rows=rows,
+        columns=columns(rows, extrapolated=False),
+        summary=summary(rows, measured),
+        warnings=load_warnings([part["other_load"] for part in measured.values()]),
+        more={"configurations": without_rows(measured)},
+        draw=draw,
+    )
+
+
+def predicted_rows(measured: list[dict[str, Any]], costs: Costs) -> list[dict[str, Any]]:
+    """Of a configuration, those that were not measured."""
+    like, done = measured[0], {row["keys"] for row in measured}
+    rows = []
+    for keys in CONTEXTS:
+        if keys in done:
+            continue
+        row = {
+            **like,
+            "name": f"{like['link']} p={like['world_size']} B=1 n={keys}",
+            "keys": keys,
+            "only_predicted": True,
+            "ways": {},
+            "wrong": False,
+        }
+        attention = row["seconds_per_key"] * keys
+        for name, way in like["ways"].items():
+            chosen = {"chosen": way["chosen"]} if "chosen" in way else {}  # at any context
+            strategy = way.get("chosen", name)
+            work = work_of(strategy, LINKS[row["link"]], row["world_size"], 1, keys, attention)
+            row["ways"][name] = {
+                **chosen,
+                "predicted_seconds": work.seconds(costs),
+                "formula_bytes": work.bytes_sent,
+                "formula_rounds": work.rounds,
+            }
+        rows.append(row)
+    return rows
+
+
+if __name__ == "__main__":
+    assert RING in RINGS
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One configuration of an emulated cluster: its links, its calibration and its ranks' results."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tree_attention import lean_decode
+from tree_attention.bench.measure import Load
+from tree_attention.bench.report import environment
+from tree_attention.exchange.costs import COSTS_VARIABLE, Costs
+
+from .cluster import LINKS, Cluster
+from .cluster.probe import probe, spread
+from .pretended_attention import DTYPE, HEAD_DIM, NUM_HEADS, NUM_HEADS_KV
+
+CALIBRATION_SECONDS = 0.1  # for each operation and size
+
+
+def run(
+    link: str, world_size: int, cases: Sequence[dict[str, Any]], seconds: float, calibrate: bool
+) -> dict[str, Any]:
+    """What the ranks of a configuration measured, and what it is like.
+
+    `calibrate`: first run `tree_attention calibrate` there and give every rank its constants.
+    """
+    wiring = LINKS[link]
+    with tempfile.TemporaryDirectory() as folder:
+        spec, out, costs = (Path(folder) / f"{name}.json" for name in ("spec", "out", "costs"))
+        spec.write_text(json.dumps({"cases": cases, "seconds": seconds}))
+        variables = {"OMP_NUM_THREADS": "1"}
+        before, packets = os.times(), _softirq_seconds()
+        with Load() as load, Cluster(wiring, world_size) as cluster:
+            near_and_far = {wiring.link(0, other): other for other in (1, world_size - 1)}
+            probes = [probe(cluster, 0, other) for other in near_and_far.values()]
+            if calibrate:
+                command = [sys.executable, "-m", "tree_attention", "calibrate"]
+                command += ["--seconds", str(CALIBRATION_SECONDS), "--out", str(costs)]
+                _run(cluster, command, variables, quiet=True)
+                variables[COSTS_VARIABLE] = str(costs)
+            program = [sys.executable, "-m", "benchmarks.cluster_rank", str(spec), str(out)]
+            _run(cluster, program, variables)
+        after = os.times()
+        results = json.loads(out.read_text())
+        constants = json.loads(costs.read_text()) if calibrate else None
+    if constants is not None:
+        constants.pop("samples", None)
+    # Of the relay and the ranks, all of which have ended, and of the kernel for their packets.
+    ours = sum(after[2:4]) - sum(before[2:4]) + _softirq_seconds() - packets
+    share = ours / (os.cpu_count() or 1) / (after.elapsed - before.elapsed)
+    return {
+        "rows": [
+            row_of(link, world_size, case, ways) for case, ways in zip(cases, results, strict=True)
+        ],
+        "costs": constants,
+        "links": [
+            {
+                "link": str(wiring.link(*p.hosts)),
+                "round_trip_ms": [1e3 * t for t in spread(p.rtts)],
+                "gbit_per_second": [rate / 1e9 for rate in spread(p.rates)],
+            }
+            for p in probes
+        ],
+        "other_load": None if load.busy is None else max(0.0, load.busy - share),
+        "seconds": after.elapsed - before.elapsed,
+        "environment": environment(),
+    }
+
+
+def row_of(
+    link: str, world_size: int, case: dict[str, Any], ways: dict[str, Any]
+) -> dict[str, Any]:
+    for way in ways.values():
+        way["p10"], way["median"], way["p90"] = spread(way["seconds"])
+    return {
+        "name": f"{link} p={world_size} B={case['batch']} n={case['keys']}",
+        "link": link,
+        "world_size": world_size,
+        **{name: case[name] for name in ("batch", "keys", "seconds_per_key")},
+        "ways": ways,
+        "wrong": not all(way["right"] for way in ways.values()),
+    }
+
+
+def load_costs(content: dict[str, Any] | None) -> Costs | None:
+    """From what `run` keeps of a calibration."""
+    if content is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "costs.json"
+        path.write_text(json.dumps(content))
+        return Costs.load(path)
+
+
+def load_parts(path: Path) -> dict[str, Any]:
+    """What earlier runs measured, by configuration; nothing where there is no file."""
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text())
+    parts = {name: {**part, "rows": []} for name, part in content["configurations"].items()}
+    for row in content["rows"]:
+        if row.get("only_predicted"):
+            continue
+        parts[f"{row['link']}/{row['world_size']}"]["rows"].append(row)
+    return parts
+
+
+def without_rows(parts: dict[str, Any]) -> dict[str, Any]:
+    """What the JSON file has of the configurations beside its rows."""
+    return {
+        name: {key: value for key, value in part.items() if key != "rows"}
+        for name, part in parts.items()
+    }
+
+
+def attention_seconds_per_key(keys: int = 8192) -> float:
+    """Of one sequence on one thread, keys and values from memory."""
+    torch.set_num_threads(1)
+    q = torch.randn(1, NUM_HEADS, 1, HEAD_DIM).to(DTYPE)
+    k, v = torch.randn(2, 1, NUM_HEADS_KV, keys, HEAD_DIM).to(DTYPE)
+    times = []
+    for _ in range(15):
+        begin = time.perf_counter()
+        lean_decode(q, k, v)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) / keys
+
+
+def _run(
+    cluster: Cluster, command: Sequence[str], variables: dict[str, str], quiet: bool = False
+) -> None:
+    status = cluster.run(command, variables, quiet=quiet)
+    if status:
+        raise SystemExit(f"{' '.join(command)}: a rank ended with status {status}")
+
+
+def _softirq_seconds() -> float:
+    """CPU time that the kernel has spent on what belongs to no process."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return int(fields[7]) / os.sysconf("SC_CLK_TCK")
