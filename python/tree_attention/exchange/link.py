@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -65,19 +65,19 @@ class Link:
         options = AllgatherOptions()
         options.timeout = remaining(deadline)
         options.asyncOp = False
-        start = time.perf_counter()
-        source, target = self._stage(send), self._stage(receive, copy=False)
-        work = getattr(self.group, _ALL_GATHER)(target.view(-1), source.view(-1), options)
-        self._finish(work, receive, target, deadline, start)
+        with self.operation(f"all_gather of {send.nbytes} bytes from each rank"):
+            source, target = self._stage(send), self._stage(receive, copy=False)
+            work = getattr(self.group, _ALL_GATHER)(target.view(-1), source.view(-1), options)
+            self._finish(work, receive, target, deadline)
         self.bytes_sent += (self.world_size - 1) * send.nbytes
 
     def all_to_all(self, receive: Tensor, send: Tensor, deadline: float) -> None:
         """Equal parts: `receive[r]` becomes what rank r has in its `send` for this rank."""
         options = all_to_all_options(deadline)
-        start = time.perf_counter()
-        source, target = self._stage(send), self._stage(receive, copy=False)
-        work = getattr(self.group, ALL_TO_ALL)(target, source, [], [], options)
-        self._finish(work, receive, target, deadline, start)
+        with self.operation(f"all_to_all of {send[0].nbytes} bytes to each rank"):
+            source, target = self._stage(send), self._stage(receive, copy=False)
+            work = getattr(self.group, ALL_TO_ALL)(target, source, [], [], options)
+            self._finish(work, receive, target, deadline)
         self.bytes_sent += send.nbytes - send[0].nbytes
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, deadline: float) -> None:
@@ -86,10 +86,10 @@ class Link:
         options.reduceOp = op
         options.timeout = remaining(deadline)
         options.asyncOp = False
-        start = time.perf_counter()
-        target = self._stage(tensor)
-        work = self.group.allreduce([target], options)
-        self._finish(work, tensor, target, deadline, start)
+        with self.operation(f"all_reduce of {tensor.nbytes} bytes"):
+            target = self._stage(tensor)
+            work = self.group.allreduce([target], options)
+            self._finish(work, tensor, target, deadline)
         self.bytes_sent += 2 * (self.world_size - 1) * tensor.nbytes // self.world_size
 
     def broadcast(self, tensor: Tensor, deadline: float) -> None:
@@ -99,10 +99,10 @@ class Link:
         options.rootTensor = 0
         options.timeout = remaining(deadline)
         options.asyncOp = False
-        start = time.perf_counter()
-        target = self._stage(tensor)
-        work = self.group.broadcast([target], options)
-        self._finish(work, tensor, target, deadline, start)
+        with self.operation(f"broadcast of {tensor.nbytes} bytes from rank 0"):
+            target = self._stage(tensor)
+            work = self.group.broadcast([target], options)
+            self._finish(work, tensor, target, deadline)
         if self.rank == 0:
             self.bytes_sent += (self.world_size - 1) * tensor.nbytes
 
@@ -115,7 +115,7 @@ class Link:
         under way at the same time differ in their tags, from `tag` on one for each tensor.
         """
         group = self.group
-        following, previous = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        previous, following = self._neighbours()
         operations = [
             dist.P2POp(dist.isend, tensor, group=group, group_peer=following, tag=tag)
             for tag, tensor in enumerate(send, tag)
@@ -124,14 +124,28 @@ class Link:
             dist.P2POp(dist.irecv, tensor, group=group, group_peer=previous, tag=tag)
             for tag, tensor in enumerate(receive, tag)
         ]
+        with self.operation("start of a shift"):
+            works = dist.batch_isend_irecv(operations) if operations else []
         self.bytes_sent += sum(tensor.nbytes for tensor in send)
-        self.num_operations += 1
-        return dist.batch_isend_irecv(operations) if operations else []
+        return works
 
     def finish(self, works: Sequence[Work], device: torch.device, deadline: float) -> None:
+        """Waits for what `start_shift` started."""
         start = time.perf_counter()
+        previous, following = self._neighbours()
         for work in works:
-            self.wait(work, device, deadline)
+            self.wait(work, device, deadline, f"shift from rank {previous} or to rank {following}")
+        self.seconds += time.perf_counter() - start
+
+    @contextmanager
+    def operation(self, name: str) -> Iterator[None]:
+        """Counts and times what is done in it, and names it should it fail."""
+        start = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(f"{name}: {error}") from error
+        self.num_operations += 1
         self.seconds += time.perf_counter() - start
 
     def is_staged(self, device: torch.device) -> bool:
@@ -168,13 +182,22 @@ class Link:
             raise RuntimeError("the process group was destroyed")
         return group
 
-    def wait(self, work: Work | None, device: torch.device, deadline: float) -> None:
+    def wait(
+        self, work: Work | None, device: torch.device, deadline: float, name: str = ""
+    ) -> None:
+        """`name`: what it is that this waits for, should it fail."""
         if work is None:
             return
-        if device.type == "cpu":
-            work.wait(remaining(deadline + _REPORT_SECONDS))
-        else:
-            work.wait()  # orders the stream; with a timeout it would block the host
+        try:
+            if device.type == "cpu":
+                work.wait(remaining(deadline + _REPORT_SECONDS))
+            else:
+                work.wait()  # orders the stream; with a timeout it would block the host
+        except RuntimeError as error:
+            raise RuntimeError(f"{name}: {error}" if name else str(error)) from error
+
+    def _neighbours(self) -> tuple[int, int]:
+        return (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
 
     def _stage(self, tensor: Tensor, copy: bool = True) -> Tensor:
         """The tensor, or memory in its place that can travel: with what it holds, or to receive
@@ -187,14 +210,10 @@ class Link:
             return tensor
         return tensor.to(device) if copy else torch.empty_like(tensor, device=device)
 
-    def _finish(
-        self, work: Work | None, tensor: Tensor, staged: Tensor, deadline: float, start: float
-    ) -> None:
+    def _finish(self, work: Work | None, tensor: Tensor, staged: Tensor, deadline: float) -> None:
         self.wait(work, staged.device, deadline)
         if staged is not tensor:
             tensor.copy_(staged)
-        self.num_operations += 1
-        self.seconds += time.perf_counter() - start
 
     def _host_buffer(self, name: str, like: Tensor) -> Tensor:
         """All copies here are synchronous."""

@@ -7,7 +7,6 @@ nobody; messages need only the group itself.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -93,6 +92,7 @@ class Messages:
             receive = {rank: hosts[id(tensor)] for rank, tensor in receive.items()}
             send = {rank: hosts[id(tensor)] for rank, tensor in send.items()}
         self._receive, self._send = receive, send
+        self._names = [f"to rank {rank}" for rank in send] + [f"from rank {r}" for r in receive]
         self._posted: list[Work] = []
 
     def post(self) -> None:
@@ -102,34 +102,34 @@ class Messages:
             self._posted = [group.recv([t], r, self._tag) for r, t in self._receive.items()]
 
     def run(self, deadline: float) -> None:
-        start = time.perf_counter()
-        for host, tensor in self._uploads:
-            host.copy_(tensor)
-        if self._device.type == "cpu" and _is_watched():
-            self._run_as_collective(deadline)
-        else:
-            for work in self._start(deadline):
-                self._link.wait(work, self._device, deadline)
-            self._posted = []
-        if self._own is not None:
-            self._own[0].copy_(self._own[1])
-        for tensor, host in self._downloads:
-            tensor.copy_(host)
+        with self._link.operation("messages"):
+            for host, tensor in self._uploads:
+                host.copy_(tensor)
+            if self._device.type == "cpu" and _is_watched():
+                self._run_as_collective(deadline)
+            else:
+                for work, name in self._start(deadline):
+                    self._link.wait(work, self._device, deadline, name)
+                self._posted = []
+            if self._own is not None:
+                self._own[0].copy_(self._own[1])
+            for tensor, host in self._downloads:
+                tensor.copy_(host)
         self._link.bytes_sent += self.bytes_sent
-        self._link.num_operations += 1
-        self._link.seconds += time.perf_counter() - start
 
-    def _start(self, deadline: float) -> list[Work]:
+    def _start(self, deadline: float) -> list[tuple[Work, str]]:
         group = self._link.group
         if self._device.type == "cpu":
             if not self._posted:
                 self.post()
-            return [group.send([t], r, self._tag) for r, t in self._send.items()] + self._posted
+            works = [group.send([t], r, self._tag) for r, t in self._send.items()] + self._posted
+            return list(zip(works, self._names, strict=True))
         options = all_to_all_options(deadline)
         nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
         ranks = range(self._link.world_size)
         receive = [self._receive.get(rank, nothing) for rank in ranks]
-        return [group.alltoall(receive, [self._send.get(rank, nothing) for rank in ranks], options)]
+        send = [self._send.get(rank, nothing) for rank in ranks]
+        return [(group.alltoall(receive, send, options), "of all ranks")]
 
     def _run_as_collective(self, deadline: float) -> None:
         ranks = range(self._link.world_size)
