@@ -31,7 +31,7 @@ from tree_attention.exchange import Communicator, Link
 from tree_attention.exchange.messages import Messages
 
 TIMEOUT = 0.5
-SLACK = 1.5  # two cores for all ranks and whatever else runs on the machine
+SLACK = 2.0
 AMPLE = 20.0  # for what must succeed, or fail long before
 QUICK = 5.0
 
@@ -94,6 +94,8 @@ def test_lost_during_decoding(world_size: int, victim: int, how: str, kind: str)
             assert "no answer within 0.5 s" in message
         else:
             assert seconds < QUICK, message
+        assert re.search("all_reduce of|all_gather of|messages: (to|from) rank", message)
+        assert victim == 0 or f"no word from rank {victim}" in message  # 0 serves the store
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])

@@ -34,8 +34,9 @@ _NOTE = "note"
 _PARTING_SECONDS = 2.0
 # How long a wait for the store may go on after it was interrupted.
 _INTERRUPT_SECONDS = 0.05
-# How long an error message may wait for what peers have to say.
+# How long the store may take to pass on what ranks have to say about a failure.
 _EXPLAIN_SECONDS = 0.3
+_POLL_SECONDS = 0.01
 
 
 class ExchangeError(RuntimeError):
@@ -95,24 +96,31 @@ class Agreement:
         """Has whoever waits for the others' signatures wait no more."""
         self._interrupted.set()
 
-    def withdraw(self, reason: str) -> str:
+    def withdraw(self, reason: str, patience: float = 0.0) -> str:
         """Tell ranks that come to this epoch or the next why this one does not; return what they
-        said in the next."""
+        said in the next until `patience` seconds from now, and who said nothing."""
         keys = self._keys(self._epoch + 1)
+        end = time.monotonic() + patience
 
         def exchange_reasons() -> str:
             failed = {_FAILED: reason}
             self._store.set(self._keys(self._epoch)[self._rank], json.dumps(self._own | failed))
             self._store.set(keys[self._rank], json.dumps(failed))
-            remarks = []
+            while not self._store.check(keys) and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+            remarks, silent = [], []
             for rank, key in enumerate(keys):
-                if rank != self._rank and self._store.check([key]):
+                if not self._store.check([key]):
+                    silent.append(rank)
+                elif rank != self._rank:
                     said = json.loads(self._store.get(key))
                     remarks.append(self._remark(rank, said, self._own, "this rank"))
+            if silent and patience:
+                remarks.append(f"no word from {_ranks(silent)}")
             return "; ".join(filter(None, remarks))
 
         try:
-            return _call_before(time.monotonic() + _EXPLAIN_SECONDS, exchange_reasons)
+            return _call_before(end + _EXPLAIN_SECONDS, exchange_reasons)
         except RuntimeError:  # the store went down with a rank: there is nobody to tell
             return ""
 

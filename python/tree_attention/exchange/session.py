@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -18,6 +19,9 @@ from .self_test import delivery_fault
 
 T = TypeVar("T")
 
+# Ranks that are left fail at about the same time: then it shows who does not.
+_PATIENCE_SECONDS = 0.3
+
 # Sessions of one group take turns in the same order on all ranks, so a number names them.
 _num_sessions: defaultdict[str, int] = defaultdict(int)
 
@@ -29,6 +33,7 @@ class Session(ABC):
         """`note` is for the other ranks to read, and may differ."""
         self.timeout = timeout
         self.failed: str | None = None
+        self._failing = threading.Lock()
         self.rank, self.world_size = 0, 1
         self._agreed: Signature | None = None
         self._tested: set[str] = set()  # kinds of devices
@@ -84,7 +89,7 @@ class Session(ABC):
         From any thread, any number of times. Other ranks fail when they wait for this one, and at
         their deadlines otherwise. Over NCCL, what was queued ends with the group's watchdog.
         """
-        if self.world_size > 1 and self.failed is None:
+        if self.world_size > 1:
             self._fail(f"aborted: {reason}")
 
     def agree(self, signature: Signature, timeout: float | None = None) -> None:
@@ -136,19 +141,22 @@ class Session(ABC):
             raise ExchangeError(f"{self._here()}: {error}") from error
         except RuntimeError as error:
             late = time.monotonic() >= deadline - 0.005  # timers count milliseconds
-            self._fail(f"no answer within {seconds:g} s: {error}" if late else str(error))
+            reason = f"no answer within {seconds:g} s: {error}" if late else str(error)
+            self._fail(reason, patience=_PATIENCE_SECONDS)
             raise ExchangeError(f"{self._here()}: {self.failed}") from error
         except BaseException as error:
             self._fail(f"interrupted by {error!r}")
             raise
 
-    def _fail(self, reason: str) -> None:
-        if self.failed is not None:
-            return  # aborted, which is why the call has ended
-        self.failed = reason
+    def _fail(self, reason: str, patience: float = 0.0) -> None:
+        """`patience`: seconds in which the others may say why they failed."""
+        with self._failing:
+            if self.failed is not None:
+                return  # aborted, which is why the call has ended
+            self.failed = reason
         self._agreement.interrupt()
         self.link.close()
-        said = self._agreement.withdraw(reason)
+        said = self._agreement.withdraw(reason, patience)
         if said:
             self.failed = f"{reason} ({said})"
 
