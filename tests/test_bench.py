@@ -346,12 +346,12 @@ def test_the_choice_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> 
     )
     texts = run_ranks(choice, 3, costs)
     assert len(set(texts)) == 1
-    # The messages of hierarchical take one step, a ring of three two.
+    # A question and its answer; two_phase asks for both phases at once.
     assert texts[0].startswith(
-        "auto takes hierarchical for 16,512 bytes over 3 nodes of 1 rank: predicted us "
-        "hierarchical 1,000, "
+        "auto takes all_gather for 16,512 bytes over 3 nodes of 1 rank: predicted us all_gather "
+        "2,000, "
     )
-    assert ", all_gather 2,000, " in texts[0] and "(constants: shipped ones; " in texts[0]
+    assert ", two_phase 3,000, " in texts[0] and "(constants: shipped ones; " in texts[0]
 
 
 def tree_with_a_wrong_rank(rank: int, world_size: int) -> list[str]:

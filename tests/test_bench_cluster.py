@@ -18,7 +18,7 @@ from benchmarks.cluster_steps import choice_of
 from distributed import run_ranks
 from tree_attention import strategies
 from tree_attention.bench.report import write
-from tree_attention.exchange.costs import DEFAULT_COSTS, Costs
+from tree_attention.exchange.costs import DEFAULT_COSTS, FORMAT, Costs
 from tree_attention.exchange.traffic import Traffic
 
 FREE = Costs(*[0.0] * 9)
@@ -125,7 +125,7 @@ def a_row(link: str, keys: int, times: dict[str, float], **counted: int) -> dict
 
 def a_part(*rows: dict[str, Any], costs: Costs | None = FREE) -> dict[str, Any]:
     link = {"link": "a link", "round_trip_ms": [1, 2, 3], "gbit_per_second": [4, 5, 6]}
-    content = None if costs is None else {"seconds_per": asdict(costs)}
+    content = None if costs is None else {"format": FORMAT, "seconds_per": asdict(costs)}
     return {"rows": list(rows), "links": [link], "other_load": 0.5, "costs": content}
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..ops import merge_states
 from .agreement import Disagreement, Note, Signature
-from .costs import Costs, choose, default_costs, measured_costs
+from .costs import CostModel, choose, costs_for, measured_costs
 from .costs import explain as explain_costs
 from .self_test import merge_digest
 from .session import Session
@@ -46,8 +46,8 @@ class Communicator(Session):
             By default ranks of one torchrun agent on one host share a node; the environment
             variable TREE_ATTENTION_NODE overrides that for a process.
         costs: constants by which "auto" chooses, by default those of the file that
-            TREE_ATTENTION_COSTS names (see `python -m tree_attention calibrate`), else shipped
-            ones for the backend. Equal on all ranks.
+            TREE_ATTENTION_COSTS names (see `python -m tree_attention calibrate`) if it was measured
+            over this backend, else shipped ones. Equal on all ranks.
 
     Attributes:
         rank, world_size: of this process in the group.
@@ -62,7 +62,7 @@ class Communicator(Session):
         timeout: float = DEFAULT_TIMEOUT,
         *,
         nodes: Sequence[object] | None = None,
-        costs: Costs | None = None,
+        costs: CostModel | None = None,
     ) -> None:
         group = _resolve_group(group)
         super().__init__(group, timeout, {"node": node_name()})
@@ -200,9 +200,18 @@ class Communicator(Session):
             fields, run, timeout, o.device, {"obstacles": self._own_obstacles(o.device)}
         )
 
-    def costs(self, device: torch.device) -> Costs:
-        """The constants by which "auto" chooses for tensors of `device`."""
-        return self._costs or default_costs(self.link.backend(device))
+    def backend(self, device: torch.device) -> str:
+        """What moves the tensors of `device`, perhaps through the memory of another."""
+        return self.link.backend(self.link.transport_device(device))
+
+    def costs(self, device: torch.device) -> CostModel:
+        """What "auto" goes by for tensors of `device`."""
+        return costs_for(self.backend(device), self._costs)
+
+    @property
+    def unavailable(self) -> Mapping[str, str]:
+        """Strategies that a rank could not take part in at the last exchange, and why."""
+        return self._unavailable
 
     def give_up_call(self) -> None:
         self._is_loading = False
@@ -238,7 +247,8 @@ class Communicator(Session):
     ) -> Exchange:
         if state.message.num_bytes == 0:
             return lambda deadline, o, lse: None
-        case = Case(self.topology, state.message, out_dtype, head_sharded)
+        backend = self.backend(state.device)
+        case = Case(self.topology, state.message, out_dtype, head_sharded, backend)
         costs = self.costs(state.device)
         if strategy == "auto":
             strategy = choose(case, costs, self._unavailable)
