@@ -26,6 +26,7 @@ from .cluster_model import add_predictions, shard_bytes, work_of
 from .cluster_rank import RINGS
 from .cluster_run import attention_seconds_per_key, load_costs, load_parts, run, without_rows
 from .cluster_table import columns
+from .machine import available_bytes
 
 LINK_NAMES = ("lan", "metro")
 WORLDS = (2, 4, 8)
@@ -36,7 +37,6 @@ ONE_MEMORY = 1 << 18
 LONGEST_CALL = 30.0
 RELAY_RATE = 6e9  # bits per second, of all hosts together
 PROCESS_BYTES = 350 << 20
-SHARE_OF_MEMORY = 0.85
 
 
 def cases(
@@ -69,11 +69,6 @@ def needed_bytes(world_size: int, keys: int) -> int:
     own = shard_bytes(1, keys) // (2 if keys >= ONE_MEMORY else 1)
     received = min(2, world_size - 1) * shard_bytes(1, keys)
     return world_size * (own + received + PROCESS_BYTES)
-
-
-def available_bytes() -> int:
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(SHARE_OF_MEMORY * 1024 * int(fields["MemAvailable"].split()[0]))
 
 
 def main(arguments: list[str]) -> int:

@@ -22,6 +22,7 @@ from tree_attention.exchange.costs import COSTS_VARIABLE, Costs
 
 from .cluster import LINKS, Cluster
 from .cluster.probe import probe, spread
+from .machine import softirq_seconds
 from .pretended_attention import DTYPE, HEAD_DIM, NUM_HEADS, NUM_HEADS_KV
 
 CALIBRATION_SECONDS = 0.1  # for each operation and size
@@ -39,7 +40,7 @@ def run(
         spec, out, costs = (Path(folder) / f"{name}.json" for name in ("spec", "out", "costs"))
         spec.write_text(json.dumps({"cases": cases, "seconds": seconds}))
         variables = {"OMP_NUM_THREADS": "1"}
-        before, packets = os.times(), _softirq_seconds()
+        before, packets = os.times(), softirq_seconds()
         with Load() as load, Cluster(wiring, world_size) as cluster:
             near_and_far = {wiring.link(0, other): other for other in (1, world_size - 1)}
             probes = [probe(cluster, 0, other) for other in near_and_far.values()]
@@ -56,7 +57,7 @@ def run(
     if constants is not None:
         constants.pop("samples", None)
     # Of the relay and the ranks, all of which have ended, and of the kernel for their packets.
-    ours = sum(after[2:4]) - sum(before[2:4]) + _softirq_seconds() - packets
+    ours = sum(after[2:4]) - sum(before[2:4]) + softirq_seconds() - packets
     share = ours / (os.cpu_count() or 1) / (after.elapsed - before.elapsed)
     return {
         "rows": [
@@ -142,9 +143,3 @@ def _run(
     status = cluster.run(command, variables, quiet=quiet)
     if status:
         raise SystemExit(f"{' '.join(command)}: a rank ended with status {status}")
-
-
-def _softirq_seconds() -> float:
-    """CPU time that the kernel has spent on what belongs to no process."""
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-    return int(fields[7]) / os.sysconf("SC_CLK_TCK")
