@@ -16,7 +16,7 @@ from rich.console import Console
 from tree_attention.bench.report import print_report, write
 from tree_attention.bench.simulation import CLUSTERS, from_costs, study, validation
 from tree_attention.cli.bench import progress_bar
-from tree_attention.exchange.costs import Costs
+from tree_attention.exchange.costs import Calibration
 
 
 def main(arguments: list[str]) -> int:
@@ -49,9 +49,13 @@ def main(arguments: list[str]) -> int:
     clusters, names = dict(CLUSTERS), parsed.cluster
     if parsed.costs is not None:
         names = [parsed.costs.stem]
-        bandwidth = 1e9 * parsed.key_bandwidth
+        calibration = Calibration.load(parsed.costs)
         clusters[names[0]] = from_costs(
-            names[0], Costs.load(parsed.costs), parsed.ranks_per_node, bandwidth
+            names[0],
+            calibration.costs,
+            parsed.ranks_per_node,
+            1e9 * parsed.key_bandwidth,
+            "gloo" if calibration.measured is None else calibration.measured.backend,
         )
     with progress_bar(root=True) as progress:
         report = study.run(study.cases(names, sorted(set(parsed.ranks))), clusters, progress)

@@ -7,7 +7,7 @@ Gloo and NCCL; `programs` do what the strategies and rings of this library do, m
 """
 
 from .clusters import CLUSTERS, Cluster, from_costs
-from .fabric import Fabric, Level, Network
+from .fabric import Fabric, Level, Network, Relay
 from .programs import RING, RING_PASS_Q, Problem, Run, simulate, ways
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Level",
     "Network",
     "Problem",
+    "Relay",
     "Run",
     "from_costs",
     "simulate",

@@ -34,10 +34,6 @@ class Cluster:
     def topology(self, world_size: int) -> Topology:
         return Topology(tuple(rank // self.ranks_per_node for rank in range(world_size)))
 
-    def slowdown(self, world_size: int) -> float:
-        """Of what processors do, when they take turns."""
-        return 1.0 if self.processors is None else max(1.0, world_size / self.processors)
-
 
 def _nccl(
     inside: tuple[float, float, float, float],
@@ -67,7 +63,8 @@ def _nccl(
 
 def _gloo(*levels: Level) -> tuple[Network, ...]:
     # One thread, two chunks per step; a call's cost is that of torch's and Gloo's queues.
-    return (Network("gloo", levels, call=60 * _US, asks_first=True, chunks=2, staggered=False),)
+    gloo = Network("gloo", levels, 60 * _US, asks_first=True, chunks=2, gathers_directly=True)
+    return (gloo,)
 
 
 _MESSAGE = 15 * _US  # of a processor, per message over Gloo's TCP
@@ -130,8 +127,10 @@ CLUSTERS = {
 }
 
 
-def from_costs(name: str, costs: Costs, ranks_per_node: int, key_bandwidth: float) -> Cluster:
-    """A cluster with the constants of a `calibrate` file, whose steps include all waiting."""
+def from_costs(
+    name: str, costs: Costs, ranks_per_node: int, key_bandwidth: float, backend: str = "gloo"
+) -> Cluster:
+    """A cluster with the constants of a `calibrate` file, which were fitted to trips over links."""
 
     def level(ranks: int, step: float, per_byte: float) -> Level:
         bandwidth = 1 / per_byte if per_byte else float("inf")
@@ -140,11 +139,17 @@ def from_costs(name: str, costs: Costs, ranks_per_node: int, key_bandwidth: floa
     between = level(EVERYBODY, costs.steps_between, costs.bytes_between)
     inside = level(ranks_per_node, costs.steps_inside, costs.bytes_inside)
     levels = (inside, between) if ranks_per_node > 1 else (between,)
+    if backend == "nccl":
+        network = Network(name, levels, call=costs.collectives, round=costs.collectives)
+    else:
+        network = Network(
+            name, levels, call=costs.collectives, asks_first=True, gathers_directly=True
+        )
     return Cluster(
         name,
         f"calibration {costs.digest}",
         ranks_per_node,
-        (Network("calibrated", levels, costs.collectives),),
+        (network,),
         costs.exchanges,
         costs.local_operations,
         1 / costs.local_bytes if costs.local_bytes else float("inf"),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -32,12 +32,7 @@ def all_reduce(fabric: Fabric, num_bytes: int) -> None:
 def all_to_all(fabric: Fabric, num_bytes: int) -> None:
     """`num_bytes` from each rank to each other one, beginning with the next."""
     fabric.work(fabric.network.call)
-    finished = fabric.now.copy()
-    for distance in range(1, fabric.world_size):
-        route = fabric.route(fabric.ranks, (fabric.ranks + distance) % fabric.world_size)
-        left, arrived = fabric.send(route, num_bytes, awaited=fabric.now.copy())
-        finished = np.maximum(finished, np.maximum(left, fabric.received(route, arrived)))
-    fabric.wait(slice(None), finished)
+    _direct(fabric, to_everybody(fabric), num_bytes, awaited=fabric.now.copy())
 
 
 # Messages of one batch: sources, of which none occurs twice, and their targets.
@@ -54,13 +49,34 @@ def messages(
     """
     awaited = fabric.now.copy() if awaited is None else awaited
     fabric.work(fabric.network.round)
+    _direct(fabric, batches, num_bytes, awaited, posted=True)
+
+
+def to_everybody(fabric: Fabric, stride: int = 1, count: int | None = None) -> Iterator[Batch]:
+    """From each rank to the others of its set: `count` ranks, `stride` apart; to the next first."""
+    count = fabric.world_size if count is None else count
+    place = fabric.ranks // stride % count
+    first = fabric.ranks - place * stride
+    for distance in range(1, count):
+        yield fabric.ranks, first + (place + distance) % count * stride
+
+
+def _direct(
+    fabric: Fabric,
+    batches: Iterable[Batch],
+    num_bytes: int,
+    awaited: Floats,
+    posted: bool = False,
+) -> None:
     finished = fabric.now.copy()
+    received = np.zeros(fabric.world_size, dtype=np.int64)
     for sources, targets in batches:
         route = fabric.route(sources, targets)
-        left, arrived = fabric.send(route, num_bytes, awaited)
+        left, arrived = fabric.send(route, num_bytes, awaited, posted)
         finished[sources] = np.maximum(finished[sources], left)
         finished = np.maximum(finished, fabric.received(route, arrived))
-    fabric.wait(slice(None), finished)
+        received += np.bincount(targets, minlength=fabric.world_size)
+    fabric.wait(finished, received, posted)
 
 
 def shift(fabric: Fabric, sizes: Sequence[Ints]) -> Floats:
@@ -75,7 +91,7 @@ def shift(fabric: Fabric, sizes: Sequence[Ints]) -> Floats:
         if not size.all():
             sources = np.flatnonzero(size)
             route = fabric.route(sources, (sources + 1) % fabric.world_size)
-        left, arrived = fabric.send(route, size[route.sources], awaited)
+        left, arrived = fabric.send(route, size[route.sources], awaited, posted=True)
         finished[route.sources] = np.maximum(finished[route.sources], left)
         finished = np.maximum(finished, fabric.received(route, arrived))
     return finished
@@ -86,15 +102,15 @@ def _ring(fabric: Fabric, sizes: Sequence[int]) -> None:
     fabric.work(fabric.network.call)
     chunks = fabric.network.chunks
     ready = [fabric.now.copy() for _ in range(chunks)]
-    for size in sizes:
+    for step, size in enumerate(sizes):
         for chunk in range(chunks):
             # One thread serves all chunks, in turns.
-            fabric.wait(slice(None), ready[chunk])
+            fabric.wait(ready[chunk], int(step > 0))
             part = (chunk + 1) * size // chunks - chunk * size // chunks
             left, arrived = fabric.send(fabric.to_next, part, awaited=fabric.now.copy())
             ready[chunk] = np.maximum(left, np.roll(arrived, 1))
     for times in ready:
-        fabric.wait(slice(None), times)
+        fabric.wait(times, 1)
 
 
 def _tree(fabric: Fabric, num_bytes: int) -> None:

@@ -30,6 +30,24 @@ class Level:
 
 
 @dataclass(frozen=True)
+class Relay:
+    """The program of an emulated cluster that carries all packets, one after the other."""
+
+    packet: float  # seconds of it for a packet
+    # And for one that comes alone, as those of a link that is slower than the relay: what shapes
+    # the link and the relay have to be woken up for each.
+    wake_up: float = 0.0
+    packet_bytes: int = 9000
+    packets_of_message: int = 2  # beside its bytes: that it is awaited, that it has arrived
+
+    def seconds(self, num_bytes: int | Ints, bandwidth: Floats) -> Floats:
+        """Of messages over links of `bandwidth`."""
+        packets = np.ceil(np.asarray(num_bytes) / self.packet_bytes) + self.packets_of_message
+        comes_alone = self.packet_bytes / bandwidth > self.packet
+        return packets * (self.packet + comes_alone * self.wake_up)
+
+
+@dataclass(frozen=True)
 class Network:
     """Links, and how a library uses them.
 
@@ -39,16 +57,17 @@ class Network:
 
     name: str
     levels: tuple[Level, ...]
-    call: float = 0.0  # seconds of every rank per collective
+    call: float = 0.0  # seconds of every rank's processor per collective
     round: float = 0.0  # and per round of messages to some ranks
+    post: float = 0.0  # and per message of such a round, at either end
+    receive: float = 0.0  # and per message that it receives, however it is sent
     # Gloo: data leaves when the receiver has said that it waits for it.
     asks_first: bool = False
     chunks: int = 1  # of which a ring's messages consist, each on its way by itself
     tree: bool = False  # all-reduces by NCCL's tree instead of a ring
-    # Bytes per second of what all messages pass, one after the other: an emulator's relay.
-    relay: float = float("inf")
-    # Messages to many ranks begin with the next one; otherwise with rank 0 for everybody.
-    staggered: bool = True
+    # Strategies gather by a message to every rank, as this library does over Gloo.
+    gathers_directly: bool = False
+    relay: Relay | None = None
 
     def __post_init__(self) -> None:
         sizes = [level.ranks for level in self.levels]
@@ -59,9 +78,9 @@ class Network:
 class Route:
     """One message each from `sources` to `targets`, prepared for any number of batches."""
 
-    def __init__(
-        self, levels: tuple[Level, ...], relay: float, sources: Ints, targets: Ints
-    ) -> None:
+    working: _Passage  # of the sources at processors, if they share some
+
+    def __init__(self, levels: tuple[Level, ...], sources: Ints, targets: Ints) -> None:
         self.sources, self.targets = sources, targets
         # Of all ranks in order, which is quicker than one by one.
         is_everybody = np.array_equal(sources, np.arange(len(sources)))
@@ -71,21 +90,24 @@ class Route:
             level[sources // group.ranks != targets // group.ranks] = i + 1
         self.latency = np.array([x.latency for x in levels])[level]
         self.overhead = np.array([x.overhead for x in levels])[level]
-        self.relay = _Passage(0, relay, np.full(len(sources), True), np.zeros_like(sources))
+        self.bandwidth = np.array([x.bandwidth for x in levels])[level]
+        self.through_relay = _Passage(0, np.full(len(sources), True), np.zeros_like(sources))
         self.outwards: list[_Passage] = []
         self.inwards: list[_Passage] = []
         for i, link in enumerate(levels):
             passing = level == 0 if i == 0 else level >= i
             if passing.any():
                 ports = [ranks[passing] // link.ranks_per_port for ranks in (sources, targets)]
-                self.outwards.append(_Passage(i, link.bandwidth, passing, ports[0]))
-                self.inwards.insert(0, _Passage(i, link.bandwidth, passing, ports[1]))
+                self.outwards.append(_Passage(i, passing, ports[0], link.bandwidth))
+                self.inwards.insert(0, _Passage(i, passing, ports[1], link.bandwidth))
 
 
 class _Passage:
-    """Some messages of a batch through the ports of one level."""
+    """Some messages of a batch through the ports of one level, or other things in queues."""
 
-    def __init__(self, level: int, bandwidth: float, passing: NDArray[np.bool_], ports: Ints):
+    def __init__(
+        self, level: int, passing: NDArray[np.bool_], ports: Ints, bandwidth: float = 0.0
+    ) -> None:
         self.level, self.bandwidth, self.ports = level, bandwidth, ports
         self.chosen = slice(None) if passing.all() else np.flatnonzero(passing)
         self.users, self.counts = np.unique(ports, return_counts=True)
@@ -125,11 +147,15 @@ class _Passage:
 
 
 class Fabric:
-    """The ranks' clocks, the ports' queues, and counters of what was sent."""
+    """The ranks' clocks, the ports' queues, and counters of what was sent.
 
-    def __init__(self, network: Network, world_size: int, slowdown: float = 1.0) -> None:
+    Args:
+        processors: that all ranks share in turns, as those of an emulated cluster do: the first
+            one is that of ranks 0, `processors`, ... None: every rank has its own.
+    """
+
+    def __init__(self, network: Network, world_size: int, processors: int | None = None) -> None:
         self.network, self.world_size = network, world_size
-        self.slowdown = slowdown  # of everything that processors do
         self.ranks = np.arange(world_size)
         self.now = np.zeros(world_size)
         self.bytes_sent = np.zeros(world_size, dtype=np.int64)
@@ -138,26 +164,56 @@ class Fabric:
         self._outwards = [np.zeros(n) for n in ports]
         self._inwards = [np.zeros(n) for n in ports]
         self._relay = [np.zeros(1)]
+        self._processors: Floats | None = None
+        if processors is not None and processors < world_size:
+            self._processors = np.zeros(processors)
+            self._working = self._turns(self.ranks, processors)
+        self._worked = np.zeros(world_size)
+        # When the last rank begins, behind those that are before it at its processor.
+        self.last_start: float | None = None
         self.to_next = self.route(self.ranks, (self.ranks + 1) % world_size)
 
     def route(self, sources: Ints, targets: Ints) -> Route:
         """A source occurs once."""
-        return Route(self.network.levels, self.network.relay, sources, targets)
+        route = Route(self.network.levels, sources, targets)
+        if self._processors is not None:
+            route.working = self._turns(sources, len(self._processors))
+        return route
+
+    @staticmethod
+    def _turns(ranks: Ints, processors: int) -> _Passage:
+        return _Passage(0, np.full(len(ranks), True), ranks % processors)
 
     def work(self, seconds: float | Floats) -> None:
         """Every rank's processor is busy."""
-        self.now += self.slowdown * np.asarray(seconds)
+        if self._processors is None:
+            self.now += seconds
+            return
+        service = np.broadcast_to(seconds, self.now.shape)
+        self.now = self._working.start(self._processors, self.now, service) + service
+        self._worked += service
 
     def send(
-        self, route: Route, num_bytes: int | Ints, awaited: Floats | None = None
+        self,
+        route: Route,
+        num_bytes: int | Ints,
+        awaited: Floats | None = None,
+        posted: bool = False,
     ) -> tuple[Floats, Floats]:
         """Sends when the sources are ready; returns when each message left and when it arrived.
 
         Args:
             awaited: since when each rank waits for its message, where the library asks first.
+            posted: by itself, rather than by a collective.
         """
         chosen = route.chosen
-        self.now[chosen] += self.slowdown * route.overhead
+        overhead = route.overhead + posted * self.network.post
+        if self._processors is None:
+            self.now[chosen] += overhead
+        else:
+            start = route.working.start(self._processors, self.now[chosen], overhead)
+            self.now[chosen] = start + overhead
+            self._worked[chosen] += overhead
         self.bytes_sent[chosen] += num_bytes
         self.messages_sent[chosen] += 1
         time = self.now[chosen].copy()
@@ -165,8 +221,10 @@ class Fabric:
             time = np.maximum(time, awaited[route.targets] + route.latency)
         left = self._pass(route.outwards, self._outwards, time, time, num_bytes)
         last = left
-        if self.network.relay < float("inf"):
-            last = self._pass([route.relay], self._relay, time, last, num_bytes)
+        if self.network.relay is not None:
+            service = self.network.relay.seconds(num_bytes, route.bandwidth)
+            time = route.through_relay.start(self._relay[0], time, service)
+            last = np.maximum(last, time + service)
         time, last = time + route.latency, last + route.latency
         return left, self._pass(route.inwards, self._inwards, time, last, num_bytes)
 
@@ -190,10 +248,25 @@ class Fabric:
         return last
 
     def received(self, route: Route, arrived: Floats) -> Floats:
-        """The latest arrival of each rank; -inf where there is none."""
+        """The latest arrival at each rank; -inf where there is none."""
         result = np.full(self.world_size, -np.inf)
         np.maximum.at(result, route.targets, arrived)
         return result
 
-    def wait(self, ranks: Ints | slice, times: Floats) -> None:
-        self.now[ranks] = np.maximum(self.now[ranks], times)
+    def wait(self, times: Floats, messages: int | Ints = 0, posted: bool = False) -> None:
+        """Until `times`, and for each rank's processor to hand over so many messages."""
+        if self.last_start is None:
+            self.last_start = self._begin()
+        self.now = np.maximum(self.now, times)
+        per_message = self.network.receive + posted * self.network.post
+        if per_message:
+            self.work(per_message * np.asarray(messages))
+
+    def _begin(self) -> float:
+        """Ranks of a processor begin when those before them wait for the first time."""
+        if self._processors is None:
+            return 0.0
+        of_processor = [
+            self._worked[i :: len(self._processors)] for i in range(len(self._processors))
+        ]
+        return float(max(worked[:-1].sum() for worked in of_processor))

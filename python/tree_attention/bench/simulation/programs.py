@@ -9,7 +9,7 @@ same copies and merges. `bytes_of_formula` is what the library itself says about
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,8 +24,8 @@ from ...exchange.traffic import Case, traffic
 from ...ring import MANIFEST_BYTES
 from ...ring_pass_q import _deal
 from .clusters import Cluster
-from .collectives import Batch, all_gather, all_reduce, all_to_all, messages, shift
-from .fabric import Fabric, Ints, Network
+from .collectives import all_gather, all_reduce, all_to_all, messages, shift, to_everybody
+from .fabric import Fabric, Floats, Ints, Network
 
 RING, RING_PASS_Q = "ring", "ring, passing queries"
 
@@ -59,7 +59,7 @@ class Problem:
 class Run:
     """One simulated decoding step."""
 
-    seconds: float  # until the last rank has the result
+    seconds: float  # from the last rank's start until the last one has the result
     bytes_sent: Ints  # by rank
     messages_sent: Ints
     network: str
@@ -74,7 +74,7 @@ def simulate(way: str, problem: Problem, cluster: Cluster, world_size: int) -> R
         ranks = _Ranks(problem, cluster, network, world_size)
         _PROGRAMS[way](ranks)
         fabric = ranks.fabric
-        seconds = float(fabric.now.max())
+        seconds = float(fabric.now.max()) - (fabric.last_start or 0.0)
         runs.append(Run(seconds, fabric.bytes_sent, fabric.messages_sent, network.name))
     return min(runs, key=lambda run: run.seconds)
 
@@ -100,7 +100,7 @@ class _Ranks:
         self, problem: Problem, cluster: Cluster, network: Network, world_size: int
     ) -> None:
         self.problem, self.cluster, self.world_size = problem, cluster, world_size
-        self.fabric = Fabric(network, world_size, cluster.slowdown(world_size))
+        self.fabric = Fabric(network, world_size, cluster.processors)
         self.topology = cluster.topology(world_size)
         self.message = problem.message
         self.out_dtype = problem.dtype
@@ -120,17 +120,25 @@ class _Ranks:
 
 def _all_gather(ranks: _Ranks) -> None:
     num_bytes = ranks.message.num_bytes
-    all_gather(ranks.fabric, num_bytes)
+    _gather(ranks.fabric, num_bytes)
     ranks.local(1, ranks.world_size * num_bytes)
+
+
+def _gather(fabric: Fabric, num_bytes: int, awaited: Floats | None = None) -> None:
+    if fabric.network.gathers_directly:
+        messages(fabric, to_everybody(fabric), num_bytes, awaited)
+    else:
+        all_gather(fabric, num_bytes)
 
 
 def _two_phase(ranks: _Ranks) -> None:
     slices = Slices.of_rows(ranks.message, ranks.world_size)
     results = slices.to(ranks.out_dtype)
+    awaited = ranks.fabric.now.copy()  # of the results: receives are posted before all else
     ranks.local(2, slices.num_bytes)
     all_to_all(ranks.fabric, slices.message.num_bytes)
     ranks.local(1, slices.num_bytes)
-    all_gather(ranks.fabric, results.message.num_bytes)
+    _gather(ranks.fabric, results.message.num_bytes, awaited)
     ranks.local(2, results.num_bytes)
 
 
@@ -138,35 +146,20 @@ def _hierarchical(ranks: _Ranks) -> None:
     fabric, size = ranks.fabric, ranks.topology.subtree_size
     num_subtrees = ranks.world_size // size
     if size == 1:
-        messages(fabric, _spread(fabric, 1, ranks.world_size), ranks.message.num_bytes)
-        ranks.local(1, ranks.world_size * ranks.message.num_bytes)
+        _all_gather(ranks)
         return
     slices = Slices.of_rows(ranks.message, size)
     partial = replace(slices.message, dtype=torch.float32)
     results = slices.to(ranks.out_dtype)
     awaited = fabric.now.copy()  # of all steps: receives are posted before anything else
     ranks.local(2, slices.num_bytes)
-    messages(fabric, _spread(fabric, 1, size), slices.message.num_bytes, awaited)
+    messages(fabric, to_everybody(fabric, 1, size), slices.message.num_bytes, awaited)
     ranks.local(1, slices.num_bytes)
     if num_subtrees > 1:
-        messages(fabric, _spread(fabric, size, num_subtrees), partial.num_bytes, awaited)
+        messages(fabric, to_everybody(fabric, size, num_subtrees), partial.num_bytes, awaited)
         ranks.local(1, num_subtrees * partial.num_bytes)
-    messages(fabric, _spread(fabric, 1, size), results.message.num_bytes, awaited)
+    messages(fabric, to_everybody(fabric, 1, size), results.message.num_bytes, awaited)
     ranks.local(2, results.num_bytes)
-
-
-def _spread(fabric: Fabric, stride: int, count: int) -> Iterator[Batch]:
-    """From each rank to the others of its set: `count` ranks, `stride` apart."""
-    ranks = fabric.ranks
-    place = ranks // stride % count
-    first = ranks - place * stride
-    for i in range(fabric.network.staggered, count):
-        target = first + (place + i) % count * stride if fabric.network.staggered else None
-        if target is not None:
-            yield ranks, target
-        else:
-            others = ranks[place != i]
-            yield others, first[others] + i * stride
 
 
 def _butterfly(ranks: _Ranks) -> None:
@@ -215,7 +208,7 @@ def _ring(ranks: _Ranks) -> None:
         is_last = hop == world_size - 1
         arrived = fabric.now if is_last else shift(fabric, [half, half])  # keys, values
         ranks.attend()
-        fabric.wait(slice(None), arrived)
+        fabric.wait(arrived, 0 if is_last else 2, posted=True)
     ranks.local(1, world_size * ranks.message.num_bytes)
 
 
@@ -250,7 +243,7 @@ def _ring_pass_q(ranks: _Ranks) -> None:
     coming = fabric.now.copy()
     for hop in range(world_size):
         index = (fabric.ranks - hop) % world_size  # of the part that a rank has
-        fabric.wait(slice(None), coming)
+        fabric.wait(coming, int(hop > 0), posted=True)
         if hop < world_size - 1:
             coming = shift(fabric, [parts.queries[index]])
         if hop == 0:
@@ -258,7 +251,7 @@ def _ring_pass_q(ranks: _Ranks) -> None:
             continue
         states = shift(fabric, [parts.states[(index + 1) % world_size]])
         ranks.attend(parts.share[index])
-        fabric.wait(slice(None), states)
+        fabric.wait(states, 1, posted=True)
         ranks.local(1, int(2 * parts.states.max()))
     all_gather(fabric, parts.result)
 

@@ -18,11 +18,14 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .clusters import CLUSTERS, Cluster
+from .fabric import Floats, Relay
 from .programs import Problem, simulate, ways
 
 
@@ -106,47 +109,67 @@ def _without_ways(row: dict[str, Any]) -> dict[str, Any]:
 class Software:
     """What an emulated cluster's processors take: no property of its links."""
 
+    processors: int | None  # that all ranks share
     exchange: float  # seconds per call of ours
-    call: float  # seconds per collective
-    message: float  # seconds per message
-    relay: float  # bytes per second of all hosts together
-    processors: int | None = None  # that all ranks share
+    call: float  # per collective
+    post: float  # per message that is sent by itself, of the sender and of the receiver
+    message: float  # per message at all, of either
+    operation: float  # per kernel or copy
+    packet: float  # of the relay, see `Relay`
+    wake_up: float
 
     def on(self, cluster: Cluster) -> Cluster:
         networks = tuple(
             replace(
                 network,
                 call=self.call,
-                relay=self.relay,
+                post=self.post,
+                receive=self.message,
+                relay=Relay(self.packet, self.wake_up),
                 levels=tuple(replace(level, overhead=self.message) for level in network.levels),
             )
             for network in cluster.networks
         )
         return replace(
-            cluster, networks=networks, exchange=self.exchange, processors=self.processors
+            cluster,
+            networks=networks,
+            exchange=self.exchange,
+            local_operation=self.operation,
+            processors=self.processors,
         )
 
 
+# Where the search begins: what Python, a system call and a packet take on a machine of today.
+_GUESS = Software(None, 200e-6, 100e-6, 50e-6, 50e-6, 20e-6, 8e-6, 8e-6)
+
+
 def fit(rows: Sequence[Measured], processors: int | None) -> Software:
-    """The constants with the least mean error of `rows`, by a search from coarse to fine."""
-    best = Software(100e-6, 100e-6, 30e-6, 1e9, processors)
+    """The constants with about the least mean error of `rows`.
 
-    def loss(software: Software) -> float:
-        errors = (math.log(predict(row, software).seconds / row.seconds) for row in rows)
-        return statistics.mean(map(abs, errors))
+    Levenberg and Marquardt's least squares of logarithms, weighted so that outliers count linearly.
+    """
 
-    least = loss(best)
-    for factor in (4.0, 2.0, 1.3):
-        improved = True
-        while improved:
-            improved = False
-            for name in ("message", "relay", "call", "exchange"):
-                for change in (factor, 1 / factor):
-                    candidate = replace(best, **{name: change * getattr(best, name)})
-                    error = loss(candidate)
-                    if error < least * (1 - 1e-6):
-                        best, least, improved = candidate, error, True
-    return best
+    def software(logarithms: Floats) -> Software:
+        return Software(processors, *np.exp(logarithms).tolist())
+
+    def residuals(logarithms: Floats) -> Floats:
+        constants = software(logarithms)
+        return np.array([math.log(predict(row, constants).seconds / row.seconds) for row in rows])
+
+    best = np.log(astuple(_GUESS)[1:])
+    of_best, damping, step = residuals(best), 1.0, 0.1
+    while damping < 1e3:
+        changes = np.eye(len(best)) * step
+        slopes = np.array([residuals(best + change) - of_best for change in changes]).T / step
+        weights = 1 / np.maximum(np.abs(of_best), 0.05)
+        normal = (slopes.T * weights) @ slopes + damping * np.eye(len(best))
+        move = np.linalg.solve(normal, -(slopes.T * weights) @ of_best)
+        moved = residuals(best + np.clip(move, -1, 1))
+        if np.abs(moved).mean() < 0.999 * np.abs(of_best).mean():
+            best, of_best, damping = best + np.clip(move, -1, 1), moved, damping / 3
+        else:
+            damping *= 10
+    return software(best)
 
 
 def predict(measured: Measured, software: Software | None = None) -> Prediction:
