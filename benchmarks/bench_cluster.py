@@ -24,7 +24,7 @@ from tree_attention.bench.report import Report, environment, print_report, write
 from .cluster import LINKS, unsupported
 from .cluster_model import AUTO, add_predictions, costs_of
 from .cluster_rank import RINGS
-from .cluster_run import load_costs, load_parts, run, without_rows
+from .cluster_run import load_costs, load_parts, run_cases, without_rows
 from .cluster_steps import NOTES, draw, summary
 from .cluster_table import columns
 
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     measured = {} if parsed.out is None else load_parts(parsed.out / "cluster.json")
     for name in parsed.only:
         link, world = name.split("/")
-        measured[name] = run(link, int(world), cases(), parsed.seconds, calibrate=True)
+        measured[name] = run_cases(link, int(world), cases(), parsed.seconds)
         print(f"{name}: {measured[name]['seconds']:.0f} s", file=sys.stderr, flush=True)
         report = report_of({name: measured[name] for name in names if name in measured})
         if parsed.out is not None:  # after each, as the whole takes long

@@ -24,7 +24,7 @@ from .cluster import LINKS, Wiring, unsupported
 from .cluster_contexts import NOTES, RING, TREE, draw, summary
 from .cluster_model import add_predictions, shard_bytes, work_of
 from .cluster_rank import RINGS
-from .cluster_run import attention_seconds_per_key, load_costs, load_parts, run, without_rows
+from .cluster_run import attention_seconds_per_key, load_costs, load_parts, run_cases, without_rows
 from .cluster_table import columns
 from .machine import available_bytes
 
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
         link, world = name.split("/")
         chosen = cases(LINKS[link], int(world), seconds_per_key, available_bytes())
         chosen = [case for case in chosen if case["keys"] <= parsed.longest]
-        measured[name] = run(link, int(world), chosen, parsed.seconds, calibrate=True)
+        measured[name] = run_cases(link, int(world), chosen, parsed.seconds)
         print(f"{name}: {measured[name]['seconds']:.0f} s", file=sys.stderr, flush=True)
         report = report_of({name: measured[name] for name in names if name in measured})
         if parsed.out is not None:  # after each, as the whole takes long

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One configuration of an emulated cluster: its links, its calibration and its ranks' results."""
+"""One configuration of an emulated cluster: links, calibration and what its ranks report."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ CALIBRATION_SECONDS = 0.1  # for each operation and size
 
 
 def run(
-    link: str, world_size: int, cases: Sequence[dict[str, Any]], seconds: float, calibrate: bool
+    link: str, world_size: int, program: str, specification: dict[str, Any], calibrate: bool
 ) -> dict[str, Any]:
-    """What the ranks of a configuration measured, and what it is like.
+    """What the ranks of a configuration report, as "results", and what it is like.
 
+    `program` is a module that is given the files of its specification and for rank 0's results.
     `calibrate`: first run `tree_attention calibrate` there and give every rank its constants.
     """
     wiring = LINKS[link]
     with tempfile.TemporaryDirectory() as folder:
         spec, out, costs = (Path(folder) / f"{name}.json" for name in ("spec", "out", "costs"))
-        spec.write_text(json.dumps({"cases": cases, "seconds": seconds}))
+        spec.write_text(json.dumps(specification))
         variables = {"OMP_NUM_THREADS": "1"}
         before, packets = os.times(), softirq_seconds()
         with Load() as load, Cluster(wiring, world_size) as cluster:
@@ -49,8 +50,7 @@ def run(
                 command += ["--seconds", str(CALIBRATION_SECONDS), "--out", str(costs)]
                 _run(cluster, command, variables, quiet=True)
                 variables[COSTS_VARIABLE] = str(costs)
-            program = [sys.executable, "-m", "benchmarks.cluster_rank", str(spec), str(out)]
-            _run(cluster, program, variables)
+            _run(cluster, [sys.executable, "-m", program, str(spec), str(out)], variables)
         after = os.times()
         results = json.loads(out.read_text())
         constants = json.loads(costs.read_text()) if calibrate else None
@@ -60,9 +60,7 @@ def run(
     ours = sum(after[2:4]) - sum(before[2:4]) + softirq_seconds() - packets
     share = ours / (os.cpu_count() or 1) / (after.elapsed - before.elapsed)
     return {
-        "rows": [
-            row_of(link, world_size, case, ways) for case, ways in zip(cases, results, strict=True)
-        ],
+        "results": results,
         "costs": constants,
         "links": [
             {
@@ -76,6 +74,16 @@ def run(
         "seconds": after.elapsed - before.elapsed,
         "environment": environment(),
     }
+
+
+def run_cases(
+    link: str, world_size: int, cases: Sequence[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
+    """Decoding steps: the configuration, with a row for each case."""
+    spec = {"cases": cases, "seconds": seconds}
+    part = run(link, world_size, "benchmarks.cluster_rank", spec, calibrate=True)
+    results = zip(cases, part.pop("results"), strict=True)
+    return {"rows": [row_of(link, world_size, case, ways) for case, ways in results], **part}
 
 
 def row_of(

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A 1B-shaped Llama generates on emulated clusters, by tree and by ring: needs root.
+
+    sudo .venv/bin/python -m benchmarks.bench_generation --out DIR
+
+Every host runs the model with random weights and keeps its share of a context of random keys and
+values; see bench_llama.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import transformers
+from rich.console import Console
+
+from tree_attention.bench.measure import load_warnings
+from tree_attention.bench.report import Column, Report, environment, print_report, write
+
+from .cluster import LINKS, unsupported
+from .cluster.probe import spread
+from .cluster_llama import RING, TREE
+from .cluster_run import load_parts, run, without_rows
+from .cluster_table import link_sentences, milliseconds
+
+LINK_NAMES = ("lan", "metro")
+WORLDS = (2, 4)
+CONTEXTS = (8192, 32768)  # of all ranks together
+
+NOTES = (
+    "A row is named link, p ranks, L tokens of context of all ranks together. Tokens of generate "
+    "of HuggingFace transformers, greedy, one sequence; each time is the slowest rank's; median, "
+    "p10 and p90 of so many tokens. Tree and ring take turns; first tokens are not timed.",
+    "The model has the shape of Llama 3.2 1B, with fewer layers and random weights, and the "
+    "context is random keys and values put straight into the cache. The ring is ring_decode in "
+    "place of the merge in the same attention function. All ranks share the processors of this "
+    "machine, so the model itself takes longer with more of them.",
+    "tree exchanges by strategy auto, with constants that `python -m tree_attention calibrate` "
+    "fitted on the same configuration just before. waiting: the share of the time in which rank 0 "
+    "waited for others. Bytes are per token, of the rank that sent most.",
+    "right: both ways and all ranks made the same tokens every time.",
+)
+
+
+def rows_of(link: str, world_size: int, results: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for context, ranks in results.items():
+        ways = {}
+        for name in (TREE, RING):
+            of_ranks = [rank[name] for rank in ranks]
+            slowest = [max(times) for times in zip(*(r["seconds"] for r in of_ranks), strict=True)]
+            tenth, median, ninetieth = spread(slowest)
+            ways[name] = {
+                "seconds": slowest,
+                **{"p10": tenth, "median": median, "p90": ninetieth},
+                "bytes": max(count for rank in of_ranks for count in rank["bytes"]),
+                "exchange_share": max(of_ranks[0]["exchange_share"]),
+            }
+        made = {tuple(t) for rank in ranks for name in ways for t in rank[name]["tokens"]}
+        rows.append(
+            {
+                "name": f"{link} p={world_size} L={context}",
+                "link": link,
+                "world_size": world_size,
+                "context": int(context),
+                "ways": ways,
+                "tokens": sorted(map(list, made)),
+                "wrong": len(made) != 1,
+            }
+        )
+    return rows
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_generation")
+    names = [f"{link}/{world}" for link in LINK_NAMES for world in WORLDS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="LINK/RANKS")
+    parser.add_argument("--layers", type=int, default=4, help="of 16 (default 4)")
+    parser.add_argument("--tokens", type=int, default=6, help="timed at once (default 6)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, metavar="TOKENS")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write generation.{json,md,png}")
+    parsed = parser.parse_args(arguments)
+    if (why := unsupported()) is not None:
+        print(why, file=sys.stderr)
+        return 2
+    measured = {} if parsed.out is None else load_parts(parsed.out / "generation.json")
+    spec = {name: getattr(parsed, name) for name in ("layers", "tokens", "contexts")}
+    for name in parsed.only:
+        link, world = name.split("/")
+        part = run(link, int(world), "benchmarks.cluster_llama", spec, calibrate=True)
+        rows = rows_of(link, int(world), part.pop("results"))
+        measured[name] = {"rows": rows, "layers": parsed.layers, **part}
+        print(f"{name}: {part['seconds']:.0f} s", file=sys.stderr, flush=True)
+        report = report_of({name: measured[name] for name in names if name in measured})
+        if parsed.out is not None:  # after each, as the whole takes long
+            write(report, parsed.out)
+    print_report(Console() if sys.stdout.isatty() else Console(width=140), report)
+    return 1 if report.wrong else 0
+
+
+def report_of(measured: dict[str, Any]) -> Report:
+    rows = [row for part in measured.values() for row in part["rows"]]
+    layers = " or ".join(str(n) for n in sorted({part["layers"] for part in measured.values()}))
+    return Report(
+        name="generation",
+        title=f"A 1B-shaped Llama, {layers} of 16 layers, generates on emulated clusters",
+        notes=NOTES,
+        environment=environment(
+            configurations=", ".join(measured), transformers=transformers.__version__
+        ),
+        rows=rows,
+        columns=columns(rows),
+        summary=link_sentences(measured),
+        warnings=load_warnings([part["other_load"] for part in measured.values()]),
+        more={"configurations": without_rows(measured)},
+        draw=draw,
+    )
+
+
+def columns(rows: list[dict[str, Any]]) -> list[Column]:
+    lines = [(row, name, way) for row in rows for name, way in row["ways"].items()]
+
+    def times(way: dict[str, Any]) -> str:
+        low, high = milliseconds(way["p10"]), milliseconds(way["p90"])
+        return f"{low} to {high} ({len(way['seconds'])})"
+
+    def times_ring(row: dict[str, Any], way: dict[str, Any]) -> str:
+        return f"{row['ways'][RING]['median'] / way['median']:.2f}"
+
+    return [
+        Column("case", [row["name"] for row, _, _ in lines]),
+        Column("way", [name for _, name, _ in lines]),
+        Column("tokens/s", [f"{1 / way['median']:.2f}" for _, _, way in lines]),
+        Column("x ring", [times_ring(row, way) for row, _, way in lines]),
+        Column("ms /token", [milliseconds(way["median"]) for _, _, way in lines]),
+        Column("p10 to p90", [times(way) for _, _, way in lines]),
+        Column("waiting", [f"{way['exchange_share']:.0%}" for _, _, way in lines]),
+        Column("bytes sent", [f"{way['bytes']:,}" for _, _, way in lines]),
+        Column("right", ["WRONG" if row["wrong"] else "yes" for row, _, _ in lines]),
+    ]
+
+
+def draw(report: Report, path: Path) -> None:
+    """Tokens per second of both ways, a group of bars for each row."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(4 + 1.0 * len(report.rows), 5))
+    for i, name in enumerate((TREE, RING)):
+        ways = [row["ways"][name] for row in report.rows]
+        rates = [1 / way["median"] for way in ways]
+        spreads = [
+            [1 / way["median"] - 1 / way["p90"] for way in ways],
+            [1 / way["p10"] - 1 / way["median"] for way in ways],
+        ]
+        places = [place + 0.4 * (i - 0.5) for place in range(len(ways))]
+        bars = axes.bar(places, rates, 0.4, yerr=spreads, label=name, error_kw={"linewidth": 0.8})
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    labels = [row["name"].replace(" L=", "\nL=") for row in report.rows]
+    axes.set_xticks(range(len(labels)), labels, fontsize=8)
+    axes.set_ylabel("tokens per second, median and p10 to p90")
+    axes.set_title(report.title, fontsize=10)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    assert set(LINK_NAMES) <= set(LINKS)
+    sys.exit(main(sys.argv[1:]))
