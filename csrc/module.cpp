@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // What is not a tensor operator. Importing the module registers the operators of ops.cpp.
+#include <ATen/Parallel.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 #include "cpu/decode.h"
 #include "cpu/probe.h"
@@ -42,6 +47,14 @@ PYBIND11_MODULE(_C, m) {
 #else
   m.def("reset_workspaces", [] {});
 #endif
+  // Parallel loops of the calling thread stay in it from now on. torch.set_num_threads would also
+  // hold for every thread that starts later.
+  m.def("use_one_thread", [] {
+    at::get_num_threads();  // or the thread's first loop would set the number anew
+#ifdef _OPENMP
+    omp_set_num_threads(1);
+#endif
+  });
   m.def("pin_threads", &tree_attention::cpu::pin_threads, ReleaseGil());
   m.def("read_memory", &tree_attention::cpu::read_memory, ReleaseGil());
   m.def("multiply_add", &tree_attention::cpu::multiply_add, ReleaseGil());

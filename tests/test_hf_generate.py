@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ pytest.importorskip("transformers")
 
 from hf_models import CONFIGS, PAD, VOCAB_SIZE, make_model, make_prompts
 from tree_attention import BlockCyclic, ContiguousThenCyclic, ShardLayout, hf
-from tree_attention.exchange import get_communicator
+from tree_attention.exchange import Communicator
 from tree_attention.hf import attention
 
 NUM_TOKENS = 24
@@ -168,21 +169,21 @@ def test_options_of_enable(name: str) -> None:
 
 def _small_messages(rank: int, world_size: int, tokens: Tensor) -> None:
     model = hf.enable(_model_to_enable("llama"), layout=_layout(world_size))
-    comm = get_communicator()
     num_queries: list[int] = []
-    limit, send_state = attention._MAX_MESSAGE_BYTES, comm.send_state
+    decode_shard = attention.decode_shard
 
-    def recording_send_state(*shape: Any) -> tuple[Tensor, Tensor]:
-        num_queries.append(shape[2])
-        return send_state(*shape)
+    def recording(
+        comm: Communicator, arguments: dict[str, Any], *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        num_queries.append(arguments["q"].shape[2])
+        return decode_shard(comm, arguments, *args, **options)
 
-    attention._MAX_MESSAGE_BYTES = 10 * 4 * 3 * 8 * (8 + 1)  # ten queries of the batch
-    comm.send_state = recording_send_state
-    try:
+    limit = 10 * 4 * 3 * 8 * (8 + 1)  # ten queries of the batch
+    with (
+        mock.patch.object(attention, "_MAX_MESSAGE_BYTES", limit),
+        mock.patch.object(attention, "decode_shard", recording),
+    ):
         assert torch.equal(model.generate(**make_prompts(), **GREEDY), tokens)
-    finally:
-        attention._MAX_MESSAGE_BYTES = limit
-        del comm.send_state
     assert num_queries[:4] == [10, 10, 10, 7]
 
 

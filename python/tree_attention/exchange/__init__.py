@@ -4,14 +4,15 @@
 `Communicator` is the prepared process group; `strategies` lists the ways to exchange, each a file;
 `link` and `messages` are the process group's operations with deadlines and counters, `state` and
 `slices` what travels; `session` and `agreement` see to it that all ranks mean the same or all fail;
-`topology`, `traffic` and `costs` are how "auto" chooses.
+`topology`, `traffic` and `costs` are how "auto" chooses. `chunks` and `overlap` are how exchanges
+run beside the attention.
 """
 
 from .agreement import ExchangeError
 from .communicator import DEFAULT_TIMEOUT, Communicator, get_communicator
 from .link import Link
 from .strategies import check_options, strategies
-from .strategy import Strategy
+from .strategy import Options, Strategy
 from .topology import Topology
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Communicator",
     "ExchangeError",
     "Link",
+    "Options",
     "Strategy",
     "Topology",
     "check_options",

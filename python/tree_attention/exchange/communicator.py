@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,14 +15,16 @@ from torch import Tensor
 
 from ..ops import merge_states
 from .agreement import Disagreement, Note, Signature
+from .chunks import Attention, Chunks, Forecast
 from .costs import CostModel, choose, costs_for, measured_costs
 from .costs import explain as explain_costs
+from .overlap import Overlap
 from .self_test import merge_digest
 from .session import Session
 from .slices import Slices
-from .state import State, StateBuffers
+from .state import Message, State, StateBuffers
 from .strategies import STRATEGIES, check_options
-from .strategy import Exchange, Setting
+from .strategy import Exchange, Options, Setting
 from .topology import Topology, node_name
 from .traffic import Case
 
@@ -74,6 +79,10 @@ class Communicator(Session):
         self.topology = Topology(self._nodes or (0,) * self.world_size)
         self._costs = measured_costs() if costs is None and group is not None else costs
         self._buffers = StateBuffers()
+        self._chunk_buffers: defaultdict[int, StateBuffers] = defaultdict(StateBuffers)
+        self._overlaps: dict[torch.device, Overlap] = {}
+        self._is_overlapped = False  # the call that was agreed upon last
+        self._attention_seconds = 0.0  # of the rank that takes longest
         self._scratch: dict[tuple[int, torch.device], Tensor] = {}
         self._is_loading = False
         self._obstacles: dict[str, dict[str, str]] = {}  # by kind of device
@@ -175,29 +184,149 @@ class Communicator(Session):
             self.give_up_call()
             raise
         dtype = o.dtype if out_dtype is None else out_dtype
-
-        def run(deadline: float) -> tuple[Tensor, Tensor]:
-            options = (strategy, dtype, head_sharded)
-            if explain or options not in state.prepared:
-                state.prepared[options] = self._prepare(state, *options, explain)
-            o, lse = self._outputs(state, dtype, head_sharded)
-            state.prepared[options](deadline, o, lse)
-            return o, lse
-
         if self.world_size == 1:
             return merge_states(state.o[None], state.lse[None], out_dtype=dtype)
-        fields = (
-            *signature,
-            ("strategy", strategy),
-            ("batch, num_heads_q, seqlen_q, head_dim", o.shape),
-            ("out_dtype", dtype),
-            ("payload_dtype", payload_dtype),
-            ("head_sharded", head_sharded),
-            ("device", o.device.type),
-            ("result of a test merge, as this processor rounds it,", merge_digest(o.device)),
+        options = Options(strategy, dtype, payload_dtype, head_sharded)
+        outputs = self._outputs(state, options)
+        self.call(
+            (*signature, *self._fields(state, options)),
+            lambda deadline: self._exchange(state, options, outputs, deadline, explain),
+            timeout,
+            o.device,
+            {"obstacles": self._own_obstacles(o.device)},
         )
-        return self.call(
-            fields, run, timeout, o.device, {"obstacles": self._own_obstacles(o.device)}
+        return outputs
+
+    def attend(
+        self,
+        attention: Attention,
+        shape: tuple[int, int, int, int],
+        device: torch.device,
+        options: Options,
+        *,
+        overlap: bool | None = None,
+        explain: bool = False,
+        timeout: float | None = None,
+        signature: Signature = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Merges the state that `attention` computes with those of all other ranks.
+
+        As `exchange`, in a world of several ranks and of an `o` of `shape`. Computed chunks are
+        exchanged while others compute if `overlap` says so, by default where that is predicted to
+        be faster. From the second call on: the first one compares signatures when all is computed,
+        so that nothing was sent if `attention` raises. Each exchange has the whole timeout.
+        """
+        if self._is_loading:
+            self.give_up_call()
+        state = self.state(shape, device, options.payload_dtype)
+        chunks, outputs = attention.chunks, self._outputs(state, options)
+        fields = (*signature, ("overlap", overlap), *self._fields(state, options))
+        is_new = fields != self._agreed
+        if self._is_overlapped and attention.is_chunked and not is_new and not explain:
+            self._attend_overlapped(attention, state, options, outputs, timeout)
+            return outputs
+
+        def run(deadline: float) -> None:
+            if is_new or explain:
+                self._is_overlapped = self._decide(state, chunks, options, overlap, explain)
+            if not self._is_overlapped:
+                self._exchange(state, options, outputs, deadline, explain)
+                return
+            for i in range(len(chunks)):
+                part, merged = self._chunk(state, chunks, outputs, i)
+                for mine, computed in zip((part.o, part.lse), (state.o, state.lse), strict=True):
+                    mine.copy_(chunks.part(computed, i))
+                self._exchange(part, options, merged, deadline, explain and i == 0)
+                deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+
+        try:
+            if attention.is_chunked:
+                for i in range(len(chunks)):
+                    attention.run(i, (chunks.part(state.o, i), chunks.part(state.lse, i)))
+            else:
+                attention.run(None, (state.o, state.lse))
+        except BaseException:
+            self.give_up_call()
+            raise
+        note = {"obstacles": self._own_obstacles(device), "attention": attention.seconds}
+        self.call(fields, run, timeout, device, note)
+        return outputs
+
+    def _attend_overlapped(
+        self,
+        attention: Attention,
+        state: State,
+        options: Options,
+        outputs: tuple[Tensor, Tensor],
+        timeout: float | None,
+    ) -> None:
+        chunks, device = attention.chunks, state.device
+        parts = [self._chunk(state, chunks, outputs, i) for i in range(len(chunks))]
+        num_computed = 0
+
+        def compute(i: int, part: State) -> None:
+            nonlocal num_computed
+            attention.run(i, (part.o, part.lse))
+            num_computed += 1
+
+        def exchange(part: State, merged: tuple[Tensor, Tensor]) -> None:
+            self._until_deadline(partial(self._exchange, part, options, merged), timeout)
+
+        def stop(error: BaseException) -> None:
+            if num_computed == 0:
+                self.give_up_call()
+            else:  # the other ranks wait for the chunks that never come
+                self._fail(f"interrupted by {error!r}")
+
+        if device not in self._overlaps:
+            host_waits = self.link.transport_device(device).type == "cpu"
+            self._overlaps[device] = Overlap(device, host_waits)
+        self._overlaps[device].run(
+            [partial(compute, i, part) for i, (part, _) in enumerate(parts)],
+            [partial(exchange, *part) for part in parts],
+            stop,
+        )
+
+    def _chunk(
+        self, state: State, chunks: Chunks, outputs: tuple[Tensor, Tensor], index: int
+    ) -> tuple[State, tuple[Tensor, Tensor]]:
+        """The buffers of a chunk, in memory of their own, and where its result belongs."""
+        shape = chunks.part(state.o, index).shape
+        part = self._chunk_buffers[index].get(shape, state.o.dtype, state.device)
+        o, lse = (chunks.part(x, index) for x in outputs)
+        return part, (o, lse)
+
+    def _decide(
+        self, state: State, chunks: Chunks, options: Options, overlap: bool | None, explain: bool
+    ) -> bool:
+        """Whether ranks exchange chunk by chunk: by numbers that all of them have."""
+        if len(chunks) == 1 or (options.head_sharded and chunks.axis == 1):
+            return False
+        if overlap is not None and not explain:
+            return overlap
+        costs, messages = self.costs(state.device), (state.message, chunks.longest(state.message))
+        seconds = []
+        for case in (self._case(state, message, options) for message in messages):
+            strategy = options.strategy
+            if strategy == "auto":
+                strategy = choose(case, costs, self._unavailable)
+            seconds.append(costs.predict(strategy, case))
+        forecast = Forecast(len(chunks), self._attention_seconds, *seconds)
+        chosen = forecast.pays(state.device) if overlap is None else overlap
+        if explain and self.rank == 0:
+            print(f"{forecast}: {'overlapped' if chosen else 'one exchange'}", flush=True)
+        return chosen
+
+    def _fields(self, state: State, options: Options) -> Signature:
+        device = state.device
+        return (
+            ("strategy", options.strategy),
+            ("batch, num_heads_q, seqlen_q, head_dim", state.o.shape),
+            ("out_dtype", options.out_dtype),
+            ("payload_dtype", options.payload_dtype),
+            ("head_sharded", options.head_sharded),
+            ("device", device.type),
+            ("result of a test merge, as this processor rounds it,", merge_digest(device)),
         )
 
     def backend(self, device: torch.device) -> str:
@@ -229,6 +358,7 @@ class Communicator(Session):
             for rank, note in enumerate(notes)
             for strategy, reason in note.get("obstacles", {}).items()
         }
+        self._attention_seconds = max(note.get("attention", 0.0) for note in notes)
 
     def _own_obstacles(self, device: torch.device) -> dict[str, str]:
         """The strategies in which this rank cannot take part, and why."""
@@ -237,18 +367,22 @@ class Communicator(Session):
             self._obstacles[device.type] = {name: why for name, why in reasons.items() if why}
         return self._obstacles[device.type]
 
-    def _prepare(
+    def _exchange(
         self,
         state: State,
-        strategy: str,
-        out_dtype: torch.dtype,
-        head_sharded: bool,
-        explain: bool,
-    ) -> Exchange:
+        options: Options,
+        outputs: tuple[Tensor, Tensor],
+        deadline: float,
+        explain: bool = False,
+    ) -> None:
+        if explain or options not in state.prepared:
+            state.prepared[options] = self._prepare(state, options, explain)
+        state.prepared[options](deadline, *outputs)
+
+    def _prepare(self, state: State, options: Options, explain: bool) -> Exchange:
         if state.message.num_bytes == 0:
             return lambda deadline, o, lse: None
-        backend = self.backend(state.device)
-        case = Case(self.topology, state.message, out_dtype, head_sharded, backend)
+        case, strategy = self._case(state, state.message, options), options.strategy
         costs = self.costs(state.device)
         if strategy == "auto":
             strategy = choose(case, costs, self._unavailable)
@@ -256,20 +390,23 @@ class Communicator(Session):
             raise Disagreement(f"{strategy} is not available: {self._unavailable[strategy]}")
         if explain and self.rank == 0:
             print(explain_costs(case, costs, strategy, self._unavailable), flush=True)
-        setting = Setting(self.link, self.topology, state, out_dtype, head_sharded)
+        setting = Setting(self.link, self.topology, state, options.out_dtype, options.head_sharded)
         # Views that are made in inference mode cannot be written to outside of it.
         with torch.inference_mode(False):
             return STRATEGIES[strategy].prepare(setting)
 
-    def _outputs(
-        self, state: State, out_dtype: torch.dtype, head_sharded: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _case(self, state: State, message: Message, options: Options) -> Case:
+        backend = self.backend(state.device)
+        return Case(self.topology, message, options.out_dtype, options.head_sharded, backend)
+
+    def _outputs(self, state: State, options: Options) -> tuple[Tensor, Tensor]:
         """What an exchange is to write into."""
         batch, num_heads, seqlen_q, head_dim = state.o.shape
-        if head_sharded:
+        if options.head_sharded:
             num_heads = Slices.of_heads(state.message, self.world_size).count_in(self.rank)
         shape = (batch, num_heads, seqlen_q)
-        return state.o.new_empty((*shape, head_dim), dtype=out_dtype), state.lse.new_empty(shape)
+        o = state.o.new_empty((*shape, head_dim), dtype=options.out_dtype)
+        return o, state.lse.new_empty(shape)
 
     def _load(self, o: Tensor, lse: Tensor, payload_dtype: torch.dtype) -> State:
         """The buffers with this rank's state in them."""

@@ -19,6 +19,16 @@ Exchange = Callable[[float, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
+class Options:
+    """What a caller asks of an exchange."""
+
+    strategy: str  # or "auto"
+    out_dtype: torch.dtype
+    payload_dtype: torch.dtype = torch.float32
+    head_sharded: bool = False
+
+
+@dataclass(frozen=True)
 class Setting:
     """What an exchange is prepared for, once."""
 

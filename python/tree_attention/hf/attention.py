@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..decode import decode_shard
+from ..exchange import Options
 from ..ops import lean_decode
 from .cache import KVShard, TreeCacheLayer
 from .masks import KeyRanges
@@ -82,12 +84,9 @@ def _over_shard(
     head_dim = values.shape[3]
 
     def merged(q: Tensor, q_ranges: Tensor) -> tuple[Tensor, Tensor]:
-        # The kernel writes where the exchange sends from.
-        state = shard.comm.send_state(batch, num_heads_q, q.shape[2], head_dim, q.device)
-        lean_decode(q, keys, values, q_ranges, out=state, **keywords)
-        return shard.comm.exchange(
-            *state, strategy=shard.strategy, out_dtype=out_dtype, timeout=shard.timeout
-        )
+        arguments = {"q": q, "k": keys, "v": values, "key_ranges": q_ranges} | keywords
+        options = Options(shard.strategy, out_dtype)
+        return decode_shard(shard.comm, arguments, options, timeout=shard.timeout)
 
     step = max(1, _MAX_MESSAGE_BYTES // (4 * batch * num_heads_q * (head_dim + 1)))
     if seqlen_q <= step:
