@@ -58,12 +58,14 @@ def main(arguments: list[str]) -> int:
             "gloo" if calibration.measured is None else calibration.measured.backend,
         )
     with progress_bar(root=True) as progress:
-        report = study.run(study.cases(names, sorted(set(parsed.ranks))), clusters, progress)
-    print_report(console, report)
+        chosen = study.cases(names, sorted(set(parsed.ranks)))
+        headlines, strategies, memory = study.run(chosen, clusters, progress)
+    for report in (memory, headlines):
+        print_report(console, report)
     if parsed.out is not None:
-        paths = write(report, parsed.out)
+        paths = [path for r in (headlines, strategies, memory) for path in write(r, parsed.out)]
         console.print("Written: " + ", ".join(map(str, paths)), highlight=False)
-    return 1 if report.wrong else 0
+    return 1 if strategies.wrong else 0
 
 
 def validate(

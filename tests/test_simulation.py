@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import runpy
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +27,8 @@ from tree_attention.bench.simulation import (
     Problem,
     Relay,
     from_costs,
+    headlines,
+    memory,
     published,
     simulate,
     study,
@@ -36,7 +37,7 @@ from tree_attention.bench.simulation import (
 )
 from tree_attention.bench.simulation.collectives import all_gather, all_reduce, all_to_all, messages
 from tree_attention.bench.simulation.fabric import EVERYBODY
-from tree_attention.bench.simulation.programs import bytes_of_formula
+from tree_attention.bench.simulation.programs import NODES_IN_PAIRS, bytes_of_formula
 from tree_attention.exchange import Communicator
 from tree_attention.exchange.costs import Costs
 from tree_attention.exchange.traffic import Case, traffic
@@ -202,40 +203,48 @@ def test_tree_wins_by_what_the_ring_moves() -> None:
     assert ratios == sorted(ratios) and ratios[1] >= 8
 
 
-def sent_by_rank(
+def measured_by_rank(
     rank: int, world_size: int, ranks_per_node: int, batch: int, keys: int
-) -> dict[str, int]:
+) -> dict[str, tuple[int, int]]:
+    """Bytes that each way sends, and those that it keeps and returns."""
     q = torch.ones(batch, 8, 1, 16, dtype=torch.bfloat16)
     k, v = torch.ones(2, batch, 2, keys, 16, dtype=torch.bfloat16)
-    comm = Communicator(nodes=[r // ranks_per_node for r in range(world_size)])
-    calls: dict[str, Callable[[], object]] = {
-        strategy: lambda strategy=strategy: tree_decode(q, k, v, group=comm, strategy=strategy)  # type: ignore[misc]
-        for strategy in strategies()
-    }
-    calls[RING] = lambda: ring_decode(q, k, v, group=comm)
-    calls[RING_PASS_Q] = lambda: ring_pass_q_decode(q, k, v, group=comm)
     result = {}
-    for way, call in calls.items():
-        call()
+    for way in ways():
+        comm = Communicator(nodes=[r // ranks_per_node for r in range(world_size)])
+
+        def call(way: str = way, comm: Communicator = comm) -> tuple[torch.Tensor, torch.Tensor]:
+            if way == RING:
+                return ring_decode(q, k, v, group=comm)
+            if way == RING_PASS_Q:
+                return ring_pass_q_decode(q, k, v, group=comm)
+            return tree_decode(q, k, v, group=comm, strategy=way, overlap=False)
+
+        outputs = call()
         before = comm.bytes_sent
         call()
-        result[way] = comm.bytes_sent - before
+        kept = [*comm._buffers.arena._blocks.values(), *comm._scratch.values(), *outputs]
+        result[way] = comm.bytes_sent - before, sum(tensor.nbytes for tensor in kept)
     return result
 
 
 @pytest.mark.parametrize(
     ("world_size", "ranks_per_node", "batch"), [(3, 3, 1), (4, 2, 5), (5, 2, 2)]
 )
-def test_bytes_are_those_that_every_rank_sends(
+def test_bytes_are_those_that_every_rank_sends_and_keeps(
     world_size: int, ranks_per_node: int, batch: int
 ) -> None:
-    sent = run_ranks(sent_by_rank, world_size, ranks_per_node, batch, 12)
+    measured = run_ranks(measured_by_rank, world_size, ranks_per_node, batch, 12)
     problem = Problem(12, batch, (8, 2), head_dim=16)
     levels = (Level(EVERYBODY, 1e-3, 1e9),)
-    cluster = cluster_of(Network("test", levels, chunks=2, gathers_directly=True), ranks_per_node)
+    network = Network("test", levels, chunks=2, gathers_directly=True)
+    cluster = cluster_of(network, ranks_per_node)
+    topology = cluster.topology(world_size)
     for way in ways():
         run = simulate(way, problem, cluster, world_size)
-        assert run.bytes_sent.tolist() == [by_way[way] for by_way in sent], way
+        assert run.bytes_sent.tolist() == [of_rank[way][0] for of_rank in measured], way
+        kept = max(of_rank[way][1] for of_rank in measured)
+        assert memory.step_bytes(way, problem, topology) == kept, way
 
 
 @st.composite
@@ -334,8 +343,20 @@ def test_thousands_of_ranks(way: str) -> None:
     assert run.seconds > hops[way]
 
 
+def test_nodes_in_pairs_is_hierarchical_with_fewer_messages_between_nodes() -> None:
+    network = Network("test", (Level(2, 1.0, 1e12), Level(EVERYBODY, 10.0, 1e12)))
+    problem = Problem(0, heads=(2, 2))
+    runs = [
+        simulate(way, problem, cluster_of(network, 2), 16)
+        for way in ("hierarchical", NODES_IN_PAIRS)
+    ]
+    # In and out of the node; seven slices at once between them, or three one after the other.
+    assert [run.messages_sent.tolist() for run in runs] == [[1 + 7 + 1] * 16, [1 + 3 + 1] * 16]
+    assert [run.seconds for run in runs] == pytest.approx([1 + 10 + 1, 1 + 30 + 1])
+
+
 def test_memory_is_the_papers() -> None:
-    tree, ring = study.memory_elements(keys_per_rank=64_000, batch=1, heads=16, head_dim=128)
+    tree, ring = headlines.memory_elements(keys_per_rank=64_000, batch=1, heads=16, head_dim=128)
     assert ring == 4 * 64_000 * 2048 + 2 * 2048
     assert tree == 2 * 64_000 * 2048 + 2 * 2048 + 2 * 16
     assert 2 * (ring - tree) == pytest.approx(524e6, rel=1e-3)  # measured, Figure 4
@@ -459,7 +480,9 @@ def test_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Costs(*(1e-6,) * 9).save(costs)
     options = ["--costs", str(costs), "--ranks-per-node", "2", "--ranks", "4", "8"]
     assert main([*options, "--out", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "simulation.json").read_text())["rows"]
+    printed = capsys.readouterr().out
+    assert "Fastest at the longest context: B = 1 " in printed and "B = 64 " in printed
+    rows = json.loads((tmp_path / "simulation_strategies.json").read_text())["rows"]
     assert {(row["cluster"], row["world_size"]) for row in rows} == {
         ("my_cluster", 4),
         ("my_cluster", 8),
@@ -467,7 +490,12 @@ def test_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows:
         times = {way: row["ways"][way]["seconds"] for way in study.CANONICAL}
         assert times[row["best"]] == min(times.values()) and not row["wrong"]
-    assert (tmp_path / "simulation.png").stat().st_size > 10_000
+    memory_rows = json.loads((tmp_path / "simulation_memory.json").read_text())["rows"]
+    for row in memory_rows:
+        ring, tree = (row["ways"][way] for way in (RING, "all_gather"))
+        assert ring > 2.9 * tree if row["world_size"] > 2 else ring > 1.9 * tree
+    for name in ("simulation", "simulation_strategies", "simulation_memory"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     assert "Figure 3: ring / tree, 128 H100" in (tmp_path / "simulation.md").read_text()
     row = {"link": "lan", "world": 4, "batch": 1, "strategy": "butterfly", "seconds": 1.0}
     capsys.readouterr()

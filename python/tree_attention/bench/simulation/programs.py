@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from .collectives import all_gather, all_reduce, all_to_all, messages, shift, to
 from .fabric import Fabric, Floats, Ints, Network
 
 RING, RING_PASS_Q = "ring", "ring, passing queries"
+# Not in the library: what hierarchical would gain where nodes are many.
+NODES_IN_PAIRS = "hierarchical, nodes in pairs"
 
 
 def ways() -> tuple[str, ...]:
@@ -85,7 +88,7 @@ def bytes_of_formula(way: str, problem: Problem, topology: Topology) -> int:
     if way == RING:
         return (world_size - 1) * (problem.kv_bytes + MANIFEST_BYTES)
     if way == RING_PASS_Q:
-        parts = _Parts.of(problem, world_size)
+        parts = Parts.of(problem, world_size)
         # A rank passes on the queries and the state of every part but two each.
         sums = parts.queries.sum() - np.roll(parts.queries, -1)
         sums += parts.states.sum() - np.roll(parts.states, -1)
@@ -142,42 +145,50 @@ def _two_phase(ranks: _Ranks) -> None:
     ranks.local(2, results.num_bytes)
 
 
-def _hierarchical(ranks: _Ranks) -> None:
+def _hierarchical(ranks: _Ranks, in_pairs: bool = False) -> None:
     fabric, size = ranks.fabric, ranks.topology.subtree_size
     num_subtrees = ranks.world_size // size
     if size == 1:
-        _all_gather(ranks)
+        (_butterfly if in_pairs else _all_gather)(ranks)
         return
     slices = Slices.of_rows(ranks.message, size)
-    partial = replace(slices.message, dtype=torch.float32)
+    merged = replace(slices.message, dtype=torch.float32)
     results = slices.to(ranks.out_dtype)
     awaited = fabric.now.copy()  # of all steps: receives are posted before anything else
     ranks.local(2, slices.num_bytes)
     messages(fabric, to_everybody(fabric, 1, size), slices.message.num_bytes, awaited)
     ranks.local(1, slices.num_bytes)
-    if num_subtrees > 1:
-        messages(fabric, to_everybody(fabric, size, num_subtrees), partial.num_bytes, awaited)
-        ranks.local(1, num_subtrees * partial.num_bytes)
+    if in_pairs:
+        _levels(ranks, size, num_subtrees, merged.num_bytes, awaited)
+    elif num_subtrees > 1:
+        messages(fabric, to_everybody(fabric, size, num_subtrees), merged.num_bytes, awaited)
+        ranks.local(1, num_subtrees * merged.num_bytes)
     messages(fabric, to_everybody(fabric, 1, size), results.message.num_bytes, awaited)
     ranks.local(2, results.num_bytes)
 
 
 def _butterfly(ranks: _Ranks) -> None:
-    fabric, world_size = ranks.fabric, ranks.world_size
-    awaited = fabric.now.copy()
+    awaited = ranks.fabric.now.copy()
     ranks.local(1, ranks.message.num_bytes)
-    steps = [{step.level: step for step in levels(rank, world_size)} for rank in range(world_size)]
-    for level in range((world_size - 1).bit_length()):
+    _levels(ranks, 1, ranks.world_size, ranks.message.num_bytes, awaited)
+
+
+def _levels(ranks: _Ranks, stride: int, count: int, num_bytes: int, awaited: Floats) -> None:
+    """Butterflies of `count` ranks, `stride` apart, whose states have `num_bytes`."""
+    places = ranks.fabric.ranks // stride % count
+    first = ranks.fabric.ranks - places * stride
+    steps = [{step.level: step for step in levels(place, count)} for place in range(count)]
+    for level in range((count - 1).bit_length()):
         pairs: dict[int, list[tuple[int, int]]] = {}  # by their turn
-        for rank, of_rank in enumerate(steps):
-            readers = of_rank[level].readers if level in of_rank else ()
+        for rank, place in enumerate(places):
+            readers = steps[place][level].readers if level in steps[place] else ()
             for turn, reader in enumerate(readers):
-                pairs.setdefault(turn, []).append((rank, reader))
+                pairs.setdefault(turn, []).append((rank, first[rank] + reader * stride))
         batches = [np.array(pairs[turn]).T for turn in sorted(pairs)]
-        messages(fabric, [(a, b) for a, b in batches], ranks.message.num_bytes, awaited)
-        merging = np.array([level in of_rank for of_rank in steps])
-        reading = 2 * ranks.message.num_bytes / ranks.cluster.local_bandwidth
-        fabric.work(merging * (ranks.cluster.local_operation + reading))
+        messages(ranks.fabric, [(a, b) for a, b in batches], num_bytes, awaited)
+        merging = np.array([level in steps[place] for place in places])
+        reading = 2 * num_bytes / ranks.cluster.local_bandwidth
+        ranks.fabric.work(merging * (ranks.cluster.local_operation + reading))
 
 
 def _three_allreduce(ranks: _Ranks) -> None:
@@ -213,7 +224,7 @@ def _ring(ranks: _Ranks) -> None:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """What travels for each part of the queries, in bytes."""
 
     queries: Ints
@@ -222,13 +233,13 @@ class _Parts:
     share: np.ndarray  # of a shard that the part reads
 
     @staticmethod
-    def of(problem: Problem, world_size: int) -> _Parts:
+    def of(problem: Problem, world_size: int) -> Parts:
         shape = (problem.batch, problem.heads[0], 1, problem.head_dim)
         q = torch.empty(shape, dtype=problem.dtype, device="meta")
         shapes = [part.shape(q) for part in _deal(q, problem.heads[1], world_size)]
         states = [Message(shape[:3], problem.head_dim, torch.float32) for shape in shapes]
         rows = np.array([message.num_rows for message in states])
-        return _Parts(
+        return Parts(
             np.array([math.prod(shape) * problem.dtype.itemsize for shape in shapes]),
             np.array([message.num_bytes for message in states]),
             max(replace(message, dtype=problem.dtype).num_bytes for message in states),
@@ -238,7 +249,7 @@ class _Parts:
 
 def _ring_pass_q(ranks: _Ranks) -> None:
     fabric, world_size = ranks.fabric, ranks.world_size
-    parts = _Parts.of(ranks.problem, world_size)
+    parts = Parts.of(ranks.problem, world_size)
     ranks.begin()
     coming = fabric.now.copy()
     for hop in range(world_size):
@@ -270,6 +281,7 @@ _PROGRAMS: dict[str, Callable[[_Ranks], None]] = {
     "two_phase": _after_attention(_two_phase),
     "hierarchical": _after_attention(_hierarchical),
     "butterfly": _after_attention(_butterfly),
+    NODES_IN_PAIRS: _after_attention(partial(_hierarchical, in_pairs=True)),
     "three_allreduce": _after_attention(_three_allreduce),
     "max_then_sum": _after_attention(_max_then_sum),
     RING: _ring,

@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trees against rings by context and by ranks: rows, tables and pictures."""
+"""Trees against rings by context and by ranks: what is simulated, and the reports."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
 from ...exchange.strategies import STRATEGIES, strategies
 from ..report import Column, Report, environment
+from . import pictures
 from .clusters import Cluster
-from .programs import RING, RING_PASS_Q, Problem, bytes_of_formula, simulate, ways
-from .published import (
-    FIGURE_3,
-    FIGURE_3_KEYS,
-    FIGURE_3_RATIO,
-    comparisons,
-    overhead_that_explains,
-)
+from .headlines import TITLE, headline_columns, memory_sentences, published_sentences, sentences
+from .memory import peak_bytes
+from .programs import NODES_IN_PAIRS, RING, RING_PASS_Q, Problem, bytes_of_formula, simulate, ways
+from .published import FIGURE_3, FIGURE_3_KEYS, comparisons
 
 HEADS = (16, 16)  # of the paper's figures
-CONTEXTS = (80_000, 320_000, 1_280_000, 5_120_000)  # of all ranks together
-RANKS = (8, 64, 128, 512, 4096)
+CONTEXTS = (80_000, 320_000, 1_280_000, FIGURE_3_KEYS)  # of all ranks together
+RANKS = (*FIGURE_3, 512, 1024, 4096)
 BATCHES = (1, 16, 64)
 CANONICAL = tuple(name for name in strategies() if STRATEGIES[name].is_canonical)
 
@@ -58,6 +54,7 @@ def run_case(case: Case, clusters: dict[str, Cluster]) -> dict[str, Any]:
             "messages_sent": int(run.messages_sent.max()),
             "formula_bytes": formula,
             "network": run.network,
+            "peak_memory_bytes": peak_bytes(way, problem, topology),
         }
     times = {way: result["seconds"] for way, result in results.items()}
     best = min(CANONICAL, key=times.__getitem__)
@@ -69,6 +66,8 @@ def run_case(case: Case, clusters: dict[str, Cluster]) -> dict[str, Any]:
         "keys": keys,
         "batch": batch,
         "ways": results,
+        "shard_bytes": problem.kv_bytes,
+        "nodes_in_pairs_seconds": simulate(NODES_IN_PAIRS, problem, cluster, world_size).seconds,
         "attention_seconds": attention,
         "best": best,
         "ring_over_tree": times[RING] / times[best],
@@ -83,14 +82,10 @@ def run_case(case: Case, clusters: dict[str, Cluster]) -> dict[str, Any]:
     }
 
 
-def memory_elements(keys_per_rank: int, batch: int, heads: int, head_dim: int) -> tuple[int, int]:
-    """Peak memory of (tree, ring) on a rank, in elements: Eq. 8 and 9 of the paper."""
-    width = heads * head_dim
-    kv = 2 * batch * keys_per_rank * width
-    return kv + 2 * batch * width + 2 * batch * heads, 2 * kv + 2 * batch * width
-
-
-def run(chosen: Sequence[Case], clusters: dict[str, Cluster], progress: Progress) -> Report:
+def run(
+    chosen: Sequence[Case], clusters: dict[str, Cluster], progress: Progress
+) -> tuple[Report, Report, Report]:
+    """The paper's cases and larger worlds; every strategy in every case; and the memory."""
     begin = time.perf_counter()
     task = progress.add_task("simulate", total=len(chosen) + 1)
     rows = []
@@ -101,34 +96,50 @@ def run(chosen: Sequence[Case], clusters: dict[str, Cluster], progress: Progress
     published = comparisons()
     progress.advance(task)
     names = dict.fromkeys(case[0] for case in chosen)
-    return Report(
+    headlines = [row for row in rows if row["batch"] == 1 and row["keys"] == FIGURE_3_KEYS]
+    main = Report(
         name="simulation",
-        title="Simulated decoding steps: tree against ring",
+        title=TITLE,
         notes=NOTES,
         environment=environment(),
-        rows=rows,
-        columns=columns(rows),
+        rows=[{k: v for k, v in row.items() if k != "ways"} for row in headlines],
+        columns=headline_columns(headlines),
         summary=[
-            *(f"{name}: {clusters[name].source}." for name in names),
-            *summary(rows),
-            *memory_sentences(),
+            *sentences(rows),
             *published_sentences(published),
+            *(f"{name}: {clusters[name].source}." for name in names),
             f"Simulated in {time.perf_counter() - begin:.0f} s.",
         ],
         more={"published": [vars(c) | {"error": c.error} for c in published]},
-        draw=draw,
+        draw=lambda report, path: pictures.draw_contexts(rows, path),
     )
+    return main, strategies_report(rows), memory_report(rows)
 
 
 NOTES = (
     "A row is one decoding step of one layer: cluster, ranks p, batch B, keys of all ranks "
     "together; 16 query and key heads of 128 in bfloat16, so rings carry no more than the paper's. "
-    "Times are from all ranks' common start to the last one's result, attention included.",
-    "best is the fastest of the strategies that give the same bits on every rank; the ratios are "
-    "the times of the rings and of the paper's three all-reduces over its.",
-    "Every rank's messages follow the library's own programs; bytes right compares what the "
-    "busiest rank sent with the formulas of the cost model (all-reduces by NCCL's tree excepted).",
+    "Times are from the last rank's start to the last one's result, attention included.",
+    "The best tree is the fastest of the strategies that give the same bits on every rank; the "
+    "ratios are the times of the rings and of the paper's three all-reduces over its.",
 )
+
+
+def strategies_report(rows: list[dict[str, Any]]) -> Report:
+    return Report(
+        name="simulation_strategies",
+        title="Simulated decoding steps: every strategy and both rings",
+        notes=(
+            *NOTES,
+            "Every rank's messages follow the library's own programs; bytes right compares what "
+            "the busiest rank sent with the formulas of the cost model (all-reduces by NCCL's tree "
+            "excepted).",
+        ),
+        environment=environment(),
+        rows=rows,
+        columns=columns(rows),
+        draw=lambda report, path: pictures.draw_strategies(rows, path),
+    )
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
@@ -150,104 +161,38 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     ]
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
-    result = []
-    for cluster in dict.fromkeys(row["cluster"] for row in rows):
-        of_cluster = [row for row in rows if row["cluster"] == cluster]
-        ratios = sorted(row["ring_over_tree"] for row in of_cluster)
-        wins: dict[str, list[str]] = {}
-        for row in of_cluster:
-            label = f"p={row['world_size']} B={row['batch']}"
-            if label not in wins.setdefault(row["best"], []):
-                wins[row["best"]].append(label)
-        slower = [row["name"] for row in of_cluster if row["ring_over_tree"] < 1]
-        result.append(
-            f"{cluster}: the best tree is {ratios[0]:,.1f} to {ratios[-1]:,.0f} times as fast as "
-            f"the ring{' (slower in: ' + ', '.join(slower) + ')' if slower else ''}; fastest: "
-            + "; ".join(f"{best} at {', '.join(labels)}" for best, labels in wins.items())
-            + "."
-        )
-    return result
+def memory_report(rows: Sequence[dict[str, Any]]) -> Report:
+    """Of one cluster, as memory depends on none but for its nodes."""
+    cluster = rows[0]["cluster"]
+    chosen = [row for row in rows if row["cluster"] == cluster]
 
+    def column(heading: str, text: Callable[[dict[str, Any]], str]) -> Column:
+        return Column(heading, [text(row) for row in chosen])
 
-def memory_sentences() -> list[str]:
-    result = []
-    for hidden in (2048, 4096):
-        tree, ring = memory_elements(64_000, 1, hidden // 128, 128)
-        result.append(
-            f"Peak memory (Eq. 8, 9), hidden size {hidden}, 64,000 keys per rank, 2 bytes per "
-            f"element: tree {2e-6 * tree:,.1f} MB, ring {2e-6 * ring:,.1f} MB, ring - tree "
-            f"{2e-6 * (ring - tree):,.1f} MB; Figure 4 measured {524 if hidden == 2048 else 1040} "
-            "MB."
-        )
-    return result
+    def megabytes(way: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{1e-6 * row['ways'][way]['peak_memory_bytes']:,.2f}"
 
-
-def published_sentences(published: Sequence[Any]) -> list[str]:
-    result = []
-    for c in published:
-        paper = "no number" if c.published is None else f"{c.published:,.2f} {c.unit}"
-        error = "" if c.error is None else f", relative error {c.error:+.0%}"
-        result.append(f"{c.what}: simulated {c.simulated:,.2f} {c.unit}, paper {paper}{error}.")
-    largest = published[len(FIGURE_3) - 1]
-    seconds = overhead_that_explains(largest.tree_seconds, largest.ring_seconds, FIGURE_3_RATIO)
-    result.append(
-        f"Figure 3's x8 would need {1e3 * seconds:,.0f} ms of fixed overhead in both arms: links "
-        "and memory alone make the ratio far larger."
+    return Report(
+        name="simulation_memory",
+        title=f"Peak memory of a decoding step on a rank, nodes as of {cluster}",
+        notes=(
+            "What the library allocates in a step on the rank that needs most, with its shard: "
+            "buffers that the communicator keeps and outputs; rings receive shards into two more.",
+        ),
+        environment=environment(),
+        rows=[
+            {
+                **{k: row[k] for k in ("name", "world_size", "keys", "batch", "wrong")},
+                "ways": {way: row["ways"][way]["peak_memory_bytes"] for way in ways()},
+            }
+            for row in chosen
+        ],
+        columns=[
+            column("ranks", lambda row: str(row["world_size"])),
+            column("keys of all ranks", lambda row: f"{row['keys']:,}"),
+            column("batch", lambda row: str(row["batch"])),
+            *(column(f"{way} MB", megabytes(way)) for way in ways()),
+        ],
+        summary=memory_sentences(),
+        draw=lambda report, path: pictures.draw_memory(chosen, path),
     )
-    return result
-
-
-def draw(report: Report, path: Path) -> None:
-    """The shapes of the paper's figures 3 and 4, and the strategies by ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = list(dict.fromkeys(row["cluster"] for row in report.rows))
-    figure, grid = pyplot.subplots(len(names), 3, figsize=(15, 3.9 * len(names)), squeeze=False)
-    for name, (contexts, ranks, exchanges) in zip(names, grid, strict=True):
-        rows = [row for row in report.rows if row["cluster"] == name and row["batch"] == 1]
-        reference = rows[0]["ways"][RING]["seconds"]
-        for world_size in [p for p in FIGURE_3 if any(row["world_size"] == p for row in rows)]:
-            of_world = [row for row in rows if row["world_size"] == world_size]
-            keys = [row["keys"] for row in of_world]
-            for way, line in (("best", "-o"), (RING, "--s")):
-                times = [
-                    row["ways"][row["best"] if way == "best" else way]["seconds"] / reference
-                    for row in of_world
-                ]
-                label = f"{'best tree' if way == 'best' else way}, {world_size} ranks"
-                contexts.plot(keys, times, line, label=label)
-        _label(
-            contexts,
-            f"{name}: by context",
-            "keys of all ranks",
-            "time / the ring's at the first point",
-        )
-        longest = [row for row in rows if row["keys"] == FIGURE_3_KEYS]
-        worlds = [row["world_size"] for row in longest]
-        for i, way in enumerate(ways()):
-            style = {"color": f"C{i}", "markersize": 3}
-            times = [1e3 * row["ways"][way]["seconds"] for row in longest]
-            if way == RING:
-                ranks.plot(worlds, times, "--s", label=f"{way} (others: at right)", **style)
-                continue
-            ranks.plot(worlds, times, "-o", **style)
-            only = [
-                1e6 * (row["ways"][way]["seconds"] - row["attention_seconds"]) for row in longest
-            ]
-            exchanges.plot(worlds, only, "-o", label=way, **style)
-        _label(ranks, f"{name}: {FIGURE_3_KEYS:,} keys", "ranks", "milliseconds")
-        _label(exchanges, f"{name}: without attention", "ranks", "microseconds")
-    figure.tight_layout()
-    figure.savefig(path, dpi=65)
-    pyplot.close(figure)
-
-
-def _label(axes: Any, title: str, x: str, y: str) -> None:
-    axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Pictures of the study: the shapes of the paper's figures 3 and 4, and the strategies by ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .programs import RING, ways
+from .published import FIGURE_3, FIGURE_3_KEYS
+
+Rows = Sequence[dict[str, Any]]
+
+
+def draw_contexts(rows: Rows, path: Path) -> None:
+    """Tree and ring by context, in the paper's worlds."""
+
+    def panel(axes: Any, of_cluster: Rows) -> None:
+        for i, world_size in enumerate(FIGURE_3):
+            of_world = [row for row in of_cluster if row["world_size"] == world_size]
+            keys = [row["keys"] for row in of_world]
+            for way, line in (("best", "-o"), (RING, "--s")):
+                times = [1e3 * _seconds(row, way) for row in of_world]
+                label = f"{'best tree' if way == 'best' else way}, {world_size} ranks"
+                axes.plot(keys, times, line, color=f"C{i}", markersize=4, label=label)
+
+    title = "Decoding steps by context: 16 heads of 128, one sequence, bfloat16"
+    _panels(rows, path, title, ("keys of all ranks", "milliseconds"), panel)
+
+
+def draw_strategies(rows: Rows, path: Path) -> None:
+    """What is not attention, by ranks."""
+
+    def panel(axes: Any, of_cluster: Rows) -> None:
+        longest = [row for row in of_cluster if row["keys"] == FIGURE_3_KEYS]
+        worlds = [row["world_size"] for row in longest]
+        for i, way in enumerate(way for way in ways() if way != RING):
+            times = [
+                1e6 * (row["ways"][way]["seconds"] - row["attention_seconds"]) for row in longest
+            ]
+            axes.plot(worlds, times, "-o", color=f"C{i}", markersize=4, label=way)
+
+    title = f"Decoding steps over {FIGURE_3_KEYS:,} keys without their attention"
+    _panels(rows, path, title, ("ranks", "microseconds"), panel)
+
+
+def _panels(
+    rows: Rows,
+    path: Path,
+    title: str,
+    axis_labels: tuple[str, str],
+    panel: Callable[[Any, Rows], None],
+) -> None:
+    """A panel for each cluster, with one legend for all."""
+    pyplot = _pyplot()
+    names = list(dict.fromkeys(row["cluster"] for row in rows))
+    num_columns = min(3, len(names))
+    num_rows = -(-len(names) // num_columns)
+    figure, grid = pyplot.subplots(
+        num_rows, num_columns, figsize=(4.6 * num_columns, 3.9 * num_rows + 0.8), squeeze=False
+    )
+    for name, axes in zip(names, grid.flat, strict=False):
+        panel(axes, [row for row in rows if row["cluster"] == name and row["batch"] == 1])
+        axes.set(xscale="log", yscale="log", xlabel=axis_labels[0], ylabel=axis_labels[1])
+        axes.set_title(name, loc="left")
+        axes.grid(alpha=0.3)
+    for axes in grid.flat[len(names) :]:
+        axes.remove()
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    figure.suptitle(title)
+    figure.legend(handles, labels, loc="lower center", ncols=min(4, num_columns + 1))
+    figure.tight_layout(rect=(0, 0.6 / figure.get_figheight(), 1, 1))
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def draw_memory(rows: Rows, path: Path) -> None:
+    """With the shard, by context; and beside it, by ranks."""
+    pyplot = _pyplot()
+    figure, (whole, beside) = pyplot.subplots(1, 2, figsize=(13, 5.5))
+    rows = [row for row in rows if row["batch"] == 1]
+    for i, world_size in enumerate(FIGURE_3):
+        of_world = [row for row in rows if row["world_size"] == world_size]
+        keys = [row["keys"] for row in of_world]
+        for way, line in ((RING, "--s"), ("best", "-o")):
+            sizes = [1e-6 * _of(row, way)["peak_memory_bytes"] for row in of_world]
+            label = f"{'best tree' if way == 'best' else way}, {world_size} ranks"
+            whole.plot(keys, sizes, line, color=f"C{i}", markersize=4, label=label)
+    whole.set(xlabel="keys of all ranks", ylabel="MB on a rank")
+    whole.set_title("with the shard", loc="left")
+    longest = [row for row in rows if row["keys"] == FIGURE_3_KEYS]
+    worlds = [row["world_size"] for row in longest]
+    for i, way in enumerate(ways()):
+        sizes = [
+            1e-6 * (row["ways"][way]["peak_memory_bytes"] - row["shard_bytes"]) for row in longest
+        ]
+        beside.plot(worlds, sizes, "-o", color=f"C{i}", markersize=4, label=way)
+    beside.set(xlabel="ranks", ylabel="MB on a rank")
+    beside.set_title(f"beside the shard, {FIGURE_3_KEYS:,} keys", loc="left")
+    for axes in (whole, beside):
+        axes.set(xscale="log", yscale="log")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.suptitle("Peak memory of a decoding step: 16 heads of 128, one sequence, bfloat16")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def _of(row: dict[str, Any], way: str) -> dict[str, Any]:
+    result: dict[str, Any] = row["ways"][row["best"] if way == "best" else way]
+    return result
+
+
+def _seconds(row: dict[str, Any], way: str) -> float:
+    return float(_of(row, way)["seconds"])
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
