@@ -72,17 +72,18 @@ def main(arguments: list[str]) -> int:
 
 
 def report_of(measured: dict[str, Any]) -> Report:
-    costs = {name: load_costs(part["costs"]) for name, part in measured.items()}
+    calibrations = {name: load_costs(part["costs"]) for name, part in measured.items()}
     of_one_link = {
-        LINKS[link]: costs[name]
+        LINKS[link]: calibration.costs
         for link in LINKS
-        if costs.get(name := f"{link}/{EXTRAPOLATED_FROM}") and LINKS[link].inside is None
+        if (calibration := calibrations.get(f"{link}/{EXTRAPOLATED_FROM}")) is not None
+        and LINKS[link].inside is None
     }
     rows = []
     for name, part in measured.items():
         for row in part["rows"]:
             wiring = LINKS[row["link"]]
-            add_predictions(row, wiring, costs[name], costs_of(wiring, of_one_link))
+            add_predictions(row, wiring, calibrations[name], costs_of(wiring, of_one_link))
             rows.append(row)
     return Report(
         name="cluster",

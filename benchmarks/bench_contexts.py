@@ -18,11 +18,11 @@ from rich.console import Console
 
 from tree_attention.bench.measure import load_warnings
 from tree_attention.bench.report import Report, environment, print_report, write
-from tree_attention.exchange.costs import Costs
+from tree_attention.exchange.costs import Calibration
 
 from .cluster import LINKS, Wiring, unsupported
 from .cluster_contexts import NOTES, RING, TREE, draw, summary
-from .cluster_model import add_predictions, shard_bytes, work_of
+from .cluster_model import add_predictions, shard_bytes
 from .cluster_rank import RINGS
 from .cluster_run import attention_seconds_per_key, load_costs, load_parts, run_cases, without_rows
 from .cluster_table import columns
@@ -104,19 +104,19 @@ def main(arguments: list[str]) -> int:
 def report_of(measured: dict[str, Any]) -> Report:
     rows = []
     for part in measured.values():
-        costs = load_costs(part["costs"])
+        calibration = load_costs(part["costs"])
         for row in part["rows"]:
-            add_predictions(row, LINKS[row["link"]], costs)
+            add_predictions(row, LINKS[row["link"]], calibration)
         rows += part["rows"]
-        if costs is not None:
-            rows += predicted_rows(part["rows"], costs)
+        if calibration is not None and part["rows"]:
+            rows += predicted_rows(part["rows"], calibration)
     return Report(
         name="contexts",
         title="Tree and ring decoding by context on emulated clusters",
         notes=NOTES,
         environment=environment(configurations=", ".join(measured)),
         rows=rows,
-        columns=columns(rows, extrapolated=False),
+        columns=columns(rows, {"predicted_seconds": "off by"}),
         summary=summary(rows, measured),
         warnings=load_warnings([part["other_load"] for part in measured.values()]),
         more={"configurations": without_rows(measured)},
@@ -124,32 +124,23 @@ def report_of(measured: dict[str, Any]) -> Report:
     )
 
 
-def predicted_rows(measured: list[dict[str, Any]], costs: Costs) -> list[dict[str, Any]]:
+def predicted_rows(
+    measured: list[dict[str, Any]], calibration: Calibration
+) -> list[dict[str, Any]]:
     """Of a configuration, those that were not measured."""
     like, done = measured[0], {row["keys"] for row in measured}
     rows = []
     for keys in CONTEXTS:
         if keys in done:
             continue
-        row = {
-            **like,
-            "name": f"{like['link']} p={like['world_size']} B=1 n={keys}",
-            "keys": keys,
-            "only_predicted": True,
-            "ways": {},
-            "wrong": False,
+        # auto chooses by the state, which is the same at any context.
+        ways = {
+            name: {"chosen": way["chosen"]} if "chosen" in way else {}
+            for name, way in like["ways"].items()
         }
-        attention = row["seconds_per_key"] * keys
-        for name, way in like["ways"].items():
-            chosen = {"chosen": way["chosen"]} if "chosen" in way else {}  # at any context
-            strategy = way.get("chosen", name)
-            work = work_of(strategy, LINKS[row["link"]], row["world_size"], 1, keys, attention)
-            row["ways"][name] = {
-                **chosen,
-                "predicted_seconds": work.seconds(costs),
-                "formula_bytes": work.bytes_sent,
-                "formula_rounds": work.rounds,
-            }
+        name = f"{like['link']} p={like['world_size']} B=1 n={keys}"
+        row = {**like, "name": name, "keys": keys, "only_predicted": True, "ways": ways}
+        add_predictions(row, LINKS[row["link"]], calibration)
         rows.append(row)
     return rows
 

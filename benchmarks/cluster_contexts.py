@@ -22,9 +22,9 @@ NOTES = (
     "as all ranks share few processors; states come from a formula, against which every result is "
     "checked. What travels is real: from 256k keys on, keys and values are sent from the same "
     "memory and received into two.",
-    "auto is tree_decode's default strategy, with constants that `python -m tree_attention "
-    "calibrate` fitted on the same configuration just before; predicted is the cost model with "
-    "those. The ring hides computing behind its transfers, or these behind computing.",
+    "auto is tree_decode's default strategy, with what `python -m tree_attention calibrate` "
+    "measured on the same configuration just before; predicted is the cost model with that. The "
+    "ring hides computing behind its transfers, or these behind computing.",
     "Bytes and rounds (collectives and rounds of messages) are counted on the rank that has most, "
     "and equal the formulas, or the row is WRONG; wire is what left the host's devices. Gb/s is of "
     "all ranks together: all packets go through one process of this machine, which ends at some "
@@ -34,7 +34,7 @@ NOTES = (
 
 def summary(rows: Sequence[dict[str, Any]], measured: dict[str, Any]) -> list[str]:
     sentences = link_sentences(measured)
-    sentences += error_sentence(rows, "predicted_seconds", "the same configuration")
+    sentences += error_sentence(rows, "predicted_seconds", "the prediction")
     for name in measured:
         of_this = sorted(
             (row for row in rows if f"{row['link']}/{row['world_size']}" == name),

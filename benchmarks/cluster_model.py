@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tree_attention.exchange import Topology
-from tree_attention.exchange.costs import Costs
+from tree_attention.exchange import Topology, strategies
+from tree_attention.exchange.costs import Calibration, Costs
 from tree_attention.exchange.state import Message
 from tree_attention.exchange.traffic import Case, Traffic, local, ring, to_ranks, traffic
 from tree_attention.ring import MANIFEST_BYTES
@@ -44,6 +44,10 @@ def message_of(batch: int) -> Message:
     return Message((batch, NUM_HEADS, 1), HEAD_DIM, torch.float32)
 
 
+def topology_of(wiring: Wiring, world_size: int) -> Topology:
+    return Topology.of([wiring.node(rank) for rank in range(world_size)])
+
+
 def shard_bytes(batch: int, keys: int) -> int:
     return 2 * batch * NUM_HEADS_KV * keys * HEAD_DIM * DTYPE.itemsize
 
@@ -52,7 +56,7 @@ def work_of(
     way: str, wiring: Wiring, world_size: int, batch: int, keys: int, attention: float = 0.0
 ) -> Work:
     """`attention`: seconds for the shard of `keys` keys of each sequence."""
-    topology = Topology.of([wiring.node(rank) for rank in range(world_size)])
+    topology = topology_of(wiring, world_size)
     message = message_of(batch)
     hops = world_size - 1
     far = topology.num_nodes > 1
@@ -95,21 +99,32 @@ def _rounds(strategy: str, topology: Topology) -> int:
 
 
 def add_predictions(
-    row: dict[str, Any], wiring: Wiring, costs: Costs | None, elsewhere: Costs | None = None
+    row: dict[str, Any],
+    wiring: Wiring,
+    calibration: Calibration | None,
+    elsewhere: Costs | None = None,
 ) -> None:
     """The model's times and the formulas' counts, to each way of a row.
 
-    `costs` are of the row's own configuration, `elsewhere` those of another number of ranks.
+    `calibration` is of the row's own configuration: "predicted" is what auto goes by, measured
+    exchanges where they cover the way, and "modelled" what its constants alone say. `elsewhere` are
+    constants of another number of ranks, for "extrapolated".
     """
-    batch, keys = row["batch"], row["keys"]
+    world_size, batch, keys = row["world_size"], row["batch"], row["keys"]
     attention = row["seconds_per_key"] * batch * keys
+    case = Case(topology_of(wiring, world_size), message_of(batch), DTYPE)
     for name, way in row["ways"].items():
         strategy = way.get("chosen", name)
-        work = work_of(strategy, wiring, row["world_size"], batch, keys, attention)
-        way["predicted_seconds"] = None if costs is None else work.seconds(costs)
+        work = work_of(strategy, wiring, world_size, batch, keys, attention)
+        modelled = None if calibration is None else work.seconds(calibration.costs)
+        predicted = modelled
+        if calibration is not None and strategy in strategies():
+            predicted = calibration.predict(strategy, case) + attention
+        way["predicted_seconds"], way["modelled_seconds"] = predicted, modelled
         way["extrapolated_seconds"] = None if elsewhere is None else work.seconds(elsewhere)
         way["formula_bytes"], way["formula_rounds"] = work.bytes_sent, work.rounds
-        row["wrong"] |= (way["bytes"], way["rounds"]) != (work.bytes_sent, work.rounds)
+        if "seconds" in way:
+            row["wrong"] |= (way["bytes"], way["rounds"]) != (work.bytes_sent, work.rounds)
 
 
 def costs_of(wiring: Wiring, calibrated: Mapping[Wiring, Costs]) -> Costs | None:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tree_attention import ring_decode, ring_pass_q_decode, tree_decode
-from tree_attention.bench.links import chosen_by_auto
+from tree_attention.bench.links import available_strategies, chosen_by_auto
 from tree_attention.exchange import Communicator
+from tree_attention.exchange.traffic import Case
 
 from .cluster_model import AUTO, message_of
 from .pretended_attention import DTYPE, HEAD_DIM, NUM_HEADS, merged, pretended, shard_of
@@ -92,7 +93,8 @@ def run_case(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     k, v = shard_of(rank, case["batch"], case["keys"], case.get("one_memory", False))
     expected = merged(q, world_size)
     # One communicator for each way, as changing the call would compare signatures again.
-    comms = {way: Communicator(timeout=_TIMEOUT) for way in case["ways"]}
+    possible = {*available_strategies(Communicator(timeout=_TIMEOUT)), AUTO, *RINGS}
+    comms = {way: Communicator(timeout=_TIMEOUT) for way in case["ways"] if way in possible}
 
     def decode(way: str) -> tuple[Tensor, Tensor]:
         if way in RINGS:
@@ -110,10 +112,10 @@ def run_case(case: dict[str, Any], seconds: float) -> dict[str, Any]:
 
         return once
 
-    timer = Timer({way: call(way) for way in case["ways"]})
+    timer = Timer({way: call(way) for way in comms})
     counts = {}
     with pretended(case["seconds_per_key"]):
-        for way in case["ways"]:
+        for way in comms:
             before = counts_of(way)
             if not timer.warm_up(way):
                 before = counts_of(way)  # without what the first call compares
@@ -122,11 +124,11 @@ def run_case(case: dict[str, Any], seconds: float) -> dict[str, Any]:
         timer.run(seconds, case["min_rounds"])
     ways = {
         way: _together(timer.times[way], counts[way], is_right(results[way], expected))
-        for way in case["ways"]
+        for way in comms
     }
     if AUTO in ways:
-        message = message_of(case["batch"])
-        ways[AUTO]["chosen"] = chosen_by_auto(comms[AUTO], message, DTYPE)
+        exchange = Case(comms[AUTO].topology, message_of(case["batch"]), DTYPE)
+        ways[AUTO]["chosen"] = chosen_by_auto(comms[AUTO], exchange)
     return ways
 
 

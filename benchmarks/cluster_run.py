@@ -18,7 +18,7 @@ import torch
 from tree_attention import lean_decode
 from tree_attention.bench.measure import Load
 from tree_attention.bench.report import environment
-from tree_attention.exchange.costs import COSTS_VARIABLE, Costs
+from tree_attention.exchange.costs import COSTS_VARIABLE, Calibration
 
 from .cluster import LINKS, Cluster
 from .cluster.probe import probe, spread
@@ -101,14 +101,14 @@ def row_of(
     }
 
 
-def load_costs(content: dict[str, Any] | None) -> Costs | None:
+def load_costs(content: dict[str, Any] | None) -> Calibration | None:
     """From what `run` keeps of a calibration."""
     if content is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "costs.json"
         path.write_text(json.dumps(content))
-        return Costs.load(path)
+        return Calibration.load(path)
 
 
 def load_parts(path: Path) -> dict[str, Any]:

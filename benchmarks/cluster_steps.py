@@ -23,12 +23,12 @@ NOTES = (
     "many calls.",
     "The attention itself is not computed, its states come from a formula, against which every "
     "result is checked. What travels is real.",
-    "auto: tree_decode's default strategy, with constants that `python -m tree_attention "
-    "calibrate` fitted on the same configuration just before; the way's name says which strategy "
-    "it took.",
-    "predicted: the cost model with those constants. from 4 ranks: by how much the model is off "
-    "with constants of 4 ranks of lan and of metro; two-level has those of lan inside nodes and of "
-    "metro between them.",
+    "auto: tree_decode's default strategy, with what `python -m tree_attention calibrate` "
+    "measured on the same configuration just before; the way's name says which strategy it took.",
+    "predicted: what auto goes by, which is calibrate's times of the same exchanges and, for rings "
+    "and between sizes, its cost model. constants alone: by how much that model is off without "
+    "those times. from 4 ranks: with constants of 4 ranks of lan and of metro; two-level has those "
+    "of lan inside nodes and of metro between them.",
     "Bytes and rounds (collectives and rounds of messages) are counted on the rank that has most, "
     "and equal the formulas, or the row is WRONG; wire is what left the host's devices, with "
     "headers and acknowledgements. Gb/s is of all ranks together: all packets go through one "
@@ -40,8 +40,12 @@ NOTES = (
 def summary(rows: Sequence[dict[str, Any]], measured: dict[str, Any]) -> list[str]:
     choices = [choice for row in rows if (choice := choice_of(row)) is not None]
     sentences = link_sentences(measured)
-    sentences += error_sentence(rows, "predicted_seconds", "the same configuration")
-    sentences += error_sentence(rows, "extrapolated_seconds", "4 ranks")
+    for prediction, origin in (
+        ("predicted_seconds", "what auto goes by"),
+        ("modelled_seconds", "the model with constants of the same configuration"),
+        ("extrapolated_seconds", "the model with constants of 4 ranks"),
+    ):
+        sentences += error_sentence(rows, prediction, origin)
     if choices:
         near = sum(choice["ratio"] <= 1.1 for choice in choices)
         equal = sum(choice["ratio"] <= 1.1 or choice["overlaps"] for choice in choices)
@@ -112,9 +116,9 @@ def _draw_predictions(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     limits: list[float] = []
     for name, color in _colors(rows).items():
         points = [
-            (1e3 * way["predicted_seconds"], 1e3 * way["median"])
+            (1e3 * way["modelled_seconds"], 1e3 * way["median"])
             for row in rows
-            if (way := row["ways"].get(name)) and way["predicted_seconds"] is not None
+            if (way := row["ways"].get(name)) and way["modelled_seconds"] is not None
         ]
         if points:
             axes.plot(*zip(*points, strict=True), ".", color=color, label=name)
@@ -124,7 +128,9 @@ def _draw_predictions(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
         axes.plot(ends, ends, "k-", linewidth=0.6)
         low, high = ([factor * x for x in ends] for factor in (0.8, 1.2))
         axes.fill_between(ends, low, high, alpha=0.1, color="k", linewidth=0)
-    axes.set(xscale="log", yscale="log", xlabel="predicted ms", ylabel="measured ms")
+    axes.set(
+        xscale="log", yscale="log", xlabel="modelled ms, by constants alone", ylabel="measured ms"
+    )
 
 
 def _draw_strategies(axes: Any, rows: Sequence[dict[str, Any]]) -> None:

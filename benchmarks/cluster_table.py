@@ -9,9 +9,17 @@ from typing import Any
 
 from tree_attention.bench.report import Column
 
+PREDICTIONS = {
+    "predicted_seconds": "off by",
+    "modelled_seconds": "constants alone",
+    "extrapolated_seconds": "from 4 ranks",
+}
 
-def columns(rows: Sequence[dict[str, Any]], extrapolated: bool = True) -> list[Column]:
-    """`extrapolated`: with a column for predictions from another number of ranks."""
+
+def columns(
+    rows: Sequence[dict[str, Any]], predictions: dict[str, str] = PREDICTIONS
+) -> list[Column]:
+    """`predictions`: headings of the columns that tell how far off they are."""
     lines = [(row, name, way) for row in rows for name, way in row["ways"].items()]
 
     def column(heading: str, text: Callable[[dict[str, Any], str, dict[str, Any]], str]) -> Column:
@@ -24,28 +32,22 @@ def columns(rows: Sequence[dict[str, Any]], extrapolated: bool = True) -> list[C
         as_formula = counted == (way["formula_bytes"], way["formula_rounds"])
         return "yes" if way["right"] and as_formula else "WRONG"
 
-    result = [
+    return [
         column("case", lambda row, name, way: row["name"]),
         column("way", lambda row, name, way: title(name, way)),
         column("ms", lambda row, name, way: milliseconds(way.get("median"))),
         column("p10 to p90", lambda row, name, way: _spread(way)),
         column("predicted ms", lambda row, name, way: milliseconds(way["predicted_seconds"])),
-        column("off by", lambda row, name, way: _error(way, "predicted_seconds")),
-        column(
-            "bytes sent", lambda row, name, way: _number(way.get("bytes", way["formula_bytes"]))
+        *(
+            column(heading, lambda row, name, way, kind=kind: _error(way, kind))
+            for kind, heading in predictions.items()
         ),
+        column("bytes sent", lambda row, name, way: _number(_counted(way, "bytes"))),
         column("wire bytes", lambda row, name, way: _number(way.get("wire_bytes"))),
         column("rounds", lambda row, name, way: _number(_counted(way, "rounds"))),
         column("Gb/s", lambda row, name, way: _rate(row, way)),
         column("right", lambda row, name, way: right(row, way)),
     ]
-    if extrapolated:
-        position = [column.heading for column in result].index("off by") + 1
-        result.insert(
-            position,
-            column("from 4 ranks", lambda row, name, way: _error(way, "extrapolated_seconds")),
-        )
-    return result
 
 
 def title(name: str, way: dict[str, Any]) -> str:
@@ -66,15 +68,15 @@ def errors(ways: Sequence[dict[str, Any]], prediction: str) -> list[float]:
     ]
 
 
-def error_sentence(rows: Sequence[dict[str, Any]], prediction: str, constants: str) -> list[str]:
+def error_sentence(rows: Sequence[dict[str, Any]], prediction: str, origin: str) -> list[str]:
+    """Nothing where there are no predictions."""
     ways = [way for row in rows for way in row["ways"].values()]
     off = errors(ways, prediction)
     if not off:
         return []
     return [
-        f"with constants of {constants} the model is off by {statistics.median(off):.0%} in the "
-        f"median of {len(off)} predictions, {sum(error <= 0.2 for error in off)} of them by at "
-        "most 20 %"
+        f"{origin} is off by {statistics.median(off):.0%} in the median of {len(off)} predictions, "
+        f"{sum(error <= 0.2 for error in off)} of them by at most 20 %"
     ]
 
 

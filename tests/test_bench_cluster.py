@@ -10,7 +10,7 @@ import pytest
 import torch
 from benchmarks import bench_cluster, bench_contexts, cluster_rank, pretended_attention
 from benchmarks.cluster import LINKS, Wiring
-from benchmarks.cluster_model import AUTO, add_predictions, costs_of, work_of
+from benchmarks.cluster_model import AUTO, add_predictions, costs_of, message_of, work_of
 from benchmarks.cluster_rank import RINGS
 from benchmarks.cluster_run import load_parts, row_of
 from benchmarks.cluster_steps import choice_of
@@ -18,7 +18,8 @@ from benchmarks.cluster_steps import choice_of
 from distributed import run_ranks
 from tree_attention import strategies
 from tree_attention.bench.report import write
-from tree_attention.exchange.costs import DEFAULT_COSTS, FORMAT, Costs
+from tree_attention.exchange.costs import DEFAULT_COSTS, FORMAT, Calibration, Costs
+from tree_attention.exchange.measured import MeasuredExchange, MeasuredExchanges
 from tree_attention.exchange.traffic import Traffic
 
 FREE = Costs(*[0.0] * 9)
@@ -42,7 +43,7 @@ def test_formulas_are_what_ranks_send(world_size: int, batch: int) -> None:
     assert list(ways) == case["ways"]
     # The ranks of this test share a host, as the first four of two-level share a node.
     row = row_of("two-level", world_size, case, ways)
-    add_predictions(row, LINKS["two-level"], FREE)
+    add_predictions(row, LINKS["two-level"], Calibration(FREE))
     assert not row["wrong"]
     for name, way in ways.items():
         assert way["right"] and len(way["seconds"]) >= 2 and min(way["seconds"]) > 0, name
@@ -132,9 +133,25 @@ def a_part(*rows: dict[str, Any], costs: Costs | None = FREE) -> dict[str, Any]:
 def test_other_bytes_than_the_formula_are_wrong() -> None:
     for counted, wrong in (({}, False), ({"bytes": 1}, True), ({"rounds": 7}, True)):
         row = a_row("lan", 8, {"all_gather": 1e-3}, **counted)
-        add_predictions(row, LINKS["lan"], FREE)
+        add_predictions(row, LINKS["lan"], Calibration(FREE))
         assert row["wrong"] == wrong
         assert row["ways"]["all_gather"]["predicted_seconds"] == 8e-9  # the attention alone
+
+
+def test_predictions_take_measured_exchanges() -> None:
+    """For strategies that were measured on the same ranks; the constants alone know none."""
+    rows = message_of(1).num_rows
+    exchange = MeasuredExchange("butterfly", rows, 128, 2e-3)
+    calibration = Calibration(DEFAULT_COSTS["gloo"], MeasuredExchanges("gloo", (0, 1), (exchange,)))
+    row = a_row("lan", 8, dict.fromkeys(("butterfly", "all_gather", "ring"), 1e-3))
+    add_predictions(row, LINKS["lan"], calibration, DEFAULT_COSTS["nccl"])
+    ways = row["ways"]
+    # Of a float32 result: a bf16 one is predicted to take as long, relative to the model.
+    assert ways["butterfly"]["predicted_seconds"] == pytest.approx(2e-3, rel=0.01)
+    assert ways["butterfly"]["modelled_seconds"] < 1e-3
+    for name in ("all_gather", "ring"):
+        assert ways[name]["predicted_seconds"] == pytest.approx(ways[name]["modelled_seconds"])
+        assert 0 < ways[name]["extrapolated_seconds"] < ways[name]["modelled_seconds"]
 
 
 def test_choices_are_compared_with_the_best_strategy() -> None:
@@ -172,7 +189,10 @@ def test_report_keeps_rows_of_other_runs(tmp_path: Path) -> None:
     write(report, tmp_path)
     assert (tmp_path / "cluster.png").stat().st_size > 1000
     table = (tmp_path / "cluster.md").read_text()
-    assert "| lan p=2 B=1 n=8 | butterfly | 1.00 | 0.92 to 1.16 (3) | 0.00 | -100 % |" in table
+    assert (
+        "| lan p=2 B=1 n=8 | butterfly | 1.00 | 0.92 to 1.16 (3) | 0.00 | -100 % | -100 % | - |"
+        in table
+    )
     assert "| lan p=2 B=1 n=8 | auto: all_gather | 2.00 |" in table
     again = load_parts(tmp_path / "cluster.json")
     assert list(again) == ["lan/2", "metro/2", "metro/4"]

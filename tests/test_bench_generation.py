@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from distributed import preload, run_ranks
 from tree_attention.bench.report import write
 
-preload("transformers")
+preload("transformers.generation.utils", "transformers.models.llama.modeling_llama")
 
 CONTEXT, TOKENS, LAYERS = 150, 2, 2
 NUM_HEADS_KV, HEAD_DIM = 2, 16

@@ -10,9 +10,8 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 
-from ..exchange import Communicator, Topology
+from ..exchange import Communicator, Topology, strategies
 from ..exchange.costs import COSTS_VARIABLE, choose, predict
-from ..exchange.state import Message
 from ..exchange.strategies import candidates
 from ..exchange.traffic import Case
 
@@ -73,20 +72,25 @@ def links_of(topology: Topology, times: Sequence[float], backend: str) -> str:
     return f"{backend} over {through}; a byte from rank 0 and back: {', '.join(texts)}"
 
 
-def chosen_by_auto(comm: Communicator, message: Message, out_dtype: torch.dtype) -> str:
-    """The strategy that "auto" takes for such states on a communicator that has been used."""
-    case = Case(comm.topology, message, out_dtype)
-    return choose(case, comm.costs(torch.device("cpu")))
+def available_strategies(comm: Communicator) -> list[str]:
+    """Those that can run on the host's tensors of these ranks; collective."""
+    comm.exchange(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1))  # which finds out
+    return [name for name in strategies() if name not in comm.unavailable]
+
+
+def chosen_by_auto(comm: Communicator, case: Case) -> str:
+    """The strategy that "auto" takes on a communicator that has been used."""
+    return choose(case, comm.costs(torch.device("cpu")), comm.unavailable)
 
 
 def choice_of(comm: Communicator, case: Case) -> str:
     """What "auto" takes for this exchange, and the predictions that made it."""
     costs = comm.costs(torch.device("cpu"))
-    chosen = chosen_by_auto(comm, case.message, case.out_dtype)
+    chosen = chosen_by_auto(comm, case)
     names = candidates(case.message.dtype, case.head_sharded, canonical=True)
-    times = predict(case, costs, names)
+    times = predict(case, costs, tuple(name for name in names if name not in comm.unavailable))
     predictions = ", ".join(
-        f"{name} {1e6 * times[name]:,.0f}" for name in sorted(names, key=times.__getitem__)
+        f"{name} {1e6 * times[name]:,.0f}" for name in sorted(times, key=times.__getitem__)
     )
     file = os.environ.get(COSTS_VARIABLE)
     source = f"those of {file}" if file else "shipped ones; measure your own with calibrate"
