@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import time
 from dataclasses import astuple, fields, replace
 from pathlib import Path
 from unittest import mock
@@ -14,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from distributed import run_ranks
 from tree_attention import ExchangeError, strategies, tree_decode
@@ -22,6 +25,7 @@ from tree_attention.cli import calibrate
 from tree_attention.cli.world import World
 from tree_attention.exchange import Communicator, Topology
 from tree_attention.exchange.calibration import Sample, fit
+from tree_attention.exchange.clocks import Clock
 from tree_attention.exchange.costs import (
     DEFAULT_COSTS,
     LINK_TYPES,
@@ -394,19 +398,35 @@ def test_constants_decide(tmp_path: Path) -> None:
     run_ranks(choose_by_file, 4, str(path))
 
 
-def calibrate_ranks(rank: int, world_size: int, out: str) -> Costs:
-    console = mock.Mock()
+def agree_on_time(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    with mock.patch.object(time, "perf_counter", lambda: time.monotonic() + 1000.0 * rank):
+        clock = Clock.agree(comm.link, torch.device("cpu"), time.monotonic() + 60.0)
+        now = clock.now()
+    # Hosts of one machine share a monotonic clock, and all ranks read rank 0's.
+    assert abs(clock.offset + 1000.0 * rank) < 10.0 and abs(now - time.monotonic()) < 10.0
+    assert rank > 0 or clock.offset == 0.0
+
+
+def test_ranks_agree_on_the_time() -> None:
+    run_ranks(agree_on_time, 3)
+
+
+def calibrate_ranks(rank: int, world_size: int, out: str) -> tuple[Calibration, str]:
+    console = Console(file=io.StringIO(), width=120)
     world = World(rank, world_size)
     with mock.patch.dict(os.environ, {"TREE_ATTENTION_NODE": str(rank // 2)}):
-        costs = calibrate.run(world, torch.device("cpu"), 0.0, Path(out), console)
-    assert console.print.called == (rank == 0)
-    return costs
+        calibration = calibrate.run(world, torch.device("cpu"), 0.0, Path(out), console)
+    return calibration, console.file.getvalue()
 
 
 def test_calibration(tmp_path: Path) -> None:
     out = tmp_path / "costs.json"
     results = run_ranks(calibrate_ranks, 4, str(out))
-    assert results == [Costs.load(out)] * 4
+    calibration = Calibration.load(out)
+    assert [found for found, _ in results] == [calibration] * 4
+    assert [bool(text) for _, text in results] == [True, False, False, False]
+    assert "Exchanges, until the last rank is done" in results[0][1]
     assert out.with_suffix(".png").stat().st_size > 0
     content = json.loads(out.read_text())
     assert content["measured_on"]["topology"] == "2 nodes of 2 ranks"
@@ -414,6 +434,18 @@ def test_calibration(tmp_path: Path) -> None:
     assert measured == {*strategies(), "all-gather", "all-to-all", "all-reduce", "merge",
                         "messages to all", "pairs of nodes", "pairs in a node"}  # fmt: skip
     assert all(sample["seconds"] > 0 for sample in content["samples"])
+    # Where it was measured, auto takes what was fastest.
+    assert calibration.measured is not None
+    assert (calibration.measured.backend, calibration.measured.nodes) == ("gloo", (0, 0, 1, 1))
+    for batch in (1, 4, 16, 64):
+        of_size = {
+            exchange.strategy: exchange.seconds
+            for exchange in calibration.measured.exchanges
+            if exchange.num_rows == 32 * batch
+        }
+        assert set(of_size) == set(strategies())
+        names = candidates(F32, False, canonical=True)
+        assert choose(case("aabb", 32 * batch), calibration) == min(names, key=of_size.__getitem__)
 
 
 def test_calibration_needs_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,28 +9,28 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from .._version import __version__
 from ..exchange import Communicator, strategies
-from ..exchange.calibration import Sample, fit, measure
-from ..exchange.costs import COSTS_VARIABLE, Costs, default_costs
+from ..exchange.calibration import Sample, calibrate
+from ..exchange.costs import COSTS_VARIABLE, Calibration, Costs
 from .world import World, joined_world
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tree_attention calibrate",
-        description="Times the operations of exchanges between the ranks of torchrun, fits the "
-        "cost model of strategy 'auto' to them and writes the constants to a file. Every rank of a "
-        f"job that is to use them needs {COSTS_VARIABLE}=FILE in its environment.",
+        description="Times exchanges between the ranks of torchrun and their operations, fits the "
+        "cost model of strategy 'auto' to them and writes constants and times to a file. Every "
+        f"rank of a job that is to use them needs {COSTS_VARIABLE}=FILE in its environment.",
     )
     parser.add_argument("--out", type=Path, default=Path("exchange_costs.json"), metavar="FILE")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: over NCCL")
     parser.add_argument(
-        "--seconds", type=float, default=0.5, help="for each operation and size (default 0.5)"
+        "--seconds", type=float, default=0.4, help="for each operation and size (default 0.4)"
     )
     parsed = parser.parse_args(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=120)
@@ -46,20 +46,26 @@ def main(arguments: list[str]) -> int:
         return 0
 
 
-def run(world: World, device: torch.device, seconds: float, out: Path, console: Console) -> Costs:
+def run(
+    world: World, device: torch.device, seconds: float, out: Path, console: Console
+) -> Calibration:
     """Measures and fits; rank 0 writes `out` and a picture beside it."""
     comm = Communicator()
-    samples = measure(comm, device, seconds)
-    # The slowest rank's times are on every rank, and so is what is fitted to them.
-    costs = fit(samples, default_costs(comm.link.backend(device)))
+    with Progress(console=console, transient=True, disable=not world.root) as bar:
+        task = bar.add_task("measuring", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        calibration, samples = calibrate(comm, device, seconds, progress)
+    costs = calibration.costs
     if world.root:
-        costs.save(
+        calibration.save(
             out,
             measured_on={
                 "tree_attention": __version__,
                 "torch": torch.__version__,
                 "host": platform.node(),
-                "backend": dist.get_backend(),
                 "device": device.type,
                 "ranks": world.size,
                 "topology": str(comm.topology),
@@ -73,11 +79,11 @@ def run(world: World, device: torch.device, seconds: float, out: Path, console: 
         errors = [abs(costs.seconds(s.work) / s.seconds - 1) for s in exchanges]
         console.print(f"{comm.topology}; median error of the model {np.median(errors):.0%}")
         console.print(f"wrote {out} and {picture}; to use it: export {COSTS_VARIABLE}={out}")
-    return costs
+    return calibration
 
 
 def table(samples: list[Sample], costs: Costs) -> Table:
-    result = Table(title="Exchanges, of the slowest rank", title_justify="left", box=None)
+    result = Table(title="Exchanges, until the last rank is done", title_justify="left", box=None)
     for heading in ("strategy", "bytes of a state", "measured us", "model us"):
         result.add_column(heading, justify="left" if heading == "strategy" else "right")
     for sample in samples:

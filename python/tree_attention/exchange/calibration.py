@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measuring the constants of `Costs`: timed operations, and the fit of the model to them."""
+"""Measuring what exchanges cost: timed operations and exchanges, and the model's fit to them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import merge_states
+from .clocks import Clock
 from .communicator import Communicator
-from .costs import Costs
+from .costs import Calibration, Costs, default_costs
+from .measured import MeasuredExchange, MeasuredExchanges
 from .messages import Messages
 from .state import Message
 from .strategies import strategies
@@ -25,9 +27,12 @@ from .traffic import Case, Traffic, all_reduce, all_to_all, local, ring, to_rank
 
 _HEAD_DIM = 128
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19)  # bytes of a message
-SHAPES = ((1, 32, 1, _HEAD_DIM), (16, 32, 1, _HEAD_DIM), (64, 32, 1, _HEAD_DIM))  # of an o
-_WARM_UP = 3
-_MIN_ROUNDS = 5
+BATCHES = (1, 4, 16, 64)  # of one query of 32 heads
+_NUM_HEADS = 32
+_WARM_UP = 2
+_MIN_ROUNDS, _MAX_ROUNDS = 5, 1000
+# Between two rounds, for all ranks to come to rest; of the time that the last one took.
+_PAUSE, _SLACK = 0.002, 0.3
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,16 @@ class Sample:
     operation: str
     num_bytes: int
     work: Traffic
-    seconds: float  # the median of the slowest rank's times
+    seconds: float  # the median, from the last rank's start to the last rank's end
 
 
-def measure(comm: Communicator, device: torch.device, seconds: float) -> list[Sample]:
-    """Times exchanges and what they are made of, `seconds` each; the same samples on all ranks.
+def calibrate(
+    comm: Communicator,
+    device: torch.device,
+    seconds: float,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> tuple[Calibration, list[Sample]]:
+    """Times exchanges and what they are made of, `seconds` each; the same result on all ranks.
 
     Collective, on a communicator of at least two ranks.
 
@@ -49,27 +59,43 @@ def measure(comm: Communicator, device: torch.device, seconds: float) -> list[Sa
         ExchangeError: a rank was lost or stalled.
     """
     comm.agree((("call", "calibrate"), ("device", device.type)))  # which also finds the nodes
-    samples = []
-    for num_bytes in SIZES:
-        for name, (work, run) in _operations(comm, num_bytes, device).items():
-            samples.append(Sample(name, num_bytes, work, _time(comm, name, run, device, seconds)))
+    backend, nodes = comm.backend(device), comm.topology.nodes
+    operations = [
+        (name, num_bytes, work, run)
+        for num_bytes in SIZES
+        for name, (work, run) in _operations(comm, num_bytes, device).items()
+    ]
     # Changing from one call to another compares signatures, which would be timed too.
-    exchanging = Communicator(comm.link.group, comm.timeout)
-    for shape in SHAPES:
-        message = Message(shape[:-1], shape[-1], torch.float32)
-        state = torch.ones(shape, device=device), torch.zeros(shape[:-1], device=device)
-        for name in strategies():
-            run = partial(_exchange, exchanging, state, name)
-            taken = _time(comm, name, run, device, seconds)
-            work = traffic(name, Case(comm.topology, message, torch.float32))
-            samples.append(Sample(name, message.num_bytes, work, taken))
-    return samples
+    exchanging = Communicator(comm.link.group, comm.timeout, nodes=nodes)
+    exchanging.exchange(torch.ones(1, 1, 1, 1, device=device), torch.ones(1, 1, 1, device=device))
+    names = [name for name in strategies() if name not in exchanging.unavailable]
+    clock = comm.call((("call", "calibrate clocks"),), partial(Clock.agree, comm.link, device))
+    total = len(operations) + len(BATCHES) * len(names)
+    samples: list[Sample] = []
+    measured = []
+    for name, num_bytes, work, run in operations:
+        taken = _time(comm, clock, name, run, device, seconds)
+        samples.append(Sample(name, num_bytes, work, taken))
+        progress(len(samples), total)
+    for batch in BATCHES:
+        shape = (batch, _NUM_HEADS, 1, _HEAD_DIM)
+        message = Message(shape[:-1], _HEAD_DIM, torch.float32)
+        case = Case(comm.topology, message, torch.float32, backend=backend)
+        o, lse = torch.ones(shape, device=device), torch.zeros(shape[:-1], device=device)
+        for name in names:
 
+            def exchange(
+                deadline: float, name: str = name, o: Tensor = o, lse: Tensor = lse
+            ) -> None:
+                exchanging.exchange(o, lse, name, timeout=deadline - time.monotonic())
 
-def _exchange(
-    comm: Communicator, state: tuple[Tensor, Tensor], strategy: str, deadline: float
-) -> None:
-    comm.exchange(*state, strategy, timeout=deadline - time.monotonic())
+            taken = _time(comm, clock, name, exchange, device, seconds)
+            samples.append(Sample(name, message.num_bytes, traffic(name, case), taken))
+            measured.append(MeasuredExchange(name, message.num_rows, _HEAD_DIM, taken))
+            progress(len(samples), total)
+    # The times are on every rank, and so is what is fitted to them.
+    costs = fit(samples, default_costs(backend))
+    return Calibration(costs, MeasuredExchanges(backend, nodes, tuple(measured))), samples
 
 
 Operation = tuple[Traffic, Callable[[float], object]]
@@ -77,6 +103,7 @@ Operation = tuple[Traffic, Callable[[float], object]]
 
 def _operations(comm: Communicator, num_bytes: int, device: torch.device) -> dict[str, Operation]:
     link, topology, world_size = comm.link, comm.topology, comm.world_size
+    backend = comm.backend(device)
     send = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     receive = torch.zeros(world_size, num_bytes, dtype=torch.uint8, device=device)
     parts = torch.zeros_like(receive)
@@ -88,15 +115,15 @@ def _operations(comm: Communicator, num_bytes: int, device: torch.device) -> dic
     merged = message.views(torch.zeros(message.num_bytes, dtype=torch.uint8, device=device))
     operations: dict[str, Operation] = {
         "all-gather": (
-            ring(topology, num_bytes),
+            ring(topology, num_bytes, backend),
             lambda deadline: link.all_gather(receive, send, deadline),
         ),
         "all-to-all": (
-            all_to_all(topology, num_bytes),
+            all_to_all(topology, num_bytes, backend),
             lambda deadline: link.all_to_all(receive, parts, deadline),
         ),
         "all-reduce": (
-            all_reduce(topology, num_bytes),
+            all_reduce(topology, num_bytes, backend),
             lambda deadline: link.all_reduce(numbers, dist.ReduceOp.SUM, deadline),
         ),
         "merge": (
@@ -104,19 +131,22 @@ def _operations(comm: Communicator, num_bytes: int, device: torch.device) -> dic
             lambda deadline: merge_states(o_parts, lse_parts, out=merged),
         ),
     }
-    for name, (ranks, work) in _peers(comm.rank, topology, num_bytes).items():
+    for name, (ranks, work) in _peers(comm.rank, topology, num_bytes, backend).items():
         buffers = {rank: receive[rank] for rank in ranks}
         step = Messages(link, buffers, dict.fromkeys(ranks, send), 0, device)
         operations[name] = (work, step.run)
     return operations
 
 
-def _peers(rank: int, topology: Topology, num_bytes: int) -> dict[str, tuple[list[int], Traffic]]:
+def _peers(
+    rank: int, topology: Topology, num_bytes: int, backend: str
+) -> dict[str, tuple[list[int], Traffic]]:
     """Rounds of messages: with everybody, and in pairs inside a node and between nodes."""
     world_size = topology.world_size
     others = [other for other in range(world_size) if other != rank]
     far = world_size - min(topology.node_sizes)
-    peers = {"messages to all": (others, to_ranks(world_size - 1 - far, far, num_bytes))}
+    work = to_ranks(world_size - 1 - far, far, num_bytes, backend)
+    peers = {"messages to all": (others, work)}
     for distance in (1 << level for level in range((world_size - 1).bit_length())):
         pairs = [(r, r ^ distance) for r in range(world_size) if r ^ distance < world_size]
         are_far = {topology.nodes[a] != topology.nodes[b] for a, b in pairs}
@@ -124,40 +154,43 @@ def _peers(rank: int, topology: Topology, num_bytes: int) -> dict[str, tuple[lis
             continue  # some pairs near, some not
         is_far = are_far == {True}
         peer = [rank ^ distance] if rank ^ distance < world_size else []
-        work = to_ranks(0, 1, num_bytes) if is_far else to_ranks(1, 0, num_bytes)
+        work = to_ranks(int(not is_far), int(is_far), num_bytes, backend)
         peers.setdefault("pairs of nodes" if is_far else "pairs in a node", (peer, work))
     return peers
 
 
 def _time(
     comm: Communicator,
+    clock: Clock,
     name: str,
     run: Callable[[float], object],
     device: torch.device,
     seconds: float,
 ) -> float:
-    """The median time of the rank that takes longest, for as many rounds as fit."""
-    tensor = torch.zeros(1, dtype=torch.float64, device=device)
+    """The median of as many rounds as fit, which all ranks begin at agreed times."""
 
-    def slowest(value: float, deadline: float) -> float:
-        # Also brings the ranks into step.
-        tensor.fill_(value)
+    def largest(values: Sequence[float], deadline: float) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=device)
         comm.link.all_reduce(tensor, dist.ReduceOp.MAX, deadline)
-        return float(tensor)
-
-    def timed(deadline: float) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        run(deadline)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - begin
+        return tensor.tolist()
 
     def rounds(deadline: float) -> float:
-        a_round = max(slowest(timed(deadline), deadline) for _ in range(_WARM_UP))
-        count = max(_MIN_ROUNDS, min(int(seconds / a_round), 1000))
-        return float(np.median([slowest(timed(deadline), deadline) for _ in range(count)]))
+        run(deadline)  # which prepares it
+        begin = clock.now()
+        for _ in range(_WARM_UP):
+            run(deadline)
+        [a_round] = largest([(clock.now() - begin) / _WARM_UP], deadline)
+        interval = (1 + _SLACK) * a_round + _PAUSE
+        count = max(_MIN_ROUNDS, min(int(seconds / interval), _MAX_ROUNDS))
+        [last] = largest([clock.now()], deadline)
+        starts, ends = [], []
+        for i in range(1, count + 1):
+            time.sleep(max(0.0, last + i * interval - clock.now()))
+            starts.append(clock.now())
+            run(deadline)
+            ends.append(clock.now())
+        times = np.array(largest(starts + ends, deadline)).reshape(2, count)
+        return float(np.median(times[1] - times[0]))
 
     return comm.call((("call", f"calibrate {name}"),), rounds, comm.timeout + 10 * seconds)
 
