@@ -43,6 +43,7 @@ CUDA_SOURCES = [
     "csrc/cuda/workspaces.cpp",
     "csrc/cuda/merge_states.cu",
     "csrc/cuda/merge_states_cuda.cpp",
+    "csrc/cuda/one_shot.cu",
 ]
 # The published schedules over the same inner loop, for benchmarks/bench_decode.py.
 ABLATION_SOURCES = [

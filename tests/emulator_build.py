@@ -23,7 +23,7 @@ TESTS = [
 ]
 LAUNCHES = [
     Path("csrc/cuda") / name
-    for name in ("ablations.cu", "check_pages.cu", "launch.cu", "merge_states.cu")
+    for name in ("ablations.cu", "check_pages.cu", "launch.cu", "merge_states.cu", "one_shot.cu")
 ]
 INSTANCES = sorted(
     path.relative_to(ROOT) for path in (ROOT / "csrc/cuda/instantiations").glob("lean_decode_*.cu")

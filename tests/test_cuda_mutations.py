@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tests of the tests: each of these mistakes in a copy of the kernels must be found by the decode
-cases on the emulated device, some of them only under ThreadSanitizer."""
+"""Tests of the tests: each of these mistakes in a copy of the kernels must be found by the cases on
+the emulated device, some of them only under ThreadSanitizer."""
 
 import os
 import shutil
@@ -17,6 +17,27 @@ from compilation import ROOT, Compiler
 
 
 @dataclass(frozen=True)
+class Target:
+    """What mutants are of: the source that is compiled again, and the cases that must fail."""
+
+    source: Path
+    cases: tuple[str, ...]
+    thread_cases: tuple[str, ...]
+
+
+# Of the decode kernels the one that the short cases need.
+DECODE = Target(
+    Path("csrc/cuda/instantiations/lean_decode_bf16_64.cu"), ("decode_short",), ("decode_short",)
+)
+ONE_SHOT = Target(
+    Path("csrc/cuda/one_shot.cu"),
+    tuple(f"one_shot_{name}" for name in
+          ("worlds", "epochs", "missing_rank", "abort", "sizes_that_differ")),
+    ("one_shot_short",),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Mutation:
     name: str
     file: str  # in csrc
@@ -24,6 +45,11 @@ class Mutation:
     new: str
     # Whether the emulated device may give right results.
     only_thread_sanitizer: bool = False
+    target: Target = DECODE
+
+
+def one_shot(name: str, old: str, new: str, only_thread_sanitizer: bool = False) -> Mutation:
+    return Mutation(name, "cuda/one_shot.cu", old, new, only_thread_sanitizer, ONE_SHOT)
 
 
 MUTATIONS = [
@@ -248,10 +274,82 @@ MUTATIONS = [
         "        sum[i] *= factor[i];\n",
         "",
     ),
+    # The one-shot exchange.
+    one_shot(
+        "flags are raised before all threads have sent",
+        "  __syncthreads();  // the flags speak for all threads\n",
+        "",
+    ),
+    one_shot(
+        "flags release nothing",
+        "store_release_system(flag_in(peer, p_.rank), value);",
+        "__atomic_store_n(flag_in(peer, p_.rank), value, __ATOMIC_RELAXED);",
+        only_thread_sanitizer=True,
+    ),
+    one_shot(
+        "waits acquire nothing",
+        "const uint64_t value = load_acquire_system(flag);",
+        "load_acquire_system(&p_.host->timeout);"
+        " const uint64_t value = __atomic_load_n(flag, __ATOMIC_RELAXED);",
+        only_thread_sanitizer=True,
+    ),
+    one_shot(
+        "threads merge before the waiting ones have seen the flags",
+        "  __syncthreads();  // all threads see what the waiting ones saw\n",
+        "",
+    ),
+    one_shot(
+        "one slot for all epochs",
+        "(parity() * p_.world_size + source) * p_.slot_bytes",
+        "source * p_.slot_bytes",
+    ),
+    one_shot(
+        "one flag for all epochs",
+        "const int block = parity() * kOneShotMaxBlocks + ",
+        "const int block = ",
+    ),
+    one_shot(
+        "flags of any epoch are taken",
+        "if (value == expected) return",
+        "if (value != 0) return",
+    ),
+    one_shot(
+        "states are merged in the order of sending",
+        "const char* slot = slot_in(p_.rank, source);",
+        "const char* slot = slot_in(p_.rank, (p_.rank + source) % p_.world_size);",
+    ),
+    one_shot(
+        "a missing rank is waited for without end",
+        "now - begin > load_acquire_system(&p_.host->timeout)",
+        "now < begin",
+    ),
+    one_shot(
+        "an abort is not heard",
+        "if (load_acquire_system(&p_.host->aborted) != 0)",
+        "if (now < begin)",
+    ),
+    one_shot(
+        "other sizes are taken for a missing rank",
+        "if (value >> 32 == epoch_) return",
+        "if (value >> 32 == ~epoch_) return",
+    ),
+    one_shot(
+        "a result is given although a rank is missing",
+        "  if (*all_came) {\n",
+        "  if (*all_came < 2) {\n",
+    ),
+    one_shot(
+        "a failed rank goes on",
+        "if (control.failed != 0) {",
+        "if (control.failed == UINT32_MAX) {",
+    ),
+    one_shot(
+        "the first block to end changes the epoch",
+        "if (atomic_inc_acq_rel(&control.arrived, gridDim.x - 1) == gridDim.x - 1) {",
+        "if (atomic_inc_acq_rel(&control.arrived, gridDim.x - 1) == 0) {",
+    ),
 ]
 
-# Mutants are of one instance of the kernel, the one that the short cases need.
-INSTANCE = Path("csrc/cuda/instantiations/lean_decode_bf16_64.cu")
 LINK_FLAGS = ["-no-pie", "-Wl,--unresolved-symbols=ignore-in-object-files"]
 TIME_LIMIT = 60
 
@@ -261,17 +359,17 @@ class Kind:
     compiler: Compiler
     launcher: tuple[str, ...] = ()
 
-    def build(self, compiler: Compiler, name: str) -> Path:
-        """The program with the instance that `compiler` makes."""
-        rest = self.compiler.compile(
-            [*emulator_build.EMULATOR, *emulator_build.TESTS, *emulator_build.LAUNCHES]
-        )
+    def build(self, compiler: Compiler, name: str, target: Target) -> Path:
+        """The program with what `compiler` makes of the target's source."""
+        sources = [*emulator_build.EMULATOR, *emulator_build.TESTS, *emulator_build.LAUNCHES]
+        rest = self.compiler.compile([source for source in sources if source != target.source])
         # First: of inline functions and templates the linker takes the first it meets.
-        return compiler.link(name, [*compiler.compile([INSTANCE]), *rest], LINK_FLAGS)
+        return compiler.link(name, [*compiler.compile([target.source]), *rest], LINK_FLAGS)
 
-    def run(self, program: Path) -> str:
+    def run(self, program: Path, target: Target) -> str:
         """The error that the program reports, or nothing."""
-        command = [*self.launcher, str(program), "decode_short"]
+        cases = target.thread_cases if self is THREAD else target.cases
+        command = [*self.launcher, str(program), *cases]
         environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
         try:
             result = subprocess.run(
@@ -316,7 +414,7 @@ def report(mutation: Mutation, folder: Path) -> str:
         for flag in kind.compiler.flags
     ]
     mutant = Compiler(folder, [*flags, "-O0", "-g0"], root=folder)
-    return kind.run(kind.build(mutant, "tests"))
+    return kind.run(kind.build(mutant, "tests", mutation.target), mutation.target)
 
 
 @pytest.fixture(scope="module")
@@ -326,9 +424,11 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Mutation,
         pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.parametrize("target", [DECODE, ONE_SHOT], ids=["decode", "one_shot"])
 @pytest.mark.parametrize("kind", [PLAIN, THREAD], ids=["plain", "thread"])
-def test_without_mutation(kind: Kind) -> None:
-    assert kind.run(kind.build(kind.compiler, "short")) == ""
+def test_without_mutation(kind: Kind, target: Target) -> None:
+    name = f"without_mutation_{target.source.stem}"
+    assert kind.run(kind.build(kind.compiler, name, target), target) == ""
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

@@ -14,17 +14,7 @@ constexpr int kValues = 4;  // of o per thread
 constexpr int kColumns = 32 * kValues;
 
 // A lane's columns are 32 apart: then a warp reads neighbours whatever the alignment.
-struct State {
-  float o[kValues];
-  float lse;
-
-  __device__ void merge_with(const State& upper) {
-    const Merge merged = merge(lse, upper.lse);
-    lse = merged.lse;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) o[i] = merged(o[i], upper.o[i]);
-  }
-};
+using State = RowState<kValues>;
 
 // Chunks are merged in registers, their states on a stack in shared memory.
 __host__ __device__ int64_t num_chunks(const MergeParams& p) {

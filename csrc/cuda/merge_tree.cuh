@@ -8,6 +8,20 @@
 
 namespace tree_attention::cuda {
 
+// Some columns of a row's state.
+template <int kColumns>
+struct RowState {
+  float o[kColumns];
+  float lse;
+
+  __device__ void merge_with(const RowState& upper) {
+    const Merge merged = merge(lse, upper.lse);
+    lse = merged.lse;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) o[i] = merged(o[i], upper.o[i]);
+  }
+};
+
 // A chunk: parts that a thread loads before it merges the first two.
 constexpr int kPartsInFlight = 8;
 

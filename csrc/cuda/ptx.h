@@ -145,4 +145,24 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
   return value;
 }
 
+// The same for a wait on another device or on the host.
+__device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// 9.7.9.11 (st.release): what came before, also in threads that met this one at a barrier, is seen
+// by whoever acquires the value on any device or on the host.
+__device__ __forceinline__ void store_release_system(uint64_t* address, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+// 10 (%globaltimer): nanoseconds, in steps of about a microsecond.
+__device__ __forceinline__ uint64_t globaltimer() {
+  uint64_t nanoseconds;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds));
+  return nanoseconds;
+}
+
 }  // namespace tree_attention::cuda

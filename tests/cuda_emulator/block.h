@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <source_location>
 #include <vector>
@@ -62,8 +63,23 @@ struct Warp {
   void* operands[kWarpSize];
 };
 
+// A launch.
+struct Grid {
+  unsigned num_blocks, num_threads;
+  size_t shared_bytes;
+  std::function<void()> kernel;
+  Grid* before = nullptr;       // on the same stream, which must have ended
+  std::vector<unsigned> order;  // of blocks
+  size_t begun = 0, ended = 0;  // of them
+  char end;                     // what threads release at their end
+
+  bool has_ended() const {
+    return ended == num_blocks && (before == nullptr || before->has_ended());
+  }
+};
+
 struct Block {
-  Block(unsigned index, size_t shared_bytes) : index(index), shared_bytes(shared_bytes) {
+  Block(Grid* grid, unsigned index) : grid(grid), index(index), shared_bytes(grid->shared_bytes) {
     const size_t size = (shared_bytes + kRedzone + kSharedAlignment - 1) & ~(kSharedAlignment - 1);
     shared.reset(static_cast<char*>(std::aligned_alloc(kSharedAlignment, size)));
     std::memset(shared.get(), kPoison, size);
@@ -77,6 +93,7 @@ struct Block {
     return std::all_of(end, end + kRedzone, [](unsigned char x) { return x == kPoison; });
   }
 
+  Grid* grid;
   unsigned index;
   size_t shared_bytes;
   struct Free {

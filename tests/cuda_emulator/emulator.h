@@ -113,11 +113,12 @@ inline int __any_sync(unsigned mask, int predicate,
 
 namespace tree_attention::cuda {
 
-// The launch of launch_kernel.h; it is over when this returns.
+// The launch of launch_kernel.h.
 template <typename Params>
 cudaError_t launch_kernel(void (*kernel)(Params), unsigned num_blocks, unsigned num_threads,
-                          size_t shared_bytes, cudaStream_t, const Params& params) {
-  emulator::launch(num_blocks, num_threads, shared_bytes, [&] { kernel(params); });
+                          size_t shared_bytes, cudaStream_t stream, const Params& params) {
+  emulator::launch(num_blocks, num_threads, shared_bytes, stream,
+                   [kernel, params] { kernel(params); });
   return cudaSuccess;
 }
 

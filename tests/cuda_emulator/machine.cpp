@@ -7,6 +7,7 @@
 #include <exception>
 #include <memory>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "block.h"
@@ -34,33 +35,32 @@ bool same_line(const std::source_location& a, const std::source_location& b) {
   return a.line() == b.line() && same_text(a.file_name(), b.file_name());
 }
 
-// One call of launch().
-class Launch {
+// Grids in the order of their launches; those of a stream may lie between others'.
+using Grids = std::vector<std::unique_ptr<Grid>>;
+
+// The device while it runs some launches.
+class Run {
  public:
-  Launch(unsigned num_blocks, unsigned num_threads, size_t shared_bytes,
-         const std::function<void()>& kernel)
-      : num_threads_(num_threads),
-        shared_bytes_(shared_bytes),
-        kernel_(kernel),
-        random_(options().seed) {
-    order_.resize(num_blocks);
-    std::iota(order_.begin(), order_.end(), 0u);
-    for (unsigned i = num_blocks; i > 1; --i) std::swap(order_[i - 1], order_[random_.below(i)]);
+  explicit Run(const Grids& grids) : grids_(grids), random_(options().seed) {
+    for (const auto& grid : grids) {
+      auto& order = grid->order;
+      order.resize(grid->num_blocks);
+      std::iota(order.begin(), order.end(), 0u);
+      for (unsigned i = grid->num_blocks; i > 1; --i) {
+        std::swap(order[i - 1], order[random_.below(i)]);
+      }
+    }
     // From warps that change at every opportunity to warps that run until they must wait.
     switch_period_ = 1u << 2 * random_.below(9);
   }
 
   void run() {
-    size_t next = 0;
-    while (next < order_.size() || !blocks_.empty()) {
-      while (next < order_.size() && blocks_.size() < size_t(options().resident_blocks)) {
-        begin_block(order_[next++]);
-      }
+    for (begin_blocks(); !blocks_.empty(); begin_blocks()) {
       switch_to(next_thread(), os_thread_);
       if (error_) break;
       end_block();
     }
-    acquire(&end_);
+    for (const auto& grid : grids_) acquire(&grid->end);
     if (error_) std::rethrow_exception(error_);
   }
 
@@ -94,7 +94,7 @@ class Launch {
     Block& block = *current->warp->block;
     void* object = block.barrier.object();
     release(object);
-    if (arrive(block.barrier, "__syncthreads", where) == num_threads_) {
+    if (arrive(block.barrier, "__syncthreads", where) == block.grid->num_threads) {
       close(block.barrier);
       for (auto& warp : block.warps) wake(*warp);
       change_thread();
@@ -111,20 +111,31 @@ class Launch {
       current->where = where;
       fail("livelock: nothing but acquire loads", where);
     }
-    change_thread();
+    // Who waits gives way to other warps, however seldom they change.
+    change_thread(at_what == At::kAcquireLoad);
   }
 
   bool coin() { return random_.below(2) == 0; }
 
-  static inline Launch* running = nullptr;
+  static inline Run* running = nullptr;
   static inline Thread* current = nullptr;
 
  private:
-  void begin_block(unsigned index) {
+  void begin_blocks() {
+    const size_t max_resident = options().resident_blocks;
+    for (const auto& grid : grids_) {
+      if (grid->before != nullptr && !grid->before->has_ended()) continue;
+      while (grid->begun < grid->num_blocks && grid->begun - grid->ended < max_resident) {
+        begin_block(*grid, grid->order[grid->begun++]);
+      }
+    }
+  }
+
+  void begin_block(Grid& grid, unsigned index) {
     ++counters().blocks;
-    blocks_.push_back(std::make_unique<Block>(index, shared_bytes_));
+    blocks_.push_back(std::make_unique<Block>(&grid, index));
     Block& block = *blocks_.back();
-    for (unsigned first = 0; first < num_threads_; first += kWarpSize) {
+    for (unsigned first = 0; first < grid.num_threads; first += kWarpSize) {
       block.warps.push_back(std::make_unique<Warp>());
       Warp& warp = *block.warps.back();
       warp.block = &block;
@@ -136,28 +147,31 @@ class Launch {
   }
 
   void end_block() {
-    const auto ended = std::find_if(blocks_.begin(), blocks_.end(), [this](const auto& block) {
-      return block->ended_threads == num_threads_;
+    const auto ended = std::find_if(blocks_.begin(), blocks_.end(), [](const auto& block) {
+      return block->ended_threads == block->grid->num_threads;
     });
     if (!(*ended)->redzone_is_whole()) {
       throw Error("block " + std::to_string((*ended)->index) + " wrote beyond its " +
-                  std::to_string(shared_bytes_) + " bytes of shared memory");
+                  std::to_string((*ended)->shared_bytes) + " bytes of shared memory");
     }
+    ++(*ended)->grid->ended;
     blocks_.erase(ended);
   }
 
   static void run_thread(void* argument) {
     Thread& thread = *static_cast<Thread*>(argument);
-    Launch& launch = *running;
+    Run& run = *running;
+    Grid& grid = *thread.warp->block->grid;
+    if (grid.before != nullptr) acquire(&grid.before->end);
     try {
-      launch.kernel_();
-      launch.end_thread(thread);
+      grid.kernel();
+      run.end_thread(thread);
     } catch (...) {
-      launch.error_ = std::current_exception();
-      release(&launch.end_);
+      run.error_ = std::current_exception();
+      release(&grid.end);
     }
     const Hidden hidden;
-    Fiber::resume(launch.os_thread_, thread.fiber);
+    Fiber::resume(run.os_thread_, thread.fiber);
   }
 
   // Returns in the last thread of a block.
@@ -165,11 +179,12 @@ class Launch {
     if (!thread.copies.empty()) {
       fail("a thread ends with copies that it has not waited for", thread.where);
     }
-    release(&end_);
+    Block& block = *thread.warp->block;
+    release(&block.grid->end);
     const Hidden hidden;
     thread.ended = true;
     thread.waits_for = "the end";
-    if (++thread.warp->block->ended_threads < num_threads_) {
+    if (++block.ended_threads < block.grid->num_threads) {
       wait();
     } else {
       leave();
@@ -235,14 +250,15 @@ class Launch {
     --warp.block->runnable_warps;
   }
 
-  void change_thread() {
-    Thread& next = next_thread();
+  void change_thread(bool gives_way = false) {
+    Thread& next = next_thread(gives_way);
     if (&next != current) switch_to(next, current->fiber);
   }
 
-  Thread& next_thread() {
+  Thread& next_thread(bool gives_way = false) {
     Warp* warp = current == nullptr ? nullptr : current->warp;
-    if (warp == nullptr || warp->runnable == 0 || random_.below(switch_period_) == 0) {
+    const uint32_t period = gives_way ? std::min(switch_period_, 2u) : switch_period_;
+    if (warp == nullptr || warp->runnable == 0 || random_.below(period) == 0) {
       warp = runnable_[random_.below(static_cast<uint32_t>(runnable_.size()))];
     }
     const int first = static_cast<int>(random_.below(kWarpSize));
@@ -261,8 +277,11 @@ class Launch {
   void set_current(Thread* thread) {
     current = thread;
     if (thread == nullptr) return;
+    const Block& block = *thread->warp->block;
     threadIdx.x = thread->index;
-    blockIdx.x = thread->warp->block->index;
+    blockIdx.x = block.index;
+    blockDim.x = block.grid->num_threads;
+    gridDim.x = block.grid->num_blocks;
   }
 
   // "threads 0-30 wait for __syncthreads at a.cuh:3; threads 31 wait for the end"
@@ -292,19 +311,31 @@ class Launch {
     return text;
   }
 
-  const unsigned num_threads_;
-  const size_t shared_bytes_;
-  const std::function<void()>& kernel_;
+  const Grids& grids_;
   Random random_;
   unsigned switch_period_;
-  std::vector<unsigned> order_;  // of blocks
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Warp*> runnable_;
   Fiber os_thread_;
   std::exception_ptr error_;
   int64_t acquire_loads_ = 0;  // since something else happened
-  char end_;                   // what threads release at their end
 };
+
+// Launches that wait for Streams::run.
+struct Waiting {
+  Grids grids;
+  std::vector<const void*> streams;  // of each
+};
+std::unique_ptr<Waiting> waiting;
+
+void run(const Grids& grids) {
+  Run run(grids);
+  struct Running {
+    explicit Running(Run* run) { Run::running = run; }
+    ~Running() { Run::running = nullptr; }
+  } const running(&run);
+  run.run();
+}
 
 }  // namespace
 
@@ -318,26 +349,47 @@ Counters& counters() {
   return counters;
 }
 
-void launch(unsigned num_blocks, unsigned num_threads, size_t shared_bytes,
-            const std::function<void()>& kernel) {
-  if (Launch::running != nullptr) throw Error("a launch within a launch");
+void launch(unsigned num_blocks, unsigned num_threads, size_t shared_bytes, const void* stream,
+            std::function<void()> kernel) {
+  if (Run::running != nullptr) throw Error("a launch within a launch");
   if (num_threads == 0 || num_threads % kWarpSize != 0) {
     throw Error("blocks are whole warps here, not " + std::to_string(num_threads) + " threads");
   }
   if (options().resident_blocks < 1) throw Error("no resident blocks");
   const Hidden hidden;
-  blockDim.x = num_threads;
-  gridDim.x = num_blocks;
-  Launch launch(num_blocks, num_threads, shared_bytes, kernel);
-  struct Running {
-    explicit Running(Launch* launch) { Launch::running = launch; }
-    ~Running() { Launch::running = nullptr; }
-  } const running(&launch);
-  launch.run();
+  auto grid = std::make_unique<Grid>();
+  grid->num_blocks = num_blocks;
+  grid->num_threads = num_threads;
+  grid->shared_bytes = shared_bytes;
+  grid->kernel = std::move(kernel);
+  if (waiting == nullptr) {
+    Grids grids;
+    grids.push_back(std::move(grid));
+    run(grids);
+    return;
+  }
+  for (size_t i = 0; i < waiting->grids.size(); ++i) {
+    if (waiting->streams[i] == stream) grid->before = waiting->grids[i].get();
+  }
+  waiting->grids.push_back(std::move(grid));
+  waiting->streams.push_back(stream);
+}
+
+Streams::Streams() {
+  if (waiting != nullptr) throw Error("streams within streams");
+  waiting = std::make_unique<Waiting>();
+}
+
+Streams::~Streams() { waiting.reset(); }
+
+void Streams::run() {
+  const Hidden hidden;
+  Waiting launches = std::exchange(*waiting, {});
+  emulator::run(launches.grids);
 }
 
 void fail(const std::string& message, const std::source_location& where) {
-  const Thread* thread = Launch::current;
+  const Thread* thread = Run::current;
   std::string place;
   if (thread != nullptr) {
     place = " (block " + std::to_string(thread->warp->block->index) + ", thread " +
@@ -349,28 +401,34 @@ void fail(const std::string& message, const std::source_location& where) {
 void warp_function(const char* name, void* operands, Compute compute,
                    const std::source_location& where) {
   const Hidden hidden;
-  Launch::running->meet_in_warp(name, operands, compute, where);
+  Run::running->meet_in_warp(name, operands, compute, where);
 }
 
 void warp_barrier(const std::source_location& where) {
   const Hidden hidden;
-  Launch::running->warp_barrier(where);
+  Run::running->warp_barrier(where);
 }
 
 void block_barrier(const std::source_location& where) {
   const Hidden hidden;
-  Launch::running->block_barrier(where);
+  Run::running->block_barrier(where);
 }
 
 void switch_point(At at, const std::source_location& where) {
   const Hidden hidden;
-  Launch::running->switch_point(at, where);
+  Run::running->switch_point(at, where);
 }
 
-char* shared_memory() { return Launch::current->warp->block->shared.get(); }
+uint64_t clock() {
+  static uint64_t nanoseconds = 0;
+  const Hidden hidden;
+  return nanoseconds += 1000;
+}
+
+char* shared_memory() { return Run::current->warp->block->shared.get(); }
 
 uint32_t shared_address(const void* pointer, const std::source_location& where) {
-  const Block& block = *Launch::current->warp->block;
+  const Block& block = *Run::current->warp->block;
   const int64_t offset = static_cast<const char*>(pointer) - block.shared.get();
   if (offset < 0 || offset > static_cast<int64_t>(block.shared_bytes)) {
     fail("not an address in the block's shared memory", where);
@@ -379,7 +437,7 @@ uint32_t shared_address(const void* pointer, const std::source_location& where) 
 }
 
 char* shared_bytes(uint32_t address, int num_bytes, const std::source_location& where) {
-  const Block& block = *Launch::current->warp->block;
+  const Block& block = *Run::current->warp->block;
   const int64_t offset = int64_t{address} - kSharedBase;
   if (offset % num_bytes != 0) {
     fail("shared address " + std::to_string(offset) + " is no multiple of " +
@@ -407,17 +465,17 @@ void begin_async_copy(uint32_t destination, const void* source, int size, int nu
   {
     const Hidden hidden;
     ++counters().async_copies;
-    Launch::current->where = where;
-    read_now = Launch::running->coin();
+    Run::current->where = where;
+    read_now = Run::running->coin();
   }
-  Launch::current->copies.begin(bytes, source, size, num_bytes, read_now);
+  Run::current->copies.begin(bytes, source, size, num_bytes, read_now);
 }
 
-void commit_async_copies() { Launch::current->copies.commit(); }
+void commit_async_copies() { Run::current->copies.commit(); }
 
 void wait_for_async_copies(int pending, const std::source_location& where) {
   switch_point(At::kAsyncWait, where);
-  Launch::current->copies.wait(pending);
+  Run::current->copies.wait(pending);
 }
 
 }  // namespace tree_attention::emulator

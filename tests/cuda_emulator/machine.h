@@ -34,8 +34,20 @@ struct Counters {
 };
 Counters& counters();
 
-void launch(unsigned num_blocks, unsigned num_threads, size_t shared_bytes,
-            const std::function<void()>& kernel);
+// It is over when this returns, unless there are Streams.
+void launch(unsigned num_blocks, unsigned num_threads, size_t shared_bytes, const void* stream,
+            std::function<void()> kernel);
+
+// Launches while it exists wait for run(), which runs those of a stream one after the other, and
+// streams side by side: ranks of one device. Each grid has its own resident blocks.
+class Streams {
+ public:
+  Streams();
+  ~Streams();
+  Streams(const Streams&) = delete;
+
+  void run();
+};
 
 // The rest is for the built-ins and the PTX functions, which run on a thread of a kernel.
 
@@ -54,6 +66,9 @@ void block_barrier(const std::source_location& where);
 // A place where another thread may run. Only acquire loads, for very long, are a livelock.
 enum class At { kAtomic, kFence, kAcquireLoad, kAsyncWait };
 void switch_point(At at, const std::source_location& where);
+
+// Nanoseconds. Whoever reads the clock moves it on by one microsecond.
+uint64_t clock();
 
 char* shared_memory();
 uint32_t shared_address(const void* pointer, const std::source_location& where);

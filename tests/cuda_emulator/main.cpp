@@ -19,6 +19,15 @@ void test_fixup_lines();
 void test_fixup_short();
 void test_merge_states();
 
+void test_one_shot_worlds();
+void test_one_shot_rows();
+void test_one_shot_epochs();
+void test_one_shot_short();
+void test_one_shot_nan();
+void test_one_shot_missing_rank();
+void test_one_shot_abort();
+void test_one_shot_sizes_that_differ();
+
 void test_equal_splits();
 void test_waiting_fixup();
 void test_waiting_fixup_hangs();
@@ -45,6 +54,12 @@ int main(int argc, char** argv) {
             {"decode_many_workers", test_decode_many_workers},
             {"decode_short", test_decode_short},
             {"decode_short_kinds", test_decode_short_kinds},
+            {"one_shot_worlds", test_one_shot_worlds},
+            {"one_shot_epochs", test_one_shot_epochs},
+            {"one_shot_abort", test_one_shot_abort},
+            {"one_shot_sizes_that_differ", test_one_shot_sizes_that_differ},
+            {"one_shot_missing_rank", test_one_shot_missing_rank},
+            {"one_shot_short", test_one_shot_short},
             {"race_no_barrier", race_no_barrier},
             {"race_relaxed", race_relaxed},
             {"race_no_warp_barrier", race_no_warp_barrier},
@@ -59,11 +74,19 @@ int main(int argc, char** argv) {
       {"launch errors", test_launch_errors},
       {"synchronised kernels", test_synchronised},
       {"fix-up, short", test_fixup_short},
+      {"one-shot, short", test_one_shot_short},
 #if !defined(__SANITIZE_THREAD__)  // to which a thread of a kernel is expensive
       {"order of blocks", test_order_of_blocks},
       {"fix-up levels", test_fixup_levels},
       {"fix-up lines", test_fixup_lines},
       {"merge_states", test_merge_states},
+      {"one-shot, worlds", test_one_shot_worlds},
+      {"one-shot, rows", test_one_shot_rows},
+      {"one-shot, epochs", test_one_shot_epochs},
+      {"one-shot, NaN", test_one_shot_nan},
+      {"one-shot, a missing rank", test_one_shot_missing_rank},
+      {"one-shot, abort", test_one_shot_abort},
+      {"one-shot, other sizes", test_one_shot_sizes_that_differ},
       {"equal splits", test_equal_splits},
       {"waiting fix-up", test_waiting_fixup},
       {"waiting fix-up, one block at a time", test_waiting_fixup_hangs},

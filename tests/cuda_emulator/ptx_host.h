@@ -100,4 +100,19 @@ inline uint32_t load_acquire(const uint32_t* address,
   return __atomic_load_n(address, __ATOMIC_ACQUIRE);
 }
 
+inline uint64_t load_acquire_system(const uint64_t* address,
+                                    source_location where = source_location::current()) {
+  emulator::switch_point(emulator::At::kAcquireLoad, where);
+  return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
+
+inline void store_release_system(uint64_t* address, uint64_t value,
+                                 source_location where = source_location::current()) {
+  emulator::switch_point(emulator::At::kAtomic, where);
+  __atomic_store_n(address, value, __ATOMIC_RELEASE);
+  emulator::switch_point(emulator::At::kAtomic, where);
+}
+
+inline uint64_t globaltimer() { return emulator::clock(); }
+
 }  // namespace tree_attention::cuda

@@ -292,6 +292,45 @@ inline void test_counting(const Device& device) {
   CHECK(*counter == 0, *counter);
 }
 
+// A message from the last block to the first: words, then a flag. Both read the clock.
+struct MessageParams {
+  uint64_t* words;  // [32]
+  uint64_t* flag;
+  uint64_t* out;    // [32]
+  uint64_t* times;  // [2, 32]
+};
+template <typename Params>
+__global__ void message_kernel(const Params p) {
+  const unsigned i = threadIdx.x;
+  const uint64_t begin = cuda::globaltimer();
+  if (blockIdx.x == 1) {
+    p.words[i] = (uint64_t{7} << 40) + i;
+    __syncthreads();
+    if (i == 0) cuda::store_release_system(p.flag, uint64_t{5} << 33);
+    return;
+  }
+  while (cuda::load_acquire_system(p.flag) != uint64_t{5} << 33) {
+  }
+  p.out[i] = p.words[i];
+  while (cuda::globaltimer() == begin) {
+  }
+  p.times[i] = begin;
+  p.times[32 + i] = cuda::globaltimer();
+}
+
+inline void test_messages(const Device& device) {
+  uint64_t* words = device.array(std::vector<uint64_t>(32));
+  uint64_t* flag = device.array(std::vector<uint64_t>(1));
+  uint64_t* out = device.array(std::vector<uint64_t>(32));
+  uint64_t* times = device.array(std::vector<uint64_t>(64));
+  device.run(message_kernel<MessageParams>, 2, 32, 0, MessageParams{words, flag, out, times});
+  for (uint64_t i = 0; i < 32; ++i) {
+    CHECK(out[i] == (uint64_t{7} << 40) + i, i, ": ", out[i]);
+    CHECK(times[i] < times[32 + i] && times[32 + i] - times[i] < 1'000'000'000, i, ": ", times[i],
+          " ", times[32 + i]);
+  }
+}
+
 struct ShuffleParams {
   int64_t* out;  // [6, 32]
 };
@@ -326,6 +365,7 @@ inline void test_known_answers(const Device& device) {
   test_floats(device);
   test_half_to_float(device);
   test_counting(device);
+  test_messages(device);
   test_shuffles(device);
 }
 

@@ -18,7 +18,7 @@ void* allocate(size_t bytes) {
 
 void test_ptx() {
   for (int seed = 0; seed < 5; ++seed) {
-    tree_attention::emulator::options() = {static_cast<uint64_t>(seed), 1 + seed};
+    tree_attention::emulator::options() = {static_cast<uint64_t>(seed), 2 + seed};
     tree_attention::testing::test_known_answers({allocate, [] {}});
   }
   allocations.clear();
