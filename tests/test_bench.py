@@ -306,6 +306,7 @@ def test_tree_report_counts_the_bytes_of_its_formulas(world_size: int, tmp_path:
     for row in rows:
         assert all(row["ranks_agree"].values())
         manifests = MANIFEST_BYTES * (world_size - 1)
+        assert {"all_gather", "max_then_sum", tree.AUTO, tree.RING} <= set(row["bytes_per_rank"])
         for way, count in row["bytes_per_rank"].items():
             predicted = row["predicted_bytes"][way] + (manifests if way == tree.RING else 0)
             assert abs(count - predicted) <= 2, way  # an all-reduce may not divide evenly
@@ -336,6 +337,7 @@ def test_hosts_and_links_are_told_shortly(monkeypatch: pytest.MonkeyPatch) -> No
 
 def choice(rank: int, world_size: int, costs: Costs | None) -> str:
     comm = Communicator(nodes="abc"[:world_size], costs=costs)
+    links.available_strategies(comm)
     return links.choice_of(comm, tree.exchanged(tree.Case(10), comm.topology))
 
 
@@ -352,6 +354,24 @@ def test_the_choice_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> 
         "2,000, "
     )
     assert ", two_phase 3,000, " in texts[0] and "(constants: shipped ones; " in texts[0]
+
+
+def overlapped_report(rank: int, world_size: int) -> report.Report:
+    measure.last_level_cache_bytes = lambda: 1 << 16
+    tree.pin_threads = lambda first: []
+    cases = [tree.Case(64, batch=16)]
+    with Progress(disable=True) as progress:
+        return tree.run(cases, seconds=0.0, progress=progress, local_rank=rank)
+
+
+def test_large_batches_are_also_exchanged_in_parts() -> None:
+    result = run_ranks(overlapped_report, 2, fresh=True)[0]
+    (row,) = result.rows
+    assert set(tree.OVERLAP) < set(row["times"]) and not result.wrong
+    for way in tree.OVERLAP:
+        assert row["bytes_per_rank"][way] == row["bytes_per_rank"]["auto"]
+        assert way not in row["predicted_bytes"]
+    assert f"{row['name']}: exchanging parts while others compute is " in result.summary[-1]
 
 
 def tree_with_a_wrong_rank(rank: int, world_size: int) -> list[str]:

@@ -14,15 +14,23 @@ import torch.distributed as dist
 from rich.progress import Progress
 from torch import Tensor
 
-from .. import BlockCyclic, lean_decode, ring_decode, strategies, tree_decode
+from .. import BlockCyclic, lean_decode, ring_decode, tree_decode
 from ..exchange import Communicator, Topology
+from ..exchange.chunks import Chunks
 from ..exchange.state import Message
 from ..exchange.traffic import Case as Exchanged
 from ..exchange.traffic import traffic
 from ..ring import MANIFEST_BYTES
 from .accuracy import check_against_float64, digest
 from .decode import DTYPES
-from .links import choice_of, hosts_of, links_of, round_trips
+from .links import (
+    available_strategies,
+    choice_of,
+    chosen_by_auto,
+    hosts_of,
+    links_of,
+    round_trips,
+)
 from .measure import (
     MAX_ROUNDS,
     MIN_ROUNDS,
@@ -36,7 +44,9 @@ from .measure import (
 )
 from .report import Column, Report, environment
 
-RING, LOCAL = "ring", "local attention only"
+AUTO, RING, LOCAL = "auto", "ring", "local attention only"
+# Where a call can be exchanged part by part, beside what auto does by itself.
+OVERLAP = {"auto, overlapped": True, "auto, one exchange": False}
 
 T = TypeVar("T")
 
@@ -68,7 +78,7 @@ def quick_cases() -> list[Case]:
 
 
 def standard_cases() -> list[Case]:
-    return [Case(4096), Case(16384), Case(65536), Case(16384, batch=4)]
+    return [Case(4096), Case(16384), Case(65536), Case(16384, batch=4), Case(8192, batch=16)]
 
 
 def full_cases() -> list[Case]:
@@ -76,16 +86,25 @@ def full_cases() -> list[Case]:
     return standard_cases() + more + [Case(65536, heads=(8, 1)), Case(16384, head_dim=64)]
 
 
-def predicted_bytes(case: Case, way: str, topology: Topology) -> int:
-    """Bytes that a rank sends per call, of the ranks the one that sends most.
+def predicted_bytes(case: Case, way: str, comm: Communicator) -> int:
+    """Bytes that a rank sends per call in one exchange, of the ranks the one that sends most.
 
     Every strategy by its `traffic`; the ring passes on every shard but the next rank's.
     """
-    world_size = topology.world_size
     if way == RING:
-        next_shard = BlockCyclic(world_size).count(world_size - 1, case.length)  # the smallest
+        # The smallest.
+        next_shard = BlockCyclic(comm.world_size).count(comm.world_size - 1, case.length)
         return case.kv_bytes(case.length - next_shard)
-    return traffic(way, exchanged(case, topology)).bytes_sent
+    if comm.world_size == 1:
+        return 0
+    exchange = exchanged(case, comm.topology)
+    return traffic(chosen_by_auto(comm, exchange) if way == AUTO else way, exchange).bytes_sent
+
+
+def is_divisible(case: Case) -> bool:
+    """Whether a step may be exchanged part by part."""
+    message = Message((case.batch, case.heads[0], 1), case.head_dim, torch.float32)
+    return len(Chunks.of(message, case.heads[1])) > 1
 
 
 def exchanged(case: Case, topology: Topology) -> Exchanged:
@@ -154,11 +173,16 @@ def run_case(case: Case, arena: Arena, seconds: float, ranks: Ranks) -> dict[str
     q = 3.0 * torch.randn(case.batch, case.heads[0], 1, case.head_dim, generator=generator)
     q = q.to(dtype)
 
+    options: dict[str, dict[str, Any]] = {
+        way: {"strategy": way} for way in (*available_strategies(Communicator()), AUTO)
+    }
+    if ranks.size > 1 and is_divisible(case):
+        options |= {way: {"overlap": overlap} for way, overlap in OVERLAP.items()}
     # One communicator for each: changing the strategy would compare signatures again.
-    comms = {way: Communicator() for way in (*strategies(), RING)}
+    comms = {way: Communicator() for way in (*options, RING)}
     functions: dict[str, Callable[[int], tuple[Tensor, Tensor]]] = {
-        way: partial(decode_set, tree_decode, q, sets, group=comms[way], strategy=way)
-        for way in strategies()
+        way: partial(decode_set, tree_decode, q, sets, group=comms[way], **options[way])
+        for way in options
     }
     functions[RING] = partial(decode_set, ring_decode, q, sets, group=comms[RING])
 
@@ -206,12 +230,14 @@ def run_case(case: Case, arena: Arena, seconds: float, ranks: Ranks) -> dict[str
         "times": {name: sample.to_json() for name, sample in slowest.items()},
         "bytes_per_rank": {name: max(ranks.gather(n)) for name, n in bytes_sent.items()},
         "predicted_bytes": {
-            name: predicted_bytes(case, name, comms[name].topology) for name in functions
+            name: predicted_bytes(case, name, comms[AUTO])
+            for name in functions
+            if name not in OVERLAP and (name != AUTO or not is_divisible(case))
         },
         "peak_memory": {name: most(ranks.gather(peak)) for name, peak in peaks.items()},
         "accuracy": accuracy,
         "ranks_agree": agree,
-        "auto": choice_of(comms[RING], exchanged(case, comms[RING].topology))
+        "auto": choice_of(comms[AUTO], exchanged(case, comms[AUTO].topology))
         if ranks.size > 1
         else None,
         "other_load": others_share(ranks, load),
@@ -258,6 +284,7 @@ def run(cases: Sequence[Case], *, seconds: float, progress: Progress, local_rank
             progress.advance(task)
     summary = [world_of(ranks)] if ranks.size > 1 else []
     summary += [f"{row['name']}: {row['auto']}" for row in rows if row["auto"]]
+    summary += [overlap_of(row) for row in rows if set(OVERLAP) <= set(row["times"])]
     pinned = ranks.gather(cpus)
     header = environment(
         **{
@@ -291,10 +318,20 @@ def world_of(ranks: Ranks) -> str:
     return f"{comm.topology}: {hosts_of(ranks.gather(platform.node()))}; {links}"
 
 
+def overlap_of(row: dict[str, Any]) -> str:
+    overlapped, whole = (row["times"][way]["median_us"] for way in OVERLAP)
+    return (
+        f"{row['name']}: exchanging parts while others compute is {whole / overlapped:.2f} times "
+        "as fast as one exchange"
+    )
+
+
 NOTES = (
     "A row is named dtype, query/kv heads, head_dim, batch, keys of all ranks together, spread "
     "block-cyclically. Each call is timed on every rank and the slowest counts; medians of "
     "alternating calls, p10 and p90 are in the JSON file. Inputs are cold.",
+    "auto is tree_decode's default: strategy and overlap as its cost model predicts to be fastest. "
+    "auto, overlapped and auto, one exchange: only the strategy is left to it.",
     "Bytes are what one rank sends per call, counted where they are sent. With p ranks, r = batch "
     "* query heads and d = head_dim: all_gather (p-1) * 4r(d+1); three_allreduce "
     "2(p-1)/p * 4r(d+2); ring K and V of every shard but the next rank's, and "
