@@ -415,7 +415,8 @@ def test_ranks_agree_on_the_time() -> None:
 def calibrate_ranks(rank: int, world_size: int, out: str) -> tuple[Calibration, str]:
     console = Console(file=io.StringIO(), width=120)
     world = World(rank, world_size)
-    with mock.patch.dict(os.environ, {"TREE_ATTENTION_NODE": str(rank // 2)}):
+    outdated = {"TREE_ATTENTION_COSTS": "/no/such/file"}
+    with mock.patch.dict(os.environ, {"TREE_ATTENTION_NODE": str(rank // 2), **outdated}):
         calibration = calibrate.run(world, torch.device("cpu"), 0.0, Path(out), console)
     return calibration, console.file.getvalue()
 

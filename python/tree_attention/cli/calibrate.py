@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -16,7 +17,7 @@ from rich.table import Table
 from .._version import __version__
 from ..exchange import Communicator, strategies
 from ..exchange.calibration import Sample, calibrate
-from ..exchange.costs import COSTS_VARIABLE, Calibration, Costs
+from ..exchange.costs import COSTS_VARIABLE, Calibration, Costs, default_costs
 from .world import World, joined_world
 
 
@@ -50,7 +51,8 @@ def run(
     world: World, device: torch.device, seconds: float, out: Path, console: Console
 ) -> Calibration:
     """Measures and fits; rank 0 writes `out` and a picture beside it."""
-    comm = Communicator()
+    # Not those of an earlier file, which may be why somebody calibrates.
+    comm = Communicator(costs=default_costs(dist.get_backend()))
     with Progress(console=console, transient=True, disable=not world.root) as bar:
         task = bar.add_task("measuring", total=None)
 

@@ -65,8 +65,9 @@ def calibrate(
         for num_bytes in SIZES
         for name, (work, run) in _operations(comm, num_bytes, device).items()
     ]
+    otherwise = default_costs(backend)
     # Changing from one call to another compares signatures, which would be timed too.
-    exchanging = Communicator(comm.link.group, comm.timeout, nodes=nodes)
+    exchanging = Communicator(comm.link.group, comm.timeout, nodes=nodes, costs=otherwise)
     exchanging.exchange(torch.ones(1, 1, 1, 1, device=device), torch.ones(1, 1, 1, device=device))
     names = [name for name in strategies() if name not in exchanging.unavailable]
     clock = comm.call((("call", "calibrate clocks"),), partial(Clock.agree, comm.link, device))
@@ -94,7 +95,7 @@ def calibrate(
             measured.append(MeasuredExchange(name, message.num_rows, _HEAD_DIM, taken))
             progress(len(samples), total)
     # The times are on every rank, and so is what is fitted to them.
-    costs = fit(samples, default_costs(backend))
+    costs = fit(samples, otherwise)
     return Calibration(costs, MeasuredExchanges(backend, nodes, tuple(measured))), samples
 
 
