@@ -14,7 +14,13 @@ from pathlib import Path
 from rich.console import Console
 
 from tree_attention.bench.report import print_report, write
-from tree_attention.bench.simulation import CLUSTERS, from_costs, study, validation
+from tree_attention.bench.simulation import (
+    CLUSTERS,
+    from_costs,
+    study,
+    validation,
+    validation_report,
+)
 from tree_attention.cli.bench import progress_bar
 from tree_attention.exchange.costs import Calibration
 
@@ -29,7 +35,9 @@ def main(arguments: list[str]) -> int:
         "--key-bandwidth", type=float, default=10.0, metavar="GB/S", help="of --costs (default 10)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the report there")
-    parser.add_argument("--validate", type=Path, metavar="FILE", help="measured rows (JSON)")
+    parser.add_argument(
+        "--validate", type=Path, nargs="+", metavar="FILE", help="measured rows (JSON)"
+    )
     parser.add_argument(
         "--fit",
         nargs="+",
@@ -69,40 +77,21 @@ def main(arguments: list[str]) -> int:
 
 
 def validate(
-    path: Path, fitted: list[str], processors: int | None, out: Path | None, console: Console
+    paths: list[Path], fitted: list[str], processors: int | None, out: Path | None, console: Console
 ) -> int:
-    rows = validation.read(path)
+    rows = [row for path in paths for row in validation.read(path)]
     chosen = [row for row in rows if row.configuration in fitted]
     if len({row.configuration for row in chosen}) < len(set(fitted)):
         known = ", ".join(dict.fromkeys(row.configuration for row in rows))
-        console.print(f"--fit takes some of the configurations of {path}: {known}", style="red")
+        console.print(f"--fit takes some of the configurations of the rows: {known}", style="red")
         return 2
     software = validation.fit(chosen, processors) if chosen else None
     predictions = [validation.predict(row, software) for row in rows]
-    lines = [
-        f"{'link':<11}{'ranks':>6}{'B':>4}{'keys':>7}  {'way':<22}"
-        f"{'measured ms':>12}{'simulated ms':>14}{'error':>8}"
-    ]
-    for prediction in predictions:
-        row = prediction.measured
-        lines.append(
-            f"{row.link:<11}{row.world:>6}{row.batch:>4}{row.keys:>7}  {row.strategy:<22}"
-            f"{1e3 * row.seconds:>12.3f}{1e3 * prediction.seconds:>14.3f}{prediction.error:>+8.0%}"
-        )
-    if software is not None:
-        lines.append(f"fitted to {', '.join(fitted)}: {software}")
-    for configuration in dict.fromkeys(row.configuration for row in rows):
-        of_it = [p for p in predictions if p.measured.configuration == configuration]
-        mark = " (fitted)" if configuration in fitted else ""
-        lines.append(f"{configuration}{mark}: median error {validation.median_error(of_it):.0%}")
-    others = [p for p in predictions if p.measured.configuration not in fitted]
-    if others:
-        error = validation.median_error(others)
-        lines.append(f"median error of {len(others)} predictions: {error:.0%}")
-    console.print("\n".join(lines), highlight=False, markup=False)
+    report = validation_report.report_of(predictions, software, fitted)
+    print_report(console, report)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "simulation_validation.txt").write_text("\n".join(lines) + "\n")
+        paths = write(report, out)
+        console.print("Written: " + ", ".join(map(str, paths)), highlight=False)
     return 0
 
 

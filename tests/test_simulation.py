@@ -387,7 +387,8 @@ def test_validation(tmp_path: Path) -> None:
         **{"link": "metro", "world_size": 4, "batch": 16, "keys": 64, "seconds_per_key": 1e-3},
         "ways": {RING: {"seconds": [9.0, 1.0, 2.0]}, "butterfly": {"seconds": [1.1]}},
     }
-    measured = validation.read(write_rows(tmp_path / "rows.json", [flat, whole]))
+    empty = {"only_predicted": True, "link": "metro", "world_size": 4, "ways": {RING: {}}}
+    measured = validation.read(write_rows(tmp_path / "rows.json", [flat, whole, empty]))
     assert [(m.strategy, m.seconds, m.keys) for m in measured] == [
         ("all_gather", exact, 0),
         (RING, 2.0, 64),
@@ -500,10 +501,11 @@ def test_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {"link": "lan", "world": 4, "batch": 1, "strategy": "butterfly", "seconds": 1.0}
     capsys.readouterr()
     assert main(["--validate", str(write_rows(tmp_path / "rows.json", [row]))]) == 0
-    assert "median error of 1 predictions: 100%" in capsys.readouterr().out
+    assert "Median error of 1 predictions: 100%; 0 are within 20 %." in capsys.readouterr().out
     options = ["--validate", str(tmp_path / "rows.json"), "--fit"]
     assert main([*options, "lan/4", "--out", str(tmp_path)]) == 0
-    assert "lan/4 (fitted): median error" in (tmp_path / "simulation_validation.txt").read_text()
+    assert "lan/4 (fitted): median error" in (tmp_path / "simulation_validation.md").read_text()
+    assert (tmp_path / "simulation_validation.png").stat().st_size > 10_000
     capsys.readouterr()
     assert main([*options, "lan/8"]) == 2
     assert "--fit takes some of the configurations of" in capsys.readouterr().out
