@@ -265,18 +265,20 @@ def test_abort_from_another_thread(kind: str, first: bool) -> None:
     assert seconds < QUICK and "aborted: no longer wanted" in message
 
 
-def destroy_group(rank: int, world_size: int) -> None:
+def destroy_group(rank: int, world_size: int, kind: str, is_kept: bool) -> None:
     group = dist.new_group([0, 1])
     comm = Communicator(group, timeout=TIMEOUT)
-    call("all_gather", comm)
+    call(kind, comm)
     dist.destroy_process_group(group)
-    del group
-    _, message = failure(call, "all_gather", comm)
+    if not is_kept:
+        del group
+    _, message = failure(call, kind, comm)
     assert "the process group was destroyed" in message
 
 
-def test_destroyed_group() -> None:
-    run_ranks(destroy_group, 2)
+@pytest.mark.parametrize("kind,is_kept", [("all_gather", False), ("ring", False), ("ring", True)])
+def test_destroyed_group(kind: str, is_kept: bool) -> None:
+    run_ranks(destroy_group, 2, kind, is_kept)
 
 
 SURVIVOR = """

@@ -116,15 +116,18 @@ class Link:
         """
         group = self.group
         previous, following = self._neighbours()
-        operations = [
-            dist.P2POp(dist.isend, tensor, group=group, group_peer=following, tag=tag)
-            for tag, tensor in enumerate(send, tag)
-        ]
-        operations += [
-            dist.P2POp(dist.irecv, tensor, group=group, group_peer=previous, tag=tag)
-            for tag, tensor in enumerate(receive, tag)
-        ]
         with self.operation("start of a shift"):
+            try:
+                operations = [
+                    dist.P2POp(dist.isend, tensor, group=group, group_peer=following, tag=tag)
+                    for tag, tensor in enumerate(send, tag)
+                ]
+                operations += [
+                    dist.P2POp(dist.irecv, tensor, group=group, group_peer=previous, tag=tag)
+                    for tag, tensor in enumerate(receive, tag)
+                ]
+            except ValueError as error:  # as somebody else keeps the group
+                raise RuntimeError("the process group was destroyed") from error
             works = dist.batch_isend_irecv(operations) if operations else []
         self.bytes_sent += sum(tensor.nbytes for tensor in send)
         return works
