@@ -52,6 +52,11 @@ def sentences(rows: Sequence[dict[str, Any]]) -> list[str]:
             f"the ring{' (slower in: ' + ', '.join(slower) + ')' if slower else ''}. Fastest at "
             f"the longest context: {_winners(of_cluster)}."
         )
+    if gains := [text for row in rows if (text := _gain_of_overlap(row))]:
+        result.append(
+            "Exchanges that overlap attention save more than a twentieth where both take long: "
+            f"{'; '.join(gains)}."
+        )
     if gains := [text for row in rows if (text := _gain_of_pairs(row))]:
         result.append(
             "With a butterfly between nodes instead of a message to each, which the library does "
@@ -82,6 +87,16 @@ def _gain_of_pairs(row: dict[str, Any]) -> str | None:
     return (
         f"{row['cluster']} p={row['world_size']:,} {_milliseconds(pairs)} ms instead of "
         f"{_milliseconds(tree)} ({row['best']}) and {_milliseconds(hierarchical)} (as it is)"
+    )
+
+
+def _gain_of_overlap(row: dict[str, Any]) -> str | None:
+    tree, overlapped = row["ways"][row["best"]]["seconds"], row["overlapped"]
+    if overlapped is None or tree < 1.05 * overlapped["seconds"]:
+        return None
+    return (
+        f"{row['name']} {_milliseconds(overlapped['seconds'])} ms ({overlapped['way']} in "
+        f"{overlapped['chunks']} parts) instead of {_milliseconds(tree)} ({row['best']})"
     )
 
 

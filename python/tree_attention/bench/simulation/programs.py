@@ -12,11 +12,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from ...exchange.butterfly import levels
+from ...exchange.chunks import Chunks
 from ...exchange.slices import Slices
 from ...exchange.state import Message
 from ...exchange.strategies import strategies
@@ -68,14 +70,22 @@ class Run:
     network: str
 
 
-def simulate(way: str, problem: Problem, cluster: Cluster, world_size: int) -> Run:
-    """By the fastest of the ways in which the cluster's library may move the messages."""
+def simulate(
+    way: str, problem: Problem, cluster: Cluster, world_size: int, overlapped: bool = False
+) -> Run:
+    """By the fastest of the ways in which the cluster's library may move the messages.
+
+    `overlapped`: a tree's exchanges go on while it attends, as `tree_decode(overlap=True)` does.
+    """
     runs = []
     for network in cluster.networks:
         if network.tree and way not in ("three_allreduce", "max_then_sum"):
             continue  # nothing in it would be another
         ranks = _Ranks(problem, cluster, network, world_size)
-        _PROGRAMS[way](ranks)
+        if way in _RINGS:
+            _RINGS[way](ranks)
+        else:
+            (_overlap if overlapped else _attend_first)(ranks, _EXCHANGES[way])
         fabric = ranks.fabric
         seconds = float(fabric.now.max()) - (fabric.last_start or 0.0)
         runs.append(Run(seconds, fabric.bytes_sent, fabric.messages_sent, network.name))
@@ -267,23 +277,44 @@ def _ring_pass_q(ranks: _Ranks) -> None:
     all_gather(fabric, parts.result)
 
 
-def _after_attention(exchange: Callable[[_Ranks], None]) -> Callable[[_Ranks], None]:
-    def program(ranks: _Ranks) -> None:
-        ranks.attend()
+Program = Callable[[_Ranks], None]
+
+
+def _attend_first(ranks: _Ranks, exchange: Program) -> None:
+    ranks.attend()
+    ranks.begin()
+    exchange(ranks)
+
+
+def _overlap(ranks: _Ranks, exchange: Program) -> None:
+    """One exchange after the other, each from when its chunk is computed."""
+    whole = ranks.message
+    chunks = chunks_of(ranks.problem)
+    computed = ranks.fabric.now.copy()
+    for begin, end in pairwise(chunks.bounds):
+        share = (end - begin) / chunks.bounds[-1]
+        computed += ranks.cluster.local_operation
+        computed += share * ranks.problem.kv_bytes / ranks.cluster.key_bandwidth
+        ranks.fabric.wait(computed)
+        shape = list(whole.shape)
+        shape[chunks.axis] = round(share * shape[chunks.axis])
+        ranks.message = replace(whole, shape=tuple(shape))
         ranks.begin()
         exchange(ranks)
 
-    return program
+
+def chunks_of(problem: Problem) -> Chunks:
+    """Into which the library cuts a call whose exchanges overlap."""
+    return Chunks.of(problem.message, problem.heads[1])
 
 
-_PROGRAMS: dict[str, Callable[[_Ranks], None]] = {
-    "all_gather": _after_attention(_all_gather),
-    "two_phase": _after_attention(_two_phase),
-    "hierarchical": _after_attention(_hierarchical),
-    "butterfly": _after_attention(_butterfly),
-    NODES_IN_PAIRS: _after_attention(partial(_hierarchical, in_pairs=True)),
-    "three_allreduce": _after_attention(_three_allreduce),
-    "max_then_sum": _after_attention(_max_then_sum),
-    RING: _ring,
-    RING_PASS_Q: _ring_pass_q,
+_EXCHANGES: dict[str, Program] = {
+    "all_gather": _all_gather,
+    "two_phase": _two_phase,
+    "hierarchical": _hierarchical,
+    "butterfly": _butterfly,
+    NODES_IN_PAIRS: partial(_hierarchical, in_pairs=True),
+    "three_allreduce": _three_allreduce,
+    "max_then_sum": _max_then_sum,
 }
+_RINGS: dict[str, Program] = {RING: _ring, RING_PASS_Q: _ring_pass_q}
