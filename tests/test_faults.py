@@ -268,15 +268,17 @@ def test_abort_from_another_thread(kind: str, first: bool) -> None:
 def destroy_group(rank: int, world_size: int, kind: str, is_kept: bool) -> None:
     group = dist.new_group([0, 1])
     comm = Communicator(group, timeout=TIMEOUT)
-    call(kind, comm)
+    if kind != "before the first call":
+        call(kind, comm)
     dist.destroy_process_group(group)
     if not is_kept:
         del group
-    _, message = failure(call, kind, comm)
+    _, message = failure(call, "ring", comm)
     assert "the process group was destroyed" in message
 
 
-@pytest.mark.parametrize("kind,is_kept", [("all_gather", False), ("ring", False), ("ring", True)])
+@pytest.mark.parametrize("kind", ["ring", "before the first call"])
+@pytest.mark.parametrize("is_kept", [False, True])
 def test_destroyed_group(kind: str, is_kept: bool) -> None:
     run_ranks(destroy_group, 2, kind, is_kept)
 

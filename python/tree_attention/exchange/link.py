@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,13 @@ class Link:
         backends = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._backends = dict(backends)
         self._host_buffers: dict[str, Tensor] = {}
+
+    def uncounted(self) -> Link:
+        """The same group by a link with counters of its own."""
+        link = copy.copy(self)
+        link.bytes_sent, link.num_operations, link.seconds = 0, 0, 0.0
+        link._host_buffers = {}
+        return link
 
     def backend(self, device: torch.device) -> str:
         """What moves the tensors of `device`."""

@@ -118,8 +118,7 @@ class Session(ABC):
         self._learn(notes)
 
     def _test_delivery(self, device: torch.device, deadline: float) -> None:
-        # By a link of its own: it is no traffic of exchanges.
-        fault = delivery_fault(Link(self.link.group), device, deadline)
+        fault = delivery_fault(self.link.uncounted(), device, deadline)
         try:
             self._agreement.reach((("delivery test", fault or "passed"),), deadline)
         except Disagreement as error:  # which ends this communicator, unlike others
