@@ -21,7 +21,7 @@ from tree_attention import strategies
 from tree_attention.bench.measure import load_warnings
 from tree_attention.bench.report import Report, environment, print_report, write
 
-from .cluster import LINKS, unsupported
+from .cluster import LINKS, exit_on_sigterm, unsupported
 from .cluster_model import AUTO, add_predictions, costs_of
 from .cluster_rank import RINGS
 from .cluster_run import load_costs, load_parts, run_cases, without_rows
@@ -59,6 +59,7 @@ def main(arguments: list[str]) -> int:
     if (why := unsupported()) is not None:
         print(why, file=sys.stderr)
         return 2
+    exit_on_sigterm()
     measured = {} if parsed.out is None else load_parts(parsed.out / "cluster.json")
     for name in parsed.only:
         link, world = name.split("/")
@@ -67,7 +68,7 @@ def main(arguments: list[str]) -> int:
         report = report_of({name: measured[name] for name in names if name in measured})
         if parsed.out is not None:  # after each, as the whole takes long
             write(report, parsed.out)
-    print_report(Console() if sys.stdout.isatty() else Console(width=160), report)
+    print_report(Console() if sys.stdout.isatty() else Console(width=180), report)
     return 1 if report.wrong else 0
 
 

@@ -20,7 +20,7 @@ from tree_attention.bench.measure import load_warnings
 from tree_attention.bench.report import Report, environment, print_report, write
 from tree_attention.exchange.costs import Calibration
 
-from .cluster import LINKS, Wiring, unsupported
+from .cluster import LINKS, Wiring, exit_on_sigterm, unsupported
 from .cluster_contexts import NOTES, RING, TREE, draw, summary
 from .cluster_model import add_predictions, shard_bytes
 from .cluster_rank import RINGS
@@ -86,6 +86,7 @@ def main(arguments: list[str]) -> int:
     if (why := unsupported()) is not None:
         print(why, file=sys.stderr)
         return 2
+    exit_on_sigterm()
     measured = {} if parsed.out is None else load_parts(parsed.out / "contexts.json")
     seconds_per_key = attention_seconds_per_key()
     for name in parsed.only:
@@ -97,7 +98,7 @@ def main(arguments: list[str]) -> int:
         report = report_of({name: measured[name] for name in names if name in measured})
         if parsed.out is not None:  # after each, as the whole takes long
             write(report, parsed.out)
-    print_report(Console() if sys.stdout.isatty() else Console(width=160), report)
+    print_report(Console() if sys.stdout.isatty() else Console(width=180), report)
     return 1 if report.wrong else 0
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from tree_attention.bench.measure import load_warnings
 from tree_attention.bench.report import Column, Report, environment, print_report, write
 
-from .cluster import LINKS, unsupported
+from .cluster import LINKS, exit_on_sigterm, unsupported
 from .cluster.probe import spread
 from .cluster_llama import RING, TREE
 from .cluster_run import load_parts, run, without_rows
@@ -86,6 +86,7 @@ def main(arguments: list[str]) -> int:
     if (why := unsupported()) is not None:
         print(why, file=sys.stderr)
         return 2
+    exit_on_sigterm()
     measured = {} if parsed.out is None else load_parts(parsed.out / "generation.json")
     spec = {name: getattr(parsed, name) for name in ("layers", "tokens", "contexts")}
     for name in parsed.only:

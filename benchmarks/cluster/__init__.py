@@ -9,8 +9,17 @@
 compiled on demand), `hosts` runs programs on it and `probe` measures it. Needs root on Linux.
 """
 
-from .hosts import Cluster
+from .hosts import Cluster, exit_on_sigterm
 from .links import LINKS, Link, Wiring, parse_link
 from .network import Unsupported, unsupported
 
-__all__ = ["LINKS", "Cluster", "Link", "Unsupported", "Wiring", "parse_link", "unsupported"]
+__all__ = [
+    "LINKS",
+    "Cluster",
+    "Link",
+    "Unsupported",
+    "Wiring",
+    "exit_on_sigterm",
+    "parse_link",
+    "unsupported",
+]

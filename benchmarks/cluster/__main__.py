@@ -6,10 +6,8 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from types import FrameType
-from typing import NoReturn
 
-from .hosts import Cluster
+from .hosts import Cluster, exit_on_sigterm
 from .links import LINKS, Wiring, parse_link
 from .network import Unsupported, remove_orphans, unsupported
 from .probe import probe
@@ -49,7 +47,7 @@ def main(arguments: list[str]) -> int:
     if parsed.clean:
         remove_orphans()
         return 0
-    signal.signal(signal.SIGTERM, _end)
+    exit_on_sigterm()
     try:
         with Cluster(wiring, parsed.hosts) as cluster:
             print(f"{parsed.hosts} hosts: {wiring}", file=sys.stderr, flush=True)
@@ -89,11 +87,6 @@ def measure(cluster: Cluster) -> int:
     for other in others:
         print(probe(cluster, 0, other))
     return 0
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # once: what follows cleans up
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":
