@@ -9,7 +9,8 @@ run beside the attention.
 """
 
 from .agreement import ExchangeError
-from .communicator import DEFAULT_TIMEOUT, Communicator, get_communicator
+from .communicator import DEFAULT_TIMEOUT, Communicator
+from .communicators import get_communicator
 from .link import Link
 from .strategies import check_options, strategies
 from .strategy import Options, Strategy

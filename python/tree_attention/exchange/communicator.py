@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,13 @@ from .overlap import Overlap
 from .self_test import merge_digest
 from .session import Session
 from .slices import Slices
-from .state import Message, State, StateBuffers
+from .state import State, StateBuffers
 from .strategies import STRATEGIES, check_options
 from .strategy import Exchange, Options, Setting
 from .topology import Topology, node_name
 from .traffic import Case
 
 DEFAULT_TIMEOUT = 30.0
-
-_of_group: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
 
 
 class Communicator(Session):
@@ -69,7 +67,7 @@ class Communicator(Session):
         nodes: Sequence[object] | None = None,
         costs: CostModel | None = None,
     ) -> None:
-        group = _resolve_group(group)
+        group = resolve_group(group)
         super().__init__(group, timeout, {"node": node_name()})
         if nodes is not None and len(nodes) != self.world_size:
             raise ValueError(
@@ -234,8 +232,7 @@ class Communicator(Session):
                 return
             for i in range(len(chunks)):
                 part, merged = self._chunk(state, chunks, outputs, i)
-                for mine, computed in zip((part.o, part.lse), (state.o, state.lse), strict=True):
-                    mine.copy_(chunks.part(computed, i))
+                part.load(chunks.part(state.o, i), chunks.part(state.lse, i))
                 self._exchange(part, options, merged, deadline, explain and i == 0)
                 deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
 
@@ -304,14 +301,12 @@ class Communicator(Session):
             return False
         if overlap is not None and not explain:
             return overlap
-        costs, messages = self.costs(state.device), (state.message, chunks.longest(state.message))
-        seconds = []
-        for case in (self._case(state, message, options) for message in messages):
-            strategy = options.strategy
-            if strategy == "auto":
-                strategy = choose(case, costs, self._unavailable)
-            seconds.append(costs.predict(strategy, case))
-        forecast = Forecast(len(chunks), self._attention_seconds, *seconds)
+        case, costs = self._case(state, options), self.costs(state.device)
+        whole, chunk = (
+            costs.predict(self._strategy(options, each, costs), each)
+            for each in (case, replace(case, message=chunks.longest(state.message)))
+        )
+        forecast = Forecast(len(chunks), self._attention_seconds, whole, chunk)
         chosen = forecast.pays(state.device) if overlap is None else overlap
         if explain and self.rank == 0:
             print(f"{forecast}: {'overlapped' if chosen else 'one exchange'}", flush=True)
@@ -382,10 +377,8 @@ class Communicator(Session):
     def _prepare(self, state: State, options: Options, explain: bool) -> Exchange:
         if state.message.num_bytes == 0:
             return lambda deadline, o, lse: None
-        case, strategy = self._case(state, state.message, options), options.strategy
-        costs = self.costs(state.device)
-        if strategy == "auto":
-            strategy = choose(case, costs, self._unavailable)
+        case, costs = self._case(state, options), self.costs(state.device)
+        strategy = self._strategy(options, case, costs)
         if strategy in self._unavailable:
             raise Disagreement(f"{strategy} is not available: {self._unavailable[strategy]}")
         if explain and self.rank == 0:
@@ -395,9 +388,14 @@ class Communicator(Session):
         with torch.inference_mode(False):
             return STRATEGIES[strategy].prepare(setting)
 
-    def _case(self, state: State, message: Message, options: Options) -> Case:
-        backend = self.backend(state.device)
-        return Case(self.topology, message, options.out_dtype, options.head_sharded, backend)
+    def _case(self, state: State, options: Options) -> Case:
+        backend, sharded = self.backend(state.device), options.head_sharded
+        return Case(self.topology, state.message, options.out_dtype, sharded, backend)
+
+    def _strategy(self, options: Options, case: Case, costs: CostModel) -> str:
+        if options.strategy == "auto":
+            return choose(case, costs, self._unavailable)
+        return options.strategy
 
     def _outputs(self, state: State, options: Options) -> tuple[Tensor, Tensor]:
         """What an exchange is to write into."""
@@ -423,35 +421,12 @@ class Communicator(Session):
             )
         state = self.state(o.shape, o.device, payload_dtype)
         if o.data_ptr() != state.o.data_ptr() or lse.data_ptr() != state.lse.data_ptr():
-            state.o.copy_(o)
-            state.lse.copy_(lse)
+            state.load(o, lse)
         self._is_loading = False
         return state
 
 
-def get_communicator(
-    group: dist.ProcessGroup | Communicator | None = None, timeout: float | None = None
-) -> Communicator:
-    """The communicator of `group` (default the world), made at first use and kept with the group.
-
-    `timeout`, if given, becomes its default.
-    """
-    if isinstance(group, Communicator):
-        comm = group
-    else:
-        group = _resolve_group(group)
-        if group is None:
-            comm = Communicator()
-        elif (known := _of_group.get(group)) is not None:
-            comm = known
-        else:
-            comm = _of_group[group] = Communicator(group)
-    if timeout is not None:
-        comm.timeout = timeout
-    return comm
-
-
-def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if group is None:
         return dist.group.WORLD if dist.is_initialized() else None
     if not isinstance(group, dist.ProcessGroup):

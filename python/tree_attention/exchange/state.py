@@ -82,6 +82,10 @@ class State:
     # What strategies prepared, by their options.
     prepared: dict[Any, Callable[[float, Tensor, Tensor], None]] = field(default_factory=dict)
 
+    def load(self, o: Tensor, lse: Tensor) -> None:
+        self.o.copy_(o)
+        self.lse.copy_(lse)
+
     def buffer(self, name: str, num_bytes: int) -> Tensor:
         return self.arena.bytes(name, num_bytes, self.device)
 
