@@ -265,6 +265,17 @@ def test_abort_from_another_thread(kind: str, first: bool) -> None:
     assert seconds < QUICK and "aborted: no longer wanted" in message
 
 
+def abort_at_the_end(rank: int, world_size: int) -> None:
+    comm = Communicator(timeout=AMPLE)
+    _, message = failure(comm.call, (("call", "aborted"),), lambda _: comm.abort("too late"))
+    assert message.startswith(f"rank {rank} of 2: aborted: too late")
+    assert_refuses_further_use(comm)
+
+
+def test_no_result_of_an_aborted_call() -> None:
+    run_ranks(abort_at_the_end, 2, fresh=True)
+
+
 def destroy_group(rank: int, world_size: int, kind: str, is_kept: bool) -> None:
     group = dist.new_group([0, 1])
     comm = Communicator(group, timeout=TIMEOUT)

@@ -135,7 +135,10 @@ class Session(ABC):
         seconds = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         try:
-            return run(deadline)
+            result = run(deadline)
+            if self.failed is not None:
+                raise ExchangeError(self.failed)  # aborted as it ended
+            return result
         except Disagreement as error:  # known to every rank, and nothing was sent: not a failure
             raise ExchangeError(f"{self._here()}: {error}") from error
         except RuntimeError as error:
