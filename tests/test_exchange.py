@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,15 @@ from torch import Tensor
 from distributed import run_ranks
 from helpers import assert_same_bits, assert_same_non_finite
 from pretended_device import pretended_cuda
-from tree_attention import ExchangeError, merge_states, reference, strategies
+from tree_attention import (
+    ExchangeError,
+    merge_states,
+    reference,
+    ring_decode,
+    ring_pass_q_decode,
+    strategies,
+    tree_decode,
+)
 from tree_attention.exchange import (
     Communicator,
     Link,
@@ -87,6 +96,20 @@ def poison_rows(rank: int, world_size: int, strategy: str) -> None:
     expected = torch.tensor([float(world_size), world_size - 1, world_size]).log()[:, None]
     assert (o[0, 2:] - 1).abs().max() < 1e-6
     assert (lse[0, [0, 2, 3]] - expected).abs().max() < 1e-6
+    # A poisoned query, key or value of one rank, by strategies and rings.
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 4, 2, 8), torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8)
+    for decode in (partial(tree_decode, strategy=strategy), ring_decode, ring_pass_q_decode):
+        o, lse = decode(q, k, v)
+        bad_k, bad_v = k.clone(), v.clone()
+        if rank == 1:
+            bad_k[0, 1, 2], bad_v[2, 0, 4, 3] = NAN, NAN
+        poisoned_o, poisoned_lse = decode(q, bad_k, bad_v)
+        bad_o, bad_lse = torch.zeros_like(o).bool(), torch.zeros_like(lse).bool()
+        bad_o[0, 2:], bad_lse[0, 2:], bad_o[2, :2, :, 3] = True, True, True
+        assert torch.equal(poisoned_o.isnan(), bad_o) and torch.equal(poisoned_lse.isnan(), bad_lse)
+        assert torch.equal(poisoned_o[~bad_o], o[~bad_o])
+        assert torch.equal(poisoned_lse[~bad_lse], lse[~bad_lse])
 
 
 @pytest.mark.parametrize("strategy", strategies())
