@@ -38,8 +38,8 @@ NOTES = (
     "context is random keys and values put straight into the cache. The ring is ring_decode in "
     "place of the merge in the same attention function. All ranks share the processors of this "
     "machine, so the model itself takes longer with more of them.",
-    "tree exchanges by strategy auto, with constants that `python -m tree_attention calibrate` "
-    "fitted on the same configuration just before. waiting: the share of the time in which rank 0 "
+    "tree exchanges by strategy auto, with what `python -m tree_attention calibrate` measured on "
+    "the same configuration just before. waiting: the share of the time in which rank 0 "
     "waited for others. Bytes are per token, of the rank that sent most.",
     "right: both ways and all ranks made the same tokens every time.",
 )
