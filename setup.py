@@ -44,6 +44,8 @@ CUDA_SOURCES = [
     "csrc/cuda/merge_states.cu",
     "csrc/cuda/merge_states_cuda.cpp",
     "csrc/cuda/one_shot.cu",
+    "csrc/cuda/one_shot_args.cpp",
+    "csrc/cuda/one_shot_cuda.cpp",
 ]
 # The published schedules over the same inner loop, for benchmarks/bench_decode.py.
 ABLATION_SOURCES = [

@@ -11,6 +11,7 @@
 #include "schedule.h"
 #ifdef TREE_ATTENTION_WITH_CUDA
 #include "cuda/decode_cuda.h"
+#include "cuda/one_shot_args.h"
 #endif
 
 namespace tree_attention {
@@ -51,6 +52,9 @@ TORCH_LIBRARY(tree_attention, m) {
   m.def(
       "merge_states.out(Tensor o_parts, Tensor lse_parts, *, Tensor(a!) o, Tensor(b!) lse) "
       "-> ()");
+  m.def(
+      "one_shot(Tensor o, Tensor lse, Tensor buffers, Tensor(a!) control, Tensor(b!) host, "
+      "int rank, int slot_bytes, Tensor(c!) out_o, Tensor(d!) out_lse) -> ()");
   m.def("lean_schedule(Tensor num_tiles, int num_workers) -> Tensor");
 }
 
@@ -68,6 +72,7 @@ TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
   m.impl("lean_decode.out", LeanDecode<cuda::lean_decode>::run_out);
   m.impl("merge_states", merge_states<cuda::merge_states>);
   m.impl("merge_states.out", merge_states_out<cuda::merge_states>);
+  m.impl("one_shot", cuda::one_shot<cuda::launch_one_shot>);
 }
 #endif
 

@@ -20,7 +20,15 @@ COMPILER = Compiler(
 KERNELS = [*emulator_build.EMULATOR, *emulator_build.LAUNCHES, *emulator_build.INSTANCES]
 BRIDGE = [
     Path("tests/cuda_emulator/extension.cpp"),
-    *(Path("csrc") / name for name in ("cuda/checks.cpp", "decode_args.cpp", "merge_states.cpp")),
+    *(
+        Path("csrc") / name
+        for name in (
+            "cuda/checks.cpp",
+            "cuda/one_shot_args.cpp",
+            "decode_args.cpp",
+            "merge_states.cpp",
+        )
+    ),
 ]
 
 
@@ -49,6 +57,16 @@ def emulated_operators(seed: int, limits: Limits = H100, num_sms: int = 3) -> It
         yield
     finally:
         torch.ops.tree_attention_emulator.uninstall()
+
+
+@contextmanager
+def emulated_streams() -> Iterator[None]:
+    """Within `emulated_operators`: what ranks launch here runs at its end, side by side."""
+    torch.ops.tree_attention_emulator.begin_streams()
+    try:
+        yield
+    finally:
+        torch.ops.tree_attention_emulator.run_streams()
 
 
 def check_capability(op: str, device: str, major: int, minor: int) -> None:

@@ -11,6 +11,7 @@
 #include "cuda/checks.h"
 #include "cuda/launch.h"
 #include "cuda/merge_states.cuh"
+#include "cuda/one_shot_args.h"
 #include "dispatch.h"
 #include "lean_decode.h"
 #include "machine.h"
@@ -58,6 +59,24 @@ void emulated_merge_states(const MergeParams& params) {
   check(cuda::launch_merge_states(params, nullptr));
 }
 
+// Each rank has a stream of its own, and as many resident blocks as a GPU has for it.
+void emulated_one_shot(cuda::OneShotParams& params) {
+  check(cuda::launch_one_shot(params, reinterpret_cast<cudaStream_t>(params.control)));
+}
+
+std::unique_ptr<emulator::Streams> streams;
+
+void begin_streams() {
+  streams = std::make_unique<emulator::Streams>();
+  emulator::options().resident_blocks = cuda::kOneShotMaxBlocks;
+}
+
+void run_streams() {
+  const auto running = std::move(streams);
+  running->run();
+  emulator::options().resident_blocks = kResidentBlocks;
+}
+
 // While it exists, its kernels hide those that were registered before.
 std::unique_ptr<torch::Library> library;
 
@@ -78,6 +97,7 @@ void install(int64_t seed, int64_t num_sms, int64_t shared_bytes_per_sm,
   library->impl("lean_decode.out", LeanDecode<emulated_lean_decode>::run_out);
   library->impl("merge_states", merge_states<emulated_merge_states>);
   library->impl("merge_states.out", merge_states_out<emulated_merge_states>);
+  library->impl("one_shot", cuda::one_shot<emulated_one_shot>);
 }
 
 void uninstall() { library.reset(); }
@@ -105,6 +125,8 @@ std::vector<int64_t> plan(at::ScalarType dtype, int64_t head_dim, int64_t num_ro
 TORCH_LIBRARY(tree_attention_emulator, m) {
   m.def("install", install);
   m.def("uninstall", uninstall);
+  m.def("begin_streams", begin_streams);
+  m.def("run_streams", run_streams);
   m.def("plan", plan);
   m.def("check_capability", check_capability);
 }

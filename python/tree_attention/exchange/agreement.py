@@ -75,7 +75,7 @@ class Agreement:
         self._own = {_NOTE: json.dumps(note or {}), "tree_attention version": __version__}
         self._own.update((name, str(value)) for name, value in signature)
         try:
-            published = _call_before(
+            published = call_before(
                 deadline, lambda: self._publish_and_read(deadline), self._interrupted
             )
         except ExchangeError:
@@ -120,7 +120,7 @@ class Agreement:
             return "; ".join(filter(None, remarks))
 
         try:
-            return _call_before(end + _EXPLAIN_SECONDS, exchange_reasons)
+            return call_before(end + _EXPLAIN_SECONDS, exchange_reasons)
         except RuntimeError:  # the store went down with a rank: there is nobody to tell
             return ""
 
@@ -166,13 +166,13 @@ class Agreement:
             self._store.wait([f"{prefix}/read"], remaining(deadline))
 
         with suppress(RuntimeError):  # a peer left before it could read: it has its own error
-            _call_before(deadline, wait_for_readers)
+            call_before(deadline, wait_for_readers)
 
     def _keys(self, epoch: int) -> list[str]:
         return [f"{self._name}/{epoch}/{rank}" for rank in range(self._world_size)]
 
 
-def _call_before(
+def call_before(
     deadline: float, call: Callable[[], T], interrupted: threading.Event | None = None
 ) -> T:
     """`call()` in a thread: a store whose server has stalled answers no client and keeps no timeout

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import merge_states
+from . import one_shot
 from .agreement import Disagreement, Note, Signature
 from .chunks import Attention, Chunks, Forecast
 from .costs import CostModel, choose, costs_for, measured_costs
@@ -25,6 +26,7 @@ from .slices import Slices
 from .state import State, StateBuffers
 from .strategies import STRATEGIES, check_options
 from .strategy import Exchange, Options, Setting
+from .symmetric import connect
 from .topology import Topology, node_name
 from .traffic import Case
 
@@ -85,6 +87,7 @@ class Communicator(Session):
         self._is_loading = False
         self._obstacles: dict[str, dict[str, str]] = {}  # by kind of device
         self._unavailable: dict[str, str] = {}
+        self._shared: dict[str, one_shot.Memory] = {}  # by kind of device
 
     @property
     def bytes_sent(self) -> int:
@@ -355,6 +358,41 @@ class Communicator(Session):
         }
         self._attention_seconds = max(note.get("attention", 0.0) for note in notes)
 
+    def check(self) -> None:
+        """Raises ExchangeError if an exchange is known to have failed. Waits for nothing.
+
+        Within a GPU ("one_shot") ranks wait for each other without the host, whose next call or
+        check has the error; until then there is NaN for o and lse, also from replayed graphs.
+        """
+        if self.world_size > 1:
+            self._until_deadline(lambda deadline: self._check_shared(), None)
+
+    def _check_shared(self) -> None:
+        for memory in self._shared.values():
+            memory.check()
+
+    def _fail(self, reason: str, patience: float = 0.0) -> None:
+        for memory in self._shared.values():
+            memory.abort()
+        super()._fail(reason, patience)
+
+    def _test_delivery(self, device: torch.device, deadline: float) -> None:
+        super()._test_delivery(device, deadline)
+        if device.type != "cuda":
+            return
+
+        def gather(step: str, note: Note) -> Sequence[Note]:
+            return self._agreement.reach((("step", step),), deadline, note)
+
+        obstacles = self._own_obstacles(device)
+        found = connect(
+            self.link.group, device, self.topology, obstacles.get("one_shot", ""), gather, deadline
+        )
+        if isinstance(found, str):
+            obstacles["one_shot"] = self._unavailable["one_shot"] = found
+        else:
+            self._shared[device.type] = found
+
     def _own_obstacles(self, device: torch.device) -> dict[str, str]:
         """The strategies in which this rank cannot take part, and why."""
         if device.type not in self._obstacles:
@@ -379,11 +417,15 @@ class Communicator(Session):
             return lambda deadline, o, lse: None
         case, costs = self._case(state, options), self.costs(state.device)
         strategy = self._strategy(options, case, costs)
-        if strategy in self._unavailable:
-            raise Disagreement(f"{strategy} is not available: {self._unavailable[strategy]}")
+        unavailable = self._unavailable_for(case)
+        if strategy in unavailable:
+            raise Disagreement(f"{strategy} is not available: {unavailable[strategy]}")
         if explain and self.rank == 0:
-            print(explain_costs(case, costs, strategy, self._unavailable), flush=True)
-        setting = Setting(self.link, self.topology, state, options.out_dtype, options.head_sharded)
+            print(explain_costs(case, costs, strategy, unavailable), flush=True)
+        setting = Setting(
+            self.link, self.topology, state, options.out_dtype, options.head_sharded,
+            self._shared.get(state.device.type),
+        )  # fmt: skip
         # Views that are made in inference mode cannot be written to outside of it.
         with torch.inference_mode(False):
             return STRATEGIES[strategy].prepare(setting)
@@ -394,8 +436,12 @@ class Communicator(Session):
 
     def _strategy(self, options: Options, case: Case, costs: CostModel) -> str:
         if options.strategy == "auto":
-            return choose(case, costs, self._unavailable)
+            return choose(case, costs, self._unavailable_for(case))
         return options.strategy
+
+    def _unavailable_for(self, case: Case) -> Mapping[str, str]:
+        refusal = one_shot.refusal(case.message)
+        return {"one_shot": refusal} | self._unavailable if refusal else self._unavailable
 
     def _outputs(self, state: State, options: Options) -> tuple[Tensor, Tensor]:
         """What an exchange is to write into."""

@@ -227,16 +227,20 @@ def predict(case: Case, costs: CostModel, names: tuple[str, ...]) -> dict[str, f
     return {name: costs.predict(name, case) for name in names}
 
 
-def choose(case: Case, costs: CostModel, unavailable: Container[str] = ()) -> str:
+def choose(case: Case, costs: CostModel, unavailable: Container[str] | None = None) -> str:
     """The canonical strategy that is predicted to be fastest; the first of equals."""
-    names = candidates(case.message.dtype, case.head_sharded, canonical=True)
-    times = predict(case, costs, tuple(name for name in names if name not in unavailable))
+    names = candidates(case.message.dtype, case.head_sharded, True, unavailable)
+    times = predict(case, costs, names)
     return min(times, key=times.__getitem__)
 
 
-def explain(case: Case, costs: CostModel, chosen: str, unavailable: Container[str] = ()) -> str:
+def explain(
+    case: Case, costs: CostModel, chosen: str, unavailable: Container[str] | None = None
+) -> str:
     """A table of what was predicted, fastest first, for a person to read."""
-    times = predict(case, costs, candidates(case.message.dtype, case.head_sharded))
+    options = case.message.dtype, case.head_sharded
+    names = (*candidates(*options), *candidates(*options, unavailable=unavailable))
+    times = predict(case, costs, tuple(dict.fromkeys(names)))
     message = case.message
     rows = [
         f"exchange of {message.num_rows} rows of {message.head_dim} ({message.num_bytes:,} bytes) "
@@ -245,7 +249,7 @@ def explain(case: Case, costs: CostModel, chosen: str, unavailable: Container[st
     for name in sorted(times, key=times.__getitem__):
         sent = traffic(name, case).bytes_sent
         source = "measured" if costs.are_measured(name, case) else "modelled"
-        mark = "<-" if name == chosen else "not available" if name in unavailable else ""
+        mark = "<-" if name == chosen else "not available" if name in (unavailable or ()) else ""
         row = f"  {name:<16} {1e6 * times[name]:>12,.1f} us {source} {sent:>14,} bytes sent  {mark}"
         rows.append(row.rstrip())
     return "\n".join(rows)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 
-from . import all_gather, all_reduce, butterfly, hierarchical, two_phase
+from . import all_gather, all_reduce, butterfly, hierarchical, one_shot, two_phase
 from .strategy import Strategy
 
 STRATEGIES = {
@@ -15,23 +17,31 @@ STRATEGIES = {
     "butterfly": Strategy(butterfly.prepare),
     "three_allreduce": Strategy(all_reduce.prepare_three, is_canonical=False, takes_16_bit=False),
     "max_then_sum": Strategy(all_reduce.prepare_two, is_canonical=False, takes_16_bit=False),
+    "one_shot": Strategy(one_shot.prepare, runs_everywhere=False, obstacle=one_shot.obstacle),
 }
 PAYLOAD_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def strategies() -> tuple[str, ...]:
-    """The names that `strategy` takes besides "auto"."""
-    return tuple(STRATEGIES)
+    """The names that `strategy` takes besides "auto", in any process group.
+
+    Where the GPUs of all ranks reach one another's memory it also takes "one_shot".
+    """
+    return tuple(name for name, strategy in STRATEGIES.items() if strategy.runs_everywhere)
 
 
 def candidates(
-    payload_dtype: torch.dtype, head_sharded: bool, canonical: bool = False
+    payload_dtype: torch.dtype,
+    head_sharded: bool,
+    canonical: bool = False,
+    unavailable: Container[str] | None = None,
 ) -> tuple[str, ...]:
-    """The strategies that can do what the options ask for."""
+    """The strategies that can do what the options ask for, by default in any process group."""
     return tuple(
         name
         for name, strategy in STRATEGIES.items()
-        if (strategy.takes_16_bit or payload_dtype == torch.float32)
+        if (strategy.runs_everywhere if unavailable is None else name not in unavailable)
+        and (strategy.takes_16_bit or payload_dtype == torch.float32)
         and (strategy.can_shard_heads or not head_sharded)
         and (strategy.is_canonical or not canonical)
     )
@@ -50,7 +60,7 @@ def check_options(
     if payload_dtype not in PAYLOAD_DTYPES:
         names = " or ".join(str(dtype) for dtype in PAYLOAD_DTYPES)
         raise ValueError(f"payload_dtype must be {names}, got {payload_dtype}")
-    able = ("auto", *candidates(payload_dtype, head_sharded))
+    able = ("auto", *candidates(payload_dtype, head_sharded, unavailable=()))
     if strategy not in able:
         asked = f"payload_dtype {payload_dtype}, head_sharded {head_sharded}"
         names = ", ".join(able)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from .link import Link
 from .state import State
 from .topology import Topology
+
+if TYPE_CHECKING:
+    from .one_shot import Memory
 
 # Exchanges the state that the send buffer holds, before a `time.monotonic` deadline, and writes the
 # merged o and lse into contiguous tensors.
@@ -38,6 +42,8 @@ class Setting:
     out_dtype: torch.dtype
     # Each rank keeps the result of its heads only.
     head_sharded: bool = False
+    # That the ranks' GPUs share, where "one_shot" is available.
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class Strategy:
     # States may travel with a 16-bit o. Sums of those would round at every step.
     takes_16_bit: bool = True
     can_shard_heads: bool = False
+    # Any process group will do.
+    runs_everywhere: bool = True
     # Why this rank cannot take part with tensors of a device, or nothing. Ranks tell each other; a
     # strategy is available where all can.
     obstacle: Callable[[Link, torch.device], str] = lambda link, device: ""

@@ -231,6 +231,13 @@ def _max_then_sum(case: Case) -> Traffic:
     return _sums(case, 4 * case.message.num_rows, case.message.num_bytes)
 
 
+def _one_shot(case: Case) -> Traffic:
+    """Stores into the other ranks' memory and one kernel, by no library."""
+    world_size, num_bytes = case.topology.world_size, case.message.num_bytes
+    sent = Traffic(steps_inside=1, bytes_inside=(world_size - 1) * num_bytes)
+    return sent + local(1, world_size * num_bytes)
+
+
 _OF_STRATEGY: dict[str, Callable[[Case], Traffic]] = {
     "all_gather": _all_gather,
     "two_phase": _two_phase,
@@ -238,4 +245,5 @@ _OF_STRATEGY: dict[str, Callable[[Case], Traffic]] = {
     "butterfly": _butterfly,
     "three_allreduce": _three_allreduce,
     "max_then_sum": _max_then_sum,
+    "one_shot": _one_shot,
 }

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The one-shot exchange: its kernel with virtual ranks, each a stream of one device, and when ranks
+may use it. tests/cuda_emulator/test_one_shot.cpp has the kernel's own tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import run_ranks
+from emulated import emulated_streams
+from helpers import INF, NAN, assert_same_bits
+from tree_attention import ExchangeError, merge_states, strategies
+from tree_attention.exchange import Communicator, Topology, one_shot, symmetric
+from tree_attention.exchange.state import Message
+
+OP = "one_shot"
+CPU = torch.device("cpu")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+State = tuple[Tensor, Tensor]
+
+
+class VirtualRanks:
+    """Ranks of this process on one device, whose launches run side by side."""
+
+    def __init__(self, world_size: int, device: torch.device, slot_bytes: int = 1 << 16) -> None:
+        num_bytes = one_shot.buffer_bytes(world_size, slot_bytes)
+        self.device = device
+        self.buffers = torch.zeros(world_size, num_bytes, dtype=torch.uint8, device=device)
+        addresses = [buffer.data_ptr() for buffer in self.buffers]
+        self.memories = [
+            one_shot.Memory(rank, addresses, device, slot_bytes) for rank in range(world_size)
+        ]
+        self.streams = [self.new_stream() for _ in range(world_size)]
+
+    def new_stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    @contextmanager
+    def side_by_side(self) -> Iterator[None]:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            yield
+            torch.cuda.synchronize()
+        else:
+            with emulated_streams():
+                yield
+
+    def launch(self, rank: int, state: State, out: State, seconds: float) -> None:
+        stream = self.streams[rank]
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            self.memories[rank].run(state, out, seconds)
+
+    def run(
+        self,
+        calls: Sequence[State],
+        out_dtype: torch.dtype = FP32,
+        ranks: Sequence[int] | None = None,
+        seconds: float = 20.0,
+    ) -> list[list[State]]:
+        """Every rank's results of all calls, whose states are stacked."""
+        if ranks is None:
+            ranks = range(len(self.memories))
+        # Nothing is allocated beside kernels that wait.
+        outs = [[outputs(o[rank], out_dtype) for o, _ in calls] for rank in ranks]
+        with self.side_by_side():
+            for i, (o, lse) in enumerate(calls):
+                for rank, out in zip(ranks, outs, strict=True):
+                    self.launch(rank, (o[rank], lse[rank]), out[i], seconds)
+        return outs
+
+
+def outputs(o: Tensor, dtype: torch.dtype = FP32) -> State:
+    return torch.full_like(o, 7.0, dtype=dtype), torch.full_like(o[..., 0], 7.0, dtype=FP32)
+
+
+def states(world_size: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> State:
+    """Of all ranks; one in three is empty, with NaN for its o."""
+    generator = torch.Generator().manual_seed(seed)
+    lse = 5 * torch.randn(world_size, *shape[:-1], generator=generator)
+    lse[torch.rand(lse.shape, generator=generator) < 1 / 3] = -INF
+    o = torch.randn(world_size, *shape, generator=generator)
+    return o.masked_fill(lse[..., None] == -INF, NAN).to(dtype), lse
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(
+    "dtype, out_dtype", [(FP32, FP32), (FP32, BF16), (BF16, BF16), (BF16, FP16)]
+)
+def test_ranks_get_the_bits_of_merge_states(world_size, dtype, out_dtype, cuda_kernels):
+    """In call after call of other sizes, also when some ranks are a call ahead."""
+    ranks = VirtualRanks(world_size, cuda_kernels)
+    shapes = [(1, 4, 1, 64), (2, 9, 1, 128), (1, 1, 1, 8), (2, 9, 1, 128), (3, 2, 2, 72)]
+    calls = [states(world_size, shape, dtype, seed) for seed, shape in enumerate(shapes)]
+    calls = [(o.to(cuda_kernels), lse.to(cuda_kernels)) for o, lse in calls]
+    results = ranks.run(calls, out_dtype)
+    for memory, of_rank in zip(ranks.memories, results, strict=True):
+        memory.check()
+        for result, (o, lse) in zip(of_rank, calls, strict=True):
+            assert_same_bits(result, merge_states(o, lse, out_dtype=out_dtype))
+
+
+def test_missing_rank(cuda_kernels):
+    ranks = VirtualRanks(3, cuda_kernels)
+    o, lse = (x.to(cuda_kernels) for x in states(3, (2, 9, 1, 64), FP32))
+    expected = merge_states(o, lse)
+    for (result,) in ranks.run([(o, lse)]):
+        assert_same_bits(result, expected)
+    for results in ranks.run([(o, lse)] * 2, ranks=(0, 1), seconds=1e-3):
+        assert all(x.isnan().all() for result in results for x in result)
+    for memory in ranks.memories[:2]:
+        with pytest.raises(RuntimeError, match=r"^one_shot: rank 2 did not come in time; outputs"):
+            memory.check()
+    # Late, it has what the others sent; after that they send nothing.
+    ((first, second),) = ranks.run([(o, lse)] * 2, ranks=(2,), seconds=1e-3)
+    assert_same_bits(first, expected)
+    assert all(x.isnan().all() for x in second)
+    with pytest.raises(RuntimeError, match="rank 0 did not come in time, rank 1 did not come in"):
+        ranks.memories[2].check()
+
+
+def test_abort(cuda_kernels):
+    ranks = VirtualRanks(2, cuda_kernels)
+    ranks.memories[1].abort()
+    o, lse = (x.to(cuda_kernels) for x in states(2, (1, 2, 1, 64), FP32))
+    (((o, lse),),) = ranks.run([(o, lse)], ranks=(1,), seconds=1e3)
+    assert o.isnan().all() and lse.isnan().all()
+    with pytest.raises(RuntimeError, match="rank 0 was waited for when this rank was aborted"):
+        ranks.memories[1].check()
+
+
+def test_states_of_different_sizes(cuda_kernels):
+    """Captured graphs, of which no host compares sizes any more."""
+    ranks = VirtualRanks(2, cuda_kernels)
+    shapes = (1, 2, 1, 64), (1, 3, 1, 64)
+    own = [
+        tuple(x[rank].to(cuda_kernels) for x in states(2, shape, FP32))
+        for rank, shape in enumerate(shapes)
+    ]
+    outs = [outputs(o) for o, _ in own]
+    with ranks.side_by_side():
+        for rank, (state, out) in enumerate(zip(own, outs, strict=True)):
+            ranks.launch(rank, state, out, 1e-2)
+    for rank, out in enumerate(outs):
+        assert all(x.isnan().all() for x in out)
+        with pytest.raises(RuntimeError, match=f"rank {1 - rank} exchanged a state of another"):
+            ranks.memories[rank].check()
+
+
+def test_refused_arguments(cuda_kernels):
+    ranks = VirtualRanks(2, cuda_kernels, slot_bytes=1024)
+    memory = ranks.memories[0]
+
+    def run(o: Tensor, lse: Tensor, out_o: Tensor | None = None) -> None:
+        out = torch.empty_like(o) if out_o is None else out_o, torch.empty_like(lse)
+        memory.run((o, lse), out, 1.0)
+
+    o, lse = torch.ones(3, 8, device=cuda_kernels), torch.zeros(3, device=cuda_kernels)
+    for message, arguments in {
+        "o must be float32 or bfloat16, got float16": (o.half(), lse),
+        r"o must be a contiguous float32 \[3, 8\]": (o.t().contiguous().t(), lse),
+        r"lse must be a contiguous float32 \[3\] on .*, got float64": (o, lse.double()),
+        r"lse must be a contiguous float32 \[3\] on .*, got float32 \[2\]": (o, lse[:2]),
+        r"out_o must be a contiguous float32 \[3, 8\] on .*, got float32 \[8\]": (o, lse, o[0]),
+        "out_o must be float32, bfloat16 or float16, got float64": (o, lse, o.double()),
+        "rows of o must be multiples of 16 bytes, got 20": (torch.ones_like(o[:, :5]), lse),
+        "a state must fit into a slot.* 1152 and 1024": (
+            o.new_ones(32, 8), lse.new_zeros(32), o.new_ones(32, 8)
+        ),
+        "o must begin at a multiple of 16 bytes, got one 4 bytes beyond": (
+            o.new_ones(25)[1:].view(3, 8), lse
+        ),
+    }.items():  # fmt: skip
+        with pytest.raises(RuntimeError, match=f"^one_shot: {message}"):
+            run(*arguments)
+    memory.rank = 2
+    with pytest.raises(RuntimeError, match="one_shot: rank must be one of 2, got 2"):
+        run(o, lse)
+    with pytest.raises(RuntimeError, match="one_shot: buffers must be of 1 to 16 ranks, got 17"):
+        one_shot.Memory(0, [0] * 17, cuda_kernels).run((o, lse), (o, lse), 1.0)
+
+
+def test_refused_messages():
+    def refusal(head_dim: int, rows: int = 1, dtype: torch.dtype = FP32) -> str:
+        return one_shot.refusal(Message((1, rows, 1), head_dim, dtype))
+
+    assert refusal(128) == refusal(8, dtype=BF16) == refusal(128, rows=4000) == ""
+    assert refusal(12) == "head_dim 12 is no multiple of 8"
+    assert refusal(128, rows=5000) == "a state of 2580000 bytes is larger than 2097152"
+
+
+def test_replayed_graphs_on_cuda(cuda):
+    """Epochs are the device's: replays follow calls, and ranks of other replays are waited for."""
+    ranks = VirtualRanks(3, cuda)
+    o, lse = (x.to(cuda) for x in states(3, (2, 9, 1, 64), FP32))
+    ranks.run([(o, lse)])
+    graphs, outs = [], []
+    for rank, stream in enumerate(ranks.streams):
+        graph = torch.cuda.CUDAGraph()
+        out = torch.empty_like(o[0]), torch.empty_like(lse[0])
+        with torch.cuda.graph(graph, stream=stream):
+            ranks.memories[rank].run((o[rank], lse[rank]), out, 20.0)
+        graphs.append(graph)
+        outs.append(out)
+    for seed in range(5):
+        for x, changed in zip((o, lse), states(3, (2, 9, 1, 64), FP32, seed), strict=True):
+            x.copy_(changed)
+        with ranks.side_by_side():
+            for graph, stream in zip(graphs, ranks.streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+        for out in outs:
+            assert_same_bits(out, merge_states(o, lse))
+    ranks.memories[0]._words[0] = 1_000_000  # nanoseconds: heard by what was captured before
+    with ranks.side_by_side(), torch.cuda.stream(ranks.streams[0]):
+        graphs[0].replay()
+    assert all(x.isnan().all() for x in outs[0])
+    with pytest.raises(RuntimeError, match="rank 1 did not come in time, rank 2 did not come in"):
+        ranks.memories[0].check()
+
+
+def ask_for_it(rank: int, world_size: int) -> None:
+    """Where it is not available every rank says why, nothing is sent, and "auto" does without."""
+    comm = Communicator()
+    o, lse = states(world_size, (1, 4, 1, 16), FP32)
+    with pytest.raises(ExchangeError, match=rf"rank {rank} of 3: one_shot is not available: "
+                       r"rank .: tensors are on the cpu, not in the memory of a GPU"):  # fmt: skip
+        comm.exchange(o[rank], lse[rank], "one_shot")
+    assert comm.failed is None and comm.bytes_sent == 0
+    assert_same_bits(comm.exchange(o[rank], lse[rank]), merge_states(o, lse))
+    with pytest.raises(ValueError, match=r"strategy must be one of .*, got 'one_shot'"):
+        comm.exchange(o[rank], lse[rank], "one_shot", head_sharded=True)
+    comm.check()
+
+
+def test_not_available_on_the_cpu() -> None:
+    assert "one_shot" not in strategies()
+    run_ranks(ask_for_it, 3)
+
+
+class Group(NamedTuple):
+    ranks: int = 2
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self.ranks
+
+
+@pytest.mark.parametrize(
+    "fails, said, reason",
+    [
+        ("_allocate", {}, "rank 0: allocation: no such memory"),
+        ("_rendezvous", {}, "rank 0: rendezvous: no such memory"),
+        ("_try_out", {}, "rank 0: test: no such memory"),
+        ("", {"test": {"reason": "test: wrong"}}, "rank 1: test: wrong"),
+        ("", {"rendezvous": {"reason": "rendezvous: late"}}, "rank 1: rendezvous: late"),
+        ("", {"devices": {"reason": "too old"}}, "rank 1: too old"),
+        ("", {"devices": {"reason": "", "gpu": "a", "may share": ""}}, "ranks share a GPU"),
+        ("", {}, ""),
+    ],
+)
+def test_connecting(fails, said, reason):
+    """What one rank cannot do, all do without, and each knows why."""
+
+    def step(name: str) -> Callable[..., object]:
+        def run(*arguments: object) -> object:
+            if name == fails:
+                raise OSError("no such memory\nand a trace")
+            return SimpleNamespace(buffer_ptrs=[0, 0])
+
+        return run
+
+    def gather(name: str, note: dict[str, str]) -> list[dict[str, str]]:
+        name = name.removeprefix("one_shot, ")
+        other = {"reason": "", "gpu": "b", "may share": ""} if name == "devices" else {}
+        return [note, said.get(name, other)]
+
+    with ExitStack() as patches:
+        for name in ("_allocate", "_rendezvous", "_try_out"):
+            patches.enter_context(mock.patch.object(symmetric, name, step(name)))
+        properties = SimpleNamespace(uuid="a")
+        patches.enter_context(
+            mock.patch.object(torch.cuda, "get_device_properties", return_value=properties)
+        )
+        patches.enter_context(mock.patch.object(torch.cuda, "device", lambda device: nullcontext()))
+        found = symmetric.connect(
+            Group(), CPU, Topology((0, 0)), "", gather, time.monotonic() + 5.0
+        )
+    assert found == reason if reason else isinstance(found, one_shot.Memory)
+
+
+def test_connecting_nodes():
+    found = symmetric.connect(Group(), CPU, Topology((0, 1)), "", lambda name, note: [], 0.0)
+    assert found == "ranks are on 2 nodes"
+
+
+def exchange_in_shared_memory(rank: int, world_size: int) -> str:
+    """By processes that share a GPU, if torch lets them."""
+    comm = Communicator(timeout=30.0)
+    o, lse = (x.cuda() for x in states(world_size, (2, 4, 1, 64), FP32))
+    comm.exchange(o[rank], lse[rank], "all_gather")
+    if "one_shot" in comm.unavailable:
+        return comm.unavailable["one_shot"]
+    for dtype in (FP32, BF16):
+        expected = merge_states(o, lse, out_dtype=dtype)
+        for _ in range(4):
+            assert_same_bits(comm.exchange(o[rank], lse[rank], "one_shot", dtype), expected)
+    torch.cuda.synchronize()
+    comm.check()
+    return ""
+
+
+def test_processes_on_one_gpu_cuda(cuda, monkeypatch):
+    monkeypatch.setenv(symmetric.OVERLAPPING_VARIABLE, "1")
+    reasons = run_ranks(exchange_in_shared_memory, 2, timeout=120.0, fresh=True)
+    assert reasons[0] == reasons[1]
+    if reasons[0]:
+        pytest.skip(reasons[0])
