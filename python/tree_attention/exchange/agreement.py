@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -49,6 +49,10 @@ class ExchangeError(RuntimeError):
 
 class Disagreement(RuntimeError):
     """All ranks know that their signatures differ: nothing was sent, nobody waits."""
+
+    def __init__(self, message: str, fields: Collection[str] = ()) -> None:
+        super().__init__(message)
+        self.fields = fields  # that differ
 
 
 class Agreement:
@@ -89,7 +93,8 @@ class Agreement:
             raise ExchangeError("; ".join(filter(None, remarks)))
         if any(remarks):
             self._part(deadline)
-            raise Disagreement("; ".join(filter(None, remarks)))
+            fields = {field for said in published for field in _differing(said, published[0])}
+            raise Disagreement("; ".join(filter(None, remarks)), fields)
         return [json.loads(said[_NOTE]) for said in published]
 
     def interrupt(self) -> None:
@@ -147,9 +152,7 @@ class Agreement:
         """What is to be said about a rank's publication: a difference, a failure, both, nothing."""
         remarks = []
         if said.keys() != {_FAILED}:
-            fields = [field for field in other | said if field not in (_FAILED, _NOTE)]
-            differing = [field for field in fields if said.get(field) != other.get(field)]
-            for field in differing[:1]:
+            for field in _differing(said, other)[:1]:
                 values = f"{said.get(field)} on rank {rank}, {other.get(field)} on {who}"
                 remarks.append(f"{field} is {values}")
         if _FAILED in said:
@@ -199,6 +202,11 @@ def call_before(
     if not outcome:
         raise ExchangeError("the store of the process group does not answer")
     return outcome[0]
+
+
+def _differing(said: dict[str, str], other: dict[str, str]) -> list[str]:
+    fields = [field for field in other | said if field not in (_FAILED, _NOTE)]
+    return [field for field in fields if said.get(field) != other.get(field)]
 
 
 def _ranks(ranks: list[int]) -> str:

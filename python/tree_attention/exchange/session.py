@@ -19,6 +19,7 @@ from .self_test import delivery_fault
 
 T = TypeVar("T")
 
+_GIVEN_UP = "calls given up"
 # Ranks that are left fail at about the same time: then it shows who does not.
 _PATIENCE_SECONDS = 0.3
 
@@ -107,13 +108,14 @@ class Session(ABC):
         self._num_given_up += 1
 
     def _reach(self, signature: Signature, deadline: float, note: Note | None = None) -> None:
-        of_this = (("calls given up", self._num_given_up), *self._constants())
+        of_this = ((_GIVEN_UP, self._num_given_up), *self._constants())
         try:
             notes = self._agreement.reach(
                 (*signature, *of_this), deadline, self._note | (note or {})
             )
-        except Disagreement:
-            self._num_given_up = 0  # all ranks raise here, which brings them into step
+        except Disagreement as error:
+            if _GIVEN_UP in error.fields:  # ranks are at different steps, and nobody knows which
+                raise ExchangeError(str(error)) from error
             raise
         self._learn(notes)
 
