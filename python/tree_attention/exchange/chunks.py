@@ -75,12 +75,13 @@ class Speed:
 
     bytes_per_second: float
     flops_per_second: float
-    # A launch more costs about a fiftieth of it: on a CPU 40 to 200 us, on a GPU a few.
+    # Of a chunk, of which one launch more, on a CPU 40 to 200 us and on a GPU a few, is about a
+    # fiftieth.
     min_seconds: float
 
 
 _SPEEDS = {
-    "cpu": Speed(20e9, 100e9, 6e-3),
+    "cpu": Speed(20e9, 100e9, 10e-3),
     "cuda": Speed(2.5e12, 200e12, 200e-6),
 }
 
