@@ -7,6 +7,7 @@ import torch
 
 from helpers import assert_same_bits, make_problem
 from tree_attention import merge_states
+from tree_attention.exchange import one_shot
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -69,3 +70,18 @@ def test_merge(n, dtype, cuda):
     o, lse = merge_states(o_parts.to(cuda), lse_parts.to(cuda), out_dtype=FP32)
     expected = merge_states(o_parts, lse_parts, out_dtype=FP32)
     torch.testing.assert_close((o.cpu(), lse.cpu()), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_one_shot_of_one_rank(dtype, cuda_kernels):
+    """Ranks that wait for each other are in test_one_shot.py: tools run one kernel at a time."""
+    buffer = torch.zeros(one_shot.buffer_bytes(1, 1 << 16), dtype=torch.uint8, device=cuda_kernels)
+    memory = one_shot.Memory(0, [buffer.data_ptr()], cuda_kernels, 1 << 16)
+    o, lse = torch.randn(2, 9, 1, 128, device=cuda_kernels), torch.randn(2, 9, 1).to(cuda_kernels)
+    o = o.to(dtype)
+    expected = merge_states(o[None], lse[None], out_dtype=FP32)
+    for _ in range(3):
+        out = torch.empty_like(o, dtype=FP32), torch.empty_like(lse)
+        memory.run((o, lse), out, 10.0)
+        assert_same_bits([x.cpu() for x in out], [x.cpu() for x in expected])
+    memory.check()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -20,7 +21,8 @@ from emulated import emulated_streams
 from helpers import INF, NAN, assert_same_bits
 from tree_attention import ExchangeError, merge_states, strategies
 from tree_attention.exchange import Communicator, Topology, one_shot, symmetric
-from tree_attention.exchange.state import Message
+from tree_attention.exchange.state import Message, StateBuffers
+from tree_attention.exchange.strategy import Setting
 
 OP = "one_shot"
 CPU = torch.device("cpu")
@@ -327,3 +329,59 @@ def test_processes_on_one_gpu_cuda(cuda, monkeypatch):
     assert reasons[0] == reasons[1]
     if reasons[0]:
         pytest.skip(reasons[0])
+
+
+def test_prepared_exchanges(cuda_kernels):
+    """What a communicator does, here for all ranks of this process."""
+    ranks = VirtualRanks(3, cuda_kernels)
+    o, lse = (x.to(cuda_kernels) for x in states(3, (2, 4, 1, 64), FP32))
+    exchanges, links = [], []
+    for rank in range(3):
+        state = StateBuffers().get(o.shape[1:], BF16, o.device)
+        state.load(o[rank], lse[rank])
+        links.append(SimpleNamespace(world_size=3, num_operations=0, bytes_sent=0))
+        memory = ranks.memories[rank]
+        setting = Setting(links[-1], Topology((0,) * 3), state, FP16, memory=memory)
+        exchanges.append(one_shot.prepare(setting))
+    outs = [outputs(x, FP16) for x in o]
+    with ranks.side_by_side():
+        for exchange, stream, out in zip(exchanges, ranks.streams, outs, strict=True):
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                exchange(time.monotonic() + 20.0, *out)
+    for link, out in zip(links, outs, strict=True):
+        assert_same_bits(out, merge_states(o.to(BF16), lse, out_dtype=FP16))
+        assert (link.num_operations, link.bytes_sent) == (1, 2 * 8 * (2 * 64 + 4))
+    ranks.memories[1]._words[one_shot._ERRORS + 2] = 1
+    with pytest.raises(RuntimeError, match="one_shot: rank 2 did not come in time"):
+        exchanges[1](time.monotonic() + 20.0, *outs[1])
+    elsewhere = replace(setting, memory=one_shot.Memory(0, [0], torch.device("meta")))
+    with pytest.raises(RuntimeError, match="one_shot was set up on meta, not on"):
+        one_shot.prepare(elsewhere)
+
+
+def fail_on_the_device(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    memory = comm._shared["cuda"] = one_shot.Memory(rank, [0, 0], CPU)
+    comm.check()
+    memory._words[one_shot._ERRORS + 1 - rank] = 1
+    reason = f"rank {rank} of 2: one_shot: rank {1 - rank} did not come in time; outputs of that"
+    with pytest.raises(ExchangeError, match=reason):
+        comm.check()
+    assert comm.failed is not None and memory._words[one_shot._ABORTED] == 1
+    with pytest.raises(ExchangeError, match="has failed before: one_shot: rank"):
+        comm.exchange(torch.ones(1, 1, 1, 8), torch.zeros(1, 1, 1))
+
+
+def test_failure_on_the_device_is_the_communicators() -> None:
+    run_ranks(fail_on_the_device, 2, fresh=True)
+
+
+def abort_what_waits(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    memory = comm._shared["cuda"] = one_shot.Memory(rank, [0, 0], CPU)
+    comm.abort()
+    assert memory._words[one_shot._ABORTED] == 1
+
+
+def test_aborts_reach_the_device() -> None:
+    run_ranks(abort_what_waits, 2, fresh=True)

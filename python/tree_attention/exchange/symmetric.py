@@ -25,7 +25,7 @@ Gather = Callable[[str, Note], Sequence[Note]]
 OVERLAPPING_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 # In which GPUs of a node find each other, or do not.
 _CONNECT_SECONDS = 10.0
-_TEST_SECONDS = 2.0
+_TEST_SECONDS = 5.0
 _NUM_TEST_ROWS, _TEST_HEAD_DIM = 300, 64
 
 
