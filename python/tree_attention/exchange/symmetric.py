@@ -110,6 +110,7 @@ def _rendezvous(buffer: Tensor, group: dist.ProcessGroup) -> Any:
 
 def _try_out(memory: one_shot.Memory) -> None:
     """Exchanges in both parities, and compares with a merge of what the ranks must have sent."""
+    torch.cuda.synchronize(memory.device)  # it was made on another thread's stream
     generator = torch.Generator().manual_seed(0)
     shape = (memory.world_size, _NUM_TEST_ROWS)
     o = torch.randn(*shape, _TEST_HEAD_DIM, generator=generator).to(memory.device)
