@@ -25,8 +25,8 @@ def test_formulas_are_what_ranks_allocate(tmp_path: Path) -> None:
     assert list(row["ways"]) == list(WAYS) and row["keys"] == KEYS
     for name, way in row["ways"].items():
         excess = way["allocated"] - bench_memory.formula(name, 3, KEYS)
-        # Manifests of the ring, and what earlier steps have not freed yet.
-        assert way["right"] and 0 <= excess < 40_000, name
+        # Manifests of the ring, and buffers of the tiny call that tests the communicator.
+        assert way["right"] and 0 <= excess < 10_000, name
     assert row["ways"][RING]["allocated"] // SHARD == 2
     assert row["ways"][TREE]["allocated"] < SHARD / 50
     report = bench_memory.report_of([row])
