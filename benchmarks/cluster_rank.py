@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -55,8 +56,8 @@ class Timer:
         return _largest([self.last[name]])[0] > _LONG
 
     def run(self, seconds: float, min_rounds: int) -> None:
-        """Rounds of all ways in turn (a, b, b, b, c, a, b, b, b, c, ...), quick ones several times:
-        drift of the machine meets all alike."""
+        """Rounds of all ways in turn, quick ones several times, each round in an order of its own:
+        drift of the machine, and what the one before leaves behind, meet all alike."""
         rounds, done = min_rounds, 0
         numbers = dict.fromkeys(self._calls, 1)
         while done < rounds:
@@ -70,15 +71,22 @@ class Timer:
                 numbers = {n: min(max(int(share / s), 1), _MAX_CALLS) for n, s in slots.items()}
                 a_round = sum(numbers[name] * slot for name, slot in slots.items())
                 rounds = min(max(int(seconds / a_round), min_rounds), _MAX_ROUNDS)
-            self._round(now + _AHEAD, slots, numbers)
+            order = Random(done).sample(list(self._calls), len(self._calls))
+            self._round(now + _AHEAD, order, slots, numbers)
             done += 1
 
-    def _round(self, start: float, slots: Mapping[str, float], numbers: Mapping[str, int]) -> None:
-        for name, call in self._calls.items():
+    def _round(
+        self,
+        start: float,
+        order: Sequence[str],
+        slots: Mapping[str, float],
+        numbers: Mapping[str, int],
+    ) -> None:
+        for name in order:
             for _ in range(numbers[name]):
                 time.sleep(max(0.0, start - time.monotonic()))
                 begin = time.monotonic()
-                call()
+                self._calls[name]()
                 end = time.monotonic()
                 self.times[name].append((begin, end))
                 self.last[name] = end - begin
