@@ -176,7 +176,10 @@ class Agreement:
 
 
 def call_before(
-    deadline: float, call: Callable[[], T], interrupted: threading.Event | None = None
+    deadline: float,
+    call: Callable[[], T],
+    interrupted: threading.Event | None = None,
+    who: str = "the store of the process group",
 ) -> T:
     """`call()` in a thread: a store whose server has stalled answers no client and keeps no timeout
     (TCPStore blocks even in cancelling a wait). The thread ends with the server."""
@@ -200,7 +203,7 @@ def call_before(
     if errors:
         raise errors[0]
     if not outcome:
-        raise ExchangeError("the store of the process group does not answer")
+        raise ExchangeError(f"{who} does not answer")
     return outcome[0]
 
 

@@ -42,12 +42,10 @@ class Memory:
         addresses: Sequence[int],
         device: torch.device,
         slot_bytes: int = SLOT_BYTES,
-        keep: object = None,
     ) -> None:
         """`addresses`: of all ranks' buffers of `buffer_bytes`, zeros at first, as this device sees
-        them; `keep` is what owns them."""
+        them."""
         self.rank, self.device, self.slot_bytes = rank, device, slot_bytes
-        self._keep = keep
         with torch.inference_mode(False):  # or nobody could write to them outside of it
             self._buffers = torch.tensor(addresses, dtype=torch.int64, device=device)
             self._control = torch.zeros(4, dtype=torch.int32, device=device)

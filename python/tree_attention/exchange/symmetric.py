@@ -5,9 +5,10 @@ may change: whatever goes wrong with it is a reason to exchange in another way, 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,10 @@ from torch import Tensor
 from ..ops import merge_states
 from . import one_shot
 from .agreement import Note, call_before
+from .link import remaining
 from .topology import Topology
 
+T = TypeVar("T")
 # All ranks call it together; it gives every rank what each of them says.
 Gather = Callable[[str, Note], Sequence[Note]]
 
@@ -27,6 +30,10 @@ OVERLAPPING_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _CONNECT_SECONDS = 10.0
 _TEST_SECONDS = 5.0
 _NUM_TEST_ROWS, _TEST_HEAD_DIM = 300, 64
+
+# Never given back: kernels of other ranks and captured graphs may use it after a communicator is
+# gone, and torch would give it out again as memory that the ranks have shown each other already.
+_kept: list[object] = []
 
 
 def connect(
@@ -41,55 +48,55 @@ def connect(
 
     `obstacle` is what this rank knows by itself.
     """
-    rank, world_size = group.rank(), group.size()
+    world_size = group.size()
     if topology.num_nodes > 1:
         return f"ranks are on {topology.num_nodes} nodes"
 
-    def attempt(name: str, step: Callable[[], Any]) -> tuple[Any, str]:
-        result, note = None, {}
+    def attempt(name: str, step: Callable[[float], T]) -> T | str:
+        """What `step(limit)` gives if it succeeds everywhere, or why it does not."""
+        note: Note = {}
+        now = time.monotonic()
+        # What it leaves of the time is for other ways.
+        limit = now + min(_CONNECT_SECONDS, (deadline - now) / 2)
+
+        def run() -> T:
+            # Both are a thread's own.
+            with torch.cuda.device(device), torch.inference_mode(False):
+                return step(limit)
+
         try:
-            # In a thread, as it waits for others; what it leaves of the time is for other ways.
-            now = time.monotonic()
-            limit = now + min(_CONNECT_SECONDS, (deadline - now) / 2)
-            result = call_before(limit, on_device(step))
+            result = call_before(limit, run, who="torch")  # which waits for others
         except Exception as error:  # of any kind: torch promises nothing
             first_line = (str(error) or repr(error)).splitlines()[0]
             note = {"reason": f"{name}: {first_line}"}
-        notes = gather(f"one_shot, {name}", note)
-        return result, first_reason(notes)
+        return first_reason(gather(f"one_shot, {name}", note)) or result
 
     def first_reason(notes: Sequence[Note]) -> str:
         reasons = (note.get("reason") for note in notes)
         return next((f"rank {r}: {reason}" for r, reason in enumerate(reasons) if reason), "")
 
-    def on_device(step: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            # Both are a thread's own.
-            with torch.cuda.device(device), torch.inference_mode(False):
-                return step()
-
-        return run
-
     note = {"reason": obstacle}
     if not obstacle:
+        note["host"] = socket.gethostname()
         note["gpu"] = str(torch.cuda.get_device_properties(device).uuid)
         note["may share"] = os.environ.get(OVERLAPPING_VARIABLE, "")
     notes = gather("one_shot, devices", note)
     if reason := first_reason(notes):
         return reason
+    # Torch sends file descriptors through sockets of a host and waits for them without end.
+    if (num_hosts := len({note["host"] for note in notes})) > 1:
+        return f"ranks are on {num_hosts} hosts"
     if len({note["gpu"] for note in notes}) < world_size and not all(
         note["may share"] for note in notes
     ):
         return "ranks share a GPU"
-    buffer, reason = attempt("allocation", lambda: _allocate(world_size, device))
-    if reason:
-        return reason
-    handle, reason = attempt("rendezvous", lambda: _rendezvous(buffer, group))
-    if reason:
-        return reason
-    memory = one_shot.Memory(rank, handle.buffer_ptrs, device, keep=(buffer, handle))
-    _, reason = attempt("test", lambda: _try_out(memory))
-    return reason or memory
+    buffer = attempt("allocation", lambda limit: _allocate(world_size, device))
+    if isinstance(buffer, str):
+        return buffer
+    memory = attempt("rendezvous", lambda limit: _rendezvous(buffer, group, limit))
+    if isinstance(memory, str):
+        return memory
+    return attempt("test", lambda limit: _try_out(memory))
 
 
 def _allocate(world_size: int, device: torch.device) -> Tensor:
@@ -97,20 +104,36 @@ def _allocate(world_size: int, device: torch.device) -> Tensor:
 
     num_bytes = one_shot.buffer_bytes(world_size)
     buffer: Tensor = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+    _kept.append(buffer)
     buffer.zero_()
     torch.cuda.synchronize(device)  # before any other rank writes
     return buffer
 
 
-def _rendezvous(buffer: Tensor, group: dist.ProcessGroup) -> Any:
+def _rendezvous(buffer: Tensor, group: dist.ProcessGroup, limit: float) -> one_shot.Memory:
     from torch.distributed import _symmetric_memory
 
-    return _symmetric_memory.rendezvous(buffer, group.group_name)
+    store = group.get_group_store()
+    usual = store.timeout  # type: ignore[attr-defined]
+    # Torch waits in the store for a rank that has failed in here, and keeps interpreter and store.
+    store.set_timeout(remaining(limit))
+    try:
+        handle = _symmetric_memory.rendezvous(buffer, group.group_name)
+    finally:
+        store.set_timeout(usual)
+    addresses, rank = list(handle.buffer_ptrs), group.rank()
+    # Torch names the beginnings of what it took from the driver, and may divide that.
+    if addresses[rank] != buffer.data_ptr():
+        raise RuntimeError("the buffer does not begin where the memory does")
+    if len(addresses) != group.size() or not all(addresses):
+        raise RuntimeError("GPUs do not reach one another's memory")
+    memory = one_shot.Memory(rank, addresses, buffer.device)
+    _kept.append((handle, memory))
+    return memory
 
 
-def _try_out(memory: one_shot.Memory) -> None:
+def _try_out(memory: one_shot.Memory) -> one_shot.Memory:
     """Exchanges in both parities, and compares with a merge of what the ranks must have sent."""
-    torch.cuda.synchronize(memory.device)  # it was made on another thread's stream
     generator = torch.Generator().manual_seed(0)
     shape = (memory.world_size, _NUM_TEST_ROWS)
     o = torch.randn(*shape, _TEST_HEAD_DIM, generator=generator).to(memory.device)
@@ -124,3 +147,4 @@ def _try_out(memory: one_shot.Memory) -> None:
         if not all(torch.equal(a, b) for a, b in zip(out, expected, strict=True)):
             raise RuntimeError("the result of a test exchange is wrong")
         o, lse = o.flip(1) / 2, lse.flip(1) / 2
+    return memory
