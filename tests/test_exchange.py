@@ -356,6 +356,23 @@ def test_strategy_that_one_rank_cannot_run() -> None:
     run_ranks(miss_a_strategy, 3)
 
 
+def agree_between_exchanges(rank: int, world_size: int) -> None:
+    """What ranks said about strategies when they agreed on an exchange holds until the next."""
+    comm = Communicator()
+    states = random_states(3, world_size)
+    state = tuple(x[rank] for x in states)
+    comm.exchange(*state)
+    known = dict(comm.unavailable)
+    assert known == {"one_shot": "tensors are on the cpu, not in the memory of a GPU"}
+    comm.agree((("anything", 1),))
+    assert comm.unavailable == known
+    assert_same_bits(comm.exchange(*state, explain=True), merge_states(*states))
+
+
+def test_agreements_between_exchanges() -> None:
+    run_ranks(agree_between_exchanges, 2)
+
+
 def test_digest_of_the_test_merge() -> None:
     def rounds_up(o_parts: Tensor, lse_parts: Tensor) -> State:
         o, lse = merge_states(o_parts, lse_parts)

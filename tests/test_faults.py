@@ -167,6 +167,10 @@ def raise_alone(rank: int, world_size: int, where: str) -> Outcome:
         elif where == "strategy":
             with pytest.raises(ValueError, match="strategy must be one of"):
                 call("none", comm)
+        elif where == "memory":
+            out_of_memory = mock.patch.object(comm, "_outputs", side_effect=MemoryError)
+            with out_of_memory, pytest.raises(MemoryError):
+                call("all_gather", comm)
         else:
             comm.send_state(2, 4, 1, 32)  # and whoever should have written there raised
     # Rank 0 is a step ahead: its message has the size that its peers wait for.
@@ -175,7 +179,7 @@ def raise_alone(rank: int, world_size: int, where: str) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("where", ["kernel", "strategy", "caller"])
+@pytest.mark.parametrize("where", ["kernel", "strategy", "memory", "caller"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rank_that_raised_alone_is_not_merged_with_another_step(
     world_size: int, where: str

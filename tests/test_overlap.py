@@ -351,6 +351,21 @@ def test_refused_arguments() -> None:
     run_ranks(refuse, 2)
 
 
+def ask_for_one_shot(rank: int, world_size: int) -> None:
+    """Refused in every call alike, and nothing is sent."""
+    comm = Communicator(timeout=AMPLE)
+    with small_chunks():
+        for _ in range(3):
+            with pytest.raises(ExchangeError, match="one_shot is not available: tensors are on"):
+                tree_decode(Q, KV, KV, group=comm, overlap=True, strategy="one_shot")
+        assert comm.failed is None and comm.bytes_sent == 0
+        tree_decode(Q, KV, KV, group=comm, overlap=True)
+
+
+def test_strategy_that_is_not_available() -> None:
+    run_ranks(ask_for_one_shot, 2)
+
+
 def abort(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
     with small_chunks():

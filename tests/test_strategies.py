@@ -368,7 +368,7 @@ def refuse_options(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"payload_dtype must be torch.float32 or torch.bf"):
         comm.exchange(o, lse, payload_dtype=torch.float16)
     asked = "with payload_dtype torch.bfloat16, head_sharded False, strategy must be one of auto, "
-    with pytest.raises(ValueError, match=asked + ".*butterfly, got 'max_then_sum'"):
+    with pytest.raises(ValueError, match=asked + ".*butterfly, one_shot, got 'max_then_sum'"):
         comm.exchange(o, lse, "max_then_sum", payload_dtype=BF16)
     asked = "with payload_dtype torch.float32, head_sharded True, strategy must be one of auto, "
     with pytest.raises(ValueError, match=asked + "two_phase, got 'all_gather'"):

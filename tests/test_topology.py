@@ -96,8 +96,9 @@ def find_nodes(rank: int, world_size: int) -> None:
     assert comm.topology == Topology((0, 1, 1, 1))
     comm.agree((("what", 1),))
     assert comm.topology == Topology((0, 1, 1, 1))
-    with pytest.raises(ValueError, match=r"nodes must name the node of each of 4 ranks, got \[1\]"):
-        Communicator(nodes=[1])
+    if rank == 1:  # which is not a communicator ahead of the others then
+        with pytest.raises(ValueError, match="nodes must name the node of each of 4 ranks, got"):
+            Communicator(nodes=[1])
     comm = Communicator(nodes="abbb" if rank == 2 else "aabb")
     message = r"nodes is \(0, 1, 1, 1\) on rank 2, \(0, 0, 1, 1\) on rank 0"
     with pytest.raises(ExchangeError, match=message):

@@ -122,14 +122,11 @@ def decode_shard(
     arguments = dict.fromkeys(_AXES) | arguments
     # lean_decode refuses tensors of other dimensions.
     is_local = comm.world_size == 1 or any(x.dim() != 4 for x in (q, k, v))
-    try:
+    with comm.before_call():
         check_options(options.strategy, options.payload_dtype, options.head_sharded)
         if is_local:
             return lean_decode(**arguments, out_dtype=options.out_dtype)
         attention = _attention(arguments, options)
-    except BaseException:
-        comm.give_up_call()
-        raise
     signature = (
         ("call", "tree_decode"),
         ("num_heads_kv", k.shape[1]),

@@ -78,7 +78,7 @@ def ring_decode(
             out=out,
         )
 
-    try:
+    with comm.before_call():
         own = _Shard(k_local, v_local, key_ranges, page_table, tuple(key_layout), num_workers)
         if is_local:
             return attend(own, None)
@@ -91,9 +91,6 @@ def ring_decode(
         )
         # Refuses bad arguments before anything is sent; without keys it costs no more than that.
         attend(replace(own, key_ranges=no_keys), (state.o, state.lse))
-    except BaseException:
-        comm.give_up_call()
-        raise
 
     seconds = comm.timeout if timeout is None else timeout
 

@@ -90,7 +90,7 @@ def ring_pass_q_decode(
             out=out,
         )
 
-    try:
+    with comm.before_call():
         if is_local:
             return attend(_EVERYTHING, q, key_ranges, None)
         state = comm.state((*q.shape[:3], v_local.shape[3]), q.device)
@@ -101,9 +101,6 @@ def ring_pass_q_decode(
         )
         # Refuses bad arguments before anything is sent; without keys it costs no more than that.
         attend(_EVERYTHING, q, no_keys, (state.o, state.lse))
-    except BaseException:
-        comm.give_up_call()
-        raise
 
     seconds = comm.timeout if timeout is None else timeout
 

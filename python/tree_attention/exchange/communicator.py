@@ -24,7 +24,7 @@ from .self_test import merge_digest
 from .session import Session
 from .slices import Slices
 from .state import State, StateBuffers
-from .strategies import STRATEGIES, check_options
+from .strategies import STRATEGIES, check_options, unavailable
 from .strategy import Exchange, Options, Setting
 from .symmetric import connect
 from .topology import Topology, node_name
@@ -70,14 +70,17 @@ class Communicator(Session):
         costs: CostModel | None = None,
     ) -> None:
         group = resolve_group(group)
-        super().__init__(group, timeout, {"node": node_name()})
-        if nodes is not None and len(nodes) != self.world_size:
+        world_size = 1 if group is None else group.size()
+        if nodes is not None and len(nodes) != world_size:
             raise ValueError(
-                f"nodes must name the node of each of {self.world_size} ranks, got {list(nodes)}"
+                f"nodes must name the node of each of {world_size} ranks, got {list(nodes)}"
             )
+        if costs is None and group is not None:
+            costs = measured_costs()
+        super().__init__(group, timeout, {"node": node_name()})  # which ranks count
         self._nodes = nodes if nodes is None else Topology.of(nodes).nodes
         self.topology = Topology(self._nodes or (0,) * self.world_size)
-        self._costs = measured_costs() if costs is None and group is not None else costs
+        self._costs = costs
         self._buffers = StateBuffers()
         self._chunk_buffers: defaultdict[int, StateBuffers] = defaultdict(StateBuffers)
         self._overlaps: dict[torch.device, Overlap] = {}
@@ -178,23 +181,22 @@ class Communicator(Session):
                 above. Nothing was sent; ranks that did send run into their timeout.
             ExchangeError: a rank was lost, stalled, or called with other arguments.
         """
-        try:
+        with self.before_call():
             check_options(strategy, payload_dtype, head_sharded)
             state = self._load(o, lse, payload_dtype)
-        except BaseException:
-            self.give_up_call()
-            raise
-        dtype = o.dtype if out_dtype is None else out_dtype
-        if self.world_size == 1:
-            return merge_states(state.o[None], state.lse[None], out_dtype=dtype)
-        options = Options(strategy, dtype, payload_dtype, head_sharded)
-        outputs = self._outputs(state, options)
+            dtype = o.dtype if out_dtype is None else out_dtype
+            if self.world_size == 1:
+                return merge_states(state.o[None], state.lse[None], out_dtype=dtype)
+            options = Options(strategy, dtype, payload_dtype, head_sharded)
+            outputs = self._outputs(state, options)
+            fields = (*signature, *self._fields(state, options))
+            note = {"obstacles": self._own_obstacles(o.device)}
         self.call(
-            (*signature, *self._fields(state, options)),
+            fields,
             lambda deadline: self._exchange(state, options, outputs, deadline, explain),
             timeout,
             o.device,
-            {"obstacles": self._own_obstacles(o.device)},
+            note,
         )
         return outputs
 
@@ -219,12 +221,23 @@ class Communicator(Session):
         """
         if self._is_loading:
             self.give_up_call()
-        state = self.state(shape, device, options.payload_dtype)
-        chunks, outputs = attention.chunks, self._outputs(state, options)
-        fields = (*signature, ("overlap", overlap), *self._fields(state, options))
-        is_new = fields != self._agreed
-        if self._is_overlapped and attention.is_chunked and not is_new and not explain:
-            self._attend_overlapped(attention, state, options, outputs, timeout)
+        chunks = attention.chunks
+        with self.before_call():
+            state = self.state(shape, device, options.payload_dtype)
+            outputs = self._outputs(state, options)
+            fields = (*signature, ("overlap", overlap), *self._fields(state, options))
+            is_new = fields != self._agreed
+            is_overlapped = self._is_overlapped and not is_new and not explain
+            if is_overlapped and attention.is_chunked:
+                parts = [self._chunk(state, chunks, outputs, i) for i in range(len(chunks))]
+            elif attention.is_chunked:
+                for i in range(len(chunks)):
+                    attention.run(i, (chunks.part(state.o, i), chunks.part(state.lse, i)))
+            else:
+                attention.run(None, (state.o, state.lse))
+            note = {"obstacles": self._own_obstacles(device), "attention": attention.seconds}
+        if is_overlapped and attention.is_chunked:
+            self._attend_overlapped(attention, parts, options, timeout)
             return outputs
 
         def run(deadline: float) -> None:
@@ -239,29 +252,17 @@ class Communicator(Session):
                 self._exchange(part, options, merged, deadline, explain and i == 0)
                 deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
 
-        try:
-            if attention.is_chunked:
-                for i in range(len(chunks)):
-                    attention.run(i, (chunks.part(state.o, i), chunks.part(state.lse, i)))
-            else:
-                attention.run(None, (state.o, state.lse))
-        except BaseException:
-            self.give_up_call()
-            raise
-        note = {"obstacles": self._own_obstacles(device), "attention": attention.seconds}
         self.call(fields, run, timeout, device, note)
         return outputs
 
     def _attend_overlapped(
         self,
         attention: Attention,
-        state: State,
+        parts: Sequence[tuple[State, tuple[Tensor, Tensor]]],
         options: Options,
-        outputs: tuple[Tensor, Tensor],
         timeout: float | None,
     ) -> None:
-        chunks, device = attention.chunks, state.device
-        parts = [self._chunk(state, chunks, outputs, i) for i in range(len(chunks))]
+        device = parts[0][0].device
         num_computed = 0
 
         def compute(i: int, part: State) -> None:
@@ -351,18 +352,16 @@ class Communicator(Session):
     def _learn(self, notes: Sequence[Note]) -> None:
         if self._nodes is None:
             self.topology = Topology.of([note["node"] for note in notes])
-        self._unavailable = {
-            strategy: f"rank {rank}: {reason}"
-            for rank, note in enumerate(notes)
-            for strategy, reason in note.get("obstacles", {}).items()
-        }
+        if any("obstacles" not in note for note in notes):
+            return  # not of an exchange
+        self._unavailable = unavailable([note["obstacles"] for note in notes])
         self._attention_seconds = max(note.get("attention", 0.0) for note in notes)
 
     def check(self) -> None:
         """Raises ExchangeError if an exchange is known to have failed. Waits for nothing.
 
-        Within a GPU ("one_shot") ranks wait for each other without the host, whose next call or
-        check has the error; until then there is NaN for o and lse, also from replayed graphs.
+        With "one_shot" GPUs wait for each other without the host, whose next call or check has the
+        error; until then there is NaN for o and lse, also from replayed graphs.
         """
         if self.world_size > 1:
             self._until_deadline(lambda deadline: self._check_shared(), None)

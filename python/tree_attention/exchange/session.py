@@ -7,7 +7,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -80,7 +81,11 @@ class Session(ABC):
                 if device is not None and device.type not in self._tested:
                     self._test_delivery(device, deadline)
                 self._agreed = signature
-            return run(deadline)
+            try:
+                return run(deadline)
+            except Disagreement:
+                self._agreed = None  # the next call must find it again, before anything is sent
+                raise
 
         return self._until_deadline(agree_and_run, timeout)
 
@@ -106,6 +111,15 @@ class Session(ABC):
         """
         self._agreed = None
         self._num_given_up += 1
+
+    @contextmanager
+    def before_call(self) -> Iterator[None]:
+        """For what a rank does on the way to a call, which is given up if that raises."""
+        try:
+            yield
+        except BaseException:
+            self.give_up_call()
+            raise
 
     def _reach(self, signature: Signature, deadline: float, note: Note | None = None) -> None:
         of_this = ((_GIVEN_UP, self._num_given_up), *self._constants())

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 
@@ -45,6 +45,17 @@ def candidates(
         and (strategy.can_shard_heads or not head_sharded)
         and (strategy.is_canonical or not canonical)
     )
+
+
+def unavailable(obstacles: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Strategies that some rank cannot take part in, and why, from what each rank says."""
+    result = {}
+    for name in STRATEGIES:
+        reasons = [said.get(name, "") for said in obstacles]
+        if any(reasons):
+            rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+            result[name] = reason if set(reasons) == {reason} else f"rank {rank}: {reason}"
+    return result
 
 
 def check_options(
