@@ -32,17 +32,19 @@ from torch.profiler import ProfilerActivity, profile
 from tree_attention import ring_decode, ring_pass_q_decode, tree_decode
 from tree_attention.bench.measure import peak_memory_of
 from tree_attention.bench.report import Column, Report, environment, print_report, write
-from tree_attention.exchange import Communicator
+from tree_attention.bench.simulation import RING, RING_PASS_Q, Problem
+from tree_attention.bench.simulation.memory import step_bytes
+from tree_attention.exchange import Communicator, Topology
 
-from .cluster_model import message_of, shard_bytes
+from .cluster_model import shard_bytes
 from .machine import available_bytes
 from .pretended_attention import DTYPE, HEAD_DIM, NUM_HEADS, NUM_HEADS_KV
 
-TREE, RING, PASS_Q = "tree", "ring", "ring, passing queries"
+TREE = "tree"
 WAYS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     TREE: tree_decode,
     RING: ring_decode,
-    PASS_Q: ring_pass_q_decode,
+    RING_PASS_Q: ring_pass_q_decode,
 }
 WORLDS = (2, 3, 4)
 CONTEXTS = tuple(1 << exponent for exponent in range(13, 19))  # keys per rank
@@ -53,17 +55,11 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536
 
 
 def formula(way: str, world_size: int, keys: int) -> int:
-    """Bytes of the buffers and outputs of a step; what libraries keep for themselves is not in
-    it."""
-    state = message_of(1)
-    outputs = state.num_rows * (HEAD_DIM * DTYPE.itemsize + 4)
-    if way == PASS_Q:
-        heads = -(-NUM_HEADS_KV // world_size) * (NUM_HEADS // NUM_HEADS_KV)
-        part = 4 * heads * (HEAD_DIM + 1)
-        queries, result = heads * HEAD_DIM * DTYPE.itemsize, heads * (HEAD_DIM * DTYPE.itemsize + 4)
-        return state.num_bytes + 2 * queries + 5 * part + (1 + world_size) * result + outputs
-    received = min(2, world_size - 1) * shard_bytes(1, keys) if way == RING else 0
-    return received + (1 + world_size) * state.num_bytes + outputs
+    """Bytes of the buffers and outputs of a step, the tree's with an all-gather; what libraries
+    keep for themselves is not in it."""
+    problem = Problem(keys, 1, (NUM_HEADS, NUM_HEADS_KV), HEAD_DIM, DTYPE)
+    strategy = "all_gather" if way == TREE else way
+    return step_bytes(strategy, problem, Topology((0,) * world_size))
 
 
 class Step:

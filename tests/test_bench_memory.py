@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from benchmarks import bench_memory
-from benchmarks.bench_memory import PASS_Q, RING, TREE, WAYS
+from benchmarks.bench_memory import RING, RING_PASS_Q, TREE, WAYS
 
 from distributed import run_ranks
 from tree_attention.bench.report import write
@@ -33,7 +33,7 @@ def test_formulas_are_what_ranks_allocate(tmp_path: Path) -> None:
     assert not report.wrong
     write(report, tmp_path)
     assert "| p=3 n=4096 | tree |" in (tmp_path / "memory.md").read_text()
-    row["ways"][PASS_Q]["right"] = False
+    row["ways"][RING_PASS_Q]["right"] = False
     assert bench_memory.report_of([row]).wrong == ["p=3 n=4096"]
 
 
