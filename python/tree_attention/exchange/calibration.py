@@ -21,7 +21,7 @@ from .costs import Calibration, Costs, default_costs
 from .measured import MeasuredExchange, MeasuredExchanges
 from .messages import Messages
 from .state import Message
-from .strategies import strategies
+from .strategies import candidates
 from .topology import Topology
 from .traffic import Case, Traffic, all_reduce, all_to_all, local, ring, to_ranks, traffic
 
@@ -69,7 +69,7 @@ def calibrate(
     # Changing from one call to another compares signatures, which would be timed too.
     exchanging = Communicator(comm.link.group, comm.timeout, nodes=nodes, costs=otherwise)
     exchanging.exchange(torch.ones(1, 1, 1, 1, device=device), torch.ones(1, 1, 1, device=device))
-    names = [name for name in strategies() if name not in exchanging.unavailable]
+    names = candidates(torch.float32, head_sharded=False, unavailable=exchanging.unavailable)
     clock = comm.call((("call", "calibrate clocks"),), partial(Clock.agree, comm.link, device))
     total = len(operations) + len(BATCHES) * len(names)
     samples: list[Sample] = []
