@@ -425,7 +425,7 @@ def test_prepared_exchanges(cuda_kernels):
 
 def fail_on_the_device(rank: int, world_size: int) -> None:
     comm = Communicator()
-    memory = comm._shared["cuda"] = one_shot.Memory(rank, [0, 0], CPU)
+    memory = comm._selection._memories["cuda"] = one_shot.Memory(rank, [0, 0], CPU)
     comm.check()
     memory._words[one_shot._ERRORS + 1 - rank] = 1
     reason = f"rank {rank} of 2: one_shot: rank {1 - rank} did not come in time; outputs of that"
@@ -442,7 +442,7 @@ def test_failure_on_the_device_is_the_communicators() -> None:
 
 def abort_what_waits(rank: int, world_size: int) -> None:
     comm = Communicator()
-    memory = comm._shared["cuda"] = one_shot.Memory(rank, [0, 0], CPU)
+    memory = comm._selection._memories["cuda"] = one_shot.Memory(rank, [0, 0], CPU)
     comm.abort()
     assert memory._words[one_shot._ABORTED] == 1
 

@@ -4,8 +4,8 @@
 `Communicator` is the prepared process group; `strategies` lists the ways to exchange, each a file;
 `link` and `messages` are the process group's operations with deadlines and counters, `state` and
 `slices` what travels; `session` and `agreement` see to it that all ranks mean the same or all fail;
-`topology`, `traffic` and `costs` are how "auto" chooses. `chunks` and `overlap` are how exchanges
-run beside the attention.
+`topology`, `traffic`, `costs` and `selection` are how "auto" chooses; `symmetric` is memory
+that GPUs share. `chunks` and `overlap` are how exchanges run beside the attention.
 """
 
 from .agreement import ExchangeError

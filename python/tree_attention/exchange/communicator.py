@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,21 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import merge_states
-from . import one_shot
-from .agreement import Disagreement, Note, Signature
+from .agreement import Note, Signature
 from .chunks import Attention, Chunks, Forecast
-from .costs import CostModel, choose, costs_for, measured_costs
-from .costs import explain as explain_costs
+from .costs import CostModel, measured_costs
 from .overlap import Overlap
+from .selection import Selection
 from .self_test import merge_digest
 from .session import Session
 from .slices import Slices
 from .state import State, StateBuffers
-from .strategies import STRATEGIES, check_options, unavailable
-from .strategy import Exchange, Options, Setting
-from .symmetric import connect
+from .strategies import check_options
+from .strategy import Options
 from .topology import Topology, node_name
-from .traffic import Case
 
 DEFAULT_TIMEOUT = 30.0
 
@@ -80,7 +76,8 @@ class Communicator(Session):
         super().__init__(group, timeout, {"node": node_name()})  # which ranks count
         self._nodes = nodes if nodes is None else Topology.of(nodes).nodes
         self.topology = Topology(self._nodes or (0,) * self.world_size)
-        self._costs = costs
+        if group is not None:
+            self._selection = Selection(self.link, costs)
         self._buffers = StateBuffers()
         self._chunk_buffers: defaultdict[int, StateBuffers] = defaultdict(StateBuffers)
         self._overlaps: dict[torch.device, Overlap] = {}
@@ -88,9 +85,6 @@ class Communicator(Session):
         self._attention_seconds = 0.0  # of the rank that takes longest
         self._scratch: dict[tuple[int, torch.device], Tensor] = {}
         self._is_loading = False
-        self._obstacles: dict[str, dict[str, str]] = {}  # by kind of device
-        self._unavailable: dict[str, str] = {}
-        self._shared: dict[str, one_shot.Memory] = {}  # by kind of device
 
     @property
     def bytes_sent(self) -> int:
@@ -190,7 +184,7 @@ class Communicator(Session):
             options = Options(strategy, dtype, payload_dtype, head_sharded)
             outputs = self._outputs(state, options)
             fields = (*signature, *self._fields(state, options))
-            note = {"obstacles": self._own_obstacles(o.device)}
+            note = {"obstacles": self._selection.obstacles(o.device)}
         self.call(
             fields,
             lambda deadline: self._exchange(state, options, outputs, deadline, explain),
@@ -235,7 +229,7 @@ class Communicator(Session):
                     attention.run(i, (chunks.part(state.o, i), chunks.part(state.lse, i)))
             else:
                 attention.run(None, (state.o, state.lse))
-            note = {"obstacles": self._own_obstacles(device), "attention": attention.seconds}
+            note = {"obstacles": self._selection.obstacles(device), "attention": attention.seconds}
         if is_overlapped and attention.is_chunked:
             self._attend_overlapped(attention, parts, options, timeout)
             return outputs
@@ -305,10 +299,9 @@ class Communicator(Session):
             return False
         if overlap is not None and not explain:
             return overlap
-        case, costs = self._case(state, options), self.costs(state.device)
         whole, chunk = (
-            costs.predict(self._strategy(options, each, costs), each)
-            for each in (case, replace(case, message=chunks.longest(state.message)))
+            self._selection.seconds(message, state.device, self.topology, options)
+            for message in (state.message, chunks.longest(state.message))
         )
         forecast = Forecast(len(chunks), self._attention_seconds, whole, chunk)
         chosen = forecast.pays(state.device) if overlap is None else overlap
@@ -330,31 +323,30 @@ class Communicator(Session):
 
     def backend(self, device: torch.device) -> str:
         """What moves the tensors of `device`, perhaps through the memory of another."""
-        return self.link.backend(self.link.transport_device(device))
+        return self._selection.backend(device)
 
     def costs(self, device: torch.device) -> CostModel:
         """What "auto" goes by for tensors of `device`."""
-        return costs_for(self.backend(device), self._costs)
+        return self._selection.costs(device)
 
     @property
     def unavailable(self) -> Mapping[str, str]:
         """Strategies that a rank could not take part in at the last exchange, and why."""
-        return self._unavailable
+        return self._selection.unavailable if self.world_size > 1 else {}
 
     def give_up_call(self) -> None:
         self._is_loading = False
         super().give_up_call()
 
     def _constants(self) -> Signature:
-        costs = "shipped" if self._costs is None else self._costs.digest
-        return ("nodes", self._nodes), ("costs", costs)
+        return ("nodes", self._nodes), ("costs", self._selection.constants)
 
     def _learn(self, notes: Sequence[Note]) -> None:
         if self._nodes is None:
             self.topology = Topology.of([note["node"] for note in notes])
         if any("obstacles" not in note for note in notes):
             return  # not of an exchange
-        self._unavailable = unavailable([note["obstacles"] for note in notes])
+        self._selection.learn([note["obstacles"] for note in notes])
         self._attention_seconds = max(note.get("attention", 0.0) for note in notes)
 
     def check(self) -> None:
@@ -364,15 +356,10 @@ class Communicator(Session):
         error; until then there is NaN for o and lse, also from replayed graphs.
         """
         if self.world_size > 1:
-            self._until_deadline(lambda deadline: self._check_shared(), None)
-
-    def _check_shared(self) -> None:
-        for memory in self._shared.values():
-            memory.check()
+            self._until_deadline(lambda deadline: self._selection.check(), None)
 
     def _fail(self, reason: str, patience: float = 0.0) -> None:
-        for memory in self._shared.values():
-            memory.abort()
+        self._selection.abort()
         super()._fail(reason, patience)
 
     def _test_delivery(self, device: torch.device, deadline: float) -> None:
@@ -383,21 +370,7 @@ class Communicator(Session):
         def gather(step: str, note: Note) -> Sequence[Note]:
             return self._agreement.reach((("step", step),), deadline, note)
 
-        obstacles = self._own_obstacles(device)
-        found = connect(
-            self.link.group, device, self.topology, obstacles.get("one_shot", ""), gather, deadline
-        )
-        if isinstance(found, str):
-            obstacles["one_shot"] = self._unavailable["one_shot"] = found
-        else:
-            self._shared[device.type] = found
-
-    def _own_obstacles(self, device: torch.device) -> dict[str, str]:
-        """The strategies in which this rank cannot take part, and why."""
-        if device.type not in self._obstacles:
-            reasons = {name: way.obstacle(self.link, device) for name, way in STRATEGIES.items()}
-            self._obstacles[device.type] = {name: why for name, why in reasons.items() if why}
-        return self._obstacles[device.type]
+        self._selection.share_memory(device, self.topology, gather, deadline)
 
     def _exchange(
         self,
@@ -408,39 +381,10 @@ class Communicator(Session):
         explain: bool = False,
     ) -> None:
         if explain or options not in state.prepared:
-            state.prepared[options] = self._prepare(state, options, explain)
+            state.prepared[options] = self._selection.prepare(
+                state, self.topology, options, explain
+            )
         state.prepared[options](deadline, *outputs)
-
-    def _prepare(self, state: State, options: Options, explain: bool) -> Exchange:
-        if state.message.num_bytes == 0:
-            return lambda deadline, o, lse: None
-        case, costs = self._case(state, options), self.costs(state.device)
-        strategy = self._strategy(options, case, costs)
-        unavailable = self._unavailable_for(case)
-        if strategy in unavailable:
-            raise Disagreement(f"{strategy} is not available: {unavailable[strategy]}")
-        if explain and self.rank == 0:
-            print(explain_costs(case, costs, strategy, unavailable), flush=True)
-        setting = Setting(
-            self.link, self.topology, state, options.out_dtype, options.head_sharded,
-            self._shared.get(state.device.type),
-        )  # fmt: skip
-        # Views that are made in inference mode cannot be written to outside of it.
-        with torch.inference_mode(False):
-            return STRATEGIES[strategy].prepare(setting)
-
-    def _case(self, state: State, options: Options) -> Case:
-        backend, sharded = self.backend(state.device), options.head_sharded
-        return Case(self.topology, state.message, options.out_dtype, sharded, backend)
-
-    def _strategy(self, options: Options, case: Case, costs: CostModel) -> str:
-        if options.strategy == "auto":
-            return choose(case, costs, self._unavailable_for(case))
-        return options.strategy
-
-    def _unavailable_for(self, case: Case) -> Mapping[str, str]:
-        refusal = one_shot.refusal(case.message)
-        return {"one_shot": refusal} | self._unavailable if refusal else self._unavailable
 
     def _outputs(self, state: State, options: Options) -> tuple[Tensor, Tensor]:
         """What an exchange is to write into."""
