@@ -416,6 +416,16 @@ def test_without_process_group() -> None:
     assert comm.bytes_sent == 0 and comm.seconds == 0
 
 
+def test_devices_without_index() -> None:
+    """What send_state gives for "cuda" is what exchange looks for: nothing is copied."""
+    with pretended_cuda():
+        comm = Communicator()
+        state = comm.send_state(1, 2, 1, 8, "cuda")
+        with mock.patch.object(exchange_state.State, "load") as load:
+            comm.exchange(*state)
+    assert not load.called
+
+
 def test_buffers_never_move() -> None:
     """A captured graph holds addresses: growth takes new memory and keeps the old."""
     buffers, device = StateBuffers(), torch.device("cpu")

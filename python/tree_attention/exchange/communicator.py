@@ -131,7 +131,8 @@ class Communicator(Session):
             self.give_up_call()
         self._is_loading = True
         shape = (batch, num_heads_q, seqlen_q, head_dim)
-        state = self.state(shape, torch.device(device), payload_dtype)
+        device = torch.empty(0, device=device).device  # with an index, as exchange sees it
+        state = self.state(shape, device, payload_dtype)
         return state.o, state.lse
 
     def exchange(
