@@ -23,7 +23,7 @@ from distributed import run_ranks
 from emulated import emulated_streams
 from helpers import INF, NAN, assert_same_bits
 from tree_attention import ExchangeError, merge_states, strategies
-from tree_attention.exchange import Communicator, Topology, one_shot, symmetric
+from tree_attention.exchange import Communicator, Topology, one_shot, one_shot_memory, symmetric
 from tree_attention.exchange.agreement import Note
 from tree_attention.exchange.state import Message, StateBuffers
 from tree_attention.exchange.strategy import Setting
@@ -39,12 +39,13 @@ class VirtualRanks:
     """Ranks of this process on one device, whose launches run side by side."""
 
     def __init__(self, world_size: int, device: torch.device, slot_bytes: int = 1 << 16) -> None:
-        num_bytes = one_shot.buffer_bytes(world_size, slot_bytes)
+        num_bytes = one_shot_memory.buffer_bytes(world_size, slot_bytes)
         self.device = device
         self.buffers = torch.zeros(world_size, num_bytes, dtype=torch.uint8, device=device)
         addresses = [buffer.data_ptr() for buffer in self.buffers]
         self.memories = [
-            one_shot.Memory(rank, addresses, device, slot_bytes) for rank in range(world_size)
+            one_shot_memory.Memory(rank, addresses, device, slot_bytes)
+            for rank in range(world_size)
         ]
         self.streams = [self.new_stream() for _ in range(world_size)]
 
@@ -192,7 +193,7 @@ def test_refused_arguments(cuda_kernels):
     with pytest.raises(RuntimeError, match="one_shot: rank must be one of 2, got 2"):
         run(o, lse)
     with pytest.raises(RuntimeError, match="one_shot: buffers must be of 1 to 16 ranks, got 17"):
-        one_shot.Memory(0, [0] * 17, cuda_kernels).run((o, lse), (o, lse), 1.0)
+        one_shot_memory.Memory(0, [0] * 17, cuda_kernels).run((o, lse), (o, lse), 1.0)
 
 
 def test_refused_messages():
@@ -284,7 +285,7 @@ def test_connecting(fails, said, reason):
         def run(*arguments: object) -> object:
             if name == fails:
                 raise OSError("no such memory\nand a trace")
-            return one_shot.Memory(0, [0, 0], CPU)
+            return one_shot_memory.Memory(0, [0, 0], CPU)
 
         return run
 
@@ -305,7 +306,7 @@ def test_connecting(fails, said, reason):
         found = symmetric.connect(
             Group(), CPU, Topology((0, 0)), "", gather, time.monotonic() + 5.0
         )
-    assert found == reason if reason else isinstance(found, one_shot.Memory)
+    assert found == reason if reason else isinstance(found, one_shot_memory.Memory)
 
 
 def test_connecting_nodes():
@@ -415,23 +416,23 @@ def test_prepared_exchanges(cuda_kernels):
     for link, out in zip(links, outs, strict=True):
         assert_same_bits(out, merge_states(o.to(BF16), lse, out_dtype=FP16))
         assert (link.num_operations, link.bytes_sent) == (1, 2 * 8 * (2 * 64 + 4))
-    ranks.memories[1]._words[one_shot._ERRORS + 2] = 1
+    ranks.memories[1]._words[one_shot_memory._ERRORS + 2] = 1
     with pytest.raises(RuntimeError, match="one_shot: rank 2 did not come in time"):
         exchanges[1](time.monotonic() + 20.0, *outs[1])
-    elsewhere = replace(setting, memory=one_shot.Memory(0, [0], torch.device("meta")))
+    elsewhere = replace(setting, memory=one_shot_memory.Memory(0, [0], torch.device("meta")))
     with pytest.raises(RuntimeError, match="one_shot was set up on meta, not on"):
         one_shot.prepare(elsewhere)
 
 
 def fail_on_the_device(rank: int, world_size: int) -> None:
     comm = Communicator()
-    memory = comm._selection._memories["cuda"] = one_shot.Memory(rank, [0, 0], CPU)
+    memory = comm._selection._memories["cuda"] = one_shot_memory.Memory(rank, [0, 0], CPU)
     comm.check()
-    memory._words[one_shot._ERRORS + 1 - rank] = 1
+    memory._words[one_shot_memory._ERRORS + 1 - rank] = 1
     reason = f"rank {rank} of 2: one_shot: rank {1 - rank} did not come in time; outputs of that"
     with pytest.raises(ExchangeError, match=reason):
         comm.check()
-    assert comm.failed is not None and memory._words[one_shot._ABORTED] == 1
+    assert comm.failed is not None and memory._words[one_shot_memory._ABORTED] == 1
     with pytest.raises(ExchangeError, match="has failed before: one_shot: rank"):
         comm.exchange(torch.ones(1, 1, 1, 8), torch.zeros(1, 1, 1))
 
@@ -442,9 +443,9 @@ def test_failure_on_the_device_is_the_communicators() -> None:
 
 def abort_what_waits(rank: int, world_size: int) -> None:
     comm = Communicator()
-    memory = comm._selection._memories["cuda"] = one_shot.Memory(rank, [0, 0], CPU)
+    memory = comm._selection._memories["cuda"] = one_shot_memory.Memory(rank, [0, 0], CPU)
     comm.abort()
-    assert memory._words[one_shot._ABORTED] == 1
+    assert memory._words[one_shot_memory._ABORTED] == 1
 
 
 def test_aborts_reach_the_device() -> None:

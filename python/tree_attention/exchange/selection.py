@@ -12,6 +12,7 @@ from .agreement import Disagreement
 from .costs import CostModel, choose, costs_for
 from .costs import explain as explain_costs
 from .link import Link
+from .one_shot_memory import Memory
 from .state import Message, State
 from .strategies import STRATEGIES, unavailable
 from .strategy import Exchange, Options, Setting
@@ -27,7 +28,7 @@ class Selection:
         """`costs`: instead of shipped ones."""
         self._link, self._given = link, costs
         self._obstacles: dict[str, dict[str, str]] = {}  # by kind of device
-        self._memories: dict[str, one_shot.Memory] = {}  # by kind of device
+        self._memories: dict[str, Memory] = {}  # by kind of device
         # At the last exchange: strategies that a rank could not take part in, and why.
         self.unavailable: Mapping[str, str] = {}
 

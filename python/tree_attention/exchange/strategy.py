@@ -5,17 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .link import Link
+from .one_shot_memory import Memory
 from .state import State
 from .topology import Topology
-
-if TYPE_CHECKING:
-    from .one_shot import Memory
 
 # Exchanges the state that the send buffer holds, before a `time.monotonic` deadline, and writes the
 # merged o and lse into contiguous tensors.

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import merge_states
-from . import one_shot
 from .agreement import Note, call_before
 from .link import remaining
+from .one_shot_memory import Memory, buffer_bytes
 from .topology import Topology
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def connect(
     obstacle: str,
     gather: Gather,
     deadline: float,
-) -> one_shot.Memory | str:
+) -> Memory | str:
     """On all ranks alike: memory for `one_shot` that was tried out, or why there is none.
 
     `obstacle` is what this rank knows by itself.
@@ -102,7 +102,7 @@ def connect(
 def _allocate(world_size: int, device: torch.device) -> Tensor:
     from torch.distributed import _symmetric_memory
 
-    num_bytes = one_shot.buffer_bytes(world_size)
+    num_bytes = buffer_bytes(world_size)
     buffer: Tensor = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
     _kept.append(buffer)
     buffer.zero_()
@@ -110,7 +110,7 @@ def _allocate(world_size: int, device: torch.device) -> Tensor:
     return buffer
 
 
-def _rendezvous(buffer: Tensor, group: dist.ProcessGroup, limit: float) -> one_shot.Memory:
+def _rendezvous(buffer: Tensor, group: dist.ProcessGroup, limit: float) -> Memory:
     from torch.distributed import _symmetric_memory
 
     store = group.get_group_store()
@@ -127,12 +127,12 @@ def _rendezvous(buffer: Tensor, group: dist.ProcessGroup, limit: float) -> one_s
         raise RuntimeError("the buffer does not begin where the memory does")
     if len(addresses) != group.size() or not all(addresses):
         raise RuntimeError("GPUs do not reach one another's memory")
-    memory = one_shot.Memory(rank, addresses, buffer.device)
+    memory = Memory(rank, addresses, buffer.device)
     _kept.append((handle, memory))
     return memory
 
 
-def _try_out(memory: one_shot.Memory) -> one_shot.Memory:
+def _try_out(memory: Memory) -> Memory:
     """Exchanges in both parities, and compares with a merge of what the ranks must have sent."""
     generator = torch.Generator().manual_seed(0)
     shape = (memory.world_size, _NUM_TEST_ROWS)
