@@ -4,27 +4,22 @@
     sudo .venv/bin/python -m benchmarks.bench_cluster --out DIR
 
 Each configuration is calibrated first, as a user would, and strategy auto chooses by that.
-Configurations are LINK/RANKS; --only takes some of them, and DIR/cluster.json keeps the rows of the
-others from earlier runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from tree_attention import strategies
 from tree_attention.bench.measure import load_warnings
-from tree_attention.bench.report import Report, environment, print_report, write
+from tree_attention.bench.report import Report, environment
 
-from .cluster import LINKS, exit_on_sigterm, unsupported
+from .cluster import LINKS
+from .cluster_main import configurations, measure, parser_of
 from .cluster_model import AUTO, add_predictions, costs_of
 from .cluster_rank import RINGS
-from .cluster_run import load_costs, load_parts, run_cases, without_rows
+from .cluster_run import load_costs, run_cases, without_rows
 from .cluster_steps import NOTES, draw, summary
 from .cluster_table import columns
 
@@ -48,28 +43,17 @@ def cases() -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_cluster")
-    names = [f"{link}/{world}" for link in LINKS for world in WORLDS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="LINK/RANKS")
+    names = configurations(list(LINKS), WORLDS)
+    parser = parser_of("cluster", names)
     parser.add_argument(
         "--seconds", type=float, default=8.0, help="for all ways of a case (default 8)"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write cluster.{json,md,png} there")
     parsed = parser.parse_args(arguments)
-    if (why := unsupported()) is not None:
-        print(why, file=sys.stderr)
-        return 2
-    exit_on_sigterm()
-    measured = {} if parsed.out is None else load_parts(parsed.out / "cluster.json")
-    for name in parsed.only:
-        link, world = name.split("/")
-        measured[name] = run_cases(link, int(world), cases(), parsed.seconds)
-        print(f"{name}: {measured[name]['seconds']:.0f} s", file=sys.stderr, flush=True)
-        report = report_of({name: measured[name] for name in names if name in measured})
-        if parsed.out is not None:  # after each, as the whole takes long
-            write(report, parsed.out)
-    print_report(Console() if sys.stdout.isatty() else Console(width=180), report)
-    return 1 if report.wrong else 0
+
+    def run(link: str, world_size: int) -> dict[str, Any]:
+        return run_cases(link, world_size, cases(), parsed.seconds)
+
+    return measure("cluster", names, parsed, run, report_of)
 
 
 def report_of(measured: dict[str, Any]) -> Report:

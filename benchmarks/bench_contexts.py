@@ -9,22 +9,19 @@ Contexts are measured as far as memory and time allow, and predicted by the cost
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from tree_attention.bench.measure import load_warnings
-from tree_attention.bench.report import Report, environment, print_report, write
+from tree_attention.bench.report import Report, environment
 from tree_attention.exchange.costs import Calibration
 
-from .cluster import LINKS, Wiring, exit_on_sigterm, unsupported
+from .cluster import LINKS, Wiring
 from .cluster_contexts import NOTES, RING, TREE, draw, summary
+from .cluster_main import configurations, measure, parser_of
 from .cluster_model import add_predictions, shard_bytes
 from .cluster_rank import RINGS
-from .cluster_run import attention_seconds_per_key, load_costs, load_parts, run_cases, without_rows
+from .cluster_run import attention_seconds_per_key, load_costs, run_cases, without_rows
 from .cluster_table import columns
 from .machine import available_bytes
 
@@ -72,34 +69,23 @@ def needed_bytes(world_size: int, keys: int) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_contexts")
-    names = [f"{link}/{world}" for link in LINK_NAMES for world in WORLDS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="LINK/RANKS")
+    names = configurations(LINK_NAMES, WORLDS)
+    parser = parser_of("contexts", names)
     parser.add_argument(
         "--longest", type=int, default=CONTEXTS[-1], metavar="KEYS", help="of a rank, measured"
     )
     parser.add_argument(
         "--seconds", type=float, default=5.0, help="for all ways of a context (default 5)"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write contexts.{json,md,png}")
     parsed = parser.parse_args(arguments)
-    if (why := unsupported()) is not None:
-        print(why, file=sys.stderr)
-        return 2
-    exit_on_sigterm()
-    measured = {} if parsed.out is None else load_parts(parsed.out / "contexts.json")
-    seconds_per_key = attention_seconds_per_key()
-    for name in parsed.only:
-        link, world = name.split("/")
-        chosen = cases(LINKS[link], int(world), seconds_per_key, available_bytes())
+
+    def run(link: str, world_size: int) -> dict[str, Any]:
+        seconds_per_key = attention_seconds_per_key()
+        chosen = cases(LINKS[link], world_size, seconds_per_key, available_bytes())
         chosen = [case for case in chosen if case["keys"] <= parsed.longest]
-        measured[name] = run_cases(link, int(world), chosen, parsed.seconds)
-        print(f"{name}: {measured[name]['seconds']:.0f} s", file=sys.stderr, flush=True)
-        report = report_of({name: measured[name] for name in names if name in measured})
-        if parsed.out is not None:  # after each, as the whole takes long
-            write(report, parsed.out)
-    print_report(Console() if sys.stdout.isatty() else Console(width=180), report)
-    return 1 if report.wrong else 0
+        return run_cases(link, world_size, chosen, parsed.seconds)
+
+    return measure("contexts", names, parsed, run, report_of)
 
 
 def report_of(measured: dict[str, Any]) -> Report:

@@ -9,21 +9,20 @@ values; see bench_llama.py.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 import transformers
-from rich.console import Console
 
 from tree_attention.bench.measure import load_warnings
-from tree_attention.bench.report import Column, Report, environment, print_report, write
+from tree_attention.bench.report import Column, Report, environment
 
-from .cluster import LINKS, exit_on_sigterm, unsupported
+from .cluster import LINKS
 from .cluster.probe import spread
 from .cluster_llama import RING, TREE
-from .cluster_run import load_parts, run, without_rows
+from .cluster_main import configurations, measure, parser_of
+from .cluster_run import run, without_rows
 from .cluster_table import link_sentences, milliseconds
 
 LINK_NAMES = ("lan", "metro")
@@ -75,31 +74,20 @@ def rows_of(link: str, world_size: int, results: dict[str, Any]) -> list[dict[st
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_generation")
-    names = [f"{link}/{world}" for link in LINK_NAMES for world in WORLDS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="LINK/RANKS")
+    names = configurations(LINK_NAMES, WORLDS)
+    parser = parser_of("generation", names)
     parser.add_argument("--layers", type=int, default=4, help="of 16 (default 4)")
     parser.add_argument("--tokens", type=int, default=6, help="timed at once (default 6)")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, metavar="TOKENS")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write generation.{json,md,png}")
     parsed = parser.parse_args(arguments)
-    if (why := unsupported()) is not None:
-        print(why, file=sys.stderr)
-        return 2
-    exit_on_sigterm()
-    measured = {} if parsed.out is None else load_parts(parsed.out / "generation.json")
     spec = {name: getattr(parsed, name) for name in ("layers", "tokens", "contexts")}
-    for name in parsed.only:
-        link, world = name.split("/")
-        part = run(link, int(world), "benchmarks.cluster_llama", spec, calibrate=True)
-        rows = rows_of(link, int(world), part.pop("results"))
-        measured[name] = {"rows": rows, "layers": parsed.layers, **part}
-        print(f"{name}: {part['seconds']:.0f} s", file=sys.stderr, flush=True)
-        report = report_of({name: measured[name] for name in names if name in measured})
-        if parsed.out is not None:  # after each, as the whole takes long
-            write(report, parsed.out)
-    print_report(Console() if sys.stdout.isatty() else Console(width=140), report)
-    return 1 if report.wrong else 0
+
+    def run_model(link: str, world_size: int) -> dict[str, Any]:
+        part = run(link, world_size, "benchmarks.cluster_llama", spec, calibrate=True)
+        rows = rows_of(link, world_size, part.pop("results"))
+        return {"rows": rows, "layers": parsed.layers, **part}
+
+    return measure("generation", names, parsed, run_model, report_of, width=140)
 
 
 def report_of(measured: dict[str, Any]) -> Report:

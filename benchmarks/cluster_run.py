@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -132,6 +133,7 @@ def without_rows(parts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def attention_seconds_per_key(keys: int = 8192) -> float:
     """Of one sequence on one thread, keys and values from memory."""
     torch.set_num_threads(1)
