@@ -124,10 +124,10 @@ parallel=()
 alone=(graphs launches numerics workspace)
 ranks=(ranks huggingface)
 ignored=()
-for name in smoke "${alone[@]}" "${ranks[@]}"; do ignored+=("--ignore=tests/test_cuda_$name.py"); done
+for name in smoke "${alone[@]}" "${ranks[@]}"; do ignored+=("--ignore=tests/cuda/test_cuda_$name.py"); done
 files_of() {
   local name
-  for name in "$@"; do compgen -G "tests/test_cuda_$name.py"; done
+  for name in "$@"; do compgen -G "tests/cuda/test_cuda_$name.py"; done
 }
 
 # Not what is only named after CUDA: it compiles emulators or packages and asks no GPU.
@@ -140,7 +140,7 @@ built=yes
 stage build 300 env USE_CUDA=1 ABLATIONS=1 MAX_JOBS="${MAX_JOBS:-$(nproc)}" "$PYTHON" setup.py build_ext --inplace ||
   built=no
 stage machine 60 bash -c describe_machine
-gpu_stage smoke 90 "${pytest[@]}" -v -k "not emulated" tests/test_cuda_smoke.py
+gpu_stage smoke 90 "${pytest[@]}" -v -k "not emulated" tests/cuda/test_cuda_smoke.py
 gpu_stage tests 150 env OMP_NUM_THREADS=2 "${pytest[@]}" "${parallel[@]}" "${ignored[@]}" \
   -k "$on_device" tests
 gpu_stage alone 150 "${pytest[@]}" $(files_of "${alone[@]}")

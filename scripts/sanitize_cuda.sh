@@ -24,7 +24,7 @@ export PYTORCH_NO_CUDA_MEMORY_CACHING=1 REQUIRE_CUDA=1
 tools=(memcheck racecheck synccheck initcheck)
 for tool in "${tools[@]}"; do
   compute-sanitizer --tool "$tool" --error-exitcode 99 --print-limit 20 \
-    "$PYTHON" -m pytest -q -p no:cacheprovider --timeout 0 -k "not emulated" tests/test_cuda_smoke.py \
+    "$PYTHON" -m pytest -q -p no:cacheprovider --timeout 0 -k "not emulated" tests/cuda/test_cuda_smoke.py \
     >"$logs/$tool.log" 2>&1 &
   pids+=($!)
 done

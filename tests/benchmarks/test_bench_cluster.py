@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import bench_cluster, bench_contexts, cluster_rank, pretended_attention
 from benchmarks.cluster import LINKS, Wiring
 from benchmarks.cluster_model import AUTO, add_predictions, costs_of, message_of, work_of
 from benchmarks.cluster_rank import RINGS
 from benchmarks.cluster_run import load_parts, row_of
 from benchmarks.cluster_steps import CANONICAL, choice_of
 
+from benchmarks import bench_cluster, bench_contexts, cluster_rank, pretended_attention
 from distributed import run_ranks
 from tree_attention import strategies
 from tree_attention.bench.report import write

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks import bench_memory
 from benchmarks.bench_memory import RING, RING_PASS_Q, TREE, WAYS
 
+from benchmarks import bench_memory
 from distributed import run_ranks
 from tree_attention.bench.report import write
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from benchmarks.cluster import Cluster, Link, Wiring, unsupported
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DELAY = 0.02
 LEVELS = Wiring(Link(DELAY, 1e9), Link(0.004, 1e9), per_node=2)
 

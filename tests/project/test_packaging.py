@@ -11,7 +11,7 @@ import pytest
 
 import tree_attention
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # Stands for torch, so that setup.py runs without importing the real one: prints what it is asked
 # to build.

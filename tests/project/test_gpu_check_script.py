@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STAGES = ["build", "machine", "smoke", "tests", "alone", "ranks", "benchmark", "sanitizer"]
 
 PYTHON = """#!/bin/bash
@@ -45,9 +45,9 @@ def check(tmp_path):
     for name in ("gpu_check.sh", "sanitize_cuda.sh"):
         (tmp_path / "scripts").mkdir(exist_ok=True)
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts" / name)
-    (tmp_path / "tests").mkdir()
-    for path in ROOT.glob("tests/test_cuda_*.py"):
-        (tmp_path / "tests" / path.name).touch()
+    (tmp_path / "tests/cuda").mkdir(parents=True)
+    for path in ROOT.glob("tests/cuda/test_cuda_*.py"):
+        (tmp_path / "tests/cuda" / path.name).touch()
     python = add_program(tmp_path / "python", PYTHON)
     add_program(tmp_path / "bin" / "compute-sanitizer", SANITIZER)
 
@@ -98,9 +98,9 @@ def test_every_gpu_test_is_in_one_stage(check):
     calls = (check.python.parent / "calls").read_text().splitlines()
     ordinary = next(call for call in calls if "-k cuda" in call)
     left_out = {word.removeprefix("--ignore=") for word in ordinary.split() if "--ignore" in word}
-    run = [word for call in calls for word in call.split() if word.startswith("tests/test_")]
+    run = [word for call in calls for word in call.split() if word.startswith("tests/cuda/test_")]
     assert set(run) == {name for name in left_out if (ROOT / name).exists()}
-    assert "tests/test_cuda_smoke.py" in run and len(run) == len(set(run))
+    assert "tests/cuda/test_cuda_smoke.py" in run and len(run) == len(set(run))
 
 
 def test_the_time_is_shared_out(check):

@@ -10,7 +10,7 @@ from torch.distributed.run import get_args_parser
 
 from tree_attention.__main__ import COMMANDS, main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/multi_node.md").read_text()
 LINES = re.findall(r"torchrun --(?:[^\n]|(?<=\\)\n)*", PAGE)
 

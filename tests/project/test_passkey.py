@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tree_attention import passkey
 from tree_attention.passkey import Haystack, build_prompt
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "examples" / "passkey-llama"
 TOKENIZER = AutoTokenizer.from_pretrained(CHECKPOINT, local_files_only=True)
 HAYSTACK = Haystack.from_directory(CHECKPOINT / "text", TOKENIZER)

@@ -22,7 +22,7 @@ from tree_attention.bench.simulation import (
 )
 from tree_attention.exchange.costs import Costs
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_memory_is_the_papers() -> None:

@@ -17,7 +17,7 @@ from benchmarks.cluster.__main__ import main, wiring_of
 from benchmarks.cluster.probe import probe, spread
 from benchmarks.cluster.relay import compile_program
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NAMESPACES = Path("/run/netns")
 LEVELS = Wiring(Link(0.02, 1e9), Link(0.004, 1e9), per_node=2)
 
@@ -100,7 +100,7 @@ def test_wrong_options_end_with_a_message(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
 def test_relay_logic() -> None:
-    program = compile_program(ROOT / "tests/cluster/test_relay.cpp")
+    program = compile_program(ROOT / "tests/benchmarks/test_relay.cpp")
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

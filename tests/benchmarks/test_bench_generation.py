@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import bench_generation, cluster_llama
 from benchmarks.cluster_llama import RING, TREE
 from benchmarks.cluster_run import load_parts
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import bench_generation, cluster_llama
 from distributed import preload, run_ranks
 from tree_attention.bench.report import write
 
