@@ -5,20 +5,28 @@ import importlib
 from types import ModuleType
 
 from ._version import __version__
+from .baselines import ring_decode, ring_pass_q_decode
 from .decode import tree_decode
-from .exchange import ExchangeError, strategies
-from .ops import lean_decode, lean_schedule, merge_states, reset_workspaces
-from .ring import ring_decode
-from .ring_pass_q import ring_pass_q_decode
+from .exchange import Communicator, ExchangeError, all_merge_states, strategies
+from .ops import (
+    AttentionOptions,
+    lean_decode,
+    lean_schedule,
+    merge_states,
+    reset_workspaces,
+)
 from .sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
 
 __all__ = [
+    "AttentionOptions",
     "BlockCyclic",
+    "Communicator",
     "Contiguous",
     "ContiguousThenCyclic",
     "ExchangeError",
     "ShardLayout",
     "__version__",
+    "all_merge_states",
     "lean_decode",
     "lean_schedule",
     "merge_states",

@@ -1,30 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Tree decoding: every rank attends to the keys it holds, then the partial states are merged."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
-from .exchange import Communicator, Options, check_options, get_communicator
-from .exchange.chunks import Attention, Chunks, attention_seconds, speed_of
-from .exchange.state import Message
-from .ops import lean_decode
-
-# Which axis of an argument of lean_decode runs over sequences, and which over heads.
-_AXES = {
-    "q": (0, 1),
-    "k": (0, 1),
-    "v": (0, 1),
-    "key_ranges": (0, None),
-    "alibi_slopes": (None, 0),
-    "query_positions": (0, None),
-    "page_table": (0, 1),
-}
+from .exchange import Communicator, ExchangeOptions, check_options, get_communicator
+from .ops import AttentionOptions, check_option_names, lean_decode, takes_attention_options
+from .overlap import Parts, decode_in_parts
 
 
+@takes_attention_options
 def tree_decode(
     q: Tensor,
     k_local: Tensor,
@@ -33,18 +20,13 @@ def tree_decode(
     *,
     group: dist.ProcessGroup | Communicator | None = None,
     strategy: str = "auto",
+    out_dtype: torch.dtype | None = None,
     payload_dtype: torch.dtype = torch.float32,
     head_sharded: bool = False,
-    overlap: bool | None = None,
+    overlap: int = 1,
     explain: bool = False,
     timeout: float | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    key_layout: Sequence[int] = (0, 1, 1),
-    page_table: Tensor | None = None,
-    num_workers: int = 0,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]:
     """Exact attention over keys and values that are split over ranks and stay where they are.
 
@@ -62,129 +44,75 @@ def tree_decode(
             them. None: all keys of the shard.
         group: process group or `Communicator`, default the world. Without torch.distributed this
             is `lean_decode`.
-        strategy: "auto" or one of `strategies()`. "auto" takes the one that is predicted to be
-            fastest, among those that give the same bits.
-        payload_dtype: of the `o` that ranks send each other: float32, or bfloat16 to send half as
-            much and round every rank's part once.
-        head_sharded: return to each rank the heads `torch.chunk` would give it, for models whose
-            next layer is split by heads.
-        overlap: exchange a part of the sequences, or heads, while the next part computes. None:
-            where that is predicted to be faster, the same on all ranks. The bits are the same.
-        explain: print on rank 0 what each strategy was predicted to take, and overlapping.
+        strategy: "auto" or one of `strategies()`. "auto" takes a canonical one, by the times that
+            `python -m tree_attention calibrate` measured on these ranks or else by a shipped rule.
+        out_dtype: dtype of `o`, default q's.
+        payload_dtype: dtype of the `o` that ranks send each other: float32, or bfloat16 to send
+            half as much and round every rank's part once.
+        head_sharded: return to each rank the heads that `torch.tensor_split` would give it, for
+            models whose next layer is split by heads.
+        overlap: into how many parts of sequences, or of heads, the call is cut so that one is
+            exchanged while the next computes; at least 1, which does not overlap. There are never
+            more parts than sequences, or heads of keys.
+        explain: print on rank 0 which strategy was taken, and the row of a table that decided.
         timeout: seconds in which an exchange returns or raises, 30 unless the communicator says
-            otherwise. Overlapped, each part has as many.
-        key_layout: of this rank's shard, as `ShardLayout.key_layout` gives it.
-        softmax_scale, softcap, alibi_slopes, query_positions, page_table, num_workers: as in
-            `lean_decode`; page_table is this rank's.
+            otherwise. Each part has as many.
+        softmax_scale, softcap, alibi_slopes, query_positions, key_layout, page_table, num_workers:
+            see `AttentionOptions`; key_layout and page_table are this rank's.
 
     Returns:
-        o: `[batch, num_heads_q, seqlen_q, head_dim]` in q's dtype, merged in float32 and rounded
-        once. lse: float32 `[batch, num_heads_q, seqlen_q]`, natural logarithm. Both with the same
-        bits on every rank; `(0, -inf)` for a query that sees no key on any rank. With head_sharded
-        this rank's heads of them.
+        o: `[batch, num_heads_q, seqlen_q, head_dim]`, merged in float32 and rounded once. lse:
+        float32 `[batch, num_heads_q, seqlen_q]`, natural logarithm. Both with the same bits on
+        every rank; `(0, -inf)` for a query that sees no key on any rank. With head_sharded only
+        this rank's heads.
 
     Raises:
-        ValueError: no such strategy, or options it has not.
+        ValueError: no such strategy, options it has not, or overlap below 1.
         RuntimeError: `lean_decode` refuses an argument. Nothing was sent; or, if it is a page id
-            of a later part, overlapped, this is a lost rank.
+            of a later part, this is a lost rank.
         ExchangeError: a rank was lost, stalled, or called with other arguments.
 
     Source: Tree Attention (arXiv:2408.04093), Algorithm 3.
     """
-    arguments = {
-        "q": q,
-        "k": k_local,
-        "v": v_local,
-        "key_ranges": key_ranges,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "query_positions": query_positions,
-        "key_layout": key_layout,
-        "page_table": page_table,
-        "num_workers": num_workers,
-    }
-    options = Options(strategy, q.dtype, payload_dtype, head_sharded)
+    check_option_names("tree_decode", options)
     comm = get_communicator(group)
-    return decode_shard(comm, arguments, options, overlap, explain, timeout)
-
-
-def decode_shard(
-    comm: Communicator,
-    arguments: dict[str, Any],
-    options: Options,
-    overlap: bool | None = None,
-    explain: bool = False,
-    timeout: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`tree_decode` with the arguments of `lean_decode` by name, and any dtype of the result."""
-    q, k, v = (arguments[name] for name in ("q", "k", "v"))
-    arguments = dict.fromkeys(_AXES) | arguments
-    # lean_decode refuses tensors of other dimensions.
-    is_local = comm.world_size == 1 or any(x.dim() != 4 for x in (q, k, v))
+    exchange = ExchangeOptions(strategy, out_dtype or q.dtype, payload_dtype, head_sharded)
     with comm.before_call():
-        check_options(options.strategy, options.payload_dtype, options.head_sharded)
-        if is_local:
-            return lean_decode(**arguments, out_dtype=options.out_dtype)
-        attention = _attention(arguments, options)
+        check_options(strategy, payload_dtype, head_sharded)
+        if isinstance(overlap, bool) or not isinstance(overlap, int) or overlap < 1:
+            raise ValueError(
+                f"tree_decode: overlap must be an integer of at least 1, got {overlap}"
+            )
+        # lean_decode refuses tensors of other dimensions.
+        if comm.world_size == 1 or any(x.dim() != 4 for x in (q, k_local, v_local)):
+            dtype = exchange.out_dtype
+            return lean_decode(q, k_local, v_local, key_ranges, out_dtype=dtype, **options)
     signature = (
         ("call", "tree_decode"),
-        ("num_heads_kv", k.shape[1]),
+        ("num_heads_kv", k_local.shape[1]),
         ("head_dim", q.shape[3]),
-        ("softmax_scale", arguments.get("softmax_scale")),
-        ("softcap", arguments.get("softcap", 0.0)),
-        ("alibi_slopes", arguments["alibi_slopes"] is not None),
+        ("softmax_scale", options.get("softmax_scale")),
+        ("softcap", options.get("softcap", 0.0)),
+        ("alibi_slopes", options.get("alibi_slopes") is not None),
+        ("overlap", overlap),
     )
-    return comm.attend(
-        attention,
-        (*q.shape[:3], v.shape[3]),
-        q.device,
-        options,
-        overlap=overlap,
+    parts = Parts.of(q, k_local, overlap, head_sharded)
+    if len(parts) > 1:
+        arguments = {"q": q, "k": k_local, "v": v_local, "key_ranges": key_ranges, **options}
+        return decode_in_parts(comm, parts, arguments, exchange, signature, explain, timeout)
+
+    batch, num_heads_q, seqlen_q, _ = q.shape
+    shape = (batch, num_heads_q, seqlen_q, v_local.shape[3])
+    o, lse = comm.send_state(shape, q.device, payload_dtype)
+    lean_decode(q, k_local, v_local, key_ranges, out=(o, lse), **options)
+    return comm.all_merge_states(
+        o,
+        lse,
+        strategy=strategy,
+        out_dtype=exchange.out_dtype,
+        payload_dtype=payload_dtype,
+        head_sharded=head_sharded,
         explain=explain,
         timeout=timeout,
         signature=signature,
     )
-
-
-def _attention(arguments: dict[str, Any], options: Options) -> Attention:
-    """What this rank computes, at once or in the parts that may be exchanged."""
-    q, k, v, table = (arguments[name] for name in ("q", "k", "v", "page_table"))
-    message = Message(tuple(q.shape[:3]), v.shape[3], options.payload_dtype)
-    chunks = Chunks.of(message, k.shape[1])
-    num_keys = k.shape[2] if table is None else k.shape[2] * table.shape[-1:].numel()
-    seconds = attention_seconds(q, k, v, num_keys)
-    axes = _chunked_axes(arguments, chunks)
-    # Also where chunks do not fit, which is the caller's mistake: lean_decode tells of it.
-    is_chunked = axes is not None and seconds >= len(chunks) * speed_of(q.device).min_seconds
-
-    def run(index: int | None, out: tuple[Tensor, Tensor]) -> None:
-        changed = {}
-        if index is not None and axes is not None:
-            changed = {name: chunks.part(arguments[name], index, axes[name]) for name in axes}
-        lean_decode(**(arguments | changed), out=out)
-
-    return Attention(run, chunks, is_chunked, seconds)
-
-
-def _chunked_axes(arguments: dict[str, Any], chunks: Chunks) -> dict[str, int] | None:
-    """Along which axis of which arguments chunks run, if all are as long as they should be."""
-    batch, num_heads_q = arguments["q"].shape[:2]
-    num_heads_kv = arguments["k"].shape[1]
-    lengths = {"q": num_heads_q, "alibi_slopes": num_heads_q}
-    table = arguments["page_table"]
-    result = {}
-    for name, axes in _AXES.items():
-        axis, x = axes[chunks.axis], arguments[name]
-        if axis is None or x is None:
-            continue
-        if table is not None and (
-            (name in ("k", "v") and chunks.axis == 0)  # pages are nobody's
-            or (name == "page_table" and chunks.axis == 1 and x.dim() == 2)  # and of all heads
-        ):
-            continue
-        length = batch if chunks.axis == 0 else lengths.get(name, num_heads_kv)
-        if x.dim() <= axis or x.shape[axis] != length:
-            return None
-        result[name] = axis
-    return result if len(chunks) > 1 else None

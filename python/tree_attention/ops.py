@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The local operators: documentation and fake kernels (schemas and kernels: csrc/ops.cpp)."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TypedDict, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from . import _loader
 
@@ -17,21 +20,66 @@ _merge_states_out = _ops.merge_states.out
 _lean_schedule = _ops.lean_schedule.default
 
 
+class AttentionOptions(TypedDict, total=False):
+    """The keyword arguments that `lean_decode`, `tree_decode` and the rings have in common."""
+
+    softmax_scale: float | None
+    """What scores are multiplied by; default `head_dim ** -0.5`."""
+    softcap: float
+    """0 is off, the default; else scores become `softcap * tanh(score / softcap)`."""
+    alibi_slopes: Tensor | None
+    """float32 `[num_heads_q]`: adds `-slope * (query_position - key_position)` to scores."""
+    query_positions: Tensor | None
+    """int64 `[batch, seqlen_q]`, required with `alibi_slopes`."""
+    key_layout: Sequence[int]
+    """`(first, block, stride)`, default `(0, 1, 1)`: local key j is at position
+    `first + (j // block) * stride + j % block`. `ShardLayout.key_layout` gives a shard's."""
+    page_table: Tensor | None
+    """int32 `[batch, pages]` or `[batch, num_heads_kv, pages]`; `key_ranges` then index the
+    concatenated pages. Entries that no range reaches are never read."""
+    num_workers: int
+    """0, the default, is one worker per thread, or per resident block of a GPU. A fixed number
+    splits the keys in the same way, and so gives the same bits, on any number of threads."""
+
+
+_OPTION_NAMES = frozenset(AttentionOptions.__annotations__)
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def takes_attention_options(function: _Function) -> _Function:
+    """Lists the `AttentionOptions` by name in the signature that `help` and `inspect` show."""
+    signature = inspect.signature(function)
+    *own, _ = signature.parameters.values()
+    defaults = {
+        argument.name: argument.default_value for argument in _lean_decode._schema.arguments
+    }
+    shared = (
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=defaults[name]
+        )
+        for name, kind in AttentionOptions.__annotations__.items()
+    )
+    function.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    return function
+
+
+def check_option_names(op: str, options: AttentionOptions) -> None:
+    """Raises TypeError, as Python does, for a keyword argument that `op` does not have."""
+    for name in options:
+        if name not in _OPTION_NAMES:
+            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+
+
+@takes_attention_options
 def lean_decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     key_ranges: Tensor | None = None,
     *,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    key_layout: Sequence[int] = (0, 1, 1),
-    page_table: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    num_workers: int = 0,
     out: tuple[Tensor, Tensor] | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]:
     """Exact attention of a few queries over the keys held here, with its log-sum-exp.
 
@@ -52,18 +100,10 @@ def lean_decode(
         key_ranges: int32 `[batch, seqlen_q, 2]`, the half-open range of keys each query sees,
             clamped to `[0, seqlen_k]`. The only mask: ragged lengths, padding, causal queries and
             windows are ranges. None: all keys.
-        softmax_scale: default `head_dim ** -0.5`.
-        softcap: 0 is off; else scores become `softcap * tanh(score / softcap)`.
-        alibi_slopes: float32 `[num_heads_q]`: adds `-slope * (query_position - key_position)`.
-        query_positions: int64 `[batch, seqlen_q]`, with `alibi_slopes`.
-        key_layout: `(first, block, stride)`: local key j is at position
-            `first + (j // block) * stride + j % block`.
-        page_table: int32 `[batch, pages]` or `[batch, num_heads_kv, pages]`; key_ranges then index
-            the concatenated pages. Entries that no range reaches are never read.
-        out_dtype: of `o`, default q's; float32 when the state will be merged.
-        num_workers: 0 is one per thread, or resident block of the GPU. A fixed number splits the
-            keys in the same way, and so gives the same bits, on any number of threads.
+        out_dtype: dtype of `o`, default q's; float32 when the state will be merged.
         out: `(o, lse)` to write into instead of new tensors, for example views of a send buffer.
+        softmax_scale, softcap, alibi_slopes, query_positions, key_layout, page_table, num_workers:
+            see `AttentionOptions`.
 
     Returns:
         o: `[batch, num_heads_q, seqlen_q, head_dim]`.
@@ -72,6 +112,7 @@ def lean_decode(
 
     Raises:
         RuntimeError: an argument breaks the rules above, or requires a gradient (inference only).
+        TypeError: there is no such keyword argument.
 
     On CUDA (compute capability 8.0 or higher) head_dims are multiples of 8 up to 256, and q, k and
     v begin at, and have strides of, multiples of 16 bytes. The host never waits for the device, and
@@ -81,39 +122,14 @@ def lean_decode(
 
     Source: the stream-K schedule of LeanAttention (arXiv:2405.10480).
     """
+    check_option_names("lean_decode", options)
     if out is None:
         result: tuple[Tensor, Tensor] = _lean_decode(
-            q,
-            k,
-            v,
-            key_ranges,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            query_positions=query_positions,
-            key_layout=key_layout,
-            page_table=page_table,
-            out_dtype=out_dtype,
-            num_workers=num_workers,
+            q, k, v, key_ranges, out_dtype=out_dtype, **options
         )
         return result
     o, lse = out
-    _lean_decode_out(
-        q,
-        k,
-        v,
-        key_ranges,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        query_positions=query_positions,
-        key_layout=key_layout,
-        page_table=page_table,
-        out_dtype=out_dtype,
-        num_workers=num_workers,
-        o=o,
-        lse=lse,
-    )
+    _lean_decode_out(q, k, v, key_ranges, out_dtype=out_dtype, o=o, lse=lse, **options)
     return out
 
 
@@ -135,7 +151,7 @@ def merge_states(
         o_parts: `[n, ..., head_dim]`, float32, bfloat16 or float16, any strides, n >= 1.
         lse_parts: float32 `[n, ...]`, any strides; natural logarithm. A part with `-inf` is empty:
             it changes no bit of the result and its `o` is never read.
-        out_dtype: of `o`, default `o_parts`' dtype. Arithmetic is float32.
+        out_dtype: dtype of `o`, default `o_parts`'. Arithmetic is float32.
         out: contiguous `(o, lse)` to write into instead of new tensors; `o`'s dtype is then the
             out_dtype.
 

@@ -14,8 +14,8 @@ from distributed import run_ranks
 from helpers import assert_same_bits, make_problem, paginate
 from sharded import CASES, LAYOUTS, WORLDS, make_case, merged
 from tree_attention import BlockCyclic, lean_decode, ring_decode, tree_decode
+from tree_attention.baselines.ring import MANIFEST_BYTES
 from tree_attention.exchange import Communicator
-from tree_attention.ring import MANIFEST_BYTES
 
 State = tuple[Tensor, Tensor]
 
@@ -131,7 +131,7 @@ def test_arguments_are_refused_before_anything_is_sent() -> None:
 
 def overlap(rank: int, world_size: int) -> tuple[int, int]:
     """Counts transfers that are under way while a rank attends."""
-    from tree_attention import ring
+    from tree_attention.baselines import ring
 
     problem = make_problem(seqlen_k=64)
     own = problem.shard(BlockCyclic(world_size, 8), rank)

@@ -92,7 +92,7 @@ def test_bytes_do_not_depend_on_the_context(world_size: int) -> None:
 
 def overlap(rank: int, world_size: int) -> tuple[list[int], int]:
     """Counts transfers that are under way while a rank attends."""
-    from tree_attention import ring_pass_q
+    from tree_attention.baselines import ring_pass_q
 
     problem = make_problem(batch=3, seqlen_k=64)
     own = problem.shard(BlockCyclic(world_size, 8), rank)

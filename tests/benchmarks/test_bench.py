@@ -22,7 +22,7 @@ from tree_attention.cli import bench as bench_command
 from tree_attention.cli.world import World
 from tree_attention.exchange import Communicator, Topology
 from tree_attention.exchange.costs import COSTS_VARIABLE, Costs
-from tree_attention.ring import MANIFEST_BYTES
+from tree_attention.baselines.ring import MANIFEST_BYTES
 
 
 def test_samples_percentiles() -> None:

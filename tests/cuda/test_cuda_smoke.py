@@ -7,7 +7,7 @@ import torch
 
 from helpers import assert_same_bits, make_problem
 from tree_attention import merge_states
-from tree_attention.exchange import one_shot_memory
+from tree_attention.exchange import symmetric
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -76,9 +76,9 @@ def test_merge(n, dtype, cuda):
 def test_one_shot_of_one_rank(dtype, cuda_kernels):
     """Ranks that wait for each other are in test_one_shot.py: tools run one kernel at a time."""
     buffer = torch.zeros(
-        one_shot_memory.buffer_bytes(1, 1 << 16), dtype=torch.uint8, device=cuda_kernels
+        symmetric.buffer_bytes(1, 1 << 16), dtype=torch.uint8, device=cuda_kernels
     )
-    memory = one_shot_memory.Memory(0, [buffer.data_ptr()], cuda_kernels, 1 << 16)
+    memory = symmetric.Memory(0, [buffer.data_ptr()], cuda_kernels, 1 << 16)
     o, lse = torch.randn(2, 9, 1, 128, device=cuda_kernels), torch.randn(2, 9, 1).to(cuda_kernels)
     o = o.to(dtype)
     expected = merge_states(o[None], lse[None], out_dtype=FP32)

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ from helpers import assert_same_bits, assert_same_non_finite
 from pretended_device import pretended_cuda
 from tree_attention import (
     ExchangeError,
+    all_merge_states,
     merge_states,
     reference,
     ring_decode,
@@ -30,17 +31,17 @@ from tree_attention import (
 from tree_attention.exchange import (
     Communicator,
     Link,
+    choice,
     communicator,
-    costs,
     get_communicator,
     self_test,
     session,
 )
 from tree_attention.exchange import state as exchange_state
-from tree_attention.exchange.messages import Messages
+from tree_attention.exchange.rounds import Messages
 from tree_attention.exchange.self_test import merge_digest
 from tree_attention.exchange.state import StateBuffers
-from tree_attention.exchange.strategies import STRATEGIES
+from tree_attention.exchange.strategies import STRATEGIES, Strategy, two_phase
 
 NAN, INF = torch.nan, torch.inf
 State = tuple[Tensor, Tensor]
@@ -64,7 +65,7 @@ def exchange_states(rank: int, world_size: int, strategy: str, seeds: range) -> 
     results = []
     for seed in seeds:
         o_parts, lse_parts = random_states(seed, world_size)
-        result = comm.exchange(o_parts[rank], lse_parts[rank], strategy)
+        result = comm.all_merge_states(o_parts[rank], lse_parts[rank], strategy=strategy)
         true_o, true_lse = reference.merge_states(o_parts, lse_parts)
         for name, actual, truth in zip(("o", "lse"), result, (true_o, true_lse), strict=True):
             assert_same_non_finite(name, actual, truth)
@@ -91,7 +92,7 @@ def poison_rows(rank: int, world_size: int, strategy: str) -> None:
     o, lse = torch.ones(1, 4, 1, 8), torch.zeros(1, 4, 1)
     if rank == 1:
         o[0, 0], lse[0, 1], lse[0, 2] = NAN, NAN, -INF
-    o, lse = get_communicator().exchange(o, lse, strategy)
+    o, lse = get_communicator().all_merge_states(o, lse, strategy=strategy)
     assert o[0, :2].isnan().all() and lse[0, 1].isnan().all()
     expected = torch.tensor([float(world_size), world_size - 1, world_size]).log()[:, None]
     assert (o[0, 2:] - 1).abs().max() < 1e-6
@@ -121,9 +122,9 @@ def count_collectives(rank: int, world_size: int, strategy: str) -> int:
     group = dist.group.WORLD
     comm = Communicator()
     o, lse = random_states(0, world_size)
-    comm.exchange(o[rank], lse[rank], "two_phase")  # delivery is tested
+    comm.all_merge_states(o[rank], lse[rank], strategy="two_phase")  # delivery is tested
     before = group._get_sequence_number_for_group()
-    comm.exchange(o[rank], lse[rank], strategy)
+    comm.all_merge_states(o[rank], lse[rank], strategy=strategy)
     return group._get_sequence_number_for_group() - before
 
 
@@ -136,21 +137,21 @@ def test_number_of_collectives() -> None:
 
 def write_into_send_buffer(rank: int, world_size: int) -> None:
     comm = Communicator()
-    comm.exchange(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1))  # delivery is tested
-    o, lse = comm.send_state(2, 3, 1, 16)
+    comm.all_merge_states(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1))  # delivery is tested
+    o, lse = comm.send_state((2, 3, 1, 16))
     assert o.is_contiguous() and lse.is_contiguous() and o.dtype == lse.dtype == torch.float32
     assert lse.data_ptr() == o.data_ptr() + o.nbytes
     o.fill_(rank), lse.fill_(0.0)
     expected = merge_states(torch.stack([o - rank, o - rank + 1]), torch.zeros(2, 2, 3, 1))
     with mock.patch.object(exchange_state.State, "load", side_effect=AssertionError("a copy")):
-        result = comm.exchange(o, lse)
+        result = comm.all_merge_states(o, lse)
         with pytest.raises(AssertionError, match="a copy"):
-            comm.exchange(o.clone(), lse)
+            comm.all_merge_states(o.clone(), lse)
     assert_same_bits(result, expected)
     # The next exchange reuses the buffers and leaves earlier results alone.
-    o, lse = comm.send_state(2, 3, 1, 16)
+    o, lse = comm.send_state((2, 3, 1, 16))
     o.fill_(7.0), lse.fill_(1.0)
-    comm.exchange(o, lse)
+    comm.all_merge_states(o, lse)
     assert_same_bits(result, expected)
 
 
@@ -161,10 +162,10 @@ def test_kernel_writes_into_the_send_buffer() -> None:
 def round_once(rank: int, world_size: int) -> None:
     o_parts, lse_parts = random_states(1, world_size)
     comm = get_communicator()
-    o, lse = comm.exchange(o_parts[rank], lse_parts[rank], out_dtype=torch.bfloat16)
+    o, lse = comm.all_merge_states(o_parts[rank], lse_parts[rank], out_dtype=torch.bfloat16)
     assert_same_bits((o, lse), merge_states(o_parts, lse_parts, out_dtype=torch.bfloat16))
     half = o_parts.half()  # another rank's kernel may have rounded already
-    o, _ = comm.exchange(half[rank], lse_parts[rank])
+    o, _ = comm.all_merge_states(half[rank], lse_parts[rank])
     assert_same_bits((o,), merge_states(half, lse_parts)[:1])
 
 
@@ -178,11 +179,12 @@ def enter_inference_mode(rank: int, world_size: int) -> None:
     comm.link.is_staged = lambda device: True  # type: ignore[method-assign]
     o_parts, lse_parts = random_states(2, world_size)
     expected = merge_states(o_parts, lse_parts)
+    x = torch.full((30_000,), float(rank))
     with torch.inference_mode():
-        assert_same_bits(comm.exchange(o_parts[rank], lse_parts[rank]), expected)
-        comm.scratch(0, 8, o_parts.device)
-    assert_same_bits(comm.exchange(o_parts[rank], lse_parts[rank]), expected)
-    comm.scratch(0, 8, o_parts.device).zero_()
+        assert_same_bits(comm.all_merge_states(o_parts[rank], lse_parts[rank]), expected)
+        assert (comm.all_reduce(x) == 1).all()
+    assert_same_bits(comm.all_merge_states(o_parts[rank], lse_parts[rank]), expected)
+    assert (comm.all_reduce(x) == 1).all()
 
 
 def test_inference_mode() -> None:
@@ -197,8 +199,8 @@ def stage(rank: int, world_size: int) -> None:
         for seed in range(3):
             o_parts, lse_parts = random_states(seed, world_size)
             state = o_parts[rank], lse_parts[rank]
-            expected = direct.exchange(*state, strategy)
-            assert_same_bits(comm.exchange(*state, strategy), expected)
+            expected = direct.all_merge_states(*state, strategy=strategy)
+            assert_same_bits(comm.all_merge_states(*state, strategy=strategy), expected)
     assert comm.bytes_sent == direct.bytes_sent
     assert comm.link.transport_device(torch.device("cuda", 0)) == torch.device("cpu")
 
@@ -223,16 +225,26 @@ def test_staging_through_host_memory() -> None:
 def refuse_arguments(rank: int, world_size: int) -> None:
     comm = Communicator()
     o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
-    with pytest.raises(ValueError, match="strategy must be one of auto, all_gather, two_p"):
-        comm.exchange(o, lse, "butterfly-ish")
+    with pytest.raises(ValueError, match="strategy must be one of auto, all_gather, butter"):
+        comm.all_merge_states(o, lse, strategy="butterfly-ish")
     for bad in ((o[0], lse[0]), (o, lse[..., None]), (o, lse.double()), (o, lse[:, :1])):
-        with pytest.raises(ValueError, match=r"exchange: o must be .* and lse float32"):
-            comm.exchange(*bad)
-    with pytest.raises(ValueError, match="exchange: o and lse must not require a gradient"):
-        comm.exchange(o.clone().requires_grad_(), lse)
+        with pytest.raises(ValueError, match=r"all_merge_states: o must be .* and lse float32"):
+            comm.all_merge_states(*bad)
+    with pytest.raises(ValueError, match="all_merge_states: o and lse must not require a gradient"):
+        comm.all_merge_states(o.clone().requires_grad_(), lse)
+    with pytest.raises(ValueError, match=r"head_dim must be at least 1, got .* \[1, 2, 1, 0\]"):
+        comm.all_merge_states(o[..., :0], lse)
+    for bad_dtype in (torch.float64, torch.int32):
+        with pytest.raises(ValueError, match=f"o must be float32, .* got {bad_dtype}"):
+            comm.all_merge_states(o.to(bad_dtype), lse)
+        with pytest.raises(ValueError, match=f"out_dtype must be float32, .* got {bad_dtype}"):
+            comm.all_merge_states(o, lse, out_dtype=bad_dtype)
+    with pytest.raises(ValueError, match="o and lse must be on one device, got cpu and meta"):
+        comm.all_merge_states(o, lse.to("meta"))
     assert comm.bytes_sent == 0 and comm.failed is None
     with pytest.raises(ValueError, match="group must be a process group that this process is in"):
         Communicator("world")  # type: ignore[arg-type]
+    assert_same_bits(comm.all_merge_states(o, lse), (o, lse + math.log(2)))  # still usable
 
 
 def test_refused_arguments() -> None:
@@ -241,10 +253,10 @@ def test_refused_arguments() -> None:
 
 def test_strategies() -> None:
     assert strategies() == (
-        "all_gather", "two_phase", "hierarchical", "butterfly", "three_allreduce", "max_then_sum",
+        "all_gather", "butterfly", "hierarchical", "max_then_sum", "three_allreduce", "two_phase",
     )  # fmt: skip
     canonical = [name for name in strategies() if STRATEGIES[name].is_canonical]
-    assert canonical == ["all_gather", "two_phase", "hierarchical", "butterfly"]
+    assert canonical == ["all_gather", "butterfly", "hierarchical", "two_phase"]
 
 
 def agree(rank: int, world_size: int) -> None:
@@ -269,9 +281,9 @@ def round_otherwise(rank: int, world_size: int) -> None:
     with mock.patch.object(communicator, "merge_digest", lambda device: f"bits of {rank // 2}"):
         message = "test merge, as this processor rounds it, is bits of 1 on rank 2, bits of 0 on r"
         with pytest.raises(ExchangeError, match=message):
-            comm.exchange(o, lse)
+            comm.all_merge_states(o, lse)
     assert comm.bytes_sent == 0
-    comm.exchange(o, lse)
+    comm.all_merge_states(o, lse)
 
 
 def test_processors_that_round_differently_are_refused() -> None:
@@ -299,9 +311,9 @@ def misdeliver(rank: int, world_size: int, operation: str) -> str:
         mock.patch.object(owner, operation, permuted if rank == 1 else original),
         pytest.raises(ExchangeError) as caught,
     ):
-        comm.exchange(o, lse)
+        comm.all_merge_states(o, lse)
     with pytest.raises(ExchangeError, match="has failed before: delivery test"):
-        comm.exchange(o, lse)
+        comm.all_merge_states(o, lse)
     return str(caught.value)
 
 
@@ -326,47 +338,55 @@ def count_delivery_tests(rank: int, world_size: int) -> None:
     comm = Communicator()
     with mock.patch.object(session, "delivery_fault", return_value="") as test:
         for strategy, rows in (("all_gather", 2), ("all_gather", 3), ("two_phase", 3)):
-            comm.exchange(torch.ones(1, rows, 1, 8), torch.zeros(1, rows, 1), strategy)
+            comm.all_merge_states(
+                torch.ones(1, rows, 1, 8), torch.zeros(1, rows, 1), strategy=strategy
+            )
         assert test.call_count == 1 and test.call_args.args[1].type == "cpu"
         with pretended_cuda():
-            comm.exchange(torch.ones(1, 2, 1, 8).cuda(), torch.zeros(1, 2, 1).cuda())
+            comm.all_merge_states(torch.ones(1, 2, 1, 8).cuda(), torch.zeros(1, 2, 1).cuda())
         assert test.call_count == 2 and test.call_args.args[1].type == "cuda"
     assert comm.bytes_sent == comm.link.bytes_sent
 
 
 def miss_a_strategy(rank: int, world_size: int) -> None:
+    """Where setting it up fails, every rank knows why, and "auto" does without."""
     comm = Communicator()
     states = random_states(3, world_size)
     state = tuple(x[rank] for x in states)
-    chosen = replace(
-        STRATEGIES["two_phase"], obstacle=lambda link, device: f"no {device}" * (rank == 1)
-    )
-    others = set(strategies()) - {"two_phase"}
+
+    def set_up(link: Link, device: torch.device, *_: Any) -> str:
+        return f"there is no {device}"
+
+    chosen = Strategy(two_phase.prepare, two_phase.traffic, set_up=set_up)
+    rules = (choice.Rule("gloo", 2, choice._ANYWHERE, math.inf, "two_phase"), *choice.RULES)
     with (
         mock.patch.dict(STRATEGIES, {"two_phase": chosen}),
-        mock.patch.object(costs, "predict", wraps=costs.predict) as predict,
+        mock.patch.object(choice, "RULES", rules),
     ):
-        with pytest.raises(ExchangeError, match="two_phase is not available: rank 1: no cpu"):
-            comm.exchange(*state, "two_phase")
-        assert_same_bits(comm.exchange(*state), merge_states(*states))
-    assert predict.called and set(predict.call_args.args[2]) < others
+        with pytest.raises(ExchangeError, match="two_phase is not available: there is no cpu"):
+            comm.all_merge_states(*state, strategy="two_phase")
+        assert_same_bits(comm.all_merge_states(*state), merge_states(*states))
+        assert comm.unavailable(state[0].device)["two_phase"] == "there is no cpu"
+    assert comm.failed is None
 
 
-def test_strategy_that_one_rank_cannot_run() -> None:
+def test_strategy_that_cannot_be_set_up() -> None:
     run_ranks(miss_a_strategy, 3)
 
 
 def agree_between_exchanges(rank: int, world_size: int) -> None:
-    """What ranks said about strategies when they agreed on an exchange holds until the next."""
+    """What ranks found out about strategies at the first exchange holds for all later ones."""
     comm = Communicator()
     states = random_states(3, world_size)
     state = tuple(x[rank] for x in states)
-    comm.exchange(*state)
-    known = dict(comm.unavailable)
+    device = torch.device("cpu")
+    assert not comm.unavailable(device)
+    comm.all_merge_states(*state)
+    known = dict(comm.unavailable(device))
     assert known == {"one_shot": "tensors are on the cpu, not in the memory of a GPU"}
     comm.agree((("anything", 1),))
-    assert comm.unavailable == known
-    assert_same_bits(comm.exchange(*state, explain=True), merge_states(*states))
+    assert comm.unavailable(device) == known
+    assert_same_bits(comm.all_merge_states(*state, explain=True), merge_states(*states))
 
 
 def test_agreements_between_exchanges() -> None:
@@ -393,7 +413,7 @@ def keep_communicators(rank: int, world_size: int) -> None:
     comm = get_communicator(group)
     assert comm is not world and comm is get_communicator(group)
     o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
-    comm.exchange(o, lse)
+    comm.all_merge_states(o, lse)
     alive = weakref.ref(group), weakref.ref(comm)
     dist.destroy_process_group(group)
     del group, comm
@@ -408,21 +428,25 @@ def test_communicators_live_as_long_as_their_group() -> None:
 def test_without_process_group() -> None:
     comm = get_communicator()
     assert (comm.rank, comm.world_size) == (0, 1)
-    o, lse = comm.send_state(1, 2, 1, 8)
+    o, lse = comm.send_state((1, 2, 1, 8))
     o.fill_(1.0), lse.fill_(2.0)
-    merged = comm.exchange(o, lse, out_dtype=torch.bfloat16)
+    merged = comm.all_merge_states(o, lse, out_dtype=torch.bfloat16)
     assert merged[0].dtype == torch.bfloat16 and (merged[0] == 1).all() and (merged[1] == 2).all()
     comm.agree((("anything", 1),))
     assert comm.bytes_sent == 0 and comm.seconds == 0
+    x = torch.randn(3).bfloat16()
+    assert torch.equal(comm.all_reduce(x, payload_dtype=torch.bfloat16), x)
+    o, lse = all_merge_states(torch.ones(1, 2, 1, 8), torch.full((1, 2, 1), 2.0))
+    assert (o == 1).all() and (lse == 2).all()
 
 
 def test_devices_without_index() -> None:
     """What send_state gives for "cuda" is what exchange looks for: nothing is copied."""
     with pretended_cuda():
         comm = Communicator()
-        state = comm.send_state(1, 2, 1, 8, "cuda")
+        state = comm.send_state((1, 2, 1, 8), "cuda")
         with mock.patch.object(exchange_state.State, "load") as load:
-            comm.exchange(*state)
+            comm.all_merge_states(*state)
     assert not load.called
 
 

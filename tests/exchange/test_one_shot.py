@@ -23,10 +23,10 @@ from distributed import run_ranks
 from emulated import emulated_streams
 from helpers import INF, NAN, assert_same_bits
 from tree_attention import ExchangeError, merge_states, strategies
-from tree_attention.exchange import Communicator, Topology, one_shot, one_shot_memory, symmetric
+from tree_attention.exchange import Communicator, Topology, symmetric
 from tree_attention.exchange.agreement import Note
-from tree_attention.exchange.state import Message, StateBuffers
-from tree_attention.exchange.strategy import Setting
+from tree_attention.exchange.state import StateBuffers, StateLayout
+from tree_attention.exchange.strategies import Context, one_shot
 
 OP = "one_shot"
 CPU = torch.device("cpu")
@@ -39,13 +39,12 @@ class VirtualRanks:
     """Ranks of this process on one device, whose launches run side by side."""
 
     def __init__(self, world_size: int, device: torch.device, slot_bytes: int = 1 << 16) -> None:
-        num_bytes = one_shot_memory.buffer_bytes(world_size, slot_bytes)
+        num_bytes = symmetric.buffer_bytes(world_size, slot_bytes)
         self.device = device
         self.buffers = torch.zeros(world_size, num_bytes, dtype=torch.uint8, device=device)
         addresses = [buffer.data_ptr() for buffer in self.buffers]
         self.memories = [
-            one_shot_memory.Memory(rank, addresses, device, slot_bytes)
-            for rank in range(world_size)
+            symmetric.Memory(rank, addresses, device, slot_bytes) for rank in range(world_size)
         ]
         self.streams = [self.new_stream() for _ in range(world_size)]
 
@@ -193,12 +192,12 @@ def test_refused_arguments(cuda_kernels):
     with pytest.raises(RuntimeError, match="one_shot: rank must be one of 2, got 2"):
         run(o, lse)
     with pytest.raises(RuntimeError, match="one_shot: buffers must be of 1 to 16 ranks, got 17"):
-        one_shot_memory.Memory(0, [0] * 17, cuda_kernels).run((o, lse), (o, lse), 1.0)
+        symmetric.Memory(0, [0] * 17, cuda_kernels).run((o, lse), (o, lse), 1.0)
 
 
 def test_refused_messages():
     def refusal(head_dim: int, rows: int = 1, dtype: torch.dtype = FP32) -> str:
-        return one_shot.refusal(Message((1, rows, 1), head_dim, dtype))
+        return one_shot.refusal(StateLayout((1, rows, 1), head_dim, dtype))
 
     assert refusal(128) == refusal(8, dtype=BF16) == refusal(128, rows=4000) == ""
     assert refusal(12) == "head_dim 12 is no multiple of 8"
@@ -241,11 +240,11 @@ def ask_for_it(rank: int, world_size: int) -> None:
     o, lse = states(world_size, (1, 4, 1, 16), FP32)
     with pytest.raises(ExchangeError, match=rf"rank {rank} of 3: one_shot is not available: "
                        r"tensors are on the cpu, not in the memory of a GPU"):  # fmt: skip
-        comm.exchange(o[rank], lse[rank], "one_shot")
+        comm.all_merge_states(o[rank], lse[rank], strategy="one_shot")
     assert comm.failed is None and comm.bytes_sent == 0
-    assert_same_bits(comm.exchange(o[rank], lse[rank]), merge_states(o, lse))
+    assert_same_bits(comm.all_merge_states(o[rank], lse[rank]), merge_states(o, lse))
     with pytest.raises(ValueError, match=r"strategy must be one of .*, got 'one_shot'"):
-        comm.exchange(o[rank], lse[rank], "one_shot", head_sharded=True)
+        comm.all_merge_states(o[rank], lse[rank], strategy="one_shot", head_sharded=True)
     comm.check()
 
 
@@ -285,7 +284,7 @@ def test_connecting(fails, said, reason):
         def run(*arguments: object) -> object:
             if name == fails:
                 raise OSError("no such memory\nand a trace")
-            return one_shot_memory.Memory(0, [0, 0], CPU)
+            return symmetric.Memory(0, [0, 0], CPU)
 
         return run
 
@@ -306,7 +305,7 @@ def test_connecting(fails, said, reason):
         found = symmetric.connect(
             Group(), CPU, Topology((0, 0)), "", gather, time.monotonic() + 5.0
         )
-    assert found == reason if reason else isinstance(found, one_shot_memory.Memory)
+    assert found == reason if reason else isinstance(found, symmetric.Memory)
 
 
 def test_connecting_nodes():
@@ -350,7 +349,7 @@ def fail_in_rendezvous(rank: int, world_size: int) -> None:
         comm.link.group.get_group_store().get("what rank 1 never says")
 
     def gather(step: str, note: Note) -> Sequence[Note]:
-        return comm._agreement.reach((("step", step),), deadline, note)
+        return comm._session._agreement.reach((("step", step),), deadline, note)
 
     with (
         mock.patch.object(symmetric, "_CONNECT_SECONDS", 0.3),
@@ -365,7 +364,7 @@ def fail_in_rendezvous(rank: int, world_size: int) -> None:
     assert isinstance(found, str) and time.monotonic() < deadline - 15.0
     assert found.startswith("rank 0: rendezvous: "), found
     o, lse = states(world_size, (1, 4, 1, 16), FP32)
-    assert_same_bits(comm.exchange(o[rank], lse[rank]), merge_states(o, lse))
+    assert_same_bits(comm.all_merge_states(o[rank], lse[rank]), merge_states(o, lse))
 
 
 def test_rendezvous_that_fails_on_one_rank() -> None:
@@ -376,13 +375,16 @@ def exchange_in_shared_memory(rank: int, world_size: int) -> str:
     """By processes that share a GPU, if torch lets them."""
     comm = Communicator(timeout=30.0)
     o, lse = (x.cuda() for x in states(world_size, (2, 4, 1, 64), FP32))
-    comm.exchange(o[rank], lse[rank], "all_gather")
-    if "one_shot" in comm.unavailable:
-        return comm.unavailable["one_shot"]
+    comm.all_merge_states(o[rank], lse[rank], strategy="all_gather")
+    if "one_shot" in comm.unavailable(o.device):
+        return comm.unavailable(o.device)["one_shot"]
     for dtype in (FP32, BF16):
         expected = merge_states(o, lse, out_dtype=dtype)
         for _ in range(4):
-            assert_same_bits(comm.exchange(o[rank], lse[rank], "one_shot", dtype), expected)
+            assert_same_bits(
+                comm.all_merge_states(o[rank], lse[rank], strategy="one_shot", out_dtype=dtype),
+                expected,
+            )
     torch.cuda.synchronize()
     comm.check()
     return ""
@@ -406,8 +408,8 @@ def test_prepared_exchanges(cuda_kernels):
         state.load(o[rank], lse[rank])
         links.append(SimpleNamespace(world_size=3, num_operations=0, bytes_sent=0))
         memory = ranks.memories[rank]
-        setting = Setting(links[-1], Topology((0,) * 3), state, FP16, memory=memory)
-        exchanges.append(one_shot.prepare(setting))
+        context = Context(links[-1], Topology((0,) * 3), state, FP16, resource=memory)
+        exchanges.append(one_shot.prepare(context))
     outs = [outputs(x, FP16) for x in o]
     with ranks.side_by_side():
         for exchange, stream, out in zip(exchanges, ranks.streams, outs, strict=True):
@@ -416,25 +418,25 @@ def test_prepared_exchanges(cuda_kernels):
     for link, out in zip(links, outs, strict=True):
         assert_same_bits(out, merge_states(o.to(BF16), lse, out_dtype=FP16))
         assert (link.num_operations, link.bytes_sent) == (1, 2 * 8 * (2 * 64 + 4))
-    ranks.memories[1]._words[one_shot_memory._ERRORS + 2] = 1
+    ranks.memories[1]._words[symmetric._ERRORS + 2] = 1
     with pytest.raises(RuntimeError, match="one_shot: rank 2 did not come in time"):
         exchanges[1](time.monotonic() + 20.0, *outs[1])
-    elsewhere = replace(setting, memory=one_shot_memory.Memory(0, [0], torch.device("meta")))
+    elsewhere = replace(context, resource=symmetric.Memory(0, [0], torch.device("meta")))
     with pytest.raises(RuntimeError, match="one_shot was set up on meta, not on"):
         one_shot.prepare(elsewhere)
 
 
 def fail_on_the_device(rank: int, world_size: int) -> None:
     comm = Communicator()
-    memory = comm._selection._memories["cuda"] = one_shot_memory.Memory(rank, [0, 0], CPU)
+    memory = comm._resources["one_shot", "cuda"] = symmetric.Memory(rank, [0, 0], CPU)
     comm.check()
-    memory._words[one_shot_memory._ERRORS + 1 - rank] = 1
+    memory._words[symmetric._ERRORS + 1 - rank] = 1
     reason = f"rank {rank} of 2: one_shot: rank {1 - rank} did not come in time; outputs of that"
     with pytest.raises(ExchangeError, match=reason):
         comm.check()
-    assert comm.failed is not None and memory._words[one_shot_memory._ABORTED] == 1
+    assert comm.failed is not None and memory._words[symmetric._ABORTED] == 1
     with pytest.raises(ExchangeError, match="has failed before: one_shot: rank"):
-        comm.exchange(torch.ones(1, 1, 1, 8), torch.zeros(1, 1, 1))
+        comm.all_merge_states(torch.ones(1, 1, 1, 8), torch.zeros(1, 1, 1))
 
 
 def test_failure_on_the_device_is_the_communicators() -> None:
@@ -443,9 +445,9 @@ def test_failure_on_the_device_is_the_communicators() -> None:
 
 def abort_what_waits(rank: int, world_size: int) -> None:
     comm = Communicator()
-    memory = comm._selection._memories["cuda"] = one_shot_memory.Memory(rank, [0, 0], CPU)
+    memory = comm._resources["one_shot", "cuda"] = symmetric.Memory(rank, [0, 0], CPU)
     comm.abort()
-    assert memory._words[one_shot_memory._ABORTED] == 1
+    assert memory._words[symmetric._ABORTED] == 1
 
 
 def test_aborts_reach_the_device() -> None:

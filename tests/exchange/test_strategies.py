@@ -22,9 +22,8 @@ from distributed import run_ranks
 from helpers import assert_same_bits
 from tree_attention import ExchangeError, merge_states, strategies
 from tree_attention.exchange import Communicator, Link
-from tree_attention.exchange.butterfly import levels
-from tree_attention.exchange.messages import gather_round
 from tree_attention.exchange.strategies import STRATEGIES
+from tree_attention.exchange.strategies.butterfly import levels
 
 CPU = torch.device("cpu")
 NAN, INF = torch.nan, torch.inf
@@ -60,14 +59,14 @@ def exchange_every_way(rank: int, world_size: int, nodes: str) -> None:
                 seed += 1
                 o, lse = states_of_ranks(seed, world_size, shape)
                 # Every rank merges the rounded copy, also of its own state, and rounds no more.
-                expected = merge_states(o.to(payload_dtype), lse, out_dtype=out_dtype)
+                sent = o.to(payload_dtype) if world_size > 1 else o
+                expected = merge_states(sent, lse, out_dtype=out_dtype)
                 for strategy in (*CANONICAL, "auto"):
                     options = {"out_dtype": out_dtype, "payload_dtype": payload_dtype}
-                    result = comm.exchange(o[rank], lse[rank], strategy, **options)
+                    result = comm.all_merge_states(o[rank], lse[rank], strategy=strategy, **options)
                     assert_same_bits(result, expected)
-                sharded = comm.exchange(o[rank], lse[rank], head_sharded=True, **options)
-                chunks = [x.chunk(world_size, 1) for x in expected]
-                own = (x[rank] if rank < len(x) else x[0][:, :0] for x in chunks)
+                sharded = comm.all_merge_states(o[rank], lse[rank], head_sharded=True, **options)
+                own = (x.tensor_split(world_size, 1)[rank] for x in expected)
                 assert_same_bits(sharded, tuple(own))
 
 
@@ -83,9 +82,11 @@ def exchange_on_device(rank: int, world_size: int) -> None:
         expected = merge_states(o.to(payload_dtype), lse, out_dtype=torch.bfloat16)
         options = {"payload_dtype": payload_dtype, "out_dtype": torch.bfloat16}
         for strategy in (*CANONICAL, *CANONICAL):
-            assert_same_bits(comm.exchange(o[rank], lse[rank], strategy, **options), expected)
-        own = tuple(x.chunk(world_size, 1)[rank] if rank < 2 else x[:, :0] for x in expected)
-        sharded = comm.exchange(o[rank], lse[rank], head_sharded=True, **options)
+            assert_same_bits(
+                comm.all_merge_states(o[rank], lse[rank], strategy=strategy, **options), expected
+            )
+        own = tuple(x.tensor_split(world_size, 1)[rank] for x in expected)
+        sharded = comm.all_merge_states(o[rank], lse[rank], head_sharded=True, **options)
         assert_same_bits(sharded, own)
 
 
@@ -97,11 +98,13 @@ def test_tensors_of_a_device_over_gloo() -> None:
 def exchange_nothing(rank: int, world_size: int) -> None:
     comm = Communicator()
     for strategy in strategies():
-        o, lse = comm.exchange(torch.ones(2, 0, 1, 8), torch.ones(2, 0, 1), strategy)
+        o, lse = comm.all_merge_states(
+            torch.ones(2, 0, 1, 8), torch.ones(2, 0, 1), strategy=strategy
+        )
         assert o.shape == (2, 0, 1, 8) and lse.shape == (2, 0, 1)
     for shape in ((0, 4, 1, 8), (2, 0, 1, 8)):
-        o, lse = comm.exchange(torch.ones(shape), torch.ones(shape[:-1]), head_sharded=True)
-        heads = -(-shape[1] // 2)
+        o, lse = comm.all_merge_states(torch.ones(shape), torch.ones(shape[:-1]), head_sharded=True)
+        heads = shape[1] // 2
         assert o.shape == (shape[0], heads, 1, 8) and lse.shape == (shape[0], heads, 1)
     assert comm.bytes_sent == 0
 
@@ -152,11 +155,11 @@ def count(
     comm = Communicator(nodes=nodes)
     o, lse = states_of_ranks(0, world_size, shape)
     counts = []
-    comm.exchange(o[rank], lse[rank])  # delivery is tested
+    comm.all_merge_states(o[rank], lse[rank])  # delivery is tested
     for _ in range(2):
         before = comm.bytes_sent, comm.link.num_operations
         with counted_operations(world_size) as (calls, sent):
-            comm.exchange(o[rank], lse[rank], strategy, **options)
+            comm.all_merge_states(o[rank], lse[rank], strategy=strategy, **options)
         # Comparing signatures takes none, so a new exchange has as many as any other.
         counts.append((dict(calls), sent[0]))
         if "allreduce" not in calls:
@@ -173,7 +176,7 @@ def order_of_messages(rank: int, world_size: int) -> None:
     comm = Communicator(nodes="a" * world_size)
     o, lse = states_of_ranks(0, world_size, (1, 3, 1, 8))
     for strategy in ("all_gather", "hierarchical", "two_phase"):
-        comm.exchange(o[rank], lse[rank], strategy)
+        comm.all_merge_states(o[rank], lse[rank], strategy=strategy)
         targets = []
         original = dist.ProcessGroup.send
 
@@ -182,13 +185,13 @@ def order_of_messages(rank: int, world_size: int) -> None:
             return original(*arguments)
 
         with mock.patch.object(dist.ProcessGroup, "send", sending):
-            comm.exchange(o[rank], lse[rank], strategy)
+            comm.all_merge_states(o[rank], lse[rank], strategy=strategy)
         others = [(rank + i) % world_size for i in range(1, world_size)]
         assert targets in (others, others * 2), strategy
     # Another library than Gloo gathers by itself.
     comm = Communicator()
     with mock.patch.object(Link, "transport_device", return_value=torch.device("cuda")):
-        gather = gather_round(comm.link, torch.zeros(world_size, 3), torch.ones(3), 0, CPU)
+        gather = comm.link.gather(torch.zeros(world_size, 3), torch.ones(3), CPU)
     before = comm.link.num_operations
     with counted_operations(world_size) as (calls, _):
         gather.post()
@@ -313,7 +316,7 @@ class Allocations(TorchDispatchMode):
 
 def allocations(comm: Communicator, o: Tensor, lse: Tensor, **options: Any) -> list[int]:
     with Allocations() as mode:
-        comm.exchange(o, lse, **options)
+        comm.all_merge_states(o, lse, **options)
     return sorted(mode.sizes)
 
 
@@ -324,14 +327,14 @@ def exchange_in_steady_state(rank: int, world_size: int, nodes: str) -> None:
             if payload_dtype == BF16 and strategy not in CANONICAL:
                 continue
             options = {"strategy": strategy, "payload_dtype": payload_dtype, "out_dtype": BF16}
-            o, lse = comm.send_state(2, 4, 1, 17, payload_dtype=payload_dtype)
+            o, lse = comm.send_state((2, 4, 1, 17), payload_dtype=payload_dtype)
             o.fill_(rank), lse.fill_(rank)
-            comm.exchange(o, lse, **options)
-            o, lse = comm.send_state(2, 4, 1, 17, payload_dtype=payload_dtype)
+            comm.all_merge_states(o, lse, **options)
+            o, lse = comm.send_state((2, 4, 1, 17), payload_dtype=payload_dtype)
             assert allocations(comm, o, lse, **options) == [8 * 4, 8 * 17 * 2], strategy
-    o, lse = comm.send_state(2, 4, 1, 17)
-    comm.exchange(o, lse, head_sharded=True)
-    heads = len(range(4)[slice(rank * -(-4 // world_size), (rank + 1) * -(-4 // world_size))])
+    o, lse = comm.send_state((2, 4, 1, 17))
+    comm.all_merge_states(o, lse, head_sharded=True)
+    heads = len(torch.arange(4).tensor_split(world_size)[rank])
     sizes = allocations(comm, o, lse, head_sharded=True)
     assert sizes == [size for size in (2 * heads * 4, 2 * heads * 17 * 4) if size]
 
@@ -349,7 +352,7 @@ def exchange_under_observation(rank: int, world_size: int) -> None:
         o, lse = states_of_ranks(1, world_size, (2, 4, 1, 16))
         for strategy in (*CANONICAL, *CANONICAL):
             expected = merge_states(o, lse)
-            assert_same_bits(comm.exchange(o[rank], lse[rank], strategy), expected)
+            assert_same_bits(comm.all_merge_states(o[rank], lse[rank], strategy=strategy), expected)
             with pytest.raises(ExchangeError, match="rank 1"):  # in step, or torch would tell
                 comm.agree((("what", rank == 1),))
     finally:
@@ -366,13 +369,13 @@ def refuse_options(rank: int, world_size: int) -> None:
     comm = Communicator()
     o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
     with pytest.raises(ValueError, match=r"payload_dtype must be torch.float32 or torch.bf"):
-        comm.exchange(o, lse, payload_dtype=torch.float16)
+        comm.all_merge_states(o, lse, payload_dtype=torch.float16)
     asked = "with payload_dtype torch.bfloat16, head_sharded False, strategy must be one of auto, "
-    with pytest.raises(ValueError, match=asked + ".*butterfly, one_shot, got 'max_then_sum'"):
-        comm.exchange(o, lse, "max_then_sum", payload_dtype=BF16)
+    with pytest.raises(ValueError, match=asked + ".*one_shot, two_phase, got 'max_then_sum'"):
+        comm.all_merge_states(o, lse, strategy="max_then_sum", payload_dtype=BF16)
     asked = "with payload_dtype torch.float32, head_sharded True, strategy must be one of auto, "
     with pytest.raises(ValueError, match=asked + "two_phase, got 'all_gather'"):
-        comm.exchange(o, lse, "all_gather", head_sharded=True)
+        comm.all_merge_states(o, lse, strategy="all_gather", head_sharded=True)
     assert comm.bytes_sent == 0 and comm.failed is None
 
 
@@ -385,8 +388,8 @@ def disagree_on_options(rank: int, world_size: int) -> None:
     o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
     for field, value in (("payload_dtype", BF16), ("head_sharded", True)):
         with pytest.raises(RuntimeError, match=f"{field} is {value} on rank 1, "):
-            comm.exchange(o, lse, **({field: value} if rank == 1 else {}))
-    comm.exchange(o, lse)
+            comm.all_merge_states(o, lse, **({field: value} if rank == 1 else {}))
+    comm.all_merge_states(o, lse)
 
 
 def test_disagreement_on_options() -> None:

@@ -143,7 +143,7 @@ def refuse_arguments(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=5.0)
     good = tree_decode(q, k, v, group=comm)
     sent = comm.bytes_sent
-    with pytest.raises(ValueError, match="strategy must be one of auto, all_gather, two_p"):
+    with pytest.raises(ValueError, match="strategy must be one of auto, all_gather, butter"):
         tree_decode(q, k, v, group=comm, strategy="ring")
     with pytest.raises(RuntimeError, match="lean_decode: q must have shape"):
         tree_decode(q[0], k, v, group=comm)

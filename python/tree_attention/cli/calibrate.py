@@ -1,37 +1,36 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`python -m tree_attention calibrate`: what exchanges cost on these machines, for "auto"."""
+"""`python -m tree_attention calibrate`: times exchanges on the user's own ranks, for "auto"."""
 
 import argparse
+import os
 import platform
 import sys
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from .._version import __version__
-from ..exchange import Communicator, strategies
-from ..exchange.calibration import Sample, calibrate
-from ..exchange.costs import COSTS_VARIABLE, Calibration, Costs, default_costs
+from ..exchange import Communicator
+from ..exchange.calibration import calibrate
+from ..exchange.choice import COSTS_VARIABLE, CostTable
 from .world import World, joined_world
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tree_attention calibrate",
-        description="Times exchanges between the ranks of torchrun and their operations, fits the "
-        "cost model of strategy 'auto' to them and writes constants and times to a file. Every "
-        f"rank of a job that is to use them needs {COSTS_VARIABLE}=FILE in its environment.",
+        description="Times whole exchanges of every strategy between the ranks of torchrun and "
+        "writes a table. Strategy 'auto' takes the fastest by that table in jobs of the same ranks "
+        f"and nodes, if every rank has {COSTS_VARIABLE}=FILE in its environment.",
     )
     parser.add_argument("--out", type=Path, default=Path("exchange_costs.json"), metavar="FILE")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: over NCCL")
     parser.add_argument(
-        "--seconds", type=float, default=0.4, help="for each operation and size (default 0.4)"
+        "--seconds", type=float, default=0.4, help="for each strategy and size (default 0.4)"
     )
     parsed = parser.parse_args(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=120)
@@ -47,70 +46,78 @@ def main(arguments: list[str]) -> int:
         return 0
 
 
-def run(
-    world: World, device: torch.device, seconds: float, out: Path, console: Console
-) -> Calibration:
-    """Measures and fits; rank 0 writes `out` and a picture beside it."""
-    # Not those of an earlier file, which may be why somebody calibrates.
-    comm = Communicator(costs=default_costs(dist.get_backend()))
+def run(world: World, device: torch.device, seconds: float, out: Path, console: Console) -> None:
+    """Measures; rank 0 writes `out` and a picture beside it."""
+    os.environ.pop(COSTS_VARIABLE, None)  # an earlier table, which may be why somebody calibrates
+    comm = Communicator()
     with Progress(console=console, transient=True, disable=not world.root) as bar:
         task = bar.add_task("measuring", total=None)
 
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        calibration, samples = calibrate(comm, device, seconds, progress)
-    costs = calibration.costs
+        costs = calibrate(comm, device, seconds, progress)
     if world.root:
-        calibration.save(
-            out,
-            measured_on={
-                "tree_attention": __version__,
-                "torch": torch.__version__,
-                "host": platform.node(),
-                "device": device.type,
-                "ranks": world.size,
-                "topology": str(comm.topology),
-            },
-            samples=[asdict(s) | {"predicted": costs.seconds(s.work)} for s in samples],
-        )
+        remarks = {
+            "tree_attention": __version__,
+            "torch": torch.__version__,
+            "host": platform.node(),
+            "device": device.type,
+            "topology": str(comm.topology),
+        }
+        costs.save(out, remarks)
+        times = times_of(costs)
         picture = out.with_suffix(".png")
-        draw(samples, costs, picture)
-        exchanges = [sample for sample in samples if sample.operation in strategies()]
-        console.print(table(exchanges, costs))
-        errors = [abs(costs.seconds(s.work) / s.seconds - 1) for s in exchanges]
-        console.print(f"{comm.topology}; median error of the model {np.median(errors):.0%}")
+        draw(times, picture)
+        console.print(table(times))
         console.print(f"wrote {out} and {picture}; to use it: export {COSTS_VARIABLE}={out}")
-    return calibration
 
 
-def table(samples: list[Sample], costs: Costs) -> Table:
-    result = Table(title="Exchanges, until the last rank is done", title_justify="left", box=None)
-    for heading in ("strategy", "bytes of a state", "measured us", "model us"):
-        result.add_column(heading, justify="left" if heading == "strategy" else "right")
-    for sample in samples:
-        times = (f"{1e6 * t:,.0f}" for t in (sample.seconds, costs.seconds(sample.work)))
-        result.add_row(sample.operation, f"{sample.num_bytes:,}", *times)
+Times = Mapping[str, Mapping[int, float]]  # seconds by strategy and bytes of a state
+
+
+def times_of(costs: CostTable) -> Times:
+    times: dict[str, dict[int, float]] = {}
+    for row in costs.exchanges:
+        times.setdefault(row.strategy, {})[row.num_bytes] = row.seconds
+    return times
+
+
+def table(times: Times) -> Table:
+    sizes = sorted({size for row in times.values() for size in row})
+    best = {size: min(row[size] for row in times.values()) for size in sizes}
+    result = Table(
+        title="Exchanges in us, until the last rank is done; bold: what auto takes",
+        title_justify="left",
+        box=None,
+    )
+    result.add_column("strategy")
+    for size in sizes:
+        result.add_column(f"{size:,} bytes", justify="right")
+    for name, row in times.items():
+        cells = (
+            f"[bold]{1e6 * row[size]:,.0f}[/]"
+            if row[size] == best[size]
+            else f"{1e6 * row[size]:,.0f}"
+            for size in sizes
+        )
+        result.add_row(name, *cells)
     return result
 
 
-def draw(samples: list[Sample], costs: Costs, path: Path) -> None:
-    """Measured times as points and the fitted model as lines, by message size."""
+def draw(times: Times, path: Path) -> None:
+    """Measured times by the size of a state, a line for each strategy."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    operations = dict.fromkeys(s.operation for s in samples if s.operation not in strategies())
-    for name in operations:
-        of_this = [sample for sample in samples if sample.operation == name]
-        sizes = [sample.num_bytes for sample in of_this]
-        (points,) = axes.plot(sizes, [1e6 * s.seconds for s in of_this], "o", label=name)
-        predicted = [1e6 * costs.seconds(sample.work) for sample in of_this]
-        axes.plot(sizes, predicted, color=points.get_color())
-    axes.set(xscale="log", yscale="log", xlabel="bytes of a message", ylabel="microseconds")
-    axes.set_title("operations: measured (points), model (lines)")
+    for name, row in times.items():
+        sizes = sorted(row)
+        axes.plot(sizes, [1e6 * row[size] for size in sizes], "o-", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="bytes of a state", ylabel="microseconds")
+    axes.set_title("exchanges on these ranks")
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)

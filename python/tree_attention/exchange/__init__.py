@@ -1,29 +1,33 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Merging partial states over ranks: one small exchange, the same bits everywhere, or an error.
 
-`Communicator` is the prepared process group; `strategies` lists the ways to exchange, each a file;
-`link` and `messages` are the process group's operations with deadlines and counters, `state` and
-`slices` what travels; `session` and `agreement` see to it that all ranks mean the same or all fail;
-`topology`, `traffic`, `costs` and `selection` are how "auto" chooses; `symmetric` is memory
-that GPUs share. `chunks` and `overlap` are how exchanges run beside the attention.
+`communicator` is the door: `all_merge_states` and the prepared process group. A strategy is a file
+in `strategies/`; `choice` is how "auto" takes one, and `calibration` measures what it goes by.
+`link` and `rounds` are the process group's operations with deadlines and counters, `state` is the
+memory that travels. `session` and `agreement` see to it that all ranks do the same or all fail, and
+`self_test` that they round alike and messages arrive where they should.
 """
 
 from .agreement import ExchangeError
-from .communicator import DEFAULT_TIMEOUT, Communicator
-from .communicators import get_communicator
+from .communicator import (
+    DEFAULT_TIMEOUT,
+    Communicator,
+    ExchangeOptions,
+    all_merge_states,
+    get_communicator,
+)
 from .link import Link
 from .strategies import check_options, strategies
-from .strategy import Options, Strategy
 from .topology import Topology
 
 __all__ = [
     "DEFAULT_TIMEOUT",
     "Communicator",
     "ExchangeError",
+    "ExchangeOptions",
     "Link",
-    "Options",
-    "Strategy",
     "Topology",
+    "all_merge_states",
     "check_options",
     "get_communicator",
     "strategies",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Do all ranks mean the same exchange? Asked through the group's store, never by a collective.
+"""Do all ranks mean the same exchange? They ask through the group's store, never by a collective.
 
 Gloo ends the process when a message is longer than its receiver expects, so shapes are compared
 before anything is sent. Each comparison is an *epoch*: every rank publishes its signature under a
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -26,11 +26,13 @@ T = TypeVar("T")
 Signature = tuple[tuple[str, object], ...]
 # What a rank tells the others about itself, in terms of JSON; it may differ from theirs.
 Note = dict[str, Any]
+# Collective: gives all ranks, for a step by this name, the notes of all ranks in rank order.
+Gather = Callable[[str, Note], Sequence[Note]]
 
 _FAILED = "failed"
 _NOTE = "note"
-# How long a rank that found a disagreement, and may be the one that serves the store, stays for the
-# others to find it too.
+# How long a rank that found a disagreement, and may serve the store, waits for the others to find
+# it too.
 _PARTING_SECONDS = 2.0
 # How long a wait for the store may go on after it was interrupted.
 _INTERRUPT_SECONDS = 0.05
@@ -48,11 +50,12 @@ class ExchangeError(RuntimeError):
 
 
 class Disagreement(RuntimeError):
-    """All ranks know that their signatures differ: nothing was sent, nobody waits."""
+    """All ranks know that their signatures differ: nothing was sent, and nobody waits."""
 
-    def __init__(self, message: str, fields: Collection[str] = ()) -> None:
+    def __init__(self, message: str, values: Mapping[str, Sequence[str | None]] = {}) -> None:
         super().__init__(message)
-        self.fields = fields  # that differ
+        # Every rank's value of each field that differs, in rank order.
+        self.values = values
 
 
 class Agreement:
@@ -94,16 +97,19 @@ class Agreement:
         if any(remarks):
             self._part(deadline)
             fields = {field for said in published for field in _differing(said, published[0])}
-            raise Disagreement("; ".join(filter(None, remarks)), fields)
+            values = {field: [said.get(field) for said in published] for field in fields}
+            raise Disagreement("; ".join(filter(None, remarks)), values)
         return [json.loads(said[_NOTE]) for said in published]
 
     def interrupt(self) -> None:
-        """Has whoever waits for the others' signatures wait no more."""
+        """Ends this rank's wait for the others' signatures."""
         self._interrupted.set()
 
     def withdraw(self, reason: str, patience: float = 0.0) -> str:
-        """Tell ranks that come to this epoch or the next why this one does not; return what they
-        said in the next until `patience` seconds from now, and who said nothing."""
+        """Tells ranks that come to this epoch or the next why this rank does not.
+
+        Returns what they said in the next until `patience` seconds from now, and who was silent.
+        """
         keys = self._keys(self._epoch + 1)
         end = time.monotonic() + patience
 
@@ -121,7 +127,7 @@ class Agreement:
                     said = json.loads(self._store.get(key))
                     remarks.append(self._remark(rank, said, self._own, "this rank"))
             if silent and patience:
-                remarks.append(f"no word from {_ranks(silent)}")
+                remarks.append(f"no word from {ranks_text(silent)}")
             return "; ".join(filter(None, remarks))
 
         try:
@@ -137,7 +143,8 @@ class Agreement:
         except RuntimeError as error:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise ExchangeError(
-                f"no word from {_ranks(missing)} about this exchange: lost, stalled, or in another"
+                f"no word from {ranks_text(missing)} about this exchange: lost, stalled, or in "
+                "another"
             ) from error
         values = (
             self._store.multi_get(keys)
@@ -149,7 +156,7 @@ class Agreement:
         return [json.loads(value) for value in values]
 
     def _remark(self, rank: int, said: dict[str, str], other: dict[str, str], who: str) -> str:
-        """What is to be said about a rank's publication: a difference, a failure, both, nothing."""
+        """What to say about a rank's publication: a difference, a failure, both, or nothing."""
         remarks = []
         if said.keys() != {_FAILED}:
             for field in _differing(said, other)[:1]:
@@ -181,8 +188,11 @@ def call_before(
     interrupted: threading.Event | None = None,
     who: str = "the store of the process group",
 ) -> T:
-    """`call()` in a thread: a store whose server has stalled answers no client and keeps no timeout
-    (TCPStore blocks even in cancelling a wait). The thread ends with the server."""
+    """The result of `call()` in a thread of its own, before the deadline.
+
+    A store whose server has stalled answers no client and keeps no timeout (TCPStore blocks even in
+    cancelling a wait). The thread ends with the server.
+    """
     outcome: list[T] = []
     errors: list[BaseException] = []
 
@@ -212,5 +222,5 @@ def _differing(said: dict[str, str], other: dict[str, str]) -> list[str]:
     return [field for field in fields if said.get(field) != other.get(field)]
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -21,6 +21,9 @@ from torch.distributed.distributed_c10d import (
     BroadcastOptions,
 )
 
+from .rounds import LibraryGather, Messages, Round
+from .state import host_memory
+
 if TYPE_CHECKING:
     from torch.distributed import Work
 
@@ -29,7 +32,7 @@ _ALL_GATHER = (
     "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
 )
 # The method behind dist.all_to_all_single, likewise.
-ALL_TO_ALL = (
+_ALL_TO_ALL = (
     "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
 )
 # No operation uses this tag: a receive with it can only end by its timeout.
@@ -39,10 +42,11 @@ _REPORT_SECONDS = 0.3
 
 
 class Link:
-    """What strategies see of a process group.
+    """A process group as strategies see it: every byte they send goes through its methods.
 
-    On NCCL, operations are queued on the current stream and the host waits for nothing; a lost rank
-    shows at the process group's watchdog. Gloo moves host memory: tensors of a device are staged.
+    Over NCCL, operations are queued on the current stream and the host waits for nothing; a lost
+    rank shows at the process group's watchdog. Gloo moves host memory: tensors of a device are
+    staged.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -65,8 +69,32 @@ class Link:
         return link
 
     def backend(self, device: torch.device) -> str:
-        """What moves the tensors of `device`."""
+        """Name of the library that moves the tensors of `device`, through host memory or not."""
+        return self._library(self.transport_device(device))
+
+    def _library(self, device: torch.device) -> str:
         return self._backends.get(device.type, "gloo")
+
+    def gather(self, receive: Tensor, send: Tensor, device: torch.device, tag: int = 0) -> Round:
+        """A round in which every rank's `send` goes to all ranks.
+
+        Row r of `receive` becomes what rank r sends. Over Gloo that is a message to each rank, one
+        step where its own all-gather is a ring of `world_size - 1`.
+        """
+        if self.transport_device(device).type != "cpu":
+            return LibraryGather(self, receive, send)
+        everybody = dict.fromkeys(range(self.world_size), send)
+        return self.messages(dict(enumerate(receive)), everybody, device, tag)
+
+    def messages(
+        self,
+        receive: Mapping[int, Tensor],
+        send: Mapping[int, Tensor],
+        device: torch.device,
+        tag: int = 0,
+    ) -> Round:
+        """A round in which this rank sends and receives byte tensors, by rank."""
+        return Messages(self, receive, send, device, tag)
 
     def all_gather(self, receive: Tensor, send: Tensor, deadline: float) -> None:
         """`receive` becomes the concatenation of every rank's `send`, in rank order."""
@@ -81,15 +109,42 @@ class Link:
 
     def all_to_all(self, receive: Tensor, send: Tensor, deadline: float) -> None:
         """Equal parts: `receive[r]` becomes what rank r has in its `send` for this rank."""
-        options = all_to_all_options(deadline)
+        options = _all_to_all_options(deadline)
         with self.operation(f"all_to_all of {send[0].nbytes} bytes to each rank"):
             source, target = self._stage(send), self._stage(receive, copy=False)
-            work = getattr(self.group, ALL_TO_ALL)(target, source, [], [], options)
+            work = getattr(self.group, _ALL_TO_ALL)(target, source, [], [], options)
             self._finish(work, receive, target, deadline)
         self.bytes_sent += send.nbytes - send[0].nbytes
 
+    def all_to_all_of(
+        self,
+        receive: Mapping[int, Tensor],
+        send: Mapping[int, Tensor],
+        device: torch.device,
+        deadline: float,
+    ) -> None:
+        """Messages of any length between some ranks as one all-to-all, uncounted.
+
+        `device` is where the byte tensors are. Over NCCL a message goes where it belongs; over
+        Gloo, whose all-to-all takes one tensor, through a copy.
+        """
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        received = [receive.get(rank, nothing) for rank in range(self.world_size)]
+        sent = [send.get(rank, nothing) for rank in range(self.world_size)]
+        options = _all_to_all_options(deadline)
+        if device.type != "cpu":
+            work = self.group.alltoall(received, sent, options)
+            self.wait(work, device, deadline, "messages of all ranks")
+            return
+        sizes = [[tensor.numel() for tensor in tensors] for tensors in (received, sent)]
+        target = torch.cat(received)
+        work = getattr(self.group, _ALL_TO_ALL)(target, torch.cat(sent), *sizes, options)
+        self.wait(work, device, deadline)
+        for tensor, part in zip(received, target.split(sizes[0]), strict=True):
+            tensor.copy_(part)
+
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, deadline: float) -> None:
-        """Reduces `tensor` over the ranks in place. Bytes are those of a ring."""
+        """Reduces `tensor` over the ranks in place. The bytes counted are those of a ring."""
         options = AllreduceOptions()
         options.reduceOp = op
         options.timeout = remaining(deadline)
@@ -101,7 +156,7 @@ class Link:
         self.bytes_sent += 2 * (self.world_size - 1) * tensor.nbytes // self.world_size
 
     def broadcast(self, tensor: Tensor, deadline: float) -> None:
-        """`tensor` becomes rank 0's. Bytes are those of sending it to every other rank."""
+        """`tensor` becomes rank 0's. The bytes counted are those of a message to every rank."""
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -161,7 +216,7 @@ class Link:
 
     def is_staged(self, device: torch.device) -> bool:
         """Whether tensors of `device` travel through host memory."""
-        return device.type != "cpu" and self.backend(device) == "gloo"
+        return device.type != "cpu" and self._library(device) == "gloo"
 
     def transport_device(self, device: torch.device) -> torch.device:
         """Where tensors of `device` travel: NCCL alone, for one, moves none of the host's."""
@@ -172,7 +227,7 @@ class Link:
         return device
 
     def close(self) -> None:
-        """Ends what is under way, here and on the ranks that wait for this one.
+        """Ends the operations under way, here and on the ranks that wait for this one.
 
         Gloo closes all connections of a group when a receive times out; there is no other way to
         reach ranks that are not next to the lost one before their own deadline.
@@ -234,18 +289,11 @@ class Link:
         return buffer[: like.nbytes].view(like.dtype).view(like.shape)
 
 
-def all_to_all_options(deadline: float) -> AllToAllOptions:
+def _all_to_all_options(deadline: float) -> AllToAllOptions:
     options = AllToAllOptions()
     options.timeout = remaining(deadline)
     options.asyncOp = False
     return options
-
-
-def host_memory(num_bytes: int) -> Tensor:
-    """Page-locked where there is a device to copy to."""
-    with torch.inference_mode(False):  # or nobody could write to it outside of it
-        pin = torch.cuda.is_available()
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
 
 
 def remaining(deadline: float) -> timedelta:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Do machines round alike, and do messages arrive where they should? Asked before any exchange."""
+"""Do all processors round alike, and do messages arrive where they should? Tests at first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..ops import merge_states
 from .link import Link
-from .messages import Messages
 
 _NUM_PARTS, _NUM_ROWS, _HEAD_DIM = 7, 64, 16
 # As long as a decoding step's message of 32 heads: libraries choose algorithms by size.
@@ -20,13 +19,13 @@ _MESSAGE_VALUES = 4096
 
 @functools.lru_cache(maxsize=16)
 def merge_digest(device: torch.device) -> str:
-    """Of a merge of fixed states on `device`, far apart and near, one in eight empty.
+    """Digest of a merge of fixed states on `device`, far apart and near, one in eight empty.
 
     Ranks that merge the same states promise the same bits, which different kinds of processors
     keep only if they round alike.
     """
     # Integers and a division by a power of two: the same states everywhere.
-    counts = torch.arange(_NUM_PARTS * _NUM_ROWS * (_HEAD_DIM + 1), dtype=torch.int64)
+    counts = torch.arange(_NUM_PARTS * _NUM_ROWS * (_HEAD_DIM + 1), dtype=torch.int64, device="cpu")
     numbers = ((counts * 2654435761 % 65536) - 32768).float() / 4096
     states = numbers.view(_NUM_PARTS, _NUM_ROWS, _HEAD_DIM + 1)
     o, lse = states[..., :-1], states[..., -1].clone()
@@ -39,12 +38,12 @@ def merge_digest(device: torch.device) -> str:
 
 
 def delivery_fault(link: Link, device: torch.device, deadline: float) -> str:
-    """Every rank sends its id by each operation that moves states; what came in wrong order.
+    """What came in a wrong order when every rank sent its id by each operation that moves states.
 
     NCCL 2.26.2 gathered ranks in the order of their devices (its issue 1906): a merge would be of
     the right states in a wrong order, and slices would go to the wrong places.
     """
-    everybody = torch.arange(link.world_size, dtype=torch.int32)
+    everybody = torch.arange(link.world_size, dtype=torch.int32, device="cpu")
     # What rank a sends to rank b; a gathered message is to nobody in particular.
     own = everybody[link.rank, None]
     to_each = link.rank * link.world_size + everybody
@@ -58,7 +57,7 @@ def delivery_fault(link: Link, device: torch.device, deadline: float) -> str:
     link.all_gather(gathered, messages(own), deadline)
     link.all_to_all(exchanged, outgoing, deadline)
     receive, send = (dict(enumerate(x.view(torch.uint8))) for x in (received, outgoing))
-    Messages(link, receive, send, 0, device).run(deadline)
+    link.messages(receive, send, device).run(deadline)
 
     def from_to(value: int) -> str:
         sender, receiver = divmod(value, link.world_size)

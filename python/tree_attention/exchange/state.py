@@ -1,28 +1,35 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The memory of an exchange: messages laid out for kernel, wire and merge, in buffers that stay."""
+"""The memory of an exchange: how states are laid out for kernel, network and merge, and buffers
+that stay where they are."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _MAX_STATES = 64
-# Of lse behind an o of 16-bit values, and of messages in a row.
+# The lse behind an o of 16-bit values, and every further state in a row, begins at such an address.
 _ALIGNMENT = 4
 
 
 @dataclass(frozen=True)
-class Message:
-    """The bytes of some rows of a state: first o, then lse, so that vectors of o stay aligned."""
+class StateLayout:
+    """Where the bytes of a state's rows are: first o, then lse, so that vectors of o are aligned.
 
-    shape: tuple[int, ...]  # of lse
+    Attributes:
+        shape: shape of lse, `[batch, num_heads_q, seqlen_q]` or a slice of it.
+        head_dim: length of a row of o.
+        dtype: dtype of o. lse is always float32.
+    """
+
+    shape: tuple[int, ...]
     head_dim: int
-    dtype: torch.dtype  # of o; lse is float32
+    dtype: torch.dtype
 
     @property
     def num_rows(self) -> int:
@@ -37,17 +44,78 @@ class Message:
     def num_bytes(self) -> int:
         return self.o_bytes + 4 * self.num_rows
 
-    def views(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """`o` and `lse` in the bytes `[..., num_bytes]` of one message or of many."""
-        leading = messages.shape[:-1]
+    def views(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Views `o` and `lse` of the bytes `[..., num_bytes]` of one state or of many."""
+        leading = memory.shape[:-1]
         o_size = self.num_rows * self.head_dim * self.dtype.itemsize
-        o = messages[..., :o_size].view(self.dtype)
-        lse = messages[..., self.o_bytes :].view(torch.float32)
+        o = memory[..., :o_size].view(self.dtype)
+        lse = memory[..., self.o_bytes :].view(torch.float32)
         return o.view(*leading, *self.shape, self.head_dim), lse.view(*leading, *self.shape)
 
 
+@dataclass(frozen=True)
+class Slices:
+    """A state cut into one slice for each of some ranks: runs of rows, or of heads.
+
+    `count` rows or heads are dealt as `torch.tensor_split` does: the first `count % num_slices`
+    slices have one more than the others, and the others are padded to the same size.
+
+    Attributes:
+        layout: layout of one padded slice, its shape `[batch, size, ...]`.
+    """
+
+    layout: StateLayout
+    num_slices: int
+    count: int
+
+    @staticmethod
+    def of_rows(layout: StateLayout, num_slices: int) -> Slices:
+        count = layout.num_rows
+        return Slices(replace(layout, shape=(1, -(-count // num_slices))), num_slices, count)
+
+    @staticmethod
+    def of_heads(layout: StateLayout, num_slices: int) -> Slices:
+        batch, count, *rest = layout.shape
+        shape = (batch, -(-count // num_slices), *rest)
+        return Slices(replace(layout, shape=shape), num_slices, count)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes of all padded slices."""
+        return self.num_slices * self.layout.num_bytes
+
+    def to(self, dtype: torch.dtype) -> Slices:
+        """The same slices with another dtype of o."""
+        return replace(self, layout=replace(self.layout, dtype=dtype))
+
+    def count_in(self, index: int) -> int:
+        """Number of rows or heads in slice `index`, without padding."""
+        return self.count // self.num_slices + (index < self.count % self.num_slices)
+
+    def rows_of(self, memory: Tensor) -> Tensor:
+        """`memory` as one row of bytes for each slice."""
+        return memory.view(self.num_slices, self.layout.num_bytes)
+
+    def pairs(self, memory: Tensor, state: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of equally shaped views, the first of `memory`'s slices and the second of `state`,
+        which together cover the state `(o, lse)`."""
+        result = []
+        size, num_long = self.count // self.num_slices, self.count % self.num_slices
+        split = num_long * (size + 1)
+        for slices, whole in zip(self.layout.views(memory), state, strict=True):
+            # [batch, count, ...]; rows of all sequences and heads are one run.
+            whole = whole.view(self.layout.shape[0], self.count, *slices.shape[3:])
+            if num_long:
+                place = whole[:, :split].unflatten(1, (num_long, size + 1))
+                result.append((slices[:num_long].transpose(0, 1), place))
+            if size:
+                place = whole[:, split:].unflatten(1, (self.num_slices - num_long, size))
+                result.append((slices[num_long:, :, :size].transpose(0, 1), place))
+        return result
+
+
 class Arena:
-    """Named memory that never moves: captured graphs may hold its addresses."""
+    """Named memory that never moves, because captured graphs may hold its addresses."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[str, torch.device], Tensor] = {}
@@ -60,10 +128,10 @@ class Arena:
             capacity = num_bytes
             if block is not None:
                 self.outgrown.append(block)
-                # Doubling bounds what is outgrown by what is in use.
+                # Doubling bounds the outgrown memory by the memory in use.
                 capacity = max(num_bytes, 2 * block.numel())
             with torch.inference_mode(False):  # or nobody could write to it outside of it
-                # Zeros, as padding travels too.
+                # Zeros, because padding travels too.
                 block = torch.zeros(capacity, dtype=torch.uint8, device=device)
             self._blocks[name, device] = block
         return block[:num_bytes]
@@ -71,15 +139,15 @@ class Arena:
 
 @dataclass(frozen=True)
 class State:
-    """This rank's message, and whatever was prepared to exchange it."""
+    """This rank's state in its send buffer, and the exchanges that were prepared for it."""
 
-    message: Message  # of [batch, num_heads_q, seqlen_q] rows
+    layout: StateLayout  # of [batch, num_heads_q, seqlen_q] rows
     device: torch.device
-    send: Tensor  # its bytes
-    o: Tensor  # [batch, num_heads_q, seqlen_q, head_dim] in send
-    lse: Tensor  # float32 [batch, num_heads_q, seqlen_q] in send
+    send: Tensor  # the bytes that travel
+    o: Tensor  # [batch, num_heads_q, seqlen_q, head_dim], a view of send
+    lse: Tensor  # float32 [batch, num_heads_q, seqlen_q], a view of send
     arena: Arena
-    # What strategies prepared, by their options.
+    # Prepared exchanges by their options.
     prepared: dict[Any, Callable[[float, Tensor, Tensor], None]] = field(default_factory=dict)
 
     def load(self, o: Tensor, lse: Tensor) -> None:
@@ -90,10 +158,10 @@ class State:
         return self.arena.bytes(name, num_bytes, self.device)
 
     def parts(self, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Room for `num_parts` such messages: bytes `[num_parts, ...]` and views of o and lse."""
-        num_bytes = self.message.num_bytes
-        messages = self.buffer("parts", num_parts * num_bytes).view(num_parts, num_bytes)
-        return messages, *self.message.views(messages)
+        """Room for `num_parts` such states: bytes `[num_parts, ...]` and views of o and lse."""
+        num_bytes = self.layout.num_bytes
+        memory = self.buffer("parts", num_parts * num_bytes).view(num_parts, num_bytes)
+        return memory, *self.layout.views(memory)
 
 
 class StateBuffers:
@@ -108,11 +176,18 @@ class StateBuffers:
         state = self._states.get((shape, dtype, device))
         if state is None:
             num_outgrown = len(self.arena.outgrown)
-            message = Message(tuple(shape[:-1]), shape[-1], dtype)
+            layout = StateLayout(tuple(shape[:-1]), shape[-1], dtype)
             with torch.inference_mode(False):
-                send = self.arena.bytes("send", message.num_bytes, device)
-                state = State(message, device, send, *message.views(send), self.arena)
+                send = self.arena.bytes("send", layout.num_bytes, device)
+                state = State(layout, device, send, *layout.views(send), self.arena)
             if len(self._states) >= _MAX_STATES or len(self.arena.outgrown) > num_outgrown:
-                self._states.clear()  # those that look at outgrown memory
+                self._states.clear()  # their views are of outgrown memory
             self._states[shape, dtype, device] = state
         return state
+
+
+def host_memory(num_bytes: int) -> Tensor:
+    """New bytes of host memory, page-locked where there is a device to copy to."""
+    with torch.inference_mode(False):  # or nobody could write to it outside of it
+        pin = torch.cuda.is_available()
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)

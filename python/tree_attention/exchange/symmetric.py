@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Memory that the GPUs of a node share, from `torch.distributed._symmetric_memory`, whose interface
-may change: whatever goes wrong with it is a reason to exchange in another way, and no error."""
+"""Memory that the GPUs of a node share, for the strategy `one_shot`.
+
+It comes from `torch.distributed._symmetric_memory`, whose interface may change: whatever goes wrong
+with it is a reason to choose another strategy, and no error.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import merge_states
-from .agreement import Note, call_before
+from .agreement import Gather, Note, call_before
 from .link import remaining
-from .one_shot_memory import Memory, buffer_bytes
 from .topology import Topology
 
 T = TypeVar("T")
-# All ranks call it together; it gives every rank what each of them says.
-Gather = Callable[[str, Note], Sequence[Note]]
+
+# The numbers of csrc/cuda/one_shot/one_shot.cuh.
+MAX_WORLD_SIZE = 16
+ALIGNMENT = 16  # of every row in bytes, also of results with 16 bits
+_MAX_BLOCKS = 32
+_FLAG_BYTES = 8 * 2 * _MAX_BLOCKS * MAX_WORLD_SIZE
+_TIMEOUT, _ABORTED, _ERRORS = 0, 1, 2  # words of host memory
+_REASONS = {
+    1: "did not come in time",
+    2: "exchanged a state of another size",
+    3: "was waited for when this rank was aborted",
+}
+# Larger states are merged faster in slices. Memory that captured graphs hold never grows.
+SLOT_BYTES = 2 << 20
 
 # Torch lets ranks share a GPU only where this is set.
 OVERLAPPING_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -36,6 +50,64 @@ _NUM_TEST_ROWS, _TEST_HEAD_DIM = 300, 64
 _kept: list[object] = []
 
 
+class Memory:
+    """Addresses of all ranks' buffers, counters, and words that host and device share; made once.
+
+    Launches of a rank are ordered by its stream, or by whoever uses several.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        addresses: Sequence[int],
+        device: torch.device,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        """`addresses`: where this device sees each rank's buffer of `buffer_bytes` zeros."""
+        self.rank, self.device, self.slot_bytes = rank, device, slot_bytes
+        with torch.inference_mode(False):  # or nobody could write to them outside of it
+            self._buffers = torch.tensor(addresses, dtype=torch.int64, device=device)
+            self._control = torch.zeros(4, dtype=torch.int32, device=device)
+            self._host = torch.zeros(
+                _ERRORS + MAX_WORLD_SIZE,
+                dtype=torch.int64,
+                device="cpu",
+                pin_memory=device.type == "cuda",
+            )
+        # Reading and writing them is no operation of torch: a capture does not see it.
+        self._words = self._host.numpy()
+
+    @property
+    def world_size(self) -> int:
+        return self._buffers.numel()
+
+    def run(self, state: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], seconds: float) -> None:
+        """Merges all ranks' states into `out`, waiting `seconds` for a rank at most.
+
+        The limit is that of the last call, also for captured launches that are replayed.
+        """
+        self._words[_TIMEOUT] = max(0, int(1e9 * seconds))
+        torch.ops.tree_attention.one_shot(
+            *state, self._buffers, self._control, self._host, self.rank, self.slot_bytes, *out
+        )
+
+    def check(self) -> None:
+        """Raises RuntimeError if a launch is known to have failed. Waits for nothing."""
+        errors = self._words[_ERRORS : _ERRORS + self.world_size].tolist()
+        found = [f"rank {rank} {_REASONS[error]}" for rank, error in enumerate(errors) if error]
+        if found:
+            raise RuntimeError(f"one_shot: {', '.join(found)}; outputs of that call are NaN")
+
+    def abort(self) -> None:
+        """Ends waits on the device. From any thread."""
+        self._words[_ABORTED] = 1
+
+
+def buffer_bytes(world_size: int, slot_bytes: int = SLOT_BYTES) -> int:
+    """Size in bytes of one rank's buffer."""
+    return _FLAG_BYTES + 2 * world_size * slot_bytes
+
+
 def connect(
     group: dist.ProcessGroup,
     device: torch.device,
@@ -44,9 +116,9 @@ def connect(
     gather: Gather,
     deadline: float,
 ) -> Memory | str:
-    """On all ranks alike: memory for `one_shot` that was tried out, or why there is none.
+    """Memory for `one_shot` that was tried out, or why there is none, the same on all ranks.
 
-    `obstacle` is what this rank knows by itself.
+    `obstacle` is why this rank cannot take part as far as it knows by itself, or nothing.
     """
     world_size = group.size()
     if topology.num_nodes > 1:
@@ -56,7 +128,7 @@ def connect(
         """What `step(limit)` gives if it succeeds everywhere, or why it does not."""
         note: Note = {}
         now = time.monotonic()
-        # What it leaves of the time is for other ways.
+        # The rest of the time is left for other strategies.
         limit = now + min(_CONNECT_SECONDS, (deadline - now) / 2)
 
         def run() -> T:

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decode import decode_shard
-from ..exchange import Options
+from ..decode import tree_decode
 from ..ops import lean_decode
 from .cache import KVShard, TreeCacheLayer
 from .masks import KeyRanges
@@ -84,9 +83,17 @@ def _over_shard(
     head_dim = values.shape[3]
 
     def merged(q: Tensor, q_ranges: Tensor) -> tuple[Tensor, Tensor]:
-        arguments = {"q": q, "k": keys, "v": values, "key_ranges": q_ranges} | keywords
-        options = Options(shard.strategy, out_dtype)
-        return decode_shard(shard.comm, arguments, options, timeout=shard.timeout)
+        return tree_decode(
+            q,
+            keys,
+            values,
+            q_ranges,
+            group=shard.comm,
+            strategy=shard.strategy,
+            out_dtype=out_dtype,
+            timeout=shard.timeout,
+            **keywords,
+        )
 
     step = max(1, _MAX_MESSAGE_BYTES // (4 * batch * num_heads_q * (head_dim + 1)))
     if seqlen_q <= step:

@@ -3,20 +3,27 @@
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
-from .exchange import Communicator, get_communicator
-from .exchange.state import Arena, Message
-from .ops import lean_decode, merge_states
+from ..exchange import Communicator, get_communicator
+from ..exchange.state import Arena, StateLayout
+from ..ops import (
+    AttentionOptions,
+    check_option_names,
+    lean_decode,
+    merge_states,
+    takes_attention_options,
+)
 
 _ALIGNMENT = 64
 
 
+@takes_attention_options
 def ring_pass_q_decode(
     q: Tensor,
     k_local: Tensor,
@@ -25,13 +32,7 @@ def ring_pass_q_decode(
     *,
     group: dist.ProcessGroup | Communicator | None = None,
     timeout: float | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    key_layout: Sequence[int] = (0, 1, 1),
-    page_table: Tensor | None = None,
-    num_workers: int = 0,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]:
     """`tree_decode` by a ring of queries: each rank begins with a part of them and passes it on.
 
@@ -58,10 +59,12 @@ def ring_pass_q_decode(
 
     Raises:
         RuntimeError: `lean_decode` refuses an argument. Nothing was sent.
+        TypeError: there is no such keyword argument.
         ExchangeError: a rank was lost, stalled, or called with other arguments.
 
     Source: Context Parallelism for Scalable Million-Token Inference (arXiv:2411.01783), pass-Q.
     """
+    check_option_names("ring_pass_q_decode", options)
     comm = get_communicator(group)
     is_local = comm.world_size == 1 or q.dim() != 4 or v_local.dim() != 4
 
@@ -71,24 +74,18 @@ def ring_pass_q_decode(
         def of_sequences(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[part.sequences]
 
-        table = of_sequences(page_table)
+        table, slopes = of_sequences(options.get("page_table")), options.get("alibi_slopes")
+        rows = part.sequences if table is None else _ALL  # pages belong to no sequence
         if table is not None and table.dim() == 3:
             table = table[:, part.heads_kv]
-        rows = part.sequences if page_table is None else _ALL  # pages are of any sequence
-        return lean_decode(
-            queries,
-            k_local[rows, part.heads_kv],
-            v_local[rows, part.heads_kv],
-            of_sequences(ranges),
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            alibi_slopes=None if alibi_slopes is None else alibi_slopes[part.heads_q],
-            query_positions=of_sequences(query_positions),
-            key_layout=key_layout,
-            page_table=table,
-            num_workers=num_workers,
-            out=out,
-        )
+        changed: AttentionOptions = {
+            **options,
+            "alibi_slopes": None if slopes is None else slopes[part.heads_q],
+            "query_positions": of_sequences(options.get("query_positions")),
+            "page_table": table,
+        }
+        k, v = k_local[rows, part.heads_kv], v_local[rows, part.heads_kv]
+        return lean_decode(queries, k, v, of_sequences(ranges), out=out, **changed)
 
     with comm.before_call():
         if is_local:
@@ -108,15 +105,15 @@ def ring_pass_q_decode(
         link, rank, world_size = comm.link, comm.rank, comm.world_size
         transport = link.transport_device(q.device)
         parts = _deal(q, k_local.shape[1], world_size)
-        states = [Message(p.shape(q)[:3], v_local.shape[3], torch.float32) for p in parts]
-        results = [replace(message, dtype=q.dtype) for message in states]
-        room = _Room(state.arena, max(message.num_bytes for message in states))
+        states = [StateLayout(p.shape(q)[:3], v_local.shape[3], torch.float32) for p in parts]
+        results = [replace(layout, dtype=q.dtype) for layout in states]
+        room = _Room(state.arena, max(layout.num_bytes for layout in states))
         query_bytes = max(math.prod(part.shape(q)) for part in parts) * q.dtype.itemsize
         # Two, as one is received while the other is read and sent.
         queries = [room.named(f"queries {i}", transport, query_bytes) for i in range(2)]
         leaving, arriving = (room.named(name, transport) for name in ("leaving", "arriving"))
         merged, pair = room.named("merged", q.device), room.pair(q.device)
-        result = room.named("result", q.device, max(message.num_bytes for message in results))
+        result = room.named("result", q.device, max(layout.num_bytes for layout in results))
 
         def queries_of(index: int, hop: int) -> Tensor:
             shape = parts[index].shape(q)
@@ -172,9 +169,9 @@ def ring_pass_q_decode(
         ("dtype", q.dtype),
         ("device", q.device.type),
         ("num_heads_kv, head_dim of v", (k_local.shape[1], v_local.shape[3])),
-        ("softmax_scale", softmax_scale),
-        ("softcap", softcap),
-        ("alibi_slopes", alibi_slopes is not None),
+        ("softmax_scale", options.get("softmax_scale")),
+        ("softcap", options.get("softcap", 0.0)),
+        ("alibi_slopes", options.get("alibi_slopes") is not None),
     )
     return comm.call(signature, run, timeout, q.device)
 

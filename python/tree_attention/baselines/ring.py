@@ -3,20 +3,29 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields, replace
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
-from .exchange import Communicator, Link, get_communicator
-from .ops import lean_decode, merge_states
+from ..exchange import Communicator, Link, get_communicator
+from ..ops import (
+    AttentionOptions,
+    check_option_names,
+    lean_decode,
+    merge_states,
+    takes_attention_options,
+)
 
 # Tensors of a received shard begin at addresses that any vector load can take.
 _ALIGNMENT = 64
 
 
+@takes_attention_options
 def ring_decode(
     q: Tensor,
     k_local: Tensor,
@@ -25,13 +34,7 @@ def ring_decode(
     *,
     group: dist.ProcessGroup | Communicator | None = None,
     timeout: float | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    key_layout: Sequence[int] = (0, 1, 1),
-    page_table: Tensor | None = None,
-    num_workers: int = 0,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]:
     """`tree_decode` by ring attention: the shards travel, in `world_size - 1` hops.
 
@@ -40,9 +43,10 @@ def ring_decode(
         k, v = torch.cat(k_shards, 2), torch.cat(v_shards, 2)
         o, lse = lean_decode(q, k, v, key_ranges_of_the_whole, ...)
 
-    While a rank attends to one shard, it passes that shard on and receives the next: each holds its
-    own and two more. Key heads are not expanded to query heads. States are merged in rank order,
-    so the bits are those of `tree_decode`.
+    While a rank attends to one shard, it passes that shard on and receives the next: with these two
+    buffers each holds its own shard and two more, one more than Eq. 8 of Tree Attention counts. Key
+    heads are not expanded to query heads. States are merged in rank order, so the bits are those of
+    `tree_decode`.
 
     Args:
         timeout: seconds in which each hop returns or raises, 30 unless the communicator says
@@ -55,31 +59,33 @@ def ring_decode(
 
     Raises:
         RuntimeError: `lean_decode` refuses an argument. Nothing was sent.
+        TypeError: there is no such keyword argument.
         ExchangeError: a rank was lost, stalled, or called with other arguments.
 
     Source: Ring Attention (arXiv:2310.01889), as the baseline of Tree Attention section 6.
     """
+    check_option_names("ring_decode", options)
     comm = get_communicator(group)
     is_local = comm.world_size == 1 or q.dim() != 4 or v_local.dim() != 4
 
     def attend(shard: _Shard, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        return lean_decode(
-            q,
-            shard.k,
-            shard.v,
-            shard.key_ranges,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            query_positions=query_positions,
-            key_layout=shard.key_layout,
-            page_table=shard.page_table,
-            num_workers=shard.num_workers,
-            out=out,
-        )
+        changed: AttentionOptions = {
+            **options,
+            "key_layout": shard.key_layout,
+            "page_table": shard.page_table,
+            "num_workers": shard.num_workers,
+        }
+        return lean_decode(q, shard.k, shard.v, shard.key_ranges, out=out, **changed)
 
     with comm.before_call():
-        own = _Shard(k_local, v_local, key_ranges, page_table, tuple(key_layout), num_workers)
+        own = _Shard(
+            k_local,
+            v_local,
+            key_ranges,
+            options.get("page_table"),
+            tuple(options.get("key_layout", (0, 1, 1))),
+            options.get("num_workers", 0),
+        )
         if is_local:
             return attend(own, None)
         state = comm.state((*q.shape[:3], v_local.shape[3]), q.device)
@@ -101,7 +107,7 @@ def ring_decode(
         num_bytes = max(m.num_bytes(q, own) for m in manifests)
         # Two, so that one is received while the other is read and sent.
         buffers = [
-            comm.scratch(i, num_bytes, transport) for i in range(min(2, link.world_size - 1))
+            _shard_buffer(comm, i, num_bytes, transport) for i in range(min(2, link.world_size - 1))
         ]
         travelling = own.to(transport).contiguous()
         shard = replace(own, num_workers=manifests[link.rank].num_workers)
@@ -124,11 +130,28 @@ def ring_decode(
         ("dtype", q.dtype),
         ("device", q.device.type),
         ("num_heads_kv, head_dim of v", (v_local.shape[1], v_local.shape[3])),
-        ("softmax_scale", softmax_scale),
-        ("softcap", softcap),
-        ("alibi_slopes", alibi_slopes is not None),
+        ("softmax_scale", options.get("softmax_scale")),
+        ("softcap", options.get("softcap", 0.0)),
+        ("alibi_slopes", options.get("alibi_slopes") is not None),
     )
     return comm.call(signature, run, timeout, q.device)
+
+
+# Where shards are received, by number and device; kept with the communicator.
+_buffers: WeakKeyDictionary[Communicator, dict[tuple[int, torch.device], Tensor]]
+_buffers = WeakKeyDictionary()
+
+
+def _shard_buffer(comm: Communicator, index: int, num_bytes: int, device: torch.device) -> Tensor:
+    """Bytes to receive a shard into, kept for the next call."""
+    buffers = _buffers.setdefault(comm, {})
+    buffer = buffers.get((index, device))
+    if buffer is None or buffer.numel() < num_bytes:
+        buffers.pop((index, device), None)  # give back before taking more
+        with torch.inference_mode(False):  # or nobody could write to it outside of it
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        buffers[index, device] = buffer
+    return buffer
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..ops import merge_states
-from .messages import Messages
-from .strategy import Exchange, Setting
+from ...ops import merge_states
+from ..rounds import Round
+from ..state import StateLayout
+from ..topology import Topology
+from . import Context, Exchange, Strategy, Traffic
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,10 @@ def levels(rank: int, world_size: int) -> list[Level]:
     return result
 
 
-def prepare(setting: Setting) -> Exchange:
-    link, state = setting.link, setting.state
+def prepare(context: Context) -> Exchange:
+    link, state = context.link, context.state
     steps = {step.level: step for step in levels(link.rank, link.world_size)}
-    rounds: list[Messages] = []
+    rounds: list[Round] = []
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
     own: list[tuple[Tensor, Tensor]] = []
     for level in range((link.world_size - 1).bit_length()):
@@ -56,28 +58,46 @@ def prepare(setting: Setting) -> Exchange:
         step = steps.get(level)
         if step is not None:
             # Only leaves travel with a 16-bit o.
-            dtype = state.message.dtype if level == 0 else torch.float32
-            message = replace(state.message, dtype=dtype)
-            memory = state.buffer(f"pair of level {level}", 2 * message.num_bytes)
-            pair = memory.view(2, message.num_bytes)
+            dtype = state.layout.dtype if level == 0 else torch.float32
+            layout = replace(state.layout, dtype=dtype)
+            memory = state.buffer(f"pair of level {level}", 2 * layout.num_bytes)
+            pair = memory.view(2, layout.num_bytes)
             mine, theirs = pair[int(step.is_upper)], pair[1 - step.is_upper]
             receive, send = {step.source: theirs}, dict.fromkeys(step.readers, mine)
-            pairs[level] = message.views(pair)
-            own.append(message.views(mine))
-        rounds.append(Messages(link, receive, send, level, state.device))
+            pairs[level] = layout.views(pair)
+            own.append(layout.views(mine))
+        rounds.append(link.messages(receive, send, state.device, tag=level))
     leaf = state.o[None], state.lse[None]
     last = len(rounds) - 1  # where all ranks meet
 
     def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
-        for step in rounds:
-            step.post()
+        for one in rounds:
+            one.post()
         merged = iter(own)
         merge_states(*leaf, out=next(merged))
-        for level, step in enumerate(rounds[:-1]):
-            step.run(deadline)
+        for level, one in enumerate(rounds[:-1]):
+            one.run(deadline)
             if level in pairs:
                 merge_states(*pairs[level], out=next(merged))
         rounds[last].run(deadline)
         merge_states(*pairs[last], out=(o, lse))
 
     return exchange
+
+
+def traffic(
+    layout: StateLayout, topology: Topology, out_dtype: torch.dtype, head_sharded: bool
+) -> Traffic:
+    world_size = topology.world_size
+    partial = replace(layout, dtype=torch.float32).num_bytes
+    # The ranks that send most are rank 0 and the first ranks of short last blocks.
+    firsts = {(world_size - 1) >> level << level for level in range(world_size.bit_length())}
+
+    def bytes_sent(rank: int) -> int:
+        steps = levels(rank, world_size)
+        return sum(len(s.readers) * (partial if s.level else layout.num_bytes) for s in steps)
+
+    return Traffic((world_size - 1).bit_length(), max(map(bytes_sent, firsts | {0})))
+
+
+STRATEGY = Strategy(prepare, traffic)

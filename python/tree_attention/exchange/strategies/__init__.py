@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The ways to merge the states of all ranks: one module each, registered by its file alone.
+
+A file `NAME.py` in this folder with a constant `STRATEGY` is the strategy "NAME", for callers, for
+`auto` after a calibration, for the tests and for the simulator.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..agreement import Gather
+from ..link import Link
+from ..state import State, StateLayout
+from ..topology import Topology
+
+PAYLOAD_DTYPES = (torch.float32, torch.bfloat16)
+
+# Exchanges the state in the send buffer, before a `time.monotonic` deadline, and writes the merged
+# o and lse into contiguous tensors.
+Exchange = Callable[[float, Tensor, Tensor], None]
+
+
+class Resource(Protocol):
+    """What a strategy set up once for a group and a kind of device, and keeps."""
+
+    def check(self) -> None:
+        """Raises RuntimeError if an exchange is known to have failed. Waits for nothing."""
+
+    def abort(self) -> None:
+        """Ends waits on the device. From any thread."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an exchange is prepared for, once."""
+
+    link: Link
+    topology: Topology
+    state: State
+    out_dtype: torch.dtype
+    # Each rank keeps the result of its heads only.
+    head_sharded: bool = False
+    # What the strategy's `set_up` gave.
+    resource: Resource | None = None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What an exchange costs on a network, from sizes alone.
+
+    Attributes:
+        steps: trips over a link of which each waits for the one before it.
+        bytes_sent: bytes that the busiest rank sends.
+    """
+
+    steps: int
+    bytes_sent: int
+
+
+# Collective, at the first call with tensors of a kind of device: sets up what the strategy needs
+# there before the deadline, or says why it cannot, the same on all ranks.
+SetUp = Callable[[Link, torch.device, Topology, Gather, float], Resource | str]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How ranks exchange and merge their states.
+
+    `prepare(context)` makes buffers and views. The exchange that it returns finds this rank's state
+    in `state.send`, may use all of `state` as scratch and writes the merged `o` in `out_dtype` and
+    the float32 `lse`, with the same bits on every rank. It allocates nothing. Whatever it sends
+    goes through `link`, every rank calls the same operations with the same sizes, and nothing in
+    it depends on the values of a device's tensors.
+
+    `traffic(layout, topology, out_dtype, head_sharded)` says what that costs.
+    """
+
+    prepare: Callable[[Context], Exchange]
+    traffic: Callable[[StateLayout, Topology, torch.dtype, bool], Traffic]
+    # The bits are those of `merge_states` over the ranks' states, whatever the world looks like.
+    is_canonical: bool = True
+    # States may travel with a 16-bit o. Sums of those would round at every step.
+    takes_16_bit: bool = True
+    can_shard_heads: bool = False
+    # None: any process group will do.
+    set_up: SetUp | None = None
+    # Why a state of this layout cannot be exchanged so, or nothing.
+    refusal: Callable[[StateLayout], str] = lambda layout: ""
+
+
+STRATEGIES: dict[str, Strategy] = {}
+
+
+def discover() -> None:
+    """Registers the modules of this package that are not yet known."""
+    for module in pkgutil.iter_modules(__path__):
+        if module.name not in STRATEGIES:
+            found = importlib.import_module(f"{__name__}.{module.name}")
+            STRATEGIES[module.name] = found.STRATEGY
+
+
+def strategies() -> tuple[str, ...]:
+    """The names that `strategy` takes besides "auto", in any process group.
+
+    Where the GPUs of all ranks reach one another's memory it also takes "one_shot".
+    """
+    return tuple(name for name, strategy in STRATEGIES.items() if strategy.set_up is None)
+
+
+def candidates(
+    payload_dtype: torch.dtype, head_sharded: bool, unavailable: Container[str] = ()
+) -> tuple[str, ...]:
+    """The strategies that can do what the options ask for and are not `unavailable`."""
+    return tuple(
+        name
+        for name, strategy in STRATEGIES.items()
+        if name not in unavailable
+        and (strategy.takes_16_bit or payload_dtype == torch.float32)
+        and (strategy.can_shard_heads or not head_sharded)
+    )
+
+
+def check_options(
+    strategy: str, payload_dtype: torch.dtype = torch.float32, head_sharded: bool = False
+) -> None:
+    """Refuses options that no rank could follow.
+
+    Raises:
+        ValueError: there is no such strategy, or it cannot do what the options ask for.
+    """
+    if strategy not in ("auto", *STRATEGIES):
+        raise ValueError(f"strategy must be one of auto, {', '.join(STRATEGIES)}, got {strategy!r}")
+    if payload_dtype not in PAYLOAD_DTYPES:
+        names = " or ".join(str(dtype) for dtype in PAYLOAD_DTYPES)
+        raise ValueError(f"payload_dtype must be {names}, got {payload_dtype}")
+    able = ("auto", *candidates(payload_dtype, head_sharded))
+    if strategy not in able:
+        asked = f"payload_dtype {payload_dtype}, head_sharded {head_sharded}"
+        names = ", ".join(able)
+        raise ValueError(f"with {asked}, strategy must be one of {names}, got {strategy!r}")
+
+
+discover()

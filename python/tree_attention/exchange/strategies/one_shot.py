@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every rank stores its state into every GPU's memory, and one kernel waits and merges.
+
+For ranks of one host whose GPUs reach one another (csrc/cuda/one_shot has the kernel's protocol).
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from ..link import Link
+from ..state import StateLayout
+from ..symmetric import ALIGNMENT, MAX_WORLD_SIZE, SLOT_BYTES, Memory, connect
+from ..topology import Topology
+from . import Context, Exchange, Gather, Strategy, Traffic
+
+HEAD_DIM_MULTIPLE = ALIGNMENT // 2
+
+
+def refusal(layout: StateLayout, slot_bytes: int = SLOT_BYTES) -> str:
+    if layout.head_dim % HEAD_DIM_MULTIPLE:
+        return f"head_dim {layout.head_dim} is no multiple of {HEAD_DIM_MULTIPLE}"
+    num_bytes = layout.num_rows * layout.head_dim * layout.dtype.itemsize
+    num_bytes += -(-4 * layout.num_rows // ALIGNMENT) * ALIGNMENT  # of lse
+    if num_bytes > slot_bytes:
+        return f"a state of {num_bytes} bytes is larger than {slot_bytes}"
+    return ""
+
+
+def set_up(
+    link: Link, device: torch.device, topology: Topology, gather: Gather, deadline: float
+) -> Memory | str:
+    if device.type != "cuda":
+        return f"tensors are on the {device.type}, not in the memory of a GPU"
+    if link.world_size > MAX_WORLD_SIZE:
+        return f"{link.world_size} ranks are more than {MAX_WORLD_SIZE}"
+    return connect(link.group, device, topology, _obstacle(), gather, deadline)
+
+
+def _obstacle() -> str:
+    """Why this rank cannot take part, as far as it knows by itself, or nothing."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("tree_attention::one_shot", "CUDA"):
+        return "the extension is built without CUDA"
+    return ""
+
+
+def prepare(context: Context) -> Exchange:
+    link, state, memory = context.link, context.state, context.resource
+    assert isinstance(memory, Memory)
+    if memory.device != state.device:
+        raise RuntimeError(f"one_shot was set up on {memory.device}, not on {state.device}")
+
+    def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
+        memory.check()
+        memory.run((state.o, state.lse), (o, lse), deadline - time.monotonic())
+        link.num_operations += 1
+        link.bytes_sent += (link.world_size - 1) * state.send.nbytes
+
+    return exchange
+
+
+def traffic(
+    layout: StateLayout, topology: Topology, out_dtype: torch.dtype, head_sharded: bool
+) -> Traffic:
+    return Traffic(1, (topology.world_size - 1) * layout.num_bytes)
+
+
+STRATEGY = Strategy(prepare, traffic, set_up=set_up, refusal=refusal)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tree Attention (arXiv:2408.04093), Algorithm 3: all-reduces of maxima, denominators, numerators.
+
+As published, for any batch and number of queries. The library's all-reduce adds in an order of its
+own, so the bits are not those of the canonical strategies. Over Gloo it is a ring of 2(p-1) steps,
+where the paper counts on a tree of log p.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..state import StateLayout
+from ..topology import Topology
+from . import Context, Exchange, Strategy, Traffic
+
+
+def prepare(context: Context, *, packed: bool = False) -> Exchange:
+    """`packed`: denominators and numerators in one sum."""
+    link, state = context.link, context.state
+    layout = state.layout
+    memory = state.buffer("sums", layout.num_bytes).view(torch.float32)
+    numerator, denominator = layout.views(memory.view(torch.uint8))
+    largest = state.buffer("maxima", 4 * layout.num_rows).view(torch.float32).view_as(state.lse)
+    is_empty = state.buffer("empty rows", layout.num_rows).view(torch.bool).view_as(state.lse)
+    lowest = torch.finfo(torch.float32).min
+
+    def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
+        largest.copy_(state.lse)
+        link.all_reduce(largest, dist.ReduceOp.MAX, deadline)
+        # Empty on all ranks: any finite shift gives the denominator 0 and lse -inf.
+        largest.clamp_(min=lowest)
+        torch.sub(state.lse, largest, out=denominator).exp_()
+        torch.mul(state.o, denominator[..., None], out=numerator)
+        # The o of an empty state may be uninitialised, and 0 * NaN is NaN.
+        torch.isneginf(state.lse, out=is_empty)
+        numerator.masked_fill_(is_empty[..., None], 0.0)
+        for tensor in (memory,) if packed else (denominator, numerator):
+            link.all_reduce(tensor, dist.ReduceOp.SUM, deadline)
+        torch.log(denominator, out=lse).add_(largest)
+        # The rank of the maximum adds 1, so only the denominator of an empty row is below.
+        o.copy_(numerator.div_(denominator.clamp_(min=1.0)[..., None]))
+
+    return exchange
+
+
+def ring_all_reduces(topology: Topology, *sizes: int) -> Traffic:
+    """All-reduces of these sizes in bytes, each a ring's reduce-scatter and all-gather."""
+    steps = 2 * (topology.world_size - 1)
+    return Traffic(
+        len(sizes) * steps, sum(steps * num_bytes // topology.world_size for num_bytes in sizes)
+    )
+
+
+def traffic(
+    layout: StateLayout, topology: Topology, out_dtype: torch.dtype, head_sharded: bool
+) -> Traffic:
+    rows = 4 * layout.num_rows
+    return ring_all_reduces(topology, rows, rows, layout.o_bytes)
+
+
+STRATEGY = Strategy(prepare, traffic, is_canonical=False, takes_16_bit=False)

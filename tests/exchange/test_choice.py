@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What strategies cost, and what "auto" takes by its rule and by measured times."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from distributed import run_ranks
+from tree_attention import ExchangeError, strategies, tree_decode
+from tree_attention.__main__ import main
+from tree_attention.cli import calibrate
+from tree_attention.cli.world import World
+from tree_attention.exchange import Communicator, Topology
+from tree_attention.exchange.calibration import BATCHES, Clock
+from tree_attention.exchange.choice import RULES, CostTable, Measured, choose
+from tree_attention.exchange.state import StateLayout
+from tree_attention.exchange.strategies import STRATEGIES, candidates
+
+F32, BF16 = torch.float32, torch.bfloat16
+CPU = torch.device("cpu")
+KIB, MIB = 1 << 10, 1 << 20
+CANONICAL = [name for name in strategies() if STRATEGIES[name].is_canonical]
+
+
+def layout_of(num_bytes: int, dtype: torch.dtype = F32) -> StateLayout:
+    """A state of heads of 127 values, of `num_bytes` in float32."""
+    return StateLayout((1, num_bytes // 512, 1), 127, dtype)
+
+
+def count_bytes(rank: int, world_size: int, nodes: str) -> dict[tuple[Any, ...], int]:
+    comm = Communicator(nodes=nodes)
+    sent = {}
+    o, lse = torch.ones(1, 10, 1, 12), torch.zeros(1, 10, 1)
+    for payload_dtype in (F32, BF16):
+        for head_sharded in (False, True):
+            for strategy in set(candidates(payload_dtype, head_sharded)) & set(strategies()):
+                before = comm.bytes_sent
+                comm.all_merge_states(
+                    o,
+                    lse,
+                    strategy=strategy,
+                    out_dtype=payload_dtype,
+                    payload_dtype=payload_dtype,
+                    head_sharded=head_sharded,
+                )
+                sent[strategy, payload_dtype, head_sharded] = comm.bytes_sent - before
+    return sent
+
+
+@pytest.mark.parametrize("nodes", ["aa", "ab", "aaa", "aabb", "aaab", "aaaaa", "aabbcc", "aaaabbc"])
+def test_bytes_of_the_formulas_are_those_sent(nodes: str) -> None:
+    """By the rank that sends most."""
+    by_rank = run_ranks(count_bytes, len(nodes), nodes)
+    topology = Topology.of(nodes)
+    for strategy, dtype, sharded in by_rank[0]:
+        layout = StateLayout((1, 10, 1), 12, dtype)
+        traffic = STRATEGIES[strategy].traffic(layout, topology, dtype, sharded)
+        assert traffic.bytes_sent == max(sent[strategy, dtype, sharded] for sent in by_rank)
+
+
+def test_steps() -> None:
+    """Between 8 ranks on one node, on two and on eight."""
+    layout = layout_of(32 * KIB)
+    topologies = [Topology.of(nodes) for nodes in ("a" * 8, "aaaabbbb", "abcdefgh")]
+
+    def of(strategy: str) -> list[int]:
+        formula = STRATEGIES[strategy].traffic
+        return [formula(layout, topology, F32, False).steps for topology in topologies]
+
+    assert of("all_gather") == of("one_shot") == [1, 1, 1]
+    assert of("two_phase") == [2, 2, 2]
+    assert of("hierarchical") == [2, 3, 1]
+    assert of("butterfly") == [3, 3, 3]
+    # Rings: each all-reduce is a reduce-scatter and an all-gather of 7 steps.
+    assert of("three_allreduce") == [42, 42, 42] and of("max_then_sum") == [28, 28, 28]
+    assert STRATEGIES["two_phase"].traffic(layout, topologies[0], F32, True).steps == 1
+
+
+@pytest.mark.parametrize(
+    "nodes, backend, num_bytes, chosen",
+    [
+        ("ab", "gloo", KIB, "all_gather"),
+        ("aaa", "gloo", MIB, "all_gather"),
+        ("abcd", "gloo", 512 * KIB, "butterfly"),
+        ("aaaa", "gloo", 513 * KIB, "two_phase"),
+        ("aabb", "gloo", 128 * KIB, "butterfly"),
+        ("aabb", "gloo", 129 * KIB, "hierarchical"),
+        ("aaabbb", "gloo", 129 * KIB, "butterfly"),  # nodes of three ranks cannot merge first
+        ("aabb", "something else", 129 * KIB, "hierarchical"),
+        ("aaaa", "nccl", KIB, "one_shot"),
+        ("aaaa", "nccl", 3 * MIB, "two_phase"),
+        ("abcd", "nccl", 128 * KIB, "all_gather"),
+        ("abcd", "nccl", 129 * KIB, "two_phase"),
+        ("aabb", "nccl", KIB, "hierarchical"),
+        ("abc", "nccl", MIB, "all_gather"),
+    ],
+)
+def test_shipped_rule(nodes: str, backend: str, num_bytes: int, chosen: str) -> None:
+    choice = choose(layout_of(num_bytes), Topology.of(nodes), backend)
+    assert choice.strategy == chosen and choice.reason.startswith("shipped rule: ")
+
+
+def test_shipped_rule_takes_what_can_be_had() -> None:
+    topology, layout = Topology.of("aaaa"), layout_of(KIB)
+    choice = choose(layout, topology, "nccl", unavailable={"one_shot": "no"})
+    assert choice.strategy == "all_gather"
+    choice = choose(layout, topology, "gloo", head_sharded=True)
+    assert choice.strategy == "two_phase" and choice.reason == "the only strategy that can do it"
+    everything = dict.fromkeys({rule.strategy for rule in RULES} - {"two_phase"}, "no")
+    choice = choose(layout, topology, "gloo", unavailable=everything)
+    assert choice.strategy == "two_phase"
+    for rule in RULES:
+        assert STRATEGIES[rule.strategy].is_canonical
+
+
+def test_interpolated_times() -> None:
+    rows = [("all_gather", 1024, 1e-3), ("all_gather", 4096, 4e-3), ("two_phase", 2048, 2.5e-3)]
+    table = CostTable("gloo", (0, 1), tuple(Measured(*row) for row in rows))
+    assert table.seconds("all_gather", 1024) == 1e-3 and table.seconds("all_gather", 1) == 1e-3
+    assert table.seconds("all_gather", 2048) == pytest.approx(2e-3)
+    assert table.seconds("all_gather", 4096) == 4e-3
+    assert table.seconds("all_gather", 8192) == pytest.approx(8e-3)
+    assert table.seconds("butterfly", 2048) is None
+
+
+@given(
+    times=st.lists(
+        st.tuples(st.sampled_from(CANONICAL), st.integers(1, 64), st.floats(1e-6, 1.0)), min_size=1
+    ),
+    size=st.integers(1, 100),
+)
+def test_measured_times_decide(times: list[tuple[str, int, float]], size: int) -> None:
+    """The least of the strategies' times; a measured size has its measured time."""
+    table = CostTable(
+        "gloo", (0, 1, 2, 3), tuple(Measured(name, 512 * n, s) for name, n, s in times)
+    )
+    layout, topology = layout_of(512 * size), Topology.of("abcd")
+    choice = choose(layout, topology, "gloo", costs=table)
+    known = {name: table.seconds(name, 512 * size) for name, _, _ in times}
+    assert known[choice.strategy] == min(known.values())
+    assert choice.reason.startswith("measured on these ranks: " + choice.strategy)
+    last = {(name, n): seconds for name, n, seconds in times}
+    for (name, n), seconds in last.items():
+        assert table.seconds(name, 512 * n) == pytest.approx(seconds)
+    # Times of other ranks, or of another library, say nothing.
+    for others in (("aabb", "gloo"), ("abc", "gloo"), ("abcd", "nccl")):
+        choice = choose(layout, Topology.of(others[0]), others[1], costs=table)
+        assert choice.reason.startswith("shipped rule")
+
+
+def test_file_of_a_table(tmp_path: Path) -> None:
+    table = CostTable("gloo", (0, 0, 1), (Measured("all_gather", 1024, 0.25),))
+    path = tmp_path / "costs.json"
+    table.save(path, {"host": "here"})
+    assert CostTable.load(path) == table and CostTable.load(path).digest == table.digest
+    content = json.loads(path.read_text())
+    assert content["host"] == "here" and len(path.read_text().splitlines()) == 3
+    for change in (
+        {"format": 2},
+        {"backend": None, "nodes": None},
+        {"exchanges": [{"strategy": "all_gather"}]},
+        {"exchanges": [{"strategy": "all_gather", "num_bytes": 1, "seconds": math.inf}]},
+        {"exchanges": [{"strategy": "all_gather", "num_bytes": 1, "seconds": 0.0}]},
+    ):
+        path.write_text(json.dumps(content | change))
+        with pytest.raises(ValueError, match=r"costs.json is no table of exchange costs .*; write"):
+            CostTable.load(path)
+    for text in ("", "[]", "3"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is no table of exchange costs"):
+            CostTable.load(path)
+    with pytest.raises(ValueError, match="is no table of exchange costs"):
+        CostTable.load(tmp_path / "nothing.json")
+
+
+def choose_by_file(rank: int, world_size: int, path: str) -> None:
+    q, kv = torch.ones(1, 4, 1, 8), torch.ones(1, 2, 3, 8)
+    with mock.patch.dict(os.environ, {"TREE_ATTENTION_COSTS": path} if rank < 3 else {}):
+        different = Communicator(nodes="aabb")
+    with pytest.raises(ExchangeError, match=r"exchange costs is shipped on rank 3, \w{12} on rank"):
+        tree_decode(q, kv, kv, group=different)
+    with mock.patch.dict(os.environ, {"TREE_ATTENTION_COSTS": path}):
+        comm = Communicator(nodes="aabb")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        tree_decode(q, kv, kv, group=comm, explain=True)
+        tree_decode(q, kv, kv, group=Communicator(nodes="aabb"), explain=True)
+    if rank > 0:
+        assert printed.getvalue() == ""
+        return
+    measured, shipped = printed.getvalue().splitlines()
+    assert measured == (
+        "exchange of 4 rows of 8 (144 bytes) over 4 ranks, 2 nodes of 2 ranks: hierarchical "
+        "(measured on these ranks: hierarchical 1 us, all_gather 2 us); 3 steps, at most "
+        f"{72 + 72 + 72} bytes sent per rank"
+    )
+    assert "butterfly (shipped rule: gloo, 4 or more ranks on nodes of several ranks, " in shipped
+
+
+def test_table_in_a_file_decides(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    rows = Measured("all_gather", 1000, 2e-6), Measured("hierarchical", 1000, 1e-6)
+    CostTable("gloo", (0, 0, 1, 1), rows).save(path, {})
+    run_ranks(choose_by_file, 4, str(path))
+
+
+def agree_on_time(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    with mock.patch.object(time, "perf_counter", lambda: time.monotonic() + 1000.0 * rank):
+        clock = Clock.agree(comm.link, CPU, time.monotonic() + 60.0)
+        now = clock.now()
+    # Hosts of one machine share a monotonic clock, and all ranks read rank 0's.
+    assert abs(clock.offset + 1000.0 * rank) < 10.0 and abs(now - time.monotonic()) < 10.0
+    assert rank > 0 or clock.offset == 0.0
+
+
+def test_ranks_agree_on_the_time() -> None:
+    run_ranks(agree_on_time, 3)
+
+
+def calibrate_ranks(rank: int, world_size: int, out: str) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    # An unreadable table may be why somebody calibrates.
+    outdated = {"TREE_ATTENTION_COSTS": "/no/such/file"}
+    with mock.patch.dict(os.environ, {"TREE_ATTENTION_NODE": str(rank // 2), **outdated}):
+        calibrate.run(World(rank, world_size), CPU, 0.0, Path(out), console)
+    return console.file.getvalue()
+
+
+def test_calibration(tmp_path: Path) -> None:
+    out = tmp_path / "costs.json"
+    texts = run_ranks(calibrate_ranks, 4, str(out))
+    assert [bool(text) for text in texts] == [True, False, False, False]
+    assert "Exchanges in us, until the last rank is done" in texts[0]
+    assert out.with_suffix(".png").stat().st_size > 0
+    assert json.loads(out.read_text())["topology"] == "2 nodes of 2 ranks"
+    table = CostTable.load(out)
+    assert (table.backend, table.nodes) == ("gloo", (0, 0, 1, 1))
+    assert len(table.exchanges) == len(BATCHES) * len(CANONICAL)
+    for batch in BATCHES:
+        layout = StateLayout((batch, 32, 1), 128, F32)
+        times = {e.strategy: e.seconds for e in table.exchanges if e.num_bytes == layout.num_bytes}
+        assert set(times) == set(CANONICAL)
+        choice = choose(layout, Topology.of("aabb"), "gloo", costs=table)
+        assert choice.strategy == min(times, key=times.__getitem__)
+
+
+def test_calibration_needs_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate"]) == 2
+    assert "calibrate: there is nothing to measure alone" in capsys.readouterr().out

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A strategy is one file, and everything that lists strategies knows it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import tree_attention
+
+ROOT = Path(__file__).parents[2]
+
+TOY = '''
+"""Every rank sends its state around the ring, one rank further in each step."""
+
+from ...ops import merge_states
+from . import Strategy, Traffic
+
+
+def prepare(context):
+    link, state = context.link, context.state
+    received, o_parts, lse_parts = state.parts(link.world_size)
+    following, previous = (link.rank + 1) % link.world_size, (link.rank - 1) % link.world_size
+    rounds = [
+        link.messages(
+            {previous: received[link.rank - hop - 1]},
+            {following: received[link.rank - hop]},
+            state.device,
+        )
+        for hop in range(link.world_size - 1)
+    ]
+
+    def exchange(deadline, o, lse):
+        received[link.rank].copy_(state.send)
+        for one in rounds:
+            one.run(deadline)
+        merge_states(o_parts, lse_parts, out=(o, lse))
+
+    return exchange
+
+
+def traffic(layout, topology, out_dtype, head_sharded):
+    steps = topology.world_size - 1
+    return Traffic(steps, steps * layout.num_bytes)
+
+
+STRATEGY = Strategy(prepare, traffic)
+'''
+
+
+def test_a_new_strategy_is_a_file(tmp_path: Path) -> None:
+    """In a copy of the package the tests' own parameters, formulas and calibration know it."""
+    package = Path(tree_attention.__file__).parent
+    copy = tmp_path / "tree_attention"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for extension in package.glob("*.so"):
+        (copy / extension.name).symlink_to(extension)
+    (copy / "exchange" / "strategies" / "toy.py").write_text(TOY)
+    names = "test_exchange.py", "test_choice.py", "test_strategies.py"
+    wanted = "toy or formulas or same_bits_in_every_way or test_calibration or nothing_but_outputs"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", wanted,
+         "-o", f"pythonpath=. {tmp_path} tests", *(f"tests/exchange/{name}" for name in names)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    for test in ("test_merges_states[toy-7]", "test_nan_stays_in_its_row[toy]"):
+        assert f"{test} PASSED" in run.stdout
+    assert run.stdout.count(" PASSED") > 30
