@@ -18,17 +18,17 @@ CPU_SOURCES = [
     "csrc/ops.cpp",
     "csrc/module.cpp",
     "csrc/decode_args.cpp",
-    "csrc/merge_states.cpp",
+    "csrc/merge_args.cpp",
     "csrc/schedule.cpp",
     "csrc/cpu/decode.cpp",
-    "csrc/cpu/decode_amx.cpp",
-    "csrc/cpu/decode_avx2.cpp",
-    "csrc/cpu/decode_avx512.cpp",
-    "csrc/cpu/decode_portable.cpp",
-    "csrc/cpu/decode_isa.cpp",
-    "csrc/cpu/merge_rows.cpp",
-    "csrc/cpu/merge_states.cpp",
+    "csrc/cpu/instruction_set.cpp",
+    "csrc/cpu/merge.cpp",
     "csrc/cpu/probe.cpp",
+    "csrc/cpu/kernel/decode_amx.cpp",
+    "csrc/cpu/kernel/decode_avx2.cpp",
+    "csrc/cpu/kernel/decode_avx512.cpp",
+    "csrc/cpu/kernel/decode_portable.cpp",
+    "csrc/cpu/kernel/merge_rows.cpp",
 ]
 CUDA_SOURCES = [
     *(
@@ -36,21 +36,19 @@ CUDA_SOURCES = [
         for head_dim in (256, 128, 96, 64)  # those that take longest first
         for dtype in ("bf16", "fp16", "fp32")
     ),
-    "csrc/cuda/launch.cu",
-    "csrc/cuda/decode_cuda.cpp",
+    "csrc/cuda/ops_cuda.cpp",
     "csrc/cuda/checks.cpp",
-    "csrc/cuda/check_pages.cu",
-    "csrc/cuda/workspaces.cpp",
-    "csrc/cuda/merge_states.cu",
-    "csrc/cuda/merge_states_cuda.cpp",
-    "csrc/cuda/one_shot.cu",
-    "csrc/cuda/one_shot_args.cpp",
-    "csrc/cuda/one_shot_cuda.cpp",
+    "csrc/cuda/decode/launch.cu",
+    "csrc/cuda/decode/check_pages.cu",
+    "csrc/cuda/decode/workspaces.cpp",
+    "csrc/cuda/merge/merge_states.cu",
+    "csrc/cuda/one_shot/one_shot.cu",
+    "csrc/cuda/one_shot/one_shot_args.cpp",
 ]
 # The published schedules over the same inner loop, for benchmarks/bench_decode.py.
 ABLATION_SOURCES = [
-    "csrc/cuda/ablations.cu",
-    "csrc/cuda/ablations_cuda.cpp",
+    "csrc/cuda/decode/ablations.cu",
+    "csrc/cuda/decode/ablations_cuda.cpp",
 ]
 DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0a"  # A100; H100, H200
 MINIMUM_TORCH = (2, 11)

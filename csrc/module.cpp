@@ -12,7 +12,7 @@
 #include "cpu/decode.h"
 #include "cpu/probe.h"
 #ifdef TREE_ATTENTION_WITH_CUDA
-#include "cuda/workspaces.h"
+#include "cuda/decode/workspaces.h"
 #endif
 
 // python/tree_attention/_loader.py reads it from the file before loading: a module built for

@@ -6,12 +6,12 @@
 #include <torch/library.h>
 
 #include "cpu/decode.h"
-#include "lean_decode.h"
-#include "merge_states.h"
+#include "cpu/merge.h"
+#include "operators.h"
 #include "schedule.h"
 #ifdef TREE_ATTENTION_WITH_CUDA
-#include "cuda/decode_cuda.h"
-#include "cuda/one_shot_args.h"
+#include "cuda/one_shot/one_shot_args.h"
+#include "cuda/ops_cuda.h"
 #endif
 
 namespace tree_attention {
@@ -61,8 +61,8 @@ TORCH_LIBRARY(tree_attention, m) {
 TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
   m.impl("lean_decode", LeanDecode<cpu::lean_decode>::run);
   m.impl("lean_decode.out", LeanDecode<cpu::lean_decode>::run_out);
-  m.impl("merge_states", merge_states<cpu::merge_states>);
-  m.impl("merge_states.out", merge_states_out<cpu::merge_states>);
+  m.impl("merge_states", MergeStates<cpu::merge_states>::run);
+  m.impl("merge_states.out", MergeStates<cpu::merge_states>::run_out);
   m.impl("lean_schedule", lean_schedule);
 }
 
@@ -70,8 +70,8 @@ TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
 TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
   m.impl("lean_decode", LeanDecode<cuda::lean_decode>::run);
   m.impl("lean_decode.out", LeanDecode<cuda::lean_decode>::run_out);
-  m.impl("merge_states", merge_states<cuda::merge_states>);
-  m.impl("merge_states.out", merge_states_out<cuda::merge_states>);
+  m.impl("merge_states", MergeStates<cuda::merge_states>::run);
+  m.impl("merge_states.out", MergeStates<cuda::merge_states>::run_out);
   m.impl("one_shot", cuda::one_shot<cuda::launch_one_shot>);
 }
 #endif

@@ -24,9 +24,9 @@ BRIDGE = [
         Path("csrc") / name
         for name in (
             "cuda/checks.cpp",
-            "cuda/one_shot_args.cpp",
+            "cuda/one_shot/one_shot_args.cpp",
             "decode_args.cpp",
-            "merge_states.cpp",
+            "merge_args.cpp",
         )
     ),
 ]

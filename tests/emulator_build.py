@@ -21,13 +21,9 @@ TESTS = [
     Path("tests/cuda_emulator/main.cpp"),
     *sorted(path.relative_to(ROOT) for path in (ROOT / "tests/cuda_emulator").glob("test_*.cpp")),
 ]
-LAUNCHES = [
-    Path("csrc/cuda") / name
-    for name in ("ablations.cu", "check_pages.cu", "launch.cu", "merge_states.cu", "one_shot.cu")
-]
-INSTANCES = sorted(
-    path.relative_to(ROOT) for path in (ROOT / "csrc/cuda/instantiations").glob("lean_decode_*.cu")
-)
+KERNELS = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc/cuda").rglob("*.cu"))
+INSTANCES = [path for path in KERNELS if path.parent.name == "instantiations"]
+LAUNCHES = [path for path in KERNELS if path not in INSTANCES]
 
 
 def program() -> Path:

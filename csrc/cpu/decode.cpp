@@ -15,12 +15,12 @@
 #include <new>
 #include <vector>
 
-#include "../common/fixup.h"
-#include "../common/partition.h"
-#include "../common/softmax_state.h"
-#include "../page_ids.h"
-#include "decode_kernel.h"
-#include "merge_rows.h"
+#include "common/fixup.h"
+#include "common/partition.h"
+#include "common/softmax_state.h"
+#include "cpu/kernel/decode_kernel.h"
+#include "cpu/kernel/merge_rows.h"
+#include "page_ids.h"
 
 namespace tree_attention::cpu {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "../common/decode_params.h"
+#include "common/decode_params.h"
 
 namespace tree_attention::cpu {
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "../page_ids.h"
+#include "page_ids.h"
 
 namespace tree_attention::cuda {
 namespace {

@@ -3,8 +3,8 @@
 // What CUDA asks of arguments beyond decode_args.cpp.
 #pragma once
 
-#include "../common/decode_params.h"
-#include "check_pages.cuh"
+#include "common/decode_params.h"
+#include "cuda/decode/check_pages.cuh"
 
 namespace tree_attention::cuda {
 

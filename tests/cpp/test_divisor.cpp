@@ -2,7 +2,7 @@
 #include <random>
 
 #include "check.h"
-#include "cuda/divisor.h"
+#include "cuda/decode/divisor.h"
 
 using tree_attention::cuda::Divisor;
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "check.h"
-#include "merge_states.h"
+#include "cpu/merge.h"
 
 using tree_attention::DataType;
 using tree_attention::MergeParams;

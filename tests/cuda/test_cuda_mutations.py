@@ -30,7 +30,7 @@ DECODE = Target(
     Path("csrc/cuda/instantiations/lean_decode_bf16_64.cu"), ("decode_short",), ("decode_short",)
 )
 ONE_SHOT = Target(
-    Path("csrc/cuda/one_shot.cu"),
+    Path("csrc/cuda/one_shot/one_shot.cu"),
     tuple(f"one_shot_{name}" for name in
           ("worlds", "epochs", "missing_rank", "abort", "sizes_that_differ")),
     ("one_shot_short",),
@@ -49,144 +49,144 @@ class Mutation:
 
 
 def one_shot(name: str, old: str, new: str, only_thread_sanitizer: bool = False) -> Mutation:
-    return Mutation(name, "cuda/one_shot.cu", old, new, only_thread_sanitizer, ONE_SHOT)
+    return Mutation(name, "cuda/one_shot/one_shot.cu", old, new, only_thread_sanitizer, ONE_SHOT)
 
 
 MUTATIONS = [
     # The load ring.
     Mutation(
         "keys of the last tile are not waited for",
-        "cuda/load_ring.cuh",
+        "cuda/decode/load_ring.cuh",
         "cp_async_wait_group<kPending>();",
         "cp_async_wait_group<2 * kPending>();",
     ),
     Mutation(
         "keys are waited for too late by one group",
-        "cuda/load_ring.cuh",
+        "cuda/decode/load_ring.cuh",
         "wait<1>();",
         "wait<2>();",
     ),
     Mutation(
         "values are waited for too late by one group",
-        "cuda/load_ring.cuh",
+        "cuda/decode/load_ring.cuh",
         "wait<0>();",
         "wait<1>();",
     ),
     Mutation(
         "values are not waited for",
-        "cuda/lean_decode.cuh",
+        "cuda/decode/lean_decode.cuh",
         "        ring.wait_for_values();\n",
         "",
     ),
     Mutation(
         "a warp does not wait for its other lanes' copies",
-        "cuda/load_ring.cuh",
+        "cuda/decode/load_ring.cuh",
         "      __syncwarp();\n",
         "",
         only_thread_sanitizer=True,
     ),
     Mutation(
         "the warps of a key group do not wait for each other's copies",
-        "cuda/load_ring.cuh",
+        "cuda/decode/load_ring.cuh",
         "    } else {\n      __syncthreads();\n    }\n  }\n",
         "    }\n  }\n",
     ),
     Mutation(
         "keys are read before the other lanes' copies are there",
-        "cuda/lean_decode.cuh",
+        "cuda/decode/lean_decode.cuh",
         "    ring.sync_key_group();\n    ring.fill(number + 1);\n",
         "    ring.fill(number + 1);\n",
     ),
     Mutation(
         "values are read before the other lanes' copies are there",
-        "cuda/lean_decode.cuh",
+        "cuda/decode/lean_decode.cuh",
         "        ring.sync_key_group();\n",
         "",
     ),
     Mutation(
         "a stage is filled while it is read",
-        "cuda/load_ring.cuh",
+        "cuda/decode/load_ring.cuh",
         "while (ahead_ < params_.num_stages &&",
         "while (ahead_ <= params_.num_stages &&",
     ),
     Mutation(
         "a stage is filled before the barrier that frees it",
-        "cuda/lean_decode.cuh",
+        "cuda/decode/lean_decode.cuh",
         "    ring.sync_key_group();\n    ring.fill(number + 1);\n",
         "    ring.fill(number + 1);\n    ring.sync_key_group();\n",
     ),
     Mutation(
         "keys past the end are fetched",
-        "cuda/load_ring.cuh",
+        "cuda/decode/load_ring.cuh",
         "row + chunk * Config::kChunkElements, exists ? 16 : 0",
         "row + chunk * Config::kChunkElements, 16",
     ),
     Mutation(
         "queries are read before they are there",
-        "cuda/lean_decode.cuh",
+        "cuda/decode/lean_decode.cuh",
         "  __syncthreads();  // all threads fetched the queries\n",
         "",
     ),
     Mutation(
         "the next queries are fetched while these are read",
-        "cuda/lean_decode.cuh",
+        "cuda/decode/lean_decode.cuh",
         "  if constexpr (Config::kQuerySlots == 1) __syncthreads();",
         "",
     ),
     # Fragments and shared memory.
     Mutation(
         "fragments of keys are swapped",
-        "cuda/tile_mma.cuh",
+        "cuda/decode/tile_mma.cuh",
         "mma(s[n + 1], q, k[2], k[3]);",
         "mma(s[n + 1], q, k[3], k[2]);",
     ),
     Mutation(
         "fragments of values are swapped",
-        "cuda/tile_mma.cuh",
+        "cuda/decode/tile_mma.cuh",
         "mma(o_[2 * i], a, v[0], v[1]);",
         "mma(o_[2 * i], a, v[0], v[2]);",
     ),
     Mutation(
         "values are not transposed",
-        "cuda/tile_mma.cuh",
+        "cuda/decode/tile_mma.cuh",
         "ldmatrix_x4_trans(",
         "ldmatrix_x4(",
     ),
     Mutation(
         "chunks are not spread over the banks",
-        "cuda/tile_config.cuh",
+        "cuda/decode/tile_config.cuh",
         "chunk ^ (row & 7)",
         "chunk",
     ),
     # The end of an output.
     Mutation(
         "warps are combined before all have stored",
-        "cuda/combine_warps.cuh",
+        "cuda/decode/combine_warps.cuh",
         "    __syncthreads();\n    for (int i = threadIdx.x;",
         "    for (int i = threadIdx.x;",
     ),
     Mutation(
         "the next columns overwrite those that are read",
-        "cuda/combine_warps.cuh",
+        "cuda/decode/combine_warps.cuh",
         "    __syncthreads();  // before the next columns\n",
         "",
     ),
     Mutation(
         "threads do not wait to hear whether they are last",
-        "cuda/fixup.cuh",
+        "cuda/decode/fixup.cuh",
         "    __syncthreads();\n    const bool result = *is_last;",
         "    const bool result = *is_last;",
     ),
     Mutation(
         "what is said about the last is overwritten",
-        "cuda/fixup.cuh",
+        "cuda/decode/fixup.cuh",
         "    __syncthreads();  // before the scratch memory is written again\n",
         "",
         only_thread_sanitizer=True,
     ),
     Mutation(
         "arrival releases and acquires nothing",
-        "cuda/fixup.cuh",
+        "cuda/decode/fixup.cuh",
         "*is_last = atomic_inc_acq_rel(counters + counter, limit) == limit;",
         "*is_last = __atomic_fetch_add(counters + counter, limit + 1 > 1 ? 1 : 0,"
         " __ATOMIC_RELAXED) == limit && (__atomic_store_n(counters + counter, 0,"
@@ -195,31 +195,31 @@ MUTATIONS = [
     ),
     Mutation(
         "counters do not return to zero",
-        "cuda/fixup.cuh",
+        "cuda/decode/fixup.cuh",
         "atomic_inc_acq_rel(counters + counter, limit) == limit;",
         "atomic_inc_acq_rel(counters + counter, UINT32_MAX) == limit;",
     ),
     Mutation(
         "the last to arrive is the last but one",
-        "cuda/fixup.cuh",
+        "cuda/decode/fixup.cuh",
         "static_cast<uint32_t>(expected) - 1;",
         "static_cast<uint32_t>(expected) - 1 - (expected > 2);",
     ),
     Mutation(
         "weights are computed before all states are loaded",
-        "cuda/fixup.cuh",
+        "cuda/decode/fixup.cuh",
         "    __syncthreads();\n    for (int step = 1;",
         "    for (int step = 1;",
     ),
     Mutation(
         "weights are used before they are all computed",
-        "cuda/fixup.cuh",
+        "cuda/decode/fixup.cuh",
         "      }\n      __syncthreads();\n    }\n",
         "      }\n    }\n",
     ),
     Mutation(
         "a merge takes a part twice",
-        "cuda/fixup.cuh",
+        "cuda/decode/fixup.cuh",
         "others_ + i * stride_",
         "others_ + (i | 1) * stride_",
     ),
@@ -231,46 +231,46 @@ MUTATIONS = [
     ),
     Mutation(
         "the first contributor waits for the others",
-        "cuda/lean_decode.cuh",
+        "cuda/decode/lean_decode.cuh",
         "lean_decode_kernel<Element, Config, Variant::kLean>",
         "lean_decode_kernel<Element, Config, Variant::kWaitingFixUp>",
     ),
     # The schedule.
     Mutation(
         "warps add sums that are not there",
-        "cuda/schedule.cuh",
+        "cuda/decode/schedule.cuh",
         "  __syncthreads();\n  total = 0;",
         "  total = 0;",
     ),
     Mutation(
         "the next sums overwrite those that are read",
-        "cuda/schedule.cuh",
+        "cuda/decode/schedule.cuh",
         "  __syncthreads();  // before the next call's writes\n",
         "",
         only_thread_sanitizer=True,
     ),
     Mutation(
         "the first unit is read before it is known",
-        "cuda/schedule.cuh",
+        "cuda/decode/schedule.cuh",
         "    __syncthreads();\n    const int unit = first_unit()",
         "    const int unit = first_unit()",
     ),
     Mutation(
         "key ranges are read before they are there",
-        "cuda/schedule.cuh",
+        "cuda/decode/schedule.cuh",
         "    }\n    __syncthreads();\n    return true;",
         "    }\n    return true;",
     ),
     # Arithmetic.
     Mutation(
         "a key past the range is seen",
-        "cuda/softmax.cuh",
+        "cuda/decode/softmax.cuh",
         "key + column < end_[row]",
         "key + column <= end_[row]",
     ),
     Mutation(
         "sums are not rescaled",
-        "cuda/softmax.cuh",
+        "cuda/decode/softmax.cuh",
         "        sum[i] *= factor[i];\n",
         "",
     ),

@@ -9,13 +9,12 @@
 #include <vector>
 
 #include "cuda/checks.h"
-#include "cuda/launch.h"
-#include "cuda/merge_states.cuh"
-#include "cuda/one_shot_args.h"
+#include "cuda/decode/launch.h"
+#include "cuda/merge/merge_states.cuh"
+#include "cuda/one_shot/one_shot_args.h"
 #include "dispatch.h"
-#include "lean_decode.h"
 #include "machine.h"
-#include "merge_states.h"
+#include "operators.h"
 
 namespace tree_attention {
 namespace {
@@ -95,8 +94,8 @@ void install(int64_t seed, int64_t num_sms, int64_t shared_bytes_per_sm,
                                              c10::DispatchKey::CPU, __FILE__, __LINE__);
   library->impl("lean_decode", LeanDecode<emulated_lean_decode>::run);
   library->impl("lean_decode.out", LeanDecode<emulated_lean_decode>::run_out);
-  library->impl("merge_states", merge_states<emulated_merge_states>);
-  library->impl("merge_states.out", merge_states_out<emulated_merge_states>);
+  library->impl("merge_states", MergeStates<emulated_merge_states>::run);
+  library->impl("merge_states.out", MergeStates<emulated_merge_states>::run_out);
   library->impl("one_shot", cuda::one_shot<emulated_one_shot>);
 }
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/ablations.h"
+#include "cuda/decode/ablations.h"
 #include "decode_case.h"
 #include "machine.h"
 

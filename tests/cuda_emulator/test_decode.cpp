@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/launch.h"
+#include "cuda/decode/launch.h"
 #include "decode_case.h"
 #include "machine.h"
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/fixup.cuh"
+#include "cuda/decode/fixup.cuh"
 
 namespace {
 

@@ -9,7 +9,7 @@
 
 #include "check.h"
 #include "common/softmax_state.h"
-#include "cuda/merge_states.cuh"
+#include "cuda/merge/merge_states.cuh"
 #include "machine.h"
 
 namespace {

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/merge_states.cuh"
-#include "cuda/one_shot.cuh"
+#include "cuda/merge/merge_states.cuh"
+#include "cuda/one_shot/one_shot.cuh"
 #include "machine.h"
 
 namespace {

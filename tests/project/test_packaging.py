@@ -72,7 +72,7 @@ def refusal(result):
 def test_auto_takes_cuda_from_nvcc_and_torch_without_asking_for_a_gpu(run_setup):
     text = output(run_setup(CUDA_VISIBLE_DEVICES=""))
     assert "torch 2.15.0+cu132, CUDA on (USE_CUDA=auto: nvcc 13.0, torch CUDA 13.2)" in text
-    assert "csrc/cuda/merge_states.cu" in text
+    assert "csrc/cuda/merge/merge_states.cu" in text
     assert "8.0;9.0a" in text
 
 
@@ -137,7 +137,7 @@ def test_every_source_is_built(run_setup):
 def test_ablations_are_built_on_demand(run_setup):
     """What only a benchmark runs costs nobody else its compilation."""
     listed = sources(run_setup())
-    assert "csrc/cuda/launch.cu" in listed and not any("ablations" in name for name in listed)
+    assert "csrc/cuda/decode/launch.cu" in listed and not any("ablations" in name for name in listed)
 
 
 def test_source_distribution_is_complete(tmp_path):

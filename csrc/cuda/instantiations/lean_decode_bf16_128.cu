@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "../lean_decode.cuh"
+#include "cuda/decode/lean_decode.cuh"
 
 namespace tree_attention::cuda {
 template cudaError_t launch_instance<BFloat16, 128>(const LaunchParams&, const Plan&, cudaStream_t);

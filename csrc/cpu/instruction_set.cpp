@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <atomic>
+#include <stdexcept>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+#include "cpu/kernel/decode_kernel.h"
+#include "decode.h"
+
+namespace tree_attention::cpu {
+namespace {
+
+#if defined(__x86_64__)
+// The kernel saves tile registers only for a process that asked for them.
+bool has_amx() {
+#if defined(__linux__)
+  constexpr unsigned kBf16Bit = 1u << 22, kTileBit = 1u << 24;  // CPUID 7.0 EDX
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & kBf16Bit) == 0 || (edx & kTileBit) == 0) return false;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
+// Widest first.
+std::vector<const Kernels*> supported_kernels() {
+  std::vector<const Kernels*> supported;
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq");
+  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (avx512_bf16 && has_amx()) supported.push_back(&amx_kernels);
+  if (avx512) supported.push_back(&avx512_kernels);
+  if (avx2) supported.push_back(&avx2_kernels);
+#endif
+  supported.push_back(&portable_kernels);
+  return supported;
+}
+
+std::atomic<const Kernels*>& current() {
+  static std::atomic<const Kernels*> kernels{supported_kernels().front()};
+  return kernels;
+}
+
+}  // namespace
+
+const Kernels& kernels() { return *current().load(std::memory_order_relaxed); }
+
+const char* instruction_set() { return kernels().name; }
+
+void set_instruction_set(const std::string& name) {
+  std::string names;
+  for (const Kernels* candidate : supported_kernels()) {
+    if (name == candidate->name) {
+      current().store(candidate, std::memory_order_relaxed);
+      return;
+    }
+    names += (names.empty() ? "" : ", ") + std::string(candidate->name);
+  }
+  throw std::invalid_argument("set_instruction_set: name must be one of " + names + ", got " +
+                              name);
+}
+
+}  // namespace tree_attention::cpu

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/simd/simd_types.h"
+#include "decode_kernel.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(                                                    \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq"))), \
+    apply_to = function)
+#else
+// GCC bug 105593: intrinsics that leave lanes undefined on purpose.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
+#endif
+
+#include "cpu/simd/simd_avx512.h"
+
+namespace tree_attention::cpu::avx512 {
+constexpr char kName[] = "avx512";
+#include "decode_kernel.inl"
+}  // namespace tree_attention::cpu::avx512
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+namespace tree_attention::cpu {
+const Kernels avx512_kernels = avx512::kKernels;
+}
+
+#endif

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The kernels of one instruction set, included inside its namespace after its vectors. Standard
+// headers come before the compiler is told of the instruction set, and nothing here instantiates
+// their templates: the linker keeps one copy of such a function, and it must run everywhere.
+namespace {
+
+#include "cpu/simd/simd_math.inl"
+
+#include "decode_steps.inl"
+
+#include "decode_rows.inl"
+
+#ifdef TREE_ATTENTION_AMX
+#include "amx_tiles.inl"
+
+#include "decode_amx.inl"
+#endif
+
+size_t workspace_bytes(const DecodeParams& p, int64_t num_rows) {
+  size_t bytes = state_bytes(p, num_rows);
+#ifdef TREE_ATTENTION_AMX
+  if (p.dtype == DataType::kBFloat16) bytes += Matrices::bytes(p, num_rows);
+#endif
+  return bytes;
+}
+
+void attend(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace, float* o,
+            float* lse) {
+  switch (p.dtype) {
+    case DataType::kFloat32:
+      attend_rows<float>(p, rows, keys, workspace, o, lse);
+      break;
+    case DataType::kBFloat16:
+      attend_rows<BFloat16>(p, rows, keys, workspace, o, lse);
+      break;
+    case DataType::kFloat16:
+      attend_rows<Float16>(p, rows, keys, workspace, o, lse);
+      break;
+  }
+}
+
+template <typename T>
+inline void store_rows(const DecodeParams& p, const Rows& rows, const float* o, const float* lse) {
+  const int64_t group_size = p.group_size();
+  for (int64_t row = 0; row < rows.count; ++row, o += p.head_dim_v) {
+    const int64_t token = (rows.begin + row) / group_size;
+    const int64_t head = rows.head_kv * group_size + (rows.begin + row) % group_size;
+    T* out = static_cast<T*>(p.o) + rows.batch * p.o_stride[0] + head * p.o_stride[1] +
+             token * p.o_stride[2];
+    int64_t d = 0;
+    for (; d + kLanes <= p.head_dim_v; d += kLanes) store_rounded(out + d, load(o + d));
+    if (d < p.head_dim_v) {
+      const int64_t rest = p.head_dim_v - d;
+      float tail[kLanes] = {};
+      T rounded[kLanes];
+      __builtin_memcpy(tail, o + d, rest * sizeof(float));
+      store_rounded(rounded, load(tail));
+      __builtin_memcpy(out + d, rounded, rest * sizeof(T));
+    }
+    p.lse[rows.batch * p.lse_stride[0] + head * p.lse_stride[1] + token * p.lse_stride[2]] =
+        lse[row];
+  }
+}
+
+void store_output(const DecodeParams& p, const Rows& rows, const float* o, const float* lse) {
+  switch (p.out_dtype) {
+    case DataType::kFloat32:
+      store_rows<float>(p, rows, o, lse);
+      break;
+    case DataType::kBFloat16:
+      store_rows<BFloat16>(p, rows, o, lse);
+      break;
+    case DataType::kFloat16:
+      store_rows<Float16>(p, rows, o, lse);
+      break;
+  }
+}
+
+constexpr Kernels kKernels{kName, workspace_bytes, attend, store_output};
+
+}  // namespace

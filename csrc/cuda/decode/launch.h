@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// From a checked call to a kernel. Everything the host decides, it decides from shapes: never from
+// lengths, which are device data and may change between replays of a CUDA graph.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "common/decode_params.h"
+#include "divisor.h"
+
+namespace tree_attention::cuda {
+
+// What a plan depends on of cudaDeviceProp.
+struct DeviceLimits {
+  int32_t num_sms;
+  int32_t shared_bytes_per_sm;
+  int32_t shared_bytes_per_block;  // what one block may ask for
+};
+
+// Scratch memory of one launch. Launches that may run at the same time need one each.
+struct Workspace {
+  uint32_t* counters;  // zero before the launch, and after it
+  float* partials;     // of split outputs
+};
+
+struct WorkspaceSize {
+  int64_t num_counters, num_partial_floats;
+};
+
+struct Plan {
+  int32_t row_tile;       // packed rows of an output
+  int32_t num_threads;    // of a block
+  int32_t blocks_per_sm;  // resident
+  int32_t num_stages;     // of the load ring, at least two
+  int32_t shared_bytes;   // of a block
+  int32_t num_workers;    // blocks
+  WorkspaceSize workspace;
+};
+
+// What a kernel takes, by value.
+struct LaunchParams {
+  DecodeParams decode;
+  Workspace workspace;
+  Divisor group_size;  // of packed rows
+  Divisor row_blocks;  // outputs of each (batch, kv head)
+  Divisor key_block;   // of key_layout
+  Divisor page_size;   // without pages unused
+  int32_t num_stages;
+};
+
+Plan plan_lean_decode(const DecodeParams& params, const DeviceLimits& limits);
+
+// Enough for every plan on the device, unless num_workers asks for more blocks than are resident.
+WorkspaceSize largest_workspace(const DeviceLimits& limits);
+
+cudaError_t launch_lean_decode(const DecodeParams& params, const Plan& plan,
+                               const Workspace& workspace, cudaStream_t stream);
+
+LaunchParams launch_params(const DecodeParams& params, const Plan& plan,
+                           const Workspace& workspace);
+
+// The kernel for an element type and a head_dim bucket, of any row tile: one per file of
+// instantiations/, defined in lean_decode.cuh.
+template <typename Element, int kHeadDim>
+cudaError_t launch_instance(const LaunchParams& params, const Plan& plan, cudaStream_t stream);
+
+}  // namespace tree_attention::cuda

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Shapes of a tile and where it lies in shared memory: what the host's plan and the kernel agree
+// on.
+#pragma once
+
+#include <bit>
+
+#include "common/host_device.h"
+#include "cuda/element.cuh"
+
+namespace tree_attention::cuda {
+
+// Of shared memory, for the merge of an output's parts (fixup.cuh), aligned to 8 bytes.
+constexpr int kFixupScratchBytes = 8192;
+
+// A warp owns 16 packed rows (the m of mma.m16n8k16). Warps whose keys are the same form a key
+// group; the key groups of a block split each tile's keys, so that with 16 rows every byte of K and
+// V is read from shared memory once.
+template <typename Element, int kHeadDim_, int kRows_>
+struct TileConfig {
+  static constexpr int kHeadDim = kHeadDim_;  // of the instance; the params' may be smaller
+  static constexpr int kRows = kRows_;        // packed rows of an output
+  // 256 columns fill the registers of a warp and the stages of the ring: fewer warps take fewer
+  // keys.
+  static constexpr int kWarps = kRows > 64 ? 8 : kRows > 32 || kHeadDim <= 128 ? 4 : 2;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kRowGroups = kRows / 16;  // warps of a key group
+  static constexpr int kKeyGroups = kWarps / kRowGroups;
+
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Element));
+  static constexpr int kChunkElements = 16 / static_cast<int>(sizeof(Element));  // of one cp.async
+  static constexpr int kChunks = kRowBytes / 16;
+
+  // K and V of a tile take about 32 KB: with three stages and two blocks 128 KB are in flight on a
+  // Hopper SM, four times what latency times bandwidth asks for.
+  static constexpr int kTileKeys = std::bit_floor(16u * 1024 / kRowBytes);
+  static constexpr int kGroupKeys = kTileKeys / kKeyGroups;  // of a tile per key group
+  static constexpr int kTileBytes = kTileKeys * kRowBytes;   // of K or of V
+  static constexpr int kStageBytes = 2 * kTileBytes;
+
+  // Queries move to registers where these suffice; else they are read from shared memory for each
+  // tile, and the next output's need a place of their own.
+  static constexpr bool kQueriesInRegisters = sizeof(Element) == 2 && kHeadDim <= 128;
+  static constexpr int kQuerySlots = kQueriesInRegisters ? 1 : 2;
+  static constexpr int kQueryBytes = kRows * kRowBytes;
+
+  static constexpr int kScratchColumns = 32;  // of o that a warp exchanges at a time
+  static constexpr int kExchangeBytes = kWarps * 16 * kScratchColumns * 4;
+  static constexpr int kScratchBytes =
+      kExchangeBytes > kFixupScratchBytes ? kExchangeBytes : kFixupScratchBytes;
+  static constexpr int kStatisticsBytes =
+      kWarps * 16 * 2 * 4;                    // (maximum, sum) of each warp's rows
+  static constexpr int kScheduleBytes = 512;  // schedule.cuh asserts what it needs
+
+  // Offsets in dynamic shared memory, the ring last: its length is the plan's.
+  static constexpr int kQueries = 0;
+  static constexpr int kScratch = kQueries + kQuerySlots * kQueryBytes;
+  static constexpr int kStatistics = kScratch + kScratchBytes;
+  static constexpr int kSchedule = kStatistics + kStatisticsBytes;
+  static constexpr int kRing = (kSchedule + kScheduleBytes + 127) / 128 * 128;
+
+  static constexpr int shared_bytes(int num_stages) { return kRing + num_stages * kStageBytes; }
+
+  // Rows lie end to end, their 16-byte chunks permuted so that the eight rows of a matrix that
+  // ldmatrix reads, or a row's chunks that a warp writes, fall into different banks.
+  static TREE_ATTENTION_HOST_DEVICE int chunk_offset(int row, int chunk) {
+    static_assert(kChunks % 8 == 0 || kChunks % 8 == 4);
+    const int permuted = kChunks % 8 == 0 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3);
+    return row * kRowBytes + permuted * 16;
+  }
+};
+
+}  // namespace tree_attention::cuda

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The bridge from the operators to the kernels: device, stream and workspace.
+#include "ops_cuda.h"
+
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/util/env.h>
+
+#include "checks.h"
+#include "decode/check_pages.cuh"
+#include "decode/workspaces.h"
+#include "merge/merge_states.cuh"
+
+namespace tree_attention::cuda {
+namespace {
+
+const cudaDeviceProp& current_device(const char* op) {
+  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  check_capability(op, device.name, device.major, device.minor);
+  return device;
+}
+
+// The debug mode: an unknown page is an error of the call, as on the CPU, for which the host waits.
+void check_pages(const DecodeParams& params, cudaStream_t stream) {
+  TORCH_CHECK(c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None,
+              "lean_decode: TREE_ATTENTION_CHECK_PAGES=1 must not be set while a CUDA graph is "
+              "captured: the check waits for the device");
+  const int64_t bytes = int64_t{params.batch} * num_page_lists(params) * sizeof(BadPage);
+  const at::Tensor found = at::empty({bytes}, at::device(at::kCUDA).dtype(at::kByte));
+  C10_CUDA_CHECK(
+      launch_check_pages({params, reinterpret_cast<BadPage*>(found.data_ptr())}, stream));
+  check_found_pages(params, reinterpret_cast<const BadPage*>(found.cpu().const_data_ptr()));
+}
+
+}  // namespace
+
+void launch_planned(const DecodeParams& params, PlanFunction make_plan, LaunchFunction launch) {
+  check_supported(params);
+  const cudaDeviceProp& device = current_device("lean_decode");
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  if (params.page_table != nullptr && c10::utils::check_env("TREE_ATTENTION_CHECK_PAGES") == true) {
+    check_pages(params, stream);
+  }
+  const DeviceLimits limits{device.multiProcessorCount,
+                            static_cast<int32_t>(device.sharedMemPerMultiprocessor),
+                            static_cast<int32_t>(device.sharedMemPerBlockOptin)};
+  const Plan plan = make_plan(params, limits);
+  check_shared_memory(params, plan.shared_bytes, limits.shared_bytes_per_block);
+  const Workspace workspace = workspace_of(stream, limits, plan.workspace);
+  C10_CUDA_CHECK(launch(params, plan, workspace, stream));
+}
+
+void lean_decode(const DecodeParams& params) {
+  launch_planned(params, plan_lean_decode, launch_lean_decode);
+}
+
+void merge_states(const MergeParams& params) {
+  current_device("merge_states");
+  C10_CUDA_CHECK(launch_merge_states(params, c10::cuda::getCurrentCUDAStream()));
+}
+
+void launch_one_shot(OneShotParams& params) {
+  current_device("one_shot");
+  void* host = nullptr;
+  // Also where the memory is not page-locked, which a kernel could not reach.
+  C10_CUDA_CHECK(cudaHostGetDevicePointer(&host, params.host, 0));
+  params.host = static_cast<OneShotHost*>(host);
+  C10_CUDA_CHECK(launch_one_shot(params, c10::cuda::getCurrentCUDAStream()));
+}
+
+}  // namespace tree_attention::cuda

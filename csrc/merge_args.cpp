@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "merge_args.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/accumulate.h>
+
+#include "dispatch.h"
+
+namespace tree_attention {
+
+namespace {
+
+constexpr const char* kOp = "merge_states";
+
+void check_parts(const at::Tensor& o_parts, const at::Tensor& lse_parts) {
+  TORCH_CHECK(o_parts.dim() >= 2, kOp, ": o_parts must have shape [n, ..., head_dim], got ",
+              o_parts.sizes());
+  TORCH_CHECK(o_parts.size(0) >= 1, kOp, ": o_parts must hold at least one part, got ",
+              o_parts.sizes());
+  TORCH_CHECK(o_parts.size(-1) >= 1, kOp, ": o_parts must have a head_dim of at least 1, got ",
+              o_parts.sizes());
+  TORCH_CHECK(lse_parts.sizes() == o_parts.sizes().slice(0, o_parts.dim() - 1), kOp,
+              ": lse_parts must have shape [n, ...] = ",
+              o_parts.sizes().slice(0, o_parts.dim() - 1), ", got ", lse_parts.sizes());
+  TORCH_CHECK(lse_parts.scalar_type() == at::kFloat, kOp, ": lse_parts must be float32, got ",
+              dtype_name(lse_parts.scalar_type()));
+  TORCH_CHECK(lse_parts.device() == o_parts.device(), kOp,
+              ": lse_parts must be on o_parts' device ", o_parts.device(), ", got ",
+              lse_parts.device());
+}
+
+void check_output(const at::Tensor& output, const char* name, at::IntArrayRef sizes,
+                  const at::Tensor& o_parts, const at::Tensor& lse_parts) {
+  TORCH_CHECK(output.sizes() == sizes, kOp, ": ", name, " must have shape ", sizes, ", got ",
+              output.sizes());
+  TORCH_CHECK(output.is_contiguous(), kOp, ": ", name, " must be contiguous, got strides ",
+              output.strides());
+  TORCH_CHECK(output.device() == o_parts.device(), kOp, ": ", name, " must be on o_parts' device ",
+              o_parts.device(), ", got ", output.device());
+  at::assert_no_overlap(output, o_parts);
+  at::assert_no_overlap(output, lse_parts);
+}
+
+MergeCall prepare(const at::Tensor& o_parts, const at::Tensor& lse_parts, const at::Tensor& o,
+                  const at::Tensor& lse, at::ScalarType o_dtype, const char* dtype_argument) {
+  MergeCall call;
+  MergeParams& params = call.params;
+  params.dtype = data_type(o_parts.scalar_type(), kOp, "o_parts");
+  params.out_dtype = data_type(o_dtype, kOp, dtype_argument);
+  params.num_parts = o_parts.size(0);
+  params.head_dim = o_parts.size(-1);
+  params.num_rows = c10::multiply_integers(lse_parts.sizes().slice(1));
+
+  // Views where the strides allow it, as in a packed receive buffer; else copies.
+  call.o_parts = o_parts.reshape({params.num_parts, params.num_rows, params.head_dim});
+  if (params.head_dim > 1 && call.o_parts.stride(2) != 1) call.o_parts = call.o_parts.contiguous();
+  call.lse_parts = lse_parts.reshape({params.num_parts, params.num_rows});
+  call.o = o.defined() ? o : at::empty(o_parts.sizes().slice(1), o_parts.options().dtype(o_dtype));
+  call.lse = lse.defined() ? lse : at::empty(lse_parts.sizes().slice(1), lse_parts.options());
+
+  params.o_parts = call.o_parts.const_data_ptr();
+  params.lse_parts = call.lse_parts.const_data_ptr<float>();
+  params.o = call.o.data_ptr();
+  params.lse = call.lse.data_ptr<float>();
+  for (int axis = 0; axis < 2; ++axis) {
+    params.o_stride[axis] = call.o_parts.stride(axis);
+    params.lse_stride[axis] = call.lse_parts.stride(axis);
+  }
+  return call;
+}
+
+}  // namespace
+
+MergeCall prepare_merge(const at::Tensor& o_parts, const at::Tensor& lse_parts,
+                        std::optional<at::ScalarType> out_dtype) {
+  check_parts(o_parts, lse_parts);
+  return prepare(o_parts, lse_parts, {}, {}, out_dtype.value_or(o_parts.scalar_type()),
+                 "out_dtype");
+}
+
+MergeCall prepare_merge(const at::Tensor& o_parts, const at::Tensor& lse_parts, const at::Tensor& o,
+                        const at::Tensor& lse) {
+  check_parts(o_parts, lse_parts);
+  check_output(o, "o", o_parts.sizes().slice(1), o_parts, lse_parts);
+  check_output(lse, "lse", lse_parts.sizes().slice(1), o_parts, lse_parts);
+  TORCH_CHECK(lse.scalar_type() == at::kFloat, kOp, ": lse must be float32, got ",
+              dtype_name(lse.scalar_type()));
+  at::assert_no_overlap(o, lse);
+  return prepare(o_parts, lse_parts, o, lse, o.scalar_type(), "o");
+}
+
+}  // namespace tree_attention

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Tensors to MergeParams: the only validation of merge_states, shared by every backend.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "common/merge_params.h"
+
+namespace tree_attention {
+
+// A checked call: the params point into the tensors, which keep their storage alive.
+struct MergeCall {
+  MergeParams params;
+  at::Tensor o_parts, lse_parts, o, lse;
+};
+
+// With new outputs.
+MergeCall prepare_merge(const at::Tensor& o_parts, const at::Tensor& lse_parts,
+                        std::optional<at::ScalarType> out_dtype);
+
+// With outputs that the caller gives.
+MergeCall prepare_merge(const at::Tensor& o_parts, const at::Tensor& lse_parts, const at::Tensor& o,
+                        const at::Tensor& lse);
+
+}  // namespace tree_attention

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The operators over the kernels of any backend. `launch` runs with the device of the inputs
+// current; the outputs follow the inputs, as in the schemas of ops.cpp.
+#pragma once
+
+#include <c10/core/DeviceGuard.h>
+
+#include "decode_args.h"
+#include "merge_args.h"
+
+namespace tree_attention {
+
+template <void (*launch)(const DecodeParams&), typename... Args>
+struct DecodeOperators {
+  static std::tuple<at::Tensor, at::Tensor> run(Args... inputs) {
+    const DecodeArgs args{inputs...};
+    const c10::DeviceGuard guard(args.q.device());
+    DecodeParams params = check_inputs(args);
+    auto [o, lse] = allocate_outputs(args);
+    set_outputs(params, args, o, lse);
+    launch(params);
+    return {o, lse};
+  }
+
+  static void run_out(Args... inputs, at::Tensor& o, at::Tensor& lse) {
+    const DecodeArgs args{inputs...};
+    const c10::DeviceGuard guard(args.q.device());
+    DecodeParams params = check_inputs(args);
+    set_outputs(params, args, o, lse);
+    launch(params);
+  }
+};
+
+// The types are those of DecodeArgs: the dispatcher compares them with the schema.
+template <void (*launch)(const DecodeParams&)>
+using LeanDecode =
+    DecodeOperators<launch, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                    const std::optional<at::Tensor>&, std::optional<double>, double,
+                    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+                    at::IntArrayRef, const std::optional<at::Tensor>&,
+                    std::optional<at::ScalarType>, int64_t>;
+
+template <void (*launch)(const MergeParams&)>
+struct MergeStates {
+  static std::tuple<at::Tensor, at::Tensor> run(const at::Tensor& o_parts,
+                                                const at::Tensor& lse_parts,
+                                                std::optional<at::ScalarType> out_dtype) {
+    const c10::DeviceGuard guard(o_parts.device());
+    const MergeCall call = prepare_merge(o_parts, lse_parts, out_dtype);
+    launch(call.params);
+    return {call.o, call.lse};
+  }
+
+  static void run_out(const at::Tensor& o_parts, const at::Tensor& lse_parts, at::Tensor& o,
+                      at::Tensor& lse) {
+    const c10::DeviceGuard guard(o_parts.device());
+    const MergeCall call = prepare_merge(o_parts, lse_parts, o, lse);
+    launch(call.params);
+  }
+};
+
+}  // namespace tree_attention
