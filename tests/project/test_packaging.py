@@ -137,7 +137,9 @@ def test_every_source_is_built(run_setup):
 def test_ablations_are_built_on_demand(run_setup):
     """What only a benchmark runs costs nobody else its compilation."""
     listed = sources(run_setup())
-    assert "csrc/cuda/decode/launch.cu" in listed and not any("ablations" in name for name in listed)
+    assert "csrc/cuda/decode/launch.cu" in listed and not any(
+        "ablations" in name for name in listed
+    )
 
 
 def test_source_distribution_is_complete(tmp_path):
