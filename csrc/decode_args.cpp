@@ -8,7 +8,7 @@
 #include <cmath>
 #include <limits>
 
-#include "dispatch.h"
+#include "scalar_type.h"
 
 namespace tree_attention {
 namespace {

@@ -5,7 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 
-#include "dispatch.h"
+#include "scalar_type.h"
 
 namespace tree_attention {
 

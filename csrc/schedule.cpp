@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "common/partition.h"
-#include "dispatch.h"
+#include "scalar_type.h"
 
 namespace tree_attention {
 

@@ -6,11 +6,10 @@
 
 #include <cstdint>
 
+#include "dtype.h"
 #include "host_device.h"
 
 namespace tree_attention {
-
-enum class DataType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
 // Global position of local key j: first + (j / block) * stride + j % block.
 struct KeyLayout {

@@ -3,7 +3,9 @@
 // What a merge_states kernel is given. Strides are in elements; head_dim is contiguous.
 #pragma once
 
-#include "decode_params.h"
+#include <cstdint>
+
+#include "dtype.h"
 
 namespace tree_attention {
 

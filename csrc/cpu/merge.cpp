@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kGrain = 32768;  // values per thread below which waking another one costs more
 
 template <typename In, typename Out>
-void merge_states(const MergeParams& p) {
+void merge_rows(const MergeParams& p) {
   const int64_t grain =
       std::max<int64_t>(1, kGrain / (p.num_parts * std::max<int64_t>(1, p.head_dim)));
   at::parallel_for(0, p.num_rows, grain, [&](int64_t row_begin, int64_t row_end) {
@@ -50,29 +50,28 @@ void merge_states(const MergeParams& p) {
   });
 }
 
-template <typename In>
-void merge_states(const MergeParams& params) {
-  switch (params.out_dtype) {
-    case DataType::kFloat32:
-      return merge_states<In, float>(params);
-    case DataType::kBFloat16:
-      return merge_states<In, c10::BFloat16>(params);
-    case DataType::kFloat16:
-      return merge_states<In, c10::Half>(params);
-  }
-}
+// The class of c10 in an element's format, which converts to float and back.
+template <typename Element>
+struct Converting {
+  using type = Element;
+};
+template <>
+struct Converting<BFloat16> {
+  using type = c10::BFloat16;
+};
+template <>
+struct Converting<Float16> {
+  using type = c10::Half;
+};
 
 }  // namespace
 
 void merge_states(const MergeParams& params) {
-  switch (params.dtype) {
-    case DataType::kFloat32:
-      return merge_states<float>(params);
-    case DataType::kBFloat16:
-      return merge_states<c10::BFloat16>(params);
-    case DataType::kFloat16:
-      return merge_states<c10::Half>(params);
-  }
+  with_dtype(params.dtype, [&]<typename In>() {
+    with_dtype(params.out_dtype, [&]<typename Out>() {
+      merge_rows<typename Converting<In>::type, typename Converting<Out>::type>(params);
+    });
+  });
 }
 
 }  // namespace tree_attention::cpu

@@ -47,10 +47,10 @@ void check_supported(const DecodeParams& p) {
   const int64_t q_sizes[3] = {p.batch, p.num_heads_q, p.seqlen_q};
   const int64_t k_sizes[3] = {paged ? p.num_pages : p.batch, p.num_heads_kv,
                               paged ? p.page_size : p.seqlen_k};
-  const int element_size = p.dtype == DataType::kFloat32 ? 4 : 2;
-  check_alignment("q", p.q, p.q_stride, q_sizes, element_size);
-  check_alignment("k", p.k, p.k_stride, k_sizes, element_size);
-  check_alignment("v", p.v, p.v_stride, k_sizes, element_size);
+  const int bytes = element_size(p.dtype);
+  check_alignment("q", p.q, p.q_stride, q_sizes, bytes);
+  check_alignment("k", p.k, p.k_stride, k_sizes, bytes);
+  check_alignment("v", p.v, p.v_stride, k_sizes, bytes);
 }
 
 void check_capability(const char* op, const char* device, int major, int minor) {

@@ -1,19 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The element types of tensors. 16-bit ones are bits with a name; arithmetic is done in float.
+// Conversions between the element types of dtype.h and float, and what moves several elements at
+// once.
 #pragma once
 
+#include "common/dtype.h"
 #include "device.h"
 
 namespace tree_attention::cuda {
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-struct Float16 {
-  uint16_t bits;
-};
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(BFloat16 x) {

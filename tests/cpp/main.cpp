@@ -8,6 +8,7 @@ void test_partition();
 void test_contributors();
 void test_line_with_overhead();
 void test_divisor();
+void test_dtype();
 void test_fixup();
 void test_fixup_levels();
 void test_fixup_threads();
@@ -25,6 +26,7 @@ int main() {
       {"contributors", test_contributors},
       {"line with overhead", test_line_with_overhead},
       {"divisor", test_divisor},
+      {"dtype", test_dtype},
       {"fix-up", test_fixup},
       {"fix-up levels", test_fixup_levels},
       {"fix-up threads", test_fixup_threads},

@@ -71,7 +71,7 @@ def parse(text: str) -> list[Kernel]:
             architecture = match[1]
         if match := re.search(r"Function \S*lean_decode_kernelI(\S*):", line):
             # The mangled name: <Element, TileConfig<Element, head_dim, rows>, ...>.
-            config = re.match(r"(?:NS0_\d+(\w*Float16)E|(f)).*?Li(\d+)ELi(\d+)E", match[1])
+            config = re.match(r"(?:NS_\d+(\w*Float16)E|(f)).*?Li(\d+)ELi(\d+)E", match[1])
             assert config is not None, line
             element, head_dim, row_tile = config[1] or config[2], int(config[3]), int(config[4])
             shape = architecture, ELEMENTS[element], head_dim, row_tile

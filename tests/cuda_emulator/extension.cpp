@@ -12,9 +12,9 @@
 #include "cuda/decode/launch.h"
 #include "cuda/merge/merge_states.cuh"
 #include "cuda/one_shot/one_shot_args.h"
-#include "dispatch.h"
 #include "machine.h"
 #include "operators.h"
+#include "scalar_type.h"
 
 namespace tree_attention {
 namespace {

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/simd/simd_types.h"
 #include "decode_kernel.h"
 
 #if defined(__clang__)

@@ -27,17 +27,7 @@ size_t workspace_bytes(const DecodeParams& p, int64_t num_rows) {
 
 void attend(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace, float* o,
             float* lse) {
-  switch (p.dtype) {
-    case DataType::kFloat32:
-      attend_rows<float>(p, rows, keys, workspace, o, lse);
-      break;
-    case DataType::kBFloat16:
-      attend_rows<BFloat16>(p, rows, keys, workspace, o, lse);
-      break;
-    case DataType::kFloat16:
-      attend_rows<Float16>(p, rows, keys, workspace, o, lse);
-      break;
-  }
+  with_dtype(p.dtype, [&]<typename T>() { attend_rows<T>(p, rows, keys, workspace, o, lse); });
 }
 
 template <typename T>
@@ -64,17 +54,7 @@ inline void store_rows(const DecodeParams& p, const Rows& rows, const float* o, 
 }
 
 void store_output(const DecodeParams& p, const Rows& rows, const float* o, const float* lse) {
-  switch (p.out_dtype) {
-    case DataType::kFloat32:
-      store_rows<float>(p, rows, o, lse);
-      break;
-    case DataType::kBFloat16:
-      store_rows<BFloat16>(p, rows, o, lse);
-      break;
-    case DataType::kFloat16:
-      store_rows<Float16>(p, rows, o, lse);
-      break;
-  }
+  with_dtype(p.out_dtype, [&]<typename T>() { store_rows<T>(p, rows, o, lse); });
 }
 
 constexpr Kernels kKernels{kName, workspace_bytes, attend, store_output};

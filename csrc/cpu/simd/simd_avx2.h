@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "simd_types.h"
+#include "common/dtype.h"
 
 namespace tree_attention::cpu::avx2 {
 namespace {

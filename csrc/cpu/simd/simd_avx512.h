@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "simd_types.h"
+#include "common/dtype.h"
 
 namespace tree_attention::cpu::avx512 {
 namespace {

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "simd_types.h"
+#include "common/dtype.h"
 
 namespace tree_attention::cpu::portable {
 namespace {

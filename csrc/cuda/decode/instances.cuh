@@ -18,14 +18,7 @@ auto with_head_dim(int head_dim, F f) {
 
 template <typename F>
 auto with_instance(DataType dtype, int head_dim, F f) {
-  switch (dtype) {
-    case DataType::kFloat32:
-      return with_head_dim<float>(head_dim, f);
-    case DataType::kBFloat16:
-      return with_head_dim<BFloat16>(head_dim, f);
-    default:
-      return with_head_dim<Float16>(head_dim, f);
-  }
+  return with_dtype(dtype, [&]<typename Element>() { return with_head_dim<Element>(head_dim, f); });
 }
 
 // Rows of a tile by which keys and values are read once: 16 for one query of up to 16 heads, more

@@ -20,14 +20,8 @@ class OutputSink {
     const auto [token, head] = place_of_row(params_, rows_, row);
     const int64_t offset =
         rows_.batch * p.o_stride[0] + head * p.o_stride[1] + token * p.o_stride[2] + column;
-    switch (p.out_dtype) {
-      case DataType::kFloat32:
-        return store_four(static_cast<float*>(p.o) + offset, o);
-      case DataType::kBFloat16:
-        return store_four(static_cast<BFloat16*>(p.o) + offset, o);
-      case DataType::kFloat16:
-        return store_four(static_cast<Float16*>(p.o) + offset, o);
-    }
+    with_dtype(p.out_dtype,
+               [&]<typename Out>() { store_four(static_cast<Out*>(p.o) + offset, o); });
   }
 
   __device__ void store_lse(int row, float lse) const {

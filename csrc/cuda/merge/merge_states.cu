@@ -75,29 +75,13 @@ cudaError_t launch(const MergeParams& params, cudaStream_t stream) {
                        slots * kThreads * sizeof(State), stream, params);
 }
 
-template <typename In>
-cudaError_t launch(const MergeParams& params, cudaStream_t stream) {
-  switch (params.out_dtype) {
-    case DataType::kFloat32:
-      return launch<In, float>(params, stream);
-    case DataType::kBFloat16:
-      return launch<In, BFloat16>(params, stream);
-    default:
-      return launch<In, Float16>(params, stream);
-  }
-}
-
 }  // namespace
 
 cudaError_t launch_merge_states(const MergeParams& params, cudaStream_t stream) {
-  switch (params.dtype) {
-    case DataType::kFloat32:
-      return launch<float>(params, stream);
-    case DataType::kBFloat16:
-      return launch<BFloat16>(params, stream);
-    default:
-      return launch<Float16>(params, stream);
-  }
+  return with_dtype(params.dtype, [&]<typename In>() {
+    return with_dtype(params.out_dtype,
+                      [&]<typename Out>() { return launch<In, Out>(params, stream); });
+  });
 }
 
 }  // namespace tree_attention::cuda

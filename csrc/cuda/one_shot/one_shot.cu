@@ -2,6 +2,7 @@
 #include "one_shot.cuh"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/element.cuh"
 #include "cuda/merge/merge_tree.cuh"
@@ -33,7 +34,7 @@ struct Launch {
 };
 
 __host__ __device__ int64_t row_bytes(const OneShotParams& p) {
-  return int64_t{p.head_dim} * (p.dtype == DataType::kFloat32 ? 4 : 2);
+  return int64_t{p.head_dim} * element_size(p.dtype);
 }
 
 // Rows of a block.
@@ -225,23 +226,17 @@ cudaError_t launch(const OneShotParams& p, cudaStream_t stream) {
                        Launch{p, rows_per_block});
 }
 
-template <typename In>
-cudaError_t launch(const OneShotParams& params, cudaStream_t stream) {
-  switch (params.out_dtype) {
-    case DataType::kFloat32:
-      return launch<In, float>(params, stream);
-    case DataType::kBFloat16:
-      return launch<In, BFloat16>(params, stream);
-    default:
-      return launch<In, Float16>(params, stream);
-  }
-}
-
 }  // namespace
 
 cudaError_t launch_one_shot(const OneShotParams& params, cudaStream_t stream) {
-  return params.dtype == DataType::kFloat32 ? launch<float>(params, stream)
-                                            : launch<BFloat16>(params, stream);
+  return with_dtype(params.dtype, [&]<typename In>() {
+    if constexpr (std::is_same_v<In, Float16>) {
+      return cudaErrorInvalidValue;  // one_shot_args.cpp refuses it
+    } else {
+      return with_dtype(params.out_dtype,
+                        [&]<typename Out>() { return launch<In, Out>(params, stream); });
+    }
+  });
 }
 
 }  // namespace tree_attention::cuda

@@ -23,7 +23,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "common/decode_params.h"
+#include "common/dtype.h"
 
 namespace tree_attention::cuda {
 

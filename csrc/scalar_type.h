@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// From torch's dtypes to ours.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include "common/dtype.h"
+
+namespace tree_attention {
+
+// The name of a dtype as Python spells it, for messages.
+inline auto dtype_name(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
+
+inline DataType data_type(at::ScalarType dtype, const char* op, const char* argument) {
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, op, ": ",
+              argument, " must be float32, bfloat16 or float16, got ", dtype_name(dtype));
+  return dtype == at::kFloat      ? DataType::kFloat32
+         : dtype == at::kBFloat16 ? DataType::kBFloat16
+                                  : DataType::kFloat16;
+}
+
+}  // namespace tree_attention
