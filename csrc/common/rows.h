@@ -24,6 +24,33 @@ struct Rows {
   int64_t begin, count;  // packed rows
 };
 
+// The query token and the query head of a row.
+template <typename Index>
+struct RowPlace {
+  Index token, head;
+};
+
+// `packed` is a packed row of kv head `head_kv`. GroupSize is a number as a divisor, with
+// quotient(n) for n / divisor; the CUDA kernels have a faster one than the plain division below.
+template <typename Index, typename GroupSize>
+TREE_ATTENTION_HOST_DEVICE RowPlace<Index> place_of_row(Index head_kv, Index packed,
+                                                        const GroupSize& group_size) {
+  const Index token = group_size.quotient(packed), num_heads = group_size.divisor;
+  return {token, head_kv * num_heads + packed - token * num_heads};
+}
+
+struct PlainDivisor {
+  int64_t divisor;
+
+  TREE_ATTENTION_HOST_DEVICE int64_t quotient(int64_t n) const { return n / divisor; }
+};
+
+// Row `row` of `rows`.
+TREE_ATTENTION_HOST_DEVICE RowPlace<int64_t> place_of_row(const DecodeParams& p, const Rows& rows,
+                                                          int64_t row) {
+  return place_of_row(rows.head_kv, rows.begin + row, PlainDivisor{p.group_size()});
+}
+
 // The keys of a query, clamped to the cache.
 TREE_ATTENTION_HOST_DEVICE KeyRange key_range(const DecodeParams& p, int64_t batch, int64_t token) {
   if (p.key_ranges == nullptr) return {0, p.seqlen_k};

@@ -9,6 +9,7 @@ void test_contributors();
 void test_line_with_overhead();
 void test_divisor();
 void test_dtype();
+void test_place_of_row();
 void test_fixup();
 void test_fixup_levels();
 void test_fixup_threads();
@@ -27,6 +28,7 @@ int main() {
       {"line with overhead", test_line_with_overhead},
       {"divisor", test_divisor},
       {"dtype", test_dtype},
+      {"place of row", test_place_of_row},
       {"fix-up", test_fixup},
       {"fix-up levels", test_fixup_levels},
       {"fix-up threads", test_fixup_threads},

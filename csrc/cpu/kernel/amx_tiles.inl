@@ -57,12 +57,10 @@ struct Matrices {
 };
 
 inline void pack_queries(const DecodeParams& p, const Rows& rows, int columns, uint32_t* out) {
-  const int64_t group_size = p.group_size(), num_pairs = p.head_dim / 2;
-  const int64_t block_size = num_pairs * columns;
+  const int64_t num_pairs = p.head_dim / 2, block_size = num_pairs * columns;
   __builtin_memset(out, 0, Matrices::row_blocks(rows.count) * block_size * sizeof(uint32_t));
   for (int64_t row = 0; row < rows.count; ++row) {
-    const int64_t token = (rows.begin + row) / group_size;
-    const int64_t head = rows.head_kv * group_size + (rows.begin + row) % group_size;
+    const auto [token, head] = place_of_row(p, rows, row);
     const BFloat16* source = static_cast<const BFloat16*>(p.q) + rows.batch * p.q_stride[0] +
                              head * p.q_stride[1] + token * p.q_stride[2];
     uint32_t* column = out + row / columns * block_size + row % columns;

@@ -150,15 +150,14 @@ struct SharedKeys<BFloat16> {
       store(scores + i, score);
     }
     if (p.alibi_slopes == nullptr) return;
-    const int64_t group_size = p.group_size();
     float slopes[kLanes] = {};
     int64_t positions[kLanes] = {}, key_of_lane[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
       key_of_lane[lane] = lane / kColumns;
-      const int64_t packed = rows.begin + first + lane % kColumns;
       if (first + lane % kColumns >= last) continue;
-      slopes[lane] = -kLog2E * p.alibi_slopes[rows.head_kv * group_size + packed % group_size];
-      positions[lane] = query_position(p, rows.batch, packed / group_size);
+      const auto [token, head] = place_of_row(p, rows, first + lane % kColumns);
+      slopes[lane] = -kLog2E * p.alibi_slopes[head];
+      positions[lane] = query_position(p, rows.batch, token);
     }
     int64_t key_positions[kStepKeys + kLanes] = {};
     locate_positions(p.key_layout, key, key_positions);

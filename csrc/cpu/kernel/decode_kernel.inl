@@ -32,10 +32,8 @@ void attend(const DecodeParams& p, const Rows& rows, KeyRange keys, void* worksp
 
 template <typename T>
 inline void store_rows(const DecodeParams& p, const Rows& rows, const float* o, const float* lse) {
-  const int64_t group_size = p.group_size();
   for (int64_t row = 0; row < rows.count; ++row, o += p.head_dim_v) {
-    const int64_t token = (rows.begin + row) / group_size;
-    const int64_t head = rows.head_kv * group_size + (rows.begin + row) % group_size;
+    const auto [token, head] = place_of_row(p, rows, row);
     T* out = static_cast<T*>(p.o) + rows.batch * p.o_stride[0] + head * p.o_stride[1] +
              token * p.o_stride[2];
     int64_t d = 0;

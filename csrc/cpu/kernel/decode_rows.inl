@@ -157,9 +157,9 @@ inline void adjust_scores(const DecodeParams& p, const Rows& rows, int64_t row, 
     }
   }
   if (p.alibi_slopes != nullptr) {
-    const int64_t packed = rows.begin + row, group_size = p.group_size();
-    const float slope = -kLog2E * p.alibi_slopes[rows.head_kv * group_size + packed % group_size];
-    const int64_t position = query_position(p, rows.batch, packed / group_size);
+    const auto [token, head] = place_of_row(p, rows, row);
+    const float slope = -kLog2E * p.alibi_slopes[head];
+    const int64_t position = query_position(p, rows.batch, token);
     int64_t key_positions[kStepKeys];
     locate_positions(p.key_layout, key_begin, key_positions);
     // The difference is exact in integers; positions in the millions are not, in float32.
@@ -299,10 +299,8 @@ inline float score_scale(const DecodeParams& p) {
 template <typename T>
 inline void load_queries(const DecodeParams& p, const Rows& rows, float* q) {
   const Vec scale = broadcast(score_scale(p));
-  const int64_t group_size = p.group_size();
   for (int64_t row = 0; row < rows.count; ++row, q += padded(p.head_dim)) {
-    const int64_t token = (rows.begin + row) / group_size;
-    const int64_t head = rows.head_kv * group_size + (rows.begin + row) % group_size;
+    const auto [token, head] = place_of_row(p, rows, row);
     const T* source = static_cast<const T*>(p.q) + rows.batch * p.q_stride[0] +
                       head * p.q_stride[1] + token * p.q_stride[2];
     for (int64_t d = 0; d < p.head_dim; d += kPair) {

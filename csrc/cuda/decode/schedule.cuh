@@ -22,16 +22,10 @@ struct Keys {
   bool has_gaps;   // some key inside may be no row's: it is not to be read
 };
 
-// The query token and query head of a row of an output.
-struct RowPlace {
-  int token, head;
-};
-
-__device__ __forceinline__ RowPlace place_of_row(const LaunchParams& params, const OutputRows& rows,
-                                                 int row) {
-  const int packed = rows.begin + row, group_size = params.group_size.divisor;
-  const int token = params.group_size.quotient(packed);
-  return {token, rows.head_kv * group_size + packed - token * group_size};
+// Row `row` of an output.
+__device__ __forceinline__ RowPlace<int> place_of_row(const LaunchParams& params,
+                                                      const OutputRows& rows, int row) {
+  return tree_attention::place_of_row(rows.head_kv, rows.begin + row, params.group_size);
 }
 
 // Tiles that an output costs beyond its keys: its queries, the merge of its warps, its store.
