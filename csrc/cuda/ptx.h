@@ -27,21 +27,12 @@ __device__ __forceinline__ uint64_t createpolicy_evict_first() {
 }
 
 // 9.7.9.25.3.1 (cp.async): 16 bytes, of which the last 16 - num_bytes become zero; num_bytes is 0
-// or
-// 16. L2 only. `source` must be valid memory only where num_bytes is not zero.
+// or 16. L2 only. `source` must be valid memory only where num_bytes is not zero.
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, int num_bytes,
                                             uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
                    destination),
                "l"(source), "r"(num_bytes), "l"(policy)
-               : "memory");
-}
-
-// The same for 4 bytes.
-__device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source,
-                                           int num_bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source),
-               "r"(num_bytes)
                : "memory");
 }
 
@@ -94,16 +85,10 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// 9.7.3.21 (ex2) and 9.7.3.20 (lg2): powers and logarithms of base 2; ex2(-inf) = 0, lg2(0) = -inf.
+// 9.7.3.21 (ex2): powers of 2; ex2(-inf) = 0.
 __device__ __forceinline__ float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float lg2(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -31,11 +31,6 @@ inline void cp_async_16(uint32_t destination, const void* source, int num_bytes,
   emulator::begin_async_copy(destination, source, 16, num_bytes, where);
 }
 
-inline void cp_async_4(uint32_t destination, const void* source, int num_bytes,
-                       source_location where = source_location::current()) {
-  emulator::begin_async_copy(destination, source, 4, num_bytes, where);
-}
-
 inline void cp_async_commit_group() { emulator::commit_async_copies(); }
 
 template <int kPending>
@@ -57,7 +52,6 @@ inline float flush_to_zero(float x) {
   return std::fabs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
 }
 inline float ex2(float x) { return flush_to_zero(std::exp2(flush_to_zero(x))); }
-inline float lg2(float x) { return std::log2(flush_to_zero(x)); }
 
 // A NaN becomes the canonical one.
 inline uint16_t cvt_rn_bf16(float x) {

@@ -49,7 +49,7 @@ void expect_error(const std::string& text, Kernel kernel, int which = 0, int blo
                   int threads = 64, int bytes = 1024, int resident_blocks = 2) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     emulator::options() = {seed, resident_blocks};
-    Memory memory(256);
+    Memory memory(512);
     const std::string error = error_of(kernel, memory.params(which), blocks, threads, bytes);
     CHECK(error.find(text) != std::string::npos, "'", error, "' instead of '", text, "'");
     CHECK(error.find("test_detection.cpp:") != std::string::npos || bytes == 64, error);
@@ -58,13 +58,14 @@ void expect_error(const std::string& text, Kernel kernel, int which = 0, int blo
 
 float* shared_floats() { return reinterpret_cast<float*>(cuda::dynamic_shared_memory()); }
 
-// Every thread copies one number and reads its neighbour's, in two rounds through one buffer.
+// Every thread copies four numbers and reads a neighbour's first, in two rounds through one buffer.
 enum CopyMistake { kNone, kNoWait, kWeakWait, kNoBarrier, kEarlyRefill, kNoLastWait };
 void copy_twice(Params p) {
   const int i = threadIdx.x, neighbour = (i + 33) % 64;
   float* buffer = shared_floats();
   for (int round = 0; round < 2; ++round) {
-    cuda::cp_async_4(cuda::shared_address(buffer + i), p.in + 64 * round + i, 4);
+    cuda::cp_async_16(cuda::shared_address(buffer + 4 * i), p.in + 256 * round + 4 * i, 16,
+                      cuda::createpolicy_evict_first());
     cuda::cp_async_commit_group();
     if (p.which == kWeakWait) {
       cuda::cp_async_wait_group<1>();
@@ -72,7 +73,7 @@ void copy_twice(Params p) {
       cuda::cp_async_wait_group<0>();
     }
     if (p.which != kNoBarrier) __syncthreads();
-    p.out[64 * round + i] = buffer[neighbour];
+    p.out[64 * round + i] = buffer[4 * neighbour];
     if (p.which != kEarlyRefill) __syncthreads();
   }
   if (p.which != kNoLastWait) cuda::cp_async_wait_group<0>();
@@ -144,11 +145,11 @@ void test_async_copies() {
     int seeds_with_nan = 0;
     for (uint64_t seed = 0; seed < kSeeds; ++seed) {
       emulator::options() = {seed, 1};
-      Memory memory(128);
-      cuda::launch_kernel(copy_twice, 1, 64, 256, nullptr, memory.params(mistake));
+      Memory memory(512);
+      cuda::launch_kernel(copy_twice, 1, 64, 1024, nullptr, memory.params(mistake));
       bool right = true, nan = false;
       for (int i = 0; i < 128; ++i) {
-        right = right && memory.out[i] == static_cast<float>(i / 64 * 64 + (i + 33) % 64);
+        right = right && memory.out[i] == static_cast<float>(i / 64 * 256 + (i + 33) % 64 * 4);
         nan = nan || std::isnan(memory.out[i]);
       }
       CHECK(right == (mistake == kNone), "mistake ", mistake, ", seed ", seed);

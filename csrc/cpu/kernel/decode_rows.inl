@@ -137,7 +137,7 @@ inline void for_row_blocks(int64_t begin, int64_t end, const Body& body) {
 // Global positions of the keys of a step.
 inline void locate_positions(const KeyLayout& layout, int64_t key_begin, int64_t* positions) {
   int64_t offset = key_begin % layout.block;
-  int64_t position = layout.first + key_begin / layout.block * layout.stride + offset;
+  int64_t position = key_position(layout, key_begin);
   for (int i = 0; i < kStepKeys; ++i) {
     positions[i] = position++;
     if (++offset == layout.block) {
