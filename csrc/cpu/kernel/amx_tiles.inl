@@ -56,6 +56,7 @@ struct Matrices {
   }
 };
 
+// The queries of `rows` as Matrices::q, in blocks of `columns` rows.
 inline void pack_queries(const DecodeParams& p, const Rows& rows, int columns, uint32_t* out) {
   const int64_t num_pairs = p.head_dim / 2, block_size = num_pairs * columns;
   __builtin_memset(out, 0, Matrices::row_blocks(rows.count) * block_size * sizeof(uint32_t));
@@ -146,6 +147,8 @@ inline void interleave_values(const Step<BFloat16>& step, Prefetcher& next, int6
   }
 }
 
+// scores [32 keys, kColumns] = k [32 keys, head_dim] times the transpose of q [kColumns, head_dim]:
+// k0 and k1 are the halves of k, and q is packed in pairs of dims (Matrices::q).
 template <int kColumns>
 inline void score_tiles(const BFloat16* k0, int64_t k0_stride, const BFloat16* k1,
                         int64_t k1_stride, const uint32_t* q, int64_t head_dim, float* scores,
@@ -166,6 +169,8 @@ inline void score_tiles(const BFloat16* k0, int64_t k0_stride, const BFloat16* k
   finish_stores();
 }
 
+// acc [16 rows, head_dim] += P [16 rows, 32 keys] times v [32 keys, head_dim], with P = m.high +
+// m.low and v packed in pairs of keys (m.v).
 inline void value_tiles(const Matrices& m, int64_t head_dim, float* acc, Prefetcher& next) {
   const int64_t stride = padded(head_dim) * static_cast<int64_t>(sizeof(float));
   finish_stores();
@@ -188,7 +193,7 @@ inline void value_tiles(const Matrices& m, int64_t head_dim, float* acc, Prefetc
   finish_stores();
 }
 
-// In place, a 16 x 16 matrix of 32-bit elements.
+// Transposes a 16 x 16 matrix of 32-bit elements in place.
 inline void transpose(__m512i (&x)[16]) {
   __m512i y[16];
   for (int i = 0; i < 16; i += 2) {
@@ -213,7 +218,7 @@ inline void transpose(__m512i (&x)[16]) {
   }
 }
 
-// bfloat16 pairs (a, b) of each lane.
+// The pair (a, b) of each lane, rounded to bfloat16.
 inline __m512i round_pairs(Vec a, Vec b) {
   const __m512i interleave =
       _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
@@ -274,12 +279,14 @@ inline void store_weights(Vec (&weights)[kStepKeys / 4], const Matrices& m) {
   }
 }
 
+// kColumns numbers, repeated to fill a vector.
 template <int kColumns>
 inline Vec load_columns(const float* p) {
   return kColumns == 4 ? _mm512_broadcast_f32x4(_mm_loadu_ps(p)) : load(p);
 }
 
-// Over the keys in a vector, to all of its lanes.
+// The maximum and the sum over the keys in a vector [16 / kColumns keys, kColumns], in all of its
+// lanes.
 template <int kColumns>
 inline Vec max_of_keys(Vec x) {
   if constexpr (kColumns == 4) {

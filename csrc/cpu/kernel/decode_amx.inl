@@ -25,8 +25,8 @@ struct SharedKeys<BFloat16> {
     }
     const int64_t size = rows.count * padded(p.head_dim_v);
     if (!has_nan(state.acc, size)) return;
-    // Perhaps of an infinite value and a weight whose second term is 0. Once more, from the state
-    // after the last flush, with weights of one term.
+    // The NaN may come from an infinite value and a weight whose second term is 0. So compute once
+    // more, from the state after the last flush, with weights of one term.
     __builtin_memcpy(state.sum, sum, rows.count * sizeof(double));
     __builtin_memcpy(state.max, state.total_max, rows.count * sizeof(float));
     __builtin_memset(state.acc, 0, size * sizeof(float));
@@ -82,7 +82,8 @@ struct SharedKeys<BFloat16> {
     prefetcher.fetch(kStepKeys * (p.head_dim + p.head_dim_v) / kTilePair);
   }
 
-  // Lanes are rows here, so that maximum and sum over keys need hardly a shuffle.
+  // softmax_row for rows [first, last), and the rescaling of their acc. Lanes are rows here, so
+  // that maximum and sum over keys need hardly a shuffle.
   template <int kColumns>
   static void weigh_rows(const DecodeParams& p, const Rows& rows, const RowState& state,
                          const Matrices& m, int64_t key, int num_keys, int64_t first, int64_t last,
@@ -93,7 +94,7 @@ struct SharedKeys<BFloat16> {
     if (adjusted) adjust_columns<kColumns>(p, rows, first, last, key, num_keys, scores);
     const Vec scale = broadcast(adjusted ? 1.0f : score_scale(p));
 
-    // Both ends, since the scale may be negative. Rows past the last key repeat it.
+    // Both ends, since the scale may be negative. Keys past the last one repeat it.
     Vec largest = load(scores), smallest = largest;
     for (int i = 1; i < kVectors; ++i) {
       largest = max_keep_nan(largest, load(scores + i * kLanes));
@@ -138,7 +139,7 @@ struct SharedKeys<BFloat16> {
     }
   }
 
-  // Like adjust_scores, on scores [keys, columns] as they come from the matrix unit.
+  // adjust_scores for scores [kStepKeys, kColumns] as they come from the matrix unit.
   template <int kColumns>
   static void adjust_columns(const DecodeParams& p, const Rows& rows, int64_t first, int64_t last,
                              int64_t key, int num_keys, float* scores) {

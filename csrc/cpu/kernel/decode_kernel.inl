@@ -9,6 +9,12 @@ namespace {
 
 #include "decode_steps.inl"
 
+#include "decode_products.inl"
+
+#include "decode_softmax.inl"
+
+#include "decode_state.inl"
+
 #include "decode_rows.inl"
 
 #ifdef TREE_ATTENTION_AMX

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Where the keys of a step lie and what is known of the rows so far, included inside the namespace
-// of an instruction set.
+// A step is up to kStepKeys keys, which all rows use before the next ones are loaded. Included
+// inside the namespace of an instruction set.
 
 constexpr int kPair = 2 * kLanes;
 constexpr int kStepKeys = 32;
-constexpr float kLog2E = 1.44269504088896340736f;
-constexpr float kLn2 = 0.693147180559945309417f;
 
+// head_dim rounded up to whole pairs of vectors, which is what a row takes in scratch memory.
 inline int64_t padded(int64_t head_dim) { return (head_dim + kPair - 1) / kPair * kPair; }
 
 template <typename T>
@@ -24,8 +23,8 @@ inline void prefetch_pair_far(const T* p) {
   }
 }
 
-// A step's keys: where their rows lie. Blocks of kKeyBlock may read past the last one, so that
-// entry is repeated.
+// Where the rows of a step's keys and values lie. A block of kKeyBlock may read past the last
+// entry, which is therefore repeated.
 template <typename T>
 struct Step {
   const T* k[kStepKeys + kKeyBlock];
@@ -33,11 +32,12 @@ struct Step {
   int count;
 };
 
-// How far ahead of the next step keys are fetched into the second-level cache.
-// Fewer than kManyKeys may lie in a cache already, where that only costs instructions.
+// How far beyond the next step keys are fetched into the second-level cache, if there are kManyKeys
+// or more: fewer may lie in a cache already, where fetching only costs instructions.
 constexpr int kFarKeys = 4;
 constexpr int64_t kManyKeys = 1024;
 
+// Makes `step` that of keys [begin, end).
 template <typename T>
 inline void locate(const DecodeParams& p, const Rows& rows, int64_t begin, int64_t end,
                    Step<T>& step) {
@@ -72,44 +72,28 @@ inline void locate(const DecodeParams& p, const Rows& rows, int64_t begin, int64
   step.count = count;
 }
 
-// Keys between two flushes.
-constexpr int64_t kFlushKeys = 64 * kStepKeys;
-
-// Scratch memory of one call, in float32 and in the lane order of load_pair. p v is summed in three
-// levels, over a step, over up to kFlushKeys keys (acc) and over all (total): one chain of
-// additions has ten times the rounding error of a blocked matrix product at 256k keys, three have
-// less.
-struct RowState {
-  float* q;          // [rows, padded(head_dim)], scaled
-  float* acc;        // [rows, padded(head_dim_v)], since the last flush
-  float* total;      // [rows, padded(head_dim_v)], until then
-  float* scores;     // [rows, kStepKeys]
-  double* sum;       // [rows], of weights
-  float* max;        // [rows], in base 2
-  float* total_max;  // [rows], at the last flush
-  char* matrices;    // of an instruction set that has them
-};
-
-constexpr int64_t kLine = 64 / sizeof(float);  // arrays begin at a cache line
-
-// Rows that instructions work on; those beyond an output's are computed and never used.
-inline int64_t padded_rows(int64_t num_rows) { return (num_rows + kLine - 1) / kLine * kLine; }
-
-inline RowState carve(const DecodeParams& p, int64_t num_rows, void* workspace) {
-  num_rows = padded_rows(num_rows);
-  RowState state;
-  state.q = static_cast<float*>(workspace);
-  state.acc = state.q + num_rows * padded(p.head_dim);
-  state.total = state.acc + num_rows * padded(p.head_dim_v);
-  state.scores = state.total + num_rows * padded(p.head_dim_v);
-  state.sum = reinterpret_cast<double*>(state.scores + num_rows * kStepKeys);
-  state.max = reinterpret_cast<float*>(state.sum + num_rows);
-  state.total_max = state.max + num_rows;
-  state.matrices = reinterpret_cast<char*>(state.total_max + num_rows);
-  return state;
+// The end of the step that begins at `begin`, of keys up to `end`.
+inline int64_t end_of_step(int64_t begin, int64_t end) {
+  return begin + kStepKeys < end ? begin + kStepKeys : end;
 }
 
-inline size_t state_bytes(const DecodeParams& p, int64_t num_rows) {
-  return padded_rows(num_rows) * (padded(p.head_dim) + 2 * padded(p.head_dim_v) + kStepKeys + 4) *
-         sizeof(float);
+// Calls body(first key, step, next step, far step) for the steps of [begin, end). The step after
+// the last one is that of the keys up to `limit`, or itself where there are none. The far step
+// begins kFarKeys after the next one; it is null where there are few keys or none so far.
+template <typename T, typename Body>
+inline void for_steps(const DecodeParams& p, const Rows& rows, int64_t begin, int64_t end,
+                      int64_t limit, const Body& body) {
+  Step<T> steps[2], far;
+  const bool many_keys = limit - begin >= kManyKeys;
+  locate(p, rows, begin, end_of_step(begin, end), steps[0]);
+  for (int current = 0; begin < end; current = 1 - current) {
+    const int64_t next = begin + steps[current].count;
+    if (next < limit) locate(p, rows, next, end_of_step(next, limit), steps[1 - current]);
+    const Step<T>& following = steps[next < limit ? 1 - current : current];
+    const int64_t far_begin = next + kFarKeys;
+    const bool has_far = many_keys && far_begin < limit;
+    if (has_far) locate(p, rows, far_begin, end_of_step(far_begin, limit), far);
+    body(begin, steps[current], following, has_far ? &far : nullptr);
+    begin = next;
+  }
 }

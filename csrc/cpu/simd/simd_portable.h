@@ -43,10 +43,10 @@ inline Vec fma(Vec a, Vec b, Vec c) {
   return a * b + c;  // no instruction for it: rounded twice
 #endif
 }
-// NaN in x is kept.
+// The larger (smaller) of two; a NaN in x is kept.
 inline Vec max_keep_nan(Vec bound, Vec x) { return bound > x ? bound : x; }
 inline Vec min_keep_nan(Vec bound, Vec x) { return bound < x ? bound : x; }
-// To the nearest integer; |x| < 2^22.
+// Rounds to the nearest integer; |x| < 2^22.
 inline Vec round(Vec x) {
   const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23
   return (x + magic) - magic;
@@ -59,7 +59,7 @@ inline Vec scale_by_exponent(Vec x, Vec n) {
 inline Vec select_below(Vec x, float bound, Vec a, Vec b) { return x < broadcast(bound) ? a : b; }
 inline Vec abs(Vec x) { return reinterpret_cast<Vec>(reinterpret_cast<UintVec>(x) & 0x7fffffffu); }
 inline float reduce_add(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
-// Of numbers; a NaN may be lost.
+// The largest lane; a NaN among the lanes may be lost.
 inline float reduce_max(Vec x) {
   const float low = x[0] > x[2] ? x[0] : x[2], high = x[1] > x[3] ? x[1] : x[3];
   return low > high ? low : high;
