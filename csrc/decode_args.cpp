@@ -15,10 +15,10 @@ namespace {
 
 constexpr const char* kOp = "lean_decode";
 
-// Of softmax_scale, softcap and 1 / softcap: their products are normal numbers in float32.
+// The largest softmax_scale, softcap and 1 / softcap: a product of two is a normal float32.
 constexpr double kLargestScale = 1e15;
 
-// TORCH_CHECK with the operator's name in front.
+// TORCH_CHECK with the name of the operator in front of the message.
 #define CHECK_ARG(condition, ...) TORCH_CHECK(condition, kOp, ": ", __VA_ARGS__)
 
 void check_shape(const char* argument, const char* axes, const at::Tensor& tensor,
@@ -120,7 +120,7 @@ void check_key_ranges(DecodeParams& params, const DecodeArgs& args) {
 void check_scores(DecodeParams& params, const DecodeArgs& args) {
   const double scale =
       args.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(args.q.size(3))));
-  // Written so that NaN fails.
+  // The conditions are written so that NaN fails them.
   CHECK_ARG(std::abs(scale) <= kLargestScale, "softmax_scale must be in [", -kLargestScale, ", ",
             kLargestScale, "], got ", scale);
   CHECK_ARG(

@@ -28,10 +28,11 @@ struct DecodeArgs {
   int64_t num_workers;
 };
 
-// Checks the inputs; the result lacks only the outputs. Errors name argument, requirement, value.
+// Checks the inputs and returns params that lack only the outputs. An error names the argument,
+// what is required of it, and the value that was given.
 DecodeParams check_inputs(const DecodeArgs& args);
 
-// Allocates (o, lse) for checked inputs.
+// Allocates o and lse for checked inputs.
 std::tuple<at::Tensor, at::Tensor> allocate_outputs(const DecodeArgs& args);
 
 // Checks o and lse against the inputs and completes the params.

@@ -52,7 +52,8 @@ MergeCall prepare(const at::Tensor& o_parts, const at::Tensor& lse_parts, const 
   params.head_dim = o_parts.size(-1);
   params.num_rows = c10::multiply_integers(lse_parts.sizes().slice(1));
 
-  // Views where the strides allow it, as in a packed receive buffer; else copies.
+  // These are views where the strides allow it, as in a packed receive buffer, and copies
+  // elsewhere.
   call.o_parts = o_parts.reshape({params.num_parts, params.num_rows, params.head_dim});
   if (params.head_dim > 1 && call.o_parts.stride(2) != 1) call.o_parts = call.o_parts.contiguous();
   call.lse_parts = lse_parts.reshape({params.num_parts, params.num_rows});

@@ -11,17 +11,17 @@
 
 namespace tree_attention {
 
-// A checked call: the params point into the tensors, which keep their storage alive.
+// A checked call. The params point into the tensors, which keep their memory alive.
 struct MergeCall {
   MergeParams params;
   at::Tensor o_parts, lse_parts, o, lse;
 };
 
-// With new outputs.
+// Checks the parts and allocates the outputs.
 MergeCall prepare_merge(const at::Tensor& o_parts, const at::Tensor& lse_parts,
                         std::optional<at::ScalarType> out_dtype);
 
-// With outputs that the caller gives.
+// Checks the parts and the outputs that the caller gives.
 MergeCall prepare_merge(const at::Tensor& o_parts, const at::Tensor& lse_parts, const at::Tensor& o,
                         const at::Tensor& lse);
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// What is not a tensor operator. Importing the module registers the operators of ops.cpp.
+// The functions of the module that are not tensor operators. Importing the module registers the
+// operators of ops.cpp.
 #include <ATen/Parallel.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -15,8 +16,8 @@
 #include "cuda/decode/workspaces.h"
 #endif
 
-// python/tree_attention/_loader.py reads it from the file before loading: a module built for
-// another torch may not load at all.
+// python/tree_attention/_loader.py reads this text from the file before it loads the module: one
+// that was built for another torch may not load at all.
 [[gnu::used]] static const char kBuiltFor[] =
     "tree_attention is built for torch " TREE_ATTENTION_TORCH_VERSION;
 
@@ -50,7 +51,7 @@ PYBIND11_MODULE(_C, m) {
   // Parallel loops of the calling thread stay in it from now on. torch.set_num_threads would also
   // hold for every thread that starts later.
   m.def("use_one_thread", [] {
-    at::get_num_threads();  // or the thread's first loop would set the number anew
+    at::get_num_threads();  // without it the thread's first loop would set the number anew
 #ifdef _OPENMP
     omp_set_num_threads(1);
 #endif

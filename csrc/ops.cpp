@@ -17,7 +17,8 @@
 namespace tree_attention {
 namespace {
 
-// The operators have no derivative; without this the result would silently carry no gradient.
+// The operators have no derivative. Without this error the results would silently carry no
+// gradient.
 void refuse_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                      torch::jit::Stack* stack) {
   if (at::GradMode::is_enabled()) {
@@ -35,17 +36,15 @@ void refuse_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 }  // namespace
 
+#define LEAN_DECODE_ARGUMENTS                                                             \
+  "Tensor q, Tensor k, Tensor v, Tensor? key_ranges=None, *, float? softmax_scale=None, " \
+  "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? query_positions=None, "          \
+  "int[] key_layout=[0, 1, 1], Tensor? page_table=None, ScalarType? out_dtype=None, "     \
+  "int num_workers=0"
+
 TORCH_LIBRARY(tree_attention, m) {
-  m.def(
-      "lean_decode(Tensor q, Tensor k, Tensor v, Tensor? key_ranges=None, *, "
-      "float? softmax_scale=None, float softcap=0.0, Tensor? alibi_slopes=None, "
-      "Tensor? query_positions=None, int[] key_layout=[0, 1, 1], Tensor? page_table=None, "
-      "ScalarType? out_dtype=None, int num_workers=0) -> (Tensor o, Tensor lse)");
-  m.def(
-      "lean_decode.out(Tensor q, Tensor k, Tensor v, Tensor? key_ranges=None, *, "
-      "float? softmax_scale=None, float softcap=0.0, Tensor? alibi_slopes=None, "
-      "Tensor? query_positions=None, int[] key_layout=[0, 1, 1], Tensor? page_table=None, "
-      "ScalarType? out_dtype=None, int num_workers=0, Tensor(a!) o, Tensor(b!) lse) -> ()");
+  m.def("lean_decode(" LEAN_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
+  m.def("lean_decode.out(" LEAN_DECODE_ARGUMENTS ", Tensor(a!) o, Tensor(b!) lse) -> ()");
   m.def(
       "merge_states(Tensor o_parts, Tensor lse_parts, *, ScalarType? out_dtype=None) "
       "-> (Tensor o, Tensor lse)");

@@ -20,8 +20,8 @@ namespace tree_attention {
 constexpr int kRadixBits = 4;
 constexpr int64_t kRadix = 1 << kRadixBits;
 
-// What one worker merges at once. 264 resident CTAs (two on each of 132 SMs) on eight outputs share
-// each among 34 at most.
+// The most parts that one worker merges at once. Where 264 resident CTAs (two on each of 132 SMs)
+// work on eight outputs, at most 34 share one.
 constexpr int64_t kMaxMergedParts = 36;
 
 // A worker leaves at most two partial states: of an output that an earlier worker began, and of the
@@ -39,17 +39,17 @@ TREE_ATTENTION_HOST_DEVICE int64_t partial_slot(const Contributors& workers, int
   return partial_slot(workers.first + part, part == 0);
 }
 
-// Parts first, first + stride, ... of an output's contributors, to be merged into the first one's
-// slot, or into the output where these are all.
+// A merge of `count` parts of an output, first, first + stride, ..., into the slot of the first
+// one, or, where these are all parts that are left, into the output.
 struct MergeStep {
   int64_t first, stride, count;
   bool completes_output;
 };
 
 // Called by each of two or more contributors with its index after it has stored its state.
-// arrive(counter, expected): counts one more arrival at a counter that begins at zero, releasing
-// what the caller has stored; the last of `expected` is told true and has acquired what the others
-// stored. merge_parts(step): as above, in the canonical order.
+// arrive(counter, expected) counts one more arrival at a counter that begins at zero and releases
+// what the caller has stored; it returns true to the last of `expected`, which has then acquired
+// what the others stored. merge_parts(step) merges the parts of the step in the canonical order.
 template <typename Arrive, typename MergeParts>
 TREE_ATTENTION_HOST_DEVICE void fix_up(const Contributors& workers, int64_t part, Arrive arrive,
                                        MergeParts merge_parts) {

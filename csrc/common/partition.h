@@ -47,11 +47,11 @@ TREE_ATTENTION_HOST_DEVICE Contributors contributors(const Partition& partition,
   return {first, partition.owner(tile_end - 1) - first + 1};
 }
 
-// An output costs more than its tiles: its queries are loaded, its state is stored. On a line with
-// overhead it is `overhead` positions followed by its tiles, and the line is cut by positions. This
-// is how many of the output's tiles lie below `position`: a worker of positions [begin, end) runs
-// its tiles from that of `begin` up to that of `end`, maybe none. An output without tiles belongs
-// to the worker of its first position.
+// The number of an output's tiles that lie below `position` on a line with overhead. An output
+// costs more than its tiles, since its queries are loaded and its state is stored; so on such a
+// line it is `overhead` positions followed by its tiles, and the line is cut by positions. A worker
+// of positions [begin, end) runs the tiles from tiles_below(begin) up to tiles_below(end), maybe
+// none. An output without tiles belongs to the worker of its first position.
 template <typename Index>
 TREE_ATTENTION_HOST_DEVICE Index tiles_below(Index position, Index output_begin, Index overhead,
                                              Index num_tiles) {

@@ -16,9 +16,9 @@ struct KeyRange {
   TREE_ATTENTION_HOST_DEVICE bool empty() const { return begin >= end; }
 };
 
-// Packed row r of a kv head is query token r / group_size, head r % group_size of its group, so
-// that the rows of a token are neighbours and share a key range. An output is a block of them:
-// what shares one pass over K and V.
+// Packed row r of a kv head is query token r / group_size and head r % group_size of its group, so
+// that the rows of a token are neighbours and share a key range. An output is a block of packed
+// rows, which share one pass over K and V.
 struct Rows {
   int64_t batch, head_kv;
   int64_t begin, count;  // packed rows
@@ -51,7 +51,7 @@ TREE_ATTENTION_HOST_DEVICE RowPlace<int64_t> place_of_row(const DecodeParams& p,
   return place_of_row(rows.head_kv, rows.begin + row, PlainDivisor{p.group_size()});
 }
 
-// The keys of a query, clamped to the cache.
+// The keys that a query token sees, clamped to the cache.
 TREE_ATTENTION_HOST_DEVICE KeyRange key_range(const DecodeParams& p, int64_t batch, int64_t token) {
   if (p.key_ranges == nullptr) return {0, p.seqlen_k};
   const int32_t* range =
@@ -61,14 +61,14 @@ TREE_ATTENTION_HOST_DEVICE KeyRange key_range(const DecodeParams& p, int64_t bat
   return {begin, end < begin ? begin : end};
 }
 
-// The smallest range that holds the keys of both; an empty one adds nothing.
+// The smallest range that holds the keys of both ranges; an empty range adds nothing.
 TREE_ATTENTION_HOST_DEVICE KeyRange hull(KeyRange a, KeyRange b) {
   if (a.empty()) return b;
   if (b.empty()) return a;
   return {a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end};
 }
 
-// The hull of the keys of tokens [begin, end).
+// The hull of the keys that tokens [begin, end) see.
 TREE_ATTENTION_HOST_DEVICE KeyRange hull_of_tokens(const DecodeParams& p, int64_t batch,
                                                    int64_t begin, int64_t end) {
   KeyRange keys{0, 0};
@@ -76,12 +76,14 @@ TREE_ATTENTION_HOST_DEVICE KeyRange hull_of_tokens(const DecodeParams& p, int64_
   return keys;
 }
 
+// The global position of a query token.
 TREE_ATTENTION_HOST_DEVICE int64_t query_position(const DecodeParams& p, int64_t batch,
                                                   int64_t token) {
   const int64_t* stride = p.query_positions_stride;
   return p.query_positions[batch * stride[0] + token * stride[1]];
 }
 
+// The global position of a local key.
 TREE_ATTENTION_HOST_DEVICE int64_t key_position(const KeyLayout& layout, int64_t key) {
   return layout.first + key / layout.block * layout.stride + key % layout.block;
 }

@@ -12,7 +12,8 @@
 
 namespace tree_attention {
 
-// How two states combine: decided once per row, applied to each of its head_dim values.
+// How the states of a row combine: decided once per row, then applied to each of its head_dim
+// values.
 struct Merge {
   enum class Take { kBoth, kA, kB, kNone };
   Take take;

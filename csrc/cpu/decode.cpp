@@ -28,7 +28,7 @@ namespace {
 // Below this many multiply-adds one thread finishes before a second one has woken up.
 constexpr int64_t kParallelWork = 1 << 19;
 
-// Grow-only memory of one thread, aligned to a cache line.
+// Memory of one thread, aligned to a cache line. It only grows.
 class Scratch {
  public:
   void* reserve(size_t bytes) {
@@ -108,7 +108,7 @@ void build_schedule(const DecodeParams& p, int64_t rows_per_block, Schedule& sch
   schedule.partition = Partition::over(schedule.tile_offsets.back(), max_workers);
 }
 
-// Every page id that a range covers is used; ids elsewhere may be anything.
+// Checks the page ids that some range needs; ids elsewhere may be anything.
 void check_page_table(const DecodeParams& p) {
   if (p.page_table == nullptr) return;
   const int64_t num_lists = p.page_table_stride[1] == 0 ? 1 : p.num_heads_kv;
@@ -120,7 +120,7 @@ void check_page_table(const DecodeParams& p) {
       const bool overlaps =
           checked.begin < checked.end && range.begin <= checked.end && checked.begin <= range.end;
       if (overlaps && checked.begin <= range.begin && range.end <= checked.end) continue;
-      // Causal queries extend each other's ranges: look only at what is new on the right.
+      // Causal queries extend each other's ranges, so look only at what is new on the right.
       const int64_t begin = overlaps && checked.begin <= range.begin ? checked.end : range.begin;
       const int64_t page_end = (range.end - 1) / p.page_size + 1;
       for (int64_t head = 0; head < num_lists; ++head) {
@@ -137,7 +137,7 @@ void check_page_table(const DecodeParams& p) {
   }
 }
 
-// Partial states of split outputs, by slot.
+// The partial states of outputs that several workers share, by slot.
 class PartialStates {
  public:
   static size_t bytes(int64_t num_workers, int64_t num_rows, int64_t head_dim) {

@@ -13,7 +13,8 @@
 namespace tree_attention::cpu {
 namespace {
 
-constexpr int64_t kGrain = 32768;  // values per thread below which waking another one costs more
+constexpr int64_t kGrain =
+    32768;  // values of a thread; waking another one for fewer costs more than it gains
 
 template <typename In, typename Out>
 void merge_rows(const MergeParams& p) {

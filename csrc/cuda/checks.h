@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// What CUDA asks of arguments beyond decode_args.cpp.
+// What the CUDA kernels ask of arguments beyond decode_args.cpp.
 #pragma once
 
 #include "common/decode_params.h"
@@ -14,7 +14,7 @@ void check_supported(const DecodeParams& params);
 // `device` is the name of a device of compute capability major.minor.
 void check_capability(const char* op, const char* device, int major, int minor);
 
-// Of a block's shared memory, in bytes.
+// `needed` and `available` are sizes in bytes of one block's shared memory.
 void check_shared_memory(const DecodeParams& params, int32_t needed, int32_t available);
 
 // Throws for the first bad page of `found` [batch, lists], in host memory.

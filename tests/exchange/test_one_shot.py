@@ -178,8 +178,10 @@ def test_refused_arguments(cuda_kernels):
         r"lse must be a contiguous float32 \[3\] on .*, got float32 \[2\]": (o, lse[:2]),
         r"out_o must be a contiguous float32 \[3, 8\] on .*, got float32 \[8\]": (o, lse, o[0]),
         "out_o must be float32, bfloat16 or float16, got float64": (o, lse, o.double()),
-        "rows of o must be multiples of 16 bytes, got 20": (torch.ones_like(o[:, :5]), lse),
-        "a state must fit into a slot.* 1152 and 1024": (
+        "rows of o must have a size that is a multiple of 16 bytes, got 20": (
+            torch.ones_like(o[:, :5]), lse
+        ),
+        "slot_bytes must be a multiple of 16 and at least 1152, .* got 1024": (
             o.new_ones(32, 8), lse.new_zeros(32), o.new_ones(32, 8)
         ),
         "o must begin at a multiple of 16 bytes, got one 4 bytes beyond": (
@@ -189,9 +191,11 @@ def test_refused_arguments(cuda_kernels):
         with pytest.raises(RuntimeError, match=f"^one_shot: {message}"):
             run(*arguments)
     memory.rank = 2
-    with pytest.raises(RuntimeError, match="one_shot: rank must be one of 2, got 2"):
+    with pytest.raises(RuntimeError, match=r"one_shot: rank must be in \[0, 2\), got 2"):
         run(o, lse)
-    with pytest.raises(RuntimeError, match="one_shot: buffers must be of 1 to 16 ranks, got 17"):
+    with pytest.raises(
+        RuntimeError, match=r"one_shot: buffers must hold the addresses of 1 to 16 .* got 17"
+    ):
         symmetric.Memory(0, [0] * 17, cuda_kernels).run((o, lse), (o, lse), 1.0)
 
 

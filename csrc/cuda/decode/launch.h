@@ -13,7 +13,7 @@
 
 namespace tree_attention::cuda {
 
-// What a plan depends on of cudaDeviceProp.
+// The fields of cudaDeviceProp that a plan depends on.
 struct DeviceLimits {
   int32_t num_sms;
   int32_t shared_bytes_per_sm;
@@ -53,7 +53,8 @@ struct LaunchParams {
 
 Plan plan_lean_decode(const DecodeParams& params, const DeviceLimits& limits);
 
-// Enough for every plan on the device, unless num_workers asks for more blocks than are resident.
+// The size of a workspace that is enough for every plan on the device, unless num_workers asks for
+// more blocks than are resident.
 WorkspaceSize largest_workspace(const DeviceLimits& limits);
 
 cudaError_t launch_lean_decode(const DecodeParams& params, const Plan& plan,

@@ -20,7 +20,7 @@ struct Allocation {
   WorkspaceSize size;
 };
 
-// All that there are, the largest last: graphs may still use the smaller ones.
+// All allocations of a stream, the largest last: captured graphs may still use the smaller ones.
 using Allocations = std::vector<Allocation>;
 
 struct Workspaces {
@@ -28,7 +28,7 @@ struct Workspaces {
   std::map<std::pair<c10::DeviceIndex, cudaStream_t>, Allocations> of_stream;
 };
 
-// Never destroyed: at the end of the process the driver may be gone before it.
+// The workspaces are never destroyed: at the end of the process the driver may be gone before them.
 Workspaces& workspaces() {
   static auto* const all = new Workspaces;
   return *all;
@@ -40,8 +40,8 @@ size_t counter_bytes(const WorkspaceSize& size) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// On a stream of its own: the current one may be capturing, and the memset must not become part of
-// the graph.
+// The memset has a stream of its own: the current one may be capturing, and the memset must not
+// become part of the graph.
 void zero_counters(const Allocation& allocation) {
   cudaStream_t stream;
   C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));

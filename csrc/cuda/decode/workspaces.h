@@ -16,8 +16,8 @@ namespace tree_attention::cuda {
 Workspace workspace_of(cudaStream_t stream, const DeviceLimits& limits,
                        const WorkspaceSize& needed);
 
-// Waits for all devices that have workspaces and zeroes the counters: after a launch that was
-// aborted.
+// Waits for all devices that have workspaces and zeroes the counters. To be called after a launch
+// that was aborted, which leaves them at any value.
 void reset_workspaces();
 
 }  // namespace tree_attention::cuda

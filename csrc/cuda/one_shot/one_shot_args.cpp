@@ -32,9 +32,10 @@ OneShotParams prepare_one_shot(const at::Tensor& o, const at::Tensor& lse,
                                const at::Tensor& host, int64_t rank, int64_t slot_bytes,
                                const at::Tensor& out_o, const at::Tensor& out_lse) {
   const int64_t world_size = buffers.numel();
-  TORCH_CHECK(1 <= world_size && world_size <= kOneShotMaxRanks, kOp, ": buffers must be of 1 to ",
-              kOneShotMaxRanks, " ranks, got ", world_size);
-  TORCH_CHECK(0 <= rank && rank < world_size, kOp, ": rank must be one of ", world_size, ", got ",
+  TORCH_CHECK(1 <= world_size && world_size <= kOneShotMaxRanks, kOp,
+              ": buffers must hold the addresses of 1 to ", kOneShotMaxRanks,
+              " buffers, one for each rank, got ", world_size);
+  TORCH_CHECK(0 <= rank && rank < world_size, kOp, ": rank must be in [0, ", world_size, "), got ",
               rank);
   TORCH_CHECK(o.scalar_type() == at::kFloat || o.scalar_type() == at::kBFloat16, kOp,
               ": o must be float32 or bfloat16, got ", dtype_name(o.scalar_type()));
@@ -51,12 +52,13 @@ OneShotParams prepare_one_shot(const at::Tensor& o, const at::Tensor& lse,
   check_alignment(o, "o");
   check_alignment(out_o, "out_o");
   const int64_t row_bytes = o.size(-1) * o.element_size();
-  TORCH_CHECK(row_bytes % kOneShotAlignment == 0, kOp, ": rows of o must be multiples of ",
-              kOneShotAlignment, " bytes, got ", row_bytes);
+  TORCH_CHECK(row_bytes % kOneShotAlignment == 0, kOp,
+              ": rows of o must have a size that is a multiple of ", kOneShotAlignment,
+              " bytes, got ", row_bytes);
   const int64_t state_bytes = one_shot_state_bytes(lse.numel(), row_bytes);
   TORCH_CHECK(slot_bytes % kOneShotAlignment == 0 && state_bytes <= slot_bytes, kOp,
-              ": a state must fit into a slot, a multiple of ", kOneShotAlignment, " bytes, got ",
-              state_bytes, " and ", slot_bytes);
+              ": slot_bytes must be a multiple of ", kOneShotAlignment, " and at least ",
+              state_bytes, ", the bytes of this state, got ", slot_bytes);
 
   OneShotParams params{};
   params.o = o.const_data_ptr();

@@ -10,13 +10,14 @@
 
 namespace tree_attention::cuda {
 
-// All but where the device finds `host`: the params point into the tensors.
+// Checks the arguments. The params point into the tensors; their `host` is still the host's
+// address, for `launch` to replace by the device's.
 OneShotParams prepare_one_shot(const at::Tensor& o, const at::Tensor& lse,
                                const at::Tensor& buffers, const at::Tensor& control,
                                const at::Tensor& host, int64_t rank, int64_t slot_bytes,
                                const at::Tensor& out_o, const at::Tensor& out_lse);
 
-// `host`: 64-bit words in host memory, an OneShotHost.
+// `host` has the 64-bit words of an OneShotHost in host memory.
 template <void (*launch)(OneShotParams&)>
 void one_shot(const at::Tensor& o, const at::Tensor& lse, const at::Tensor& buffers,
               const at::Tensor& control, const at::Tensor& host, int64_t rank, int64_t slot_bytes,
