@@ -45,7 +45,7 @@ CUDA_SOURCES = [
     "csrc/cuda/one_shot/one_shot.cu",
     "csrc/cuda/one_shot/one_shot_args.cpp",
 ]
-# The published schedules over the same inner loop, for benchmarks/bench_decode.py.
+# The published schedules over the same inner loop, for benchmarks/decode.py.
 ABLATION_SOURCES = [
     "csrc/cuda/decode/ablations.cu",
     "csrc/cuda/decode/ablations_cuda.cpp",

@@ -4,7 +4,7 @@
 python benchmarks/simulate.py --out DIR                    # the study
 python benchmarks/simulate.py --cluster metro --ranks 2 8  # a part of it
 python benchmarks/simulate.py --costs FILE --ranks-per-node 8   # what `calibrate` wrote
-python benchmarks/simulate.py --validate FILE              # rows of bench_cluster.py
+python benchmarks/simulate.py --validate FILE              # rows of emulation/clusters.py
 """
 
 import argparse
@@ -13,15 +13,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tree_attention.bench.report import print_report, write
-from tree_attention.bench.simulation import (
+if (
+    __name__ == "__main__"
+):  # started by its path: `benchmarks` is found from the root of the checkout
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks.harness.program import progress_bar
+from benchmarks.harness.report import print_report, write
+from benchmarks.simulation import (
     CLUSTERS,
     from_costs,
     study,
     validation,
     validation_report,
 )
-from tree_attention.cli.bench import progress_bar
 from tree_attention.exchange.costs import Calibration
 
 

@@ -22,4 +22,4 @@ say "One process, HuggingFace with SDPA"
 env -u OMP_NUM_THREADS "$PYTHON" "${generate[@]}" --attention sdpa --same-tokens-as "$results/tree.json"
 
 say "Tree against ring: one decoding step over two processes"
-two_processes -m tree_attention bench tree --seconds 1
+two_processes benchmarks/tree.py --seconds 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,13 @@ import torch
 import transformers
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
+if (
+    __name__ == "__main__"
+):  # started by its path: `benchmarks` is found from the root of the checkout
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks.harness.report import environment
 from tree_attention import passkey
-from tree_attention.bench.report import environment
 from tree_attention.passkey import Haystack, PasskeyPrompt, build_prompt
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -147,7 +147,7 @@ gpu_stage alone 150 "${pytest[@]}" $(files_of "${alone[@]}")
 gpu_stage ranks 120 "${pytest[@]}" $(files_of "${ranks[@]}")
 # It writes its files at its end, which should come before that of its time.
 budget=$((limit - SECONDS - 40))
-gpu_stage benchmark 180 "$PYTHON" benchmarks/bench_decode.py --device cuda \
+gpu_stage benchmark 180 "$PYTHON" benchmarks/decode.py --device cuda \
   --budget "$((budget < 130 ? budget : 130))" --out "$work/benchmark"
 find "$work/benchmark" -type f 2>/dev/null | sort | head -5 | xargs -r cp -t "$out"
 gpu_stage sanitizer 300 scripts/sanitize_cuda.sh

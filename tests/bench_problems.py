@@ -3,9 +3,9 @@
 
 import torch
 
-from tree_attention.bench.cuda.cases import Case
-from tree_attention.bench.cuda.inputs import Inputs
-from tree_attention.bench.measure import Arena
+from benchmarks.cuda.cases import Case
+from benchmarks.cuda.inputs import Inputs
+from benchmarks.harness.measure import Arena
 
 SMALL = [
     Case(heads=(4, 2), head_dim=64, lengths=(70,)),

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from tree_attention.bench.simulation import Cluster, Level, Network
-from tree_attention.bench.simulation.fabric import EVERYBODY
+from benchmarks.simulation import Cluster, Level, Network
+from benchmarks.simulation.fabric import EVERYBODY
 
 
 def one_level(**options: object) -> Network:

@@ -9,7 +9,6 @@ COMMANDS = {
     "info": "versions, backends and what is unavailable",
     "verify": "check the operators, the ranks and HuggingFace on this machine",
     "generate": "stream text from a checkpoint, its cache sharded over the ranks of torchrun",
-    "bench": "benchmarks: decode (one process), tree (the ranks of torchrun)",
     "calibrate": "measure what exchanges cost between the ranks of torchrun",
 }
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tree_attention.bench import cuda, measure, report
-from tree_attention.bench.cuda import cases as shapes
-from tree_attention.bench.cuda import (
+from benchmarks import cuda
+from benchmarks import decode as program
+from benchmarks.cuda import cases as shapes
+from benchmarks.cuda import (
     decode,
     machine,
     merge,
@@ -28,9 +29,9 @@ from tree_attention.bench.cuda import (
     targets,
     timing,
 )
-from tree_attention.bench.cuda.cases import Case
-from tree_attention.bench.cuda.rows import PROBE, best_peer, ratio
-from tree_attention.cli import bench as bench_command
+from benchmarks.cuda.cases import Case
+from benchmarks.cuda.rows import PROBE, best_peer, ratio
+from benchmarks.harness import measure, report
 
 HEADS: dict[str, Any] = {"heads": (4, 2), "head_dim": 64}
 ONE_LONG = Case(shapes.RAGGED, lengths=(8,) * 3 + (500,), layout="packed", **HEADS)
@@ -49,9 +50,9 @@ def test_without_a_gpu_it_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench_command.main(["decode", "--device", "cuda", "--quick"]) == 2
+    assert program.main(["--device", "cuda", "--quick"]) == 2
     output = capsys.readouterr().out
-    assert "bench decode --device cuda: torch finds no CUDA driver or no device" in output
+    assert "decode.py --device cuda: torch finds no CUDA driver or no device" in output
 
 
 def test_without_cuda_kernels_it_says_so(
@@ -59,10 +60,10 @@ def test_without_cuda_kernels_it_says_so(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda, "has_cuda_kernel", lambda op: False)
-    assert bench_command.main(["decode", "--device", "cuda"]) == 2
+    assert program.main(["--device", "cuda"]) == 2
     assert "the extension has no lean_decode for CUDA" in capsys.readouterr().out
     monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
-    assert bench_command.main(["decode", "--device", "cuda"]) == 2
+    assert program.main(["--device", "cuda"]) == 2
     assert "it needs triton, which is not installed" in capsys.readouterr().out
 
 
@@ -114,7 +115,7 @@ def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(cases: Sequence[decode.AnyCase], **options: Any) -> report.Report:
     with Progress(disable=True) as progress:
-        return decode.run(cases, seconds=0.1, progress=progress, **options)
+        return decode.run(cases, progress, seconds=0.1, **options)
 
 
 def test_report_is_right_and_written(cpu_as_gpu: None, tmp_path: Path) -> None:
@@ -239,8 +240,8 @@ def test_command(
     monkeypatch.setattr(decode, "quick_cases", lambda: CASES)
     if not right:
         monkeypatch.setattr(peers, "lean_decode", lambda q, *others, **options: (q * 2, q[..., 0]))
-    arguments = ["decode", "--device", "cuda", "--quick", "--only", "of 300"]
-    status = bench_command.main([*arguments, "--out", str(tmp_path)])
+    arguments = ["--device", "cuda", "--quick", "--only", "of 300"]
+    status = program.main([*arguments, "--out", str(tmp_path)])
     output = capsys.readouterr().out
     assert status == (0 if right else 1)
     assert ("WRONG results: " + CASES[3].name in output) != right

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from bench_problems import SMALL, make_inputs
-from tree_attention.bench.accuracy import Float64Check
-from tree_attention.bench.cuda import cases as shapes
-from tree_attention.bench.cuda.cases import Case
-from tree_attention.bench.cuda.inputs import UNSEEN, num_sets
+from benchmarks.cuda import cases as shapes
+from benchmarks.cuda.cases import Case
+from benchmarks.cuda.inputs import UNSEEN, num_sets
 from tree_attention.ops import lean_decode
+from tree_attention.reference.accuracy import Float64Check
 
 LISTS = [shapes.quick_cases, shapes.standard_cases, shapes.full_cases]
 

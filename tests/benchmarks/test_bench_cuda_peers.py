@@ -14,10 +14,10 @@ from torch.nn.attention import SDPBackend
 pytest.importorskip("triton")
 
 from bench_problems import SMALL, make_inputs
+from benchmarks.cuda import peers
+from benchmarks.cuda.cases import Case
+from benchmarks.cuda.inputs import Inputs
 from tree_attention import lean_decode
-from tree_attention.bench.cuda import peers
-from tree_attention.bench.cuda.cases import Case
-from tree_attention.bench.cuda.inputs import Inputs
 from tree_attention.reference import attention
 
 PAGES_256 = Case(heads=(4, 2), head_dim=64, lengths=(300, 500), page_size=256)

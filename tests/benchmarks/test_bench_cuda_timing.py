@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tree_attention.bench.cuda import timing
+from benchmarks.cuda import timing
 
 LAUNCH = 20e-6  # what the host needs to queue one eager call
 

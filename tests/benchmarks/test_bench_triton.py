@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tree_attention.bench.accuracy import check_against_float64
+from tree_attention.reference.accuracy import check_against_float64
 
 triton = pytest.importorskip("triton")
 ASTSource = pytest.importorskip("triton.compiler").ASTSource
 GPUTarget = pytest.importorskip("triton.backends.compiler").GPUTarget
-read_probe = pytest.importorskip("tree_attention.bench.cuda.read_probe")
-fd = pytest.importorskip("tree_attention.bench.cuda.triton_flash_decoding")
+read_probe = pytest.importorskip("benchmarks.cuda.read_probe")
+fd = pytest.importorskip("benchmarks.cuda.triton_flash_decoding")
 
 # Strides and pointers are multiples of 16 elements or bytes in every case of the benchmark.
 ALIGNED = {"q", "k", "v", "key_ranges", "page_table", "o_parts", "lse_parts", "o", "lse", "data"}

@@ -6,10 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.simulation import Fabric, Level, Network, Relay
+from benchmarks.simulation.collectives import all_gather, all_reduce, all_to_all, messages
+from benchmarks.simulation.fabric import EVERYBODY
 from simulated import one_level
-from tree_attention.bench.simulation import Fabric, Level, Network, Relay
-from tree_attention.bench.simulation.collectives import all_gather, all_reduce, all_to_all, messages
-from tree_attention.bench.simulation.fabric import EVERYBODY
 
 
 def send(fabric: Fabric, pairs: list[tuple[int, int]], num_bytes: int) -> list[float]:

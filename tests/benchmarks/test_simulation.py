@@ -10,10 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed import run_ranks
-from simulated import cluster_of, one_level
-from tree_attention import ring_decode, ring_pass_q_decode, strategies, tree_decode
-from tree_attention.bench.simulation import (
+from benchmarks.simulation import (
     CLUSTERS,
     RING,
     RING_PASS_Q,
@@ -25,8 +22,11 @@ from tree_attention.bench.simulation import (
     simulate,
     ways,
 )
-from tree_attention.bench.simulation.fabric import EVERYBODY
-from tree_attention.bench.simulation.programs import NODES_IN_PAIRS, bytes_of_formula
+from benchmarks.simulation.fabric import EVERYBODY
+from benchmarks.simulation.programs import NODES_IN_PAIRS, bytes_of_formula
+from distributed import run_ranks
+from simulated import cluster_of, one_level
+from tree_attention import ring_decode, ring_pass_q_decode, strategies, tree_decode
 from tree_attention.exchange import Communicator
 from tree_attention.exchange.costs import Costs
 from tree_attention.exchange.traffic import Case, traffic

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tree_attention.bench.simulation import (
+from benchmarks.simulation import (
     CLUSTERS,
     RING,
     Problem,

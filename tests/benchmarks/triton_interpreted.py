@@ -3,9 +3,9 @@
 
 import torch
 
-from tree_attention.bench.accuracy import check_against_float64
-from tree_attention.bench.cuda import read_probe
-from tree_attention.bench.cuda.triton_flash_decoding import flash_decoding, num_parts
+from benchmarks.cuda import read_probe
+from benchmarks.cuda.triton_flash_decoding import flash_decoding, num_parts
+from tree_attention.reference.accuracy import check_against_float64
 
 
 def check(dtype: torch.dtype, batch: int, heads: tuple[int, int], seqlen_q: int, window: int,

@@ -137,16 +137,16 @@ def test_generate_sdpa_refuses_several_processes() -> None:
 def test_generate_without_transformers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tree_attention.bench.generation", None)
-    monkeypatch.delattr(tree_attention.bench, "generation", raising=False)
+    monkeypatch.setitem(sys.modules, "tree_attention.cli.generation", None)
+    monkeypatch.delattr(tree_attention.cli, "generation", raising=False)
     assert main(["generate", "--model", "/nowhere", "--prompt", "x"]) == 2
-    assert "tree_attention.bench.generation" in squeezed(capsys)
+    assert "tree_attention.cli.generation" in squeezed(capsys)
 
 
 def test_generate_after_a_lost_rank(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tree_attention.bench import generation
+    from tree_attention.cli import generation
 
     def lost(*args: object, **kwargs: object) -> None:
         raise ExchangeError("rank 0 of 2: no answer within 30 s")

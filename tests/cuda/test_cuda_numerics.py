@@ -9,7 +9,7 @@ from torch import Tensor
 
 from helpers import NAN
 from tree_attention import lean_decode
-from tree_attention.bench.accuracy import Float64Check
+from tree_attention.reference.accuracy import Float64Check
 
 BF16 = torch.bfloat16
 DTYPES = [torch.float32, BF16, torch.float16]

@@ -22,7 +22,7 @@ case "$*" in
   *"-k cuda"*) echo "REQUIRE_CUDA is $REQUIRE_CUDA"; echo '1 failed, "2" passed'; exit 1 ;;
   *test_cuda_smoke*) echo "51 passed" ;;
   *test_cuda_graphs*) sleep "${SLEEP:-0}" ;;
-  *bench_decode*) mkdir -p "${!#}"; touch "${!#}"/{a,b,c,d,e,f}.png ;;
+  *benchmarks/decode.py*) mkdir -p "${!#}"; touch "${!#}"/{a,b,c,d,e,f}.png ;;
 esac
 """
 SANITIZER = """#!/bin/bash

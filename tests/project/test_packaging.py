@@ -156,7 +156,7 @@ def test_source_distribution_is_complete(tmp_path):
         contained = {name.partition("/")[2] for name in file.getnames()}
     needed = {
         str(path.relative_to(ROOT))
-        for folder, pattern in [("csrc", "*"), ("python", "*.py")]
+        for folder, pattern in [("csrc", "*"), ("python", "*.py"), ("benchmarks", "*.py")]
         for path in (ROOT / folder).rglob(pattern)
         if path.is_file()
     }
@@ -164,3 +164,18 @@ def test_source_distribution_is_complete(tmp_path):
     needed |= {"python/tree_attention/py.typed"}
     assert needed <= contained, needed - contained
     assert not {name for name in contained if name.endswith((".so", ".o", ".pyc"))}
+
+
+def test_benchmarks_are_not_installed(tmp_path):
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", tmp_path],
+        cwd=ROOT,
+        env=os.environ | {"USE_CUDA": "0"},
+        check=True,
+        capture_output=True,
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["tree_attention"]
+    installed = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.py")}
+    assert installed == {
+        str(path.relative_to(ROOT / "python")) for path in (ROOT / "python").rglob("*.py")
+    }

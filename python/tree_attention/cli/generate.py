@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace, world: World) -> int:
     if arguments.attention == "sdpa" and world.size > 1:
         raise UsageError("--attention sdpa runs in one process: start it without torchrun")
     try:
-        from ..bench import generation
+        from . import generation
     except ImportError as error:
         raise UsageError(str(error)) from error
     tokenizer, model = load(arguments.model, arguments.attention)

@@ -26,7 +26,7 @@ from .. import (
     strategies,
     tree_decode,
 )
-from ..bench.accuracy import Accuracy, check_against_float64, digest
+from ..reference.accuracy import Accuracy, check_against_float64, digest
 from .world import World, joined_world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The rows of the CUDA benchmark: shapes, where their keys lie, and the bytes they must move."""
+
+import math
+from dataclasses import dataclass, replace
+
+from ..harness.shapes import DTYPES, log_uniform_lengths
+
+K, M = 1 << 10, 1 << 20
+CONTEXT, HEADS, RAGGED, UNIFORM = "context", "heads", "ragged", "uniform twin"
+CAPACITY, QUERIES, WINDOW, PAGES = "capacity", "queries", "window", "pages"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. Queries are the last of each sequence and causal among themselves.
+
+    Layouts: HND `[batch, heads, slots, dim]`, NHD `[batch, slots, heads, dim]`, packed: the keys of
+    one sequence after those of the one before, `[all keys, heads, dim]`. Pages are NHD.
+    """
+
+    section: str = CONTEXT
+    dtype: str = "bf16"
+    heads: tuple[int, int] = (32, 8)  # query, key/value
+    head_dim: int = 128
+    lengths: tuple[int, ...] = (K,)  # keys of each sequence of the batch
+    seqlen_q: int = 1
+    capacity: int = 0  # slots of each sequence; 0: the longest length
+    window: int = 0  # keys that a query sees, itself included; 0: all
+    page_size: int = 0
+    layout: str = "HND"
+    flex: bool = False  # compiling for it takes several seconds
+
+    def __post_init__(self) -> None:
+        if self.layout == "packed" and len(set(self.lengths[:-1])) > 1:
+            # One batch stride has to fit all sequences.
+            raise ValueError(f"{self.name}: packed sequences but the last must have one length")
+
+    @property
+    def name(self) -> str:
+        heads = f"{self.heads[0]}/{self.heads[1]} d{self.head_dim}"
+        parts = [f"{self.dtype} {heads} B={self.batch} {self._keys()}"]
+        parts += [f"of {thousands(self.slots)}"] if self.slots > max(self.lengths) else []
+        parts += [f"q={self.seqlen_q}"] if self.seqlen_q > 1 else []
+        parts += [f"window {thousands(self.window)}"] if self.window else []
+        parts += [f"page {self.page_size}"] if self.page_size else []
+        parts += [self.layout] if self.layout != "HND" else []
+        return " ".join(parts)
+
+    def _keys(self) -> str:
+        if not self.ragged:
+            return thousands(self.lengths[0])
+        if self.layout == "packed":
+            return f"{self.batch - 1}x{thousands(self.lengths[0])}+{thousands(self.lengths[-1])}"
+        return f"ragged {thousands(min(self.lengths))}-{thousands(max(self.lengths))}"
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def ragged(self) -> bool:
+        return len(set(self.lengths)) > 1
+
+    @property
+    def slots(self) -> int:
+        return self.capacity or max(self.lengths)
+
+    @property
+    def lengths_on_device(self) -> bool:
+        """Whether the host is not to know the lengths, as in a captured graph."""
+        return self.ragged or self.slots > max(self.lengths) or self.page_size > 0
+
+    def first_key(self, length: int) -> int:
+        """The first key of a sequence that any query sees."""
+        return max(0, length - self.seqlen_q + 1 - self.window) if self.window else 0
+
+    @property
+    def num_keys(self) -> int:
+        """Keys that a query of their sequence sees."""
+        return sum(length - self.first_key(length) for length in self.lengths)
+
+    @property
+    def key_bytes(self) -> int:
+        """Of the K or the V vectors of one key, all heads."""
+        return DTYPES[self.dtype].itemsize * self.head_dim * self.heads[1]
+
+    @property
+    def read_bytes(self) -> int:
+        """K and V that the ranges cover."""
+        return 2 * self.key_bytes * self.num_keys
+
+    @property
+    def io_bytes(self) -> int:
+        """Those of `read_bytes`, q and o: what every implementation must move once."""
+        rows = self.batch * self.heads[0] * self.seqlen_q
+        return self.read_bytes + 2 * DTYPES[self.dtype].itemsize * self.head_dim * rows
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each sequence."""
+        return -(-self.slots // self.page_size)
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Of K's or V's memory, in its own order of axes."""
+        heads, dim = self.heads[1], self.head_dim
+        if self.page_size:
+            return self.batch * self.num_pages, self.page_size, heads, dim
+        if self.layout == "packed":
+            return sum(self.lengths), heads, dim
+        if self.layout == "NHD":
+            return self.batch, self.slots, heads, dim
+        return self.batch, heads, self.slots, dim
+
+    @property
+    def set_bytes(self) -> int:
+        """Of the memory of K and V."""
+        return 2 * DTYPES[self.dtype].itemsize * math.prod(self.tensor_shape)
+
+
+def thousands(n: int) -> str:
+    """1024 as 1k, 1048576 as 1M, anything else as it is."""
+    if n >= M and n % M == 0:
+        return f"{n // M}M"
+    return f"{n // K}k" if n >= K and n % K == 0 else str(n)
+
+
+def uniform_twin(case: Case) -> Case:
+    """As many bytes as a ragged case's, in sequences of one length (rounded up by < 1 key)."""
+    length = -(-sum(case.lengths) // case.batch)
+    return replace(
+        case, section=UNIFORM, lengths=(length,) * case.batch, capacity=0, layout="NHD", flex=False
+    )
+
+
+ONE_LONG = Case(RAGGED, lengths=(K,) * 63 + (M,), layout="packed")
+LOG_UNIFORM = Case(RAGGED, lengths=log_uniform_lengths(64, 512, 64 * K), layout="NHD")
+LOG_UNIFORM_8 = Case(RAGGED, lengths=log_uniform_lengths(8, 512, 256 * K), layout="NHD", flex=True)
+LATENCY = Case(lengths=(K,))
+
+
+def quick_cases() -> list[Case]:
+    """Each target by one or two rows: below a minute on the GPU."""
+    return [
+        LATENCY,
+        Case(lengths=(16 * K,)),
+        Case(lengths=(64 * K,), flex=True),
+        Case(lengths=(M,)),
+        Case(lengths=(8 * K,) * 8),
+        Case(HEADS, heads=(8, 1), lengths=(128 * K,)),
+        Case(HEADS, head_dim=64, lengths=(64 * K,)),
+        ONE_LONG,
+        uniform_twin(ONE_LONG),
+        Case(CAPACITY, lengths=(K,) * 8, capacity=64 * K, layout="NHD"),
+        Case(QUERIES, lengths=(16 * K,) * 8, seqlen_q=4),
+        Case(QUERIES, lengths=(64 * K,), seqlen_q=16),
+        Case(WINDOW, lengths=(64 * K,) * 8, window=4 * K),
+        Case(PAGES, lengths=(16 * K,) * 8, page_size=16),
+    ]
+
+
+def standard_cases() -> list[Case]:
+    """The shapes that this library is about, those with a target of their own first."""
+    cases = quick_cases()
+    cases += [Case(lengths=(n,)) for n in (4 * K, 256 * K)]
+    cases += [Case(lengths=(n,) * 8) for n in (K, 64 * K)]
+    cases += [Case(lengths=(n,) * 32) for n in (K, 16 * K)]
+    cases += [Case(lengths=(n,) * 64) for n in (K, 8 * K, 64 * K)]
+    cases += [LOG_UNIFORM, uniform_twin(LOG_UNIFORM), LOG_UNIFORM_8, uniform_twin(LOG_UNIFORM_8)]
+    cases += [Case(CAPACITY, lengths=(4 * K,), capacity=256 * K, layout="NHD")]
+    cases += [Case(QUERIES, lengths=(16 * K,) * 8, seqlen_q=n) for n in (2, 8, 16)]
+    cases += [Case(PAGES, lengths=(16 * K,) * 8, page_size=n) for n in (1, 64, 256)]
+    cases += [Case(WINDOW, lengths=(128 * K,), window=K)]
+    for heads in ((32, 4), (32, 32), (64, 8)):
+        cases += [Case(HEADS, heads=heads, lengths=(n,)) for n in (4 * K, 64 * K)]
+    cases += [Case(HEADS, heads=(8, 1), lengths=(n,)) for n in (4 * K, M)]
+    cases += [Case(HEADS, heads=heads, lengths=(4 * K,) * 64) for heads in ((32, 4), (8, 1))]
+    cases += [Case(HEADS, heads=heads, lengths=(8 * K,) * 8) for heads in ((32, 32), (64, 8))]
+    cases += [Case(HEADS, head_dim=64, lengths=lengths) for lengths in ((K,), (8 * K,) * 64)]
+    cases += [Case(HEADS, heads=(32, 32), head_dim=64, lengths=(8 * K,) * 8)]
+    cases += [Case(HEADS, dtype=dtype, lengths=(64 * K,)) for dtype in ("fp16", "fp32")]
+    cases += [Case(HEADS, heads=(8, 1), lengths=(64 * K,) * 8, flex=True)]
+    return cases
+
+
+def full_cases() -> list[Case]:
+    """The whole product of batch, context, heads and head_dim as well: minutes."""
+    cases = standard_cases()
+    for head_dim in (128, 64):
+        for heads in ((32, 8), (32, 4), (32, 32), (64, 8), (8, 1)):
+            for batch in (1, 8, 32, 64):
+                for keys in (K, 4 * K, 16 * K, 64 * K, 256 * K, M):
+                    cases.append(Case(CONTEXT, "bf16", heads, head_dim, (keys,) * batch))
+    cases += [Case(QUERIES, lengths=(64 * K,), seqlen_q=n) for n in range(2, 17)]
+    first: dict[str, Case] = {}
+    for case in cases:
+        first.setdefault(case.name, case)
+    return list(first.values())

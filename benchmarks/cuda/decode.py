@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`decode.py --device cuda`: the operator against the GPU's other kernels and its ceilings."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from tree_attention.reference.accuracy import Float64Check
+
+from ..harness.measure import Arena
+from ..harness.report import Report, environment
+from . import cases as shapes
+from . import machine, merge, plots, targets, timing
+from .cases import Case
+from .inputs import SPARE_BYTES, Inputs, num_sets
+from .peers import OURS, implementations
+from .rows import measured_row
+from .tables import NOTES, columns, line, missing
+
+AnyCase = Case | merge.MergeCase
+
+
+def quick_cases() -> list[AnyCase]:
+    return [*shapes.quick_cases(), *merge.CASES]
+
+
+def standard_cases() -> list[AnyCase]:
+    return _with_merges(shapes.standard_cases())
+
+
+def full_cases() -> list[AnyCase]:
+    return _with_merges(shapes.full_cases())
+
+
+def _with_merges(cases: list[Case]) -> list[AnyCase]:
+    """After the quick cases, with which every list begins."""
+    first = len(shapes.quick_cases())
+    return [*cases[:first], *merge.CASES, *cases[first:]]
+
+
+def run(
+    cases: Sequence[AnyCase], progress: Progress, *, seconds: float, budget: float | None = None
+) -> Report:
+    """Times the cases; `seconds` limits the samples of one implementation in one case. A case that
+    would begin after `budget` seconds, or does not fit into memory, is left out and listed."""
+    begin = time.monotonic()
+    properties = torch.cuda.get_device_properties(0)
+    before = machine.environment()
+    room = torch.cuda.mem_get_info()[0] - SPARE_BYTES
+    skipped = []
+    fitting: list[tuple[AnyCase, int]] = []
+    for case in cases:
+        sets = num_sets(case.read_bytes, properties.L2_cache_size)
+        if sets * case.set_bytes <= room:
+            fitting.append((case, sets))
+        else:
+            skipped.append(f"{case.name}: needs {sets * case.set_bytes / 1e9:.0f} GB")
+    arena_bytes = max(sets * case.set_bytes for case, sets in fitting) if fitting else 0
+    arena = Arena(max(arena_bytes, machine.CEILING_BYTES), "cuda")
+    task = progress.add_task("decode", total=len(fitting))
+    rows: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        ceiling = machine.ceiling(arena)
+        for case, sets in fitting:
+            name = case.name
+            progress.update(task, description=name)
+            if budget is not None and time.monotonic() - begin > budget:
+                skipped.append(f"{name}: the time was up")
+                continue
+            try:
+                if isinstance(case, Case):
+                    rows.append(case_row(case, arena, sets, ceiling, seconds))
+                else:
+                    rows.append(merge.merge_row(case, arena, sets, ceiling, seconds))
+            except torch.OutOfMemoryError:
+                skipped.append(f"{name}: out of memory")
+                torch.cuda.empty_cache()
+                continue
+            except RuntimeError as error:
+                rows.append(failed_row(name, timing.reason(error)))
+                if timing.device_is_lost():
+                    skipped.append(f"everything after {name}: the device is lost")
+                    break
+            progress.console.print(line(rows[-1]), highlight=False)
+            progress.advance(task)
+    found = targets.evaluate(rows)
+    return Report(
+        name="decode_cuda",
+        title=f"lean_decode on one {properties.name}",
+        notes=[*NOTES, *missing(rows)],
+        environment=environment(
+            **before,
+            **{
+                "gpu state after": machine.state(),
+                "read ceiling": f"{ceiling.read / 1e9:.0f} GB/s",
+                "device copy": f"{ceiling.copy / 1e9:.0f} GB/s, read and written",
+                "seconds of the run": round(time.monotonic() - begin),
+            },
+        ),
+        rows=rows,
+        columns=columns(rows),
+        warnings=[f"left out: {text}" for text in skipped],
+        summary=[target.text for target in found],
+        more={"targets": [asdict(target) for target in found]},
+        draw=plots.draw,
+    )
+
+
+def case_row(
+    case: Case, arena: Arena, sets: int, ceiling: machine.Ceiling, seconds: float
+) -> dict[str, Any]:
+    inputs = Inputs(case, arena, sets)
+    calls, missing = implementations(case, inputs)
+    first = inputs.sets[0]
+    queries = sorted({*range(0, case.seqlen_q, max(1, case.seqlen_q // 4)), case.seqlen_q - 1})
+    truth = Float64Check(
+        inputs.q,
+        first.k,
+        first.v,
+        None if inputs.all_keys else inputs.key_ranges,
+        queries=queries,
+        page_table=inputs.page_table,
+    )
+    row = measured_row(
+        calls,
+        missing,
+        [kv.span[: case.read_bytes] for kv in inputs.sets],
+        judge=truth.accuracy,
+        io_bytes=case.io_bytes,
+        ceiling=ceiling,
+        seconds=seconds,
+    )
+    return {"name": case.name, "section": case.section, "case": asdict(case), **row}
+
+
+def failed_row(name: str, why: str) -> dict[str, Any]:
+    """A row that has no result of ours is wrong."""
+    return {
+        "name": name,
+        "section": "failed",
+        "times": {},
+        "eager": {},
+        "accuracy": {},
+        "unavailable": {OURS: why},
+        "wrong": True,
+    }

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A case's tensors: one q, and as many sets of K and V as it takes to find the L2 cache cold."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..harness.measure import Arena
+from ..harness.shapes import DTYPES
+from .cases import Case
+
+# Kept out of the arena: outputs, workspaces, and the float64 copies of one head of a million keys.
+SPARE_BYTES = 10 << 30
+# Of what no query may see. Finite, because kernels that multiply masked values by zero are right
+# too; so large that one of them in a sum shows.
+UNSEEN = 3e4
+
+
+def num_sets(read_bytes: int, l2_bytes: int) -> int:
+    """Sets to rotate over so that twice the L2 is read before a set is visited again.
+
+    One alone does where what a call leaves in the cache is at most 3 % of what it reads.
+    """
+    if read_bytes >= 32 * l2_bytes:
+        return 1
+    return 1 + max(1, math.ceil(2 * l2_bytes / read_bytes))
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """One set. `k` and `v` are what `lean_decode` takes; `k_memory`, `v_memory` the tensors that
+    they are views of, in the order of axes of the case's layout; `span` all bytes of both."""
+
+    k: Tensor
+    v: Tensor
+    k_memory: Tensor
+    v_memory: Tensor
+    span: Tensor
+
+
+class Inputs:
+    """All sets hold the same values."""
+
+    def __init__(self, case: Case, arena: Arena, sets: int) -> None:
+        self.case = case
+        self.device = arena.device
+        self._generator = torch.Generator(arena.device).manual_seed(0)
+        dtype = DTYPES[case.dtype]
+        # Scores with a standard deviation of 3: a few keys dominate, many still count.
+        self.q = 3.0 * self._normal(case.batch, case.heads[0], case.seqlen_q, case.head_dim)
+        self.q = self.q.to(dtype)
+        self.page_table = self._page_table() if case.page_size else None
+        self.sets = []
+        for i in range(sets):
+            span = arena.view(i, (case.set_bytes,), torch.uint8)
+            k_memory, v_memory = (
+                half.view(dtype).view(case.tensor_shape) for half in span.chunk(2)
+            )
+            k, v = self._heads_first(k_memory), self._heads_first(v_memory)
+            self.sets.append(KeyValues(k, v, k_memory, v_memory, span))
+        first = self.sets[0]
+        first.k_memory.normal_(generator=self._generator)
+        first.v_memory.normal_(generator=self._generator)
+        self._cover_unseen(first)
+        for other in self.sets[1:]:
+            other.span.copy_(first.span)
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device=self.device)
+
+    def _page_table(self) -> Tensor:
+        """Pages in random order."""
+        case = self.case
+        pages = torch.randperm(
+            case.batch * case.num_pages, generator=self._generator, device=self.device
+        )
+        return pages.int().view(case.batch, case.num_pages)
+
+    def _heads_first(self, memory: Tensor) -> Tensor:
+        """The view `[batch or pages, heads, slots, dim]`."""
+        case = self.case
+        if case.layout == "packed":
+            heads, dim = memory.shape[1:]
+            step = heads * dim
+            # Sequences overlap beyond their ranges: each begins where the one before ends.
+            return memory.as_strided(
+                (case.batch, heads, case.slots, dim), (case.lengths[0] * step, dim, step, 1)
+            )
+        return memory.transpose(1, 2) if case.layout == "NHD" or case.page_size else memory
+
+    def _cover_unseen(self, kv: KeyValues) -> None:
+        case = self.case
+        if case.layout == "packed":
+            return  # what lies beyond a sequence is another sequence
+        for b, length in enumerate(case.lengths):
+            # Far beyond the end nothing is written: filling it would take longer than the row.
+            for begin, end in ((0, case.first_key(length)), (length, length + 4096)):
+                for x in (kv.k, kv.v):
+                    if self.page_table is None:
+                        x[b, :, begin:end] = UNSEEN
+                    else:
+                        end = min(end, case.num_pages * case.page_size)
+                        slots = torch.arange(begin, end, device=self.device)
+                        pages = self.page_table[b, slots // case.page_size].long()
+                        x[pages, :, slots % case.page_size] = UNSEEN
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        return torch.tensor(self.case.lengths, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def key_ranges(self) -> Tensor:
+        """Of every query, also where they are all keys."""
+        case = self.case
+        ends = torch.tensor(case.lengths)[:, None] - torch.arange(case.seqlen_q - 1, -1, -1)
+        begins = (ends - case.window).clamp(min=0) if case.window else torch.zeros_like(ends)
+        return torch.stack([begins, ends], dim=-1).int().to(self.device)
+
+    @cached_property
+    def all_keys(self) -> bool:
+        """Whether every query sees every slot."""
+        case = self.case
+        return case.seqlen_q == 1 and not case.lengths_on_device and not case.window

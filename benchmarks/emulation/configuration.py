@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One configuration of an emulated cluster: links, calibration and what its ranks report."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tree_attention import lean_decode
+from tree_attention.exchange.costs import COSTS_VARIABLE, Calibration
+
+from ..harness.machine import softirq_seconds
+from ..harness.measure import Load
+from ..harness.program import add_out, finish
+from ..harness.report import Report, environment, write
+from .fake_attention import DTYPE, HEAD_DIM, NUM_HEADS, NUM_HEADS_KV
+from .hosts import Cluster, exit_on_sigterm
+from .network import unsupported
+from .probe import probe, spread
+from .wiring import LINKS
+
+CALIBRATION_SECONDS = 0.1  # for each operation and size
+
+
+def run(
+    link: str, world_size: int, program: Sequence[str], specification: dict[str, Any]
+) -> dict[str, Any]:
+    """What the ranks of a configuration report, as "results", and what it is like.
+
+    `tree_attention calibrate` runs there first, and every rank goes by what it measured. `program`
+    is a module, and its options, that is given the files of its specification and for rank 0's
+    results.
+    """
+    wiring = LINKS[link]
+    with tempfile.TemporaryDirectory() as folder:
+        spec, out, costs = (Path(folder) / f"{name}.json" for name in ("spec", "out", "costs"))
+        spec.write_text(json.dumps(specification))
+        variables = {"OMP_NUM_THREADS": "1"}
+        before, packets = os.times(), softirq_seconds()
+        with Load() as load, Cluster(wiring, world_size) as cluster:
+            near_and_far = {wiring.link(0, other): other for other in (1, world_size - 1)}
+            probes = [probe(cluster, 0, other) for other in near_and_far.values()]
+            command = [sys.executable, "-m", "tree_attention", "calibrate"]
+            command += ["--seconds", str(CALIBRATION_SECONDS), "--out", str(costs)]
+            _run(cluster, command, variables, quiet=True)
+            variables[COSTS_VARIABLE] = str(costs)
+            _run(cluster, [sys.executable, "-m", *program, str(spec), str(out)], variables)
+        after = os.times()
+        results = json.loads(out.read_text())
+        constants = json.loads(costs.read_text())
+    constants.pop("samples", None)
+    # Of the relay and the ranks, all of which have ended, and of the kernel for their packets.
+    ours = sum(after[2:4]) - sum(before[2:4]) + softirq_seconds() - packets
+    share = ours / (os.cpu_count() or 1) / (after.elapsed - before.elapsed)
+    return {
+        "results": results,
+        "costs": constants,
+        "links": [
+            {
+                "link": str(wiring.link(*p.hosts)),
+                "round_trip_ms": [1e3 * t for t in spread(p.rtts)],
+                "gbit_per_second": [rate / 1e9 for rate in spread(p.rates)],
+            }
+            for p in probes
+        ],
+        "other_load": None if load.busy is None else max(0.0, load.busy - share),
+        "seconds": after.elapsed - before.elapsed,
+        "environment": environment(),
+    }
+
+
+def run_cases(
+    link: str, world_size: int, cases: Sequence[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
+    """Decoding steps: the configuration, with a row for each case."""
+    spec = {"cases": cases, "seconds": seconds}
+    part = run(link, world_size, ["benchmarks.emulation.rank"], spec)
+    results = zip(cases, part.pop("results"), strict=True)
+    return {"rows": [row_of(link, world_size, case, ways) for case, ways in results], **part}
+
+
+def row_of(
+    link: str, world_size: int, case: dict[str, Any], ways: dict[str, Any]
+) -> dict[str, Any]:
+    for way in ways.values():
+        way["p10"], way["median"], way["p90"] = spread(way["seconds"])
+    return {
+        "name": f"{link} p={world_size} B={case['batch']} n={case['keys']}",
+        "link": link,
+        "world_size": world_size,
+        **{name: case[name] for name in ("batch", "keys", "seconds_per_key")},
+        "ways": ways,
+        "wrong": not all(way["right"] for way in ways.values()),
+    }
+
+
+def load_costs(content: dict[str, Any] | None) -> Calibration | None:
+    """From what `run` keeps of a calibration."""
+    if content is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "costs.json"
+        path.write_text(json.dumps(content))
+        return Calibration.load(path)
+
+
+def load_parts(path: Path) -> dict[str, Any]:
+    """What earlier runs measured, by configuration; nothing where there is no file."""
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text())
+    parts = {name: {**part, "rows": []} for name, part in content["configurations"].items()}
+    for row in content["rows"]:
+        if row.get("only_predicted"):
+            continue
+        parts[f"{row['link']}/{row['world_size']}"]["rows"].append(row)
+    return parts
+
+
+def without_rows(parts: dict[str, Any]) -> dict[str, Any]:
+    """What the JSON file has of the configurations beside its rows."""
+    return {
+        name: {key: value for key, value in part.items() if key != "rows"}
+        for name, part in parts.items()
+    }
+
+
+@functools.cache
+def attention_seconds_per_key(keys: int = 8192) -> float:
+    """Of one sequence on one thread, keys and values from memory."""
+    torch.set_num_threads(1)
+    q = torch.randn(1, NUM_HEADS, 1, HEAD_DIM).to(DTYPE)
+    k, v = torch.randn(2, 1, NUM_HEADS_KV, keys, HEAD_DIM).to(DTYPE)
+    times = []
+    for _ in range(15):
+        begin = time.perf_counter()
+        lean_decode(q, k, v)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) / keys
+
+
+def _run(
+    cluster: Cluster, command: Sequence[str], variables: dict[str, str], quiet: bool = False
+) -> None:
+    status = cluster.run(command, variables, quiet=quiet)
+    if status:
+        raise SystemExit(f"{' '.join(command)}: a rank ended with status {status}")
+
+
+def configurations(links: Sequence[str], worlds: Sequence[int]) -> list[str]:
+    return [f"{link}/{world}" for link in links for world in worlds]
+
+
+def parser_of(program: str, report: str, names: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.emulation.{program}")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="LINK/RANKS")
+    add_out(parser, report)
+    return parser
+
+
+def measure(
+    report: str,
+    names: Sequence[str],
+    parsed: argparse.Namespace,
+    run: Callable[[str, int], dict[str, Any]],
+    report_of: Callable[[dict[str, Any]], Report],
+    width: int = 180,
+) -> int:
+    """`run(link, world_size)` for every configuration asked for; the exit status.
+
+    `report_of` makes a report of those that are known, by name, in the order of `names`.
+    """
+    if (why := unsupported()) is not None:
+        print(why, file=sys.stderr)
+        return 2
+    exit_on_sigterm()
+    measured = {} if parsed.out is None else load_parts(parsed.out / f"{report}.json")
+    for name in parsed.only:
+        link, world = name.split("/")
+        measured[name] = run(link, int(world))
+        print(f"{name}: {measured[name]['seconds']:.0f} s", file=sys.stderr, flush=True)
+        whole = report_of({name: measured[name] for name in names if name in measured})
+        if parsed.out is not None:  # after each, as the whole takes long
+            write(whole, parsed.out)
+    return finish(whole, None, width)

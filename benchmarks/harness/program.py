@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the programs share: options, the choice of cases, a progress bar, the report's way out."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tree_attention.cli.world import World
+
+from .report import Report, print_report, write
+from .shapes import Named
+
+AnyCase = TypeVar("AnyCase", bound=Named)
+CaseList = Callable[[], Sequence[AnyCase]]
+
+
+def parser_of_cases(description: str) -> argparse.ArgumentParser:
+    """The options of a program that times a list of cases."""
+    parser = argparse.ArgumentParser(description=description)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="a few tiny cases, to try it")
+    size.add_argument("--full", action="store_true", help="every case: minutes")
+    parser.add_argument("--only", metavar="TEXT", help="cases whose name contains TEXT")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="timed seconds per case (default 2)"
+    )
+    add_out(parser)
+    return parser
+
+
+def add_out(parser: argparse.ArgumentParser, name: str = "NAME") -> None:
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"write {name}.json, .md and .png there"
+    )
+
+
+def run_cases(
+    parsed: argparse.Namespace,
+    world: World,
+    lists: tuple[CaseList[AnyCase], CaseList[AnyCase], CaseList[AnyCase]],
+    run: Callable[[Sequence[AnyCase], Progress], Report],
+) -> int:
+    """Runs the cases that the options ask for, of those for --quick, by default and for --full.
+
+    Collective where the world has several ranks; returns the exit status.
+    """
+    quick, standard, full = lists
+    cases = (quick if parsed.quick else full if parsed.full else standard)()
+    if parsed.only:
+        chosen = [case for case in cases if parsed.only in case.name]
+        if not chosen:
+            if world.root:
+                console = console_of()
+                console.print(f"No case contains {parsed.only!r}. The cases are:", style="red")
+                console.print("\n".join(case.name for case in cases), highlight=False)
+            return 2
+        cases = chosen
+    with progress_bar(world.root) as progress:
+        report = run(cases, progress)
+    return finish(report, parsed.out) if world.root else int(bool(report.wrong))
+
+
+def finish(report: Report, out: Path | None, width: int = 180) -> int:
+    """Prints the report, writes its files to `out` and returns the exit status: 1 if it is wrong.
+
+    `width`: of the table in columns of text, where no terminal limits it.
+    """
+    console = console_of(width)
+    print_report(console, report)
+    if out is not None:
+        console.print("Written: " + ", ".join(map(str, write(report, out))), highlight=False)
+    if report.wrong:
+        console.print(f"WRONG results: {', '.join(report.wrong)}", style="bold red")
+    return 1 if report.wrong else 0
+
+
+def console_of(width: int = 180) -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=width)
+
+
+def progress_bar(root: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<36}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True, quiet=not root),
+        transient=True,
+    )

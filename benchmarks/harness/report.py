@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A benchmark's result as a terminal table, JSON, Markdown and a picture, with its environment."""
+
+import datetime
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from tree_attention import __version__, _loader
+from tree_attention.cli.info import cpu_name
+
+ROOT = Path(__file__).parents[2]
+MEASURED = ("csrc", "python", "setup.py", "benchmarks")  # what a result depends on
+
+
+@dataclass
+class Column:
+    """One column of the tables: its heading (with the unit) and the row's value as text."""
+
+    heading: str
+    values: list[str]
+
+
+@dataclass
+class Report:
+    """What a benchmark hands over; `rows` are plain JSON values, `columns` what people read."""
+
+    name: str
+    title: str
+    notes: Sequence[str]  # what is inside the timed region, formulas, conditions
+    environment: dict[str, Any]
+    rows: list[dict[str, Any]]
+    columns: list[Column]
+    warnings: list[str] = field(default_factory=list)
+    summary: list[str] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)  # further entries of the JSON file
+    draw: "Callable[[Report, Path], None] | None" = None  # None: every time as a bar
+
+    @property
+    def wrong(self) -> list[str]:
+        """Names of the rows whose result was wrong."""
+        return [row["name"] for row in self.rows if row["wrong"]]
+
+
+def environment(**more: Any) -> dict[str, Any]:
+    """Everything needed to read a number later: code, versions, machine, command."""
+    return {
+        "command": shlex.join(["python", *_command()]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "tree_attention": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "compiler": _loader.load().build_info()["compiler"],
+        "cpu": cpu_name(),
+        "instruction set": _loader.load().cpu_instruction_set(),
+        "threads": torch.get_num_threads(),
+        **more,
+    }
+
+
+def commit() -> str:
+    """The checkout's commit, marked when measured files differ."""
+    try:
+        head = _git("rev-parse", "--short=10", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED)
+    except (OSError, subprocess.CalledProcessError):
+        return "not a checkout"
+    return f"{head} with uncommitted changes" if changed else head
+
+
+def print_report(console: Console, report: Report) -> None:
+    table = Table(title=report.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    name, *others = report.columns
+    table.add_column(name.heading)
+    for column in others:
+        table.add_column(column.heading.replace(" ", "\n", 1), justify="right", no_wrap=True)
+    for values in zip(*(column.values for column in report.columns), strict=True):
+        table.add_row(*values, style="bold red" if "WRONG" in values else "")
+    console.print(table)
+    for note in report.notes:
+        console.print(note, style="dim", highlight=False, markup=False)
+    for warning in report.warnings:
+        console.print(f"Warning: {warning}", style="yellow", markup=False)
+    for sentence in report.summary:
+        console.print(sentence, highlight=False, markup=False)
+
+
+def write(report: Report, directory: Path) -> list[Path]:
+    """Writes NAME.json, NAME.md and NAME.png; returns their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / f"{report.name}{suffix}" for suffix in (".json", ".md", ".png")]
+    content = {
+        "environment": report.environment,
+        "warnings": report.warnings,
+        "notes": list(report.notes),
+        **report.more,
+        "rows": report.rows,
+    }
+    paths[0].write_text(json.dumps(content, indent=1) + "\n")
+    paths[1].write_text(markdown(report))
+    (report.draw or _draw)(report, paths[2])
+    return paths
+
+
+def markdown(report: Report) -> str:
+    lines = [f"# {report.title}", "", "```"]
+    lines += [f"{name}: {value}" for name, value in report.environment.items()]
+    lines += ["```", ""]
+    lines += ["| " + " | ".join(column.heading for column in report.columns) + " |"]
+    lines += ["|" + "|".join([" --- "] + [" ---: "] * (len(report.columns) - 1)) + "|"]
+    for values in zip(*(column.values for column in report.columns), strict=True):
+        lines += ["| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"]
+    lines += [""] + [f"- {note}" for note in report.notes]
+    lines += [f"- **Warning:** {warning}" for warning in report.warnings]
+    lines += [f"- {sentence}" for sentence in report.summary]
+    return "\n".join(lines) + "\n"
+
+
+def _draw(report: Report, path: Path) -> None:
+    """Median and p10 to p90 of every implementation in every row, on a logarithmic axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(name for row in report.rows for name in row["times"]))
+    height = 0.8 / len(names)
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.16 * (len(names) + 1) * len(report.rows)))
+    for position, name in enumerate(names):
+        rows = [
+            (i, row["times"][name]) for i, row in enumerate(report.rows) if name in row["times"]
+        ]
+        medians = [times["median_us"] for _, times in rows]
+        spread = [
+            [times["median_us"] - times["p10_us"] for _, times in rows],
+            [times["p90_us"] - times["median_us"] for _, times in rows],
+        ]
+        axes.barh(
+            [i + (position - (len(names) - 1) / 2) * height for i, _ in rows],
+            medians,
+            height,
+            xerr=spread,
+            error_kw={"elinewidth": 0.6, "alpha": 0.6},
+            label=name,
+        )
+    axes.set_yticks(range(len(report.rows)), [row["name"] for row in report.rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("microseconds, median and p10 to p90")
+    axes.set_title(f"{report.title}\n{report.environment['cpu']}", fontsize=10, loc="left")
+    axes.legend(fontsize=8)
+    axes.grid(axis="x", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _command() -> list[str]:
+    """The command line as a user would type it in the checkout."""
+    program = Path(sys.argv[0]).absolute()
+    shown = program.relative_to(ROOT) if program.is_relative_to(ROOT) else Path(program.name)
+    return [str(shown), *sys.argv[1:]]

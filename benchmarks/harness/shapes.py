@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the lists of cases are made of."""
+
+from typing import Protocol
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Named(Protocol):
+    """A case, by the name that its row has."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def log_uniform_lengths(batch: int, low: int, high: int, seed: int = 0) -> tuple[int, ...]:
+    """Lengths whose logarithms are uniform: a few long sequences beside many short ones."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.rand(batch, generator=generator, dtype=torch.float64)
+    return tuple(int(low * (high / low) ** e) for e in exponents.tolist())

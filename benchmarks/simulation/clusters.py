@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Named clusters: constants of links, libraries and processors, and where they come from.
+
+A hop, a step or a latency is that of one small message that waits for the one before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tree_attention.exchange.costs import Costs
+from tree_attention.exchange.topology import Topology
+
+from .fabric import EVERYBODY, Level, Network
+
+_US, _GB = 1e-6, 1e9
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks on nodes, their networks and what their processors can do."""
+
+    name: str
+    source: str
+    ranks_per_node: int
+    # What the library may choose from, by itself, for a message's size.
+    networks: tuple[Network, ...]
+    exchange: float  # seconds per call of ours
+    local_operation: float  # seconds per kernel or copy
+    local_bandwidth: float  # bytes per second of merges and copies
+    key_bandwidth: float  # bytes per second of attention
+    # Of an emulated cluster, whose ranks share them; None: they are the rank's own.
+    processors: int | None = None
+
+    def topology(self, world_size: int) -> Topology:
+        return Topology(tuple(rank // self.ranks_per_node for rank in range(world_size)))
+
+
+def _nccl(
+    inside: tuple[float, float, float, float],
+    between: tuple[float, float, float, float],
+    bandwidths: tuple[float, float, float, float],
+    ranks_per_port: int = 1,
+) -> tuple[Network, ...]:
+    """NCCL's ring and tree by its protocols LL and Simple.
+
+    Args:
+        inside, between: microseconds per hop of (LL ring, LL tree, Simple ring, Simple tree).
+        bandwidths: GB/s of (LL, Simple) inside a node and of (LL, Simple) between nodes.
+        ranks_per_port: ranks of a node that share a NIC.
+    """
+    networks = []
+    bases = (6.6, 6.8, 8.4, 8.4)
+    for i, name in enumerate(("LL ring", "LL tree", "Simple ring", "Simple tree")):
+        near, far = bandwidths[i // 2], bandwidths[2 + i // 2]
+        levels = (
+            Level(8, inside[i] * _US, near * _GB, 0.3 * _US),
+            Level(EVERYBODY, between[i] * _US, far * _GB, 0.3 * _US, ranks_per_port),
+        )
+        base = bases[i] * _US  # messages are a kernel, too
+        networks.append(Network(name, levels, call=base, round=base, tree="tree" in name))
+    return tuple(networks)
+
+
+def _gloo(*levels: Level) -> tuple[Network, ...]:
+    # One thread, two chunks per step; a call's cost is that of torch's and Gloo's queues.
+    gloo = Network("gloo", levels, 60 * _US, asks_first=True, chunks=2, gathers_directly=True)
+    return (gloo,)
+
+
+_MESSAGE = 15 * _US  # of a processor, per message over Gloo's TCP
+
+
+def _hosts(name: str, source: str, *levels: Level, ranks_per_node: int = 1) -> Cluster:
+    return Cluster(
+        name, source, ranks_per_node, _gloo(*levels), 50 * _US, 5 * _US, 5 * _GB, 10 * _GB
+    )
+
+
+_NCCL_SOURCE = "NCCL 2.30.7 tuning.cc (base and hop of LL and Simple, LL's caps of bandwidth)"
+_LAN = Level(EVERYBODY, 1e-4, 1.25 * _GB, _MESSAGE)
+_METRO = Level(EVERYBODY, 1e-3, 0.125 * _GB, _MESSAGE)
+
+CLUSTERS = {
+    cluster.name: cluster
+    for cluster in (
+        Cluster(
+            "dgx_h100",
+            f"nodes of 8 H100 (NVLink 4, a NDR 400 NIC per GPU): {_NCCL_SOURCE}, nccl-tests 290; "
+            "3.35 TB/s of device memory (data sheet)",
+            8,
+            _nccl((0.6, 0.6, 3.4, 4.0), (3.7, 5.0, 15.0, 14.0), (141, 360, 20.4, 46)),
+            exchange=5 * _US,
+            local_operation=3 * _US,
+            local_bandwidth=2000 * _GB,
+            key_bandwidth=3350 * _GB,
+        ),
+        Cluster(
+            "pcie_4090",
+            f"nodes of 8 RTX 4090 on PCIe 4 x16, one NDR 400 NIC per node: {_NCCL_SOURCE}; 24 GB/s "
+            "per slot and one NIC are assumptions; 1.0 TB/s of device memory (data sheet)",
+            8,
+            _nccl((1.0, 1.0, 5.7, 4.0), (3.7, 5.0, 15.0, 14.0), (12, 24, 20.4, 46), 8),
+            exchange=5 * _US,
+            local_operation=3 * _US,
+            local_bandwidth=700 * _GB,
+            key_bandwidth=1000 * _GB,
+        ),
+        _hosts("lan", "0.1 ms and 10 Gb/s between hosts by definition; Gloo measured", _LAN),
+        _hosts("metro", "1 ms and 1 Gb/s between hosts by definition; Gloo measured", _METRO),
+        _hosts(
+            "two-level",
+            "lan in nodes of 4 ranks, metro between nodes, for every rank; Gloo measured",
+            replace(_LAN, ranks=4),
+            _METRO,
+            ranks_per_node=4,
+        ),
+        _hosts(
+            "three-level",
+            "4 ranks on a host (loopback, 45 us and 1 GB/s), 8 hosts on a 10 Gb/s LAN whose NIC "
+            "they share, sites of 32 ranks on one 1 Gb/s metro link each; Gloo measured",
+            Level(4, 45 * _US, 1.0 * _GB, _MESSAGE),
+            Level(32, 1e-4, 1.25 * _GB, _MESSAGE, ranks_per_port=4),
+            Level(EVERYBODY, 1e-3, 0.125 * _GB, _MESSAGE, ranks_per_port=32),
+            ranks_per_node=4,
+        ),
+    )
+}
+
+
+def from_costs(
+    name: str, costs: Costs, ranks_per_node: int, key_bandwidth: float, backend: str = "gloo"
+) -> Cluster:
+    """A cluster with the constants of a `calibrate` file, which were fitted to trips over links."""
+
+    def level(ranks: int, step: float, per_byte: float) -> Level:
+        bandwidth = 1 / per_byte if per_byte else float("inf")
+        return Level(ranks, step, bandwidth, costs.messages)
+
+    between = level(EVERYBODY, costs.steps_between, costs.bytes_between)
+    inside = level(ranks_per_node, costs.steps_inside, costs.bytes_inside)
+    levels = (inside, between) if ranks_per_node > 1 else (between,)
+    if backend == "nccl":
+        network = Network(name, levels, call=costs.collectives, round=costs.collectives)
+    else:
+        network = Network(
+            name, levels, call=costs.collectives, asks_first=True, gathers_directly=True
+        )
+    return Cluster(
+        name,
+        f"calibration {costs.digest}",
+        ranks_per_node,
+        (network,),
+        costs.exchanges,
+        costs.local_operations,
+        1 / costs.local_bytes if costs.local_bytes else float("inf"),
+        key_bandwidth,
+    )

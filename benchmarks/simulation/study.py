@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Trees against rings by context and by ranks: what is simulated, and the reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.progress import Progress
+
+from tree_attention.exchange.strategies import STRATEGIES, strategies
+
+from ..harness.report import Column, Report, environment
+from . import pictures
+from .clusters import Cluster
+from .headlines import TITLE, headline_columns, memory_sentences, published_sentences, sentences
+from .memory import peak_bytes
+from .programs import (
+    NODES_IN_PAIRS,
+    RING,
+    RING_PASS_Q,
+    Problem,
+    bytes_of_formula,
+    chunks_of,
+    simulate,
+    ways,
+)
+from .published import FIGURE_3, FIGURE_3_KEYS, comparisons
+
+HEADS = (16, 16)  # of the paper's figures
+CONTEXTS = (80_000, 320_000, 1_280_000, FIGURE_3_KEYS)  # of all ranks together
+BATCH_CONTEXTS = (80_000, FIGURE_3_KEYS)  # of each sequence of a batch
+RANKS = (*FIGURE_3, 512, 1024, 4096)
+BATCHES = (1, 16, 64)
+CANONICAL = tuple(name for name in strategies() if STRATEGIES[name].is_canonical)
+
+Case = tuple[str, int, int, int]  # cluster, ranks, keys of all ranks, batch
+
+
+def cases(clusters: Sequence[str], ranks: Sequence[int]) -> list[Case]:
+    """Contexts and batches on worlds up to the paper's, the longest context on all."""
+    result = []
+    for cluster in clusters:
+        for world_size in ranks:
+            contexts = CONTEXTS if world_size <= FIGURE_3[-1] else CONTEXTS[-1:]
+            result += [(cluster, world_size, keys, 1) for keys in contexts]
+            if world_size <= FIGURE_3[-1]:
+                result += [
+                    (cluster, world_size, keys, batch)
+                    for batch in BATCHES[1:]
+                    for keys in BATCH_CONTEXTS
+                ]
+    return result
+
+
+def run_case(case: Case, clusters: dict[str, Cluster]) -> dict[str, Any]:
+    name, world_size, keys, batch = case
+    cluster = clusters[name]
+    problem = Problem(keys // world_size, batch, HEADS)
+    topology = cluster.topology(world_size)
+    results: dict[str, dict[str, Any]] = {}
+    for way in ways():
+        run = simulate(way, problem, cluster, world_size)
+        formula = bytes_of_formula(way, problem, topology)
+        results[way] = {
+            "seconds": run.seconds,
+            "bytes_sent": int(run.bytes_sent.max()),
+            "messages_sent": int(run.messages_sent.max()),
+            "formula_bytes": formula,
+            "network": run.network,
+            "peak_memory_bytes": peak_bytes(way, problem, topology),
+        }
+    times = {way: result["seconds"] for way, result in results.items()}
+    best = min(CANONICAL, key=times.__getitem__)
+    attention = problem.kv_bytes / cluster.key_bandwidth
+    overlapped = None
+    if len(chunks_of(problem)) > 1:
+        runs = {
+            way: simulate(way, problem, cluster, world_size, overlapped=True).seconds
+            for way in CANONICAL
+        }
+        way = min(runs, key=runs.__getitem__)
+        overlapped = {"way": way, "seconds": runs[way], "chunks": len(chunks_of(problem))}
+    return {
+        "name": f"{name} p={world_size} B={batch} {keys}",
+        "cluster": name,
+        "world_size": world_size,
+        "keys": keys,
+        "batch": batch,
+        "ways": results,
+        "shard_bytes": problem.kv_bytes,
+        "nodes_in_pairs_seconds": simulate(NODES_IN_PAIRS, problem, cluster, world_size).seconds,
+        "attention_seconds": attention,
+        "overlapped": overlapped,
+        "best": best,
+        "ring_over_tree": times[RING] / times[best],
+        "pass_q_over_tree": times[RING_PASS_Q] / times[best],
+        "published_over_tree": times["three_allreduce"] / times[best],
+        # A tree all-reduce is NCCL's own affair; all else sends what the formulas say.
+        "wrong": any(
+            result["bytes_sent"] != result["formula_bytes"]
+            for result in results.values()
+            if "tree" not in result["network"]
+        ),
+    }
+
+
+def run(
+    chosen: Sequence[Case], clusters: dict[str, Cluster], progress: Progress
+) -> tuple[Report, Report, Report]:
+    """The paper's cases and larger worlds; every strategy in every case; and the memory."""
+    begin = time.perf_counter()
+    task = progress.add_task("simulate", total=len(chosen) + 1)
+    rows = []
+    for case in chosen:
+        progress.update(task, description=f"{case[0]} p={case[1]}")
+        rows.append(run_case(case, clusters))
+        progress.advance(task)
+    published = comparisons()
+    progress.advance(task)
+    names = dict.fromkeys(case[0] for case in chosen)
+    headlines = [row for row in rows if row["batch"] == 1 and row["keys"] == FIGURE_3_KEYS]
+    main = Report(
+        name="simulation",
+        title=TITLE,
+        notes=NOTES,
+        environment=environment(),
+        rows=[{k: v for k, v in row.items() if k != "ways"} for row in headlines],
+        columns=headline_columns(headlines),
+        summary=[
+            *sentences(rows),
+            *published_sentences(published),
+            *(f"{name}: {clusters[name].source}." for name in names),
+            f"Simulated in {time.perf_counter() - begin:.0f} s.",
+        ],
+        more={"published": [vars(c) | {"error": c.error} for c in published]},
+        draw=lambda report, path: pictures.draw_contexts(rows, path),
+    )
+    return main, strategies_report(rows), memory_report(rows)
+
+
+NOTES = (
+    "A row is one decoding step of one layer: cluster, ranks p, batch B, keys of all ranks "
+    "together; 16 query and key heads of 128 in bfloat16, so rings carry no more than the paper's. "
+    "Times are from the last rank's start to the last one's result, attention included.",
+    "The best tree is the fastest of the strategies that give the same bits on every rank; the "
+    "ratios are the times of the rings and of the paper's three all-reduces over its.",
+)
+
+
+def strategies_report(rows: list[dict[str, Any]]) -> Report:
+    return Report(
+        name="simulation_strategies",
+        title="Simulated decoding steps: every strategy and both rings",
+        notes=(
+            *NOTES,
+            "Overlapped: the fastest with a part's exchange while the next part computes, where "
+            "messages are long enough for parts.",
+            "Every rank's messages follow the library's own programs; bytes right compares what "
+            "the busiest rank sent with the formulas of the cost model (all-reduces by NCCL's tree "
+            "excepted).",
+        ),
+        environment=environment(),
+        rows=rows,
+        columns=columns(rows),
+        draw=lambda report, path: pictures.draw_strategies(rows, path),
+    )
+
+
+def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    def column(heading: str, text: Callable[[dict[str, Any]], str]) -> Column:
+        return Column(heading, [text(row) for row in rows])
+
+    def microseconds(way: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{1e6 * row['ways'][way]['seconds']:,.0f}"
+
+    return [
+        column("case", lambda row: row["name"]),
+        column("attention us", lambda row: f"{1e6 * row['attention_seconds']:,.0f}"),
+        *(column(f"{way} us", microseconds(way)) for way in ways()),
+        column("best", lambda row: row["best"]),
+        column("overlapped us", _overlapped_microseconds),
+        column("ring /best", lambda row: f"{row['ring_over_tree']:,.1f}"),
+        column("passing /best", lambda row: f"{row['pass_q_over_tree']:,.2f}"),
+        column("paper's /best", lambda row: f"{row['published_over_tree']:.2f}"),
+        column("bytes right", lambda row: "WRONG" if row["wrong"] else "yes"),
+    ]
+
+
+def _overlapped_microseconds(row: dict[str, Any]) -> str:
+    overlapped = row["overlapped"]
+    if overlapped is None:
+        return "-"
+    return f"{1e6 * overlapped['seconds']:,.0f} ({overlapped['way']})"
+
+
+def memory_report(rows: Sequence[dict[str, Any]]) -> Report:
+    """Of one cluster, as memory depends on none but for its nodes."""
+    cluster = rows[0]["cluster"]
+    chosen = [row for row in rows if row["cluster"] == cluster]
+
+    def column(heading: str, text: Callable[[dict[str, Any]], str]) -> Column:
+        return Column(heading, [text(row) for row in chosen])
+
+    def megabytes(way: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{1e-6 * row['ways'][way]['peak_memory_bytes']:,.2f}"
+
+    return Report(
+        name="simulation_memory",
+        title=f"Peak memory of a decoding step on a rank, nodes as of {cluster}",
+        notes=(
+            "What the library allocates in a step on the rank that needs most, with its shard: "
+            "buffers that the communicator keeps and outputs; rings receive shards into two more.",
+        ),
+        environment=environment(),
+        rows=[
+            {
+                **{k: row[k] for k in ("name", "world_size", "keys", "batch", "wrong")},
+                "ways": {way: row["ways"][way]["peak_memory_bytes"] for way in ways()},
+            }
+            for row in chosen
+        ],
+        columns=[
+            column("ranks", lambda row: str(row["world_size"])),
+            column("keys of all ranks", lambda row: f"{row['keys']:,}"),
+            column("batch", lambda row: str(row["batch"])),
+            *(column(f"{way} MB", megabytes(way)) for way in ways()),
+        ],
+        summary=memory_sentences(),
+        draw=lambda report, path: pictures.draw_memory(chosen, path),
+    )

@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Decoding with the cache split over ranks: every exchange strategy beside the ring.
+
+torchrun --nproc-per-node 2 benchmarks/tree.py
+"""
+
+import math
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+from torch import Tensor
+
+if (
+    __name__ == "__main__"
+):  # started by its path: `benchmarks` is found from the root of the checkout
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks.harness.measure import (
+    MAX_ROUNDS,
+    MIN_ROUNDS,
+    Arena,
+    Load,
+    Samples,
+    load_warnings,
+    peak_memory_of,
+    pin_threads,
+    time_in_step,
+)
+from benchmarks.harness.program import parser_of_cases, run_cases
+from benchmarks.harness.ranks import (
+    available_strategies,
+    choice_of,
+    chosen_by_auto,
+    hosts_of,
+    links_of,
+    round_trips,
+)
+from benchmarks.harness.report import Column, Report, environment
+from benchmarks.harness.shapes import DTYPES
+from tree_attention import BlockCyclic, lean_decode, ring_decode, tree_decode
+from tree_attention.cli.world import joined_world
+from tree_attention.exchange import Communicator, Topology
+from tree_attention.exchange.chunks import Chunks
+from tree_attention.exchange.state import Message
+from tree_attention.exchange.traffic import Case as Exchanged
+from tree_attention.exchange.traffic import traffic
+from tree_attention.reference.accuracy import check_against_float64, digest
+from tree_attention.ring import MANIFEST_BYTES
+
+AUTO, RING, LOCAL = "auto", "ring", "local attention only"
+# Where a call can be exchanged part by part, beside what auto does by itself.
+OVERLAP = {"auto, overlapped": True, "auto, one exchange": False}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One query token per sequence over `length` keys, spread block-cyclically over the ranks."""
+
+    length: int
+    batch: int = 1
+    dtype: str = "bf16"
+    heads: tuple[int, int] = (32, 8)
+    head_dim: int = 128
+
+    @property
+    def name(self) -> str:
+        heads = f"{self.heads[0]}/{self.heads[1]}"
+        return f"{self.dtype} {heads} d{self.head_dim} B={self.batch} {self.length}"
+
+    def kv_shape(self, num_keys: int) -> tuple[int, int, int, int]:
+        return self.batch, self.heads[1], num_keys, self.head_dim
+
+    def kv_bytes(self, num_keys: int) -> int:
+        return 2 * DTYPES[self.dtype].itemsize * math.prod(self.kv_shape(num_keys))
+
+
+def quick_cases() -> list[Case]:
+    return [Case(300, dtype="fp32", heads=(4, 2), head_dim=32), Case(65, 3, "bf16", (2, 1), 64)]
+
+
+def standard_cases() -> list[Case]:
+    return [Case(4096), Case(16384), Case(65536), Case(16384, batch=4), Case(8192, batch=16)]
+
+
+def full_cases() -> list[Case]:
+    more = [Case(262144), Case(16384, dtype="fp32"), Case(16384, dtype="fp16")]
+    return standard_cases() + more + [Case(65536, heads=(8, 1)), Case(16384, head_dim=64)]
+
+
+def predicted_bytes(case: Case, way: str, comm: Communicator) -> int:
+    """Bytes that a rank sends per call in one exchange, of the ranks the one that sends most.
+
+    Every strategy by its `traffic`; the ring passes on every shard but the next rank's.
+    """
+    if way == RING:
+        # The smallest.
+        next_shard = BlockCyclic(comm.world_size).count(comm.world_size - 1, case.length)
+        return case.kv_bytes(case.length - next_shard)
+    if comm.world_size == 1:
+        return 0
+    exchange = exchanged(case, comm.topology)
+    return traffic(chosen_by_auto(comm, exchange) if way == AUTO else way, exchange).bytes_sent
+
+
+def is_divisible(case: Case) -> bool:
+    """Whether a step may be exchanged part by part."""
+    message = Message((case.batch, case.heads[0], 1), case.head_dim, torch.float32)
+    return len(Chunks.of(message, case.heads[1])) > 1
+
+
+def exchanged(case: Case, topology: Topology) -> Exchanged:
+    """What a step of the case sends among the ranks."""
+    message = Message((case.batch, case.heads[0], 1), case.head_dim, torch.float32)
+    return Exchanged(topology, message, DTYPES[case.dtype])
+
+
+class Ranks:
+    """The world, or this process alone."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        if dist.is_initialized():
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_root(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, where alone it is called."""
+        box = [make() if self.rank == 0 else None]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]  # type: ignore[return-value]
+
+
+def fill(case: Case, layout: BlockCyclic, rank: int, k: Tensor, v: Tensor) -> None:
+    """The keys and values of `rank`: from a seed of its own, so that any rank can make them."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    assert k.shape == case.kv_shape(layout.count(rank, case.length))
+    k.normal_(generator=generator)
+    v.normal_(generator=generator)
+
+
+def decode_set(
+    decode: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    sets: Sequence[tuple[Tensor, Tensor]],
+    index: int,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    return decode(q, *sets[index], **options)
+
+
+def run_case(case: Case, arena: Arena, seconds: float, ranks: Ranks) -> dict[str, Any]:
+    """Times one case on all ranks; the row is the same on every rank."""
+    layout, dtype = BlockCyclic(ranks.size), DTYPES[case.dtype]
+    num_keys = layout.count(ranks.rank, case.length)
+    shape = case.kv_shape(num_keys)
+    num_sets = Arena.num_sets(case.kv_bytes(case.length))
+    sets = [
+        (arena.view(2 * i, shape, dtype), arena.view(2 * i + 1, shape, dtype))
+        for i in range(num_sets)
+    ]
+    fill(case, layout, ranks.rank, *sets[0])
+    for k, v in sets[1:]:
+        k.copy_(sets[0][0])
+        v.copy_(sets[0][1])
+    generator = torch.Generator().manual_seed(0)
+    q = 3.0 * torch.randn(case.batch, case.heads[0], 1, case.head_dim, generator=generator)
+    q = q.to(dtype)
+
+    options: dict[str, dict[str, Any]] = {
+        way: {"strategy": way} for way in (*available_strategies(Communicator()), AUTO)
+    }
+    if ranks.size > 1 and is_divisible(case):
+        options |= {way: {"overlap": overlap} for way, overlap in OVERLAP.items()}
+    # One communicator for each: changing the strategy would compare signatures again.
+    comms = {way: Communicator() for way in (*options, RING)}
+    functions: dict[str, Callable[[int], tuple[Tensor, Tensor]]] = {
+        way: partial(decode_set, tree_decode, q, sets, group=comms[way], **options[way])
+        for way in options
+    }
+    functions[RING] = partial(decode_set, ring_decode, q, sets, group=comms[RING])
+
+    peaks = {name: peak_memory_of(partial(f, 0)) for name, f in functions.items()}
+    begin = time.perf_counter()
+    bytes_sent = {}
+    for name, function in functions.items():
+        before = comms[name].bytes_sent
+        function(0)
+        bytes_sent[name] = comms[name].bytes_sent - before
+    a_round = time.perf_counter() - begin
+    rounds = ranks.from_root(lambda: min(max(int(seconds / a_round), MIN_ROUNDS), MAX_ROUNDS))
+    with Load() as load:
+        # Every call ends with an exchange, which keeps the ranks in step without a barrier.
+        samples = time_in_step(functions, num_sets=num_sets, rounds=rounds)
+    local = {LOCAL: partial(decode_set, lean_decode, q, sets)}
+    samples |= time_in_step(local, num_sets=num_sets, rounds=rounds)
+
+    def verify() -> dict[str, dict[str, float]]:
+        # All keys on this rank, in the order of their owners: attention does not mind the order.
+        k_all = torch.empty(case.kv_shape(case.length), dtype=dtype)
+        v_all = torch.empty_like(k_all)
+        begin = 0
+        for rank in range(ranks.size):
+            count = layout.count(rank, case.length)
+            part = [torch.empty(case.kv_shape(count), dtype=dtype) for _ in range(2)]
+            fill(case, layout, rank, part[0], part[1])
+            k_all[:, :, begin : begin + count] = part[0]
+            v_all[:, :, begin : begin + count] = part[1]
+            begin += count
+        accuracies = {
+            name: check_against_float64(q, k_all, v_all, None, *samples[name].result)
+            for name in functions
+        }
+        return {name: asdict(a) | {"right": a.right} for name, a in accuracies.items()}
+
+    accuracy = ranks.from_root(verify)
+    digests = ranks.gather({name: digest(samples[name].result) for name in functions})
+    agree = {name: len({d[name] for d in digests}) == 1 for name in functions}
+    slowest = {name: slowest_rank(ranks, sample) for name, sample in samples.items()}
+    return {
+        "name": case.name,
+        "case": asdict(case),
+        "world_size": ranks.size,
+        "times": {name: sample.to_json() for name, sample in slowest.items()},
+        "bytes_per_rank": {name: max(ranks.gather(n)) for name, n in bytes_sent.items()},
+        "predicted_bytes": {
+            name: predicted_bytes(case, name, comms[AUTO])
+            for name in functions
+            if name not in OVERLAP and (name != AUTO or not is_divisible(case))
+        },
+        "peak_memory": {name: most(ranks.gather(peak)) for name, peak in peaks.items()},
+        "accuracy": accuracy,
+        "ranks_agree": agree,
+        "auto": choice_of(comms[AUTO], exchanged(case, comms[AUTO].topology))
+        if ranks.size > 1
+        else None,
+        "other_load": others_share(ranks, load),
+        "wrong": not all(agree[name] and accuracy[name]["right"] for name in functions),
+    }
+
+
+def slowest_rank(ranks: Ranks, samples: Samples) -> Samples:
+    """For each call the time of the rank that took longest."""
+    return Samples([max(times) for times in zip(*ranks.gather(samples.seconds), strict=True)])
+
+
+def others_share(ranks: Ranks, load: Load) -> float | None:
+    """CPU time that went to none of the ranks; None when they are on several machines."""
+    loads = ranks.gather((platform.node(), load.busy, load.own))
+    owns = [own for _, _, own in loads if own is not None]
+    if len({node for node, _, _ in loads}) > 1 or load.busy is None or len(owns) < len(loads):
+        return None
+    return max(0.0, load.busy - sum(owns))
+
+
+def most(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return max(known) if known else None
+
+
+def run(cases: Sequence[Case], progress: Progress, *, seconds: float, local_rank: int) -> Report:
+    ranks = Ranks()
+    cpus = pin_threads(first=local_rank * torch.get_num_threads())
+    layout = BlockCyclic(ranks.size)
+    arena = Arena(
+        max(
+            case.kv_bytes(layout.count(ranks.rank, case.length))
+            * Arena.num_sets(case.kv_bytes(case.length))
+            for case in cases
+        )
+    )
+    task = progress.add_task("tree", total=len(cases))
+    rows = []
+    with torch.inference_mode():
+        for case in cases:
+            progress.update(task, description=case.name)
+            rows.append(run_case(case, arena, seconds, ranks))
+            progress.advance(task)
+    summary = [world_of(ranks)] if ranks.size > 1 else []
+    summary += [f"{row['name']}: {row['auto']}" for row in rows if row["auto"]]
+    summary += [overlap_of(row) for row in rows if set(OVERLAP) <= set(row["times"])]
+    pinned = ranks.gather(cpus)
+    header = environment(
+        **{
+            "ranks": ranks.size,
+            "process group": dist.get_backend() if dist.is_initialized() else "none",
+            "pinned to CPUs, by rank": pinned if all(pinned) else "not pinned",
+        }
+    )
+    warnings = [] if all(pinned) else ["the threads could not be pinned; two may share a core"]
+    if ranks.size == 1:
+        warnings.append(
+            "one rank exchanges nothing: torchrun --nproc-per-node 2 benchmarks/tree.py"
+        )
+    return Report(
+        name=f"tree_{ranks.size}",
+        title=f"Decoding over {ranks.size} rank{'s' if ranks.size > 1 else ''}",
+        notes=NOTES,
+        environment=header,
+        rows=rows,
+        columns=columns(rows),
+        warnings=warnings + load_warnings([row["other_load"] for row in rows]),
+        summary=summary,
+    )
+
+
+def world_of(ranks: Ranks) -> str:
+    """Where the ranks are and what connects them; collective."""
+    comm = Communicator()
+    comm.agree((("call", "tree"),))  # which finds the nodes
+    links = links_of(comm.topology, round_trips(), dist.get_backend())
+    return f"{comm.topology}: {hosts_of(ranks.gather(platform.node()))}; {links}"
+
+
+def overlap_of(row: dict[str, Any]) -> str:
+    overlapped, whole = (row["times"][way]["median_us"] for way in OVERLAP)
+    return (
+        f"{row['name']}: exchanging parts while others compute is {whole / overlapped:.2f} times "
+        "as fast as one exchange"
+    )
+
+
+NOTES = (
+    "A row is named dtype, query/kv heads, head_dim, batch, keys of all ranks together, spread "
+    "block-cyclically. Each call is timed on every rank and the slowest counts; medians of "
+    "alternating calls, p10 and p90 are in the JSON file. Inputs are cold.",
+    "auto is tree_decode's default: strategy and overlap as its cost model predicts to be fastest. "
+    "auto, overlapped and auto, one exchange: only the strategy is left to it.",
+    "Bytes are what one rank sends per call, counted where they are sent. With p ranks, r = batch "
+    "* query heads and d = head_dim: all_gather (p-1) * 4r(d+1); three_allreduce "
+    "2(p-1)/p * 4r(d+2); ring K and V of every shard but the next rank's, and "
+    f"(p-1) * {MANIFEST_BYTES} for their sizes.",
+    "Peak is by how much resident memory grew on the worst rank in the first call.",
+    "error is the largest of o over all rows, relative to the row's largest magnitude, against "
+    "float64. A row is right when that is at most twice plain PyTorch's plus one rounding and all "
+    "ranks hold the same bits.",
+)
+
+
+def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    lines = [(row, name) for row in rows for name in row["times"]]
+
+    def column(heading: str, text: Callable[[dict[str, Any], str], str]) -> Column:
+        return Column(heading, [text(row, name) for row, name in lines])
+
+    def median(row: dict[str, Any], name: str) -> float:
+        return row["times"][name]["median_us"]
+
+    def check(row: dict[str, Any], name: str) -> str:
+        if name == LOCAL:
+            return "-"
+        right = row["ranks_agree"][name] and row["accuracy"][name]["right"]
+        return "yes" if right else "WRONG"
+
+    def mebibytes(count: int | None) -> str:
+        return "-" if count is None else f"{count / 2**20:.1f}"
+
+    return [
+        column("case", lambda row, name: row["name"]),
+        column("way", lambda row, name: name),
+        column("us", lambda row, name: f"{median(row, name):,.1f}"),
+        column("ring /this", lambda row, name: f"{median(row, RING) / median(row, name):.1f}"),
+        column("bytes sent", lambda row, name: f"{row['bytes_per_rank'].get(name, 0):,}"),
+        column("peak MiB", lambda row, name: mebibytes(row["peak_memory"].get(name))),
+        column(
+            "error",
+            lambda row, name: "-" if name == LOCAL else f"{row['accuracy'][name]['o_error']:.1e}",
+        ),
+        column("right", check),
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    parsed = parser_of_cases(
+        "Times decoding over the ranks of torchrun, every strategy and the ring, and checks it."
+    ).parse_args(arguments)
+    with joined_world() as world:
+        run_on_ranks = partial(
+            run,
+            seconds=0.05 if parsed.quick else parsed.seconds,
+            local_rank=world.local_rank,
+        )
+        return run_cases(parsed, world, (quick_cases, standard_cases, full_cases), run_on_ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The error of a result against float64, and the bound that makes it right or wrong."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention import attention
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Largest errors over all rows; of `o` relative to the largest magnitude of the row."""
+
+    o_error: float
+    o_bound: float
+    lse_error: float  # relative to max(1, |lse|)
+    lse_bound: float
+
+    @property
+    def right(self) -> bool:
+        # In this form a NaN is wrong.
+        return self.o_error <= self.o_bound and self.lse_error <= self.lse_bound
+
+
+class Float64Check:
+    """The float64 result of one problem, against which any number of implementations is judged.
+
+    The bounds: of `o` twice the error of plain PyTorch in q's dtype plus one rounding of o's
+    dtype, of `lse` twice the error of plain float32 PyTorch plus four roundings. `queries` limits
+    the comparison to some of the queries; `options` are `lean_decode`'s. One sequence and so many
+    kv heads at a time that their float64 keys take at most CHUNK_BYTES (or one head does).
+    """
+
+    CHUNK_BYTES = 1 << 30
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_ranges: Tensor | None,
+        *,
+        queries: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        self._queries = list(range(q.shape[2]) if queries is None else queries)
+        truths, self._o_plain_error, self._lse_plain_error = [], 0.0, 0.0
+        for inputs, part in self._parts(q, k, v, key_ranges, options):
+            o_true, lse_true = attention(*inputs, **part)
+            _, lse_plain = attention(*inputs, **part, dtype=torch.float32)
+            o_plain, _ = attention(*inputs, **part, dtype=q.dtype)
+            self._o_plain_error = _max(self._o_plain_error, row_error(o_plain, o_true))
+            self._lse_plain_error = _max(self._lse_plain_error, _lse_error(lse_plain, lse_true))
+            truths.append((o_true, lse_true))
+        shape = (q.shape[0], q.shape[1], len(self._queries))
+        self.o_true = torch.cat([o.flatten(0, 1) for o, _ in truths]).view(*shape, -1)
+        self.lse_true = torch.cat([lse.flatten(0, 1) for _, lse in truths]).view(shape)
+
+    def _parts(
+        self, q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor | None, options: dict[str, Any]
+    ) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], dict[str, Any]]]:
+        """Arguments of `attention` for some kv heads of one sequence, in the order of the rows."""
+        paged = options.get("page_table") is not None
+        seqlen_k = options["page_table"].shape[-1] * k.shape[2] if paged else k.shape[2]
+        head_bytes = 8 * seqlen_k * max(k.shape[3], v.shape[3])
+        step = max(1, self.CHUNK_BYTES // head_bytes) if head_bytes else k.shape[1]
+        group_size = q.shape[1] // k.shape[1]
+        for b in range(q.shape[0]):
+            one = slice(b, b + 1)
+            pages = slice(None) if paged else one
+            ranges = None if key_ranges is None else key_ranges[one, self._queries]
+            for head in range(0, k.shape[1], step):
+                heads = slice(head, head + step)
+                rows = slice(head * group_size, (head + step) * group_size)
+                part = dict(options)
+                if options.get("alibi_slopes") is not None:
+                    part["alibi_slopes"] = options["alibi_slopes"][rows]
+                    part["query_positions"] = options["query_positions"][one, self._queries]
+                if paged:
+                    table = options["page_table"][one]
+                    part["page_table"] = table if table.dim() == 2 else table[:, heads]
+                q_part = q[one, rows, self._queries]
+                yield (q_part, k[pages, heads], v[pages, heads], ranges), part
+
+    def accuracy(self, o: Tensor, lse: Tensor | None = None) -> Accuracy:
+        """Without `lse`, its error counts as none."""
+        error = 0.0 if lse is None else _lse_error(lse[:, :, self._queries], self.lse_true)
+        return Accuracy(
+            row_error(o[:, :, self._queries], self.o_true),
+            2 * self._o_plain_error + torch.finfo(o.dtype).eps,
+            error,
+            2 * self._lse_plain_error + 4 * torch.finfo(torch.float32).eps,
+        )
+
+
+def check_against_float64(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_ranges: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    queries: Sequence[int] | None = None,
+    **options: Any,
+) -> Accuracy:
+    """Compares `o` and `lse` with `reference.attention` in float64: see `Float64Check`."""
+    return Float64Check(q, k, v, key_ranges, queries=queries, **options).accuracy(o, lse)
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    """Of the bytes of all tensors: equal on two ranks when these hold the same bits."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def _max(a: float, b: float) -> float:
+    """max() that keeps a NaN, which Python's drops or keeps by operand order."""
+    return b if b != b or b > a else a
+
+
+def row_error(o: Tensor, o_true: Tensor) -> float:
+    """The largest error of an element relative to the largest magnitude of its row."""
+    largest = o_true.abs().amax(-1).clamp(min=torch.finfo(torch.float64).tiny)
+    return ((o.double() - o_true).abs().amax(-1) / largest).max().item()
+
+
+def _lse_error(lse: Tensor, lse_true: Tensor) -> float:
+    same = lse.double() == lse_true  # also two empty rows, whose difference would be NaN
+    error = (lse.double() - lse_true).abs() / lse_true.abs().clamp(min=1.0)
+    return torch.where(same, 0.0, error).max().item()

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""decode.py: its problems, its bytes, and that a wrong result cannot pass."""
+
+import json
+import math
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from benchmarks import decode
+from benchmarks.harness import measure, report
+from tree_attention import lean_decode
+from tree_attention.cli.world import World
+from tree_attention.reference.accuracy import check_against_float64
+
+
+@pytest.mark.parametrize("wrong", ["value", "nan", "lse", "none"])
+def test_wrong_results_are_wrong(wrong: str) -> None:
+    q, k, v = torch.randn(2, 4, 3, 32), torch.randn(2, 2, 50, 32), torch.randn(2, 2, 50, 32)
+    o, lse = lean_decode(q, k, v)
+    if wrong == "value":
+        o[1, 2, 1, 7] += 1e-3
+    if wrong == "nan":
+        o[1, 3, 2, 31] = math.nan
+    if wrong == "lse":
+        lse[0, 1, 1] += 1e-3
+    assert check_against_float64(q, k, v, None, o, lse).right == (wrong == "none")
+    # The altered elements belong to queries 1 and 2.
+    assert check_against_float64(q, k, v, None, o, lse, queries=[0]).right
+
+
+def test_case_counts_bytes_and_operations() -> None:
+    case = decode.Case(heads=(4, 2), head_dim=8, lengths=(3, 5), seqlen_q=2)
+    kv = (3 + 5) * 2 * 8 * 2
+    rows = 2 * 4 * 2
+    assert case.io_bytes == 2 * (kv + 2 * rows * 8)
+    visible = (2 + 3) + (4 + 5)
+    assert case.operations == 2 * 2 * 8 * 4 * visible
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        decode.Case("fp32", (4, 2), 32, (70,)),
+        decode.Case("fp32", (4, 2), 32, (70, 70), seqlen_q=5),
+        decode.Case("fp32", (4, 1), 32, (1, 40, 70)),
+        decode.Case("fp32", (2, 2), 32, (64,), seqlen_q=64),
+    ],
+    ids=lambda case: case.name,
+)
+def test_sdpa_is_given_the_same_problem(case: decode.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A baseline with another mask would be another problem, and perhaps a quicker one."""
+    monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 10)
+    set_bytes = decode.kv_set_bytes(case)
+    arena = measure.Arena(set_bytes * measure.Arena.num_sets(set_bytes))
+    inputs = decode.Inputs(case, arena)
+    o, _ = lean_decode(inputs.q, *inputs.sets[-1], inputs.key_ranges)
+    assert o.isfinite().all()
+    torch.testing.assert_close(decode.sdpa(case, inputs)(0), o, rtol=1e-4, atol=1e-5)
+
+
+def test_probe_reads_what_is_visible() -> None:
+    case = decode.Case("fp32", (4, 2), 8, (3, 9))
+    k, v = torch.zeros(2, *case.kv_shape).unbind()
+    k[0, :, 3:] = v[0, :, 3:] = 1
+    pieces = decode.visible(case, k, v)
+    assert all(x.is_contiguous() and not x.any() for x in pieces)
+    assert sum(x.numel() for x in pieces) == 2 * 2 * (3 + 9) * 8
+
+
+def test_sdpa_refuses_ragged_lengths_of_several_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 10)
+    case = decode.Case("fp32", (2, 1), 32, (3, 9), seqlen_q=2)
+    inputs = decode.Inputs(case, measure.Arena(1 << 20))
+    with pytest.raises(ValueError, match="ragged lengths are compared with one query only"):
+        decode.sdpa(case, inputs)
+
+
+@pytest.mark.parametrize("cases", [decode.quick_cases, decode.standard_cases, decode.full_cases])
+def test_case_names_are_unique(cases) -> None:
+    names = [case.name for case in cases()]
+    assert len(set(names)) == len(names)
+
+
+def run_quick(monkeypatch: pytest.MonkeyPatch) -> report.Report:
+    # Without this the inputs rotate over more memory than a test should take.
+    monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(decode, "pin_threads", list)
+    with Progress(disable=True) as progress:
+        return decode.run(decode.quick_cases(), progress, seconds=0.0)
+
+
+def test_decode_report_is_right_and_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    result = run_quick(monkeypatch)
+    assert not result.wrong
+    paths = report.write(result, tmp_path)
+    assert [path.name for path in paths] == ["decode.json", "decode.md", "decode.png"]
+    content = json.loads(paths[0].read_text())
+    assert {"commit", "torch", "cpu", "threads", "command"} <= set(content["environment"])
+    assert len(content["rows"]) == len(decode.quick_cases())
+    for row, case in zip(content["rows"], decode.quick_cases(), strict=True):
+        assert row["name"] == case.name
+        assert row["times"]["lean_decode"]["p10_us"] <= row["times"]["lean_decode"]["median_us"]
+        assert row["name"] in paths[1].read_text()
+    assert paths[2].read_bytes()[:4] == b"\x89PNG"
+    assert any("pinned" in warning for warning in content["warnings"])
+
+
+def test_decode_with_a_wrong_operator_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def off_by_one_key(q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor | None = None):
+        return lean_decode(q, k[:, :, 1:], v[:, :, 1:], key_ranges)
+
+    monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(decode, "pin_threads", list)
+    monkeypatch.setattr(decode, "lean_decode", off_by_one_key)
+    assert decode.main(["--quick", "--only", "fp32"]) == 1
+    output = capsys.readouterr().out
+    assert "WRONG results: fp32 4/2 d64 B=1 1024 q=3" in output
+
+
+def test_only_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert decode.main(["--quick", "--only", "int8"]) == 2
+    output = capsys.readouterr().out
+    assert "No case contains 'int8'" in output
+    assert decode.quick_cases()[0].name in output
+
+
+def test_decode_refuses_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(decode, "joined_world", lambda: nullcontext(World(size=2)))
+    assert decode.main(["--quick"]) == 2
+    assert "decode.py runs in one process" in capsys.readouterr().out

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""memory.py: what it counts is what the formulas say."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import memory
+from benchmarks.harness.report import write
+from benchmarks.memory import RING, RING_PASS_Q, TREE, WAYS
+from distributed import run_ranks
+
+KEYS = 4096
+SHARD = KEYS * 4096
+
+
+def measured(rank: int, world_size: int) -> list[dict[str, Any]]:
+    with torch.inference_mode():
+        return memory.measure([KEYS])
+
+
+def test_formulas_are_what_ranks_allocate(tmp_path: Path) -> None:
+    (row,) = run_ranks(measured, 3)[0]
+    assert list(row["ways"]) == list(WAYS) and row["keys"] == KEYS
+    for name, way in row["ways"].items():
+        excess = way["allocated"] - memory.formula(name, 3, KEYS)
+        # Manifests of the ring, and buffers of the tiny call that tests the communicator.
+        assert way["right"] and 0 <= excess < 10_000, name
+    assert row["ways"][RING]["allocated"] // SHARD == 2
+    assert row["ways"][TREE]["allocated"] < SHARD / 50
+    report = memory.report_of([row])
+    assert not report.wrong
+    write(report, tmp_path)
+    assert "| p=3 n=4096 | tree |" in (tmp_path / "memory.md").read_text()
+    row["ways"][RING_PASS_Q]["right"] = False
+    assert memory.report_of([row]).wrong == ["p=3 n=4096"]
+
+
+def test_contexts_fit_memory() -> None:
+    # Two ranks need two shards each, three need three.
+    room = 2 * (2 * SHARD + memory.PROCESS_BYTES)
+    assert memory.fitting(2, [KEYS, 2 * KEYS], room) == [KEYS]
+    assert memory.fitting(3, [KEYS], room) == []
+
+
+def test_known_result() -> None:
+    o, lse = torch.full((1, 2, 1, 8), 1.5).bfloat16(), torch.full((1, 2, 1), 20.0).log()
+    assert memory.is_right(o, lse, 2, 10)
+    assert not memory.is_right(o, lse, 2, 11)
+    assert not memory.is_right(o * 1.1, lse, 2, 10)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""tree.py: bytes of every strategy, the choice that is told, and wrong ranks."""
+
+from pathlib import Path
+
+import pytest
+from rich.progress import Progress
+from torch import Tensor
+
+from benchmarks import tree
+from benchmarks.harness import measure, ranks, report
+from distributed import run_ranks
+from tree_attention import ring_decode
+from tree_attention.exchange import Communicator, Topology
+from tree_attention.exchange.costs import COSTS_VARIABLE, Costs
+from tree_attention.ring import MANIFEST_BYTES
+
+
+def tree_report(rank: int, world_size: int) -> report.Report:
+    measure.last_level_cache_bytes = lambda: 1 << 16  # in a process of its own
+    tree.pin_threads = lambda first: []
+    with Progress(disable=True) as progress:
+        return tree.run(tree.quick_cases(), progress, seconds=0.0, local_rank=rank)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_tree_report_counts_the_bytes_of_its_formulas(world_size: int, tmp_path: Path) -> None:
+    reports = run_ranks(tree_report, world_size, fresh=True)
+    rows = reports[0].rows
+    for other in reports[1:]:
+        assert [row["times"] for row in other.rows] == [row["times"] for row in rows]
+    assert not reports[0].wrong
+    for row in rows:
+        assert all(row["ranks_agree"].values())
+        manifests = MANIFEST_BYTES * (world_size - 1)
+        assert {"all_gather", "max_then_sum", tree.AUTO, tree.RING} <= set(row["bytes_per_rank"])
+        for way, count in row["bytes_per_rank"].items():
+            predicted = row["predicted_bytes"][way] + (manifests if way == tree.RING else 0)
+            assert abs(count - predicted) <= 2, way  # an all-reduce may not divide evenly
+    report.write(reports[0], tmp_path)
+    assert (tmp_path / f"tree_{world_size}.png").exists()
+    where, *choices = reports[0].summary
+    assert where.startswith(f"1 node of {world_size} ranks: ranks 0 to {world_size - 1} on ")
+    assert "a byte from rank 0 and back: to ranks in its node" in where
+    assert len(choices) == len(rows)
+    for row, choice in zip(rows, choices, strict=True):
+        assert choice.startswith(f"{row['name']}: auto takes ")
+
+
+def test_hosts_and_links_are_told_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ranks.hosts_of(["a", "a", "b", "c", "c"]) == "ranks 0 to 1 on a, 2 on b, 3 to 4 on c"
+    assert ranks.hosts_of(["a"]) == "rank 0 on a"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    far = ranks.links_of(Topology.of("abc"), [0.002, 0.004], "gloo")
+    assert far == (
+        "gloo over the device gloo found; a byte from rank 0 and back: "
+        "to ranks in other nodes 3.00 ms (2.00 to 4.00)"
+    )
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "net0")
+    both = ranks.links_of(Topology.of("aab"), [0.001, 0.002], "gloo")
+    assert both.startswith("gloo over device net0 (GLOO_SOCKET_IFNAME); ")
+    assert "in its node 1.00 ms (1.00 to 1.00), to ranks in other nodes 2.00 ms" in both
+
+
+def choice(rank: int, world_size: int, costs: Costs | None) -> str:
+    comm = Communicator(nodes="abc"[:world_size], costs=costs)
+    ranks.available_strategies(comm)
+    return ranks.choice_of(comm, tree.exchanged(tree.Case(10), comm.topology))
+
+
+def test_the_choice_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(COSTS_VARIABLE, raising=False)
+    costs = Costs(
+        *[0.0] * 5, steps_between=1e-3, bytes_between=0.0, local_operations=0, local_bytes=0
+    )
+    texts = run_ranks(choice, 3, costs)
+    assert len(set(texts)) == 1
+    # A question and its answer; two_phase asks for both phases at once.
+    assert texts[0].startswith(
+        "auto takes all_gather for 16,512 bytes over 3 nodes of 1 rank: predicted us all_gather "
+        "2,000, "
+    )
+    assert ", two_phase 3,000, " in texts[0] and "(constants: shipped ones; " in texts[0]
+
+
+def overlapped_report(rank: int, world_size: int) -> report.Report:
+    measure.last_level_cache_bytes = lambda: 1 << 16
+    tree.pin_threads = lambda first: []
+    cases = [tree.Case(64, batch=16)]
+    with Progress(disable=True) as progress:
+        return tree.run(cases, progress, seconds=0.0, local_rank=rank)
+
+
+def test_large_batches_are_also_exchanged_in_parts() -> None:
+    result = run_ranks(overlapped_report, 2, fresh=True)[0]
+    (row,) = result.rows
+    assert set(tree.OVERLAP) < set(row["times"]) and not result.wrong
+    for way in tree.OVERLAP:
+        assert row["bytes_per_rank"][way] == row["bytes_per_rank"]["auto"]
+        assert way not in row["predicted_bytes"]
+    assert f"{row['name']}: exchanging parts while others compute is " in result.summary[-1]
+
+
+def tree_with_a_wrong_rank(rank: int, world_size: int) -> list[str]:
+    measure.last_level_cache_bytes = lambda: 1 << 16
+    tree.pin_threads = lambda first: []
+    if rank == 1:
+
+        def loses_a_bit(*inputs: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+            o, lse = ring_decode(*inputs, **options)
+            return o, lse + 1e-6
+
+        tree.ring_decode = loses_a_bit
+    with Progress(disable=True) as progress:
+        cases = tree.quick_cases()[:1]
+        return tree.run(cases, progress, seconds=0.0, local_rank=rank).wrong
+
+
+def test_tree_report_is_wrong_when_ranks_differ() -> None:
+    name = tree.quick_cases()[0].name
+    assert run_ranks(tree_with_a_wrong_rank, 2, fresh=True) == [[name], [name]]
+
+
+def test_tree_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(tree, "pin_threads", lambda first: [])
+    with Progress(disable=True) as progress:
+        result = tree.run(tree.quick_cases(), progress, seconds=0.0, local_rank=0)
+    assert not result.wrong
+    assert all(not any(row["bytes_per_rank"].values()) for row in result.rows)
+    assert any("torchrun" in warning for warning in result.warnings)
