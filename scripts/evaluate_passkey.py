@@ -28,7 +28,7 @@ if (
 ):  # started by its path: `benchmarks` is found from the root of the checkout
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks.harness.report import environment
+from benchmarks.harness.report import environment, json_text
 from tree_attention import passkey
 from tree_attention.passkey import Haystack, PasskeyPrompt, build_prompt
 
@@ -206,7 +206,7 @@ def main() -> None:
         }
         if args.training_log:
             report["training"] = training_summary(args.training_log)
-        (args.model / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n")
+        (args.model / "evaluation.json").write_text(json_text(report))
         draw(rows, args.model / "evaluation.png")
         write_card(args.model / "README.md", rows)
     missed = [

@@ -7,7 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,10 +108,25 @@ def write(report: Report, directory: Path) -> list[Path]:
         **report.more,
         "rows": report.rows,
     }
-    paths[0].write_text(json.dumps(content, indent=1) + "\n")
+    paths[0].write_text(json_text(content))
     paths[1].write_text(markdown(report))
     (report.draw or _draw)(report, paths[2])
     return paths
+
+
+def json_text(content: Mapping[str, Any]) -> str:
+    """JSON with a line for each row: for each element of the lists and objects of `content`."""
+    entries = []
+    for key, value in content.items():
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+        elif isinstance(value, dict) and value:
+            lines = (f"{json.dumps(name)}: {json.dumps(item)}" for name, item in value.items())
+            text = "{\n" + ",\n".join(lines) + "\n}"
+        else:
+            text = json.dumps(value)
+        entries.append(f"{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
 def markdown(report: Report) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The harness of the benchmarks: what is timed, probed and counted."""
 
+import json
 import os
 import threading
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness import measure
+from benchmarks.harness import measure, report
 
 
 def test_samples_percentiles() -> None:
@@ -149,3 +150,22 @@ def test_load_is_warned_about_only_when_it_matters() -> None:
     assert measure.load_warnings([None, 0.0, 0.01]) == []
     (warning,) = measure.load_warnings([0.25, None])
     assert "other processes took up to 25 % of the CPU time" in warning
+
+
+def test_json_has_a_line_for_each_row() -> None:
+    content = {
+        "environment": {"cpu": "a, b", "threads": 2},
+        "warnings": [],
+        "seconds": 1.5,
+        "rows": [{"name": "x", "times": {"ours": [1, 2]}}, {"name": "y"}],
+    }
+    text = report.json_text(content)
+    assert json.loads(text) == content
+    lines = text.splitlines()
+    assert lines[lines.index('"rows": [') + 1 :] == [
+        '{"name": "x", "times": {"ours": [1, 2]}},',
+        '{"name": "y"}',
+        "]",
+        "}",
+    ]
+    assert '"cpu": "a, b",' in lines and '"warnings": [],' in lines
