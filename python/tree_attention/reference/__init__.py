@@ -5,6 +5,7 @@ They are the truth of the tests and the text of the documentation, and make no u
 extension:
 
 - `attention`, `merge`, `merge_states`: the local operator and the combination of partial states.
+- `tree_attention.reference.accuracy`: the error of a result against them, and its bound.
 - `tree_attention.reference.energy`: attention as the gradient of an energy.
 - `tree_attention.reference.tree`: Tree Attention's Algorithms 1, 2 and 3 over a list of shards.
 """

@@ -14,28 +14,32 @@ from .attention import attention
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Largest errors over all rows; of `o` relative to the largest magnitude of the row."""
+    """The largest errors of a result over all its rows, and the bounds they must not exceed."""
 
-    o_error: float
+    o_error: float  # of an element, relative to the largest magnitude of its row
     o_bound: float
     lse_error: float  # relative to max(1, |lse|)
     lse_bound: float
 
     @property
     def right(self) -> bool:
-        # In this form a NaN is wrong.
+        # A NaN error makes both comparisons false, and so the result wrong.
         return self.o_error <= self.o_bound and self.lse_error <= self.lse_bound
 
 
 class Float64Check:
     """The float64 result of one problem, against which any number of implementations is judged.
 
-    The bounds: of `o` twice the error of plain PyTorch in q's dtype plus one rounding of o's
-    dtype, of `lse` twice the error of plain float32 PyTorch plus four roundings. `queries` limits
-    the comparison to some of the queries; `options` are `lean_decode`'s. One sequence and so many
-    kv heads at a time that their float64 keys take at most CHUNK_BYTES (or one head does).
+    The bound of `o` is twice the error of plain PyTorch in q's dtype plus one rounding to o's
+    dtype; the bound of `lse` is twice the error of plain float32 PyTorch plus four roundings.
+
+    Args:
+        queries: indices of the queries that are compared; None: all.
+        options: keyword arguments of `lean_decode`.
     """
 
+    # The reference is computed for so many kv heads of one sequence at a time that their float64
+    # keys take at most so many bytes, or for one head if its keys alone take more.
     CHUNK_BYTES = 1 << 30
 
     def __init__(
@@ -88,7 +92,7 @@ class Float64Check:
                 yield (q_part, k[pages, heads], v[pages, heads], ranges), part
 
     def accuracy(self, o: Tensor, lse: Tensor | None = None) -> Accuracy:
-        """Without `lse`, its error counts as none."""
+        """The errors of a result; the error of `lse` counts as 0 where none is given."""
         error = 0.0 if lse is None else _lse_error(lse[:, :, self._queries], self.lse_true)
         return Accuracy(
             row_error(o[:, :, self._queries], self.o_true),
@@ -109,12 +113,12 @@ def check_against_float64(
     queries: Sequence[int] | None = None,
     **options: Any,
 ) -> Accuracy:
-    """Compares `o` and `lse` with `reference.attention` in float64: see `Float64Check`."""
+    """The errors of `o` and `lse` against `reference.attention` in float64, see `Float64Check`."""
     return Float64Check(q, k, v, key_ranges, queries=queries, **options).accuracy(o, lse)
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
-    """Of the bytes of all tensors: equal on two ranks when these hold the same bits."""
+    """The SHA-256 digest of the bytes of all tensors, for ranks to compare their results' bits."""
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
