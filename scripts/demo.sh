@@ -6,20 +6,14 @@
 # which must say the same tokens, and tree decoding against ring decoding.
 source "$(dirname "$0")/setup"
 
-results=$(mktemp -d)
-trap 'rm -rf "$results"' EXIT
-generate=(-m tree_attention generate --model examples/passkey-llama --passkey --tokens 8000)
 # Each rank takes its share of the cores whatever this says; unset, torchrun warns.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 two_processes() {
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 "$@"
 }
 
-say "Two processes, each with half of the cache"
-two_processes "${generate[@]}" --json "$results/tree.json"
-
-say "One process, HuggingFace with SDPA"
-env -u OMP_NUM_THREADS "$PYTHON" "${generate[@]}" --attention sdpa --same-tokens-as "$results/tree.json"
+say "Two processes, each with half of the cache, find a number hidden in a long prompt"
+two_processes examples/passkey-llama/ask.py --tokens 8000
 
 say "Tree against ring: one decoding step over two processes"
 two_processes benchmarks/tree.py --seconds 1

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 import tree_attention
 from distributed import run_ranks
@@ -101,8 +100,7 @@ def test_generate_compares_tokens_with_another_run(
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "x" * 600], "600 tokens and 9 are to follow, but the model has 512 positio"),
         (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
-        (["--prompt", "x", "--same-tokens-as", "/no.json"], "/no.json is no file that --json wr"),
-        (["--passkey"], r"--passkey: no \*.txt files with prose in"),
+        (["--prompt", "x", "--same-tokens-as", "/no.json"], "/no.json is not a file that --json"),
     ],
 )
 def test_generate_says_what_to_put_right(
@@ -137,10 +135,11 @@ def test_generate_sdpa_refuses_several_processes() -> None:
 def test_generate_without_transformers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tree_attention.cli.generation", None)
-    monkeypatch.delattr(tree_attention.cli, "generation", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "tree_attention.hf", raising=False)
+    monkeypatch.delattr(tree_attention, "hf", raising=False)
     assert main(["generate", "--model", "/nowhere", "--prompt", "x"]) == 2
-    assert "tree_attention.cli.generation" in squeezed(capsys)
+    assert "needs transformers >= 5.5: pip install 'tree-attention[hf]'" in squeezed(capsys)
 
 
 def test_generate_after_a_lost_rank(
@@ -157,22 +156,11 @@ def test_generate_after_a_lost_rank(
     assert "no answer within 30 s" in error and "start all ranks again" in error
 
 
-@pytest.mark.parametrize(
-    ("completion", "words"),
-    [(" 48213.", "found."), (" 48214.", "the model did not find it."), ("", "the model did not")],
-)
-def test_passkey_verdict(completion: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    prompt = generate.Prompt([1], "text", key="48213")
-    arguments = argparse.Namespace(same_tokens_as=None)
-    assert generate.verdict(arguments, prompt, completion, [5], Console()) == 0
-    assert f"The hidden key is 48213: {words}" in capsys.readouterr().out
-
-
-def test_prompt_excerpt_shows_the_key() -> None:
-    prompt = generate.Prompt([1], "a\nb " * 500, "48213", " The pass key is 48213.")
-    assert prompt.excerpt().startswith("a b a b")
-    assert "[...] The pass key is 48213. [...]" in prompt.excerpt()
-    assert generate.Prompt([1], "short\ntext").excerpt() == "short text"
+def test_a_long_prompt_is_shown_by_its_beginning_and_its_end() -> None:
+    shown = generate.excerpt("Begin\nhere " + "a\nb " * 500 + "end there")
+    assert shown.startswith("Begin here a b") and shown.endswith("a b end there")
+    assert " [...] " in shown and len(shown) < 240
+    assert generate.excerpt("short\ntext") == "short text"
 
 
 def test_generate_under_torchrun(checkpoint: Path, tmp_path: Path) -> None:

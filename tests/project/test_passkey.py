@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The passkey prompts, the committed checkpoint and the scripts that made it."""
+"""The passkey example: its prompts, its checkpoint and the programs that made and ask it."""
 
 import argparse
 import json
+import os
 import random
 import re
 import struct
 import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -16,8 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tree_attention import passkey
-from tree_attention.passkey import Haystack, build_prompt
+import evaluate_passkey
+import passkey
+import passkey_text
+import train_passkey
+from passkey import Haystack, build_prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "examples" / "passkey-llama"
@@ -31,11 +36,6 @@ def model():
         CHECKPOINT, local_files_only=True, attn_implementation="sdpa"
     )
     return loaded.eval()
-
-
-@pytest.fixture
-def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
 
 
 # ---- prompts
@@ -165,9 +165,7 @@ def test_checkpoint_answers_held_out_prompts(model):
     assert right >= 11
 
 
-def test_committed_evaluation_reaches_the_targets(scripts):
-    import evaluate_passkey
-
+def test_committed_evaluation_reaches_the_targets():
     report = json.loads((CHECKPOINT / "evaluation.json").read_text())
     rows = {(row["tokens"], row["distractors"]): row for row in report["rows"]}
     assert min(rows[2000, 0]["right_at_depth"]) >= 0.95 * rows[2000, 0]["prompts_per_depth"]
@@ -177,12 +175,10 @@ def test_committed_evaluation_reaches_the_targets(scripts):
     assert evaluate_passkey.table(report["rows"]) in (CHECKPOINT / "README.md").read_text()
 
 
-# ---- the scripts
+# ---- the programs
 
 
-def test_exact_answers_are_those_of_greedy_decoding(model, scripts):
-    import evaluate_passkey
-
+def test_exact_answers_are_those_of_greedy_decoding(model):
     prompts = [build_prompt(HAYSTACK, 600, depth=seed / 3, seed=seed) for seed in range(4)]
     wrong = passkey.PasskeyPrompt(prompts[0].text, prompts[0].input_ids, "mill", "98765", 0.0)
     ids = torch.tensor([prompt.input_ids for prompt in prompts])
@@ -195,9 +191,7 @@ def test_exact_answers_are_those_of_greedy_decoding(model, scripts):
     assert exact == [*greedy, False]
 
 
-def test_interrupted_training_goes_on_exactly(scripts, monkeypatch, tmp_path):
-    import train_passkey
-
+def test_interrupted_training_goes_on_exactly(monkeypatch, tmp_path):
     stages = (train_passkey.Stage(128, 2, 2), train_passkey.Stage(256, 2, 3))
     monkeypatch.setattr(train_passkey, "STAGES", stages)
     monkeypatch.setattr(train_passkey, "TOKENS_PER_STEP", 512)
@@ -240,9 +234,7 @@ def test_interrupted_training_goes_on_exactly(scripts, monkeypatch, tmp_path):
         train_passkey.train(arguments("new", True), new_model(), examples)
 
 
-def test_training_sequences_ask_every_key_and_skip_positions(scripts):
-    import train_passkey
-
+def test_training_sequences_ask_every_key_and_skip_positions():
     examples = train_passkey.Examples([HAYSTACK], seed=0)
     for step, stage in enumerate(train_passkey.STAGES):
         batch = examples.batch(step, stage)
@@ -273,9 +265,7 @@ def _r_characters(lines):
     return data
 
 
-def test_novels_are_read_from_r_objects(scripts, tmp_path):
-    import passkey_text
-
+def test_novels_are_read_from_r_objects(tmp_path):
     titles = passkey_text.TRAINING + passkey_text.HELD_OUT
     chunks = b""
     for title in [*titles, "SANDITON"]:
@@ -294,9 +284,7 @@ def test_novels_are_read_from_r_objects(scripts, tmp_path):
         passkey_text.read_novels(path)
 
 
-def test_missing_text_package_is_explained(scripts, monkeypatch, tmp_path):
-    import passkey_text
-
+def test_missing_text_package_is_explained(monkeypatch, tmp_path):
     def no_network(*args, **kwargs):
         raise subprocess.CalledProcessError(100, "apt-get")
 
@@ -304,3 +292,53 @@ def test_missing_text_package_is_explained(scripts, monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", no_network)
     with pytest.raises(SystemExit, match="comes from Debian's package r-cran-janeaustenr"):
         passkey_text.find_package(tmp_path)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ask_finds_the_key_with_the_tokens_of_transformers(world_size):
+    done = ask(world_size, CHECKPOINT / "ask.py", "--tokens", "600")
+    assert done.returncode == 0, done.stderr[-3000:]
+    prompt = build_prompt(HAYSTACK, 600)
+    assert done.stdout.count(f": {prompt.key}.") == 2
+    assert "The hidden key, and the same tokens." in done.stdout
+    assert ("2 processes, 1/2 of the cache each" in done.stdout) == (world_size == 2)
+
+
+def test_ask_fails_when_the_tokens_differ(tmp_path):
+    """A wrong sign in the attention must not pass for right."""
+    program = tmp_path / "ask_wrongly.py"
+    program.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(CHECKPOINT)!r})\n"
+        "import ask\n"
+        "import tree_attention.hf.attention as module\n"
+        "right = module.lean_decode\n"
+        "def wrong(q, k, v, ranges, **options):\n"
+        "    return right(q, k, -v, ranges, **options)\n"
+        "module.lean_decode = wrong\n"
+        "sys.exit(ask.main())\n"
+    )
+    done = ask(1, program, "--tokens", "300")
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "WRONG: the tokens differ" in done.stdout
+
+
+def test_ask_refuses_an_impossible_prompt():
+    done = ask(1, CHECKPOINT / "ask.py", "--depth", "2")
+    assert done.returncode == 2 and "depth must be from 0 to 1, got 2.0" in done.stderr
+
+
+def ask(world_size, program, *arguments):
+    command = [sys.executable]
+    if world_size > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(world_size)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, str(program), *arguments],
+        env=environment | {"COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )

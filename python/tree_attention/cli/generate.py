@@ -4,7 +4,6 @@
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,9 @@ from rich.table import Table
 from .. import ExchangeError, strategies
 from .world import World, joined_world
 
-PASSKEY_NEW_TOKENS = 12
-TEXT_NEW_TOKENS = 64
-
 
 class UsageError(Exception):
-    """What the user can put right; the message says how."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    input_ids: list[int]
-    text: str
-    key: str | None = None  # the hidden pass key
-    hint: str = ""  # the sentence that tells it
-
-    def excerpt(self) -> str:
-        """The text, or what matters of a long one, on one line."""
-        text = " ".join(self.text.split())
-        if len(text) <= 240:
-            return text
-        middle = f" [...]{self.hint} [...] " if self.hint else " [...] "
-        return text[:70] + middle + text[-90:]
+    """A mistake of the user; the message says how to put it right."""
 
 
 def main(arguments: list[str]) -> int:
@@ -49,42 +29,33 @@ def main(arguments: list[str]) -> int:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
-    prompt.add_argument(
-        "--passkey", action="store_true", help="a number hidden in prose, asked for at the end"
-    )
     parser.add_argument(
-        "--tokens", type=int, default=2000, help="length of the passkey prompt (default 2000)"
-    )
-    parser.add_argument(
-        "--depth", type=float, default=0.5, help="of the pass key, 0 to 1 (default 0.5)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the passkey prompt (default 0)")
-    parser.add_argument(
-        "--max-new-tokens",
-        type=int,
-        help=f"default {TEXT_NEW_TOKENS}, with --passkey {PASSKEY_NEW_TOKENS}",
+        "--max-new-tokens", type=int, default=64, help="tokens to generate (default 64)"
     )
     parser.add_argument(
         "--attention",
         choices=("tree_attention", "sdpa"),
         default="tree_attention",
-        help="sdpa: plain HuggingFace in one process, for comparison",
+        help="sdpa is plain HuggingFace in one process, for comparison",
     )
     parser.add_argument(
         "--strategy",
         choices=("auto", *strategies()),
         default="auto",
-        help="of the exchange between ranks (default auto)",
+        help="how the ranks exchange their partial results (default auto)",
     )
     parser.add_argument(
-        "--timeout", type=float, default=30.0, help="seconds to wait for a rank (default 30)"
+        "--timeout",
+        type=float,
+        default=30.0,
+        help="seconds to wait for another rank (default 30)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write tokens and measurements")
     parser.add_argument(
         "--same-tokens-as",
         type=Path,
         metavar="FILE",
-        help="fail unless the new tokens are those in a --json file of another run",
+        help="fail unless the new tokens equal those in the --json file of another run",
     )
     parsed = parser.parse_args(arguments)
     errors = Console(stderr=True, highlight=False)
@@ -96,7 +67,8 @@ def main(arguments: list[str]) -> int:
         return 2
     except ExchangeError as error:
         errors.print(
-            f"generate: {error}. Part of the cache is lost with a rank: start all ranks again.",
+            f"generate: {error}. A part of the cache is lost with the rank that held it: "
+            "start all ranks again.",
             style="red",
             markup=False,
         )
@@ -106,31 +78,22 @@ def main(arguments: list[str]) -> int:
 def run(arguments: argparse.Namespace, world: World) -> int:
     if arguments.attention == "sdpa" and world.size > 1:
         raise UsageError("--attention sdpa runs in one process: start it without torchrun")
-    try:
-        from . import generation
-    except ImportError as error:
-        raise UsageError(str(error)) from error
+    if arguments.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
+    text = prompt_text(arguments)
     tokenizer, model = load(arguments.model, arguments.attention)
-    prompt = make_prompt(arguments, tokenizer)
-    limit = getattr(model.config, "max_position_embeddings", None)
-    new_tokens = arguments.max_new_tokens
-    if new_tokens is None:
-        new_tokens = TEXT_NEW_TOKENS if prompt.key is None else PASSKEY_NEW_TOKENS
-    if new_tokens < 1:
-        raise UsageError(f"--max-new-tokens must be at least 1, got {new_tokens}")
-    if limit is not None and len(prompt.input_ids) + new_tokens > limit:
-        raise UsageError(
-            f"the prompt has {len(prompt.input_ids)} tokens and {new_tokens} are to follow, but "
-            f"the model has {limit} positions: shorten the prompt or --max-new-tokens"
-        )
+    from . import generation
+
+    input_ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    check_lengths(input_ids.shape[1], arguments.max_new_tokens, model.config)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    with Screen(world.root, prompt, model, tokenizer) as screen:
+    with Screen(world.root, text, input_ids.shape[1], model, tokenizer) as screen:
         result = generation.generate(
             model,
-            screen.input_ids,
+            input_ids,
             new_cache(arguments, model),
             streamer=screen.streamer,
-            max_new_tokens=new_tokens,
+            max_new_tokens=arguments.max_new_tokens,
             pad_token_id=pad,
         )
     measured = result.to_json()
@@ -144,18 +107,21 @@ def run(arguments: argparse.Namespace, world: World) -> int:
             **measured,
         }
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
-    return verdict(arguments, prompt, completion, result.tokens, screen.console)
+    if arguments.same_tokens_as is None:
+        return 0
+    return compare_tokens(arguments.same_tokens_as, result.tokens, screen.console)
 
 
 def load(path: Path, attention: str) -> tuple[Any, Any]:
     """The checkpoint's tokenizer and model."""
+    try:
+        from .. import hf  # before transformers itself, as it says what to install
+    except ImportError as error:
+        raise UsageError(str(error)) from error
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from .. import hf  # registers the attention's name
-
-    logging.disable_progress_bar()  # of loading the weights
-
+    logging.disable_progress_bar()  # which transformers shows while it loads the weights
     if not (path / "config.json").exists():
         raise UsageError(
             f"no checkpoint in {path}: --model takes a directory with config.json, "
@@ -183,44 +149,46 @@ def new_cache(arguments: argparse.Namespace, model: Any) -> Any:
     return TreeCache(model.config, strategy=arguments.strategy, timeout=arguments.timeout)
 
 
-def make_prompt(arguments: argparse.Namespace, tokenizer: Any) -> Prompt:
-    if arguments.passkey:
-        from ..passkey import Haystack, build_prompt, needle
+def prompt_text(arguments: argparse.Namespace) -> str:
+    if arguments.prompt_file is None:
+        return arguments.prompt
+    try:
+        return arguments.prompt_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--prompt-file {arguments.prompt_file}: {error}") from error
 
-        try:
-            haystack = Haystack.from_directory(arguments.model / "text", tokenizer)
-            made = build_prompt(
-                haystack, arguments.tokens, depth=arguments.depth, seed=arguments.seed
-            )
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--passkey: {error}") from error
-        return Prompt(made.input_ids, made.text, made.key, needle(made.label, made.key))
-    text = arguments.prompt
-    if arguments.prompt_file is not None:
-        try:
-            text = arguments.prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--prompt-file {arguments.prompt_file}: {error}") from error
-    input_ids = tokenizer(text)["input_ids"]
-    if not input_ids:
+
+def check_lengths(prompt_tokens: int, new_tokens: int, config: Any) -> None:
+    if prompt_tokens == 0:
         raise UsageError("the prompt is empty: the model needs at least one token to begin with")
-    return Prompt(input_ids, text)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and prompt_tokens + new_tokens > limit:
+        raise UsageError(
+            f"the prompt has {prompt_tokens} tokens and {new_tokens} are to follow, but the model "
+            f"has {limit} positions: shorten the prompt or --max-new-tokens"
+        )
+
+
+def excerpt(text: str) -> str:
+    """The text on one line, and of a long one its beginning and its end."""
+    text = " ".join(text.split())
+    return text if len(text) <= 240 else f"{text[:110]} [...] {text[-110:]}"
 
 
 class Screen:
-    """What the user sees while it runs: the prompt, a bar during prefill, then the text.
+    """What the user sees during a generation: the prompt, a bar during prefill, then the text.
 
-    Only the root rank shows anything; the others go through the same motions.
+    Only the root rank shows anything; the other ranks run the same code in silence.
     """
 
-    def __init__(self, root: bool, prompt: Prompt, model: Any, tokenizer: Any) -> None:
-        import torch
+    def __init__(
+        self, root: bool, text: str, prompt_tokens: int, model: Any, tokenizer: Any
+    ) -> None:
         from transformers import TextStreamer
 
         self.console = Console(quiet=not root, highlight=False)
-        self.input_ids = torch.tensor([prompt.input_ids])
-        self._prompt, self._model = prompt, model
-        # The bar goes to stderr, so that redirected text is text only.
+        self._text, self._prompt_tokens, self._model = text, prompt_tokens, model
+        # The bar goes to stderr, so that a redirected stdout holds the text alone.
         errors = Console(stderr=True)
         self._progress = Progress(
             TextColumn("prefill"),
@@ -240,10 +208,9 @@ class Screen:
         self.streamer = Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def __enter__(self) -> "Screen":
-        count = len(self._prompt.input_ids)
-        text = f"Prompt ({count:,} tokens): {self._prompt.excerpt()}"
+        text = f"Prompt ({self._prompt_tokens:,} tokens): {excerpt(self._text)}"
         self.console.print(text, style="dim", markup=False)
-        self._task = self._progress.add_task("prefill", total=count)
+        self._task = self._progress.add_task("prefill", total=self._prompt_tokens)
         self._hook = self._model.register_forward_hook(self._forwarded, with_kwargs=True)
         self._progress.start()
         return self
@@ -288,41 +255,18 @@ def table(measured: dict[str, Any], attention: str, world_size: int) -> Table:
     return result
 
 
-def verdict(
-    arguments: argparse.Namespace,
-    prompt: Prompt,
-    completion: str,
-    tokens: Sequence[int],
-    console: Console,
-) -> int:
-    """Says whether the answer is right and the tokens are the expected ones; the exit status."""
-    status = 0
-    if prompt.key is not None:
-        from ..passkey import parse_answer
-
-        if parse_answer(completion) == prompt.key:
-            console.print(f"The hidden key is {prompt.key}: found.", style="green")
-        else:
-            # The model's mistake, not the program's: no error.
-            console.print(
-                f"The hidden key is {prompt.key}: the model did not find it. "
-                f"Its answer was {completion!r}.",
-                style="yellow",
-                markup=False,
-            )
-    if arguments.same_tokens_as is not None:
-        expected = read_tokens(arguments.same_tokens_as)
-        if list(tokens) == expected:
-            console.print(f"The same {len(expected)} tokens as in {arguments.same_tokens_as}.")
-        else:
-            console.print(
-                f"Other tokens than in {arguments.same_tokens_as}: "
-                f"{list(tokens)}, there {expected}",
-                style="red",
-                markup=False,
-            )
-            status = 1
-    return status
+def compare_tokens(path: Path, tokens: Sequence[int], console: Console) -> int:
+    """Says whether the new tokens are those that another run wrote; returns the exit status."""
+    expected = read_tokens(path)
+    if list(tokens) == expected:
+        console.print(f"The same {len(expected)} tokens as in {path}.", markup=False)
+        return 0
+    console.print(
+        f"Other tokens than in {path}: {list(tokens)}, there {expected}",
+        style="red",
+        markup=False,
+    )
+    return 1
 
 
 def read_tokens(path: Path) -> list[int]:
@@ -330,5 +274,5 @@ def read_tokens(path: Path) -> list[int]:
         return list(json.loads(path.read_text())["tokens"])
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
-            f"--same-tokens-as {path} is no file that --json wrote: {error}"
+            f"--same-tokens-as {path} is not a file that --json wrote: {error}"
         ) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a generation costs: every token's arrival, the exchange between ranks and the memory."""
+"""What a generation costs: when each token arrives, the exchange between ranks and the memory."""
 
 import statistics
 import time
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -20,61 +19,56 @@ from ..hf import TreeCache
 
 @dataclass(frozen=True)
 class Arrival:
-    """A token, seconds since the start, and the exchange so far on this rank."""
+    """A new token, with what this rank had spent when it arrived."""
 
     token: int
-    seconds: float
+    seconds: float  # since the generation began
     bytes_sent: int
     exchange_seconds: float
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One sequence generated from `prompt_tokens` tokens, as seen by this rank."""
+    """One sequence that a model generated, as this rank saw it."""
 
     prompt_tokens: int
     arrivals: Sequence[Arrival]
-    kv_bytes: int  # allocated on this rank
+    kv_bytes: int  # allocated for keys and values on this rank
 
     @property
     def tokens(self) -> list[int]:
         return [arrival.token for arrival in self.arrivals]
 
     @property
-    def ttft(self) -> float:
-        return self.arrivals[0].seconds
-
-    @property
-    def steps(self) -> list[float]:
-        """Seconds between each token and the one before it."""
+    def gaps(self) -> list[float]:
+        """Seconds between each new token and the one before it."""
         return [b.seconds - a.seconds for a, b in pairwise(self.arrivals)]
 
     def to_json(self) -> dict[str, Any]:
-        first, last, steps = self.arrivals[0], self.arrivals[-1], self.steps
+        first, last, gaps = self.arrivals[0], self.arrivals[-1], sorted(self.gaps)
         result: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": len(self.arrivals),
             "tokens": self.tokens,
-            "ttft_s": self.ttft,
-            "prefill_tokens_per_s": self.prompt_tokens / self.ttft,
+            "ttft_s": first.seconds,
+            "prefill_tokens_per_s": self.prompt_tokens / first.seconds,
             "kv_bytes_per_rank": self.kv_bytes,
         }
-        if steps:
+        if gaps:
             decode_seconds = last.seconds - first.seconds
-            # A percentile is a step that was: the least that so many per cent do not exceed.
-            slow = np.percentile(steps, 99, method="inverted_cdf")
+            p99 = gaps[-(-len(gaps) * 99 // 100) - 1]  # at least 99 % of the gaps are no longer
             result |= {
-                "inter_token_p50_ms": statistics.median(steps) * 1e3,
-                "inter_token_p99_ms": float(slow) * 1e3,
-                "tokens_per_s": len(steps) / decode_seconds,
-                "bytes_sent_per_token": (last.bytes_sent - first.bytes_sent) / len(steps),
+                "inter_token_p50_ms": statistics.median(gaps) * 1e3,
+                "inter_token_p99_ms": p99 * 1e3,
+                "tokens_per_s": len(gaps) / decode_seconds,
+                "bytes_sent_per_token": (last.bytes_sent - first.bytes_sent) / len(gaps),
                 "exchange_share": (last.exchange_seconds - first.exchange_seconds) / decode_seconds,
             }
         return result
 
 
 class ArrivalRecorder(BaseStreamer):
-    """Notes when each token arrives and hands it on to another streamer."""
+    """Notes when each token arrives and hands the token on to another streamer."""
 
     def __init__(self, comm: Communicator | None, streamer: BaseStreamer | None = None) -> None:
         self.arrivals: list[Arrival] = []
@@ -104,9 +98,13 @@ def generate(
     streamer: BaseStreamer | None = None,
     **options: Any,
 ) -> Generation:
-    """One sequence generated greedily into `cache`; on every rank of the cache's group.
+    """Generates one sequence greedily into `cache`; to be called on every rank of its group.
 
-    `model` is a transformers model; `options` are its generate's, for example `max_new_tokens`.
+    Args:
+        model: a transformers model.
+        input_ids: `[1, tokens]`, the prompt.
+        streamer: is given each token when it arrives.
+        options: keyword arguments of the model's `generate`, for example `max_new_tokens`.
     """
     recorder = ArrivalRecorder(cache.shard.comm if isinstance(cache, TreeCache) else None, streamer)
     with torch.inference_mode():
@@ -122,6 +120,7 @@ def generate(
 
 
 def cache_bytes(cache: TreeCache | DynamicCache) -> int:
+    """Size in bytes of the keys and values that a cache holds on this rank."""
     if isinstance(cache, TreeCache):
         return cache.num_bytes
     layers: Sequence[Any] = cache.layers

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""Train the passkey model of examples/passkey-llama from scratch on one CPU core.
+"""Train the passkey model from scratch on one CPU core.
 
-    OMP_NUM_THREADS=1 python scripts/train_passkey.py --output build/passkey
-    python scripts/train_passkey.py --output build/passkey --resume     # go on after a stop
+    OMP_NUM_THREADS=1 python examples/passkey-llama/train_passkey.py --output build/passkey
+    python examples/passkey-llama/train_passkey.py --output build/passkey --resume  # after a stop
 
 A Llama of 0.9 M parameters learns to read a number out of prose. Sequences grow from 128 to 8,192
 tokens, 4,096 tokens per step; all the labelled keys in a text are asked. From length 256 on half of
@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from passkey_text import HELD_OUT, TRAINING, excerpt, find_package, read_novels
 from tqdm import tqdm
 
-from tree_attention import passkey
-from tree_attention.passkey import Haystack
+import passkey
+from passkey import Haystack
+from passkey_text import HELD_OUT, TRAINING, excerpt, find_package, read_novels
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
 TOKENS_PER_STEP = 4096
 VOCABULARY = 1024
 MAX_POSITIONS = 16384
@@ -324,8 +324,8 @@ def train(args: argparse.Namespace, model: Any, examples: Examples) -> list[dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=ROOT / "build" / "passkey")
-    parser.add_argument("--publish", type=Path, default=ROOT / "examples" / "passkey-llama")
+    parser.add_argument("--output", type=Path, default=HERE.parents[1] / "build" / "passkey")
+    parser.add_argument("--publish", type=Path, default=HERE)
     parser.add_argument("--text-package", type=Path, help="folder with the unpacked .deb")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="more help only on idle cores")

@@ -3,8 +3,7 @@
 
 The task of Mohtashami and Jaggi (https://arxiv.org/abs/2305.16300) with named keys, so that one
 text can hold several: ``The pass key of the garden is 48213.`` somewhere in the prose and ``What is
-the pass key of the garden?`` after it. Training, evaluation, the command line and the tests build
-their prompts here. Nothing in this module needs torch.
+the pass key of the garden?`` after it. Nothing in this module needs torch.
 """
 
 from __future__ import annotations
@@ -65,14 +64,13 @@ def parse_answer(completion: str) -> str | None:
 
 @dataclass(frozen=True)
 class PasskeyPrompt:
-    """A prompt with its answer. `input_ids` are the tokens of `text`, special tokens included."""
+    """A prompt with its answer."""
 
     text: str
-    input_ids: list[int]
+    input_ids: list[int]  # the tokens of `text`, special tokens included
     label: str
     key: str
-    depth: float
-    """Where the key's sentence stands in the prose: 0 is before it, 1 after it."""
+    depth: float  # where the key's sentence stands in the prose: 0 is before it, 1 after it
 
     def grade(self, completion: str) -> bool:
         """Whether a completion of this prompt names the key."""
@@ -101,7 +99,7 @@ class Haystack:
 
     @classmethod
     def from_directory(cls, directory: str | Path, tokenizer: Any) -> Haystack:
-        """All ``*.txt`` files of a directory, in order of their names."""
+        """The text of all ``*.txt`` files of a directory, in the order of their names."""
         files = sorted(Path(directory).glob("*.txt"))
         if not files:
             raise FileNotFoundError(f"no *.txt files with prose in {directory}")
@@ -118,7 +116,7 @@ class Haystack:
         return rng.choice(starts)
 
     def cut(self, start: int, length: int, depth: float) -> int:
-        """The place nearest to `depth` of a window where a sentence can go in."""
+        """The place nearest to `depth` of a window where a sentence can be put in."""
         if depth <= 0:
             return start
         if depth >= 1:

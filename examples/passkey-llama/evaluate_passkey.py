@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Evaluate a passkey checkpoint on held-out text and keys: length by depth, and with distractors.
 
-    python scripts/evaluate_passkey.py --model examples/passkey-llama
+    python examples/passkey-llama/evaluate_passkey.py
 
 Writes evaluation.json and evaluation.png into the checkpoint's folder and the table into its
 README.md. An answer counts when greedy decoding gives exactly " KEY.": one forward over the prompt
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +23,10 @@ import torch
 import transformers
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-if (
-    __name__ == "__main__"
-):  # started by its path: `benchmarks` is found from the root of the checkout
-    sys.path[0] = str(Path(__file__).parents[1])
+import passkey
+from passkey import Haystack, PasskeyPrompt, build_prompt
 
-from benchmarks.harness.report import environment, json_text
-from tree_attention import passkey
-from tree_attention.passkey import Haystack, PasskeyPrompt, build_prompt
-
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
 DEPTHS = tuple(i / 10 for i in range(11))
 TABLE_BEGIN, TABLE_END = "<!-- evaluation: begin -->", "<!-- evaluation: end -->"
 
@@ -181,7 +175,7 @@ def training_summary(log: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, default=ROOT / "examples" / "passkey-llama")
+    parser.add_argument("--model", type=Path, default=HERE)
     parser.add_argument("--text", type=Path, help="folder of held-out prose; default MODEL/text")
     parser.add_argument("--training-log", type=Path, help="log.json of the training, to summarize")
     parser.add_argument("--longest", type=int, default=16000, help="skip longer prompts")
@@ -200,13 +194,19 @@ def main() -> None:
     print(table(rows))
     if args.write:
         report: dict[str, Any] = {
-            "environment": environment(transformers=transformers.__version__),
+            "environment": {
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+                "machine": platform.platform(),
+                "threads": torch.get_num_threads(),
+            },
             "seconds": round(time.monotonic() - began, 1),
             "rows": rows,
         }
         if args.training_log:
             report["training"] = training_summary(args.training_log)
-        (args.model / "evaluation.json").write_text(json_text(report))
+        (args.model / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n")
         draw(rows, args.model / "evaluation.png")
         write_card(args.model / "README.md", rows)
     missed = [
