@@ -225,10 +225,10 @@ def run_context(model: Any, context: int, tokens: int) -> dict[str, Any]:
             first, last = made.arrivals[0], made.arrivals[-1]
             sent = (last.bytes_sent - first.bytes_sent) // (len(made.arrivals) - 1)
             result[way]["tokens"].append(made.tokens)
-            result[way]["seconds"] += made.steps
+            result[way]["seconds"] += made.gaps
             result[way]["bytes"].append(sent)
             exchanging = last.exchange_seconds - first.exchange_seconds
-            result[way]["exchange_share"].append(exchanging / sum(made.steps))
+            result[way]["exchange_share"].append(exchanging / sum(made.gaps))
     return result
 
 
