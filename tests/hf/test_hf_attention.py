@@ -103,7 +103,9 @@ def test_dropout_is_refused() -> None:
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     model(**make_prompts())
-    with pytest.raises(NotImplementedError, match=r"no dropout \(got 0.1\).*call model.eval\(\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"dropout must be 0, got 0.1; call model.eval\(\)"
+    ):
         model.train()(**make_prompts())
 
 

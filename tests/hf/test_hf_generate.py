@@ -180,7 +180,7 @@ def _small_messages(rank: int, world_size: int, tokens: Tensor) -> None:
 
     limit = 10 * 4 * 3 * 8 * (8 + 1)  # ten queries of the batch
     with (
-        mock.patch.object(attention, "_MAX_MESSAGE_BYTES", limit),
+        mock.patch.object(attention, "_MAX_STATE_BYTES", limit),
         mock.patch.object(attention, "decode_shard", recording),
     ):
         assert torch.equal(model.generate(**make_prompts(), **GREEDY), tokens)

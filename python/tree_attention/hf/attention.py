@@ -11,9 +11,9 @@ from ..ops import lean_decode
 from .cache import KVShard, TreeCacheLayer
 from .masks import KeyRanges
 
-# A rank keeps one buffer of the largest message and world_size more to receive into. A forward pass
-# over more queries is exchanged in pieces of this size.
-_MAX_MESSAGE_BYTES = 32 << 20
+# Each rank keeps one send buffer as large as the largest state and world_size more to receive into.
+# The state of a forward pass over many queries is exchanged in pieces of at most this size.
+_MAX_STATE_BYTES = 32 << 20
 # Keyword arguments that change the result of attention and have no counterpart in the operator.
 _UNSUPPORTED_KEYWORDS = ("position_bias", "alibi", "head_mask", "cu_seq_lens_q", "block_table")
 
@@ -30,18 +30,21 @@ def tree_attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of `query` over the keys of a `TreeCache`, merged over its ranks, or over plain
-    key and value tensors on this rank alone.
+    """Attends to the keys of a `TreeCache` on all its ranks, or to plain tensors on this one alone.
 
     Args:
         query: `[batch, num_heads_q, seqlen_q, head_dim]`.
         key, value: what `TreeCache.update` returned, or tensors
             `[batch, num_heads_kv, seqlen_k, head_dim]`.
-        attention_mask: what `tree_attention_mask` made.
-        s_aux: attention sinks, one score per query head.
+        attention_mask: what `tree_attention_mask` returned.
+        scaling: the factor of the scores; None: `head_dim ** -0.5`.
+        softcap: bound of the scores, None or 0 for none.
+        s_aux: attention sinks `[num_heads_q]`: a score per query head which enters only the
+            denominator of the softmax.
 
     Returns:
-        `[batch, seqlen_q, num_heads_q, head_dim]` in query's dtype, and None for the weights.
+        `[batch, seqlen_q, num_heads_q, head_dim]` in query's dtype, and None in place of the
+        attention weights, which are never formed.
 
     Raises:
         NotImplementedError: the model asks for what the operator does not compute.
@@ -51,7 +54,8 @@ def tree_attention_forward(
         raise NotImplementedError(
             "tree_attention: computes no gradients; call the model under torch.no_grad()"
         )
-    # A sink scales the merged result, which is rounded to query's dtype only after that.
+    # A sink scales the result that is merged over all ranks; it is rounded to query's dtype once,
+    # after that.
     out_dtype = query.dtype if s_aux is None else torch.float32
     keywords: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
     if isinstance(key, KVShard):
@@ -95,7 +99,7 @@ def _over_shard(
             **keywords,
         )
 
-    step = max(1, _MAX_MESSAGE_BYTES // (4 * batch * num_heads_q * (head_dim + 1)))
+    step = max(1, _MAX_STATE_BYTES // (4 * batch * num_heads_q * (head_dim + 1)))
     if seqlen_q <= step:
         return merged(query, local_ranges)
     pieces = zip(query.split(step, dim=2), local_ranges.split(step, dim=1), strict=True)
@@ -107,23 +111,23 @@ def _checked(
     attention_mask: KeyRanges | Tensor | None, dropout: float, kwargs: dict[str, Any]
 ) -> KeyRanges:
     if not isinstance(attention_mask, KeyRanges):
+        got = (
+            "None" if attention_mask is None else f"a tensor of shape {list(attention_mask.shape)}"
+        )
         raise NotImplementedError(
             "tree_attention: needs the mask that transformers makes from a 2-D padding mask, got "
-            + (
-                "None"
-                if attention_mask is None
-                else f"a tensor of shape {list(attention_mask.shape)}"
-            )
+            f"{got}; pass the model the 2-D padding mask, or none"
         )
     if attention_mask.unsupported is not None:
         raise NotImplementedError(f"tree_attention: {attention_mask.unsupported}")
     if dropout > 0.0:
         raise NotImplementedError(
-            f"tree_attention: no dropout (got {dropout}), it is for inference; call model.eval()"
+            f"tree_attention: is for inference, where dropout must be 0, got {dropout}; "
+            "call model.eval()"
         )
     if kwargs.get("output_attentions"):
         raise NotImplementedError(
-            "tree_attention: output_attentions is not supported, the weights are never formed; "
+            "tree_attention: output_attentions is not supported, as the weights are never formed; "
             "use attn_implementation='eager'"
         )
     for name in _UNSUPPORTED_KEYWORDS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A transformers cache of which every rank keeps its share of the slots."""
+"""A transformers cache that is spread over ranks: each keeps its share of the slots."""
 
 import inspect
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from .shard import Shard
 # number <= 0. The name of the parameter tells which.
 _CROP_KEEPS = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 
-# Chunked layers are attended to as long as one chunk covers the keys, and refused after that.
+# Chunked layers work as long as one chunk covers all keys; the mask refuses them after that.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -37,10 +37,10 @@ class WrongAttentionError(AttributeError):
 
 
 class KVShard:
-    """Stands for a layer's keys and for its values on their way to the attention function.
+    """Takes the place of a layer's keys, and of its values, on the way to the attention function.
 
-    It has no tensor's attributes, so another attention function fails here instead of attending
-    to the keys of one rank. The error is an AttributeError: `hasattr` keeps working.
+    It has none of a tensor's attributes, so any other attention function fails on it instead of
+    attending to the keys of one rank. The error is an AttributeError, so that `hasattr` works.
     """
 
     __slots__ = ("layer",)
@@ -58,14 +58,15 @@ class KVShard:
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """One layer's local slots `keys[:, :, :shard.count(length)]`, in buffers that grow in steps.
+    """The keys and values of one layer that this rank holds, in buffers that grow in steps.
 
-    The rest of the buffers is uninitialised and no range reaches it. Growing copies the layer once
-    per `growth` local slots; a copy per `growth` tokens is `2 / growth` of what attention reads
-    meanwhile, and it keeps the shard one dense run of slots, which the kernel streams.
+    The slots in use are `keys[:, :, :shard.count(length)]`; the rest of a buffer is uninitialised,
+    and no key range reaches it. Growing copies the layer once per `growth` local slots, which is
+    `2 / growth` of what attention reads in the meantime, and keeps the shard one dense run of
+    slots, which the kernel streams.
     """
 
-    is_sliding = False  # windows are key ranges; every slot is kept, so `crop` can always go back
+    is_sliding = False  # a window is a key range; every slot is kept, so `crop` can always go back
     is_croppable = True
     is_compileable = False
 
@@ -76,8 +77,8 @@ class TreeCacheLayer(CacheLayerMixin):
         super().__init__()
         self.shard = shard
         self.growth = growth
-        self.length = 0  # global
-        self.reserved = 0  # local slots to make room for at once
+        self.length = 0  # of the sequence, on all ranks together
+        self.reserved = 0  # local slots for which the next allocation makes room
         self.handle = KVShard(self)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -88,14 +89,22 @@ class TreeCacheLayer(CacheLayerMixin):
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[KVShard, KVShard]:
-        """Appends the new tokens that belong here; every rank is given all of them."""
-        # Inputs: [batch, num_heads_kv, new tokens, head_dim].
+        """Appends those of the new tokens that this rank keeps.
+
+        Args:
+            key_states, value_states: `[batch, num_heads_kv, new tokens, head_dim]`, the same tokens
+                on every rank.
+
+        Returns:
+            The `KVShard` twice: for the keys and for the values.
+        """
         if not self.is_initialized or (self.length == 0 and self._is_of_another(key_states)):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.keys.shape[0]:
             raise ValueError(
-                f"TreeCache: holds {self.keys.shape[0]} sequences and is given "
-                f"{key_states.shape[0]}; see batch_repeat_interleave and reset"
+                f"TreeCache: the cache holds {self.keys.shape[0]} sequences, got new tokens of "
+                f"{key_states.shape[0]}; repeat the sequences with batch_repeat_interleave, or "
+                "forget them with reset"
             )
         end = self.length + key_states.shape[2]
         write = self.shard.write(self.length, end, key_states.device)
@@ -127,12 +136,13 @@ class TreeCacheLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forgets the last `-tokens_to_remove` tokens; nothing is moved or freed.
 
-        With transformers before 5.17 a number >= 0 is the length to keep, as its own caches do.
+        With transformers before 5.17 a number >= 0 is the length to keep, as in its own caches.
         """
         tokens = int(tokens_to_remove)
         if tokens > 0 and not _CROP_KEEPS:
             raise ValueError(
-                f"TreeCache: crop takes minus the number of tokens to remove, got {tokens}"
+                f"TreeCache: crop takes the number of tokens to remove with a minus, got {tokens}; "
+                f"cache.crop({-tokens}) removes {tokens} tokens"
             )
         if tokens >= 0 and _CROP_KEEPS:
             self.length = min(self.length, tokens)
@@ -140,7 +150,7 @@ class TreeCacheLayer(CacheLayerMixin):
             self.length = max(0, self.length + tokens)
 
     def reset(self) -> None:
-        """Forgets all tokens and keeps the buffers for the next sequences of the same batch."""
+        """Forgets all tokens and keeps the buffers for the next batch of the same size."""
         self.length = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -161,17 +171,19 @@ class TreeCacheLayer(CacheLayerMixin):
             self._reallocate(len(rows), self.keys.shape[2], select)
 
     def offload(self) -> None:
-        raise NotImplementedError("TreeCache: offloading is not supported")
+        raise NotImplementedError(
+            "TreeCache: offloading is not supported; more ranks hold fewer keys each"
+        )
 
     prefetch = offload
 
     def reserve(self, length: int) -> None:
-        """Makes room for `length` global slots at the next allocation."""
+        """Has the next allocation make room for `length` global slots."""
         self.reserved = self.shard.count(length)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated on this rank."""
+        """Size in bytes of the buffers that this rank has allocated for the layer."""
         return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
 
     def _is_of_another(self, key_states: Tensor) -> bool:
@@ -198,35 +210,37 @@ class TreeCacheLayer(CacheLayerMixin):
             fill(x[:, :, :used], new[:, :, :used])
             return new
 
-        # Buffers outlive an inference mode in which they are made: tensors of that mode could not
-        # be written to outside it. One at a time, so that one old buffer is alive beside the new.
+        # Tensors made in inference mode could not be written to outside of it, and buffers live on
+        # there. They are copied one after the other, so that only one old buffer is alive beside
+        # the new ones.
         with torch.inference_mode(False), torch.no_grad():
             self.keys = reallocate(self.keys)
             self.values = reallocate(self.values)
 
 
 class TreeCache(Cache):
-    """The key/value cache of a model with its slots spread over the ranks of a group.
+    """The key/value cache of a model, with its slots spread over the ranks of a group.
 
-    Pass it as `past_key_values` on every rank, to a model whose attention is `"tree_attention"`;
-    `enable` does so by itself. All ranks run the same model on the same inputs, each keeps the
-    slots that `layout` gives it, and attention is merged over the group. Slots are positions in
-    the cache, left padding included. Layers with a sliding window keep all keys as well, so `crop`
-    can go back any distance. `copy.deepcopy` copies the keys and keeps the group, so a
-    common prefix can be computed once.
+    Every rank makes one and passes it as `past_key_values` to a model whose attention is
+    `"tree_attention"`; `enable` does both. All ranks run the same model on the same inputs, each
+    keeps the slots that `layout` gives it, and attention is merged over the group. A slot is a
+    position in the cache, left padding included. Layers with a sliding window keep all their keys
+    too, so that `crop` can go back any distance. `copy.deepcopy` copies the keys and values and
+    keeps the group, so that a common prefix needs to be computed only once.
 
     Args:
-        config: the model's; read for the number and kind of its layers only.
-        group: process group, None for the default one (a cache on its own where
-            torch.distributed is not initialised), or a prepared `Communicator`.
-        layout: default `BlockCyclic(world_size, 64)`.
-        strategy: of the exchange, see `tree_attention.strategies()`.
+        config: the configuration of the model, of which the number and kind of layers are read.
+        group: process group or `Communicator`, by default the world; where torch.distributed is
+            not initialised, a world of one.
+        layout: which rank holds which slot, by default `BlockCyclic(world_size, 64)`.
+        strategy: how ranks exchange their partial states, one of `tree_attention.strategies()` or
+            "auto".
         timeout: seconds after which a lost rank becomes an `ExchangeError`.
-        growth: local slots by which a layer's buffers grow.
+        growth: number of local slots by which the buffers of a layer grow.
 
     Raises:
-        ValueError: the model's layers keep something else than keys and values of their own,
-            `layout` is for another world size, or `growth` is not positive.
+        ValueError: the layers of the model cache anything but keys and values of their own,
+            `layout` is for another world size, there is no such strategy, or `growth` is below 1.
     """
 
     layers: list[TreeCacheLayer]  # type: ignore[assignment]
@@ -248,21 +262,21 @@ class TreeCache(Cache):
         super().__init__(layers=[TreeCacheLayer(self.shard, growth) for _ in range(num_layers)])
 
     def reserve(self, length: int) -> None:
-        """Makes room for `length` tokens at the next allocation: a prompt of known length is then
-        stored without growing step by step."""
+        """Has the next allocation make room for `length` tokens, so that a prompt of known length
+        is stored without growing step by step."""
         for layer in self.layers:
             layer.reserve(length)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values allocated on this rank."""
+        """Size in bytes of the buffers that this rank has allocated for keys and values."""
         return sum(layer.num_bytes for layer in self.layers)
 
 
 def _num_layers(config: PreTrainedConfig) -> int:
     name = config.model_type
     if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
-        raise ValueError(f"TreeCache: supports decoder-only text models, got {name!r}")
+        raise ValueError(f"TreeCache: the model must be a decoder of text alone, got {name!r}")
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if kinds:
         raise ValueError(
@@ -270,5 +284,7 @@ def _num_layers(config: PreTrainedConfig) -> int:
             f"{name!r} has {', '.join(sorted(kinds))}"
         )
     if getattr(config, "num_kv_shared_layers", None):
-        raise ValueError(f"TreeCache: {name!r} shares keys between layers, which is not supported")
+        raise ValueError(
+            f"TreeCache: every layer must have keys of its own; {name!r} shares keys between layers"
+        )
     return config.num_hidden_layers

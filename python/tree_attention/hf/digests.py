@@ -16,7 +16,7 @@ _HEX_DIGITS = 16
 
 
 def digest_inputs(inputs: Mapping[str, Any]) -> str:
-    """Of names, shapes, dtypes and bytes of all tensors in `inputs`."""
+    """The digest of the names, shapes, dtypes and bytes of all tensors in `inputs`."""
     sha = hashlib.sha256()
     for name, value in sorted(inputs.items()):
         if isinstance(value, Tensor):
@@ -26,7 +26,7 @@ def digest_inputs(inputs: Mapping[str, Any]) -> str:
 
 
 def digest_settings(generation_config: GenerationConfig) -> str:
-    """Of the settings of a generation, as far as they are plain values."""
+    """The digest of the settings of a generation; of an object among them only its type counts."""
     settings = {
         name: value
         for name, value in generation_config.to_dict().items()
@@ -37,7 +37,7 @@ def digest_settings(generation_config: GenerationConfig) -> str:
 
 
 def digest_random_state(device: torch.device) -> str:
-    """Of the state of the random generators that sampling draws from."""
+    """The digest of the states of the random generators that sampling draws from."""
     sha = hashlib.sha256(to_bytes(torch.get_rng_state()))
     if device.type == "cuda":
         sha.update(to_bytes(torch.cuda.get_rng_state(device)))
@@ -46,10 +46,10 @@ def digest_random_state(device: torch.device) -> str:
 
 @torch.no_grad()
 def digest_parameters(model: torch.nn.Module) -> str:
-    """Of the names, shapes and a few evenly spaced elements of all parameters.
+    """The digest of the names, shapes and a few evenly spaced elements of all parameters.
 
-    Finds models that were initialised or loaded differently, not a single changed weight.
-    Parameters that are DTensors are left out: ranks hold different shards of them.
+    It tells models apart that were initialised or loaded differently, but may miss a single changed
+    weight. Parameters that are DTensors are left out, as ranks hold different shards of them.
     """
     sha = hashlib.sha256()
     samples = []

@@ -31,24 +31,26 @@ def enable(
 ) -> PreTrainedModel:
     """Makes `model.generate(...)` shard its key/value cache over the ranks of a group.
 
-    To be called on every rank, as is `generate`, with the same inputs everywhere. The model is
-    switched to `"tree_attention"`. Each call of `generate` then compares inputs, settings and
-    weights over the ranks, creates a `TreeCache` unless it is given one, and prefills long
-    prompts in chunks. `disable` undoes it.
+    Every rank calls `enable`, and then `generate` with the same inputs. The attention of the model
+    becomes `"tree_attention"`. Each call of `generate` compares inputs, settings and weights over
+    the ranks, makes a `TreeCache` unless it is given one, and reads long prompts in chunks.
+    `disable` undoes it; `enable` on an enabled model replaces its options.
 
     Args:
-        group, layout, strategy, timeout: of the `TreeCache`, see there.
-        prefill_chunk_size: prompt tokens per forward pass, which bounds the memory of activations;
-            None: the whole prompt at once. The argument of the same name to `generate` overrides.
-        synchronize_logits: broadcast the first rank's logits at every step, for ranks whose
-            hardware rounds differently. Ranks of one kind compute equal bits without it.
+        group, layout, strategy, timeout: see `TreeCache`.
+        prefill_chunk_size: number of prompt tokens in a forward pass, which bounds the memory of
+            activations; None: the whole prompt at once. The argument of the same name to
+            `generate` takes precedence.
+        synchronize_logits: whether the first rank sends its logits to the others at every step,
+            for ranks whose hardware rounds differently. Ranks of one kind of hardware compute the
+            same bits without it.
 
     Returns:
-        `model`.
+        `model` itself.
 
     Raises:
-        ValueError: the model's attention cannot be chosen or its layers cache something else than
-            keys and values; or an argument is out of range.
+        ValueError: the attention of the model cannot be chosen, its layers cache anything but keys
+            and values, or an argument is out of range.
     """
     if prefill_chunk_size is not None and prefill_chunk_size < 1:
         raise ValueError(f"enable: prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
@@ -72,13 +74,13 @@ def enable(
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Undoes `enable`: the class's own `generate` and the attention that the model had before.
+    """Undoes `enable`: gives the model back its class's `generate` and its former attention.
 
     Raises:
         ValueError: the model is not enabled.
     """
     if not is_enabled(model):
-        raise ValueError("disable: the model is not enabled")
+        raise ValueError("disable: the model is not enabled; call enable(model) first")
     attributes = vars(model)
     for name in _OVERRIDDEN:
         del attributes[name]

@@ -23,7 +23,8 @@ _CHUNKS_AFTER_CACHED_TOKENS = Version(transformers.__version__) >= Version("5.23
 
 
 class Generation:
-    """Refuses what cannot work, makes the cache and compares the ranks, once per `generate`."""
+    """What every call of `generate` of an enabled model begins with: it refuses what cannot work,
+    compares the ranks and makes the cache."""
 
     def __init__(
         self,
@@ -34,13 +35,14 @@ class Generation:
         self.new_cache = new_cache
         self.prefill_chunk_size = prefill_chunk_size
         self.synchronize_logits = synchronize_logits
-        self.shard = new_cache().shard  # refuses at once what every generate would refuse
+        self.shard = new_cache().shard  # refuses now what every call of generate would refuse
         self.arguments: dict[str, Any] = {}  # of the call of `generate` in progress
 
     def begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `generate`, by name, with which to go on."""
+        """Takes the arguments of `generate` by name and returns those with which to go on."""
         if arguments.get("cache_implementation") == "paged":
-            # Only here: transformers leaves `generate` for this one before it asks for a cache.
+            # `_refuse` would come too late: for a paged cache, transformers leaves `generate`
+            # before it asks for a cache.
             raise _unsupported_cache("paged")
         if self.synchronize_logits is not None:
             processors = [*(arguments.get("logits_processor") or ()), self.synchronize_logits]
@@ -86,7 +88,8 @@ class Generation:
             raise _unsupported_cache(generation_config.cache_implementation)
         if generation_config.output_attentions:
             raise NotImplementedError(
-                "generate: output_attentions is not supported, the weights are never formed"
+                "generate: output_attentions is not supported, as the attention weights are never "
+                "formed; use attn_implementation='eager' without enable"
             )
         criteria = self.arguments.get("stopping_criteria") or ()
         if self.shard.world_size > 1 and (
@@ -95,7 +98,7 @@ class Generation:
         ):
             raise NotImplementedError(
                 "generate: max_time is not supported over several ranks: their clocks differ, and "
-                "a rank that stops alone leaves the others waiting"
+                "a rank that stops alone leaves the others waiting; use max_new_tokens"
             )
 
     def _refuse_cached_prompt(self, num_prompt: int, num_cached: int) -> None:
@@ -104,8 +107,8 @@ class Generation:
         if num_cached > 0 and is_whole_sequence and num_cached >= num_prompt:
             raise ValueError(
                 f"generate: the cache holds {num_cached} tokens and the prompt has {num_prompt}; "
-                "at least one token must be left to feed: cache.crop(-1), or pass the new tokens "
-                "with an attention_mask over all"
+                "at least one token must be new: call cache.crop(-1), or pass only the new tokens "
+                "with an attention_mask over all tokens"
             )
         size = self.arguments.get("prefill_chunk_size")
         if num_cached > 0 and size is not None and not _CHUNKS_AFTER_CACHED_TOKENS:
@@ -133,13 +136,13 @@ class Generation:
         for name in ("inputs", "input_ids", "inputs_embeds"):
             if self.arguments.get(name) is not None:
                 return self.arguments[name].shape[1]
-        return 1  # generate begins with bos by itself
+        return 1  # without a prompt, generate begins with the bos token
 
     def _signature(
         self, model: PreTrainedModel, generation_config: GenerationConfig, num_cached: int
     ) -> Signature:
-        """What the ranks must have in common, or they would merge what does not belong together or
-        stop at different tokens."""
+        """What must be equal on all ranks. Otherwise they would merge states that do not belong
+        together, or stop at different tokens."""
         sampling = generation_config.do_sample
         return (
             ("transformers version", transformers.__version__),

@@ -12,34 +12,34 @@ from ..sharding import ShardLayout
 
 
 class KeyRanges:
-    """What transformers hands from `tree_attention_mask` to every layer in place of a mask tensor.
+    """What `tree_attention_mask` returns, and transformers hands to every layer, for a mask.
 
-    Query `i` of row `b` sees the global slots `[ranges[b, i, 0], ranges[b, i, 1])`. A mask that is
-    no such range carries the reason in `unsupported` instead: models build masks that none of
-    their layers use, so the error belongs to the layer that is given one.
+    Query `i` of sequence `b` sees the global slots `[ranges[b, i, 0], ranges[b, i, 1])`. A mask
+    that is no such range has the reason in `unsupported`, and the layer that is given it raises:
+    models also build masks that none of their layers use.
     """
 
     def __init__(
         self, ranges: Tensor, kv_length: int, kv_offset: int = 0, unsupported: str | None = None
     ) -> None:
         self.ranges = ranges  # int64 [batch, seqlen_q, 2]
-        self.kv_length = kv_length  # of the keys that the layer attends to
-        self.kv_offset = kv_offset  # global slot of the first of them, without a shard
+        self.kv_length = kv_length  # number of keys that the layer attends to
+        self.kv_offset = kv_offset  # global slot of the first of them, where keys are not sharded
         self.unsupported = unsupported
         self._shard: tuple[ShardLayout, int] | None = None
         self._local: Tensor | None = None
 
     def local(self, layout: ShardLayout, rank: int) -> Tensor:
-        """The ranges in local slots of `rank`: int32, computed once for all layers."""
+        """The ranges in local slots of `rank`, int32; computed once for all layers."""
         if self._local is None or self._shard != (layout, rank):
-            # A range's local begin and end are counts of the slots before them: `local_range` on
-            # both ends in one call.
+            # This is `layout.local_range` for the begins and the ends in one call: the local begin
+            # is the number of slots that the rank holds before the range, and the end likewise.
             self._local = layout.count(rank, self.ranges).to(torch.int32)
             self._shard = (layout, rank)
         return self._local
 
     def whole(self) -> Tensor:
-        """The ranges in slots of unsharded keys that begin at `kv_offset`: int32."""
+        """The ranges in slots of unsharded keys, the first of which is `kv_offset`; int32."""
         if self._local is None or self._shard is not None:
             self._local = (self.ranges - self.kv_offset).clamp_(min=0).to(torch.int32)
             self._shard = None
@@ -67,7 +67,15 @@ def tree_attention_mask(
 ) -> KeyRanges:
     """Builds the `KeyRanges` of causal attention under a sliding window and a padding mask.
 
-    Called by transformers once per forward and kind of mask, in place of `sdpa_mask`.
+    transformers calls it in place of `sdpa_mask`, once per forward pass and kind of mask.
+
+    Args:
+        q_length: number of new queries, which are the global slots from `q_offset` on.
+        kv_length: number of keys, which are the global slots from `kv_offset` on.
+        mask_function: the predicate of transformers for query and key.
+        attention_mask: padding mask `[batch, cached + new tokens]`, 0 for hidden slots; None: no
+            slot is hidden.
+        local_size: number of keys in the sliding window, None for no window.
     """
     begin_end = torch.arange(q_length, device=device).add_(q_offset)[:, None].repeat(1, 2)
     begin, end = begin_end.unbind(-1)  # views: [seqlen_q]
@@ -110,7 +118,8 @@ def _refuse_padding(attention_mask: Tensor, batch_size: int, width: int) -> str 
 
 
 def _visible_run(attention_mask: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """First slot, end and whether there is a hole, of the visible slots of each row."""
+    """The first visible slot of each row, the end of its visible slots, and whether any row has a
+    hidden slot between them."""
     visible = attention_mask.to(torch.uint8)
     count = attention_mask.sum(-1)
     first = visible.argmax(-1)
@@ -127,9 +136,12 @@ def _agrees(
     kv_offset: int,
     kv_length: int,
 ) -> bool:
-    """Whether the predicate is true inside [begin, end) and false outside, at its four edges and
-    in the middle: O(batch * seqlen_q) in place of a full mask. Every mask of transformers that is
-    no such range (chunked, packed, blockwise, bidirectional) differs at one of them."""
+    """Whether `mask_function` is true inside [begin, end) and false outside.
+
+    It is evaluated at the range's four edges and in its middle only, O(batch * seqlen_q) in place
+    of a full mask. Every mask of transformers that is no such range (chunked, packed, blockwise,
+    bidirectional) differs at one of these places.
+    """
     probes = torch.stack((begin - 1, begin, (begin + end) // 2, end - 1, end), dim=-1)
     probes = probes.clamp_(kv_offset, kv_offset + kv_length - 1)
     expected = (begin[:, None] <= probes) & (probes < end[:, None])

@@ -14,14 +14,18 @@ def seed_ranks(
     seed: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> None:
-    """Gives every rank of the group the random generator of its first rank.
+    """Sets the random generators of every rank to the state of those of the group's first rank.
 
-    To be called on every rank before sampling, with `seed` to start from `torch.manual_seed(seed)`.
-    Covers the CPU's generator and that of the current CUDA device. Ranks that draw the same number
-    of random values from then on stay equal.
+    Every rank calls it before sampling. It covers the generator of the CPU and that of the current
+    CUDA device. Ranks that draw the same number of random values from then on draw the same values.
+
+    Args:
+        group: process group or `Communicator`, by default the world.
+        seed: first calls `torch.manual_seed(seed)`; None: the generators go on from where they are.
+        timeout: seconds after which a lost rank becomes an `ExchangeError`.
 
     Raises:
-        ExchangeError: a rank did not come within `timeout` seconds.
+        ExchangeError: a rank did not call it within `timeout` seconds.
     """
     if seed is not None:
         torch.manual_seed(seed)
@@ -32,10 +36,14 @@ def seed_ranks(
 
 
 class SynchronizeLogits(LogitsProcessor):
-    """Replaces every rank's logits by those of the group's first rank.
+    """Replaces the logits of every rank by those of the group's first rank.
 
-    For ranks whose devices round differently: equal logits and equal random generators give equal
-    tokens. `enable(model, synchronize_logits=True)` adds it to every generation.
+    It is for ranks whose devices round differently: equal logits and equal random generators give
+    equal tokens. `enable(model, synchronize_logits=True)` adds it to every generation.
+
+    Args:
+        group: process group or `Communicator`, by default the world.
+        timeout: seconds after which a lost rank becomes an `ExchangeError`.
     """
 
     def __init__(

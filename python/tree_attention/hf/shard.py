@@ -12,15 +12,15 @@ from ..sharding import BlockCyclic, Contiguous, ShardLayout
 
 
 class Write(NamedTuple):
-    """New tokens on their way into the local slots [begin, end)."""
+    """Which of the new tokens this rank keeps, and in which local slots [begin, end)."""
 
     begin: int
     end: int
-    tokens: Tensor | None  # which of the new tokens, None: all of them
+    tokens: Tensor | None  # indices of the tokens; None: all of them
 
 
 class Shard:
-    """Layout, rank and exchange; the same object for all layers of a cache."""
+    """This rank's place in the layout and its communicator; one object for all layers."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class Shard:
         self.layout = BlockCyclic(self.world_size) if layout is None else layout
         if self.layout.world_size != self.world_size:
             raise ValueError(
-                f"TreeCache: the layout is for {self.layout.world_size} ranks, "
-                f"the group has {self.world_size}"
+                f"TreeCache: layout must have the group's world size {self.world_size}, "
+                f"got one of {self.layout.world_size}"
             )
         check_options(strategy)
         self.strategy = strategy
@@ -43,15 +43,16 @@ class Shard:
         self._last: tuple[Any, Write] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shard":
-        # A copied cache goes on in the same group; a process group cannot be copied.
+        # A process group cannot be copied: a copied cache goes on in the same group.
         return self
 
     def count(self, length: int) -> int:
-        """How many of the first `length` slots are kept here."""
+        """How many of the first `length` global slots this rank keeps."""
         return self.layout.count(self.rank, length)
 
     def write(self, begin: int, end: int, device: torch.device) -> Write:
-        """Where the tokens of the global slots [begin, end) go; computed once for all layers."""
+        """Where this rank writes the tokens of the global slots [begin, end); computed once for
+        all layers."""
         key = (begin, end, device)
         if self._last is not None and self._last[0] == key:
             return self._last[1]
