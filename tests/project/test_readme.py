@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The Python blocks of the documentation run, in order, as one program per page.
+"""The Python blocks of the documentation run, in order, as one program per page, and are right.
 
-The program finds what torchrun gives the only rank of a world of one.
+The program finds what torchrun gives the only rank of a world of one; README.md, whose blocks are
+for several ranks, also runs on two.
 """
 
 import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+
+import tree_attention
+from tree_attention.reference import attention
 
 ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 WORLD_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def python_program(page: Path) -> str:
@@ -28,8 +37,16 @@ def python_program(page: Path) -> str:
     return "\n".join(lines)
 
 
-def test_readme_has_python_blocks():
-    assert python_program(ROOT / "README.md").strip()
+def run(script: Path, *launcher: str, **environment: str) -> None:
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("python", "tests/project"))
+    result = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        cwd=ROOT,
+        env=os.environ | environment | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -39,23 +56,83 @@ def test_python_blocks_run(page, tmp_path):
         pytest.skip("no Python block")
     script = tmp_path / page.name
     script.write_text(program)
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=ROOT,
-        env=os.environ | WORLD_OF_ONE | {"PYTHONPATH": str(ROOT / "python")},
-        capture_output=True,
-        text=True,
+    run(script, **WORLD_OF_ONE)
+
+
+def test_readme_is_right_on_two_ranks(tmp_path):
+    script = tmp_path / "readme.py"
+    checks = (
+        "import test_readme\n\ntest_readme.check_readme(globals())\ndist.destroy_process_group()"
     )
-    assert result.returncode == 0, result.stderr
+    script.write_text(f"{python_program(README)}\n\n{checks}\n")
+    two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    run(script, *two, OMP_NUM_THREADS="1")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_files_exist(page):
-    """Paths of this repository in links and in code spans, such as `scripts/test.sh`."""
-    text = page.read_text()
-    names = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
-    linked = [page.parent / name for name in names]
-    folders = "scripts|csrc|python|tests|docs|examples|benchmarks"
-    linked += [ROOT / name for name in re.findall(rf"(?<![\w./])((?:{folders})/[\w./-]*\w)", text)]
-    missing = [str(path) for path in linked if not path.exists()]
-    assert not missing
+def check_readme(page: dict[str, Any]) -> None:
+    """What the blocks of README.md have defined is right, on every rank. `page`: its globals."""
+    assert dist.get_world_size() == 2
+    check_generated_text(page)
+    for interleave in (1, 16):
+        check_engine(page["decode_attention"], interleave)
+    o, lse = tree_attention.lean_decode(page["q"], page["k"], page["v"])
+    assert 0 < len(page["mine"]) < page["k"].shape[2]
+    torch.testing.assert_close(page["o"], o)
+    torch.testing.assert_close(page["lse"], lse)
+
+
+def check_generated_text(page: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(page["path"], attn_implementation="sdpa")
+    tokens = plain.generate(**page["inputs"], max_new_tokens=8)[0]
+    assert page["text"] == page["tokenizer"].decode(tokens)
+
+
+def check_engine(decode_attention: Any, interleave: int) -> None:
+    """The engine's step over pages that hold NaN wherever no token is."""
+    torch.manual_seed(interleave)
+    heads_q, heads_kv, head_dim, page_size = 8, 2, 64, 16
+    seq_lens = torch.tensor([300, 1])  # the second leaves a rank without keys
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    q = torch.randn(len(seq_lens), heads_q, head_dim)
+    k, v = torch.randn(2, len(seq_lens), int(seq_lens.max()), heads_kv, head_dim).unbind()
+
+    pages_each = 1 + int(seq_lens.max()) // page_size
+    block_table = torch.randperm(2 * len(seq_lens) * pages_each)[: len(seq_lens) * pages_each]
+    block_table = block_table.reshape(len(seq_lens), pages_each).int()
+    caches = [torch.full((2 * block_table.numel(), page_size, heads_kv, head_dim), torch.nan)]
+    caches.append(caches[0].clone())
+    for sequence, length in enumerate(seq_lens.tolist()):
+        # As vLLM defines it: the owner of a slot, and where it is among the slots of its owner.
+        mine = [i for i in range(length) if i // interleave % world_size == rank]
+        local = [i // (interleave * world_size) * interleave + i % interleave for i in mine]
+        for i, slot in zip(mine, local, strict=True):
+            place = block_table[sequence, slot // page_size], slot % page_size
+            for cache, x in zip(caches, (k, v), strict=True):
+                cache[place] = x[sequence, i]
+
+    o, lse = decode_attention(q, *caches, block_table, seq_lens, None, interleave)
+    for sequence, length in enumerate(seq_lens.tolist()):
+        keys, values = (x[sequence, :length].transpose(0, 1)[None] for x in (k, v))
+        expected_o, expected_lse = attention(q[sequence, None, :, None], keys, values)
+        torch.testing.assert_close(o[sequence], expected_o[0, :, 0].float())
+        torch.testing.assert_close(lse[sequence], expected_lse[0, :, 0].float())
+    both = [torch.empty_like(o) for _ in range(world_size)]
+    dist.all_gather(both, o)
+    assert torch.equal(*both)
+
+
+def test_packed_keys_of_the_readme():
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (block,) = (block for block in blocks if block.startswith("cu_seqlens_k"))
+    page: dict[str, Any] = {"torch": torch, "tree_attention": tree_attention}
+    exec(block, page)
+    bounds = page["cu_seqlens_k"].tolist()
+    assert len(bounds) == 3
+    for sequence, (begin, end) in enumerate(pairwise(bounds)):
+        own = (page[name][sequence : sequence + 1] for name in "qkv")
+        q, k, v = next(own), *(x[:, :, begin:end] for x in own)
+        o, lse = tree_attention.lean_decode(q, k, v)
+        torch.testing.assert_close(page["o"][sequence], o[0])
+        torch.testing.assert_close(page["lse"][sequence], lse[0])
