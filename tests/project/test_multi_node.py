@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The commands of docs/multi_node.md are ones that torchrun and the library understand."""
+"""The commands of README.md and docs/multi_node.md are ones that torchrun and ours understand."""
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,30 +14,42 @@ from tree_attention.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/multi_node.md").read_text()
-LINES = re.findall(r"torchrun --(?:[^\n]|(?<=\\)\n)*", PAGE)
+README = (ROOT / "README.md").read_text()
+OF_SEVERAL_HOSTS = r"torchrun --nnodes(?:[^\n]|(?<=\\)\n)*"
+LINES = re.findall(OF_SEVERAL_HOSTS, PAGE) + re.findall(OF_SEVERAL_HOSTS, README)
 
 
 def parsed(line: str) -> tuple[str, list[str]]:
     """The nodes that torchrun would wait for, and what it runs."""
-    words = shlex.split(line.replace("\\\n", " "))[1:]
+    words = shlex.split(line.replace("\\\n", " "), comments=True)[1:]
     # What the shell would put in.
     known = {"$NODE_RANK": "0", "$SLURM_NNODES": "2", "$SLURM_JOB_ID": "7"}
     words = [known.get(word, word).replace("$first", "host0") for word in words]
     arguments = get_args_parser().parse_args(words)
-    assert arguments.module and arguments.training_script == "tree_attention"
-    return arguments.nnodes, arguments.training_script_args
+    script = arguments.training_script
+    if arguments.module:
+        assert script == "tree_attention"
+        return arguments.nnodes, arguments.training_script_args
+    return arguments.nnodes, [script, *arguments.training_script_args]
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", sorted(set(LINES)))
 def test_lines_of_torchrun(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     nodes, words = parsed(line)
-    assert nodes == "2" and words[0] in COMMANDS
-    if words[0] in ("bench", "calibrate"):
-        # Only what is added here is unknown.
+    assert nodes == "2"
+    # Only what is added here is unknown.
+    unknown = "unrecognized arguments: --unheard-of"
+    if words[0].startswith("benchmarks/"):
+        command = [sys.executable, *words, "--unheard-of"]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 2 and result.stderr.strip().endswith(unknown)
+        return
+    assert words[0] in COMMANDS
+    if words[0] == "calibrate":
         with pytest.raises(SystemExit, match="2"):
             main([*words, "--unheard-of"])
-        assert capsys.readouterr().err.strip().endswith("unrecognized arguments: --unheard-of")
+        assert capsys.readouterr().err.strip().endswith(unknown)
 
 
 def test_all_lines_are_seen() -> None:
-    assert len(LINES) == PAGE.count("torchrun --") - PAGE.count("`torchrun --") == 6
+    assert len(LINES) == len(re.findall("(?<!`)torchrun --nnodes", PAGE + README)) == 8
