@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The worked example of docs/design.md is what its own table gives, in exact arithmetic."""
+"""docs/design.md: its example is right, in exact arithmetic, and it has each strategy once."""
 
 import math
 import re
 from fractions import Fraction
 from pathlib import Path
+
+from tree_attention.exchange.strategies import STRATEGIES
 
 PAGE = Path(__file__).parents[2] / "docs/design.md"
 MINUS = "\N{MINUS SIGN}"
@@ -41,3 +43,8 @@ def test_worked_example() -> None:
     assert f"r=1/(1+t)={r}\n" in text
     assert f"lse={lse_b:.3f}+log(1+t)=log{total}={math.log(total):.3f}" in text
     assert f"o={t * r}·{o_a}+{r}·{o_b}={o}\n" in text
+
+
+def test_every_strategy_has_one_row() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(STRATEGIES)
