@@ -78,7 +78,7 @@ def tree_decode(
     comm = get_communicator(group)
     exchange = ExchangeOptions(strategy, out_dtype or q.dtype, payload_dtype, head_sharded)
     with comm.before_call():
-        check_options(strategy, payload_dtype, head_sharded)
+        check_options("tree_decode", strategy, payload_dtype, head_sharded)
         if isinstance(overlap, bool) or not isinstance(overlap, int) or overlap < 1:
             raise ValueError(
                 f"tree_decode: overlap must be an integer of at least 1, got {overlap}"

@@ -432,7 +432,7 @@ def test_prepared_exchanges(cuda_kernels):
 
 def fail_on_the_device(rank: int, world_size: int) -> None:
     comm = Communicator()
-    memory = comm._resources["one_shot", "cuda"] = symmetric.Memory(rank, [0, 0], CPU)
+    memory = comm._resources._resources["one_shot", "cuda"] = symmetric.Memory(rank, [0, 0], CPU)
     comm.check()
     memory._words[symmetric._ERRORS + 1 - rank] = 1
     reason = f"rank {rank} of 2: one_shot: rank {1 - rank} did not come in time; outputs of that"
@@ -449,7 +449,7 @@ def test_failure_on_the_device_is_the_communicators() -> None:
 
 def abort_what_waits(rank: int, world_size: int) -> None:
     comm = Communicator()
-    memory = comm._resources["one_shot", "cuda"] = symmetric.Memory(rank, [0, 0], CPU)
+    memory = comm._resources._resources["one_shot", "cuda"] = symmetric.Memory(rank, [0, 0], CPU)
     comm.abort()
     assert memory._words[symmetric._ABORTED] == 1
 

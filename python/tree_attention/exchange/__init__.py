@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Merging partial states over ranks: one small exchange, the same bits everywhere, or an error.
 
-`communicator` is the door: `all_merge_states` and the prepared process group. A strategy is a file
-in `strategies/`; `choice` is how "auto" takes one, and `calibration` measures what it goes by.
-`link` and `rounds` are the process group's operations with deadlines and counters, `state` is the
-memory that travels. `session` and `agreement` see to it that all ranks do the same or all fail, and
-`self_test` that they round alike and messages arrive where they should.
+`groups` is the door, `all_merge_states`; `communicator` is a process group prepared for it, and
+`arguments` checks what callers ask. A strategy is a file in `strategies/`; `choice` is how "auto"
+takes one, and `calibration` measures what it goes by. `link` and `rounds` are the process group's
+operations with deadlines and counters, `state` is the memory that travels. `session` and
+`agreement` see to it that all ranks do the same or all fail, and `self_test` that they round alike
+and messages arrive where they should.
 """
 
 from .agreement import ExchangeError
-from .communicator import (
-    DEFAULT_TIMEOUT,
-    Communicator,
-    ExchangeOptions,
-    all_merge_states,
-    get_communicator,
-)
+from .arguments import ExchangeOptions, check_options
+from .communicator import DEFAULT_TIMEOUT, Communicator
+from .groups import all_merge_states, get_communicator
 from .link import Link
-from .strategies import check_options, strategies
+from .strategies import strategies
 from .topology import Topology
 
 __all__ = [

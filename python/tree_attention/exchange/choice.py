@@ -224,9 +224,3 @@ def explain_choice(
         f"over {topology.world_size} ranks, {topology}: {choice.strategy} ({choice.reason}); "
         f"{traffic.steps} steps, at most {traffic.bytes_sent:,} bytes sent per rank"
     )
-
-
-def unavailable_for(layout: StateLayout, unavailable: Mapping[str, str]) -> dict[str, str]:
-    """The strategies that cannot exchange such a state on these ranks, and why."""
-    refusals = {name: strategy.refusal(layout) for name, strategy in STRATEGIES.items()}
-    return {name: reason for name, reason in refusals.items() if reason} | dict(unavailable)

@@ -6,9 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,29 +14,20 @@ from torch import Tensor
 
 from ..ops import merge_states
 from .agreement import Disagreement, Note, Signature
-from .choice import Choice, CostTable, choose, explain_choice, measured_costs, unavailable_for
+from .arguments import ExchangeOptions, check_options, check_state, payload_of_sum
+from .choice import Choice, CostTable, choose, explain_choice, measured_costs
 from .link import Link
+from .resources import Resources
 from .self_test import merge_digest
 from .session import Session
 from .state import Slices, State, StateBuffers, StateLayout
-from .strategies import STRATEGIES, Context, Exchange, Resource, check_options
+from .strategies import STRATEGIES, Context, Exchange
 from .sums import Sums
 from .topology import Topology, node_name
 
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 30.0
-_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class ExchangeOptions:
-    """What a caller asks of an exchange."""
-
-    strategy: str  # or "auto"
-    out_dtype: torch.dtype
-    payload_dtype: torch.dtype = torch.float32
-    head_sharded: bool = False
 
 
 class Communicator:
@@ -74,7 +63,7 @@ class Communicator:
         *,
         nodes: Sequence[object] | None = None,
     ) -> None:
-        group = _resolve_group(group)
+        group = resolve_group(group)
         self.rank, self.world_size = (0, 1) if group is None else (group.rank(), group.size())
         if nodes is not None and len(nodes) != self.world_size:
             raise ValueError(
@@ -82,12 +71,13 @@ class Communicator:
             )
         self._nodes = None if nodes is None else Topology.of(nodes).nodes
         self.topology = Topology(self._nodes or (0,) * self.world_size)
-        self._timeout = timeout
+        self.timeout = timeout
+        self._resources = Resources()
         self._session: Session | None = None
         self._costs: CostTable | None = None
         if group is not None and self.world_size > 1:
             note = {"node": node_name()}
-            self._session = Session(group, timeout, note, self._abort_resources)
+            self._session = Session(group, note, self._resources.abort)
             self._costs = measured_costs()
         # What must be equal on all ranks in every call.
         digest = "shipped" if self._costs is None else self._costs.digest
@@ -95,24 +85,11 @@ class Communicator:
         self._buffers: defaultdict[int, StateBuffers] = defaultdict(StateBuffers)
         self._sums = Sums()
         self._is_loading = False
-        # By kind of device, once it was tried: why strategies are unavailable, and their resources.
-        self._unavailable: dict[str, dict[str, str]] = {}
-        self._resources: dict[tuple[str, str], Resource] = {}
 
     @property
     def link(self) -> Link:
         """The operations of the group, of which there are none in a world of one."""
         return self._session_of_several.link
-
-    @property
-    def timeout(self) -> float:
-        return self._timeout
-
-    @timeout.setter
-    def timeout(self, seconds: float) -> None:
-        self._timeout = seconds
-        if self._session is not None:
-            self._session.timeout = seconds
 
     @property
     def failed(self) -> str | None:
@@ -169,8 +146,8 @@ class Communicator:
         that must be equal on all ranks.
         """
         with self.before_call():
-            check_options(strategy, payload_dtype, head_sharded)
-            _check_state(o, lse, out_dtype)
+            check_options("all_merge_states", strategy, payload_dtype, head_sharded)
+            check_state(o, lse, out_dtype)
             dtype = o.dtype if out_dtype is None else out_dtype
             if self._session is None:
                 return merge_states(o[None], lse[None], out_dtype=dtype)
@@ -220,7 +197,7 @@ class Communicator:
             ExchangeError: a rank was lost, stalled, or called with other arguments.
         """
         with self.before_call():
-            payload = self._sums.check(x, payload_dtype)
+            payload = payload_of_sum(x, payload_dtype)
         if self._session is None:
             return x.clone()
         result = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -246,7 +223,8 @@ class Communicator:
             self._abandon_loaded_state()
             fields = (*signature, *self._constants)
             session.before_deadline(
-                lambda deadline: self._learn(session.compare(fields, deadline)), timeout
+                lambda deadline: self._learn(session.compare(fields, deadline)),
+                self.timeout if timeout is None else timeout,
             )
 
     def abort(self, reason: str = "no reason given") -> None:
@@ -265,7 +243,7 @@ class Communicator:
         error; until then there is NaN for o and lse, also from replayed graphs.
         """
         if self._session is not None:
-            self._session.before_deadline(lambda deadline: self._check_resources(), None)
+            self._session.before_deadline(lambda deadline: self._resources.check(), self.timeout)
 
     # What follows is for decoding functions that exchange in ways of their own.
 
@@ -288,15 +266,17 @@ class Communicator:
             notes = session.agree((*signature, *self._constants), deadline)
             if notes is not None:
                 self._learn(notes)
-                if device is not None and device.type not in self._unavailable:
-                    self._prepare_device(session, device, deadline)
+                if device is not None and not self._resources.are_known(device):
+                    session.test_delivery(device, deadline)
+                    self._resources.set_up(session, device, self.topology, deadline)
             return run(deadline)
 
-        return session.before_deadline(agree_and_run, timeout)
+        seconds = self.timeout if timeout is None else timeout
+        return session.before_deadline(agree_and_run, seconds)
 
     def unavailable(self, device: torch.device) -> Mapping[str, str]:
         """Strategies that cannot be used with tensors of `device`, and why; known after a call."""
-        return self._unavailable.get(device.type, {})
+        return self._resources.unavailable(device)
 
     def abandon_call(self) -> None:
         """To be told by a rank that stopped on the way to a call (see `Session.abandon`)."""
@@ -369,10 +349,9 @@ class Communicator:
         layout = state.layout
         if layout.num_bytes == 0:
             return lambda deadline, o, lse: None
-        unavailable = unavailable_for(layout, self.unavailable(state.device))
-        if options.strategy != "auto":
-            choice = Choice(options.strategy, "asked for")
-        else:
+        unavailable = self._resources.unavailable(state.device, layout)
+        choice = Choice(options.strategy, "asked for")
+        if options.strategy == "auto":
             choice = choose(
                 layout,
                 self.topology,
@@ -395,28 +374,11 @@ class Communicator:
             state,
             options.out_dtype,
             options.head_sharded,
-            self._resources.get((name, state.device.type)),
+            self._resources.of(name, state.device),
         )
         # Views that are made in inference mode cannot be written to outside of it.
         with torch.inference_mode(False):
             return STRATEGIES[name].prepare(context)
-
-    def _prepare_device(self, session: Session, device: torch.device, deadline: float) -> None:
-        session.test_delivery(device, deadline)
-
-        def gather(step: str, note: Note) -> Sequence[Note]:
-            return session.compare((("step", step),), deadline, note)
-
-        unavailable = {}
-        for name, strategy in STRATEGIES.items():
-            if strategy.set_up is None:
-                continue
-            found = strategy.set_up(session.link, device, self.topology, gather, deadline)
-            if isinstance(found, str):
-                unavailable[name] = found
-            else:
-                self._resources[name, device.type] = found
-        self._unavailable[device.type] = unavailable
 
     def _learn(self, notes: Sequence[Note]) -> None:
         if self._nodes is None:
@@ -426,100 +388,8 @@ class Communicator:
         if self._is_loading:  # a state of send_state never came to its exchange
             self.abandon_call()
 
-    def _check_resources(self) -> None:
-        for resource in self._resources.values():
-            resource.check()
 
-    def _abort_resources(self) -> None:
-        for resource in list(self._resources.values()):
-            resource.abort()
-
-
-def all_merge_states(
-    o: Tensor,
-    lse: Tensor,
-    group: dist.ProcessGroup | Communicator | None = None,
-    *,
-    strategy: str = "auto",
-    out_dtype: torch.dtype | None = None,
-    payload_dtype: torch.dtype = torch.float32,
-    head_sharded: bool = False,
-    timeout: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """An all-reduce of partial attention states whose operation is `merge_states`.
-
-    Equivalent PyTorch, up to rounding::
-
-        lse = torch.stack(all_gathered_lse).logsumexp(0)
-        o = sum((lse_r - lse).exp()[..., None] * o_r for o_r, lse_r in all_gathered_states)
-
-    Collective: every rank calls with its own state of the same queries over its own keys.
-
-    Args:
-        o: `[batch, num_heads_q, seqlen_q, head_dim]`, float32, bfloat16 or float16, any strides.
-        lse: float32 `[batch, num_heads_q, seqlen_q]`, natural logarithm, any strides; `-inf` for a
-            row without keys on this rank, whatever its `o`.
-        group: a process group or a `Communicator`, default the world. Without torch.distributed
-            this is a world of one.
-        strategy: "auto" or one of `strategies()`.
-        out_dtype: dtype of the merged `o`, default that of `o`. Arithmetic is float32.
-        payload_dtype: dtype in which each rank's `o` travels: float32, or bfloat16 to halve the
-            bytes, where every rank, also its own, sees the rounded copy. lse stays float32.
-            Ignored in a world of one.
-        head_sharded: return to each rank its heads only, those that
-            `torch.tensor_split(o, world_size, dim=1)[rank]` names, maybe none.
-        timeout: seconds in which the call returns or raises, 30 unless the communicator says
-            otherwise.
-
-    Returns:
-        New tensors: the merged o and the float32 lse, with the same bits on every rank, and those
-        of `merge_states` of the ranks' states for all strategies but "three_allreduce" and
-        "max_then_sum"; `(0, -inf)` for a row that has no keys on any rank.
-
-    Raises:
-        ValueError: no such strategy, options it has not, or shapes or dtypes break the rules
-            above. Nothing was sent; ranks whose arguments were right run into their timeout.
-        ExchangeError: a rank was lost, stalled, or called with other arguments.
-
-    Source: Tree Attention (arXiv:2408.04093), section 5.
-    """
-    return get_communicator(group).all_merge_states(
-        o,
-        lse,
-        strategy=strategy,
-        out_dtype=out_dtype,
-        payload_dtype=payload_dtype,
-        head_sharded=head_sharded,
-        timeout=timeout,
-    )
-
-
-_communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
-
-
-def get_communicator(
-    group: dist.ProcessGroup | Communicator | None = None, timeout: float | None = None
-) -> Communicator:
-    """The communicator of `group` (default the world), made at first use and kept with the group.
-
-    `timeout`, if given, becomes its default.
-    """
-    if isinstance(group, Communicator):
-        comm = group
-    else:
-        group = _resolve_group(group)
-        if group is None:
-            comm = Communicator()
-        elif (known := _communicators.get(group)) is not None:
-            comm = known
-        else:
-            comm = _communicators[group] = Communicator(group)
-    if timeout is not None:
-        comm.timeout = timeout
-    return comm
-
-
-def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if group is None:
         return dist.group.WORLD if dist.is_initialized() else None
     if not isinstance(group, dist.ProcessGroup):
@@ -528,28 +398,3 @@ def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
             f"{group!r}"
         )
     return group
-
-
-def _check_state(o: Tensor, lse: Tensor, out_dtype: torch.dtype | None) -> None:
-    shapes = f"{o.dtype} {list(o.shape)} and {lse.dtype} {list(lse.shape)}"
-    if o.dim() != 4 or lse.shape != o.shape[:3] or lse.dtype != torch.float32:
-        raise ValueError(
-            "all_merge_states: o must be [batch, num_heads_q, seqlen_q, head_dim] and lse float32 "
-            f"[batch, num_heads_q, seqlen_q], got {shapes}"
-        )
-    if o.shape[3] == 0:
-        raise ValueError(f"all_merge_states: head_dim must be at least 1, got {shapes}")
-    if o.device != lse.device:
-        raise ValueError(
-            f"all_merge_states: o and lse must be on one device, got {o.device} and {lse.device}"
-        )
-    for name, dtype in (("o", o.dtype), ("out_dtype", out_dtype or o.dtype)):
-        if dtype not in _STATE_DTYPES:
-            raise ValueError(
-                f"all_merge_states: {name} must be float32, bfloat16 or float16, got {dtype}"
-            )
-    if torch.is_grad_enabled() and (o.requires_grad or lse.requires_grad):
-        raise ValueError(
-            "all_merge_states: o and lse must not require a gradient (inference only), got "
-            "requires_grad=True; call it under torch.no_grad()"
-        )

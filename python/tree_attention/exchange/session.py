@@ -33,7 +33,6 @@ class Session:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        timeout: float,
         note: Note,
         on_failure: Callable[[], None],
     ) -> None:
@@ -41,7 +40,6 @@ class Session:
         and may come from any thread."""
         self.rank, self.world_size = group.rank(), group.size()
         self.link = Link(group)
-        self.timeout = timeout
         self.failed: str | None = None
         self._failing = threading.Lock()
         self._agreed: Signature | None = None
@@ -97,8 +95,8 @@ class Session:
         if fault:
             raise ExchangeError(fault)
 
-    def before_deadline(self, run: Callable[[float], T], timeout: float | None) -> T:
-        """`run(deadline)`; any error in it but a disagreement is final.
+    def before_deadline(self, run: Callable[[float], T], seconds: float) -> T:
+        """`run(deadline)` in so many seconds; any error in it but a disagreement is final.
 
         Raises:
             ExchangeError: a RuntimeError in `run`, or the session has failed before.
@@ -107,7 +105,6 @@ class Session:
             raise ExchangeError(
                 f"{self._here()}: the communicator has failed before: {self.failed}"
             )
-        seconds = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         try:
             result = run(deadline)

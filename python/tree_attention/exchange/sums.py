@@ -8,7 +8,6 @@ from torch import Tensor
 
 from .link import Link
 from .state import Arena
-from .strategies import PAYLOAD_DTYPES
 
 # Below this size in bytes one round to every rank is faster than two with less to send.
 _MAX_DIRECT_BYTES = 64 << 10
@@ -22,27 +21,6 @@ class Sums:
 
     def __init__(self) -> None:
         self._arena = Arena()
-
-    def check(self, x: Tensor, payload_dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype of what ranks send.
-
-        Raises:
-            ValueError: `x` or the dtype is none that can be summed.
-        """
-        if not x.dtype.is_floating_point:
-            raise ValueError(f"all_reduce: x must have a floating dtype, got {x.dtype}")
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(
-                "all_reduce: x must not require a gradient (inference only), got "
-                "requires_grad=True; call it under torch.no_grad()"
-            )
-        if payload_dtype is None:
-            # Nothing is lost: parts and sum are rounded to bfloat16 anyhow.
-            return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-        if payload_dtype not in PAYLOAD_DTYPES:
-            names = " or ".join(str(dtype) for dtype in PAYLOAD_DTYPES)
-            raise ValueError(f"all_reduce: payload_dtype must be {names}, got {payload_dtype}")
-        return payload_dtype
 
     def run(
         self, link: Link, x: Tensor, payload_dtype: torch.dtype, result: Tensor, deadline: float

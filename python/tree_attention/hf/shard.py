@@ -37,7 +37,7 @@ class Shard:
                 f"TreeCache: layout must have the group's world size {self.world_size}, "
                 f"got one of {self.layout.world_size}"
             )
-        check_options(strategy)
+        check_options("TreeCache", strategy)
         self.strategy = strategy
         self.timeout = timeout
         self._last: tuple[Any, Write] | None = None

@@ -21,8 +21,6 @@ from ..link import Link
 from ..state import State, StateLayout
 from ..topology import Topology
 
-PAYLOAD_DTYPES = (torch.float32, torch.bfloat16)
-
 # Exchanges the state in the send buffer, before a `time.monotonic` deadline, and writes the merged
 # o and lse into contiguous tensors.
 Exchange = Callable[[float, Tensor, Tensor], None]
@@ -126,26 +124,6 @@ def candidates(
         and (strategy.takes_16_bit or payload_dtype == torch.float32)
         and (strategy.can_shard_heads or not head_sharded)
     )
-
-
-def check_options(
-    strategy: str, payload_dtype: torch.dtype = torch.float32, head_sharded: bool = False
-) -> None:
-    """Refuses options that no rank could follow.
-
-    Raises:
-        ValueError: there is no such strategy, or it cannot do what the options ask for.
-    """
-    if strategy not in ("auto", *STRATEGIES):
-        raise ValueError(f"strategy must be one of auto, {', '.join(STRATEGIES)}, got {strategy!r}")
-    if payload_dtype not in PAYLOAD_DTYPES:
-        names = " or ".join(str(dtype) for dtype in PAYLOAD_DTYPES)
-        raise ValueError(f"payload_dtype must be {names}, got {payload_dtype}")
-    able = ("auto", *candidates(payload_dtype, head_sharded))
-    if strategy not in able:
-        asked = f"payload_dtype {payload_dtype}, head_sharded {head_sharded}"
-        names = ", ".join(able)
-        raise ValueError(f"with {asked}, strategy must be one of {names}, got {strategy!r}")
 
 
 discover()

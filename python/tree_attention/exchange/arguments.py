@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The only validation of what callers ask of an exchange, before anything is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .strategies import STRATEGIES, candidates
+
+_PAYLOAD_DTYPES = (torch.float32, torch.bfloat16)
+_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """What a caller asks of an exchange."""
+
+    strategy: str  # or "auto"
+    out_dtype: torch.dtype
+    payload_dtype: torch.dtype = torch.float32
+    head_sharded: bool = False
+
+
+def check_options(
+    op: str,
+    strategy: str,
+    payload_dtype: torch.dtype = torch.float32,
+    head_sharded: bool = False,
+) -> None:
+    """Refuses options of `op` that no rank could follow.
+
+    Raises:
+        ValueError: there is no such strategy, or it cannot do what the options ask for.
+    """
+    if strategy not in ("auto", *STRATEGIES):
+        names = ", ".join(("auto", *STRATEGIES))
+        raise ValueError(f"{op}: strategy must be one of {names}, got {strategy!r}")
+    _check_payload(op, payload_dtype)
+    able = ("auto", *candidates(payload_dtype, head_sharded))
+    if strategy not in able:
+        asked = f"payload_dtype {payload_dtype}, head_sharded {head_sharded}"
+        names = ", ".join(able)
+        raise ValueError(f"{op}: with {asked}, strategy must be one of {names}, got {strategy!r}")
+
+
+def check_state(o: Tensor, lse: Tensor, out_dtype: torch.dtype | None) -> None:
+    shapes = f"{o.dtype} {list(o.shape)} and {lse.dtype} {list(lse.shape)}"
+    if o.dim() != 4 or lse.shape != o.shape[:3] or lse.dtype != torch.float32:
+        raise ValueError(
+            "all_merge_states: o must be [batch, num_heads_q, seqlen_q, head_dim] and lse float32 "
+            f"[batch, num_heads_q, seqlen_q], got {shapes}"
+        )
+    if o.shape[3] == 0:
+        raise ValueError(f"all_merge_states: head_dim must be at least 1, got {shapes}")
+    if o.device != lse.device:
+        raise ValueError(
+            f"all_merge_states: o and lse must be on one device, got {o.device} and {lse.device}"
+        )
+    for name, dtype in (("o", o.dtype), ("out_dtype", out_dtype or o.dtype)):
+        if dtype not in _STATE_DTYPES:
+            raise ValueError(
+                f"all_merge_states: {name} must be float32, bfloat16 or float16, got {dtype}"
+            )
+    _check_no_gradient("all_merge_states", "o and lse", o, lse)
+
+
+def payload_of_sum(x: Tensor, payload_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which ranks send `x` to be summed.
+
+    Raises:
+        ValueError: `x` cannot be summed, or not with such a payload.
+    """
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"all_reduce: x must have a floating dtype, got {x.dtype}")
+    _check_no_gradient("all_reduce", "x", x)
+    if payload_dtype is None:
+        # Nothing is lost: parts and sum are rounded to bfloat16 anyhow.
+        return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    _check_payload("all_reduce", payload_dtype)
+    return payload_dtype
+
+
+def _check_payload(op: str, dtype: torch.dtype) -> None:
+    if dtype not in _PAYLOAD_DTYPES:
+        names = " or ".join(str(dtype) for dtype in _PAYLOAD_DTYPES)
+        raise ValueError(f"{op}: payload_dtype must be {names}, got {dtype}")
+
+
+def _check_no_gradient(op: str, names: str, *tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise ValueError(
+            f"{op}: {names} must not require a gradient (inference only), got "
+            "requires_grad=True; call it under torch.no_grad()"
+        )
