@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Builds `tree_attention._C`. Everything that is not compiled is in pyproject.toml.
 
-Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, DEBUG=0|1, ABLATIONS=0|1
-(CONTRIBUTING.md).
+Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, DEBUG=0|1 (CONTRIBUTING.md).
 """
 
 import os
@@ -39,16 +38,12 @@ CUDA_SOURCES = [
     "csrc/cuda/ops_cuda.cpp",
     "csrc/cuda/checks.cpp",
     "csrc/cuda/decode/launch.cu",
+    "csrc/cuda/decode/plan.cu",
     "csrc/cuda/decode/check_pages.cu",
     "csrc/cuda/decode/workspaces.cpp",
     "csrc/cuda/merge/merge_states.cu",
     "csrc/cuda/one_shot/one_shot.cu",
     "csrc/cuda/one_shot/one_shot_args.cpp",
-]
-# The published schedules over the same inner loop, for benchmarks/decode.py.
-ABLATION_SOURCES = [
-    "csrc/cuda/decode/ablations.cu",
-    "csrc/cuda/decode/ablations_cuda.cpp",
 ]
 DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0a"  # A100; H100, H200
 MINIMUM_TORCH = (2, 11)
@@ -117,13 +112,12 @@ def extension(use_cuda: bool):
         ("TREE_ATTENTION_CUDA_VERSION", f'"{nvcc_version()}"'),
         ("TREE_ATTENTION_CUDA_ARCHITECTURES", f'"{architectures}"'),
     ]
-    ablations = flag("ABLATIONS", "0", ("0", "1")) == "1"
     # -fmad=false is -ffp-contract=off: products and sums are fused only where the text says so, and
     # a merge has the same bits in every kernel.
     nvcc = ["-std=c++20", "-fmad=false", *(["-O0", "-g", "-G"] if debug else ["-O3", "-lineinfo"])]
     return CUDAExtension(
         "tree_attention._C",
-        CPU_SOURCES + CUDA_SOURCES + (ABLATION_SOURCES if ablations else []),
+        CPU_SOURCES + CUDA_SOURCES,
         include_dirs=[os.path.abspath("csrc")],
         define_macros=macros,
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},

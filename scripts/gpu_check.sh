@@ -137,7 +137,7 @@ for name in emulat mutations resources packaging any_order old_architectures; do
 done
 
 built=yes
-stage build 300 env USE_CUDA=1 ABLATIONS=1 MAX_JOBS="${MAX_JOBS:-$(nproc)}" "$PYTHON" setup.py build_ext --inplace ||
+stage build 300 env USE_CUDA=1 MAX_JOBS="${MAX_JOBS:-$(nproc)}" "$PYTHON" setup.py build_ext --inplace ||
   built=no
 stage machine 60 bash -c describe_machine
 gpu_stage smoke 90 "${pytest[@]}" -v -k "not emulated" tests/cuda/test_cuda_smoke.py

@@ -13,6 +13,7 @@ build=build/sanitize
 cpu_sources=(tests/cpp/*.cpp csrc/cpu/{,kernel/}*.cpp)
 # Of the decode kernels those that the short cases use; the linker lets the others be missing.
 cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{decode,merge,one_shot}/*.cu
+  benchmarks/cuda/ablations/ablations.cu
   csrc/cuda/instantiations/lean_decode_{bf16_64,bf16_128,fp16_256,fp32_64}.cu
   tests/cuda_emulator/{fiber,machine,main,ptx_host,test_*}.cpp)
 # c10's BFloat16 and Half are headers without a library.
@@ -38,7 +39,7 @@ compile() {
     source=$1; object=$2/${source//\//_}.o; shift 2
     exec ${CXX:-g++} "$@" -c -xc++ "$source" -o "$object"' - '{}' "$folder" \
     -std=c++20 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -Wall -Wextra \
-    -Itests/cpp -Icsrc "$@"
+    -Itests/cpp -Icsrc -I. "$@"
   "${CXX:-g++}" "$@" "${objects[@]}" -pthread -o "$folder/tests"
 }
 

@@ -9,7 +9,7 @@ BUILD = ROOT / "build" / "cuda_emulator"
 FLAGS = [
     *("-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas"),
-    *("-Itests/cuda_emulator", "-Itests/cpp", "-Icsrc"),
+    *("-Itests/cuda_emulator", "-Itests/cpp", "-Icsrc", "-I."),
 ]
 COMPILER = Compiler(BUILD, FLAGS)
 
@@ -19,6 +19,7 @@ EMULATOR = [
 TESTS = [
     Path("tests/cpp/decode_case.cpp"),
     Path("tests/cuda_emulator/main.cpp"),
+    Path("benchmarks/cuda/ablations/ablations.cu"),
     *sorted(path.relative_to(ROOT) for path in (ROOT / "tests/cuda_emulator").glob("test_*.cpp")),
 ]
 KERNELS = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc/cuda").rglob("*.cu"))

@@ -36,7 +36,7 @@ void check_pages(const DecodeParams& params, cudaStream_t stream) {
 
 }  // namespace
 
-void launch_planned(const DecodeParams& params, PlanFunction make_plan, LaunchFunction launch) {
+void lean_decode(const DecodeParams& params) {
   check_supported(params);
   const cudaDeviceProp& device = current_device("lean_decode");
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
@@ -46,14 +46,10 @@ void launch_planned(const DecodeParams& params, PlanFunction make_plan, LaunchFu
   const DeviceLimits limits{device.multiProcessorCount,
                             static_cast<int32_t>(device.sharedMemPerMultiprocessor),
                             static_cast<int32_t>(device.sharedMemPerBlockOptin)};
-  const Plan plan = make_plan(params, limits);
+  const Plan plan = plan_lean_decode(params, limits);
   check_shared_memory(params, plan.shared_bytes, limits.shared_bytes_per_block);
   const Workspace workspace = workspace_of(stream, limits, plan.workspace);
-  C10_CUDA_CHECK(launch(params, plan, workspace, stream));
-}
-
-void lean_decode(const DecodeParams& params) {
-  launch_planned(params, plan_lean_decode, launch_lean_decode);
+  C10_CUDA_CHECK(launch_lean_decode(params, plan, workspace, stream));
 }
 
 void merge_states(const MergeParams& params) {

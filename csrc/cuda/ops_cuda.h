@@ -17,11 +17,4 @@ void merge_states(const MergeParams& params);
 // params.host is an address of the host's; the kernel gets the device's address of that memory.
 void launch_one_shot(OneShotParams& params);
 
-using PlanFunction = Plan (*)(const DecodeParams&, const DeviceLimits&);
-using LaunchFunction = cudaError_t (*)(const DecodeParams&, const Plan&, const Workspace&,
-                                       cudaStream_t);
-
-// What lean_decode is for any pair of these: checks what CUDA supports, then plans and launches.
-void launch_planned(const DecodeParams& params, PlanFunction make_plan, LaunchFunction launch);
-
 }  // namespace tree_attention::cuda

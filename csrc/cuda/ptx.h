@@ -123,14 +123,7 @@ __device__ __forceinline__ uint32_t atomic_inc_acq_rel(uint32_t* counter, uint32
   return old;
 }
 
-// 9.7.9.8 (ld.acquire), for a wait on another block.
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-// The same for a wait on another device or on the host.
+// 9.7.9.8 (ld.acquire), for a wait on another device or on the host.
 __device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* address) {
   uint64_t value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");

@@ -52,23 +52,29 @@ def one_shot(name: str, old: str, new: str, only_thread_sanitizer: bool = False)
     return Mutation(name, "cuda/one_shot/one_shot.cu", old, new, only_thread_sanitizer, ONE_SHOT)
 
 
+# Of the loop over tiles in lean_decode.cuh.
+KEY_BARRIER = (
+    "    TileCopies<Config>::sync();  // the keys are there, the stage of the tile before is free\n"
+)
+FILL = "    loader.fill(ring, number + 1);\n"
+
 MUTATIONS = [
-    # The load ring.
+    # The ring and what is requested into it.
     Mutation(
         "keys of the last tile are not waited for",
-        "cuda/decode/load_ring.cuh",
+        "cuda/decode/ring.cuh",
         "cp_async_wait_group<kPending>();",
         "cp_async_wait_group<2 * kPending>();",
     ),
     Mutation(
         "keys are waited for too late by one group",
-        "cuda/decode/load_ring.cuh",
+        "cuda/decode/ring.cuh",
         "wait<1>();",
         "wait<2>();",
     ),
     Mutation(
         "values are waited for too late by one group",
-        "cuda/decode/load_ring.cuh",
+        "cuda/decode/ring.cuh",
         "wait<0>();",
         "wait<1>();",
     ),
@@ -80,44 +86,44 @@ MUTATIONS = [
     ),
     Mutation(
         "a warp does not wait for its other lanes' copies",
-        "cuda/decode/load_ring.cuh",
+        "cuda/decode/tile_copies.cuh",
         "      __syncwarp();\n",
         "",
         only_thread_sanitizer=True,
     ),
     Mutation(
         "the warps of a key group do not wait for each other's copies",
-        "cuda/decode/load_ring.cuh",
+        "cuda/decode/tile_copies.cuh",
         "    } else {\n      __syncthreads();\n    }\n  }\n",
         "    }\n  }\n",
     ),
     Mutation(
         "keys are read before the other lanes' copies are there",
         "cuda/decode/lean_decode.cuh",
-        "    ring.sync_key_group();\n    ring.fill(number + 1);\n",
-        "    ring.fill(number + 1);\n",
+        KEY_BARRIER + FILL,
+        FILL,
     ),
     Mutation(
         "values are read before the other lanes' copies are there",
         "cuda/decode/lean_decode.cuh",
-        "        ring.sync_key_group();\n",
+        "        TileCopies<Config>::sync();\n",
         "",
     ),
     Mutation(
         "a stage is filled while it is read",
-        "cuda/decode/load_ring.cuh",
-        "while (ahead_ < params_.num_stages &&",
-        "while (ahead_ <= params_.num_stages &&",
+        "cuda/decode/ring.cuh",
+        "return num_tiles_ < params_.num_stages;",
+        "return num_tiles_ <= params_.num_stages;",
     ),
     Mutation(
         "a stage is filled before the barrier that frees it",
         "cuda/decode/lean_decode.cuh",
-        "    ring.sync_key_group();\n    ring.fill(number + 1);\n",
-        "    ring.fill(number + 1);\n    ring.sync_key_group();\n",
+        KEY_BARRIER + FILL,
+        FILL + KEY_BARRIER,
     ),
     Mutation(
         "keys past the end are fetched",
-        "cuda/decode/load_ring.cuh",
+        "cuda/decode/loader.cuh",
         "row + chunk * Config::kChunkElements, exists ? 16 : 0",
         "row + chunk * Config::kChunkElements, 16",
     ),
@@ -174,30 +180,30 @@ MUTATIONS = [
     Mutation(
         "threads do not wait to hear whether they are last",
         "cuda/decode/fixup.cuh",
-        "    __syncthreads();\n    const bool result = *is_last;",
-        "    const bool result = *is_last;",
+        "  __syncthreads();\n  const bool is_last = *flag;",
+        "  const bool is_last = *flag;",
     ),
     Mutation(
         "what is said about the last is overwritten",
         "cuda/decode/fixup.cuh",
-        "    __syncthreads();  // before the scratch memory is written again\n",
+        "  __syncthreads();  // before the flag is written again\n",
         "",
         only_thread_sanitizer=True,
     ),
     Mutation(
         "arrival releases and acquires nothing",
         "cuda/decode/fixup.cuh",
-        "*is_last = atomic_inc_acq_rel(counters + counter, limit) == limit;",
-        "*is_last = __atomic_fetch_add(counters + counter, limit + 1 > 1 ? 1 : 0,"
-        " __ATOMIC_RELAXED) == limit && (__atomic_store_n(counters + counter, 0,"
+        "*flag = atomic_inc_acq_rel(counter, limit) == limit;",
+        "*flag = __atomic_fetch_add(counter, limit + 1 > 1 ? 1 : 0,"
+        " __ATOMIC_RELAXED) == limit && (__atomic_store_n(counter, 0,"
         " __ATOMIC_RELAXED), true);",
         only_thread_sanitizer=True,
     ),
     Mutation(
         "counters do not return to zero",
         "cuda/decode/fixup.cuh",
-        "atomic_inc_acq_rel(counters + counter, limit) == limit;",
-        "atomic_inc_acq_rel(counters + counter, UINT32_MAX) == limit;",
+        "atomic_inc_acq_rel(counter, limit) == limit;",
+        "atomic_inc_acq_rel(counter, UINT32_MAX) == limit;",
     ),
     Mutation(
         "the last to arrive is the last but one",
@@ -218,10 +224,16 @@ MUTATIONS = [
         "      }\n    }\n",
     ),
     Mutation(
+        "lse and weights share memory",
+        "cuda/decode/fixup.cuh",
+        "scratch + kMaxNodes * sizeof(float)",
+        "scratch",
+    ),
+    Mutation(
         "a merge takes a part twice",
         "cuda/decode/fixup.cuh",
-        "others_ + i * stride_",
-        "others_ + (i | 1) * stride_",
+        "others_ + part * stride_",
+        "others_ + (part | 1) * stride_",
     ),
     Mutation(
         "two levels of merges share a counter",
@@ -231,16 +243,18 @@ MUTATIONS = [
     ),
     Mutation(
         "the first contributor waits for the others",
-        "cuda/decode/lean_decode.cuh",
-        "lean_decode_kernel<Element, Config, Variant::kLean>",
-        "lean_decode_kernel<Element, Config, Variant::kWaitingFixUp>",
+        "cuda/decode/fixup.cuh",
+        "        return arrive(counters + counter,",
+        "        const bool is_first = blockIdx.x == workers.first;\n"
+        "        while (is_first && load_acquire(counters + counter) + 1 < expected) {}\n"
+        "        return arrive(counters + counter,",
     ),
     # The schedule.
     Mutation(
         "warps add sums that are not there",
         "cuda/decode/schedule.cuh",
-        "  __syncthreads();\n  total = 0;",
-        "  total = 0;",
+        "  __syncthreads();\n  Sums sums{value, 0};",
+        "  Sums sums{value, 0};",
     ),
     Mutation(
         "the next sums overwrite those that are read",
@@ -252,14 +266,14 @@ MUTATIONS = [
     Mutation(
         "the first unit is read before it is known",
         "cuda/decode/schedule.cuh",
-        "    __syncthreads();\n    const int unit = first_unit()",
-        "    const int unit = first_unit()",
+        "  __syncthreads();\n  const int unit = memory.range.first_unit",
+        "  const int unit = memory.range.first_unit",
     ),
     Mutation(
         "key ranges are read before they are there",
         "cuda/decode/schedule.cuh",
-        "    }\n    __syncthreads();\n    return true;",
-        "    }\n    return true;",
+        "  }\n  __syncthreads();\n  return true;",
+        "  }\n  return true;",
     ),
     # Arithmetic.
     Mutation(

@@ -88,6 +88,7 @@ inline uint32_t atomic_inc_acq_rel(uint32_t* counter, uint32_t limit,
   return old;
 }
 
+// Of benchmarks/cuda/ablations/waiting_fixup.cuh.
 inline uint32_t load_acquire(const uint32_t* address,
                              source_location where = source_location::current()) {
   emulator::switch_point(emulator::At::kAcquireLoad, where);

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <vector>
 
+#include "benchmarks/cuda/ablations/ablations.h"
 #include "check.h"
-#include "cuda/decode/ablations.h"
 #include "decode_case.h"
 #include "machine.h"
 
@@ -20,6 +20,7 @@ using tree_attention::cuda::Plan;
 using tree_attention::cuda::Workspace;
 using tree_attention::testing::DecodeCase;
 using tree_attention::testing::Shape;
+namespace ablations = tree_attention::ablations;
 namespace cuda = tree_attention::cuda;
 namespace emulator = tree_attention::emulator;
 
@@ -40,6 +41,7 @@ auto launcher(MakePlan make_plan, Launch launch, std::vector<uint32_t>& counters
 const Shape kShapes[] = {
     {1, 2, 4, 1, 1000, 64, 64, DataType::kBFloat16},
     {3, 1, 4, 2, 400, 128, 128, DataType::kBFloat16, 0, false, 0.0f, true},
+    {2, 2, 2, 1, 320, 72, 96, DataType::kBFloat16},
     {2, 2, 2, 1, 320, 128, 96, DataType::kBFloat16, 64, true, 3.0f, true},
     {6, 2, 1, 1, 90, 64, 64, DataType::kBFloat16, 0, false, 0.0f, true},
     {1, 1, 3, 1, 128 * 40, 64, 64, DataType::kBFloat16},
@@ -52,7 +54,7 @@ void test_equal_splits() {
   for (const Shape& shape : kShapes) {
     emulator::options() = {1, 3};
     DecodeCase(shape, 1).check(
-        0, launcher(cuda::plan_equal_splits, cuda::launch_equal_splits, counters));
+        0, launcher(ablations::plan_equal_splits, ablations::launch_equal_splits, counters));
   }
 }
 
@@ -63,7 +65,7 @@ void test_waiting_fixup() {
       emulator::options() = {2, 40};
       DecodeCase decode(shape, 1);
       decode.check(num_workers,
-                   launcher(cuda::plan_lean_decode, cuda::launch_waiting_fixup, counters));
+                   launcher(cuda::plan_lean_decode, ablations::launch_waiting_fixup, counters));
       for (const uint32_t counter : counters) CHECK(counter == 0, "a counter ends as ", counter);
       const std::vector<float> o = decode.o();
       decode.check(num_workers,
@@ -82,7 +84,7 @@ void test_waiting_fixup_hangs() {
     DecodeCase decode({1, 1, 4, 1, 128 * 3, 64, 64, DataType::kBFloat16}, 1);
     decode.check(3, launcher(cuda::plan_lean_decode, cuda::launch_lean_decode, counters));
     try {
-      decode.check(3, launcher(cuda::plan_lean_decode, cuda::launch_waiting_fixup, counters));
+      decode.check(3, launcher(cuda::plan_lean_decode, ablations::launch_waiting_fixup, counters));
     } catch (const emulator::Error&) {
       ++hangs;
     }

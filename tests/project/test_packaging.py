@@ -45,7 +45,7 @@ def run_setup(tmp_path):
             program.parent.mkdir(parents=True)
             program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc}, V0'\n")
             program.chmod(0o755)
-        ours = ("USE_CUDA", "TORCH_CUDA_ARCH_LIST", "DEBUG", "ABLATIONS")
+        ours = ("USE_CUDA", "TORCH_CUDA_ARCH_LIST", "DEBUG")
         environment = {k: v for k, v in os.environ.items() if k not in ours} | variables
         environment |= {"PYTHONPATH": str(tmp_path), "CUDA_HOME": str(tmp_path / "cuda")}
         return subprocess.run(
@@ -125,21 +125,13 @@ def sources(result) -> list[str]:
 
 def test_every_source_is_built(run_setup):
     """A file that setup.py forgets would be missing at run time only."""
-    listed = sources(run_setup(ABLATIONS="1"))
+    listed = sources(run_setup())
     found = [
         str(path.relative_to(ROOT))
         for suffix in ("cpp", "cu")
         for path in (ROOT / "csrc").rglob(f"*.{suffix}")
     ]
     assert sorted(listed) == sorted(found)
-
-
-def test_ablations_are_built_on_demand(run_setup):
-    """What only a benchmark runs costs nobody else its compilation."""
-    listed = sources(run_setup())
-    assert "csrc/cuda/decode/launch.cu" in listed and not any(
-        "ablations" in name for name in listed
-    )
 
 
 def test_source_distribution_is_complete(tmp_path):

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The end of a block's work on an output: the key groups' unnormalised states become one (o, lse).
+// The end of a block's work on an output: the unnormalised states of its key groups become one
+// (o, lse).
 #pragma once
 
 #include "cuda/element.cuh"
@@ -8,70 +9,113 @@
 
 namespace tree_attention::cuda {
 
-// Called by all threads; `tile` and `softmax` are the warp's. Every thread then owns four columns
-// of some rows, so that stores are coalesced; o passes through shared memory 32 columns at a time.
-template <typename Config, typename Tile, typename Sink>
-__device__ void combine_warps(const Tile& tile, OnlineSoftmax& softmax, const OutputRows& rows,
-                              int head_dim_v, char* shared, const Sink& sink) {
-  struct Statistics {
-    float maximum[16], sum[16];  // of a warp's rows
-  };
-  static_assert(Config::kWarps * sizeof(Statistics) == Config::kStatisticsBytes);
-  constexpr int kColumns = Config::kScratchColumns;
-  auto* statistics = reinterpret_cast<Statistics*>(shared + Config::kStatistics);
-  float* scratch = reinterpret_cast<float*>(shared + Config::kScratch);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Permutes a row's chunks of eight columns: writes of a warp, two columns of eight rows, fall
-  // into different banks.
-  const auto place = [](int any_warp, int row, int column) {
-    return (any_warp * 16 + row) * kColumns + (column ^ (row & 3) * 8);
-  };
+// The online softmax of the 16 rows of a warp, in shared memory.
+struct WarpStatistics {
+  float maximum[16], sum[16];
+};
 
+// To be called by all threads of a warp.
+__device__ __forceinline__ void store_statistics(const OnlineSoftmax& softmax,
+                                                 WarpStatistics& statistics) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    softmax.sum[i] += __shfl_xor_sync(0xffffffff, softmax.sum[i], 1);
-    softmax.sum[i] += __shfl_xor_sync(0xffffffff, softmax.sum[i], 2);
-    if (lane % 4 == 0) {
-      statistics[warp].maximum[lane / 4 + 8 * i] = softmax.maximum[i];
-      statistics[warp].sum[lane / 4 + 8 * i] = softmax.sum[i];
-    }
+    float sum = softmax.sum[i];
+    sum += __shfl_xor_sync(0xffffffff, sum, 1);
+    sum += __shfl_xor_sync(0xffffffff, sum, 2);
+    if (lane % 4 != 0) continue;
+    statistics.maximum[lane / 4 + 8 * i] = softmax.maximum[i];
+    statistics.sum[lane / 4 + 8 * i] = sum;
   }
+}
+
+// How the key groups' states of one row are combined.
+template <int kKeyGroups>
+struct RowCombination {
+  float factor[kKeyGroups];  // of each group's o
+  float inverse_sum;
+  float lse;
+
+  // statistics[g * stride] is that of key group g's warp.
+  __device__ RowCombination(const WarpStatistics* statistics, int stride, int row) {
+    float maximum = -INFINITY;
+#pragma unroll
+    for (int group = 0; group < kKeyGroups; ++group) {
+      maximum = fmaxf(maximum, statistics[group * stride].maximum[row]);
+    }
+    const float base = OnlineSoftmax::finite_base(maximum);
+    float sum = 0.0f;
+#pragma unroll
+    for (int group = 0; group < kKeyGroups; ++group) {
+      const WarpStatistics& part = statistics[group * stride];
+      factor[group] = ex2(part.maximum[row] - base);
+      sum = fmaf(factor[group], part.sum[row], sum);
+    }
+    inverse_sum = 1.0f / sum;
+    // The largest weight is one, so that a sum of zero means no key.
+    lse = sum == 0.0f ? -INFINITY : fmaf(maximum, kLn2, logf(sum));
+  }
+};
+
+// The o [16, 32] that every warp holds of some columns, in shared memory.
+template <typename Config>
+class WarpOutputs {
+ public:
+  static constexpr int kColumns = Config::kScratchColumns;
+
+  __device__ explicit WarpOutputs(char* memory) : o_(reinterpret_cast<float*>(memory)) {}
+
+  __device__ float* at(int warp, int row, int column) const {
+    // The exclusive or permutes a row's chunks of eight columns: the writes of a warp, two columns
+    // of eight rows, fall into different banks.
+    return o_ + (warp * 16 + row) * kColumns + (column ^ (row & 3) * 8);
+  }
+
+ private:
+  float* o_;
+};
+
+// To be called by all threads; `tile` and `softmax` are the warp's. Every thread then owns four
+// columns of some rows, so that stores are coalesced; o passes through shared memory 32 columns at
+// a time.
+template <typename Config, typename Tile, typename Sink>
+__device__ void combine_warps(const Tile& tile, const OnlineSoftmax& softmax,
+                              const OutputRows& rows, int head_dim_v, char* shared,
+                              const Sink& sink) {
+  constexpr int kColumns = Config::kScratchColumns;
+  static_assert(Config::kWarps * sizeof(WarpStatistics) == Config::kStatisticsBytes);
+  auto* statistics = reinterpret_cast<WarpStatistics*>(shared + Config::kStatistics);
+  const WarpOutputs<Config> outputs(shared + Config::kScratch);
+  const int warp = threadIdx.x / 32;
+
+  store_statistics(softmax, statistics[warp]);
 #pragma unroll
   for (int begin = 0; begin < Config::kHeadDim; begin += kColumns) {
-    tile.for_each_value(
-        begin, [&](int row, int column, float o) { scratch[place(warp, row, column)] = o; });
+    tile.for_each_value(begin,
+                        [&](int row, int column, float o) { *outputs.at(warp, row, column) = o; });
     __syncthreads();
     for (int i = threadIdx.x; i < Config::kRows * kColumns / 4; i += Config::kThreads) {
       const int row = i / (kColumns / 4), column = i % (kColumns / 4) * 4;
       if (row >= rows.count) break;
       const int first_warp = row / 16;  // of the key groups' warps with this row
-      float maximum = -INFINITY;
-#pragma unroll
-      for (int group = 0; group < Config::kKeyGroups; ++group) {
-        const Statistics& part = statistics[group * Config::kRowGroups + first_warp];
-        maximum = fmaxf(maximum, part.maximum[row % 16]);
-      }
-      const float base = OnlineSoftmax::finite_base(maximum);
-      float sum = 0.0f;
+      const RowCombination<Config::kKeyGroups> combination(statistics + first_warp,
+                                                           Config::kRowGroups, row % 16);
       Float4 o{};
 #pragma unroll
       for (int group = 0; group < Config::kKeyGroups; ++group) {
-        const int part_warp = group * Config::kRowGroups + first_warp;
-        const Statistics& part = statistics[part_warp];
-        const float factor = ex2(part.maximum[row % 16] - base);
-        const Float4 part_o = load_float4(scratch + place(part_warp, row % 16, column));
-        sum = fmaf(factor, part.sum[row % 16], sum);
+        const Float4 part =
+            load_float4(outputs.at(group * Config::kRowGroups + first_warp, row % 16, column));
 #pragma unroll
-        for (int c = 0; c < 4; ++c) o.value[c] = fmaf(factor, part_o.value[c], o.value[c]);
+        for (int c = 0; c < 4; ++c) {
+          o.value[c] = fmaf(combination.factor[group], part.value[c], o.value[c]);
+        }
       }
-      const bool empty = sum == 0.0f;  // the largest weight is one
-      const float inverse = 1.0f / sum;
-      if (begin == 0 && column == 0) {
-        sink.store_lse(row, empty ? -INFINITY : fmaf(maximum, kLn2, logf(sum)));
-      }
+      if (begin == 0 && column == 0) sink.store_lse(row, combination.lse);
       if (begin + column < head_dim_v) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) o.value[c] = empty ? 0.0f : o.value[c] * inverse;
+        for (int c = 0; c < 4; ++c) {
+          o.value[c] = combination.lse == -INFINITY ? 0.0f : o.value[c] * combination.inverse_sum;
+        }
         sink.store(row, begin + column, o);
       }
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The fix-up of ../common/fixup.h among thread blocks: partial states in global memory, and the
-// merge by the block that arrives last.
+// The fix-up of common/fixup.h among thread blocks: partial states in global memory, and the merge
+// by the block that arrives last.
 #pragma once
 
 #include "common/fixup.h"
@@ -11,8 +11,8 @@
 
 namespace tree_attention::cuda {
 
-// Partial states by slot: o [rows, head_dim] and lse [rows] each. Rows that an output does not have
-// are neither written nor read.
+// Partial states by slot, in the workspace: o [rows, head_dim] and then lse [rows]. Rows that an
+// output does not have are neither written nor read.
 class PartialStates {
  public:
   // `rows` is a multiple of 4, so that every slot is aligned to 16 bytes.
@@ -20,82 +20,139 @@ class PartialStates {
       : memory_(memory), rows_(rows), head_dim_(head_dim) {}
 
   __device__ int head_dim() const { return head_dim_; }
-  __device__ float* o(int64_t slot) const { return memory_ + slot * rows_ * (head_dim_ + 1); }
-  __device__ float* lse(int64_t slot) const { return o(slot) + rows_ * head_dim_; }
+  __device__ int64_t slot_size() const { return int64_t{rows_} * (head_dim_ + 1); }  // floats
+  __device__ int lse_offset() const { return rows_ * head_dim_; }                    // in a slot
+  __device__ float* slot(int64_t index) const { return memory_ + index * slot_size(); }
 
   // Stores into a slot as OutputSink stores into the caller's tensors.
   struct Sink {
-    float *o, *lse_of_row;
+    float *o, *lse;
     int head_dim;
 
     __device__ void store(int row, int column, const Float4& values) const {
       store_float4(o + row * head_dim + column, values);
     }
-    __device__ void store_lse(int row, float lse) const { lse_of_row[row] = lse; }
+    __device__ void store_lse(int row, float value) const { lse[row] = value; }
   };
-  __device__ Sink sink(int64_t slot) const { return {o(slot), lse(slot), head_dim_}; }
+  __device__ Sink sink(int64_t index) const {
+    return {slot(index), slot(index) + lse_offset(), head_dim_};
+  }
 
  private:
   float* memory_;
   int rows_, head_dim_;
 };
 
-// One block's merge of parts of an output, into `sink` or the slot of the first.
+// The parts that one step of the fix-up merges, by their number in the step.
+class StepParts {
+ public:
+  __device__ StepParts(const PartialStates& states, const Contributors& workers,
+                       const MergeStep& step)
+      : first_(states.slot(partial_slot(workers, step.first))),
+        others_(states.slot(partial_slot(workers.first + step.first, false))),
+        stride_(partial_slot(step.stride, false) * states.slot_size()),
+        lse_offset_(states.lse_offset()) {}
+
+  // Part 0 may lie in the other slot of its worker; from part to part it is a stride.
+  __device__ const float* o(int part) const {
+    return part == 0 ? first_ : others_ + part * stride_;
+  }
+  __device__ const float* lse(int part) const { return o(part) + lse_offset_; }
+
+ private:
+  const float *first_, *others_;
+  int64_t stride_;
+  int lse_offset_;
+};
+
+// Where a step's result goes: to the output, or in the place of the step's first part. One sink for
+// both, so that the merge is compiled once.
+template <typename OutputSink>
+struct StepSink {
+  const OutputSink& output;
+  PartialStates::Sink first_part;
+  bool completes_output;
+
+  __device__ void store(int row, int column, const Float4& values) const {
+    if (completes_output) {
+      output.store(row, column, values);
+    } else {
+      first_part.store(row, column, values);
+    }
+  }
+  __device__ void store_lse(int row, float value) const {
+    if (completes_output) {
+      output.store_lse(row, value);
+    } else {
+      first_part.store_lse(row, value);
+    }
+  }
+};
+
+// The weights of a merge in shared memory. A side that is left out has a weight below zero.
+struct MergeWeights {
+  float a, b;
+
+  static __device__ MergeWeights of(const Merge& merge) {
+    const bool both = merge.take == Merge::Take::kBoth;
+    return {both || merge.take == Merge::Take::kA ? merge.weight_a : -1.0f,
+            both || merge.take == Merge::Take::kB ? merge.weight_b : -1.0f};
+  }
+
+  // The merge again, without its lse.
+  __device__ Merge merge() const {
+    const bool takes_a = !(a < 0.0f), takes_b = !(b < 0.0f);  // NaN is taken
+    const Merge::Take take = takes_a ? (takes_b ? Merge::Take::kBoth : Merge::Take::kA)
+                                     : (takes_b ? Merge::Take::kB : Merge::Take::kNone);
+    return {take, a, b, 0.0f};
+  }
+};
+
+// One block's merge of the parts of a step. The rows' lse are merged first, over the whole tree of
+// parts; then every thread merges o of its own columns with the weights that this gave.
 template <int kThreads>
 class PartsMerger {
  public:
   __device__ PartsMerger(const PartialStates& states, const Contributors& workers,
                          const MergeStep& step, char* scratch)
-      : first_(states.o(partial_slot(workers, step.first))),
-        others_(states.o(partial_slot(workers.first + step.first, false))),
-        stride_(states.o(partial_slot(step.stride, false)) - states.o(0)),
-        lse_offset_(static_cast<int>(states.lse(0) - states.o(0))),
-        head_dim_(states.head_dim()),
+      : parts_(states, workers, step),
         count_(static_cast<int>(step.count)),
-        completes_output_(step.completes_output),
-        nodes_(reinterpret_cast<Node*>(scratch)) {}
+        head_dim_(states.head_dim()),
+        lse_(reinterpret_cast<float*>(scratch)),
+        weights_(reinterpret_cast<MergeWeights*>(scratch + kMaxNodes * sizeof(float))) {}
 
-  // Called by all threads. As many rows at a time as the scratch memory has room for.
+  // To be called by all threads. The result goes to `sink`, and may take the place of a part.
   template <typename Sink>
   __device__ void run(int num_rows, const Sink& sink) const {
-    const int rows_per_pass = kFixupScratchBytes / (count_ * static_cast<int>(sizeof(Node)));
+    const int rows_per_pass = kMaxNodes / count_;
     for (int first_row = 0; first_row < num_rows; first_row += rows_per_pass) {
-      const int left = num_rows - first_row;
-      const int rows = left < rows_per_pass ? left : rows_per_pass;
+      const int rows = min(num_rows - first_row, rows_per_pass);
       merge_lse(first_row, rows);
       merge_o(first_row, rows, sink);
-      __syncthreads();  // before the nodes are written again
+      __syncthreads();  // before the scratch memory is written again
     }
   }
 
  private:
-  // Of a row's tree: in the place of part i, at first the part's lse; then the weights of the merge
-  // whose upper side begins with part i. Part 0 is no upper side and ends as the merged lse.
-  struct Node {
-    float weight_a, weight_b;  // below zero: this side is left out
-    __device__ float& lse() { return weight_a; }
-  };
-  static_assert(kMaxMergedParts * sizeof(Node) <= kFixupScratchBytes);
-
-  __device__ const float* part(int i) const { return i == 0 ? first_ : others_ + i * stride_; }
+  // What scratch memory has room for. A node is a part of a row: it has the lse of the merged parts
+  // that begin with it, and the weights of the merge whose upper side begins with it.
+  static constexpr int kMaxNodes = kFixupScratchBytes / (sizeof(float) + sizeof(MergeWeights));
+  static_assert(kMaxMergedParts <= kMaxNodes && kMaxNodes * sizeof(float) % 8 == 0);
 
   // The tree of each row, level by level, all nodes of a level side by side.
   __device__ void merge_lse(int first_row, int rows) const {
     for (int i = threadIdx.x; i < rows * count_; i += kThreads) {
-      const int row = i % rows;
-      nodes_[row * count_ + i / rows].lse() = part(i / rows)[lse_offset_ + first_row + row];
+      const int row = i % rows, part = i / rows;
+      lse_[row * count_ + part] = parts_.lse(part)[first_row + row];
     }
     __syncthreads();
     for (int step = 1; step < count_; step *= 2) {
       const int pairs = (count_ - step - 1) / (2 * step) + 1;  // of a row
       for (int i = threadIdx.x; i < rows * pairs; i += kThreads) {
-        Node* a = nodes_ + i / pairs * count_ + i % pairs * 2 * step;
-        Node* b = a + step;
-        const Merge merged = merge(a->lse(), b->lse());
-        a->lse() = merged.lse;
-        const bool takes_a = merged.take == Merge::Take::kBoth || merged.take == Merge::Take::kA;
-        const bool takes_b = merged.take == Merge::Take::kBoth || merged.take == Merge::Take::kB;
-        *b = {takes_a ? merged.weight_a : -1.0f, takes_b ? merged.weight_b : -1.0f};
+        const int a = i / pairs * count_ + i % pairs * 2 * step, b = a + step;
+        const Merge merged = merge(lse_[a], lse_[b]);
+        lse_[a] = merged.lse;
+        weights_[b] = MergeWeights::of(merged);
       }
       __syncthreads();
     }
@@ -110,41 +167,50 @@ class PartsMerger {
     const int columns = head_dim_ / 4;
     for (int i = threadIdx.x; i < rows * columns; i += kThreads) {
       const int row = i / columns, column = i % columns * 4;
-      Node* nodes = nodes_ + row * count_;
+      const MergeWeights* weights = weights_ + row * count_;
       const int offset = (first_row + row) * head_dim_ + column;
-      const auto load = [&](int i) { return load_float4(part(i) + offset); };
-      const auto merge_into = [&](Float4& a, const Float4& b, int i) {
-        const Merge merged = merge_at(nodes, i);
+      const auto load = [&](int part) { return load_float4(parts_.o(part) + offset); };
+      const auto merge_into = [&](Float4& a, const Float4& b, int part) {
+        const MergeWeights left_out{1.0f, -1.0f};
+        const Merge merged = (part < count_ ? weights[part] : left_out).merge();
 #pragma unroll
         for (int c = 0; c < 4; ++c) a.value[c] = merged(a.value[c], b.value[c]);
       };
-      const Float4 o = merge_parts<kLevels>(count_, load, merge_into);
-      if (completes_output_) {
-        sink.store(first_row + row, column, o);
-        if (column == 0) sink.store_lse(first_row + row, nodes[0].lse());
-      } else {
-        store_float4(first_ + offset, o);
-        if (column == 0) first_[lse_offset_ + first_row + row] = nodes[0].lse();
-      }
+      sink.store(first_row + row, column, merge_parts<kLevels>(count_, load, merge_into));
+      if (column == 0) sink.store_lse(first_row + row, lse_[row * count_]);
     }
   }
 
-  __device__ Merge merge_at(const Node* nodes, int i) const {
-    const Node node = nodes[i < count_ ? i : count_ - 1];
-    const bool takes_a = i >= count_ || !(node.weight_a < 0.0f);  // NaN is taken
-    const bool takes_b = i < count_ && !(node.weight_b < 0.0f);
-    const Merge::Take take = takes_a ? (takes_b ? Merge::Take::kBoth : Merge::Take::kA)
-                                     : (takes_b ? Merge::Take::kB : Merge::Take::kNone);
-    return {take, node.weight_a, node.weight_b, 0.0f};
-  }
-
-  // The output's first part has the other slot of its worker; from part to part it is a stride.
-  float *first_, *others_;
-  int64_t stride_;
-  int lse_offset_, head_dim_, count_;
-  bool completes_output_;
-  Node* nodes_;
+  StepParts parts_;
+  int count_, head_dim_;
+  float* lse_;             // [rows, count]
+  MergeWeights* weights_;  // [rows, count]
 };
+
+// Merges the parts of a step, by all threads of one block.
+template <int kThreads, typename Sink>
+__device__ void merge_step(const PartialStates& states, const Contributors& workers,
+                           const MergeStep& step, int num_rows, char* scratch, const Sink& sink) {
+  const StepSink<Sink> result{sink, states.sink(partial_slot(workers, step.first)),
+                              step.completes_output};
+  PartsMerger<kThreads>(states, workers, step, scratch).run(num_rows, result);
+}
+
+// Counts this block's arrival at a counter of the workspace and returns whether it is the last of
+// `expected`. To be called by all threads; `flag` is shared memory.
+//
+// A barrier orders the block's threads before and after thread 0, and its atomic orders them before
+// and after the other blocks' (PTX ISA, 8.9.5: causality order is transitive), so that plain loads
+// and stores of partial states need no fences of their own.
+__device__ __forceinline__ bool arrive(uint32_t* counter, int64_t expected, bool* flag) {
+  const uint32_t limit = static_cast<uint32_t>(expected) - 1;
+  __syncthreads();
+  if (threadIdx.x == 0) *flag = atomic_inc_acq_rel(counter, limit) == limit;
+  __syncthreads();
+  const bool is_last = *flag;
+  __syncthreads();  // before the flag is written again
+  return is_last;
+}
 
 // Called by all threads of a block after they have stored its partial state of an output that it
 // shares: whichever block is last to arrive stores the output to `sink`. All threads must be done
@@ -153,22 +219,14 @@ template <int kThreads, typename Sink>
 __device__ void complete_output(uint32_t* counters, const PartialStates& states,
                                 const Contributors& workers, int num_rows, char* scratch,
                                 const Sink& sink) {
-  // A barrier orders the block's threads before and after thread 0, and its atomic orders them
-  // before and after the other blocks' (PTX ISA, 8.9.5: causality order is transitive), so that
-  // plain loads and stores of partial states need no fences of their own.
-  const auto arrive = [&](int64_t counter, int64_t expected) {
-    bool* is_last = reinterpret_cast<bool*>(scratch);
-    const uint32_t limit = static_cast<uint32_t>(expected) - 1;
-    __syncthreads();
-    if (threadIdx.x == 0) *is_last = atomic_inc_acq_rel(counters + counter, limit) == limit;
-    __syncthreads();
-    const bool result = *is_last;
-    __syncthreads();  // before the scratch memory is written again
-    return result;
-  };
-  fix_up(workers, blockIdx.x - workers.first, arrive, [&](const MergeStep& step) {
-    PartsMerger<kThreads>(states, workers, step, scratch).run(num_rows, sink);
-  });
+  fix_up(
+      workers, blockIdx.x - workers.first,
+      [&](int64_t counter, int64_t expected) {
+        return arrive(counters + counter, expected, reinterpret_cast<bool*>(scratch));
+      },
+      [&](const MergeStep& step) {
+        merge_step<kThreads>(states, workers, step, num_rows, scratch, sink);
+      });
 }
 
 }  // namespace tree_attention::cuda

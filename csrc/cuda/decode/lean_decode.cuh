@@ -8,25 +8,23 @@
 #include "combine_warps.cuh"
 #include "fixup.cuh"
 #include "instances.cuh"
-#include "load_ring.cuh"
+#include "loader.cuh"
 #include "output.cuh"
-#include "schedule.cuh"
 #include "softmax.cuh"
 #include "tile_fma.cuh"
 #include "tile_mma.cuh"
-#include "waiting_fixup.cuh"
 
 namespace tree_attention::cuda {
 
 template <typename Element, typename Config>
 using TileOf = std::conditional_t<sizeof(Element) == 2, TileMma<Config, Element>, TileFma<Config>>;
 
-// Attends the warp's rows to its keys of the block's tiles of an output, the `number`th of the
-// block: `tile` and `softmax` become their unnormalised state.
+// Attends the warp's rows to its keys of the block's tiles of an output, the `number`th of which
+// the block has tiles: `tile` and `softmax` become their unnormalised state.
 template <typename Element, typename Config>
-__device__ void attend(const LaunchParams& params, const Cursor<Config>& output,
-                       const OutputRows& rows, int number, LoadRing<Element, Config>& ring,
-                       TileOf<Element, Config>& tile, OnlineSoftmax& softmax) {
+__device__ void attend(const LaunchParams& params, const OutputCursor<Config>& output,
+                       const OutputRows& rows, int number, Loader<Element, Config>& loader,
+                       Ring<Config>& ring, TileOf<Element, Config>& tile, OnlineSoftmax& softmax) {
   using Tile = TileOf<Element, Config>;
   constexpr int kStepKeys =
       Config::kGroupKeys < Tile::kMaxStepKeys ? Config::kGroupKeys : Tile::kMaxStepKeys;
@@ -38,31 +36,30 @@ __device__ void attend(const LaunchParams& params, const Cursor<Config>& output,
 
   tile.clear();
   softmax.clear();
-  ring.fill(number);
+  loader.fill(ring, number);
   ring.wait_for_keys();
   __syncthreads();  // all threads fetched the queries
-  tile.load_queries(ring.queries(number), row_group);
-  if constexpr (Config::kQuerySlots == 1) __syncthreads();  // the ring may fetch the next ones
+  tile.load_queries(loader.queries(number), row_group);
+  if constexpr (Config::kQuerySlots == 1) __syncthreads();  // the loader may fetch the next ones
 
   for (int i = output.tile_begin(), end = output.tile_end(); i < end; ++i) {
     ring.wait_for_keys();
-    ring.sync_key_group();
-    ring.fill(number + 1);
-    const int tile_key = output.keys().begin + i * Config::kTileKeys;
+    TileCopies<Config>::sync();  // the keys are there, the stage of the tile before is free
+    loader.fill(ring, number + 1);
 #pragma unroll
     for (int step = 0; step < Config::kGroupKeys / kStepKeys; ++step) {
       const int key = key_group * Config::kGroupKeys + step * kStepKeys;
       float s[kStepKeys / 8][4];
       if (has_rows) {
-        tile.scores(s, ring.keys(), key);
-        row_scores.apply(s, tile_key + key);
+        tile.score_block(s, ring.keys(), key);
+        row_scores.apply(s, output.first_key(i) + key);
         softmax.update(s, tile);
       }
       if (step == 0) {
         ring.wait_for_values();
-        ring.sync_key_group();
+        TileCopies<Config>::sync();
       }
-      if (has_rows) tile.accumulate(s, ring.values(), key);
+      if (has_rows) tile.value_block(s, ring.values(), key);
     }
     ring.pop();
   }
@@ -79,30 +76,46 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
   }
 }
 
-// The published alternatives, for comparison with the same inner loop: FlashDecoding's equal splits
-// of each output, which a second kernel merges (num_workers is their number then), and
-// LeanAttention's fix-up, whose first contributor waits for the others.
-enum class Variant { kLean, kEqualSplits, kWaitingFixUp };
-
-template <typename Element, typename Config, Variant kVariant>
+// Grid: plan.num_workers blocks of the lean partition, one-dimensional: as many as are resident on
+// the device, or fewer where the line is short (launch.cu).
+// Block: Config::kThreads threads, whose warps are kRowGroups x kKeyGroups: warp w has the 16 rows
+// of row group w % kRowGroups and the keys of key group w / kRowGroups of every tile.
+// Dynamic shared memory, by the offsets of TileConfig:
+//   kQueries     [kQuerySlots][kRows][kHeadDim]: of the current output, or of it and the next
+//   kScratch     o [kWarps][16][32] that warps exchange, then the weights of a fix-up
+//   kStatistics  [kWarps]: maximum and sum of each warp's rows
+//   kSchedule    the block's range of the line
+//   kRing        [num_stages][K, V][kTileKeys][kHeadDim]
+//
+// Where to read on, in the order of execution:
+//   cut_line       schedule.cuh       the block's range of the line, from the key ranges
+//   OutputCursor   output_cursor.cuh  the outputs of that range, and this block's tiles of each
+//   attend         above              the loop over tiles; of its parts
+//     Loader::fill       loader.cuh   requests tiles ahead (tile_copies.cuh: by which thread)
+//     Ring               ring.cuh     stages, and the waits for what was requested
+//     Tile::score_block  tile_mma.cuh, tile_fma.cuh  s = q k
+//     RowScores::apply   softmax.cuh  scale, softcap, ALiBi, mask
+//     OnlineSoftmax      softmax.cuh  weights, running maximum and sum
+//     Tile::value_block  tile_mma.cuh, tile_fma.cuh  o += p v
+//   combine_warps  combine_warps.cuh  the key groups' states become one (o, lse) in a sink:
+//     OutputSink           output.cuh   the caller's tensors, for an output of this block alone
+//     PartialStates::Sink  fixup.cuh    the workspace, for an output that blocks share
+//   complete_output  fixup.cuh        the last block to arrive merges the partial states
+template <typename Element, typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     lean_decode_kernel(const __grid_constant__ LaunchParams params) {
   char* shared = dynamic_shared_memory();
-  Schedule<Config> schedule(params, shared + Config::kSchedule);
-  int num_splits = 0;
-  if constexpr (kVariant == Variant::kEqualSplits) {
-    num_splits = schedule.take_split(params.decode.num_workers);
-    if (num_splits == 0) return;
-  } else {
-    if (!schedule.cut_line()) return;
-  }
+  auto& schedule = *reinterpret_cast<ScheduleMemory<Config>*>(shared + Config::kSchedule);
+  static_assert(sizeof(schedule) <= Config::kScheduleBytes);
+  if (!cut_line(params, schedule)) return;
   const int head_dim_v = params.decode.head_dim_v;
 
-  LoadRing<Element, Config> ring(schedule, shared);
+  Loader<Element, Config> loader(params, schedule.range, shared);
+  Ring<Config> ring(params, shared);
   TileOf<Element, Config> tile;
   OnlineSoftmax softmax;
   int number = 0;
-  for (Cursor<Config> output(schedule); !output.done(); output.next()) {
+  for (OutputCursor<Config> output(params, schedule.range); !output.done(); output.next()) {
     const OutputRows rows = output.rows();
     const OutputSink sink(params, rows);
     if (output.num_tiles() == 0 && output.owns_first()) {
@@ -110,37 +123,25 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     const int num_tiles = output.tile_end() - output.tile_begin();
     if (num_tiles == 0) continue;
-    attend<Element>(params, output, rows, number++, ring, tile, softmax);
+    attend(params, output, rows, number++, loader, ring, tile, softmax);
     if (num_tiles == output.num_tiles()) {
       combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, sink);
-    } else {
-      const PartialStates states(params.workspace.partials, Config::kRows, head_dim_v);
-      const Contributors contributors =
-          kVariant == Variant::kEqualSplits
-              ? Contributors{blockIdx.x - blockIdx.x % params.decode.num_workers, num_splits}
-              : output.contributors();
-      const int64_t part = blockIdx.x - contributors.first;
-      const int64_t slot = partial_slot(contributors, part);
-      combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, states.sink(slot));
-      char* scratch = shared + Config::kScratch;
-      if constexpr (kVariant == Variant::kEqualSplits) {
-        // The second kernel is left to merge.
-      } else if constexpr (kVariant == Variant::kWaitingFixUp) {
-        wait_and_complete_output<Config::kThreads>(params.workspace.counters, states, contributors,
-                                                   rows.count, scratch, sink);
-      } else {
-        complete_output<Config::kThreads>(params.workspace.counters, states, contributors,
-                                          rows.count, scratch, sink);
-      }
+      continue;
     }
+    const PartialStates states(params.workspace.partials, Config::kRows, head_dim_v);
+    const Contributors blocks = output.contributors();
+    const int64_t slot = partial_slot(blocks, blockIdx.x - blocks.first);
+    combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, states.sink(slot));
+    complete_output<Config::kThreads>(params.workspace.counters, states, blocks, rows.count,
+                                      shared + Config::kScratch, sink);
   }
 }
 
 template <typename Element, int kHeadDim>
 cudaError_t launch_instance(const LaunchParams& params, const Plan& plan, cudaStream_t stream) {
   return with_row_tile<Element, kHeadDim>(plan.row_tile, [&]<typename Config>() {
-    return launch_kernel(lean_decode_kernel<Element, Config, Variant::kLean>, plan.num_workers,
-                         Config::kThreads, plan.shared_bytes, stream, params);
+    return launch_kernel(lean_decode_kernel<Element, Config>, plan.num_workers, Config::kThreads,
+                         plan.shared_bytes, stream, params);
   });
 }
 

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cuda/element.cuh"
-#include "schedule.cuh"
+#include "units.cuh"
 
 namespace tree_attention::cuda {
 

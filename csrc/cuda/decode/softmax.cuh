@@ -6,7 +6,7 @@
 // maximum is the same in all weights and in the state. Natural logarithms leave the kernel.
 #pragma once
 
-#include "schedule.cuh"
+#include "units.cuh"
 
 namespace tree_attention::cuda {
 

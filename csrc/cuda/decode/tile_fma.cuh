@@ -20,8 +20,9 @@ class TileFma {
     first_row_ = 16 * row_group;
   }
 
+  // s [16, 8 kBlocks] = q [16, head_dim] k [8 kBlocks, head_dim]^T, as in tile_mma.cuh.
   template <int kBlocks>
-  __device__ void scores(float (&s)[kBlocks][4], const char* tile, int first_key) const {
+  __device__ void score_block(float (&s)[kBlocks][4], const char* tile, int first_key) const {
     const int row = first_row_ + threadIdx.x % 32 / 4, key = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
@@ -49,8 +50,9 @@ class TileFma {
     }
   }
 
+  // o [16, head_dim] += p [16, 8 kBlocks] v [8 kBlocks, head_dim].
   template <int kBlocks>
-  __device__ void accumulate(const float (&p)[kBlocks][4], const char* tile, int first_key) {
+  __device__ void value_block(const float (&p)[kBlocks][4], const char* tile, int first_key) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {

@@ -28,9 +28,10 @@ class TileMma {
     }
   }
 
-  // s = q k for the 8 * kBlocks keys from row `first_key` of the tile.
+  // s [16, 8 kBlocks] = q [16, head_dim] k [8 kBlocks, head_dim]^T, k from row `first_key` of the
+  // tile on.
   template <int kBlocks>
-  __device__ void scores(float (&s)[kBlocks][4], const char* tile, int first_key) const {
+  __device__ void score_block(float (&s)[kBlocks][4], const char* tile, int first_key) const {
     const int lane = threadIdx.x % 32;
     const int row = first_key + lane / 16 * 8 + lane % 8;
 #pragma unroll
@@ -56,9 +57,10 @@ class TileMma {
     }
   }
 
-  // o += p v, with p in the place of s.
+  // o [16, head_dim] += p [16, 8 kBlocks] v [8 kBlocks, head_dim], with the weights p in the place
+  // of s and v from row `first_key` of the tile on.
   template <int kBlocks>
-  __device__ void accumulate(const float (&p)[kBlocks][4], const char* tile, int first_key) {
+  __device__ void value_block(const float (&p)[kBlocks][4], const char* tile, int first_key) {
     const int lane = threadIdx.x % 32;
     const int row = first_key + lane % 16;
 #pragma unroll

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The kernel with the published schedules in the place of its own, for benchmarks only: bf16,
-// head_dim 64 and 128, up to 16 packed rows.
+// The published schedules over the inner loop of lean_decode_kernel, for comparison: bfloat16,
+// head_dim up to 128, up to 16 packed rows.
 #pragma once
 
-#include "launch.h"
+#include "cuda/decode/launch.h"
 
-namespace tree_attention::cuda {
+namespace tree_attention::ablations {
+
+using cuda::DeviceLimits;
+using cuda::Plan;
+using cuda::Workspace;
 
 // FlashDecoding: every output in equal splits, and a second kernel that merges them. The splits
 // fill the device as if all sequences had `seqlen_k` keys, which is what a host can know.
@@ -14,8 +18,9 @@ Plan plan_equal_splits(const DecodeParams& params, const DeviceLimits& limits);
 cudaError_t launch_equal_splits(const DecodeParams& params, const Plan& plan,
                                 const Workspace& workspace, cudaStream_t stream);
 
-// LeanAttention's fix-up, with lean_decode's plan.
+// LeanAttention's fix-up, with lean_decode's plan: the block with an output's first tile waits for
+// the other blocks that share it.
 cudaError_t launch_waiting_fixup(const DecodeParams& params, const Plan& plan,
                                  const Workspace& workspace, cudaStream_t stream);
 
-}  // namespace tree_attention::cuda
+}  // namespace tree_attention::ablations

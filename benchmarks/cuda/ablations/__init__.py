@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The published schedules over the inner loop of lean_decode, as operators of their own:
+torch.ops.tree_attention_ablations.equal_splits (FlashDecoding) and .waiting_fixup (LeanAttention).
+
+`python -m benchmarks.cuda.ablations` builds them, for the GPU that torch finds or for
+TORCH_CUDA_ARCH_LIST; `load` takes what was built."""
+
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+NAME = "tree_attention_ablations"
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[2]
+BUILD = ROOT / "build" / "ablations" / f"torch-{torch.__version__}"
+# What the operators need of the product beside its headers.
+PRODUCT_SOURCES = (
+    "csrc/decode_args.cpp",
+    "csrc/cuda/checks.cpp",
+    "csrc/cuda/decode/plan.cu",
+    "csrc/cuda/decode/workspaces.cpp",
+)
+
+
+def build() -> None:
+    """Compiles what has changed."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    cpp_extension.load(
+        NAME,
+        [
+            *(str(FOLDER / name) for name in ("ablations.cu", "ops.cpp")),
+            *(str(ROOT / name) for name in PRODUCT_SOURCES),
+        ],
+        build_directory=str(BUILD),
+        extra_include_paths=[str(FOLDER), str(ROOT / "csrc")],
+        # As setup.py: products and sums are fused only where the text says so.
+        extra_cflags=["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden"],
+        extra_cuda_cflags=["-O3", "-std=c++20", "-fmad=false", "-lineinfo"],
+        is_python_module=False,
+        with_cuda=True,
+    )
+
+
+def load() -> bool:
+    """Registers the operators; whether they are built."""
+    library = BUILD / f"{NAME}.so"
+    if library.exists():
+        torch.ops.load_library(library)
+    return library.exists()

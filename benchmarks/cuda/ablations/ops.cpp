@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The ablations as operators with lean_decode's schema.
+#include <ATen/cuda/CUDAContext.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "ablations.h"
+#include "cuda/checks.h"
+#include "cuda/decode/workspaces.h"
+#include "operators.h"
+
+namespace tree_attention::ablations {
+namespace {
+
+using PlanFunction = Plan (*)(const DecodeParams&, const DeviceLimits&);
+using LaunchFunction = cudaError_t (*)(const DecodeParams&, const Plan&, const Workspace&,
+                                       cudaStream_t);
+
+template <PlanFunction make_plan, LaunchFunction launch>
+void run(const DecodeParams& p) {
+  TORCH_CHECK(p.dtype == DataType::kBFloat16 && std::max(p.head_dim, p.head_dim_v) <= 128 &&
+                  int64_t{p.group_size()} * p.seqlen_q <= 16,
+              "lean_decode's ablations exist for bfloat16, a head_dim up to 128 and up to 16 query "
+              "heads and tokens of a group");
+  cuda::check_supported(p);
+  if (p.batch == 0 || p.seqlen_q == 0) return;
+  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const DeviceLimits limits{device.multiProcessorCount,
+                            static_cast<int32_t>(device.sharedMemPerMultiprocessor),
+                            static_cast<int32_t>(device.sharedMemPerBlockOptin)};
+  const Plan plan = make_plan(p, limits);
+  const Workspace workspace = cuda::workspace_of(stream, limits, plan.workspace);
+  C10_CUDA_CHECK(launch(p, plan, workspace, stream));
+}
+
+}  // namespace
+
+#define SCHEMA(name)                                                                            \
+  name "(Tensor q, Tensor k, Tensor v, Tensor? key_ranges=None, *, float? softmax_scale=None, " \
+       "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? query_positions=None, "           \
+       "int[] key_layout=[0, 1, 1], Tensor? page_table=None, ScalarType? out_dtype=None, "      \
+       "int num_workers=0) -> (Tensor o, Tensor lse)"
+
+TORCH_LIBRARY(tree_attention_ablations, m) {
+  m.def(SCHEMA("equal_splits"));
+  m.def(SCHEMA("waiting_fixup"));
+}
+
+TORCH_LIBRARY_IMPL(tree_attention_ablations, CUDA, m) {
+  m.impl("equal_splits", LeanDecode<run<plan_equal_splits, launch_equal_splits>>::run);
+  m.impl("waiting_fixup", LeanDecode<run<cuda::plan_lean_decode, launch_waiting_fixup>>::run);
+}
+
+}  // namespace tree_attention::ablations

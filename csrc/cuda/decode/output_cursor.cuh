@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The way of a block through its range of the line: output by output, and tile by tile.
+#pragma once
+
+#include "schedule.cuh"
+
+namespace tree_attention::cuda {
+
+// Walks the outputs of a block's range.
+template <typename Config>
+class OutputCursor {
+ public:
+  __device__ OutputCursor(const LaunchParams& params, const BlockRange& range)
+      : params_(params), range_(range), unit_(range.first_unit) {
+    enter_unit();
+    const int64_t offset = range.begin - range.first_unit_begin;
+    head_kv_ = static_cast<int>(offset / length());
+    position_ = static_cast<int>(int64_t{head_kv_} * length() - offset);
+  }
+
+  __device__ bool done() const { return position_ >= range_.length; }
+
+  __device__ void next() {
+    position_ += length();
+    if (++head_kv_ == params_.decode.num_heads_kv) {
+      head_kv_ = 0;
+      ++unit_;
+      if (!done()) enter_unit();
+    }
+  }
+
+  __device__ OutputRows rows() const { return Units<Config>(params_).rows(unit_, head_kv_); }
+
+  // Keys and number of tiles of the whole output.
+  __device__ const Keys& keys() const { return keys_; }
+  __device__ int num_tiles() const { return num_tiles_; }
+
+  __device__ int first_key(int tile) const { return keys_.begin + tile * Config::kTileKeys; }
+
+  // The tiles of this output that the block computes: [tile_begin, tile_end).
+  __device__ int tile_begin() const { return tile_at(0); }
+  __device__ int tile_end() const { return tile_at(range_.length); }
+  __device__ bool has_tiles() const { return tile_begin() != tile_end(); }
+  __device__ bool has_all_tiles() const { return tile_end() - tile_begin() == num_tiles_; }
+
+  // Whether the block owns the output's first position: it writes an output without keys.
+  __device__ bool owns_first() const { return position_ >= 0; }
+
+  // The blocks that compute tiles of this output, which has some.
+  __device__ Contributors contributors() const {
+    const int64_t begin = range_.begin + position_ + kOverheadTiles;
+    return tree_attention::contributors(range_.partition, begin, begin + num_tiles_);
+  }
+
+ private:
+  __device__ int length() const { return kOverheadTiles + num_tiles_; }
+
+  __device__ void enter_unit() {
+    const int entry = unit_ - range_.first_unit;
+    keys_ =
+        entry < BlockRange::kTableUnits ? range_.keys[entry] : Units<Config>(params_).keys(unit_);
+    num_tiles_ = Units<Config>::num_tiles(keys_);
+  }
+
+  __device__ int tile_at(int position) const {
+    return tiles_below(position, position_, kOverheadTiles, num_tiles_);
+  }
+
+  const LaunchParams& params_;
+  const BlockRange& range_;
+  int position_;  // of the output on the line, from where the block's range begins
+  int unit_, head_kv_;
+  Keys keys_;
+  int num_tiles_;
+};
+
+// Walks the tiles of a block's range.
+template <typename Config>
+class TileCursor {
+ public:
+  __device__ TileCursor(const LaunchParams& params, const BlockRange& range)
+      : output_(params, range) {
+    enter_output();
+  }
+
+  __device__ bool done() const { return output_.done(); }
+
+  __device__ void next() {
+    begins_output_ = ++tile_ == output_.tile_end();
+    if (!begins_output_) return;
+    output_.next();
+    ++output_number_;
+    enter_output();
+  }
+
+  __device__ const OutputCursor<Config>& output() const { return output_; }
+  __device__ int first_key() const { return output_.first_key(tile_); }
+
+  // Whether the tile is the first of those that the block computes of its output.
+  __device__ bool begins_output() const { return begins_output_; }
+
+  // The number of the tile's output among the outputs of which the block has tiles.
+  __device__ int output_number() const { return output_number_; }
+
+ private:
+  __device__ void enter_output() {
+    while (!output_.done() && !output_.has_tiles()) output_.next();
+    if (!output_.done()) tile_ = output_.tile_begin();
+  }
+
+  OutputCursor<Config> output_;
+  int tile_, output_number_ = 0;
+  bool begins_output_ = true;
+};
+
+}  // namespace tree_attention::cuda

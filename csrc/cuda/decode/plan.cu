@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// What the host decides of a launch.
+#include <algorithm>
+
+#include "common/fixup.h"
+#include "instances.cuh"
+#include "launch.h"
+#include "schedule.cuh"
+
+namespace tree_attention::cuda {
+namespace {
+
+constexpr int kSystemSharedBytes = 1024;  // of each block, besides what it asks for
+
+// One tile is under way while another one is worked on.
+constexpr int kMinStages = 2;
+
+// Only a caller's num_workers reaches it. With the largest tiles the partial states take 2 GB then.
+constexpr int64_t kMaxWorkers = 1 << 14;
+
+int64_t num_rows(const DecodeParams& p) { return int64_t{p.group_size()} * p.seqlen_q; }
+
+int head_dim(const DecodeParams& p) { return std::max(p.head_dim, p.head_dim_v); }
+
+int64_t num_row_blocks(const DecodeParams& p, int row_tile) {
+  return (num_rows(p) + row_tile - 1) / row_tile;
+}
+
+// Two blocks on a multiprocessor hide each other's barriers and fix-ups, if each has a ring of two
+// stages or more.
+template <typename Config>
+void plan_occupancy(Plan& plan, const DeviceLimits& limits) {
+  const int half =
+      std::min(limits.shared_bytes_per_sm / 2 - kSystemSharedBytes, limits.shared_bytes_per_block);
+  const auto num_stages = [](int shared_bytes, int most) {
+    return std::clamp((shared_bytes - Config::shared_bytes(0)) / Config::kStageBytes, kMinStages,
+                      most);
+  };
+  const bool two = Config::kThreads <= 128 && Config::shared_bytes(2) <= half;
+  plan.num_threads = Config::kThreads;
+  plan.blocks_per_sm = two ? 2 : 1;
+  plan.num_stages = two ? num_stages(half, 3) : num_stages(limits.shared_bytes_per_block, 4);
+  plan.shared_bytes = Config::shared_bytes(plan.num_stages);
+}
+
+// The most workers that can have work: more change no result.
+template <typename Config>
+int64_t max_workers(const DecodeParams& p) {
+  const int64_t num_outputs = int64_t{p.batch} * p.num_heads_kv * num_row_blocks(p, Config::kRows);
+  const int64_t num_tiles = (p.seqlen_k + Config::kTileKeys - 1) / Config::kTileKeys;
+  const int64_t line = std::min(num_outputs, kMaxWorkers) * (kOverheadTiles + num_tiles);
+  const int64_t workers = p.num_workers > 0 ? line : (line + kMinWorkerTiles - 1) / kMinWorkerTiles;
+  return std::clamp<int64_t>(workers, 1, kMaxWorkers);
+}
+
+template <typename Config>
+WorkspaceSize workspace_size(int64_t num_workers) {
+  const int64_t slots = num_partial_slots(num_workers);
+  return {slots, slots * Config::kRows * (Config::kHeadDim + 1)};
+}
+
+}  // namespace
+
+Plan plan_lean_decode(const DecodeParams& p, const DeviceLimits& limits) {
+  return with_instance(p.dtype, head_dim(p), [&]<typename Element, int kHeadDim>() {
+    const auto plan_rows = [&](int64_t num_rows) {
+      return with_row_tile<Element, kHeadDim>(num_rows, [&]<typename Config>() {
+        Plan plan;
+        plan.row_tile = Config::kRows;
+        plan_occupancy<Config>(plan, limits);
+        const int64_t workers =
+            p.num_workers > 0 ? p.num_workers : int64_t{plan.blocks_per_sm} * limits.num_sms;
+        plan.num_workers = static_cast<int32_t>(std::min(workers, max_workers<Config>(p)));
+        plan.workspace = workspace_size<Config>(plan.num_workers);
+        return plan;
+      });
+    };
+    Plan plan = plan_rows(num_rows(p));
+    // The queries of many rows may leave too little shared memory for the ring.
+    while (plan.shared_bytes > limits.shared_bytes_per_block && plan.row_tile > 16) {
+      plan = plan_rows(plan.row_tile / 2);
+    }
+    return plan;
+  });
+}
+
+WorkspaceSize largest_workspace(const DeviceLimits& limits) {
+  WorkspaceSize largest{0, 0};
+  for (const DataType dtype : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
+    for (const int dim : {64, 96, 128, 256}) {
+      with_instance(dtype, dim, [&]<typename Element, int kHeadDim>() {
+        for (const int64_t rows : {16, 32, 64, 128}) {
+          with_row_tile<Element, kHeadDim>(rows, [&]<typename Config>() {
+            Plan plan;
+            plan_occupancy<Config>(plan, limits);
+            const WorkspaceSize size =
+                workspace_size<Config>(int64_t{plan.blocks_per_sm} * limits.num_sms);
+            largest.num_counters = std::max(largest.num_counters, size.num_counters);
+            largest.num_partial_floats =
+                std::max(largest.num_partial_floats, size.num_partial_floats);
+          });
+        }
+      });
+    }
+  }
+  return largest;
+}
+
+LaunchParams launch_params(const DecodeParams& p, const Plan& plan, const Workspace& workspace) {
+  LaunchParams params;
+  params.decode = p;
+  params.workspace = workspace;
+  params.group_size = Divisor::of(p.group_size());
+  params.row_blocks = Divisor::of(num_row_blocks(p, plan.row_tile));
+  // Keys are below 2^31: a larger block is as good as none.
+  params.key_block = Divisor::of(std::min<int64_t>(p.key_layout.block, INT32_MAX));
+  params.page_size = Divisor::of(p.page_table == nullptr ? 1 : p.page_size);
+  params.num_stages = plan.num_stages;
+  return params;
+}
+
+}  // namespace tree_attention::cuda

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The outputs of a launch, and the keys that each of them needs.
+#pragma once
+
+#include "common/rows.h"
+#include "launch.h"
+#include "tile_config.cuh"
+
+namespace tree_attention::cuda {
+
+// Rows and KeyRange of rows.h in 32 bits, which hold them: registers are scarce.
+struct OutputRows {
+  int batch, head_kv;
+  int begin, count;
+};
+
+struct Keys {
+  int begin, end;  // the hull of the rows' ranges
+  bool has_gaps;   // some key of the hull may be in no row's range: it must not be read
+};
+
+// Row `row` of an output.
+__device__ __forceinline__ RowPlace<int> place_of_row(const LaunchParams& params,
+                                                      const OutputRows& rows, int row) {
+  return tree_attention::place_of_row(rows.head_kv, rows.begin + row, params.group_size);
+}
+
+// A unit is a block of packed rows of one sequence. Each of its kv heads is an output, and all of
+// these outputs have the same keys.
+template <typename Config>
+class Units {
+ public:
+  __device__ explicit Units(const LaunchParams& params) : params_(params) {}
+
+  __device__ int count() const {
+    return params_.decode.batch * static_cast<int>(params_.row_blocks.divisor);
+  }
+
+  __device__ OutputRows rows(int unit, int head_kv) const {
+    const int batch = params_.row_blocks.quotient(unit);
+    const int begin = (unit - batch * params_.row_blocks.divisor) * Config::kRows;
+    const int left = params_.group_size.divisor * params_.decode.seqlen_q - begin;
+    return {batch, head_kv, begin, min(left, Config::kRows)};
+  }
+
+  __device__ Keys keys(int unit) const { return keys_of(params_, rows(unit, 0)); }
+
+  // Whether some of the rows sees the key, which is one of their hull.
+  static __device__ bool is_seen(const LaunchParams& params, const OutputRows& rows, int key) {
+    const int first_token = params.group_size.quotient(rows.begin);
+    const int last_token = params.group_size.quotient(rows.begin + rows.count - 1);
+    for (int token = first_token; token <= last_token; ++token) {
+      const KeyRange keys = key_range(params.decode, rows.batch, token);
+      if (keys.begin <= key && key < keys.end) return true;
+    }
+    return false;
+  }
+
+  static __device__ int num_tiles(const Keys& keys) {
+    return (keys.end - keys.begin + Config::kTileKeys - 1) / Config::kTileKeys;
+  }
+
+ private:
+  // Called from several places, and rarely: one copy of its loop is enough.
+  static __device__ __noinline__ Keys keys_of(const LaunchParams& params, OutputRows rows) {
+    const int first_token = params.group_size.quotient(rows.begin);
+    const int last_token = params.group_size.quotient(rows.begin + rows.count - 1);
+    KeyRange all{0, 0};
+    bool has_gaps = false;
+    for (int token = first_token; token <= last_token; ++token) {
+      const KeyRange keys = key_range(params.decode, rows.batch, token);
+      const bool apart = keys.end < all.begin || all.end < keys.begin;
+      has_gaps = has_gaps || (apart && !keys.empty() && !all.empty());
+      all = hull(all, keys);
+    }
+    return {static_cast<int>(all.begin), static_cast<int>(all.end), has_gaps};
+  }
+
+  const LaunchParams& params_;
+};
+
+}  // namespace tree_attention::cuda
