@@ -15,7 +15,7 @@ __device__ __forceinline__ float to_float(BFloat16 x) {
 }
 __device__ __forceinline__ float to_float(Float16 x) { return cvt_f32_f16(x.bits); }
 
-// Rounded to nearest even.
+// The nearest Element; ties go to the even one.
 template <typename Element>
 __device__ __forceinline__ Element from_float(float x);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The only <<<>>> of the library.
+// The only place with <<<>>> in the library.
 #pragma once
 
 #include <cuda_runtime.h>

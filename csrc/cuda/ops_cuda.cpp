@@ -22,7 +22,7 @@ const cudaDeviceProp& current_device(const char* op) {
   return device;
 }
 
-// The debug mode: an unknown page is an error of the call, as on the CPU, for which the host waits.
+// The debug mode, for which the host waits: an unknown page is an error of the call, as on the CPU.
 void check_pages(const DecodeParams& params, cudaStream_t stream) {
   TORCH_CHECK(c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None,
               "lean_decode: TREE_ATTENTION_CHECK_PAGES=1 must not be set while a CUDA graph is "
@@ -60,7 +60,7 @@ void merge_states(const MergeParams& params) {
 void launch_one_shot(OneShotParams& params) {
   current_device("one_shot");
   void* host = nullptr;
-  // Also where the memory is not page-locked, which a kernel could not reach.
+  // This fails where the memory is not page-locked, which a kernel could not reach.
   C10_CUDA_CHECK(cudaHostGetDevicePointer(&host, params.host, 0));
   params.host = static_cast<OneShotHost*>(host);
   C10_CUDA_CHECK(launch_one_shot(params, c10::cuda::getCurrentCUDAStream()));

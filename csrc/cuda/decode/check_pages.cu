@@ -10,7 +10,7 @@ namespace {
 constexpr int kThreads = 32;
 constexpr int kNoPage = 0x7fffffff;
 
-// A warp for each list of each sequence.
+// Grid: a block of one warp for each list of pages of each sequence.
 __global__ void check_pages(const CheckPagesParams params) {
   const DecodeParams& p = params.decode;
   const int num_lists = num_page_lists(p);

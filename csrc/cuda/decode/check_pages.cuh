@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The check of page ids that a debug mode asks for: results are wrong, or the device faults, where
-// a range needs a page that does not exist.
+// The check of page ids that a debug mode asks for. Without it, results are wrong or the device
+// faults where a range needs a page that does not exist.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,7 @@
 
 namespace tree_attention::cuda {
 
-// The first entry of a list of pages that a range needs and that is no page's id.
+// The first entry in a list of pages that some range needs although it is no page's id.
 struct BadPage {
   int32_t page;  // -1: none
   int32_t id;
@@ -21,7 +21,7 @@ struct CheckPagesParams {
   BadPage* found;  // [batch, lists]
 };
 
-// Lists of pages per sequence: one for all kv heads, or one for each.
+// Number of page lists of a sequence: one for all kv heads, or one for each.
 TREE_ATTENTION_HOST_DEVICE int32_t num_page_lists(const DecodeParams& params) {
   return params.page_table_stride[1] == 0 ? 1 : params.num_heads_kv;
 }

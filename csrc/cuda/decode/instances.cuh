@@ -21,9 +21,9 @@ auto with_instance(DataType dtype, int head_dim, F f) {
   return with_dtype(dtype, [&]<typename Element>() { return with_head_dim<Element>(head_dim, f); });
 }
 
-// Rows of a tile by which keys and values are read once: 16 for one query of up to 16 heads, more
-// for steps of several queries. float32 has no tensor cores; 128 rows of 256 columns do not fit the
-// registers of 256 threads.
+// The most packed rows that share one reading of keys and values. 16 are enough for one query of
+// up to 16 heads; steps of several queries have more. float32 has no tensor cores; 128 rows of 256
+// columns do not fit the registers of 256 threads.
 template <typename Element, int kHeadDim>
 constexpr int kMaxRowTile = sizeof(Element) == 4 ? 16
                             : kHeadDim > 128     ? 64

@@ -17,13 +17,13 @@ namespace tree_attention::cuda {
 struct DeviceLimits {
   int32_t num_sms;
   int32_t shared_bytes_per_sm;
-  int32_t shared_bytes_per_block;  // what one block may ask for
+  int32_t shared_bytes_per_block;  // the most that one block may ask for
 };
 
-// Scratch memory of one launch. Launches that may run at the same time need one each.
+// Scratch memory of one launch. Launches that may run at the same time need one workspace each.
 struct Workspace {
   uint32_t* counters;  // zero before the launch, and after it
-  float* partials;     // of split outputs
+  float* partials;     // states of outputs that blocks share
 };
 
 struct WorkspaceSize {
@@ -32,22 +32,22 @@ struct WorkspaceSize {
 
 struct Plan {
   int32_t row_tile;       // packed rows of an output
-  int32_t num_threads;    // of a block
-  int32_t blocks_per_sm;  // resident
-  int32_t num_stages;     // of the load ring, at least two
-  int32_t shared_bytes;   // of a block
-  int32_t num_workers;    // blocks
+  int32_t num_threads;    // threads of a block
+  int32_t blocks_per_sm;  // blocks that are resident on a multiprocessor
+  int32_t num_stages;     // stages of the ring, at least two
+  int32_t shared_bytes;   // dynamic shared memory of a block
+  int32_t num_workers;    // blocks of the grid
   WorkspaceSize workspace;
 };
 
-// What a kernel takes, by value.
+// The only argument of the kernel.
 struct LaunchParams {
   DecodeParams decode;
   Workspace workspace;
-  Divisor group_size;  // of packed rows
+  Divisor group_size;  // query heads of a kv head
   Divisor row_blocks;  // outputs of each (batch, kv head)
-  Divisor key_block;   // of key_layout
-  Divisor page_size;   // without pages unused
+  Divisor key_block;   // key_layout.block
+  Divisor page_size;   // slots of a page; not used without pages
   int32_t num_stages;
 };
 
@@ -63,8 +63,8 @@ cudaError_t launch_lean_decode(const DecodeParams& params, const Plan& plan,
 LaunchParams launch_params(const DecodeParams& params, const Plan& plan,
                            const Workspace& workspace);
 
-// The kernel for an element type and a head_dim bucket, of any row tile: one per file of
-// instantiations/, defined in lean_decode.cuh.
+// Launches the kernel for an element type, a head_dim bucket and the plan's row tile. It is defined
+// in lean_decode.cuh and instantiated once in each file of instantiations/.
 template <typename Element, int kHeadDim>
 cudaError_t launch_instance(const LaunchParams& params, const Plan& plan, cudaStream_t stream);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Where the state of an output goes. A sink has store(row, column, o) for four neighbours of o and
-// store_lse(row, lse), rows counted within the output.
+// Where the state of an output goes. A sink has store(row, column, o), for four neighbouring
+// columns of o, and store_lse(row, lse). Rows are counted within the output.
 #pragma once
 
 #include "cuda/element.cuh"
@@ -33,7 +33,7 @@ class OutputSink {
  private:
   template <typename T>
   static __device__ void store_four(T* o, const Float4& values) {
-    // One by one: nothing is promised about the alignment of o.
+    // They are stored one by one, because nothing is promised about the alignment of o.
 #pragma unroll
     for (int i = 0; i < 4; ++i) o[i] = from_float<T>(values.value[i]);
   }

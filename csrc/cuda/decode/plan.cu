@@ -11,12 +11,14 @@
 namespace tree_attention::cuda {
 namespace {
 
-constexpr int kSystemSharedBytes = 1024;  // of each block, besides what it asks for
+// Bytes of shared memory that the system takes of each block, besides what the block asks for.
+constexpr int kSystemSharedBytes = 1024;
 
 // One tile is under way while another one is worked on.
 constexpr int kMinStages = 2;
 
-// Only a caller's num_workers reaches it. With the largest tiles the partial states take 2 GB then.
+// Only a caller's num_workers reaches this bound, at which the partial states of the largest tiles
+// take 2 GB.
 constexpr int64_t kMaxWorkers = 1 << 14;
 
 int64_t num_rows(const DecodeParams& p) { return int64_t{p.group_size()} * p.seqlen_q; }
@@ -44,7 +46,7 @@ void plan_occupancy(Plan& plan, const DeviceLimits& limits) {
   plan.shared_bytes = Config::shared_bytes(plan.num_stages);
 }
 
-// The most workers that can have work: more change no result.
+// The most workers that can have work. More of them would change no result.
 template <typename Config>
 int64_t max_workers(const DecodeParams& p) {
   const int64_t num_outputs = int64_t{p.batch} * p.num_heads_kv * num_row_blocks(p, Config::kRows);
@@ -113,7 +115,7 @@ LaunchParams launch_params(const DecodeParams& p, const Plan& plan, const Worksp
   params.workspace = workspace;
   params.group_size = Divisor::of(p.group_size());
   params.row_blocks = Divisor::of(num_row_blocks(p, plan.row_tile));
-  // Keys are below 2^31: a larger block is as good as none.
+  // Keys are below 2^31, so that a larger block has them all, as one of INT32_MAX has.
   params.key_block = Divisor::of(std::min<int64_t>(p.key_layout.block, INT32_MAX));
   params.page_size = Divisor::of(p.page_table == nullptr ? 1 : p.page_size);
   params.num_stages = plan.num_stages;

@@ -13,10 +13,11 @@ namespace tree_attention::cuda {
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
-// What turns products of the thread's rows into scores.
+// Turns the products of the thread's two rows into scores.
 class RowScores {
  public:
-  // `keys` are those of the whole output; rows that do not exist see every key.
+  // `keys` are those of the whole output. Rows that do not exist see every key, so that they ask
+  // for no mask.
   __device__ RowScores(const LaunchParams& params, const OutputRows& rows, const Keys& keys,
                        int first_row)
       : params_(params), rows_(rows), first_row_(first_row + threadIdx.x % 32 / 4) {
@@ -37,7 +38,8 @@ class RowScores {
     }
   }
 
-  // Products with keys first_key, ... to scores; -inf where a row does not see the key.
+  // Turns the products with the keys from `first_key` on into scores. A score is -inf where its row
+  // does not see the key.
   template <int kBlocks>
   __device__ void apply(float (&s)[kBlocks][4], int first_key) const {
     const DecodeParams& p = params_.decode;
@@ -88,7 +90,7 @@ class RowScores {
     });
   }
 
-  // key_position of rows.h without its divisions.
+  // This is key_position of rows.h without its divisions.
   __device__ int64_t position_of_key(int key) const {
     const KeyLayout& layout = params_.decode.key_layout;
     const int64_t block = params_.key_block.quotient(key);
@@ -97,11 +99,12 @@ class RowScores {
 
   const LaunchParams& params_;
   const OutputRows& rows_;
-  int first_row_;          // of the thread's two
-  int begin_[2], end_[2];  // of the keys that a row sees
+  int first_row_;          // the first of the thread's two rows; the second is 8 further
+  int begin_[2], end_[2];  // the keys that each row sees
 };
 
-// The unnormalised state of the thread's rows over the keys so far; o is the tile's.
+// The unnormalised state of the thread's two rows over the keys so far, without o, which the tile
+// has.
 struct OnlineSoftmax {
   float maximum[2];  // of all of the row's scores in the warp, in units of log2
   float sum[2];      // of the weights in this thread
@@ -113,8 +116,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Scores to weights relative to the new maximum. A NaN score becomes a NaN weight: fmaxf drops it
-  // from the maximum, not from the sum.
+  // Turns scores into weights relative to the new maximum. A NaN score becomes a NaN weight: fmaxf
+  // drops it from the maximum, but the sum keeps it.
   template <int kBlocks, typename Tile>
   __device__ void update(float (&s)[kBlocks][4], Tile& tile) {
     float larger[2] = {-INFINITY, -INFINITY};
@@ -150,7 +153,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // -inf - -inf is NaN: a row without keys keeps weights of zero.
+  // What exponents are relative to. The maximum of a row without keys is -inf, and -inf - -inf
+  // would be NaN; relative to 0 its weights are zero.
   static __device__ float finite_base(float maximum) {
     return maximum == -INFINITY ? 0.0f : maximum;
   }

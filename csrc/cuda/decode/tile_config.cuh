@@ -11,7 +11,7 @@
 
 namespace tree_attention::cuda {
 
-// Of shared memory, for the merge of an output's parts (fixup.cuh), aligned to 8 bytes.
+// Size of the shared memory in which an output's parts are merged (fixup.cuh), aligned to 8 bytes.
 constexpr int kFixupScratchBytes = 8192;
 
 // A warp owns 16 packed rows (the m of mma.m16n8k16). Warps whose keys are the same form a key
@@ -19,7 +19,7 @@ constexpr int kFixupScratchBytes = 8192;
 // V is read from shared memory once.
 template <typename Element, int kHeadDim_, int kRows_>
 struct TileConfig {
-  static constexpr int kHeadDim = kHeadDim_;  // of the instance; the params' may be smaller
+  static constexpr int kHeadDim = kHeadDim_;  // that is compiled; the call's may be smaller
   static constexpr int kRows = kRows_;        // packed rows of an output
   // 256 columns fill the registers of a warp and the stages of the ring: fewer warps take fewer
   // keys.
@@ -29,18 +29,19 @@ struct TileConfig {
   static constexpr int kKeyGroups = kWarps / kRowGroups;
 
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Element));
-  static constexpr int kChunkElements = 16 / static_cast<int>(sizeof(Element));  // of one cp.async
+  static constexpr int kChunkElements =
+      16 / static_cast<int>(sizeof(Element));  // that one cp.async copies
   static constexpr int kChunks = kRowBytes / 16;
 
   // K and V of a tile take about 32 KB: with three stages and two blocks 128 KB are in flight on a
   // Hopper SM, four times what latency times bandwidth asks for.
   static constexpr int kTileKeys = std::bit_floor(16u * 1024 / kRowBytes);
-  static constexpr int kGroupKeys = kTileKeys / kKeyGroups;  // of a tile per key group
+  static constexpr int kGroupKeys = kTileKeys / kKeyGroups;  // keys of a tile for each key group
   static constexpr int kTileBytes = kTileKeys * kRowBytes;   // of K or of V
   static constexpr int kStageBytes = 2 * kTileBytes;
 
-  // Queries move to registers where these suffice; else they are read from shared memory for each
-  // tile, and the next output's need a place of their own.
+  // Queries move to registers where there are enough of them. Elsewhere they are read from shared
+  // memory for each tile, and the next output's queries need a place of their own.
   static constexpr bool kQueriesInRegisters = sizeof(Element) == 2 && kHeadDim <= 128;
   static constexpr int kQuerySlots = kQueriesInRegisters ? 1 : 2;
   static constexpr int kQueryBytes = kRows * kRowBytes;

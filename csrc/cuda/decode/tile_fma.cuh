@@ -26,7 +26,7 @@ class TileFma {
     const int row = first_row_ + threadIdx.x % 32 / 4, key = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
-      // Eight sums of an eighth of the length have smaller rounding errors than one.
+      // Eight sums of an eighth of the products have smaller rounding errors than one sum of all.
       float sums[8][4] = {};
 #pragma unroll 4
       for (int chunk = 0; chunk < Config::kChunks; ++chunk) {

@@ -18,7 +18,7 @@ class TileMma {
   // A step must not hold more scores than registers allow beside o.
   static constexpr int kMaxStepKeys = Config::kHeadDim > 128 ? 16 : 32;
 
-  // `queries` stays valid while the tile uses them only if the config keeps them there.
+  // The queries at `queries` may be overwritten afterwards only if they are kept in registers.
   __device__ void load_queries(const char* queries, int row_group) {
     queries_ = queries;
     row_group_ = row_group;
@@ -111,7 +111,8 @@ class TileMma {
  private:
   static constexpr int kHeadDim = Config::kHeadDim;
 
-  // Of weights, which are at most one, and of o: float16 has no number between 0 and 2^-24.
+  // Weights, which are at most one, and with them o are scaled by this: float16 has no number
+  // between 0 and 2^-24.
   static constexpr float kWeightScale = std::is_same_v<Element, Float16> ? 0x1p14f : 1.0f;
 
   static __device__ uint32_t pack_weights(float low, float high) {
@@ -126,7 +127,7 @@ class TileMma {
     }
   }
 
-  // Columns 16 i ... of the warp's rows.
+  // Loads columns 16 i to 16 i + 15 of the queries of the warp's rows.
   __device__ void load_query(uint32_t (&q)[4], int i) const {
     const int lane = threadIdx.x % 32;
     const int offset = Config::chunk_offset(16 * row_group_ + lane % 16, 2 * i + lane / 16);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Scratch memory of launches, one workspace for each device and stream: launches on one stream
-// follow each other. Its size does not depend on the length of the context.
+// Scratch memory of launches. Each device and stream has one workspace, since launches on one
+// stream follow each other. Its size does not depend on the length of the context.
 #pragma once
 
 #include "launch.h"

@@ -13,7 +13,7 @@ constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kValues = 4;  // of o per thread
 constexpr int kColumns = 32 * kValues;
 
-// A lane's columns are 32 apart: then a warp reads neighbours whatever the alignment.
+// The columns of a lane are 32 apart, so that a warp reads neighbours whatever the alignment.
 using State = RowState<kValues>;
 
 // Chunks are merged in registers, their states on a stack in shared memory.
@@ -21,8 +21,8 @@ __host__ __device__ int64_t num_chunks(const MergeParams& p) {
   return (p.num_parts + kPartsInFlight - 1) / kPartsInFlight;
 }
 
-// A warp has up to kColumns columns of a row. Each lane repeats the row's few scalar merges:
-// nothing is exchanged between threads.
+// Grid: a warp for every kColumns columns of a row. Each lane repeats the row's few scalar merges,
+// so that threads exchange nothing.
 template <typename In, typename Out>
 __global__ void __launch_bounds__(kThreads) merge_states_kernel(const MergeParams p) {
   const int64_t warps_per_row = (p.head_dim + kColumns - 1) / kColumns;
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) merge_states_kernel(const MergeParam
     for (int i = 0; i < kValues; ++i) {
       const int64_t column = first_column + 32 * i;
       const float value = column < p.head_dim ? to_float(o[column]) : 0.0f;
-      // A lone empty part is not merged with anything: its `o` is left out here.
+      // A lone empty part is merged with nothing, so that its `o` is left out here.
       state.o[i] = state.lse == -INFINITY ? 0.0f : value;
     }
     return state;
@@ -68,7 +68,7 @@ template <typename In, typename Out>
 cudaError_t launch(const MergeParams& params, cudaStream_t stream) {
   const int64_t warps = params.num_rows * ((params.head_dim + kColumns - 1) / kColumns);
   if (warps == 0) return cudaSuccess;
-  // The deepest stack of a binary counter.
+  // A binary counter up to num_chunks has this many digits, each with a slot.
   const int slots = std::bit_width(static_cast<uint64_t>(num_chunks(params)));
   return launch_kernel(merge_states_kernel<In, Out>,
                        static_cast<unsigned>((warps + kWarps - 1) / kWarps), kThreads,

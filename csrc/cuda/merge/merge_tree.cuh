@@ -8,7 +8,7 @@
 
 namespace tree_attention::cuda {
 
-// Some columns of a row's state.
+// The state of a row, with kColumns columns of its o.
 template <int kColumns>
 struct RowState {
   float o[kColumns];
@@ -22,7 +22,7 @@ struct RowState {
   }
 };
 
-// A chunk: parts that a thread loads before it merges the first two.
+// The number of parts in a chunk: a thread loads them all before it merges the first two.
 constexpr int kPartsInFlight = 8;
 
 // Merges the chunk of parts from `first` on, a multiple of kPartsInFlight below num_parts. load(i)

@@ -15,7 +15,8 @@ constexpr int kThreads = 256;
 constexpr int kMergeLevels = 2;
 static_assert(kOneShotMaxRanks < kPartsInFlight << kMergeLevels);
 static_assert(kOneShotMaxRanks <= 32);  // a warp waits for all ranks
-// A poll takes most of a microsecond; what a longer wait looks at is in host memory, further away.
+// Polls of a flag between two looks at the deadline and at the abort word. A poll takes most of a
+// microsecond; those words are in host memory, which is further away.
 constexpr uint32_t kPollsPerCheck = 64;
 
 struct __align__(kOneShotAlignment) Bytes {
@@ -37,7 +38,7 @@ __host__ __device__ int64_t row_bytes(const OneShotParams& p) {
   return int64_t{p.head_dim} * element_size(p.dtype);
 }
 
-// Rows of a block.
+// The rows of one block.
 struct Slice {
   int64_t begin, count;
 };
@@ -46,8 +47,8 @@ class Exchange {
  public:
   __device__ explicit Exchange(const OneShotParams& p, uint32_t epoch) : p_(p), epoch_(epoch) {}
 
-  // This block's slice of the rank's state to all ranks, itself included, which begin with
-  // different ones.
+  // Stores this block's slice of the rank's state into the buffers of all ranks, its own included.
+  // Every rank begins with another one, so that no buffer is written by all of them at a time.
   __device__ void send(const Slice& slice) const {
     const int64_t offset = slice.begin * row_bytes(p_);
     const auto* o = reinterpret_cast<const Bytes*>(static_cast<const char*>(p_.o) + offset);
@@ -67,13 +68,13 @@ class Exchange {
     }
   }
 
-  // By a whole warp, after a barrier: tells every rank that the slice is there and waits for
-  // theirs. Whether all came.
+  // Tells every rank that the slice is there and waits for theirs; returns whether all came. To be
+  // called by a whole warp, after a barrier.
   __device__ bool meet() const {
     const int peer = threadIdx.x;
     OneShotError error = OneShotError::kNone;
     if (peer < p_.world_size) {
-      // The sizes, so that ranks which do not agree on them find out.
+      // The flag has the sizes too, so that ranks which do not agree on them find out.
       const uint64_t value =
           uint64_t{epoch_} << 32 | static_cast<uint32_t>(p_.num_rows * 0x9e3779b1 + row_bytes(p_));
       store_release_system(flag_in(peer, p_.rank), value);
@@ -86,7 +87,8 @@ class Exchange {
     return !__any_sync(0xffffffff, error != OneShotError::kNone);
   }
 
-  // After a barrier: this block's rows of all ranks' states, in rank order.
+  // Merges this block's rows of all ranks' states in rank order and stores them. To be called after
+  // a barrier.
   template <typename In, typename Out>
   __device__ void merge_all(const Slice& slice) const {
     constexpr int kCount = kOneShotAlignment / sizeof(In);
@@ -103,7 +105,7 @@ class Exchange {
         state.lse = lse_of(slot)[row];
 #pragma unroll
         for (int k = 0; k < kCount; ++k) {
-          // As in merge_states, for a world of one.
+          // A lone empty state, in a world of one, is merged with nothing: its o is left out here.
           state.o[k] = state.lse == -INFINITY ? 0.0f : to_float(columns.value[k]);
         }
         return state;
@@ -216,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <typename In, typename Out>
 cudaError_t launch(const OneShotParams& p, cudaStream_t stream) {
   if (p.num_rows == 0) return cudaSuccess;
-  // A vector for each thread, then more rows.
+  // A block has at least a vector for each of its threads, and more where the grid is full.
   const int64_t vectors_per_row = row_bytes(p) / kOneShotAlignment;
   const int64_t rows_of_threads = (kThreads + vectors_per_row - 1) / vectors_per_row;
   const int64_t rows_of_grid = (p.num_rows + kOneShotMaxBlocks - 1) / kOneShotMaxBlocks;

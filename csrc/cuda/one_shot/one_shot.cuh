@@ -32,26 +32,26 @@ constexpr int kOneShotMaxBlocks = 32;
 constexpr int kOneShotAlignment = 16;  // bytes, of rows of o, of slots and of buffers
 constexpr int64_t kOneShotFlags = 2 * kOneShotMaxBlocks * kOneShotMaxRanks;
 
-// Of a rank's buffer, which begins as zeros.
+// Size in bytes of a rank's buffer, which begins as zeros.
 constexpr int64_t one_shot_buffer_bytes(int64_t world_size, int64_t slot_bytes) {
   return kOneShotFlags * sizeof(uint64_t) + 2 * world_size * slot_bytes;
 }
 
-// In a rank's device memory, begins as zeros.
+// What a rank keeps from launch to launch, in its device memory. It begins as zeros.
 struct OneShotControl {
-  uint32_t epoch;    // of the last launch
-  uint32_t arrived;  // blocks of this launch
-  uint32_t failing;  // of them and of all before
-  uint32_t failed;   // failing blocks of earlier launches
+  uint32_t epoch;    // number of the last launch
+  uint32_t arrived;  // blocks of this launch that have ended
+  uint32_t failing;  // blocks that gave up, in this launch and all before
+  uint32_t failed;   // blocks that gave up in earlier launches
 };
 
 enum class OneShotError : uint64_t { kNone, kMissing, kDiffers, kAborted };
 
-// In host memory, written by host and device.
+// What host and device tell each other, in host memory.
 struct OneShotHost {
   uint64_t timeout;  // nanoseconds
   uint64_t aborted;
-  OneShotError error[kOneShotMaxRanks];  // of the wait for each rank
+  OneShotError error[kOneShotMaxRanks];  // why the wait for each rank ended
 };
 
 struct OneShotParams {
@@ -70,7 +70,7 @@ struct OneShotParams {
   DataType out_dtype;  // of out_o
 };
 
-// Bytes of a slot that a state takes.
+// Size in bytes of a state in a slot.
 constexpr int64_t one_shot_state_bytes(int64_t num_rows, int64_t row_bytes) {
   return num_rows * row_bytes + (num_rows * int64_t{sizeof(float)} + kOneShotAlignment - 1) /
                                     kOneShotAlignment * kOneShotAlignment;
