@@ -145,6 +145,7 @@ gpu_stage tests 150 env OMP_NUM_THREADS=2 "${pytest[@]}" "${parallel[@]}" "${ign
   -k "$on_device" tests
 gpu_stage alone 150 "${pytest[@]}" $(files_of "${alone[@]}")
 gpu_stage ranks 120 "${pytest[@]}" $(files_of "${ranks[@]}")
+gpu_stage ablations 150 "$PYTHON" -m benchmarks.cuda.ablations
 # It writes its files at its end, which should come before that of its time.
 budget=$((limit - SECONDS - 40))
 gpu_stage benchmark 180 "$PYTHON" benchmarks/decode.py --device cuda \

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tree_attention import lean_decode
 
-from . import has_cuda_kernel
+from . import ablations
 from .cases import Case
 from .inputs import Inputs
 from .timing import Call
@@ -32,8 +32,8 @@ CUDNN = "cuDNN"
 FLEX = "FlexDecoding"
 TRITON = "Triton FlashDecoding"
 EQUAL_SPLIT, SPIN = "equal splits", "spin-wait"
-# By the operator of a build with ABLATIONS=1.
-ABLATIONS = {"lean_decode_equal_splits": EQUAL_SPLIT, "lean_decode_waiting_fixup": SPIN}
+# Names of the published schedules by their operators.
+ABLATIONS = {"equal_splits": EQUAL_SPLIT, "waiting_fixup": SPIN}
 FLASH_OP = torch.ops.aten._scaled_dot_product_flash_attention.default
 VARLEN_OP = torch.ops.aten._flash_attention_forward.default
 
@@ -71,9 +71,9 @@ def ours(case: Case, inputs: Inputs) -> Call:
 
 
 def ablation(name: str, case: Case, inputs: Inputs) -> Call:
-    if not has_cuda_kernel(name):
-        raise Unavailable("not in this build")
-    op = getattr(torch.ops.tree_attention, name)
+    if not ablations.load():
+        raise Unavailable("not built: python -m benchmarks.cuda.ablations")
+    op = getattr(torch.ops.tree_attention_ablations, name)
     ranges = None if inputs.all_keys else inputs.key_ranges
     q, sets, table = inputs.q, inputs.sets, inputs.page_table
     return lambda i: op(q, sets[i].k, sets[i].v, ranges, page_table=table)

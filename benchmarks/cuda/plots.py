@@ -122,7 +122,7 @@ def _ablations(axes: Any, rows: Sequence[Row]) -> None:
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlabel("time / time of lean_decode" if names else "no ablation in this build")
+    axes.set_xlabel("time / time of lean_decode" if names else "the ablations are not built")
     axes.set_title("Other schedules of the same inner loop", fontsize=10, loc="left")
     axes.grid(axis="x", alpha=0.3)
     _legend(axes)

@@ -108,7 +108,7 @@ def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (decode.SPARE_BYTES + (1 << 26),) * 2)
     monkeypatch.setattr(decode, "Arena", lambda num_bytes, device: measure.Arena(num_bytes))
     monkeypatch.setattr(machine, "CEILING_BYTES", 1 << 20)
-    monkeypatch.setattr(peers, "has_cuda_kernel", lambda op: False)  # of ablations
+    monkeypatch.setattr(peers.ablations, "load", lambda: False)
     monkeypatch.setattr(timing, "measure", measure_on_cpu)
     monkeypatch.setattr(read_probe, "sums", lambda data, configuration: data.sum())
 
@@ -135,7 +135,9 @@ def test_report_is_right_and_written(cpu_as_gpu: None, tmp_path: Path) -> None:
         assert row["name"] in paths[1].read_text()
     # What this machine cannot run is listed with its reason, in every row.
     assert all("torch flash" in row["unavailable"] for row in content["rows"][:-1])
-    assert content["rows"][0]["unavailable"]["equal splits"] == "not in this build"
+    assert content["rows"][0]["unavailable"]["equal splits"] == (
+        "not built: python -m benchmarks.cuda.ablations"
+    )
     assert [target["name"] for target in content["targets"]]
     assert "MISSED" in paths[1].read_text() or "met" in paths[1].read_text()
     assert paths[2].read_bytes()[:4] == b"\x89PNG"

@@ -187,7 +187,7 @@ def test_cudnn_without_a_kernel_says_why() -> None:
 def test_implementations_are_calls_or_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(peers, "has_cuda_kernel", lambda op: False)
+    monkeypatch.setattr(peers.ablations, "load", lambda: False)
     inputs = make_inputs(RAGGED)
     calls, unavailable = peers.implementations(RAGGED, inputs)
     names = {peers.OURS, peers.FLASH, peers.VARLEN, peers.EACH, peers.CUDNN, peers.FLEX}
@@ -209,10 +209,12 @@ def test_ablations_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
         result: tuple[Tensor, Tensor] = lean_decode(*inputs, **options)
         return result
 
-    monkeypatch.setattr(peers, "has_cuda_kernel", lambda name: name in peers.ABLATIONS)
+    monkeypatch.setattr(peers.ablations, "load", lambda: True)
     inputs = make_inputs(SMALL[7])
     for name in peers.ABLATIONS:
-        monkeypatch.setattr(torch.ops.tree_attention, name, partial(op, name), raising=False)
+        monkeypatch.setattr(
+            torch.ops.tree_attention_ablations, name, partial(op, name), raising=False
+        )
         call = peers.ablation(name, SMALL[7], inputs)
         assert_same_problem(SMALL[7], inputs, lambda i, c=call: c(i)[0])
     assert asked == [name for name in peers.ABLATIONS for _ in range(2)]

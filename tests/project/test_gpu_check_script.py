@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STAGES = ["build", "machine", "smoke", "tests", "alone", "ranks", "benchmark", "sanitizer"]
+STAGES = [
+    "build",
+    "machine",
+    "smoke",
+    "tests",
+    "alone",
+    "ranks",
+    "ablations",
+    "benchmark",
+    "sanitizer",
+]
 
 PYTHON = """#!/bin/bash
 echo "$*" >>"$(dirname "$0")/calls"
@@ -72,7 +82,7 @@ def check(tmp_path):
 
 def test_a_failed_stage_stops_no_other(check):
     result, summary, stages = check()
-    assert result.returncode == 1 and "A GPU: 1 of 8 stages did not pass" in result.stdout
+    assert result.returncode == 1 and "A GPU: 1 of 9 stages did not pass" in result.stdout
     assert summary["device"] == "A GPU" and stages["build"]["detail"] == "built for 9.0a"
     failed = [name for name in STAGES if stages[name]["result"] != "passed"]
     assert failed == ["tests"] and stages["tests"]["result"] == "FAILED: exit status 1"
@@ -107,7 +117,7 @@ def test_the_time_is_shared_out(check):
     result, summary, stages = check(GPU_CHECK_SECONDS="7", SLEEP="60")
     assert result.returncode == 1 and summary["seconds"] < 15
     assert stages["alone"]["result"] == "FAILED: out of time"
-    for name in ("ranks", "benchmark", "sanitizer"):
+    for name in ("ranks", "ablations", "benchmark", "sanitizer"):
         assert stages[name]["result"] == "not run: no time left"
 
 
@@ -124,7 +134,7 @@ def test_what_cannot_be_checked_is_no_success(missing, check):
     result, summary, stages = check()
     assert result.returncode == 1
     expected = {"device": "no CUDA device", "build": "not run: no build"}[missing]
-    assert [stages[name]["result"] for name in STAGES[2:]] == [expected] * 6
+    assert [stages[name]["result"] for name in STAGES[2:]] == [expected] * 7
     assert summary["device"] == ("none" if missing == "device" else "A GPU")
 
 

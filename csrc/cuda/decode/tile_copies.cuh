@@ -53,7 +53,7 @@ struct SeenCopies {
   __device__ bool operator[](int i) const { return bits >> i & 1; }
   __device__ bool all() const { return bits == kAll; }
 
-  // Of the tile that begins with `first_key`.
+  // The copies of the tile that begins with `first_key`.
   static __device__ SeenCopies of_tile(const LaunchParams& params, const OutputRows& rows,
                                        const Keys& keys, int first_key) {
     if (!keys.has_gaps && first_key + Config::kTileKeys <= keys.end) return {kAll};
