@@ -36,7 +36,7 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
                : "memory");
 }
 
-// 9.7.9.25.3.2
+// 9.7.9.25.3.2: makes one group of this thread's copies since the last call.
 __device__ __forceinline__ void cp_async_commit_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

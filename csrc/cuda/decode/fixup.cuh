@@ -99,7 +99,7 @@ struct MergeWeights {
             both || merge.take == Merge::Take::kB ? merge.weight_b : -1.0f};
   }
 
-  // The merge again, without its lse.
+  // The merge that these weights belong to, without its lse.
   __device__ Merge merge() const {
     const bool takes_a = !(a < 0.0f), takes_b = !(b < 0.0f);  // NaN is taken
     const Merge::Take take = takes_a ? (takes_b ? Merge::Take::kBoth : Merge::Take::kA)

@@ -65,7 +65,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
   }
 }
 
-// An output without keys.
+// Stores the state of an output without keys: o = 0 and lse = -inf.
 template <typename Config>
 __device__ void store_empty(const OutputRows& rows, int head_dim_v, const OutputSink& sink) {
   constexpr int kColumns = Config::kHeadDim / 4;
@@ -77,7 +77,7 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
 }
 
 // Grid: plan.num_workers blocks of the lean partition, one-dimensional: as many as are resident on
-// the device, or fewer where the line is short (launch.cu).
+// the device, or fewer where the line is short (plan.cu).
 // Block: Config::kThreads threads, whose warps are kRowGroups x kKeyGroups: warp w has the 16 rows
 // of row group w % kRowGroups and the keys of key group w / kRowGroups of every tile.
 // Dynamic shared memory, by the offsets of TileConfig:

@@ -9,7 +9,7 @@
 
 namespace tree_attention::cuda {
 
-// The caller's tensors: o in its dtype and strides.
+// Stores into the caller's tensors, with their strides and the dtype of o.
 class OutputSink {
  public:
   __device__ OutputSink(const LaunchParams& params, const OutputRows& rows)

@@ -24,7 +24,7 @@ class Ring {
   // To be called when both groups of copies into the free stage are under way.
   __device__ void push() { ++num_tiles_; }
 
-  // The oldest tile.
+  // K and V of the oldest tile.
   __device__ const char* keys() const { return stage(oldest_); }
   __device__ const char* values() const { return stage(oldest_) + Config::kTileBytes; }
 
@@ -39,8 +39,8 @@ class Ring {
   }
 
  private:
-  // Until at most kPending of the oldest tile's two groups are incomplete. Comparisons in turn:
-  // of a switch the compiler makes an indirect jump.
+  // Waits until at most kPending of the oldest tile's two groups are incomplete. These are
+  // comparisons in turn, because the compiler makes an indirect jump of a switch.
   template <int kPending>
   __device__ void wait() const {
     if (num_tiles_ > 3) return cp_async_wait_group<6 + kPending>();

@@ -39,9 +39,9 @@ struct TileCopies {
   }
 };
 
-// Bit i: whether copy i of this thread is of a key that some row sees. Other keys become zero in
-// shared memory and are not read: whatever lies there, NaN too, would reach o through a weight of
-// zero, and their pages need not exist.
+// Which of this thread's copies are of keys that some row sees, a bit for each. Other keys become
+// zero in shared memory and are not read: whatever lies there, NaN too, would reach o through a
+// weight of zero, and their pages need not exist.
 template <typename Config>
 struct SeenCopies {
   using Copies = TileCopies<Config>;

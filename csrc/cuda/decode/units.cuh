@@ -62,7 +62,7 @@ class Units {
   }
 
  private:
-  // Called from several places, and rarely: one copy of its loop is enough.
+  // It is called from several places, and rarely, so that one copy of its loop is enough.
   static __device__ __noinline__ Keys keys_of(const LaunchParams& params, OutputRows rows) {
     const int first_token = params.group_size.quotient(rows.begin);
     const int last_token = params.group_size.quotient(rows.begin + rows.count - 1);
