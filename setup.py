@@ -22,7 +22,6 @@ CPU_SOURCES = [
     "csrc/cpu/decode.cpp",
     "csrc/cpu/instruction_set.cpp",
     "csrc/cpu/merge.cpp",
-    "csrc/cpu/probe.cpp",
     "csrc/cpu/kernel/decode_amx.cpp",
     "csrc/cpu/kernel/decode_avx2.cpp",
     "csrc/cpu/kernel/decode_avx512.cpp",

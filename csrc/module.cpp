@@ -4,14 +4,12 @@
 // operators of ops.cpp.
 #include <ATen/Parallel.h>
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
 #include "cpu/decode.h"
-#include "cpu/probe.h"
 #ifdef TREE_ATTENTION_WITH_CUDA
 #include "cuda/decode/workspaces.h"
 #endif
@@ -42,9 +40,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_instruction_set", &tree_attention::cpu::instruction_set);
   m.def("set_cpu_instruction_set", &tree_attention::cpu::set_instruction_set);
 
-  using ReleaseGil = pybind11::call_guard<pybind11::gil_scoped_release>;
 #ifdef TREE_ATTENTION_WITH_CUDA
-  m.def("reset_workspaces", &tree_attention::cuda::reset_workspaces, ReleaseGil());
+  m.def("reset_workspaces", &tree_attention::cuda::reset_workspaces,
+        pybind11::call_guard<pybind11::gil_scoped_release>());
 #else
   m.def("reset_workspaces", [] {});
 #endif
@@ -56,7 +54,4 @@ PYBIND11_MODULE(_C, m) {
     omp_set_num_threads(1);
 #endif
   });
-  m.def("pin_threads", &tree_attention::cpu::pin_threads, ReleaseGil());
-  m.def("read_memory", &tree_attention::cpu::read_memory, ReleaseGil());
-  m.def("multiply_add", &tree_attention::cpu::multiply_add, ReleaseGil());
 }

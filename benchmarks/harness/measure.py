@@ -2,6 +2,7 @@
 """Timing: pinned threads, cold caches, alternating runs, and ceilings from the same run."""
 
 import contextlib
+import functools
 import glob
 import os
 import statistics
@@ -14,8 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-
-from tree_attention import _loader
 
 MIN_ROUNDS, MAX_ROUNDS = 7, 200
 
@@ -139,6 +138,23 @@ def waiting_seconds() -> float:
     return total * 1e-9
 
 
+@functools.cache
+def probe() -> Any:
+    """The module in probe.cpp, compiled when it has changed."""
+    from torch.utils import cpp_extension  # which looks for CUDA and says what it finds
+
+    source = Path(__file__).with_name("probe.cpp")
+    build = source.parents[2] / "build" / "benchmarks"
+    build.mkdir(parents=True, exist_ok=True)
+    return cpp_extension.load(
+        "tree_attention_probe",
+        str(source),
+        # -fopenmp is for the compiler only: see setup.py.
+        extra_cflags=["-O3", "-std=c++20", "-fopenmp", "-Wall", "-Wextra"],
+        build_directory=str(build),
+    )
+
+
 def pin_threads(first: int = 0) -> list[int]:
     """Pins the operators' threads to the CPUs this process may use, one each, from the `first`-th.
 
@@ -148,12 +164,12 @@ def pin_threads(first: int = 0) -> list[int]:
         return []
     allowed = sorted(os.sched_getaffinity(0))
     cpus = allowed[first : first + torch.get_num_threads()]
-    return cpus if _loader.load().pin_threads(cpus) == cpus else []
+    return cpus if probe().pin_threads(cpus) == cpus else []
 
 
 def read_memory(*tensors: Tensor) -> None:
     """Reads every byte of contiguous tensors once, on all threads, as fast as the machine can."""
-    _loader.load().read_memory([(t.data_ptr(), t.numel() * t.element_size()) for t in tensors])
+    probe().read_memory([(t.data_ptr(), t.numel() * t.element_size()) for t in tensors])
 
 
 def fma_peak() -> float:
@@ -161,7 +177,7 @@ def fma_peak() -> float:
 
     The best of several runs: nothing but a disturbance can slow it down.
     """
-    multiply_add, repeats = _loader.load().multiply_add, 200_000
+    multiply_add, repeats = probe().multiply_add, 200_000
     best = 0.0
     for _ in range(20):
         begin = time.perf_counter()

@@ -1,10 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "probe.h"
-
+//
+// What the machine can do at best: the ceilings that benchmarks report shares of. Every function
+// uses the threads of at::parallel_for, the ones that the operators run on.
 #include <ATen/Parallel.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <atomic>
+#include <cstdint>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #if defined(__linux__)
 #include <pthread.h>
@@ -16,7 +22,6 @@
 #include <arm_neon.h>
 #endif
 
-namespace tree_attention::cpu {
 namespace {
 
 constexpr int64_t kLineBytes = 64;
@@ -141,8 +146,8 @@ Functions widest() {
   return {};
 }
 
-}  // namespace
-
+// Pins thread i to cpus[i]. Returns the CPU on which each thread then runs, -1 for a thread that
+// could not be pinned (no CPU was given for it, or the system has no thread affinity).
 std::vector<int> pin_threads(const std::vector<int>& cpus) {
   std::vector<int> running_on(at::get_num_threads(), -1);
 #if defined(__linux__)
@@ -159,6 +164,8 @@ std::vector<int> pin_threads(const std::vector<int>& cpus) {
   return running_on;
 }
 
+// Reads every byte of the buffers (address, number of bytes) once. The value keeps the compiler
+// from dropping the loads.
 uint64_t read_memory(const std::vector<std::pair<uintptr_t, int64_t>>& buffers) {
   const ReadFunction read = widest().read;
   std::atomic<uint64_t> total{0};
@@ -174,6 +181,8 @@ uint64_t read_memory(const std::vector<std::pair<uintptr_t, int64_t>>& buffers) 
   return total;
 }
 
+// Runs `repeats` rounds of independent float32 fused multiply-adds in registers on every thread.
+// Returns the floating-point operations done, two for each multiply-add.
 double multiply_add(int64_t repeats) {
   const MultiplyAddFunction run = widest().multiply_add;
   std::atomic<int64_t> operations{0};
@@ -186,4 +195,11 @@ double multiply_add(int64_t repeats) {
   return static_cast<double>(operations);
 }
 
-}  // namespace tree_attention::cpu
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using ReleaseGil = pybind11::call_guard<pybind11::gil_scoped_release>;
+  m.def("pin_threads", &pin_threads, ReleaseGil());
+  m.def("read_memory", &read_memory, ReleaseGil());
+  m.def("multiply_add", &multiply_add, ReleaseGil());
+}
