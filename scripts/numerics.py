@@ -11,7 +11,6 @@ is outside its bound.
 """
 
 import argparse
-import platform
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -23,8 +22,10 @@ from rich.progress import Progress
 from torch import Tensor
 
 from tree_attention import _C, BlockCyclic, lean_decode, merge_states
+from tree_attention.cli.info import cpu_name
 from tree_attention.reference import attention
 from tree_attention.reference import merge_states as merge_in_float64
+from tree_attention.reference.accuracy import row_error
 
 DOCS = Path(__file__).parent.parent / "docs"
 LENGTHS = [1 << n for n in range(10, 21, 2)]
@@ -41,16 +42,16 @@ SCORES = {"flat": 0.1, "normal": 1.0, "peaked": 20.0}
 
 @dataclass
 class Result:
-    """Largest errors over all rows; of o relative to the largest magnitude of its row."""
+    """The largest errors over all rows; those of o are relative to the largest of the row."""
 
     scores: str
     num_keys: int
     dtype: torch.dtype
-    plain_o: float
-    plain_lse: float  # of float32 PyTorch on the same inputs, in ulps of lse
-    tree_o: dict[int, float]  # by number of shards
-    tree_lse: dict[int, float]
-    same_bits: bool  # flat merge, and nodes of 2, 4 and 8 shards first
+    plain_o: float  # error of plain PyTorch in the same dtype
+    plain_lse: float  # error of float32 PyTorch on the same inputs, in ulps of lse
+    tree_o: dict[int, float]  # our error, by number of shards
+    tree_lse: dict[int, float]  # our error in ulps of lse, by number of shards
+    same_bits: bool  # whether merging nodes of 2, 4 and 8 shards first gives the bits of one merge
 
     @property
     def right(self) -> bool:
@@ -95,7 +96,7 @@ def measure(scores: str, num_keys: int, dtype: torch.dtype) -> Result:
 
 
 def float64_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The reference over chunks of keys, merged in float64: no copy of the whole cache."""
+    """The reference over chunks of keys, merged in float64, without a copy of the whole cache."""
     states = [
         attention(q, k[:, :, i : i + CHUNK], v[:, :, i : i + CHUNK])
         for i in range(0, k.shape[2], CHUNK)
@@ -115,12 +116,8 @@ def merge_by_node(
     return merge_states(o_nodes, lse_nodes, out_dtype=dtype)
 
 
-def row_error(o: Tensor, truth: Tensor) -> float:
-    return ((o.double() - truth).abs().amax(-1) / truth.abs().amax(-1)).max().item()
-
-
 def ulps(lse: Tensor, truth: Tensor) -> float:
-    """Errors in units of float32's last place at the true value (at 1, where that is smaller)."""
+    """The largest error in float32 ulps of the true value, or of 1 where the value is smaller."""
     _, exponent = torch.frexp(truth.abs().clamp(min=1))
     ulp = torch.ldexp(torch.ones_like(truth), exponent - 24)
     return ((lse.double() - truth).abs() / ulp).max().item()
@@ -153,14 +150,11 @@ def provenance() -> str:
         ["git", "describe", "--always", "--dirty", "--exclude", "*"],
         capture_output=True, text=True, cwd=DOCS, check=True,
     ).stdout.strip()  # fmt: skip
-    model = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    cpu = model[0].split(":")[1].strip() if model else platform.machine()
     heads = f"{NUM_HEADS_Q} query heads on {NUM_HEADS_KV} key heads of {HEAD_DIM}"
     return (
-        f"`python scripts/numerics.py`, commit {commit}; {cpu}, {_C.cpu_instruction_set()}, torch "
-        f"{torch.__version__}; {heads}, `num_workers={NUM_WORKERS}`."
+        f"`python scripts/numerics.py`, commit {commit}; {cpu_name()}, "
+        f"{_C.cpu_instruction_set()}, torch {torch.__version__}; {heads}, "
+        f"`num_workers={NUM_WORKERS}`."
     )
 
 

@@ -142,7 +142,7 @@ def test_known_layouts():
         (
             lambda: ContiguousThenCyclic([0, 4]).key_layout(0),
             "ContiguousThenCyclic: its local slots have no single key_layout; "
-            "attend to the contiguous and the cyclic part apart and merge them",
+            "call lean_decode for the contiguous and for the cyclic part, and merge_states of both",
         ),
         (
             lambda: Contiguous([0, 4]).owner(4),

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The version, alone in a file so that the build reads it without importing the package."""
+"""Versions, in a file of their own so that the build reads them without importing the package."""
 
 __version__ = "0.1.0"
+MINIMUM_TRANSFORMERS = "5.5"

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Which rank holds which slot of a key/value cache.
 
-A *global slot* is an index in the sequence's cache; a *local slot* is the index of the same token
-in its rank's shard. In every layout the local order follows the global order, so a global
-half-open range of slots is one half-open range on each shard: `key_ranges` needs nothing else to
-express causal, padded and windowed attention there. Slots (0 and up) and ranges are integers or
-integer tensors of any shape and device; tensors come back as int64. The arithmetic is exact and
-reads no tensor on the host, except for `Contiguous.owner`, which checks its argument.
+A *global slot* is the index of a token in the cache of its sequence; its *local slot* is the index
+of the same token in the shard of the rank that holds it. In every layout the local order follows
+the global order, so a half-open range of global slots is one half-open range on each shard:
+`key_ranges` needs nothing else to express causal, padded and windowed attention there.
+
+Slots and lengths, from 0 on, are integers or integer tensors of any shape and device; tensors come
+back as int64. The arithmetic is exact. Nothing is read back from a device, except by
+`Contiguous.owner`, which checks its argument.
 """
 
 import operator
@@ -34,7 +36,7 @@ def _clamp(x: Slots, low: int, high: int | None) -> Slots:
 
 
 def _last_bound(x: Slots, bounds: tuple[int, ...]) -> Slots:
-    """The last `i` with `bounds[i] <= x`."""
+    """The largest `i` with `bounds[i] <= x`."""
     if isinstance(x, Tensor):
         edges = torch.tensor(bounds, dtype=torch.int64, device=x.device)
         return torch.searchsorted(edges, x, right=True) - 1
@@ -42,13 +44,20 @@ def _last_bound(x: Slots, bounds: tuple[int, ...]) -> Slots:
 
 
 class ShardLayout(ABC):
-    """A partition of global slots over `world_size` ranks, monotone on each of them."""
+    """A partition of the global slots over `world_size` ranks.
+
+    On every rank, local slots follow each other in the order of their global slots.
+    """
 
     world_size: int
 
     @abstractmethod
     def count(self, rank: int, length: Slots) -> Slots:
-        """How many of the first `length` global slots `rank` holds."""
+        """How many of the first `length` global slots `rank` holds.
+
+        Raises:
+            ValueError: there is no such rank. All methods that take a rank raise it.
+        """
 
     @abstractmethod
     def owner(self, slots: Slots) -> Slots:
@@ -60,22 +69,31 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def key_layout(self, rank: int) -> tuple[int, int, int]:
-        """`(first, block, stride)`: local slot `j` of `rank` is the global slot
-        `first + (j // block) * stride + j % block`. `lean_decode` takes it for ALiBi.
+        """The arithmetic of `global_slots` as three numbers, which `lean_decode` takes for ALiBi.
+
+        Returns:
+            `(first, block, stride)`: local slot `j` of `rank` is the global slot
+            `first + (j // block) * stride + j % block`.
 
         Raises:
-            ValueError: the layout has no such triple.
+            ValueError: the layout has no such three numbers.
         """
 
     def local_range(self, rank: int, begin: Slots, end: Slots) -> tuple[Slots, Slots]:
-        """The local range of `rank` that holds its part of the global range `[begin, end)`.
+        """The local slots `[begin, end)` of `rank` that hold its part of a global `[begin, end)`.
 
-        A range without slots on the rank comes back as some `begin >= end`.
+        If the rank holds no slot of the global range, the returned begin is not below the end.
         """
         return self.count(rank, begin), self.count(rank, end)
 
     def local_slots(self, rank: int, begin: int, end: int) -> Tensor:
-        """The global slots of `[begin, end)` that `rank` holds: int64, increasing."""
+        """The global slots in `[begin, end)` that `rank` holds: an increasing int64 tensor.
+
+        Equivalent PyTorch::
+
+            slots = torch.arange(begin, end)
+            slots[layout.owner(slots) == rank]
+        """
         local_begin, local_end = self.local_range(rank, int(begin), int(end))
         local = torch.arange(local_begin, max(local_begin, local_end), dtype=torch.int64)
         return self.global_slots(rank, local)
@@ -89,7 +107,13 @@ class ShardLayout(ABC):
 
 @dataclass(frozen=True)
 class BlockCyclic(ShardLayout):
-    """Blocks of `block` slots dealt to the ranks in turn: balanced while a sequence grows."""
+    """Blocks of `block` slots that are dealt to the ranks in turn.
+
+    The shards stay balanced while a sequence grows: their lengths differ by at most a block.
+
+    Raises:
+        TypeError, ValueError: `world_size` or `block` is not an integer of at least 1.
+    """
 
     world_size: int
     block: int = 64
@@ -123,10 +147,16 @@ class BlockCyclic(ShardLayout):
 
 @dataclass(frozen=True)
 class Contiguous(ShardLayout):
-    """Rank `r` holds the slots `[bounds[r], bounds[r + 1])`; shards may be uneven or empty.
+    """One run of slots for each rank: rank `r` holds the slots `[bounds[r], bounds[r + 1])`.
 
-    `bounds` are `world_size + 1` non-decreasing integers that begin with 0. No rank holds slots
-    from `bounds[-1]` on.
+    Shards may be uneven or empty. No rank holds the slots from `bounds[-1]` on: `count` leaves them
+    out, and `owner` raises ValueError for them.
+
+    Args:
+        bounds: `world_size + 1` non-decreasing integers, of which the first is 0.
+
+    Raises:
+        TypeError, ValueError: `bounds` are not such integers.
     """
 
     bounds: tuple[int, ...]
@@ -163,8 +193,14 @@ class Contiguous(ShardLayout):
 
 @dataclass(frozen=True)
 class ContiguousThenCyclic(ShardLayout):
-    """`Contiguous(bounds)` for the slots below `bounds[-1]`, as a sequence-parallel prefill leaves
-    them, and `BlockCyclic` in blocks of `block` for those appended after it."""
+    """`Contiguous` for the slots of a prompt and `BlockCyclic` for those appended after it.
+
+    It continues what a sequence-parallel prefill leaves: slots below `bounds[-1]` are
+    `Contiguous(bounds)`, later ones are dealt in blocks of `block` slots, beginning with rank 0.
+
+    Raises:
+        TypeError, ValueError: as in `Contiguous` and `BlockCyclic`.
+    """
 
     bounds: tuple[int, ...]
     block: int = 64
@@ -211,16 +247,19 @@ class ContiguousThenCyclic(ShardLayout):
         return prefilled if local_slots < num_prefilled else appended
 
     def key_layout(self, rank: int) -> tuple[int, int, int]:
-        """
+        """Not available: the local slots have no single key_layout.
+
+        For ALiBi, attend in two calls and merge the states: to the first
+        `contiguous.count(rank, bounds[-1])` local slots with the key_layout of `contiguous`, and to
+        the others with that of `cyclic`, its `first` increased by `bounds[-1]`.
+
         Raises:
-            ValueError: always. Attend to the local slots below and from
-                `contiguous.count(rank, bounds[-1])` on in two calls, with the key layouts of
-                `contiguous` and (shifted by `bounds[-1]`) of `cyclic`, and merge the results.
+            ValueError: always.
         """
         self._check_rank(rank)
         raise ValueError(
-            "ContiguousThenCyclic: its local slots have no single key_layout; "
-            "attend to the contiguous and the cyclic part apart and merge them"
+            "ContiguousThenCyclic: its local slots have no single key_layout; call lean_decode for "
+            "the contiguous and for the cyclic part, and merge_states of both"
         )
 
 

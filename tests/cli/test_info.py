@@ -51,7 +51,7 @@ def test_cuda_kernels_name_compiler_and_architectures():
 
 def test_cuda_kernels_that_are_not_built_name_the_command():
     assert info.cuda_kernels(None, None).startswith(
-        "not built. With nvcc installed: export USE_CUDA=1; "
+        "not built. Where nvcc is installed: export USE_CUDA=1; "
     )
 
 
@@ -87,7 +87,7 @@ def test_devices_are_named_with_their_architecture(monkeypatch):
 
 def test_missing_backend_is_named(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert info.nccl() == f"unavailable: torch {torch.__version__} is built without"
+    assert info.nccl() == f"unavailable: torch {torch.__version__} is built without it"
 
 
 def test_missing_transformers_names_the_extra(monkeypatch):

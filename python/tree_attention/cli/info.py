@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`python -m tree_attention info`: what will be used, and why something is unavailable."""
+"""`python -m tree_attention info`: versions, backends, and why one of them is unavailable."""
 
 import argparse
 import importlib.metadata
@@ -15,14 +15,13 @@ from rich.table import Table
 
 import tree_attention
 from tree_attention import _loader
-
-MINIMUM_TRANSFORMERS = (5, 5)
+from tree_attention._version import MINIMUM_TRANSFORMERS
 
 
 def main(arguments: list[str]) -> int:
     argparse.ArgumentParser(
         prog="python -m tree_attention info",
-        description="Prints versions, backends and why something is unavailable.",
+        description="Prints versions and backends, and why one of them is unavailable.",
     ).parse_args(arguments)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
@@ -61,7 +60,8 @@ def cpu_name() -> str:
 
 
 def openmp_runtimes() -> list[str]:
-    """Files of the OpenMP runtimes in this process. More than one means oversubscribed threads."""
+    """The files of the OpenMP runtimes in this process; each of several would start its own
+    threads on all cores."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return ["unknown"]
@@ -71,7 +71,7 @@ def openmp_runtimes() -> list[str]:
 
 def cuda_kernels(nvcc_version: str | None, architectures: str | None) -> str:
     if nvcc_version is None:
-        return f"not built. With nvcc installed: export USE_CUDA=1; {_loader.rebuild_command()}"
+        return f"not built. Where nvcc is installed: export USE_CUDA=1; {_loader.rebuild_command()}"
     return f"built by nvcc {nvcc_version} for {architectures}"
 
 
@@ -89,7 +89,9 @@ def cuda_devices() -> str:
 
 
 def available_if(available: bool) -> str:
-    return "available" if available else f"unavailable: torch {torch.__version__} is built without"
+    return (
+        "available" if available else f"unavailable: torch {torch.__version__} is built without it"
+    )
 
 
 def nccl() -> str:
@@ -103,6 +105,10 @@ def transformers() -> str:
     if importlib.util.find_spec("transformers") is None:
         return "not installed: pip install 'tree-attention[hf]'"
     version = importlib.metadata.version("transformers")
-    if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_TRANSFORMERS:
-        return f"{version} is too old: >= 5.5 is required, pip install 'tree-attention[hf]'"
+    release, minimum = (tuple(map(int, v.split(".")[:2])) for v in (version, MINIMUM_TRANSFORMERS))
+    if release < minimum:
+        return (
+            f"{version} is too old: >= {MINIMUM_TRANSFORMERS} is required, "
+            "pip install 'tree-attention[hf]'"
+        )
     return version

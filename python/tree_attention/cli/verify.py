@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`python -m tree_attention verify`: is the library right on this machine and its ranks?"""
+"""`python -m tree_attention verify`: whether the library is right on this machine and ranks."""
 
 import argparse
 import importlib.util
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
         "other and generated tokens against HuggingFace's.",
     )
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="also check the tokens of this checkpoint"
+        "--model", type=Path, metavar="DIR", help="a checkpoint whose tokens are checked as well"
     )
     parsed = parser.parse_args(arguments)
     with joined_world() as world, torch.inference_mode():
@@ -66,7 +66,7 @@ def run(world: World, model: Path | None) -> Iterator[Check]:
 
 
 def in_all_ranks(check: Check, world: World) -> Check:
-    """The check as it went on all ranks: failed if it failed on one."""
+    """The check's result over all ranks: it has failed if it failed on one."""
     if world.size == 1:
         return check
     checks: list[Any] = [None] * world.size
@@ -102,6 +102,7 @@ def show(checks: list[Check], world: World) -> None:
 
 
 def judged(name: str, accuracy: Accuracy) -> Check:
+    """The check that a result's errors are within their bounds."""
     detail = f"error {accuracy.o_error:.1e} (bound {accuracy.o_bound:.1e})"
     return Check(name, accuracy.right, f"{detail}, lse {accuracy.lse_error:.1e}")
 
@@ -109,7 +110,7 @@ def judged(name: str, accuracy: Accuracy) -> Check:
 def random_inputs(
     dtype: torch.dtype, *, batch: int, heads: tuple[int, int], seqlen_q: int, keys: int, d: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v with scores of standard deviation 3; the same on every rank."""
+    """q, k and v whose scores have a standard deviation of 3, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -121,7 +122,7 @@ def random_inputs(
 
 
 def check_operator() -> Iterator[Check]:
-    """`lean_decode` with every kind of argument, in every dtype."""
+    """Checks `lean_decode` with every kind of argument, in every dtype."""
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         q, k, v = random_inputs(dtype, batch=1, heads=(8, 2), seqlen_q=1, keys=3000, d=128)
@@ -159,7 +160,7 @@ def check_operator() -> Iterator[Check]:
 
 
 def check_merge() -> Iterator[Check]:
-    """Parts of the keys, one of them empty, merged to the whole."""
+    """Checks that the merged states of parts of the keys, one of them empty, are that of all."""
     q, k, v = random_inputs(torch.float32, batch=2, heads=(4, 2), seqlen_q=2, keys=500, d=64)
     cuts = [0, 3, 3, 250, 500]
     parts = [lean_decode(q, k[:, :, a:b], v[:, :, a:b]) for a, b in pairwise(cuts)]
@@ -171,12 +172,12 @@ def check_merge() -> Iterator[Check]:
 
 
 def check_ranks(world: World) -> Iterator[Check]:
-    """Every way to decode over the ranks: right, and with the same bits on all of them."""
+    """Checks that every way to decode over the ranks is right, with the same bits on all ranks."""
     keys = 777
     q, k, v = random_inputs(torch.bfloat16, batch=2, heads=(8, 2), seqlen_q=1, keys=keys, d=64)
     layouts: dict[str, ShardLayout] = {"block-cyclic": BlockCyclic(world.size, 16)}
     if world.size > 1:
-        # Rank r holds r parts of the keys, so the first rank holds none.
+        # Rank r holds r shares of the keys, so the first rank holds none.
         parts = world.size * (world.size - 1) // 2
         bounds = [keys * (r * (r + 1) // 2) // parts for r in range(world.size)]
         layouts["uneven"] = Contiguous((0, *bounds))
@@ -208,7 +209,7 @@ def same_on_all_ranks(world: World, *tensors: Tensor) -> bool:
 
 
 def check_huggingface(world: World, path: Path | None) -> Iterator[Check]:
-    """Greedy tokens equal to plain HuggingFace's, which every rank computes for itself."""
+    """Checks that greedy tokens equal those of plain HuggingFace, which every rank computes too."""
     name = "HuggingFace tokens: random Llama, padded batch"
     if importlib.util.find_spec("transformers") is None:
         yield Check(name, None, "transformers is not installed: pip install 'tree-attention[hf]'")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The part of `verify` that needs transformers: tokens with and without a sharded cache."""
+"""The part of `verify` that needs transformers: tokens with a sharded cache and without."""
 
 import copy
 from collections.abc import Iterator
@@ -23,8 +23,9 @@ Tokens = list[list[int]]
 
 
 def compare(path: Path | None) -> Iterator[tuple[str, Tokens, Tokens]]:
-    """(name of the check, HuggingFace's tokens, ours): a random model, then the checkpoint."""
-    logging.disable_progress_bar()  # of loading the weights
+    """Yields the name of a check, HuggingFace's tokens and ours: first of a random model, then of
+    the checkpoint in `path`, if any."""
+    logging.disable_progress_bar()  # which transformers shows while it loads the weights
     model = random_llama()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, model.config.vocab_size, (3, 200), generator=generator)
@@ -33,7 +34,7 @@ def compare(path: Path | None) -> Iterator[tuple[str, Tokens, Tokens]]:
     yield "HuggingFace tokens: random Llama, padded batch", *both(model, ids, mask, 24)
     if path is not None:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        # Tokens are compared in float32: in bfloat16 HuggingFace's own implementations differ.
+        # Tokens are compared in float32, since in bfloat16 HuggingFace's own attentions differ.
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, local_files_only=True
         )
@@ -61,6 +62,8 @@ def random_llama() -> PreTrainedModel:
 
 
 def both(model: Any, ids: Tensor, mask: Tensor, new: int) -> tuple[Tokens, Tokens]:
+    """The `new` greedy tokens of plain HuggingFace, and those of the model with a sharded cache."""
+
     def generate() -> Tokens:
         output = model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False

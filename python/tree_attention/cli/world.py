@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ranks that torchrun started, or this process alone."""
+"""The processes that torchrun started, or this one alone."""
 
 import os
 import sys
@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class World:
+    """This process's place among those that torchrun started."""
+
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # among the processes on this machine
     local_size: int = 1
 
     @property
@@ -26,10 +28,11 @@ class World:
 
 @contextmanager
 def joined_world(backend: str = "gloo") -> Iterator[World]:
-    """The world that torchrun describes in the environment, as the default process group.
+    """Joins the processes that torchrun describes in the environment to the default process group.
 
-    Also gives each rank its share of the CPUs as threads: torchrun sets OMP_NUM_THREADS to 1
-    whatever the machine has. Another value of OMP_NUM_THREADS is left alone.
+    Each rank also gets its share of the machine's CPUs as threads, because torchrun sets
+    OMP_NUM_THREADS to 1 whatever the machine has; any other value of OMP_NUM_THREADS is kept.
+    Without torchrun, the world is this process alone.
     """
     variables = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     if None in variables.values():
@@ -41,15 +44,15 @@ def joined_world(backend: str = "gloo") -> Iterator[World]:
     if os.environ.get("OMP_NUM_THREADS") in (None, "1"):
         torch.set_num_threads(max(1, num_cpus() // local_size))
     if local_size == size and sys.platform == "linux":
-        # One machine: its host name need not resolve to an address that can be reached.
+        # On one machine, whose host name need not resolve to an address that can be reached.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(backend)
     yield world
-    dist.destroy_process_group()  # not after an error: it could wait for a lost rank
+    dist.destroy_process_group()  # not after an error, when it could wait for a lost rank
 
 
 def num_cpus() -> int:
-    """CPUs that this process may use."""
+    """The number of CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -12,18 +12,21 @@ Importing this module registers the attention implementation `"tree_attention"`:
 Works with transformers 5.5 and later; tested with 5.17 and 5.23.
 """
 
+from .._version import MINIMUM_TRANSFORMERS
+
 try:
     import transformers
 except ImportError as error:
     raise ImportError(
-        "tree_attention.hf needs transformers >= 5.5: pip install 'tree-attention[hf]'"
+        f"tree_attention.hf needs transformers >= {MINIMUM_TRANSFORMERS}: "
+        "pip install 'tree-attention[hf]'"
     ) from error
 from packaging.version import Version
 
-if Version(transformers.__version__) < Version("5.5"):
+if Version(transformers.__version__) < Version(MINIMUM_TRANSFORMERS):
     raise ImportError(
-        f"tree_attention.hf needs transformers >= 5.5, got {transformers.__version__}: "
-        "pip install 'tree-attention[hf]'"
+        f"tree_attention.hf needs transformers >= {MINIMUM_TRANSFORMERS}, "
+        f"got {transformers.__version__}: pip install 'tree-attention[hf]'"
     )
 
 from transformers import AttentionInterface, AttentionMaskInterface

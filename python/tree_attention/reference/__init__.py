@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Plain-PyTorch float64 definitions of everything the kernels and exchanges compute.
+"""Definitions in plain float64 PyTorch of everything that the kernels and exchanges compute.
 
-They are the truth of the tests and the text of the documentation, and make no use of the compiled
+The tests compare with them and the documentation prints them. They do without the compiled
 extension:
 
 - `attention`, `merge`, `merge_states`: the local operator and the combination of partial states.

@@ -22,11 +22,11 @@ def attention(
     page_table: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """What `lean_decode` computes, one query at a time; the arguments are `lean_decode`'s.
+    """What `lean_decode` computes, one query at a time and with the same arguments.
 
     Args:
-        dtype: precision of every step and of the results. With q's own it is plain PyTorch, the
-            yardstick of the error bounds.
+        dtype: dtype of every step and of the results. With q's own dtype this is plain PyTorch, by
+            whose errors the bounds of ours are set.
 
     Returns:
         o: `[batch, num_heads_q, seqlen_q, head_dim_v]`.
@@ -64,14 +64,14 @@ def attention(
 
             lse_i = torch.logsumexp(scores, dim=-1)
             lse[b, :, i] = lse_i.flatten()
-            # Keys of score -inf are no keys; without any other, softmax would be NaN.
+            # A key with the score -inf is no key. Softmax of such scores alone would be NaN.
             weights = torch.softmax(scores, dim=-1).masked_fill(lse_i[..., None] == -math.inf, 0)
             o[b, :, i] = torch.einsum("hgn,hnd->hgd", weights, values).flatten(0, 1)
     return o, lse
 
 
 def _visible(x: Tensor, b: int, begin: int, end: int, page_table: Tensor | None) -> Tensor:
-    """Local keys (or values) `[begin, end)` of sequence `b`: `[num_heads_kv, end - begin, dim]`."""
+    """The keys, or values, `[begin, end)` of sequence `b`: `[num_heads_kv, end - begin, dim]`."""
     if page_table is None:
         return x[b, :, begin:end]
     num_heads_kv, page_size = x.shape[1], x.shape[2]
@@ -83,9 +83,12 @@ def _visible(x: Tensor, b: int, begin: int, end: int, page_table: Tensor | None)
 
 
 def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The state over the union of two disjoint key sets; `a` holds the lower part.
+    """Merges the states `(o, lse)` of two disjoint sets of keys, of which `a` is the lower one.
 
-    A side with `lse = -inf` is empty and left out by selection, so its `o` is never looked at.
+    A state with `lse = -inf` is empty: it is left out by selection, and its `o` is not used.
+
+    Returns:
+        The state of the union of both sets; `lse` is a natural logarithm.
     """
     (o_a, lse_a), (o_b, lse_b) = a, b
     empty_a, empty_b = lse_a == -math.inf, lse_b == -math.inf
@@ -103,15 +106,17 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, T
 
 
 def merge_states(o_parts: Tensor, lse_parts: Tensor) -> tuple[Tensor, Tensor]:
-    """Merges `n` partial states over the canonical tree, which splits `n` parts at the largest
-    power of two below `n`.
+    """Merges `n` partial states over the canonical tree.
+
+    The tree splits `n` parts at the largest power of two below `n`.
 
     Args:
         o_parts: `[n, ..., head_dim]`.
-        lse_parts: `[n, ...]`.
+        lse_parts: `[n, ...]`, natural logarithms.
 
     Returns:
-        `o [..., head_dim]` and `lse [...]` in float64.
+        o: `[..., head_dim]` in float64; 0 where all parts are empty.
+        lse: `[...]` in float64; -inf where all parts are empty.
     """
     n = len(lse_parts)
     if n == 1:

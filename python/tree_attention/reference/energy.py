@@ -8,7 +8,7 @@ Give every query row a source `zeta` in the space of values and define its energ
 F is the cumulant generating function of the value `v_a` when key `a` is drawn with probability
 proportional to exp(score): its gradient at `zeta = 0` is the mean of v, which is attention, and
 its Hessian is the covariance of v, hence F is convex. At any other `zeta` the gradient is attention
-whose scores are tilted by `zeta.v_a`.
+with the *tilted* scores `scale * q.k_a + zeta.v_a`.
 
 Why this matters for a sharded cache: F needs only a maximum and a logarithm of a sum of
 exponentials, both associative, so a tree of ranks computes it in a logarithmic number of steps,
@@ -30,14 +30,15 @@ def tilted_scores(
     *,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """`scale * q.k_a + zeta.v_a`, and -inf for the keys that a query does not see.
+    """The tilted scores `scale * q.k_a + zeta.v_a`, and -inf for keys that a query does not see.
 
     Args:
         q: `[batch, num_heads_q, seqlen_q, head_dim]`.
         k: `[batch, num_heads_kv, seqlen_k, head_dim]`.
         v: `[batch, num_heads_kv, seqlen_k, head_dim_v]`.
         zeta: `[batch, num_heads_q, seqlen_q, head_dim_v]`.
-        key_ranges: `[batch, seqlen_q, 2]`; causal attention is `[0, i + 1)` for query i.
+        key_ranges: `[batch, seqlen_q, 2]`, the half-open range of keys that each query sees; for
+            causal attention it is `[0, i + 1)` for query i. None: all keys.
 
     Returns:
         `[batch, num_heads_q, seqlen_q, seqlen_k]`.
@@ -54,7 +55,7 @@ def tilted_scores(
 
 
 def largest_score(scores: Tensor) -> Tensor:
-    """The maximum over the keys, -inf where there is none."""
+    """The largest score of each row over its keys, -inf for a row without keys."""
     if scores.shape[-1] == 0:
         return scores.new_full(scores.shape[:-1], -torch.inf)
     return scores.amax(dim=-1)
@@ -69,7 +70,10 @@ def energy(
     *,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """The energy of each query row, `[batch, num_heads_q, seqlen_q]`; at `zeta = 0` it is lse."""
+    """The energy of each query row, `[batch, num_heads_q, seqlen_q]`.
+
+    At `zeta = 0` it is lse. The arguments are those of `tilted_scores`.
+    """
     scores = tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
     return torch.logsumexp(scores, dim=-1)
 
@@ -83,13 +87,14 @@ def safe_energy(
     *,
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The energy in two parts that cannot overflow: `F = shift + relative`.
+    """The energy as a sum of two parts that cannot overflow: `F = shift + relative`.
 
     The shift is the largest score. Automatic differentiation must see it as a constant; then
-    `relative` alone has the gradient of F (Tree Attention, Eq. 35 to 38).
+    `relative` alone has the gradient of F (Tree Attention, Eq. 35 to 38). The arguments are those
+    of `tilted_scores`.
 
     Returns:
-        shift, relative: each `[batch, num_heads_q, seqlen_q]`. Without keys: 0 and -inf.
+        shift, relative: each `[batch, num_heads_q, seqlen_q]`; 0 and -inf for a row without keys.
     """
     scores = tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
     shift = largest_score(scores).detach()
@@ -106,7 +111,13 @@ def energy_gradient(
     *,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """dF/dzeta by hand: the mean of v under the tilted scores, `[..., seqlen_q, head_dim_v]`."""
+    """The gradient of F in zeta by its formula: for each row, the mean of v under its weights.
+
+    The arguments are those of `tilted_scores`.
+
+    Returns:
+        `[batch, num_heads_q, seqlen_q, head_dim_v]`; zero for a row without keys.
+    """
     weights = _weights(tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale))
     return weights @ v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
@@ -120,8 +131,14 @@ def energy_hessian(
     *,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """d2F/dzeta2 by hand: the covariance of v under the tilted scores,
-    `[..., seqlen_q, head_dim_v, head_dim_v]`. Different rows do not interact."""
+    """The Hessian of F in zeta by its formula: for each row, the covariance of v.
+
+    The mixed derivatives for two different rows are zero and are left out. The arguments are those
+    of `tilted_scores`.
+
+    Returns:
+        `[batch, num_heads_q, seqlen_q, head_dim_v, head_dim_v]`; zero for a row without keys.
+    """
     weights = _weights(tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale))
     v = v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     mean = weights @ v
@@ -137,7 +154,12 @@ def attention_from_energy(
     *,
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by one backward pass: `o = dF/dzeta`, `lse = F`, both at `zeta = 0`."""
+    """Attention by one backward pass through the energy at `zeta = 0`.
+
+    Returns:
+        o: `[batch, num_heads_q, seqlen_q, head_dim_v]`, the gradient dF/dzeta.
+        lse: `[batch, num_heads_q, seqlen_q]`, the energy F; natural logarithm.
+    """
     zeta = q.new_zeros(*q.shape[:-1], v.shape[-1], requires_grad=True)
     with torch.enable_grad():
         lse = energy(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tree Attention's three algorithms over a simulated world, a list with one shard per rank.
+"""Tree Attention's three algorithms over a world of ranks that is a list with a shard for each.
 
 Each statement that loops over the shards is work that the ranks do at the same time, and each call
 of `all_reduce` is one collective whose result every rank receives; nothing else crosses ranks.
@@ -8,10 +8,10 @@ Shards may be uneven and empty. `tree_attention.tree_decode` is Algorithm 3 on p
 another exchange: it gathers the partial states and merges them in the canonical order, so that all
 ranks hold the same bits.
 
-Against the paper as printed: scores are scaled, Algorithm 1 returns the shift beside the
-logarithm that is relative to it (Algorithm 2 needs the pair), an empty shard is the identity of
-every reduction, and the log-sum-exp is shaped like the output's rows, so that batches of more
-than one sequence are right.
+They differ from the paper as printed (arXiv:2408.04093) in four places: scores are scaled;
+Algorithm 1 returns the shift as well as the logarithm relative to it, since Algorithm 2 needs both;
+an empty shard is the identity of every reduction; and lse has the shape of the output's rows, so
+that batches of more than one sequence are right.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,15 +27,15 @@ T = TypeVar("T")
 
 
 class Shard(NamedTuple):
-    """What one rank holds of the cache."""
+    """The part of the cache that one rank holds."""
 
     k: Tensor  # [batch, num_heads_kv, local length, head_dim]
     v: Tensor  # [batch, num_heads_kv, local length, head_dim_v]
-    key_ranges: Tensor | None = None  # [batch, seqlen_q, 2], of local keys; None: all
+    key_ranges: Tensor | None = None  # [batch, seqlen_q, 2] in local keys; None: all keys
 
 
 def all_reduce(parts: Sequence[T], combine: Callable[[T, T], T]) -> T:
-    """Combines one part per rank pairwise, neighbours first: `ceil(log2(len(parts)))` levels."""
+    """Combines the parts of all ranks pairwise, neighbours first, in `ceil(log2(ranks))` levels."""
     parts, step = list(parts), 1
     while step < len(parts):
         for i in range(0, len(parts) - step, 2 * step):
@@ -47,11 +47,11 @@ def all_reduce(parts: Sequence[T], combine: Callable[[T, T], T]) -> T:
 def tree_energy(
     q: Tensor, zeta: Tensor, shards: Sequence[Shard], *, softmax_scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: the energy of every query row, two reductions of one number per row.
+    """Algorithm 1: the energy F of every query row, by two reductions of one number per row.
 
     Returns:
-        shift, relative: each `[batch, num_heads_q, seqlen_q]`; `F = shift + relative`. A row
-        without keys on any rank has 0 and -inf.
+        shift, relative: each `[batch, num_heads_q, seqlen_q]`, with `F = shift + relative`; 0 and
+        -inf for a row without keys on any rank.
     """
     scores = [
         tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
@@ -68,8 +68,9 @@ def tree_energy(
 def tree_gradient(
     q: Tensor, zeta: Tensor, shards: Sequence[Shard], *, softmax_scale: float | None = None
 ) -> Tensor:
-    """Algorithm 2: the gradient of the energy by elementary operations, one more reduction of a
-    value vector per row. At `zeta = 0` it is attention.
+    """Algorithm 2: the gradient of the energy, by one more reduction of a value vector per row.
+
+    At `zeta = 0` it is attention.
 
     Returns:
         `[batch, num_heads_q, seqlen_q, head_dim_v]`; zero for a row without keys.
@@ -87,12 +88,13 @@ def tree_gradient(
 def tree_attention(
     q: Tensor, shards: Sequence[Shard], *, softmax_scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Algorithm 3: each rank runs a fused local attention, then three reductions merge the
-    partial states: the maximum of lse, the numerators and the denominators.
+    """Algorithm 3: local attention on each rank, then three reductions that merge the results.
+
+    The reductions are the maximum of lse, the sum of the numerators and that of the denominators.
 
     Returns:
-        o: `[batch, num_heads_q, seqlen_q, head_dim_v]`.
-        lse: `[batch, num_heads_q, seqlen_q]`. A row without keys has `o = 0` and `lse = -inf`.
+        o: `[batch, num_heads_q, seqlen_q, head_dim_v]`; zero for a row without keys.
+        lse: `[batch, num_heads_q, seqlen_q]`, natural logarithm; -inf for a row without keys.
     """
     states = [
         attention(q, k, v, key_ranges, softmax_scale=softmax_scale) for k, v, key_ranges in shards
