@@ -21,7 +21,6 @@ pytest.importorskip("transformers")
 
 from hf_models import CONFIGS, PAD, VOCAB_SIZE, make_model, make_prompts
 from tree_attention import BlockCyclic, ContiguousThenCyclic, ShardLayout, hf
-from tree_attention.exchange import Communicator
 from tree_attention.hf import attention
 
 NUM_TOKENS = 24
@@ -170,18 +169,16 @@ def test_options_of_enable(name: str) -> None:
 def _small_messages(rank: int, world_size: int, tokens: Tensor) -> None:
     model = hf.enable(_model_to_enable("llama"), layout=_layout(world_size))
     num_queries: list[int] = []
-    decode_shard = attention.decode_shard
+    tree_decode = attention.tree_decode
 
-    def recording(
-        comm: Communicator, arguments: dict[str, Any], *args: Any, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        num_queries.append(arguments["q"].shape[2])
-        return decode_shard(comm, arguments, *args, **options)
+    def recording(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        num_queries.append(q.shape[2])
+        return tree_decode(q, *args, **options)
 
     limit = 10 * 4 * 3 * 8 * (8 + 1)  # ten queries of the batch
     with (
         mock.patch.object(attention, "_MAX_STATE_BYTES", limit),
-        mock.patch.object(attention, "decode_shard", recording),
+        mock.patch.object(attention, "tree_decode", recording),
     ):
         assert torch.equal(model.generate(**make_prompts(), **GREEDY), tokens)
     assert num_queries[:4] == [10, 10, 10, 7]
