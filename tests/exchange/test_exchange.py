@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distributed import run_ranks
 from helpers import assert_same_bits, assert_same_non_finite
-from pretended_device import pretended_cuda
+from fake_device import fake_cuda
 from tree_attention import (
     ExchangeError,
     all_merge_states,
@@ -192,7 +192,7 @@ def test_inference_mode() -> None:
 
 
 def stage(rank: int, world_size: int) -> None:
-    """Gloo with tensors of a device, played by pretending that the CPU is one."""
+    """Gloo with tensors of a device, played by the CPU."""
     comm, direct = Communicator(), Communicator()
     comm.link.is_staged = lambda device: True  # type: ignore[method-assign]
     for strategy in strategies():
@@ -342,7 +342,7 @@ def count_delivery_tests(rank: int, world_size: int) -> None:
                 torch.ones(1, rows, 1, 8), torch.zeros(1, rows, 1), strategy=strategy
             )
         assert test.call_count == 1 and test.call_args.args[1].type == "cpu"
-        with pretended_cuda():
+        with fake_cuda():
             comm.all_merge_states(torch.ones(1, 2, 1, 8).cuda(), torch.zeros(1, 2, 1).cuda())
         assert test.call_count == 2 and test.call_args.args[1].type == "cuda"
     assert comm.bytes_sent == comm.link.bytes_sent
@@ -442,7 +442,7 @@ def test_without_process_group() -> None:
 
 def test_devices_without_index() -> None:
     """What send_state gives for "cuda" is what exchange looks for: nothing is copied."""
-    with pretended_cuda():
+    with fake_cuda():
         comm = Communicator()
         state = comm.send_state((1, 2, 1, 8), "cuda")
         with mock.patch.object(exchange_state.State, "load") as load:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
+from fake_device import DeviceTensor, fake_cuda
 from helpers import assert_same_bits, make_problem
-from pretended_device import DeviceTensor, pretended_cuda
 from tree_attention import BlockCyclic, ring_decode, strategies, tree_decode
 
 pytest.importorskip("transformers")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_the_pretence() -> None:
-    with pretended_cuda():
+    with fake_cuda():
         x = torch.ones(2, 3).to("cuda")
         assert isinstance(x, DeviceTensor) and x.is_cuda
         view = x[:, 1:]
@@ -53,7 +53,7 @@ def decode(rank: int, world_size: int, strategy: str) -> list[Tensor]:
         seqlen_q=2, ranges="causal", alibi=0.1, key_layout=(0, 1, 1), dtype=torch.bfloat16
     )
     own = problem.shard(BlockCyclic(world_size, 16), rank)
-    with pretended_cuda():
+    with fake_cuda():
         q, k, v, ranges = (x.to("cuda") for x in (own.q, own.k, own.v, own.key_ranges))
         options = {
             name: x.to("cuda") if isinstance(x, Tensor) else x for name, x in own.options.items()
@@ -90,7 +90,7 @@ def generate(
     rank: int, world_size: int, name: str, arguments: dict[str, Any], tokens: Tensor
 ) -> None:
     model, prompts = make_model(name), make_prompts()
-    with pretended_cuda():
+    with fake_cuda():
         hf.enable(model.to("cuda"), layout=BlockCyclic(world_size, 4), synchronize_logits=True)
         if arguments["do_sample"]:
             hf.seed_ranks(seed=SEED + rank)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A GPU that is not there: tensors that say they are on cuda:0 and live in host memory.
 
-    with pretended_cuda():
+    with fake_cuda():
         model.to("cuda").generate(prompt.to("cuda"))
 
 Operations run on the CPU, those of this library as well, and raise where tensors of the device meet
-tensors of the host, as they would on a GPU. Not pretended: streams, and what they leave unordered.
+tensors of the host, as they would on a GPU. Not imitated: streams, and what they leave unordered.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
 
 
 @contextmanager
-def pretended_cuda() -> Iterator[None]:
+def fake_cuda() -> Iterator[None]:
     torch._C._ensureCUDADeviceGuardSet()  # of no device
     overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
