@@ -12,7 +12,7 @@ CAPACITY, QUERIES, WINDOW, PAGES = "capacity", "queries", "window", "pages"
 
 
 @dataclass(frozen=True)
-class Case:
+class CudaCase:
     """One row. Queries are the last of each sequence and causal among themselves.
 
     Layouts: HND `[batch, heads, slots, dim]`, NHD `[batch, slots, heads, dim]`, packed: the keys of
@@ -126,7 +126,7 @@ def thousands(n: int) -> str:
     return f"{n // K}k" if n >= K and n % K == 0 else str(n)
 
 
-def uniform_twin(case: Case) -> Case:
+def uniform_twin(case: CudaCase) -> CudaCase:
     """As many bytes as a ragged case's, in sequences of one length (rounded up by < 1 key)."""
     length = -(-sum(case.lengths) // case.batch)
     return replace(
@@ -134,66 +134,68 @@ def uniform_twin(case: Case) -> Case:
     )
 
 
-ONE_LONG = Case(RAGGED, lengths=(K,) * 63 + (M,), layout="packed")
-LOG_UNIFORM = Case(RAGGED, lengths=log_uniform_lengths(64, 512, 64 * K), layout="NHD")
-LOG_UNIFORM_8 = Case(RAGGED, lengths=log_uniform_lengths(8, 512, 256 * K), layout="NHD", flex=True)
-LATENCY = Case(lengths=(K,))
+ONE_LONG = CudaCase(RAGGED, lengths=(K,) * 63 + (M,), layout="packed")
+LOG_UNIFORM = CudaCase(RAGGED, lengths=log_uniform_lengths(64, 512, 64 * K), layout="NHD")
+LOG_UNIFORM_8 = CudaCase(
+    RAGGED, lengths=log_uniform_lengths(8, 512, 256 * K), layout="NHD", flex=True
+)
+LATENCY = CudaCase(lengths=(K,))
 
 
-def quick_cases() -> list[Case]:
+def quick_cases() -> list[CudaCase]:
     """Each target by one or two rows: below a minute on the GPU."""
     return [
         LATENCY,
-        Case(lengths=(16 * K,)),
-        Case(lengths=(64 * K,), flex=True),
-        Case(lengths=(M,)),
-        Case(lengths=(8 * K,) * 8),
-        Case(HEADS, heads=(8, 1), lengths=(128 * K,)),
-        Case(HEADS, head_dim=64, lengths=(64 * K,)),
+        CudaCase(lengths=(16 * K,)),
+        CudaCase(lengths=(64 * K,), flex=True),
+        CudaCase(lengths=(M,)),
+        CudaCase(lengths=(8 * K,) * 8),
+        CudaCase(HEADS, heads=(8, 1), lengths=(128 * K,)),
+        CudaCase(HEADS, head_dim=64, lengths=(64 * K,)),
         ONE_LONG,
         uniform_twin(ONE_LONG),
-        Case(CAPACITY, lengths=(K,) * 8, capacity=64 * K, layout="NHD"),
-        Case(QUERIES, lengths=(16 * K,) * 8, seqlen_q=4),
-        Case(QUERIES, lengths=(64 * K,), seqlen_q=16),
-        Case(WINDOW, lengths=(64 * K,) * 8, window=4 * K),
-        Case(PAGES, lengths=(16 * K,) * 8, page_size=16),
+        CudaCase(CAPACITY, lengths=(K,) * 8, capacity=64 * K, layout="NHD"),
+        CudaCase(QUERIES, lengths=(16 * K,) * 8, seqlen_q=4),
+        CudaCase(QUERIES, lengths=(64 * K,), seqlen_q=16),
+        CudaCase(WINDOW, lengths=(64 * K,) * 8, window=4 * K),
+        CudaCase(PAGES, lengths=(16 * K,) * 8, page_size=16),
     ]
 
 
-def standard_cases() -> list[Case]:
+def standard_cases() -> list[CudaCase]:
     """The shapes that this library is about, those with a target of their own first."""
     cases = quick_cases()
-    cases += [Case(lengths=(n,)) for n in (4 * K, 256 * K)]
-    cases += [Case(lengths=(n,) * 8) for n in (K, 64 * K)]
-    cases += [Case(lengths=(n,) * 32) for n in (K, 16 * K)]
-    cases += [Case(lengths=(n,) * 64) for n in (K, 8 * K, 64 * K)]
+    cases += [CudaCase(lengths=(n,)) for n in (4 * K, 256 * K)]
+    cases += [CudaCase(lengths=(n,) * 8) for n in (K, 64 * K)]
+    cases += [CudaCase(lengths=(n,) * 32) for n in (K, 16 * K)]
+    cases += [CudaCase(lengths=(n,) * 64) for n in (K, 8 * K, 64 * K)]
     cases += [LOG_UNIFORM, uniform_twin(LOG_UNIFORM), LOG_UNIFORM_8, uniform_twin(LOG_UNIFORM_8)]
-    cases += [Case(CAPACITY, lengths=(4 * K,), capacity=256 * K, layout="NHD")]
-    cases += [Case(QUERIES, lengths=(16 * K,) * 8, seqlen_q=n) for n in (2, 8, 16)]
-    cases += [Case(PAGES, lengths=(16 * K,) * 8, page_size=n) for n in (1, 64, 256)]
-    cases += [Case(WINDOW, lengths=(128 * K,), window=K)]
+    cases += [CudaCase(CAPACITY, lengths=(4 * K,), capacity=256 * K, layout="NHD")]
+    cases += [CudaCase(QUERIES, lengths=(16 * K,) * 8, seqlen_q=n) for n in (2, 8, 16)]
+    cases += [CudaCase(PAGES, lengths=(16 * K,) * 8, page_size=n) for n in (1, 64, 256)]
+    cases += [CudaCase(WINDOW, lengths=(128 * K,), window=K)]
     for heads in ((32, 4), (32, 32), (64, 8)):
-        cases += [Case(HEADS, heads=heads, lengths=(n,)) for n in (4 * K, 64 * K)]
-    cases += [Case(HEADS, heads=(8, 1), lengths=(n,)) for n in (4 * K, M)]
-    cases += [Case(HEADS, heads=heads, lengths=(4 * K,) * 64) for heads in ((32, 4), (8, 1))]
-    cases += [Case(HEADS, heads=heads, lengths=(8 * K,) * 8) for heads in ((32, 32), (64, 8))]
-    cases += [Case(HEADS, head_dim=64, lengths=lengths) for lengths in ((K,), (8 * K,) * 64)]
-    cases += [Case(HEADS, heads=(32, 32), head_dim=64, lengths=(8 * K,) * 8)]
-    cases += [Case(HEADS, dtype=dtype, lengths=(64 * K,)) for dtype in ("fp16", "fp32")]
-    cases += [Case(HEADS, heads=(8, 1), lengths=(64 * K,) * 8, flex=True)]
+        cases += [CudaCase(HEADS, heads=heads, lengths=(n,)) for n in (4 * K, 64 * K)]
+    cases += [CudaCase(HEADS, heads=(8, 1), lengths=(n,)) for n in (4 * K, M)]
+    cases += [CudaCase(HEADS, heads=heads, lengths=(4 * K,) * 64) for heads in ((32, 4), (8, 1))]
+    cases += [CudaCase(HEADS, heads=heads, lengths=(8 * K,) * 8) for heads in ((32, 32), (64, 8))]
+    cases += [CudaCase(HEADS, head_dim=64, lengths=lengths) for lengths in ((K,), (8 * K,) * 64)]
+    cases += [CudaCase(HEADS, heads=(32, 32), head_dim=64, lengths=(8 * K,) * 8)]
+    cases += [CudaCase(HEADS, dtype=dtype, lengths=(64 * K,)) for dtype in ("fp16", "fp32")]
+    cases += [CudaCase(HEADS, heads=(8, 1), lengths=(64 * K,) * 8, flex=True)]
     return cases
 
 
-def full_cases() -> list[Case]:
+def full_cases() -> list[CudaCase]:
     """The whole product of batch, context, heads and head_dim as well: minutes."""
     cases = standard_cases()
     for head_dim in (128, 64):
         for heads in ((32, 8), (32, 4), (32, 32), (64, 8), (8, 1)):
             for batch in (1, 8, 32, 64):
                 for keys in (K, 4 * K, 16 * K, 64 * K, 256 * K, M):
-                    cases.append(Case(CONTEXT, "bf16", heads, head_dim, (keys,) * batch))
-    cases += [Case(QUERIES, lengths=(64 * K,), seqlen_q=n) for n in range(2, 17)]
-    first: dict[str, Case] = {}
+                    cases.append(CudaCase(CONTEXT, "bf16", heads, head_dim, (keys,) * batch))
+    cases += [CudaCase(QUERIES, lengths=(64 * K,), seqlen_q=n) for n in range(2, 17)]
+    first: dict[str, CudaCase] = {}
     for case in cases:
         first.setdefault(case.name, case)
     return list(first.values())

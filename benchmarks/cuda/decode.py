@@ -15,13 +15,13 @@ from ..harness.measure import Arena
 from ..harness.report import Report, environment
 from . import cases as shapes
 from . import machine, merge, plots, targets, timing
-from .cases import Case
+from .cases import CudaCase
 from .inputs import SPARE_BYTES, Inputs, num_sets
 from .peers import OURS, implementations
 from .rows import measured_row
 from .tables import NOTES, columns, line, missing
 
-AnyCase = Case | merge.MergeCase
+AnyCase = CudaCase | merge.MergeCase
 
 
 def quick_cases() -> list[AnyCase]:
@@ -36,7 +36,7 @@ def full_cases() -> list[AnyCase]:
     return _with_merges(shapes.full_cases())
 
 
-def _with_merges(cases: list[Case]) -> list[AnyCase]:
+def _with_merges(cases: list[CudaCase]) -> list[AnyCase]:
     """After the quick cases, with which every list begins."""
     first = len(shapes.quick_cases())
     return [*cases[:first], *merge.CASES, *cases[first:]]
@@ -72,7 +72,7 @@ def run(
                 skipped.append(f"{name}: the time was up")
                 continue
             try:
-                if isinstance(case, Case):
+                if isinstance(case, CudaCase):
                     rows.append(case_row(case, arena, sets, ceiling, seconds))
                 else:
                     rows.append(merge.merge_row(case, arena, sets, ceiling, seconds))
@@ -111,7 +111,7 @@ def run(
 
 
 def case_row(
-    case: Case, arena: Arena, sets: int, ceiling: machine.Ceiling, seconds: float
+    case: CudaCase, arena: Arena, sets: int, ceiling: machine.Ceiling, seconds: float
 ) -> dict[str, Any]:
     inputs = Inputs(case, arena, sets)
     calls, missing = implementations(case, inputs)

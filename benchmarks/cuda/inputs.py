@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..harness.measure import Arena
 from ..harness.shapes import DTYPES
-from .cases import Case
+from .cases import CudaCase
 
 # Kept out of the arena: outputs, workspaces, and the float64 copies of one head of a million keys.
 SPARE_BYTES = 10 << 30
@@ -44,7 +44,7 @@ class KeyValues:
 class Inputs:
     """All sets hold the same values."""
 
-    def __init__(self, case: Case, arena: Arena, sets: int) -> None:
+    def __init__(self, case: CudaCase, arena: Arena, sets: int) -> None:
         self.case = case
         self.device = arena.device
         self._generator = torch.Generator(arena.device).manual_seed(0)

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tree_attention import lean_decode
 
 from . import ablations
-from .cases import Case
+from .cases import CudaCase
 from .inputs import Inputs
 from .timing import Call
 from .triton_flash_decoding import flash_decoding
@@ -42,9 +42,9 @@ class Unavailable(Exception):
     """Why an implementation is not timed for a case."""
 
 
-def implementations(case: Case, inputs: Inputs) -> tuple[dict[str, Call], dict[str, str]]:
+def implementations(case: CudaCase, inputs: Inputs) -> tuple[dict[str, Call], dict[str, str]]:
     """Calls by name, and the reasons of those that are not available."""
-    makers: dict[str, Callable[[Case, Inputs], Call]] = {
+    makers: dict[str, Callable[[CudaCase, Inputs], Call]] = {
         OURS: ours,
         FLASH: flash,
         VARLEN: flash_varlen,
@@ -64,13 +64,13 @@ def implementations(case: Case, inputs: Inputs) -> tuple[dict[str, Call], dict[s
     return calls, unavailable
 
 
-def ours(case: Case, inputs: Inputs) -> Call:
+def ours(case: CudaCase, inputs: Inputs) -> Call:
     ranges = None if inputs.all_keys else inputs.key_ranges
     q, sets, table = inputs.q, inputs.sets, inputs.page_table
     return lambda i: lean_decode(q, sets[i].k, sets[i].v, ranges, page_table=table)
 
 
-def ablation(name: str, case: Case, inputs: Inputs) -> Call:
+def ablation(name: str, case: CudaCase, inputs: Inputs) -> Call:
     if not ablations.load():
         raise Unavailable("not built: python -m benchmarks.cuda.ablations")
     op = getattr(torch.ops.tree_attention_ablations, name)
@@ -79,7 +79,7 @@ def ablation(name: str, case: Case, inputs: Inputs) -> Call:
     return lambda i: op(q, sets[i].k, sets[i].v, ranges, page_table=table)
 
 
-def triton(case: Case, inputs: Inputs) -> Call:
+def triton(case: CudaCase, inputs: Inputs) -> Call:
     multiprocessors = torch.cuda.get_device_properties(inputs.device).multi_processor_count
     q, sets, table, ranges = inputs.q, inputs.sets, inputs.page_table, inputs.key_ranges
     return lambda i: flash_decoding(
@@ -87,7 +87,7 @@ def triton(case: Case, inputs: Inputs) -> Call:
     )
 
 
-def flash(case: Case, inputs: Inputs) -> Call:
+def flash(case: CudaCase, inputs: Inputs) -> Call:
     """Keys sliced to the one length that all sequences have."""
     _require_16_bits(case)
     slices = _slices(case, inputs)
@@ -96,7 +96,7 @@ def flash(case: Case, inputs: Inputs) -> Call:
     return lambda i: FLASH_OP(q, *slices[i], 0.0, causal)[0]
 
 
-def flash_each(case: Case, inputs: Inputs) -> Call:
+def flash_each(case: CudaCase, inputs: Inputs) -> Call:
     """A call for each sequence of a ragged batch, with slices of its length."""
     _require_16_bits(case)
     if not case.ragged or case.page_size or case.window:
@@ -111,7 +111,7 @@ def flash_each(case: Case, inputs: Inputs) -> Call:
     )
 
 
-def flash_varlen(case: Case, inputs: Inputs) -> Call:
+def flash_varlen(case: CudaCase, inputs: Inputs) -> Call:
     """The lengths in a tensor; the number of splits comes from the capacity."""
     _require_16_bits(case)
     if not case.lengths_on_device or case.window:
@@ -163,7 +163,7 @@ def flash_varlen(case: Case, inputs: Inputs) -> Call:
     return run
 
 
-def cudnn(case: Case, inputs: Inputs, backend: SDPBackend = SDPBackend.CUDNN_ATTENTION) -> Call:
+def cudnn(case: CudaCase, inputs: Inputs, backend: SDPBackend = SDPBackend.CUDNN_ATTENTION) -> Call:
     """Keys sliced to the one length that all sequences have, and a mask where queries are causal:
     `is_causal` would align the first query with the first key."""
     _require_16_bits(case)
@@ -189,7 +189,7 @@ def cudnn(case: Case, inputs: Inputs, backend: SDPBackend = SDPBackend.CUDNN_ATT
     return run
 
 
-def flex(case: Case, inputs: Inputs) -> Call:
+def flex(case: CudaCase, inputs: Inputs) -> Call:
     if not case.flex:
         raise Unavailable("not compiled for this row")
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
@@ -216,12 +216,12 @@ def flex(case: Case, inputs: Inputs) -> Call:
     return run
 
 
-def _require_16_bits(case: Case) -> None:
+def _require_16_bits(case: CudaCase) -> None:
     if case.dtype == "fp32":
         raise Unavailable("16-bit only")
 
 
-def _slices(case: Case, inputs: Inputs) -> list[tuple[Tensor, Tensor]]:
+def _slices(case: CudaCase, inputs: Inputs) -> list[tuple[Tensor, Tensor]]:
     if case.ragged or case.page_size:
         raise Unavailable("one length for all and no pages")
     if case.window and case.seqlen_q > 1:

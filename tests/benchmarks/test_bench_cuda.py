@@ -29,19 +29,19 @@ from benchmarks.cuda import (
     targets,
     timing,
 )
-from benchmarks.cuda.cases import Case
+from benchmarks.cuda.cases import CudaCase
 from benchmarks.cuda.rows import PROBE, best_peer, ratio
 from benchmarks.harness import measure, report
 
 HEADS: dict[str, Any] = {"heads": (4, 2), "head_dim": 64}
-ONE_LONG = Case(shapes.RAGGED, lengths=(8,) * 3 + (500,), layout="packed", **HEADS)
+ONE_LONG = CudaCase(shapes.RAGGED, lengths=(8,) * 3 + (500,), layout="packed", **HEADS)
 CASES: list[decode.AnyCase] = [
-    Case(lengths=(64,), **HEADS),
+    CudaCase(lengths=(64,), **HEADS),
     ONE_LONG,
     shapes.uniform_twin(ONE_LONG),
-    Case(shapes.CAPACITY, lengths=(30, 30), capacity=300, layout="NHD", **HEADS),
-    Case(shapes.QUERIES, dtype="fp32", lengths=(70,) * 2, seqlen_q=4, **HEADS),
-    Case(shapes.PAGES, lengths=(70, 50), page_size=16, **HEADS),
+    CudaCase(shapes.CAPACITY, lengths=(30, 30), capacity=300, layout="NHD", **HEADS),
+    CudaCase(shapes.QUERIES, dtype="fp32", lengths=(70,) * 2, seqlen_q=4, **HEADS),
+    CudaCase(shapes.PAGES, lengths=(70, 50), page_size=16, **HEADS),
     merge.MergeCase(3, 1),
 ]
 
@@ -158,7 +158,7 @@ def test_wrong_result_is_wrong(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
 
 
 def test_wrong_peer_is_no_peer(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def zeros(case: Case, inputs: Any) -> Callable[[int], Tensor]:
+    def zeros(case: CudaCase, inputs: Any) -> Callable[[int], Tensor]:
         return lambda i: torch.zeros_like(inputs.q)
 
     monkeypatch.setattr(peers, "flash", zeros)
@@ -174,7 +174,7 @@ def test_wrong_peer_is_no_peer(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_does_not_fit_is_left_out(cpu_as_gpu: None) -> None:
-    large = Case(lengths=(1 << 20,))
+    large = CudaCase(lengths=(1 << 20,))
     result = run([large, CASES[0]])
     assert [row["name"] for row in result.rows] == [CASES[0].name]
     assert any(f"left out: {large.name}: needs 4 GB" in text for text in result.warnings)
@@ -207,7 +207,7 @@ def test_no_case_begins_after_the_budget(cpu_as_gpu: None) -> None:
 def test_a_failing_operator_is_wrong(
     lost: bool, cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(case: Case, *arguments: Any) -> None:
+    def fail(case: CudaCase, *arguments: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(decode, "case_row", fail)
@@ -252,7 +252,7 @@ def test_command(
     assert [row["name"] for row in rows] == [CASES[3].name]
 
 
-def synthetic_row(case: Case, ours: float, probe: float, **others: float) -> dict[str, Any]:
+def synthetic_row(case: CudaCase, ours: float, probe: float, **others: float) -> dict[str, Any]:
     times = {"lean_decode": ours, PROBE: probe, **others}
     return {
         "name": case.name,
@@ -273,10 +273,10 @@ def synthetic_row(case: Case, ours: float, probe: float, **others: float) -> dic
 
 def good_rows() -> list[dict[str, Any]]:
     """Rows that meet every target, with a little to spare."""
-    large = Case(lengths=(64 * 1024,))
+    large = CudaCase(lengths=(64 * 1024,))
     ragged, twin = shapes.ONE_LONG, shapes.uniform_twin(shapes.ONE_LONG)
-    queries = Case(shapes.QUERIES, lengths=(1024,), seqlen_q=4)
-    capacity = Case(shapes.CAPACITY, lengths=(1024,), capacity=65536)
+    queries = CudaCase(shapes.QUERIES, lengths=(1024,), seqlen_q=4)
+    capacity = CudaCase(shapes.CAPACITY, lengths=(1024,), capacity=65536)
     return [
         synthetic_row(shapes.LATENCY, 6.4, 4.0, cuDNN=6.4),
         synthetic_row(large, 100.0, 93.0, **{"torch flash": 98.0, "spin-wait": 150.0}),

@@ -8,7 +8,7 @@ import torch
 
 from bench_problems import SMALL, make_inputs
 from benchmarks.cuda import cases as shapes
-from benchmarks.cuda.cases import Case
+from benchmarks.cuda.cases import CudaCase
 from benchmarks.cuda.inputs import UNSEEN, num_sets
 from tree_attention.ops import lean_decode
 from tree_attention.reference.accuracy import Float64Check
@@ -56,20 +56,20 @@ def test_every_ragged_case_has_a_twin_of_as_many_bytes() -> None:
 def test_bytes_are_those_that_ranges_cover() -> None:
     key = 2 * 2 * 8 * 2  # K and V, 2 heads, head_dim 8, 16 bits
     rows = 2 * 2 * 4 * 8 * 2  # q and o, 2 sequences, 4 heads
-    case = Case(heads=(4, 2), head_dim=8, lengths=(3, 5), capacity=100)
+    case = CudaCase(heads=(4, 2), head_dim=8, lengths=(3, 5), capacity=100)
     assert case.io_bytes == 8 * key + rows and case.read_bytes == 8 * key
     assert case.set_bytes == 200 * key
-    window = Case(heads=(4, 2), head_dim=8, lengths=(3, 50), window=10, seqlen_q=2)
+    window = CudaCase(heads=(4, 2), head_dim=8, lengths=(3, 50), window=10, seqlen_q=2)
     assert window.io_bytes == (3 + 11) * key + 2 * rows
-    paged = Case(heads=(4, 2), head_dim=8, lengths=(3, 5), page_size=4)
+    paged = CudaCase(heads=(4, 2), head_dim=8, lengths=(3, 5), page_size=4)
     assert paged.io_bytes == case.io_bytes and paged.set_bytes == 16 * key
-    packed = Case(heads=(4, 2), head_dim=8, lengths=(3, 3, 9), layout="packed")
+    packed = CudaCase(heads=(4, 2), head_dim=8, lengths=(3, 3, 9), layout="packed")
     assert packed.set_bytes == packed.read_bytes == 15 * key
 
 
 def test_packed_needs_one_batch_stride() -> None:
     with pytest.raises(ValueError, match="packed sequences but the last must have one length"):
-        Case(lengths=(3, 4, 9), layout="packed")
+        CudaCase(lengths=(3, 4, 9), layout="packed")
 
 
 def test_sets_exceed_the_cache() -> None:
@@ -83,7 +83,7 @@ def test_sets_exceed_the_cache() -> None:
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_inputs_are_the_problem_of_the_case(case: Case) -> None:
+def test_inputs_are_the_problem_of_the_case(case: CudaCase) -> None:
     inputs = make_inputs(case)
     ranges = inputs.key_ranges
     for b, length in enumerate(case.lengths):
@@ -105,7 +105,7 @@ def test_inputs_are_the_problem_of_the_case(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_cuda_kernels_take_every_layout(case: Case, cuda_kernels: torch.device) -> None:
+def test_cuda_kernels_take_every_layout(case: CudaCase, cuda_kernels: torch.device) -> None:
     inputs = make_inputs(case, 1, cuda_kernels)
     kv, ranges, table = inputs.sets[0], inputs.key_ranges, inputs.page_table
     o, lse = lean_decode(inputs.q, kv.k, kv.v, ranges, page_table=table)
@@ -114,7 +114,7 @@ def test_cuda_kernels_take_every_layout(case: Case, cuda_kernels: torch.device) 
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_unseen_keys_would_show(case: Case) -> None:
+def test_unseen_keys_would_show(case: CudaCase) -> None:
     """All ranges one key longer: another result, wherever there is a key outside."""
     inputs = make_inputs(case, 1)
     kv, ranges = inputs.sets[0], inputs.key_ranges.clone()

@@ -15,13 +15,13 @@ pytest.importorskip("triton")
 
 from bench_problems import SMALL, make_inputs
 from benchmarks.cuda import peers
-from benchmarks.cuda.cases import Case
+from benchmarks.cuda.cases import CudaCase
 from benchmarks.cuda.inputs import Inputs
 from tree_attention import lean_decode
 from tree_attention.reference import attention
 
-PAGES_256 = Case(heads=(4, 2), head_dim=64, lengths=(300, 500), page_size=256)
-RAGGED_QUERIES = Case(heads=(4, 2), head_dim=64, lengths=(30, 50), seqlen_q=3, layout="NHD")
+PAGES_256 = CudaCase(heads=(4, 2), head_dim=64, lengths=(300, 500), page_size=256)
+RAGGED_QUERIES = CudaCase(heads=(4, 2), head_dim=64, lengths=(30, 50), seqlen_q=3, layout="NHD")
 
 
 def causal_ranges(batch: int, seqlen_q: int, seqlen_k: int, causal: bool) -> Tensor:
@@ -77,7 +77,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
-def assert_same_problem(case: Case, inputs: Inputs, call: Any) -> None:
+def assert_same_problem(case: CudaCase, inputs: Inputs, call: Any) -> None:
     kv = inputs.sets[1]
     truth, _ = lean_decode(
         inputs.q.float(), kv.k.float(), kv.v.float(), inputs.key_ranges,
@@ -96,11 +96,11 @@ MAKERS = {
     "flex": peers.flex,
 }
 UNIFORM, CAUSAL, RAGGED, CAPACITY, PACKED, WINDOW = SMALL[:6]
-ONE_WINDOW = Case(heads=(4, 2), head_dim=64, lengths=(70, 70), window=20)
+ONE_WINDOW = CudaCase(heads=(4, 2), head_dim=64, lengths=(70, 70), window=20)
 FLEX = {
-    "flex uniform": Case(heads=(4, 2), head_dim=64, lengths=(70,), flex=True),
-    "flex ragged": Case(heads=(4, 1), head_dim=64, lengths=(3, 70), layout="NHD", flex=True),
-    "flex causal": Case(heads=(4, 2), head_dim=64, lengths=(70,), seqlen_q=4, flex=True),
+    "flex uniform": CudaCase(heads=(4, 2), head_dim=64, lengths=(70,), flex=True),
+    "flex ragged": CudaCase(heads=(4, 1), head_dim=64, lengths=(3, 70), layout="NHD", flex=True),
+    "flex causal": CudaCase(heads=(4, 2), head_dim=64, lengths=(70,), seqlen_q=4, flex=True),
 }
 
 
@@ -127,7 +127,7 @@ FLEX = {
     ],
     ids=lambda x: x if isinstance(x, str) else x.name,
 )
-def test_peers_are_given_the_same_problem(name: str, case: Case) -> None:
+def test_peers_are_given_the_same_problem(name: str, case: CudaCase) -> None:
     with torch.inference_mode():
         inputs = make_inputs(case)
         assert_same_problem(case, inputs, MAKERS[name](case, inputs))
@@ -136,12 +136,12 @@ def test_peers_are_given_the_same_problem(name: str, case: Case) -> None:
 @pytest.mark.parametrize(
     ("name", "case", "why"),
     [
-        ("flash", Case(dtype="fp32", heads=(4, 2), head_dim=64, lengths=(9,)), "16-bit only"),
+        ("flash", CudaCase(dtype="fp32", heads=(4, 2), head_dim=64, lengths=(9,)), "16-bit only"),
         ("flash", RAGGED, "one length for all and no pages"),
         ("flash", PAGES_256, "one length for all and no pages"),
         (
             "cudnn",
-            Case(heads=(4, 2), head_dim=64, lengths=(70,), window=20, seqlen_q=3),
+            CudaCase(heads=(4, 2), head_dim=64, lengths=(70,), window=20, seqlen_q=3),
             "no windows of several queries",
         ),
         ("varlen", UNIFORM, "for lengths on the device only"),
@@ -150,7 +150,7 @@ def test_peers_are_given_the_same_problem(name: str, case: Case) -> None:
         ("flex", UNIFORM, "not compiled for this row"),
     ],
 )
-def test_peers_say_what_they_cannot_do(name: str, case: Case, why: str) -> None:
+def test_peers_say_what_they_cannot_do(name: str, case: CudaCase, why: str) -> None:
     with pytest.raises(peers.Unavailable, match=why):
         MAKERS[name](case, make_inputs(case))
 

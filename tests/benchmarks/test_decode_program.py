@@ -11,7 +11,8 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from benchmarks import decode
+from benchmarks import decode as program
+from benchmarks.cpu import decode
 from benchmarks.harness import measure, report
 from tree_attention import lean_decode
 from tree_attention.cli.world import World
@@ -34,7 +35,7 @@ def test_wrong_results_are_wrong(wrong: str) -> None:
 
 
 def test_case_counts_bytes_and_operations() -> None:
-    case = decode.Case(heads=(4, 2), head_dim=8, lengths=(3, 5), seqlen_q=2)
+    case = decode.DecodeCase(heads=(4, 2), head_dim=8, lengths=(3, 5), seqlen_q=2)
     kv = (3 + 5) * 2 * 8 * 2
     rows = 2 * 4 * 2
     assert case.io_bytes == 2 * (kv + 2 * rows * 8)
@@ -45,14 +46,16 @@ def test_case_counts_bytes_and_operations() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        decode.Case("fp32", (4, 2), 32, (70,)),
-        decode.Case("fp32", (4, 2), 32, (70, 70), seqlen_q=5),
-        decode.Case("fp32", (4, 1), 32, (1, 40, 70)),
-        decode.Case("fp32", (2, 2), 32, (64,), seqlen_q=64),
+        decode.DecodeCase("fp32", (4, 2), 32, (70,)),
+        decode.DecodeCase("fp32", (4, 2), 32, (70, 70), seqlen_q=5),
+        decode.DecodeCase("fp32", (4, 1), 32, (1, 40, 70)),
+        decode.DecodeCase("fp32", (2, 2), 32, (64,), seqlen_q=64),
     ],
     ids=lambda case: case.name,
 )
-def test_sdpa_is_given_the_same_problem(case: decode.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sdpa_is_given_the_same_problem(
+    case: decode.DecodeCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A baseline with another mask would be another problem, and perhaps a quicker one."""
     monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 10)
     set_bytes = decode.kv_set_bytes(case)
@@ -64,7 +67,7 @@ def test_sdpa_is_given_the_same_problem(case: decode.Case, monkeypatch: pytest.M
 
 
 def test_probe_reads_what_is_visible() -> None:
-    case = decode.Case("fp32", (4, 2), 8, (3, 9))
+    case = decode.DecodeCase("fp32", (4, 2), 8, (3, 9))
     k, v = torch.zeros(2, *case.kv_shape).unbind()
     k[0, :, 3:] = v[0, :, 3:] = 1
     pieces = decode.visible(case, k, v)
@@ -76,7 +79,7 @@ def test_sdpa_refuses_ragged_lengths_of_several_queries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 10)
-    case = decode.Case("fp32", (2, 1), 32, (3, 9), seqlen_q=2)
+    case = decode.DecodeCase("fp32", (2, 1), 32, (3, 9), seqlen_q=2)
     inputs = decode.Inputs(case, measure.Arena(1 << 20))
     with pytest.raises(ValueError, match="ragged lengths are compared with one query only"):
         decode.sdpa(case, inputs)
@@ -123,13 +126,13 @@ def test_decode_with_a_wrong_operator_fails(
     monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 20)
     monkeypatch.setattr(decode, "pin_threads", list)
     monkeypatch.setattr(decode, "lean_decode", off_by_one_key)
-    assert decode.main(["--quick", "--only", "fp32"]) == 1
+    assert program.main(["--quick", "--only", "fp32"]) == 1
     output = capsys.readouterr().out
     assert "WRONG results: fp32 4/2 d64 B=1 1024 q=3" in output
 
 
 def test_only_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
-    assert decode.main(["--quick", "--only", "int8"]) == 2
+    assert program.main(["--quick", "--only", "int8"]) == 2
     output = capsys.readouterr().out
     assert "No case contains 'int8'" in output
     assert decode.quick_cases()[0].name in output
@@ -138,6 +141,6 @@ def test_only_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
 def test_decode_refuses_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(decode, "joined_world", lambda: nullcontext(World(size=2)))
-    assert decode.main(["--quick"]) == 2
+    monkeypatch.setattr(program, "joined_world", lambda: nullcontext(World(size=2)))
+    assert program.main(["--quick"]) == 2
     assert "decode.py runs in one process" in capsys.readouterr().out
