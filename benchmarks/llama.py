@@ -25,9 +25,8 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
-if (
-    __name__ == "__main__"
-):  # started by its path: `benchmarks` is found from the root of the checkout
+# Started by its path: `benchmarks` is found from the root of the checkout.
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks.harness import measure, report
@@ -163,12 +162,12 @@ def true_logits(model: Any, context: int) -> Tensor:
 
 
 def run_context(
-    model: Any, context: int, tokens: int, ways: dict[str, tuple[Any, str]]
+    model: Any, context: int, tokens: int, methods: dict[str, tuple[Any, str]]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Times of each way, alternating token by token, and the logits of its first step."""
+    """Times of each method, alternating token by token, and the logits of its first step."""
     decoders = {
         name: Decoder(model, fill(cache, model.config, context), context, attention)
-        for name, (cache, attention) in ways.items()
+        for name, (cache, attention) in methods.items()
     }
     logits = {name: decoder.step() for name, decoder in decoders.items()}
     steps = {name: decoder.step for name, decoder in decoders.items()}
@@ -184,8 +183,8 @@ def run_ranks(arguments: argparse.Namespace, world: World, progress: Progress) -
     results = {}
     for context in arguments.contexts:
         progress.update(task, description=f"{name}, {context}")
-        ways = {name: (TreeCache(model.config), "tree_attention")}
-        times, logits = run_context(model, context, arguments.tokens, ways)
+        methods = {name: (TreeCache(model.config), "tree_attention")}
+        times, logits = run_context(model, context, arguments.tokens, methods)
         results[str(context)] = {"times": times[name], "logits": logits[name].tolist()}
         progress.advance(task)
     return results
@@ -219,14 +218,14 @@ def run(
             progress.update(task, description=f"world 1, {context}")
             truths[context] = true_logits(model, context)
             room = context + arguments.tokens + 2
-            ways = {
+            methods = {
                 DYNAMIC: (DynamicCache(config=model.config), "sdpa"),
                 STATIC: (StaticCache(config=model.config, max_cache_len=room), "sdpa"),
                 WORLD.format(1): (TreeCache(model.config), "tree_attention"),
             }
-            times[context], logits = run_context(model, context, arguments.tokens, ways)
+            times[context], logits = run_context(model, context, arguments.tokens, methods)
             errors[context] = {name: error(x, truths[context]) for name, x in logits.items()}
-            del ways, logits
+            del methods, logits
             progress.advance(task)
     del model
     name = WORLD.format(2)
@@ -272,8 +271,8 @@ def error(logits: Tensor, truth: Tensor) -> float:
 
 NOTES = (
     "Tokens per second of whole decoding steps (all layers and the output matrix), medians of "
-    "tokens that the ways of world 1 take in turn. World 1 has all threads in one process, world "
-    "2 the same cores with half of the threads in each of two processes.",
+    "tokens that the methods of world 1 take in turn. World 1 has all threads in one process, "
+    "world 2 the same cores with half of the threads in each of two processes.",
     "StaticCache beside DynamicCache shows what a preallocated cache alone gains; ours beside "
     "StaticCache shows the attention.",
     "error is the largest error of the first step's logits relative to the largest logit, against "
@@ -292,7 +291,7 @@ def columns(rows: list[dict[str, Any]]) -> list[report.Column]:
 
     return [
         report.Column("context", [row["name"] for row, _ in lines]),
-        report.Column("way", [name for _, name in lines]),
+        report.Column("method", [name for _, name in lines]),
         report.Column("tokens/s", [f"{1 / seconds(row, name):.2f}" for row, name in lines]),
         report.Column("ms /token", [f"{1e3 * seconds(row, name):.1f}" for row, name in lines]),
         report.Column("x DynamicCache", [ratio(row, name, DYNAMIC) for row, name in lines]),

@@ -24,29 +24,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-if (
-    __name__ == "__main__"
-):  # started by its path: `benchmarks` is found from the root of the checkout
+# Started by its path: `benchmarks` is found from the root of the checkout.
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks.emulation.fake_attention import DTYPE, HEAD_DIM, NUM_HEADS, NUM_HEADS_KV
-from benchmarks.emulation.model import shard_bytes
+from benchmarks.emulation.fake_attention import (
+    DTYPE,
+    HEAD_DIM,
+    NUM_HEADS,
+    NUM_HEADS_KV,
+    problem_of,
+)
 from benchmarks.harness.machine import available_bytes
 from benchmarks.harness.measure import peak_memory_of
+from benchmarks.harness.plots import picture
 from benchmarks.harness.program import add_out, finish
+from benchmarks.harness.ranks import Ranks, run_rank
 from benchmarks.harness.report import Column, Report, environment
-from benchmarks.simulation import RING, RING_PASS_Q, Problem
-from benchmarks.simulation.memory import step_bytes
+from benchmarks.simulation import RING, RING_PASS_Q, step_bytes
+from benchmarks.simulation.published import paper_elements
 from tree_attention import ring_decode, ring_pass_q_decode, tree_decode
 from tree_attention.exchange import Communicator, Topology
 
-TREE = "tree"
-WAYS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    TREE: tree_decode,
+# Two that are canonical, and the paper's own.
+STRATEGIES = ("all_gather", "two_phase", "three_allreduce")
+PUBLISHED = STRATEGIES[-1]
+METHODS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    **{name: partial(tree_decode, strategy=name) for name in STRATEGIES},
     RING: ring_decode,
     RING_PASS_Q: ring_pass_q_decode,
 }
@@ -54,54 +61,59 @@ WORLDS = (2, 3, 4)
 CONTEXTS = tuple(1 << exponent for exponent in range(13, 19))  # keys per rank
 PROCESS_BYTES = 400 << 20
 TIMEOUT = 300.0
-# Freed memory goes back to the system at once, so that the next way starts as the first did.
+# Freed memory goes back to the system at once, so that the next method starts as the first did.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
-def formula(way: str, world_size: int, keys: int) -> int:
-    """Bytes of the buffers and outputs of a step, the tree's with an all-gather; what libraries
-    keep for themselves is not in it."""
-    problem = Problem(keys, 1, (NUM_HEADS, NUM_HEADS_KV), HEAD_DIM, DTYPE)
-    strategy = "all_gather" if way == TREE else way
-    return step_bytes(strategy, problem, Topology((0,) * world_size))
+def formula(method: str, world_size: int, keys: int) -> int:
+    """Bytes of the buffers and outputs of a step; what libraries keep for themselves is not in
+    it."""
+    return step_bytes(method, problem_of(1, keys), Topology((0,) * world_size))
+
+
+def published_formula(method: str, keys: int) -> int | None:
+    """What the Tree Attention paper says for its two methods: Eq. 8 and 9 without the shard, with
+    its elements as those of the keys and values. None for other methods."""
+    if method not in (PUBLISHED, RING):
+        return None
+    elements = paper_elements(problem_of(1, keys))
+    return DTYPE.itemsize * (elements.ring if method == RING else elements.tree)
 
 
 class Step:
-    """A way on a communicator with buffers of its own, which end with this object."""
+    """A method on a communicator with buffers of its own, which end with this object."""
 
-    def __init__(self, way: str) -> None:
-        self._way = way
+    def __init__(self, method: str) -> None:
+        self._method = method
         self._comm = Communicator(timeout=TIMEOUT)
         self.result: tuple[Tensor, Tensor] | None = None
         # Tests how messages are delivered, of which other threads free a part, unseen.
         tiny = torch.zeros(1, NUM_HEADS_KV, 1, 8, dtype=DTYPE)
-        WAYS[way](tiny, tiny, tiny, group=self._comm)
+        METHODS[method](tiny, tiny, tiny, group=self._comm)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.result = None
-        self.result = WAYS[self._way](q, k, v, group=self._comm)
+        self.result = METHODS[self._method](q, k, v, group=self._comm)
 
 
-def measure(contexts: Sequence[int]) -> list[dict[str, Any]]:
-    """On every rank: peaks of the first call of each way, of the rank that needs most."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def measure(contexts: Sequence[int], ranks: Ranks) -> list[dict[str, Any]]:
+    """On every rank: peaks of the first call of each method, of the rank that needs most."""
+    rank, world_size = ranks.rank, ranks.size
     q = torch.randn(1, NUM_HEADS, 1, HEAD_DIM, generator=torch.Generator().manual_seed(0)).to(DTYPE)
     rows = []
     for keys in (8, *contexts):  # the first for what is loaded, connected and allocated only once
         shape = (1, NUM_HEADS_KV, keys, HEAD_DIM)
         k, v = torch.full(shape, 0.0, dtype=DTYPE), torch.full(shape, rank + 1.0, dtype=DTYPE)
-        row: dict[str, Any] = {"world_size": world_size, "keys": keys, "ways": {}}
-        for way in WAYS:
+        row: dict[str, Any] = {"world_size": world_size, "keys": keys, "methods": {}}
+        for method in METHODS:
             peaks, right = [], True
             for peak_of in (allocated_by, resident_of):
-                step = Step(way)
+                step = Step(method)
                 peaks.append(peak_of(partial(step, q, k, v)))
                 assert step.result is not None
                 right &= is_right(*step.result, world_size, keys)
-            every: list[Any] = [None] * world_size
-            dist.all_gather_object(every, (*peaks, right))
-            allocated, resident, rights = zip(*every, strict=True)
-            row["ways"][way] = {
+            allocated, resident, rights = zip(*ranks.gather((*peaks, right)), strict=True)
+            row["methods"][method] = {
                 "allocated": max(allocated),
                 "resident": max(resident),
                 "right": all(rights),
@@ -158,7 +170,7 @@ def fitting(world_size: int, contexts: Sequence[int], memory: int) -> list[int]:
     return [
         keys
         for keys in contexts
-        if world_size * (shards * shard_bytes(1, keys) + PROCESS_BYTES) <= memory
+        if world_size * (shards * problem_of(1, keys).kv_bytes + PROCESS_BYTES) <= memory
     ]
 
 
@@ -170,13 +182,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ranks-json", type=Path, help=argparse.SUPPRESS)  # of its own ranks
     parsed = parser.parse_args(arguments)
     if parsed.ranks_json is not None:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-        with torch.inference_mode():
-            rows = measure(parsed.contexts)
-        if dist.get_rank() == 0:
-            parsed.ranks_json.write_text(json.dumps(rows))
-        dist.destroy_process_group()
+        run_rank(parsed.ranks_json, lambda ranks: measure(parsed.contexts, ranks))
         return 0
     rows = []
     for world_size in parsed.worlds:
@@ -192,9 +198,14 @@ NOTES = (
     "saw them come and go: buffers that the communicator keeps, scratch and outputs. resident: by "
     "how much the process grew to its peak in the first step, in pages that no earlier one had "
     "left behind.",
-    "formula: with M = 4 * 32 * (128 + 1), the bytes of a state, the tree has (p + 1) * M and the "
-    "outputs; the ring one shard more with two ranks and two shards more with others, of 4096 "
-    "bytes per key; the ring that passes queries a state and parts of a p-th of the heads.",
+    "formula: with M = 4 * 32 * (128 + 1), the bytes of a state, all_gather has (p + 1) * M; "
+    "two_phase 3 * M, a result of 2 bytes an element and a p-th of one; three_allreduce 2 * M, a "
+    "maximum and a flag for each row; the ring that passes queries M and parts of a p-th of the "
+    "heads; and each the outputs.",
+    "This ring receives one shard while it reads and sends another: with three ranks or more it "
+    "needs two shards beside its own, each of 4096 bytes per key, and one with two ranks.",
+    "paper: Eq. 8 (ring) and Eq. 9 (tree, the three all-reduces) of Tree Attention without the "
+    "shard, in the same dtype. Its ring has one shard beside its own.",
     "Every result is compared with the known one.",
 )
 
@@ -203,12 +214,18 @@ def report_of(rows: Sequence[dict[str, Any]]) -> Report:
     named = []
     for row in rows:
         world_size, keys = row["world_size"], row["keys"]
-        ways = {
-            name: {**way, "formula": formula(name, world_size, keys)}
-            for name, way in row["ways"].items()
+        methods = {
+            name: {
+                **method,
+                "formula": formula(name, world_size, keys),
+                "published": published_formula(name, keys),
+            }
+            for name, method in row["methods"].items()
         }
-        wrong = not all(way["right"] for way in ways.values())
-        named.append({**row, "name": f"p={world_size} n={keys}", "ways": ways, "wrong": wrong})
+        wrong = not all(method["right"] for method in methods.values())
+        named.append(
+            {**row, "name": f"p={world_size} n={keys}", "methods": methods, "wrong": wrong}
+        )
     return Report(
         name="memory",
         title="Memory of a decoding step beside the shard",
@@ -221,51 +238,45 @@ def report_of(rows: Sequence[dict[str, Any]]) -> Report:
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    lines = [(row, name, way) for row in rows for name, way in row["ways"].items()]
+    lines = [(row, name, method) for row in rows for name, method in row["methods"].items()]
 
-    def times_tree(row: dict[str, Any], way: dict[str, Any]) -> str:
-        return f"{way['allocated'] / row['ways'][TREE]['allocated']:,.1f}"
+    def times_tree(row: dict[str, Any], method: dict[str, Any]) -> str:
+        return f"{method['allocated'] / row['methods'][STRATEGIES[0]]['allocated']:,.1f}"
+
+    def published(method: dict[str, Any]) -> str:
+        return "-" if method["published"] is None else f"{method['published']:,}"
 
     return [
         Column("case", [row["name"] for row, _, _ in lines]),
-        Column("way", [name for _, name, _ in lines]),
-        Column("allocated bytes", [f"{way['allocated']:,}" for _, _, way in lines]),
-        Column("formula", [f"{way['formula']:,}" for _, _, way in lines]),
-        Column("resident bytes", [f"{way['resident']:,}" for _, _, way in lines]),
-        Column("x tree", [times_tree(row, way) for row, _, way in lines]),
-        Column("shard bytes", [f"{shard_bytes(1, row['keys']):,}" for row, _, _ in lines]),
-        Column("right", ["yes" if way["right"] else "WRONG" for _, _, way in lines]),
+        Column("method", [name for _, name, _ in lines]),
+        Column("allocated bytes", [f"{method['allocated']:,}" for _, _, method in lines]),
+        Column("formula", [f"{method['formula']:,}" for _, _, method in lines]),
+        Column("paper's formula", [published(method) for _, _, method in lines]),
+        Column("resident bytes", [f"{method['resident']:,}" for _, _, method in lines]),
+        Column("x all_gather", [times_tree(row, method) for row, _, method in lines]),
+        Column("shard bytes", [f"{problem_of(1, row['keys']).kv_bytes:,}" for row, _, _ in lines]),
+        Column("right", ["yes" if method["right"] else "WRONG" for _, _, method in lines]),
     ]
 
 
 def draw(report: Report, path: Path) -> None:
     """Peak by context, a panel for each world; the formula as a dotted line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     worlds = sorted({row["world_size"] for row in report.rows})
-    figure, panels = pyplot.subplots(
-        1, len(worlds), figsize=(4.5 * len(worlds), 4.5), sharey=True, squeeze=False
-    )
-    for axes, world_size in zip(panels[0], worlds, strict=True):
-        rows = [row for row in report.rows if row["world_size"] == world_size]
-        keys = [row["keys"] for row in rows]
-        for i, name in enumerate(WAYS):
-            peaks = [row["ways"][name]["allocated"] / 2**20 for row in rows]
-            formulas = [row["ways"][name]["formula"] / 2**20 for row in rows]
-            axes.plot(keys, peaks, "o", color=f"C{i}", label=name)
-            axes.plot(keys, formulas, ":", color=f"C{i}")
-        axes.set(yscale="log", xlabel="keys per rank", title=f"{world_size} ranks")
-        axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.3)
-    panels[0][0].set_ylabel("MiB beside the shard (dotted: formula)")
-    panels[0][0].legend(fontsize=8)
-    figure.suptitle(report.title, fontsize=11)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    size = (4.5 * len(worlds), 4.5)
+    with picture(path, size, (1, len(worlds)), report.title, sharey=True) as (panels,):
+        for axes, world_size in zip(panels, worlds, strict=True):
+            rows = [row for row in report.rows if row["world_size"] == world_size]
+            keys = [row["keys"] for row in rows]
+            for i, name in enumerate(METHODS):
+                peaks = [row["methods"][name]["allocated"] / 2**20 for row in rows]
+                formulas = [row["methods"][name]["formula"] / 2**20 for row in rows]
+                axes.plot(keys, peaks, "o", color=f"C{i}", label=name)
+                axes.plot(keys, formulas, ":", color=f"C{i}")
+            axes.set(yscale="log", xlabel="keys per rank", title=f"{world_size} ranks")
+            axes.set_xscale("log", base=2)
+            axes.grid(alpha=0.3)
+        panels[0].set_ylabel("MiB beside the shard (dotted: formula)")
+        panels[0].legend(fontsize=8)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.progress import Progress
 from torch import Tensor
 
-if (
-    __name__ == "__main__"
-):  # started by its path: `benchmarks` is found from the root of the checkout
+# Started by its path: `benchmarks` is found from the root of the checkout.
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
+
+from tree_attention.baselines.ring import MANIFEST_BYTES
 
 from benchmarks.harness.measure import (
     MAX_ROUNDS,
@@ -37,9 +38,9 @@ from benchmarks.harness.measure import (
 )
 from benchmarks.harness.program import parser_of_cases, run_cases
 from benchmarks.harness.ranks import (
+    Ranks,
     available_strategies,
     choice_of,
-    chosen_by_auto,
     hosts_of,
     links_of,
     round_trips,
@@ -48,23 +49,19 @@ from benchmarks.harness.report import Column, Report, environment
 from benchmarks.harness.shapes import DTYPES
 from tree_attention import BlockCyclic, lean_decode, ring_decode, tree_decode
 from tree_attention.cli.world import joined_world
-from tree_attention.exchange import Communicator, Topology
-from tree_attention.exchange.chunks import Chunks
-from tree_attention.exchange.state import Message
-from tree_attention.exchange.traffic import Case as Exchanged
-from tree_attention.exchange.traffic import traffic
+from tree_attention.exchange import Communicator
+from tree_attention.exchange.state import StateLayout
+from tree_attention.exchange.strategies import STRATEGIES
 from tree_attention.reference.accuracy import check_against_float64, digest
-from tree_attention.ring import MANIFEST_BYTES
 
 AUTO, RING, LOCAL = "auto", "ring", "local attention only"
-# Where a call can be exchanged part by part, beside what auto does by itself.
-OVERLAP = {"auto, overlapped": True, "auto, one exchange": False}
-
-T = TypeVar("T")
+# Where a call has enough sequences: the exchange of one part beside the attention of the next.
+PARTS = 4
+OVERLAPPED = f"{AUTO}, overlap={PARTS}"
 
 
 @dataclass(frozen=True)
-class Case:
+class ShardedCase:
     """One query token per sequence over `length` keys, spread block-cyclically over the ranks."""
 
     length: int
@@ -81,75 +78,58 @@ class Case:
     def kv_shape(self, num_keys: int) -> tuple[int, int, int, int]:
         return self.batch, self.heads[1], num_keys, self.head_dim
 
+    @property
+    def state_layout(self) -> StateLayout:
+        """Of what a rank contributes to a call."""
+        return StateLayout((self.batch, self.heads[0], 1), self.head_dim, torch.float32)
+
     def kv_bytes(self, num_keys: int) -> int:
         return 2 * DTYPES[self.dtype].itemsize * math.prod(self.kv_shape(num_keys))
 
 
-def quick_cases() -> list[Case]:
-    return [Case(300, dtype="fp32", heads=(4, 2), head_dim=32), Case(65, 3, "bf16", (2, 1), 64)]
+def quick_cases() -> list[ShardedCase]:
+    return [
+        ShardedCase(300, dtype="fp32", heads=(4, 2), head_dim=32),
+        ShardedCase(65, 3, "bf16", (2, 1), 64),
+    ]
 
 
-def standard_cases() -> list[Case]:
-    return [Case(4096), Case(16384), Case(65536), Case(16384, batch=4), Case(8192, batch=16)]
+def standard_cases() -> list[ShardedCase]:
+    return [
+        ShardedCase(4096),
+        ShardedCase(16384),
+        ShardedCase(65536),
+        ShardedCase(16384, batch=4),
+        ShardedCase(8192, batch=16),
+    ]
 
 
-def full_cases() -> list[Case]:
-    more = [Case(262144), Case(16384, dtype="fp32"), Case(16384, dtype="fp16")]
-    return standard_cases() + more + [Case(65536, heads=(8, 1)), Case(16384, head_dim=64)]
+def full_cases() -> list[ShardedCase]:
+    more = [ShardedCase(262144), ShardedCase(16384, dtype="fp32"), ShardedCase(16384, dtype="fp16")]
+    return (
+        standard_cases()
+        + more
+        + [ShardedCase(65536, heads=(8, 1)), ShardedCase(16384, head_dim=64)]
+    )
 
 
-def predicted_bytes(case: Case, way: str, comm: Communicator) -> int:
-    """Bytes that a rank sends per call in one exchange, of the ranks the one that sends most.
+def predicted_bytes(case: ShardedCase, method: str, comm: Communicator) -> int:
+    """Bytes that a rank sends per call, of the ranks the one that sends most.
 
     Every strategy by its `traffic`; the ring passes on every shard but the next rank's.
     """
-    if way == RING:
+    if method == RING:
         # The smallest.
         next_shard = BlockCyclic(comm.world_size).count(comm.world_size - 1, case.length)
         return case.kv_bytes(case.length - next_shard)
     if comm.world_size == 1:
         return 0
-    exchange = exchanged(case, comm.topology)
-    return traffic(chosen_by_auto(comm, exchange) if way == AUTO else way, exchange).bytes_sent
+    name = choice_of(comm, case.state_layout).strategy if method == AUTO else method
+    traffic = STRATEGIES[name].traffic(case.state_layout, comm.topology, DTYPES[case.dtype], False)
+    return traffic.bytes_sent
 
 
-def is_divisible(case: Case) -> bool:
-    """Whether a step may be exchanged part by part."""
-    message = Message((case.batch, case.heads[0], 1), case.head_dim, torch.float32)
-    return len(Chunks.of(message, case.heads[1])) > 1
-
-
-def exchanged(case: Case, topology: Topology) -> Exchanged:
-    """What a step of the case sends among the ranks."""
-    message = Message((case.batch, case.heads[0], 1), case.head_dim, torch.float32)
-    return Exchanged(topology, message, DTYPES[case.dtype])
-
-
-class Ranks:
-    """The world, or this process alone."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = 0, 1
-        if dist.is_initialized():
-            self.rank, self.size = dist.get_rank(), dist.get_world_size()
-
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, in order, on every rank."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
-
-    def from_root(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, where alone it is called."""
-        box = [make() if self.rank == 0 else None]
-        if self.size > 1:
-            dist.broadcast_object_list(box, src=0)
-        return box[0]  # type: ignore[return-value]
-
-
-def fill(case: Case, layout: BlockCyclic, rank: int, k: Tensor, v: Tensor) -> None:
+def fill(case: ShardedCase, layout: BlockCyclic, rank: int, k: Tensor, v: Tensor) -> None:
     """The keys and values of `rank`: from a seed of its own, so that any rank can make them."""
     generator = torch.Generator().manual_seed(1 + rank)
     assert k.shape == case.kv_shape(layout.count(rank, case.length))
@@ -167,7 +147,7 @@ def decode_set(
     return decode(q, *sets[index], **options)
 
 
-def run_case(case: Case, arena: Arena, seconds: float, ranks: Ranks) -> dict[str, Any]:
+def run_case(case: ShardedCase, arena: Arena, seconds: float, ranks: Ranks) -> dict[str, Any]:
     """Times one case on all ranks; the row is the same on every rank."""
     layout, dtype = BlockCyclic(ranks.size), DTYPES[case.dtype]
     num_keys = layout.count(ranks.rank, case.length)
@@ -186,15 +166,15 @@ def run_case(case: Case, arena: Arena, seconds: float, ranks: Ranks) -> dict[str
     q = q.to(dtype)
 
     options: dict[str, dict[str, Any]] = {
-        way: {"strategy": way} for way in (*available_strategies(Communicator()), AUTO)
+        method: {"strategy": method} for method in (*available_strategies(Communicator()), AUTO)
     }
-    if ranks.size > 1 and is_divisible(case):
-        options |= {way: {"overlap": overlap} for way, overlap in OVERLAP.items()}
+    if ranks.size > 1 and case.batch >= PARTS:
+        options[OVERLAPPED] = {"overlap": PARTS}
     # One communicator for each: changing the strategy would compare signatures again.
-    comms = {way: Communicator() for way in (*options, RING)}
+    comms = {method: Communicator() for method in (*options, RING)}
     functions: dict[str, Callable[[int], tuple[Tensor, Tensor]]] = {
-        way: partial(decode_set, tree_decode, q, sets, group=comms[way], **options[way])
-        for way in options
+        method: partial(decode_set, tree_decode, q, sets, group=comms[method], **options[method])
+        for method in options
     }
     functions[RING] = partial(decode_set, ring_decode, q, sets, group=comms[RING])
 
@@ -244,17 +224,21 @@ def run_case(case: Case, arena: Arena, seconds: float, ranks: Ranks) -> dict[str
         "predicted_bytes": {
             name: predicted_bytes(case, name, comms[AUTO])
             for name in functions
-            if name not in OVERLAP and (name != AUTO or not is_divisible(case))
+            if name != OVERLAPPED
         },
         "peak_memory": {name: most(ranks.gather(peak)) for name, peak in peaks.items()},
         "accuracy": accuracy,
         "ranks_agree": agree,
-        "auto": choice_of(comms[AUTO], exchanged(case, comms[AUTO].topology))
-        if ranks.size > 1
-        else None,
+        "auto": told_choice(case, comms[AUTO]) if ranks.size > 1 else None,
         "other_load": others_share(ranks, load),
         "wrong": not all(agree[name] and accuracy[name]["right"] for name in functions),
     }
+
+
+def told_choice(case: ShardedCase, comm: Communicator) -> str:
+    choice = choice_of(comm, case.state_layout)
+    size = f"{case.state_layout.num_bytes:,} bytes over {comm.topology}"
+    return f"auto takes {choice.strategy} for {size}: {choice.reason}"
 
 
 def slowest_rank(ranks: Ranks, samples: Samples) -> Samples:
@@ -276,7 +260,9 @@ def most(values: Sequence[int | None]) -> int | None:
     return max(known) if known else None
 
 
-def run(cases: Sequence[Case], progress: Progress, *, seconds: float, local_rank: int) -> Report:
+def run(
+    cases: Sequence[ShardedCase], progress: Progress, *, seconds: float, local_rank: int
+) -> Report:
     ranks = Ranks()
     cpus = pin_threads(first=local_rank * torch.get_num_threads())
     layout = BlockCyclic(ranks.size)
@@ -296,7 +282,7 @@ def run(cases: Sequence[Case], progress: Progress, *, seconds: float, local_rank
             progress.advance(task)
     summary = [world_of(ranks)] if ranks.size > 1 else []
     summary += [f"{row['name']}: {row['auto']}" for row in rows if row["auto"]]
-    summary += [overlap_of(row) for row in rows if set(OVERLAP) <= set(row["times"])]
+    summary += [overlap_of(row) for row in rows if OVERLAPPED in row["times"]]
     pinned = ranks.gather(cpus)
     header = environment(
         **{
@@ -331,10 +317,10 @@ def world_of(ranks: Ranks) -> str:
 
 
 def overlap_of(row: dict[str, Any]) -> str:
-    overlapped, whole = (row["times"][way]["median_us"] for way in OVERLAP)
+    whole, overlapped = (row["times"][name]["median_us"] for name in (AUTO, OVERLAPPED))
     return (
-        f"{row['name']}: exchanging parts while others compute is {whole / overlapped:.2f} times "
-        "as fast as one exchange"
+        f"{row['name']}: exchanging {PARTS} parts while others compute is "
+        f"{whole / overlapped:.2f} times as fast as one exchange"
     )
 
 
@@ -342,12 +328,12 @@ NOTES = (
     "A row is named dtype, query/kv heads, head_dim, batch, keys of all ranks together, spread "
     "block-cyclically. Each call is timed on every rank and the slowest counts; medians of "
     "alternating calls, p10 and p90 are in the JSON file. Inputs are cold.",
-    "auto is tree_decode's default: strategy and overlap as its cost model predicts to be fastest. "
-    "auto, overlapped and auto, one exchange: only the strategy is left to it.",
+    "auto is tree_decode's default. overlap: the batch is cut into parts, of which one is "
+    "exchanged while the next computes.",
     "Bytes are what one rank sends per call, counted where they are sent. With p ranks, r = batch "
-    "* query heads and d = head_dim: all_gather (p-1) * 4r(d+1); three_allreduce "
-    "2(p-1)/p * 4r(d+2); ring K and V of every shard but the next rank's, and "
-    f"(p-1) * {MANIFEST_BYTES} for their sizes.",
+    "* query heads and d = head_dim: all_gather (p-1) * 4r(d+1); three_allreduce, of which Gloo "
+    "makes rings of 2(p-1) steps, 2(p-1)/p * 4r(d+2); ring K and V of every shard but the next "
+    f"rank's, and (p-1) * {MANIFEST_BYTES} for their sizes.",
     "Peak is by how much resident memory grew on the worst rank in the first call.",
     "error is the largest of o over all rows, relative to the row's largest magnitude, against "
     "float64. A row is right when that is at most twice plain PyTorch's plus one rounding and all "
@@ -375,7 +361,7 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
 
     return [
         column("case", lambda row, name: row["name"]),
-        column("way", lambda row, name: name),
+        column("method", lambda row, name: name),
         column("us", lambda row, name: f"{median(row, name):,.1f}"),
         column("ring /this", lambda row, name: f"{median(row, RING) / median(row, name):.1f}"),
         column("bytes sent", lambda row, name: f"{row['bytes_per_rank'].get(name, 0):,}"),

@@ -11,12 +11,12 @@ compiled on demand), `hosts` runs programs on it and `probe` measures it. Needs 
 
 from .hosts import Cluster, exit_on_sigterm
 from .network import Unsupported, unsupported
-from .wiring import LINKS, Link, Wiring, parse_link
+from .wiring import LINKS, LinkSpec, Wiring, parse_link
 
 __all__ = [
     "LINKS",
     "Cluster",
-    "Link",
+    "LinkSpec",
     "Unsupported",
     "Wiring",
     "exit_on_sigterm",

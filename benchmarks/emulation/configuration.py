@@ -16,21 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tree_attention.exchange.choice import COSTS_VARIABLE
 
 from tree_attention import lean_decode
-from tree_attention.exchange.costs import COSTS_VARIABLE, Calibration
+from tree_attention.exchange.topology import Topology
 
 from ..harness.machine import softirq_seconds
-from ..harness.measure import Load
+from ..harness.measure import Load, load_warnings
 from ..harness.program import add_out, finish
 from ..harness.report import Report, environment, write
-from .fake_attention import DTYPE, HEAD_DIM, NUM_HEADS, NUM_HEADS_KV
+from ..simulation import bytes_of_formula
+from .fake_attention import DTYPE, HEAD_DIM, NUM_HEADS, NUM_HEADS_KV, problem_of
 from .hosts import Cluster, exit_on_sigterm
 from .network import unsupported
 from .probe import probe, spread
 from .wiring import LINKS
 
-CALIBRATION_SECONDS = 0.1  # for each operation and size
+CALIBRATION_SECONDS = 0.4  # for each strategy and size
 
 
 def run(
@@ -59,7 +61,6 @@ def run(
         after = os.times()
         results = json.loads(out.read_text())
         constants = json.loads(costs.read_text())
-    constants.pop("samples", None)
     # Of the relay and the ranks, all of which have ended, and of the kernel for their packets.
     ours = sum(after[2:4]) - sum(before[2:4]) + softirq_seconds() - packets
     share = ours / (os.cpu_count() or 1) / (after.elapsed - before.elapsed)
@@ -87,32 +88,34 @@ def run_cases(
     spec = {"cases": cases, "seconds": seconds}
     part = run(link, world_size, ["benchmarks.emulation.rank"], spec)
     results = zip(cases, part.pop("results"), strict=True)
-    return {"rows": [row_of(link, world_size, case, ways) for case, ways in results], **part}
+    return {"rows": [row_of(link, world_size, case, methods) for case, methods in results], **part}
 
 
 def row_of(
-    link: str, world_size: int, case: dict[str, Any], ways: dict[str, Any]
+    link: str, world_size: int, case: dict[str, Any], methods: dict[str, Any]
 ) -> dict[str, Any]:
-    for way in ways.values():
-        way["p10"], way["median"], way["p90"] = spread(way["seconds"])
+    """A case with what was measured, and the bytes that each method's formula says."""
+    for method in methods.values():
+        method["p10"], method["median"], method["p90"] = spread(method["seconds"])
+    problem, topology = problem_of(case["batch"], case["keys"]), topology_of(link, world_size)
+    for name, method in methods.items():
+        strategy = method.get("chosen", name)
+        method["formula_bytes"] = bytes_of_formula(strategy, problem, topology)
     return {
         "name": f"{link} p={world_size} B={case['batch']} n={case['keys']}",
         "link": link,
         "world_size": world_size,
         **{name: case[name] for name in ("batch", "keys", "seconds_per_key")},
-        "ways": ways,
-        "wrong": not all(way["right"] for way in ways.values()),
+        "methods": methods,
+        "wrong": not all(
+            method["right"] and method["bytes"] == method["formula_bytes"]
+            for method in methods.values()
+        ),
     }
 
 
-def load_costs(content: dict[str, Any] | None) -> Calibration | None:
-    """From what `run` keeps of a calibration."""
-    if content is None:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "costs.json"
-        path.write_text(json.dumps(content))
-        return Calibration.load(path)
+def topology_of(link: str, world_size: int) -> Topology:
+    return Topology.of([LINKS[link].node(rank) for rank in range(world_size)])
 
 
 def load_parts(path: Path) -> dict[str, Any]:
@@ -122,18 +125,26 @@ def load_parts(path: Path) -> dict[str, Any]:
     content = json.loads(path.read_text())
     parts = {name: {**part, "rows": []} for name, part in content["configurations"].items()}
     for row in content["rows"]:
-        if row.get("only_predicted"):
-            continue
         parts[f"{row['link']}/{row['world_size']}"]["rows"].append(row)
     return parts
 
 
-def without_rows(parts: dict[str, Any]) -> dict[str, Any]:
-    """What the JSON file has of the configurations beside its rows."""
-    return {
+def cluster_report(measured: dict[str, Any], **content: Any) -> Report:
+    """A report of configurations, which keeps what it needs to be made again.
+
+    `content` are further arguments of `Report`; `environment` adds to it.
+    """
+    header = {"configurations": ", ".join(measured), **content.pop("environment", {})}
+    parts = {
         name: {key: value for key, value in part.items() if key != "rows"}
-        for name, part in parts.items()
+        for name, part in measured.items()
     }
+    return Report(
+        **content,
+        environment=environment(**header),
+        warnings=load_warnings([part["other_load"] for part in measured.values()]),
+        more={"configurations": parts},
+    )
 
 
 @functools.cache

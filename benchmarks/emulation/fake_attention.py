@@ -14,17 +14,24 @@ from typing import Any
 from unittest import mock
 
 import torch
+import tree_attention.baselines.ring as ring_module
+import tree_attention.baselines.ring_pass_q as ring_pass_q_module
 from torch import Tensor
 
 import tree_attention.decode as tree_module
-import tree_attention.ring as ring_module
-import tree_attention.ring_pass_q as ring_pass_q_module
+
+from ..simulation import Problem
 
 NUM_HEADS, NUM_HEADS_KV, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
 
 
-class PretendedAttention:
+def problem_of(batch: int, keys: int) -> Problem:
+    """A step with `keys` keys of each sequence on every rank."""
+    return Problem(keys, batch, (NUM_HEADS, NUM_HEADS_KV), HEAD_DIM, DTYPE)
+
+
+class FakeAttention:
     """Stands for `lean_decode`: a state that depends on the query and on whose keys these are."""
 
     def __init__(self, seconds_per_key: float) -> None:
@@ -61,9 +68,9 @@ def merged(q: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def pretended(seconds_per_key: float) -> Iterator[None]:
-    """Every way of decoding calls it instead of `lean_decode`."""
-    attention = PretendedAttention(seconds_per_key)
+def faked_attention(seconds_per_key: float) -> Iterator[None]:
+    """Every method of decoding calls it instead of `lean_decode`."""
+    attention = FakeAttention(seconds_per_key)
     with ExitStack() as stack:
         for module in (tree_module, ring_module, ring_pass_q_module):
             stack.enter_context(mock.patch.object(module, "lean_decode", attention))

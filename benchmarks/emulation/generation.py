@@ -19,7 +19,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor
 
@@ -31,17 +30,20 @@ from tree_attention.hf import TreeCache
 from tree_attention.hf.cache import TreeCacheLayer
 from tree_attention.hf.masks import KeyRanges
 
-from ..harness.measure import load_warnings
-from ..harness.report import Column, Report, environment
+from ..harness.plots import picture
+from ..harness.ranks import Ranks, run_rank
+from ..harness.report import Column, Report
 from ..llama import fill, make_model
-from .configuration import configurations, measure, parser_of, run, without_rows
+from .configuration import cluster_report, configurations, measure, parser_of, run
 from .probe import spread
-from .tables import link_sentences, milliseconds
+from .tables import link_sentences, milliseconds, spread_of
 
 TREE, RING = "tree", "ring"
 LINK_NAMES = ("lan", "metro")
 WORLDS = (2, 4)
 CONTEXTS = (8192, 32768)  # of all ranks together
+_GENERATIONS = 2  # of each method, in turn
+_TIMEOUT = 300.0
 
 NOTES = (
     "A row is named link, p ranks, L tokens of context of all ranks together. Tokens of generate "
@@ -54,32 +56,32 @@ NOTES = (
     "tree exchanges by strategy auto, with what `python -m tree_attention calibrate` measured on "
     "the same configuration just before. waiting: the share of the time in which rank 0 "
     "waited for others. Bytes are per token, of the rank that sent most.",
-    "right: both ways and all ranks made the same tokens every time.",
+    "right: both methods and all ranks made the same tokens every time.",
 )
 
 
 def rows_of(link: str, world_size: int, results: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for context, ranks in results.items():
-        ways = {}
+        methods = {}
         for name in (TREE, RING):
             of_ranks = [rank[name] for rank in ranks]
             slowest = [max(times) for times in zip(*(r["seconds"] for r in of_ranks), strict=True)]
             tenth, median, ninetieth = spread(slowest)
-            ways[name] = {
+            methods[name] = {
                 "seconds": slowest,
                 **{"p10": tenth, "median": median, "p90": ninetieth},
                 "bytes": max(count for rank in of_ranks for count in rank["bytes"]),
                 "exchange_share": max(of_ranks[0]["exchange_share"]),
             }
-        made = {tuple(t) for rank in ranks for name in ways for t in rank[name]["tokens"]}
+        made = {tuple(t) for rank in ranks for name in methods for t in rank[name]["tokens"]}
         rows.append(
             {
                 "name": f"{link} p={world_size} L={context}",
                 "link": link,
                 "world_size": world_size,
                 "context": int(context),
-                "ways": ways,
+                "methods": methods,
                 "tokens": sorted(map(list, made)),
                 "wrong": len(made) != 1,
             }
@@ -111,71 +113,58 @@ def main(arguments: list[str]) -> int:
 def report_of(measured: dict[str, Any]) -> Report:
     rows = [row for part in measured.values() for row in part["rows"]]
     layers = " or ".join(str(n) for n in sorted({part["layers"] for part in measured.values()}))
-    return Report(
+    return cluster_report(
+        measured,
         name="generation",
         title=f"A 1B-shaped Llama, {layers} of 16 layers, generates on emulated clusters",
         notes=NOTES,
-        environment=environment(
-            configurations=", ".join(measured), transformers=transformers.__version__
-        ),
+        environment={"transformers": transformers.__version__},
         rows=rows,
         columns=columns(rows),
         summary=link_sentences(measured),
-        warnings=load_warnings([part["other_load"] for part in measured.values()]),
-        more={"configurations": without_rows(measured)},
         draw=draw,
     )
 
 
 def columns(rows: list[dict[str, Any]]) -> list[Column]:
-    lines = [(row, name, way) for row in rows for name, way in row["ways"].items()]
+    lines = [(row, name, method) for row in rows for name, method in row["methods"].items()]
 
-    def times(way: dict[str, Any]) -> str:
-        low, high = milliseconds(way["p10"]), milliseconds(way["p90"])
-        return f"{low} to {high} ({len(way['seconds'])})"
-
-    def times_ring(row: dict[str, Any], way: dict[str, Any]) -> str:
-        return f"{row['ways'][RING]['median'] / way['median']:.2f}"
+    def times_ring(row: dict[str, Any], method: dict[str, Any]) -> str:
+        return f"{row['methods'][RING]['median'] / method['median']:.2f}"
 
     return [
         Column("case", [row["name"] for row, _, _ in lines]),
-        Column("way", [name for _, name, _ in lines]),
-        Column("tokens/s", [f"{1 / way['median']:.2f}" for _, _, way in lines]),
-        Column("x ring", [times_ring(row, way) for row, _, way in lines]),
-        Column("ms /token", [milliseconds(way["median"]) for _, _, way in lines]),
-        Column("p10 to p90", [times(way) for _, _, way in lines]),
-        Column("waiting", [f"{way['exchange_share']:.0%}" for _, _, way in lines]),
-        Column("bytes sent", [f"{way['bytes']:,}" for _, _, way in lines]),
+        Column("method", [name for _, name, _ in lines]),
+        Column("tokens/s", [f"{1 / method['median']:.2f}" for _, _, method in lines]),
+        Column("x ring", [times_ring(row, method) for row, _, method in lines]),
+        Column("ms /token", [milliseconds(method["median"]) for _, _, method in lines]),
+        Column("p10 to p90", [spread_of(method) for _, _, method in lines]),
+        Column("waiting", [f"{method['exchange_share']:.0%}" for _, _, method in lines]),
+        Column("bytes sent", [f"{method['bytes']:,}" for _, _, method in lines]),
         Column("right", ["WRONG" if row["wrong"] else "yes" for row, _, _ in lines]),
     ]
 
 
 def draw(report: Report, path: Path) -> None:
-    """Tokens per second of both ways, a group of bars for each row."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(4 + 1.0 * len(report.rows), 5))
-    for i, name in enumerate((TREE, RING)):
-        ways = [row["ways"][name] for row in report.rows]
-        rates = [1 / way["median"] for way in ways]
-        spreads = [
-            [1 / way["median"] - 1 / way["p90"] for way in ways],
-            [1 / way["p10"] - 1 / way["median"] for way in ways],
-        ]
-        places = [place + 0.4 * (i - 0.5) for place in range(len(ways))]
-        bars = axes.bar(places, rates, 0.4, yerr=spreads, label=name, error_kw={"linewidth": 0.8})
-        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
-    labels = [row["name"].replace(" L=", "\nL=") for row in report.rows]
-    axes.set_xticks(range(len(labels)), labels, fontsize=8)
-    axes.set_ylabel("tokens per second, median and p10 to p90")
-    axes.set_title(report.title, fontsize=10)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    """Tokens per second of both methods, a group of bars for each row."""
+    size = (4 + 1.0 * len(report.rows), 5)
+    with picture(path, size, title=report.title) as ((axes,),):
+        for i, name in enumerate((TREE, RING)):
+            methods = [row["methods"][name] for row in report.rows]
+            rates = [1 / method["median"] for method in methods]
+            spreads = [
+                [1 / method["median"] - 1 / method["p90"] for method in methods],
+                [1 / method["p10"] - 1 / method["median"] for method in methods],
+            ]
+            places = [place + 0.4 * (i - 0.5) for place in range(len(methods))]
+            bars = axes.bar(
+                places, rates, 0.4, yerr=spreads, label=name, error_kw={"linewidth": 0.8}
+            )
+            axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+        labels = [row["name"].replace(" L=", "\nL=") for row in report.rows]
+        axes.set_xticks(range(len(labels)), labels, fontsize=8)
+        axes.set_ylabel("tokens per second, median and p10 to p90")
+        axes.legend()
 
 
 def attend_by_ring(
@@ -204,18 +193,18 @@ def by_ring() -> Iterator[None]:
 
 
 def run_context(model: Any, context: int, tokens: int) -> dict[str, Any]:
-    """Generations of both ways, in turn, from the same random context."""
+    """Generations of both methods, in turn, from the same random context."""
     prompt = torch.arange(context + 1)[None] * 7919 % model.config.vocab_size
     result: dict[str, Any] = {}
     caches = {}
-    for way in (TREE, RING):  # of their own, as changing the call would compare signatures again
+    for method in (TREE, RING):  # of their own, as changing the call would compare signatures again
         cache = TreeCache(model.config, Communicator(), timeout=_TIMEOUT, growth=64)
         cache.reserve(context + 2 * tokens)
-        caches[way] = fill(cache, model.config, context)
-        result[way] = {"tokens": [], "seconds": [], "bytes": [], "exchange_share": []}
+        caches[method] = fill(cache, model.config, context)
+        result[method] = {"tokens": [], "seconds": [], "bytes": [], "exchange_share": []}
     for turn in range(1 + _GENERATIONS):
-        for way, cache in caches.items():
-            with by_ring() if way == RING else nullcontext():
+        for method, cache in caches.items():
+            with by_ring() if method == RING else nullcontext():
                 # The first one also connects and allocates; the first token of each is not timed.
                 count = tokens + 1 if turn else 2
                 made = generate(model, prompt, cache, max_new_tokens=count, min_new_tokens=count)
@@ -224,35 +213,28 @@ def run_context(model: Any, context: int, tokens: int) -> dict[str, Any]:
                 continue
             first, last = made.arrivals[0], made.arrivals[-1]
             sent = (last.bytes_sent - first.bytes_sent) // (len(made.arrivals) - 1)
-            result[way]["tokens"].append(made.tokens)
-            result[way]["seconds"] += made.gaps
-            result[way]["bytes"].append(sent)
+            result[method]["tokens"].append(made.tokens)
+            result[method]["seconds"] += made.gaps
+            result[method]["bytes"].append(sent)
             exchanging = last.exchange_seconds - first.exchange_seconds
-            result[way]["exchange_share"].append(exchanging / sum(made.gaps))
+            result[method]["exchange_share"].append(exchanging / sum(made.gaps))
     return result
 
 
 def generate_on_host(specification: Path, out: Path) -> None:
+    """On every host: each rank's results of each context, on rank 0 in `out`."""
     spec = json.loads(specification.read_text())
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    results = {}
-    with torch.inference_mode():
+
+    def generate_all(ranks: Ranks) -> dict[str, Any]:
         model = make_model(spec["layers"])
         model.set_attn_implementation("tree_attention")
-        for context in spec["contexts"]:
-            own = run_context(model, context, spec["tokens"])
-            every: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(every, own)
-            results[str(context)] = every
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+        return {
+            str(context): ranks.gather(run_context(model, context, spec["tokens"]))
+            for context in spec["contexts"]
+        }
+
+    run_rank(out, generate_all)
 
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
-
-_GENERATIONS = 2  # of each way, in turn
-_TIMEOUT = 300.0

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from .relay import MTU, Relay
-from .wiring import MAX_NODES, Link, Wiring
+from .wiring import MAX_NODES, LinkSpec, Wiring
 
 _NAMESPACES = Path("/run/netns")
 _ETC = Path("/etc/netns")  # `ip netns exec` puts the files of a namespace in place of /etc's
@@ -56,7 +56,7 @@ def unsupported() -> str | None:
     try:
         _run("ip", "netns", "add", name)
         _run("ip", "-n", name, "tuntap", "add", "dev", "net0", "mode", "tun")
-        _run("tc", "-n", name, *_shaping("net0", Link(1e-3, 1e9)))
+        _run("tc", "-n", name, *_shaping("net0", LinkSpec(1e-3, 1e9)))
     except Unsupported as error:
         return str(error)
     finally:
@@ -145,7 +145,7 @@ def _start_time(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[19])
 
 
-def _shaping(device: str, link: Link) -> list[str]:
+def _shaping(device: str, link: LinkSpec) -> list[str]:
     burst = max(MTU + 14, int(link.rate / 8 * _TIMER_SECONDS))
     shape = f"rate {int(link.rate)}bit burst {burst} limit {_QUEUE_BYTES}"
     return f"qdisc add dev {device} root tbf {shape}".split()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What clusters.py and contexts.py run on every host: one rank, which times exchanges
-and rings over the real network, with pretended attention."""
+and rings over the real network, with fake attention."""
 
 from __future__ import annotations
 
@@ -18,15 +18,23 @@ from torch import Tensor
 
 from tree_attention import ring_decode, ring_pass_q_decode, tree_decode
 from tree_attention.exchange import Communicator
-from tree_attention.exchange.traffic import Case
 
-from ..harness.ranks import available_strategies, chosen_by_auto
-from .fake_attention import DTYPE, HEAD_DIM, NUM_HEADS, merged, pretended, shard_of
-from .model import AUTO, message_of
+from ..harness.ranks import available_strategies, choice_of, run_rank
+from ..simulation import RING, RING_PASS_Q
+from .fake_attention import (
+    DTYPE,
+    HEAD_DIM,
+    NUM_HEADS,
+    faked_attention,
+    merged,
+    problem_of,
+    shard_of,
+)
 
-RINGS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "ring": ring_decode,
-    "ring, passing queries": ring_pass_q_decode,
+AUTO = "auto"
+_RINGS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    RING: ring_decode,
+    RING_PASS_Q: ring_pass_q_decode,
 }
 _MAX_ROUNDS, _MAX_CALLS = 30, 5
 # Between two calls, for the ranks to go to sleep and wake up together.
@@ -56,7 +64,7 @@ class Timer:
         return _largest([self.last[name]])[0] > _LONG
 
     def run(self, seconds: float, min_rounds: int) -> None:
-        """Rounds of all ways in turn, quick ones several times, each round in an order of its own:
+        """Rounds of all methods, quick ones several times, each round in an order of its own:
         drift of the machine, and what the one before leaves behind, meet all alike."""
         rounds, done = min_rounds, 0
         numbers = dict.fromkeys(self._calls, 1)
@@ -94,50 +102,52 @@ class Timer:
 
 
 def run_case(case: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Times and counts the ways of a case; the same on every rank."""
+    """Times and counts the methods of a case; the same on every rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(case["batch"], NUM_HEADS, 1, HEAD_DIM, generator=generator).to(DTYPE)
     k, v = shard_of(rank, case["batch"], case["keys"], case.get("one_memory", False))
     expected = merged(q, world_size)
-    # One communicator for each way, as changing the call would compare signatures again.
-    possible = {*available_strategies(Communicator(timeout=_TIMEOUT)), AUTO, *RINGS}
-    comms = {way: Communicator(timeout=_TIMEOUT) for way in case["ways"] if way in possible}
+    # One communicator for each method, as changing the call would compare signatures again.
+    possible = {*available_strategies(Communicator(timeout=_TIMEOUT)), AUTO, *_RINGS}
+    comms = {
+        method: Communicator(timeout=_TIMEOUT) for method in case["methods"] if method in possible
+    }
 
-    def decode(way: str) -> tuple[Tensor, Tensor]:
-        if way in RINGS:
-            return RINGS[way](q, k, v, group=comms[way])
-        return tree_decode(q, k, v, group=comms[way], strategy=way)
+    def decode(method: str) -> tuple[Tensor, Tensor]:
+        if method in _RINGS:
+            return _RINGS[method](q, k, v, group=comms[method])
+        return tree_decode(q, k, v, group=comms[method], strategy=method)
 
-    def counts_of(way: str) -> tuple[int, int, int]:
-        return comms[way].bytes_sent, comms[way].link.num_operations, _wire_bytes()
+    def counts_of(method: str) -> tuple[int, int, int]:
+        return comms[method].bytes_sent, comms[method].link.num_operations, _wire_bytes()
 
     results: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def call(way: str) -> Callable[[], None]:
+    def call(method: str) -> Callable[[], None]:
         def once() -> None:
-            results[way] = decode(way)
+            results[method] = decode(method)
 
         return once
 
-    timer = Timer({way: call(way) for way in comms})
+    timer = Timer({method: call(method) for method in comms})
     counts = {}
-    with pretended(case["seconds_per_key"]):
-        for way in comms:
-            before = counts_of(way)
-            if not timer.warm_up(way):
-                before = counts_of(way)  # without what the first call compares
-                timer.warm_up(way)
-            counts[way] = [b - a for a, b in zip(before, counts_of(way), strict=True)]
+    with faked_attention(case["seconds_per_key"]):
+        for method in comms:
+            before = counts_of(method)
+            if not timer.warm_up(method):
+                before = counts_of(method)  # without what the first call compares
+                timer.warm_up(method)
+            counts[method] = [b - a for a, b in zip(before, counts_of(method), strict=True)]
         timer.run(seconds, case["min_rounds"])
-    ways = {
-        way: _together(timer.times[way], counts[way], is_right(results[way], expected))
-        for way in comms
+    methods = {
+        method: _together(timer.times[method], counts[method], is_right(results[method], expected))
+        for method in comms
     }
-    if AUTO in ways:
-        exchange = Case(comms[AUTO].topology, message_of(case["batch"]), DTYPE)
-        ways[AUTO]["chosen"] = chosen_by_auto(comms[AUTO], exchange)
-    return ways
+    if AUTO in methods:
+        layout = problem_of(case["batch"], case["keys"]).layout
+        methods[AUTO]["chosen"] = choice_of(comms[AUTO], layout).strategy
+    return methods
 
 
 def is_right(result: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
@@ -178,14 +188,7 @@ def _wire_bytes() -> int:
 
 def main(specification: Path, out: Path) -> None:
     spec = json.loads(specification.read_text())
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    with torch.inference_mode():
-        results = [run_case(case, spec["seconds"]) for case in spec["cases"]]
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    run_rank(out, lambda ranks: [run_case(case, spec["seconds"]) for case in spec["cases"]])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ MAX_NODES = 255
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpec:
     """What a packet meets on its way out of a host."""
 
     delay: float  # seconds, one way
@@ -24,7 +24,7 @@ class Link:
         return f"{1e3 * self.delay:g} ms, {self.rate / 1e9:g} Gb/s"
 
 
-def parse_link(text: str) -> Link:
+def parse_link(text: str) -> LinkSpec:
     """From "1ms,1gbit".
 
     Raises:
@@ -36,7 +36,7 @@ def parse_link(text: str) -> Link:
             f"a link is written DELAY(us|ms|s),RATE(kbit|mbit|gbit), as 1ms,1gbit; got {text!r}"
         )
     delay, delay_unit, rate, rate_unit = match.groups()
-    link = Link(float(delay) * _SECONDS[delay_unit], float(rate) * _BITS[rate_unit])
+    link = LinkSpec(float(delay) * _SECONDS[delay_unit], float(rate) * _BITS[rate_unit])
     if link.rate < 1e5:
         raise ValueError(f"a link has at least 100 kbit/s, got {text!r}")
     return link
@@ -50,8 +50,8 @@ class Wiring:
     only hosts have links.
     """
 
-    between: Link  # nodes
-    inside: Link | None = None  # a node; None: every host is a node
+    between: LinkSpec  # nodes
+    inside: LinkSpec | None = None  # a node; None: every host is a node
     per_node: int = 1
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Wiring:
     def address(self, host: int) -> str:
         return f"10.77.{self.node(host)}.{host % self.per_node + 1}"
 
-    def link(self, a: int, b: int) -> Link:
+    def link(self, a: int, b: int) -> LinkSpec:
         """Between two different hosts."""
         if self.inside is not None and self.node(a) == self.node(b):
             return self.inside
@@ -78,8 +78,8 @@ class Wiring:
         return f"{self.inside} in nodes of {self.per_node}, {self.between} between them"
 
 
-_LAN = Link(1e-4, 1e10)
-_METRO = Link(1e-3, 1e9)
+_LAN = LinkSpec(1e-4, 1e10)
+_METRO = LinkSpec(1e-3, 1e9)
 LINKS = {
     "lan": Wiring(_LAN),
     "metro": Wiring(_METRO),

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Where the ranks of a benchmark are, what connects them, and what "auto" makes of that."""
 
+import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from tree_attention.exchange.choice import Choice, choose, measured_costs
 
 from tree_attention.exchange import Communicator, Topology, strategies
-from tree_attention.exchange.costs import COSTS_VARIABLE, choose, predict
-from tree_attention.exchange.strategies import candidates
-from tree_attention.exchange.traffic import Case
+from tree_attention.exchange.state import StateLayout
 
 _ROUND_TRIPS = 9
+CPU = torch.device("cpu")
+
+T = TypeVar("T")
 
 
 def hosts_of(names: Sequence[str]) -> str:
@@ -74,27 +79,56 @@ def links_of(topology: Topology, times: Sequence[float], backend: str) -> str:
 
 def available_strategies(comm: Communicator) -> list[str]:
     """Those that can run on the host's tensors of these ranks; collective."""
-    comm.exchange(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1))  # which finds out
-    return [name for name in strategies() if name not in comm.unavailable]
+    comm.all_merge_states(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1))  # which finds out
+    return [name for name in strategies() if name not in comm.unavailable(CPU)]
 
 
-def chosen_by_auto(comm: Communicator, case: Case) -> str:
-    """The strategy that "auto" takes on a communicator that has been used."""
-    return choose(case, comm.costs(torch.device("cpu")), comm.unavailable)
-
-
-def choice_of(comm: Communicator, case: Case) -> str:
-    """What "auto" takes for this exchange, and the predictions that made it."""
-    costs = comm.costs(torch.device("cpu"))
-    chosen = chosen_by_auto(comm, case)
-    names = candidates(case.message.dtype, case.head_sharded, canonical=True)
-    times = predict(case, costs, tuple(name for name in names if name not in comm.unavailable))
-    predictions = ", ".join(
-        f"{name} {1e6 * times[name]:,.0f}" for name in sorted(times, key=times.__getitem__)
+def choice_of(comm: Communicator, layout: StateLayout) -> Choice:
+    """What "auto" takes for states of `layout` on a communicator that has been used, and why."""
+    return choose(
+        layout,
+        comm.topology,
+        comm.link.backend(CPU),
+        costs=measured_costs(),
+        unavailable=comm.unavailable(CPU),
     )
-    file = os.environ.get(COSTS_VARIABLE)
-    source = f"those of {file}" if file else "shipped ones; measure your own with calibrate"
-    return (
-        f"auto takes {chosen} for {case.message.num_bytes:,} bytes over {case.topology}: predicted "
-        f"us {predictions} (constants: {source})"
-    )
+
+
+class Ranks:
+    """The world, or this process alone."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        if dist.is_initialized():
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_root(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, where alone it is called."""
+        box = [make() if self.rank == 0 else None]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]  # type: ignore[return-value]
+
+
+def run_rank(out: Path, run: Callable[[Ranks], Any]) -> None:
+    """Everything that a rank with one thread does: joins the world by Gloo, runs, and leaves it.
+
+    Rank 0 writes what `run` returned there to `out`, as JSON.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks = Ranks()
+    with torch.inference_mode():
+        result = run(ranks)
+    if ranks.rank == 0:
+        out.write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -2,26 +2,30 @@
 """Simulated clusters: what every exchange and both rings take on networks that are not at hand.
 
 `fabric` moves messages over links with latency, bandwidth and queues; `collectives` are those of
-Gloo and NCCL; `programs` do what the strategies and rings of this library do, message by message;
-`clusters` holds constants and where they come from; `study` and `validation` make the tables.
+Gloo and NCCL; `recording` learns what a strategy does by running it with a link that records, and
+`steps` replays that; `rings` does what the rings do; `clusters` holds constants and where they come
+from; `study` makes the tables.
 """
 
-from .clusters import CLUSTERS, Cluster, from_costs
-from .fabric import Fabric, Level, Network, Relay
-from .programs import RING, RING_PASS_Q, Problem, Run, simulate, ways
+from .clusters import CLUSTERS, Cluster
+from .fabric import Fabric, Level, Network
+from .problem import Problem
+from .rings import RING, RING_PASS_Q, RINGS
+from .steps import Run, bytes_of_formula, methods, simulate, step_bytes
 
 __all__ = [
     "CLUSTERS",
     "RING",
+    "RINGS",
     "RING_PASS_Q",
     "Cluster",
     "Fabric",
     "Level",
     "Network",
     "Problem",
-    "Relay",
     "Run",
-    "from_costs",
+    "bytes_of_formula",
+    "methods",
     "simulate",
-    "ways",
+    "step_bytes",
 ]

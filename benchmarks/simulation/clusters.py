@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tree_attention.exchange.costs import Costs
 from tree_attention.exchange.topology import Topology
 
 from .fabric import EVERYBODY, Level, Network
@@ -29,8 +28,6 @@ class Cluster:
     local_operation: float  # seconds per kernel or copy
     local_bandwidth: float  # bytes per second of merges and copies
     key_bandwidth: float  # bytes per second of attention
-    # Of an emulated cluster, whose ranks share them; None: they are the rank's own.
-    processors: int | None = None
 
     def topology(self, world_size: int) -> Topology:
         return Topology(tuple(rank // self.ranks_per_node for rank in range(world_size)))
@@ -126,33 +123,3 @@ CLUSTERS = {
         ),
     )
 }
-
-
-def from_costs(
-    name: str, costs: Costs, ranks_per_node: int, key_bandwidth: float, backend: str = "gloo"
-) -> Cluster:
-    """A cluster with the constants of a `calibrate` file, which were fitted to trips over links."""
-
-    def level(ranks: int, step: float, per_byte: float) -> Level:
-        bandwidth = 1 / per_byte if per_byte else float("inf")
-        return Level(ranks, step, bandwidth, costs.messages)
-
-    between = level(EVERYBODY, costs.steps_between, costs.bytes_between)
-    inside = level(ranks_per_node, costs.steps_inside, costs.bytes_inside)
-    levels = (inside, between) if ranks_per_node > 1 else (between,)
-    if backend == "nccl":
-        network = Network(name, levels, call=costs.collectives, round=costs.collectives)
-    else:
-        network = Network(
-            name, levels, call=costs.collectives, asks_first=True, gathers_directly=True
-        )
-    return Cluster(
-        name,
-        f"calibration {costs.digest}",
-        ranks_per_node,
-        (network,),
-        costs.exchanges,
-        costs.local_operations,
-        1 / costs.local_bytes if costs.local_bytes else float("inf"),
-        key_bandwidth,
-    )

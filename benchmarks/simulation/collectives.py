@@ -32,16 +32,14 @@ def all_reduce(fabric: Fabric, num_bytes: int) -> None:
 def all_to_all(fabric: Fabric, num_bytes: int) -> None:
     """`num_bytes` from each rank to each other one, beginning with the next."""
     fabric.work(fabric.network.call)
-    _direct(fabric, to_everybody(fabric), num_bytes, awaited=fabric.now.copy())
+    _direct(fabric, to_everybody(fabric, num_bytes), awaited=fabric.now.copy())
 
 
-# Messages of one batch: sources, of which none occurs twice, and their targets.
-Batch = tuple[Ints, Ints]
+# Messages of one batch: sources, of which none occurs twice, their targets and sizes in bytes.
+Batch = tuple[Ints, Ints, int | Ints]
 
 
-def messages(
-    fabric: Fabric, batches: Iterable[Batch], num_bytes: int, awaited: Floats | None = None
-) -> None:
+def messages(fabric: Fabric, batches: Iterable[Batch], awaited: Floats | None = None) -> None:
     """Each rank sends one batch after the other, then waits for what it sent and what it gets.
 
     Args:
@@ -49,34 +47,23 @@ def messages(
     """
     awaited = fabric.now.copy() if awaited is None else awaited
     fabric.work(fabric.network.round)
-    _direct(fabric, batches, num_bytes, awaited, posted=True)
+    _direct(fabric, batches, awaited)
 
 
-def to_everybody(fabric: Fabric, stride: int = 1, count: int | None = None) -> Iterator[Batch]:
-    """From each rank to the others of its set: `count` ranks, `stride` apart; to the next first."""
-    count = fabric.world_size if count is None else count
-    place = fabric.ranks // stride % count
-    first = fabric.ranks - place * stride
-    for distance in range(1, count):
-        yield fabric.ranks, first + (place + distance) % count * stride
+def to_everybody(fabric: Fabric, num_bytes: int) -> Iterator[Batch]:
+    """A message from each rank to every other one, to the next rank first."""
+    for distance in range(1, fabric.world_size):
+        yield fabric.ranks, (fabric.ranks + distance) % fabric.world_size, num_bytes
 
 
-def _direct(
-    fabric: Fabric,
-    batches: Iterable[Batch],
-    num_bytes: int,
-    awaited: Floats,
-    posted: bool = False,
-) -> None:
+def _direct(fabric: Fabric, batches: Iterable[Batch], awaited: Floats) -> None:
     finished = fabric.now.copy()
-    received = np.zeros(fabric.world_size, dtype=np.int64)
-    for sources, targets in batches:
+    for sources, targets, num_bytes in batches:
         route = fabric.route(sources, targets)
-        left, arrived = fabric.send(route, num_bytes, awaited, posted)
+        left, arrived = fabric.send(route, num_bytes, awaited)
         finished[sources] = np.maximum(finished[sources], left)
         finished = np.maximum(finished, fabric.received(route, arrived))
-        received += np.bincount(targets, minlength=fabric.world_size)
-    fabric.wait(finished, received, posted)
+    fabric.wait(finished)
 
 
 def shift(fabric: Fabric, sizes: Sequence[Ints]) -> Floats:
@@ -91,7 +78,7 @@ def shift(fabric: Fabric, sizes: Sequence[Ints]) -> Floats:
         if not size.all():
             sources = np.flatnonzero(size)
             route = fabric.route(sources, (sources + 1) % fabric.world_size)
-        left, arrived = fabric.send(route, size[route.sources], awaited, posted=True)
+        left, arrived = fabric.send(route, size[route.sources], awaited)
         finished[route.sources] = np.maximum(finished[route.sources], left)
         finished = np.maximum(finished, fabric.received(route, arrived))
     return finished
@@ -102,15 +89,15 @@ def _ring(fabric: Fabric, sizes: Sequence[int]) -> None:
     fabric.work(fabric.network.call)
     chunks = fabric.network.chunks
     ready = [fabric.now.copy() for _ in range(chunks)]
-    for step, size in enumerate(sizes):
+    for size in sizes:
         for chunk in range(chunks):
             # One thread serves all chunks, in turns.
-            fabric.wait(ready[chunk], int(step > 0))
+            fabric.wait(ready[chunk])
             part = (chunk + 1) * size // chunks - chunk * size // chunks
             left, arrived = fabric.send(fabric.to_next, part, awaited=fabric.now.copy())
             ready[chunk] = np.maximum(left, np.roll(arrived, 1))
     for times in ready:
-        fabric.wait(times, 1)
+        fabric.wait(times)
 
 
 def _tree(fabric: Fabric, num_bytes: int) -> None:
@@ -148,7 +135,7 @@ def _tree(fabric: Fabric, num_bytes: int) -> None:
     fabric.now = finished
 
 
-def _rounds_by_depth(parent: Ints, depth: Ints, node: int) -> list[Batch]:
+def _rounds_by_depth(parent: Ints, depth: Ints, node: int) -> list[tuple[Ints, Ints]]:
     """Edges (children, parents) from the root down; no rank occurs twice on either side."""
     rounds = []
     for level in range(1, int(depth.max(initial=0)) + 1):

@@ -9,6 +9,7 @@ go first; those of one batch in the order in which they come.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,24 +31,6 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Relay:
-    """The program of an emulated cluster that carries all packets, one after the other."""
-
-    packet: float  # seconds of it for a packet
-    # And for one that comes alone, as those of a link that is slower than the relay: what shapes
-    # the link and the relay have to be woken up for each.
-    wake_up: float = 0.0
-    packet_bytes: int = 9000
-    packets_of_message: int = 2  # beside its bytes: that it is awaited, that it has arrived
-
-    def seconds(self, num_bytes: int | Ints, bandwidth: Floats) -> Floats:
-        """Of messages over links of `bandwidth`."""
-        packets = np.ceil(np.asarray(num_bytes) / self.packet_bytes) + self.packets_of_message
-        comes_alone = self.packet_bytes / bandwidth > self.packet
-        return packets * (self.packet + comes_alone * self.wake_up)
-
-
-@dataclass(frozen=True)
 class Network:
     """Links, and how a library uses them.
 
@@ -59,15 +42,12 @@ class Network:
     levels: tuple[Level, ...]
     call: float = 0.0  # seconds of every rank's processor per collective
     round: float = 0.0  # and per round of messages to some ranks
-    post: float = 0.0  # and per message of such a round, at either end
-    receive: float = 0.0  # and per message that it receives, however it is sent
     # Gloo: data leaves when the receiver has said that it waits for it.
     asks_first: bool = False
     chunks: int = 1  # of which a ring's messages consist, each on its way by itself
     tree: bool = False  # all-reduces by NCCL's tree instead of a ring
     # Strategies gather by a message to every rank, as this library does over Gloo.
     gathers_directly: bool = False
-    relay: Relay | None = None
 
     def __post_init__(self) -> None:
         sizes = [level.ranks for level in self.levels]
@@ -77,8 +57,6 @@ class Network:
 
 class Route:
     """One message each from `sources` to `targets`, prepared for any number of batches."""
-
-    working: _Passage  # of the sources at processors, if they share some
 
     def __init__(self, levels: tuple[Level, ...], sources: Ints, targets: Ints) -> None:
         self.sources, self.targets = sources, targets
@@ -91,7 +69,6 @@ class Route:
         self.latency = np.array([x.latency for x in levels])[level]
         self.overhead = np.array([x.overhead for x in levels])[level]
         self.bandwidth = np.array([x.bandwidth for x in levels])[level]
-        self.through_relay = _Passage(0, np.full(len(sources), True), np.zeros_like(sources))
         self.outwards: list[_Passage] = []
         self.inwards: list[_Passage] = []
         for i, link in enumerate(levels):
@@ -147,14 +124,9 @@ class _Passage:
 
 
 class Fabric:
-    """The ranks' clocks, the ports' queues, and counters of what was sent.
+    """The ranks' clocks, the ports' queues, and counters of what was sent."""
 
-    Args:
-        processors: that all ranks share in turns, as those of an emulated cluster do: the first
-            one is that of ranks 0, `processors`, ... None: every rank has its own.
-    """
-
-    def __init__(self, network: Network, world_size: int, processors: int | None = None) -> None:
+    def __init__(self, network: Network, world_size: int) -> None:
         self.network, self.world_size = network, world_size
         self.ranks = np.arange(world_size)
         self.now = np.zeros(world_size)
@@ -163,57 +135,29 @@ class Fabric:
         ports = [-(-world_size // level.ranks_per_port) for level in network.levels]
         self._outwards = [np.zeros(n) for n in ports]
         self._inwards = [np.zeros(n) for n in ports]
-        self._relay = [np.zeros(1)]
-        self._processors: Floats | None = None
-        if processors is not None and processors < world_size:
-            self._processors = np.zeros(processors)
-            self._working = self._turns(self.ranks, processors)
-        self._worked = np.zeros(world_size)
-        # When the last rank begins, behind those that are before it at its processor.
-        self.last_start: float | None = None
         self.to_next = self.route(self.ranks, (self.ranks + 1) % world_size)
 
     def route(self, sources: Ints, targets: Ints) -> Route:
         """A source occurs once."""
-        route = Route(self.network.levels, sources, targets)
-        if self._processors is not None:
-            route.working = self._turns(sources, len(self._processors))
-        return route
+        return Route(self.network.levels, sources, targets)
 
-    @staticmethod
-    def _turns(ranks: Ints, processors: int) -> _Passage:
-        return _Passage(0, np.full(len(ranks), True), ranks % processors)
-
-    def work(self, seconds: float | Floats) -> None:
+    def work(self, seconds: float | NDArray[Any]) -> None:
         """Every rank's processor is busy."""
-        if self._processors is None:
-            self.now += seconds
-            return
-        service = np.broadcast_to(seconds, self.now.shape)
-        self.now = self._working.start(self._processors, self.now, service) + service
-        self._worked += service
+        self.now += seconds
 
     def send(
         self,
         route: Route,
         num_bytes: int | Ints,
         awaited: Floats | None = None,
-        posted: bool = False,
     ) -> tuple[Floats, Floats]:
         """Sends when the sources are ready; returns when each message left and when it arrived.
 
         Args:
             awaited: since when each rank waits for its message, where the library asks first.
-            posted: by itself, rather than by a collective.
         """
         chosen = route.chosen
-        overhead = route.overhead + posted * self.network.post
-        if self._processors is None:
-            self.now[chosen] += overhead
-        else:
-            start = route.working.start(self._processors, self.now[chosen], overhead)
-            self.now[chosen] = start + overhead
-            self._worked[chosen] += overhead
+        self.now[chosen] += route.overhead
         self.bytes_sent[chosen] += num_bytes
         self.messages_sent[chosen] += 1
         time = self.now[chosen].copy()
@@ -221,10 +165,6 @@ class Fabric:
             time = np.maximum(time, awaited[route.targets] + route.latency)
         left = self._pass(route.outwards, self._outwards, time, time, num_bytes)
         last = left
-        if self.network.relay is not None:
-            service = self.network.relay.seconds(num_bytes, route.bandwidth)
-            time = route.through_relay.start(self._relay[0], time, service)
-            last = np.maximum(last, time + service)
         time, last = time + route.latency, last + route.latency
         return left, self._pass(route.inwards, self._inwards, time, last, num_bytes)
 
@@ -253,20 +193,5 @@ class Fabric:
         np.maximum.at(result, route.targets, arrived)
         return result
 
-    def wait(self, times: Floats, messages: int | Ints = 0, posted: bool = False) -> None:
-        """Until `times`, and for each rank's processor to hand over so many messages."""
-        if self.last_start is None:
-            self.last_start = self._begin()
+    def wait(self, times: Floats) -> None:
         self.now = np.maximum(self.now, times)
-        per_message = self.network.receive + posted * self.network.post
-        if per_message:
-            self.work(per_message * np.asarray(messages))
-
-    def _begin(self) -> float:
-        """Ranks of a processor begin when those before them wait for the first time."""
-        if self._processors is None:
-            return 0.0
-        of_processor = [
-            self._worked[i :: len(self._processors)] for i in range(len(self._processors))
-        ]
-        return float(max(worked[:-1].sum() for worked in of_processor))

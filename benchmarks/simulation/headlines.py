@@ -7,8 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..harness.report import Column
-from .programs import RING, RING_PASS_Q
-from .published import FIGURE_3, FIGURE_3_KEYS, FIGURE_3_RATIO, Comparison, overhead_that_explains
+from .problem import Problem
+from .published import (
+    FIGURE_3,
+    FIGURE_3_KEYS,
+    FIGURE_3_RATIO,
+    Comparison,
+    overhead_that_explains,
+    paper_elements,
+)
+from .rings import RING, RING_PASS_Q
 
 TITLE = f"Simulated decoding steps over {FIGURE_3_KEYS:,} keys: tree against ring"
 
@@ -17,8 +25,8 @@ def headline_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     def column(heading: str, text: Callable[[dict[str, Any]], str]) -> Column:
         return Column(heading, [text(row) for row in rows])
 
-    def milliseconds(way: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: _milliseconds(row["ways"][way or row["best"]]["seconds"])
+    def milliseconds(method: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: _milliseconds(row["methods"][method or row["best"]]["seconds"])
 
     return [
         column("cluster", lambda row: row["cluster"]),
@@ -41,7 +49,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def sentences(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """One about who wins on each cluster, one about what hierarchical misses."""
+    """Who wins on each cluster."""
     result = []
     for cluster in dict.fromkeys(row["cluster"] for row in rows):
         of_cluster = [row for row in rows if row["cluster"] == cluster]
@@ -51,16 +59,6 @@ def sentences(rows: Sequence[dict[str, Any]]) -> list[str]:
             f"{cluster}: the best tree is {ratios[0]:,.1f} to {ratios[-1]:,.0f} times as fast as "
             f"the ring{' (slower in: ' + ', '.join(slower) + ')' if slower else ''}. Fastest at "
             f"the longest context: {_winners(of_cluster)}."
-        )
-    if gains := [text for row in rows if (text := _gain_of_overlap(row))]:
-        result.append(
-            "Exchanges that overlap attention save more than a twentieth where both take long: "
-            f"{'; '.join(gains)}."
-        )
-    if gains := [text for row in rows if (text := _gain_of_pairs(row))]:
-        result.append(
-            "With a butterfly between nodes instead of a message to each, which the library does "
-            f"not have, hierarchical would beat the best tree: {'; '.join(gains)}."
         )
     return result
 
@@ -78,41 +76,14 @@ def _winners(rows: Sequence[dict[str, Any]]) -> str:
     return "; ".join(result)
 
 
-def _gain_of_pairs(row: dict[str, Any]) -> str | None:
-    """Where it is more than a twentieth."""
-    tree, pairs = row["ways"][row["best"]]["seconds"], row["nodes_in_pairs_seconds"]
-    if row["batch"] > 1 or row["keys"] != FIGURE_3_KEYS or tree < 1.05 * pairs:
-        return None
-    hierarchical = row["ways"]["hierarchical"]["seconds"]
-    return (
-        f"{row['cluster']} p={row['world_size']:,} {_milliseconds(pairs)} ms instead of "
-        f"{_milliseconds(tree)} ({row['best']}) and {_milliseconds(hierarchical)} (as it is)"
-    )
-
-
-def _gain_of_overlap(row: dict[str, Any]) -> str | None:
-    tree, overlapped = row["ways"][row["best"]]["seconds"], row["overlapped"]
-    if overlapped is None or tree < 1.05 * overlapped["seconds"]:
-        return None
-    return (
-        f"{row['name']} {_milliseconds(overlapped['seconds'])} ms ({overlapped['way']} in "
-        f"{overlapped['chunks']} parts) instead of {_milliseconds(tree)} ({row['best']})"
-    )
-
-
-def memory_elements(keys_per_rank: int, batch: int, heads: int, head_dim: int) -> tuple[int, int]:
-    """Peak memory of (tree, ring) on a rank, in elements: Eq. 8 and 9 of the paper."""
-    width = heads * head_dim
-    kv = 2 * batch * keys_per_rank * width
-    return kv + 2 * batch * width + 2 * batch * heads, 2 * kv + 2 * batch * width
-
-
 def memory_sentences() -> list[str]:
     result = []
     for hidden in (2048, 4096):
-        tree, ring = memory_elements(64_000, 1, hidden // 128, 128)
+        problem = Problem(64_000, 1, (hidden // 128, hidden // 128))
+        shard, beside = problem.kv_bytes // 2, paper_elements(problem)
+        tree, ring = shard + beside.tree, shard + beside.ring
         result.append(
-            f"Peak memory by the paper's Eq. 8 and 9, hidden size {hidden}, 64,000 keys per rank, "
+            f"Peak memory by the paper's Eq. 9 and 8, hidden size {hidden}, 64,000 keys per rank, "
             f"2 bytes per element: tree {2e-6 * tree:,.1f} MB, ring {2e-6 * ring:,.1f} MB, ring - "
             f"tree {2e-6 * (ring - tree):,.1f} MB; Figure 4 measured "
             f"{524 if hidden == 2048 else 1040} MB. A ring that receives while it attends and "

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .programs import RING, ways
 from .published import FIGURE_3, FIGURE_3_KEYS
+from .rings import RING
+from .steps import methods
 
 Rows = Sequence[dict[str, Any]]
 
@@ -20,9 +21,9 @@ def draw_contexts(rows: Rows, path: Path) -> None:
         for i, world_size in enumerate(FIGURE_3):
             of_world = [row for row in of_cluster if row["world_size"] == world_size]
             keys = [row["keys"] for row in of_world]
-            for way, line in (("best", "-o"), (RING, "--s")):
-                times = [1e3 * _seconds(row, way) for row in of_world]
-                label = f"{'best tree' if way == 'best' else way}, {world_size} ranks"
+            for method, line in (("best", "-o"), (RING, "--s")):
+                times = [1e3 * _seconds(row, method) for row in of_world]
+                label = f"{'best tree' if method == 'best' else method}, {world_size} ranks"
                 axes.plot(keys, times, line, color=f"C{i}", markersize=4, label=label)
 
     title = "Decoding steps by context: 16 heads of 128, one sequence, bfloat16"
@@ -35,11 +36,12 @@ def draw_strategies(rows: Rows, path: Path) -> None:
     def panel(axes: Any, of_cluster: Rows) -> None:
         longest = [row for row in of_cluster if row["keys"] == FIGURE_3_KEYS]
         worlds = [row["world_size"] for row in longest]
-        for i, way in enumerate(way for way in ways() if way != RING):
+        for i, method in enumerate(method for method in methods() if method != RING):
             times = [
-                1e6 * (row["ways"][way]["seconds"] - row["attention_seconds"]) for row in longest
+                1e6 * (row["methods"][method]["seconds"] - row["attention_seconds"])
+                for row in longest
             ]
-            axes.plot(worlds, times, "-o", color=f"C{i}", markersize=4, label=way)
+            axes.plot(worlds, times, "-o", color=f"C{i}", markersize=4, label=method)
 
     title = f"Decoding steps over {FIGURE_3_KEYS:,} keys without their attention"
     _panels(rows, path, title, ("ranks", "microseconds"), panel)
@@ -83,19 +85,20 @@ def draw_memory(rows: Rows, path: Path) -> None:
     for i, world_size in enumerate(FIGURE_3):
         of_world = [row for row in rows if row["world_size"] == world_size]
         keys = [row["keys"] for row in of_world]
-        for way, line in ((RING, "--s"), ("best", "-o")):
-            sizes = [1e-6 * _of(row, way)["peak_memory_bytes"] for row in of_world]
-            label = f"{'best tree' if way == 'best' else way}, {world_size} ranks"
+        for method, line in ((RING, "--s"), ("best", "-o")):
+            sizes = [1e-6 * _of(row, method)["peak_memory_bytes"] for row in of_world]
+            label = f"{'best tree' if method == 'best' else method}, {world_size} ranks"
             whole.plot(keys, sizes, line, color=f"C{i}", markersize=4, label=label)
     whole.set(xlabel="keys of all ranks", ylabel="MB on a rank")
     whole.set_title("with the shard", loc="left")
     longest = [row for row in rows if row["keys"] == FIGURE_3_KEYS]
     worlds = [row["world_size"] for row in longest]
-    for i, way in enumerate(ways()):
+    for i, method in enumerate(methods()):
         sizes = [
-            1e-6 * (row["ways"][way]["peak_memory_bytes"] - row["shard_bytes"]) for row in longest
+            1e-6 * (row["methods"][method]["peak_memory_bytes"] - row["shard_bytes"])
+            for row in longest
         ]
-        beside.plot(worlds, sizes, "-o", color=f"C{i}", markersize=4, label=way)
+        beside.plot(worlds, sizes, "-o", color=f"C{i}", markersize=4, label=method)
     beside.set(xlabel="ranks", ylabel="MB on a rank")
     beside.set_title(f"beside the shard, {FIGURE_3_KEYS:,} keys", loc="left")
     for axes in (whole, beside):
@@ -108,13 +111,13 @@ def draw_memory(rows: Rows, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _of(row: dict[str, Any], way: str) -> dict[str, Any]:
-    result: dict[str, Any] = row["ways"][row["best"] if way == "best" else way]
+def _of(row: dict[str, Any], method: str) -> dict[str, Any]:
+    result: dict[str, Any] = row["methods"][row["best"] if method == "best" else method]
     return result
 
 
-def _seconds(row: dict[str, Any], way: str) -> float:
-    return float(_of(row, way)["seconds"])
+def _seconds(row: dict[str, Any], method: str) -> float:
+    return float(_of(row, method)["seconds"])
 
 
 def _pyplot() -> Any:

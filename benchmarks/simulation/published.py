@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .clusters import CLUSTERS
-from .programs import RING, Problem, simulate
+from .problem import Problem
+from .rings import RING
+from .steps import simulate
 
 TREE = "three_allreduce"
 FIGURE_3 = (8, 64, 128)  # GPUs
@@ -74,6 +76,22 @@ class Comparison:
         return None if self.published is None else self.simulated / self.published - 1
 
 
+@dataclass(frozen=True)
+class Elements:
+    """Numbers of elements that a rank keeps at its peak, beside its shard."""
+
+    tree: int
+    ring: int
+
+
+def paper_elements(problem: Problem) -> Elements:
+    """Eq. 9 (tree) and Eq. 8 (ring) without the 2btd elements of the shard itself: its ring has a
+    second shard, of the neighbour."""
+    rows = problem.batch * problem.heads[0]
+    width = rows * problem.head_dim
+    return Elements(2 * width + 2 * rows, problem.kv_bytes // problem.dtype.itemsize + 2 * width)
+
+
 def comparisons() -> list[Comparison]:
     result = []
     for world_size in FIGURE_3:
@@ -101,5 +119,5 @@ def overhead_that_explains(tree: float, ring: float, ratio: float) -> float:
 
 def _both(problem: Problem, cluster: str, world_size: int) -> tuple[float, float]:
     return tuple(  # type: ignore[return-value]
-        simulate(way, problem, CLUSTERS[cluster], world_size).seconds for way in (TREE, RING)
+        simulate(method, problem, CLUSTERS[cluster], world_size).seconds for method in (TREE, RING)
     )

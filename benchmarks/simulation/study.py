@@ -13,20 +13,12 @@ from tree_attention.exchange.strategies import STRATEGIES, strategies
 
 from ..harness.report import Column, Report, environment
 from . import pictures
-from .clusters import Cluster
+from .clusters import CLUSTERS
 from .headlines import TITLE, headline_columns, memory_sentences, published_sentences, sentences
-from .memory import peak_bytes
-from .programs import (
-    NODES_IN_PAIRS,
-    RING,
-    RING_PASS_Q,
-    Problem,
-    bytes_of_formula,
-    chunks_of,
-    simulate,
-    ways,
-)
+from .problem import Problem
 from .published import FIGURE_3, FIGURE_3_KEYS, comparisons
+from .rings import RING, RING_PASS_Q
+from .steps import bytes_of_formula, methods, simulate, step_bytes
 
 HEADS = (16, 16)  # of the paper's figures
 CONTEXTS = (80_000, 320_000, 1_280_000, FIGURE_3_KEYS)  # of all ranks together
@@ -35,10 +27,10 @@ RANKS = (*FIGURE_3, 512, 1024, 4096)
 BATCHES = (1, 16, 64)
 CANONICAL = tuple(name for name in strategies() if STRATEGIES[name].is_canonical)
 
-Case = tuple[str, int, int, int]  # cluster, ranks, keys of all ranks, batch
+Setting = tuple[str, int, int, int]  # cluster, ranks, keys of all ranks, batch
 
 
-def cases(clusters: Sequence[str], ranks: Sequence[int]) -> list[Case]:
+def cases(clusters: Sequence[str], ranks: Sequence[int]) -> list[Setting]:
     """Contexts and batches on worlds up to the paper's, the longest context on all."""
     result = []
     for cluster in clusters:
@@ -54,45 +46,35 @@ def cases(clusters: Sequence[str], ranks: Sequence[int]) -> list[Case]:
     return result
 
 
-def run_case(case: Case, clusters: dict[str, Cluster]) -> dict[str, Any]:
+def run_case(case: Setting) -> dict[str, Any]:
     name, world_size, keys, batch = case
-    cluster = clusters[name]
+    cluster = CLUSTERS[name]
     problem = Problem(keys // world_size, batch, HEADS)
     topology = cluster.topology(world_size)
     results: dict[str, dict[str, Any]] = {}
-    for way in ways():
-        run = simulate(way, problem, cluster, world_size)
-        formula = bytes_of_formula(way, problem, topology)
-        results[way] = {
+    for method in methods():
+        run = simulate(method, problem, cluster, world_size)
+        formula = bytes_of_formula(method, problem, topology)
+        results[method] = {
             "seconds": run.seconds,
             "bytes_sent": int(run.bytes_sent.max()),
             "messages_sent": int(run.messages_sent.max()),
             "formula_bytes": formula,
             "network": run.network,
-            "peak_memory_bytes": peak_bytes(way, problem, topology),
+            "peak_memory_bytes": problem.kv_bytes + step_bytes(method, problem, topology),
         }
-    times = {way: result["seconds"] for way, result in results.items()}
+    times = {method: result["seconds"] for method, result in results.items()}
     best = min(CANONICAL, key=times.__getitem__)
     attention = problem.kv_bytes / cluster.key_bandwidth
-    overlapped = None
-    if len(chunks_of(problem)) > 1:
-        runs = {
-            way: simulate(way, problem, cluster, world_size, overlapped=True).seconds
-            for way in CANONICAL
-        }
-        way = min(runs, key=runs.__getitem__)
-        overlapped = {"way": way, "seconds": runs[way], "chunks": len(chunks_of(problem))}
     return {
         "name": f"{name} p={world_size} B={batch} {keys}",
         "cluster": name,
         "world_size": world_size,
         "keys": keys,
         "batch": batch,
-        "ways": results,
+        "methods": results,
         "shard_bytes": problem.kv_bytes,
-        "nodes_in_pairs_seconds": simulate(NODES_IN_PAIRS, problem, cluster, world_size).seconds,
         "attention_seconds": attention,
-        "overlapped": overlapped,
         "best": best,
         "ring_over_tree": times[RING] / times[best],
         "pass_q_over_tree": times[RING_PASS_Q] / times[best],
@@ -106,16 +88,14 @@ def run_case(case: Case, clusters: dict[str, Cluster]) -> dict[str, Any]:
     }
 
 
-def run(
-    chosen: Sequence[Case], clusters: dict[str, Cluster], progress: Progress
-) -> tuple[Report, Report, Report]:
+def run(chosen: Sequence[Setting], progress: Progress) -> tuple[Report, Report, Report]:
     """The paper's cases and larger worlds; every strategy in every case; and the memory."""
     begin = time.perf_counter()
     task = progress.add_task("simulate", total=len(chosen) + 1)
     rows = []
     for case in chosen:
         progress.update(task, description=f"{case[0]} p={case[1]}")
-        rows.append(run_case(case, clusters))
+        rows.append(run_case(case))
         progress.advance(task)
     published = comparisons()
     progress.advance(task)
@@ -126,12 +106,12 @@ def run(
         title=TITLE,
         notes=NOTES,
         environment=environment(),
-        rows=[{k: v for k, v in row.items() if k != "ways"} for row in headlines],
+        rows=[{k: v for k, v in row.items() if k != "methods"} for row in headlines],
         columns=headline_columns(headlines),
         summary=[
             *sentences(rows),
             *published_sentences(published),
-            *(f"{name}: {clusters[name].source}." for name in names),
+            *(f"{name}: {CLUSTERS[name].source}." for name in names),
             f"Simulated in {time.perf_counter() - begin:.0f} s.",
         ],
         more={"published": [vars(c) | {"error": c.error} for c in published]},
@@ -155,8 +135,6 @@ def strategies_report(rows: list[dict[str, Any]]) -> Report:
         title="Simulated decoding steps: every strategy and both rings",
         notes=(
             *NOTES,
-            "Overlapped: the fastest with a part's exchange while the next part computes, where "
-            "messages are long enough for parts.",
             "Every rank's messages follow the library's own programs; bytes right compares what "
             "the busiest rank sent with the formulas of the cost model (all-reduces by NCCL's tree "
             "excepted).",
@@ -172,27 +150,19 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     def column(heading: str, text: Callable[[dict[str, Any]], str]) -> Column:
         return Column(heading, [text(row) for row in rows])
 
-    def microseconds(way: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: f"{1e6 * row['ways'][way]['seconds']:,.0f}"
+    def microseconds(method: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{1e6 * row['methods'][method]['seconds']:,.0f}"
 
     return [
         column("case", lambda row: row["name"]),
         column("attention us", lambda row: f"{1e6 * row['attention_seconds']:,.0f}"),
-        *(column(f"{way} us", microseconds(way)) for way in ways()),
+        *(column(f"{method} us", microseconds(method)) for method in methods()),
         column("best", lambda row: row["best"]),
-        column("overlapped us", _overlapped_microseconds),
         column("ring /best", lambda row: f"{row['ring_over_tree']:,.1f}"),
         column("passing /best", lambda row: f"{row['pass_q_over_tree']:,.2f}"),
         column("paper's /best", lambda row: f"{row['published_over_tree']:.2f}"),
         column("bytes right", lambda row: "WRONG" if row["wrong"] else "yes"),
     ]
-
-
-def _overlapped_microseconds(row: dict[str, Any]) -> str:
-    overlapped = row["overlapped"]
-    if overlapped is None:
-        return "-"
-    return f"{1e6 * overlapped['seconds']:,.0f} ({overlapped['way']})"
 
 
 def memory_report(rows: Sequence[dict[str, Any]]) -> Report:
@@ -203,8 +173,8 @@ def memory_report(rows: Sequence[dict[str, Any]]) -> Report:
     def column(heading: str, text: Callable[[dict[str, Any]], str]) -> Column:
         return Column(heading, [text(row) for row in chosen])
 
-    def megabytes(way: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: f"{1e-6 * row['ways'][way]['peak_memory_bytes']:,.2f}"
+    def megabytes(method: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{1e-6 * row['methods'][method]['peak_memory_bytes']:,.2f}"
 
     return Report(
         name="simulation_memory",
@@ -217,7 +187,9 @@ def memory_report(rows: Sequence[dict[str, Any]]) -> Report:
         rows=[
             {
                 **{k: row[k] for k in ("name", "world_size", "keys", "batch", "wrong")},
-                "ways": {way: row["ways"][way]["peak_memory_bytes"] for way in ways()},
+                "methods": {
+                    method: row["methods"][method]["peak_memory_bytes"] for method in methods()
+                },
             }
             for row in chosen
         ],
@@ -225,7 +197,7 @@ def memory_report(rows: Sequence[dict[str, Any]]) -> Report:
             column("ranks", lambda row: str(row["world_size"])),
             column("keys of all ranks", lambda row: f"{row['keys']:,}"),
             column("batch", lambda row: str(row["batch"])),
-            *(column(f"{way} MB", megabytes(way)) for way in ways()),
+            *(column(f"{method} MB", megabytes(method)) for method in methods()),
         ],
         summary=memory_sentences(),
         draw=lambda report, path: pictures.draw_memory(chosen, path),

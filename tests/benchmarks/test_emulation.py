@@ -13,20 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.emulation import LINKS, Cluster, Link, Wiring, network, parse_link, unsupported
+from benchmarks.emulation import LINKS, Cluster, LinkSpec, Wiring, network, parse_link, unsupported
 from benchmarks.emulation.__main__ import main, wiring_of
 from benchmarks.emulation.probe import probe, spread
 from benchmarks.emulation.relay import compile_program
 
 ROOT = Path(__file__).parents[2]
 NAMESPACES = Path("/run/netns")
-LEVELS = Wiring(Link(0.02, 1e9), Link(0.004, 1e9), per_node=2)
+LEVELS = Wiring(LinkSpec(0.02, 1e9), LinkSpec(0.004, 1e9), per_node=2)
 
 
 def test_links() -> None:
-    assert parse_link("1ms,1gbit") == Link(1e-3, 1e9)
-    assert parse_link("100us,2.5gbit") == Link(pytest.approx(1e-4), 2.5e9)
-    assert parse_link(".5s,300kbit") == Link(0.5, 3e5)
+    assert parse_link("1ms,1gbit") == LinkSpec(1e-3, 1e9)
+    assert parse_link("100us,2.5gbit") == LinkSpec(pytest.approx(1e-4), 2.5e9)
+    assert parse_link(".5s,300kbit") == LinkSpec(0.5, 3e5)
     assert str(LINKS["lan"]) == "0.1 ms, 10 Gb/s"
     assert str(LINKS["two-level"]) == "0.1 ms, 10 Gb/s in nodes of 4, 1 ms, 1 Gb/s between them"
 
@@ -52,7 +52,7 @@ def test_wiring_knows_nodes_addresses_and_links() -> None:
 
 
 def test_wiring_refuses() -> None:
-    link = Link(1e-3, 1e9)
+    link = LinkSpec(1e-3, 1e9)
     with pytest.raises(ValueError, match="a node has 1 to 254 hosts, got 300"):
         Wiring(link, link, 300)
     for wiring in (lambda: Wiring(link, None, 2), lambda: Wiring(link, link, 1)):
@@ -62,8 +62,10 @@ def test_wiring_refuses() -> None:
 
 def test_options_give_a_wiring() -> None:
     assert wiring_of("metro", None, None) is LINKS["metro"]
-    assert wiring_of("2ms,1gbit", None, None) == Wiring(Link(2e-3, 1e9))
-    assert wiring_of("2ms,1gbit", "1ms,1gbit", 3) == Wiring(Link(2e-3, 1e9), Link(1e-3, 1e9), 3)
+    assert wiring_of("2ms,1gbit", None, None) == Wiring(LinkSpec(2e-3, 1e9))
+    assert wiring_of("2ms,1gbit", "1ms,1gbit", 3) == Wiring(
+        LinkSpec(2e-3, 1e9), LinkSpec(1e-3, 1e9), 3
+    )
     with pytest.raises(ValueError, match="--near and --per-node belong together"):
         wiring_of("2ms,1gbit", None, 3)
     with pytest.raises(ValueError, match="--near and --per-node go with --link DELAY,RATE"):

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.emulation import Cluster, Link, Wiring, unsupported
+from benchmarks.emulation import Cluster, LinkSpec, Wiring, unsupported
 
 ROOT = Path(__file__).parents[2]
 DELAY = 0.02
-LEVELS = Wiring(Link(DELAY, 1e9), Link(0.004, 1e9), per_node=2)
+LEVELS = Wiring(LinkSpec(DELAY, 1e9), LinkSpec(0.004, 1e9), per_node=2)
 
 RANK = """
 import os, sys, time

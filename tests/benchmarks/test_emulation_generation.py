@@ -43,10 +43,10 @@ def test_tree_and_ring_make_the_same_tokens(tmp_path: Path) -> None:
     assert row["name"] == "lan p=2 L=150" and not row["wrong"] and len(row["tokens"]) == 1
     # A rank holds 64 to 128 of the keys and sends up to 63 more, the tree one state per layer.
     per_key = LAYERS * 2 * NUM_HEADS_KV * HEAD_DIM * 2
-    assert 64 * per_key <= row["ways"][RING]["bytes"] <= 192 * per_key + 1000
-    assert row["ways"][TREE]["bytes"] == LAYERS * 4 * 4 * (HEAD_DIM + 1)
-    for way in row["ways"].values():
-        assert len(way["seconds"]) == 2 * TOKENS and way["p10"] > 0
+    assert 64 * per_key <= row["methods"][RING]["bytes"] <= 192 * per_key + 1000
+    assert row["methods"][TREE]["bytes"] == LAYERS * 4 * 4 * (HEAD_DIM + 1)
+    for method in row["methods"].values():
+        assert len(method["seconds"]) == 2 * TOKENS and method["p10"] > 0
     part = {"rows": [row], "links": [], "other_load": None, "layers": LAYERS, "costs": None}
     report = generation.report_of({"lan/2": part})
     assert not report.wrong and "2 of 16 layers" in report.title
@@ -56,10 +56,10 @@ def test_tree_and_ring_make_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_other_tokens_are_wrong() -> None:
-    way = {"tokens": [[1, 2, 3]], "seconds": [0.1, 0.2], "bytes": [5], "exchange_share": [0.5]}
-    rank = {TREE: way, RING: way}
+    method = {"tokens": [[1, 2, 3]], "seconds": [0.1, 0.2], "bytes": [5], "exchange_share": [0.5]}
+    rank = {TREE: method, RING: method}
     (right,) = generation.rows_of("lan", 2, {"8": [rank, rank]})
-    assert not right["wrong"] and right["ways"][TREE]["median"] == pytest.approx(0.15)
-    other = {TREE: way, RING: way | {"tokens": [[1, 2, 4]]}}
+    assert not right["wrong"] and right["methods"][TREE]["median"] == pytest.approx(0.15)
+    other = {TREE: method, RING: method | {"tokens": [[1, 2, 4]]}}
     (wrong,) = generation.rows_of("lan", 2, {"8": [rank, other]})
     assert wrong["wrong"]

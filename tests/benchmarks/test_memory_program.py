@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from benchmarks import memory
+from benchmarks.harness.ranks import Ranks
 from benchmarks.harness.report import write
-from benchmarks.memory import RING, RING_PASS_Q, TREE, WAYS
+from benchmarks.memory import METHODS, PUBLISHED, RING, RING_PASS_Q, STRATEGIES
 from distributed import run_ranks
 
 KEYS = 4096
@@ -17,23 +18,29 @@ SHARD = KEYS * 4096
 
 def measured(rank: int, world_size: int) -> list[dict[str, Any]]:
     with torch.inference_mode():
-        return memory.measure([KEYS])
+        return memory.measure([KEYS], Ranks())
 
 
 def test_formulas_are_what_ranks_allocate(tmp_path: Path) -> None:
     (row,) = run_ranks(measured, 3)[0]
-    assert list(row["ways"]) == list(WAYS) and row["keys"] == KEYS
-    for name, way in row["ways"].items():
-        excess = way["allocated"] - memory.formula(name, 3, KEYS)
+    assert list(row["methods"]) == list(METHODS) and row["keys"] == KEYS
+    for name, method in row["methods"].items():
+        excess = method["allocated"] - memory.formula(name, 3, KEYS)
         # Manifests of the ring, and buffers of the tiny call that tests the communicator.
-        assert way["right"] and 0 <= excess < 10_000, name
-    assert row["ways"][RING]["allocated"] // SHARD == 2
-    assert row["ways"][TREE]["allocated"] < SHARD / 50
+        assert method["right"] and 0 <= excess < 10_000, name
+    assert row["methods"][RING]["allocated"] // SHARD == 2
+    for name in STRATEGIES:
+        assert row["methods"][name]["allocated"] < SHARD / 50
     report = memory.report_of([row])
     assert not report.wrong
+    methods = report.rows[0]["methods"]
+    # Eq. 8: a shard, the query and the output; Eq. 9: numerator, query, denominator and maximum.
+    assert methods[RING]["published"] == SHARD + 2 * 2 * 32 * 128
+    assert methods[PUBLISHED]["published"] == 2 * 2 * 32 * (128 + 1)
+    assert methods["two_phase"]["published"] is None
     write(report, tmp_path)
-    assert "| p=3 n=4096 | tree |" in (tmp_path / "memory.md").read_text()
-    row["ways"][RING_PASS_Q]["right"] = False
+    assert "| p=3 n=4096 | all_gather |" in (tmp_path / "memory.md").read_text()
+    row["methods"][RING_PASS_Q]["right"] = False
     assert memory.report_of([row]).wrong == ["p=3 n=4096"]
 
 

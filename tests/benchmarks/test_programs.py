@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The programs start the way that their documentation says."""
+"""The programs start the method that their documentation says."""
 
 import os
 import subprocess

@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 from rich.progress import Progress
 from torch import Tensor
+from tree_attention.baselines.ring import MANIFEST_BYTES
+from tree_attention.exchange.choice import COSTS_VARIABLE, CostTable, Measured
 
 from benchmarks import tree
 from benchmarks.harness import measure, ranks, report
 from distributed import run_ranks
 from tree_attention import ring_decode
 from tree_attention.exchange import Communicator, Topology
-from tree_attention.exchange.costs import COSTS_VARIABLE, Costs
-from tree_attention.ring import MANIFEST_BYTES
+
+TIMES = {"all_gather": 2e-3, "two_phase": 1e-3}  # seconds of 1 KiB
 
 
 def tree_report(rank: int, world_size: int) -> report.Report:
@@ -34,9 +36,9 @@ def test_tree_report_counts_the_bytes_of_its_formulas(world_size: int, tmp_path:
         assert all(row["ranks_agree"].values())
         manifests = MANIFEST_BYTES * (world_size - 1)
         assert {"all_gather", "max_then_sum", tree.AUTO, tree.RING} <= set(row["bytes_per_rank"])
-        for way, count in row["bytes_per_rank"].items():
-            predicted = row["predicted_bytes"][way] + (manifests if way == tree.RING else 0)
-            assert abs(count - predicted) <= 2, way  # an all-reduce may not divide evenly
+        for method, count in row["bytes_per_rank"].items():
+            predicted = row["predicted_bytes"][method] + (manifests if method == tree.RING else 0)
+            assert abs(count - predicted) <= 2, method  # an all-reduce may not divide evenly
     report.write(reports[0], tmp_path)
     assert (tmp_path / f"tree_{world_size}.png").exists()
     where, *choices = reports[0].summary
@@ -62,31 +64,31 @@ def test_hosts_and_links_are_told_shortly(monkeypatch: pytest.MonkeyPatch) -> No
     assert "in its node 1.00 ms (1.00 to 1.00), to ranks in other nodes 2.00 ms" in both
 
 
-def choice(rank: int, world_size: int, costs: Costs | None) -> str:
-    comm = Communicator(nodes="abc"[:world_size], costs=costs)
+def choice(rank: int, world_size: int) -> str:
+    comm = Communicator(nodes="abc"[:world_size])
     ranks.available_strategies(comm)
-    return ranks.choice_of(comm, tree.exchanged(tree.Case(10), comm.topology))
+    return tree.told_choice(tree.ShardedCase(10), comm)
 
 
-def test_the_choice_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_is_told_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv(COSTS_VARIABLE, raising=False)
-    costs = Costs(
-        *[0.0] * 5, steps_between=1e-3, bytes_between=0.0, local_operations=0, local_bytes=0
-    )
-    texts = run_ranks(choice, 3, costs)
-    assert len(set(texts)) == 1
-    # A question and its answer; two_phase asks for both phases at once.
-    assert texts[0].startswith(
-        "auto takes all_gather for 16,512 bytes over 3 nodes of 1 rank: predicted us all_gather "
-        "2,000, "
-    )
-    assert ", two_phase 3,000, " in texts[0] and "(constants: shipped ones; " in texts[0]
+    (text,) = set(run_ranks(choice, 3))
+    begin = "auto takes all_gather for 16,512 bytes over 3 nodes of 1 rank: "
+    assert text.startswith(f"{begin}shipped rule: gloo, ")
+    costs = CostTable("gloo", (0, 1, 2), tuple(Measured(n, 1024, t) for n, t in TIMES.items()))
+    costs.save(tmp_path / "costs.json", {})
+    monkeypatch.setenv(COSTS_VARIABLE, str(tmp_path / "costs.json"))
+    (text,) = set(run_ranks(choice, 3, fresh=True))
+    assert text.startswith("auto takes two_phase for 16,512 bytes")
+    assert "measured on these ranks: two_phase 16,125 us, all_gather 32,250 us" in text
 
 
 def overlapped_report(rank: int, world_size: int) -> report.Report:
     measure.last_level_cache_bytes = lambda: 1 << 16
     tree.pin_threads = lambda first: []
-    cases = [tree.Case(64, batch=16)]
+    cases = [tree.ShardedCase(64, batch=16)]
     with Progress(disable=True) as progress:
         return tree.run(cases, progress, seconds=0.0, local_rank=rank)
 
@@ -94,11 +96,10 @@ def overlapped_report(rank: int, world_size: int) -> report.Report:
 def test_large_batches_are_also_exchanged_in_parts() -> None:
     result = run_ranks(overlapped_report, 2, fresh=True)[0]
     (row,) = result.rows
-    assert set(tree.OVERLAP) < set(row["times"]) and not result.wrong
-    for way in tree.OVERLAP:
-        assert row["bytes_per_rank"][way] == row["bytes_per_rank"]["auto"]
-        assert way not in row["predicted_bytes"]
-    assert f"{row['name']}: exchanging parts while others compute is " in result.summary[-1]
+    assert tree.OVERLAPPED in row["times"] and not result.wrong
+    assert row["bytes_per_rank"][tree.OVERLAPPED] == row["bytes_per_rank"][tree.AUTO]
+    assert tree.OVERLAPPED not in row["predicted_bytes"]
+    assert f"{row['name']}: exchanging 4 parts while others compute is " in result.summary[-1]
 
 
 def tree_with_a_wrong_rank(rank: int, world_size: int) -> list[str]:
