@@ -32,13 +32,13 @@ for line in sys.stdin:
     strategy, rows, timeout = line.split()
     comm = Communicator(dist.new_group([0, 1, 2]), float(timeout))
     o, lse = torch.ones(1, int(rows), 1, 128), torch.zeros(1, int(rows), 1)
-    comm.exchange(o[:, :8], lse[:, :8], strategy, timeout=20)
+    comm.all_merge_states(o[:, :8], lse[:, :8], strategy=strategy, timeout=20)
     print(comm.topology, flush=True)
     sys.stdin.readline()
     begin = time.monotonic()
     try:
         for _ in range(2):  # who is not next to the fault may have one result
-            merged, _ = comm.exchange(o, lse, strategy)
+            merged, _ = comm.all_merge_states(o, lse, strategy=strategy)
             assert (merged == 1).all()
         said = "results"
     except ExchangeError as error:
