@@ -23,8 +23,6 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from tree_attention.baselines.ring import MANIFEST_BYTES
-
 from benchmarks.harness.measure import (
     MAX_ROUNDS,
     MIN_ROUNDS,
@@ -48,6 +46,7 @@ from benchmarks.harness.ranks import (
 from benchmarks.harness.report import Column, Report, environment
 from benchmarks.harness.shapes import DTYPES
 from tree_attention import BlockCyclic, lean_decode, ring_decode, tree_decode
+from tree_attention.baselines.ring import MANIFEST_BYTES
 from tree_attention.cli.world import joined_world
 from tree_attention.exchange import Communicator
 from tree_attention.exchange.state import StateLayout

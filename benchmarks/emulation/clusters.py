@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from tree_attention.exchange.choice import choose
-
 from tree_attention.exchange.strategies import STRATEGIES, strategies
 
 from ..harness.plots import picture

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tree_attention.exchange.choice import COSTS_VARIABLE
 
 from tree_attention import lean_decode
+from tree_attention.exchange.choice import COSTS_VARIABLE
 from tree_attention.exchange.topology import Topology
 
 from ..harness.machine import softirq_seconds

@@ -14,10 +14,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-import tree_attention.baselines.ring as ring_module
-import tree_attention.baselines.ring_pass_q as ring_pass_q_module
 from torch import Tensor
 
+import tree_attention.baselines.ring as ring_module
+import tree_attention.baselines.ring_pass_q as ring_pass_q_module
 import tree_attention.decode as tree_module
 
 from ..simulation import Problem

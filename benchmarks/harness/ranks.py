@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from tree_attention.exchange.choice import Choice, choose, measured_costs
 
 from tree_attention.exchange import Communicator, Topology, strategies
+from tree_attention.exchange.choice import Choice, choose, measured_costs
 from tree_attention.exchange.state import StateLayout
 
 _ROUND_TRIPS = 9

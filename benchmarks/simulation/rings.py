@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+
 from tree_attention.baselines.ring import MANIFEST_BYTES
 from tree_attention.baselines.ring_pass_q import _ALIGNMENT, _deal
-
 from tree_attention.exchange.state import StateLayout
 
 from .clusters import Cluster

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tree_attention.baselines import ring as ring_module
 
 from benchmarks.simulation import (
     CLUSTERS,
@@ -31,6 +30,7 @@ from benchmarks.simulation.recording import program_of
 from distributed import run_ranks
 from simulated import cluster_of, one_level
 from tree_attention import ring_decode, ring_pass_q_decode, tree_decode
+from tree_attention.baselines import ring as ring_module
 from tree_attention.exchange import Communicator, Topology
 
 # By name, as `tree_attention.exchange.strategies` is also a function of the package above it.

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed import run_ranks
-from helpers import assert_same_bits, assert_same_non_finite
 from fake_device import fake_cuda
+from helpers import assert_same_bits, assert_same_non_finite
 from tree_attention import (
     ExchangeError,
     all_merge_states,
