@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """tree.py: bytes of every strategy, the choice that is told, and wrong ranks."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -64,23 +65,22 @@ def test_hosts_and_links_are_told_shortly(monkeypatch: pytest.MonkeyPatch) -> No
     assert "in its node 1.00 ms (1.00 to 1.00), to ranks in other nodes 2.00 ms" in both
 
 
-def choice(rank: int, world_size: int) -> str:
+def choice(rank: int, world_size: int, costs: str | None) -> str:
+    os.environ.pop(COSTS_VARIABLE, None)  # of this process, which ends with the call
+    if costs is not None:
+        os.environ[COSTS_VARIABLE] = costs
     comm = Communicator(nodes="abc"[:world_size])
     ranks.available_strategies(comm)
     return tree.told_choice(tree.ShardedCase(10), comm)
 
 
-def test_the_choice_is_told_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv(COSTS_VARIABLE, raising=False)
-    (text,) = set(run_ranks(choice, 3))
+def test_the_choice_is_told_with_its_reason(tmp_path: Path) -> None:
+    (text,) = set(run_ranks(choice, 3, None, fresh=True))
     begin = "auto takes all_gather for 16,512 bytes over 3 nodes of 1 rank: "
     assert text.startswith(f"{begin}shipped rule: gloo, ")
     costs = CostTable("gloo", (0, 1, 2), tuple(Measured(n, 1024, t) for n, t in TIMES.items()))
     costs.save(tmp_path / "costs.json", {})
-    monkeypatch.setenv(COSTS_VARIABLE, str(tmp_path / "costs.json"))
-    (text,) = set(run_ranks(choice, 3, fresh=True))
+    (text,) = set(run_ranks(choice, 3, str(tmp_path / "costs.json"), fresh=True))
     assert text.startswith("auto takes two_phase for 16,512 bytes")
     assert "measured on these ranks: two_phase 16,125 us, all_gather 32,250 us" in text
 
