@@ -126,7 +126,7 @@ def ring_decode(
 
     signature = (
         ("call", "ring_decode"),
-        ("batch, num_heads_q, seqlen_q, head_dim", q.shape),
+        ("batch, num_heads_q, seqlen_q, head_dim", tuple(q.shape)),
         ("dtype", q.dtype),
         ("device", q.device.type),
         ("num_heads_kv, head_dim of v", (v_local.shape[1], v_local.shape[3])),

@@ -165,7 +165,7 @@ def ring_pass_q_decode(
 
     signature = (
         ("call", "ring_pass_q_decode"),
-        ("batch, num_heads_q, seqlen_q, head_dim", q.shape),
+        ("batch, num_heads_q, seqlen_q, head_dim", tuple(q.shape)),
         ("dtype", q.dtype),
         ("device", q.device.type),
         ("num_heads_kv, head_dim of v", (k_local.shape[1], v_local.shape[3])),
