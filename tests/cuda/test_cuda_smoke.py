@@ -75,9 +75,7 @@ def test_merge(n, dtype, cuda):
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_one_shot_of_one_rank(dtype, cuda_kernels):
     """Ranks that wait for each other are in test_one_shot.py: tools run one kernel at a time."""
-    buffer = torch.zeros(
-        symmetric.buffer_bytes(1, 1 << 16), dtype=torch.uint8, device=cuda_kernels
-    )
+    buffer = torch.zeros(symmetric.buffer_bytes(1, 1 << 16), dtype=torch.uint8, device=cuda_kernels)
     memory = symmetric.Memory(0, [buffer.data_ptr()], cuda_kernels, 1 << 16)
     o, lse = torch.randn(2, 9, 1, 128, device=cuda_kernels), torch.randn(2, 9, 1).to(cuda_kernels)
     o = o.to(dtype)
