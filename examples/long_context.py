@@ -31,10 +31,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
 import tree_attention
+from tree_attention import Communicator
 from tree_attention.cli.generation import cache_bytes
 from tree_attention.cli.info import cpu_name
 from tree_attention.cli.world import World, joined_world
-from tree_attention.exchange import Communicator
 from tree_attention.hf import TreeCache
 from tree_attention.reference.accuracy import check_against_float64
 

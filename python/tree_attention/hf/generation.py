@@ -8,7 +8,6 @@ import transformers
 from packaging.version import Version
 from transformers import GenerationConfig, LogitsProcessorList, MaxTimeCriteria, PreTrainedModel
 
-from ..exchange.agreement import Signature
 from .cache import TreeCache
 from .digests import (
     digest_inputs,
@@ -140,7 +139,7 @@ class Generation:
 
     def _signature(
         self, model: PreTrainedModel, generation_config: GenerationConfig, num_cached: int
-    ) -> Signature:
+    ) -> tuple[tuple[str, object], ...]:
         """What must be equal on all ranks. Otherwise they would merge states that do not belong
         together, or stop at different tokens."""
         sampling = generation_config.do_sample
