@@ -5,6 +5,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..harness.plots import picture
 from ..harness.report import Report
 from .cases import CAPACITY, CONTEXT, HEADS, QUERIES, RAGGED, UNIFORM
 from .merge import SECTION as MERGE
@@ -28,20 +29,12 @@ COLOURS = {name: f"C{i}" for i, name in enumerate(IN_ORDER)} | {PROBE: "black"}
 
 
 def draw(report: Report, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = [row for row in report.rows if row["times"] and row["section"] != MERGE]
-    figure, axes = pyplot.subplots(3, 1, figsize=(11, 16), height_ratios=(5, 6, 5))
-    _bandwidth(axes[0], rows)
-    _bars(axes[1], [row for row in rows if row["section"] in (RAGGED, UNIFORM, CAPACITY)])
-    _ablations(axes[2], rows)
-    figure.suptitle(f"{report.title}, {report.environment['read ceiling']} read", fontsize=11)
-    figure.tight_layout(rect=(0, 0, 1, 0.99))
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
+    title = f"{report.title}, {report.environment['read ceiling']} read"
+    with picture(path, (11, 16), (3, 1), title, height_ratios=(5, 6, 5)) as ((a,), (b,), (c,)):
+        _bandwidth(a, rows)
+        _bars(b, [row for row in rows if row["section"] in (RAGGED, UNIFORM, CAPACITY)])
+        _ablations(c, rows)
 
 
 def _bandwidth(axes: Any, rows: Sequence[Row]) -> None:

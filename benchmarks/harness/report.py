@@ -20,6 +20,8 @@ from rich.table import Table
 from tree_attention import __version__, _loader
 from tree_attention.cli.info import cpu_name
 
+from .plots import picture
+
 ROOT = Path(__file__).parents[2]
 MEASURED = ("csrc", "python", "setup.py", "benchmarks")  # what a result depends on
 
@@ -145,41 +147,33 @@ def markdown(report: Report) -> str:
 
 def _draw(report: Report, path: Path) -> None:
     """Median and p10 to p90 of every implementation in every row, on a logarithmic axis."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     names = list(dict.fromkeys(name for row in report.rows for name in row["times"]))
     height = 0.8 / len(names)
-    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.16 * (len(names) + 1) * len(report.rows)))
-    for position, name in enumerate(names):
-        rows = [
-            (i, row["times"][name]) for i, row in enumerate(report.rows) if name in row["times"]
-        ]
-        medians = [times["median_us"] for _, times in rows]
-        spread = [
-            [times["median_us"] - times["p10_us"] for _, times in rows],
-            [times["p90_us"] - times["median_us"] for _, times in rows],
-        ]
-        axes.barh(
-            [i + (position - (len(names) - 1) / 2) * height for i, _ in rows],
-            medians,
-            height,
-            xerr=spread,
-            error_kw={"elinewidth": 0.6, "alpha": 0.6},
-            label=name,
-        )
-    axes.set_yticks(range(len(report.rows)), [row["name"] for row in report.rows], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlabel("microseconds, median and p10 to p90")
-    axes.set_title(f"{report.title}\n{report.environment['cpu']}", fontsize=10, loc="left")
-    axes.legend(fontsize=8)
-    axes.grid(axis="x", alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    title = f"{report.title}\n{report.environment['cpu']}"
+    size = (9, 1.2 + 0.16 * (len(names) + 1) * len(report.rows))
+    with picture(path, size, title=title) as ((axes,),):
+        for position, name in enumerate(names):
+            rows = [
+                (i, row["times"][name]) for i, row in enumerate(report.rows) if name in row["times"]
+            ]
+            medians = [times["median_us"] for _, times in rows]
+            spread = [
+                [times["median_us"] - times["p10_us"] for _, times in rows],
+                [times["p90_us"] - times["median_us"] for _, times in rows],
+            ]
+            axes.barh(
+                [i + (position - (len(names) - 1) / 2) * height for i, _ in rows],
+                medians,
+                height,
+                xerr=spread,
+                error_kw={"elinewidth": 0.6, "alpha": 0.6},
+                label=name,
+            )
+        axes.set_yticks(range(len(report.rows)), [row["name"] for row in report.rows], fontsize=8)
+        axes.invert_yaxis()
+        axes.set(xscale="log", xlabel="microseconds, median and p10 to p90")
+        axes.legend(fontsize=8)
+        axes.grid(axis="x", alpha=0.3)
 
 
 def _git(*arguments: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..harness.plots import picture
 from .published import FIGURE_3, FIGURE_3_KEYS
 from .rings import RING
 from .steps import methods
@@ -55,60 +56,53 @@ def _panels(
     panel: Callable[[Any, Rows], None],
 ) -> None:
     """A panel for each cluster, with one legend for all."""
-    pyplot = _pyplot()
     names = list(dict.fromkeys(row["cluster"] for row in rows))
     num_columns = min(3, len(names))
     num_rows = -(-len(names) // num_columns)
-    figure, grid = pyplot.subplots(
-        num_rows, num_columns, figsize=(4.6 * num_columns, 3.9 * num_rows + 0.8), squeeze=False
-    )
-    for name, axes in zip(names, grid.flat, strict=False):
-        panel(axes, [row for row in rows if row["cluster"] == name and row["batch"] == 1])
-        axes.set(xscale="log", yscale="log", xlabel=axis_labels[0], ylabel=axis_labels[1])
-        axes.set_title(name, loc="left")
-        axes.grid(alpha=0.3)
-    for axes in grid.flat[len(names) :]:
-        axes.remove()
-    handles, labels = grid.flat[0].get_legend_handles_labels()
-    figure.suptitle(title)
-    figure.legend(handles, labels, loc="lower center", ncols=min(4, num_columns + 1))
-    figure.tight_layout(rect=(0, 0.6 / figure.get_figheight(), 1, 1))
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
+    size = (4.6 * num_columns, 3.9 * num_rows + 0.8)
+    rect = (0, 0.6 / size[1], 1, 1)  # below is the legend
+    with picture(path, size, (num_rows, num_columns), title, rect) as grid:
+        for name, axes in zip(names, grid.flat, strict=False):
+            panel(axes, [row for row in rows if row["cluster"] == name and row["batch"] == 1])
+            axes.set(xscale="log", yscale="log", xlabel=axis_labels[0], ylabel=axis_labels[1])
+            axes.set_title(name, loc="left")
+            axes.grid(alpha=0.3)
+        for axes in grid.flat[len(names) :]:
+            axes.remove()
+        handles, labels = grid.flat[0].get_legend_handles_labels()
+        grid.flat[0].figure.legend(
+            handles, labels, loc="lower center", ncols=min(4, num_columns + 1)
+        )
 
 
 def draw_memory(rows: Rows, path: Path) -> None:
     """With the shard, by context; and beside it, by ranks."""
-    pyplot = _pyplot()
-    figure, (whole, beside) = pyplot.subplots(1, 2, figsize=(13, 5.5))
     rows = [row for row in rows if row["batch"] == 1]
-    for i, world_size in enumerate(FIGURE_3):
-        of_world = [row for row in rows if row["world_size"] == world_size]
-        keys = [row["keys"] for row in of_world]
-        for method, line in ((RING, "--s"), ("best", "-o")):
-            sizes = [1e-6 * _of(row, method)["peak_memory_bytes"] for row in of_world]
-            label = f"{'best tree' if method == 'best' else method}, {world_size} ranks"
-            whole.plot(keys, sizes, line, color=f"C{i}", markersize=4, label=label)
-    whole.set(xlabel="keys of all ranks", ylabel="MB on a rank")
-    whole.set_title("with the shard", loc="left")
-    longest = [row for row in rows if row["keys"] == FIGURE_3_KEYS]
-    worlds = [row["world_size"] for row in longest]
-    for i, method in enumerate(methods()):
-        sizes = [
-            1e-6 * (row["methods"][method]["peak_memory_bytes"] - row["shard_bytes"])
-            for row in longest
-        ]
-        beside.plot(worlds, sizes, "-o", color=f"C{i}", markersize=4, label=method)
-    beside.set(xlabel="ranks", ylabel="MB on a rank")
-    beside.set_title(f"beside the shard, {FIGURE_3_KEYS:,} keys", loc="left")
-    for axes in (whole, beside):
-        axes.set(xscale="log", yscale="log")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.suptitle("Peak memory of a decoding step: 16 heads of 128, one sequence, bfloat16")
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
+    title = "Peak memory of a decoding step: 16 heads of 128, one sequence, bfloat16"
+    with picture(path, (13, 5.5), (1, 2), title) as ((whole, beside),):
+        for i, world_size in enumerate(FIGURE_3):
+            of_world = [row for row in rows if row["world_size"] == world_size]
+            keys = [row["keys"] for row in of_world]
+            for method, line in ((RING, "--s"), ("best", "-o")):
+                sizes = [1e-6 * _of(row, method)["peak_memory_bytes"] for row in of_world]
+                label = f"{'best tree' if method == 'best' else method}, {world_size} ranks"
+                whole.plot(keys, sizes, line, color=f"C{i}", markersize=4, label=label)
+        whole.set(xlabel="keys of all ranks", ylabel="MB on a rank")
+        whole.set_title("with the shard", loc="left")
+        longest = [row for row in rows if row["keys"] == FIGURE_3_KEYS]
+        worlds = [row["world_size"] for row in longest]
+        for i, method in enumerate(methods()):
+            sizes = [
+                1e-6 * (row["methods"][method]["peak_memory_bytes"] - row["shard_bytes"])
+                for row in longest
+            ]
+            beside.plot(worlds, sizes, "-o", color=f"C{i}", markersize=4, label=method)
+        beside.set(xlabel="ranks", ylabel="MB on a rank")
+        beside.set_title(f"beside the shard, {FIGURE_3_KEYS:,} keys", loc="left")
+        for axes in (whole, beside):
+            axes.set(xscale="log", yscale="log")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
 
 
 def _of(row: dict[str, Any], method: str) -> dict[str, Any]:
@@ -118,12 +112,3 @@ def _of(row: dict[str, Any], method: str) -> dict[str, Any]:
 
 def _seconds(row: dict[str, Any], method: str) -> float:
     return float(_of(row, method)["seconds"])
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
