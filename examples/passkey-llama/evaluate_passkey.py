@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 import passkey
 from passkey import Haystack, PasskeyPrompt, build_prompt
+
+if __name__ == "__main__":  # started by its path, from where `benchmarks` is not found
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.harness.report import environment, json_text
 
 HERE = Path(__file__).resolve().parent
 DEPTHS = tuple(i / 10 for i in range(11))
@@ -194,19 +199,13 @@ def main() -> None:
     print(table(rows))
     if args.write:
         report: dict[str, Any] = {
-            "environment": {
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-                "machine": platform.platform(),
-                "threads": torch.get_num_threads(),
-            },
+            "environment": environment(transformers=transformers.__version__),
             "seconds": round(time.monotonic() - began, 1),
             "rows": rows,
         }
         if args.training_log:
             report["training"] = training_summary(args.training_log)
-        (args.model / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n")
+        (args.model / "evaluation.json").write_text(json_text(report))
         draw(rows, args.model / "evaluation.png")
         write_card(args.model / "README.md", rows)
     missed = [
