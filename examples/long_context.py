@@ -225,8 +225,8 @@ class Demo:
             f"{speed(ms[DYNAMIC], ms[WHOLE])} DynamicCache, {ms[STATIC] / ms[WHOLE]:.2f} times "
             "StaticCache.",
             self.together: f"each process holds 1/{self.world.size} of the keys; "
-            f"{speed(ms[DYNAMIC], two)} DynamicCache, but {ms[WHOLE] / two:.2f} times one process, "
-            "as here they share the cores of one machine and each computes the whole MLP.",
+            f"{speed(ms[DYNAMIC], two)} DynamicCache and {ms[WHOLE] / two:.2f} times one process: "
+            "here they share the cores of one machine, and each computes the whole MLP.",
             TREE: "the keys stay where they are; only o and lse of each head travel.",
             RING: f"the keys travel: {ring.bytes_sent / tree.bytes_sent:,.0f} times the bytes and "
             f"{ring.ms / tree.ms:.1f} times the time of the tree, although here they travel "
