@@ -10,6 +10,7 @@ Starts its ranks by torchrun on this machine. Linux only: it reads the peak of t
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -109,6 +110,7 @@ def measure(contexts: Sequence[int], ranks: Ranks) -> list[dict[str, Any]]:
             peaks, right = [], True
             for peak_of in (allocated_by, resident_of):
                 step = Step(method)
+                gc.collect()  # or the buffers of the one before would be freed in the middle
                 peaks.append(peak_of(partial(step, q, k, v)))
                 assert step.result is not None
                 right &= is_right(*step.result, world_size, keys)

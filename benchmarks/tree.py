@@ -43,7 +43,7 @@ from benchmarks.harness.ranks import (
     links_of,
     round_trips,
 )
-from benchmarks.harness.report import Column, Report, environment
+from benchmarks.harness.report import Column, Report, columns_of, environment
 from benchmarks.harness.shapes import DTYPES
 from tree_attention import BlockCyclic, lean_decode, ring_decode, tree_decode
 from tree_attention.baselines.ring import MANIFEST_BYTES
@@ -343,9 +343,6 @@ NOTES = (
 def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     lines = [(row, name) for row in rows for name in row["times"]]
 
-    def column(heading: str, text: Callable[[dict[str, Any], str], str]) -> Column:
-        return Column(heading, [text(row, name) for row, name in lines])
-
     def median(row: dict[str, Any], name: str) -> float:
         return row["times"][name]["median_us"]
 
@@ -358,19 +355,22 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     def mebibytes(count: int | None) -> str:
         return "-" if count is None else f"{count / 2**20:.1f}"
 
-    return [
-        column("case", lambda row, name: row["name"]),
-        column("method", lambda row, name: name),
-        column("us", lambda row, name: f"{median(row, name):,.1f}"),
-        column("ring /this", lambda row, name: f"{median(row, RING) / median(row, name):.1f}"),
-        column("bytes sent", lambda row, name: f"{row['bytes_per_rank'].get(name, 0):,}"),
-        column("peak MiB", lambda row, name: mebibytes(row["peak_memory"].get(name))),
-        column(
-            "error",
-            lambda row, name: "-" if name == LOCAL else f"{row['accuracy'][name]['o_error']:.1e}",
-        ),
-        column("right", check),
-    ]
+    def error(row: dict[str, Any], name: str) -> str:
+        return "-" if name == LOCAL else f"{row['accuracy'][name]['o_error']:.1e}"
+
+    return columns_of(
+        lines,
+        {
+            "case": lambda row, name: row["name"],
+            "method": lambda row, name: name,
+            "us": lambda row, name: f"{median(row, name):,.1f}",
+            "ring /this": lambda row, name: f"{median(row, RING) / median(row, name):.1f}",
+            "bytes sent": lambda row, name: f"{row['bytes_per_rank'].get(name, 0):,}",
+            "peak MiB": lambda row, name: mebibytes(row["peak_memory"].get(name)),
+            "error": error,
+            "right": check,
+        },
+    )
 
 
 def main(arguments: list[str]) -> int:

@@ -32,7 +32,7 @@ from tree_attention.hf.masks import KeyRanges
 
 from ..harness.plots import picture
 from ..harness.ranks import Ranks, run_rank
-from ..harness.report import Column, Report
+from ..harness.report import Column, Report, columns_of
 from ..llama import fill, make_model
 from .configuration import cluster_report, configurations, measure, parser_of, run
 from .probe import spread
@@ -132,17 +132,20 @@ def columns(rows: list[dict[str, Any]]) -> list[Column]:
     def times_ring(row: dict[str, Any], method: dict[str, Any]) -> str:
         return f"{row['methods'][RING]['median'] / method['median']:.2f}"
 
-    return [
-        Column("case", [row["name"] for row, _, _ in lines]),
-        Column("method", [name for _, name, _ in lines]),
-        Column("tokens/s", [f"{1 / method['median']:.2f}" for _, _, method in lines]),
-        Column("x ring", [times_ring(row, method) for row, _, method in lines]),
-        Column("ms /token", [milliseconds(method["median"]) for _, _, method in lines]),
-        Column("p10 to p90", [spread_of(method) for _, _, method in lines]),
-        Column("waiting", [f"{method['exchange_share']:.0%}" for _, _, method in lines]),
-        Column("bytes sent", [f"{method['bytes']:,}" for _, _, method in lines]),
-        Column("right", ["WRONG" if row["wrong"] else "yes" for row, _, _ in lines]),
-    ]
+    return columns_of(
+        lines,
+        {
+            "case": lambda row, name, method: row["name"],
+            "method": lambda row, name, method: name,
+            "tokens/s": lambda row, name, method: f"{1 / method['median']:.2f}",
+            "x ring": lambda row, name, method: times_ring(row, method),
+            "ms /token": lambda row, name, method: milliseconds(method["median"]),
+            "p10 to p90": lambda row, name, method: spread_of(method),
+            "waiting": lambda row, name, method: f"{method['exchange_share']:.0%}",
+            "bytes sent": lambda row, name, method: f"{method['bytes']:,}",
+            "right": lambda row, name, method: "WRONG" if row["wrong"] else "yes",
+        },
+    )
 
 
 def draw(report: Report, path: Path) -> None:

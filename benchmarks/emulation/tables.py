@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ..harness.report import Column
+from ..harness.report import Column, columns_of
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     """Of rows whose methods were timed and counted."""
     lines = [(row, name, method) for row in rows for name, method in row["methods"].items()]
-
-    def column(heading: str, text: Callable[[dict[str, Any], str, dict[str, Any]], str]) -> Column:
-        return Column(heading, [text(*line) for line in lines])
 
     def right(method: dict[str, Any]) -> str:
         as_formula = method["bytes"] == method["formula_bytes"]
@@ -23,17 +20,20 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     def rate(row: dict[str, Any], method: dict[str, Any]) -> str:
         return f"{8e-9 * row['world_size'] * method['bytes'] / method['median']:.2f}"
 
-    return [
-        column("case", lambda row, name, method: row["name"]),
-        column("method", lambda row, name, method: title(name, method)),
-        column("ms", lambda row, name, method: milliseconds(method["median"])),
-        column("p10 to p90", lambda row, name, method: spread_of(method)),
-        column("bytes sent", lambda row, name, method: f"{method['bytes']:,}"),
-        column("wire bytes", lambda row, name, method: f"{method['wire_bytes']:,}"),
-        column("rounds", lambda row, name, method: str(method["rounds"])),
-        column("Gb/s", lambda row, name, method: rate(row, method)),
-        column("right", lambda row, name, method: right(method)),
-    ]
+    return columns_of(
+        lines,
+        {
+            "case": lambda row, name, method: row["name"],
+            "method": lambda row, name, method: title(name, method),
+            "ms": lambda row, name, method: milliseconds(method["median"]),
+            "p10 to p90": lambda row, name, method: spread_of(method),
+            "bytes sent": lambda row, name, method: f"{method['bytes']:,}",
+            "wire bytes": lambda row, name, method: f"{method['wire_bytes']:,}",
+            "rounds": lambda row, name, method: str(method["rounds"]),
+            "Gb/s": lambda row, name, method: rate(row, method),
+            "right": lambda row, name, method: right(method),
+        },
+    )
 
 
 def title(name: str, method: dict[str, Any]) -> str:

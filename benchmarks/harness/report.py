@@ -34,6 +34,12 @@ class Column:
     values: list[str]
 
 
+def columns_of(lines: Sequence[Any], texts: Mapping[str, Callable[..., str]]) -> list[Column]:
+    """Columns from what stands in a line under each heading; a line that is a tuple is unpacked."""
+    unpacked = [line if isinstance(line, tuple) else (line,) for line in lines]
+    return [Column(heading, [text(*line) for line in unpacked]) for heading, text in texts.items()]
+
+
 @dataclass
 class Report:
     """What a benchmark hands over; `rows` are plain JSON values, `columns` what people read."""

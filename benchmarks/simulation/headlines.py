@@ -6,15 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..harness.report import Column
-from .problem import Problem
+from ..harness.report import Column, columns_of
 from .published import (
     FIGURE_3,
     FIGURE_3_KEYS,
     FIGURE_3_RATIO,
     Comparison,
     overhead_that_explains,
-    paper_elements,
 )
 from .rings import RING, RING_PASS_Q
 
@@ -22,26 +20,26 @@ TITLE = f"Simulated decoding steps over {FIGURE_3_KEYS:,} keys: tree against rin
 
 
 def headline_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    def column(heading: str, text: Callable[[dict[str, Any]], str]) -> Column:
-        return Column(heading, [text(row) for row in rows])
-
     def milliseconds(method: str) -> Callable[[dict[str, Any]], str]:
         return lambda row: _milliseconds(row["methods"][method or row["best"]]["seconds"])
 
-    return [
-        column("cluster", lambda row: row["cluster"]),
-        column("ranks", lambda row: f"{row['world_size']:,}"),
-        column("attention ms", lambda row: _milliseconds(row["attention_seconds"])),
-        column("best tree", lambda row: row["best"]),
-        column("its ms", milliseconds("")),
-        column("ring ms", milliseconds(RING)),
-        column("ring /best", lambda row: f"{row['ring_over_tree']:,.0f}"),
-        column("passing queries, ms", milliseconds(RING_PASS_Q)),
-        column("it /best", lambda row: f"{row['pass_q_over_tree']:,.2f}"),
-        column("3 all-reduces, ms", milliseconds("three_allreduce")),
-        column("they /best", lambda row: f"{row['published_over_tree']:,.2f}"),
-        column("bytes right", lambda row: "WRONG" if row["wrong"] else "yes"),
-    ]
+    return columns_of(
+        rows,
+        {
+            "cluster": lambda row: row["cluster"],
+            "ranks": lambda row: f"{row['world_size']:,}",
+            "attention ms": lambda row: _milliseconds(row["attention_seconds"]),
+            "best tree": lambda row: row["best"],
+            "its ms": milliseconds(""),
+            "ring ms": milliseconds(RING),
+            "ring /best": lambda row: f"{row['ring_over_tree']:,.0f}",
+            "passing queries, ms": milliseconds(RING_PASS_Q),
+            "it /best": lambda row: f"{row['pass_q_over_tree']:,.2f}",
+            "3 all-reduces, ms": milliseconds("three_allreduce"),
+            "they /best": lambda row: f"{row['published_over_tree']:,.2f}",
+            "bytes right": lambda row: "WRONG" if row["wrong"] else "yes",
+        },
+    )
 
 
 def _milliseconds(seconds: float) -> str:
@@ -74,22 +72,6 @@ def _winners(rows: Sequence[dict[str, Any]]) -> str:
         of_batch = (f"{best} (p = {', '.join(ranks)})" for best, ranks in places.items())
         result.append(f"B = {batch} {', '.join(of_batch)}")
     return "; ".join(result)
-
-
-def memory_sentences() -> list[str]:
-    result = []
-    for hidden in (2048, 4096):
-        problem = Problem(64_000, 1, (hidden // 128, hidden // 128))
-        shard, beside = problem.kv_bytes // 2, paper_elements(problem)
-        tree, ring = shard + beside.tree, shard + beside.ring
-        result.append(
-            f"Peak memory by the paper's Eq. 9 and 8, hidden size {hidden}, 64,000 keys per rank, "
-            f"2 bytes per element: tree {2e-6 * tree:,.1f} MB, ring {2e-6 * ring:,.1f} MB, ring - "
-            f"tree {2e-6 * (ring - tree):,.1f} MB; Figure 4 measured "
-            f"{524 if hidden == 2048 else 1040} MB. A ring that receives while it attends and "
-            "sends needs another shard, as this library's does from three ranks on."
-        )
-    return result
 
 
 def published_sentences(published: Sequence[Comparison]) -> list[str]:

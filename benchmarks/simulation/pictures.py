@@ -75,36 +75,6 @@ def _panels(
         )
 
 
-def draw_memory(rows: Rows, path: Path) -> None:
-    """With the shard, by context; and beside it, by ranks."""
-    rows = [row for row in rows if row["batch"] == 1]
-    title = "Peak memory of a decoding step: 16 heads of 128, one sequence, bfloat16"
-    with picture(path, (13, 5.5), (1, 2), title) as ((whole, beside),):
-        for i, world_size in enumerate(FIGURE_3):
-            of_world = [row for row in rows if row["world_size"] == world_size]
-            keys = [row["keys"] for row in of_world]
-            for method, line in ((RING, "--s"), ("best", "-o")):
-                sizes = [1e-6 * _of(row, method)["peak_memory_bytes"] for row in of_world]
-                label = f"{'best tree' if method == 'best' else method}, {world_size} ranks"
-                whole.plot(keys, sizes, line, color=f"C{i}", markersize=4, label=label)
-        whole.set(xlabel="keys of all ranks", ylabel="MB on a rank")
-        whole.set_title("with the shard", loc="left")
-        longest = [row for row in rows if row["keys"] == FIGURE_3_KEYS]
-        worlds = [row["world_size"] for row in longest]
-        for i, method in enumerate(methods()):
-            sizes = [
-                1e-6 * (row["methods"][method]["peak_memory_bytes"] - row["shard_bytes"])
-                for row in longest
-            ]
-            beside.plot(worlds, sizes, "-o", color=f"C{i}", markersize=4, label=method)
-        beside.set(xlabel="ranks", ylabel="MB on a rank")
-        beside.set_title(f"beside the shard, {FIGURE_3_KEYS:,} keys", loc="left")
-        for axes in (whole, beside):
-            axes.set(xscale="log", yscale="log")
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize=8)
-
-
 def _of(row: dict[str, Any], method: str) -> dict[str, Any]:
     result: dict[str, Any] = row["methods"][row["best"] if method == "best" else method]
     return result

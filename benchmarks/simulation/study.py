@@ -4,21 +4,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rich.progress import Progress
 
 from tree_attention.exchange.strategies import STRATEGIES, strategies
 
-from ..harness.report import Column, Report, environment
+from ..harness.report import Column, Report, columns_of, environment
 from . import pictures
 from .clusters import CLUSTERS
-from .headlines import TITLE, headline_columns, memory_sentences, published_sentences, sentences
+from .headlines import TITLE, headline_columns, published_sentences, sentences
 from .problem import Problem
 from .published import FIGURE_3, FIGURE_3_KEYS, comparisons
 from .rings import RING, RING_PASS_Q
-from .steps import bytes_of_formula, methods, simulate, step_bytes
+from .steps import bytes_of_formula, methods, simulate
 
 HEADS = (16, 16)  # of the paper's figures
 CONTEXTS = (80_000, 320_000, 1_280_000, FIGURE_3_KEYS)  # of all ranks together
@@ -61,7 +62,6 @@ def run_case(case: Setting) -> dict[str, Any]:
             "messages_sent": int(run.messages_sent.max()),
             "formula_bytes": formula,
             "network": run.network,
-            "peak_memory_bytes": problem.kv_bytes + step_bytes(method, problem, topology),
         }
     times = {method: result["seconds"] for method, result in results.items()}
     best = min(CANONICAL, key=times.__getitem__)
@@ -73,7 +73,6 @@ def run_case(case: Setting) -> dict[str, Any]:
         "keys": keys,
         "batch": batch,
         "methods": results,
-        "shard_bytes": problem.kv_bytes,
         "attention_seconds": attention,
         "best": best,
         "ring_over_tree": times[RING] / times[best],
@@ -88,8 +87,8 @@ def run_case(case: Setting) -> dict[str, Any]:
     }
 
 
-def run(chosen: Sequence[Setting], progress: Progress) -> tuple[Report, Report, Report]:
-    """The paper's cases and larger worlds; every strategy in every case; and the memory."""
+def run(chosen: Sequence[Setting], progress: Progress) -> tuple[Report, Report]:
+    """The paper's cases and larger worlds; and every strategy in every case."""
     begin = time.perf_counter()
     task = progress.add_task("simulate", total=len(chosen) + 1)
     rows = []
@@ -117,7 +116,7 @@ def run(chosen: Sequence[Setting], progress: Progress) -> tuple[Report, Report, 
         more={"published": [vars(c) | {"error": c.error} for c in published]},
         draw=lambda report, path: pictures.draw_contexts(rows, path),
     )
-    return main, strategies_report(rows), memory_report(rows)
+    return main, strategies_report(rows)
 
 
 NOTES = (
@@ -135,9 +134,9 @@ def strategies_report(rows: list[dict[str, Any]]) -> Report:
         title="Simulated decoding steps: every strategy and both rings",
         notes=(
             *NOTES,
-            "Every rank's messages follow the library's own programs; bytes right compares what "
-            "the busiest rank sent with the formulas of the cost model (all-reduces by NCCL's tree "
-            "excepted).",
+            "Every rank's messages are those that its own code handed to a link. bytes right "
+            "compares what the busiest rank sent with the strategy's own formula (all-reduces by "
+            "NCCL's tree excepted).",
         ),
         environment=environment(),
         rows=rows,
@@ -147,58 +146,19 @@ def strategies_report(rows: list[dict[str, Any]]) -> Report:
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    def column(heading: str, text: Callable[[dict[str, Any]], str]) -> Column:
-        return Column(heading, [text(row) for row in rows])
+    def microseconds(method: str, row: dict[str, Any]) -> str:
+        return f"{1e6 * row['methods'][method]['seconds']:,.0f}"
 
-    def microseconds(method: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: f"{1e6 * row['methods'][method]['seconds']:,.0f}"
-
-    return [
-        column("case", lambda row: row["name"]),
-        column("attention us", lambda row: f"{1e6 * row['attention_seconds']:,.0f}"),
-        *(column(f"{method} us", microseconds(method)) for method in methods()),
-        column("best", lambda row: row["best"]),
-        column("ring /best", lambda row: f"{row['ring_over_tree']:,.1f}"),
-        column("passing /best", lambda row: f"{row['pass_q_over_tree']:,.2f}"),
-        column("paper's /best", lambda row: f"{row['published_over_tree']:.2f}"),
-        column("bytes right", lambda row: "WRONG" if row["wrong"] else "yes"),
-    ]
-
-
-def memory_report(rows: Sequence[dict[str, Any]]) -> Report:
-    """Of one cluster, as memory depends on none but for its nodes."""
-    cluster = rows[0]["cluster"]
-    chosen = [row for row in rows if row["cluster"] == cluster]
-
-    def column(heading: str, text: Callable[[dict[str, Any]], str]) -> Column:
-        return Column(heading, [text(row) for row in chosen])
-
-    def megabytes(method: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: f"{1e-6 * row['methods'][method]['peak_memory_bytes']:,.2f}"
-
-    return Report(
-        name="simulation_memory",
-        title=f"Peak memory of a decoding step on a rank, nodes as of {cluster}",
-        notes=(
-            "What the library allocates in a step on the rank that needs most, with its shard: "
-            "buffers that the communicator keeps and outputs; rings receive shards into two more.",
-        ),
-        environment=environment(),
-        rows=[
-            {
-                **{k: row[k] for k in ("name", "world_size", "keys", "batch", "wrong")},
-                "methods": {
-                    method: row["methods"][method]["peak_memory_bytes"] for method in methods()
-                },
-            }
-            for row in chosen
-        ],
-        columns=[
-            column("ranks", lambda row: str(row["world_size"])),
-            column("keys of all ranks", lambda row: f"{row['keys']:,}"),
-            column("batch", lambda row: str(row["batch"])),
-            *(column(f"{method} MB", megabytes(method)) for method in methods()),
-        ],
-        summary=memory_sentences(),
-        draw=lambda report, path: pictures.draw_memory(chosen, path),
+    return columns_of(
+        rows,
+        {
+            "case": lambda row: row["name"],
+            "attention us": lambda row: f"{1e6 * row['attention_seconds']:,.0f}",
+            **{f"{method} us": partial(microseconds, method) for method in methods()},
+            "best": lambda row: row["best"],
+            "ring /best": lambda row: f"{row['ring_over_tree']:,.1f}",
+            "passing /best": lambda row: f"{row['pass_q_over_tree']:,.2f}",
+            "paper's /best": lambda row: f"{row['published_over_tree']:.2f}",
+            "bytes right": lambda row: "WRONG" if row["wrong"] else "yes",
+        },
     )
