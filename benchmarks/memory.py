@@ -44,9 +44,9 @@ from benchmarks.harness.measure import peak_memory_of
 from benchmarks.harness.plots import picture
 from benchmarks.harness.program import add_out, finish
 from benchmarks.harness.ranks import Ranks, run_rank
-from benchmarks.harness.report import Column, Report, environment
+from benchmarks.harness.report import Column, Report, columns_of, environment
 from benchmarks.simulation import RING, RING_PASS_Q, step_bytes
-from benchmarks.simulation.published import paper_elements
+from benchmarks.simulation.published import memory_sentences, paper_elements
 from tree_attention import ring_decode, ring_pass_q_decode, tree_decode
 from tree_attention.exchange import Communicator, Topology
 
@@ -235,6 +235,7 @@ def report_of(rows: Sequence[dict[str, Any]]) -> Report:
         environment=environment(),
         rows=named,
         columns=columns(named),
+        summary=memory_sentences(),
         draw=draw,
     )
 
@@ -248,17 +249,20 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     def published(method: dict[str, Any]) -> str:
         return "-" if method["published"] is None else f"{method['published']:,}"
 
-    return [
-        Column("case", [row["name"] for row, _, _ in lines]),
-        Column("method", [name for _, name, _ in lines]),
-        Column("allocated bytes", [f"{method['allocated']:,}" for _, _, method in lines]),
-        Column("formula", [f"{method['formula']:,}" for _, _, method in lines]),
-        Column("paper's formula", [published(method) for _, _, method in lines]),
-        Column("resident bytes", [f"{method['resident']:,}" for _, _, method in lines]),
-        Column("x all_gather", [times_tree(row, method) for row, _, method in lines]),
-        Column("shard bytes", [f"{problem_of(1, row['keys']).kv_bytes:,}" for row, _, _ in lines]),
-        Column("right", ["yes" if method["right"] else "WRONG" for _, _, method in lines]),
-    ]
+    return columns_of(
+        lines,
+        {
+            "case": lambda row, name, method: row["name"],
+            "method": lambda row, name, method: name,
+            "allocated bytes": lambda row, name, method: f"{method['allocated']:,}",
+            "formula": lambda row, name, method: f"{method['formula']:,}",
+            "paper's formula": lambda row, name, method: published(method),
+            "resident bytes": lambda row, name, method: f"{method['resident']:,}",
+            "x all_gather": lambda row, name, method: times_tree(row, method),
+            "shard bytes": lambda row, name, method: f"{problem_of(1, row['keys']).kv_bytes:,}",
+            "right": lambda row, name, method: "yes" if method["right"] else "WRONG",
+        },
+    )
 
 
 def draw(report: Report, path: Path) -> None:

@@ -39,7 +39,8 @@ def test_formulas_are_what_ranks_allocate(tmp_path: Path) -> None:
     assert methods[PUBLISHED]["published"] == 2 * 2 * 32 * (128 + 1)
     assert methods["two_phase"]["published"] is None
     write(report, tmp_path)
-    assert "| p=3 n=4096 | all_gather |" in (tmp_path / "memory.md").read_text()
+    text = (tmp_path / "memory.md").read_text()
+    assert "| p=3 n=4096 | all_gather |" in text and "Figure 4 measured 524 MB" in text
     row["methods"][RING_PASS_Q]["right"] = False
     assert memory.report_of([row]).wrong == ["p=3 n=4096"]
 
