@@ -9,22 +9,12 @@ from ..harness.plots import picture
 from ..harness.report import Report
 from .cases import CAPACITY, CONTEXT, HEADS, QUERIES, RAGGED, UNIFORM
 from .merge import SECTION as MERGE
-from .peers import (
-    ABLATIONS,
-    CUDNN,
-    EACH,
-    EQUAL_SPLIT,
-    FLASH,
-    FLEX,
-    OURS,
-    SPIN,
-    TRITON,
-    VARLEN,
-)
+from .peers import ABLATIONS, OURS
 from .rows import PROBE, ratio
+from .tables import HEADINGS
 
 Row = Mapping[str, Any]
-IN_ORDER = (OURS, FLASH, VARLEN, EACH, CUDNN, FLEX, TRITON, EQUAL_SPLIT, SPIN)
+IN_ORDER = (OURS, *HEADINGS)
 COLOURS = {name: f"C{i}" for i, name in enumerate(IN_ORDER)} | {PROBE: "black"}
 
 

@@ -5,19 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..harness.report import Column
+from . import peers
 from .merge import PYTORCH
-from .peers import (
-    ABLATIONS,
-    CUDNN,
-    EACH,
-    EQUAL_SPLIT,
-    FLASH,
-    FLEX,
-    OURS,
-    SPIN,
-    TRITON,
-    VARLEN,
-)
 from .rows import best_peer
 
 NOTES = (
@@ -42,14 +31,14 @@ NOTES = (
     "lean_decode's own inner loop under other schedules.",
 )
 HEADINGS = {
-    FLASH: "flash us",
-    VARLEN: "varlen us",
-    EACH: "per_seq us",
-    CUDNN: "cuDNN us",
-    FLEX: "flex us",
-    TRITON: "Triton us",
-    EQUAL_SPLIT: "equal us",
-    SPIN: "spin us",
+    peers.FLASH: "flash us",
+    peers.VARLEN: "varlen us",
+    peers.EACH: "per_seq us",
+    peers.CUDNN: "cuDNN us",
+    peers.FLEX: "flex us",
+    peers.TRITON: "Triton us",
+    peers.EQUAL_SPLIT: "equal us",
+    peers.SPIN: "spin us",
     PYTORCH: "torch us",
 }
 
@@ -63,9 +52,9 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
 
     table = [
         Column("case", [row["name"] for row in rows]),
-        Column("ours us", times_of(OURS)),
+        Column("ours us", times_of(peers.OURS)),
         Column("p10-p90", [_spread(row) for row in rows]),
-        Column("eager us", times_of(OURS, "eager")),
+        Column("eager us", times_of(peers.OURS, "eager")),
         Column("GB/s", [_number(row.get("bandwidth"), 1e-9) for row in rows]),
         Column("% read", [_number(row.get("read_share"), 100) for row in rows]),
         Column("% ceil", [_number(row.get("ceiling_share"), 100) for row in rows]),
@@ -74,7 +63,7 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     for name, heading in HEADINGS.items():
         if any(name in row["times"] for row in rows):
             table.append(Column(heading, times_of(name)))
-    errors = [row["accuracy"].get(OURS, {}).get("o_error") for row in rows]
+    errors = [row["accuracy"].get(peers.OURS, {}).get("o_error") for row in rows]
     table.append(Column("error", ["-" if e is None else f"{e:.0e}" for e in errors]))
     table.append(Column("right", ["WRONG" if row["wrong"] else "yes" for row in rows]))
     return table
@@ -83,8 +72,8 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
 def line(row: Mapping[str, Any]) -> str:
     """What is printed as soon as a row is there: a run that is ended early has shown these."""
     verdict = "WRONG " if row["wrong"] else ""
-    if OURS not in row["times"]:
-        return f"{row['name']}: {verdict}{row['unavailable'].get(OURS, '')}"
+    if peers.OURS not in row["times"]:
+        return f"{row['name']}: {verdict}{row['unavailable'].get(peers.OURS, '')}"
     times = ", ".join(
         f"{name} {microseconds(times['median_us'])}" for name, times in row["times"].items()
     )
@@ -113,12 +102,12 @@ def _number(value: float | None, scale: float) -> str:
 
 
 def _spread(row: Mapping[str, Any]) -> str:
-    times = row["times"].get(OURS)
+    times = row["times"].get(peers.OURS)
     return f"{microseconds(times['p10_us'])}-{microseconds(times['p90_us'])}" if times else "-"
 
 
 def _best(row: Mapping[str, Any]) -> str:
-    best = best_peer(row, without=tuple(ABLATIONS.values()))
-    if best is None or OURS not in row["times"]:
+    best = best_peer(row, without=tuple(peers.ABLATIONS.values()))
+    if best is None or peers.OURS not in row["times"]:
         return "-"
-    return f"{best[1] / row['times'][OURS]['median_us']:.2f}"
+    return f"{best[1] / row['times'][peers.OURS]['median_us']:.2f}"
