@@ -81,7 +81,7 @@ def published_formula(method: str, keys: int) -> int | None:
     return DTYPE.itemsize * (elements.ring if method == RING else elements.tree)
 
 
-class Step:
+class Method:
     """A method on a communicator with buffers of its own, which end with this object."""
 
     def __init__(self, method: str) -> None:
@@ -109,7 +109,7 @@ def measure(contexts: Sequence[int], ranks: Ranks) -> list[dict[str, Any]]:
         for method in METHODS:
             peaks, right = [], True
             for peak_of in (allocated_by, resident_of):
-                step = Step(method)
+                step = Method(method)
                 gc.collect()  # or the buffers of the one before would be freed in the middle
                 peaks.append(peak_of(partial(step, q, k, v)))
                 assert step.result is not None

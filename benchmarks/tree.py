@@ -26,7 +26,7 @@ if __name__ == "__main__":
 from benchmarks.harness.measure import (
     MAX_ROUNDS,
     MIN_ROUNDS,
-    Arena,
+    InputArena,
     Load,
     Samples,
     load_warnings,
@@ -146,12 +146,12 @@ def decode_set(
     return decode(q, *sets[index], **options)
 
 
-def run_case(case: ShardedCase, arena: Arena, seconds: float, ranks: Ranks) -> dict[str, Any]:
+def run_case(case: ShardedCase, arena: InputArena, seconds: float, ranks: Ranks) -> dict[str, Any]:
     """Times one case on all ranks; the row is the same on every rank."""
     layout, dtype = BlockCyclic(ranks.size), DTYPES[case.dtype]
     num_keys = layout.count(ranks.rank, case.length)
     shape = case.kv_shape(num_keys)
-    num_sets = Arena.num_sets(case.kv_bytes(case.length))
+    num_sets = InputArena.num_sets(case.kv_bytes(case.length))
     sets = [
         (arena.view(2 * i, shape, dtype), arena.view(2 * i + 1, shape, dtype))
         for i in range(num_sets)
@@ -265,10 +265,10 @@ def run(
     ranks = Ranks()
     cpus = pin_threads(first=local_rank * torch.get_num_threads())
     layout = BlockCyclic(ranks.size)
-    arena = Arena(
+    arena = InputArena(
         max(
             case.kv_bytes(layout.count(ranks.rank, case.length))
-            * Arena.num_sets(case.kv_bytes(case.length))
+            * InputArena.num_sets(case.kv_bytes(case.length))
             for case in cases
         )
     )

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.cuda.cases import CudaCase
 from benchmarks.cuda.inputs import Inputs
-from benchmarks.harness.measure import Arena
+from benchmarks.harness.measure import InputArena
 
 SMALL = [
     CudaCase(heads=(4, 2), head_dim=64, lengths=(70,)),
@@ -21,4 +21,4 @@ SMALL = [
 
 
 def make_inputs(case: CudaCase, sets: int = 2, device: torch.device | str = "cpu") -> Inputs:
-    return Inputs(case, Arena(sets * case.set_bytes, device), sets)
+    return Inputs(case, InputArena(sets * case.set_bytes, device), sets)

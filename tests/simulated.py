@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from benchmarks.simulation import Cluster, Level, Network
+from benchmarks.simulation import Level, SimulatedCluster, SimulatedNetwork
 from benchmarks.simulation.fabric import EVERYBODY
 
 
-def one_level(**options: object) -> Network:
+def one_level(**options: object) -> SimulatedNetwork:
     """A second of latency, 10 bytes per second."""
-    return Network("test", (Level(EVERYBODY, 1.0, 10.0),), **options)  # type: ignore[arg-type]
+    return SimulatedNetwork("test", (Level(EVERYBODY, 1.0, 10.0),), **options)  # type: ignore[arg-type]
 
 
-def cluster_of(network: Network, ranks_per_node: int = 1) -> Cluster:
+def cluster_of(network: SimulatedNetwork, ranks_per_node: int = 1) -> SimulatedCluster:
     infinite = float("inf")
-    return Cluster("test", "", ranks_per_node, (network,), 0.0, 0.0, infinite, infinite)
+    return SimulatedCluster("test", "", ranks_per_node, (network,), 0.0, 0.0, infinite, infinite)

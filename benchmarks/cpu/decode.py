@@ -16,7 +16,7 @@ from tree_attention import lean_decode
 from tree_attention.reference.accuracy import check_against_float64
 
 from ..harness.measure import (
-    Arena,
+    InputArena,
     Load,
     fma_peak,
     load_warnings,
@@ -129,7 +129,7 @@ def full_cases() -> list[DecodeCase]:
 class Inputs:
     """A case's q and, for every set, K and V in the arena; all sets hold the same values."""
 
-    def __init__(self, case: DecodeCase, arena: Arena) -> None:
+    def __init__(self, case: DecodeCase, arena: InputArena) -> None:
         dtype, batch = DTYPES[case.dtype], len(case.lengths)
         generator = torch.Generator().manual_seed(0)
         # Scores with a standard deviation of 3: a few keys dominate, many still count.
@@ -219,7 +219,7 @@ def flex_attention(inputs: Inputs) -> Callable[[int], Tensor] | str:
 
 
 def run_case(
-    case: DecodeCase, arena: Arena, seconds: float, fma_per_second: float
+    case: DecodeCase, arena: InputArena, seconds: float, fma_per_second: float
 ) -> dict[str, Any]:
     """Times one case; returns its row as JSON values."""
     inputs = Inputs(case, arena)
@@ -272,9 +272,11 @@ def run(cases: Sequence[DecodeCase], progress: Progress, *, seconds: float) -> R
     """Runs the cases on pinned threads; `seconds` is the timed part of each."""
     cpus = pin_threads()
     set_bytes = [kv_set_bytes(case) for case in cases]
-    sets = [1 if case.warm else Arena.num_sets(n) for case, n in zip(cases, set_bytes, strict=True)]
+    sets = [
+        1 if case.warm else InputArena.num_sets(n) for case, n in zip(cases, set_bytes, strict=True)
+    ]
     arena_bytes = max(n * count for n, count in zip(set_bytes, sets, strict=True))
-    arena = Arena(arena_bytes)
+    arena = InputArena(arena_bytes)
     task = progress.add_task("decode", total=len(cases))
     rows = []
     with torch.inference_mode():

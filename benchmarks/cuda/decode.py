@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from tree_attention.reference.accuracy import Float64Check
 
-from ..harness.measure import Arena
+from ..harness.measure import InputArena
 from ..harness.report import Report, environment
 from . import cases as shapes
 from . import machine, merge, plots, targets, timing
@@ -60,7 +60,7 @@ def run(
         else:
             skipped.append(f"{case.name}: needs {sets * case.set_bytes / 1e9:.0f} GB")
     arena_bytes = max(sets * case.set_bytes for case, sets in fitting) if fitting else 0
-    arena = Arena(max(arena_bytes, machine.CEILING_BYTES), "cuda")
+    arena = InputArena(max(arena_bytes, machine.CEILING_BYTES), "cuda")
     task = progress.add_task("decode", total=len(fitting))
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
@@ -111,7 +111,7 @@ def run(
 
 
 def case_row(
-    case: CudaCase, arena: Arena, sets: int, ceiling: machine.Ceiling, seconds: float
+    case: CudaCase, arena: InputArena, sets: int, ceiling: machine.Ceiling, seconds: float
 ) -> dict[str, Any]:
     inputs = Inputs(case, arena, sets)
     calls, missing = implementations(case, inputs)

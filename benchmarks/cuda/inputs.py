@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..harness.measure import Arena
+from ..harness.measure import InputArena
 from ..harness.shapes import DTYPES
 from .cases import CudaCase
 
@@ -44,7 +44,7 @@ class KeyValues:
 class Inputs:
     """All sets hold the same values."""
 
-    def __init__(self, case: CudaCase, arena: Arena, sets: int) -> None:
+    def __init__(self, case: CudaCase, arena: InputArena, sets: int) -> None:
         self.case = case
         self.device = arena.device
         self._generator = torch.Generator(arena.device).manual_seed(0)

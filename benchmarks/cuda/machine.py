@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..harness.measure import Arena
+from ..harness.measure import InputArena
 from . import read_probe, timing
 
 # What the ceilings are measured with: far more than the cache.
@@ -33,7 +33,7 @@ class Ceiling:
     configuration: tuple[int, int, int]  # of the read probe, the fastest here
 
 
-def ceiling(arena: Arena) -> Ceiling:
+def ceiling(arena: InputArena) -> Ceiling:
     span = arena.view(0, (CEILING_BYTES,), torch.uint8)
     source, target = span.chunk(2)
     candidates = read_probe.candidates([span])

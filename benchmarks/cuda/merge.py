@@ -12,7 +12,7 @@ from tree_attention import merge_states
 from tree_attention.reference import merge_states as true_merge_states
 from tree_attention.reference.accuracy import Accuracy, row_error
 
-from ..harness.measure import Arena
+from ..harness.measure import InputArena
 from .machine import Ceiling
 from .peers import OURS
 from .rows import measured_row
@@ -55,7 +55,7 @@ def pytorch_merge(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_row(
-    case: MergeCase, arena: Arena, num_sets: int, ceiling: Ceiling, seconds: float
+    case: MergeCase, arena: InputArena, num_sets: int, ceiling: Ceiling, seconds: float
 ) -> dict[str, Any]:
     generator = torch.Generator(arena.device).manual_seed(0)
     spans, sets = [], []

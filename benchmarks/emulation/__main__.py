@@ -7,7 +7,7 @@ import argparse
 import signal
 import sys
 
-from .hosts import Cluster, exit_on_sigterm
+from .hosts import EmulatedCluster, exit_on_sigterm
 from .network import Unsupported, remove_orphans, unsupported
 from .probe import probe
 from .wiring import LINKS, Wiring, parse_link
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
         return 0
     exit_on_sigterm()
     try:
-        with Cluster(wiring, parsed.hosts) as cluster:
+        with EmulatedCluster(wiring, parsed.hosts) as cluster:
             print(f"{parsed.hosts} hosts: {wiring}", file=sys.stderr, flush=True)
             if command:
                 return cluster.run(command, label=parsed.label)
@@ -77,7 +77,7 @@ def wiring_of(link: str, near: str | None, per_node: int | None) -> Wiring:
     return Wiring(parse_link(link), parse_link(near), per_node)
 
 
-def measure(cluster: Cluster) -> int:
+def measure(cluster: EmulatedCluster) -> int:
     """Prints what one link of each level is like, median and 10th to 90th percentile."""
     if cluster.num_hosts < 2:
         print("one host has no link", file=sys.stderr)

@@ -27,7 +27,7 @@ from ..harness.program import add_out, finish
 from ..harness.report import Report, environment, write
 from ..simulation import bytes_of_formula
 from .fake_attention import DTYPE, HEAD_DIM, NUM_HEADS, NUM_HEADS_KV, problem_of
-from .hosts import Cluster, exit_on_sigterm
+from .hosts import EmulatedCluster, exit_on_sigterm
 from .network import unsupported
 from .probe import probe, spread
 from .wiring import LINKS
@@ -50,7 +50,7 @@ def run(
         spec.write_text(json.dumps(specification))
         variables = {"OMP_NUM_THREADS": "1"}
         before, packets = os.times(), softirq_seconds()
-        with Load() as load, Cluster(wiring, world_size) as cluster:
+        with Load() as load, EmulatedCluster(wiring, world_size) as cluster:
             near_and_far = {wiring.link(0, other): other for other in (1, world_size - 1)}
             probes = [probe(cluster, 0, other) for other in near_and_far.values()]
             command = [sys.executable, "-m", "tree_attention", "calibrate"]
@@ -162,7 +162,7 @@ def attention_seconds_per_key(keys: int = 8192) -> float:
 
 
 def _run(
-    cluster: Cluster, command: Sequence[str], variables: dict[str, str], quiet: bool = False
+    cluster: EmulatedCluster, command: Sequence[str], variables: dict[str, str], quiet: bool = False
 ) -> None:
     status = cluster.run(command, variables, quiet=quiet)
     if status:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import IO, Any, NoReturn
 
-from .network import Network, host_name
+from .network import EmulatedNetwork, host_name
 from .wiring import Wiring
 
 MASTER_PORT = 29500
@@ -25,14 +25,14 @@ _EXIT_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
-class Cluster:
+class EmulatedCluster:
     """A network for the time of a `with` block, and what runs on its hosts."""
 
     def __init__(self, wiring: Wiring, num_hosts: int) -> None:
         self.wiring, self.num_hosts = wiring, num_hosts
 
-    def __enter__(self) -> Cluster:
-        self._network = Network(self.wiring, self.num_hosts)
+    def __enter__(self) -> EmulatedCluster:
+        self._network = EmulatedNetwork(self.wiring, self.num_hosts)
         self.relay = self._network.relay
         self._running: list[subprocess.Popen[Any]] = []
         return self

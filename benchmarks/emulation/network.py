@@ -64,7 +64,7 @@ def unsupported() -> str | None:
     return None
 
 
-class Network:
+class EmulatedNetwork:
     """Hosts 0, 1, ... in nodes, connected as `wiring` says."""
 
     def __init__(self, wiring: Wiring, num_hosts: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .hosts import Cluster
+from .hosts import EmulatedCluster
 from .network import host_name
 
 _PROGRAM = Path(__file__).with_name("probe_peer.py")
@@ -45,7 +45,9 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return tenths[0], statistics.median(values), tenths[-1]
 
 
-def probe(cluster: Cluster, a: int, b: int, round_trips: int = 300, seconds: float = 0.2) -> Probe:
+def probe(
+    cluster: EmulatedCluster, a: int, b: int, round_trips: int = 300, seconds: float = 0.2
+) -> Probe:
     """`seconds`: of one bulk transfer at the link's rate."""
     link = cluster.wiring.link(a, b)
     num_bytes = int(link.rate / 8 * seconds)

@@ -195,7 +195,7 @@ def last_level_cache_bytes() -> int:
     return max(sizes)
 
 
-class Arena:
+class InputArena:
     """One allocation, cut into the input sets of each case: its pages are touched only once."""
 
     def __init__(self, num_bytes: int, device: torch.device | str = "cpu") -> None:

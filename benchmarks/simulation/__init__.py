@@ -7,8 +7,8 @@ Gloo and NCCL; `recording` learns what a strategy does by running it with a link
 from; `study` makes the tables.
 """
 
-from .clusters import CLUSTERS, Cluster
-from .fabric import Fabric, Level, Network
+from .clusters import CLUSTERS, SimulatedCluster
+from .fabric import Fabric, Level, SimulatedNetwork
 from .problem import Problem
 from .rings import RING, RING_PASS_Q, RINGS
 from .steps import Run, bytes_of_formula, methods, simulate, step_bytes
@@ -18,12 +18,12 @@ __all__ = [
     "RING",
     "RINGS",
     "RING_PASS_Q",
-    "Cluster",
     "Fabric",
     "Level",
-    "Network",
     "Problem",
     "Run",
+    "SimulatedCluster",
+    "SimulatedNetwork",
     "bytes_of_formula",
     "methods",
     "simulate",

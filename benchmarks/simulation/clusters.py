@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 
 from tree_attention.exchange.topology import Topology
 
-from .fabric import EVERYBODY, Level, Network
+from .fabric import EVERYBODY, Level, SimulatedNetwork
 
 _US, _GB = 1e-6, 1e9
 
 
 @dataclass(frozen=True)
-class Cluster:
+class SimulatedCluster:
     """Ranks on nodes, their networks and what their processors can do."""
 
     name: str
     source: str
     ranks_per_node: int
     # What the library may choose from, by itself, for a message's size.
-    networks: tuple[Network, ...]
+    networks: tuple[SimulatedNetwork, ...]
     exchange: float  # seconds per call of ours
     local_operation: float  # seconds per kernel or copy
     local_bandwidth: float  # bytes per second of merges and copies
@@ -38,7 +38,7 @@ def _nccl(
     between: tuple[float, float, float, float],
     bandwidths: tuple[float, float, float, float],
     ranks_per_port: int = 1,
-) -> tuple[Network, ...]:
+) -> tuple[SimulatedNetwork, ...]:
     """NCCL's ring and tree by its protocols LL and Simple.
 
     Args:
@@ -55,21 +55,23 @@ def _nccl(
             Level(EVERYBODY, between[i] * _US, far * _GB, 0.3 * _US, ranks_per_port),
         )
         base = bases[i] * _US  # messages are a kernel, too
-        networks.append(Network(name, levels, call=base, round=base, tree="tree" in name))
+        networks.append(SimulatedNetwork(name, levels, call=base, round=base, tree="tree" in name))
     return tuple(networks)
 
 
-def _gloo(*levels: Level) -> tuple[Network, ...]:
+def _gloo(*levels: Level) -> tuple[SimulatedNetwork, ...]:
     # One thread, two chunks per step; a call's cost is that of torch's and Gloo's queues.
-    gloo = Network("gloo", levels, 60 * _US, asks_first=True, chunks=2, gathers_directly=True)
+    gloo = SimulatedNetwork(
+        "gloo", levels, 60 * _US, asks_first=True, chunks=2, gathers_directly=True
+    )
     return (gloo,)
 
 
 _MESSAGE = 15 * _US  # of a processor, per message over Gloo's TCP
 
 
-def _hosts(name: str, source: str, *levels: Level, ranks_per_node: int = 1) -> Cluster:
-    return Cluster(
+def _hosts(name: str, source: str, *levels: Level, ranks_per_node: int = 1) -> SimulatedCluster:
+    return SimulatedCluster(
         name, source, ranks_per_node, _gloo(*levels), 50 * _US, 5 * _US, 5 * _GB, 10 * _GB
     )
 
@@ -81,7 +83,7 @@ _METRO = Level(EVERYBODY, 1e-3, 0.125 * _GB, _MESSAGE)
 CLUSTERS = {
     cluster.name: cluster
     for cluster in (
-        Cluster(
+        SimulatedCluster(
             "dgx_h100",
             f"nodes of 8 H100 (NVLink 4, a NDR 400 NIC per GPU): {_NCCL_SOURCE}, nccl-tests 290; "
             "3.35 TB/s of device memory (data sheet)",
@@ -92,7 +94,7 @@ CLUSTERS = {
             local_bandwidth=2000 * _GB,
             key_bandwidth=3350 * _GB,
         ),
-        Cluster(
+        SimulatedCluster(
             "pcie_4090",
             f"nodes of 8 RTX 4090 on PCIe 4 x16, one NDR 400 NIC per node: {_NCCL_SOURCE}; 24 GB/s "
             "per slot and one NIC are assumptions; 1.0 TB/s of device memory (data sheet)",

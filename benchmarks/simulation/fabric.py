@@ -31,7 +31,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Network:
+class SimulatedNetwork:
     """Links, and how a library uses them.
 
     Groups of level 0 have a fabric of their own. A message between higher groups passes the ports
@@ -126,7 +126,7 @@ class _Passage:
 class Fabric:
     """The ranks' clocks, the ports' queues, and counters of what was sent."""
 
-    def __init__(self, network: Network, world_size: int) -> None:
+    def __init__(self, network: SimulatedNetwork, world_size: int) -> None:
         self.network, self.world_size = network, world_size
         self.ranks = np.arange(world_size)
         self.now = np.zeros(world_size)

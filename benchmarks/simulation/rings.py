@@ -15,7 +15,7 @@ from tree_attention.baselines.ring import MANIFEST_BYTES
 from tree_attention.baselines.ring_pass_q import _ALIGNMENT, _deal
 from tree_attention.exchange.state import StateLayout
 
-from .clusters import Cluster
+from .clusters import SimulatedCluster
 from .collectives import all_gather, shift
 from .fabric import Fabric, Floats, Ints
 from .problem import Problem
@@ -24,11 +24,11 @@ RING, RING_PASS_Q = "ring", "ring, passing queries"
 
 
 @dataclass(frozen=True)
-class Ranks:
+class SimulatedRanks:
     """All ranks of a world in step, as far as their messages let them."""
 
     problem: Problem
-    cluster: Cluster
+    cluster: SimulatedCluster
     fabric: Fabric
 
     @property
@@ -49,7 +49,7 @@ class Ranks:
         self.fabric.work(self.cluster.exchange)
 
 
-def _run_ring(ranks: Ranks) -> None:
+def _run_ring(ranks: SimulatedRanks) -> None:
     fabric, world_size = ranks.fabric, ranks.world_size
     ranks.begin()
     all_gather(fabric, MANIFEST_BYTES)
@@ -95,7 +95,7 @@ class _Parts:
         )
 
 
-def _run_ring_pass_q(ranks: Ranks) -> None:
+def _run_ring_pass_q(ranks: SimulatedRanks) -> None:
     fabric, world_size = ranks.fabric, ranks.world_size
     parts = _Parts.of(ranks.problem, world_size)
     ranks.begin()
@@ -133,7 +133,7 @@ def _ring_pass_q_memory(problem: Problem, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class Ring:
-    run: Callable[[Ranks], None]
+    run: Callable[[SimulatedRanks], None]
     bytes_sent: Callable[[Problem, int], int]  # of the busiest rank in a world of so many
     memory: Callable[[Problem, int], int]  # bytes of its buffers, without the state and the outputs
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from tree_attention.exchange.strategies import STRATEGIES, strategies
 from tree_attention.exchange.topology import Topology
 
-from .clusters import Cluster
+from .clusters import SimulatedCluster
 from .collectives import all_gather, all_reduce, all_to_all, messages, to_everybody
 from .fabric import Fabric, Floats, Ints
 from .problem import Problem
 from .recording import Program, program_of
-from .rings import RINGS, Ranks
+from .rings import RINGS, SimulatedRanks
 
 
 def methods() -> tuple[str, ...]:
@@ -31,7 +31,7 @@ class Run:
     network: str
 
 
-def simulate(method: str, problem: Problem, cluster: Cluster, world_size: int) -> Run:
+def simulate(method: str, problem: Problem, cluster: SimulatedCluster, world_size: int) -> Run:
     """A step over the fastest of the networks that the cluster's library may take."""
     program = None
     if method not in RINGS:
@@ -41,7 +41,7 @@ def simulate(method: str, problem: Problem, cluster: Cluster, world_size: int) -
     for network in cluster.networks:
         if network.tree and not (program and any(s.name == "all_reduce" for s in program.steps)):
             continue  # nothing in it would be another
-        ranks = Ranks(problem, cluster, Fabric(network, world_size))
+        ranks = SimulatedRanks(problem, cluster, Fabric(network, world_size))
         if program is None:
             RINGS[method].run(ranks)
         else:
@@ -54,7 +54,7 @@ def simulate(method: str, problem: Problem, cluster: Cluster, world_size: int) -
     return min(runs, key=lambda run: run.seconds)
 
 
-def replay(program: Program, ranks: Ranks) -> None:
+def replay(program: Program, ranks: SimulatedRanks) -> None:
     """What a recording link saw, over the links of a fabric."""
     fabric, awaited = ranks.fabric, dict[int, Floats]()
     collectives = {"all_gather": all_gather, "all_to_all": all_to_all, "all_reduce": all_reduce}

@@ -106,7 +106,9 @@ def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (decode.SPARE_BYTES + (1 << 26),) * 2)
-    monkeypatch.setattr(decode, "Arena", lambda num_bytes, device: measure.Arena(num_bytes))
+    monkeypatch.setattr(
+        decode, "InputArena", lambda num_bytes, device: measure.InputArena(num_bytes)
+    )
     monkeypatch.setattr(machine, "CEILING_BYTES", 1 << 20)
     monkeypatch.setattr(peers.ablations, "load", lambda: False)
     monkeypatch.setattr(timing, "measure", measure_on_cpu)

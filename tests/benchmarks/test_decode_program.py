@@ -59,7 +59,7 @@ def test_sdpa_is_given_the_same_problem(
     """A baseline with another mask would be another problem, and perhaps a quicker one."""
     monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 10)
     set_bytes = decode.kv_set_bytes(case)
-    arena = measure.Arena(set_bytes * measure.Arena.num_sets(set_bytes))
+    arena = measure.InputArena(set_bytes * measure.InputArena.num_sets(set_bytes))
     inputs = decode.Inputs(case, arena)
     o, _ = lean_decode(inputs.q, *inputs.sets[-1], inputs.key_ranges)
     assert o.isfinite().all()
@@ -80,7 +80,7 @@ def test_sdpa_refuses_ragged_lengths_of_several_queries(
 ) -> None:
     monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 10)
     case = decode.DecodeCase("fp32", (2, 1), 32, (3, 9), seqlen_q=2)
-    inputs = decode.Inputs(case, measure.Arena(1 << 20))
+    inputs = decode.Inputs(case, measure.InputArena(1 << 20))
     with pytest.raises(ValueError, match="ragged lengths are compared with one query only"):
         decode.sdpa(case, inputs)
 

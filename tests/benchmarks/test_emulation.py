@@ -13,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.emulation import LINKS, Cluster, LinkSpec, Wiring, network, parse_link, unsupported
+from benchmarks.emulation import (
+    LINKS,
+    EmulatedCluster,
+    LinkSpec,
+    Wiring,
+    network,
+    parse_link,
+    unsupported,
+)
 from benchmarks.emulation.__main__ import main, wiring_of
 from benchmarks.emulation.probe import probe, spread
 from benchmarks.emulation.relay import compile_program
@@ -120,9 +128,9 @@ def root() -> None:
 
 
 @pytest.fixture
-def cluster(root: None) -> Iterator[Cluster]:
+def cluster(root: None) -> Iterator[EmulatedCluster]:
     """Hosts 0 and 1 in a node, host 2 in another."""
-    with Cluster(LEVELS, 3) as made:
+    with EmulatedCluster(LEVELS, 3) as made:
         yield made
 
 
@@ -130,7 +138,7 @@ def ours(pid: int) -> list[str]:
     return [path.name for path in NAMESPACES.glob(f"treeattn-{pid}-*")]
 
 
-def test_packets_take_their_time(cluster: Cluster) -> None:
+def test_packets_take_their_time(cluster: EmulatedCluster) -> None:
     # Only too early is wrong: a busy machine may be late.
     near, far = (probe(cluster, 0, host, round_trips=30, seconds=0.03) for host in (1, 2))
     assert near.expected_rtt == 0.008 and min(near.rtts) >= 0.008
@@ -140,7 +148,7 @@ def test_packets_take_their_time(cluster: Cluster) -> None:
     assert str(far).startswith("host0 to host2: round trip 4")
 
 
-def reaches(cluster: Cluster, a: int, b: int) -> bool:
+def reaches(cluster: EmulatedCluster, a: int, b: int) -> bool:
     ping = f"""
 import socket
 s = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -154,7 +162,7 @@ except ConnectionRefusedError:
     return cluster.start(a, command, stderr=subprocess.DEVNULL).wait(20) == 0
 
 
-def test_links_are_cut_and_mended(cluster: Cluster) -> None:
+def test_links_are_cut_and_mended(cluster: EmulatedCluster) -> None:
     assert reaches(cluster, 0, 2)
     cluster.relay.cut(0, 2)
     assert not reaches(cluster, 0, 2) and not reaches(cluster, 2, 0)
@@ -167,13 +175,13 @@ def test_links_are_cut_and_mended(cluster: Cluster) -> None:
         cluster.relay.cut(0, 3)
 
 
-def test_delays_change(cluster: Cluster) -> None:
+def test_delays_change(cluster: EmulatedCluster) -> None:
     cluster.relay.delay(0, 1, 0.4)
     assert not reaches(cluster, 0, 1)  # within 0.3 s
 
 
 def test_hosts_have_names_ranks_and_a_failure_of_one_is_a_failure(
-    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+    cluster: EmulatedCluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = 'echo $(hostname) $RANK of $WORLD_SIZE, $TREE_ATTENTION_NODE; exit "$RANK"'
     assert cluster.run(["sh", "-c", said], label=True) in (1, 2)
@@ -187,7 +195,7 @@ def test_hosts_have_names_ranks_and_a_failure_of_one_is_a_failure(
 
 def test_refuses_too_many_hosts(root: None) -> None:
     with pytest.raises(ValueError, match="a cluster has 1 to 255 hosts here, got 256"):
-        network.Network(LINKS["lan"], 256)
+        network.EmulatedNetwork(LINKS["lan"], 256)
 
 
 def started(command: list[str]) -> tuple[subprocess.Popen[bytes], list[str]]:
@@ -227,6 +235,6 @@ def test_the_next_run_clears_up_after_a_killed_one(root: None) -> None:
     assert not ours(process.pid)
 
 
-def test_does_not_touch_the_hosts_of_a_running_one(cluster: Cluster) -> None:
+def test_does_not_touch_the_hosts_of_a_running_one(cluster: EmulatedCluster) -> None:
     network.remove_orphans()
     assert len(ours(os.getpid())) == 3

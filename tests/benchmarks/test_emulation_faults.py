@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.emulation import Cluster, LinkSpec, Wiring, unsupported
+from benchmarks.emulation import EmulatedCluster, LinkSpec, Wiring, unsupported
 
 ROOT = Path(__file__).parents[2]
 DELAY = 0.02
@@ -49,7 +49,7 @@ os._exit(0)  # connections of lost peers would delay the end
 
 
 class Ranks:
-    def __init__(self, cluster: Cluster, program: Path) -> None:
+    def __init__(self, cluster: EmulatedCluster, program: Path) -> None:
         self.relay = cluster.relay
         environment = {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -89,7 +89,7 @@ def ranks_on_hosts(folder: Path) -> Iterator[Ranks]:
         pytest.skip(why)
     program = folder / "rank.py"
     program.write_text(RANK)
-    with Cluster(LEVELS, 3) as cluster:
+    with EmulatedCluster(LEVELS, 3) as cluster:
         yield Ranks(cluster, program)
 
 

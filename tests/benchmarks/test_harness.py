@@ -99,7 +99,7 @@ def test_time_is_what_the_call_took() -> None:
 
 
 def test_arena_views_are_disjoint() -> None:
-    arena = measure.Arena(1 << 16)
+    arena = measure.InputArena(1 << 16)
     views = [arena.view(i, (2, 3, 5), torch.bfloat16) for i in range(4)]
     for i, view in enumerate(views):
         view.fill_(i)
@@ -108,8 +108,8 @@ def test_arena_views_are_disjoint() -> None:
 
 def test_sets_exceed_the_last_level_cache() -> None:
     cache = measure.last_level_cache_bytes()
-    assert measure.Arena.num_sets(1) >= 2 * cache
-    assert measure.Arena.num_sets(100 * cache) == 2
+    assert measure.InputArena.num_sets(1) >= 2 * cache
+    assert measure.InputArena.num_sets(100 * cache) == 2
 
 
 def test_probes_give_plausible_ceilings() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.simulation import Fabric, Level, Network
+from benchmarks.simulation import Fabric, Level, SimulatedNetwork
 from benchmarks.simulation.collectives import all_gather, all_reduce, all_to_all, messages
 from benchmarks.simulation.fabric import EVERYBODY
 from simulated import one_level
@@ -18,7 +18,7 @@ def send(fabric: Fabric, pairs: list[tuple[int, int]], num_bytes: int) -> list[f
 
 
 def test_a_message_takes_overhead_latency_and_its_bytes() -> None:
-    network = Network("test", (Level(EVERYBODY, 1.0, 10.0, overhead=0.5),))
+    network = SimulatedNetwork("test", (Level(EVERYBODY, 1.0, 10.0, overhead=0.5),))
     fabric = Fabric(network, 2)
     assert send(fabric, [(0, 1)], 20) == [0.5 + 1.0 + 2.0]
     # The next one leaves when the port is free again, at 2.5.
@@ -29,7 +29,7 @@ def test_a_message_takes_overhead_latency_and_its_bytes() -> None:
 
 def test_ranks_of_a_node_take_turns_at_their_nic() -> None:
     levels = (Level(2, 0.25, 100.0), Level(EVERYBODY, 1.0, 10.0, ranks_per_port=2))
-    fabric = Fabric(Network("test", levels), 4)
+    fabric = Fabric(SimulatedNetwork("test", levels), 4)
     assert send(fabric, [(0, 2), (1, 3)], 20) == [3.0, 5.0]
     # Inside a node nobody waits for it.
     assert send(fabric, [(0, 1), (1, 0)], 20) == [0.45, 0.45]
@@ -49,7 +49,7 @@ def test_messages_pass_every_level_up_to_the_one_where_they_meet() -> None:
         Level(4, 1.0, 100.0, ranks_per_port=2),
         Level(EVERYBODY, 5.0, 10.0, ranks_per_port=4),
     )
-    fabric = Fabric(Network("test", levels), 8)
+    fabric = Fabric(SimulatedNetwork("test", levels), 8)
     # Through the NICs of nodes 0 and 2 at 100 bytes per second and the uplinks at 10.
     assert send(fabric, [(0, 4)], 100) == [5.0 + 10.0]
     # Node 0 is sending until 1, and receives at the same time; nobody needs an uplink.
@@ -89,7 +89,7 @@ def test_rings(chunks: int) -> None:
 def test_a_ring_of_nodes_is_as_slow_as_its_slowest_piece() -> None:
     """Two nodes of two: a state crosses between nodes at most twice on its way to all others."""
     levels = (Level(2, 1.0, float("inf")), Level(EVERYBODY, 10.0, float("inf")))
-    fabric = Fabric(Network("test", levels), 4)
+    fabric = Fabric(SimulatedNetwork("test", levels), 4)
     all_gather(fabric, 20)
     # Rank 2's comes to rank 1 over 2 -> 3 -> 0 -> 1; rank 1's over 1 -> 2 -> 3 -> 0, two far.
     assert fabric.now.tolist() == [21.0, 12.0, 21.0, 12.0]
@@ -105,7 +105,7 @@ def test_all_to_all_sends_everything_at_once() -> None:
 def test_tree(num_nodes: int, hops: int) -> None:
     """NCCL's: along the node, then up a binary tree of nodes, and all the way back."""
     levels = (Level(4, 1.0, float("inf")), Level(EVERYBODY, 10.0, float("inf")))
-    fabric = Fabric(Network("test", levels, tree=True), 4 * num_nodes)
+    fabric = Fabric(SimulatedNetwork("test", levels, tree=True), 4 * num_nodes)
     all_reduce(fabric, 8)
     assert fabric.now.max() == 2 * hops
     # Every rank but the root sends to its parent, and every parent back.
@@ -115,4 +115,4 @@ def test_tree(num_nodes: int, hops: int) -> None:
 def test_levels_must_grow() -> None:
     for sizes in ([], [8], [8, 4, EVERYBODY], [8, 8, EVERYBODY]):
         with pytest.raises(ValueError, match=r"levels must grow and end with EVERYBODY"):
-            Network("test", tuple(Level(n, 0.0, 1.0) for n in sizes))
+            SimulatedNetwork("test", tuple(Level(n, 0.0, 1.0) for n in sizes))

@@ -18,8 +18,8 @@ from benchmarks.simulation import (
     RING,
     RING_PASS_Q,
     Level,
-    Network,
     Problem,
+    SimulatedNetwork,
     bytes_of_formula,
     methods,
     simulate,
@@ -39,7 +39,7 @@ strategies_package = importlib.import_module("tree_attention.exchange.strategies
 
 def test_ring_is_a_hop_per_rank() -> None:
     cluster = replace(
-        cluster_of(Network("test", (Level(EVERYBODY, 2e-5, 1e9),), call=1e-4)),
+        cluster_of(SimulatedNetwork("test", (Level(EVERYBODY, 2e-5, 1e9),), call=1e-4)),
         exchange=1e-3,
         key_bandwidth=1e12,
     )
@@ -176,7 +176,7 @@ def test_bytes_are_those_that_every_rank_sends_and_keeps(
     measured = run_ranks(measured_by_rank, world_size, ranks_per_node, batch, 12)
     problem = Problem(12, batch, (8, 2), head_dim=16)
     levels = (Level(EVERYBODY, 1e-3, 1e9),)
-    network = Network("test", levels, chunks=2, gathers_directly=True)
+    network = SimulatedNetwork("test", levels, chunks=2, gathers_directly=True)
     cluster = cluster_of(network, ranks_per_node)
     topology = cluster.topology(world_size)
     for method in methods():
@@ -187,13 +187,13 @@ def test_bytes_are_those_that_every_rank_sends_and_keeps(
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[Problem, Network, int, int]:
+def worlds(draw: st.DrawFn) -> tuple[Problem, SimulatedNetwork, int, int]:
     ranks_per_node = draw(st.sampled_from([1, 2, 3, 4, 8]))
     levels = [Level(EVERYBODY, draw(st.floats(0, 1e-2)), draw(st.floats(1e6, 1e9)), 1e-6)]
     if ranks_per_node > 1:
         inside = Level(ranks_per_node, draw(st.floats(0, 1e-3)), draw(st.floats(1e8, 1e11)))
         levels.insert(0, inside)
-    network = Network(
+    network = SimulatedNetwork(
         "test",
         tuple(levels),
         asks_first=draw(st.booleans()),
@@ -210,7 +210,9 @@ def worlds(draw: st.DrawFn) -> tuple[Problem, Network, int, int]:
 
 @settings(max_examples=60, deadline=None)
 @given(worlds(), st.sampled_from(methods()))
-def test_bytes_equal_the_formulas(world: tuple[Problem, Network, int, int], method: str) -> None:
+def test_bytes_equal_the_formulas(
+    world: tuple[Problem, SimulatedNetwork, int, int], method: str
+) -> None:
     problem, network, ranks_per_node, world_size = world
     cluster = cluster_of(network, ranks_per_node)
     run = simulate(method, problem, cluster, world_size)
@@ -222,7 +224,7 @@ def test_bytes_equal_the_formulas(world: tuple[Problem, Network, int, int], meth
 @settings(max_examples=60, deadline=None)
 @given(worlds(), st.sampled_from(methods()), st.data())
 def test_worse_is_never_faster(
-    world: tuple[Problem, Network, int, int], method: str, data: st.DataObject
+    world: tuple[Problem, SimulatedNetwork, int, int], method: str, data: st.DataObject
 ) -> None:
     problem, network, ranks_per_node, world_size = world
     *inner, top = network.levels
@@ -237,7 +239,7 @@ def test_worse_is_never_faster(
         )
     )
 
-    def seconds(network: Network, problem: Problem = problem) -> float:
+    def seconds(network: SimulatedNetwork, problem: Problem = problem) -> float:
         return simulate(method, problem, cluster_of(network, ranks_per_node), world_size).seconds
 
     before = seconds(network)
