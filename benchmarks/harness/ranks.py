@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where the ranks of a benchmark are, what connects them, and what "auto" makes of that."""
+"""The ranks of a benchmark: where they are, what connects them, what "auto" makes of that, and what
+they tell each other."""
 
 import json
 import os

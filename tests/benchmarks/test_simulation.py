@@ -259,6 +259,20 @@ def test_thousands_of_ranks(method: str) -> None:
     assert run.seconds > hops[method]
 
 
+@pytest.mark.parametrize("strategy", strategies_package.strategies())
+@pytest.mark.parametrize(
+    "nodes", [(0,) * 2, (0,) * 7, (0, 0, 1, 1), (0, 0, 0, 0, 1, 1, 1, 1), tuple(range(8))]
+)
+def test_steps_are_those_of_the_formula(strategy: str, nodes: tuple[int, ...]) -> None:
+    """An all-reduce counts as a ring's reduce-scatter and all-gather, all else as one trip."""
+    topology, layout = Topology(nodes), Problem(0).layout
+    found = strategies_package.STRATEGIES[strategy]
+    trips = {"all_reduce": 2 * (len(nodes) - 1), "post": 0, "return": 0}
+    steps = program_of(found, layout, topology, torch.bfloat16).steps
+    formula = found.traffic(layout, topology, torch.bfloat16, False).steps
+    assert sum(trips.get(step.name, 1) for step in steps) == formula
+
+
 @pytest.mark.parametrize("gathers_directly", [False, True])
 def test_gathers(gathers_directly: bool) -> None:
     """NCCL by its ring, the library over Gloo by a message to everybody."""
