@@ -17,9 +17,6 @@ from tree_attention.exchange import sums
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-PAYLOADS = (FP32, FP32), (FP32, BF16), (BF16, BF16), (BF16, FP32), (FP16, FP32)
-
-
 def parts_of(world_size: int, size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Values of very different size, so that another order gives other bits."""
     generator = torch.Generator().manual_seed(seed)
