@@ -20,7 +20,8 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see COMMAND --help")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see COMMAND --help")
+    rest.required = False  # or argparse would say that it is missing together with the command
     parsed = parser.parse_args(arguments)
     command = importlib.import_module(f"tree_attention.cli.{parsed.command}")
     return command.main(parsed.arguments)

@@ -100,6 +100,8 @@ def test_generate_compares_tokens_with_another_run(
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "x" * 600], "600 tokens and 9 are to follow, but the model has 512 positio"),
         (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
+        (["--prompt", "x", "--timeout", "-1"], "--timeout must be above 0 seconds, got -1"),
+        (["--prompt", "x", "--json", "/no/x.json"], "--json /no/x.json: there is no directory /no"),
         (["--prompt", "x", "--same-tokens-as", "/no.json"], "/no.json is not a file that --json"),
     ],
 )
@@ -250,3 +252,9 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve"])
     assert "invalid choice: 'serve'" in capsys.readouterr().err
+
+
+def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().err.endswith("arguments are required: command\n")

@@ -17,15 +17,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from distributed import run_ranks
 from tree_attention import ExchangeError, strategies, tree_decode
-from tree_attention.__main__ import main
-from tree_attention.cli import calibrate
-from tree_attention.cli.world import World
 from tree_attention.exchange import Communicator, Topology
-from tree_attention.exchange.calibration import BATCHES, Clock
+from tree_attention.exchange.calibration import Clock
 from tree_attention.exchange.choice import RULES, CostTable, Measured, choose
 from tree_attention.exchange.state import StateLayout
 from tree_attention.exchange.strategies import STRATEGIES, candidates
@@ -230,35 +226,3 @@ def agree_on_time(rank: int, world_size: int) -> None:
 
 def test_ranks_agree_on_the_time() -> None:
     run_ranks(agree_on_time, 3)
-
-
-def calibrate_ranks(rank: int, world_size: int, out: str) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    # An unreadable table may be why somebody calibrates.
-    outdated = {"TREE_ATTENTION_COSTS": "/no/such/file"}
-    with mock.patch.dict(os.environ, {"TREE_ATTENTION_NODE": str(rank // 2), **outdated}):
-        calibrate.run(World(rank, world_size), CPU, 0.0, Path(out), console)
-    return console.file.getvalue()
-
-
-def test_calibration(tmp_path: Path) -> None:
-    out = tmp_path / "costs.json"
-    texts = run_ranks(calibrate_ranks, 4, str(out))
-    assert [bool(text) for text in texts] == [True, False, False, False]
-    assert "Exchanges in us, until the last rank is done" in texts[0]
-    assert out.with_suffix(".png").stat().st_size > 0
-    assert json.loads(out.read_text())["topology"] == "2 nodes of 2 ranks"
-    table = CostTable.load(out)
-    assert (table.backend, table.nodes) == ("gloo", (0, 0, 1, 1))
-    assert len(table.exchanges) == len(BATCHES) * len(CANONICAL)
-    for batch in BATCHES:
-        layout = StateLayout((batch, 32, 1), 128, F32)
-        times = {e.strategy: e.seconds for e in table.exchanges if e.num_bytes == layout.num_bytes}
-        assert set(times) == set(CANONICAL)
-        choice = choose(layout, Topology.of("aabb"), "gloo", costs=table)
-        assert choice.strategy == min(times, key=times.__getitem__)
-
-
-def test_calibration_needs_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate"]) == 2
-    assert "calibrate: there is nothing to measure alone" in capsys.readouterr().out

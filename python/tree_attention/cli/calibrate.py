@@ -2,6 +2,8 @@
 """`python -m tree_attention calibrate`: times exchanges on the user's own ranks, for "auto"."""
 
 import argparse
+import importlib.util
+import math
 import os
 import platform
 import sys
@@ -17,6 +19,7 @@ from .._version import __version__
 from ..exchange import Communicator
 from ..exchange.calibration import calibrate
 from ..exchange.choice import COSTS_VARIABLE, CostTable
+from .usage import UsageError, check_can_be_written, report
 from .world import World, joined_world
 
 
@@ -34,20 +37,39 @@ def main(arguments: list[str]) -> int:
     )
     parsed = parser.parse_args(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    with joined_world("nccl" if parsed.device == "cuda" else "gloo") as world:
-        if world.size == 1:
-            console.print("calibrate: there is nothing to measure alone; start it by torchrun")
-            return 2
-        device = torch.device("cpu")
-        if parsed.device == "cuda":
-            device = torch.device("cuda", world.local_rank)
-            torch.cuda.set_device(device)
-        run(world, device, parsed.seconds, parsed.out, console)
-        return 0
+    try:
+        check_arguments(parsed)
+        with joined_world("nccl" if parsed.device == "cuda" else "gloo") as world:
+            if world.size == 1:
+                raise UsageError(
+                    "one process has no exchange to measure; start several: "
+                    "torchrun --nproc-per-node 2 -m tree_attention calibrate"
+                )
+            device = torch.device("cpu")
+            if parsed.device == "cuda":
+                device = torch.device("cuda", world.local_rank)
+                torch.cuda.set_device(device)
+            run(world, device, parsed.seconds, parsed.out, console)
+            return 0
+    except UsageError as error:
+        return report("calibrate", error)
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    check_can_be_written("--out", arguments.out)
+    if arguments.out.suffix == ".png":
+        raise UsageError(f"--out {arguments.out}: name the table; its picture gets the suffix .png")
+    if not 0 < arguments.seconds < math.inf:
+        raise UsageError(f"--seconds must be above 0 and finite, got {arguments.seconds:g}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "--device cuda needs a GPU, and torch finds none; "
+            "`python -m tree_attention info` says why"
+        )
 
 
 def run(world: World, device: torch.device, seconds: float, out: Path, console: Console) -> None:
-    """Measures; rank 0 writes `out` and a picture beside it."""
+    """Measures; rank 0 writes `out` and, where matplotlib is installed, a picture beside it."""
     os.environ.pop(COSTS_VARIABLE, None)  # an earlier table, which may be why somebody calibrates
     comm = Communicator()
     with Progress(console=console, transient=True, disable=not world.root) as bar:
@@ -67,10 +89,15 @@ def run(world: World, device: torch.device, seconds: float, out: Path, console: 
         }
         costs.save(out, remarks)
         times = times_of(costs)
-        picture = out.with_suffix(".png")
-        draw(times, picture)
         console.print(table(times))
-        console.print(f"wrote {out} and {picture}; to use it: export {COSTS_VARIABLE}={out}")
+        console.print(f"wrote {out}; to use it: export {COSTS_VARIABLE}={out.resolve()}")
+        if importlib.util.find_spec("matplotlib") is None:
+            needed = "no picture without matplotlib: pip install 'tree-attention[bench]'"
+            console.print(needed, markup=False)
+        else:
+            picture = out.with_suffix(".png")
+            draw(times, picture)
+            console.print(f"drew {picture}")
 
 
 Times = Mapping[str, Mapping[int, float]]  # seconds by strategy and bytes of a state

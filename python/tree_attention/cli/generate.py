@@ -12,11 +12,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from .. import ExchangeError, strategies
+from .usage import UsageError, check_can_be_written, report
 from .world import World, joined_world
-
-
-class UsageError(Exception):
-    """A mistake of the user; the message says how to put it right."""
 
 
 def main(arguments: list[str]) -> int:
@@ -58,15 +55,13 @@ def main(arguments: list[str]) -> int:
         help="fail unless the new tokens equal those in the --json file of another run",
     )
     parsed = parser.parse_args(arguments)
-    errors = Console(stderr=True, highlight=False)
     try:
         with joined_world() as world:
             return run(parsed, world)
     except UsageError as error:
-        errors.print(f"generate: {error}", style="red", markup=False)
-        return 2
+        return report("generate", error)
     except ExchangeError as error:
-        errors.print(
+        Console(stderr=True, highlight=False).print(
             f"generate: {error}. A part of the cache is lost with the rank that held it: "
             "start all ranks again.",
             style="red",
@@ -80,6 +75,10 @@ def run(arguments: argparse.Namespace, world: World) -> int:
         raise UsageError("--attention sdpa runs in one process: start it without torchrun")
     if arguments.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
+    if not arguments.timeout > 0:
+        raise UsageError(f"--timeout must be above 0 seconds, got {arguments.timeout:g}")
+    if arguments.json is not None:
+        check_can_be_written("--json", arguments.json)
     text = prompt_text(arguments)
     tokenizer, model = load(arguments.model, arguments.attention)
     from . import generation

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`calibrate`: the table that it writes, and a sentence for every mistake."""
+
+import io
+import json
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+
+from distributed import run_ranks
+from tree_attention import strategies
+from tree_attention.__main__ import main
+from tree_attention.cli import calibrate
+from tree_attention.cli.world import World
+from tree_attention.exchange import Topology
+from tree_attention.exchange.calibration import BATCHES
+from tree_attention.exchange.choice import CostTable, Measured, choose
+from tree_attention.exchange.state import StateLayout
+from tree_attention.exchange.strategies import STRATEGIES
+
+CPU = torch.device("cpu")
+
+
+def calibrate_ranks(rank: int, world_size: int, out: str) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    # An unreadable table may be why somebody calibrates.
+    outdated = {"TREE_ATTENTION_COSTS": "/no/such/file"}
+    with mock.patch.dict(os.environ, {"TREE_ATTENTION_NODE": str(rank // 2), **outdated}):
+        calibrate.run(World(rank, world_size), CPU, 0.0, Path(out), console)
+    return console.file.getvalue()
+
+
+def test_calibration(tmp_path: Path) -> None:
+    out = tmp_path / "costs.json"
+    texts = run_ranks(calibrate_ranks, 4, str(out))
+    assert [bool(text) for text in texts] == [True, False, False, False]
+    assert "Exchanges in us, until the last rank is done" in texts[0]
+    assert out.with_suffix(".png").stat().st_size > 0
+    assert json.loads(out.read_text())["topology"] == "2 nodes of 2 ranks"
+    canonical = {name for name in strategies() if STRATEGIES[name].is_canonical}
+    table = CostTable.load(out)
+    assert (table.backend, table.nodes) == ("gloo", (0, 0, 1, 1))
+    assert len(table.exchanges) == len(BATCHES) * len(canonical)
+    for batch in BATCHES:
+        layout = StateLayout((batch, 32, 1), 128, torch.float32)
+        times = {e.strategy: e.seconds for e in table.exchanges if e.num_bytes == layout.num_bytes}
+        assert set(times) == canonical
+        choice = choose(layout, Topology.of("aabb"), "gloo", costs=table)
+        assert choice.strategy == min(times, key=times.__getitem__)
+
+
+def test_calibration_needs_no_matplotlib(tmp_path: Path) -> None:
+    out = tmp_path / "costs.json"
+    console = Console(file=io.StringIO(), width=120)
+    table = CostTable("gloo", (0, 1), (Measured("all_gather", 1024, 0.25),))
+    with (
+        mock.patch.object(calibrate, "calibrate", lambda *_: table),
+        mock.patch.object(calibrate.importlib.util, "find_spec", lambda name: None),
+    ):
+        calibrate.run(World(), CPU, 0.0, out, console)
+    assert CostTable.load(out) == table and not out.with_suffix(".png").exists()
+    assert (
+        "no picture without matplotlib: pip install 'tree-attention[bench]'"
+        in console.file.getvalue()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "one process has no exchange to measure; start several: torchrun"),
+        (["--out", "/nowhere/costs.json"], "--out /nowhere/costs.json: there is no directory"),
+        (["--out", "/"], "--out /: this is a directory; name a file"),
+        (["--out", "costs.png"], "--out costs.png: name the table"),
+        (["--seconds", "0"], "--seconds must be above 0 and finite, got 0"),
+        (["--device", "cuda"], "--device cuda needs a GPU, and torch finds none"),
+    ],
+)
+def test_calibration_says_what_to_put_right(
+    arguments: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["calibrate", *arguments]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert error.startswith(f"calibrate: {sentence}")
