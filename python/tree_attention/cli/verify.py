@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from .. import (
     lean_decode,
     merge_states,
     ring_decode,
+    ring_pass_q_decode,
     strategies,
     tree_decode,
 )
@@ -62,7 +64,7 @@ def run(world: World, model: Path | None) -> Iterator[Check]:
     yield from check_operator()
     yield from check_merge()
     yield from check_ranks(world)
-    yield from check_huggingface(world, model)
+    yield from check_huggingface(model)
 
 
 def in_all_ranks(check: Check, world: World) -> Check:
@@ -88,7 +90,7 @@ def show(checks: list[Check], world: World) -> None:
         None: "[yellow]skipped[/yellow]",
     }
     for check in checks:
-        table.add_row(check.name, words[check.passed], check.detail)
+        table.add_row(check.name, words[check.passed], escape(check.detail))
     console.print(table)
     failed = sum(check.passed is False for check in checks)
     if failed:
@@ -181,7 +183,10 @@ def check_ranks(world: World) -> Iterator[Check]:
         parts = world.size * (world.size - 1) // 2
         bounds = [keys * (r * (r + 1) // 2) // parts for r in range(world.size)]
         layouts["uneven"] = Contiguous((0, *bounds))
-    decoders: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"ring_decode": ring_decode}
+    decoders: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+        "ring_decode": ring_decode,
+        "ring_pass_q_decode": ring_pass_q_decode,
+    }
     for strategy in strategies():
 
         def decode(*inputs: Tensor, strategy: str = strategy) -> tuple[Tensor, Tensor]:
@@ -208,7 +213,7 @@ def same_on_all_ranks(world: World, *tensors: Tensor) -> bool:
     return len(set(digests)) == 1
 
 
-def check_huggingface(world: World, path: Path | None) -> Iterator[Check]:
+def check_huggingface(path: Path | None) -> Iterator[Check]:
     """Checks that greedy tokens equal those of plain HuggingFace, which every rank computes too."""
     name = "HuggingFace tokens: random Llama, padded batch"
     if importlib.util.find_spec("transformers") is None:
