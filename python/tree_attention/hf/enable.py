@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..exchange import DEFAULT_TIMEOUT, Communicator
 from ..sharding import ShardLayout
 from .cache import TreeCache
-from .generation import Generation
+from .preparation import Preparation
 from .sampling import SynchronizeLogits
 
 _OVERRIDDEN = ("generate", "_prepare_cache_for_generation")
@@ -60,7 +60,7 @@ def enable(
         TreeCache, model.config, group, layout, strategy=strategy, timeout=timeout
     )
     processor = SynchronizeLogits(group, timeout) if synchronize_logits else None
-    generation = Generation(new_cache, prefill_chunk_size, processor)
+    preparation = Preparation(new_cache, prefill_chunk_size, processor)
     previous = model.config._attn_implementation
     model.set_attn_implementation("tree_attention")
     if model.config._attn_implementation != "tree_attention":
@@ -68,7 +68,7 @@ def enable(
             f"enable: {type(model).__name__} does not let its attention be chosen "
             "(see AttentionInterface in the documentation of transformers)"
         )
-    _override(model, generation)
+    _override(model, preparation)
     vars(model)[_PREVIOUS] = previous
     return model
 
@@ -93,7 +93,7 @@ def is_enabled(model: PreTrainedModel) -> bool:
     return _PREVIOUS in vars(model)
 
 
-def _override(model: PreTrainedModel, generation: Generation) -> None:
+def _override(model: PreTrainedModel, preparation: Preparation) -> None:
     # Bound methods on the instance, not closures over it: a deep copy of the model gets its own.
     original, original_prepare = (getattr(type(model), name) for name in _OVERRIDDEN)
     signature = inspect.signature(original)
@@ -104,9 +104,9 @@ def _override(model: PreTrainedModel, generation: Generation) -> None:
         del arguments["self"]
         arguments.update(arguments.pop("kwargs", {}))
         try:
-            return original(self, **generation.begin(arguments))
+            return original(self, **preparation.begin(arguments))
         finally:
-            generation.end()
+            preparation.end()
 
     @functools.wraps(original_prepare)
     def prepare_cache(
@@ -117,7 +117,7 @@ def _override(model: PreTrainedModel, generation: Generation) -> None:
         **kwargs: Any,
     ) -> Any:
         is_given = model_kwargs.get("past_key_values") is not None
-        generation.prepare_cache(self, generation_config, model_kwargs)
+        preparation.prepare_cache(self, generation_config, model_kwargs)
         if is_given or model_kwargs.get("past_key_values") is None:
             return original_prepare(self, generation_config, model_kwargs, *args, **kwargs)
         return None

@@ -21,7 +21,7 @@ from .sampling import SynchronizeLogits
 _CHUNKS_AFTER_CACHED_TOKENS = Version(transformers.__version__) >= Version("5.23")
 
 
-class Generation:
+class Preparation:
     """What every call of `generate` of an enabled model begins with: it refuses what cannot work,
     compares the ranks and makes the cache."""
 
