@@ -5,6 +5,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,9 @@ def main(arguments: list[str]) -> int:
     table.add_column(overflow="fold")
     for name, value in rows():
         table.add_row(name, value)
-    Console(highlight=False, markup=False).print(table)
+    # A report that is piped or pasted keeps its paths and commands on one line.
+    width = None if sys.stdout.isatty() else 200
+    Console(highlight=False, markup=False, width=width).print(table)
     return 0
 
 
