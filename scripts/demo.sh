@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Set-up, then two processes that each hold half of a key/value cache. First is it right: they find a
-# number hidden in a prompt of 8,000 tokens, with the tokens of plain HuggingFace. Then what is it
-# for: a decoding step after 131,072 keys beside HuggingFace's caches, and a tree beside a ring.
-# Needs 8 GB of memory.
+# Sets up .venv and runs two processes that each hold half of a key/value cache. The first program
+# shows that they are right: they find a number hidden in a prompt of 8,000 tokens, and their tokens
+# are those of plain HuggingFace. The second one shows what they are for: it times a decoding step
+# after 131,072 keys beside HuggingFace's caches, and a tree beside a ring. It needs 8 GB of memory.
 source "$(dirname "$0")/setup"
 
-# Each rank takes its share of the cores whatever this says; unset, torchrun warns.
+# Each rank takes its share of the cores whatever this says, but torchrun warns where it is unset.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 two_processes() {
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 "$@"

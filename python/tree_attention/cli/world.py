@@ -18,7 +18,6 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0  # among the processes on this machine
-    local_size: int = 1
 
     @property
     def root(self) -> bool:
@@ -40,14 +39,13 @@ def joined_world(backend: str = "gloo") -> Iterator[World]:
         return
     rank, size, local_rank = (int(value) for value in variables.values() if value is not None)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    world = World(rank, size, local_rank, local_size)
     if os.environ.get("OMP_NUM_THREADS") in (None, "1"):
         torch.set_num_threads(max(1, num_cpus() // local_size))
     if local_size == size and sys.platform == "linux":
         # On one machine, whose host name need not resolve to an address that can be reached.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(backend)
-    yield world
+    yield World(rank, size, local_rank)
     dist.destroy_process_group()  # not after an error, when it could wait for a lost rank
 
 
