@@ -67,7 +67,8 @@ def tree_decode(
         this rank's heads.
 
     Raises:
-        ValueError: no such strategy, options it has not, or overlap below 1.
+        ValueError: there is no such strategy, payload_dtype or out_dtype, the strategy cannot do
+            what the options ask for, or overlap is below 1. Nothing was sent.
         RuntimeError: `lean_decode` refuses an argument. Nothing was sent; or, if it is a page id
             of a later part, this is a lost rank.
         ExchangeError: a rank was lost, stalled, or called with other arguments.
@@ -78,7 +79,7 @@ def tree_decode(
     comm = get_communicator(group)
     exchange = ExchangeOptions(strategy, out_dtype or q.dtype, payload_dtype, head_sharded)
     with comm.before_call():
-        check_options("tree_decode", strategy, payload_dtype, head_sharded)
+        check_options("tree_decode", strategy, payload_dtype, head_sharded, out_dtype)
         if isinstance(overlap, bool) or not isinstance(overlap, int) or overlap < 1:
             raise ValueError(
                 f"tree_decode: overlap must be an integer of at least 1, got {overlap}"

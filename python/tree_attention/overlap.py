@@ -69,15 +69,15 @@ class Parts:
         begin, end = self.bounds[index], self.bounds[index + 1]
         return x.narrow(axis, begin * each, (end - begin) * each)
 
-    def arguments(self, arguments: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """The arguments of lean_decode for part `index`.
+    def axes(self, arguments: Mapping[str, Any]) -> dict[str, int] | None:
+        """The axis along which each argument of lean_decode is cut.
 
-        An argument that is not as long as it should be stays whole: lean_decode then refuses it.
+        None if one is not as long as it should be: a part of the others might fit it by chance.
         """
         batch, num_heads_q = arguments["q"].shape[:2]
         num_heads_kv, table = arguments["k"].shape[1], arguments.get("page_table")
         heads = {"q": num_heads_q, "alibi_slopes": num_heads_q}
-        result = dict(arguments)
+        result = {}
         for name, axes in _AXES.items():
             axis, x = axes[self.axis], arguments.get(name)
             if axis is None or x is None:
@@ -88,8 +88,9 @@ class Parts:
             ):
                 continue
             length = batch if self.axis == 0 else heads.get(name, num_heads_kv)
-            if x.dim() > axis and x.shape[axis] == length:
-                result[name] = self.part(x, index, axis)
+            if x.dim() <= axis or x.shape[axis] != length:
+                return None
+            result[name] = axis
         return result
 
 
@@ -110,6 +111,9 @@ def decode_in_parts(
     q, v = arguments["q"], arguments["v"]
     seconds = comm.timeout if timeout is None else timeout
     with comm.before_call():
+        axes = parts.axes(arguments)
+        if axes is None:
+            return lean_decode(**arguments)  # which refuses them
         shapes = [(*parts.part(q, i).shape[:3], v.shape[3]) for i in range(len(parts))]
         buffers = [
             comm.state(shape, q.device, options.payload_dtype, part=i)
@@ -117,8 +121,8 @@ def decode_in_parts(
         ]
 
         def compute(i: int) -> None:
-            out = buffers[i].o, buffers[i].lse
-            lean_decode(**parts.arguments(arguments, i), out=out)
+            own = {name: parts.part(arguments[name], i, axis) for name, axis in axes.items()}
+            lean_decode(**{**arguments, **own}, out=(buffers[i].o, buffers[i].lse))
 
         compute(0)
         whole = StateLayout(tuple(q.shape[:3]), v.shape[3], options.payload_dtype)

@@ -304,6 +304,8 @@ def refuse(rank: int, world_size: int) -> None:
             tree_decode(*arguments, group=comm, overlap=PARTS)
     with pytest.raises(RuntimeError, match="lean_decode: softcap"):
         tree_decode(Q, KV, KV, group=comm, overlap=PARTS, softcap=-1.0)
+    with pytest.raises(ValueError, match=r"tree_decode: out_dtype must be float32, .* got tor"):
+        tree_decode(Q, KV, KV, group=comm, overlap=PARTS, out_dtype=torch.float64)
     assert comm.bytes_sent == sent and comm.failed is None
     for _ in range(2):
         assert_same_bits(tree_decode(Q, KV, KV, group=comm, overlap=PARTS), good)
@@ -322,6 +324,29 @@ def refuse(rank: int, world_size: int) -> None:
 
 def test_refused_arguments() -> None:
     run_ranks(refuse, 2)
+
+
+def refuse_what_fits_a_part(rank: int, world_size: int) -> None:
+    """Arguments as long as a part are refused, as they are where a call is not cut."""
+    comm = Communicator(timeout=AMPLE)
+    q, kv = torch.ones(4, 4, 1, 8), torch.ones(4, 4, 5, 8)
+    positions, table = torch.zeros(1, 1).long(), torch.zeros(1, 2).int()
+    slopes = {"alibi_slopes": torch.ones(1), "query_positions": positions}
+    for arguments, options, refused in (
+        ((q, kv, kv, torch.zeros(1, 1, 2).int()), {}, "key_ranges"),
+        ((q, kv[:1], kv[:1]), {}, "k must have q's batch 4, got 1"),
+        ((q, kv, kv), {"page_table": table}, "page_table"),
+        ((q, kv, kv), {"query_positions": positions}, "query_positions"),
+        ((q[:1], kv[:1], kv[:1, :1]), {}, "v must have k's first three axes"),
+        ((q[:1], kv[:1], kv[:1]), slopes, "alibi_slopes"),
+    ):
+        with pytest.raises(RuntimeError, match=f"lean_decode: {refused}"):
+            tree_decode(*arguments, group=comm, overlap=4, **options)
+    assert comm.bytes_sent == 0 and comm.failed is None
+
+
+def test_arguments_as_long_as_a_part_are_refused() -> None:
+    run_ranks(refuse_what_fits_a_part, 2)
 
 
 def ask_for_one_shot(rank: int, world_size: int) -> None:

@@ -29,6 +29,7 @@ def check_options(
     strategy: str,
     payload_dtype: torch.dtype = torch.float32,
     head_sharded: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> None:
     """Refuses options of `op` that no rank could follow.
 
@@ -39,6 +40,8 @@ def check_options(
         names = ", ".join(("auto", *STRATEGIES))
         raise ValueError(f"{op}: strategy must be one of {names}, got {strategy!r}")
     _check_payload(op, payload_dtype)
+    if out_dtype is not None:
+        _check_state_dtype(op, "out_dtype", out_dtype)
     able = ("auto", *candidates(payload_dtype, head_sharded))
     if strategy not in able:
         asked = f"payload_dtype {payload_dtype}, head_sharded {head_sharded}"
@@ -46,7 +49,7 @@ def check_options(
         raise ValueError(f"{op}: with {asked}, strategy must be one of {names}, got {strategy!r}")
 
 
-def check_state(o: Tensor, lse: Tensor, out_dtype: torch.dtype | None) -> None:
+def check_state(o: Tensor, lse: Tensor) -> None:
     shapes = f"{o.dtype} {list(o.shape)} and {lse.dtype} {list(lse.shape)}"
     if o.dim() != 4 or lse.shape != o.shape[:3] or lse.dtype != torch.float32:
         raise ValueError(
@@ -59,11 +62,7 @@ def check_state(o: Tensor, lse: Tensor, out_dtype: torch.dtype | None) -> None:
         raise ValueError(
             f"all_merge_states: o and lse must be on one device, got {o.device} and {lse.device}"
         )
-    for name, dtype in (("o", o.dtype), ("out_dtype", out_dtype or o.dtype)):
-        if dtype not in _STATE_DTYPES:
-            raise ValueError(
-                f"all_merge_states: {name} must be float32, bfloat16 or float16, got {dtype}"
-            )
+    _check_state_dtype("all_merge_states", "o", o.dtype)
     _check_no_gradient("all_merge_states", "o and lse", o, lse)
 
 
@@ -81,6 +80,11 @@ def payload_of_sum(x: Tensor, payload_dtype: torch.dtype | None) -> torch.dtype:
         return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     _check_payload("all_reduce", payload_dtype)
     return payload_dtype
+
+
+def _check_state_dtype(op: str, name: str, dtype: torch.dtype) -> None:
+    if dtype not in _STATE_DTYPES:
+        raise ValueError(f"{op}: {name} must be float32, bfloat16 or float16, got {dtype}")
 
 
 def _check_payload(op: str, dtype: torch.dtype) -> None:

@@ -146,8 +146,8 @@ class Communicator:
         that must be equal on all ranks.
         """
         with self.before_call():
-            check_options("all_merge_states", strategy, payload_dtype, head_sharded)
-            check_state(o, lse, out_dtype)
+            check_options("all_merge_states", strategy, payload_dtype, head_sharded, out_dtype)
+            check_state(o, lse)
             dtype = o.dtype if out_dtype is None else out_dtype
             if self._session is None:
                 return merge_states(o[None], lse[None], out_dtype=dtype)
