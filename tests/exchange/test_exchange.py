@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -157,6 +159,31 @@ def write_into_send_buffer(rank: int, world_size: int) -> None:
 
 def test_kernel_writes_into_the_send_buffer() -> None:
     run_ranks(write_into_send_buffer, 2)
+
+
+def exchange_views_of_the_send_buffer(rank: int, world_size: int) -> None:
+    """Views that begin where the buffer does, in another order or of another size."""
+    comm = Communicator()
+    generator = torch.Generator().manual_seed(0)
+    o_parts = torch.randn(world_size, 2, 4, 4, 8, generator=generator)
+    lse_parts = torch.randn(world_size, 2, 4, 4, generator=generator)
+    views: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x.transpose(1, 2),
+        lambda x: x[:, :2],
+        lambda x: x[1:],
+        lambda x: x,
+    ]
+    for view, payload_dtype in itertools.product(views, (torch.float32, torch.bfloat16)):
+        o, lse = comm.send_state((2, 4, 4, 8))
+        o.copy_(o_parts[rank]), lse.copy_(lse_parts[rank])
+        merged = comm.all_merge_states(view(o), view(lse), payload_dtype=payload_dtype)
+        parts = torch.stack([view(x) for x in o_parts.to(payload_dtype).float()])
+        expected = merge_states(parts, torch.stack([view(x) for x in lse_parts]))
+        assert_same_bits(merged, expected)
+
+
+def test_views_of_the_send_buffer() -> None:
+    run_ranks(exchange_views_of_the_send_buffer, 2)
 
 
 def round_once(rank: int, world_size: int) -> None:

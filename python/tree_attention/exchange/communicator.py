@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -152,7 +153,7 @@ class Communicator:
             if self._session is None:
                 return merge_states(o[None], lse[None], out_dtype=dtype)
             state = self.state(o.shape, o.device, payload_dtype)
-            if o.data_ptr() != state.o.data_ptr() or lse.data_ptr() != state.lse.data_ptr():
+            if not state.holds(o, lse):
                 state.load(o, lse)
             options = ExchangeOptions(strategy, dtype, payload_dtype, head_sharded)
             outputs = self.outputs(state.layout, options, o.device)
@@ -272,6 +273,9 @@ class Communicator:
             return run(deadline)
 
         seconds = self.timeout if timeout is None else timeout
+        with self.before_call():
+            if math.isnan(seconds):
+                raise ValueError("timeout must be a number of seconds, got nan")
         return session.before_deadline(agree_and_run, seconds)
 
     def unavailable(self, device: torch.device) -> Mapping[str, str]:

@@ -150,7 +150,19 @@ class State:
     # Prepared exchanges by their options.
     prepared: dict[Any, Callable[[float, Tensor, Tensor], None]] = field(default_factory=dict)
 
+    def holds(self, o: Tensor, lse: Tensor) -> bool:
+        """Whether they are the views of this state, so that nothing need be copied."""
+        return all(
+            x.data_ptr() == own.data_ptr() and x.dtype == own.dtype and x.stride() == own.stride()
+            for x, own in ((o, self.o), (lse, self.lse))
+        )
+
     def load(self, o: Tensor, lse: Tensor) -> None:
+        """Copies a state into the send buffer, of which it may be other views."""
+        begin = self.send.data_ptr()
+        end = begin + self.send.untyped_storage().nbytes()
+        if any(begin <= x.data_ptr() < end for x in (o, lse)):
+            o, lse = o.clone(), lse.clone()
         self.o.copy_(o)
         self.lse.copy_(lse)
 
