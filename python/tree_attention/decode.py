@@ -75,10 +75,10 @@ def tree_decode(
 
     Source: Tree Attention (arXiv:2408.04093), Algorithm 3.
     """
-    check_option_names("tree_decode", options)
     comm = get_communicator(group)
     exchange = ExchangeOptions(strategy, out_dtype or q.dtype, payload_dtype, head_sharded)
     with comm.before_call():
+        check_option_names("tree_decode", options)
         check_options("tree_decode", strategy, payload_dtype, head_sharded, out_dtype)
         if isinstance(overlap, bool) or not isinstance(overlap, int) or overlap < 1:
             raise ValueError(

@@ -8,6 +8,7 @@ the communicator's.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import signal
@@ -168,6 +169,14 @@ def raise_alone(rank: int, world_size: int, where: str) -> Outcome:
         elif where == "strategy":
             with pytest.raises(ValueError, match="strategy must be one of"):
                 call("none", comm)
+        elif where == "option":
+            with pytest.raises(TypeError, match="unexpected keyword argument 'soft_cap'"):
+                call("all_gather", comm, soft_cap=1.0)
+        elif where == "timeout":
+            with pytest.raises(TypeError, match="must be real number, not str"):
+                call("all_gather", comm, timeout="5")
+            with pytest.raises(ValueError, match="timeout must be a number of seconds, got nan"):
+                call("all_gather", comm, timeout=math.nan)
         elif where == "memory":
             out_of_memory = mock.patch.object(comm, "outputs", side_effect=MemoryError)
             with out_of_memory, pytest.raises(MemoryError):
@@ -180,7 +189,7 @@ def raise_alone(rank: int, world_size: int, where: str) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("where", ["kernel", "strategy", "memory", "caller"])
+@pytest.mark.parametrize("where", ["kernel", "strategy", "option", "timeout", "memory", "caller"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rank_that_raised_alone_is_not_merged_with_another_step(
     world_size: int, where: str

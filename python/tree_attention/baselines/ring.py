@@ -64,7 +64,6 @@ def ring_decode(
 
     Source: Ring Attention (arXiv:2310.01889), as the baseline of Tree Attention section 6.
     """
-    check_option_names("ring_decode", options)
     comm = get_communicator(group)
     is_local = comm.world_size == 1 or q.dim() != 4 or v_local.dim() != 4
 
@@ -78,6 +77,7 @@ def ring_decode(
         return lean_decode(q, shard.k, shard.v, shard.key_ranges, out=out, **changed)
 
     with comm.before_call():
+        check_option_names("ring_decode", options)
         own = _Shard(
             k_local,
             v_local,

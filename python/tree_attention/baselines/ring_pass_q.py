@@ -64,7 +64,6 @@ def ring_pass_q_decode(
 
     Source: Context Parallelism for Scalable Million-Token Inference (arXiv:2411.01783), pass-Q.
     """
-    check_option_names("ring_pass_q_decode", options)
     comm = get_communicator(group)
     is_local = comm.world_size == 1 or q.dim() != 4 or v_local.dim() != 4
 
@@ -88,6 +87,7 @@ def ring_pass_q_decode(
         return lean_decode(queries, k, v, of_sequences(ranges), out=out, **changed)
 
     with comm.before_call():
+        check_option_names("ring_pass_q_decode", options)
         if is_local:
             return attend(_EVERYTHING, q, key_ranges, None)
         state = comm.state((*q.shape[:3], v_local.shape[3]), q.device)
