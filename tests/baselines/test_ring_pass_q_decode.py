@@ -52,6 +52,20 @@ def test_any_split(world_size: int) -> None:
     run_ranks(decode_any_split, world_size)
 
 
+def decode_nothing(rank: int, world_size: int) -> None:
+    """No sequences or no queries, between calls that have some."""
+    kv = torch.ones(2, 2, 5, 8)
+    comm = Communicator()
+    for batch, seqlen_q in ((2, 1), (0, 1), (2, 0), (0, 0), (2, 1)):
+        q = torch.ones(batch, 4, seqlen_q, 8)
+        o, lse = ring_pass_q_decode(q, kv[:batch], kv[:batch], group=comm)
+        assert o.shape == q.shape and lse.shape == q.shape[:3] and (o == 1).all()
+
+
+def test_calls_without_rows() -> None:
+    run_ranks(decode_nothing, 3)
+
+
 def queries_travel(rank: int, world_size: int) -> State:
     """Each rank reads its own part of q only; the others' parts come by the ring."""
     torch.manual_seed(1)

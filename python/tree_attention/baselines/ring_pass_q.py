@@ -103,6 +103,9 @@ def ring_pass_q_decode(
 
     def run(deadline: float) -> tuple[Tensor, Tensor]:
         link, rank, world_size = comm.link, comm.rank, comm.world_size
+        o, lse = q.new_empty(state.o.shape), torch.empty_like(state.lse)
+        if state.layout.num_bytes == 0:
+            return o, lse
         transport = link.transport_device(q.device)
         parts = _deal(q, k_local.shape[1], world_size)
         states = [StateLayout(p.shape(q)[:3], v_local.shape[3], torch.float32) for p in parts]
@@ -156,7 +159,6 @@ def ring_pass_q_decode(
 
         gathered = room.named("results", q.device, world_size * result.numel())
         link.all_gather(gathered, result, time.monotonic() + seconds)
-        o, lse = q.new_empty(state.o.shape), torch.empty_like(state.lse)
         for last_rank, memory in enumerate(gathered.view(world_size, -1)):
             index = (last_rank + 1) % world_size  # of the part that ended its journey there
             place = parts[index].sequences, parts[index].heads_q
