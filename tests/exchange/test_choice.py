@@ -171,6 +171,7 @@ def test_file_of_a_table(tmp_path: Path) -> None:
         {"exchanges": [{"strategy": "all_gather"}]},
         {"exchanges": [{"strategy": "all_gather", "num_bytes": 1, "seconds": math.inf}]},
         {"exchanges": [{"strategy": "all_gather", "num_bytes": 1, "seconds": 0.0}]},
+        {"exchanges": [{"strategy": "all_gather", "num_bytes": math.inf, "seconds": 1.0}]},
     ):
         path.write_text(json.dumps(content | change))
         with pytest.raises(ValueError, match=r"costs.json is no table of exchange costs .*; write"):

@@ -27,8 +27,8 @@ COSTS_VARIABLE = "TREE_ATTENTION_COSTS"
 _FORMAT = 3
 
 # Where the ranks of a group are, as far as it matters to a choice: all on one node; on several
-# nodes whose ranks may merge first (`Topology.subtree_size`); or on nodes
-# of one rank or of an odd number of ranks.
+# nodes whose ranks may merge first (`Topology.subtree_size`); or on nodes of one rank or of an odd
+# number of ranks.
 _ONE_NODE, _SHARED, _SINGLE = "one node", "nodes of several ranks", "nodes of one rank"
 _ANYWHERE = (_ONE_NODE, _SHARED, _SINGLE)
 
@@ -161,7 +161,7 @@ class CostTable:
             if not all(e.num_bytes > 0 and 0 < e.seconds < math.inf for e in exchanges):
                 raise ValueError("sizes and times must be positive and finite")
             return CostTable(str(content["backend"]), tuple(map(int, content["nodes"])), exchanges)
-        except (OSError, TypeError, KeyError, ValueError, AttributeError) as error:
+        except (OSError, TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"{path} is no table of exchange costs ({error!r}); write a new one with "
                 "`python -m tree_attention calibrate`"
