@@ -36,7 +36,7 @@ from tree_attention.cli.generation import cache_bytes
 from tree_attention.cli.info import cpu_name
 from tree_attention.cli.world import World, joined_world
 from tree_attention.hf import TreeCache
-from tree_attention.reference.accuracy import check_against_float64
+from tree_attention.reference.accuracy import bound_of_o, check_against_float64
 
 DYNAMIC, STATIC, WHOLE = "sdpa, DynamicCache", "sdpa, StaticCache", "ours, 1 process"
 TREE, RING = "tree, one layer", "ring, one layer"
@@ -161,7 +161,7 @@ class Demo:
             decoders[name] = Decoder(self.model, cache, attention, self.context)
             error = largest_error(decoders[name].step()[0], truth)  # the step also warms up
             if name == DYNAMIC:
-                self.bound = 2 * error + torch.finfo(torch.bfloat16).eps
+                self.bound = bound_of_o(error, torch.bfloat16)
             threads = self.threads * self.world.size
             self.rows[name] = Row(1, threads, cache_bytes(cache), right=error <= self.bound)
         for _ in range(self.tokens):

@@ -25,7 +25,7 @@ from tree_attention import _C, BlockCyclic, lean_decode, merge_states
 from tree_attention.cli.info import cpu_name
 from tree_attention.reference import attention
 from tree_attention.reference import merge_states as merge_in_float64
-from tree_attention.reference.accuracy import row_error
+from tree_attention.reference.accuracy import bound_of_o, row_error
 
 DOCS = Path(__file__).parent.parent / "docs"
 LENGTHS = [1 << n for n in range(10, 21, 2)]
@@ -55,7 +55,7 @@ class Result:
 
     @property
     def right(self) -> bool:
-        o_bound = 2 * self.plain_o + torch.finfo(self.dtype).eps
+        o_bound = bound_of_o(self.plain_o, self.dtype)
         lse_bound = 2 * self.plain_lse + 4
         return (
             self.same_bits

@@ -30,8 +30,8 @@ class Accuracy:
 class Float64Check:
     """The float64 result of one problem, against which any number of implementations is judged.
 
-    The bound of `o` is twice the error of plain PyTorch in q's dtype plus one rounding to o's
-    dtype; the bound of `lse` is twice the error of plain float32 PyTorch plus four roundings.
+    The bound of `o` is `bound_of_o`; the bound of `lse` is twice the error of plain float32 PyTorch
+    plus four roundings.
 
     Args:
         queries: indices of the queries that are compared; None: all.
@@ -96,7 +96,7 @@ class Float64Check:
         error = 0.0 if lse is None else _lse_error(lse[:, :, self._queries], self.lse_true)
         return Accuracy(
             row_error(o[:, :, self._queries], self.o_true),
-            2 * self._o_plain_error + torch.finfo(o.dtype).eps,
+            bound_of_o(self._o_plain_error, o.dtype),
             error,
             2 * self._lse_plain_error + 4 * torch.finfo(torch.float32).eps,
         )
@@ -115,6 +115,11 @@ def check_against_float64(
 ) -> Accuracy:
     """The errors of `o` and `lse` against `reference.attention` in float64, see `Float64Check`."""
     return Float64Check(q, k, v, key_ranges, queries=queries, **options).accuracy(o, lse)
+
+
+def bound_of_o(plain_error: float, dtype: torch.dtype) -> float:
+    """Twice the error of plain PyTorch, which had q's dtype, plus one rounding to o's `dtype`."""
+    return 2 * plain_error + torch.finfo(dtype).eps
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
