@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from tree_attention.baselines.common import aligned
 from tree_attention.baselines.ring import MANIFEST_BYTES
-from tree_attention.baselines.ring_pass_q import _ALIGNMENT, _deal
+from tree_attention.baselines.ring_pass_q import _deal
 from tree_attention.exchange.state import StateLayout
 
 from .clusters import SimulatedCluster
@@ -127,7 +128,7 @@ def _ring_pass_q_memory(problem: Problem, world_size: int) -> int:
     parts = _Parts.of(problem, world_size)
     queries, state = int(parts.queries.max()), int(parts.states.max())
     # A state leaves, one arrives, one is merged from a pair.
-    pair = 2 * (-(-state // _ALIGNMENT) * _ALIGNMENT)
+    pair = 2 * aligned(state)
     return 2 * queries + 3 * state + pair + (1 + world_size) * parts.result
 
 

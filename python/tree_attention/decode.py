@@ -7,7 +7,13 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .exchange import Communicator, ExchangeOptions, check_options, get_communicator
-from .ops import AttentionOptions, check_option_names, lean_decode, takes_attention_options
+from .ops import (
+    AttentionOptions,
+    check_option_names,
+    fields_of_options,
+    lean_decode,
+    takes_attention_options,
+)
 from .overlap import Parts, decode_in_parts
 
 
@@ -92,9 +98,7 @@ def tree_decode(
         ("call", "tree_decode"),
         ("num_heads_kv", k_local.shape[1]),
         ("head_dim", q.shape[3]),
-        ("softmax_scale", options.get("softmax_scale")),
-        ("softcap", options.get("softcap", 0.0)),
-        ("alibi_slopes", options.get("alibi_slopes") is not None),
+        *fields_of_options(options),
         ("overlap", overlap),
     )
     parts = Parts.of(q, k_local, overlap, head_sharded)

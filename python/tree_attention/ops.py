@@ -70,6 +70,15 @@ def check_option_names(op: str, options: AttentionOptions) -> None:
             raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
 
 
+def fields_of_options(options: AttentionOptions) -> tuple[tuple[str, object], ...]:
+    """What ranks of one call must have in common of its options, as `(name, value)` pairs."""
+    return (
+        ("softmax_scale", options.get("softmax_scale")),
+        ("softcap", options.get("softcap", 0.0)),
+        ("alibi_slopes", options.get("alibi_slopes") is not None),
+    )
+
+
 @takes_attention_options
 def lean_decode(
     q: Tensor,

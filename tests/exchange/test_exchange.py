@@ -31,6 +31,7 @@ from tree_attention import (
     tree_decode,
 )
 from tree_attention.exchange import (
+    DEFAULT_TIMEOUT,
     Communicator,
     Link,
     choice,
@@ -433,9 +434,9 @@ def test_digest_of_the_test_merge() -> None:
 
 
 def keep_communicators(rank: int, world_size: int) -> None:
-    world = get_communicator(timeout=12.0)
+    world = get_communicator()
     assert get_communicator() is world and get_communicator(dist.group.WORLD) is world
-    assert get_communicator(world) is world and world.timeout == 12.0
+    assert get_communicator(world) is world and world.timeout == DEFAULT_TIMEOUT
     group = dist.new_group([0, 1])
     comm = get_communicator(group)
     assert comm is not world and comm is get_communicator(group)

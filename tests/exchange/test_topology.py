@@ -17,30 +17,29 @@ from tree_attention.exchange.topology import node_name
 
 
 @pytest.mark.parametrize(
-    "nodes,subtree_size,num_crossings",
+    "nodes,subtree_size",
     [
-        ("a", 1, 0),
-        ("aaaa", 4, 0),
-        ("aaaaaa", 2, 0),  # 6 = 4 + 2: runs of two are subtrees, of three are not
-        ("aaaaaaa", 1, 0),
-        ("aabb", 2, 2),
-        ("aaaabbbb", 4, 2),
-        ("aaabbb", 1, 2),
-        ("aaaabb", 2, 2),  # nodes of different sizes
-        ("aaabbbbb", 1, 2),
-        ("aaaaaabbbbbbcccccc", 2, 3),
-        ("aabbaabb", 2, 4),  # not all ranks of a node in a row
-        ("abab", 1, 4),
-        ("abcdefgh", 1, 8),
-        ("aaaaaaaabbbbbbbbcccccccc", 8, 3),
+        ("a", 1),
+        ("aaaa", 4),
+        ("aaaaaa", 2),  # 6 = 4 + 2: runs of two are subtrees, of three are not
+        ("aaaaaaa", 1),
+        ("aabb", 2),
+        ("aaaabbbb", 4),
+        ("aaabbb", 1),
+        ("aaaabb", 2),  # nodes of different sizes
+        ("aaabbbbb", 1),
+        ("aaaaaabbbbbbcccccc", 2),
+        ("aabbaabb", 2),  # not all ranks of a node in a row
+        ("abab", 1),
+        ("abcdefgh", 1),
+        ("aaaaaaaabbbbbbbbcccccccc", 8),
     ],
 )
-def test_subtrees(nodes: str, subtree_size: int, num_crossings: int) -> None:
+def test_subtrees(nodes: str, subtree_size: int) -> None:
     topology = Topology.of(nodes)
     assert topology.world_size == len(nodes) and topology.num_nodes == len(set(nodes))
     assert sum(topology.node_sizes) == len(nodes)
     assert topology.subtree_size == subtree_size
-    assert topology.num_crossings == num_crossings
     # Ranks that merge first are on one node, and their runs tile the world.
     assert len(nodes) % subtree_size == 0
     for begin in range(0, len(nodes), subtree_size):

@@ -42,7 +42,6 @@ class OutputCursor {
   __device__ int tile_begin() const { return tile_at(0); }
   __device__ int tile_end() const { return tile_at(range_.length); }
   __device__ bool has_tiles() const { return tile_begin() != tile_end(); }
-  __device__ bool has_all_tiles() const { return tile_end() - tile_begin() == num_tiles_; }
 
   // Whether the block owns the output's first position: it writes an output without keys.
   __device__ bool owns_first() const { return position_ >= 0; }

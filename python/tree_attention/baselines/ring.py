@@ -20,9 +20,7 @@ from ..ops import (
     merge_states,
     takes_attention_options,
 )
-
-# Tensors of a received shard begin at addresses that any vector load can take.
-_ALIGNMENT = 64
+from .common import aligned, ranges_without_keys, signature_of
 
 
 @takes_attention_options
@@ -90,11 +88,7 @@ def ring_decode(
             return attend(own, None)
         state = comm.state((*q.shape[:3], v_local.shape[3]), q.device)
         _, o_parts, lse_parts = state.parts(comm.world_size)
-        no_keys = (
-            q.new_zeros((q.shape[0], q.shape[2], 2), dtype=torch.int32)
-            if key_ranges is None
-            else torch.zeros_like(key_ranges)
-        )
+        no_keys = ranges_without_keys(q, key_ranges)
         # Refuses bad arguments before anything is sent; without keys it costs no more than that.
         attend(replace(own, key_ranges=no_keys), (state.o, state.lse))
 
@@ -124,16 +118,7 @@ def ring_decode(
                 travelling, shard = arriving, arriving.to(q.device)
         return merge_states(o_parts, lse_parts, out_dtype=q.dtype)
 
-    signature = (
-        ("call", "ring_decode"),
-        ("batch, num_heads_q, seqlen_q, head_dim", tuple(q.shape)),
-        ("dtype", q.dtype),
-        ("device", q.device.type),
-        ("num_heads_kv, head_dim of v", (v_local.shape[1], v_local.shape[3])),
-        ("softmax_scale", options.get("softmax_scale")),
-        ("softcap", options.get("softcap", 0.0)),
-        ("alibi_slopes", options.get("alibi_slopes") is not None),
-    )
+    signature = signature_of("ring_decode", q, v_local, options)
     return comm.call(signature, run, timeout, q.device)
 
 
@@ -276,4 +261,4 @@ def _gather_manifests(
 
 
 def _aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return aligned(math.prod(shape) * dtype.itemsize)

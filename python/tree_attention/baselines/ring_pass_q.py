@@ -19,8 +19,7 @@ from ..ops import (
     merge_states,
     takes_attention_options,
 )
-
-_ALIGNMENT = 64
+from .common import aligned, ranges_without_keys, signature_of
 
 
 @takes_attention_options
@@ -91,11 +90,7 @@ def ring_pass_q_decode(
         if is_local:
             return attend(_EVERYTHING, q, key_ranges, None)
         state = comm.state((*q.shape[:3], v_local.shape[3]), q.device)
-        no_keys = (
-            q.new_zeros((q.shape[0], q.shape[2], 2), dtype=torch.int32)
-            if key_ranges is None
-            else torch.zeros_like(key_ranges)
-        )
+        no_keys = ranges_without_keys(q, key_ranges)
         # Refuses bad arguments before anything is sent; without keys it costs no more than that.
         attend(_EVERYTHING, q, no_keys, (state.o, state.lse))
 
@@ -165,16 +160,7 @@ def ring_pass_q_decode(
             o[place], lse[place] = results[index].views(memory[: results[index].num_bytes])
         return o, lse
 
-    signature = (
-        ("call", "ring_pass_q_decode"),
-        ("batch, num_heads_q, seqlen_q, head_dim", tuple(q.shape)),
-        ("dtype", q.dtype),
-        ("device", q.device.type),
-        ("num_heads_kv, head_dim of v", (k_local.shape[1], v_local.shape[3])),
-        ("softmax_scale", options.get("softmax_scale")),
-        ("softcap", options.get("softcap", 0.0)),
-        ("alibi_slopes", options.get("alibi_slopes") is not None),
-    )
+    signature = signature_of("ring_pass_q_decode", q, v_local, options)
     return comm.call(signature, run, timeout, q.device)
 
 
@@ -221,5 +207,5 @@ class _Room:
 
     def pair(self, device: torch.device) -> Tensor:
         """Two in a row, at addresses that any vector store can take."""
-        stride = -(-self.state_bytes // _ALIGNMENT) * _ALIGNMENT
+        stride = aligned(self.state_bytes)
         return self.named("pair", device, 2 * stride).view(2, stride)

@@ -29,6 +29,8 @@ Note = dict[str, Any]
 # Collective: gives all ranks, for a step by this name, the notes of all ranks in rank order.
 Gather = Callable[[str, Note], Sequence[Note]]
 
+# The field of a signature that counts the calls which a rank abandoned on the way to them.
+ABANDONED = "abandoned calls"
 _FAILED = "failed"
 _NOTE = "note"
 # How long a rank that found a disagreement, and may serve the store, waits for the others to find
@@ -160,8 +162,12 @@ class Agreement:
         remarks = []
         if said.keys() != {_FAILED}:
             for field in _differing(said, other)[:1]:
-                values = f"{said.get(field)} on rank {rank}, {other.get(field)} on {who}"
-                remarks.append(f"{field} is {values}")
+                theirs, ours = said.get(field), other.get(field)
+                if field == ABANDONED:
+                    behind = f"rank {rank}" if int(theirs or 0) > int(ours or 0) else who
+                    remarks.append(f"{behind} abandoned a call before the exchange")
+                else:
+                    remarks.append(f"{field} is {theirs} on rank {rank}, {ours} on {who}")
         if _FAILED in said:
             remarks.append(f"rank {rank} has failed: {said[_FAILED]}")
         return ", ".join(remarks)

@@ -283,14 +283,14 @@ class Communicator:
         return self._resources.unavailable(device)
 
     def abandon_call(self) -> None:
-        """To be told by a rank that stopped on the way to a call (see `Session.abandon`)."""
+        """Notes that this rank stopped on the way to a call (see `Session.abandon`)."""
         self._is_loading = False
         if self._session is not None:
             self._session.abandon()
 
     @contextmanager
     def before_call(self) -> Iterator[None]:
-        """For what a rank does on the way to a call, which it abandons if that raises."""
+        """Surrounds what this rank does on the way to a call; an error there abandons the call."""
         try:
             yield
         except BaseException:
@@ -398,7 +398,7 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return dist.group.WORLD if dist.is_initialized() else None
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            "group must be a process group that this process is in or a Communicator, got "
-            f"{group!r}"
+            "tree_attention: group must be a process group that this process is in or a "
+            f"Communicator, got {group!r}"
         )
     return group

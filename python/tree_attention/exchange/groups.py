@@ -74,23 +74,14 @@ def all_merge_states(
 _communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
 
 
-def get_communicator(
-    group: dist.ProcessGroup | Communicator | None = None, timeout: float | None = None
-) -> Communicator:
-    """The communicator of `group` (default the world), made at first use and kept with the group.
-
-    `timeout`, if given, becomes its default.
-    """
+def get_communicator(group: dist.ProcessGroup | Communicator | None = None) -> Communicator:
+    """The communicator of `group`, by default the world: made at first use, kept with the group."""
     if isinstance(group, Communicator):
-        comm = group
-    else:
-        group = resolve_group(group)
-        if group is None:
-            comm = Communicator()
-        elif (known := _communicators.get(group)) is not None:
-            comm = known
-        else:
-            comm = _communicators[group] = Communicator(group)
-    if timeout is not None:
-        comm.timeout = timeout
+        return group
+    group = resolve_group(group)
+    if group is None:
+        return Communicator()
+    comm = _communicators.get(group)
+    if comm is None:
+        comm = _communicators[group] = Communicator(group)
     return comm

@@ -83,7 +83,8 @@ class Messages:
             receive = {rank: hosts[id(tensor)] for rank, tensor in receive.items()}
             send = {rank: hosts[id(tensor)] for rank, tensor in send.items()}
         self._receive, self._send = receive, send
-        self._names = [f"to rank {rank}" for rank in send] + [f"from rank {r}" for r in receive]
+        self._names = [f"message to rank {rank}" for rank in send]
+        self._names += [f"message from rank {rank}" for rank in receive]
         self._posted: list[Work] = []
 
     def post(self) -> None:
@@ -93,7 +94,7 @@ class Messages:
             self._posted = [group.recv([t], r, self._tag) for r, t in self._receive.items()]
 
     def run(self, deadline: float) -> None:
-        with self._link.operation("messages"):
+        with self._link.operation("round of messages"):
             for host, tensor in self._uploads:
                 host.copy_(tensor)
             if self._device.type != "cpu" or _is_watched():

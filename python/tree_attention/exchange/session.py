@@ -13,14 +13,22 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from .agreement import Agreement, Disagreement, ExchangeError, Note, Signature, ranks_text
+from .agreement import (
+    ABANDONED,
+    Agreement,
+    Disagreement,
+    ExchangeError,
+    Note,
+    Signature,
+    ranks_text,
+)
 from .link import Link
 from .self_test import delivery_fault
 
 T = TypeVar("T")
 
-_ABANDONED = "abandoned calls"
-# Surviving ranks fail at about the same time: after this time it shows which ranks do not.
+# Surviving ranks fail at about the same time. How many seconds one that failed waits to hear from
+# the others, so that its error can name the ranks that said nothing.
 _PATIENCE_SECONDS = 0.3
 
 # Sessions of one group are made in the same order on all ranks, so a number names them.
@@ -64,10 +72,10 @@ class Session:
         return notes
 
     def abandon(self) -> None:
-        """To be told by a rank that stopped on the way to a call.
+        """Notes that this rank stopped on the way to a call, which its peers may have gone on with.
 
-        Should its peers have gone on, its next call must not meet theirs of this step. So it
-        compares signatures, in which the number of abandoned calls is a field.
+        Its next call must not meet theirs of this step. So the next call compares signatures, in
+        which the number of abandoned calls is a field.
         """
         self._agreed = None
         self._num_abandoned += 1
@@ -76,12 +84,12 @@ class Session:
         self, signature: Signature, deadline: float, note: Note | None = None
     ) -> list[Note]:
         """Every rank's note once all have published the same signature."""
-        signature = ((_ABANDONED, self._num_abandoned), *signature)
+        signature = ((ABANDONED, self._num_abandoned), *signature)
         try:
             return self._agreement.reach(signature, deadline, self._note | (note or {}))
         except Disagreement as error:
-            if _ABANDONED in error.values:  # ranks are at different steps, and nobody knows which
-                counts = [int(value or 0) for value in error.values[_ABANDONED]]
+            if ABANDONED in error.values:  # ranks are at different steps, and nobody knows which
+                counts = [int(value or 0) for value in error.values[ABANDONED]]
                 raise ExchangeError(_different_steps(counts)) from error
             raise
 

@@ -42,11 +42,6 @@ class Topology:
         return tuple(Counter(self.nodes).values())
 
     @cached_property
-    def num_crossings(self) -> int:
-        """Steps of the ring of ranks that lead to another node."""
-        return sum(a != b for a, b in zip(self.nodes, self.nodes[1:] + self.nodes[:1], strict=True))
-
-    @cached_property
     def subtree_size(self) -> int:
         """Ranks that a node may merge before it asks others, without changing a bit.
 

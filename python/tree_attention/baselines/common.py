@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What both rings do before anything travels, and how what travels is laid out."""
+
+import torch
+from torch import Tensor
+
+from ..exchange.agreement import Signature
+from ..ops import AttentionOptions, fields_of_options
+
+# Tensors in received memory begin at addresses that any vector load or store can take.
+_ALIGNMENT = 64
+
+
+def aligned(num_bytes: int) -> int:
+    """The least size that holds `num_bytes` and keeps what follows aligned."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def ranges_without_keys(q: Tensor, key_ranges: Tensor | None) -> Tensor:
+    """Key ranges with which lean_decode checks all arguments and does nothing more.
+
+    Wrong `key_ranges` have a shape and dtype that it still refuses.
+    """
+    if key_ranges is None:
+        return q.new_zeros((q.shape[0], q.shape[2], 2), dtype=torch.int32)
+    return torch.zeros_like(key_ranges)
+
+
+def signature_of(op: str, q: Tensor, v_local: Tensor, options: AttentionOptions) -> Signature:
+    """What ranks must have in common to call `op` together."""
+    return (
+        ("call", op),
+        ("batch, num_heads_q, seqlen_q, head_dim", tuple(q.shape)),
+        ("dtype", q.dtype),
+        ("device", q.device.type),
+        ("num_heads_kv, head_dim of v", (v_local.shape[1], v_local.shape[3])),
+        *fields_of_options(options),
+    )
