@@ -58,6 +58,19 @@ def test_shards_that_differ_in_kind() -> None:
     run_ranks(decode_unlike_shards, 3)
 
 
+def decode_nothing(rank: int, world_size: int) -> None:
+    """No sequences or no queries, between calls that have some."""
+    kv = torch.ones(2, 2, 5, 8)
+    for batch, seqlen_q in ((2, 1), (0, 1), (2, 0), (0, 0), (2, 1)):
+        q = torch.ones(batch, 4, seqlen_q, 8)
+        o, lse = ring_decode(q, kv[:batch], kv[:batch])
+        assert o.shape == q.shape and lse.shape == q.shape[:3] and (o == 1).all()
+
+
+def test_calls_without_rows() -> None:
+    run_ranks(decode_nothing, 3)
+
+
 def decode_with_threads(rank: int, world_size: int, num_threads: list[int]) -> State:
     torch.manual_seed(2)
     problem = make_problem(batch=1, num_heads_kv=1, seqlen_k=6000)

@@ -47,6 +47,9 @@ class StateLayout:
     def views(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Views `o` and `lse` of the bytes `[..., num_bytes]` of one state or of many."""
         leading = memory.shape[:-1]
+        if self.num_bytes == 0:  # strides of no bytes need not be those of larger values
+            o = memory.new_empty((*leading, *self.shape, self.head_dim), dtype=self.dtype)
+            return o, memory.new_empty((*leading, *self.shape), dtype=torch.float32)
         o_size = self.num_rows * self.head_dim * self.dtype.itemsize
         o = memory[..., :o_size].view(self.dtype)
         lse = memory[..., self.o_bytes :].view(torch.float32)
