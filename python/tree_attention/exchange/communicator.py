@@ -77,9 +77,9 @@ class Communicator:
         self._session: Session | None = None
         self._costs: CostTable | None = None
         if group is not None and self.world_size > 1:
+            self._costs = measured_costs()  # before the session, which ranks count
             note = {"node": node_name()}
             self._session = Session(group, note, self._resources.abort)
-            self._costs = measured_costs()
         # What must be equal on all ranks in every call.
         digest = "shipped" if self._costs is None else self._costs.digest
         self._constants: Signature = (("nodes", self._nodes), ("exchange costs", digest))
