@@ -235,7 +235,7 @@ class Link:
         group = self._group()
         if group is None or self._backends.get("cpu") != "gloo":
             return
-        nothing = torch.empty(1, dtype=torch.uint8)
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for peer in range(self.world_size):
             if peer != self.rank:
                 with suppress(RuntimeError):  # timed out, which closed all, or was closed before
