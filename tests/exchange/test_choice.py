@@ -15,12 +15,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed import run_ranks
 from tree_attention import ExchangeError, strategies, tree_decode
-from tree_attention.exchange import Communicator, Topology
+from tree_attention.exchange import Communicator, Topology, calibration
 from tree_attention.exchange.calibration import Clock
 from tree_attention.exchange.choice import RULES, CostTable, Measured, choose
 from tree_attention.exchange.state import StateLayout
@@ -208,6 +209,28 @@ def choose_by_file(rank: int, world_size: int, path: str) -> None:
     assert "butterfly (shipped rule: gloo, 4 or more ranks on nodes of several ranks, " in shipped
 
 
+def lack_a_file(rank: int, world_size: int, path: str) -> None:
+    """A rank that has no table comes to its peers, which have failed, and not past them."""
+    group = dist.new_group()
+    q, kv = torch.ones(1, 4, 1, 8), torch.ones(1, 2, 3, 8)
+    if rank == 1:
+        with (
+            mock.patch.dict(os.environ, {"TREE_ATTENTION_COSTS": path}),
+            pytest.raises(ValueError, match="is no table of exchange costs"),
+        ):
+            tree_decode(q, kv, kv, group=group)
+    else:
+        with pytest.raises(ExchangeError, match="no word from rank 1"):
+            tree_decode(q, kv, kv, group=group, timeout=0.5)
+    dist.barrier()
+    with pytest.raises(ExchangeError, match="has failed"):
+        tree_decode(q, kv, kv, group=group, timeout=20.0)
+
+
+def test_table_that_one_rank_cannot_read(tmp_path: Path) -> None:
+    run_ranks(lack_a_file, 2, str(tmp_path / "nothing.json"), fresh=True)
+
+
 def test_table_in_a_file_decides(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     rows = Measured("all_gather", 1000, 2e-6), Measured("hierarchical", 1000, 1e-6)
@@ -227,3 +250,14 @@ def agree_on_time(rank: int, world_size: int) -> None:
 
 def test_ranks_agree_on_the_time() -> None:
     run_ranks(agree_on_time, 3)
+
+
+def measure_for_other_times(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    with pytest.raises(ExchangeError, match=r"seconds is 0.5 on rank 1, 0.1 on rank 0"):
+        calibration.calibrate(comm, CPU, [0.1, 0.5][rank])
+    assert comm.failed is None and comm.bytes_sent == 0
+
+
+def test_ranks_measure_for_the_same_time() -> None:
+    run_ranks(measure_for_other_times, 2)

@@ -42,7 +42,8 @@ def calibrate(
     Raises:
         ExchangeError: a rank was lost or stalled.
     """
-    comm.agree((("call", "calibrate"), ("device", device.type)))  # which also finds the nodes
+    # Ranks that measure for other times would send other numbers of messages. This finds the nodes.
+    comm.agree((("call", "calibrate"), ("device", device.type), ("seconds", seconds)))
     # Changing from one call to another compares signatures, which must not be timed: exchanges get
     # a communicator of their own, and do not go by an earlier table.
     exchanging = Communicator(comm.link.group, comm.timeout, nodes=comm.topology.nodes)
