@@ -75,9 +75,9 @@ def tree_decode(
     Raises:
         ValueError: there is no such strategy, payload_dtype or out_dtype, the strategy cannot do
             what the options ask for, or overlap is below 1. Nothing was sent.
-        RuntimeError: `lean_decode` refuses an argument. Nothing was sent; or, if it is a page id
-            of a later part, this is a lost rank.
-        ExchangeError: a rank was lost, stalled, or called with other arguments.
+        RuntimeError: `lean_decode` refuses an argument. Nothing was sent.
+        ExchangeError: a rank was lost, stalled, or called with other arguments; or a page_table has
+            an invalid page in a part after the first, which is found when parts have been sent.
 
     Source: Tree Attention (arXiv:2408.04093), Algorithm 3.
     """

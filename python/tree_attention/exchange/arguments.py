@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,11 @@ def check_state(o: Tensor, lse: Tensor) -> None:
         )
     _check_state_dtype("all_merge_states", "o", o.dtype)
     _check_no_gradient("all_merge_states", "o and lse", o, lse)
+
+
+def check_timeout(seconds: float) -> None:
+    if math.isnan(seconds):  # which raises TypeError for what is no number
+        raise ValueError("timeout must be a number of seconds, got nan")
 
 
 def payload_of_sum(x: Tensor, payload_dtype: torch.dtype | None) -> torch.dtype:

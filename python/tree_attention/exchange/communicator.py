@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ..ops import merge_states
 from .agreement import Disagreement, Note, Signature
-from .arguments import ExchangeOptions, check_options, check_state, payload_of_sum
+from .arguments import ExchangeOptions, check_options, check_state, check_timeout, payload_of_sum
 from .choice import Choice, CostTable, choose, explain_choice, measured_costs
 from .link import Link
 from .resources import Resources
@@ -78,8 +77,7 @@ class Communicator:
         self._costs: CostTable | None = None
         if group is not None and self.world_size > 1:
             self._costs = measured_costs()  # before the session, which ranks count
-            note = {"node": node_name()}
-            self._session = Session(group, note, self._resources.abort)
+            self._session = Session(group, {"node": node_name()}, self._resources.abort)
         # What must be equal on all ranks in every call.
         digest = "shipped" if self._costs is None else self._costs.digest
         self._constants: Signature = (("nodes", self._nodes), ("exchange costs", digest))
@@ -222,9 +220,9 @@ class Communicator:
         if self._session is not None:
             session = self._session
             self._abandon_loaded_state()
-            fields = (*signature, *self._constants)
+            signature = (*signature, *self._constants)
             session.before_deadline(
-                lambda deadline: self._learn(session.compare(fields, deadline)),
+                lambda deadline: self._learn(session.compare(signature, deadline)),
                 self.timeout if timeout is None else timeout,
             )
 
@@ -274,8 +272,7 @@ class Communicator:
 
         seconds = self.timeout if timeout is None else timeout
         with self.before_call():
-            if math.isnan(seconds):
-                raise ValueError("timeout must be a number of seconds, got nan")
+            check_timeout(seconds)
         return session.before_deadline(agree_and_run, seconds)
 
     def unavailable(self, device: torch.device) -> Mapping[str, str]:

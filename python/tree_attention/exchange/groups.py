@@ -54,8 +54,9 @@ def all_merge_states(
         "max_then_sum"; `(0, -inf)` for a row that has no keys on any rank.
 
     Raises:
-        ValueError: no such strategy, options it has not, or shapes or dtypes break the rules
-            above. Nothing was sent; ranks whose arguments were right run into their timeout.
+        ValueError: there is no such strategy, it cannot do what the options ask for, or shapes or
+            dtypes break the rules above. This rank sent nothing; ranks whose arguments were right
+            raise ExchangeError at their timeout.
         ExchangeError: a rank was lost, stalled, or called with other arguments.
 
     Source: Tree Attention (arXiv:2408.04093), section 5.
