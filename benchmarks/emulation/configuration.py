@@ -32,7 +32,7 @@ from .network import unsupported
 from .probe import probe, spread
 from .wiring import LINKS
 
-CALIBRATION_SECONDS = 0.4  # for each strategy and size
+CALIBRATION_SECONDS = 1.0  # for each strategy and size
 
 
 def run(

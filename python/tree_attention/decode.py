@@ -101,10 +101,12 @@ def tree_decode(
         *fields_of_options(options),
         ("overlap", overlap),
     )
-    parts = Parts.of(q, k_local, overlap, head_sharded)
-    if len(parts) > 1:
+    if overlap > 1:
         arguments = {"q": q, "k": k_local, "v": v_local, "key_ranges": key_ranges, **options}
-        return decode_in_parts(comm, parts, arguments, exchange, signature, explain, timeout)
+        parts = Parts.of(arguments, overlap, head_sharded)
+        signature += (("number of parts", len(parts)),)
+        if len(parts) > 1:
+            return decode_in_parts(comm, parts, arguments, exchange, signature, explain, timeout)
 
     batch, num_heads_q, seqlen_q, _ = q.shape
     shape = (batch, num_heads_q, seqlen_q, v_local.shape[3])

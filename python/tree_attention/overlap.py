@@ -45,19 +45,24 @@ class Parts:
 
     axis: int
     bounds: tuple[int, ...]  # in sequences, or in heads of keys and values
+    axes: Mapping[str, int]  # along which each argument of lean_decode is cut
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, count: int, head_sharded: bool) -> Parts:
-        """`count` parts, or fewer where there are fewer sequences or heads.
+    def of(arguments: Mapping[str, Any], count: int, head_sharded: bool) -> Parts:
+        """`count` parts of a lean_decode call, or fewer where there are fewer sequences or heads.
 
-        Heads that are to be sharded over ranks are not cut into parts as well.
+        Heads that are to be sharded over ranks are not cut into parts as well. A call stays whole
+        if an argument is not as long as it should be: a part of the others might fit it by chance.
         """
-        batch, num_heads_q, num_heads_kv = q.shape[0], q.shape[1], k.shape[1]
+        batch, num_heads_q = arguments["q"].shape[:2]
+        num_heads_kv = arguments["k"].shape[1]
         divisible = num_heads_kv > 0 and num_heads_q % num_heads_kv == 0
         by_heads = batch == 1 and divisible and not head_sharded
-        units = num_heads_kv if by_heads else batch
-        count = max(1, min(count, units))
-        return Parts(int(by_heads), tuple(units * i // count for i in range(count + 1)))
+        axis, units = (1, num_heads_kv) if by_heads else (0, batch)
+        axes = _axes_of(arguments, axis)
+        count = 1 if axes is None else max(1, min(count, units))
+        bounds = tuple(units * i // count for i in range(count + 1))
+        return Parts(axis, bounds, axes or {})
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -69,29 +74,27 @@ class Parts:
         begin, end = self.bounds[index], self.bounds[index + 1]
         return x.narrow(axis, begin * each, (end - begin) * each)
 
-    def axes(self, arguments: Mapping[str, Any]) -> dict[str, int] | None:
-        """The axis along which each argument of lean_decode is cut.
 
-        None if one is not as long as it should be: a part of the others might fit it by chance.
-        """
-        batch, num_heads_q = arguments["q"].shape[:2]
-        num_heads_kv, table = arguments["k"].shape[1], arguments.get("page_table")
-        heads = {"q": num_heads_q, "alibi_slopes": num_heads_q}
-        result = {}
-        for name, axes in _AXES.items():
-            axis, x = axes[self.axis], arguments.get(name)
-            if axis is None or x is None:
-                continue
-            if table is not None and (
-                (name in ("k", "v") and self.axis == 0)  # pages belong to no sequence
-                or (name == "page_table" and self.axis == 1 and x.dim() == 2)  # for all heads
-            ):
-                continue
-            length = batch if self.axis == 0 else heads.get(name, num_heads_kv)
-            if x.dim() <= axis or x.shape[axis] != length:
-                return None
-            result[name] = axis
-        return result
+def _axes_of(arguments: Mapping[str, Any], part_axis: int) -> dict[str, int] | None:
+    """The axis along which each argument is cut; None if one is not as long as it should be."""
+    batch, num_heads_q = arguments["q"].shape[:2]
+    num_heads_kv, table = arguments["k"].shape[1], arguments.get("page_table")
+    heads = {"q": num_heads_q, "alibi_slopes": num_heads_q}
+    result = {}
+    for name, axes in _AXES.items():
+        axis, x = axes[part_axis], arguments.get(name)
+        if axis is None or x is None:
+            continue
+        if table is not None and (
+            (name in ("k", "v") and part_axis == 0)  # pages belong to no sequence
+            or (name == "page_table" and part_axis == 1 and x.dim() == 2)  # for all heads
+        ):
+            continue
+        length = batch if part_axis == 0 else heads.get(name, num_heads_kv)
+        if x.dim() <= axis or x.shape[axis] != length:
+            return None
+        result[name] = axis
+    return result
 
 
 def decode_in_parts(
@@ -111,9 +114,6 @@ def decode_in_parts(
     q, v = arguments["q"], arguments["v"]
     seconds = comm.timeout if timeout is None else timeout
     with comm.before_call():
-        axes = parts.axes(arguments)
-        if axes is None:
-            return lean_decode(**arguments)  # which refuses them
         shapes = [(*parts.part(q, i).shape[:3], v.shape[3]) for i in range(len(parts))]
         buffers = [
             comm.state(shape, q.device, options.payload_dtype, part=i)
@@ -121,7 +121,7 @@ def decode_in_parts(
         ]
 
         def compute(i: int) -> None:
-            own = {name: parts.part(arguments[name], i, axis) for name, axis in axes.items()}
+            own = {n: parts.part(arguments[n], i, axis) for n, axis in parts.axes.items()}
             lean_decode(**{**arguments, **own}, out=(buffers[i].o, buffers[i].lse))
 
         compute(0)

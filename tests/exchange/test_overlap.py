@@ -42,7 +42,7 @@ def exchange_threads() -> list[threading.Thread]:
 def test_parts_of_a_call() -> None:
     def of(batch: int, num_heads_q: int, count: int, num_heads_kv: int = 8, sharded: bool = False):
         q, k = torch.empty(batch, num_heads_q, 1, 8), torch.empty(batch, num_heads_kv, 5, 8)
-        parts = Parts.of(q, k, count, sharded)
+        parts = Parts.of({"q": q, "k": k, "v": k}, count, sharded)
         assert len(parts) == len(parts.bounds) - 1
         return parts.axis, parts.bounds
 

@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("exchange_costs.json"), metavar="FILE")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: over NCCL")
     parser.add_argument(
-        "--seconds", type=float, default=0.4, help="for each strategy and size (default 0.4)"
+        "--seconds", type=float, default=1.0, help="for each strategy and size (default 1)"
     )
     parsed = parser.parse_args(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=120)

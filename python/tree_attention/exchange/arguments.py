@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .strategies import STRATEGIES, candidates
@@ -23,6 +24,17 @@ class ExchangeOptions:
     out_dtype: torch.dtype
     payload_dtype: torch.dtype = torch.float32
     head_sharded: bool = False
+
+
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if group is None:
+        return dist.group.WORLD if dist.is_initialized() else None
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            "tree_attention: group must be a process group that this process is in or a "
+            f"Communicator, got {group!r}"
+        )
+    return group
 
 
 def check_options(

@@ -23,7 +23,7 @@ from .strategies import STRATEGIES
 _HEAD_DIM, _NUM_HEADS = 128, 32
 BATCHES = (1, 4, 16, 64)
 _WARM_UP = 2
-_MIN_ROUNDS, _MAX_ROUNDS = 5, 1000
+_NUM_TURNS, _MIN_ROUNDS, _MAX_ROUNDS = 4, 2, 1000
 # Seconds between two rounds in which all ranks come to rest, and a share of the last round.
 _PAUSE, _SLACK = 0.002, 0.3
 _NUM_QUESTIONS = 9
@@ -52,36 +52,41 @@ def calibrate(
     unavailable = exchanging.unavailable(device)
     names = [name for name, s in STRATEGIES.items() if s.is_canonical and name not in unavailable]
     clock = comm.call((("call", "calibrate clocks"),), partial(Clock.agree, comm.link, device))
-    measured = []
+    measured: list[Measured] = []
     for batch in BATCHES:
         shape = (batch, _NUM_HEADS, 1)
         num_bytes = StateLayout(shape, _HEAD_DIM, torch.float32).num_bytes
         o = torch.ones(*shape, _HEAD_DIM, device=device)
         lse = torch.zeros(shape, device=device)
-        for name in names:
-            run = partial(exchanging.all_merge_states, o, lse, strategy=name)
-            taken = _median_seconds(comm, clock, f"{name} {num_bytes}", run, device, seconds)
-            measured.append(Measured(name, num_bytes, taken))
-            progress(len(measured), len(BATCHES) * len(names))
+        # Strategies take turns, because machines and networks change their pace.
+        seconds_of: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(_NUM_TURNS):
+            for i, name in enumerate(names, 1):
+                run = partial(exchanging.all_merge_states, o, lse, strategy=name)
+                label = f"{name} {num_bytes}"
+                seconds_of[name] += _seconds(comm, clock, label, run, device, seconds / _NUM_TURNS)
+                done = (len(measured) * _NUM_TURNS) + turn * len(names) + i
+                progress(done, len(BATCHES) * len(names) * _NUM_TURNS)
+        measured += [Measured(n, num_bytes, float(np.median(t))) for n, t in seconds_of.items()]
     return CostTable(comm.link.backend(device), comm.topology.nodes, tuple(measured))
 
 
-def _median_seconds(
+def _seconds(
     comm: Communicator,
     clock: Clock,
     name: str,
     run: Callable[..., object],
     device: torch.device,
     seconds: float,
-) -> float:
-    """From the last rank's start to the last rank's end, over rounds that all begin together."""
+) -> list[float]:
+    """Times of rounds that all ranks begin together, each until the last rank is done."""
 
     def largest(values: list[float], deadline: float) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=device)
         comm.link.all_reduce(tensor, dist.ReduceOp.MAX, deadline)
         return tensor.tolist()
 
-    def rounds(deadline: float) -> float:
+    def rounds(deadline: float) -> list[float]:
         def once() -> None:
             run(timeout=max(1e-3, deadline - time.monotonic()))
 
@@ -100,7 +105,7 @@ def _median_seconds(
             once()
             ends.append(clock.now())
         times = np.array(largest(starts + ends, deadline)).reshape(2, count)
-        return float(np.median(times[1] - times[0]))
+        return (times[1] - times[0]).tolist()
 
     return comm.call((("call", f"calibrate {name}"),), rounds, comm.timeout + 10 * seconds)
 

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from ..ops import merge_states
 from .agreement import Disagreement, Note, Signature
-from .arguments import ExchangeOptions, check_options, check_state, check_timeout, payload_of_sum
+from .arguments import (
+    ExchangeOptions,
+    check_options,
+    check_state,
+    check_timeout,
+    payload_of_sum,
+    resolve_group,
+)
 from .choice import Choice, CostTable, choose, explain_choice, measured_costs
 from .link import Link
 from .resources import Resources
@@ -244,7 +251,8 @@ class Communicator:
         if self._session is not None:
             self._session.before_deadline(lambda deadline: self._resources.check(), self.timeout)
 
-    # What follows is for decoding functions that exchange in ways of their own.
+    # What follows serves calls other than all_merge_states: tree_decode in parts, the rings,
+    # broadcasts. It agrees on them, bounds them in time and lends them memory.
 
     def call(
         self,
@@ -388,14 +396,3 @@ class Communicator:
     def _abandon_loaded_state(self) -> None:
         if self._is_loading:  # a state of send_state never came to its exchange
             self.abandon_call()
-
-
-def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    if group is None:
-        return dist.group.WORLD if dist.is_initialized() else None
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            "tree_attention: group must be a process group that this process is in or a "
-            f"Communicator, got {group!r}"
-        )
-    return group

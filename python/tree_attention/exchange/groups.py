@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .communicator import Communicator, resolve_group
+from .arguments import resolve_group
+from .communicator import Communicator
 
 
 def all_merge_states(
