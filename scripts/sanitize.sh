@@ -14,7 +14,7 @@ cpu_sources=(tests/cpp/*.cpp csrc/cpu/{,kernel/}*.cpp)
 # Of the decode kernels those that the short cases use; the linker lets the others be missing.
 cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{decode,merge,one_shot}/*.cu
   benchmarks/cuda/ablations/ablations.cu
-  csrc/cuda/instantiations/lean_decode_{bf16_64,bf16_128,fp16_256,fp32_64}.cu
+  csrc/cuda/instantiations/lean_decode_{bf16_64,bf16_96,bf16_128,fp16_256,fp32_64}.cu
   tests/cuda_emulator/{fiber,machine,main,ptx_host,test_*}.cpp)
 # c10's BFloat16 and Half are headers without a library.
 torch_include=$(.venv/bin/python -c \
