@@ -79,7 +79,7 @@ class ShardedCase:
 
     @property
     def state_layout(self) -> StateLayout:
-        """Of what a rank contributes to a call."""
+        """Layout of the state that a rank contributes to a call."""
         return StateLayout((self.batch, self.heads[0], 1), self.head_dim, torch.float32)
 
     def kv_bytes(self, num_keys: int) -> int:

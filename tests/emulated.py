@@ -34,7 +34,7 @@ BRIDGE = [
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a device: multiprocessors, bytes of shared memory of each, and what a block may ask for
+    """Limits of a device: multiprocessors, bytes of shared memory of each and of a block
     (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")."""
 
     num_sms: int

@@ -129,7 +129,7 @@ class Once:
 
 
 def count_operations(kind: str, comm: Communicator) -> int:
-    """Of a call in steady state."""
+    """Number of operations of a call in steady state."""
     numbers = [-1]
     with before_operation(numbers.append):
         call(kind, comm, timeout=AMPLE)

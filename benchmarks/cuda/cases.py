@@ -82,28 +82,28 @@ class CudaCase:
 
     @property
     def key_bytes(self) -> int:
-        """Of the K or the V vectors of one key, all heads."""
+        """Size in bytes of the K, or the V, vectors of one key over all heads."""
         return DTYPES[self.dtype].itemsize * self.head_dim * self.heads[1]
 
     @property
     def read_bytes(self) -> int:
-        """K and V that the ranges cover."""
+        """Size in bytes of the keys and values that the ranges cover."""
         return 2 * self.key_bytes * self.num_keys
 
     @property
     def io_bytes(self) -> int:
-        """Those of `read_bytes`, q and o: what every implementation must move once."""
+        """Bytes that every implementation must move once: `read_bytes`, q and o."""
         rows = self.batch * self.heads[0] * self.seqlen_q
         return self.read_bytes + 2 * DTYPES[self.dtype].itemsize * self.head_dim * rows
 
     @property
     def num_pages(self) -> int:
-        """Pages of each sequence."""
+        """Number of pages of each sequence."""
         return -(-self.slots // self.page_size)
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """Of K's or V's memory, in its own order of axes."""
+        """Shape of the memory of K, or of V, in the layout's order of axes."""
         heads, dim = self.heads[1], self.head_dim
         if self.page_size:
             return self.batch * self.num_pages, self.page_size, heads, dim
@@ -115,7 +115,7 @@ class CudaCase:
 
     @property
     def set_bytes(self) -> int:
-        """Of the memory of K and V."""
+        """Size in bytes of the memory of K and V together."""
         return 2 * DTYPES[self.dtype].itemsize * math.prod(self.tensor_shape)
 
 

@@ -14,8 +14,8 @@ from .cases import CudaCase
 
 # Kept out of the arena: outputs, workspaces, and the float64 copies of one head of a million keys.
 SPARE_BYTES = 10 << 30
-# Of what no query may see. Finite, because kernels that multiply masked values by zero are right
-# too; so large that one of them in a sum shows.
+# The value of keys and values that no query may see. It is finite, because kernels that multiply
+# masked values by zero are right too, and so large that one of them in a sum shows.
 UNSEEN = 3e4
 
 
@@ -113,7 +113,7 @@ class Inputs:
 
     @cached_property
     def key_ranges(self) -> Tensor:
-        """Of every query, also where they are all keys."""
+        """The range of keys of every query, also where that is all keys."""
         case = self.case
         ends = torch.tensor(case.lengths)[:, None] - torch.arange(case.seqlen_q - 1, -1, -1)
         begins = (ends - case.window).clamp(min=0) if case.window else torch.zeros_like(ends)

@@ -61,7 +61,7 @@ def run(
         after = os.times()
         results = json.loads(out.read_text())
         constants = json.loads(costs.read_text())
-    # Of the relay and the ranks, all of which have ended, and of the kernel for their packets.
+    # Seconds of the relay and the ranks, all of which have ended, and of the kernel for packets.
     ours = sum(after[2:4]) - sum(before[2:4]) + softirq_seconds() - packets
     share = ours / (os.cpu_count() or 1) / (after.elapsed - before.elapsed)
     return {
@@ -149,7 +149,7 @@ def cluster_report(measured: dict[str, Any], **content: Any) -> Report:
 
 @functools.cache
 def attention_seconds_per_key(keys: int = 8192) -> float:
-    """Of one sequence on one thread, keys and values from memory."""
+    """Seconds per key of one sequence on one thread, with keys and values read from memory."""
     torch.set_num_threads(1)
     q = torch.randn(1, NUM_HEADS, 1, HEAD_DIM).to(DTYPE)
     k, v = torch.randn(2, 1, NUM_HEADS_KV, keys, HEAD_DIM).to(DTYPE)

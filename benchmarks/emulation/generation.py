@@ -177,7 +177,7 @@ def attend_by_ring(
     out_dtype: torch.dtype,
     keywords: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """In place of the function by which the model's attention merges over ranks.
+    """Replaces the function by which the model's attention merges over ranks.
 
     The buffers travel whole, as a part of them would have to be copied first: with a `growth` of
     64, at most 63 keys more.

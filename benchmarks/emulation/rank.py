@@ -174,7 +174,7 @@ def _together(times: Times, counts: Sequence[int], right: bool) -> dict[str, Any
 
 
 def _largest(values: Sequence[float]) -> list[float]:
-    """Of all ranks, one by one."""
+    """The largest of all ranks' values, one by one."""
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return [float(value) for value in tensor]

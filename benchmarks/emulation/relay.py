@@ -56,7 +56,7 @@ class Relay:
         self._tell(f"mend {a} {b}")
 
     def lose(self, a: int, b: int, probability: float) -> None:
-        """Of each packet on its own."""
+        """Loses each packet between two hosts with this probability."""
         self._tell(f"loss {a} {b} {probability}")
 
     def delay(self, a: int, b: int, seconds: float) -> None:

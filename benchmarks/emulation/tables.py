@@ -10,7 +10,7 @@ from ..harness.report import Column, columns_of
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    """Of rows whose methods were timed and counted."""
+    """Columns of a table whose rows have methods that were timed and counted."""
     lines = [(row, name, method) for row in rows for name, method in row["methods"].items()]
 
     def right(method: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ _SHARE_OF_MEMORY = 0.85
 
 
 def available_bytes() -> int:
-    """Of memory, for the processes of a benchmark together."""
+    """Bytes of memory that the processes of a benchmark may use together."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(_SHARE_OF_MEMORY * 1024 * int(fields["MemAvailable"].split()[0]))
 

@@ -60,7 +60,7 @@ class Route:
 
     def __init__(self, levels: tuple[Level, ...], sources: Ints, targets: Ints) -> None:
         self.sources, self.targets = sources, targets
-        # Of all ranks in order, which is quicker than one by one.
+        # A slice of all ranks in order is quicker than their indices.
         is_everybody = np.array_equal(sources, np.arange(len(sources)))
         self.chosen = slice(len(sources)) if is_everybody else sources
         level = np.zeros(len(sources), dtype=np.int64)

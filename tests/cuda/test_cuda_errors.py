@@ -108,7 +108,7 @@ def test_old_architectures():
 
 
 def test_shared_memory():
-    """Of a device that has less than every kernel needs."""
+    """A device with less shared memory than every kernel needs is refused."""
     problem = make_problem(head_dim=256)
     small = Limits(3, 64 << 10, 48 << 10)
     needed = plan(problem.q.dtype, 256, 4, small).shared_bytes

@@ -129,7 +129,7 @@ def test_registers_and_shared_memory_allow_the_planned_blocks(kernels):
 
 
 def test_two_blocks_share_a_multiprocessor():
-    """Of one query of a model, with 96 KB or more of its keys and values in flight on a Hopper."""
+    """With one query of a model they have 96 KB of keys and values in flight on a Hopper."""
     for head_dim in (64, 128):
         plan = emulated.plan(torch.bfloat16, head_dim, 8, emulated.H100)
         assert (plan.row_tile, plan.num_threads, plan.blocks_per_sm) == (16, 128, 2)

@@ -18,7 +18,7 @@ def split_problem(device: torch.device, **changed) -> Problem:
 
 
 def used_memory() -> int:
-    """Of the device, by whomever."""
+    """Bytes of the device's memory that anybody uses."""
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return total - free

@@ -90,7 +90,7 @@ def outputs(o: Tensor, dtype: torch.dtype = FP32) -> State:
 
 
 def states(world_size: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> State:
-    """Of all ranks; one in three is empty, with NaN for its o."""
+    """States of all ranks; one in three is empty, with NaN for its o."""
     generator = torch.Generator().manual_seed(seed)
     lse = 5 * torch.randn(world_size, *shape[:-1], generator=generator)
     lse[torch.rand(lse.shape, generator=generator) < 1 / 3] = -INF
@@ -376,7 +376,7 @@ def test_rendezvous_that_fails_on_one_rank() -> None:
 
 
 def exchange_in_shared_memory(rank: int, world_size: int) -> str:
-    """By processes that share a GPU, if torch lets them."""
+    """Exchanges states between processes that share a GPU, if torch lets them."""
     comm = Communicator(timeout=30.0)
     o, lse = (x.cuda() for x in states(world_size, (2, 4, 1, 64), FP32))
     comm.all_merge_states(o[rank], lse[rank], strategy="all_gather")

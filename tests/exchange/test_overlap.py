@@ -35,7 +35,7 @@ TIMEOUT, SLACK, AMPLE = 0.5, 1.5, 20.0
 
 
 def exchange_threads() -> list[threading.Thread]:
-    """Those of overlapped calls, none of which may outlive its call."""
+    """The threads of overlapped calls, none of which may outlive its call."""
     return [thread for thread in threading.enumerate() if thread.name == "tree_attention.exchange"]
 
 

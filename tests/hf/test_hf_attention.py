@@ -30,7 +30,7 @@ def model() -> PreTrainedModel:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, **arguments: Any) -> Tensor:
-    """Of the tokens, not of the padding."""
+    """Logits of the tokens, without those of the padding."""
     prompts = make_prompts()
     logits = model(**prompts, **arguments).logits
     return logits[prompts["attention_mask"].bool()]

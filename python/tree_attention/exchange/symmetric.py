@@ -40,7 +40,7 @@ SLOT_BYTES = 2 << 20
 
 # Torch lets ranks share a GPU only where this is set.
 OVERLAPPING_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-# In which GPUs of a node find each other, or do not.
+# Seconds in which the GPUs of a node must have found each other, and have exchanged a test.
 _CONNECT_SECONDS = 10.0
 _TEST_SECONDS = 5.0
 _NUM_TEST_ROWS, _TEST_HEAD_DIM = 300, 64
