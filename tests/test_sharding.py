@@ -152,6 +152,12 @@ def test_known_layouts():
             lambda: Contiguous([0, 4]).owner(torch.tensor([1, 7])),
             "Contiguous: slots must be below bounds[-1] = 4, got 7",
         ),
+        (lambda: BlockCyclic(2).owner(-1), "BlockCyclic: slots must be at least 0, got -1"),
+        (
+            lambda: ContiguousThenCyclic([0, 4]).owner(torch.tensor([3, -2])),
+            "ContiguousThenCyclic: slots must be at least 0, got -2",
+        ),
+        (lambda: Contiguous([0, 4]).owner(-1), "Contiguous: slots must be at least 0, got -1"),
     ],
 )
 def test_errors_name_class_argument_and_value(make, message):
@@ -168,6 +174,21 @@ def test_errors_name_class_argument_and_value(make, message):
         (
             lambda: ContiguousThenCyclic([0, 4], 1.5),
             "ContiguousThenCyclic: block must be an integer, got 1.5",
+        ),
+        (lambda: BlockCyclic(2).count(0, 2.5), "BlockCyclic: length must be an integer, got 2.5"),
+        (lambda: BlockCyclic(2).count(0.0, 2), "BlockCyclic: rank must be an integer, got 0.0"),
+        (
+            lambda: BlockCyclic(2).count(0, torch.tensor([2.0])),
+            "BlockCyclic: length must be integers, got torch.float32",
+        ),
+        (lambda: Contiguous([0, 4]).owner([1]), "Contiguous: slots must be an integer, got [1]"),
+        (
+            lambda: BlockCyclic(2).local_slots(0, 0, 9.5),
+            "BlockCyclic: end must be an integer, got 9.5",
+        ),
+        (
+            lambda: Contiguous([0, 4]).global_slots(0, 1.5),
+            "Contiguous: local_slots must be an integer, got 1.5",
         ),
     ],
 )

@@ -7,7 +7,7 @@ the global order, so a half-open range of global slots is one half-open range on
 `key_ranges` needs nothing else to express causal, padded and windowed attention there.
 
 Slots and lengths, from 0 on, are integers or integer tensors of any shape and device; tensors come
-back as int64. The arithmetic is exact. Nothing is read back from a device, except by
+back as int64. The arithmetic is exact. Nothing is read back from a GPU, except by
 `Contiguous.owner`, which checks its argument.
 """
 
@@ -24,9 +24,6 @@ from torch import Tensor
 
 Slots = TypeVar("Slots", int, Tensor)
 
-
-def _int64(x: Slots) -> Slots:
-    return x.long() if isinstance(x, Tensor) else x
 
 
 def _clamp(x: Slots, low: int, high: int | None) -> Slots:
@@ -57,11 +54,16 @@ class ShardLayout(ABC):
 
         Raises:
             ValueError: there is no such rank. All methods that take a rank raise it.
+            TypeError: an argument is no integer. All methods raise it.
         """
 
     @abstractmethod
     def owner(self, slots: Slots) -> Slots:
-        """The rank that holds each global slot."""
+        """The rank that holds each global slot.
+
+        Raises:
+            ValueError: a slot is below 0, which is not looked for in a tensor of a GPU.
+        """
 
     @abstractmethod
     def global_slots(self, rank: int, local_slots: Slots) -> Slots:
@@ -94,12 +96,33 @@ class ShardLayout(ABC):
             slots = torch.arange(begin, end)
             slots[layout.owner(slots) == rank]
         """
-        local_begin, local_end = self.local_range(rank, int(begin), int(end))
-        local = torch.arange(local_begin, max(local_begin, local_end), dtype=torch.int64)
+        begin, end = self._integer("begin", begin), self._integer("end", end)
+        first, last = self.local_range(rank, begin, end)
+        local = torch.arange(first, max(first, last), dtype=torch.int64, device="cpu")
         return self.global_slots(rank, local)
 
+    def _integer(self, name: str, value: object) -> int:
+        return _integer(type(self).__name__, name, value)
+
+    def _int64(self, name: str, x: Slots) -> Slots:
+        if not isinstance(x, Tensor):
+            return x if isinstance(x, int) else self._integer(name, x)
+        if x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
+            raise TypeError(f"{type(self).__name__}: {name} must be integers, got {x.dtype}")
+        return x.long()
+
+    def _slots(self, x: Slots) -> Slots:
+        slots = self._int64("slots", x)
+        if isinstance(slots, Tensor):
+            least = int(slots.min()) if slots.device.type == "cpu" and slots.numel() else 0
+        else:
+            least = slots
+        if least < 0:
+            raise ValueError(f"{type(self).__name__}: slots must be at least 0, got {least}")
+        return slots
+
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
+        if not 0 <= self._integer("rank", rank) < self.world_size:
             raise ValueError(
                 f"{type(self).__name__}: rank must be in [0, {self.world_size}), got {rank}"
             )
@@ -127,17 +150,17 @@ class BlockCyclic(ShardLayout):
     def count(self, rank: int, length: Slots) -> Slots:
         self._check_rank(rank)
         cycle = self.world_size * self.block
-        length = _clamp(_int64(length), 0, None)
+        length = _clamp(self._int64("length", length), 0, None)
         return length // cycle * self.block + _clamp(
             length % cycle - rank * self.block, 0, self.block
         )
 
     def owner(self, slots: Slots) -> Slots:
-        return _int64(slots) // self.block % self.world_size
+        return self._slots(slots) // self.block % self.world_size
 
     def global_slots(self, rank: int, local_slots: Slots) -> Slots:
         first, block, stride = self.key_layout(rank)
-        local_slots = _int64(local_slots)
+        local_slots = self._int64("local_slots", local_slots)
         return first + local_slots // block * stride + local_slots % block
 
     def key_layout(self, rank: int) -> tuple[int, int, int]:
@@ -171,10 +194,10 @@ class Contiguous(ShardLayout):
     def count(self, rank: int, length: Slots) -> Slots:
         self._check_rank(rank)
         begin, end = self.bounds[rank], self.bounds[rank + 1]
-        return _clamp(_int64(length) - begin, 0, end - begin)
+        return _clamp(self._int64("length", length) - begin, 0, end - begin)
 
     def owner(self, slots: Slots) -> Slots:
-        slots = _int64(slots)
+        slots = self._slots(slots)
         largest = max(slots.flatten().tolist(), default=-1) if isinstance(slots, Tensor) else slots
         if largest >= self.bounds[-1]:
             raise ValueError(
@@ -184,7 +207,7 @@ class Contiguous(ShardLayout):
 
     def global_slots(self, rank: int, local_slots: Slots) -> Slots:
         self._check_rank(rank)
-        return self.bounds[rank] + _int64(local_slots)
+        return self.bounds[rank] + self._int64("local_slots", local_slots)
 
     def key_layout(self, rank: int) -> tuple[int, int, int]:
         self._check_rank(rank)
@@ -225,20 +248,20 @@ class ContiguousThenCyclic(ShardLayout):
         return BlockCyclic(self.world_size, self.block)
 
     def count(self, rank: int, length: Slots) -> Slots:
-        length = _int64(length)
+        length = self._int64("length", length)
         appended = length - self.bounds[-1]
         return self.contiguous.count(rank, length) + self.cyclic.count(rank, appended)
 
     def owner(self, slots: Slots) -> Slots:
-        slots = _int64(slots)
+        slots = self._slots(slots)
         prefilled = _last_bound(slots, self.bounds)
-        appended = self.cyclic.owner(slots - self.bounds[-1])
+        appended = self.cyclic.owner(_clamp(slots - self.bounds[-1], 0, None))
         if isinstance(slots, Tensor):
             return torch.where(slots < self.bounds[-1], prefilled, appended)
         return prefilled if slots < self.bounds[-1] else appended
 
     def global_slots(self, rank: int, local_slots: Slots) -> Slots:
-        local_slots = _int64(local_slots)
+        local_slots = self._int64("local_slots", local_slots)
         num_prefilled = self.contiguous.count(rank, self.bounds[-1])
         prefilled = self.contiguous.global_slots(rank, local_slots)
         appended = self.bounds[-1] + self.cyclic.global_slots(rank, local_slots - num_prefilled)
