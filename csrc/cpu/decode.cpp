@@ -5,8 +5,6 @@
 // whichever of them arrives last: nobody waits.
 #include "decode.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -20,6 +18,7 @@
 #include "common/softmax_state.h"
 #include "cpu/kernel/decode_kernel.h"
 #include "cpu/kernel/merge_rows.h"
+#include "cpu/parallel.h"
 #include "page_ids.h"
 
 namespace tree_attention::cpu {
@@ -264,7 +263,7 @@ void lean_decode(const DecodeParams& params) {
   if (num_workers == 1) {
     launch.run(0);
   } else {
-    at::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
       for (int64_t worker = begin; worker < end; ++worker) launch.run(worker);
     });
   }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "merge.h"
 
-#include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "cpu/kernel/merge_rows.h"
+#include "cpu/parallel.h"
 
 namespace tree_attention::cpu {
 namespace {
@@ -20,7 +20,7 @@ template <typename In, typename Out>
 void merge_rows(const MergeParams& p) {
   const int64_t grain =
       std::max<int64_t>(1, kGrain / (p.num_parts * std::max<int64_t>(1, p.head_dim)));
-  at::parallel_for(0, p.num_rows, grain, [&](int64_t row_begin, int64_t row_end) {
+  parallel_for(0, p.num_rows, grain, [&](int64_t row_begin, int64_t row_end) {
     std::vector<float> stack;  // [slots, head_dim], grown by the deepest slot
     float lse[kMaxMergeSlots];
     const auto slot_values = [&](int slot) { return stack.data() + slot * p.head_dim; };
