@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Tree decoding: every rank attends to the keys it holds, then the partial states are merged."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,6 +12,7 @@ from .exchange import Communicator, ExchangeOptions, check_options, get_communic
 from .ops import (
     AttentionOptions,
     check_option_names,
+    check_tensors,
     fields_of_options,
     lean_decode,
     takes_attention_options,
@@ -31,7 +34,7 @@ def tree_decode(
     head_sharded: bool = False,
     overlap: int = 1,
     explain: bool = False,
-    timeout: float | None = None,
+    timeout: float | timedelta | None = None,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]:
     """Exact attention over keys and values that are split over ranks and stay where they are.
@@ -61,8 +64,8 @@ def tree_decode(
             exchanged while the next computes; at least 1, which does not overlap. There are never
             more parts than sequences, or heads of keys.
         explain: print on rank 0 which strategy was taken, and the row of a table that decided.
-        timeout: seconds in which an exchange returns or raises, 30 unless the communicator says
-            otherwise. Each part has as many.
+        timeout: seconds, or a `datetime.timedelta`, in which an exchange returns or raises, 30
+            unless the communicator says otherwise. Each part has as many.
         softmax_scale, softcap, alibi_slopes, query_positions, key_layout, page_table, num_workers:
             see `AttentionOptions`; key_layout and page_table are this rank's.
 
@@ -74,52 +77,60 @@ def tree_decode(
 
     Raises:
         ValueError: there is no such strategy, payload_dtype or out_dtype, the strategy cannot do
-            what the options ask for, or overlap is below 1. Nothing was sent.
+            what the options ask for, overlap is below 1, or timeout is not above 0. Nothing was
+            sent.
+        TypeError: q, k_local or v_local is no tensor, there is no such keyword argument, or timeout
+            is neither a number nor a timedelta.
         RuntimeError: `lean_decode` refuses an argument. Nothing was sent.
-        ExchangeError: a rank was lost, stalled, or called with other arguments; or a page_table has
-            an invalid page in a part after the first, which is found when parts have been sent.
+        ExchangeError: a rank was lost, stalled, or called with other arguments; another thread uses
+            the group (see `Communicator`); or a page_table has an invalid page in a part after the
+            first, which is found when parts have been sent.
 
     Source: Tree Attention (arXiv:2408.04093), Algorithm 3.
     """
     comm = get_communicator(group)
-    exchange = ExchangeOptions(strategy, out_dtype or q.dtype, payload_dtype, head_sharded)
     with comm.before_call():
+        check_tensors("tree_decode", q=q, k_local=k_local, v_local=v_local)
         check_option_names("tree_decode", options)
         check_options("tree_decode", strategy, payload_dtype, head_sharded, out_dtype)
+        seconds = comm.seconds_of("tree_decode", timeout)
         if isinstance(overlap, bool) or not isinstance(overlap, int) or overlap < 1:
             raise ValueError(
                 f"tree_decode: overlap must be an integer of at least 1, got {overlap}"
             )
+        exchange = ExchangeOptions(strategy, out_dtype or q.dtype, payload_dtype, head_sharded)
         # lean_decode refuses tensors of other dimensions.
         if comm.world_size == 1 or any(x.dim() != 4 for x in (q, k_local, v_local)):
             dtype = exchange.out_dtype
             return lean_decode(q, k_local, v_local, key_ranges, out_dtype=dtype, **options)
     signature = (
-        ("call", "tree_decode"),
         ("num_heads_kv", k_local.shape[1]),
         ("head_dim", q.shape[3]),
         *fields_of_options(options),
         ("overlap", overlap),
     )
-    if overlap > 1:
-        arguments = {"q": q, "k": k_local, "v": v_local, "key_ranges": key_ranges, **options}
-        parts = Parts.of(arguments, overlap, head_sharded)
-        signature += (("number of parts", len(parts)),)
-        if len(parts) > 1:
-            return decode_in_parts(comm, parts, arguments, exchange, signature, explain, timeout)
-
     batch, num_heads_q, seqlen_q, _ = q.shape
     shape = (batch, num_heads_q, seqlen_q, v_local.shape[3])
-    o, lse = comm.send_state(shape, q.device, payload_dtype)
-    lean_decode(q, k_local, v_local, key_ranges, out=(o, lse), **options)
-    return comm.all_merge_states(
-        o,
-        lse,
-        strategy=strategy,
-        out_dtype=exchange.out_dtype,
-        payload_dtype=payload_dtype,
-        head_sharded=head_sharded,
-        explain=explain,
-        timeout=timeout,
-        signature=signature,
-    )
+    with comm.turn("tree_decode"):
+        if overlap > 1:
+            arguments = {"q": q, "k": k_local, "v": v_local, "key_ranges": key_ranges, **options}
+            parts = Parts.of(arguments, overlap, head_sharded)
+            signature += (("number of parts", len(parts)),)
+            if len(parts) > 1:
+                return decode_in_parts(
+                    comm, parts, arguments, exchange, signature, explain, seconds
+                )
+        o, lse = comm.send_state(shape, q.device, payload_dtype)
+        lean_decode(q, k_local, v_local, key_ranges, out=(o, lse), **options)
+        return comm.all_merge_states(
+            o,
+            lse,
+            strategy=strategy,
+            out_dtype=exchange.out_dtype,
+            payload_dtype=payload_dtype,
+            head_sharded=head_sharded,
+            explain=explain,
+            timeout=seconds,
+            signature=signature,
+            op="tree_decode",
+        )

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The local operators: documentation and fake kernels (schemas and kernels: csrc/ops.cpp)."""
 
+import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import TypedDict, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Unpack
 
 from . import _loader
@@ -63,6 +65,13 @@ def takes_attention_options(function: _Function) -> _Function:
     return function
 
 
+def check_tensors(op: str, **arguments: object) -> None:
+    """Raises TypeError for an argument of `op` that is no tensor."""
+    for name, argument in arguments.items():
+        if not isinstance(argument, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {argument!r:.80}")
+
+
 def check_option_names(op: str, options: AttentionOptions) -> None:
     """Raises TypeError, as Python does, for a keyword argument that `op` does not have."""
     for name in options:
@@ -75,8 +84,33 @@ def fields_of_options(options: AttentionOptions) -> tuple[tuple[str, object], ..
     return (
         ("softmax_scale", options.get("softmax_scale")),
         ("softcap", options.get("softcap", 0.0)),
-        ("alibi_slopes", options.get("alibi_slopes") is not None),
+        ("digest of alibi_slopes", _digest(options.get("alibi_slopes"))),
     )
+
+
+_digests = WeakIdKeyDictionary()
+
+
+def _digest(x: Tensor | None) -> str | None:
+    """Equal for tensors of equal values.
+
+    A GPU's is read once, as the host waits for it, and not while a CUDA graph is captured.
+    """
+    if not isinstance(x, Tensor) or x.is_meta:
+        return None
+    if x.device.type == "cpu":
+        return _digest_of_values(x)
+    if x not in _digests:
+        if torch.cuda.is_current_stream_capturing():
+            return "not read in a capture"
+        _digests[x] = _digest_of_values(x)
+    found: str = _digests[x]
+    return found
+
+
+def _digest_of_values(x: Tensor) -> str:
+    values = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(values.tobytes()).hexdigest()[:12]
 
 
 @takes_attention_options
@@ -121,7 +155,7 @@ def lean_decode(
 
     Raises:
         RuntimeError: an argument breaks the rules above, or requires a gradient (inference only).
-        TypeError: there is no such keyword argument.
+        TypeError: q, k or v is no tensor, or there is no such keyword argument.
 
     On CUDA (compute capability 8.0 or higher) head_dims are multiples of 8 up to 256, and q, k and
     v begin at, and have strides of, multiples of 16 bytes. The host never waits for the device, and
@@ -132,6 +166,7 @@ def lean_decode(
     Source: the stream-K schedule of LeanAttention (arXiv:2405.10480).
     """
     check_option_names("lean_decode", options)
+    check_tensors("lean_decode", q=q, k=k, v=v)
     if out is None:
         result: tuple[Tensor, Tensor] = _lean_decode(
             q, k, v, key_ranges, out_dtype=out_dtype, **options
@@ -171,9 +206,11 @@ def merge_states(
 
     Raises:
         RuntimeError: shapes or dtypes break the rules above, or a gradient is required.
+        TypeError: o_parts or lse_parts is no tensor.
 
     Source: the fix-up of LeanAttention section IV-A; Tree Attention, Algorithm 3.
     """
+    check_tensors("merge_states", o_parts=o_parts, lse_parts=lse_parts)
     if out is None:
         result: tuple[Tensor, Tensor] = _merge_states(o_parts, lse_parts, out_dtype=out_dtype)
         return result

@@ -104,15 +104,14 @@ def decode_in_parts(
     options: ExchangeOptions,
     signature: tuple[tuple[str, object], ...],
     explain: bool,
-    timeout: float | None,
+    seconds: float,
 ) -> tuple[Tensor, Tensor]:
     """`tree_decode` of several parts, with the arguments of lean_decode by name.
 
     The first part is computed before ranks agree on the call, so that nothing was sent if
-    lean_decode refuses an argument. Each exchange has the whole timeout.
+    lean_decode refuses an argument. Each exchange has `seconds`.
     """
     q, v = arguments["q"], arguments["v"]
-    seconds = comm.timeout if timeout is None else timeout
     with comm.before_call():
         shapes = [(*parts.part(q, i).shape[:3], v.shape[3]) for i in range(len(parts))]
         buffers = [
@@ -143,7 +142,8 @@ def decode_in_parts(
                 if not lane.submit(lambda i=i: exchange(i)):  # type: ignore[misc]
                     break
 
-    comm.call((*signature, *comm.fields(whole, options, q.device)), run, timeout, q.device)
+    fields = (*signature, *comm.fields(whole, options, q.device))
+    comm.call("tree_decode", fields, run, seconds, q.device)
     return outputs
 
 

@@ -294,7 +294,7 @@ def agree(rank: int, world_size: int) -> None:
         comm.agree((("prompt", "x2" if rank == 2 else "x0"),))
     assert comm.failed is None and comm.bytes_sent == 0
     message = torch.full((4,), rank)
-    comm.call((("call", "broadcast"),), lambda deadline: comm.link.broadcast(message, deadline))
+    comm.call("broadcast", (), lambda deadline: comm.link.broadcast(message, deadline))
     assert message.tolist() == [0] * 4
     assert comm.bytes_sent == (2 * 4 * 8 if rank == 0 else 0)
 

@@ -8,7 +8,6 @@ the communicator's.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import re
 import signal
@@ -173,10 +172,8 @@ def raise_alone(rank: int, world_size: int, where: str) -> Outcome:
             with pytest.raises(TypeError, match="unexpected keyword argument 'soft_cap'"):
                 call("all_gather", comm, soft_cap=1.0)
         elif where == "timeout":
-            with pytest.raises(TypeError, match="must be real number, not str"):
+            with pytest.raises(TypeError, match="timeout must be a number of seconds or a"):
                 call("all_gather", comm, timeout="5")
-            with pytest.raises(ValueError, match="timeout must be a number of seconds, got nan"):
-                call("all_gather", comm, timeout=math.nan)
         elif where == "memory":
             out_of_memory = mock.patch.object(comm, "outputs", side_effect=MemoryError)
             with out_of_memory, pytest.raises(MemoryError):
@@ -214,7 +211,7 @@ def raise_alone_at_a_change(rank: int, world_size: int) -> Outcome:
 def test_rank_that_raised_alone_where_the_shape_changed() -> None:
     for seconds, message in run_ranks(raise_alone_at_a_change, 3, fresh=True):
         assert seconds < QUICK
-        assert "rank 0 abandoned a call before the exchange and ranks 1, 2 did not" in message
+        assert "rank 0 abandoned more calls before the exchange than ranks 1, 2" in message
 
 
 def come_late(rank: int, world_size: int, first: bool) -> Outcome:
@@ -244,7 +241,7 @@ def interrupt(rank: int, world_size: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        comm.call((("call", "interrupted"),), stop)
+        comm.call("interrupted", (), stop)
     assert comm.failed is not None and comm.failed.startswith("interrupted by KeyboardInterrupt")
     assert_refuses_further_use(comm)
 
@@ -282,7 +279,7 @@ def test_abort_from_another_thread(kind: str, first: bool) -> None:
 
 def abort_at_the_end(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
-    _, message = failure(comm.call, (("call", "aborted"),), lambda _: comm.abort("too late"))
+    _, message = failure(comm.call, "aborted", (), lambda _: comm.abort("too late"))
     assert message.startswith(f"rank {rank} of 2: aborted: too late")
     assert_refuses_further_use(comm)
 

@@ -26,10 +26,9 @@ def ranges_without_keys(q: Tensor, key_ranges: Tensor | None) -> Tensor:
     return torch.zeros_like(key_ranges)
 
 
-def signature_of(op: str, q: Tensor, v_local: Tensor, options: AttentionOptions) -> Signature:
-    """What ranks must have in common to call `op` together."""
+def signature_of(q: Tensor, v_local: Tensor, options: AttentionOptions) -> Signature:
+    """What ranks must have in common to call a ring together."""
     return (
-        ("call", op),
         ("batch, num_heads_q, seqlen_q, head_dim", tuple(q.shape)),
         ("dtype", q.dtype),
         ("device", q.device.type),

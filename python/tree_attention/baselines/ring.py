@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields, replace
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +17,7 @@ from ..exchange import Communicator, Link, get_communicator
 from ..ops import (
     AttentionOptions,
     check_option_names,
+    check_tensors,
     lean_decode,
     merge_states,
     takes_attention_options,
@@ -31,7 +33,7 @@ def ring_decode(
     key_ranges: Tensor | None = None,
     *,
     group: dist.ProcessGroup | Communicator | None = None,
-    timeout: float | None = None,
+    timeout: float | timedelta | None = None,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]:
     """`tree_decode` by ring attention: the shards travel, in `world_size - 1` hops.
@@ -47,8 +49,8 @@ def ring_decode(
     `tree_decode`.
 
     Args:
-        timeout: seconds in which each hop returns or raises, 30 unless the communicator says
-            otherwise.
+        timeout: seconds, or a `datetime.timedelta`, in which each hop returns or raises, 30 unless
+            the communicator says otherwise.
         Everything else: as in `tree_decode`, local to this rank where it is there. With
             page_table, all pages travel.
 
@@ -57,13 +59,12 @@ def ring_decode(
 
     Raises:
         RuntimeError: `lean_decode` refuses an argument. Nothing was sent.
-        TypeError: there is no such keyword argument.
+        TypeError: q, k_local or v_local is no tensor, or there is no such keyword argument.
         ExchangeError: a rank was lost, stalled, or called with other arguments.
 
     Source: Ring Attention (arXiv:2310.01889), as the baseline of Tree Attention section 6.
     """
     comm = get_communicator(group)
-    is_local = comm.world_size == 1 or q.dim() != 4 or v_local.dim() != 4
 
     def attend(shard: _Shard, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         changed: AttentionOptions = {
@@ -74,8 +75,10 @@ def ring_decode(
         }
         return lean_decode(q, shard.k, shard.v, shard.key_ranges, out=out, **changed)
 
-    with comm.before_call():
+    with comm.turn("ring_decode"), comm.before_call():
+        check_tensors("ring_decode", q=q, k_local=k_local, v_local=v_local)
         check_option_names("ring_decode", options)
+        seconds = comm.seconds_of("ring_decode", timeout)
         own = _Shard(
             k_local,
             v_local,
@@ -84,15 +87,13 @@ def ring_decode(
             tuple(options.get("key_layout", (0, 1, 1))),
             options.get("num_workers", 0),
         )
-        if is_local:
+        if comm.world_size == 1 or any(x.dim() != 4 for x in (q, k_local, v_local)):
             return attend(own, None)
         state = comm.state((*q.shape[:3], v_local.shape[3]), q.device)
         _, o_parts, lse_parts = state.parts(comm.world_size)
         no_keys = ranges_without_keys(q, key_ranges)
         # Refuses bad arguments before anything is sent; without keys it costs no more than that.
         attend(replace(own, key_ranges=no_keys), (state.o, state.lse))
-
-    seconds = comm.timeout if timeout is None else timeout
 
     def run(deadline: float) -> tuple[Tensor, Tensor]:
         link = comm.link
@@ -118,8 +119,8 @@ def ring_decode(
                 travelling, shard = arriving, arriving.to(q.device)
         return merge_states(o_parts, lse_parts, out_dtype=q.dtype)
 
-    signature = signature_of("ring_decode", q, v_local, options)
-    return comm.call(signature, run, timeout, q.device)
+    signature = signature_of(q, v_local, options)
+    return comm.call("ring_decode", signature, run, seconds, q.device)
 
 
 # Where shards are received, by number and device; kept with the communicator.

@@ -4,6 +4,7 @@
 import math
 import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from ..exchange.state import Arena, StateLayout
 from ..ops import (
     AttentionOptions,
     check_option_names,
+    check_tensors,
     lean_decode,
     merge_states,
     takes_attention_options,
@@ -30,7 +32,7 @@ def ring_pass_q_decode(
     key_ranges: Tensor | None = None,
     *,
     group: dist.ProcessGroup | Communicator | None = None,
-    timeout: float | None = None,
+    timeout: float | timedelta | None = None,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]:
     """`tree_decode` by a ring of queries: each rank begins with a part of them and passes it on.
@@ -58,13 +60,12 @@ def ring_pass_q_decode(
 
     Raises:
         RuntimeError: `lean_decode` refuses an argument. Nothing was sent.
-        TypeError: there is no such keyword argument.
+        TypeError: q, k_local or v_local is no tensor, or there is no such keyword argument.
         ExchangeError: a rank was lost, stalled, or called with other arguments.
 
     Source: Context Parallelism for Scalable Million-Token Inference (arXiv:2411.01783), pass-Q.
     """
     comm = get_communicator(group)
-    is_local = comm.world_size == 1 or q.dim() != 4 or v_local.dim() != 4
 
     def attend(
         part: "_Part", queries: Tensor, ranges: Tensor | None, out: tuple[Tensor, Tensor] | None
@@ -85,16 +86,16 @@ def ring_pass_q_decode(
         k, v = k_local[rows, part.heads_kv], v_local[rows, part.heads_kv]
         return lean_decode(queries, k, v, of_sequences(ranges), out=out, **changed)
 
-    with comm.before_call():
+    with comm.turn("ring_pass_q_decode"), comm.before_call():
+        check_tensors("ring_pass_q_decode", q=q, k_local=k_local, v_local=v_local)
         check_option_names("ring_pass_q_decode", options)
-        if is_local:
+        seconds = comm.seconds_of("ring_pass_q_decode", timeout)
+        if comm.world_size == 1 or any(x.dim() != 4 for x in (q, k_local, v_local)):
             return attend(_EVERYTHING, q, key_ranges, None)
         state = comm.state((*q.shape[:3], v_local.shape[3]), q.device)
         no_keys = ranges_without_keys(q, key_ranges)
         # Refuses bad arguments before anything is sent; without keys it costs no more than that.
         attend(_EVERYTHING, q, no_keys, (state.o, state.lse))
-
-    seconds = comm.timeout if timeout is None else timeout
 
     def run(deadline: float) -> tuple[Tensor, Tensor]:
         link, rank, world_size = comm.link, comm.rank, comm.world_size
@@ -160,8 +161,8 @@ def ring_pass_q_decode(
             o[place], lse[place] = results[index].views(memory[: results[index].num_bytes])
         return o, lse
 
-    signature = signature_of("ring_pass_q_decode", q, v_local, options)
-    return comm.call(signature, run, timeout, q.device)
+    signature = signature_of(q, v_local, options)
+    return comm.call("ring_pass_q_decode", signature, run, seconds, q.device)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@
 `arguments` checks what callers ask. A strategy is a file in `strategies/`; `choice` is how "auto"
 takes one, and `calibration` measures what it goes by. `link` and `rounds` are the process group's
 operations with deadlines and counters, `state` is the memory that travels. `session` and
-`agreement` see to it that all ranks do the same or all fail, and `self_test` that they round alike
-and messages arrive where they should.
+`agreement` see to it that all ranks do the same or all fail, `turn` that one thread does it at a
+time, and `self_test` that ranks round alike and messages arrive where they should.
 """
 
 from .agreement import ExchangeError
-from .arguments import ExchangeOptions, check_options
+from .arguments import ExchangeOptions, check_options, check_timeout
 from .communicator import DEFAULT_TIMEOUT, Communicator
 from .groups import all_merge_states, get_communicator
 from .link import Link
@@ -26,6 +26,7 @@ __all__ = [
     "Topology",
     "all_merge_states",
     "check_options",
+    "check_timeout",
     "get_communicator",
     "strategies",
 ]

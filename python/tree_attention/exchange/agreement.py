@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import torch
 from torch.distributed import Store
 
 from .._version import __version__
@@ -81,7 +82,11 @@ class Agreement:
                 is lost.
         """
         self._epoch += 1
-        self._own = {_NOTE: json.dumps(note or {}), "tree_attention version": __version__}
+        self._own = {
+            _NOTE: json.dumps(note or {}),
+            "tree_attention version": __version__,
+            "torch version": torch.__version__,
+        }
         self._own.update((name, str(value)) for name, value in signature)
         try:
             published = call_before(
@@ -101,7 +106,7 @@ class Agreement:
             fields = {field for said in published for field in _differing(said, published[0])}
             values = {field: [said.get(field) for said in published] for field in fields}
             raise Disagreement("; ".join(filter(None, remarks)), values)
-        return [json.loads(said[_NOTE]) for said in published]
+        return [_note_of(said, rank) for rank, said in enumerate(published)]
 
     def interrupt(self) -> None:
         """Ends this rank's wait for the others' signatures."""
@@ -126,7 +131,7 @@ class Agreement:
                 if not self._store.check([key]):
                     silent.append(rank)
                 elif rank != self._rank:
-                    said = json.loads(self._store.get(key))
+                    said = _parsed(self._store.get(key), rank)
                     remarks.append(self._remark(rank, said, self._own, "this rank"))
             if silent and patience:
                 remarks.append(f"no word from {ranks_text(silent)}")
@@ -155,7 +160,7 @@ class Agreement:
         )
         # Whoever is in this epoch has read the last one, so the store need not keep it.
         self._store.delete_key(self._keys(self._epoch - 1)[self._rank])
-        return [json.loads(value) for value in values]
+        return [_parsed(value, rank) for rank, value in enumerate(values)]
 
     def _remark(self, rank: int, said: dict[str, str], other: dict[str, str], who: str) -> str:
         """What to say about a rank's publication: a difference, a failure, both, or nothing."""
@@ -221,6 +226,30 @@ def call_before(
     if not outcome:
         raise ExchangeError(f"{who} does not answer")
     return outcome[0]
+
+
+def _parsed(value: bytes, rank: int) -> dict[str, str]:
+    """What rank `rank` published, of which nothing is believed before it is checked."""
+    with suppress(ValueError):  # also of bytes that are no UTF-8
+        said = json.loads(value)
+        if isinstance(said, dict) and all(isinstance(text, str) for text in said.values()):
+            int(said.get(ABANDONED, 0))
+            return said
+    raise ExchangeError(
+        f"the store of the process group holds {value[:40]!r} where rank {rank} publishes what it "
+        "calls; something else writes to the store"
+    )
+
+
+def _note_of(said: dict[str, str], rank: int) -> Note:
+    with suppress(KeyError, ValueError):
+        note = json.loads(said[_NOTE])
+        if isinstance(note, dict):
+            return note
+    raise ExchangeError(
+        f"the store of the process group holds no note of rank {rank}; something else writes to "
+        "the store"
+    )
 
 
 def _differing(said: dict[str, str], other: dict[str, str]) -> list[str]:

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from datetime import timedelta
+from numbers import Real
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops import check_tensors
 from .strategies import STRATEGIES, candidates
 
 _PAYLOAD_DTYPES = (torch.float32, torch.bfloat16)
+_MAX_SECONDS = 10_000_000  # 115 days
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,26 +65,39 @@ def check_options(
         raise ValueError(f"{op}: with {asked}, strategy must be one of {names}, got {strategy!r}")
 
 
-def check_state(o: Tensor, lse: Tensor) -> None:
+def check_state(op: str, o: Tensor, lse: Tensor) -> None:
+    check_tensors(op, o=o, lse=lse)
     shapes = f"{o.dtype} {list(o.shape)} and {lse.dtype} {list(lse.shape)}"
     if o.dim() != 4 or lse.shape != o.shape[:3] or lse.dtype != torch.float32:
         raise ValueError(
-            "all_merge_states: o must be [batch, num_heads_q, seqlen_q, head_dim] and lse float32 "
+            f"{op}: o must be [batch, num_heads_q, seqlen_q, head_dim] and lse float32 "
             f"[batch, num_heads_q, seqlen_q], got {shapes}"
         )
     if o.shape[3] == 0:
-        raise ValueError(f"all_merge_states: head_dim must be at least 1, got {shapes}")
+        raise ValueError(f"{op}: head_dim must be at least 1, got {shapes}")
     if o.device != lse.device:
-        raise ValueError(
-            f"all_merge_states: o and lse must be on one device, got {o.device} and {lse.device}"
+        raise ValueError(f"{op}: o and lse must be on one device, got {o.device} and {lse.device}")
+    _check_state_dtype(op, "o", o.dtype)
+    _check_no_gradient(op, "o and lse", o, lse)
+
+
+def check_timeout(op: str, timeout: float | timedelta) -> float:
+    """The seconds of an argument `timeout` of `op`.
+
+    Raises:
+        TypeError: it is neither a number nor a timedelta.
+        ValueError: it is not above 0, or longer than any clock of the libraries below.
+    """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, Real):
+        raise TypeError(
+            f"{op}: timeout must be a number of seconds or a datetime.timedelta, got {timeout!r}"
         )
-    _check_state_dtype("all_merge_states", "o", o.dtype)
-    _check_no_gradient("all_merge_states", "o and lse", o, lse)
-
-
-def check_timeout(seconds: float) -> None:
-    if math.isnan(seconds):  # which raises TypeError for what is no number
-        raise ValueError("timeout must be a number of seconds, got nan")
+    if not 0 < seconds <= _MAX_SECONDS:  # false for nan, too
+        raise ValueError(
+            f"{op}: timeout must be above 0 and at most {_MAX_SECONDS:,} seconds, got {timeout}"
+        )
+    return float(seconds)
 
 
 def payload_of_sum(x: Tensor, payload_dtype: torch.dtype | None) -> torch.dtype:
@@ -90,6 +106,7 @@ def payload_of_sum(x: Tensor, payload_dtype: torch.dtype | None) -> torch.dtype:
     Raises:
         ValueError: `x` cannot be summed, or not with such a payload.
     """
+    check_tensors("all_reduce", x=x)
     if not x.dtype.is_floating_point:
         raise ValueError(f"all_reduce: x must have a floating dtype, got {x.dtype}")
     _check_no_gradient("all_reduce", "x", x)

@@ -43,7 +43,7 @@ def calibrate(
         ExchangeError: a rank was lost or stalled.
     """
     # Ranks that measure for other times would send other numbers of messages. This finds the nodes.
-    comm.agree((("call", "calibrate"), ("device", device.type), ("seconds", seconds)))
+    comm.agree((("device", device.type), ("seconds", seconds)), op="calibrate")
     # Changing from one call to another compares signatures, which must not be timed: exchanges get
     # a communicator of their own, and do not go by an earlier table.
     exchanging = Communicator(comm.link.group, comm.timeout, nodes=comm.topology.nodes)
@@ -51,7 +51,7 @@ def calibrate(
     exchanging.all_merge_states(o, lse, strategy="all_gather")
     unavailable = exchanging.unavailable(device)
     names = [name for name, s in STRATEGIES.items() if s.is_canonical and name not in unavailable]
-    clock = comm.call((("call", "calibrate clocks"),), partial(Clock.agree, comm.link, device))
+    clock = comm.call("calibrate clocks", (), partial(Clock.agree, comm.link, device))
     measured: list[Measured] = []
     for batch in BATCHES:
         shape = (batch, _NUM_HEADS, 1)
@@ -107,7 +107,7 @@ def _seconds(
         times = np.array(largest(starts + ends, deadline)).reshape(2, count)
         return (times[1] - times[0]).tolist()
 
-    return comm.call((("call", f"calibrate {name}"),), rounds, comm.timeout + 10 * seconds)
+    return comm.call(f"calibrate {name}", (), rounds, comm.timeout + 10 * seconds)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import merge_states
-from .agreement import Disagreement, Note, Signature
+from .agreement import Disagreement, ExchangeError, Note, Signature
 from .arguments import (
     ExchangeOptions,
     check_options,
@@ -31,6 +33,7 @@ from .state import Slices, State, StateBuffers, StateLayout
 from .strategies import STRATEGIES, Context, Exchange
 from .sums import Sums
 from .topology import Topology, node_name
+from .turn import turn_of
 
 T = TypeVar("T")
 
@@ -44,13 +47,20 @@ class Communicator:
         lean_decode(q, k_local, v_local, key_ranges, out=(o, lse))
         o, lse = comm.all_merge_states(o, lse, out_dtype=q.dtype)    # the same bits on every rank
 
-    Calls are collective: the same calls in the same order on every rank, one at a time. After a
-    rank was lost or stalled, every further call raises at once and the group can be used no more.
+    Calls are collective: the same calls in the same order on every rank. After a rank was lost or
+    stalled, every further call raises at once and the group can be used no more.
+
+    A process group serves one thread at a time: a call raises ExchangeError, and sends nothing,
+    while one of another thread is under way, or between that thread's `send_state` and its merge.
+    Ranks compare the names of the calling threads, so that threads which enter in different orders
+    are an error: threads that call together have the same name on all ranks. A forked child cannot
+    use the groups of its parent.
 
     Args:
         group: the process group, by default the world; a world of one where torch.distributed
             is not initialised.
-        timeout: seconds in which a call returns or raises, whatever the group's own timeout.
+        timeout: seconds in which a call returns or raises, whatever the group's own timeout; here
+            and in every call a number above 0 or a `datetime.timedelta`.
         nodes: the node of each rank, in rank order, as anything that is equal for ranks of a node.
             By default ranks of one torchrun agent on one host share a node; the environment
             variable TREE_ATTENTION_NODE overrides that for a process.
@@ -66,11 +76,13 @@ class Communicator:
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
         *,
         nodes: Sequence[object] | None = None,
     ) -> None:
+        self.timeout = check_timeout("Communicator", timeout)
         group = resolve_group(group)
+        self._turn = turn_of(group)
         self.rank, self.world_size = (0, 1) if group is None else (group.rank(), group.size())
         if nodes is not None and len(nodes) != self.world_size:
             raise ValueError(
@@ -78,7 +90,6 @@ class Communicator:
             )
         self._nodes = None if nodes is None else Topology.of(nodes).nodes
         self.topology = Topology(self._nodes or (0,) * self.world_size)
-        self.timeout = timeout
         self._resources = Resources()
         self._session: Session | None = None
         self._costs: CostTable | None = None
@@ -90,7 +101,8 @@ class Communicator:
         self._constants: Signature = (("nodes", self._nodes), ("exchange costs", digest))
         self._buffers: defaultdict[int, StateBuffers] = defaultdict(StateBuffers)
         self._sums = Sums()
-        self._is_loading = False
+        # The thread that has the views of a send_state whose exchange is still to come.
+        self._loading: threading.Thread | None = None
 
     @property
     def link(self) -> Link:
@@ -127,11 +139,12 @@ class Communicator:
         the payload's dtype; `lse [batch, num_heads_q, seqlen_q]` is float32. The next exchange
         overwrites both.
         """
-        self._abandon_loaded_state()
-        self._is_loading = True
-        device = torch.empty(0, device=device).device  # with an index, as all_merge_states sees it
-        state = self.state(shape, device, payload_dtype)
-        return state.o, state.lse
+        with self.turn("send_state"):
+            self._abandon_loaded_state()
+            self._loading = threading.current_thread()
+            device = torch.empty(0, device=device).device  # with an index, as the merge sees it
+            state = self.state(shape, device, payload_dtype)
+            return state.o, state.lse
 
     def all_merge_states(
         self,
@@ -143,40 +156,44 @@ class Communicator:
         payload_dtype: torch.dtype = torch.float32,
         head_sharded: bool = False,
         explain: bool = False,
-        timeout: float | None = None,
+        timeout: float | timedelta | None = None,
         signature: Signature = (),
+        op: str = "all_merge_states",
     ) -> tuple[Tensor, Tensor]:
         """`tree_attention.all_merge_states` over this communicator.
 
         An `(o, lse)` that `send_state` gave is not copied. `signature` adds `(name, value)` pairs
-        that must be equal on all ranks.
+        that must be equal on all ranks, and `op` is the function that errors name.
         """
-        with self.before_call():
-            check_options("all_merge_states", strategy, payload_dtype, head_sharded, out_dtype)
-            check_state(o, lse)
-            dtype = o.dtype if out_dtype is None else out_dtype
-            if self._session is None:
-                return merge_states(o[None], lse[None], out_dtype=dtype)
-            state = self.state(o.shape, o.device, payload_dtype)
-            if not state.holds(o, lse):
-                state.load(o, lse)
-            options = ExchangeOptions(strategy, dtype, payload_dtype, head_sharded)
-            outputs = self.outputs(state.layout, options, o.device)
-        self._is_loading = False
-        self.call(
-            (*signature, *self.fields(state.layout, options, o.device)),
-            lambda deadline: self.exchange(state, options, outputs, deadline, explain=explain),
-            timeout,
-            o.device,
-        )
-        return outputs
+        with self.turn(op):
+            with self.before_call():
+                seconds = self.seconds_of(op, timeout)
+                check_options(op, strategy, payload_dtype, head_sharded, out_dtype)
+                check_state(op, o, lse)
+                dtype = o.dtype if out_dtype is None else out_dtype
+                if self._session is None:
+                    return merge_states(o[None], lse[None], out_dtype=dtype)
+                state = self.state(o.shape, o.device, payload_dtype)
+                if not state.holds(o, lse):
+                    state.load(o, lse)
+                options = ExchangeOptions(strategy, dtype, payload_dtype, head_sharded)
+                outputs = self.outputs(state.layout, options, o.device)
+            self._loading = None
+            self.call(
+                op,
+                (*signature, *self.fields(state.layout, options, o.device)),
+                lambda deadline: self.exchange(state, options, outputs, deadline, explain=explain),
+                seconds,
+                o.device,
+            )
+            return outputs
 
     def all_reduce(
         self,
         x: Tensor,
         *,
         payload_dtype: torch.dtype | None = None,
-        timeout: float | None = None,
+        timeout: float | timedelta | None = None,
     ) -> Tensor:
         """The sum of all ranks' `x`, with the same bits on every rank.
 
@@ -202,35 +219,44 @@ class Communicator:
                 Nothing was sent.
             ExchangeError: a rank was lost, stalled, or called with other arguments.
         """
-        with self.before_call():
-            payload = payload_of_sum(x, payload_dtype)
-        if self._session is None:
-            return x.clone()
-        result = torch.empty_like(x, memory_format=torch.contiguous_format)
-        signature = (
-            ("call", "all_reduce"),
-            ("shape", tuple(x.shape)),
-            ("dtype", x.dtype),
-            ("payload_dtype", payload),
-            ("device", x.device.type),
-        )
-        self.call(
-            signature,
-            lambda deadline: self._sums.run(self.link, x, payload, result, deadline),
-            timeout,
-            x.device,
-        )
-        return result
+        with self.turn("all_reduce"):
+            with self.before_call():
+                seconds = self.seconds_of("all_reduce", timeout)
+                payload = payload_of_sum(x, payload_dtype)
+            if self._session is None:
+                return x.clone()
+            result = torch.empty_like(x, memory_format=torch.contiguous_format)
+            signature = (
+                ("shape", tuple(x.shape)),
+                ("dtype", x.dtype),
+                ("payload_dtype", payload),
+                ("device", x.device.type),
+            )
+            self.call(
+                "all_reduce",
+                signature,
+                lambda deadline: self._sums.run(self.link, x, payload, result, deadline),
+                seconds,
+                x.device,
+            )
+            return result
 
-    def agree(self, signature: Signature, timeout: float | None = None) -> None:
+    def agree(
+        self,
+        signature: Signature,
+        timeout: float | timedelta | None = None,
+        op: str = "agree",
+    ) -> None:
         """Raises ExchangeError on every rank, naming rank and field, unless all are equal."""
-        if self._session is not None:
-            session = self._session
+        if self._session is None:
+            return
+        session = self._session
+        with self.turn(op):
             self._abandon_loaded_state()
-            signature = (*signature, *self._constants)
+            whole = self._whole(op, signature)
             session.before_deadline(
-                lambda deadline: self._learn(session.compare(signature, deadline)),
-                self.timeout if timeout is None else timeout,
+                lambda deadline: self._learn(session.compare(whole, deadline)),
+                self.seconds_of(op, timeout),
             )
 
     def abort(self, reason: str = "no reason given") -> None:
@@ -254,11 +280,29 @@ class Communicator:
     # What follows serves calls other than all_merge_states: tree_decode in parts, the rings,
     # broadcasts. It agrees on them, bounds them in time and lends them memory.
 
+    @contextmanager
+    def turn(self, op: str, name: str | None = None) -> Iterator[None]:
+        """Surrounds `op`, in which no other thread may use the group (see `Turn.taken`)."""
+        with self._turn.taken(op, name):
+            other = self._loading
+            if other not in (None, threading.current_thread()) and other.is_alive():
+                raise ExchangeError(
+                    f"{op}: thread {threading.current_thread().name!r} called while thread "
+                    f"{other.name!r} has the views of send_state, which this call would overwrite; "
+                    "give each thread a process group of its own"
+                )
+            yield
+
+    def seconds_of(self, op: str, timeout: float | timedelta | None) -> float:
+        """The seconds that an argument `timeout` of `op` stands for."""
+        return self.timeout if timeout is None else check_timeout(op, timeout)
+
     def call(
         self,
+        op: str,
         signature: Signature,
         run: Callable[[float], T],
-        timeout: float | None = None,
+        seconds: float | None = None,
         device: torch.device | None = None,
     ) -> T:
         """`run(deadline)` once all ranks are known to run the same; any error in it is final.
@@ -267,10 +311,9 @@ class Communicator:
         tests how messages are delivered there, and sets up the strategies that need it.
         """
         session = self._session_of_several
-        self._abandon_loaded_state()
 
         def agree_and_run(deadline: float) -> T:
-            notes = session.agree((*signature, *self._constants), deadline)
+            notes = session.agree(self._whole(op, signature), deadline)
             if notes is not None:
                 self._learn(notes)
                 if device is not None and not self._resources.are_known(device):
@@ -278,10 +321,9 @@ class Communicator:
                     self._resources.set_up(session, device, self.topology, deadline)
             return run(deadline)
 
-        seconds = self.timeout if timeout is None else timeout
-        with self.before_call():
-            check_timeout(seconds)
-        return session.before_deadline(agree_and_run, seconds)
+        with self.turn(op):
+            self._abandon_loaded_state()
+            return session.before_deadline(agree_and_run, seconds or self.timeout)
 
     def unavailable(self, device: torch.device) -> Mapping[str, str]:
         """Strategies that cannot be used with tensors of `device`, and why; known after a call."""
@@ -289,7 +331,7 @@ class Communicator:
 
     def abandon_call(self) -> None:
         """Notes that this rank stopped on the way to a call (see `Session.abandon`)."""
-        self._is_loading = False
+        self._loading = None
         if self._session is not None:
             self._session.abandon()
 
@@ -389,10 +431,19 @@ class Communicator:
         with torch.inference_mode(False):
             return STRATEGIES[name].prepare(context)
 
+    def _whole(self, op: str, signature: Signature) -> Signature:
+        """All that must be equal on all ranks in a call of `op`."""
+        return (
+            ("call", op),
+            ("name of the calling thread", self._turn.name),
+            *signature,
+            *self._constants,
+        )
+
     def _learn(self, notes: Sequence[Note]) -> None:
         if self._nodes is None:
-            self.topology = Topology.of([note["node"] for note in notes])
+            self.topology = Topology.of([str(note.get("node")) for note in notes])
 
     def _abandon_loaded_state(self) -> None:
-        if self._is_loading:  # a state of send_state never came to its exchange
+        if self._loading is not None:  # a state of send_state never came to its exchange
             self.abandon_call()

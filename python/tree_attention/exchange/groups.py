@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +24,7 @@ def all_merge_states(
     out_dtype: torch.dtype | None = None,
     payload_dtype: torch.dtype = torch.float32,
     head_sharded: bool = False,
-    timeout: float | None = None,
+    timeout: float | timedelta | None = None,
 ) -> tuple[Tensor, Tensor]:
     """An all-reduce of partial attention states whose operation is `merge_states`.
 
@@ -46,8 +48,8 @@ def all_merge_states(
             Ignored in a world of one.
         head_sharded: return to each rank its heads only, those that
             `torch.tensor_split(o, world_size, dim=1)[rank]` names, maybe none.
-        timeout: seconds in which the call returns or raises, 30 unless the communicator says
-            otherwise.
+        timeout: seconds, or a `datetime.timedelta`, in which the call returns or raises, 30 unless
+            the communicator says otherwise.
 
     Returns:
         New tensors: the merged o and the float32 lse, with the same bits on every rank, and those
@@ -58,7 +60,9 @@ def all_merge_states(
         ValueError: there is no such strategy, it cannot do what the options ask for, or shapes or
             dtypes break the rules above. This rank sent nothing; ranks whose arguments were right
             raise ExchangeError at their timeout.
-        ExchangeError: a rank was lost, stalled, or called with other arguments.
+        TypeError: timeout is neither a number nor a timedelta.
+        ExchangeError: a rank was lost, stalled, or called with other arguments; or another thread
+            uses the group (see `Communicator`).
 
     Source: Tree Attention (arXiv:2408.04093), section 5.
     """
@@ -74,6 +78,7 @@ def all_merge_states(
 
 
 _communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
+_making = threading.Lock()
 
 
 def get_communicator(group: dist.ProcessGroup | Communicator | None = None) -> Communicator:
@@ -83,7 +88,8 @@ def get_communicator(group: dist.ProcessGroup | Communicator | None = None) -> C
     group = resolve_group(group)
     if group is None:
         return Communicator()
-    comm = _communicators.get(group)
-    if comm is None:
-        comm = _communicators[group] = Communicator(group)
-    return comm
+    with _making:  # or two threads would make two, and ranks count them
+        comm = _communicators.get(group)
+        if comm is None:
+            comm = _communicators[group] = Communicator(group)
+        return comm

@@ -156,6 +156,6 @@ def _different_steps(num_abandoned: Sequence[int]) -> str:
     behind = [rank for rank, count in enumerate(num_abandoned) if count == most]
     others = [rank for rank, count in enumerate(num_abandoned) if count != most]
     return (
-        f"{ranks_text(behind)} abandoned a call before the exchange and {ranks_text(others)} did "
-        "not; ranks may be at different steps, so start again with a new process group"
+        f"{ranks_text(behind)} abandoned more calls before the exchange than {ranks_text(others)}; "
+        "ranks may be at different steps, so start again with a new process group"
     )

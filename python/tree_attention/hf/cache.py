@@ -3,6 +3,7 @@
 
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -252,7 +253,7 @@ class TreeCache(Cache):
         layout: ShardLayout | None = None,
         *,
         strategy: str = "auto",
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
         growth: int = 1024,
     ) -> None:
         if growth < 1:

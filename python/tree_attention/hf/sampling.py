@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Sampling that stays together: every rank draws every token itself."""
 
+from datetime import timedelta
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -12,7 +14,7 @@ from ..exchange import DEFAULT_TIMEOUT, Communicator, get_communicator
 def seed_ranks(
     group: ProcessGroup | Communicator | None = None,
     seed: int | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | timedelta = DEFAULT_TIMEOUT,
 ) -> None:
     """Sets the random generators of every rank to the state of those of the group's first rank.
 
@@ -27,12 +29,13 @@ def seed_ranks(
     Raises:
         ExchangeError: a rank did not call it within `timeout` seconds.
     """
+    comm = get_communicator(group)
+    seconds = comm.seconds_of("seed_ranks", timeout)
     if seed is not None:
         torch.manual_seed(seed)
-    comm = get_communicator(group)
-    torch.set_rng_state(_of_first_rank(comm, torch.get_rng_state(), timeout))
+    torch.set_rng_state(_of_first_rank(comm, torch.get_rng_state(), seconds))
     if torch.cuda.is_available():
-        torch.cuda.set_rng_state(_of_first_rank(comm, torch.cuda.get_rng_state(), timeout))
+        torch.cuda.set_rng_state(_of_first_rank(comm, torch.cuda.get_rng_state(), seconds))
 
 
 class SynchronizeLogits(LogitsProcessor):
@@ -47,19 +50,23 @@ class SynchronizeLogits(LogitsProcessor):
     """
 
     def __init__(
-        self, group: ProcessGroup | Communicator | None = None, timeout: float = DEFAULT_TIMEOUT
+        self,
+        group: ProcessGroup | Communicator | None = None,
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         self.comm = get_communicator(group)
-        self.timeout = timeout
+        self.timeout = self.comm.seconds_of("SynchronizeLogits", timeout)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return _of_first_rank(self.comm, scores, self.timeout)
 
 
-def _of_first_rank(comm: Communicator, tensor: Tensor, timeout: float) -> Tensor:
+def _of_first_rank(comm: Communicator, tensor: Tensor, seconds: float) -> Tensor:
     if comm.world_size == 1:
         return tensor
     message = tensor.clone(memory_format=torch.contiguous_format)
-    signature = (("broadcast", f"{tensor.dtype} {list(tensor.shape)}"),)
-    comm.call(signature, lambda deadline: comm.link.broadcast(message, deadline), timeout)
+    signature = (("dtype and shape", f"{tensor.dtype} {list(tensor.shape)}"),)
+    comm.call(
+        "broadcast", signature, lambda deadline: comm.link.broadcast(message, deadline), seconds
+    )
     return message

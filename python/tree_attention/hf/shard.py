@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One rank's place among the ranks that share a cache."""
 
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ class Shard:
         group: ProcessGroup | Communicator | None = None,
         layout: ShardLayout | None = None,
         strategy: str = "auto",
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         self.comm = get_communicator(group)
         self.rank, self.world_size = self.comm.rank, self.comm.world_size
@@ -39,7 +40,7 @@ class Shard:
             )
         check_options("TreeCache", strategy)
         self.strategy = strategy
-        self.timeout = timeout
+        self.timeout = self.comm.seconds_of("TreeCache", timeout)
         self._last: tuple[Any, Write] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shard":

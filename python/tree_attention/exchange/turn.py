@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One thread at a time, of the process that made it: who may use a process group.
+
+Messages of a group carry no name of the call they belong to. Calls of two threads would be mixed,
+and a forked child would write into the connections of its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from .agreement import ExchangeError
+
+
+class Turn:
+    """The right to use a process group, which one thread has for the length of a call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._holder = ""
+        self._name: str | None = None
+        self.is_inherited = False  # from the process that this one was forked from
+
+    @property
+    def name(self) -> str:
+        """What ranks compare, as each must be in a call of the same thread: its name."""
+        return self._name or threading.current_thread().name
+
+    @contextmanager
+    def taken(self, op: str, name: str | None = None) -> Iterator[None]:
+        """The turn for `op`; in it the thread may take it again.
+
+        `name`: what ranks compare in place of the thread's name, where `op` itself compares enough
+        to tell two calls of it apart.
+
+        Raises:
+            ExchangeError: another thread has it, or this is a forked process. Nothing was sent.
+        """
+        if self.is_inherited:
+            raise ExchangeError(
+                f"{op}: the process group was made before this process was forked, and its "
+                "connections belong to the parent; start ranks with the methods 'spawn' or "
+                "'forkserver', or call init_process_group in the child"
+            )
+        if not self._lock.acquire(blocking=False):
+            raise ExchangeError(
+                f"{op}: thread {threading.current_thread().name!r} called while {self._holder} was "
+                "under way in this process group. Calls of two threads would be mixed: give each "
+                "thread a process group of its own (torch.distributed.new_group, in the same order "
+                "on every rank), or wait for one another"
+            )
+        outer = self._holder, self._name
+        try:
+            if not outer[0]:
+                self._holder = f"{op} in thread {threading.current_thread().name!r}"
+                self._name = name
+            yield
+        finally:
+            self._holder, self._name = outer
+            self._lock.release()
+
+
+_turns: WeakKeyDictionary[dist.ProcessGroup, Turn] = WeakKeyDictionary()
+
+
+def turn_of(group: dist.ProcessGroup | None) -> Turn:
+    """The turn of all communicators of `group`; a new one in a world of one."""
+    return Turn() if group is None else _turns.setdefault(group, Turn())
+
+
+def _refuse_inherited_groups() -> None:
+    known = list(dist.distributed_c10d._world.pg_map)
+    for group in {*known, *_turns}:
+        turn_of(group).is_inherited = True
+
+
+os.register_at_fork(after_in_child=_refuse_inherited_groups)

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Threads and forked children that share a process group: a right result or a sentence."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed import run_ranks
+from faults import AMPLE, QUICK
+from tree_attention import (
+    Communicator,
+    ExchangeError,
+    all_merge_states,
+    lean_decode,
+    ring_decode,
+    tree_decode,
+)
+from tree_attention.exchange import get_communicator
+
+CALLS = 20
+
+
+def problem(seed: int, rank: int, world_size: int) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """This rank's arguments of tree_decode, and the result over the keys of all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(1, 4, 1, 16, generator=generator)
+    k, v = torch.randn(2, world_size, 1, 2, 30, 16, generator=generator)
+    o, _ = lean_decode(q, torch.cat(tuple(k), 2), torch.cat(tuple(v), 2))
+    return (q, k[rank], v[rank]), o
+
+
+def in_threads(*bodies: Callable[[], object]) -> list[object]:
+    """What each body returned or raised, in threads that have the same names on every rank."""
+    results: list[object] = [None] * len(bodies)
+    barrier = threading.Barrier(len(bodies))
+
+    def run(index: int) -> None:
+        barrier.wait()
+        try:
+            results[index] = bodies[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [
+        threading.Thread(target=run, args=(i,), name=f"caller {i}") for i in range(len(bodies))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def hammer(rank: int, world_size: int) -> tuple[int, list[str]]:
+    """Two threads call as fast as they can; counts right results and lists the errors."""
+    right, errors = [0, 0], []
+
+    def body(index: int) -> Callable[[], None]:
+        def run() -> None:
+            for step in range(CALLS):
+                arguments, expected = problem(2 * step + index, rank, world_size)
+                try:
+                    o, _ = tree_decode(*arguments, timeout=2.0)
+                except ExchangeError as error:
+                    errors.append(str(error))
+                    continue
+                torch.testing.assert_close(o, expected)
+                right[index] += 1
+
+        return run
+
+    for result in in_threads(body(0), body(1)):
+        assert result is None, result
+    return sum(right), errors
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_calls_of_two_threads_are_never_mixed(world_size: int) -> None:
+    for right, errors in run_ranks(hammer, world_size, fresh=True, timeout=AMPLE * 5):
+        assert right + len(errors) == 2 * CALLS
+        assert errors, "threads that call at once cannot all succeed"
+        for error in errors:
+            assert re.search("thread|failed|no answer|no word", error), error
+
+
+def enter_in_another_order(rank: int, world_size: int) -> list[str]:
+    """No two calls overlap on any rank, but the threads take turns the other way round."""
+    messages = []
+    order = [0, 1] if rank == 0 else [1, 0]
+    for index in order:
+        arguments, _ = problem(index, rank, world_size)
+        error: list[Exception] = []
+
+        def run(arguments: Any = arguments, error: list[Exception] = error) -> None:
+            try:
+                tree_decode(*arguments, timeout=AMPLE)
+            except Exception as caught:
+                error.append(caught)
+
+        thread = threading.Thread(target=run, name=f"caller {index}")
+        thread.start()
+        thread.join()
+        assert isinstance(error[0], ExchangeError), error
+        messages.append(str(error[0]))
+    return messages
+
+
+def test_threads_that_enter_in_different_orders_are_an_error() -> None:
+    for messages in run_ranks(enter_in_another_order, 2, fresh=True):
+        assert "name of the calling thread is caller 1 on rank 1, caller 0 on rank 0" in messages[0]
+        assert "name of the calling thread is caller 0 on rank 1, caller 1 on rank 0" in messages[1]
+
+
+def hand_over(rank: int, world_size: int) -> None:
+    """Threads that wait for one another may share a group."""
+    for index in (0, 1, 0):
+        arguments, expected = problem(index, rank, world_size)
+
+        def run(arguments: Any = arguments) -> torch.Tensor:
+            return tree_decode(*arguments, timeout=AMPLE)[0]
+
+        torch.testing.assert_close(run(), expected)
+        [o] = in_threads(run)
+        assert isinstance(o, torch.Tensor), o
+        torch.testing.assert_close(o, expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_threads_may_follow_one_another(world_size: int) -> None:
+    run_ranks(hand_over, world_size)
+
+
+def call_amid(rank: int, world_size: int, call: str) -> tuple[str, float]:
+    """A thread calls while the main thread is between `send_state` and its merge."""
+    comm = Communicator(timeout=AMPLE)
+    shape = (1, 4, 1, 16)
+    o, lse = comm.send_state(shape)
+    o.fill_(rank), lse.zero_()
+    arguments, _ = problem(0, rank, world_size)
+    calls = {
+        "tree_decode": lambda: tree_decode(*arguments, group=comm),
+        "overlap": lambda: tree_decode(*arguments, group=comm, overlap=2),
+        "ring_decode": lambda: ring_decode(*arguments, group=comm),
+        "send_state": lambda: comm.send_state(shape),
+        "all_reduce": lambda: comm.all_reduce(torch.ones(3)),
+        "all_merge_states": lambda: comm.all_merge_states(o, lse),
+    }
+    begin = time.monotonic()
+    [error] = in_threads(calls[call])
+    seconds = time.monotonic() - begin
+    assert isinstance(error, ExchangeError), error
+    merged, _ = comm.all_merge_states(o, lse)  # which nobody has overwritten
+    assert torch.allclose(merged, torch.tensor((world_size - 1) / 2))
+    return str(error), seconds
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["tree_decode", "overlap", "ring_decode", "send_state", "all_reduce", "all_merge_states"],
+)
+def test_views_of_send_state_are_not_overwritten_by_another_thread(call: str) -> None:
+    op = "tree_decode" if call == "overlap" else call
+    for error, seconds in run_ranks(call_amid, 2, call):
+        assert error.startswith(f"{op}: thread 'caller 0' called while thread 'MainThread' has")
+        assert seconds < QUICK
+
+
+def end_with_views(rank: int, world_size: int) -> None:
+    comm = Communicator(timeout=AMPLE)
+    in_threads(lambda: comm.send_state((1, 4, 1, 16)))
+    arguments, expected = problem(0, rank, world_size)
+    torch.testing.assert_close(tree_decode(*arguments, group=comm)[0], expected)
+
+
+def test_a_thread_that_ended_between_the_two_is_not_waited_for() -> None:
+    run_ranks(end_with_views, 2)
+
+
+def two_communicators(rank: int, world_size: int) -> str:
+    """They share connections, so their calls would be mixed like those of one."""
+    first, second = Communicator(), Communicator()
+    with first.turn("generate"):
+        [error] = in_threads(lambda: second.all_reduce(torch.ones(1)))
+    return str(error)
+
+
+def test_communicators_of_one_group_share_the_turn() -> None:
+    for error in run_ranks(two_communicators, 2):
+        assert error.startswith("all_reduce: thread 'caller 0' called while generate in thread")
+
+
+def groups_of_their_own(rank: int, world_size: int) -> None:
+    groups = [dist.new_group() for _ in range(2)]
+
+    def body(index: int) -> Callable[[], None]:
+        def run() -> None:
+            for step in range(CALLS):
+                arguments, expected = problem(2 * step + index, rank, world_size)
+                o, _ = tree_decode(*arguments, group=groups[index], timeout=AMPLE)
+                torch.testing.assert_close(o, expected)
+
+        return run
+
+    for result in in_threads(body(0), body(1)):
+        assert result is None, result
+
+
+def test_threads_with_groups_of_their_own_do_not_wait() -> None:
+    run_ranks(groups_of_their_own, 2, fresh=True)
+
+
+def make_at_once(rank: int, world_size: int) -> None:
+    made = in_threads(*[get_communicator] * 8)
+    assert len({id(comm) for comm in made}) == 1
+
+
+def test_threads_get_the_same_communicator() -> None:
+    run_ranks(make_at_once, 2, fresh=True)
+
+
+def in_child(body: Callable[[], object]) -> str:
+    """What `body` raised in a forked child, which is ended after a while."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        try:
+            body()
+            text = "returned"
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    assert os.waitpid(child, 0)[1] == 0
+    with os.fdopen(reader) as pipe:
+        return pipe.read()
+
+
+def fork(rank: int, world_size: int, when: str) -> list[str]:
+    arguments, expected = problem(0, rank, world_size)
+    comm = Communicator() if when == "after a communicator was made" else None
+    if when == "after a call":
+        tree_decode(*arguments)
+    texts = [
+        in_child(lambda: tree_decode(*arguments, group=comm)),
+        in_child(lambda: all_merge_states(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1))),
+        in_child(lambda: Communicator().all_reduce(torch.ones(1))),
+    ]
+    for _ in range(2):
+        torch.testing.assert_close(tree_decode(*arguments, group=comm)[0], expected)
+    return texts
+
+
+@pytest.mark.parametrize(
+    "when", ["before any call", "after a communicator was made", "after a call"]
+)
+def test_forked_child_is_refused_and_the_parent_goes_on(when: str) -> None:
+    for texts in run_ranks(fork, 2, when, fresh=True):
+        ops = ("tree_decode", "all_merge_states", "all_reduce")
+        for op, text in zip(ops, texts, strict=True):
+            assert text.startswith(f"ExchangeError: {op}: the process group was made before this")
+
+
+def decode_in_a_forked_child(rank: int, world_size: int) -> str:
+    torch.set_num_threads(2)
+    q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 8192, 64)
+    expected = lean_decode(q, k, k)  # in the threads of the parent
+
+    def decode() -> None:
+        o, lse = lean_decode(q, k, k)
+        assert torch.equal(o, expected[0]) and torch.equal(lse, expected[1])
+
+    return in_child(decode)
+
+
+def test_lean_decode_needs_no_threads_of_the_parent() -> None:
+    assert run_ranks(decode_in_a_forked_child, 1, fresh=True) == ["returned"]
