@@ -40,12 +40,13 @@ def call(
     comm: Communicator,
     seqlen_q: int = 1,
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """A strategy or a ring, on a shard that depends on the rank."""
     torch.manual_seed(comm.rank)
-    q = torch.ones(2, 4, seqlen_q, 32, dtype=dtype)
-    k, v = torch.randn(2, 2, 2, 10, 32).to(dtype)
+    q = torch.ones(2, 4, seqlen_q, 32, dtype=dtype, device=device)
+    k, v = torch.randn(2, 2, 2, 10, 32).to(device, dtype)
     if kind == "ring":
         return ring_decode(q, k, v, group=comm, **options)
     if kind == "ring of queries":

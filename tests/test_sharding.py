@@ -170,6 +170,7 @@ def test_errors_name_class_argument_and_value(make, message):
     ("make", "message"),
     [
         (lambda: BlockCyclic(2.5), "BlockCyclic: world_size must be an integer, got 2.5"),
+        (lambda: Contiguous(3), "Contiguous: bounds must be integers, got 3"),
         (lambda: Contiguous([0, 2.7]), "Contiguous: bounds must be an integer, got 2.7"),
         (
             lambda: ContiguousThenCyclic([0, 4], 1.5),

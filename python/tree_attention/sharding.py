@@ -25,7 +25,6 @@ from torch import Tensor
 Slots = TypeVar("Slots", int, Tensor)
 
 
-
 def _clamp(x: Slots, low: int, high: int | None) -> Slots:
     if isinstance(x, Tensor):
         return x.clamp(low, high)
@@ -294,6 +293,8 @@ def _integer(layout: str, name: str, value: object) -> int:
 
 
 def _checked_bounds(layout: str, bounds: Iterable[int]) -> tuple[int, ...]:
+    if not isinstance(bounds, Iterable):
+        raise TypeError(f"{layout}: bounds must be integers, got {bounds!r}")
     checked = tuple(_integer(layout, "bounds", bound) for bound in bounds)
     if len(checked) < 2 or checked[0] != 0 or any(a > b for a, b in pairwise(checked)):
         raise ValueError(

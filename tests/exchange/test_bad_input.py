@@ -223,6 +223,42 @@ def refuse_no_tensors(rank: int, world_size: int) -> None:
         Communicator().all_reduce(1.5)  # type: ignore[arg-type]
 
 
+def refuse_tensors_without_values(rank: int, world_size: int) -> None:
+    comm = Communicator(timeout=AMPLE)
+    o, lse = states()
+    message = "must be dense tensors on a device that holds values, got"
+    with pytest.raises(ValueError, match=f"^all_reduce: x {message} the meta device"):
+        comm.all_reduce(o.to("meta"))
+    with pytest.raises(ValueError, match=rf"^all_reduce: x {message} torch.sparse_coo"):
+        comm.all_reduce(o.to_sparse())
+    with pytest.raises(ValueError, match=f"^all_merge_states: o and lse {message} the meta device"):
+        comm.all_merge_states(o.to("meta"), lse.to("meta"))
+    if world_size > 1:
+        with pytest.raises(ValueError, match=f"^tree_decode: o and lse {message} the meta device"):
+            call("all_gather", comm, device="meta")
+    assert comm.failed is None
+    call("all_gather", comm)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tensors_without_values(world_size: int) -> None:
+    run_ranks(refuse_tensors_without_values, world_size)
+
+
+def refuse_in_rings(rank: int, world_size: int) -> None:
+    q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 4, 8)
+    for ring in (ring_decode, ring_pass_q_decode):
+        with pytest.raises(RuntimeError, match="lean_decode: k must have shape"):
+            ring(q, torch.tensor(1.0), k)
+        with pytest.raises(RuntimeError, match=r"lean_decode.*key_layout"):
+            ring(q, k, k, key_layout=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_rings_refuse_as_lean_decode_does(world_size: int) -> None:
+    run_ranks(refuse_in_rings, world_size)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_arguments_that_are_no_tensors(world_size: int) -> None:
     run_ranks(refuse_no_tensors, world_size)

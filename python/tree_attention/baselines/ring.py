@@ -3,7 +3,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -66,7 +66,7 @@ def ring_decode(
     """
     comm = get_communicator(group)
 
-    def attend(shard: _Shard, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def attend(shard: _Shard, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         changed: AttentionOptions = {
             **options,
             "key_layout": shard.key_layout,
@@ -75,20 +75,22 @@ def ring_decode(
         }
         return lean_decode(q, shard.k, shard.v, shard.key_ranges, out=out, **changed)
 
-    with comm.turn("ring_decode"), comm.before_call():
+    with comm.before_call():
         check_tensors("ring_decode", q=q, k_local=k_local, v_local=v_local)
         check_option_names("ring_decode", options)
         seconds = comm.seconds_of("ring_decode", timeout)
-        own = _Shard(
-            k_local,
-            v_local,
-            key_ranges,
-            options.get("page_table"),
-            tuple(options.get("key_layout", (0, 1, 1))),
-            options.get("num_workers", 0),
-        )
+        # lean_decode refuses tensors of other dimensions.
         if comm.world_size == 1 or any(x.dim() != 4 for x in (q, k_local, v_local)):
-            return attend(own, None)
+            return lean_decode(q, k_local, v_local, key_ranges, **options)
+    own = _Shard(
+        k_local,
+        v_local,
+        key_ranges,
+        options.get("page_table"),
+        options.get("key_layout", (0, 1, 1)),
+        options.get("num_workers", 0),
+    )
+    with comm.turn("ring_decode"), comm.before_call():
         state = comm.state((*q.shape[:3], v_local.shape[3]), q.device)
         _, o_parts, lse_parts = state.parts(comm.world_size)
         no_keys = ranges_without_keys(q, key_ranges)
@@ -148,7 +150,7 @@ class _Shard:
     v: Tensor
     key_ranges: Tensor | None
     page_table: Tensor | None
-    key_layout: tuple[int, ...]
+    key_layout: Sequence[int]
     num_workers: int
 
     def tensors(self) -> list[Tensor]:

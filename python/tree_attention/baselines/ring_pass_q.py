@@ -68,7 +68,7 @@ def ring_pass_q_decode(
     comm = get_communicator(group)
 
     def attend(
-        part: "_Part", queries: Tensor, ranges: Tensor | None, out: tuple[Tensor, Tensor] | None
+        part: "_Part", queries: Tensor, ranges: Tensor | None, out: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         def of_sequences(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[part.sequences]
@@ -86,12 +86,14 @@ def ring_pass_q_decode(
         k, v = k_local[rows, part.heads_kv], v_local[rows, part.heads_kv]
         return lean_decode(queries, k, v, of_sequences(ranges), out=out, **changed)
 
-    with comm.turn("ring_pass_q_decode"), comm.before_call():
+    with comm.before_call():
         check_tensors("ring_pass_q_decode", q=q, k_local=k_local, v_local=v_local)
         check_option_names("ring_pass_q_decode", options)
         seconds = comm.seconds_of("ring_pass_q_decode", timeout)
+        # lean_decode refuses tensors of other dimensions.
         if comm.world_size == 1 or any(x.dim() != 4 for x in (q, k_local, v_local)):
-            return attend(_EVERYTHING, q, key_ranges, None)
+            return lean_decode(q, k_local, v_local, key_ranges, **options)
+    with comm.turn("ring_pass_q_decode"), comm.before_call():
         state = comm.state((*q.shape[:3], v_local.shape[3]), q.device)
         no_keys = ranges_without_keys(q, key_ranges)
         # Refuses bad arguments before anything is sent; without keys it costs no more than that.

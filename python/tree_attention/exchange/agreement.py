@@ -230,7 +230,7 @@ def call_before(
 
 def _parsed(value: bytes, rank: int) -> dict[str, str]:
     """What rank `rank` published, of which nothing is believed before it is checked."""
-    with suppress(ValueError):  # also of bytes that are no UTF-8
+    with suppress(ValueError, RecursionError):  # also of bytes that are no UTF-8
         said = json.loads(value)
         if isinstance(said, dict) and all(isinstance(text, str) for text in said.values()):
             int(said.get(ABANDONED, 0))
@@ -242,7 +242,7 @@ def _parsed(value: bytes, rank: int) -> dict[str, str]:
 
 
 def _note_of(said: dict[str, str], rank: int) -> Note:
-    with suppress(KeyError, ValueError):
+    with suppress(KeyError, ValueError, RecursionError):
         note = json.loads(said[_NOTE])
         if isinstance(note, dict):
             return note

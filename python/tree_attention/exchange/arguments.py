@@ -77,6 +77,7 @@ def check_state(op: str, o: Tensor, lse: Tensor) -> None:
         raise ValueError(f"{op}: head_dim must be at least 1, got {shapes}")
     if o.device != lse.device:
         raise ValueError(f"{op}: o and lse must be on one device, got {o.device} and {lse.device}")
+    _check_values(op, "o and lse", o, lse)
     _check_state_dtype(op, "o", o.dtype)
     _check_no_gradient(op, "o and lse", o, lse)
 
@@ -109,6 +110,7 @@ def payload_of_sum(x: Tensor, payload_dtype: torch.dtype | None) -> torch.dtype:
     check_tensors("all_reduce", x=x)
     if not x.dtype.is_floating_point:
         raise ValueError(f"all_reduce: x must have a floating dtype, got {x.dtype}")
+    _check_values("all_reduce", "x", x)
     _check_no_gradient("all_reduce", "x", x)
     if payload_dtype is None:
         # Nothing is lost: parts and sum are rounded to bfloat16 anyhow.
@@ -126,6 +128,15 @@ def _check_payload(op: str, dtype: torch.dtype) -> None:
     if dtype not in _PAYLOAD_DTYPES:
         names = " or ".join(str(dtype) for dtype in _PAYLOAD_DTYPES)
         raise ValueError(f"{op}: payload_dtype must be {names}, got {dtype}")
+
+
+def _check_values(op: str, names: str, *tensors: Tensor) -> None:
+    for x in tensors:
+        if x.is_meta or x.layout != torch.strided:
+            kind = "the meta device" if x.is_meta else str(x.layout)
+            raise ValueError(
+                f"{op}: {names} must be dense tensors on a device that holds values, got {kind}"
+            )
 
 
 def _check_no_gradient(op: str, names: str, *tensors: Tensor) -> None:
