@@ -2,6 +2,7 @@
 """Tree decoding: every rank attends to the keys it holds, then the partial states are merged."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .exchange import Communicator, ExchangeOptions, check_options, get_communicator
+from .exchange.graph import add_collective
+from .exchange.groups import name_of, named
+from .exchange.state import StateLayout
 from .ops import (
     AttentionOptions,
     check_option_names,
@@ -88,6 +92,23 @@ def tree_decode(
 
     Source: Tree Attention (arXiv:2408.04093), Algorithm 3.
     """
+    if torch.compiler.is_compiling():
+        result: tuple[Tensor, Tensor] = _in_graph(
+            q,
+            k_local,
+            v_local,
+            key_ranges,
+            name_of(group),
+            strategy=strategy,
+            out_dtype=out_dtype,
+            payload_dtype=payload_dtype,
+            head_sharded=head_sharded,
+            overlap=overlap,
+            explain=explain,
+            timeout=timeout,
+            **options,
+        )
+        return result
     comm = get_communicator(group)
     with comm.before_call():
         check_tensors("tree_decode", q=q, k_local=k_local, v_local=v_local)
@@ -134,3 +155,43 @@ def tree_decode(
             signature=signature,
             op="tree_decode",
         )
+
+
+def _run(
+    q: Tensor,
+    k_local: Tensor,
+    v_local: Tensor,
+    key_ranges: Tensor | None,
+    group: str,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    return tree_decode(q, k_local, v_local, key_ranges, group=named(group), **options)
+
+
+def _fake(
+    q: Tensor,
+    k_local: Tensor,
+    v_local: Tensor,
+    key_ranges: Tensor | None,
+    group: str,
+    *,
+    strategy: str,
+    out_dtype: torch.dtype | None,
+    payload_dtype: torch.dtype,
+    head_sharded: bool,
+    **_: object,
+) -> tuple[Tensor, Tensor]:
+    options = ExchangeOptions(strategy, out_dtype or q.dtype, payload_dtype, head_sharded)
+    layout = StateLayout(q.shape[:3], v_local.shape[3], payload_dtype)
+    return named(group).outputs(layout, options, q.device)
+
+
+_in_graph = add_collective(
+    "tree_decode(Tensor q, Tensor k_local, Tensor v_local, Tensor? key_ranges, str group, *, "
+    "str strategy, ScalarType? out_dtype, ScalarType payload_dtype, bool head_sharded, "
+    "int overlap, bool explain, float? timeout, float? softmax_scale=None, float softcap=0.0, "
+    "Tensor? alibi_slopes=None, Tensor? query_positions=None, int[] key_layout=[0, 1, 1], "
+    "Tensor? page_table=None, int num_workers=0) -> (Tensor o, Tensor lse)",
+    _run,
+    _fake,
+)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Merging partial states over ranks: one small exchange, the same bits everywhere, or an error.
 
-`groups` is the door, `all_merge_states`; `communicator` is a process group prepared for it, and
+`merge` is the door, `all_merge_states`, which `graph` makes an operator of compiled graphs;
+`communicator` is a process group prepared for it, `groups` finds the one that a caller means, and
 `arguments` checks what callers ask. A strategy is a file in `strategies/`; `choice` is how "auto"
 takes one, and `calibration` measures what it goes by. `link` and `rounds` are the process group's
 operations with deadlines and counters, `state` is the memory that travels. `session` and
@@ -12,8 +13,9 @@ time, and `self_test` that ranks round alike and messages arrive where they shou
 from .agreement import ExchangeError
 from .arguments import ExchangeOptions, check_options, check_timeout
 from .communicator import DEFAULT_TIMEOUT, Communicator
-from .groups import all_merge_states, get_communicator
+from .groups import get_communicator
 from .link import Link
+from .merge import all_merge_states
 from .strategies import strategies
 from .topology import Topology
 

@@ -8,7 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from itertools import count
+from typing import ClassVar, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -71,7 +73,11 @@ class Communicator:
         timeout: the default timeout of a call in seconds.
         failed: None, or why this communicator can no longer be used.
         bytes_sent, seconds: what this rank has sent, and how long its host has waited for it.
+        name: tells it from the others of this process, also in compiled graphs.
     """
+
+    by_name: ClassVar[WeakValueDictionary[str, Communicator]] = WeakValueDictionary()
+    _numbers: ClassVar = count(1)
 
     def __init__(
         self,
@@ -103,6 +109,8 @@ class Communicator:
         self._sums = Sums()
         # The thread that has the views of a send_state whose exchange is still to come.
         self._loading: threading.Thread | None = None
+        self.name = f"communicator {next(self._numbers)}"
+        self.by_name[self.name] = self
 
     @property
     def link(self) -> Link:
@@ -219,6 +227,11 @@ class Communicator:
                 Nothing was sent.
             ExchangeError: a rank was lost, stalled, or called with other arguments.
         """
+        if torch.compiler.is_compiling():
+            total: Tensor = torch.ops.tree_attention.all_reduce(
+                x, self.name, payload_dtype=payload_dtype, timeout=timeout
+            )
+            return total
         with self.turn("all_reduce"):
             with self.before_call():
                 seconds = self.seconds_of("all_reduce", timeout)
