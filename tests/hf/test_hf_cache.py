@@ -248,3 +248,23 @@ def test_models_that_cache_something_else_are_refused() -> None:
     with pytest.raises(ValueError, match="'gemma3n_text' shares keys between layers"):
         hf.TreeCache(Gemma3nTextConfig())
     hf.TreeCache(LlamaConfig())
+
+
+def test_tokens_of_another_kind_are_refused() -> None:
+    cache = hf.TreeCache(CONFIG)
+    _append(cache, 2, 5)
+    other = _tokens(2, 5, 6)
+    message = r"TreeCache: the cache holds {} of \(dtype, num_heads_kv, head_dim\) = "
+    kind = r"\(torch.float32, 2, 8\), got "
+    for keys, values, name, got in (
+        (other.bfloat16(), other.bfloat16(), "keys", r"\(torch.bfloat16, 2, 8\)"),
+        (other, other.double(), "values", r"\(torch.float64, 2, 8\)"),
+        (other[:, :1], other[:, :1], "keys", r"\(torch.float32, 1, 8\)"),
+        (other, other[..., :4], "values", r"\(torch.float32, 2, 4\)"),
+    ):
+        with pytest.raises(ValueError, match=message.format(name) + kind + got):
+            cache.update(keys, values, 0)
+    assert cache.get_seq_length() == 5
+    cache.reset()
+    cache.update(other.bfloat16(), other.bfloat16(), 0)
+    assert cache.layers[0].keys.dtype == torch.bfloat16

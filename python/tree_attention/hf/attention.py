@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The attention function that transformers calls in every layer."""
 
+import functools
+import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..decode import tree_decode
@@ -63,6 +66,8 @@ def tree_attention_forward(
     else:
         if ranges.kv_length != key.shape[2]:
             raise _wrong_length(ranges, key.shape[2])
+        if not torch.compiler.is_compiling() and dist.is_initialized():
+            _warn_if_not_sharded(dist.get_world_size())
         o, lse = lean_decode(query, key, value, ranges.whole(), out_dtype=out_dtype, **keywords)
     if s_aux is not None:
         weight = torch.sigmoid(lse - s_aux.to(lse.dtype)[None, :, None])
@@ -134,6 +139,18 @@ def _checked(
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"tree_attention: {name} is not supported")
     return attention_mask
+
+
+@functools.cache
+def _warn_if_not_sharded(world_size: int) -> None:
+    """Once in a process: a replicated cache may be meant, but gains nothing from the ranks."""
+    if world_size > 1:
+        warnings.warn(
+            f"tree_attention: each of {world_size} ranks attends to all keys by itself, as they "
+            "are in no TreeCache. To share them, call tree_attention.hf.enable(model) and then "
+            "model.generate, or give the model past_key_values=TreeCache(model.config)",
+            stacklevel=3,
+        )
 
 
 def _wrong_length(ranges: KeyRanges, length: int) -> NotImplementedError:

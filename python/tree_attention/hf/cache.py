@@ -107,6 +107,16 @@ class TreeCacheLayer(CacheLayerMixin):
                 f"{key_states.shape[0]}; repeat the sequences with batch_repeat_interleave, or "
                 "forget them with reset"
             )
+        for name, new, held in (
+            ("keys", key_states, self.keys),
+            ("values", value_states, self.values),
+        ):
+            kinds = [(x.dtype, x.shape[1], x.shape[3]) for x in (held, new)]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"TreeCache: the cache holds {name} of (dtype, num_heads_kv, head_dim) = "
+                    f"{kinds[0]}, got {kinds[1]}; convert them, or forget the tokens with reset"
+                )
         end = self.length + key_states.shape[2]
         write = self.shard.write(self.length, end, key_states.device)
         if write.end > self.keys.shape[2]:
