@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ranks tell each other in `verify`: text, and never anything that is run when it arrives."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tree_attention
+from distributed import run_ranks
+from tree_attention.cli.verify import Check, in_all_ranks, same_on_all_ranks, texts_of_ranks
+from tree_attention.cli.world import World
+
+
+def exchange_texts(rank: int, world_size: int) -> None:
+    world = World(rank, world_size)
+    pickled = AssertionError("nothing that is received is unpickled")
+    with mock.patch.object(dist.distributed_c10d, "_tensor_to_object", side_effect=pickled):
+        texts = ["", "grün", "x" * 1000]
+        assert texts_of_ranks(texts[rank], world) == texts[:world_size]
+        check = Check("name", rank != 1, f"detail {rank}")
+        assert in_all_ranks(check, world) == Check("name", False, "rank 1: detail 1")
+        right = Check("name", None if rank else True, f"detail {rank}")
+        assert in_all_ranks(right, world) == right
+        assert same_on_all_ranks(world, torch.ones(3))
+        assert not same_on_all_ranks(world, torch.full((3,), float(rank == 1)))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_texts_of_ranks(world_size: int) -> None:
+    run_ranks(exchange_texts, world_size)
+
+
+def test_package_reads_no_pickles() -> None:
+    root = Path(tree_attention.__file__).parent
+    found = [
+        f"{path.relative_to(root)}: {line.strip()}"
+        for path in root.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if re.search(r"\bpickle\b|_object(_list)?\(|torch\.load\(", line)
+    ]
+    assert found == []
