@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -65,13 +66,22 @@ class Agreement:
     """The signatures of a group's ranks, epoch after epoch."""
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str) -> None:
-        self._store = store
+        self._store_of_group = store
         self._rank = rank
         self._world_size = world_size
         self._name = name
         self._epoch = 0
         self._own: dict[str, str] = {}
         self._interrupted = threading.Event()
+
+    @cached_property
+    def _store(self) -> Store:
+        """A connection of its own: a wait keeps its connection from all other threads, of which one
+        may have to publish what ends the wait. Made at first use, as the server may have stalled.
+        """
+        # A lost server ends this at once, where connecting goes on until the deadline.
+        self._store_of_group.check([self._name])
+        return self._store_of_group.clone()
 
     def reach(self, signature: Signature, deadline: float, note: Note | None = None) -> list[Note]:
         """Every rank's note, in rank order, once all have published the same signature.

@@ -295,16 +295,19 @@ class Communicator:
 
     @contextmanager
     def turn(self, op: str, name: str | None = None) -> Iterator[None]:
-        """Surrounds `op`, in which no other thread may use the group (see `Turn.taken`)."""
-        with self._turn.taken(op, name):
-            other = self._loading
-            if other not in (None, threading.current_thread()) and other.is_alive():
+        """Surrounds `op`, in which no other thread may use the group (see `Turn.take`)."""
+        self._turn.take(op, name)
+        try:
+            loading, caller = self._loading, threading.current_thread()
+            if loading is not None and loading is not caller and loading.is_alive():
                 raise ExchangeError(
-                    f"{op}: thread {threading.current_thread().name!r} called while thread "
-                    f"{other.name!r} has the views of send_state, which this call would overwrite; "
-                    "give each thread a process group of its own"
+                    f"{op}: thread {caller.name!r} called while thread {loading.name!r} has the "
+                    "views of send_state, which this call would overwrite; give each thread a "
+                    "process group of its own"
                 )
             yield
+        finally:
+            self._turn.give_back()
 
     def seconds_of(self, op: str, timeout: float | timedelta | None) -> float:
         """The seconds that an argument `timeout` of `op` stands for."""

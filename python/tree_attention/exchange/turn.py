@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -23,18 +21,18 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._holder = ""
+        self._depth = 0
+        self._holder = "", ""  # function and thread, of the outermost
         self._name: str | None = None
         self.is_inherited = False  # from the process that this one was forked from
 
     @property
     def name(self) -> str:
         """What ranks compare, as each must be in a call of the same thread: its name."""
-        return self._name or threading.current_thread().name
+        return self._name or self._holder[1]
 
-    @contextmanager
-    def taken(self, op: str, name: str | None = None) -> Iterator[None]:
-        """The turn for `op`; in it the thread may take it again.
+    def take(self, op: str, name: str | None = None) -> None:
+        """Takes the turn for `op`, as often as the thread likes, and each time to be given back.
 
         `name`: what ranks compare in place of the thread's name, where `op` itself compares enough
         to tell two calls of it apart.
@@ -50,20 +48,20 @@ class Turn:
             )
         if not self._lock.acquire(blocking=False):
             raise ExchangeError(
-                f"{op}: thread {threading.current_thread().name!r} called while {self._holder} was "
-                "under way in this process group. Calls of two threads would be mixed: give each "
-                "thread a process group of its own (torch.distributed.new_group, in the same order "
-                "on every rank), or wait for one another"
+                f"{op}: thread {threading.current_thread().name!r} called while {self._holder[0]} "
+                f"in thread {self._holder[1]!r} was under way in this process group. Calls of two "
+                "threads would be mixed: give each thread a process group of its own "
+                "(torch.distributed.new_group, in the same order on every rank), or wait for one "
+                "another"
             )
-        outer = self._holder, self._name
-        try:
-            if not outer[0]:
-                self._holder = f"{op} in thread {threading.current_thread().name!r}"
-                self._name = name
-            yield
-        finally:
-            self._holder, self._name = outer
-            self._lock.release()
+        if self._depth == 0:
+            self._holder = op, threading.current_thread().name
+            self._name = name
+        self._depth += 1
+
+    def give_back(self) -> None:
+        self._depth -= 1
+        self._lock.release()
 
 
 _turns: WeakKeyDictionary[dist.ProcessGroup, Turn] = WeakKeyDictionary()
