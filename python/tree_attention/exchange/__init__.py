@@ -4,10 +4,11 @@
 `merge` is the door, `all_merge_states`, which `graph` makes an operator of compiled graphs;
 `communicator` is a process group prepared for it, `groups` finds the one that a caller means, and
 `arguments` checks what callers ask. A strategy is a file in `strategies/`; `choice` is how "auto"
-takes one, and `calibration` measures what it goes by. `link` and `rounds` are the process group's
-operations with deadlines and counters, `state` is the memory that travels. `session` and
-`agreement` see to it that all ranks do the same or all fail, `turn` that one thread does it at a
-time, and `self_test` that ranks round alike and messages arrive where they should.
+takes one, `calibration` measures what it goes by and `preparation` readies it for a state. `link`
+and `rounds` are the process group's operations with deadlines and counters, `state` is the memory
+that travels. `session` and `agreement` see to it that all ranks do the same or all fail, `turn`
+that one thread does it at a time, and `self_test` that ranks round alike and messages arrive where
+they should.
 """
 
 from .agreement import ExchangeError

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import merge_states
-from .agreement import Disagreement, ExchangeError, Note, Signature
+from .agreement import ExchangeError, Note, Signature
 from .arguments import (
     ExchangeOptions,
     check_options,
@@ -26,13 +26,13 @@ from .arguments import (
     payload_of_sum,
     resolve_group,
 )
-from .choice import Choice, CostTable, choose, explain_choice, measured_costs
+from .choice import CostTable, measured_costs
 from .link import Link
+from .preparation import prepare
 from .resources import Resources
 from .self_test import merge_digest
 from .session import Session
 from .state import Slices, State, StateBuffers, StateLayout
-from .strategies import STRATEGIES, Context, Exchange
 from .sums import Sums
 from .topology import Topology, node_name
 from .turn import turn_of
@@ -409,43 +409,10 @@ class Communicator:
     ) -> None:
         """Merges `state` with those of all ranks, inside a call."""
         if explain or options not in state.prepared:
-            state.prepared[options] = self._prepare(state, options, explain)
+            state.prepared[options] = prepare(
+                state, options, self.link, self.topology, self._resources, self._costs, explain
+            )
         state.prepared[options](deadline, *outputs)
-
-    def _prepare(self, state: State, options: ExchangeOptions, explain: bool) -> Exchange:
-        layout = state.layout
-        if layout.num_bytes == 0:
-            return lambda deadline, o, lse: None
-        unavailable = self._resources.unavailable(state.device, layout)
-        choice = Choice(options.strategy, "asked for")
-        if options.strategy == "auto":
-            choice = choose(
-                layout,
-                self.topology,
-                self.link.backend(state.device),
-                head_sharded=options.head_sharded,
-                costs=self._costs,
-                unavailable=unavailable,
-            )
-        name = choice.strategy
-        if name in unavailable:
-            raise Disagreement(f"{name} is not available: {unavailable[name]}")
-        if explain and self.rank == 0:
-            text = explain_choice(
-                choice, layout, self.topology, options.out_dtype, options.head_sharded
-            )
-            print(text, flush=True)
-        context = Context(
-            self.link,
-            self.topology,
-            state,
-            options.out_dtype,
-            options.head_sharded,
-            self._resources.of(name, state.device),
-        )
-        # Views that are made in inference mode cannot be written to outside of it.
-        with torch.inference_mode(False):
-            return STRATEGIES[name].prepare(context)
 
     def _whole(self, op: str, signature: Signature) -> Signature:
         """All that must be equal on all ranks in a call of `op`."""
