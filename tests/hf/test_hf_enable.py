@@ -2,7 +2,6 @@
 """`enable`, `disable` and `seed_ranks`: what they change, refuse and compare over ranks."""
 
 import copy
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +15,12 @@ pytest.importorskip("transformers")
 import transformers
 from packaging.version import Version
 from transformers import (
+    BertConfig,
+    BertModel,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     DynamicCache,
     GenerationConfig,
-    LogitsProcessor,
     MaxTimeCriteria,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -27,10 +29,9 @@ from transformers import (
 )
 
 from hf_models import make_model, make_prompts
-from tree_attention import ExchangeError, hf
+from tree_attention import hf
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-LOST_AFTER_SECONDS = 2.0
 
 
 @pytest.fixture
@@ -183,6 +184,62 @@ def test_models_and_options_that_cannot_work_are_refused() -> None:
     assert not vars(model).keys() & {"generate", "_prepare_cache_for_generation"}
 
 
+def _deepseek() -> PreTrainedModel:
+    sizes = dict.fromkeys(
+        ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 4
+    )
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            vocab_size=20,
+            hidden_size=16,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            **sizes,
+        )
+    )
+
+
+def _bert() -> PreTrainedModel:
+    return BertModel(
+        BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "sentence"),
+    [
+        (lambda: make_model("llama").model, ValueError, "LlamaModel has no generate; enable the m"),
+        (_bert, ValueError, "BertModel has no generate; enable the model with the language head"),
+        (lambda: torch.compile(make_model("llama")), TypeError, "wrapped by torch.compile; enable"),
+        (lambda: torch.nn.Linear(2, 2), TypeError, "must be a PreTrainedModel of .*, got Linear"),
+        (_deepseek, ValueError, r"has multi-head latent attention \(kv_lora_rank 4\): it caches"),
+    ],
+)
+def test_what_cannot_be_enabled(
+    make: Callable[[], Any], error: type[Exception], sentence: str
+) -> None:
+    """What `enable` took and `generate` then failed with, or nothing that used the cache."""
+    model = make()
+    with pytest.raises(error, match=f"^enable: .*{sentence}"):
+        hf.enable(model)
+    assert "generate" not in vars(model)
+
+
+def test_the_way_to_compile(model: PreTrainedModel) -> None:
+    """The one that the refusal of a compiled model names."""
+    expected = model.generate(**make_prompts(), **GREEDY)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(model.generate(**make_prompts(), **GREEDY), expected)
+
+
+def test_right_padding_is_refused(model: PreTrainedModel) -> None:
+    prompts = {name: tensor.flip(-1) for name, tensor in make_prompts().items()}
+    with pytest.raises(NotImplementedError, match=r'pad .* left: tokenizer.padding_side = "left"'):
+        model.generate(**prompts, **GREEDY)
+
+
 def _max_time(rank: int, world_size: int) -> None:
     model = hf.enable(make_model("llama"))
     with pytest.raises(NotImplementedError, match="max_time is not supported over several ranks"):
@@ -195,116 +252,6 @@ def _max_time(rank: int, world_size: int) -> None:
 def test_max_time_is_for_one_rank(model: PreTrainedModel) -> None:
     model.generate(**make_prompts(), **GREEDY, max_time=60.0)
     run_ranks(_max_time, 2)
-
-
-def _other_inputs(arguments: dict[str, Any]) -> None:
-    arguments["input_ids"][0, -1] += 1
-
-
-def _other_mask(arguments: dict[str, Any]) -> None:
-    arguments["attention_mask"][0, 0] = 0
-
-
-def _other_length(arguments: dict[str, Any]) -> None:
-    for name in ("input_ids", "attention_mask"):
-        arguments[name] = arguments[name][:, 1:]
-
-
-def _other_settings(arguments: dict[str, Any]) -> None:
-    arguments["max_new_tokens"] = 6
-
-
-def _other_random_state(arguments: dict[str, Any]) -> None:
-    torch.manual_seed(99)
-
-
-def _differ(
-    rank: int, world_size: int, change: Callable[[dict[str, Any]], None], field: str
-) -> None:
-    model = hf.enable(make_model("llama"))
-    torch.manual_seed(0)
-    arguments: dict[str, Any] = {**make_prompts(), **GREEDY, "do_sample": True}
-    if rank == world_size - 1:
-        change(arguments)
-    message = f"{field} .*is .* on rank {world_size - 1}, .* on rank 0"
-    with pytest.raises(ExchangeError, match=message):
-        model.generate(**arguments)
-    # Nothing was sent: the same ranks go on as soon as they agree.
-    hf.seed_ranks()
-    model.generate(**make_prompts(), **GREEDY)
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        (_other_inputs, "digest of the inputs"),
-        (_other_mask, "digest of the inputs"),
-        (_other_length, "digest of the inputs"),
-        (_other_settings, "digest of the generation settings"),
-        (_other_random_state, "digest of the random state"),
-    ],
-)
-def test_differences_between_ranks_are_found(
-    change: Callable[[dict[str, Any]], None], field: str
-) -> None:
-    """On every rank, before the first step, by name."""
-    run_ranks(_differ, 3, change, field)
-
-
-def _cached_tokens_differ(rank: int, world_size: int) -> None:
-    """Only the length of the cache differs, made without an exchange."""
-    model = hf.enable(make_model("llama"))
-    cache = hf.TreeCache(model.config)
-    for layer in cache.layers[: len(cache) if rank else 0]:
-        layer.update(torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4, 8))
-    with pytest.raises(ExchangeError, match="number of cached tokens is 4 on rank 1, 0 on rank 0"):
-        model.generate(**make_prompts(), **GREEDY, past_key_values=cache)
-
-
-def _weights_differ(rank: int, world_size: int) -> None:
-    model = hf.enable(make_model("llama"))
-    if rank == 1:
-        with torch.no_grad():
-            model.model.norm.weight.mul_(2.0)
-    with pytest.raises(ExchangeError, match=r"digest of the model's weights is .* on rank 1"):
-        model.generate(**make_prompts(), **GREEDY)
-
-
-@pytest.mark.parametrize("function", [_cached_tokens_differ, _weights_differ])
-def test_other_differences_are_found(function: Callable[..., None]) -> None:
-    run_ranks(function, 2)
-
-
-def _stay_away(rank: int, world_size: int) -> None:
-    model = hf.enable(make_model("llama"), timeout=LOST_AFTER_SECONDS)
-    if rank == 0:
-        with pytest.raises(ExchangeError, match="no word from rank 1"):
-            model.generate(**make_prompts(), **GREEDY)
-
-
-def test_a_rank_that_does_not_generate_is_missed() -> None:
-    run_ranks(_stay_away, 2, fresh=True)
-
-
-class _DieAtStep(LogitsProcessor):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if input_ids.shape[1] == 37 + self.step:
-            os._exit(7)
-        return scores
-
-
-def _lose_a_rank(rank: int, world_size: int) -> None:
-    model = hf.enable(make_model("llama"), timeout=LOST_AFTER_SECONDS)
-    processors = [_DieAtStep(3)] if rank == 1 else []
-    with pytest.raises(ExchangeError):
-        model.generate(**make_prompts(), **GREEDY, logits_processor=processors)
-
-
-def test_a_rank_lost_during_generation_is_an_error_on_the_others() -> None:
-    run_ranks(_lose_a_rank, 3, lost=[1])
 
 
 def _seed(rank: int, world_size: int) -> list[float]:

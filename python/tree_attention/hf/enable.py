@@ -7,7 +7,7 @@ from types import MethodType
 from typing import Any
 
 from torch.distributed import ProcessGroup
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ..exchange import DEFAULT_TIMEOUT, Communicator
 from ..sharding import ShardLayout
@@ -33,7 +33,9 @@ def enable(
 
     Every rank calls `enable`, and then `generate` with the same inputs. The attention of the model
     becomes `"tree_attention"`. Each call of `generate` compares inputs, settings and weights over
-    the ranks, makes a `TreeCache` unless it is given one, and reads long prompts in chunks.
+    the ranks, makes a `TreeCache` unless it is given one, and reads long prompts in chunks. Logits
+    processors and stopping criteria are compared by their kinds, and by those of their attributes
+    that are numbers, strings, tensors, functions or collections of these.
     `disable` undoes it; `enable` on an enabled model replaces its options.
 
     Args:
@@ -49,11 +51,13 @@ def enable(
         `model` itself.
 
     Raises:
-        ValueError: the attention of the model cannot be chosen, its layers cache anything but keys
-            and values, or an argument is out of range.
+        TypeError: `model` is no model of transformers, or is wrapped by another module.
+        ValueError: the model has no `generate`, its attention cannot be chosen, its layers cache
+            anything but keys and values, or an argument is out of range.
     """
     if prefill_chunk_size is not None and prefill_chunk_size < 1:
         raise ValueError(f"enable: prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
+    _check_model(model)
     if is_enabled(model):
         disable(model)
     new_cache = functools.partial(
@@ -91,6 +95,29 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 def is_enabled(model: PreTrainedModel) -> bool:
     """Whether `enable` is in force."""
     return _PREVIOUS in vars(model)
+
+
+def _check_model(model: Any) -> None:
+    name = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        raise TypeError(
+            "enable: model is wrapped by torch.compile; enable the model itself, and then compile "
+            "its forward: model.forward = torch.compile(model.forward)"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"enable: model must be a PreTrainedModel of transformers, got {name}")
+    if not isinstance(model, GenerationMixin):
+        raise ValueError(
+            f"enable: {name} has no generate; enable the model with the language head, whose class "
+            "ends in ForCausalLM"
+        )
+    rank = getattr(model.config, "kv_lora_rank", None)
+    if rank is not None:
+        raise ValueError(
+            f"enable: {name} has multi-head latent attention (kv_lora_rank {rank}): it caches "
+            "latents, not keys and values, and a TreeCache does not shard them; use the model "
+            "without enable"
+        )
 
 
 def _override(model: PreTrainedModel, preparation: Preparation) -> None:

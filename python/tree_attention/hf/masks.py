@@ -100,7 +100,8 @@ def tree_attention_mask(
             first, last, has_holes = _visible_run(attention_mask)
             if has_holes:
                 unsupported = (
-                    "the padding mask of each row must be one run of ones, but a row has a hole"
+                    "the padding mask of each row must be one run of ones, but a row has a hole; "
+                    'pad prompts on the left: tokenizer.padding_side = "left"'
                 )
             ranges = torch.stack(
                 (torch.maximum(begin, first[:, None]), torch.minimum(end, last[:, None])), dim=-1
