@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Digests of what every rank must have in common before a generation begins."""
+"""Digests and descriptions of what every rank must have in common before a generation begins."""
 
+import functools
 import hashlib
-import json
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+
+from ..exchange.agreement import Signature
 
 _SAMPLES_PER_PARAMETER = 8
 _HEX_DIGITS = 16
+# Of a value's text, what ranks publish and an error shows.
+_MAX_TEXT = 200
+# How deep collections are compared; an object may hold itself.
+_DEPTH = 6
 
 
 def digest_inputs(inputs: Mapping[str, Any]) -> str:
@@ -25,15 +33,81 @@ def digest_inputs(inputs: Mapping[str, Any]) -> str:
     return sha.hexdigest()[:_HEX_DIGITS]
 
 
-def digest_settings(generation_config: GenerationConfig) -> str:
-    """The digest of the settings of a generation; of an object among them only its type counts."""
+def settings_of(generation_config: GenerationConfig) -> Signature:
+    """The settings of a generation by name, for ranks to compare."""
     settings = {
         name: value
         for name, value in generation_config.to_dict().items()
         if not name.startswith("_")
     }
-    text = json.dumps(settings, sort_keys=True, default=lambda value: type(value).__name__)
-    return hashlib.sha256(text.encode()).hexdigest()[:_HEX_DIGITS]
+    # The first one that differs is named, and lengths of sequences follow from those of new tokens.
+    names = sorted(settings, key=lambda name: name in ("max_length", "min_length"))
+    return tuple((f"generation setting {name}", describe(settings[name])) for name in names)
+
+
+def describe_all(name: str, objects: Iterable[Any]) -> Signature:
+    """What ranks compare of logits processors or stopping criteria: their kinds and attributes."""
+    return tuple(
+        (f"{name} {i}", _shortened(_describe(o, _DEPTH, with_attributes=True)))
+        for i, o in enumerate(objects)
+    )
+
+
+def describe(value: Any) -> str:
+    """The same text on every rank that holds an equal value.
+
+    A value is a number, a string, a tensor, a function or a collection of these; of any other
+    object only the kind counts, because a model or a process group differs from rank to rank.
+    """
+    return _shortened(_describe(value, _DEPTH))
+
+
+def _describe(value: Any, depth: int, with_attributes: bool = False) -> str:
+    kind = type(value).__qualname__
+
+    def parts(values: Iterable[Any]) -> list[str]:
+        return [_describe(part, depth - 1) for part in values]
+
+    def named(values: Mapping[str, Any]) -> str:
+        texts = parts(values.values())
+        return ", ".join(f"{n}={text}" for n, text in sorted(zip(values, texts, strict=True)))
+
+    if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
+        return repr(value)
+    if isinstance(value, Tensor):
+        is_whole = not isinstance(value, DTensor) and not value.is_meta
+        digest = hashlib.sha256(to_bytes(value)).hexdigest()[:_HEX_DIGITS] if is_whole else ""
+        return f"{value.dtype} {list(value.shape)} {digest}".rstrip()
+    if depth == 0:
+        return kind
+    if isinstance(value, Mapping):
+        pairs = zip(parts(value), parts(value.values()), strict=True)
+        return "{" + ", ".join(sorted(f"{key}: {text}" for key, text in pairs)) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(parts(value)) + "]"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(parts(value))) + "}"
+    if isinstance(value, functools.partial):
+        return (
+            f"{_describe(value.func, depth)}({', '.join(parts(value.args))}{named(value.keywords)})"
+        )
+    if isinstance(value, MethodType):
+        owner = _describe(value.__self__, depth - 1, with_attributes=True)
+        return f"{owner}.{value.__name__}"
+    if isinstance(value, FunctionType):
+        variables = inspect.getclosurevars(value).nonlocals
+        return f"{value.__module__}.{value.__qualname__}({named(variables)})"
+    if with_attributes or isinstance(value, LogitsProcessor | StoppingCriteria):
+        return f"{kind}({named(getattr(value, '__dict__', {}))})"
+    return kind
+
+
+def _shortened(text: str) -> str:
+    """The text, or of a long one its beginning and its digest."""
+    if len(text) <= _MAX_TEXT:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:_HEX_DIGITS]
+    return f"{text[:_MAX_TEXT]}... ({len(text)} characters, digest {digest})"
 
 
 def digest_random_state(device: torch.device) -> str:

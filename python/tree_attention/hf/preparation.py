@@ -8,12 +8,15 @@ import transformers
 from packaging.version import Version
 from transformers import GenerationConfig, LogitsProcessorList, MaxTimeCriteria, PreTrainedModel
 
+from ..exchange.agreement import Signature
 from .cache import TreeCache
 from .digests import (
+    describe,
+    describe_all,
     digest_inputs,
     digest_parameters,
     digest_random_state,
-    digest_settings,
+    settings_of,
 )
 from .sampling import SynchronizeLogits
 
@@ -36,6 +39,7 @@ class Preparation:
         self.synchronize_logits = synchronize_logits
         self.shard = new_cache().shard  # refuses now what every call of generate would refuse
         self.arguments: dict[str, Any] = {}  # of the call of `generate` in progress
+        self.processors: list[Any] = []  # those of its logits processors that the caller gave
 
     def begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Takes the arguments of `generate` by name and returns those with which to go on."""
@@ -43,14 +47,15 @@ class Preparation:
             # `_refuse` would come too late: for a paged cache, transformers leaves `generate`
             # before it asks for a cache.
             raise _unsupported_cache("paged")
+        self.processors = [*(arguments.get("logits_processor") or ())]
         if self.synchronize_logits is not None:
-            processors = [*(arguments.get("logits_processor") or ()), self.synchronize_logits]
-            arguments = {**arguments, "logits_processor": LogitsProcessorList(processors)}
+            processors = LogitsProcessorList([*self.processors, self.synchronize_logits])
+            arguments = {**arguments, "logits_processor": processors}
         self.arguments = arguments
         return arguments
 
     def end(self) -> None:
-        self.arguments = {}
+        self.arguments, self.processors = {}, []
 
     def prepare_cache(
         self,
@@ -139,7 +144,7 @@ class Preparation:
 
     def _signature(
         self, model: PreTrainedModel, generation_config: GenerationConfig, num_cached: int
-    ) -> tuple[tuple[str, object], ...]:
+    ) -> Signature:
         """What must be equal on all ranks. Otherwise they would merge states that do not belong
         together, or stop at different tokens."""
         sampling = generation_config.do_sample
@@ -148,7 +153,14 @@ class Preparation:
             ("layout", self.shard.layout),
             ("number of cached tokens", num_cached),
             ("digest of the inputs", digest_inputs(self.arguments)),
-            ("digest of the generation settings", digest_settings(generation_config)),
+            *settings_of(generation_config),
+            ("synchronize_logits", self.synchronize_logits is not None),
+            *describe_all("logits processor", self.processors),
+            *describe_all("stopping criterion", self.arguments.get("stopping_criteria") or ()),
+            (
+                "prefix_allowed_tokens_fn",
+                describe(self.arguments.get("prefix_allowed_tokens_fn")),
+            ),
             ("digest of the model's weights", digest_parameters(model)),
             (
                 "digest of the random state (see seed_ranks)",

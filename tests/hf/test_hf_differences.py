@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ranks that call `generate` unlike each other, or not at all: an error on every rank, by name."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed import run_ranks
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+)
+
+from hf_models import make_model, make_prompts
+from tree_attention import ExchangeError, hf
+
+GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+LOST_AFTER_SECONDS = 2.0
+
+
+def _other_inputs(arguments: dict[str, Any]) -> None:
+    arguments["input_ids"][0, -1] += 1
+
+
+def _other_mask(arguments: dict[str, Any]) -> None:
+    arguments["attention_mask"][0, 0] = 0
+
+
+def _other_length(arguments: dict[str, Any]) -> None:
+    for name in ("input_ids", "attention_mask"):
+        arguments[name] = arguments[name][:, 1:]
+
+
+def _other_settings(arguments: dict[str, Any]) -> None:
+    arguments["max_new_tokens"] = 6
+
+
+def _other_temperature(arguments: dict[str, Any]) -> None:
+    arguments["temperature"] = 0.7
+
+
+class _Bias(LogitsProcessor):
+    """It also holds what differs from rank to rank by its nature, and is not compared."""
+
+    def __init__(self, bias: torch.Tensor) -> None:
+        self.bias = bias
+        self.group = dist.group.WORLD
+        self.owner = object()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def _allowed_up_to(highest: int) -> Callable[..., list[int]]:
+    return lambda batch_id, input_ids: list(range(highest))
+
+
+def _objects() -> dict[str, Any]:
+    """Arguments of generate that change the tokens and are no settings."""
+    penalty = RepetitionPenaltyLogitsProcessor(1.2)
+    return {
+        "logits_processor": LogitsProcessorList([penalty, _Bias(torch.ones(2))]),
+        "stopping_criteria": StoppingCriteriaList([EosTokenCriteria(3)]),
+        "prefix_allowed_tokens_fn": _allowed_up_to(150),
+    }
+
+
+def _other_penalty(arguments: dict[str, Any]) -> None:
+    arguments["logits_processor"][0] = RepetitionPenaltyLogitsProcessor(1.5)
+
+
+def _other_bias(arguments: dict[str, Any]) -> None:
+    arguments["logits_processor"][1].bias[1] = 2.0
+
+
+def _other_kind(arguments: dict[str, Any]) -> None:
+    arguments["logits_processor"][1] = MinLengthLogitsProcessor(1, 1)
+
+
+def _one_processor(arguments: dict[str, Any]) -> None:
+    del arguments["logits_processor"][1]
+
+
+def _other_criterion(arguments: dict[str, Any]) -> None:
+    arguments["stopping_criteria"][0] = EosTokenCriteria(4)
+
+
+def _other_prefix(arguments: dict[str, Any]) -> None:
+    arguments["prefix_allowed_tokens_fn"] = _allowed_up_to(100)
+
+
+def _other_synchronization(arguments: dict[str, Any]) -> None:
+    hf.enable(arguments["model"], synchronize_logits=True)
+
+
+def _other_random_state(arguments: dict[str, Any]) -> None:
+    torch.manual_seed(99)
+
+
+def _differ(
+    rank: int, world_size: int, change: Callable[[dict[str, Any]], None], sentence: str
+) -> None:
+    model = hf.enable(make_model("llama"))
+    torch.manual_seed(0)
+    arguments: dict[str, Any] = {**make_prompts(), **GREEDY, "do_sample": True, **_objects()}
+    if rank == world_size - 1:
+        change({**arguments, "model": model} if change is _other_synchronization else arguments)
+    with pytest.raises(ExchangeError, match=sentence):
+        model.generate(**arguments)
+    # Nothing was sent: the same ranks go on as soon as they agree.
+    hf.seed_ranks()
+    hf.enable(model)
+    model.generate(**make_prompts(), **GREEDY, **_objects())
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (_other_inputs, "digest of the inputs is .* on rank 2, .* on rank 0"),
+        (_other_mask, "digest of the inputs is .* on rank 2, .* on rank 0"),
+        (_other_length, "digest of the inputs is .* on rank 2, .* on rank 0"),
+        (_other_settings, "generation setting max_new_tokens is 6 on rank 2, 5 on rank 0"),
+        (_other_temperature, "generation setting temperature is 0.7 on rank 2, 1.0 on rank 0"),
+        (_other_penalty, r"logits processor 0 is Repetition.*penalty=1.5, .* rank 2, .*=1.2, "),
+        (_other_bias, r"logits processor 1 is _Bias\(bias=torch.float32 \[2\] .* on rank 2, _B"),
+        (_other_kind, "logits processor 1 is MinLength.* on rank 2, _Bias"),
+        (_one_processor, "logits processor 1 is None on rank 2, _Bias"),
+        (_other_criterion, r"stopping criterion 0 is EosToken.* \[1\] .* on rank 2, EosToken"),
+        (_other_prefix, r"prefix_allowed_tokens_fn is .*\(highest=100\) on rank 2, .*=150\) on r"),
+        (_other_synchronization, "synchronize_logits is True on rank 2, False on rank 0"),
+        (_other_random_state, r"random state \(see seed_ranks\) is .* on rank 2, .* on rank 0"),
+    ],
+)
+def test_differences_between_ranks_are_found(
+    change: Callable[[dict[str, Any]], None], sentence: str
+) -> None:
+    """On every rank, before the first step, by name."""
+    run_ranks(_differ, 3, change, sentence)
+
+
+def _cached_tokens_differ(rank: int, world_size: int) -> None:
+    """Only the length of the cache differs, made without an exchange."""
+    model = hf.enable(make_model("llama"))
+    cache = hf.TreeCache(model.config)
+    for layer in cache.layers[: len(cache) if rank else 0]:
+        layer.update(torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4, 8))
+    with pytest.raises(ExchangeError, match="number of cached tokens is 4 on rank 1, 0 on rank 0"):
+        model.generate(**make_prompts(), **GREEDY, past_key_values=cache)
+
+
+def _weights_differ(rank: int, world_size: int) -> None:
+    model = hf.enable(make_model("llama"))
+    if rank == 1:
+        with torch.no_grad():
+            model.model.norm.weight.mul_(2.0)
+    with pytest.raises(ExchangeError, match=r"digest of the model's weights is .* on rank 1"):
+        model.generate(**make_prompts(), **GREEDY)
+
+
+@pytest.mark.parametrize("function", [_cached_tokens_differ, _weights_differ])
+def test_other_differences_are_found(function: Callable[..., None]) -> None:
+    run_ranks(function, 2)
+
+
+def _stay_away(rank: int, world_size: int) -> None:
+    model = hf.enable(make_model("llama"), timeout=LOST_AFTER_SECONDS)
+    if rank == 0:
+        with pytest.raises(ExchangeError, match="no word from rank 1"):
+            model.generate(**make_prompts(), **GREEDY)
+
+
+def test_a_rank_that_does_not_generate_is_missed() -> None:
+    run_ranks(_stay_away, 2, fresh=True)
+
+
+class _DieAtStep(LogitsProcessor):
+    def __init__(self, step: int, rank: int) -> None:
+        self.step, self.rank = step, rank
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] == 37 + self.step and dist.get_rank() == self.rank:
+            os._exit(7)
+        return scores
+
+
+def _lose_a_rank(rank: int, world_size: int) -> None:
+    model = hf.enable(make_model("llama"), timeout=LOST_AFTER_SECONDS)
+    with pytest.raises(ExchangeError, match="rank 1"):
+        model.generate(**make_prompts(), **GREEDY, logits_processor=[_DieAtStep(3, rank=1)])
+
+
+def test_a_rank_lost_during_generation_is_an_error_on_the_others() -> None:
+    run_ranks(_lose_a_rank, 3, lost=[1])
