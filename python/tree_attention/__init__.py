@@ -2,7 +2,14 @@
 """Exact attention for very long contexts whose key/value cache is split over ranks."""
 
 import importlib
+import os
+import sys
 from types import ModuleType
+
+if sys.argv[:1] == ["-m"] and "tree_attention" in sys.orig_argv:
+    # `python -m tree_attention` tells errors in sentences, and torch's C++ log would put its stack
+    # in front of each that comes of a lost rank. torch reads this once, when it is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 from ._version import __version__
 from .baselines import ring_decode, ring_pass_q_decode

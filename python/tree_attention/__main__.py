@@ -5,6 +5,13 @@ import argparse
 import importlib
 import sys
 
+from .cli.usage import UsageError, is_root, report
+from .cli.world import INTERRUPTED
+from .exchange import ExchangeError
+
+# What a shell reports for a process that Ctrl-C ended: 128 and the number of SIGINT.
+INTERRUPTED_STATUS = 130
+
 COMMANDS = {
     "info": "versions, backends and what is unavailable",
     "verify": "check the operators, the ranks and HuggingFace on this machine",
@@ -23,8 +30,26 @@ def main(arguments: list[str]) -> int:
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see COMMAND --help")
     rest.required = False  # or argparse would say that it is missing together with the command
     parsed = parser.parse_args(arguments)
-    command = importlib.import_module(f"tree_attention.cli.{parsed.command}")
-    return command.main(parsed.arguments)
+    try:
+        command = importlib.import_module(f"tree_attention.cli.{parsed.command}")
+        return command.main(parsed.arguments)
+    except UsageError as error:
+        report(parsed.command, error)
+        return 2
+    except ExchangeError as error:
+        if INTERRUPTED in str(error):
+            return interrupted(parsed.command)
+        report(parsed.command, error)
+        return 1
+    except KeyboardInterrupt:
+        return interrupted(parsed.command)
+
+
+def interrupted(command: str) -> int:
+    """Says so once for all ranks, and returns the exit status."""
+    if is_root():
+        report(command, "interrupted; all ranks end")
+    return INTERRUPTED_STATUS
 
 
 if __name__ == "__main__":

@@ -27,9 +27,7 @@ CPU = torch.device("cpu")
 
 def calibrate_ranks(rank: int, world_size: int, out: str) -> str:
     console = Console(file=io.StringIO(), width=120)
-    # An unreadable table may be why somebody calibrates.
-    outdated = {"TREE_ATTENTION_COSTS": "/no/such/file"}
-    with mock.patch.dict(os.environ, {"TREE_ATTENTION_NODE": str(rank // 2), **outdated}):
+    with mock.patch.dict(os.environ, {"TREE_ATTENTION_NODE": str(rank // 2)}):
         calibrate.run(World(rank, world_size), CPU, 0.0, Path(out), console)
     return console.file.getvalue()
 
@@ -76,7 +74,7 @@ def test_calibration_needs_no_matplotlib(tmp_path: Path) -> None:
         (["--out", "/nowhere/costs.json"], "--out /nowhere/costs.json: there is no directory"),
         (["--out", "/"], "--out /: this is a directory; name a file"),
         (["--out", "costs.png"], "--out costs.png: name the table"),
-        (["--seconds", "0"], "--seconds must be above 0 and finite, got 0"),
+        (["--seconds", "0"], "--seconds must be above 0 and at most 1,000,000 seconds, got 0"),
         (["--device", "cuda"], "--device cuda needs a GPU, and torch finds none"),
     ],
 )

@@ -14,44 +14,13 @@ import torch
 
 import tree_attention
 from distributed import run_ranks
-from tree_attention import ExchangeError, lean_decode, strategies
+from tree_attention import lean_decode, strategies
 from tree_attention.__main__ import main
 from tree_attention.cli import generate, verify
+from tree_attention.cli.usage import check_can_be_written
 from tree_attention.cli.world import World, joined_world
 
 PROMPT = "Keys and values never move."
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random byte-level Llama with its tokenizer, in the ordinary layout of files."""
-    transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    directory = tmp_path_factory.mktemp("checkpoint")
-    tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(directory)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokens),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 def run_generate(checkpoint: Path, *arguments: str) -> int:
@@ -98,10 +67,16 @@ def test_generate_compares_tokens_with_another_run(
     [
         (["--prompt-file", "/nowhere.txt"], "--prompt-file /nowhere.txt: .*No such file"),
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "x" * 600], "600 tokens and 9 are to follow, but the model has 512 positio"),
+        (["--prompt", "x" * 8190], "8190 tokens and 9 are to follow, but the model has 8192 pos"),
         (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
-        (["--prompt", "x", "--timeout", "-1"], "--timeout must be above 0 seconds, got -1"),
+        (["--prompt", "x", "--timeout", "-1"], "--timeout must be above 0 and at most .*, got -1"),
+        (["--prompt", "x", "--timeout", "0"], "--timeout must be above 0 and at most .*, got 0"),
+        (["--prompt", "x", "--timeout", "inf"], "1,000,000 seconds, got inf"),
+        (["--prompt", "x", "--timeout", "nan"], "1,000,000 seconds, got nan"),
+        (["--prompt", "x", "--timeout", "1e300"], "1,000,000 seconds, got 1e.300"),
         (["--prompt", "x", "--json", "/no/x.json"], "--json /no/x.json: there is no directory /no"),
+        (["--prompt", "x", "--json", "/"], "--json /: this is a directory; name a file"),
+        (["--prompt", "x", "--json", "/proc/x.json"], "/proc/x.json: this file cannot be written"),
         (["--prompt", "x", "--same-tokens-as", "/no.json"], "/no.json is not a file that --json"),
     ],
 )
@@ -112,16 +87,6 @@ def test_generate_says_what_to_put_right(
     error = squeezed(capsys)
     assert error.startswith("generate: ")
     assert re.search(sentence, error)
-
-
-def test_generate_without_a_checkpoint(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_generate(tmp_path, "--prompt", "x") == 2
-    assert "--model takes a directory with config.json" in squeezed(capsys)
-    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
-    assert run_generate(tmp_path, "--prompt", "x") == 2
-    assert f"the checkpoint in {tmp_path} does not load" in squeezed(capsys)
 
 
 def squeezed(capsys: pytest.CaptureFixture[str]) -> str:
@@ -144,18 +109,33 @@ def test_generate_without_transformers(
     assert "needs transformers >= 5.5: pip install 'tree-attention[hf]'" in squeezed(capsys)
 
 
-def test_generate_after_a_lost_rank(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "content", ["[1, 2]", "3", '{"tokens": 3}', '{"tokens": ["a"]}', "{", "{}"]
+)
+def test_files_that_another_command_wrote(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
-    from tree_attention.cli import generation
+    """Found before the work: nothing was generated."""
+    file = tmp_path / "other.json"
+    file.write_text(content)
+    assert run_generate(checkpoint, "--prompt", PROMPT, "--same-tokens-as", str(file)) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith(f"generate: --same-tokens-as {file} is not a file that --json wro")
+    assert output.out == "" and output.err.count("\n") == 1
 
-    def lost(*args: object, **kwargs: object) -> None:
-        raise ExchangeError("rank 0 of 2: no answer within 30 s")
 
-    monkeypatch.setattr(generation, "generate", lost)
-    assert run_generate(checkpoint, "--prompt", "x") == 1
-    error = squeezed(capsys)
-    assert "no answer within 30 s" in error and "start all ranks again" in error
+def test_a_file_that_can_be_written_is_left_alone(tmp_path: Path) -> None:
+    present, absent = tmp_path / "present", tmp_path / "absent"
+    present.write_text("kept")
+    for file in (present, absent):
+        check_can_be_written("--json", file)
+    assert present.read_text() == "kept" and not absent.exists()
+
+
+def test_only_the_root_needs_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks may be on machines that do not have the directory."""
+    monkeypatch.setenv("RANK", "1")
+    check_can_be_written("--json", Path("/no/such/directory/x.json"))
 
 
 def test_a_long_prompt_is_shown_by_its_beginning_and_its_end() -> None:

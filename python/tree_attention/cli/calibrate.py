@@ -3,7 +3,6 @@
 
 import argparse
 import importlib.util
-import math
 import os
 import platform
 import sys
@@ -16,10 +15,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from .._version import __version__
-from ..exchange import Communicator
+from ..exchange import get_communicator
 from ..exchange.calibration import calibrate
 from ..exchange.choice import COSTS_VARIABLE, CostTable
-from .usage import UsageError, check_can_be_written, report
+from .usage import UsageError, check_can_be_written, check_seconds
 from .world import World, joined_world
 
 
@@ -37,30 +36,27 @@ def main(arguments: list[str]) -> int:
     )
     parsed = parser.parse_args(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    try:
-        check_arguments(parsed)
-        with joined_world("nccl" if parsed.device == "cuda" else "gloo") as world:
-            if world.size == 1:
-                raise UsageError(
-                    "one process has no exchange to measure; start several: "
-                    "torchrun --nproc-per-node 2 -m tree_attention calibrate"
-                )
-            device = torch.device("cpu")
-            if parsed.device == "cuda":
-                device = torch.device("cuda", world.local_rank)
-                torch.cuda.set_device(device)
-            run(world, device, parsed.seconds, parsed.out, console)
-            return 0
-    except UsageError as error:
-        return report("calibrate", error)
+    check_arguments(parsed)
+    os.environ.pop(COSTS_VARIABLE, None)  # an earlier table, which may be why somebody calibrates
+    with joined_world("nccl" if parsed.device == "cuda" else "gloo") as world:
+        if world.size == 1:
+            raise UsageError(
+                "one process has no exchange to measure; start several: "
+                "torchrun --nproc-per-node 2 -m tree_attention calibrate"
+            )
+        device = torch.device("cpu")
+        if parsed.device == "cuda":
+            device = torch.device("cuda", world.local_rank)
+            torch.cuda.set_device(device)
+        run(world, device, parsed.seconds, parsed.out, console)
+    return 0
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     check_can_be_written("--out", arguments.out)
     if arguments.out.suffix == ".png":
         raise UsageError(f"--out {arguments.out}: name the table; its picture gets the suffix .png")
-    if not 0 < arguments.seconds < math.inf:
-        raise UsageError(f"--seconds must be above 0 and finite, got {arguments.seconds:g}")
+    check_seconds("--seconds", arguments.seconds)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise UsageError(
             "--device cuda needs a GPU, and torch finds none; "
@@ -70,8 +66,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 def run(world: World, device: torch.device, seconds: float, out: Path, console: Console) -> None:
     """Measures; rank 0 writes `out` and, where matplotlib is installed, a picture beside it."""
-    os.environ.pop(COSTS_VARIABLE, None)  # an earlier table, which may be why somebody calibrates
-    comm = Communicator()
+    comm = get_communicator()
     with Progress(console=console, transient=True, disable=not world.root) as bar:
         task = bar.add_task("measuring", total=None)
 

@@ -12,7 +12,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from .. import ExchangeError, strategies
-from .usage import UsageError, check_can_be_written, report
+from .checkpoint import load
+from .usage import UsageError, check_can_be_written, check_seconds
 from .world import World, joined_world
 
 
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
         "--timeout",
         type=float,
         default=30.0,
-        help="seconds to wait for another rank (default 30)",
+        help="seconds to wait for another rank to start, to load or to answer (default 30)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write tokens and measurements")
     parser.add_argument(
@@ -55,46 +56,46 @@ def main(arguments: list[str]) -> int:
         help="fail unless the new tokens equal those in the --json file of another run",
     )
     parsed = parser.parse_args(arguments)
-    try:
-        with joined_world() as world:
-            return run(parsed, world)
-    except UsageError as error:
-        return report("generate", error)
-    except ExchangeError as error:
-        Console(stderr=True, highlight=False).print(
-            f"generate: {error}. A part of the cache is lost with the rank that held it: "
-            "start all ranks again.",
-            style="red",
-            markup=False,
-        )
-        return 1
+    check_arguments(parsed)
+    with joined_world(timeout=parsed.timeout) as world:
+        return run(parsed, world)
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    if arguments.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
+    check_seconds("--timeout", arguments.timeout)
+    if arguments.json is not None:
+        check_can_be_written("--json", arguments.json)
 
 
 def run(arguments: argparse.Namespace, world: World) -> int:
     if arguments.attention == "sdpa" and world.size > 1:
         raise UsageError("--attention sdpa runs in one process: start it without torchrun")
-    if arguments.max_new_tokens < 1:
-        raise UsageError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
-    if not arguments.timeout > 0:
-        raise UsageError(f"--timeout must be above 0 seconds, got {arguments.timeout:g}")
-    if arguments.json is not None:
-        check_can_be_written("--json", arguments.json)
     text = prompt_text(arguments)
-    tokenizer, model = load(arguments.model, arguments.attention)
+    expected = None if arguments.same_tokens_as is None else read_tokens(arguments.same_tokens_as)
+    tokenizer, model = load(arguments.model, attn_implementation=arguments.attention, dtype="auto")
+    from .. import hf
     from . import generation
 
+    if arguments.attention == "tree_attention":
+        hf.enable(model, timeout=arguments.timeout)
     input_ids = tokenizer(text, return_tensors="pt")["input_ids"]
     check_lengths(input_ids.shape[1], arguments.max_new_tokens, model.config)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    cache = new_cache(arguments, model)
     with Screen(world.root, text, input_ids.shape[1], model, tokenizer) as screen:
-        result = generation.generate(
-            model,
-            input_ids,
-            new_cache(arguments, model),
-            streamer=screen.streamer,
-            max_new_tokens=arguments.max_new_tokens,
-            pad_token_id=pad,
-        )
+        try:
+            result = generation.generate(
+                model,
+                input_ids,
+                cache,
+                streamer=screen.streamer,
+                max_new_tokens=arguments.max_new_tokens,
+                pad_token_id=pad,
+            )
+        except ExchangeError as error:
+            raise ExchangeError(f"{error}. {advice(cache)}") from error
     measured = result.to_json()
     completion = tokenizer.decode(result.tokens, skip_special_tokens=True)
     screen.console.print(table(measured, arguments.attention, world.size))
@@ -106,36 +107,18 @@ def run(arguments: argparse.Namespace, world: World) -> int:
             **measured,
         }
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
-    if arguments.same_tokens_as is None:
+    if expected is None:
         return 0
-    return compare_tokens(arguments.same_tokens_as, result.tokens, screen.console)
+    return compare_tokens(arguments.same_tokens_as, expected, result.tokens, screen.console)
 
 
-def load(path: Path, attention: str) -> tuple[Any, Any]:
-    """The checkpoint's tokenizer and model."""
-    try:
-        from .. import hf  # before transformers itself, as it says what to install
-    except ImportError as error:
-        raise UsageError(str(error)) from error
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # which transformers shows while it loads the weights
-    if not (path / "config.json").exists():
-        raise UsageError(
-            f"no checkpoint in {path}: --model takes a directory with config.json, "
-            "*.safetensors and a tokenizer"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, attn_implementation=attention, dtype="auto", local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        raise UsageError(f"the checkpoint in {path} does not load: {error}") from error
-    if attention == "tree_attention":
-        hf.enable(model)
-    return tokenizer, model.eval()
+def advice(cache: Any) -> str:
+    """What to do after an exchange that failed."""
+    if cache.shard.comm.failed is None:  # the ranks differ, which they found before they sent
+        return "Nothing is lost: start all ranks again, alike."
+    if cache.get_seq_length() == 0:
+        return "Start all ranks again."
+    return "A part of the cache is lost with the rank that held it: start all ranks again."
 
 
 def new_cache(arguments: argparse.Namespace, model: Any) -> Any:
@@ -254,10 +237,11 @@ def table(measured: dict[str, Any], attention: str, world_size: int) -> Table:
     return result
 
 
-def compare_tokens(path: Path, tokens: Sequence[int], console: Console) -> int:
+def compare_tokens(
+    path: Path, expected: Sequence[int], tokens: Sequence[int], console: Console
+) -> int:
     """Says whether the new tokens are those that another run wrote; returns the exit status."""
-    expected = read_tokens(path)
-    if list(tokens) == expected:
+    if list(tokens) == list(expected):
         console.print(f"The same {len(expected)} tokens as in {path}.", markup=False)
         return 0
     console.print(
@@ -270,8 +254,9 @@ def compare_tokens(path: Path, tokens: Sequence[int], console: Console) -> int:
 
 def read_tokens(path: Path) -> list[int]:
     try:
-        return list(json.loads(path.read_text())["tokens"])
-    except (OSError, ValueError, KeyError) as error:
+        content = json.loads(path.read_text())
+        return [int(token) for token in content["tokens"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"--same-tokens-as {path} is not a file that --json wrote: {error}"
+            f"--same-tokens-as {path} is not a file that --json wrote: {error!r}"
         ) from error

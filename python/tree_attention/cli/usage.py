@@ -1,25 +1,61 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Mistakes in the arguments of a command, found before the command does any work."""
+"""Mistakes in the arguments of a command, found before the command does any work, and how the
+errors of all commands are told."""
 
+import os
 from pathlib import Path
 
 from rich.console import Console
+
+# Long enough for any wait, and no overflow in the units of any library.
+MAX_SECONDS = 1_000_000
 
 
 class UsageError(Exception):
     """A mistake of the user; the message says how to put it right."""
 
 
-def report(command: str, error: UsageError) -> int:
-    """Prints the mistake to stderr and returns the exit status of the command."""
+def report(command: str, message: object) -> None:
+    """Prints to stderr, on one line, why the command ends."""
     console = Console(stderr=True, highlight=False)
-    console.print(f"{command}: {error}", style="red", markup=False)
-    return 2
+    console.print(f"{command}: {message}", style="red", markup=False, soft_wrap=True)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, without the C++ stack or the advice that may follow."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def is_root() -> bool:
+    """Whether this process talks to the user: rank 0 of torchrun's, or a process alone."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def check_can_be_written(option: str, path: Path) -> None:
-    """Raises UsageError where the file that `option` names cannot be created."""
-    if path.is_dir():
-        raise UsageError(f"{option} {path}: this is a directory; name a file")
-    if not path.parent.is_dir():
-        raise UsageError(f"{option} {path}: there is no directory {path.parent}; create it first")
+    """Raises UsageError on the root, which writes, where the file of `option` cannot be created."""
+    if not is_root():
+        return
+    try:
+        if path.is_dir():
+            raise UsageError(f"{option} {path}: this is a directory; name a file")
+        if not path.parent.is_dir():
+            raise UsageError(
+                f"{option} {path}: there is no directory {path.parent}; create it first"
+            )
+        # Only trying tells: permissions do not hold for root, nor do they say all.
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"{option} {path}: this file cannot be written ({error.strerror}); name another"
+        ) from error
+
+
+def check_seconds(option: str, seconds: float) -> None:
+    """Raises UsageError unless `seconds` are a time that can be waited for."""
+    if not 0 < seconds <= MAX_SECONDS:
+        raise UsageError(
+            f"{option} must be above 0 and at most {MAX_SECONDS:,} seconds, got {seconds:g}"
+        )

@@ -8,16 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
-from transformers.utils import logging
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from .. import hf
+from .checkpoint import load
 
 Tokens = list[list[int]]
 
@@ -25,7 +19,6 @@ Tokens = list[list[int]]
 def compare(path: Path | None) -> Iterator[tuple[str, Tokens, Tokens]]:
     """Yields the name of a check, HuggingFace's tokens and ours: first of a random model, then of
     the checkpoint in `path`, if any."""
-    logging.disable_progress_bar()  # which transformers shows while it loads the weights
     model = random_llama()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, model.config.vocab_size, (3, 200), generator=generator)
@@ -33,11 +26,8 @@ def compare(path: Path | None) -> Iterator[tuple[str, Tokens, Tokens]]:
     mask[1, :50] = mask[2, :199] = 0  # left padding
     yield "HuggingFace tokens: random Llama, padded batch", *both(model, ids, mask, 24)
     if path is not None:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         # Tokens are compared in float32, since in bfloat16 HuggingFace's own attentions differ.
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True
-        )
+        tokenizer, model = load(path, dtype=torch.float32)
         text = "The quick brown fox jumps over the lazy dog. " * 40
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         yield f"HuggingFace tokens: {path.name}", *both(model, ids, torch.ones_like(ids), 24)

@@ -2,13 +2,33 @@
 """The processes that torchrun started, or this one alone."""
 
 import os
+import signal
+import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from ..exchange import ExchangeError, get_communicator
+from ..exchange.agreement import call_before, ranks_text
+from ..exchange.choice import COSTS_VARIABLE, measured_costs
+from ..exchange.link import remaining
+from .usage import UsageError, first_line
+
+# Processes of one job start within seconds, but a cold file system may take minutes to give each of
+# them its libraries.
+RENDEZVOUS_SECONDS = 300.0
+# What ranks tell each other of Ctrl-C, whether a call was under way (`Session.before_deadline`) or
+# not.
+INTERRUPTED = f"interrupted by {KeyboardInterrupt()!r}"
+# How long an interrupted rank, which may serve the store, waits for the others to read why.
+_PARTING_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -26,12 +46,17 @@ class World:
 
 
 @contextmanager
-def joined_world(backend: str = "gloo") -> Iterator[World]:
+def joined_world(backend: str = "gloo", timeout: float = RENDEZVOUS_SECONDS) -> Iterator[World]:
     """Joins the processes that torchrun describes in the environment to the default process group.
 
     Each rank also gets its share of the machine's CPUs as threads, because torchrun sets
     OMP_NUM_THREADS to 1 whatever the machine has; any other value of OMP_NUM_THREADS is kept.
-    Without torchrun, the world is this process alone.
+    Without torchrun, the world is this process alone. Inside of it, Ctrl-C on one rank ends the
+    waits of all.
+
+    Raises:
+        UsageError: the environment names what cannot be used.
+        ExchangeError: not all ranks came within `timeout` seconds.
     """
     variables = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     if None in variables.values():
@@ -44,9 +69,89 @@ def joined_world(backend: str = "gloo") -> Iterator[World]:
     if local_size == size and sys.platform == "linux":
         # On one machine, whose host name need not resolve to an address that can be reached.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(backend)
-    yield World(rank, size, local_rank)
-    dist.destroy_process_group()  # not after an error, when it could wait for a lost rank
+    try:
+        measured_costs()  # which the first exchange reads
+    except ValueError as error:
+        raise UsageError(f"{COSTS_VARIABLE}={error}, or unset {COSTS_VARIABLE}") from error
+    _join(rank, size, backend, timeout)
+    with _interrupts_passed_on():
+        yield World(rank, size, local_rank)
+        dist.destroy_process_group()  # not after an error, when it could wait for a lost rank
+
+
+def _join(rank: int, size: int, backend: str, timeout: float) -> None:
+    """Makes the default process group once all ranks have come, as torch's own `env://` does, whose
+    error would not name the ranks that have not."""
+    host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if host is None or port is None:
+        raise UsageError(
+            "RANK and WORLD_SIZE are set, MASTER_ADDR and MASTER_PORT are not: start the ranks with"
+            " torchrun, or unset RANK to run one process"
+        )
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    server = "torchrun" if agent_serves else "rank 0"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    deadline = time.monotonic() + timeout
+
+    def join() -> None:
+        store: dist.Store = dist.TCPStore(
+            host,
+            int(port),
+            size,
+            is_master=rank == 0 and not agent_serves,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
+        store = dist.PrefixStore(f"tree_attention/rendezvous/{attempt}", store)
+        keys = [f"{rank}" for rank in range(size)]
+        store.set(keys[rank], "")
+        try:
+            store.wait(keys, remaining(deadline))
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise ExchangeError(f"no word from {ranks_text(missing)}") from error
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        )
+
+    try:
+        # In a thread of its own: Ctrl-C ends the wait for it.
+        call_before(deadline, join, who=f"{server}, which serves the rendezvous,")
+    except RuntimeError as error:
+        raise ExchangeError(
+            f"rank {rank} of {size}: the ranks did not meet at {host}:{port} within {timeout:g} s: "
+            f"{first_line(error)}; start all {size} ranks, each within that time"
+        ) from error
+
+
+@contextmanager
+def _interrupts_passed_on() -> Iterator[None]:
+    """Has Ctrl-C end this rank's wait for others, and tell them.
+
+    Python raises KeyboardInterrupt between two of its own instructions, to which a thread that
+    waits in C++ does not come. So another thread hears of the signal and aborts the exchange.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        while number := reader.recv(1):
+            if number[0] == signal.SIGINT:
+                with suppress(Exception):  # the main thread has the error that counts
+                    get_communicator().abort(INTERRUPTED)
+                time.sleep(_PARTING_SECONDS)
+                return
+
+    thread = threading.Thread(target=watch, name="tree_attention.interrupt", daemon=True)
+    thread.start()
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        writer.close()
+        thread.join()
+        reader.close()
 
 
 def num_cpus() -> int:

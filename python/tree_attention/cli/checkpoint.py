@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Loading a checkpoint that a user names."""
+
+from pathlib import Path
+from typing import Any
+
+from .usage import UsageError, first_line
+
+_MAX_NAMES = 3
+
+
+def load(path: Path, **options: Any) -> tuple[Any, Any]:
+    """The tokenizer and the model of a checkpoint, loaded with `options` of `from_pretrained`.
+
+    Raises:
+        UsageError: transformers is not installed, or the checkpoint is damaged or incomplete.
+    """
+    try:
+        from .. import hf  # noqa: F401  before transformers itself, as it says what to install
+    except ImportError as error:
+        raise UsageError(str(error)) from error
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # which transformers shows while it loads the weights
+    if not (path / "config.json").exists():
+        raise UsageError(
+            f"no checkpoint in {path}: --model takes a directory with config.json, "
+            "*.safetensors and a tokenizer"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, local_files_only=True, output_loading_info=True, **options
+        )
+    except Exception as error:  # damaged files are errors of every kind, of three libraries
+        raise UsageError(f"the checkpoint in {path} does not load: {first_line(error)}") from error
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        names = ", ".join(missing[:_MAX_NAMES])
+        more = f" and {len(missing) - _MAX_NAMES} more" if len(missing) > _MAX_NAMES else ""
+        raise UsageError(
+            f"the checkpoint in {path} lacks weights, which would be random numbers: {names}{more};"
+            " copy or download it again"
+        )
+    return tokenizer, model.eval()

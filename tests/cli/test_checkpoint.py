@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checkpoints that are damaged or incomplete: a sentence from `generate` and from `verify`."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tree_attention.__main__ import main
+from tree_attention.cli.checkpoint import load
+
+WEIGHT = "model.layers.{}.mlp.down_proj.weight"
+
+
+def truncate(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def cut_the_header(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5])
+
+
+def break_the_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").write_text("[1, 2]")
+
+
+def cut_the_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").write_text('{"model": ')
+
+
+def break_the_config(directory: Path) -> None:
+    (directory / "config.json").write_text("[1, 2]")
+
+
+def contradict_the_config(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+
+
+def remove_the_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def remove_everything(directory: Path) -> None:
+    shutil.rmtree(directory)
+
+
+def lose_weights(directory: Path, layers: int = 2) -> None:
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(layers):
+        del tensors[WEIGHT.format(layer)]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def lose_many_weights(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    tensors = {name: x for name, x in load_file(file).items() if "proj" not in name}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (truncate, "does not load: Error while deserializing header: incomplete metadata"),
+        (cut_the_header, "does not load: Error while deserializing header"),
+        (break_the_tokenizer, "does not load: "),
+        (cut_the_tokenizer, "does not load: "),
+        (break_the_config, "does not load: "),
+        (contradict_the_config, "does not load: "),
+        (remove_the_weights, "does not load: "),
+        (remove_everything, "--model takes a directory with config.json"),
+        (lose_weights, f"random numbers: {WEIGHT.format(0)}, {WEIGHT.format(1)}; copy or download"),
+        (lose_many_weights, "model.layers.0.mlp.up_proj.weight and 11 more; copy or download"),
+    ],
+)
+def test_damaged_checkpoints(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None],
+    sentence: str,
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(checkpoint, damaged)
+    damage(damaged)
+    assert main(["generate", "--prompt", "x", "--model", str(damaged)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("generate: ") and str(damaged) in error
+    assert sentence in error, error
+
+
+def test_verify_with_a_checkpoint_that_lacks_weights(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    lose_weights(tmp_path)
+    assert main(["verify", "--model", str(tmp_path)]) == 2
+    assert f"verify: the checkpoint in {tmp_path} lacks weights" in capsys.readouterr().err
+
+
+def test_tied_weights_are_not_missing(checkpoint: Path, tmp_path: Path) -> None:
+    """A checkpoint holds them once."""
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    config = transformers.LlamaConfig.from_pretrained(checkpoint, tie_word_embeddings=True)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    _, model = load(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight

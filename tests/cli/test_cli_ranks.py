@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Commands on several ranks that are late, lost, interrupted or unlike each other: every rank ends
+in time, with one sentence and no traceback."""
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from ranks_of_commands import AMPLE_SECONDS, Ended, Ranks, started
+from tree_attention.__main__ import main
+
+pytest.importorskip("transformers")
+
+INTERRUPTED = "generate: interrupted; all ranks end\n"
+# Ends long after whatever a test does to the ranks.
+ENDLESS = ("--prompt", "a", "--max-new-tokens", "8000")
+# Runs a command on a rank that dies once it has met the others.
+DIES_WHILE_IT_LOADS = """
+import os, sys
+from tree_attention.__main__ import main
+from tree_attention.cli import generate
+if os.environ["RANK"] == "1":
+    generate.load = lambda *args, **options: os._exit(7)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def generate(checkpoint: Path, *arguments: str) -> list[str]:
+    return ["generate", "--model", str(checkpoint), *arguments]
+
+
+def in_generation(ranks: Ranks) -> None:
+    """Returns when the ranks have generated for some time."""
+    ranks.wait_for_output(0, "Prompt (1 tokens)")
+    time.sleep(1.0)
+
+
+def assert_one_sentence(ended: Ended) -> None:
+    for sign in ("Traceback", "frame #", "Exception raised from"):
+        assert sign not in ended.stderr, ended.stderr
+    assert ended.stderr.count("generate: ") <= 1
+
+
+@pytest.mark.parametrize(
+    ("present", "sentence"),
+    [
+        (0, "rank 0 of 2: the ranks did not meet at .* within 2 s: no word from rank 1; start all"),
+        (1, "rank 1 of 2: the ranks did not meet at .* within 2 s: rank 0, which serves .*start"),
+    ],
+)
+def test_a_rank_that_never_comes(checkpoint: Path, present: int, sentence: str) -> None:
+    """torch alone would wait for half an hour."""
+    arguments = generate(checkpoint, *ENDLESS, "--timeout", "2")
+    with started(arguments, only=[present], rank_0_serves=True) as ranks:
+        ended = ranks.wait_for_end(0)
+    assert ended.status == 1
+    assert re.search(f"^generate: {sentence}", ended.stderr), ended.stderr
+    assert_one_sentence(ended)
+
+
+def test_a_rank_lost_while_it_loads(checkpoint: Path) -> None:
+    """The first agreement waits for as long as --timeout says, whatever the library's default."""
+    arguments = generate(checkpoint, *ENDLESS, "--timeout", "3")
+    with started(arguments, program=("-c", DIES_WHILE_IT_LOADS)) as ranks:
+        assert ranks.wait_for_end(1).status == 7
+        ended = ranks.wait_for_end(0)
+    assert ended.status == 1
+    assert "no answer within 3 s: no word from rank 1" in ended.stderr, ended.stderr
+    assert "Start all ranks again." in ended.stderr and "is lost" not in ended.stderr
+    assert_one_sentence(ended)
+
+
+def test_a_rank_lost_in_generation(checkpoint: Path) -> None:
+    """It takes the store with it, of which torch's log would say more than the sentence does."""
+    arguments = generate(checkpoint, *ENDLESS, "--timeout", "20")
+    with started(arguments, rank_0_serves=True) as ranks:
+        in_generation(ranks)
+        ranks.send(signal.SIGKILL, 0)
+        ended = ranks.wait_for_end(1)
+    assert ended.status == 1
+    assert ended.stderr.startswith("generate: rank 1 of 2: "), ended.stderr
+    assert "A part of the cache is lost with the rank that held it: start all" in ended.stderr
+    assert_one_sentence(ended)
+
+
+def test_ranks_with_different_arguments(checkpoint: Path) -> None:
+    arguments = generate(checkpoint, *ENDLESS, "--timeout", "20")
+    with started(arguments, arguments_of_last=("--max-new-tokens", "7999")) as ranks:
+        for rank in range(2):
+            ended = ranks.wait_for_end(rank)
+            assert ended.status == 1
+            assert (
+                "generation setting max_new_tokens is 7999 on rank 1, 8000 on rank 0. "
+                "Nothing is lost: start all ranks again, alike." in ended.stderr
+            ), ended.stderr
+            assert_one_sentence(ended)
+
+
+@pytest.mark.parametrize("interrupted", [(0, 1), (0,), (1,)])
+def test_ctrl_c(checkpoint: Path, interrupted: tuple[int, ...]) -> None:
+    arguments = generate(checkpoint, *ENDLESS, "--timeout", str(4 * AMPLE_SECONDS))
+    with started(arguments) as ranks:
+        in_generation(ranks)
+        ranks.send(signal.SIGINT, *interrupted)
+        ended = [ranks.wait_for_end(rank) for rank in range(2)]
+    assert [end.status for end in ended] == [130, 130], ended
+    assert ended[0].stderr == INTERRUPTED and ended[1].stderr == ""
+
+
+def test_ctrl_c_on_a_rank_that_waits_for_another(checkpoint: Path) -> None:
+    """It waits in C++, where Python's own handler would not come to run before the deadline."""
+    arguments = generate(checkpoint, *ENDLESS, "--timeout", str(4 * AMPLE_SECONDS))
+    with started(arguments) as ranks:
+        in_generation(ranks)
+        ranks.send(signal.SIGSTOP, 1)
+        time.sleep(2.0)  # until it waits
+        ranks.send(signal.SIGINT, 0)
+        ended = ranks.wait_for_end(0)
+    assert (ended.status, ended.stderr) == (130, INTERRUPTED)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "[",
+        '{"format": 3, "backend": "gloo"}',
+        '{"format": 3, "backend": "gloo", "nodes": [0, 1], "exchanges": '
+        '[{"strategy": "all_gather", "num_bytes": -1024, "seconds": 0.25}]}',
+    ],
+)
+def test_a_table_of_costs_that_cannot_be_read(
+    content: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = tmp_path / "costs.json"
+    if content is not None:
+        table.write_text(content)
+    monkeypatch.setenv("TREE_ATTENTION_COSTS", str(table))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # which keeps the threads of this process
+    for command in ("generate", "verify"):
+        arguments = ["--model", "/nowhere", "--prompt", "a"] if command == "generate" else []
+        assert main([command, *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"{command}: TREE_ATTENTION_COSTS={table} is no table of exchange")
+        assert "write a new one with" in error and error.count("\n") == 1
+
+
+def test_ranks_without_an_address(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert main(["verify"]) == 2
+    assert "start the ranks with torchrun, or unset RANK" in capsys.readouterr().err
+
+
+def test_calibration_needs_no_readable_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An unreadable table may be why somebody calibrates."""
+    monkeypatch.setenv("TREE_ATTENTION_COSTS", str(tmp_path / "nothing"))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert main(["calibrate", "--out", str(tmp_path / "costs.json")]) == 2
+    assert "MASTER_ADDR and MASTER_PORT are not" in capsys.readouterr().err  # which is checked next
