@@ -46,7 +46,7 @@ class World:
 
 
 @contextmanager
-def joined_world(backend: str = "gloo", timeout: float = RENDEZVOUS_SECONDS) -> Iterator[World]:
+def joined_world(backend: str = "gloo", timeout: float | None = None) -> Iterator[World]:
     """Joins the processes that torchrun describes in the environment to the default process group.
 
     Each rank also gets its share of the machine's CPUs as threads, because torchrun sets
@@ -54,9 +54,13 @@ def joined_world(backend: str = "gloo", timeout: float = RENDEZVOUS_SECONDS) -> 
     Without torchrun, the world is this process alone. Inside of it, Ctrl-C on one rank ends the
     waits of all.
 
+    Args:
+        timeout: seconds in which all ranks must come, and the group's own timeout; by default
+            `RENDEZVOUS_SECONDS` and torch's.
+
     Raises:
         UsageError: the environment names what cannot be used.
-        ExchangeError: not all ranks came within `timeout` seconds.
+        ExchangeError: not all ranks came in time.
     """
     variables = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     if None in variables.values():
@@ -79,7 +83,7 @@ def joined_world(backend: str = "gloo", timeout: float = RENDEZVOUS_SECONDS) -> 
         dist.destroy_process_group()  # not after an error, when it could wait for a lost rank
 
 
-def _join(rank: int, size: int, backend: str, timeout: float) -> None:
+def _join(rank: int, size: int, backend: str, timeout: float | None) -> None:
     """Makes the default process group once all ranks have come, as torch's own `env://` does, whose
     error would not name the ranks that have not."""
     host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -91,7 +95,8 @@ def _join(rank: int, size: int, backend: str, timeout: float) -> None:
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     server = "torchrun" if agent_serves else "rank 0"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    deadline = time.monotonic() + timeout
+    seconds = RENDEZVOUS_SECONDS if timeout is None else timeout
+    deadline = time.monotonic() + seconds
 
     def join() -> None:
         store: dist.Store = dist.TCPStore(
@@ -99,7 +104,7 @@ def _join(rank: int, size: int, backend: str, timeout: float) -> None:
             int(port),
             size,
             is_master=rank == 0 and not agent_serves,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
         )
         store = dist.PrefixStore(f"tree_attention/rendezvous/{attempt}", store)
@@ -111,7 +116,11 @@ def _join(rank: int, size: int, backend: str, timeout: float) -> None:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise ExchangeError(f"no word from {ranks_text(missing)}") from error
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=None if timeout is None else timedelta(seconds=timeout),
         )
 
     try:
@@ -119,8 +128,8 @@ def _join(rank: int, size: int, backend: str, timeout: float) -> None:
         call_before(deadline, join, who=f"{server}, which serves the rendezvous,")
     except RuntimeError as error:
         raise ExchangeError(
-            f"rank {rank} of {size}: the ranks did not meet at {host}:{port} within {timeout:g} s: "
-            f"{first_line(error)}; start all {size} ranks, each within that time"
+            f"rank {rank} of {size}: the ranks did not meet at {host}:{port}, for which they have "
+            f"{seconds:g} s: {first_line(error)}; start all {size} ranks, each within that time"
         ) from error
 
 
