@@ -3,7 +3,9 @@
 
 import argparse
 import importlib
+import os
 import sys
+from typing import NoReturn
 
 from .cli.usage import UsageError, is_root, report
 from .cli.world import INTERRUPTED
@@ -52,5 +54,16 @@ def interrupted(command: str) -> int:
     return INTERRUPTED_STATUS
 
 
+def end(status: int) -> NoReturn:
+    """Ends the process."""
+    if status == 0:
+        sys.exit(0)
+    # At once: a thread that still waits in C++ for a lost rank would end in a SIGABRT when Python
+    # takes itself down.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end(main(sys.argv[1:]))

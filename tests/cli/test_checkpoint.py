@@ -116,3 +116,27 @@ def test_tied_weights_are_not_missing(checkpoint: Path, tmp_path: Path) -> None:
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     _, model = load(tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_model_that_cannot_be_enabled(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=300,
+        vocab_size_per_layer_input=300,
+        hidden_size=16,
+        hidden_size_per_layer_input=8,
+        intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_kv_shared_layers=2,
+        laurel_rank=4,
+    )
+    transformers.Gemma3nForCausalLM(config).save_pretrained(tmp_path)
+    assert main(["generate", "--prompt", "x", "--model", str(tmp_path)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"generate: --model {tmp_path}: TreeCache: every layer must have keys")
+    assert error.endswith("; --attention sdpa generates in one process")

@@ -20,11 +20,11 @@ ENDLESS = ("--prompt", "a", "--max-new-tokens", "8000")
 # Runs a command on a rank that dies once it has met the others.
 DIES_WHILE_IT_LOADS = """
 import os, sys
-from tree_attention.__main__ import main
+from tree_attention.__main__ import end, main
 from tree_attention.cli import generate
 if os.environ["RANK"] == "1":
     generate.load = lambda *args, **options: os._exit(7)
-sys.exit(main(sys.argv[1:]))
+end(main(sys.argv[1:]))
 """
 
 
@@ -108,6 +108,14 @@ def test_ctrl_c(checkpoint: Path, interrupted: tuple[int, ...]) -> None:
         ended = [ranks.wait_for_end(rank) for rank in range(2)]
     assert [end.status for end in ended] == [130, 130], ended
     assert ended[0].stderr == INTERRUPTED and ended[1].stderr == ""
+
+
+def test_ctrl_c_on_a_process_alone(checkpoint: Path) -> None:
+    with started(generate(checkpoint, *ENDLESS), world_size=1) as ranks:
+        in_generation(ranks)
+        ranks.send(signal.SIGINT, 0)
+        ended = ranks.wait_for_end(0)
+    assert (ended.status, ended.stderr) == (130, INTERRUPTED)
 
 
 def test_ctrl_c_on_a_rank_that_waits_for_another(checkpoint: Path) -> None:

@@ -79,7 +79,12 @@ def run(arguments: argparse.Namespace, world: World) -> int:
     from . import generation
 
     if arguments.attention == "tree_attention":
-        hf.enable(model, timeout=arguments.timeout)
+        try:
+            hf.enable(model, timeout=arguments.timeout)
+        except ValueError as error:
+            raise UsageError(
+                f"--model {arguments.model}: {error}; --attention sdpa generates in one process"
+            ) from error
     input_ids = tokenizer(text, return_tensors="pt")["input_ids"]
     check_lengths(input_ids.shape[1], arguments.max_new_tokens, model.config)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
