@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,12 +33,24 @@ class Ended(NamedTuple):
 class Ranks:
     """The processes of one command, one a rank."""
 
-    def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
+    def __init__(self, processes: Sequence[subprocess.Popen[str]], port: int) -> None:
         self._processes = processes
+        self._port = port
 
     def send(self, number: signal.Signals, *ranks: int) -> None:
         for rank in ranks:
             self._processes[rank].send_signal(number)
+
+    def wait_for_store(self) -> None:
+        """Returns when a rank serves the store."""
+        deadline = time.monotonic() + AMPLE_SECONDS
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self._port)).close()
+                return
+            except ConnectionRefusedError:
+                assert time.monotonic() < deadline, "no rank serves the store"
+                time.sleep(0.05)
 
     def wait_for_output(self, rank: int, word: str) -> None:
         """Reads what a rank prints until it has printed `word`."""
@@ -100,7 +114,7 @@ def started(
                     text=True,
                 )
             )
-        yield Ranks(processes)
+        yield Ranks(processes, port)
     finally:
         for process in processes:
             process.kill()

@@ -110,6 +110,16 @@ def test_ctrl_c(checkpoint: Path, interrupted: tuple[int, ...]) -> None:
     assert ended[0].stderr == INTERRUPTED and ended[1].stderr == ""
 
 
+def test_ctrl_c_on_a_rank_that_no_other_meets(checkpoint: Path) -> None:
+    arguments = generate(checkpoint, *ENDLESS, "--timeout", str(4 * AMPLE_SECONDS))
+    with started(arguments, only=[0], rank_0_serves=True) as ranks:
+        ranks.wait_for_store()
+        time.sleep(0.5)  # until it waits for the other
+        ranks.send(signal.SIGINT, 0)
+        ended = ranks.wait_for_end(0)
+    assert (ended.status, ended.stderr) == (130, INTERRUPTED)
+
+
 def test_ctrl_c_on_a_process_alone(checkpoint: Path) -> None:
     with started(generate(checkpoint, *ENDLESS), world_size=1) as ranks:
         in_generation(ranks)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Ranks that call `generate` unlike each other, or not at all: an error on every rank, by name."""
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from transformers import (
 
 from hf_models import make_model, make_prompts
 from tree_attention import ExchangeError, hf
+from tree_attention.hf.digests import describe
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 LOST_AFTER_SECONDS = 2.0
@@ -147,6 +149,42 @@ def test_differences_between_ranks_are_found(
 ) -> None:
     """On every rank, before the first step, by name."""
     run_ranks(_differ, 3, change, sentence)
+
+
+def _nested() -> list[Any]:
+    """A list that holds itself."""
+    items: list[Any] = [1]
+    items.append(items)
+    return items
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "None"),
+        ({"b": 2, "a": {3}}, "{'a': {3}, 'b': 2}"),
+        ((1, [2.5, True], "x"), "[1, [2.5, True], 'x']"),
+        (torch.bfloat16, "torch.bfloat16"),
+        (torch.ones(2, device="meta"), "torch.float32 [2]"),
+        (functools.partial(_allowed_up_to, 3, x=4), f"{__name__}._allowed_up_to()(3, x=4)"),
+        (
+            _Bias(torch.ones(0)).__call__,
+            "_Bias(bias=torch.float32 [0] e3b0c44298fc1c14, group=None",
+        ),
+        (object(), "object"),
+        (_nested(), "[1, [1, [1, [1, [1, [1, list]]]]]]"),
+        (list(range(100_001)), "list of 100001"),
+    ],
+)
+def test_descriptions(value: object, text: str) -> None:
+    """The same in every process: no address, no order of a set, and an end."""
+    assert describe(value).startswith(text)
+
+
+def test_a_long_description_is_cut_and_still_differs() -> None:
+    numbers = list(range(1000))
+    text, other = describe(numbers), describe([*numbers[:-1], 0])
+    assert len(text) < 300 and text != other and text.startswith("[0, 1, 2, ")
 
 
 def _cached_tokens_differ(rank: int, world_size: int) -> None:

@@ -19,8 +19,10 @@ _SAMPLES_PER_PARAMETER = 8
 _HEX_DIGITS = 16
 # Of a value's text, what ranks publish and an error shows.
 _MAX_TEXT = 200
-# How deep collections are compared; an object may hold itself.
+# How deep collections are compared, as an object may hold itself, and up to which size, as all of
+# it is walked through in every generation: tenths of a second for so many numbers.
 _DEPTH = 6
+_MAX_ENTRIES = 100_000
 
 
 def digest_inputs(inputs: Mapping[str, Any]) -> str:
@@ -80,6 +82,8 @@ def _describe(value: Any, depth: int, with_attributes: bool = False) -> str:
         return f"{value.dtype} {list(value.shape)} {digest}".rstrip()
     if depth == 0:
         return kind
+    if isinstance(value, Mapping | list | tuple | set | frozenset) and len(value) > _MAX_ENTRIES:
+        return f"{kind} of {len(value)}"
     if isinstance(value, Mapping):
         pairs = zip(parts(value), parts(value.values()), strict=True)
         return "{" + ", ".join(sorted(f"{key}: {text}" for key, text in pairs)) + "}"
@@ -88,9 +92,8 @@ def _describe(value: Any, depth: int, with_attributes: bool = False) -> str:
     if isinstance(value, set | frozenset):
         return "{" + ", ".join(sorted(parts(value))) + "}"
     if isinstance(value, functools.partial):
-        return (
-            f"{_describe(value.func, depth)}({', '.join(parts(value.args))}{named(value.keywords)})"
-        )
+        bound = [*parts(value.args), *([named(value.keywords)] if value.keywords else [])]
+        return f"{_describe(value.func, depth - 1)}({', '.join(bound)})"
     if isinstance(value, MethodType):
         owner = _describe(value.__self__, depth - 1, with_attributes=True)
         return f"{owner}.{value.__name__}"
