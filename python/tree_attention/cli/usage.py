@@ -7,8 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-# Long enough for any wait, and no overflow in the units of any library.
-MAX_SECONDS = 1_000_000
+from ..exchange.arguments import MAX_SECONDS
 
 
 class UsageError(Exception):

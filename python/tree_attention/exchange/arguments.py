@@ -15,7 +15,7 @@ from ..ops import check_tensors
 from .strategies import STRATEGIES, candidates
 
 _PAYLOAD_DTYPES = (torch.float32, torch.bfloat16)
-_MAX_SECONDS = 10_000_000  # 115 days
+MAX_SECONDS = 10_000_000  # 115 days
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -94,9 +94,9 @@ def check_timeout(op: str, timeout: float | timedelta) -> float:
         raise TypeError(
             f"{op}: timeout must be a number of seconds or a datetime.timedelta, got {timeout!r}"
         )
-    if not 0 < seconds <= _MAX_SECONDS:  # false for nan, too
+    if not 0 < seconds <= MAX_SECONDS:  # false for nan, too
         raise ValueError(
-            f"{op}: timeout must be above 0 and at most {_MAX_SECONDS:,} seconds, got {timeout}"
+            f"{op}: timeout must be above 0 and at most {MAX_SECONDS:,} seconds, got {timeout}"
         )
     return float(seconds)
 

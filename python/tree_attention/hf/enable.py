@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+from datetime import timedelta
 from types import MethodType
 from typing import Any
 
@@ -26,7 +27,7 @@ def enable(
     *,
     strategy: str = "auto",
     prefill_chunk_size: int | None = 1024,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | timedelta = DEFAULT_TIMEOUT,
     synchronize_logits: bool = False,
 ) -> PreTrainedModel:
     """Makes `model.generate(...)` shard its key/value cache over the ranks of a group.
@@ -130,10 +131,11 @@ def _override(model: PreTrainedModel, preparation: Preparation) -> None:
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)
         del arguments["self"]
         arguments.update(arguments.pop("kwargs", {}))
-        try:
-            return original(self, **preparation.begin(arguments))
-        finally:
-            preparation.end()
+        with preparation.turn():
+            try:
+                return original(self, **preparation.begin(arguments))
+            finally:
+                preparation.end()
 
     @functools.wraps(original_prepare)
     def prepare_cache(

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What an enabled model does before the first step of `generate`."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import transformers
@@ -24,6 +26,14 @@ from .sampling import SynchronizeLogits
 _CHUNKS_AFTER_CACHED_TOKENS = Version(transformers.__version__) >= Version("5.23")
 
 
+class _Call(threading.local):
+    """The call of `generate` in progress in this thread."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[str, Any] = {}
+        self.processors: list[Any] = []  # those that the caller gave
+
+
 class Preparation:
     """What every call of `generate` of an enabled model begins with: it refuses what cannot work,
     compares the ranks and makes the cache."""
@@ -38,8 +48,18 @@ class Preparation:
         self.prefill_chunk_size = prefill_chunk_size
         self.synchronize_logits = synchronize_logits
         self.shard = new_cache().shard  # refuses now what every call of generate would refuse
-        self.arguments: dict[str, Any] = {}  # of the call of `generate` in progress
-        self.processors: list[Any] = []  # those of its logits processors that the caller gave
+        self.call = _Call()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Surrounds a call of `generate`: over ranks, no other thread may use the group until it
+        ends. Ranks may call it in threads of any name, as it compares inputs and settings itself.
+        """
+        if self.shard.world_size == 1:
+            yield
+        else:
+            with self.shard.comm.turn("generate", name="generate"):
+                yield
 
     def begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Takes the arguments of `generate` by name and returns those with which to go on."""
@@ -47,15 +67,15 @@ class Preparation:
             # `_refuse` would come too late: for a paged cache, transformers leaves `generate`
             # before it asks for a cache.
             raise _unsupported_cache("paged")
-        self.processors = [*(arguments.get("logits_processor") or ())]
+        self.call.processors = [*(arguments.get("logits_processor") or ())]
         if self.synchronize_logits is not None:
-            processors = LogitsProcessorList([*self.processors, self.synchronize_logits])
+            processors = LogitsProcessorList([*self.call.processors, self.synchronize_logits])
             arguments = {**arguments, "logits_processor": processors}
-        self.arguments = arguments
+        self.call.arguments = arguments
         return arguments
 
     def end(self) -> None:
-        self.arguments, self.processors = {}, []
+        self.call.arguments, self.call.processors = {}, []
 
     def prepare_cache(
         self,
@@ -95,7 +115,7 @@ class Preparation:
                 "generate: output_attentions is not supported, as the attention weights are never "
                 "formed; use attn_implementation='eager' without enable"
             )
-        criteria = self.arguments.get("stopping_criteria") or ()
+        criteria = self.call.arguments.get("stopping_criteria") or ()
         if self.shard.world_size > 1 and (
             generation_config.max_time is not None
             or any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria)
@@ -106,7 +126,7 @@ class Preparation:
             )
 
     def _refuse_cached_prompt(self, num_prompt: int, num_cached: int) -> None:
-        mask = self.arguments.get("attention_mask")
+        mask = self.call.arguments.get("attention_mask")
         is_whole_sequence = mask is None or mask.shape[1] == num_prompt
         if num_cached > 0 and is_whole_sequence and num_cached >= num_prompt:
             raise ValueError(
@@ -114,7 +134,7 @@ class Preparation:
                 "at least one token must be new: call cache.crop(-1), or pass only the new tokens "
                 "with an attention_mask over all tokens"
             )
-        size = self.arguments.get("prefill_chunk_size")
+        size = self.call.arguments.get("prefill_chunk_size")
         if num_cached > 0 and size is not None and not _CHUNKS_AFTER_CACHED_TOKENS:
             raise NotImplementedError(
                 "generate: prefill_chunk_size with a cache that holds tokens needs transformers "
@@ -138,8 +158,8 @@ class Preparation:
 
     def _prompt_length(self) -> int:
         for name in ("inputs", "input_ids", "inputs_embeds"):
-            if self.arguments.get(name) is not None:
-                return self.arguments[name].shape[1]
+            if self.call.arguments.get(name) is not None:
+                return self.call.arguments[name].shape[1]
         return 1  # without a prompt, generate begins with the bos token
 
     def _signature(
@@ -152,14 +172,14 @@ class Preparation:
             ("transformers version", transformers.__version__),
             ("layout", self.shard.layout),
             ("number of cached tokens", num_cached),
-            ("digest of the inputs", digest_inputs(self.arguments)),
+            ("digest of the inputs", digest_inputs(self.call.arguments)),
             *settings_of(generation_config),
             ("synchronize_logits", self.synchronize_logits is not None),
-            *describe_all("logits processor", self.processors),
-            *describe_all("stopping criterion", self.arguments.get("stopping_criteria") or ()),
+            *describe_all("logits processor", self.call.processors),
+            *describe_all("stopping criterion", self.call.arguments.get("stopping_criteria") or ()),
             (
                 "prefix_allowed_tokens_fn",
-                describe(self.arguments.get("prefix_allowed_tokens_fn")),
+                describe(self.call.arguments.get("prefix_allowed_tokens_fn")),
             ),
             ("digest of the model's weights", digest_parameters(model)),
             (
