@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Families of models: those that work say what transformers says, the others are refused.
+
+The mistakes these tests are for: a family whose attention is given another scale, other heads, a
+mask or a cache that the operator does not have, and whose tokens are wrong without a word.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import run_ranks
+
+pytest.importorskip("transformers")
+
+from hf_families import PAD, REFUSED, VOCAB_SIZE, WINDOW, WORKING, Refusal, make_model, readme_lists
+from tree_attention import BlockCyclic, hf
+
+README = Path(__file__).parents[2] / "README.md"
+PROMPT_LENGTH = 29
+NUM_TOKENS = 20
+GREEDY = {
+    "max_new_tokens": NUM_TOKENS,
+    "min_new_tokens": NUM_TOKENS,
+    "do_sample": False,
+    "output_logits": True,
+    "return_dict_in_generate": True,
+}
+MAX_PADDING = 9
+assert PROMPT_LENGTH - MAX_PADDING > WINDOW
+
+REFUSALS = {name: refusal for refusal in REFUSED for name in refusal.families}
+
+
+def _prompts() -> dict[str, Tensor]:
+    """Three, padded on the left to one length."""
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(3, VOCAB_SIZE, (3, PROMPT_LENGTH), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((0, MAX_PADDING, 4)):
+        ids[row, :padding] = PAD
+        mask[row, :padding] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@cache
+def _expected(name: str) -> tuple[Tensor, Tensor, float]:
+    """Tokens of transformers, their logits [steps, batch, vocab], and how far apart the best two
+    are at the step where they are nearest."""
+    output = make_model(WORKING[name]).generate(**_prompts(), **GREEDY)
+    logits = torch.stack(output.logits)
+    best = logits.topk(2).values
+    assert len(output.sequences[:, PROMPT_LENGTH:].unique()) >= NUM_TOKENS // 2
+    return output.sequences, logits, (best[..., 0] - best[..., 1]).min().item()
+
+
+def _generate(
+    rank: int, world_size: int, name: str, tokens: Tensor, logits: Tensor, margin: float
+) -> None:
+    # With blocks of 4 every rank holds some slots of the prompt, and the ranks' shares are uneven.
+    model = hf.enable(make_model(WORKING[name]), layout=BlockCyclic(world_size, 4))
+    output = model.generate(**_prompts(), **GREEDY)
+    assert isinstance(output.past_key_values, hf.TreeCache)
+    assert torch.equal(output.sequences, tokens)
+    # Far less than what would change a token: none was equal by chance.
+    error = (torch.stack(output.logits) - logits).abs().max().item()
+    assert error < margin / 10, f"logits differ by {error}, the best two by {margin}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", WORKING)
+def test_tokens_equal_those_of_transformers(name: str, world_size: int) -> None:
+    _skip_unless_known(name, WORKING[name].exists)
+    if world_size == 1:
+        _generate(0, 1, name, *_expected(name))
+    else:
+        run_ranks(_generate, world_size, name, *_expected(name))
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_with_the_reason(name: str) -> None:
+    """By `enable`, or before the first token where only a forward pass shows it."""
+    refusal: Refusal = REFUSALS[name]
+    family = refusal.families[name]
+    _skip_unless_known(name, family.exists)
+    model = make_model(family)
+    with pytest.raises(
+        (ValueError, NotImplementedError, hf.WrongAttentionError), match=refusal.says
+    ):
+        hf.enable(model).generate(**_prompts(), max_new_tokens=1)
+
+
+def test_readme_lists_the_families() -> None:
+    text = readme_lists()
+    assert text in README.read_text(), f"README.md does not contain:\n\n{text}"
+    assert not WORKING.keys() & REFUSALS.keys()
+
+
+def _skip_unless_known(name: str, exists: bool) -> None:
+    if not exists:
+        pytest.skip(f"this release of transformers has no {name}")

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The model families that work and those that are refused: README's lists and the tests' tables.
+
+Each is made tiny and random from its configuration class in transformers, by name, as releases
+differ in the families that they have.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+VOCAB_SIZE = 97
+PAD, EOS = 0, 1
+WINDOW = 8
+
+_TINY = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": PAD,
+    "bos_token_id": 2,
+    "eos_token_id": EOS,
+    # With the usual 0.02 attention is a plain mean, and the next token is always the last one.
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+_HEADS_OF_16 = {"head_dim": 16}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_WINDOW = {"sliding_window": WINDOW}
+_MULTIPLIERS = {"attention_multiplier": 0.4, "residual_multiplier": 0.5, "logits_scaling": 4.0}
+_ALTERNATING = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A configuration class of transformers, and what it is given beside the sizes of all."""
+
+    config: str
+    options: dict[str, Any]
+    plain_attention: str = "sdpa"  # eager where sdpa lacks what the model needs: softcap, sinks
+    auto: str = "AutoModelForCausalLM"
+
+    @property
+    def exists(self) -> bool:
+        """Whether this release of transformers has it."""
+        return hasattr(transformers, self.config)
+
+
+def _family(config: str, *options: dict[str, Any], **fields: str) -> Family:
+    merged = {key: value for option in options for key, value in option.items()}
+    return Family(config, merged, **fields)
+
+
+def _refused(config: str, *options: dict[str, Any], **fields: str) -> Family:
+    return _family(config, *options, plain_attention="eager", **fields)  # which all of them have
+
+
+WORKING: dict[str, Family] = {
+    "Apertus": _family("ApertusConfig"),
+    "Arcee": _family("ArceeConfig"),
+    "BioGPT": _family("BioGptConfig"),
+    "BitNet": _family("BitNetConfig"),
+    "Cohere": _family("CohereConfig"),
+    "Cohere 2": _family("Cohere2Config", _ALTERNATING),
+    "dots.llm1": _family("Dots1Config", _EXPERTS, {"n_routed_experts": 4, "n_shared_experts": 1}),
+    "ERNIE 4.5": _family("Ernie4_5Config", _HEADS_OF_16),
+    "ERNIE 4.5 MoE": _family(
+        "Ernie4_5_MoeConfig", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48}
+    ),
+    "EXAONE 4": _family("Exaone4Config", _ALTERNATING),
+    "Gemma": _family("GemmaConfig", _HEADS_OF_16),
+    "Gemma 2": _family(
+        "Gemma2Config",
+        _HEADS_OF_16,
+        _ALTERNATING,
+        {"attn_logit_softcapping": 5.0},
+        plain_attention="eager",
+    ),
+    "Gemma 3": _family("Gemma3TextConfig", _HEADS_OF_16, _ALTERNATING),
+    "Gemma 4": _family(
+        "Gemma4TextConfig", _HEADS_OF_16, _ALTERNATING, {"vocab_size_per_layer_input": VOCAB_SIZE}
+    ),
+    "GLM": _family("GlmConfig", _HEADS_OF_16),
+    "GLM-4": _family("Glm4Config", _HEADS_OF_16),
+    "GLM-4.5": _family("Glm4MoeConfig", {"n_routed_experts": 4}, _EXPERTS),
+    "GPT-2": _family("GPT2Config"),
+    "GPT-BigCode": _family("GPTBigCodeConfig"),
+    "GPT-NeoX": _family("GPTNeoXConfig"),
+    "GPT-OSS": _family(
+        "GptOssConfig", _HEADS_OF_16, _ALTERNATING, _LOCAL_EXPERTS, plain_attention="eager"
+    ),
+    "Granite": _family("GraniteConfig", _MULTIPLIERS),
+    "GraniteMoE": _family("GraniteMoeConfig", _MULTIPLIERS, _LOCAL_EXPERTS),
+    "Helium": _family("HeliumConfig", _HEADS_OF_16),
+    "HunYuan": _family("HunYuanDenseV1Config", _HEADS_OF_16),
+    "Llama": _family("LlamaConfig"),
+    "MiniMax-M2": _family("MiniMaxM2Config", _HEADS_OF_16, _LOCAL_EXPERTS),
+    "Ministral": _family("MinistralConfig", _HEADS_OF_16, _ALTERNATING),
+    "Mistral": _family("MistralConfig", _WINDOW),
+    "Mixtral": _family("MixtralConfig", _WINDOW, _LOCAL_EXPERTS),
+    "Nemotron": _family("NemotronConfig"),
+    "OLMo": _family("OlmoConfig"),
+    "OLMo 2": _family("Olmo2Config"),
+    "OLMo 3": _family("Olmo3Config", _ALTERNATING),
+    "OLMoE": _family("OlmoeConfig", _EXPERTS),
+    "OPT": _family("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "Persimmon": _family("PersimmonConfig"),
+    "Phi": _family("PhiConfig"),
+    "Phi-3": _family("Phi3Config", _WINDOW),
+    "Phi-3.5-MoE": _family("PhimoeConfig", _WINDOW, _LOCAL_EXPERTS),
+    "Qwen2": _family("Qwen2Config", _ALTERNATING, {"use_sliding_window": True}),
+    "Qwen2-MoE": _family("Qwen2MoeConfig", _EXPERTS, {"shared_expert_intermediate_size": 48}),
+    "Qwen3": _family("Qwen3Config", _HEADS_OF_16),
+    "Qwen3-MoE": _family("Qwen3MoeConfig", _HEADS_OF_16, _EXPERTS),
+    "Seed-OSS": _family("SeedOssConfig", _HEADS_OF_16),
+    "SmolLM3": _family("SmolLM3Config", _ALTERNATING, {"use_sliding_window": True}),
+    "StableLM": _family("StableLmConfig"),
+    "StarCoder2": _family("Starcoder2Config", _WINDOW),
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Families that are refused for one reason."""
+
+    why: str  # in README
+    says: str  # a piece of the sentence that the user gets
+    families: dict[str, Family]
+
+
+_KINDS_OF_LAYERS = "layers must be of the types"
+_ATTENTION_HIDDEN = "does not let its attention be chosen"
+_CACHED_KEYS = "work on cached keys themselves"
+_TEXT_ALONE = "must be a decoder of text alone"
+_LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"]}
+
+REFUSED: tuple[Refusal, ...] = (
+    Refusal(
+        "layers that are recurrent, linear or convolutions keep a state and no keys",
+        _KINDS_OF_LAYERS,
+        {
+            "Bamba": _refused("BambaConfig"),
+            "Falcon-H1": _refused("FalconH1Config"),
+            "Falcon Mamba": _refused("FalconMambaConfig"),
+            "Granite 4": _refused("GraniteMoeHybridConfig"),
+            "Jamba": _refused("JambaConfig"),
+            "Kimi Linear": _refused("KimiLinearConfig"),
+            "LFM2": _refused("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+            "Mamba": _refused("MambaConfig"),
+            "Mamba 2": _refused("Mamba2Config", {"num_heads": 8, "head_dim": 16, "n_groups": 1}),
+            "MiniMax-01": _refused("MiniMaxConfig", _LOCAL_EXPERTS),
+            "Nemotron-H": _refused("NemotronHConfig"),
+            "OLMo Hybrid": _refused("OlmoHybridConfig", _LINEAR_FIRST),
+            "Qwen3-Next": _refused("Qwen3NextConfig", _EXPERTS, _LINEAR_FIRST),
+            "Qwen3.5": _refused("Qwen3_5TextConfig", _LINEAR_FIRST),
+            "RecurrentGemma": _refused("RecurrentGemmaConfig"),
+            "Zamba2": _refused("Zamba2Config", {"layer_types": ["mamba", "hybrid"]}),
+        },
+    ),
+    Refusal(
+        "an index chooses the keys of each query",
+        _KINDS_OF_LAYERS,
+        {
+            "DeepSeek-V3.2": _refused("DeepseekV32Config"),
+            "GLM-5": _refused("GlmMoeDsaConfig"),
+        },
+    ),
+    Refusal(
+        "multi-head latent attention expands the keys that it cached itself",
+        "multi-head latent attention",
+        {
+            "DeepSeek-V2": _refused("DeepseekV2Config"),
+            "DeepSeek-V3": _refused("DeepseekV3Config"),
+            "GLM-4.7-Flash": _refused("Glm4MoeLiteConfig"),
+            "MiniCPM3": _refused("MiniCPM3Config"),
+            "Youtu": _refused("YoutuConfig"),
+        },
+    ),
+    Refusal(
+        "the attention computes with the cached keys in code of its own",
+        _CACHED_KEYS,
+        {
+            "DiffLlama": _refused("DiffLlamaConfig"),
+            "Doge": _refused("DogeConfig"),
+            "JetMoe": _refused("JetMoeConfig"),
+        },
+    ),
+    Refusal(
+        "transformers lets no other attention function be chosen for it",
+        _ATTENTION_HIDDEN,
+        {
+            "BLOOM": _refused("BloomConfig"),
+            "CodeGen": _refused("CodeGenConfig"),
+            "Falcon": _refused("FalconConfig"),
+            "GPT-J": _refused("GPTJConfig"),
+            "MPT": _refused("MptConfig"),
+            "RWKV": _refused("RwkvConfig"),
+            "XGLM": _refused("XGLMConfig"),
+        },
+    ),
+    Refusal(
+        "some layers use the keys of another one",
+        "shares keys between layers",
+        {
+            "Gemma 3n": _refused(
+                "Gemma3nTextConfig",
+                _HEADS_OF_16,
+                {
+                    "num_kv_shared_layers": 1,
+                    "layer_types": ["full_attention"] * 2,
+                    "vocab_size_per_layer_input": VOCAB_SIZE,
+                },
+            )
+        },
+    ),
+    Refusal(
+        "keys are seen in chunks; refused once the text is longer than one chunk",
+        "causal and sliding-window masks only, not chunked",
+        {
+            "Llama 4": _refused(
+                "Llama4TextConfig", _HEADS_OF_16, _LOCAL_EXPERTS, {"attention_chunk_size": WINDOW}
+            )
+        },
+    ),
+    Refusal(
+        "there is an encoder for text, images or sound beside the decoder",
+        _TEXT_ALONE,
+        {
+            "BART": _refused("BartConfig", auto="AutoModelForSeq2SeqLM"),
+            "T5": _refused("T5Config", auto="AutoModelForSeq2SeqLM"),
+            "Gemma 3 with images": _refused(
+                "Gemma3Config",
+                {"text_config": _TINY | _HEADS_OF_16, "vision_config": _TINY},
+                auto="AutoModelForImageTextToText",
+            ),
+        },
+    ),
+)
+
+
+def readme_lists() -> str:
+    """What README says of models."""
+    rows = [f"| {', '.join(refusal.families)} | {refusal.why} |" for refusal in REFUSED]
+    return "\n".join(
+        [", ".join(WORKING) + ".", "", "| refused | because |", "| --- | --- |", *rows]
+    )
+
+
+def make_model(family: Family) -> PreTrainedModel:
+    """A model of the family in float32 with seeded weights."""
+    config = getattr(transformers, family.config)(**copy.deepcopy({**_TINY, **family.options}))
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = getattr(transformers, family.auto).from_config(
+            config, attn_implementation=family.plain_attention, dtype=torch.float32
+        )
+    return model.eval()
