@@ -164,8 +164,6 @@ REFUSED: tuple[Refusal, ...] = (
             "OLMo Hybrid": _refused("OlmoHybridConfig", _LINEAR_FIRST),
             "Qwen3-Next": _refused("Qwen3NextConfig", _EXPERTS, _LINEAR_FIRST),
             "Qwen3.5": _refused("Qwen3_5TextConfig", _LINEAR_FIRST),
-            "RecurrentGemma": _refused("RecurrentGemmaConfig"),
-            "Zamba2": _refused("Zamba2Config", {"layer_types": ["mamba", "hybrid"]}),
         },
     ),
     Refusal(
@@ -197,7 +195,7 @@ REFUSED: tuple[Refusal, ...] = (
         },
     ),
     Refusal(
-        "transformers lets no other attention function be chosen for it",
+        "transformers lets no other attention function be chosen for them",
         _ATTENTION_HIDDEN,
         {
             "BLOOM": _refused("BloomConfig"),

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tiny random transformers models: the same weights in every process, no download."""
+"""Tiny random transformers models: the same weights in every process, no download.
+
+One for each kind of attention; `hf_families` has those of which only the family is tested.
+"""
 
 import copy
 
@@ -12,8 +15,6 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
 )
 
 from distributed import preload
@@ -56,8 +57,6 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "mistral": MistralConfig(**_COMMON, sliding_window=None),
     "mistral_window": MistralConfig(**_COMMON, sliding_window=_WINDOW),
-    "qwen2": Qwen2Config(**_COMMON),
-    "qwen3": Qwen3Config(**_COMMON),
     "gemma2": Gemma2Config(
         **_COMMON,
         sliding_window=_WINDOW,

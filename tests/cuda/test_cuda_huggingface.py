@@ -59,7 +59,7 @@ def generate(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2", "gpt_oss"])
 def test_greedy_equals_transformers(name: str, world_size: int, cuda: torch.device) -> None:
     """A left-padded batch of 3 in float32."""
     tokens = plain_tokens(name, GREEDY)

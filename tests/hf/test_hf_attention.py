@@ -38,8 +38,8 @@ def _logits(model: PreTrainedModel, **arguments: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_without_cache(name: str) -> None:
-    """Plain key and value tensors, every family. The bound is some 170 roundings of the largest
-    logit: two layers amplify what differs."""
+    """Plain key and value tensors, every kind of attention. The bound is some 170 roundings
+    of the largest logit: two layers amplify what differs."""
     expected = _logits(make_model(name), use_cache=False)
     found = _logits(make_model(name, "tree_attention"), use_cache=False)
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()

@@ -95,7 +95,7 @@ def _greedy(
 @worlds
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_equals_transformers(name: str, world_size: int) -> None:
-    """A left-padded batch of 3, every family: equal tokens, and logits of the same accuracy.
+    """A left-padded batch of 3, every kind of attention: equal tokens, and logits as accurate.
 
     The error of the logits is a maximum over some 14,000, after two layers that amplify what
     differs; that of transformers' own attention functions varies by more than two.
