@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""docs/security.md: its store listens where the page says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from test_readme import ROOT, WORLD_OF_ONE, python_program
+
+PAGE = ROOT / "docs" / "security.md"
+# The local addresses of this process's TCP sockets that listen, in /proc's hexadecimal.
+LISTENING = """
+links = (os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+own = {link.rpartition(":[")[2].rstrip("]") for link in links if "socket:[" in link}
+for table in ("tcp", "tcp6"):
+    for line in open(f"/proc/self/net/{table}").read().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and fields[9] in own:
+            print(fields[1].split(":")[0])
+"""
+LOOPBACK = "0100007F"
+ORDINARY = 'import os\nimport torch.distributed as dist\n\ndist.init_process_group("gloo")'
+
+
+def listening(program: str, folder: Path) -> list[str]:
+    """The addresses on which a rank listens after `program`: of the store, and of Gloo."""
+    script = folder / "rank.py"
+    script.write_text(f"{program}\n{LISTENING}")
+    environment = os.environ | WORLD_OF_ONE | {"GLOO_SOCKET_IFNAME": "lo"}
+    result = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True
+    )
+    return result.stdout.split()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells which sockets listen")
+def test_the_store_listens_on_one_address(tmp_path: Path) -> None:
+    addresses = listening(python_program(PAGE), tmp_path)
+    assert LOOPBACK in addresses and set(addresses) == {LOOPBACK}
+    anywhere = listening(ORDINARY, tmp_path)
+    assert {"0" * 8, "0" * 32} & set(anywhere), f"torch listens on {anywhere}: correct the page"
