@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .hosts import MASTER_PORT, EmulatedCluster
 from .soak_rank import DEADLINE
@@ -44,6 +44,14 @@ class Outcome:
     failed: dict[int, str] = field(default_factory=dict)
 
 
+class Sample(NamedTuple):
+    """Of the memory of a rank."""
+
+    seconds: float  # since its job began
+    resident: int  # bytes
+    groups_lost: int  # before
+
+
 @dataclass
 class Record:
     """What happened so far."""
@@ -51,7 +59,7 @@ class Record:
     results: int = 0
     wrong: int = 0
     outcomes: list[Outcome] = field(default_factory=list)
-    memory: dict[tuple[int, int], list[tuple[float, int]]] = field(default_factory=dict)
+    memory: dict[tuple[int, int], list[Sample]] = field(default_factory=dict)  # by job and rank
 
 
 class Job:
@@ -60,7 +68,7 @@ class Job:
     def __init__(self, cluster: EmulatedCluster, record: Record, number: int, seed: int) -> None:
         self._relay, self._record, self._number = cluster.relay, record, number
         self._usual_delay = cluster.wiring.between.delay
-        self._began = time.monotonic()
+        self._began, self._groups_lost = time.monotonic(), 0
         self._heard: queue.Queue[tuple[float, int, str, str]] = queue.Queue()
         command = [sys.executable, "-m", "benchmarks.emulation.soak_rank", f"{seed} {number}"]
         variables = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(MASTER_PORT + number), **_ALLOCATOR}
@@ -148,10 +156,11 @@ class Job:
         outcome.failed = {r: instead.get(r, "nothing") for r in survivors if r not in times}
         if not kills:
             self._relay.mend(fault.rank, fault.other)
+            self._groups_lost += 1
             outcome.failed = outcome.failed or self.start_group(forms_again=True)
 
     def _count(self, at: float, rank: int, results: int, wrong: int, resident: int) -> None:
         self._record.results += results
         self._record.wrong += wrong
         samples = self._record.memory.setdefault((self._number, rank), [])
-        samples.append((at - self._began, resident))
+        samples.append(Sample(round(at - self._began, 1), resident, self._groups_lost))

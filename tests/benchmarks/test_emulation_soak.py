@@ -16,6 +16,7 @@ from benchmarks.emulation.soak_job import (
     Fault,
     Outcome,
     Record,
+    Sample,
 )
 from benchmarks.emulation.soak_rank import DEADLINE, is_right
 from benchmarks.harness.report import write
@@ -60,15 +61,15 @@ def test_what_is_wrong() -> None:
 
 
 def test_growth_is_that_of_warm_processes() -> None:
-    def samples(first: int, per_second: int) -> list[tuple[float, int]]:
-        begin = soak.WARM_UP + 1
-        cold = [(second, 10**9) for second in range(int(soak.WARM_UP))]
-        return [*cold, *((begin + s, first + s * per_second) for s in range(60))]
+    def samples(first: int, per_second: int, groups_lost: int = 1) -> list[Sample]:
+        begin = int(soak.WARM_UP) + 1
+        cold = [Sample(float(second), 10**9, 1) for second in range(begin)]
+        return [*cold, *(Sample(begin + s, first + s * per_second, groups_lost) for s in range(60))]
 
-    assert soak.growth([[(0.0, 5)]]) == 0
-    assert soak.growth([samples(7 * 10**8, 50_000)]) == pytest.approx(3.0)
     grows, flat = samples(7 * 10**8, 50_000), samples(6 * 10**8, 0)
+    assert soak.growth([grows]) == pytest.approx(3.0)
     assert soak.growth([grows, flat]) == pytest.approx(1.5)
+    assert soak.growth([samples(7 * 10**8, 50_000, groups_lost=0), flat[:9]]) == 0
     leaking = Record(results=9, memory={(0, 0): grows})
     assert _wrong(leaking) == ["warm processes"]
 
