@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/security.md: its store listens where the page says."""
+"""docs/security.md: its store listens where the page says, and checkpoints run no code."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from test_readme import ROOT, WORLD_OF_ONE, python_program
 
 PAGE = ROOT / "docs" / "security.md"
+CHECKPOINT = ROOT / "examples" / "passkey-llama"
 # The local addresses of this process's TCP sockets that listen, in /proc's hexadecimal.
 LISTENING = """
 links = (os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
@@ -42,3 +47,45 @@ def test_the_store_listens_on_one_address(tmp_path: Path) -> None:
     assert LOOPBACK in addresses and set(addresses) == {LOOPBACK}
     anywhere = listening(ORDINARY, tmp_path)
     assert {"0" * 8, "0" * 32} & set(anywhere), f"torch listens on {anywhere}: correct the page"
+
+
+def refusal(checkpoint: Path) -> str:
+    """What `generate` says in place of a text, to somebody who says yes to every question."""
+    command = [
+        sys.executable,
+        "-m",
+        "tree_attention",
+        "generate",
+        "--prompt",
+        "a",
+        "--max-new-tokens",
+        "1",
+    ]
+    result = subprocess.run(
+        [*command, "--model", str(checkpoint)], input="y\n" * 9, capture_output=True, text=True
+    )
+    assert result.returncode != 0 and "Traceback" not in result.stderr
+    return " ".join(result.stderr.split())  # it is wrapped
+
+
+def test_code_beside_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    checkpoint, ran = tmp_path / "checkpoint", tmp_path / "ran"
+    shutil.copytree(CHECKPOINT, checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    classes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    config |= {"model_type": "unknown", "auto_map": classes}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    (checkpoint / "code.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    said = refusal(checkpoint)
+    assert not ran.exists(), "the code was run"
+    assert "does not load" in said and "contains custom code" in said
+
+
+def test_weights_are_safetensors_alone(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(CHECKPOINT, checkpoint)
+    weights = checkpoint / "model.safetensors"
+    torch.save(load_file(weights), checkpoint / "pytorch_model.bin")
+    weights.unlink()
+    said = refusal(checkpoint)
+    assert "does not load" in said and "no file named model.safetensors" in said
