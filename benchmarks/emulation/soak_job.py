@@ -19,6 +19,7 @@ from .soak_rank import DEADLINE
 WORLD = 3
 SLACK = 2.0  # seconds beyond the deadline
 _STARTING = 120.0
+_LATE = 60.0  # seconds after which an error is not waited for any more
 # Freed memory goes back to the system at once: what grows is not free.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 STOPPED, SLOW_LINK, CUT_LINK, KILLED = KINDS = ("stopped", "slow link", "cut link", "killed")
@@ -153,7 +154,10 @@ class Job:
         survivors = [rank for rank in range(WORLD) if not (kills and rank == fault.rank)]
         times, instead = self.wait("error", survivors, DEADLINE + SLACK, begin)
         outcome.raised = {rank: round(seconds, 3) for rank, seconds in times.items()}
-        outcome.failed = {r: instead.get(r, "nothing") for r in survivors if r not in times}
+        late = [rank for rank in survivors if rank not in times and rank not in instead]
+        times, others = self.wait("error", late, _LATE, begin)
+        said = {rank: f"an error after {seconds:.2f} s" for rank, seconds in times.items()}
+        outcome.failed = dict.fromkeys(late, "nothing") | instead | others | said
         if not kills:
             self._relay.mend(fault.rank, fault.other)
             self._groups_lost += 1
