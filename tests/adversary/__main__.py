@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The command line of the fuzzer: see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+sys.path[0] = str(Path(__file__).parents[1])  # where `adversary` and the helpers of tests are
+
+
+def main() -> int:
+    from adversary.runner import PARTS, find
+
+    parser = argparse.ArgumentParser(prog="python tests/adversary")
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part; default: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to go on")
+    parser.add_argument("--case", help="play this case alone, or FIRST-LAST one after the other")
+    parser.add_argument("--batch", type=int, default=40, help="cases between two reports")
+    arguments = parser.parse_args()
+    parts = arguments.only or PARTS
+    if arguments.case is not None:
+        first, _, last = arguments.case.partition("-")
+        indices = range(int(first), int(last or first) + 1)
+        findings = [f for part in parts for f in find(part, arguments.seed, indices)]
+        print(*findings or ["no fault"], sep="\n\n")
+        return 1 if findings else 0
+
+    begin, num_cases, num_findings = time.monotonic(), 0, 0
+    for batch in itertools.count():
+        for part in parts:
+            if time.monotonic() - begin > arguments.seconds:
+                print(f"{num_cases} cases, {num_findings} faults")
+                return 1 if num_findings else 0
+            indices = range(batch * arguments.batch, (batch + 1) * arguments.batch)
+            for finding in find(part, arguments.seed, indices):
+                num_findings += 1
+                print(f"\n{finding}\n", flush=True)
+            num_cases += len(indices)
+            seconds = time.monotonic() - begin
+            print(f"{seconds:7.0f} s {part:12} to {indices[-1]}: {num_findings} faults", flush=True)
+    raise AssertionError("unreachable")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
