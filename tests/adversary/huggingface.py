@@ -286,8 +286,11 @@ def _two_threads(session: Session, rng: Random) -> str:
     group = dist.new_group(range(size)) if size > 1 else None
     comm = Communicator(group, 3.0)
 
-    def body(ids: Tensor) -> None:
-        model = hf.enable(make_model("llama"), comm, timeout=3.0)
+    # Weights are drawn from one generator, which threads would share.
+    models = [hf.enable(make_model("llama"), comm, timeout=3.0) for _ in prompts]
+    _exact("llama")
+
+    def body(ids: Tensor, model: PreTrainedModel) -> None:
         options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
         with torch.no_grad():
             outcome = attempt(model.generate, ids, **options)
@@ -298,7 +301,7 @@ def _two_threads(session: Session, rng: Random) -> str:
             llama = Session("llama", model, session.cache, ids, mask)
             _check_greedy(llama, outcome.value, mask, 3)
 
-    run_threads({f"turn {i}": lambda i=i: body(prompts[i]) for i in range(2)}, 4 * AMPLE)  # type: ignore[misc]
+    run_threads({f"turn {i}": lambda i=i: body(prompts[i], models[i]) for i in range(2)}, 4 * AMPLE)  # type: ignore[misc]
     if group is not None:
         dist.destroy_process_group(group)
     return "nothing mixed"

@@ -84,7 +84,7 @@ def play(case: Case, rank: int) -> str:
     }  # fmt: skip
     if size > 1:
         kinds |= {_differ: 6, _one_is_wrong: 1, _garbage: 2}
-    kinds |= {_fork: 1}
+    kinds |= {_fork: 1, _compiled: 1}
     kind = case.rng.choices(list(kinds), list(kinds.values()))[0]
     return kind(case, place(size, rank))
 
@@ -362,6 +362,32 @@ def _garbage(case: Case, here: Place) -> str:
         raise AssertionError(f"{garbage[:40]!r} read by {reader}: {error}") from error
     leave(here.world_size)
     return "ExchangeError"
+
+
+def _compiled(case: Case, here: Place) -> str:
+    """In one graph, without a break: the same bits as without a compiler."""
+    rng = case.rng
+    torch.manual_seed(rng.getrandbits(31))
+    batch, length = rng.choice([1, 2]), rng.choice([5, 20])
+    problem = Problem(torch.randn(batch, 4, 1, 8), *torch.randn(2, batch, 2, length, 8))
+    local = problem.shard(draw_layout(rng, here.world_size, length), here.rank)
+    options = _tree_options(rng) | {"payload_dtype": torch.float32, "head_sharded": False}
+
+    def decode(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return tree_decode(q * 2.0, k, v, **options)
+
+    torch.compiler.reset()
+    backend = rng.choice(["eager", "aot_eager"])
+    compiled = torch.compile(decode, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        found = attempt(compiled, local.q, local.k, local.v).result()
+        expected = attempt(decode, local.q, local.k, local.v).result()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    doubled = replace(problem, q=problem.q * 2.0)
+    model.check_attention(
+        found, model.attention(doubled), doubled, options["out_dtype"] or torch.float32
+    )
+    return model.bits(*found)
 
 
 def _fork(case: Case, here: Place) -> str:

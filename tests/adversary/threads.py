@@ -29,11 +29,9 @@ def world_size(case: Case) -> int:
 
 def play(case: Case, rank: int) -> str:
     size = world_size(case)
-    kinds: list[Callable[[Random, Place], str]] = [_handed_over, _in_turn_with_names]
+    kinds: list[Callable[[Random, Place], str]] = [_at_once, _at_once, _handed_over, _in_turn]
     if size > 1:
-        kinds += [_at_once, _at_once, _in_another_order]
-    else:
-        kinds += [_at_once_alone]
+        kinds += [_in_another_order]
     # Whatever the last case did to its group, nobody waits for it here.
     here = place(size, rank)
     try:
@@ -113,22 +111,6 @@ def _at_once(rng: Random, here: Place) -> str:
     return "nothing mixed"
 
 
-def _at_once_alone(rng: Random, here: Place) -> str:
-    """A world of one shares nothing."""
-    callers = _callers(rng, here, 3)
-
-    def body(caller: Caller) -> None:
-        for _ in range(20):
-            caller.call(AMPLE).result()
-
-    bodies = {
-        f"caller {number}": lambda caller=caller: body(caller)  # type: ignore[misc]
-        for number, caller in enumerate(callers)
-    }
-    run_threads(bodies, AMPLE)
-    return "all right"
-
-
 def _handed_over(rng: Random, here: Place) -> str:
     """Another thread, which has the same name on every rank, may go on when one has ended."""
     callers = _callers(rng, here, 3)
@@ -139,7 +121,7 @@ def _handed_over(rng: Random, here: Place) -> str:
     return "all right"
 
 
-def _in_turn_with_names(rng: Random, here: Place) -> str:
+def _in_turn(rng: Random, here: Place) -> str:
     """Two threads that see to it themselves that they take turns, in one order everywhere."""
     callers = _callers(rng, here, 2)
     turns = [threading.Semaphore(1), threading.Semaphore(0)]

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""About a minute of the fuzzer with fixed seeds. `python tests/adversary --help` goes on for hours.
+
+A failure says how to play its case alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from adversary import runner
+from adversary.cases import Case
+from distributed import preload
+
+preload("adversary.ops", "adversary.layouts", "adversary.ranks", "adversary.threads")
+
+
+@pytest.mark.parametrize("seed", [1])
+@pytest.mark.parametrize(
+    "part, count",
+    [("ops", 600), ("layouts", 400), ("ranks", 300), ("threads", 60), ("huggingface", 60)],
+)
+def test_no_rule_is_broken(part: str, count: int, seed: int) -> None:
+    if part == "huggingface":
+        pytest.importorskip("transformers")
+    finding = next(runner.find(part, seed, range(count)), None)
+    assert finding is None, finding
+
+
+def test_a_fault_is_found_and_its_case_is_named() -> None:
+    """A part that breaks a rule in one of its cases, on one rank."""
+    (finding,) = runner.find("toy", 5, range(4))
+    assert finding.cases == [Case("toy", 5, 2)]
+    assert "python tests/adversary --only toy --seed 5 --case 2\n" in str(finding)
+    assert "the ranks differ" in finding.text
