@@ -19,16 +19,21 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(prog="python tests/adversary")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part; default: all")
+    parser.add_argument("--kind", default="", help="cases of this kind alone; needs one part")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to go on")
     parser.add_argument("--case", help="play this case alone, or FIRST-LAST one after the other")
+    parser.add_argument("--first", action="store_true", help="stop at the first fault")
     parser.add_argument("--batch", type=int, default=40, help="cases between two reports")
     arguments = parser.parse_args()
     parts = arguments.only or PARTS
+    if arguments.kind and len(parts) > 1:
+        parser.error("--kind needs --only and one part")
     if arguments.case is not None:
         first, _, last = arguments.case.partition("-")
         indices = range(int(first), int(last or first) + 1)
-        findings = [f for part in parts for f in find(part, arguments.seed, indices)]
+        found = (f for part in parts for f in find(part, arguments.seed, indices, arguments.kind))
+        findings = list(itertools.islice(found, 1 if arguments.first else None))
         print(*findings or ["no fault"], sep="\n\n")
         return 1 if findings else 0
 
@@ -39,9 +44,11 @@ def main() -> int:
                 print(f"{num_cases} cases, {num_findings} faults")
                 return 1 if num_findings else 0
             indices = range(batch * arguments.batch, (batch + 1) * arguments.batch)
-            for finding in find(part, arguments.seed, indices):
+            for finding in find(part, arguments.seed, indices, arguments.kind):
                 num_findings += 1
                 print(f"\n{finding}\n", flush=True)
+                if arguments.first:
+                    return 1
             num_cases += len(indices)
             seconds = time.monotonic() - begin
             print(f"{seconds:7.0f} s {part:12} to {indices[-1]}: {num_findings} faults", flush=True)

@@ -3,27 +3,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
+from typing import TypeVar
 
 import torch
 
 from helpers import Problem, make_problem, make_strided, paginate
 from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
 
+T = TypeVar("T")
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Everything about it follows from these three."""
+    """Everything about it follows from these."""
 
     part: str
     seed: int
     index: int
+    kind: str = ""  # one of the part's, or whichever is drawn
 
     @cached_property
     def rng(self) -> Random:
@@ -39,8 +43,14 @@ class Case:
         """The generator at its beginning, for what is asked before the case is played."""
         return Random(f"first of {self.part} {self.seed} {self.index}")
 
+    def draw(self, kinds: Mapping[str, tuple[float, T]]) -> T:
+        """One of some things with weights, or that of the case's kind."""
+        drawn = self.rng.choices(list(kinds), [weight for weight, _ in kinds.values()])[0]
+        return kinds[self.kind or drawn][1]
+
     def __str__(self) -> str:
-        return f"--only {self.part} --seed {self.seed} --case {self.index}"
+        kind = f" --kind {self.kind}" if self.kind else ""
+        return f"--only {self.part}{kind} --seed {self.seed} --case {self.index}"
 
 
 def draw_problem(rng: Random, *, whole: bool = False) -> Problem:

@@ -42,8 +42,8 @@ def play(case: Case, rank: int) -> str:
     steps: list[str] = []
     digest = []
     try:
-        for _ in range(rng.randint(3, 8)):
-            act = rng.choice(_ACTS)
+        for step in range(rng.randint(3, 8)):
+            act = case.draw(KINDS) if step or not case.kind else _forward
             steps.append(act.__name__.strip("_"))
             with torch.no_grad():
                 digest.append(act(session, rng))
@@ -307,7 +307,16 @@ def _two_threads(session: Session, rng: Random) -> str:
     return "nothing mixed"
 
 
-_ACTS: tuple[Callable[[Session, Random], str], ...] = (
-    _forward, _forward, _forward, _generate, _generate, _generate, _generate_alone, _crop, _crop,
-    _reset, _reorder, _repeat, _branch, _branch, _refused, _refused, _without_cache, _two_threads,
-)  # fmt: skip
+KINDS: dict[str, tuple[float, Callable[[Session, Random], str]]] = {
+    "forward": (3, _forward),
+    "generate": (3, _generate),
+    "generate_alone": (1, _generate_alone),
+    "crop": (2, _crop),
+    "reset": (1, _reset),
+    "reorder": (1, _reorder),
+    "repeat": (1, _repeat),
+    "branch": (2, _branch),
+    "refused": (2, _refused),
+    "without_cache": (1, _without_cache),
+    "two_threads": (0.5, _two_threads),
+}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from random import Random
 from typing import Any
@@ -26,8 +27,7 @@ def world_size(case: Case) -> int:
 
 
 def play(case: Case, rank: int) -> str:
-    rng = case.rng
-    return rng.choice([_right, _right, _wrong_call, _wrong_layout])(rng)
+    return case.draw(KINDS)(case.rng)
 
 
 def _right(rng: Random) -> str:
@@ -124,3 +124,10 @@ def _wrong_layout(rng: Random) -> str:
     ]
     outcome = attempt(rng.choice(makers))
     return outcome.refusal(_NAMES, (ValueError, TypeError))
+
+
+KINDS: dict[str, tuple[float, Callable[[Random], str]]] = {
+    "right": (2, _right),
+    "call": (1, _wrong_call),
+    "layout": (1, _wrong_layout),
+}

@@ -40,9 +40,7 @@ def world_size(case: Case) -> int:
 
 
 def play(case: Case, rank: int) -> str:
-    rng = case.rng
-    kinds = [_decode] * 4 + [_merge] * 2 + [_reduce, _schedule, _tensors_elsewhere]
-    return rng.choice(kinds)(rng)
+    return case.draw(KINDS)(case.rng)
 
 
 def decode_arguments(problem: Problem) -> spoils.Arguments:
@@ -213,3 +211,12 @@ def _tensors_elsewhere(rng: Random) -> str:
     assert o.shape == (*problem.q.shape[:3], problem.v.shape[3]) and o.dtype == problem.q.dtype
     assert lse.shape == problem.q.shape[:3] and {o.device.type, lse.device.type} == {"meta"}
     return "on meta"
+
+
+KINDS: dict[str, tuple[float, Callable[[Random], str]]] = {
+    "decode": (4, _decode),
+    "merge": (2, _merge),
+    "reduce": (1, _reduce),
+    "schedule": (1, _schedule),
+    "meta": (1, _tensors_elsewhere),
+}

@@ -10,9 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distributed import RankFailure, run_ranks
+from distributed import RankFailure, preload, run_ranks
 
 from .cases import Case
+
+# What torch imports when it compiles, or is told to be deterministic: once for all ranks.
+preload("torch._dynamo", "torch._inductor.config", "adversary.ranks", "adversary.threads")
 
 PARTS = ("ops", "layouts", "ranks", "threads", "huggingface")
 _CASE_SECONDS = 60.0
@@ -50,12 +53,12 @@ def play_all(rank: int, world_size: int, cases: Sequence[Case]) -> list[str]:
     return said
 
 
-def find(part: str, seed: int, indices: Sequence[int]) -> Iterator[Finding]:
+def find(part: str, seed: int, indices: Sequence[int], kind: str = "") -> Iterator[Finding]:
     """The faults of these cases, each with the fewest cases that show it."""
     module = importlib.import_module(f"adversary.{part}")
     by_world: defaultdict[int, list[Case]] = defaultdict(list)
     for index in indices:
-        case = Case(part, seed, index)
+        case = Case(part, seed, index, kind)
         by_world[module.world_size(case)].append(case)
     for world_size, cases in by_world.items():
         while cases:

@@ -10,9 +10,6 @@ import pytest
 
 from adversary import runner
 from adversary.cases import Case
-from distributed import preload
-
-preload("adversary.ops", "adversary.layouts", "adversary.ranks", "adversary.threads")
 
 
 @pytest.mark.parametrize("seed", [1])

@@ -17,25 +17,24 @@ from . import model
 from .cases import Case
 from .ops import call_decoder, decode_arguments
 from .outcome import AMPLE, SLACK, Outcome, attempt
-from .ranks import Place, leave, place
+from .places import Place, leave, place
 
 _OPS = ("tree_decode", "tree_decode", "ring_decode", "ring_pass_q_decode")
 _SECONDS = 1.5  # of a call: which thread of a rank meets which of another is chance
 
 
 def world_size(case: Case) -> int:
-    return case.first.choice([1, 2, 2, 3])
+    size = case.first.choice([1, 2, 2, 3])
+    return 2 if case.kind in KINDS_OF_SEVERAL and size == 1 else size
 
 
 def play(case: Case, rank: int) -> str:
     size = world_size(case)
-    kinds: list[Callable[[Random, Place], str]] = [_at_once, _at_once, _handed_over, _in_turn]
-    if size > 1:
-        kinds += [_in_another_order]
+    kinds = KINDS | KINDS_OF_SEVERAL if size > 1 else KINDS
     # Whatever the last case did to its group, nobody waits for it here.
     here = place(size, rank)
     try:
-        return case.rng.choice(kinds)(case.rng, here)
+        return case.draw(kinds)(case.rng, here)
     finally:
         leave(size)
 
@@ -153,3 +152,13 @@ def _in_another_order(rng: Random, here: Place) -> str:
         run_threads({f"caller {number}": body}, _SECONDS + SLACK)
     assert any(refused), "threads in different orders were not noticed"
     return "noticed"
+
+
+KINDS: dict[str, tuple[float, Callable[[Random, Place], str]]] = {
+    "at_once": (2, _at_once),
+    "handed_over": (1, _handed_over),
+    "in_turn": (1, _in_turn),
+}
+KINDS_OF_SEVERAL: dict[str, tuple[float, Callable[[Random, Place], str]]] = {
+    "in_another_order": (1, _in_another_order)
+}
