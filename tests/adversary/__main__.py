@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to go on")
     parser.add_argument("--case", help="play this case alone, or FIRST-LAST one after the other")
-    parser.add_argument("--first", action="store_true", help="stop at the first fault")
+    parser.add_argument("--first", action="store_true", help="with --case: stop at the first fault")
     parser.add_argument("--batch", type=int, default=40, help="cases between two reports")
     arguments = parser.parse_args()
     parts = arguments.only or PARTS
@@ -32,7 +32,13 @@ def main() -> int:
     if arguments.case is not None:
         first, _, last = arguments.case.partition("-")
         indices = range(int(first), int(last or first) + 1)
-        found = (f for part in parts for f in find(part, arguments.seed, indices, arguments.kind))
+        found = (
+            finding
+            for part in parts
+            for finding in find(
+                part, arguments.seed, indices, arguments.kind, alone=not arguments.first
+            )
+        )
         findings = list(itertools.islice(found, 1 if arguments.first else None))
         print(*findings or ["no fault"], sep="\n\n")
         return 1 if findings else 0
@@ -47,8 +53,6 @@ def main() -> int:
             for finding in find(part, arguments.seed, indices, arguments.kind):
                 num_findings += 1
                 print(f"\n{finding}\n", flush=True)
-                if arguments.first:
-                    return 1
             num_cases += len(indices)
             seconds = time.monotonic() - begin
             print(f"{seconds:7.0f} s {part:12} to {indices[-1]}: {num_findings} faults", flush=True)

@@ -76,7 +76,7 @@ def wrong(case: Case, here: Place) -> str:
 def wrong_timeout(case: Case, here: Place) -> str:
     rng = case.rng
     op, arguments, _ = _draw_call(rng, here)
-    spoil = rng.choice(spoils.TIMEOUTS + spoils.ODD_TIMEOUTS)
+    spoil = rng.choice(spoils.TIMEOUTS + spoils.ODD_TIMEOUTS + spoils.RIGHT_TIMEOUTS)
     timeout = spoil.value(arguments)
     if rng.random() < 0.3:
         op = "Communicator"
@@ -88,7 +88,9 @@ def wrong_timeout(case: Case, here: Place) -> str:
     else:
         outcome = _call(op, arguments | {"timeout": timeout}, here)
     may_be_right = spoil in spoils.ODD_TIMEOUTS or here.world_size == 1
-    if outcome.error is not None or not may_be_right:
+    if spoil in spoils.RIGHT_TIMEOUTS:
+        outcome.result()
+    elif outcome.error is not None or not may_be_right:
         try:
             outcome.refusal(("timeout",), (ValueError, TypeError))
         except AssertionError as error:
@@ -249,7 +251,7 @@ def _child(here: Place, send: int, of_its_own: bool) -> None:
 
 
 def _last_words(child: int, receive: int) -> str:
-    deadline = time.monotonic() + SHORT + 10.0
+    deadline = time.monotonic() + SHORT + 5.0
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:

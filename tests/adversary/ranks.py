@@ -106,8 +106,6 @@ def _sums(case: Case, here: Place) -> str:
 
 def _states(case: Case, here: Place) -> str:
     """Both doors: a state of the caller's, and one written into the send buffer."""
-    from .ops import draw_states
-
     rng = case.rng
     o, lse = draw_states(rng, here.world_size)
     o = o.to(rng.choice(DTYPES))

@@ -53,8 +53,13 @@ def play_all(rank: int, world_size: int, cases: Sequence[Case]) -> list[str]:
     return said
 
 
-def find(part: str, seed: int, indices: Sequence[int], kind: str = "") -> Iterator[Finding]:
-    """The faults of these cases, each with the fewest cases that show it."""
+def find(
+    part: str, seed: int, indices: Sequence[int], kind: str = "", *, alone: bool = True
+) -> Iterator[Finding]:
+    """The faults of these cases, each with the one case that shows it if there is one.
+
+    Without `alone` that case is not looked for, nor are faults after the first of a world.
+    """
     module = importlib.import_module(f"adversary.{part}")
     by_world: defaultdict[int, list[Case]] = defaultdict(list)
     for index in indices:
@@ -65,23 +70,21 @@ def find(part: str, seed: int, indices: Sequence[int], kind: str = "") -> Iterat
             text = _fault(world_size, cases)
             if not text:
                 break
-            alone = [(case, text) for case, text in _first_alone(world_size, cases, text)]
-            if not alone:
+            case, text_alone = _first_alone(world_size, cases, text) if alone else (None, "")
+            if case is None:
                 yield Finding(cases, text)
                 break
-            (case, text), *_ = alone
-            yield Finding([case], text)
+            yield Finding([case], text_alone)
             cases = cases[cases.index(case) + 1 :]
 
 
-def _first_alone(world_size: int, cases: Sequence[Case], text: str) -> Iterator[tuple[Case, str]]:
+def _first_alone(world_size: int, cases: Sequence[Case], text: str) -> tuple[Case | None, str]:
     """The case that breaks a rule by itself; that which the ranks named is tried first."""
     named = {int(number) for number in re.findall(r"\bcase (\d+): FAULT", text)}
     for case in sorted(cases, key=lambda case: case.index not in named):
-        alone = _fault(world_size, [case])
-        if alone:
-            yield case, alone
-            return
+        if said := _fault(world_size, [case]):
+            return case, said
+    return None, ""
 
 
 def _fault(world_size: int, cases: Sequence[Case]) -> str:

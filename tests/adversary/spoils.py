@@ -141,8 +141,9 @@ TIMEOUTS = _values(
     "timeout", INF, -INF, NAN, 0, 0.0, -1, -0.5, "5", [1], 10**400, timedelta(0), timedelta(-1),
     torch.float32, 1j,
 )  # fmt: skip
+RIGHT_TIMEOUTS = _values("timeout", timedelta(seconds=20), 20, 1e6)
 # Right or wrong, as the operator likes.
-ODD_TIMEOUTS = _values("timeout", timedelta(seconds=20), True, Decimal(20), 1e9, 1e300)
+ODD_TIMEOUTS = _values("timeout", True, Decimal(20), 1e9, 1e300)
 STRATEGIES = _values("strategy", "telepathy", "", None, 1, ["all_gather"], b"auto")
 TREE = [
     *OUT_DTYPE,

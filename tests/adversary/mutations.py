@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Mendings, each undone in a copy of the package, and the cases of the fuzzer that must notice.
+
+python -m pytest tests/adversary/test_mutations.py
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tree_attention
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    file: str  # in the package
+    old: str  # occurs exactly once
+    new: str
+    part: str
+    kind: str
+    num_cases: int = 12
+
+
+MUTATIONS = (
+    Mutation(
+        "two threads use a group at once", "exchange/turn.py",
+        "self._lock = threading.RLock()",
+        'self._lock = __import__("unittest.mock").mock.MagicMock()',
+        "threads", "at_once",
+    ),
+    Mutation(
+        "ranks do not compare threads", "exchange/communicator.py",
+        '("name of the calling thread", self._turn.name),', "",
+        "threads", "in_another_order", 4,
+    ),
+    Mutation(
+        "a fork may use its parent's group", "exchange/turn.py",
+        "if self.is_inherited:", "if False:",
+        "ranks", "fork", 2,
+    ),
+    Mutation(
+        "an impossible out_dtype is sent first", "exchange/arguments.py",
+        '_check_state_dtype(op, "out_dtype", out_dtype)', "pass",
+        "ranks", "wrong", 200,
+    ),
+    Mutation(
+        "a head_dim of 0 is sent", "exchange/arguments.py",
+        "if o.shape[3] == 0:", "if False:",
+        "ranks", "wrong", 200,
+    ),
+    Mutation(
+        "any number of seconds", "exchange/arguments.py",
+        "if not 0 < seconds <= _MAX_SECONDS:", "if False:",
+        "ranks", "timeout",
+    ),
+    Mutation(
+        "a timeout of any type", "exchange/arguments.py",
+        "if isinstance(seconds, bool) or not isinstance(seconds, Real):", "if False:",
+        "ranks", "timeout", 40,
+    ),
+    Mutation(
+        "a timedelta is no timeout", "exchange/arguments.py",
+        "timeout.total_seconds() if isinstance(timeout, timedelta) else timeout", "timeout",
+        "ranks", "timeout", 100,
+    ),
+    Mutation(
+        "the store may hold anything", "exchange/agreement.py",
+        "if isinstance(said, dict) and all(isinstance(text, str) for text in said.values()):",
+        "if True:",
+        "ranks", "garbage",
+    ),
+    Mutation(
+        "the store may hold other bytes than text", "exchange/agreement.py",
+        "with suppress(ValueError):  # also of bytes that are no UTF-8", "with suppress():",
+        "ranks", "garbage",
+    ),
+    Mutation(
+        "slots on the default device", "sharding.py",
+        'dtype=torch.int64, device="cpu")', "dtype=torch.int64)",
+        "layouts", "right", 60,
+    ),
+    Mutation(
+        "a test message on the default device", "exchange/self_test.py",
+        'torch.arange(link.world_size, dtype=torch.int32, device="cpu")',
+        "torch.arange(link.world_size, dtype=torch.int32)",
+        "ranks", "decode", 60,
+    ),
+    Mutation(
+        "slopes are not compared", "ops.py",
+        '_digest(options.get("alibi_slopes"))', 'options.get("alibi_slopes") is not None',
+        "ranks", "differ", 60,
+    ),
+    Mutation(
+        "an owner of slots below 0", "sharding.py",
+        "if least < 0:", "if False:",
+        "layouts", "call", 100,
+    ),
+)  # fmt: skip
+
+
+def report(mutation: Mutation | None, part: str, kind: str, num_cases: int, folder: Path) -> str:
+    """What the fuzzer says of a copy of the package in which the mutation is made."""
+    package = Path(tree_attention.__file__).parent
+    copy = folder / "tree_attention"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for extension in package.glob("*.so"):
+        (copy / extension.name).symlink_to(extension)
+    if mutation is not None:
+        file = copy / mutation.file
+        text = file.read_text()
+        assert text.count(mutation.old) == 1, f"{mutation.file}: {mutation.old}"
+        file.write_text(text.replace(mutation.old, mutation.new))
+    command = [sys.executable, str(ROOT / "tests" / "adversary"), "--only", part, "--kind", kind]
+    run = subprocess.run(
+        [*command, "--seed", "3", "--case", f"0-{num_cases - 1}", "--first"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert run.returncode in (0, 1) and run.stdout, run.stderr
+    return run.stdout if run.returncode else ""
