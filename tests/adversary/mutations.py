@@ -7,9 +7,11 @@ python -m pytest tests/adversary/test_mutations.py
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +28,9 @@ class Mutation:
     new: str
     part: str
     kind: str
+    says: str  # a pattern of what the fuzzer finds
     num_cases: int = 12
+    in_tests: bool = False
 
 
 MUTATIONS = (
@@ -34,93 +38,93 @@ MUTATIONS = (
         "two threads use a group at once", "exchange/turn.py",
         "self._lock = threading.RLock()",
         'self._lock = __import__("unittest.mock").mock.MagicMock()',
-        "threads", "at_once",
+        "threads", "at_once", "off by|no answer",
     ),
     Mutation(
         "ranks do not compare threads", "exchange/communicator.py",
         '("name of the calling thread", self._turn.name),', "",
-        "threads", "in_another_order", 4,
+        "threads", "in_another_order", "off by|not noticed", 4, in_tests=True,
     ),
     Mutation(
         "a fork may use its parent's group", "exchange/turn.py",
         "if self.is_inherited:", "if False:",
-        "ranks", "fork", 2,
+        "ranks", "fork", "a forked child", 2,
     ),
     Mutation(
         "an impossible out_dtype is sent first", "exchange/arguments.py",
         '_check_state_dtype(op, "out_dtype", out_dtype)', "pass",
-        "ranks", "wrong", 200,
+        "ranks", "wrong", "out_dtype: torch", 200, in_tests=True,
     ),
     Mutation(
         "a head_dim of 0 is sent", "exchange/arguments.py",
         "if o.shape[3] == 0:", "if False:",
-        "ranks", "wrong", 200,
+        "ranks", "wrong", "o: without head dim", 200,
     ),
     Mutation(
         "any number of seconds", "exchange/arguments.py",
         "if not 0 < seconds <= _MAX_SECONDS:", "if False:",
-        "ranks", "timeout",
+        "ranks", "timeout", "timeout: ", in_tests=True,
     ),
     Mutation(
         "a timeout of any type", "exchange/arguments.py",
         "if isinstance(seconds, bool) or not isinstance(seconds, Real):", "if False:",
-        "ranks", "timeout", 40,
+        "ranks", "timeout", "timeout: ", 40,
     ),
     Mutation(
         "a timedelta is no timeout", "exchange/arguments.py",
         "timeout.total_seconds() if isinstance(timeout, timedelta) else timeout", "timeout",
-        "ranks", "timeout", 100,
+        "ranks", "timeout", "a right call was refused", 100,
     ),
     Mutation(
         "the store may hold anything", "exchange/agreement.py",
         "if isinstance(said, dict) and all(isinstance(text, str) for text in said.values()):",
         "if True:",
-        "ranks", "garbage",
+        "ranks", "garbage", " read by ", in_tests=True,
     ),
     Mutation(
         "the store may hold other bytes than text", "exchange/agreement.py",
         "with suppress(ValueError):  # also of bytes that are no UTF-8", "with suppress():",
-        "ranks", "garbage",
+        "ranks", "garbage", " read by ",
     ),
     Mutation(
         "slots on the default device", "sharding.py",
         'dtype=torch.int64, device="cpu")', "dtype=torch.int64)",
-        "layouts", "right", 60,
+        "layouts", "right", "device='meta'", 60, in_tests=True,
     ),
     Mutation(
         "a test message on the default device", "exchange/self_test.py",
         'torch.arange(link.world_size, dtype=torch.int32, device="cpu")',
         "torch.arange(link.world_size, dtype=torch.int32)",
-        "ranks", "decode", 60,
+        "ranks", "decode", "meta", 60,
     ),
     Mutation(
         "slopes are not compared", "ops.py",
         '_digest(options.get("alibi_slopes"))', 'options.get("alibi_slopes") is not None',
-        "ranks", "differ", 60,
+        "ranks", "differ", "alibi_slopes", 60,
     ),
     Mutation(
         "an owner of slots below 0", "sharding.py",
         "if least < 0:", "if False:",
-        "layouts", "call", 100,
+        "layouts", "call", "owner below 0", 100,
     ),
 )  # fmt: skip
 
 
-def report(mutation: Mutation | None, part: str, kind: str, num_cases: int, folder: Path) -> str:
+def report(mutation: Mutation, folder: Path) -> str:
     """What the fuzzer says of a copy of the package in which the mutation is made."""
     package = Path(tree_attention.__file__).parent
     copy = folder / "tree_attention"
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for extension in package.glob("*.so"):
         (copy / extension.name).symlink_to(extension)
-    if mutation is not None:
-        file = copy / mutation.file
-        text = file.read_text()
-        assert text.count(mutation.old) == 1, f"{mutation.file}: {mutation.old}"
-        file.write_text(text.replace(mutation.old, mutation.new))
-    command = [sys.executable, str(ROOT / "tests" / "adversary"), "--only", part, "--kind", kind]
+    file = copy / mutation.file
+    text = file.read_text()
+    assert text.count(mutation.old) == 1, f"{mutation.file}: {mutation.old}"
+    file.write_text(text.replace(mutation.old, mutation.new))
+    cases = ["--only", mutation.part, "--kind", mutation.kind, "--seed", "3"]
+    cases += ["--case", f"0-{mutation.num_cases - 1}", "--first"]
     run = subprocess.run(
-        [*command, "--seed", "3", "--case", f"0-{num_cases - 1}", "--first"],
+        [sys.executable, str(ROOT / "tests" / "adversary"), *cases],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(folder)},
         capture_output=True,
@@ -129,3 +133,21 @@ def report(mutation: Mutation | None, part: str, kind: str, num_cases: int, fold
     )
     assert run.returncode in (0, 1) and run.stdout, run.stderr
     return run.stdout if run.returncode else ""
+
+
+def is_found(mutation: Mutation, text: str) -> bool:
+    return "python tests/adversary --only" in text and bool(re.search(mutation.says, text))
+
+
+def main() -> int:
+    num_missed = 0
+    for mutation in MUTATIONS:
+        with tempfile.TemporaryDirectory() as folder:
+            found = is_found(mutation, report(mutation, Path(folder)))
+        num_missed += not found
+        print(f"{'found ' if found else 'MISSED'} {mutation.name}", flush=True)
+    return 1 if num_missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
