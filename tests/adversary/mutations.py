@@ -98,6 +98,11 @@ MUTATIONS = (
         "ranks", "decode", "meta", 60,
     ),
     Mutation(
+        "the exchange is no operator of graphs", "decode.py",
+        "if torch.compiler.is_compiling():", "if False:",
+        "ranks", "compiled", "a right call was refused", 2,
+    ),
+    Mutation(
         "slopes are not compared", "ops.py",
         '_digest(options.get("alibi_slopes"))', 'options.get("alibi_slopes") is not None',
         "ranks", "differ", "alibi_slopes", 60,

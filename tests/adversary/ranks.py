@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from random import Random
 from typing import Any
 
@@ -137,9 +138,12 @@ def _compiled(case: Case, here: Place) -> str:
     problem = Problem(torch.randn(batch, 4, 1, 8), *torch.randn(2, batch, 2, length, 8))
     local = problem.shard(draw_layout(rng, here.world_size, length), here.rank)
     options = _tree_options(rng) | {"payload_dtype": torch.float32, "head_sharded": False}
+    options |= {"group": rng.choice([here.comm, None]), "overlap": rng.choice([1, 2])}
+    options["timeout"] = rng.choice([None, AMPLE, timedelta(seconds=AMPLE)])
 
-    def decode(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return tree_decode(q * 2.0, k, v, **options)
+    def decode(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        o, lse = tree_decode(q * 2.0, k, v, **options)
+        return o, lse, here.comm.all_reduce(lse + 1.0)
 
     torch.compiler.reset()
     backend = rng.choice(["eager", "aot_eager"])
@@ -150,7 +154,7 @@ def _compiled(case: Case, here: Place) -> str:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     doubled = replace(problem, q=problem.q * 2.0)
     model.check_attention(
-        found, model.attention(doubled), doubled, options["out_dtype"] or torch.float32
+        found[:2], model.attention(doubled), doubled, options["out_dtype"] or torch.float32
     )
     return model.bits(*found)
 
