@@ -140,6 +140,20 @@ def _forward(session: Session, rng: Random) -> str:
     return truth.bits(found)
 
 
+def _compiled(session: Session, rng: Random) -> str:
+    """A step of decoding in one graph."""
+    if not session.length or not bool(session.mask.all()):
+        return _forward(session, rng)
+    ids = torch.cat([session.ids, torch.full((len(session.ids), 1), rng.randrange(3, 99))], 1)
+    torch.compiler.reset()
+    forward = torch.compile(session.model.forward, fullgraph=True, backend="aot_eager")
+    found = forward(ids[:, -1:], past_key_values=session.cache).logits
+    mask = torch.ones_like(ids)
+    session.check(found, ids, mask)
+    session.keep(ids, mask)
+    return truth.bits(found)
+
+
 def _generate(session: Session, rng: Random) -> str:
     """A turn: of two tokens that are as good as equal, either may be taken."""
     ids, mask = session.draw_tokens(rng, padded=True)
@@ -237,6 +251,7 @@ def _refused(session: Session, rng: Random) -> str:
     batch = len(session.ids)
     ids = torch.full((batch, 1), 5)
     layer = cached.layers[0]
+    seconds = rng.choice([0, -1, float("nan"), float("inf"), "5"])
     heads, dim = model.config.num_key_value_heads, model.config.head_dim
     calls: dict[str, Callable[[], Any]] = {
         "max_time": lambda: model.generate(ids, max_time=1.0),
@@ -246,6 +261,9 @@ def _refused(session: Session, rng: Random) -> str:
         "output_attentions": lambda: model.generate(ids, output_attentions=True),
         "offload": layer.offload,
         "crop": lambda: cached.crop(3),
+        "timeout": lambda: hf.TreeCache(model.config, cached.shard.comm, timeout=seconds),
+        "timeout of enable": lambda: hf.enable(_enabled("qwen2"), timeout=seconds),
+        "timeout of seed_ranks": lambda: hf.seed_ranks(cached.shard.comm, timeout=seconds),
     }
     if length:
         keys = torch.zeros(batch, heads, 1, dim)
@@ -318,5 +336,6 @@ KINDS: dict[str, tuple[float, Callable[[Session, Random], str]]] = {
     "branch": (2, _branch),
     "refused": (2, _refused),
     "without_cache": (1, _without_cache),
+    "compiled": (0.05, _compiled),
     "two_threads": (0.5, _two_threads),
 }
