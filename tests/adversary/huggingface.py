@@ -277,7 +277,7 @@ def _refused(session: Session, rng: Random) -> str:
     if name == "max_time" and cached.shard.world_size == 1 and outcome.error is None:
         return "in a world of one there is one clock"
     kinds = (*DOCUMENTED, hf.WrongAttentionError)
-    outcome.refusal((name, "TreeCache", "generate", "tree_attention"), kinds)
+    outcome.refusal((name.split()[0], "TreeCache", "generate", "tree_attention"), kinds)
     assert all(layer.get_seq_length() == length for layer in cached.layers), name
     return f"{name}: {type(outcome.error).__name__}"
 

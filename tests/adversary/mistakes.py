@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -27,10 +28,15 @@ from .places import Place, leave
 _AT_ONCE = 5.0
 
 
-def _draw_call(rng: Random, here: Place) -> tuple[str, spoils.Arguments, list[spoils.Spoil]]:
+DECODERS = ("tree_decode", "ring_decode", "ring_pass_q_decode")
+REDUCTIONS = ("all_merge_states", "all_reduce")
+
+
+def _draw_call(
+    rng: Random, ops: Sequence[str] = DECODERS + REDUCTIONS
+) -> tuple[str, spoils.Arguments, list[spoils.Spoil]]:
     """An operator, arguments that are right, and how they may be made wrong."""
-    op = rng.choice(["tree_decode", "ring_decode", "ring_pass_q_decode", "all_merge_states",
-                     "all_reduce"])  # fmt: skip
+    op = rng.choice(ops)
     if op == "all_reduce":
         return op, {"x": torch.ones(2, 3)}, spoils.SUMS
     if op == "all_merge_states":
@@ -52,10 +58,10 @@ def _call(op: str, arguments: spoils.Arguments, here: Place, **more: Any) -> Out
     return attempt(call_decoder, op, options, **timeout)
 
 
-def wrong(case: Case, here: Place) -> str:
+def wrong(ops: Sequence[str], case: Case, here: Place) -> str:
     """All ranks are wrong in the same way: each says so, and nothing was sent."""
     rng = case.rng
-    op, arguments, table = _draw_call(rng, here)
+    op, arguments, table = _draw_call(rng, ops)
     spoil = spoils.draw(rng, table, arguments)
     around = rng.choice(["plain", "plain", *SURROUNDINGS])
     if is_right(spoil, around):
@@ -66,16 +72,16 @@ def wrong(case: Case, here: Place) -> str:
         return "a world of one returns its own part"
     try:
         text = outcome.refusal((op, "lean_decode", "tree_attention", spoil.argument))
+        assert outcome.seconds < _AT_ONCE, f"{outcome.seconds} s until {text}"
+        here.probe()
     except AssertionError as error:
         raise AssertionError(f"{op}, {spoil}: {error}") from error
-    assert outcome.seconds < _AT_ONCE, f"{op}, {spoil}: {outcome.seconds} s until {text}"
-    here.probe()
     return type(outcome.error).__name__
 
 
 def wrong_timeout(case: Case, here: Place) -> str:
     rng = case.rng
-    op, arguments, _ = _draw_call(rng, here)
+    op, arguments, _ = _draw_call(rng)
     spoil = rng.choice(spoils.TIMEOUTS + spoils.ODD_TIMEOUTS + spoils.RIGHT_TIMEOUTS)
     timeout = spoil.value(arguments)
     if rng.random() < 0.3:
@@ -152,7 +158,7 @@ def differ(case: Case, here: Place) -> str:
 def one_is_wrong(case: Case, here: Place) -> str:
     """It says so, and the others have an error by their deadline."""
     rng = case.rng
-    op, arguments, table = _draw_call(rng, here)
+    op, arguments, table = _draw_call(rng)
     here.probe()
     spoil = spoils.draw(rng, table, arguments)
     victim = rng.randrange(here.world_size)

@@ -53,12 +53,12 @@ MUTATIONS = (
     Mutation(
         "an impossible out_dtype is sent first", "exchange/arguments.py",
         '_check_state_dtype(op, "out_dtype", out_dtype)', "pass",
-        "ranks", "wrong", "out_dtype: torch", 200, in_tests=True,
+        "ranks", "wrong_reduction", "out_dtype: torch", 100, in_tests=True,
     ),
     Mutation(
         "a head_dim of 0 is sent", "exchange/arguments.py",
         "if o.shape[3] == 0:", "if False:",
-        "ranks", "wrong", "o: without head dim", 200,
+        "ranks", "wrong_reduction", "o: without head dim", 200,
     ),
     Mutation(
         "any number of seconds", "exchange/arguments.py",
@@ -83,7 +83,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the store may hold other bytes than text", "exchange/agreement.py",
-        "with suppress(ValueError):  # also of bytes that are no UTF-8", "with suppress():",
+        "with suppress(ValueError, RecursionError):  # also of bytes that are no UTF-8",
+        "with suppress():",
         "ranks", "garbage", " read by ",
     ),
     Mutation(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -163,7 +164,8 @@ KINDS: dict[str, tuple[float, Callable[[Case, Place], str]]] = {
     "decode": (12, _decode),
     "sums": (3, _sums),
     "states": (4, _states),
-    "wrong": (8, mistakes.wrong),
+    "wrong_decode": (6, partial(mistakes.wrong, mistakes.DECODERS)),
+    "wrong_reduction": (3, partial(mistakes.wrong, mistakes.REDUCTIONS)),
     "timeout": (4, mistakes.wrong_timeout),
     "fork": (1, mistakes.fork),
     "compiled": (0.4, _compiled),
