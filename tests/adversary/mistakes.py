@@ -188,6 +188,9 @@ class GarbageStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
+    def clone(self) -> GarbageStore:
+        return GarbageStore(self._store.clone(), self._victim, self._garbage)
+
     def get(self, key: str) -> bytes:
         is_victims = key.endswith(f"/{self._victim}")
         return self._garbage if is_victims else self._store.get(key)
