@@ -29,9 +29,17 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
             "*.safetensors and a tokenizer"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        # Nothing beside the weights is run: neither Python files nor pickles.
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, local_files_only=True, output_loading_info=True, **options
+            path,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
         )
     except Exception as error:  # damaged files are errors of every kind, of three libraries
         raise UsageError(f"the checkpoint in {path} does not load: {first_line(error)}") from error
