@@ -69,7 +69,8 @@ def tree_decode(
             more parts than sequences, or heads of keys.
         explain: print on rank 0 which strategy was taken, and the row of a table that decided.
         timeout: seconds, or a `datetime.timedelta`, in which an exchange returns or raises, 30
-            unless the communicator says otherwise. Each part has as many.
+            unless the communicator says otherwise. Each part has as many. A number where
+            torch.compile traces the call.
         softmax_scale, softcap, alibi_slopes, query_positions, key_layout, page_table, num_workers:
             see `AttentionOptions`; key_layout and page_table are this rank's.
 

@@ -5,41 +5,61 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+
+pytest.importorskip("transformers")
 
 from distributed import run_ranks
+from hf_models import make_model, make_prompts
 from tree_attention import hf
 
+# Ranks compile at their own pace, also at different steps.
+COMPILING = 200.0
 STEPS = 80  # over the end of a block and of a buffer
 
 
-def decode(rank: int, world_size: int, backend: str) -> int:
+def decode(rank: int, world_size: int, name: str, padded: bool, steps: int) -> int:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.3,
-    )  # fmt: skip
-    model = hf.enable(LlamaForCausalLM(config).eval())
-    ids = torch.randint(0, 64, (2, 20))
-    compiled = torch.compile(model.forward, fullgraph=True, backend=backend)
+    model = hf.enable(make_model(name))
+    prompts = make_prompts()
+    ids, mask = prompts["input_ids"], prompts["attention_mask"]
+    if not padded:
+        mask = torch.ones_like(mask)
+    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        # Ranks compile at their own pace, also at different steps.
-        caches = [hf.TreeCache(config, timeout=200.0, growth=32) for _ in range(2)]
+        caches = [hf.TreeCache(model.config, timeout=COMPILING, growth=32) for _ in range(2)]
         for cache in caches:
-            model(ids, past_key_values=cache)
+            model(ids, past_key_values=cache, attention_mask=mask)
         token = ids[:, -1:]
-        for _ in range(STEPS):
-            expected = model(token, past_key_values=caches[0]).logits
-            logits = compiled(token, past_key_values=caches[1]).logits
+        for _ in range(steps):
+            mask = torch.cat((mask, torch.ones_like(token)), 1)
+            given = mask if padded else None
+            expected = model(token, past_key_values=caches[0], attention_mask=given).logits
+            logits = compiled(token, past_key_values=caches[1], attention_mask=given).logits
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
             token = expected[:, -1:].argmax(-1)
+        if padded:
+            mask = torch.cat((mask, torch.ones_like(token)), 1)
+            mask[0, -2] = 0
+            with pytest.raises(RuntimeError, match="must be one run of ones, but a row has a hole"):
+                compiled(token, past_key_values=caches[1], attention_mask=mask)
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_decoding_forward_is_one_graph(world_size: int) -> None:
-    num_graphs = run_ranks(decode, world_size, "aot_eager", timeout=200.0)
+@pytest.mark.parametrize(
+    "world_size,name,padded,steps",
+    [
+        (1, "llama", False, STEPS),
+        (2, "llama", False, STEPS),
+        (3, "llama", False, STEPS),
+        (2, "llama", True, 5),
+        (2, "mistral_window", True, 5),
+        (2, "gemma2", False, 5),
+    ],
+)
+def test_decoding_forward_is_one_graph(
+    world_size: int, name: str, padded: bool, steps: int
+) -> None:
+    num_graphs = run_ranks(decode, world_size, name, padded, steps, timeout=COMPILING)
     # torch gives up at torch._dynamo.config.recompile_limit, 8.
     assert max(num_graphs) < 8

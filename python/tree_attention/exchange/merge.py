@@ -51,7 +51,7 @@ def all_merge_states(
         head_sharded: return to each rank its heads only, those that
             `torch.tensor_split(o, world_size, dim=1)[rank]` names, maybe none.
         timeout: seconds, or a `datetime.timedelta`, in which the call returns or raises, 30 unless
-            the communicator says otherwise.
+            the communicator says otherwise; a number where torch.compile traces the call.
 
     Returns:
         New tensors: the merged o and the float32 lse, with the same bits on every rank, and those

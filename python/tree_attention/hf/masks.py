@@ -10,6 +10,15 @@ from transformers.masking_utils import causal_mask_function
 
 from ..sharding import ShardLayout
 
+_NO_RANGE = (
+    "supports causal and sliding-window masks only, not chunked, packed, blockwise or "
+    "bidirectional ones"
+)
+_HOLE = (
+    "the padding mask of each row must be one run of ones, but a row has a hole; "
+    'pad prompts on the left: tokenizer.padding_side = "left"'
+)
+
 
 class KeyRanges:
     """What `tree_attention_mask` returns, and transformers hands to every layer, for a mask.
@@ -88,21 +97,17 @@ def tree_attention_mask(
     if mask_function is not causal_mask_function:
         if use_vmap:
             unsupported = "a custom mask function has no form as a range of keys"
-        elif not _agrees(mask_function, begin, end, batch_size, kv_offset, kv_length):
-            unsupported = (
-                "supports causal and sliding-window masks only, not chunked, packed, blockwise or "
-                "bidirectional ones"
-            )
+        else:
+            agrees = _agrees(mask_function, begin, end, batch_size, kv_offset, kv_length)
+            if not _holds(agrees, _NO_RANGE):
+                unsupported = _NO_RANGE
     ranges = begin_end.expand(batch_size, q_length, 2)
     if attention_mask is not None and unsupported is None:
         unsupported = _refuse_padding(attention_mask, batch_size, kv_offset + kv_length)
         if unsupported is None:
             first, last, has_holes = _visible_run(attention_mask)
-            if has_holes:
-                unsupported = (
-                    "the padding mask of each row must be one run of ones, but a row has a hole; "
-                    'pad prompts on the left: tokenizer.padding_side = "left"'
-                )
+            if not _holds(~has_holes, _HOLE):
+                unsupported = _HOLE
             ranges = torch.stack(
                 (torch.maximum(begin, first[:, None]), torch.minimum(end, last[:, None])), dim=-1
             )
@@ -118,14 +123,14 @@ def _refuse_padding(attention_mask: Tensor, batch_size: int, width: int) -> str 
     )
 
 
-def _visible_run(attention_mask: Tensor) -> tuple[Tensor, Tensor, bool]:
+def _visible_run(attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The first visible slot of each row, the end of its visible slots, and whether any row has a
     hidden slot between them."""
     visible = attention_mask.to(torch.uint8)
     count = attention_mask.sum(-1)
     first = visible.argmax(-1)
     last = visible.shape[-1] - visible.flip(-1).argmax(-1)
-    has_holes = bool(((last - first != count) & (count > 0)).any())
+    has_holes = ((last - first != count) & (count > 0)).any()
     return first, first + count, has_holes
 
 
@@ -136,7 +141,7 @@ def _agrees(
     batch_size: int,
     kv_offset: int,
     kv_length: int,
-) -> bool:
+) -> Tensor:
     """Whether `mask_function` is true inside [begin, end) and false outside.
 
     It is evaluated at the range's four edges and in its middle only, O(batch * seqlen_q) in place
@@ -148,4 +153,12 @@ def _agrees(
     expected = (begin[:, None] <= probes) & (probes < end[:, None])
     rows = torch.arange(batch_size, device=begin.device)[:, None, None]
     seen = mask_function(rows, rows.new_zeros(1), (end - 1)[:, None], probes)
-    return bool((seen == expected).all())
+    return (seen == expected).all()
+
+
+def _holds(condition: Tensor, otherwise: str) -> bool:
+    """Whether a tensor is true. A compiled graph cannot ask, and raises where it is not."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition, f"tree_attention: {otherwise}")
+        return True
+    return bool(condition)
