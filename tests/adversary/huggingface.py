@@ -23,7 +23,7 @@ from .cases import Case, draw_layout
 from .outcome import AMPLE, DOCUMENTED, attempt
 from .threads import run_threads
 
-_NAMES = ("llama", "llama", "mistral_window", "qwen3", "gemma2", "gpt_oss")
+_NAMES = ("llama", "llama", "mistral_window", "mistral", "gemma2", "gpt_oss")
 # Logits are near 10; a key that is lost, doubled or foreign moves them by a tenth and more.
 _LIMIT = 2e-3
 _MAX_LENGTH = 100
@@ -262,7 +262,7 @@ def _refused(session: Session, rng: Random) -> str:
         "offload": layer.offload,
         "crop": lambda: cached.crop(3),
         "timeout": lambda: hf.TreeCache(model.config, cached.shard.comm, timeout=seconds),
-        "timeout of enable": lambda: hf.enable(_enabled("qwen2"), timeout=seconds),
+        "timeout of enable": lambda: hf.enable(_enabled("mistral"), timeout=seconds),
         "timeout of seed_ranks": lambda: hf.seed_ranks(cached.shard.comm, timeout=seconds),
     }
     if length:

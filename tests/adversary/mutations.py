@@ -62,7 +62,7 @@ MUTATIONS = (
     ),
     Mutation(
         "any number of seconds", "exchange/arguments.py",
-        "if not 0 < seconds <= _MAX_SECONDS:", "if False:",
+        "if not 0 < seconds <= MAX_SECONDS:", "if False:",
         "ranks", "timeout", "timeout: ", in_tests=True,
     ),
     Mutation(
