@@ -280,3 +280,13 @@ def _synchronize(rank: int, world_size: int) -> list[float]:
 
 def test_synchronized_logits_are_those_of_the_first_rank() -> None:
     assert run_ranks(_synchronize, 3) == [[0.0] * 6] * 3
+
+
+def test_wrong_options_leave_an_enabled_model_as_it_was() -> None:
+    model = hf.enable(make_model("llama"), prefill_chunk_size=5)
+    generate = model.generate
+    for options in ({"timeout": 0}, {"strategy": "none"}, {"prefill_chunk_size": 0}):
+        with pytest.raises(ValueError):
+            hf.enable(model, **options)
+        assert model.config._attn_implementation == "tree_attention"
+        assert model.generate == generate

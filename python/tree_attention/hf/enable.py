@@ -59,13 +59,13 @@ def enable(
     if prefill_chunk_size is not None and prefill_chunk_size < 1:
         raise ValueError(f"enable: prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
     _check_model(model)
-    if is_enabled(model):
-        disable(model)
     new_cache = functools.partial(
         TreeCache, model.config, group, layout, strategy=strategy, timeout=timeout
     )
     processor = SynchronizeLogits(group, timeout) if synchronize_logits else None
     preparation = Preparation(new_cache, prefill_chunk_size, processor)
+    if is_enabled(model):  # until now, so that wrong options leave it as it was
+        disable(model)
     previous = model.config._attn_implementation
     model.set_attn_implementation("tree_attention")
     if model.config._attn_implementation != "tree_attention":
