@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,7 @@ from tree_attention import (
     tree_decode,
 )
 from tree_attention.exchange import agreement
+from tree_attention.exchange.link import sentence
 from tree_attention.exchange.self_test import merge_digest
 
 TIMEOUTS: list[tuple[object, type[Exception], str]] = [
@@ -85,7 +87,7 @@ def differ(rank: int, world_size: int, what: str) -> str:
     q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 4, 8)
     slopes = torch.tensor([0.5, 0.25 + 0.125 * (rank if what == "slopes" else 0)])
     options = {"alibi_slopes": slopes, "query_positions": torch.tensor([[7]])}
-    version = "2.11.0" if what == "torch" and rank else torch.__version__
+    version = "2.11.0+cpu" if what == "torch" and rank else torch.__version__
     with mock.patch.object(agreement.torch, "__version__", version):
         seconds, message = failure(
             lambda: tree_decode(q, k, k, group=comm, **options)  # type: ignore[arg-type]
@@ -105,6 +107,34 @@ def test_slopes_that_differ() -> None:
 def test_versions_of_torch_that_differ() -> None:
     for message in run_ranks(differ, 2, "torch"):
         assert "torch version is 2.11.0 on rank 1, " in message
+
+
+def test_builds_of_one_release_may_work_together() -> None:
+    for version in ("2.15.0+cpu", "2.15.0+cu132", "2.15.0"):
+        with mock.patch.object(agreement.torch, "__version__", version):
+            talk = agreement.Agreement(dist.HashStore(), 0, 1, "one rank")
+            talk.reach((), time.monotonic() + AMPLE)
+            assert talk._own["torch version"] == "2.15.0"
+
+
+@pytest.mark.parametrize(
+    "said,sentence_of_it",
+    [
+        (
+            "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer "
+            "[127.0.0.1]:37082. This is typically caused by a remote worker crashing. Good luck!",
+            "Connection closed by peer [127.0.0.1]:37082.",
+        ),
+        ("Broken pipe\nException raised from sendBytes\nframe #0: f() + 0x1", "Broken pipe"),
+        (
+            "message to rank 1: [/x/unbound_buffer.cc:129] Timed out waiting 1ms",
+            "message to rank 1: Timed out waiting 1ms",
+        ),
+        ("", "RuntimeError"),
+    ],
+)
+def test_sentence_of_a_library(said: str, sentence_of_it: str) -> None:
+    assert sentence(RuntimeError(said)) == sentence_of_it
 
 
 def differ_in_kind(rank: int, world_size: int) -> str:

@@ -238,6 +238,7 @@ def interrupt(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=TIMEOUT)
 
     def stop(deadline: float) -> None:
+        dist.barrier()  # until no rank compares signatures any more
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -279,7 +280,12 @@ def test_abort_from_another_thread(kind: str, first: bool) -> None:
 
 def abort_at_the_end(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
-    _, message = failure(comm.call, "aborted", (), lambda _: comm.abort("too late"))
+
+    def stop(deadline: float) -> None:
+        dist.barrier()  # until no rank compares signatures any more
+        comm.abort("too late")
+
+    _, message = failure(comm.call, "aborted", (), stop)
     assert message.startswith(f"rank {rank} of 2: aborted: too late")
     assert_refuses_further_use(comm)
 

@@ -4,7 +4,8 @@
 from pathlib import Path
 from typing import Any
 
-from .usage import UsageError, first_line
+from ..exchange.link import sentence
+from .usage import UsageError
 
 _MAX_NAMES = 3
 
@@ -42,7 +43,7 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
             **options,
         )
     except Exception as error:  # damaged files are errors of every kind, of three libraries
-        raise UsageError(f"the checkpoint in {path} does not load: {first_line(error)}") from error
+        raise UsageError(f"the checkpoint in {path} does not load: {sentence(error)}") from error
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:

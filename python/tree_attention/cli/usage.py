@@ -20,11 +20,6 @@ def report(command: str, message: object) -> None:
     console.print(f"{command}: {message}", style="red", markup=False, soft_wrap=True)
 
 
-def first_line(error: BaseException) -> str:
-    """What an error of a library says, without the C++ stack or the advice that may follow."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
 def is_root() -> bool:
     """Whether this process talks to the user: rank 0 of torchrun's, or a process alone."""
     return os.environ.get("RANK", "0") == "0"

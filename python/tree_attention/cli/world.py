@@ -18,8 +18,8 @@ import torch.distributed as dist
 from ..exchange import ExchangeError, get_communicator
 from ..exchange.agreement import call_before, ranks_text
 from ..exchange.choice import COSTS_VARIABLE, measured_costs
-from ..exchange.link import remaining
-from .usage import UsageError, first_line
+from ..exchange.link import remaining, sentence
+from .usage import UsageError
 
 # Processes of one job start within seconds, but a cold file system may take minutes to give each of
 # them its libraries.
@@ -129,7 +129,7 @@ def _join(rank: int, size: int, backend: str, timeout: float | None) -> None:
     except RuntimeError as error:
         raise ExchangeError(
             f"rank {rank} of {size}: the ranks did not meet at {host}:{port}, for which they have "
-            f"{seconds:g} s: {first_line(error)}; start all {size} ranks, each within that time"
+            f"{seconds:g} s: {sentence(error)}; start all {size} ranks, each within that time"
         ) from error
 
 

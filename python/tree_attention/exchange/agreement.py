@@ -15,14 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed import Store
 
 from .._version import __version__
-from .link import remaining
+from .link import sentence
 
 T = TypeVar("T")
 Signature = tuple[tuple[str, object], ...]
@@ -42,6 +41,7 @@ _PARTING_SECONDS = 2.0
 _INTERRUPT_SECONDS = 0.05
 # How long the store may take to pass on what ranks have to say about a failure.
 _EXPLAIN_SECONDS = 0.3
+_SHORTEST_POLL_SECONDS = 0.0001
 _POLL_SECONDS = 0.01
 
 
@@ -66,22 +66,13 @@ class Agreement:
     """The signatures of a group's ranks, epoch after epoch."""
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str) -> None:
-        self._store_of_group = store
+        self._store = store
         self._rank = rank
         self._world_size = world_size
         self._name = name
         self._epoch = 0
         self._own: dict[str, str] = {}
         self._interrupted = threading.Event()
-
-    @cached_property
-    def _store(self) -> Store:
-        """A connection of its own: a wait keeps its connection from all other threads, of which one
-        may have to publish what ends the wait. Made at first use, as the server may have stalled.
-        """
-        # A lost server ends this at once, where connecting goes on until the deadline.
-        self._store_of_group.check([self._name])
-        return self._store_of_group.clone()
 
     def reach(self, signature: Signature, deadline: float, note: Note | None = None) -> list[Note]:
         """Every rank's note, in rank order, once all have published the same signature.
@@ -95,7 +86,8 @@ class Agreement:
         self._own = {
             _NOTE: json.dumps(note or {}),
             "tree_attention version": __version__,
-            "torch version": torch.__version__,
+            # Builds of one release, for CPUs and GPUs, may work together.
+            "torch version": torch.__version__.partition("+")[0],
         }
         self._own.update((name, str(value)) for name, value in signature)
         try:
@@ -105,7 +97,9 @@ class Agreement:
         except ExchangeError:
             raise
         except RuntimeError as error:
-            raise ExchangeError(f"the store of the process group is lost: {error}") from error
+            raise ExchangeError(
+                f"the store of the process group is lost: {sentence(error)}"
+            ) from error
         remarks = [
             self._remark(r, said, published[0], "rank 0") for r, said in enumerate(published)
         ]
@@ -155,14 +149,13 @@ class Agreement:
     def _publish_and_read(self, deadline: float) -> list[dict[str, str]]:
         keys = self._keys(self._epoch)
         self._store.set(keys[self._rank], json.dumps(self._own))
-        try:
-            self._store.wait(keys, remaining(deadline))
-        except RuntimeError as error:
+        if not self._are_there(keys, deadline):
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise ExchangeError(
-                f"no word from {ranks_text(missing)} about this exchange: lost, stalled, or in "
-                "another"
-            ) from error
+            if missing:  # still
+                raise ExchangeError(
+                    f"no word from {ranks_text(missing)} about this exchange: lost, stalled, or in "
+                    "another"
+                )
         values = (
             self._store.multi_get(keys)
             if self._store.has_extended_api()  # type: ignore[attr-defined]
@@ -171,6 +164,24 @@ class Agreement:
         # Whoever is in this epoch has read the last one, so the store need not keep it.
         self._store.delete_key(self._keys(self._epoch - 1)[self._rank])
         return [_parsed(value, rank) for rank, value in enumerate(values)]
+
+    def _are_there(self, keys: list[str], deadline: float) -> bool:
+        """Whether all keys are in the store before the deadline.
+
+        It asks again and again: `Store.wait` keeps the connection from the process's other threads,
+        of which one may have to publish what ends the wait on another rank.
+        """
+        begin = time.monotonic()
+        awaited = [] if self._store.check(keys) else keys
+        for key in awaited:  # one after the other, or many ranks would ask for many keys each time
+            while not self._store.check([key]):
+                now = time.monotonic()
+                if now >= deadline or self._interrupted.is_set():
+                    return False
+                # So that waiting is little longer than what is waited for, and long waits ask
+                # seldom.
+                time.sleep(min(max(_SHORTEST_POLL_SECONDS, 0.05 * (now - begin)), 0.05))
+        return True
 
     def _remark(self, rank: int, said: dict[str, str], other: dict[str, str], who: str) -> str:
         """What to say about a rank's publication: a difference, a failure, both, or nothing."""
@@ -194,7 +205,7 @@ class Agreement:
         def wait_for_readers() -> None:
             if self._store.add(f"{prefix}/readers", 1) == self._world_size:
                 self._store.set(f"{prefix}/read", "")
-            self._store.wait([f"{prefix}/read"], remaining(deadline))
+            self._are_there([f"{prefix}/read"], deadline)
 
         with suppress(RuntimeError):  # a peer left before it could read: it has its own error
             call_before(deadline, wait_for_readers)

@@ -22,7 +22,7 @@ from .agreement import (
     Signature,
     ranks_text,
 )
-from .link import Link
+from .link import Link, sentence
 from .self_test import delivery_fault
 
 T = TypeVar("T")
@@ -124,7 +124,9 @@ class Session:
             raise ExchangeError(f"{self._here()}: {error}") from error
         except RuntimeError as error:
             late = time.monotonic() >= deadline - 0.005  # timers count milliseconds
-            reason = f"no answer within {seconds:g} s: {error}" if late else str(error)
+            reason = sentence(error)
+            if late:
+                reason = f"no answer within {seconds:g} s: {reason}"
             self.fail(reason, patience=_PATIENCE_SECONDS)
             raise ExchangeError(f"{self._here()}: {self.failed}") from error
         except BaseException as error:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ops import merge_states
 from .agreement import Gather, Note, call_before
-from .link import remaining
+from .link import remaining, sentence
 from .topology import Topology
 
 T = TypeVar("T")
@@ -139,8 +139,7 @@ def connect(
         try:
             result = call_before(limit, run, who="torch")  # which waits for others
         except Exception as error:  # of any kind: torch promises nothing
-            first_line = (str(error) or repr(error)).splitlines()[0]
-            note = {"reason": f"{name}: {first_line}"}
+            note = {"reason": f"{name}: {sentence(error)}"}
         return first_reason(gather(f"one_shot, {name}", note)) or result
 
     def first_reason(notes: Sequence[Note]) -> str:
