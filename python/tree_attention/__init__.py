@@ -6,7 +6,7 @@ import os
 import sys
 from types import ModuleType
 
-if sys.argv[:1] == ["-m"] and "tree_attention" in sys.orig_argv:
+if sys.argv[:1] == ["-m"] and sys.orig_argv[sys.orig_argv.index("-m") + 1] == "tree_attention":
     # `python -m tree_attention` tells errors in sentences, and torch's C++ log would put its stack
     # in front of each that comes of a lost rank. torch reads this once, when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")

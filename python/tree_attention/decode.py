@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .exchange import Communicator, ExchangeOptions, check_options, get_communicator
+from .exchange.arguments import check_no_gradient
 from .exchange.graph import add_collective
 from .exchange.groups import name_of, named
 from .exchange.state import StateLayout
@@ -94,6 +95,7 @@ def tree_decode(
     Source: Tree Attention (arXiv:2408.04093), Algorithm 3.
     """
     if torch.compiler.is_compiling():
+        check_no_gradient("tree_decode", "q, k and v", q, k_local, v_local)
         result: tuple[Tensor, Tensor] = _in_graph(
             q,
             k_local,
@@ -142,8 +144,9 @@ def tree_decode(
                 return decode_in_parts(
                     comm, parts, arguments, exchange, signature, explain, seconds
                 )
-        o, lse = comm.send_state(shape, q.device, payload_dtype)
-        lean_decode(q, k_local, v_local, key_ranges, out=(o, lse), **options)
+        with comm.before_call():
+            o, lse = comm.send_state(shape, q.device, payload_dtype)
+            lean_decode(q, k_local, v_local, key_ranges, out=(o, lse), **options)
         return comm.all_merge_states(
             o,
             lse,

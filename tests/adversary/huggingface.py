@@ -149,7 +149,10 @@ def _compiled(session: Session, rng: Random) -> str:
     torch.compiler.reset()
     forward = torch.compile(session.model.forward, fullgraph=True, backend="aot_eager")
     mask = torch.cat([session.mask, torch.ones_like(ids[:, -1:])], 1)
-    found = forward(ids[:, -1:], past_key_values=session.cache, attention_mask=mask).logits
+    positions = (mask.cumsum(1) - 1)[:, -1:]
+    found = forward(
+        ids[:, -1:], attention_mask=mask, position_ids=positions, past_key_values=session.cache
+    ).logits
     session.check(found, ids, mask)
     session.keep(ids, mask)
     return truth.bits(found)

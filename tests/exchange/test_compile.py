@@ -75,7 +75,7 @@ def merge_and_sum(rank: int, world_size: int) -> None:
         return *merged, *own_heads, comm.all_reduce(o), comm.all_reduce(lse, timeout=COMPILING)
 
     torch.manual_seed(rank)
-    states = torch.randn(2, 4, 1, 8), torch.randn(2, 4, 1)
+    states = torch.randn(4, 1, 8, 2).permute(3, 0, 1, 2), torch.randn(2, 4, 1)
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     for _ in range(2):
         assert_same(compiled(*states), both(*states))
@@ -84,6 +84,27 @@ def merge_and_sum(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_merge_states_and_all_reduce(world_size: int) -> None:
     run_ranks(merge_and_sum, world_size, timeout=COMPILING)
+
+
+def require_gradients(rank: int, world_size: int) -> None:
+    comm = Communicator(timeout=COMPILING)
+    q, k = torch.ones(1, 2, 1, 8, requires_grad=True), torch.ones(1, 1, 4, 8)
+    lse = torch.zeros(1, 2, 1)
+    for op, call in {
+        "tree_decode": lambda: tree_decode(q, k, k, group=comm),
+        "all_merge_states": lambda: all_merge_states(q, lse, comm),
+        "all_reduce": lambda: comm.all_reduce(q),
+    }.items():
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        with pytest.raises(Exception, match=f"{op}: .* must not require a gradient"):
+            compiled()
+        with torch.no_grad():
+            compiled()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_are_refused_in_a_graph(world_size: int) -> None:
+    run_ranks(require_gradients, world_size, timeout=COMPILING)
 
 
 def disagree(rank: int, world_size: int) -> None:

@@ -175,6 +175,67 @@ def test_views_of_send_state_are_not_overwritten_by_another_thread(call: str) ->
         assert seconds < QUICK
 
 
+def share_a_name(rank: int, world_size: int) -> str:
+    """Rank 1's second thread calls while its first one, which called before, has nothing to do."""
+    arguments, _ = problem(0, rank, world_size)
+    called, done = threading.Event(), threading.Event()
+
+    def first() -> None:
+        tree_decode(*arguments)
+        called.set()
+        done.wait()
+
+    error: list[str] = []
+
+    def second() -> None:
+        try:
+            tree_decode(*arguments)
+        except ExchangeError as caught:
+            error.append(str(caught))
+
+    threads = [threading.Thread(target=body, name="worker") for body in (first, second)]
+    threads[0].start()
+    called.wait()
+    threads[1].start()
+    threads[1].join()
+    done.set()
+    threads[0].join()
+    in_threads(lambda: tree_decode(*arguments))  # a new thread, after them, is no such mistake
+    last = threading.Thread(target=lambda: tree_decode(*arguments), name="worker")
+    last.start()
+    last.join()
+    return error[0]
+
+
+def test_living_threads_of_one_name_cannot_be_told_apart() -> None:
+    for error in run_ranks(share_a_name, 2):
+        assert error.startswith("tree_decode: two threads of this process are named 'worker'")
+
+
+def refuse_then_call(rank: int, world_size: int) -> None:
+    """What lean_decode refuses leaves no views behind."""
+    arguments, expected = problem(0, rank, world_size)
+    wrong = torch.zeros(7, 7)
+    refused, called = threading.Event(), threading.Event()
+
+    def refuse() -> None:
+        with pytest.raises(RuntimeError, match="lean_decode: key_ranges must"):
+            tree_decode(*arguments, wrong)
+        refused.set()
+        called.wait()
+
+    thread = threading.Thread(target=refuse)
+    thread.start()
+    refused.wait()
+    torch.testing.assert_close(tree_decode(*arguments)[0], expected)
+    called.set()
+    thread.join()
+
+
+def test_a_refused_call_keeps_no_thread_out() -> None:
+    run_ranks(refuse_then_call, 2)
+
+
 def end_with_views(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
     in_threads(lambda: comm.send_state((1, 4, 1, 16)))
@@ -197,6 +258,28 @@ def two_communicators(rank: int, world_size: int) -> str:
 def test_communicators_of_one_group_share_the_turn() -> None:
     for error in run_ranks(two_communicators, 2):
         assert error.startswith("all_reduce: thread 'caller 0' called while generate in thread")
+
+
+def alone(rank: int, world_size: int) -> None:
+    """A world of one sends nothing: threads share what is made at each call."""
+    comm = Communicator()
+
+    def body() -> None:
+        for step in range(CALLS):
+            arguments, expected = problem(step, 0, 1)
+            torch.testing.assert_close(tree_decode(*arguments, group=comm)[0], expected)
+            o, lse = torch.full((1, 1, 1, 8), step + 0.5), torch.zeros(1, 1, 1)
+            assert torch.equal(all_merge_states(o, lse, comm)[0], o)
+            assert torch.equal(comm.all_reduce(o), o)
+
+    assert in_threads(body, body) == [None, None]
+    comm.send_state((1, 4, 1, 16))
+    [error] = in_threads(lambda: comm.send_state((1, 4, 1, 16)))
+    assert "has the views of send_state" in str(error)
+
+
+def test_a_world_of_one_takes_no_turns() -> None:
+    run_ranks(alone, 1)
 
 
 def groups_of_their_own(rank: int, world_size: int) -> None:

@@ -17,7 +17,7 @@ COMPILING = 200.0
 STEPS = 80  # over the end of a block and of a buffer
 
 
-def decode(rank: int, world_size: int, name: str, padded: bool, steps: int) -> int:
+def decode(rank: int, world_size: int, name: str, padded: bool, steps: int, backend: str) -> int:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = hf.enable(make_model(name))
@@ -25,7 +25,7 @@ def decode(rank: int, world_size: int, name: str, padded: bool, steps: int) -> i
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
     if not padded:
         mask = torch.ones_like(mask)
-    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model.forward, fullgraph=True, backend=backend)
     with torch.no_grad():
         caches = [hf.TreeCache(model.config, timeout=COMPILING, growth=32) for _ in range(2)]
         for cache in caches:
@@ -47,19 +47,20 @@ def decode(rank: int, world_size: int, name: str, padded: bool, steps: int) -> i
 
 
 @pytest.mark.parametrize(
-    "world_size,name,padded,steps",
+    "world_size,name,padded,steps,backend",
     [
-        (1, "llama", False, STEPS),
-        (2, "llama", False, STEPS),
-        (3, "llama", False, STEPS),
-        (2, "llama", True, 5),
-        (2, "mistral_window", True, 5),
-        (2, "gemma2", False, 5),
+        (1, "llama", False, STEPS, "aot_eager"),
+        (2, "llama", False, STEPS, "aot_eager"),
+        (3, "llama", False, STEPS, "aot_eager"),
+        (2, "llama", True, 5, "aot_eager"),
+        (2, "mistral_window", True, 5, "aot_eager"),
+        (2, "gemma2", False, 5, "aot_eager"),
+        (2, "llama", False, 5, "inductor"),
     ],
 )
 def test_decoding_forward_is_one_graph(
-    world_size: int, name: str, padded: bool, steps: int
+    world_size: int, name: str, padded: bool, steps: int, backend: str
 ) -> None:
-    num_graphs = run_ranks(decode, world_size, name, padded, steps, timeout=COMPILING)
+    num_graphs = run_ranks(decode, world_size, name, padded, steps, backend, timeout=COMPILING)
     # torch gives up at torch._dynamo.config.recompile_limit, 8.
     assert max(num_graphs) < 8

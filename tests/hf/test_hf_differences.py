@@ -3,12 +3,15 @@
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from distributed import run_ranks
 
@@ -139,7 +142,10 @@ def _differ(
         (_other_kind, "logits processor 1 is MinLength.* on rank 2, _Bias"),
         (_one_processor, "logits processor 1 is None on rank 2, _Bias"),
         (_other_criterion, r"stopping criterion 0 is EosToken.* \[1\] .* on rank 2, EosToken"),
-        (_other_prefix, r"prefix_allowed_tokens_fn is .*\(highest=100\) on rank 2, .*=150\) on r"),
+        (
+            _other_prefix,
+            r"prefix_allowed_tokens_fn is .*\(highest=100, c.*on rank 2, .*=150, code",
+        ),
         (_other_synchronization, "synchronize_logits is True on rank 2, False on rank 0"),
         (_other_random_state, r"random state \(see seed_ranks\) is .* on rank 2, .* on rank 0"),
     ],
@@ -166,7 +172,7 @@ def _nested() -> list[Any]:
         ((1, [2.5, True], "x"), "[1, [2.5, True], 'x']"),
         (torch.bfloat16, "torch.bfloat16"),
         (torch.ones(2, device="meta"), "torch.float32 [2]"),
-        (functools.partial(_allowed_up_to, 3, x=4), f"{__name__}._allowed_up_to()(3, x=4)"),
+        (functools.partial(_allowed_up_to, 3, x=4), f"{__name__}._allowed_up_to(code "),
         (
             _Bias(torch.ones(0)).__call__,
             "_Bias(bias=torch.float32 [0] e3b0c44298fc1c14, group=None",
@@ -174,11 +180,55 @@ def _nested() -> list[Any]:
         (object(), "object"),
         (_nested(), "[1, [1, [1, [1, [1, [1, list]]]]]]"),
         (list(range(100_001)), "list of 100001"),
+        ([[0] * 60_000, [0] * 60_000, 7], "[[0, 0"),
+        (np.ones(2), "float64 [2] 5f07eef034c5a21f"),
+        (torch.ones(2).to_sparse(), "torch.float32 [2]"),
     ],
 )
 def test_descriptions(value: object, text: str) -> None:
     """The same in every process: no address, no order of a set, and an end."""
     assert describe(value).startswith(text)
+
+
+def _unbound() -> Callable[[], object]:
+    """A function with a variable that has no value."""
+
+    def read() -> object:
+        return later
+
+    if not read:
+        later = 0
+    return read
+
+
+class _Allowed:
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, batch: int, ids: Tensor) -> list[int]:
+        return [self.token]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda batch, ids: [3], lambda batch, ids: [4]),
+        (lambda batch, ids, token=3: [token], lambda batch, ids, token=4: [token]),
+        (lambda batch, ids: [max(3, 4)], lambda batch, ids: [min(3, 4)]),
+        (_Allowed(3), _Allowed(4)),
+        (np.array([3]), np.array([4])),
+    ],
+)
+def test_descriptions_differ_where_values_do(one: object, other: object) -> None:
+    assert describe(one, with_attributes=True) != describe(other, with_attributes=True)
+
+
+def test_descriptions_end_where_nobody_waits_for_them() -> None:
+    describe(_unbound())
+    trie = {i: {j: {} for j in range(1000)} for i in range(1000)}
+    begin = time.process_time()
+    describe(trie)
+    assert time.process_time() - begin < 5.0  # of a million entries; 10 s and more without an end
 
 
 def test_a_long_description_is_cut_and_still_differs() -> None:

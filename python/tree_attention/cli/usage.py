@@ -37,10 +37,12 @@ def check_can_be_written(option: str, path: Path) -> None:
                 f"{option} {path}: there is no directory {path.parent}; create it first"
             )
         # Only trying tells: permissions do not hold for root, nor do they say all.
-        is_new = not path.exists()
-        path.open("a").close()
-        if is_new:
-            path.unlink()
+        target = path.resolve()
+        if not target.exists():
+            target.open("a").close()
+            target.unlink()
+        elif target.is_file():  # a pipe would wait for its reader
+            target.open("a").close()
     except OSError as error:
         raise UsageError(
             f"{option} {path}: this file cannot be written ({error.strerror}); name another"

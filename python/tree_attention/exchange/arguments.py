@@ -79,7 +79,7 @@ def check_state(op: str, o: Tensor, lse: Tensor) -> None:
         raise ValueError(f"{op}: o and lse must be on one device, got {o.device} and {lse.device}")
     _check_values(op, "o and lse", o, lse)
     _check_state_dtype(op, "o", o.dtype)
-    _check_no_gradient(op, "o and lse", o, lse)
+    check_no_gradient(op, "o and lse", o, lse)
 
 
 def check_timeout(op: str, timeout: float | timedelta) -> float:
@@ -111,7 +111,7 @@ def payload_of_sum(x: Tensor, payload_dtype: torch.dtype | None) -> torch.dtype:
     if not x.dtype.is_floating_point:
         raise ValueError(f"all_reduce: x must have a floating dtype, got {x.dtype}")
     _check_values("all_reduce", "x", x)
-    _check_no_gradient("all_reduce", "x", x)
+    check_no_gradient("all_reduce", "x", x)
     if payload_dtype is None:
         # Nothing is lost: parts and sum are rounded to bfloat16 anyhow.
         return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
@@ -139,7 +139,7 @@ def _check_values(op: str, names: str, *tensors: Tensor) -> None:
             )
 
 
-def _check_no_gradient(op: str, names: str, *tensors: Tensor) -> None:
+def check_no_gradient(op: str, names: str, *tensors: Tensor) -> None:
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ValueError(
             f"{op}: {names} must not require a gradient (inference only), got "

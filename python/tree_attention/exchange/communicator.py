@@ -20,6 +20,7 @@ from ..ops import merge_states
 from .agreement import ExchangeError, Note, Signature
 from .arguments import (
     ExchangeOptions,
+    check_no_gradient,
     check_options,
     check_state,
     check_timeout,
@@ -35,7 +36,7 @@ from .session import Session
 from .state import Slices, State, StateBuffers, StateLayout
 from .sums import Sums
 from .topology import Topology, node_name
-from .turn import turn_of
+from .turn import Turn, turn_of
 
 T = TypeVar("T")
 
@@ -55,8 +56,8 @@ class Communicator:
     A process group serves one thread at a time: a call raises ExchangeError, and sends nothing,
     while one of another thread is under way, or between that thread's `send_state` and its merge.
     Ranks compare the names of the calling threads, so that threads which enter in different orders
-    are an error: threads that call together have the same name on all ranks. A forked child cannot
-    use the groups of its parent.
+    are an error: threads that call together have the same name on all ranks, and no two threads of
+    a process have the same. A forked child cannot use the groups of its parent.
 
     Args:
         group: the process group, by default the world; a world of one where torch.distributed
@@ -88,7 +89,7 @@ class Communicator:
     ) -> None:
         self.timeout = check_timeout("Communicator", timeout)
         group = resolve_group(group)
-        self._turn = turn_of(group)
+        self._turn = Turn() if group is None else turn_of(group)
         self.rank, self.world_size = (0, 1) if group is None else (group.rank(), group.size())
         if nodes is not None and len(nodes) != self.world_size:
             raise ValueError(
@@ -148,10 +149,11 @@ class Communicator:
         overwrites both.
         """
         with self.turn("send_state"):
+            self._refuse_views_of_others("send_state")  # also in a world of one
             self._abandon_loaded_state()
-            self._loading = threading.current_thread()
             device = torch.empty(0, device=device).device  # with an index, as the merge sees it
             state = self.state(shape, device, payload_dtype)
+            self._loading = threading.current_thread()
             return state.o, state.lse
 
     def all_merge_states(
@@ -180,6 +182,7 @@ class Communicator:
                 check_state(op, o, lse)
                 dtype = o.dtype if out_dtype is None else out_dtype
                 if self._session is None:
+                    self._loading = None
                     return merge_states(o[None], lse[None], out_dtype=dtype)
                 state = self.state(o.shape, o.device, payload_dtype)
                 if not state.holds(o, lse):
@@ -228,6 +231,7 @@ class Communicator:
             ExchangeError: a rank was lost, stalled, or called with other arguments.
         """
         if torch.compiler.is_compiling():
+            check_no_gradient("all_reduce", "x", x)
             total: Tensor = torch.ops.tree_attention.all_reduce(
                 x, self.name, payload_dtype=payload_dtype, timeout=timeout
             )
@@ -237,7 +241,7 @@ class Communicator:
                 seconds = self.seconds_of("all_reduce", timeout)
                 payload = payload_of_sum(x, payload_dtype)
             if self._session is None:
-                return x.clone()
+                return x.clone(memory_format=torch.contiguous_format)
             result = torch.empty_like(x, memory_format=torch.contiguous_format)
             signature = (
                 ("shape", tuple(x.shape)),
@@ -265,11 +269,12 @@ class Communicator:
             return
         session = self._session
         with self.turn(op):
+            with self.before_call():
+                seconds = self.seconds_of(op, timeout)
             self._abandon_loaded_state()
             whole = self._whole(op, signature)
             session.before_deadline(
-                lambda deadline: self._learn(session.compare(whole, deadline)),
-                self.seconds_of(op, timeout),
+                lambda deadline: self._learn(session.compare(whole, deadline)), seconds
             )
 
     def abort(self, reason: str = "no reason given") -> None:
@@ -295,19 +300,28 @@ class Communicator:
 
     @contextmanager
     def turn(self, op: str, name: str | None = None) -> Iterator[None]:
-        """Surrounds `op`, in which no other thread may use the group (see `Turn.take`)."""
+        """Surrounds `op`, in which no other thread may use the group (see `Turn.take`).
+
+        In a world of one, which sends nothing, threads need no turn.
+        """
+        if self._session is None:
+            yield
+            return
         self._turn.take(op, name)
         try:
-            loading, caller = self._loading, threading.current_thread()
-            if loading is not None and loading is not caller and loading.is_alive():
-                raise ExchangeError(
-                    f"{op}: thread {caller.name!r} called while thread {loading.name!r} has the "
-                    "views of send_state, which this call would overwrite; give each thread a "
-                    "process group of its own"
-                )
+            self._refuse_views_of_others(op)
             yield
         finally:
             self._turn.give_back()
+
+    def _refuse_views_of_others(self, op: str) -> None:
+        loading, caller = self._loading, threading.current_thread()
+        if loading is not None and loading is not caller and loading.is_alive():
+            raise ExchangeError(
+                f"{op}: thread {caller.name!r} called while thread {loading.name!r} has the views "
+                "of send_state, which this call would overwrite; give each thread a process group "
+                "of its own"
+            )
 
     def seconds_of(self, op: str, timeout: float | timedelta | None) -> float:
         """The seconds that an argument `timeout` of `op` stands for."""

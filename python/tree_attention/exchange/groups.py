@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,15 @@ from .communicator import Communicator
 
 _communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
 _making = threading.Lock()
+
+
+def _free_lock() -> None:
+    """In a forked child, where the thread that held the lock does not exist."""
+    global _making
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_free_lock)
 
 
 def get_communicator(group: dist.ProcessGroup | Communicator | None = None) -> Communicator:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import ExchangeOptions
+from .arguments import ExchangeOptions, check_no_gradient
 from .communicator import Communicator
 from .graph import add_collective
 from .groups import get_communicator, name_of, named
@@ -69,6 +69,7 @@ def all_merge_states(
     Source: Tree Attention (arXiv:2408.04093), section 5.
     """
     if torch.compiler.is_compiling():
+        check_no_gradient("all_merge_states", "o and lse", o, lse)
         result: tuple[Tensor, Tensor] = _in_graph(
             o,
             lse,

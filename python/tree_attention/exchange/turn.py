@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -24,6 +24,8 @@ class Turn:
         self._depth = 0
         self._holder = "", ""  # function and thread, of the outermost
         self._name: str | None = None
+        # Those that had the turn, by their names.
+        self._threads: WeakValueDictionary[str, threading.Thread] = WeakValueDictionary()
         self.is_inherited = False  # from the process that this one was forked from
 
     @property
@@ -44,7 +46,7 @@ class Turn:
             raise ExchangeError(
                 f"{op}: the process group was made before this process was forked, and its "
                 "connections belong to the parent; start ranks with the methods 'spawn' or "
-                "'forkserver', or call init_process_group in the child"
+                "'forkserver', or fork before init_process_group"
             )
         if not self._lock.acquire(blocking=False):
             raise ExchangeError(
@@ -55,7 +57,17 @@ class Turn:
                 "another"
             )
         if self._depth == 0:
-            self._holder = op, threading.current_thread().name
+            thread = threading.current_thread()
+            if name is None and self._threads.setdefault(thread.name, thread) is not thread:
+                if self._threads[thread.name].is_alive():
+                    self._lock.release()
+                    raise ExchangeError(
+                        f"{op}: two threads of this process are named {thread.name!r}, and ranks "
+                        "tell the threads that share a process group by their names; give each a "
+                        "name of its own, the same on all ranks"
+                    )
+                self._threads[thread.name] = thread
+            self._holder = op, thread.name
             self._name = name
         self._depth += 1
 
@@ -67,9 +79,9 @@ class Turn:
 _turns: WeakKeyDictionary[dist.ProcessGroup, Turn] = WeakKeyDictionary()
 
 
-def turn_of(group: dist.ProcessGroup | None) -> Turn:
-    """The turn of all communicators of `group`; a new one in a world of one."""
-    return Turn() if group is None else _turns.setdefault(group, Turn())
+def turn_of(group: dist.ProcessGroup) -> Turn:
+    """The turn of all communicators of `group`."""
+    return _turns.setdefault(group, Turn())
 
 
 def _refuse_inherited_groups() -> None:

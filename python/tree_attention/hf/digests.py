@@ -3,11 +3,12 @@
 
 import functools
 import hashlib
-import inspect
 from collections.abc import Iterable, Mapping
-from types import FunctionType, MethodType
+from contextlib import suppress
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -19,8 +20,8 @@ _SAMPLES_PER_PARAMETER = 8
 _HEX_DIGITS = 16
 # Of a value's text, what ranks publish and an error shows.
 _MAX_TEXT = 200
-# How deep collections are compared, as an object may hold itself, and up to which size, as all of
-# it is walked through in every generation: tenths of a second for so many numbers.
+# How deep collections are compared, as an object may hold itself, and how many entries of all of
+# them, as they are walked through in every generation: tenths of a second for so many numbers.
 _DEPTH = 6
 _MAX_ENTRIES = 100_000
 
@@ -49,68 +50,90 @@ def settings_of(generation_config: GenerationConfig) -> Signature:
 
 def describe_all(name: str, objects: Iterable[Any]) -> Signature:
     """What ranks compare of logits processors or stopping criteria: their kinds and attributes."""
-    return tuple(
-        (f"{name} {i}", _shortened(_describe(o, _DEPTH, with_attributes=True)))
-        for i, o in enumerate(objects)
-    )
+    return tuple((f"{name} {i}", describe(o, with_attributes=True)) for i, o in enumerate(objects))
 
 
-def describe(value: Any) -> str:
+def describe(value: Any, with_attributes: bool = False) -> str:
     """The same text on every rank that holds an equal value.
 
-    A value is a number, a string, a tensor, a function or a collection of these; of any other
-    object only the kind counts, because a model or a process group differs from rank to rank.
+    A value is a number, a string, a tensor, a function or a collection of these. Of any other
+    object only the kind counts, because a model or a process group differs from rank to rank; with
+    attributes, those of `value` itself count as well.
     """
-    return _shortened(_describe(value, _DEPTH))
+    return _shortened(_Description().of(value, _DEPTH, with_attributes))
 
 
-def _describe(value: Any, depth: int, with_attributes: bool = False) -> str:
-    kind = type(value).__qualname__
+class _Description:
+    """The text of one value, of which it looks at `_MAX_ENTRIES` entries at most."""
 
-    def parts(values: Iterable[Any]) -> list[str]:
-        return [_describe(part, depth - 1) for part in values]
+    def __init__(self) -> None:
+        self._entries_left = _MAX_ENTRIES
 
-    def named(values: Mapping[str, Any]) -> str:
-        texts = parts(values.values())
+    def of(self, value: Any, depth: int, with_attributes: bool = False) -> str:
+        kind = type(value).__qualname__
+        if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
+            return repr(value)
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            return f"{value.dtype} {list(value.shape)} {_digest(value.tobytes())}"
+        if isinstance(value, Tensor):
+            is_whole = not (isinstance(value, DTensor) or value.is_meta or value.is_sparse)
+            digest = _digest(to_bytes(value)) if is_whole else ""
+            return f"{value.dtype} {list(value.shape)} {digest}".rstrip()
+        if isinstance(value, Mapping | list | tuple | set | frozenset):
+            self._entries_left -= len(value)
+            if self._entries_left < 0:
+                return f"{kind} of {len(value)}"
+        if depth == 0:
+            return kind
+        if isinstance(value, Mapping):
+            pairs = zip(self._all(value, depth), self._all(value.values(), depth), strict=True)
+            return "{" + ", ".join(sorted(f"{key}: {text}" for key, text in pairs)) + "}"
+        if isinstance(value, list | tuple):
+            return "[" + ", ".join(self._all(value, depth)) + "]"
+        if isinstance(value, set | frozenset):
+            return "{" + ", ".join(sorted(self._all(value, depth))) + "}"
+        if isinstance(value, functools.partial):
+            bound = self._all(value.args, depth)
+            bound += [self._named(value.keywords, depth)] if value.keywords else []
+            return f"{self.of(value.func, depth - 1)}({', '.join(bound)})"
+        if isinstance(value, MethodType):
+            owner = self.of(value.__self__, depth - 1, with_attributes=True)
+            return f"{owner}.{value.__name__}"
+        if isinstance(value, FunctionType):
+            return f"{value.__module__}.{value.__qualname__}({self._function(value, depth)})"
+        if with_attributes or isinstance(value, LogitsProcessor | StoppingCriteria):
+            return f"{kind}({self._named(getattr(value, '__dict__', {}), depth)})"
+        return kind
+
+    def _all(self, values: Iterable[Any], depth: int) -> list[str]:
+        return [self.of(part, depth - 1) for part in values]
+
+    def _named(self, values: Mapping[str, Any], depth: int) -> str:
+        texts = self._all(values.values(), depth)
         return ", ".join(f"{n}={text}" for n, text in sorted(zip(values, texts, strict=True)))
 
-    if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
-        return repr(value)
-    if isinstance(value, Tensor):
-        is_whole = not isinstance(value, DTensor) and not value.is_meta
-        digest = hashlib.sha256(to_bytes(value)).hexdigest()[:_HEX_DIGITS] if is_whole else ""
-        return f"{value.dtype} {list(value.shape)} {digest}".rstrip()
-    if depth == 0:
-        return kind
-    if isinstance(value, Mapping | list | tuple | set | frozenset) and len(value) > _MAX_ENTRIES:
-        return f"{kind} of {len(value)}"
-    if isinstance(value, Mapping):
-        pairs = zip(parts(value), parts(value.values()), strict=True)
-        return "{" + ", ".join(sorted(f"{key}: {text}" for key, text in pairs)) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(parts(value)) + "]"
-    if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(parts(value))) + "}"
-    if isinstance(value, functools.partial):
-        bound = [*parts(value.args), *([named(value.keywords)] if value.keywords else [])]
-        return f"{_describe(value.func, depth - 1)}({', '.join(bound)})"
-    if isinstance(value, MethodType):
-        owner = _describe(value.__self__, depth - 1, with_attributes=True)
-        return f"{owner}.{value.__name__}"
-    if isinstance(value, FunctionType):
-        variables = inspect.getclosurevars(value).nonlocals
-        return f"{value.__module__}.{value.__qualname__}({named(variables)})"
-    if with_attributes or isinstance(value, LogitsProcessor | StoppingCriteria):
-        return f"{kind}({named(getattr(value, '__dict__', {}))})"
-    return kind
+    def _function(self, function: FunctionType, depth: int) -> str:
+        """What a function computes with: its variables, defaults, constants and instructions."""
+        code = function.__code__
+        variables = {}
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # of a variable that has no value
+                variables[name] = cell.cell_contents
+        constants = [x for x in code.co_consts if not isinstance(x, CodeType)]
+        rest = self._all([function.__defaults__, function.__kwdefaults__, constants], depth)
+        digest = _digest(code.co_code + repr((code.co_names, rest)).encode())
+        return ", ".join(filter(None, [self._named(variables, depth), f"code {digest}"]))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_HEX_DIGITS]
 
 
 def _shortened(text: str) -> str:
     """The text, or of a long one its beginning and its digest."""
     if len(text) <= _MAX_TEXT:
         return text
-    digest = hashlib.sha256(text.encode()).hexdigest()[:_HEX_DIGITS]
-    return f"{text[:_MAX_TEXT]}... ({len(text)} characters, digest {digest})"
+    return f"{text[:_MAX_TEXT]}... ({len(text)} characters, digest {_digest(text.encode())})"
 
 
 def digest_random_state(device: torch.device) -> str:

@@ -55,11 +55,8 @@ class Preparation:
         """Surrounds a call of `generate`: over ranks, no other thread may use the group until it
         ends. Ranks may call it in threads of any name, as it compares inputs and settings itself.
         """
-        if self.shard.world_size == 1:
+        with self.shard.comm.turn("generate", name="generate"):
             yield
-        else:
-            with self.shard.comm.turn("generate", name="generate"):
-                yield
 
     def begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Takes the arguments of `generate` by name and returns those with which to go on."""
@@ -179,7 +176,7 @@ class Preparation:
             *describe_all("stopping criterion", self.call.arguments.get("stopping_criteria") or ()),
             (
                 "prefix_allowed_tokens_fn",
-                describe(self.call.arguments.get("prefix_allowed_tokens_fn")),
+                describe(self.call.arguments.get("prefix_allowed_tokens_fn"), with_attributes=True),
             ),
             ("digest of the model's weights", digest_parameters(model)),
             (
