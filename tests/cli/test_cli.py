@@ -242,3 +242,14 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([])
     assert capsys.readouterr().err.endswith("arguments are required: command\n")
+
+
+def test_probing_a_file_leaves_what_is_there(tmp_path: Path) -> None:
+    link, pipe, old = (tmp_path / name for name in ("link", "pipe", "old"))
+    link.symlink_to(tmp_path / "target")
+    os.mkfifo(pipe)
+    old.write_text("kept")
+    for path in (link, pipe, old):
+        check_can_be_written("--json", path)  # of which that of a pipe would wait for a reader
+    assert link.is_symlink() and not link.exists()
+    assert old.read_text() == "kept"

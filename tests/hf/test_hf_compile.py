@@ -55,7 +55,7 @@ def decode(rank: int, world_size: int, name: str, padded: bool, steps: int, back
         (2, "llama", True, 5, "aot_eager"),
         (2, "mistral_window", True, 5, "aot_eager"),
         (2, "gemma2", False, 5, "aot_eager"),
-        (2, "llama", False, 5, "inductor"),
+        (2, "llama", True, 5, "inductor"),
     ],
 )
 def test_decoding_forward_is_one_graph(

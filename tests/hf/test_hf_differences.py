@@ -223,6 +223,12 @@ def test_descriptions_differ_where_values_do(one: object, other: object) -> None
     assert describe(one, with_attributes=True) != describe(other, with_attributes=True)
 
 
+def test_private_attributes_may_differ() -> None:
+    one, other = _Allowed(3), _Allowed(3)
+    one._begin, other._begin = 1.0, 2.0  # type: ignore[attr-defined]
+    assert describe(one, with_attributes=True) == describe(other, with_attributes=True)
+
+
 def test_descriptions_end_where_nobody_waits_for_them() -> None:
     describe(_unbound())
     trie = {i: {j: {} for j in range(1000)} for i in range(1000)}

@@ -58,7 +58,7 @@ def describe(value: Any, with_attributes: bool = False) -> str:
 
     A value is a number, a string, a tensor, a function or a collection of these. Of any other
     object only the kind counts, because a model or a process group differs from rank to rank; with
-    attributes, those of `value` itself count as well.
+    attributes, those of `value` itself count as well, but for names with a leading underscore.
     """
     return _shortened(_Description().of(value, _DEPTH, with_attributes))
 
@@ -102,7 +102,9 @@ class _Description:
         if isinstance(value, FunctionType):
             return f"{value.__module__}.{value.__qualname__}({self._function(value, depth)})"
         if with_attributes or isinstance(value, LogitsProcessor | StoppingCriteria):
-            return f"{kind}({self._named(getattr(value, '__dict__', {}), depth)})"
+            attributes = getattr(value, "__dict__", {})
+            public = {name: x for name, x in attributes.items() if not name.startswith("_")}
+            return f"{kind}({self._named(public, depth)})"
         return kind
 
     def _all(self, values: Iterable[Any], depth: int) -> list[str]:

@@ -14,9 +14,10 @@ _NO_RANGE = (
     "supports causal and sliding-window masks only, not chunked, packed, blockwise or "
     "bidirectional ones"
 )
+# A compiled graph copies it into a string of C++, where it cannot have quotes.
 _HOLE = (
-    "the padding mask of each row must be one run of ones, but a row has a hole; "
-    'pad prompts on the left: tokenizer.padding_side = "left"'
+    "the padding mask of each row must be one run of ones, but a row has a hole; pad prompts on "
+    "the left: tokenizer.padding_side = 'left'"
 )
 
 
