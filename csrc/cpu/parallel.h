@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Parallel loops that also end in a forked child: OpenMP's threads stay with the parent, and a child
-// would wait for them without end.
+// Parallel loops that also end in a forked child: OpenMP's threads stay with the parent, and a
+// child would wait for them without end.
 #pragma once
 
 #include <ATen/Parallel.h>
