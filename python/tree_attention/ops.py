@@ -101,7 +101,7 @@ def _digest(x: Tensor | None) -> str | None:
     if x.device.type == "cpu":
         return _digest_of_values(x)
     if x not in _digests:
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return "not read in a capture"
         _digests[x] = _digest_of_values(x)
     found: str = _digests[x]

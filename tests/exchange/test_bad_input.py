@@ -282,6 +282,8 @@ def refuse_in_rings(rank: int, world_size: int) -> None:
             ring(q, torch.tensor(1.0), k)
         with pytest.raises(RuntimeError, match=r"lean_decode.*key_layout"):
             ring(q, k, k, key_layout=1)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match=r"lean_decode.*alibi_slopes"):
+            ring(q, k, k, alibi_slopes=0.5)  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match=r"lean_decode.*key_ranges"):
             ring(q, k, k, [[0, 4]])  # type: ignore[arg-type]
 

@@ -97,7 +97,7 @@ def ring_pass_q_decode(
         state = comm.state((*q.shape[:3], v_local.shape[3]), q.device)
         no_keys = ranges_without_keys(q, key_ranges)
         # Refuses bad arguments before anything is sent; without keys it costs no more than that.
-        attend(_EVERYTHING, q, no_keys, (state.o, state.lse))
+        lean_decode(q, k_local, v_local, no_keys, out=(state.o, state.lse), **options)
 
     def run(deadline: float) -> tuple[Tensor, Tensor]:
         link, rank, world_size = comm.link, comm.rank, comm.world_size
@@ -182,7 +182,6 @@ class _Part:
 
 
 _ALL = slice(None)
-_EVERYTHING = _Part(_ALL, _ALL, _ALL)
 
 
 def _deal(q: Tensor, num_heads_kv: int, world_size: int) -> list[_Part]:
