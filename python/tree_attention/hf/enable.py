@@ -64,6 +64,7 @@ def enable(
     )
     processor = SynchronizeLogits(group, timeout) if synchronize_logits else None
     preparation = Preparation(new_cache, prefill_chunk_size, processor)
+    _refuse_latents(model)
     if is_enabled(model):  # until now, so that wrong options leave it as it was
         disable(model)
     previous = model.config._attn_implementation
@@ -112,12 +113,15 @@ def _check_model(model: Any) -> None:
             f"enable: {name} has no generate; enable the model with the language head, whose class "
             "ends in ForCausalLM"
         )
+
+
+def _refuse_latents(model: Any) -> None:
     rank = getattr(model.config, "kv_lora_rank", None)
     if rank is not None:
         raise ValueError(
-            f"enable: {name} has multi-head latent attention (kv_lora_rank {rank}): it caches "
-            "latents, not keys and values, and a TreeCache does not shard them; use the model "
-            "without enable"
+            f"enable: {type(model).__name__} has multi-head latent attention (kv_lora_rank "
+            f"{rank}): it caches latents, not keys and values, and a TreeCache does not shard "
+            "them; use the model without enable"
         )
 
 
