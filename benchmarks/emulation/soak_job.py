@@ -46,7 +46,7 @@ class Outcome:
 
 
 class Sample(NamedTuple):
-    """Of the memory of a rank."""
+    """A measurement of the memory of one rank."""
 
     seconds: float  # since its job began
     resident: int  # bytes

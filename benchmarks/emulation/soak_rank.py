@@ -29,7 +29,7 @@ _FORMING = 60.0  # for the first call of a group, as a mended link carries nothi
 _BATCHES = (1, 3)
 _TOKENS, _MAX_KEYS = 16, 500  # of a sequence
 _SAY_EVERY = 0.5
-# Of float32: o is a mean of normal numbers, lse about 6.
+# Largest errors of float32 results: o is a mean of normal numbers, lse about 6.
 _TOLERANCE = 2e-5
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 

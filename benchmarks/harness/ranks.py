@@ -79,7 +79,7 @@ def links_of(topology: Topology, times: Sequence[float], backend: str) -> str:
 
 
 def available_strategies(comm: Communicator) -> list[str]:
-    """Those that can run on the host's tensors of these ranks; collective."""
+    """The strategies that can run on the host's tensors of these ranks; collective."""
     comm.all_merge_states(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1))  # which finds out
     return [name for name in strategies() if name not in comm.unavailable(CPU)]
 

@@ -13,7 +13,7 @@ from .exchange import Communicator, ExchangeOptions, check_options, get_communic
 from .exchange.arguments import check_no_gradient
 from .exchange.graph import add_collective
 from .exchange.groups import name_of, named
-from .exchange.state import StateLayout
+from .exchange.merge import fake_merge
 from .ops import (
     AttentionOptions,
     check_option_names,
@@ -186,8 +186,7 @@ def _fake(
     **_: object,
 ) -> tuple[Tensor, Tensor]:
     options = ExchangeOptions(strategy, out_dtype or q.dtype, payload_dtype, head_sharded)
-    layout = StateLayout(q.shape[:3], v_local.shape[3], payload_dtype)
-    return named(group).outputs(layout, options, q.device)
+    return fake_merge(q, v_local.shape[3], group, options)
 
 
 _in_graph = add_collective(

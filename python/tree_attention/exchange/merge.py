@@ -92,6 +92,14 @@ def all_merge_states(
     )
 
 
+def fake_merge(
+    like: Tensor, head_dim: int, group: str, options: ExchangeOptions
+) -> tuple[Tensor, Tensor]:
+    """Outputs of a merge of states with the rows and on the device of `like`."""
+    layout = StateLayout(like.shape[:3], head_dim, options.payload_dtype)
+    return named(group).outputs(layout, options, like.device)
+
+
 def _run(o: Tensor, lse: Tensor, group: str, **options: Any) -> tuple[Tensor, Tensor]:
     return named(group).all_merge_states(o, lse, **options)
 
@@ -108,8 +116,7 @@ def _fake(
     **_: object,
 ) -> tuple[Tensor, Tensor]:
     options = ExchangeOptions(strategy, out_dtype or o.dtype, payload_dtype, head_sharded)
-    layout = StateLayout(o.shape[:3], o.shape[3], payload_dtype)
-    return named(group).outputs(layout, options, o.device)
+    return fake_merge(o, o.shape[3], group, options)
 
 
 _in_graph = add_collective(

@@ -24,7 +24,7 @@ class Turn:
         self._depth = 0
         self._holder = "", ""  # function and thread, of the outermost
         self._name: str | None = None
-        # Those that had the turn, by their names.
+        # Threads that had the turn, by their names.
         self._threads: WeakValueDictionary[str, threading.Thread] = WeakValueDictionary()
         self.is_inherited = False  # from the process that this one was forked from
 
