@@ -60,6 +60,7 @@ def takes_timeout(comm: Communicator) -> dict[str, Callable[[Any], object]]:
         ),
         "all_merge_states": lambda timeout: all_merge_states(*states(), comm, timeout=timeout),
         "all_reduce": lambda timeout: comm.all_reduce(q, timeout=timeout),
+        "all_gather": lambda timeout: comm.all_gather(q, [8] * comm.world_size, timeout=timeout),
         "agree": lambda timeout: comm.agree((), timeout),
     }
 

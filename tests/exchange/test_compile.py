@@ -94,6 +94,7 @@ def require_gradients(rank: int, world_size: int) -> None:
         "tree_decode": lambda: tree_decode(q, k, k, group=comm),
         "all_merge_states": lambda: all_merge_states(q, lse, comm),
         "all_reduce": lambda: comm.all_reduce(q),
+        "all_gather": lambda: comm.all_gather(q, [8] * world_size),
     }.items():
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
         with pytest.raises(Exception, match=f"{op}: .* must not require a gradient"):
@@ -142,6 +143,7 @@ def check_opcheck(rank: int, world_size: int) -> None:
         (ops.tree_decode, (q, k, k, None, ""), {**exchange, "overlap": 1, "explain": False}),
         (ops.all_merge_states, (o, lse, ""), exchange),
         (ops.all_reduce, (o, ""), {"payload_dtype": None, "timeout": AMPLE}),
+        (ops.all_gather, (o, "", [4] * world_size, 1), {"timeout": AMPLE}),
     ):
         torch.library.opcheck(op.default, arguments, options, test_utils=tests)
 

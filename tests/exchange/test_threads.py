@@ -153,6 +153,7 @@ def call_amid(rank: int, world_size: int, call: str) -> tuple[str, float]:
         "ring_decode": lambda: ring_decode(*arguments, group=comm),
         "send_state": lambda: comm.send_state(shape),
         "all_reduce": lambda: comm.all_reduce(torch.ones(3)),
+        "all_gather": lambda: comm.all_gather(torch.ones(3), [3] * world_size),
         "all_merge_states": lambda: comm.all_merge_states(o, lse),
     }
     begin = time.monotonic()
@@ -166,7 +167,15 @@ def call_amid(rank: int, world_size: int, call: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize(
     "call",
-    ["tree_decode", "overlap", "ring_decode", "send_state", "all_reduce", "all_merge_states"],
+    [
+        "tree_decode",
+        "overlap",
+        "ring_decode",
+        "send_state",
+        "all_reduce",
+        "all_gather",
+        "all_merge_states",
+    ],
 )
 def test_views_of_send_state_are_not_overwritten_by_another_thread(call: str) -> None:
     op = "tree_decode" if call == "overlap" else call

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from numbers import Real
@@ -117,6 +119,45 @@ def payload_of_sum(x: Tensor, payload_dtype: torch.dtype | None) -> torch.dtype:
         return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     _check_payload("all_reduce", payload_dtype)
     return payload_dtype
+
+
+def check_gather(
+    x: Tensor, counts: Sequence[int], dim: int, rank: int, world_size: int
+) -> tuple[tuple[int, ...], int]:
+    """The counts and the dim, from 0 on, of an all_gather in which this is rank `rank`.
+
+    Raises:
+        ValueError: they do not describe `x`, or it cannot be sent.
+    """
+    check_tensors("all_gather", x=x)
+    _check_values("all_gather", "x", x)
+    check_no_gradient("all_gather", "x", x)
+    if x.dim() == 0:
+        raise ValueError("all_gather: x must have at least one dimension, got a scalar")
+    if not _is_integer(dim, -x.dim(), x.dim() - 1):
+        raise ValueError(
+            f"all_gather: dim must be an integer from {-x.dim()} to {x.dim() - 1}, got {dim!r}"
+        )
+    dim %= x.dim()
+    if (
+        not isinstance(counts, Sequence)
+        or len(counts) != world_size
+        or not all(_is_integer(count, 0) for count in counts)
+    ):
+        raise ValueError(
+            f"all_gather: counts must be {world_size} integers of at least 0, one for each rank, "
+            f"got {counts!r:.200}"
+        )
+    if counts[rank] != x.shape[dim]:
+        raise ValueError(
+            f"all_gather: counts[{rank}] must be the size of rank {rank}'s x in dim {dim}, which "
+            f"is {x.shape[dim]}, got {counts[rank]}"
+        )
+    return tuple(counts), dim
+
+
+def _is_integer(value: object, least: int, most: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _check_state_dtype(op: str, name: str, dtype: torch.dtype) -> None:

@@ -20,6 +20,7 @@ from ..ops import merge_states
 from .agreement import ExchangeError, Note, Signature
 from .arguments import (
     ExchangeOptions,
+    check_gather,
     check_no_gradient,
     check_options,
     check_state,
@@ -28,6 +29,7 @@ from .arguments import (
     resolve_group,
 )
 from .choice import CostTable, measured_costs
+from .gathers import Gathers
 from .link import Link
 from .preparation import prepare
 from .resources import Resources
@@ -107,7 +109,7 @@ class Communicator:
         digest = "shipped" if self._costs is None else self._costs.digest
         self._constants: Signature = (("nodes", self._nodes), ("exchange costs", digest))
         self._buffers: defaultdict[int, StateBuffers] = defaultdict(StateBuffers)
-        self._sums = Sums()
+        self._sums, self._gathers = Sums(), Gathers()
         # The thread that has the views of a send_state whose exchange is still to come.
         self._loading: threading.Thread | None = None
         self.name = f"communicator {next(self._numbers)}"
@@ -253,6 +255,64 @@ class Communicator:
                 "all_reduce",
                 signature,
                 lambda deadline: self._sums.run(self.link, x, payload, result, deadline),
+                seconds,
+                x.device,
+            )
+            return result
+
+    def all_gather(
+        self,
+        x: Tensor,
+        counts: Sequence[int],
+        dim: int = -1,
+        *,
+        timeout: float | timedelta | None = None,
+    ) -> Tensor:
+        """All ranks' `x`, concatenated along `dim` in rank order, on every rank.
+
+        Equivalent PyTorch::
+
+            torch.cat(all_gathered_x, dim)
+
+        Args:
+            x: a tensor of any dtype and strides, of the same dtype and shape on every rank but for
+                its size in `dim`.
+            counts: that size on every rank, in rank order, maybe zero; the same on every rank.
+            dim: the dimension along which ranks' tensors differ and are concatenated.
+            timeout: seconds in which the call returns or raises, by default the communicator's.
+
+        Returns:
+            A new tensor.
+
+        Raises:
+            ValueError: counts or dim do not describe x, or x requires a gradient. Nothing was sent.
+            ExchangeError: a rank was lost, stalled, or called with other arguments.
+        """
+        if torch.compiler.is_compiling():
+            check_no_gradient("all_gather", "x", x)
+            gathered: Tensor = torch.ops.tree_attention.all_gather(
+                x, self.name, counts, dim, timeout=timeout
+            )
+            return gathered
+        with self.turn("all_gather"):
+            with self.before_call():
+                seconds = self.seconds_of("all_gather", timeout)
+                counts, dim = check_gather(x, counts, dim, self.rank, self.world_size)
+                if self._session is None:
+                    return x.clone(memory_format=torch.contiguous_format)
+                others = *x.shape[:dim], *x.shape[dim + 1 :]
+                result = x.new_empty((*x.shape[:dim], sum(counts), *x.shape[dim + 1 :]))
+            signature = (
+                ("shape without dim", others),
+                ("dim", dim),
+                ("counts", counts),
+                ("dtype", x.dtype),
+                ("device", x.device.type),
+            )
+            self.call(
+                "all_gather",
+                signature,
+                lambda deadline: self._gathers.run(self.link, x, counts, dim, result, deadline),
                 seconds,
                 x.device,
             )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -130,4 +131,17 @@ add_collective(
     "all_reduce(Tensor x, str group, *, ScalarType? payload_dtype, float? timeout) -> Tensor",
     lambda x, group, **options: named(group).all_reduce(x, **options),
     lambda x, group, **_: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+
+
+def _fake_gather(x: Tensor, group: str, counts: Sequence[int], dim: int, **_: object) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = sum(counts)
+    return x.new_empty(shape)
+
+
+add_collective(
+    "all_gather(Tensor x, str group, SymInt[] counts, int dim, *, float? timeout) -> Tensor",
+    lambda x, group, counts, dim, **options: named(group).all_gather(x, counts, dim, **options),
+    _fake_gather,
 )
