@@ -35,6 +35,8 @@ from .attention import tree_attention_forward
 from .cache import TreeCache, WrongAttentionError
 from .enable import disable, enable
 from .masks import tree_attention_mask
+from .parallel.parallelize import from_pretrained, parallelize
+from .parallel.split import mesh
 from .sampling import SynchronizeLogits, seed_ranks
 
 AttentionInterface.register("tree_attention", tree_attention_forward)
@@ -46,5 +48,8 @@ __all__ = [
     "WrongAttentionError",
     "disable",
     "enable",
+    "from_pretrained",
+    "mesh",
+    "parallelize",
     "seed_ranks",
 ]

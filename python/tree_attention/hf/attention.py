@@ -13,6 +13,9 @@ from ..decode import tree_decode
 from ..ops import lean_decode
 from .cache import KVShard, TreeCacheLayer
 from .masks import KeyRanges
+from .parallel.mesh import Mesh
+from .parallel.split import mesh_of
+from .shard import Shard
 
 # Each rank keeps one send buffer as large as the largest state and world_size more to receive into.
 # The state of a forward pass over many queries is exchanged in pieces of at most this size.
@@ -46,8 +49,9 @@ def tree_attention_forward(
             denominator of the softmax.
 
     Returns:
-        `[batch, seqlen_q, num_heads_q, head_dim]` in query's dtype, and None in place of the
-        attention weights, which are never formed.
+        `[batch, seqlen_q, num_heads_q, head_dim]` in query's dtype, of a model whose weights are
+        split this rank's heads only, and None in place of the attention weights, which are never
+        formed.
 
     Raises:
         NotImplementedError: the model asks for what the operator does not compute.
@@ -61,14 +65,21 @@ def tree_attention_forward(
     # after that.
     out_dtype = query.dtype if s_aux is None else torch.float32
     keywords: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
+    mesh = mesh_of(module)
+    is_head_sharded = mesh is not None and mesh.context_size > 1
     if isinstance(key, KVShard):
-        o, lse = _over_shard(query, key.layer, ranges, out_dtype, keywords)
+        if mesh is not None:
+            _check_place(key.layer.shard, mesh)
+        o, lse = _over_shard(query, key.layer, ranges, is_head_sharded, out_dtype, keywords)
     else:
         if ranges.kv_length != key.shape[2]:
             raise _wrong_length(ranges, key.shape[2])
         if not torch.compiler.is_compiling() and dist.is_initialized():
             _warn_if_not_sharded(dist.get_world_size())
         o, lse = lean_decode(query, key, value, ranges.whole(), out_dtype=out_dtype, **keywords)
+        if mesh is not None and is_head_sharded:
+            begin, end = mesh.own_heads(query.shape[1])
+            o, lse = o[:, begin:end], lse[:, begin:end]
     if s_aux is not None:
         weight = torch.sigmoid(lse - s_aux.to(lse.dtype)[None, :, None])
         o = (o * weight[..., None]).to(query.dtype)
@@ -79,6 +90,7 @@ def _over_shard(
     query: Tensor,
     layer: TreeCacheLayer,
     ranges: KeyRanges,
+    is_head_sharded: bool,
     out_dtype: torch.dtype,
     keywords: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
@@ -100,6 +112,7 @@ def _over_shard(
             group=shard.comm,
             strategy=shard.strategy,
             out_dtype=out_dtype,
+            head_sharded=is_head_sharded,
             timeout=shard.timeout,
             **keywords,
         )
@@ -110,6 +123,16 @@ def _over_shard(
     pieces = zip(query.split(step, dim=2), local_ranges.split(step, dim=1), strict=True)
     o, lse = zip(*(merged(*piece) for piece in pieces), strict=True)
     return torch.cat(o, dim=2), torch.cat(lse, dim=2)
+
+
+def _check_place(shard: Shard, mesh: Mesh) -> None:
+    if (shard.rank, shard.world_size) != (mesh.context_rank, mesh.context_size):
+        raise ValueError(
+            f"tree_attention: the cache is rank {shard.rank} of {shard.world_size} and the model, "
+            f"whose weights are split, rank {mesh.context_rank} of {mesh.context_size} of its "
+            "context group: make the cache with TreeCache(model.config, "
+            "tree_attention.hf.mesh(model).context_group)"
+        )
 
 
 def _checked(

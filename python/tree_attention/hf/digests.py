@@ -5,6 +5,7 @@ import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from operator import itemgetter
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from ..exchange.agreement import Signature
+from .parallel.split import split_parameters
 
 _SAMPLES_PER_PARAMETER = 8
 _HEX_DIGITS = 16
@@ -146,21 +148,34 @@ def digest_random_state(device: torch.device) -> str:
     return sha.hexdigest()[:_HEX_DIGITS]
 
 
-@torch.no_grad()
 def digest_parameters(model: torch.nn.Module) -> str:
-    """The digest of the names, shapes and a few evenly spaced elements of all parameters.
+    """The digest of a model's parameters, see `digest_tensors`.
+
+    Of those of which this rank has a part only, the digest of the whole counts. Parameters that are
+    DTensors are left out, as ranks hold different shards of them.
+    """
+    split, digest = split_parameters(model)
+    whole = (
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if name not in split and not isinstance(parameter, DTensor) and not parameter.is_meta
+    )
+    return digest + digest_tensors(whole)
+
+
+@torch.no_grad()
+def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The digest of the names, shapes and a few evenly spaced elements of tensors.
 
     It tells models apart that were initialised or loaded differently, but may miss a single changed
-    weight. Parameters that are DTensors are left out, as ranks hold different shards of them.
+    weight.
     """
     sha = hashlib.sha256()
     samples = []
-    for name, parameter in sorted(model.named_parameters()):
-        if isinstance(parameter, DTensor) or parameter.is_meta:
-            continue
-        sha.update(f"{name} {parameter.dtype} {list(parameter.shape)}".encode())
-        step = max(1, parameter.numel() // _SAMPLES_PER_PARAMETER)
-        samples.append(parameter.flatten()[::step][:_SAMPLES_PER_PARAMETER].cpu().float())
+    for name, tensor in sorted(tensors, key=itemgetter(0)):
+        sha.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        step = max(1, tensor.numel() // _SAMPLES_PER_PARAMETER)
+        samples.append(tensor.flatten()[::step][:_SAMPLES_PER_PARAMETER].cpu().float())
     if samples:
         sha.update(to_bytes(torch.cat(samples)))
     return sha.hexdigest()[:_HEX_DIGITS]

@@ -10,9 +10,11 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from ..exchange import DEFAULT_TIMEOUT, Communicator
+from ..exchange import DEFAULT_TIMEOUT, Communicator, check_options, get_communicator
 from ..sharding import ShardLayout
 from .cache import TreeCache
+from .parallel.mesh import Mesh
+from .parallel.split import mesh_of
 from .preparation import Preparation
 from .sampling import SynchronizeLogits
 
@@ -40,7 +42,8 @@ def enable(
     `disable` undoes it; `enable` on an enabled model replaces its options.
 
     Args:
-        group, layout, strategy, timeout: see `TreeCache`.
+        group, layout, strategy, timeout: see `TreeCache`. A model whose weights are split has its
+            groups from there: `group` is None, and `layout` is over its context group.
         prefill_chunk_size: number of prompt tokens in a forward pass, which bounds the memory of
             activations; None: the whole prompt at once. The argument of the same name to
             `generate` takes precedence.
@@ -58,12 +61,18 @@ def enable(
     """
     if prefill_chunk_size is not None and prefill_chunk_size < 1:
         raise ValueError(f"enable: prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
-    _check_model(model)
+    check_model("enable", model)
+    mesh = mesh_of(model)
+    if mesh is None:
+        comm, cache_group = get_communicator(group), group
+    else:
+        _check_split(group, mesh, strategy)
+        comm, cache_group = mesh.calls, mesh.context_group
     new_cache = functools.partial(
-        TreeCache, model.config, group, layout, strategy=strategy, timeout=timeout
+        TreeCache, model.config, cache_group, layout, strategy=strategy, timeout=timeout
     )
-    processor = SynchronizeLogits(group, timeout) if synchronize_logits else None
-    preparation = Preparation(new_cache, prefill_chunk_size, processor)
+    processor = SynchronizeLogits(comm, timeout) if synchronize_logits else None
+    preparation = Preparation(comm, new_cache, prefill_chunk_size, processor)
     _refuse_latents(model)
     if is_enabled(model):  # until now, so that wrong options leave it as it was
         disable(model)
@@ -76,6 +85,8 @@ def enable(
         )
     _override(model, preparation)
     vars(model)[_PREVIOUS] = previous
+    if mesh is not None:
+        mesh.timeout = preparation.shard.timeout
     return model
 
 
@@ -99,20 +110,30 @@ def is_enabled(model: PreTrainedModel) -> bool:
     return _PREVIOUS in vars(model)
 
 
-def _check_model(model: Any) -> None:
+def check_model(op: str, model: Any) -> None:
+    """Raises TypeError or ValueError unless `op` is given a model that can generate text."""
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise TypeError(
-            "enable: model is wrapped by torch.compile; enable the model itself, and then compile "
+            f"{op}: model is wrapped by torch.compile; {op} the model itself, and then compile "
             "its forward: model.forward = torch.compile(model.forward)"
         )
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"enable: model must be a PreTrainedModel of transformers, got {name}")
+        raise TypeError(f"{op}: model must be a PreTrainedModel of transformers, got {name}")
     if not isinstance(model, GenerationMixin):
         raise ValueError(
-            f"enable: {name} has no generate; enable the model with the language head, whose class "
+            f"{op}: {name} has no generate; {op} the model with the language head, whose class "
             "ends in ForCausalLM"
         )
+
+
+def _check_split(group: ProcessGroup | Communicator | None, mesh: Mesh, strategy: str) -> None:
+    if group is not None:
+        raise ValueError(
+            "enable: a model whose weights are split has its groups from parallelize or "
+            f"from_pretrained, and group must be None, got {group!r}"
+        )
+    check_options("enable", strategy, head_sharded=mesh.context_size > 1)
 
 
 def _refuse_latents(model: Any) -> None:

@@ -10,6 +10,7 @@ import transformers
 from packaging.version import Version
 from transformers import GenerationConfig, LogitsProcessorList, MaxTimeCriteria, PreTrainedModel
 
+from ..exchange import Communicator
 from ..exchange.agreement import Signature
 from .cache import TreeCache
 from .digests import (
@@ -40,10 +41,12 @@ class Preparation:
 
     def __init__(
         self,
+        comm: Communicator,
         new_cache: Callable[[], TreeCache],
         prefill_chunk_size: int | None,
         synchronize_logits: SynchronizeLogits | None,
     ) -> None:
+        self.comm = comm  # of all ranks that run the model
         self.new_cache = new_cache
         self.prefill_chunk_size = prefill_chunk_size
         self.synchronize_logits = synchronize_logits
@@ -55,7 +58,10 @@ class Preparation:
         """Surrounds a call of `generate`: over ranks, no other thread may use the group until it
         ends. Ranks may call it in threads of any name, as it compares inputs and settings itself.
         """
-        with self.shard.comm.turn("generate", name="generate"):
+        with (
+            self.comm.turn("generate", name="generate"),
+            self.shard.comm.turn("generate", name="generate"),
+        ):
             yield
 
     def begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -93,8 +99,8 @@ class Preparation:
                 )
             num_cached = cache.get_seq_length()
             self._refuse_cached_prompt(num_prompt, num_cached)
-        if self.shard.world_size > 1:
-            self.shard.comm.agree(
+        if self.comm.world_size > 1:
+            self.comm.agree(
                 self._signature(model, generation_config, num_cached), self.shard.timeout
             )
         if cache is None and generation_config.use_cache is not False:
@@ -113,7 +119,7 @@ class Preparation:
                 "formed; use attn_implementation='eager' without enable"
             )
         criteria = self.call.arguments.get("stopping_criteria") or ()
-        if self.shard.world_size > 1 and (
+        if self.comm.world_size > 1 and (
             generation_config.max_time is not None
             or any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria)
         ):

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How the ranks of a group share the weights and the cache of one model."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ...exchange import DEFAULT_TIMEOUT, Communicator, ExchangeError, get_communicator
+from ...exchange.arguments import resolve_group
+from ...exchange.link import sentence
+
+# A slice of an axis begins at a multiple of this, so that rows of 16-bit values stay aligned.
+_GRANULE = 16
+
+Range = tuple[int, int]
+_SubGroups = tuple[ProcessGroup, ProcessGroup]
+# Every sub-group has connections and threads of its own, so models share those of their group.
+_sub_groups: WeakKeyDictionary[ProcessGroup, dict[int, _SubGroups]] = WeakKeyDictionary()
+
+
+class Mesh:
+    """The ranks of a group as a table: `tensor_parallel_size` columns, a row for each run of as
+    many consecutive ranks.
+
+    Ranks of a row, a tensor group, split the heads of keys and values. Ranks of a column, a context
+    group, hold the same heads and split the slots of the cache. All ranks of the group split the
+    other weights, as Helix does (arXiv:2507.07120).
+
+    Args:
+        group: the process group, by default the world; None without torch.distributed.
+        tensor_parallel_size: number of ranks in a tensor group.
+        timeout: seconds in which the sub-groups are made.
+
+    Attributes:
+        group, tensor_group, context_group: process groups, None in a world of one.
+        rank, world_size: this process's position in `group`, and its size.
+        tensor_rank, context_rank, context_size: this process's column, row and the number of rows.
+        timeout: seconds after which a lost rank becomes an `ExchangeError` in a forward pass.
+
+    Raises:
+        TypeError, ValueError: tensor_parallel_size does not divide the world size.
+        ExchangeError: a rank was lost, or asked for another tensor_parallel_size.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        tensor_parallel_size: int,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        self.group = resolve_group(group)
+        self.timeout = timeout
+        self.calls = get_communicator(self.group)
+        self.rank, self.world_size = self.calls.rank, self.calls.world_size
+        size = self.tensor_parallel_size = _checked(tensor_parallel_size, self.world_size)
+        self.context_size = self.world_size // size
+        self.tensor_rank, self.context_rank = self.rank % size, self.rank // size
+        self.tensor_group: ProcessGroup | None = None
+        self.context_group: ProcessGroup | None = None
+        # A communicator compares ranks whenever the kind of call changes, so each kind has its own.
+        self.sums, self.logits = self.calls, self.calls
+        if self.group is not None:
+            self.calls.agree((("tensor_parallel_size", size),), timeout, op="parallelize")
+            self.tensor_group, self.context_group = self._sub_groups(self.group)
+            self.sums, self.logits = (Communicator(self.group, timeout) for _ in range(2))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        # Process groups cannot be copied: a copied model goes on in the same ones.
+        return self
+
+    def slice(self, size: int) -> Range:
+        """This rank's part [begin, end) of an axis that all ranks of the group split."""
+        return slices(size, self.world_size)[self.rank]
+
+    def kv_heads(self, num_heads_kv: int) -> Range:
+        """This rank's heads of keys and values, which all ranks of its context group have."""
+        count = num_heads_kv // self.tensor_parallel_size
+        return self.tensor_rank * count, (self.tensor_rank + 1) * count
+
+    def own_heads(self, num_heads: int) -> Range:
+        """Which of the `num_heads` query heads of its tensor group's kv heads this rank goes on
+        with after attention: those that `torch.tensor_split` over the context group gives it."""
+        count, more = divmod(num_heads, self.context_size)
+        begin = self.context_rank * count + min(self.context_rank, more)
+        return begin, begin + count + (self.context_rank < more)
+
+    def _sub_groups(self, group: ProcessGroup) -> _SubGroups:
+        known = _sub_groups.setdefault(group, {})
+        if self.tensor_parallel_size not in known:
+            ranks = dist.get_process_group_ranks(group)
+            first = self.rank - self.tensor_rank
+            tensor_ranks = ranks[first : first + self.tensor_parallel_size]
+            context_ranks = ranks[self.tensor_rank :: self.tensor_parallel_size]
+            known[self.tensor_parallel_size] = (
+                self._sub_group(group, tensor_ranks),
+                self._sub_group(group, context_ranks),
+            )
+        return known[self.tensor_parallel_size]
+
+    def _sub_group(self, group: ProcessGroup, ranks: list[int]) -> ProcessGroup:
+        if len(ranks) == self.world_size:
+            return group
+        try:
+            made = dist.new_group(
+                ranks,
+                timedelta(seconds=self.timeout),
+                dist.get_backend_config(group),
+                use_local_synchronization=True,  # between these ranks alone
+            )
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"parallelize: rank {self.rank} of {self.world_size}: the group of ranks {ranks} "
+                f"could not be made: {sentence(error)}"
+            ) from error
+        assert isinstance(made, ProcessGroup)  # as this rank is one of them
+        return made
+
+
+def slices(size: int, count: int) -> list[Range]:
+    """The parts [begin, end) of an axis of `size` for `count` ranks; sizes differ by at most 16."""
+    each, more = divmod(size // _GRANULE, count)
+    # The last rank has what is left of a granule, and no granule more than others.
+    bounds = [_GRANULE * (i * each + min(i, more)) for i in range(count)] + [size]
+    return list(pairwise(bounds))
+
+
+def _checked(tensor_parallel_size: int, world_size: int) -> int:
+    if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int):
+        raise TypeError(
+            f"parallelize: tensor_parallel_size must be an integer, got {tensor_parallel_size!r}"
+        )
+    if tensor_parallel_size < 1 or world_size % tensor_parallel_size:
+        raise ValueError(
+            f"parallelize: tensor_parallel_size must divide the group's world size {world_size}, "
+            f"got {tensor_parallel_size}"
+        )
+    return tensor_parallel_size

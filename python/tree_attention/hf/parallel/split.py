@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Cutting the weights of a model, and the exchanges that its modules then need."""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .mesh import Mesh, slices
+from .plan import Plan
+
+# Attributes of a split model; its attention modules have the first.
+_MESH, _PLAN, _DIGEST = "_tree_attention_mesh", "_tree_attention_plan", "_tree_attention_digest"
+# A buffer of its embedding.
+_ROWS = "rows_of_tokens"
+
+
+def split(model: PreTrainedModel, mesh: Mesh, made: Plan) -> None:
+    """Replaces the parameters of `model` by this rank's parts of them.
+
+    Linear layers whose inputs are split then add up their outputs over the ranks, the embedding
+    adds up what one rank found, logits are gathered, and attention goes on with this rank's heads.
+    """
+    embedding: Any = model.get_submodule(made.embedding)
+    head: Any = model.get_submodule(made.head)
+    is_tied = head.weight is embedding.weight
+    for name, cut in made.cuts.items():
+        if not (is_tied and name == f"{made.head}.weight"):
+            whole = model.get_parameter(name)
+            part = cut.of(whole.detach(), whole.dtype, whole.device)
+            set_tensor(model, name, nn.Parameter(part))
+    if is_tied:
+        head.weight = embedding.weight
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+
+    for name in made.summed:
+        linear: Any = model.get_submodule(name)
+        if mesh.rank > 0:
+            linear.bias = None  # the first rank adds it
+        linear.register_forward_hook(functools.partial(_add_up, mesh))
+    parts = slices(embedding.num_embeddings, mesh.world_size)
+    embedding.register_buffer(_ROWS, _rows_of_tokens(*parts[mesh.rank], parts[-1][1]), False)
+    embedding.padding_idx = None  # which matters to gradients alone, and may be another rank's
+    embedding.register_forward_pre_hook(_own_tokens)
+    embedding.register_forward_hook(functools.partial(_add_up, mesh))
+    counts = tuple(end - begin for begin, end in parts)
+    head.register_forward_hook(functools.partial(_gather_logits, mesh, counts))
+    for name in made.attentions:
+        vars(model.get_submodule(name))[_MESH] = mesh
+
+
+def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Gives `model` another parameter or buffer of this name, maybe of another shape."""
+    module, _, own = name.rpartition(".")
+    setattr(model.get_submodule(module), own, tensor)
+
+
+def attach(model: PreTrainedModel, mesh: Mesh, made: Plan | None, digest: str) -> None:
+    """Notes on `model` how it is split, and refuses what then cannot work."""
+    vars(model).update({_MESH: mesh, _PLAN: made, _DIGEST: digest})
+    if mesh.world_size > 1:
+        for name in _REFUSALS:
+            vars(model)[name] = MethodType(functools.partial(_refuse, name), model)
+        vars(model)["train"] = MethodType(_train, model)
+
+
+def mesh_of(module: nn.Module) -> Mesh | None:
+    """The mesh that a split model, or one of its attention modules, belongs to."""
+    return vars(module).get(_MESH)
+
+
+def mesh(model: PreTrainedModel) -> Mesh:
+    """The groups that share a split model.
+
+    Returns:
+        An object with the attributes `group`, `tensor_group` and `context_group`, process groups or
+        in a world of one None, and `tensor_parallel_size`. A `TreeCache` made by hand is one over
+        the `context_group`.
+
+    Raises:
+        ValueError: the model is not split.
+    """
+    found = mesh_of(model)
+    if found is None:
+        raise ValueError(
+            f"mesh: {type(model).__name__} is not split; load it with tree_attention.hf."
+            "from_pretrained, or call tree_attention.hf.parallelize(model)"
+        )
+    return found
+
+
+def split_parameters(model: nn.Module) -> tuple[frozenset[str], str]:
+    """The names of the parameters of which this rank has a part, and the digest of the whole."""
+    made: Plan | None = vars(model).get(_PLAN)
+    return (frozenset(), "") if made is None else (frozenset(made.cuts), vars(model)[_DIGEST])
+
+
+def _add_up(mesh: Mesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return mesh.sums.all_reduce(output, timeout=mesh.timeout)
+
+
+def _rows_of_tokens(begin: int, end: int, vocab_size: int) -> Tensor:
+    """The row of each token in this rank's part of the embedding, which ends in a row of zeros for
+    the tokens of other ranks."""
+    rows = torch.full((vocab_size,), end - begin, device="cpu")
+    rows[begin:end] = torch.arange(end - begin, device="cpu")
+    return rows
+
+
+def _own_tokens(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    ids, *others = args
+    # index_select refuses ids beyond the vocabulary, as the embedding would.
+    rows = getattr(module, _ROWS).index_select(0, ids.flatten()).view(ids.shape)
+    return rows, *others
+
+
+def _gather_logits(
+    mesh: Mesh, counts: tuple[int, ...], module: nn.Module, args: Any, output: Tensor
+) -> Tensor:
+    own = output[..., : counts[mesh.rank]]  # a weight that is the embedding's has one row more
+    return mesh.logits.all_gather(own, counts, timeout=mesh.timeout)
+
+
+_REFUSALS = {
+    "state_dict": "its state dict",
+    "save_pretrained": "the checkpoint",
+    "resize_token_embeddings": "its vocabulary",
+    "load_state_dict": "its state dict",
+}
+
+
+def _refuse(name: str, model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{name}: each rank has only its part of the weights of this {type(model).__name__}, which "
+        "was split by tree_attention.hf; use a model that was loaded with transformers alone"
+    )
+
+
+def _train(self: nn.Module, mode: bool = True) -> nn.Module:
+    if mode:
+        _refuse("train", self)
+    return type(self).train(self, mode)
