@@ -134,7 +134,7 @@ def _styles(model: PreTrainedModel) -> dict[str, str]:
         if style is None or style in _WHOLE or ".experts" in name:
             continue
         if style not in ("colwise", "rowwise"):
-            raise _refusal(model, name, f"its plan is {style!r}, and only colwise and rowwise are")
+            raise _refusal(model, name, f"its plan must be colwise or rowwise, got {style!r}")
         found[name] = style
     return found
 

@@ -96,9 +96,12 @@ def mesh(model: PreTrainedModel) -> Mesh:
 
 
 def split_parameters(model: nn.Module) -> tuple[frozenset[str], str]:
-    """The names of the parameters of which this rank has a part, and the digest of the whole."""
+    """The names of the parameters that differ from rank to rank, and the digest of the whole."""
     made: Plan | None = vars(model).get(_PLAN)
-    return (frozenset(), "") if made is None else (frozenset(made.cuts), vars(model)[_DIGEST])
+    if made is None:
+        return frozenset(), ""
+    biases = (f"{name}.bias" for name in made.summed)
+    return frozenset((*made.cuts, *biases)), vars(model)[_DIGEST]
 
 
 def _add_up(mesh: Mesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Models whose weights are split over ranks say what transformers says in one process.
+
+The mistakes these tests are for: a slice of a weight that is off by a row, a bias added on every
+rank, heads that meet other heads' keys, a token of another rank's vocabulary, ranks that part.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import run_ranks
+
+pytest.importorskip("transformers")
+
+from split_models import (
+    FAMILIES,
+    GREEDY,
+    PROMPT_LENGTH,
+    VOCAB_SIZE,
+    expected,
+    make_model,
+    make_prompts,
+    sizes_of_tensor_groups,
+)
+from tree_attention import BlockCyclic, hf
+
+worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+LOGITS = {"output_logits": True, "return_dict_in_generate": True}
+SEED = 5
+
+Expected = dict[bool, tuple[Tensor, Tensor, float]]
+
+
+def _load(path: str, world_size: int, tensor_parallel_size: int, **options: Any) -> Any:
+    # Blocks of 4 slots give every rank some of a prompt, and shares that are uneven.
+    return hf.from_pretrained(
+        path,
+        tensor_parallel_size=tensor_parallel_size,
+        layout=BlockCyclic(world_size // tensor_parallel_size, 4),
+        **options,
+    )
+
+
+def _greedy(rank: int, world_size: int, path: str, wanted: Expected) -> list[list[Tensor]]:
+    """The logits of every way to split; tokens and logits are compared here."""
+    all_logits = []
+    for size in sizes_of_tensor_groups(world_size):
+        model = _load(path, world_size, size)
+        assert not model.training
+        for padded, (tokens, logits, margin) in wanted.items():
+            for chunk in (None, 16):
+                output = model.generate(
+                    **make_prompts(padded), **GREEDY, **LOGITS, prefill_chunk_size=chunk
+                )
+                assert torch.equal(output.sequences, tokens), (size, padded, chunk)
+                found = torch.stack(output.logits)
+                error = (found - logits).abs().max().item()
+                # Far less than what would change a token: none was equal by chance.
+                assert error < margin / 5, f"logits differ by {error}, the best two by {margin}"
+                all_logits.append(found)
+    return all_logits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@worlds
+def test_tokens_equal_those_of_transformers(name: str, world_size: int, tmp_path: Path) -> None:
+    """From a checkpoint: every way to split, with and without padding and chunks."""
+    make_model(name).save_pretrained(tmp_path)
+    wanted = {padded: expected(name, padded) for padded in (True, False)}
+    first, *others = run_ranks(_greedy, world_size, str(tmp_path), wanted)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "sampling": GREEDY | {"do_sample": True, "temperature": 0.9, "top_k": 50},
+    "beams": GREEDY | {"num_beams": 3},
+    "sampled_beams": GREEDY | {"do_sample": True, "num_beams": 3, "num_return_sequences": 2},
+    "without_cache": GREEDY | {"use_cache": False},
+}
+# (world size, tensor_parallel_size): context groups alone, tensor groups alone, and both.
+MESHES = pytest.mark.parametrize("world_size, size", [(3, 1), (2, 2), (4, 2)])
+
+
+def _plain_ways() -> dict[str, Tensor]:
+    tokens = {}
+    for way, arguments in WAYS.items():
+        torch.manual_seed(SEED)
+        tokens[way] = make_model("llama_tied").generate(**make_prompts(), **arguments)
+    return tokens
+
+
+def _ways(rank: int, world_size: int, size: int, wanted: dict[str, Tensor]) -> None:
+    whole = make_model("llama_tied")
+    model = hf.enable(hf.parallelize(copy.deepcopy(whole), tensor_parallel_size=size))
+    for way, tokens in wanted.items():
+        hf.seed_ranks(seed=SEED + rank)
+        assert torch.equal(model.generate(**make_prompts(), **WAYS[way]), tokens), way
+    prompt = make_prompts(padded=False)["input_ids"][:1]
+    tokens = whole.generate(prompt, **GREEDY)
+    assert torch.equal(model.generate(prompt, **GREEDY, prompt_lookup_num_tokens=3), tokens)
+    assistant = make_model("mistral")
+    assert torch.equal(model.generate(prompt, **GREEDY, assistant_model=assistant), tokens)
+    embeds = whole.get_input_embeddings()(prompt)
+    answer = tokens[:, PROMPT_LENGTH:]
+    assert torch.equal(model.generate(inputs_embeds=embeds, **GREEDY), answer)
+    # A second turn in a cache made by hand, and a third in a copy of it.
+    cache = hf.TreeCache(model.config, hf.mesh(model).context_group)
+    assert torch.equal(model.generate(prompt, **GREEDY, past_key_values=cache), tokens)
+    longer = torch.cat((tokens, prompt[:, :5]), dim=1)
+    more = whole.generate(longer, **GREEDY)
+    for turn in (copy.deepcopy(cache), cache):
+        assert torch.equal(model.generate(longer, **GREEDY, past_key_values=turn), more)
+    # A copy of the model goes on in the same groups.
+    assert torch.equal(copy.deepcopy(model).generate(prompt, **GREEDY), tokens)
+
+
+@MESHES
+def test_ways_to_generate(world_size: int, size: int) -> None:
+    run_ranks(_ways, world_size, size, _plain_ways())
+
+
+def _forward(rank: int, world_size: int, size: int) -> Tensor:
+    whole = make_model("gpt_oss")
+    prompts = make_prompts(padded=False)
+    expected_logits = whole(**prompts, use_cache=False).logits
+    model = hf.parallelize(copy.deepcopy(whole), tensor_parallel_size=size)
+    cache = hf.TreeCache(model.config, hf.mesh(model).context_group)
+    logits = [
+        model(**prompts, use_cache=False).logits,
+        model(**prompts, past_key_values=cache).logits,
+        model(**prompts).logits,  # with a cache of transformers' own
+    ]
+    for found in logits:
+        assert found.shape[-1] == VOCAB_SIZE
+        torch.testing.assert_close(found, expected_logits, atol=2e-3, rtol=1e-4)
+    return torch.stack(logits)
+
+
+@MESHES
+def test_a_forward_pass_has_the_logits_of_all_positions_and_tokens(
+    world_size: int, size: int
+) -> None:
+    first, *others = run_ranks(_forward, world_size, size)
+    assert all(torch.equal(first, other) for other in others)
+
+
+_LARGER = {"vocab_size": 4096, "hidden_size": 96}
+
+
+def _parts(rank: int, world_size: int, size: int) -> dict[str, int]:
+    model = make_model("llama", **_LARGER)
+    whole = [weakref.ref(parameter) for parameter in model.parameters() if parameter.dim() > 1]
+    hf.parallelize(model, tensor_parallel_size=size)
+    gc.collect()
+    assert all(parameter() is None for parameter in whole)
+    return {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+
+@MESHES
+def test_every_rank_has_its_part_alone(world_size: int, size: int) -> None:
+    """Parts add up to the whole, those of q, k and v as often as there are context ranks."""
+    whole = {
+        name: x.numel()
+        for name, x in make_model("llama", vocab_size=4096, hidden_size=96).named_parameters()
+    }
+    ranks = run_ranks(_parts, world_size, size)
+    for name, count in whole.items():
+        parts = [sizes[name] for sizes in ranks]
+        if "norm" in name:
+            assert parts == [count] * world_size
+        elif any(kind in name for kind in ("q_proj", "k_proj", "v_proj")):
+            assert sum(parts) == count * world_size // size
+        else:
+            extra = 96 * world_size if "embed_tokens" in name else 0  # the rows of zeros
+            assert sum(parts) == count + extra
+            assert max(parts) < 0.6 * count
