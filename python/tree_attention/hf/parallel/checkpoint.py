@@ -40,8 +40,8 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = path
-        index = _found(path, _INDEX)
-        single = None if index is not None else _found(path, _SINGLE)
+        index = find_file(path, _INDEX)
+        single = None if index is not None else find_file(path, _SINGLE)
         if index is None and single is None:
             raise OSError(f"from_pretrained: {path} has neither {_SINGLE} nor {_INDEX}")
         names = [_SINGLE] if index is None else _files_of(index)
@@ -146,7 +146,8 @@ def _named_tensors(model: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]
         yield its_names, tensor
 
 
-def _found(path: str | Path, name: str) -> Path | None:
+def find_file(path: str | Path, name: str) -> Path | None:
+    """A file of a checkpoint, from the Hub if need be; None if it has no such file."""
     file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     return None if file is None else Path(file)
 
@@ -165,7 +166,7 @@ def _files_of(index: Path) -> list[str]:
 
 
 def _opened(path: str | Path, name: str) -> Any:
-    file = _found(path, name)
+    file = find_file(path, name)
     if file is None:
         raise OSError(f"from_pretrained: {path} lacks the file {name}, which its index names")
     try:

@@ -16,7 +16,7 @@ from ...exchange import DEFAULT_TIMEOUT, ExchangeError, check_timeout
 from ...exchange.link import sentence
 from ..digests import digest_parameters, digest_tensors
 from ..enable import check_model, enable
-from .checkpoint import Checkpoint, fill
+from .checkpoint import Checkpoint, fill, find_file
 from .mesh import Mesh
 from .plan import Plan, plan
 from .split import attach, mesh_of, split
@@ -124,6 +124,8 @@ def _load(
     path: str | Path, mesh: Mesh, dtype: torch.dtype | None, device: torch.device
 ) -> tuple[str, PreTrainedModel]:
     """The digest of the whole weights of a checkpoint, and the model with this rank's parts."""
+    if find_file(path, "config.json") is None:
+        raise OSError(f"from_pretrained: {path} has no config.json")
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(

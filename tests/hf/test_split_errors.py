@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What cannot be split or loaded is a sentence, the same on every rank, and nobody is left waiting.
+
+The mistakes these tests are for: a rank that raises alone while others wait for it, a damaged file
+that becomes random weights, a split model that is saved as if it were whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from distributed import run_ranks
+
+pytest.importorskip("transformers")
+
+from hf_families import WORKING
+from hf_families import make_model as make_family
+from split_models import make_model, make_prompts
+from tree_attention import ExchangeError, hf
+
+BAD = (2, 0, -1, 6)
+PROMPT = {"max_new_tokens": 3, "do_sample": False}
+
+# Families that enable takes and parallelize refuses, and of each a module or a reason.
+NOT_SPLIT = {
+    "BioGPT": "no base_model_tp_plan",
+    "BitNet": "no base_model_tp_plan",
+    "GLM": "gate_up_proj: its plan must be colwise or rowwise",
+    "GLM-4": "gate_up_proj: its plan must be colwise or rowwise",
+    "GPT-2": "no base_model_tp_plan",
+    "GPT-BigCode": "no base_model_tp_plan",
+    "GPT-NeoX": "query_key_value: it has 192 outputs",
+    "GraniteMoE": "names no q_proj",
+    "HunYuan": "no base_model_tp_plan",
+    "MiniMax-M2": "q_proj: its plan must be colwise or rowwise",
+    "OLMo 2": "q_proj: its plan must be colwise or rowwise",
+    "OLMo 3": "q_proj: its plan must be colwise or rowwise",
+    "OLMoE": "q_proj: its plan must be colwise or rowwise",
+    "OPT": "no base_model_tp_plan",
+    "Persimmon": "no base_model_tp_plan",
+    "Phi-3": "o_proj: its plan must be colwise or rowwise",
+    "Phi-3.5-MoE": "names no q_proj",
+    "StableLM": "no base_model_tp_plan",
+}
+
+
+def _split_family(rank: int, world_size: int, names: list[str]) -> None:
+    for name in names:
+        model = make_family(WORKING[name])
+        if name in NOT_SPLIT:
+            weights = {key: value.clone() for key, value in model.state_dict().items()}
+            with pytest.raises(ValueError, match=f"cannot be split.*{NOT_SPLIT[name]}"):
+                hf.parallelize(model)
+            for key, value in model.state_dict().items():
+                assert torch.equal(value, weights[key])
+            continue
+        prompts = make_prompts()
+        prompts["input_ids"] = prompts["input_ids"].clamp(max=96)
+        tokens = model.generate(**prompts, **PROMPT)
+        hf.enable(hf.parallelize(model, tensor_parallel_size=2))
+        assert torch.equal(model.generate(**prompts, **PROMPT), tokens), name
+
+
+def test_every_family_is_split_or_refused() -> None:
+    names = [name for name, family in WORKING.items() if family.exists]
+    run_ranks(_split_family, 2, names, timeout=120.0)
+
+
+def _arguments(rank: int, world_size: int, path: str) -> None:
+    model = make_model("llama")
+    split = hf.parallelize
+    world = "tensor_parallel_size must divide the group's world size 3, got "
+    refusals: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        *((ValueError, world + str(n), partial(split, model, tensor_parallel_size=n)) for n in BAD),
+        *(
+            (ValueError, world + str(n), partial(hf.from_pretrained, path, tensor_parallel_size=n))
+            for n in BAD
+        ),
+        (
+            ValueError,
+            "must divide the 4 heads of keys and values of LlamaForCausalLM, got 3",
+            partial(split, model, tensor_parallel_size=3),
+        ),
+        (TypeError, "an integer, got 1.5", partial(split, model, tensor_parallel_size=1.5)),
+        (TypeError, "must be a PreTrainedModel", partial(split, torch.nn.Linear(1, 1))),
+        (ValueError, "parallelize: LlamaModel has no generate", partial(split, model.model)),
+        (ValueError, "mesh: LlamaForCausalLM is not split", partial(hf.mesh, model)),
+        (ValueError, "timeout must be above 0", partial(hf.from_pretrained, path, timeout=0)),
+    ]
+    _check(refusals)
+    split(model)
+    part = "each rank has only its part"
+    refusals = [
+        (ValueError, "is split already", partial(split, model)),
+        (ValueError, "group must be None", partial(hf.enable, model, dist.group.WORLD)),
+        (ValueError, "strategy must be", partial(hf.enable, model, strategy="butterfly")),
+        (NotImplementedError, f"save_pretrained: {part}", partial(model.save_pretrained, path)),
+        (NotImplementedError, f"state_dict: {part}", model.state_dict),
+        (NotImplementedError, f"train: {part}", model.train),
+        (NotImplementedError, "resize_token_embed", partial(model.resize_token_embeddings, 300)),
+    ]
+    _check(refusals)
+    model.eval()
+    # Nothing above took the ranks apart.
+    hf.enable(model)
+    prompts = make_prompts()
+    tokens = make_model("llama").generate(**prompts, **PROMPT)
+    assert torch.equal(model.generate(**prompts, **PROMPT), tokens)
+    ids = prompts["input_ids"].clone()
+    ids[0, -1] = 199
+    with pytest.raises((IndexError, RuntimeError), match="out of range"):
+        model(ids, use_cache=False)
+    other = hf.TreeCache(model.config, dist.new_group([rank], use_local_synchronization=True))
+    with pytest.raises(ValueError, match="make the cache with TreeCache"):
+        model(ids[:, :9], past_key_values=other)
+    assert torch.equal(model.generate(**prompts, **PROMPT), tokens)
+
+
+def _check(refusals: list[tuple[type[Exception], str, Callable[[], object]]]) -> None:
+    for error, match, call in refusals:
+        with pytest.raises(error, match=match):
+            call()
+
+
+def test_arguments(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    run_ranks(_arguments, 3, str(tmp_path))
+
+
+def _damage(path: Path) -> dict[str, tuple[str, str]]:
+    """Copies of the checkpoint in `path` that are each damaged in one way: the kind of error and a
+    part of the sentence, by the name of the copy."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(path, path.with_name(name)))
+
+    def change_weights(name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+        file = copy(name) / "model.safetensors"
+        weights = load_file(file)
+        change(weights)
+        save_file(weights, file)
+
+    (copy("no weights") / "model.safetensors").unlink()
+    file = copy("cut short") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    change_weights("a weight less", lambda w: w.pop("model.layers.1.mlp.up_proj.weight"))
+    change_weights("a shape", lambda w: w.update({"model.norm.weight": torch.ones(7)}))
+    (copy("no config") / "config.json").unlink()
+    index = copy("bad index") / "model.safetensors.index.json"
+    index.write_text("{}")
+    index = copy("other files") / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../no weights/x"}}))
+    index = copy("a file less") / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-2.safetensors"}}))
+    config = copy("quantized") / "config.json"
+    content = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    config.write_text(json.dumps(content))
+    return {
+        "no weights": ("OSError", "has neither model.safetensors nor"),
+        "cut short": ("ValueError", "model.safetensors is damaged"),
+        "a weight less": ("ValueError", "lacks the weights model.layers.1.mlp.up_proj.weight"),
+        "a shape": ("ValueError", r"model.norm.weight has the shape \[7\].*config.json \[48\]"),
+        "no config": ("OSError", "config.json"),
+        "bad index": ("ValueError", "is no index of safetensors files"),
+        "other files": ("ValueError", "is no index of safetensors files"),
+        "a file less": ("OSError", "lacks the file model-2.safetensors, which its index names"),
+        "quantized": ("ValueError", "are quantized, which is not supported"),
+    }
+
+
+def _damaged(rank: int, world_size: int, path: Path, damages: dict[str, tuple[str, str]]) -> None:
+    for name, (kind, match) in damages.items():
+        # All ranks read the damaged one, and then one of them does.
+        with pytest.raises((OSError, ValueError), match=match) as raised:
+            hf.from_pretrained(path.with_name(name))
+        assert isinstance(raised.value, OSError if kind == "OSError" else ValueError), name
+        if rank == 1:
+            with pytest.raises((OSError, ValueError), match=match):
+                hf.from_pretrained(path.with_name(name))
+        else:
+            with pytest.raises(ExchangeError, match="on rank 1") as raised:
+                hf.from_pretrained(path)
+            assert re.search(match, str(raised.value)), raised.value
+    model = hf.from_pretrained(path)
+    tokens = make_model("llama").generate(**make_prompts(), **PROMPT)
+    assert torch.equal(model.generate(**make_prompts(), **PROMPT), tokens)
+
+
+def test_damaged_checkpoints(tmp_path: Path) -> None:
+    """On all ranks and on one of them: the others say what it said."""
+    path = tmp_path / "whole"
+    make_model("llama").save_pretrained(path)
+    run_ranks(_damaged, 2, path, _damage(path), timeout=120.0)
+
+
+def _different(rank: int, world_size: int, paths: list[Path]) -> None:
+    with pytest.raises(ExchangeError, match="digest of the whole weights"):
+        hf.from_pretrained(paths[rank])
+    model = make_model("llama")
+    if rank == 1:
+        model.get_parameter("model.layers.0.mlp.up_proj.weight").data[0, 0] += 1
+    with pytest.raises(ExchangeError, match="digest of the whole weights"):
+        hf.parallelize(model)
+    with pytest.raises(ExchangeError, match="tensor_parallel_size is 2 on rank 1"):
+        hf.parallelize(model, tensor_parallel_size=rank + 1)
+    # The refused model is whole.
+    assert torch.isfinite(model(**make_prompts()).logits).all()
+    assert model.state_dict()
+
+
+def test_ranks_with_different_checkpoints(tmp_path: Path) -> None:
+    paths = [tmp_path / str(rank) for rank in range(2)]
+    for path, name in zip(paths, ("llama", "llama_tied"), strict=True):
+        make_model(name).save_pretrained(path)
+    run_ranks(_different, 2, paths)
