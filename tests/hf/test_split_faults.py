@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A rank that is lost while a split model loads or runs is an exception on every other, in time;
+and the memory that loading needs.
+
+The mistakes these tests are for: a wait without a deadline in one of a layer's exchanges, or in the
+agreement after loading; a rank that reads the whole checkpoint into its memory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from distributed import Lost, run_ranks
+
+pytest.importorskip("transformers")
+
+from faults import Once, before_operation
+from split_models import make_model, make_prompts
+from tree_attention import ExchangeError, hf
+from tree_attention.hf.parallel import parallelize
+
+TIMEOUT, SLACK = 2.0, 2.0
+# What the ranks exchange in a forward pass of two layers, by number: embedding, two times merge,
+# attention's sum and the MLP's, logits.
+EXCHANGES = {"embedding": 0, "merge": 1, "sum": 2, "logits": 7}
+DECODING = 8  # exchanges of the prefill
+
+CASES = [
+    (2, 1, "kill", "loading"),
+    (3, 1, "stop", "loading"),
+    (2, 1, "stop", "merge"),
+    (3, 1, "kill", "sum"),
+    (4, 2, "kill", "merge"),
+    (4, 2, "stop", "sum"),
+    (2, 2, "stop", "logits"),
+    (3, 1, "stop", "decoding merge"),
+    (4, 2, "kill", "decoding sum"),
+    (4, 4, "stop", "decoding embedding"),
+]
+
+
+def _lose(how: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def _run(
+    rank: int, world_size: int, path: str, size: int, how: str, where: str, victim: int
+) -> tuple[float, str]:
+    """Seconds from the last sign of life to the error, and the error."""
+    if where == "loading":
+        load = parallelize.fill
+
+        def lost_in_loading(*args: object, **options: object) -> None:
+            load(*args, **options)
+            if rank == victim:
+                _lose(how)
+
+        with mock.patch.object(parallelize, "fill", lost_in_loading):
+            begin = time.monotonic()
+            with pytest.raises(ExchangeError) as raised:
+                hf.from_pretrained(path, tensor_parallel_size=size, timeout=TIMEOUT)
+            return time.monotonic() - begin, str(raised.value)
+    model = hf.from_pretrained(path, tensor_parallel_size=size, timeout=TIMEOUT)
+    prompts = make_prompts()
+    model.generate(**prompts, max_new_tokens=4)  # what is set up once is, now
+    stage, _, exchange = where.rpartition(" ")
+    number = EXCHANGES[exchange] + (DECODING if stage else 0)
+    lose = Once(number, lambda: _lose(how) if rank == victim else None)
+    with before_operation(lose):
+        begin = time.monotonic()
+        with pytest.raises(ExchangeError) as raised:
+            model.generate(**prompts, max_new_tokens=4)
+    assert lose.done
+    return time.monotonic() - begin, str(raised.value)
+
+
+@pytest.mark.parametrize("world_size, size, how, where", CASES)
+def test_a_lost_rank(world_size: int, size: int, how: str, where: str, tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    victim = world_size - 1
+    results = run_ranks(_run, world_size, str(tmp_path), size, how, where, victim, lost=[victim])
+    assert isinstance(results.pop(victim), Lost)
+    for seconds, message in results:
+        assert seconds < TIMEOUT + SLACK, message
+
+
+def _anonymous_bytes() -> int:
+    """Memory of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def _peak(rank: int, world_size: int, path: str) -> tuple[int, int, int]:
+    """How far memory rose while the model was loaded, the size of its parts, and that of its
+    largest whole tensor."""
+    hf.from_pretrained(path)  # what is imported and set up once is, now
+    begin = peak = _anonymous_bytes()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, _anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = hf.from_pretrained(path)
+    done.set()
+    watcher.join()
+    parts = sum(parameter.nbytes for parameter in model.parameters())
+    return peak - begin, parts, 4 * _LARGE["vocab_size"] * _LARGE["hidden_size"]
+
+
+_LARGE = {"vocab_size": 8192, "hidden_size": 480, "intermediate_size": 4096}
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "20MB"])
+def test_loading_takes_the_memory_of_the_parts(tmp_path: Path, max_shard_size: str) -> None:
+    """Of single files and sharded ones: no more than the parts and one tensor."""
+    model = make_model("llama", **_LARGE)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    del model
+    for peak, parts, largest in run_ranks(_peak, 2, str(tmp_path), fresh=True):
+        assert parts < 0.56 * whole
+        assert peak < parts + largest
