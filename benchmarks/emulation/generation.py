@@ -215,7 +215,7 @@ def run_context(model: Any, context: int, tokens: int) -> dict[str, Any]:
             if turn == 0:
                 continue
             first, last = made.arrivals[0], made.arrivals[-1]
-            sent = (last.bytes_sent - first.bytes_sent) // (len(made.arrivals) - 1)
+            sent = (last.merge_bytes - first.merge_bytes) // (len(made.arrivals) - 1)
             result[method]["tokens"].append(made.tokens)
             result[method]["seconds"] += made.gaps
             result[method]["bytes"].append(sent)

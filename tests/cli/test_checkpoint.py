@@ -114,7 +114,7 @@ def test_tied_weights_are_not_missing(checkpoint: Path, tmp_path: Path) -> None:
     config = transformers.LlamaConfig.from_pretrained(checkpoint, tie_word_embeddings=True)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    _, model = load(tmp_path)
+    model = load(tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 

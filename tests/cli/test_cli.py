@@ -96,7 +96,40 @@ def squeezed(capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_generate_sdpa_refuses_several_processes() -> None:
     with pytest.raises(generate.UsageError, match="--attention sdpa runs in one process"):
-        generate.run(argparse.Namespace(attention="sdpa"), World(rank=0, size=2))
+        generate.run(
+            argparse.Namespace(attention="sdpa"), World(rank=0, size=2), torch.device("cpu")
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--weights", "replicated", "--tensor-parallel-size", "2"), "splits weights: leave"),
+        (("--device", "cuda"), "--device cuda needs a GPU for each process of this machine, which"),
+        (("--tensor-parallel-size", "2"), "must divide the number of processes 1, got 2"),
+        (("--tensor-parallel-size", "0"), "--tensor-parallel-size must be at least 1, got 0"),
+    ],
+)
+def test_generate_refuses_what_cannot_be(
+    checkpoint: Path,
+    arguments: tuple[str, ...],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_generate(checkpoint, "--prompt", PROMPT, *arguments) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_generate_in_another_dtype(checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    wide = tmp_path / "wide.json"
+    for dtype, path in (("bfloat16", file), ("float32", wide)):
+        arguments = ("--prompt", PROMPT, "--dtype", dtype, "--json", str(path))
+        assert run_generate(checkpoint, *arguments) == 0
+    narrow, whole = (json.loads(path.read_text()) for path in (file, wide))
+    assert 2 * narrow["weight_bytes_per_rank"] == whole["weight_bytes_per_rank"]
 
 
 def test_generate_without_transformers(
@@ -145,8 +178,15 @@ def test_a_long_prompt_is_shown_by_its_beginning_and_its_end() -> None:
     assert generate.excerpt("short\ntext") == "short text"
 
 
-def test_generate_under_torchrun(checkpoint: Path, tmp_path: Path) -> None:
-    """The real thing: two processes stream the tokens of one, each with its share of the cache."""
+# By the value of --weights: bytes a rank sends for a token's merges, and for its sums and logits.
+# Of each layer the other rank gets o and lse in float32, of all heads or of those that are its own.
+# Its sums are of the embedding and twice a layer, and it gets half of the logits.
+TRAFFIC = {"replicated": (2 * 4 * (16 + 1) * 4, 0), "split": (2 * 2 * (16 + 1) * 4, 1280 + 512)}
+
+
+@pytest.mark.parametrize("weights", TRAFFIC)
+def test_generate_under_torchrun(checkpoint: Path, tmp_path: Path, weights: str) -> None:
+    """The real thing: two processes stream the tokens of one, each with its share."""
     file = tmp_path / "one.json"
     assert run_generate(checkpoint, "--prompt", PROMPT * 8, "--json", str(file)) == 0
     both = tmp_path / "both.json"
@@ -154,6 +194,7 @@ def test_generate_under_torchrun(checkpoint: Path, tmp_path: Path) -> None:
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("-m", "tree_attention", "generate", "--model", str(checkpoint), "--prompt", PROMPT * 8),
         *("--max-new-tokens", "9", "--same-tokens-as", str(file), "--json", str(both)),
+        *("--weights", weights),
     ]
     package = str(Path(tree_attention.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
@@ -165,8 +206,10 @@ def test_generate_under_torchrun(checkpoint: Path, tmp_path: Path) -> None:
     assert done.stdout.count("time to first token") == 1  # one rank speaks
     content = json.loads(both.read_text())
     assert content["world_size"] == 2
-    # per layer and token the other rank gets o and lse of 4 heads in float32
-    assert content["bytes_sent_per_token"] == 2 * 4 * (16 + 1) * 4
+    assert (content["merge_bytes_per_token"], content["sum_bytes_per_token"]) == TRAFFIC[weights]
+    whole = json.loads(file.read_text())["weight_bytes_per_rank"]
+    share = content["weight_bytes_per_rank"] / whole
+    assert share == 1 if weights == "replicated" else 0.5 < share < 0.6
     assert 0 < content["exchange_share"] < 1
 
 

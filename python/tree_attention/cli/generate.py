@@ -3,25 +3,33 @@
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .. import ExchangeError, strategies
-from .checkpoint import load
-from .usage import UsageError, check_can_be_written, check_seconds
+from .checkpoint import damages_named, load, load_tokenizer
+from .usage import UsageError, check_can_be_written, check_seconds, report
 from .world import World, joined_world
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tree_attention generate",
-        description="Greedy text from a checkpoint on the CPU. Under torchrun every process keeps "
-        "its share of the key/value cache.",
+        description="Greedy text from a checkpoint. Under torchrun every process keeps its share "
+        "of the key/value cache, and of the weights if they are split.",
     )
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint")
     prompt = parser.add_mutually_exclusive_group(required=True)
@@ -35,6 +43,31 @@ def main(arguments: list[str]) -> int:
         choices=("tree_attention", "sdpa"),
         default="tree_attention",
         help="sdpa is plain HuggingFace in one process, for comparison",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto takes CUDA where every process of this machine has a GPU (default auto)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="of weights and cache; auto takes the checkpoint's (default auto)",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("auto", "split", "replicated"),
+        default="auto",
+        help="auto splits them over the processes if the model can be split (default auto)",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="split heads over N neighbouring processes, and the cache over the rest (default 1)",
     )
     parser.add_argument(
         "--strategy",
@@ -57,35 +90,59 @@ def main(arguments: list[str]) -> int:
     )
     parsed = parser.parse_args(arguments)
     check_arguments(parsed)
-    with joined_world(timeout=parsed.timeout) as world:
-        return run(parsed, world)
+    device = choose_device(parsed.device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    with joined_world(backend, timeout=parsed.timeout) as world:
+        return run(parsed, world, device)
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
+    if arguments.tensor_parallel_size < 1:
+        raise UsageError(
+            f"--tensor-parallel-size must be at least 1, got {arguments.tensor_parallel_size}"
+        )
+    if arguments.weights == "replicated" and arguments.tensor_parallel_size != 1:
+        raise UsageError(
+            f"--tensor-parallel-size {arguments.tensor_parallel_size} splits weights: leave "
+            "--weights replicated out"
+        )
     check_seconds("--timeout", arguments.timeout)
     if arguments.json is not None:
         check_can_be_written("--json", arguments.json)
 
 
-def run(arguments: argparse.Namespace, world: World) -> int:
+def choose_device(name: str) -> torch.device:
+    """The device that `--device` names: of GPUs, one for each process of this machine."""
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if name == "cpu" or (name == "auto" and num_gpus < num_processes):
+        return torch.device("cpu")
+    if num_gpus < num_processes:
+        raise UsageError(
+            f"--device cuda needs a GPU for each process of this machine, which has {num_gpus} for "
+            f"{num_processes}: start fewer, or leave --device out"
+        )
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def run(arguments: argparse.Namespace, world: World, device: torch.device) -> int:
     if arguments.attention == "sdpa" and world.size > 1:
         raise UsageError("--attention sdpa runs in one process: start it without torchrun")
+    if world.size % arguments.tensor_parallel_size:
+        raise UsageError(
+            f"--tensor-parallel-size must divide the number of processes {world.size}, got "
+            f"{arguments.tensor_parallel_size}"
+        )
     text = prompt_text(arguments)
     expected = None if arguments.same_tokens_as is None else read_tokens(arguments.same_tokens_as)
-    tokenizer, model = load(arguments.model, attn_implementation=arguments.attention, dtype="auto")
-    from .. import hf
+    tokenizer, model = load_model(arguments, world, device)
     from . import generation
 
-    if arguments.attention == "tree_attention":
-        try:
-            hf.enable(model, timeout=arguments.timeout)
-        except ValueError as error:
-            raise UsageError(
-                f"--model {arguments.model}: {error}; --attention sdpa generates in one process"
-            ) from error
-    input_ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    input_ids = tokenizer(text, return_tensors="pt")["input_ids"].to(device)
     check_lengths(input_ids.shape[1], arguments.max_new_tokens, model.config)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     cache = new_cache(arguments, model)
@@ -100,7 +157,7 @@ def run(arguments: argparse.Namespace, world: World) -> int:
                 pad_token_id=pad,
             )
         except ExchangeError as error:
-            raise ExchangeError(f"{error}. {advice(cache)}") from error
+            raise ExchangeError(f"{error}. {advice(model, cache)}") from error
     measured = result.to_json()
     completion = tokenizer.decode(result.tokens, skip_special_tokens=True)
     screen.console.print(table(measured, arguments.attention, world.size))
@@ -117,9 +174,52 @@ def run(arguments: argparse.Namespace, world: World) -> int:
     return compare_tokens(arguments.same_tokens_as, expected, result.tokens, screen.console)
 
 
-def advice(cache: Any) -> str:
+def load_model(
+    arguments: argparse.Namespace, world: World, device: torch.device
+) -> tuple[Any, Any]:
+    """The tokenizer and the model, enabled, with this rank's part of the weights or all of them."""
+    dtype = None if arguments.dtype == "auto" else DTYPES[arguments.dtype]
+    path: Path = arguments.model
+    tokenizer = load_tokenizer(path)
+    from .. import hf
+    from ..hf.parallel.plan import CannotSplitError
+
+    if world.size > 1 and arguments.weights != "replicated":
+        try:
+            with damages_named(path):
+                return tokenizer, hf.from_pretrained(
+                    path,
+                    tensor_parallel_size=arguments.tensor_parallel_size,
+                    dtype=dtype,
+                    device=device,
+                    timeout=arguments.timeout,
+                )
+        except ExchangeError as error:
+            raise ExchangeError(f"{error}. Start all ranks again.") from error
+        except CannotSplitError as error:
+            if arguments.weights == "split":
+                raise UsageError(f"--weights split: {error}") from error
+            if world.root:
+                report("generate", f"every process has all weights: {error}")
+    model = load(path, attn_implementation=arguments.attention, dtype=dtype or "auto").to(device)
+    if arguments.attention == "tree_attention":
+        try:
+            hf.enable(model, timeout=arguments.timeout)
+        except ValueError as error:
+            raise UsageError(
+                f"--model {path}: {error}; --attention sdpa generates in one process"
+            ) from error
+    return tokenizer, model
+
+
+def advice(model: Any, cache: Any) -> str:
     """What to do after an exchange that failed."""
-    if cache.shard.comm.failed is None:  # the ranks differ, which they found before they sent
+    from ..hf.parallel.split import mesh_of
+
+    mesh = mesh_of(model)
+    communicators = [cache.shard.comm, *(() if mesh is None else mesh.communicators)]
+    # Ranks that differ find that out before they send anything.
+    if all(comm.failed is None for comm in communicators):
         return "Nothing is lost: start all ranks again, alike."
     if cache.get_seq_length() == 0:
         return "Start all ranks again."
@@ -130,10 +230,13 @@ def new_cache(arguments: argparse.Namespace, model: Any) -> Any:
     from transformers import DynamicCache
 
     from ..hf import TreeCache
+    from ..hf.parallel.split import mesh_of
 
     if arguments.attention == "sdpa":
         return DynamicCache(config=model.config)
-    return TreeCache(model.config, strategy=arguments.strategy, timeout=arguments.timeout)
+    mesh = mesh_of(model)
+    group = None if mesh is None else mesh.context_group
+    return TreeCache(model.config, group, strategy=arguments.strategy, timeout=arguments.timeout)
 
 
 def prompt_text(arguments: argparse.Namespace) -> str:
@@ -233,10 +336,17 @@ def table(measured: dict[str, Any], attention: str, world_size: int) -> Table:
                 f"{measured['inter_token_p50_ms']:.2f}, {measured['inter_token_p99_ms']:.2f} ms",
             ),
             ("decode", f"{measured['tokens_per_s']:.1f} tokens/s"),
-            ("bytes sent per token and rank", f"{measured['bytes_sent_per_token']:,.0f}"),
+            (
+                "bytes sent per token and rank",
+                f"{measured['merge_bytes_per_token']:,.0f} merge, "
+                f"{measured['sum_bytes_per_token']:,.0f} sums",
+            ),
             ("exchange's share of decode time", f"{100 * measured['exchange_share']:.0f} %"),
         ]
-    rows.append(("key/value cache per rank", f"{measured['kv_bytes_per_rank'] / 2**20:.2f} MiB"))
+    rows += [
+        ("weights per rank", f"{measured['weight_bytes_per_rank'] / 2**20:.2f} MiB"),
+        ("key/value cache per rank", f"{measured['kv_bytes_per_rank'] / 2**20:.2f} MiB"),
+    ]
     for row in rows:
         result.add_row(*row)
     return result

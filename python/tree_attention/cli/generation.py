@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..exchange import Communicator
 from ..hf import TreeCache
+from ..hf.parallel.split import mesh_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Arrival:
 
     token: int
     seconds: float  # since the generation began
-    bytes_sent: int
+    merge_bytes: int  # sent to merge attention
+    sum_bytes: int  # sent for sums and logits of weights that are split
     exchange_seconds: float
 
 
@@ -33,6 +35,7 @@ class Generation:
 
     prompt_tokens: int
     arrivals: Sequence[Arrival]
+    weight_bytes: int  # of the weights on this rank
     kv_bytes: int  # allocated for keys and values on this rank
 
     @property
@@ -52,16 +55,21 @@ class Generation:
             "tokens": self.tokens,
             "ttft_s": first.seconds,
             "prefill_tokens_per_s": self.prompt_tokens / first.seconds,
+            "weight_bytes_per_rank": self.weight_bytes,
             "kv_bytes_per_rank": self.kv_bytes,
         }
         if gaps:
             decode_seconds = last.seconds - first.seconds
+            merge_bytes = (last.merge_bytes - first.merge_bytes) / len(gaps)
+            sum_bytes = (last.sum_bytes - first.sum_bytes) / len(gaps)
             p99 = gaps[-(-len(gaps) * 99 // 100) - 1]  # at least 99 % of the gaps are no longer
             result |= {
                 "inter_token_p50_ms": statistics.median(gaps) * 1e3,
                 "inter_token_p99_ms": p99 * 1e3,
                 "tokens_per_s": len(gaps) / decode_seconds,
-                "bytes_sent_per_token": (last.bytes_sent - first.bytes_sent) / len(gaps),
+                "bytes_sent_per_token": merge_bytes + sum_bytes,
+                "merge_bytes_per_token": merge_bytes,
+                "sum_bytes_per_token": sum_bytes,
                 "exchange_share": (last.exchange_seconds - first.exchange_seconds) / decode_seconds,
             }
         return result
@@ -70,17 +78,24 @@ class Generation:
 class ArrivalRecorder(BaseStreamer):
     """Notes when each token arrives and hands the token on to another streamer."""
 
-    def __init__(self, comm: Communicator | None, streamer: BaseStreamer | None = None) -> None:
+    def __init__(
+        self,
+        merging: Sequence[Communicator] = (),
+        summing: Sequence[Communicator] = (),
+        streamer: BaseStreamer | None = None,
+    ) -> None:
         self.arrivals: list[Arrival] = []
-        self._comm, self._streamer = comm, streamer
+        self._merging, self._summing, self._streamer = merging, summing, streamer
         self._prompt_seen = False
         self._begin = time.perf_counter()
 
     def put(self, value: Tensor) -> None:
         now = time.perf_counter() - self._begin
         if self._prompt_seen:
-            sent = (0, 0.0) if self._comm is None else (self._comm.bytes_sent, self._comm.seconds)
-            self.arrivals += [Arrival(token, now, *sent) for token in value.flatten().tolist()]
+            merge, sums = (sum(c.bytes_sent for c in x) for x in (self._merging, self._summing))
+            waited = sum(comm.seconds for comm in (*self._merging, *self._summing))
+            tokens = value.flatten().tolist()
+            self.arrivals += [Arrival(token, now, merge, sums, waited) for token in tokens]
         self._prompt_seen = True  # generate puts the prompt first
         if self._streamer is not None:
             self._streamer.put(value)
@@ -106,7 +121,12 @@ def generate(
         streamer: is given each token when it arrives.
         options: keyword arguments of the model's `generate`, for example `max_new_tokens`.
     """
-    recorder = ArrivalRecorder(cache.shard.comm if isinstance(cache, TreeCache) else None, streamer)
+    mesh = mesh_of(model)
+    recorder = ArrivalRecorder(
+        (cache.shard.comm,) if isinstance(cache, TreeCache) else (),
+        () if mesh is None else (mesh.sums, mesh.logits),
+        streamer,
+    )
     with torch.inference_mode():
         model.generate(
             input_ids=input_ids,
@@ -116,7 +136,8 @@ def generate(
             do_sample=False,
             **options,
         )
-    return Generation(input_ids.shape[1], recorder.arrivals, cache_bytes(cache))
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    return Generation(input_ids.shape[1], recorder.arrivals, weight_bytes, cache_bytes(cache))
 
 
 def cache_bytes(cache: TreeCache | DynamicCache) -> int:

@@ -7,30 +7,56 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from .. import hf
-from .checkpoint import load
+from ..hf.parallel.plan import CannotSplitError
+from .checkpoint import load, load_tokenizer
 
 Tokens = list[list[int]]
+_NEW_TOKENS = 24
 
 
 def compare(path: Path | None) -> Iterator[tuple[str, Tokens, Tokens]]:
     """Yields the name of a check, HuggingFace's tokens and ours: first of a random model, then of
-    the checkpoint in `path`, if any."""
+    the checkpoint in `path`, if any; each with whole weights and with split ones."""
     model = random_llama()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, model.config.vocab_size, (3, 200), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, :50] = mask[2, :199] = 0  # left padding
-    yield "HuggingFace tokens: random Llama, padded batch", *both(model, ids, mask, 24)
+    yield from _of_all_forms("random Llama, padded batch", model, ids, mask)
     if path is not None:
         # Tokens are compared in float32, since in bfloat16 HuggingFace's own attentions differ.
-        tokenizer, model = load(path, dtype=torch.float32)
+        tokenizer, model = load_tokenizer(path), load(path, dtype=torch.float32)
         text = "The quick brown fox jumps over the lazy dog. " * 40
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        yield f"HuggingFace tokens: {path.name}", *both(model, ids, torch.ones_like(ids), 24)
+        yield from _of_all_forms(path.name, model, ids, torch.ones_like(ids))
+
+
+def _of_all_forms(
+    name: str, model: Any, ids: Tensor, mask: Tensor
+) -> Iterator[tuple[str, Tokens, Tokens]]:
+    def generate(model: Any) -> Tokens:
+        output = model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=_NEW_TOKENS, do_sample=False
+        )
+        return output[:, ids.shape[1] :].tolist()
+
+    model.set_attn_implementation("sdpa")
+    expected = generate(model)
+    yield f"HuggingFace tokens: {name}", expected, generate(hf.enable(model))
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    sizes = [n for n in (1, 2) if world_size % n == 0 and model.config.num_key_value_heads % n == 0]
+    for size in sizes if world_size > 1 else ():
+        try:
+            split = hf.parallelize(copy.deepcopy(model), tensor_parallel_size=size)
+        except CannotSplitError:
+            return
+        check = f"HuggingFace tokens: {name}, weights split, tensor_parallel_size {size}"
+        yield check, expected, generate(hf.enable(split))
 
 
 def random_llama() -> PreTrainedModel:
@@ -49,18 +75,3 @@ def random_llama() -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return LlamaForCausalLM(copy.deepcopy(config)).eval()
-
-
-def both(model: Any, ids: Tensor, mask: Tensor, new: int) -> tuple[Tokens, Tokens]:
-    """The `new` greedy tokens of plain HuggingFace, and those of the model with a sharded cache."""
-
-    def generate() -> Tokens:
-        output = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False
-        )
-        return output[:, ids.shape[1] :].tolist()
-
-    model.set_attn_implementation("sdpa")
-    expected = generate()
-    hf.enable(model)
-    return expected, generate()

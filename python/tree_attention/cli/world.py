@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..exchange import ExchangeError, get_communicator
+from ..exchange import Communicator, ExchangeError
 from ..exchange.agreement import call_before, ranks_text
 from ..exchange.choice import COSTS_VARIABLE, measured_costs
 from ..exchange.link import remaining, sentence
@@ -146,8 +146,9 @@ def _interrupts_passed_on() -> Iterator[None]:
     def watch() -> None:
         while number := reader.recv(1):
             if number[0] == signal.SIGINT:
-                with suppress(Exception):  # the main thread has the error that counts
-                    get_communicator().abort(INTERRUPTED)
+                for comm in list(Communicator.by_name.values()):
+                    with suppress(Exception):  # the main thread has the error that counts
+                        comm.abort(INTERRUPTED)
                 time.sleep(_PARTING_SECONDS)
                 return
 

@@ -70,6 +70,11 @@ class Mesh:
             self.tensor_group, self.context_group = self._sub_groups(self.group)
             self.sums, self.logits = (Communicator(self.group, timeout) for _ in range(2))
 
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """Those of all its ranks: to agree on calls, for sums, and for logits."""
+        return self.calls, self.sums, self.logits
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         # Process groups cannot be copied: a copied model goes on in the same ones.
         return self

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from ...exchange import DEFAULT_TIMEOUT, ExchangeError, check_timeout
 from ...exchange.link import sentence
 from ..digests import digest_parameters, digest_tensors
-from ..enable import check_model, enable
+from ..enable import check_model, disable, enable, is_enabled
 from .checkpoint import Checkpoint, fill, find_file
 from .mesh import Mesh
 from .plan import Plan, plan
@@ -113,6 +113,8 @@ def parallelize(
         return digest, (_plan(model, mesh), digest)
 
     made, digest = _on_every_rank("parallelize", mesh, examine)
+    if is_enabled(model):
+        disable(model)
     model.set_attn_implementation("tree_attention")
     if made is not None:
         split(model, mesh, made)

@@ -31,6 +31,10 @@ _ATTENTION_PLAN = {
 _SINKS = "sinks"
 
 
+class CannotSplitError(ValueError):
+    """A model has a module that cannot be split."""
+
+
 @dataclass(frozen=True)
 class Cut:
     """The part [begin, end) along an axis of a parameter which this rank keeps, and how many zeros
@@ -73,7 +77,8 @@ def plan(model: PreTrainedModel, mesh: Mesh) -> Plan:
     """How `model`, which is whole, is split over the ranks of `mesh`.
 
     Raises:
-        ValueError: a module cannot be split.
+        CannotSplitError: a module cannot be split.
+        ValueError: tensor_parallel_size does not divide the heads of keys and values.
     """
     styles = _styles(model)
     modules = dict(model.named_modules())
@@ -232,8 +237,8 @@ def _check_linear(model: PreTrainedModel, modules: Mapping[str, Any], name: str)
         raise _refusal(model, name, f"it is no torch.nn.Linear, but {type(modules[name]).__name__}")
 
 
-def _refusal(model: PreTrainedModel, name: str, reason: str) -> ValueError:
-    return ValueError(
+def _refusal(model: PreTrainedModel, name: str, reason: str) -> CannotSplitError:
+    return CannotSplitError(
         f"parallelize: {type(model).__name__} cannot be split: {name}: {reason}; "
         "use enable(model), with whole weights on every rank"
     )
