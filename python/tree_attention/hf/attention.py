@@ -12,6 +12,8 @@ from torch import Tensor
 from ..decode import tree_decode
 from ..ops import lean_decode
 from .cache import KVShard, TreeCacheLayer
+from .deal import current_deal
+from .dealt import attend
 from .masks import KeyRanges
 from .parallel.mesh import Mesh
 from .parallel.split import mesh_of
@@ -39,7 +41,8 @@ def tree_attention_forward(
     """Attends to the keys of a `TreeCache` on all its ranks, or to plain tensors on this one alone.
 
     Args:
-        query: `[batch, num_heads_q, seqlen_q, head_dim]`.
+        query: `[batch, num_heads_q, seqlen_q, head_dim]`; in a dealt forward pass of the tokens
+            that this rank computes.
         key, value: what `TreeCache.update` returned, or tensors
             `[batch, num_heads_kv, seqlen_k, head_dim]`.
         attention_mask: what `tree_attention_mask` returned.
@@ -97,6 +100,9 @@ def _over_shard(
     if ranges.kv_length != layer.length:
         raise _wrong_length(ranges, layer.length)
     shard, keys, values = layer.shard, layer.keys, layer.values
+    deal = current_deal()
+    if deal is not None:
+        return attend(deal, query, layer, ranges, out_dtype, keywords)
     if shard.world_size == 1:
         return lean_decode(query, keys, values, ranges.whole(), out_dtype=out_dtype, **keywords)
     local_ranges = ranges.local(shard.layout, shard.rank)

@@ -14,6 +14,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ..exchange import DEFAULT_TIMEOUT, Communicator
 from ..sharding import ShardLayout
+from .deal import current_deal
+from .dealt import rows_of_owner
 from .shard import Shard
 
 # transformers 5.5 passes `crop` the tokens to keep, later releases the tokens to remove, as a
@@ -94,7 +96,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
         Args:
             key_states, value_states: `[batch, num_heads_kv, new tokens, head_dim]`, the same tokens
-                on every rank.
+                on every rank, or in a dealt forward pass those that this rank computes.
 
         Returns:
             The `KVShard` twice: for the keys and for the values.
@@ -117,14 +119,17 @@ class TreeCacheLayer(CacheLayerMixin):
                     f"TreeCache: the cache holds {name} of (dtype, num_heads_kv, head_dim) = "
                     f"{kinds[0]}, got {kinds[1]}; convert them, or forget the tokens with reset"
                 )
-        end = self.length + key_states.shape[2]
+        deal = current_deal()
+        end = self.length + (key_states.shape[2] if deal is None else deal.length)
         write = self.shard.write(self.length, end, key_states.device)
         if write.end > self.keys.shape[2]:
             self._grow(write.end)
+        new_keys, new_values = key_states.detach(), value_states.detach()
+        if deal is not None:
+            new_keys, new_values = rows_of_owner(deal, new_keys, new_values)
         count = write.end - write.begin
         if count > 0:
-            new_keys, new_values = key_states.detach(), value_states.detach()
-            if write.tokens is not None:
+            if deal is None and write.tokens is not None:
                 new_keys = new_keys.index_select(2, write.tokens)
                 new_values = new_values.index_select(2, write.tokens)
             self.keys.narrow(2, write.begin, count).copy_(new_keys)
@@ -136,7 +141,8 @@ class TreeCacheLayer(CacheLayerMixin):
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + int(query_length), 0
+        deal = current_deal()
+        return self.length + (int(query_length) if deal is None else deal.length), 0
 
     def get_max_length(self) -> int:
         return -1

@@ -16,6 +16,7 @@ from .cache import TreeCache
 from .parallel.mesh import Mesh
 from .parallel.split import mesh_of
 from .preparation import Preparation
+from .prompts import check_prefill, override_forward, restore_forward
 from .sampling import SynchronizeLogits
 
 _OVERRIDDEN = ("generate", "_prepare_cache_for_generation")
@@ -28,6 +29,7 @@ def enable(
     layout: ShardLayout | None = None,
     *,
     strategy: str = "auto",
+    prefill: str = "auto",
     prefill_chunk_size: int | None = 1024,
     timeout: float | timedelta = DEFAULT_TIMEOUT,
     synchronize_logits: bool = False,
@@ -44,6 +46,11 @@ def enable(
     Args:
         group, layout, strategy, timeout: see `TreeCache`. A model whose weights are split has its
             groups from there: `group` is None, and `layout` is over its context group.
+        prefill: "split" deals the tokens of a prompt to the ranks, each of which runs the model on
+            its own; "replicated" has every rank run it on all of them; "auto" splits a chunk of 64
+            tokens or more for each rank. Split are forward passes over several tokens that ask for
+            the logits of the last position alone. A model whose weights are split shares the work
+            of a prompt anyhow: it takes "auto" and "replicated", which mean the same.
         prefill_chunk_size: number of prompt tokens in a forward pass, which bounds the memory of
             activations; None: the whole prompt at once. The argument of the same name to
             `generate` takes precedence.
@@ -57,7 +64,8 @@ def enable(
     Raises:
         TypeError: `model` is no model of transformers, or is wrapped by another module.
         ValueError: the model has no `generate`, its attention cannot be chosen, its layers cache
-            anything but keys and values, or an argument is out of range.
+            anything but keys and values, `prefill` is "split" and the tokens of this model cannot
+            be dealt, or an argument is out of range.
     """
     if prefill_chunk_size is not None and prefill_chunk_size < 1:
         raise ValueError(f"enable: prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
@@ -68,11 +76,12 @@ def enable(
     else:
         _check_split(group, mesh, strategy)
         comm, cache_group = mesh.calls, mesh.context_group
+    check_prefill(model, prefill)
     new_cache = functools.partial(
         TreeCache, model.config, cache_group, layout, strategy=strategy, timeout=timeout
     )
     processor = SynchronizeLogits(comm, timeout) if synchronize_logits else None
-    preparation = Preparation(comm, new_cache, prefill_chunk_size, processor)
+    preparation = Preparation(comm, new_cache, prefill_chunk_size, processor, prefill)
     _refuse_latents(model)
     if is_enabled(model):  # until now, so that wrong options leave it as it was
         disable(model)
@@ -84,6 +93,7 @@ def enable(
             "(see AttentionInterface in the documentation of transformers)"
         )
     _override(model, preparation)
+    override_forward(model, prefill)
     vars(model)[_PREVIOUS] = previous
     if mesh is not None:
         mesh.timeout = preparation.shard.timeout
@@ -101,6 +111,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     attributes = vars(model)
     for name in _OVERRIDDEN:
         del attributes[name]
+    restore_forward(model)
     model.set_attn_implementation(attributes.pop(_PREVIOUS))
     return model
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from ..sharding import ShardLayout
+from .deal import Deal, current_deal
 
 _NO_RANGE = (
     "supports causal and sliding-window masks only, not chunked, packed, blockwise or "
@@ -38,6 +39,8 @@ class KeyRanges:
         self.unsupported = unsupported
         self._shard: tuple[ShardLayout, int] | None = None
         self._local: Tensor | None = None
+        self._first: int | None = None
+        self._in_shards: dict[tuple[int, int, int], Tensor] = {}
 
     def local(self, layout: ShardLayout, rank: int) -> Tensor:
         """The ranges in local slots of `rank`, int32; computed once for all layers."""
@@ -54,6 +57,23 @@ class KeyRanges:
             self._local = (self.ranges - self.kv_offset).clamp_(min=0).to(torch.int32)
             self._shard = None
         return self._local
+
+    @property
+    def first(self) -> int:
+        """The first slot that any query sees."""
+        if self._first is None:
+            self._first = int(self.ranges[..., 0].min())
+        return self._first
+
+    def in_shard(self, deal: Deal, holder: int, computer: int, first: int = 0) -> Tensor:
+        """The ranges of the tokens that the rank `computer` computes, in local slots of `holder`
+        counted from `first`, int32; computed once for all layers."""
+        ranges = self._in_shards.get((holder, computer, first))
+        if ranges is None:
+            own = self.ranges.index_select(1, deal.tokens(computer))
+            ranges = (deal.shard.layout.count(holder, own) - first).to(torch.int32)
+            self._in_shards[holder, computer, first] = ranges
+        return ranges
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -87,6 +107,9 @@ def tree_attention_mask(
             slot is hidden.
         local_size: number of keys in the sliding window, None for no window.
     """
+    deal = current_deal()
+    if deal is not None:  # the ranges of all ranks' tokens
+        q_length, q_offset = deal.length, deal.begin
     begin_end = torch.arange(q_length, device=device).add_(q_offset)[:, None].repeat(1, 2)
     begin, end = begin_end.unbind(-1)  # views: [seqlen_q]
     end += 1

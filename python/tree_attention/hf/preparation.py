@@ -45,11 +45,13 @@ class Preparation:
         new_cache: Callable[[], TreeCache],
         prefill_chunk_size: int | None,
         synchronize_logits: SynchronizeLogits | None,
+        prefill: str,
     ) -> None:
         self.comm = comm  # of all ranks that run the model
         self.new_cache = new_cache
         self.prefill_chunk_size = prefill_chunk_size
         self.synchronize_logits = synchronize_logits
+        self.prefill = prefill
         self.shard = new_cache().shard  # refuses now what every call of generate would refuse
         self.call = _Call()
 
@@ -178,6 +180,7 @@ class Preparation:
             ("digest of the inputs", digest_inputs(self.call.arguments)),
             *settings_of(generation_config),
             ("synchronize_logits", self.synchronize_logits is not None),
+            ("prefill", self.prefill),
             *describe_all("logits processor", self.call.processors),
             *describe_all("stopping criterion", self.call.arguments.get("stopping_criteria") or ()),
             (

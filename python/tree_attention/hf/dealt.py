@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the layers of a dealt forward pass do together: keys and values go to their owners, and
+queries meet keys.
+
+Every rank has the queries of its own tokens, and the keys and values of its own slots. There are
+two ways to bring them together:
+
+- pass-Q: each rank gets all queries, attends with its own keys and sends partial states back.
+- pass-KV: each rank gets all keys and values that any query sees, and attends with its own queries.
+
+Either way a query has one state for each rank's keys, and these are merged in rank order: both ways
+give the same bits. All ranks of p together send, in bytes,
+
+    pass-Q:  (p - 1) * batch * tokens * num_heads_q * (head_dim * itemsize + 4 * (head_dim_v + 1))
+    pass-KV: (p - 1) * batch * visible slots * num_heads_kv * (head_dim + head_dim_v) * itemsize
+
+and the way with the smaller number is taken, the same on all ranks. Both at once, pass-Q for the
+slots before the chunk and pass-KV for those of the chunk, would send all queries and states as
+pass-Q does, and keys and values on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..exchange.state import StateLayout
+from ..ops import lean_decode, merge_states
+from .deal import Deal
+from .masks import KeyRanges
+
+if TYPE_CHECKING:
+    from .cache import TreeCacheLayer
+
+# What a layer holds at a time of the states of all ranks, or of their keys and values.
+_MAX_PIECE_BYTES = 32 << 20
+
+# Some heads and tokens of this rank's queries, and their states over each rank's keys:
+# o [world_size, batch, heads, tokens, head_dim_v] and lse.
+_Piece = tuple[slice, slice, Tensor, Tensor]
+
+
+def rows_of_owner(deal: Deal, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values of those slots of the chunk that this rank keeps, in order.
+
+    Args:
+        keys, values: `[batch, num_heads_kv, tokens, head_dim]` of the tokens that it computed.
+    """
+    if deal.is_by_owner:
+        return keys, values
+    rows = torch.cat((keys, values), dim=3)
+    batch, num_heads_kv, _, width = rows.shape
+    sent = {r: rows.index_select(2, tokens) for r, tokens in deal.moves.outgoing.items()}
+    received = {
+        r: deal.room(f"rows of {r}", (batch, num_heads_kv, len(slots), width), rows.dtype)
+        for r, slots in deal.moves.incoming.items()
+    }
+    deal.exchange(received, sent)
+    num_kept = sum(len(slots) for slots in deal.moves.incoming.values())
+    kept = deal.room("kept rows", (batch, num_heads_kv, num_kept, width), rows.dtype)
+    for r, slots in deal.moves.incoming.items():
+        kept.index_copy_(2, slots, received[r])
+    return kept[..., : keys.shape[3]], kept[..., keys.shape[3] :]
+
+
+def attend(
+    deal: Deal,
+    query: Tensor,
+    layer: TreeCacheLayer,
+    ranges: KeyRanges,
+    out_dtype: torch.dtype,
+    keywords: Mapping[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's tokens `[batch, num_heads_q, tokens, head_dim]` to all ranks' keys.
+
+    Returns:
+        `o` in `out_dtype` and the float32 `lse` of these tokens.
+    """
+    shape = (*query.shape[:3], layer.values.shape[3])
+    o = query.new_empty(shape, dtype=out_dtype)
+    lse = query.new_empty(shape[:3], dtype=torch.float32)
+    way = _pass_queries if _passes_queries(deal, query, layer, ranges) else _pass_keys
+    for heads, tokens, o_parts, lse_parts in way(deal, query, layer, ranges, keywords):
+        merged = merge_states(o_parts, lse_parts, out_dtype=out_dtype)
+        o[:, heads, tokens], lse[:, heads, tokens] = merged
+    return o, lse
+
+
+def _passes_queries(deal: Deal, query: Tensor, layer: TreeCacheLayer, ranges: KeyRanges) -> bool:
+    """Whether pass-Q sends less than pass-KV, by the bytes of one sequence to one rank."""
+    _, num_heads_q, _, head_dim = query.shape
+    state_bytes = 4 * (layer.values.shape[3] + 1)
+    query_bytes = deal.length * num_heads_q * (head_dim * query.itemsize + state_bytes)
+    return query_bytes < (layer.length - ranges.first) * _bytes_per_slot(layer)
+
+
+def _pass_queries(
+    deal: Deal,
+    query: Tensor,
+    layer: TreeCacheLayer,
+    ranges: KeyRanges,
+    keywords: Mapping[str, Any],
+) -> Iterator[_Piece]:
+    rank, ranks = deal.shard.rank, range(deal.shard.world_size)
+    batch, num_heads_q, _, head_dim = query.shape
+    head_dim_v = layer.values.shape[3]
+    step = _tokens_of_piece(deal, query, layer)
+    for begin in range(0, max(deal.counts), step):
+        tokens = slice(begin, begin + step)
+        counts = [len(range(count)[tokens]) for count in deal.counts]
+        own = query[:, :, tokens].contiguous()
+        queries = {
+            r: deal.room(f"queries of {r}", (batch, num_heads_q, counts[r], head_dim), own.dtype)
+            for r in ranks
+            if r != rank
+        }
+        deal.exchange(queries, dict.fromkeys(queries, own))
+        layout = StateLayout((batch, num_heads_q, counts[rank]), head_dim_v, torch.float32)
+        parts = deal.room("states", (len(ranks), layout.num_bytes), torch.uint8)
+        sent = {}
+        for r in ranks:
+            q, states, its_layout = own, parts[rank], layout
+            if r != rank:
+                q = queries[r]
+                its_layout = StateLayout(q.shape[:3], head_dim_v, torch.float32)
+                states = deal.room(f"states of {r}", (its_layout.num_bytes,), torch.uint8)
+                sent[r] = states
+            lean_decode(
+                q,
+                layer.keys,
+                layer.values,
+                ranges.in_shard(deal, rank, r)[:, tokens],
+                out=its_layout.views(states),
+                **keywords,
+            )
+        deal.exchange({r: parts[r] for r in sent}, sent)
+        yield slice(None), tokens, *layout.views(parts)
+
+
+def _pass_keys(
+    deal: Deal,
+    query: Tensor,
+    layer: TreeCacheLayer,
+    ranges: KeyRanges,
+    keywords: Mapping[str, Any],
+) -> Iterator[_Piece]:
+    shard, rank, ranks = deal.shard, deal.shard.rank, range(deal.shard.world_size)
+    batch, num_heads_q, num_tokens, _ = query.shape
+    num_heads_kv, head_dim = layer.keys.shape[1], layer.keys.shape[3]
+    head_dim_v = layer.values.shape[3]
+    # The local slots of each rank that any query sees.
+    begins = [shard.layout.count(r, ranges.first) for r in ranks]
+    ends = [shard.layout.count(r, layer.length) for r in ranks]
+    head_bytes = batch * (layer.length - ranges.first) * _bytes_per_slot(layer) // num_heads_kv
+    head_step = max(1, _MAX_PIECE_BYTES // max(1, head_bytes))
+    token_step = _tokens_of_piece(deal, query, layer)
+    group = num_heads_q // num_heads_kv
+    for head in range(0, num_heads_kv, head_step):
+        keys, values = (x[:, head : head + head_step] for x in (layer.keys, layer.values))
+        heads = slice(head * group, (head + keys.shape[1]) * group)
+
+        def rows(r: int, num_heads: int = keys.shape[1]) -> Tensor:
+            shape = (batch, num_heads, ends[r] - begins[r], head_dim + head_dim_v)
+            return deal.room(f"keys of {r}", shape, layer.keys.dtype)
+
+        gathered = {r: rows(r) for r in ranks}
+        own = slice(begins[rank], ends[rank])
+        torch.cat((keys[:, :, own], values[:, :, own]), dim=3, out=gathered[rank])
+        others = {r: x for r, x in gathered.items() if r != rank}
+        deal.exchange(others, dict.fromkeys(others, gathered[rank]))
+        for token in range(0, num_tokens, token_step):
+            tokens = slice(token, token + token_step)
+            q = query[:, heads, tokens]
+            layout = StateLayout(tuple(q.shape[:3]), head_dim_v, torch.float32)
+            parts = deal.room("states", (len(ranks), layout.num_bytes), torch.uint8)
+            o_parts, lse_parts = layout.views(parts)
+            for r in ranks:
+                lean_decode(
+                    q,
+                    gathered[r][..., :head_dim],
+                    gathered[r][..., head_dim:],
+                    ranges.in_shard(deal, r, rank, begins[r])[:, tokens],
+                    out=(o_parts[r], lse_parts[r]),
+                    **keywords,
+                )
+            yield heads, tokens, o_parts, lse_parts
+
+
+def _bytes_per_slot(layer: TreeCacheLayer) -> int:
+    """Of the keys and values of one sequence."""
+    num_heads_kv, _, head_dim = layer.keys.shape[1:]
+    return num_heads_kv * (head_dim + layer.values.shape[3]) * layer.keys.itemsize
+
+
+def _tokens_of_piece(deal: Deal, query: Tensor, layer: TreeCacheLayer) -> int:
+    """Of how many tokens of a rank the states over all ranks' keys are a piece."""
+    row_bytes = 4 * (layer.values.shape[3] + 1)
+    num_bytes = deal.shard.world_size * query.shape[0] * query.shape[1] * row_bytes
+    return max(1, _MAX_PIECE_BYTES // num_bytes)
