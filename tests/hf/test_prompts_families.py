@@ -19,7 +19,6 @@ pytest.importorskip("transformers")
 
 from hf_families import PAD, VOCAB_SIZE, WORKING, make_model
 from tree_attention import BlockCyclic, hf
-from tree_attention.hf import dealt
 
 PROMPT_LENGTH = 29
 GREEDY = {

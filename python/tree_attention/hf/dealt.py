@@ -8,8 +8,8 @@ two ways to bring them together:
 - pass-Q: each rank gets all queries, attends with its own keys and sends partial states back.
 - pass-KV: each rank gets all keys and values that any query sees, and attends with its own queries.
 
-Either way a query has one state for each rank's keys, and these are merged in rank order: both ways
-give the same bits. All ranks of p together send, in bytes,
+Either way a query has one state for each rank's keys, and these are merged in rank order. All ranks
+of p together send, in bytes,
 
     pass-Q:  (p - 1) * batch * tokens * num_heads_q * (head_dim * itemsize + 4 * (head_dim_v + 1))
     pass-KV: (p - 1) * batch * visible slots * num_heads_kv * (head_dim + head_dim_v) * itemsize

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ranks lost while a prompt is split: an exception on every survivor, in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed import run_ranks
+
+pytest.importorskip("transformers")
+
+from faults import AMPLE, QUICK, SLACK, TIMEOUT, Once, before_operation
+from hf_models import VOCAB_SIZE, make_model
+from tree_attention import BlockCyclic, ExchangeError, hf
+from tree_attention.hf import dealt
+
+TOKENS = 8
+# Of two layers: rows to their owners, then queries and states or keys; and at last the logits.
+OPERATIONS = {"queries": 2 * 3 + 1, "keys": 2 * 2 + 1}
+
+
+@contextmanager
+def _passing(what: str) -> Iterator[None]:
+    with mock.patch.object(dealt, "_passes_queries", lambda *_: what == "queries"):
+        yield
+
+
+class _Prompt:
+    """A model with a cache on a group, and some tokens in it."""
+
+    def __init__(self, model: Any, group: dist.ProcessGroup, timeout: float) -> None:
+        layout = BlockCyclic(group.size(), 1000)  # the first rank keeps all
+        self.model = hf.enable(model, group, layout, prefill="split")
+        self.cache = hf.TreeCache(model.config, group, layout, timeout=AMPLE)
+        self.ids = torch.randint(3, VOCAB_SIZE, (1, TOKENS), generator=torch.Generator())
+        self.read()
+        self.cache.shard.timeout = timeout
+
+    @torch.no_grad()
+    def read(self) -> None:
+        self.model(self.ids, past_key_values=self.cache, logits_to_keep=1)
+
+    def fail(self) -> tuple[float, str]:
+        """Seconds until an exception. A survivor that was sent all may pass and fail next time."""
+        begin = time.monotonic()
+        try:
+            for _ in range(2):
+                self.read()
+        except ExchangeError as error:
+            seconds = time.monotonic() - begin
+            with pytest.raises(ExchangeError, match="has failed before"):
+                self.read()
+            return seconds, str(error)
+        raise AssertionError("no ExchangeError")
+
+
+def _stop(rank: int, world_size: int, what: str, folder: Path) -> None:
+    """Before every operation, with a group of its own for each. A stopped rank goes on when all
+    others have failed, and fails then too."""
+    pids: list[int] = [0] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    model = make_model("llama")
+    for case in range(OPERATIONS[what]):
+        victim = (case + world_size - 1) % world_size
+        with _passing(what):
+            prompt = _Prompt(model, dist.new_group(range(world_size)), TIMEOUT)
+            dist.barrier()
+            if rank == victim:
+                stop = Once(case, partial(os.kill, os.getpid(), signal.SIGSTOP))
+                with before_operation(stop):
+                    prompt.fail()
+                assert stop.done
+                continue
+            seconds, message = prompt.fail()
+            # Whoever passed came back for another chunk, with a deadline of its own.
+            assert seconds < 2 * TIMEOUT + SLACK, message
+        (folder / f"{world_size}-{case}-{rank}").touch()
+        if rank == (victim + 1) % world_size:
+            others = [folder / f"{world_size}-{case}-{r}" for r in range(world_size) if r != victim]
+            while not all(file.exists() for file in others):
+                time.sleep(0.005)
+            os.kill(pids[victim], signal.SIGCONT)
+
+
+@pytest.mark.parametrize("what", OPERATIONS)
+def test_stopped_ranks(what: str, tmp_path: Path) -> None:
+    """All worlds at once: they wait most of the time."""
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(run_ranks, _stop, world, what, tmp_path) for world in (2, 3, 4)]
+    for run in runs:
+        run.result()
+
+
+def _kill(rank: int, world_size: int, what: str, operations: list[int]) -> None:
+    """Those that are left form a group and go on."""
+    model = make_model("llama")
+    left = list(range(world_size))
+    for operation, victim in zip(operations, (2, 1, 3), strict=True):
+        group = dist.new_group(left, use_local_synchronization=True)
+        with _passing(what):
+            prompt = _Prompt(model, group, AMPLE)
+            dist.barrier(group)
+            if rank == victim:
+                with before_operation(Once(operation, partial(os.kill, os.getpid(), 9))):
+                    prompt.fail()
+            seconds, message = prompt.fail()
+        assert seconds < QUICK, message
+        assert f"no word from rank {left.index(victim)}" in message
+        left.remove(victim)
+
+
+@pytest.mark.parametrize(
+    ("what", "operations"), [("queries", [0, 1, 2]), ("queries", [3, 4, 5]), ("keys", [0, 1, 4])]
+)
+def test_killed_ranks(what: str, operations: list[int]) -> None:
+    """Worlds of 4, 3 and 2, of the same processes."""
+    run_ranks(_kill, 4, what, operations, lost=[1, 2, 3])
