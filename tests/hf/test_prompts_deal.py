@@ -262,16 +262,37 @@ def _differing(rank: int, world_size: int) -> None:
     model = hf.enable(make_model("llama"), prefill="split" if rank else "auto")
     with pytest.raises(ExchangeError, match="prefill"):
         model.generate(**make_prompts(), max_new_tokens=2)
-    hf.enable(model, prefill="split", timeout=5.0)
-    cache = hf.TreeCache(model.config, timeout=5.0)
-    with (
-        torch.no_grad(),
-        pytest.raises(ExchangeError, match="first slot and number of tokens of the chunk"),
+    hf.enable(model, prefill="split")
+    ids = _ids(20)
+    mask, positions = torch.ones_like(ids), torch.arange(20)[None]
+    mask[0, 0] = rank
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.num_attention_heads = (8, 16)[rank]
+    other = hf.enable(LlamaForCausalLM(config).eval(), prefill="split")
+    for field, of_rank, arguments in (
+        ("first slot and number of tokens of the chunk", model, {"input_ids": ids[:, rank:]}),
+        ("batch", model, {"input_ids": ids.repeat(1 + rank, 1)}),
+        ("digest of the padding mask", model, {"attention_mask": mask, "position_ids": positions}),
+        ("numbers of the model's configuration", other, {}),
     ):
-        model(_ids(20 + rank), past_key_values=cache, **LAST)
+        cache = hf.TreeCache(model.config)
+        with torch.no_grad(), pytest.raises(ExchangeError, match=field):
+            of_rank(**{"input_ids": ids, "past_key_values": cache, **LAST, **arguments})
     # Nothing was sent.
-    assert _logits_of_chunks(model, _ids(20), [20]).isfinite().all()
+    assert _logits_of_chunks(model, ids, [20]).isfinite().all()
 
 
 def test_ranks_that_differ() -> None:
     run_ranks(_differing, 2)
+
+
+def _beyond_the_layout(rank: int, world_size: int) -> None:
+    layout = Contiguous((0, 8, 16))
+    model = hf.enable(make_model("llama"), layout=layout, prefill="split")
+    with pytest.raises(ValueError, match="has no rank for slot 16; use ContiguousThenCyclic"):
+        _logits_of_chunks(model, _ids(17), [17], layout)
+    assert _logits_of_chunks(model, _ids(16), [16], layout).isfinite().all()
+
+
+def test_a_chunk_beyond_the_layout() -> None:
+    run_ranks(_beyond_the_layout, 2)

@@ -8,6 +8,7 @@ that counts the positions of its tokens itself.
 from __future__ import annotations
 
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ pytest.importorskip("transformers")
 
 from hf_families import PAD, VOCAB_SIZE, WORKING, make_model
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf.deal import Deal
 
 PROMPT_LENGTH = 29
 GREEDY = {
@@ -54,13 +56,19 @@ def _expected(name: str) -> tuple[Tensor, Tensor, float]:
 def _generate(
     rank: int, world_size: int, expected: dict[str, tuple[Tensor, Tensor, float]]
 ) -> None:
+    shared = Deal.of_last_rank
     for name, (tokens, logits, margin) in expected.items():
-        # With blocks of 4, each rank computes the tokens that it keeps, and with the bounds below
-        # none does. Chunks of 12 make every way of passing queries and keys the cheaper once.
         model = make_model(WORKING[name])
-        for layout in (BlockCyclic(world_size, 4),):
+        # In blocks of 4 each rank computes the tokens that it keeps; blocks of 1000 are all of one
+        # rank, and tokens are dealt in turn.
+        for block in (4, 1000):
+            layout = BlockCyclic(world_size, block)
             hf.enable(model, layout=layout, prefill="split", prefill_chunk_size=12)
-            output = model.generate(**_prompts(), **GREEDY)
+            with mock.patch.object(
+                Deal, "of_last_rank", autospec=True, side_effect=shared
+            ) as deals:
+                output = model.generate(**_prompts(), **GREEDY)
+            assert deals.call_count == len(range(0, PROMPT_LENGTH, 12)), f"{name} was not split"
             assert torch.equal(output.sequences, tokens), name
             error = (torch.stack(output.logits) - logits).abs().max().item()
             assert error < margin / 10, f"{name}: logits differ by {error}, best two by {margin}"

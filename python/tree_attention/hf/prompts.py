@@ -57,7 +57,7 @@ def override_forward(model: PreTrainedModel, prefill: str) -> None:
     if prefill == "replicated" or _obstacle(model) is not None:
         return
     original = type(model).forward
-    names = list(inspect.signature(original).parameters)[1:]
+    signature = inspect.signature(original)
     min_tokens = 1 if prefill == "split" else _MIN_TOKENS_PER_RANK
     sizes = _sizes(model)
 
@@ -65,7 +65,9 @@ def override_forward(model: PreTrainedModel, prefill: str) -> None:
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        del arguments["self"]
+        arguments.update(arguments.pop("kwargs", {}))
         deal = _deal(self, arguments, min_tokens, sizes)
         if deal is None:
             return original(self, *args, **kwargs)
@@ -125,41 +127,31 @@ def _deal(
 
     All that decides is the same on all ranks, as far as their arguments are.
     """
-    cache = arguments.get("past_key_values")
+    cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
     if not isinstance(cache, TreeCache) or cache.shard.world_size == 1:
         return None
-    given = [arguments[n] for n in ("input_ids", "inputs_embeds") if arguments.get(n) is not None]
-    if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2:
+    per_token = {name: arguments[name] for name in _AXES if arguments.get(name) is not None}
+    tokens = per_token.get("input_ids", per_token.get("inputs_embeds"))
+    if tokens is None or not _asks_for_the_last(model, arguments):
         return None
-    tokens = given[0]
     batch, length = tokens.shape[:2]
-    if length < max(2, min_tokens * cache.shard.world_size) or not _asks_for_the_last(
-        model, arguments
+    if (
+        length < max(2, min_tokens * cache.shard.world_size)
+        or any(x.shape[_AXES[name]] != length for name, x in per_token.items())
+        # The attention refuses other masks.
+        or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2))
+        # Without positions, models count padding in different ways.
+        or ("position_ids" not in per_token and mask is not None and not mask.all())
     ):
         return None
-    begin, mask = cache.get_seq_length(), arguments.get("attention_mask")
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-        return None
-    for name, axis in _AXES.items():
-        x = arguments.get(name)
-        if x is not None and not (isinstance(x, Tensor) and x.shape[axis] == length):
-            return None
-    # Without position_ids, models count the padding in different ways.
-    if arguments.get("position_ids") is None and mask is not None and not bool(mask.all()):
-        return None
-    return Deal(
-        cache.shard,
-        begin,
-        length,
-        tokens.device,
-        (
-            ("batch", batch),
-            ("digest of the padding mask", digest_inputs({"attention_mask": mask})),
-            ("numbers of the model's configuration", sizes),
-            ("dtype", model.dtype),
-            ("device", tokens.device.type),
-        ),
+    signature = (
+        ("batch", batch),
+        ("digest of the padding mask", digest_inputs({"attention_mask": mask})),
+        ("numbers of the model's configuration", sizes),
+        ("dtype", model.dtype),
+        ("device", tokens.device.type),
     )
+    return Deal(cache.shard, cache.get_seq_length(), length, tokens.device, signature)
 
 
 def _asks_for_the_last(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
@@ -179,7 +171,6 @@ def _asks_for_the_last(model: PreTrainedModel, arguments: Mapping[str, Any]) -> 
 def _dealt_forward(
     original: Any, model: PreTrainedModel, arguments: dict[str, Any], deal: Deal
 ) -> Any:
-    arguments = dict(arguments)
     if arguments.get("position_ids") is None:
         positions = torch.arange(deal.length, device=deal.device) + deal.begin
         arguments["position_ids"] = positions[None]
