@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import cycle
 from typing import Any
 from unittest import mock
 
@@ -43,14 +44,14 @@ def _logits_of_chunks(
 
 
 def _ways(rank: int, world_size: int, name: str, chunks: list[int]) -> list[Tensor]:
-    """Logits by pass-Q and by pass-KV, each in one piece and in many."""
+    """Logits by pass-Q, by pass-KV and by both in turn, each in one piece and in many."""
     layout = BlockCyclic(world_size, 4)
     model = hf.enable(make_model(name), layout=layout, prefill="split")
     found = []
-    for passes_queries in (True, False):
+    for ways in ([True], [False], [False, True]):
         for num_bytes in (dealt._MAX_PIECE_BYTES, 1000):
             with (
-                mock.patch.object(dealt, "_passes_queries", lambda *_, way=passes_queries: way),
+                mock.patch.object(dealt, "_passes_queries", side_effect=cycle(ways)),
                 mock.patch.object(dealt, "_MAX_PIECE_BYTES", num_bytes),
             ):
                 found.append(_logits_of_chunks(model, _ids(sum(chunks), 2), chunks, layout))
@@ -209,6 +210,26 @@ def _copied(rank: int, world_size: int) -> None:
 
 def test_copies_compute_with_their_own_weights() -> None:
     run_ranks(_copied, 2)
+
+
+def _compiled(rank: int, world_size: int) -> None:
+    """A compiled forward is not split, whatever it is given."""
+    model = hf.enable(make_model("llama"), prefill="split")
+    ids = _ids(37)
+    expected = _logits_of_chunks(model, ids, [20, 17])
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    with mock.patch.object(dealt, "attend", side_effect=AssertionError):
+        found = _logits_of_chunks(model, ids, [20, 17])
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    forward = model.forward
+    with pytest.raises(ValueError, match="its forward was replaced"):
+        hf.enable(model, prefill="split")
+    hf.disable(model)
+    assert vars(model)["forward"] is forward
+
+
+def test_compiled_forwards_are_not_split() -> None:
+    run_ranks(_compiled, 2)
 
 
 class _WithoutPositions(LlamaForCausalLM):

@@ -128,3 +128,28 @@ def _kill(rank: int, world_size: int, what: str, operations: list[int]) -> None:
 def test_killed_ranks(what: str, operations: list[int]) -> None:
     """Worlds of 4, 3 and 2, of the same processes."""
     run_ranks(_kill, 4, what, operations, lost=[1, 2, 3])
+
+
+def _fail_alone(rank: int, world_size: int) -> None:
+    model = hf.enable(make_model("llama"), prefill="split")
+    group = dist.new_group(range(world_size))
+    ids = torch.randint(3, VOCAB_SIZE, (1, TOKENS), generator=torch.Generator())
+
+    @torch.no_grad()
+    def read() -> None:
+        cache = hf.TreeCache(model.config, group, timeout=QUICK)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+
+    read()
+    if rank == 1:
+        hook = model.model.layers[1].register_forward_pre_hook(mock.Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            read()
+        hook.remove()
+    # Rank 0 is in the second layer, and must not take the rows of the first for it.
+    with pytest.raises(ExchangeError):
+        read()
+
+
+def test_a_rank_that_fails_alone() -> None:
+    run_ranks(_fail_alone, 2, fresh=True)
