@@ -41,7 +41,7 @@ MUTATIONS = (
         "threads", "at_once", "off by|no answer",
     ),
     Mutation(
-        "ranks do not compare threads", "exchange/communicator.py",
+        "ranks do not compare threads", "exchange/calls.py",
         '("name of the calling thread", self._turn.name),', "",
         "threads", "in_another_order", "off by|not noticed", 4, in_tests=True,
     ),

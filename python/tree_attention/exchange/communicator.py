@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,35 +16,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import merge_states
-from .agreement import ExchangeError, Note, Signature
+from .agreement import Signature
 from .arguments import (
     ExchangeOptions,
     check_gather,
     check_no_gradient,
     check_options,
     check_state,
-    check_timeout,
     payload_of_sum,
-    resolve_group,
 )
-from .choice import CostTable, measured_costs
+from .calls import DEFAULT_TIMEOUT, Calls
 from .gathers import Gathers
-from .link import Link
 from .preparation import prepare
-from .resources import Resources
 from .self_test import merge_digest
-from .session import Session
 from .state import Slices, State, StateBuffers, StateLayout
 from .sums import Sums
-from .topology import Topology, node_name
-from .turn import Turn, turn_of
-
-T = TypeVar("T")
-
-DEFAULT_TIMEOUT = 30.0
 
 
-class Communicator:
+class Communicator(Calls):
     """A process group that merges partial states.
 
         o, lse = comm.send_state((batch, num_heads_q, seqlen_q, head_dim), q.device)
@@ -89,54 +77,11 @@ class Communicator:
         *,
         nodes: Sequence[object] | None = None,
     ) -> None:
-        self.timeout = check_timeout("Communicator", timeout)
-        group = resolve_group(group)
-        self._turn = Turn() if group is None else turn_of(group)
-        self.rank, self.world_size = (0, 1) if group is None else (group.rank(), group.size())
-        if nodes is not None and len(nodes) != self.world_size:
-            raise ValueError(
-                f"nodes must name the node of each of {self.world_size} ranks, got {list(nodes)}"
-            )
-        self._nodes = None if nodes is None else Topology.of(nodes).nodes
-        self.topology = Topology(self._nodes or (0,) * self.world_size)
-        self._resources = Resources()
-        self._session: Session | None = None
-        self._costs: CostTable | None = None
-        if group is not None and self.world_size > 1:
-            self._costs = measured_costs()  # before the session, which ranks count
-            self._session = Session(group, {"node": node_name()}, self._resources.abort)
-        # What must be equal on all ranks in every call.
-        digest = "shipped" if self._costs is None else self._costs.digest
-        self._constants: Signature = (("nodes", self._nodes), ("exchange costs", digest))
+        super().__init__(group, timeout, nodes=nodes)
         self._buffers: defaultdict[int, StateBuffers] = defaultdict(StateBuffers)
         self._sums, self._gathers = Sums(), Gathers()
-        # The thread that has the views of a send_state whose exchange is still to come.
-        self._loading: threading.Thread | None = None
         self.name = f"communicator {next(self._numbers)}"
         self.by_name[self.name] = self
-
-    @property
-    def link(self) -> Link:
-        """The operations of the group, of which there are none in a world of one."""
-        return self._session_of_several.link
-
-    @property
-    def failed(self) -> str | None:
-        return None if self._session is None else self._session.failed
-
-    @property
-    def bytes_sent(self) -> int:
-        return 0 if self._session is None else self._session.link.bytes_sent
-
-    @property
-    def seconds(self) -> float:
-        return 0.0 if self._session is None else self._session.link.seconds
-
-    @property
-    def _session_of_several(self) -> Session:
-        if self._session is None:
-            raise ValueError("a world of one rank sends nothing and has no link")
-        return self._session
 
     def send_state(
         self,
@@ -318,121 +263,8 @@ class Communicator:
             )
             return result
 
-    def agree(
-        self,
-        signature: Signature,
-        timeout: float | timedelta | None = None,
-        op: str = "agree",
-    ) -> None:
-        """Raises ExchangeError on every rank, naming rank and field, unless all are equal."""
-        if self._session is None:
-            return
-        session = self._session
-        with self.turn(op):
-            with self.before_call():
-                seconds = self.seconds_of(op, timeout)
-            self._abandon_loaded_state()
-            whole = self._whole(op, signature)
-            session.before_deadline(
-                lambda deadline: self._learn(session.compare(whole, deadline)), seconds
-            )
-
-    def abort(self, reason: str = "no reason given") -> None:
-        """Ends the call under way, which raises ExchangeError, and refuses further ones.
-
-        From any thread, any number of times. Other ranks fail when they wait for this one, and at
-        their deadlines otherwise. Over NCCL, what was queued ends with the group's watchdog.
-        """
-        if self._session is not None:
-            self._session.fail(f"aborted: {reason}")
-
-    def check(self) -> None:
-        """Raises ExchangeError if an exchange is known to have failed. Waits for nothing.
-
-        With "one_shot" GPUs wait for each other without the host, whose next call or check has the
-        error; until then there is NaN for o and lse, also from replayed graphs.
-        """
-        if self._session is not None:
-            self._session.before_deadline(lambda deadline: self._resources.check(), self.timeout)
-
-    # What follows serves calls other than all_merge_states: tree_decode in parts, the rings,
-    # broadcasts. It agrees on them, bounds them in time and lends them memory.
-
-    @contextmanager
-    def turn(self, op: str, name: str | None = None) -> Iterator[None]:
-        """Surrounds `op`, in which no other thread may use the group (see `Turn.take`).
-
-        In a world of one, which sends nothing, threads need no turn.
-        """
-        if self._session is None:
-            yield
-            return
-        self._turn.take(op, name)
-        try:
-            self._refuse_views_of_others(op)
-            yield
-        finally:
-            self._turn.give_back()
-
-    def _refuse_views_of_others(self, op: str) -> None:
-        loading, caller = self._loading, threading.current_thread()
-        if loading is not None and loading is not caller and loading.is_alive():
-            raise ExchangeError(
-                f"{op}: thread {caller.name!r} called while thread {loading.name!r} has the views "
-                "of send_state, which this call would overwrite; give each thread a process group "
-                "of its own"
-            )
-
-    def seconds_of(self, op: str, timeout: float | timedelta | None) -> float:
-        """The seconds that an argument `timeout` of `op` stands for."""
-        return self.timeout if timeout is None else check_timeout(op, timeout)
-
-    def call(
-        self,
-        op: str,
-        signature: Signature,
-        run: Callable[[float], T],
-        seconds: float | None = None,
-        device: torch.device | None = None,
-    ) -> T:
-        """`run(deadline)` once all ranks are known to run the same; any error in it is final.
-
-        `signature` names the kind of `device`. The first call with tensors of a kind of device
-        tests how messages are delivered there, and sets up the strategies that need it.
-        """
-        session = self._session_of_several
-
-        def agree_and_run(deadline: float) -> T:
-            notes = session.agree(self._whole(op, signature), deadline)
-            if notes is not None:
-                self._learn(notes)
-                if device is not None and not self._resources.are_known(device):
-                    session.test_delivery(device, deadline)
-                    self._resources.set_up(session, device, self.topology, deadline)
-            return run(deadline)
-
-        with self.turn(op):
-            self._abandon_loaded_state()
-            return session.before_deadline(agree_and_run, seconds or self.timeout)
-
-    def unavailable(self, device: torch.device) -> Mapping[str, str]:
-        """Strategies that cannot be used with tensors of `device`, and why; known after a call."""
-        return self._resources.unavailable(device)
-
-    def abandon_call(self) -> None:
-        """Notes that this rank stopped on the way to a call (see `Session.abandon`)."""
-        self._loading = None
-        if self._session is not None:
-            self._session.abandon()
-
-    @contextmanager
-    def before_call(self) -> Iterator[None]:
-        """Surrounds what this rank does on the way to a call; an error there abandons the call."""
-        try:
-            yield
-        except BaseException:
-            self.abandon_call()
-            raise
+    # What follows serves calls other than all_merge_states too: tree_decode in parts. It lends them
+    # memory.
 
     def state(
         self,
@@ -487,20 +319,3 @@ class Communicator:
                 state, options, self.link, self.topology, self._resources, self._costs, explain
             )
         state.prepared[options](deadline, *outputs)
-
-    def _whole(self, op: str, signature: Signature) -> Signature:
-        """All that must be equal on all ranks in a call of `op`."""
-        return (
-            ("call", op),
-            ("name of the calling thread", self._turn.name),
-            *signature,
-            *self._constants,
-        )
-
-    def _learn(self, notes: Sequence[Note]) -> None:
-        if self._nodes is None:
-            self.topology = Topology.of([str(note.get("node")) for note in notes])
-
-    def _abandon_loaded_state(self) -> None:
-        if self._loading is not None:  # a state of send_state never came to its exchange
-            self.abandon_call()
