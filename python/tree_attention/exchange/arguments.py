@@ -54,34 +54,36 @@ def check_options(
     Raises:
         ValueError: there is no such strategy, or it cannot do what the options ask for.
     """
-    if strategy not in ("auto", *STRATEGIES):
+    if strategy != "auto" and strategy not in STRATEGIES:
         names = ", ".join(("auto", *STRATEGIES))
         raise ValueError(f"{op}: strategy must be one of {names}, got {strategy!r}")
     _check_payload(op, payload_dtype)
     if out_dtype is not None:
         _check_state_dtype(op, "out_dtype", out_dtype)
-    able = ("auto", *candidates(payload_dtype, head_sharded))
-    if strategy not in able:
+    if strategy != "auto" and strategy not in (able := candidates(payload_dtype, head_sharded)):
         asked = f"payload_dtype {payload_dtype}, head_sharded {head_sharded}"
-        names = ", ".join(able)
+        names = ", ".join(("auto", *able))
         raise ValueError(f"{op}: with {asked}, strategy must be one of {names}, got {strategy!r}")
 
 
 def check_state(op: str, o: Tensor, lse: Tensor) -> None:
     check_tensors(op, o=o, lse=lse)
-    shapes = f"{o.dtype} {list(o.shape)} and {lse.dtype} {list(lse.shape)}"
     if o.dim() != 4 or lse.shape != o.shape[:3] or lse.dtype != torch.float32:
         raise ValueError(
             f"{op}: o must be [batch, num_heads_q, seqlen_q, head_dim] and lse float32 "
-            f"[batch, num_heads_q, seqlen_q], got {shapes}"
+            f"[batch, num_heads_q, seqlen_q], got {_shapes(o, lse)}"
         )
     if o.shape[3] == 0:
-        raise ValueError(f"{op}: head_dim must be at least 1, got {shapes}")
+        raise ValueError(f"{op}: head_dim must be at least 1, got {_shapes(o, lse)}")
     if o.device != lse.device:
         raise ValueError(f"{op}: o and lse must be on one device, got {o.device} and {lse.device}")
     _check_values(op, "o and lse", o, lse)
     _check_state_dtype(op, "o", o.dtype)
     check_no_gradient(op, "o and lse", o, lse)
+
+
+def _shapes(o: Tensor, lse: Tensor) -> str:
+    return f"{o.dtype} {list(o.shape)} and {lse.dtype} {list(lse.shape)}"
 
 
 def check_timeout(op: str, timeout: float | timedelta) -> float:

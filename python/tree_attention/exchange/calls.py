@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TypeVar
 
@@ -119,21 +119,20 @@ class Calls:
         if self._session is not None:
             self._session.before_deadline(lambda deadline: self._resources.check(), self.timeout)
 
-    @contextmanager
-    def turn(self, op: str, name: str | None = None) -> Iterator[None]:
+    def turn(self, op: str, name: str | None = None) -> AbstractContextManager[None]:
         """Surrounds `op`, in which no other thread may use the group (see `Turn.take`).
 
         In a world of one, which sends nothing, threads need no turn.
         """
-        if self._session is None:
-            yield
-            return
+        return nullcontext() if self._session is None else _InTurn(self, op, name)
+
+    def _take_turn(self, op: str, name: str | None) -> None:
         self._turn.take(op, name)
         try:
             self._refuse_views_of_others(op)
-            yield
-        finally:
+        except BaseException:
             self._turn.give_back()
+            raise
 
     def _refuse_views_of_others(self, op: str) -> None:
         loading, caller = self._loading, threading.current_thread()
@@ -186,14 +185,9 @@ class Calls:
         if self._session is not None:
             self._session.abandon()
 
-    @contextmanager
-    def before_call(self) -> Iterator[None]:
+    def before_call(self) -> AbstractContextManager[None]:
         """Surrounds what this rank does on the way to a call; an error there abandons the call."""
-        try:
-            yield
-        except BaseException:
-            self.abandon_call()
-            raise
+        return _BeforeCall(self)
 
     def _whole(self, op: str, signature: Signature) -> Signature:
         """All that must be equal on all ranks in a call of `op`."""
@@ -211,3 +205,29 @@ class Calls:
     def _abandon_loaded_state(self) -> None:
         if self._loading is not None:  # a state of send_state never came to its exchange
             self.abandon_call()
+
+
+# Classes, because every call enters several, and generators take three times as long.
+
+
+class _InTurn(AbstractContextManager[None]):
+    def __init__(self, calls: Calls, op: str, name: str | None) -> None:
+        self._calls, self._op, self._name = calls, op, name
+
+    def __enter__(self) -> None:
+        self._calls._take_turn(self._op, self._name)
+
+    def __exit__(self, *error: object) -> None:
+        self._calls._turn.give_back()
+
+
+class _BeforeCall(AbstractContextManager[None]):
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            self._calls.abandon_call()

@@ -29,7 +29,7 @@ from .calls import DEFAULT_TIMEOUT, Calls
 from .gathers import Gathers
 from .preparation import prepare
 from .self_test import merge_digest
-from .state import Slices, State, StateBuffers, StateLayout
+from .state import State, StateBuffers, StateLayout, share
 from .sums import Sums
 
 
@@ -98,7 +98,8 @@ class Communicator(Calls):
         with self.turn("send_state"):
             self._refuse_views_of_others("send_state")  # also in a world of one
             self._abandon_loaded_state()
-            device = torch.empty(0, device=device).device  # with an index, as the merge sees it
+            if not isinstance(device, torch.device) or device.type != "cpu":
+                device = torch.empty(0, device=device).device  # with an index, as the merge sees it
             state = self.state(shape, device, payload_dtype)
             self._loading = threading.current_thread()
             return state.o, state.lse
@@ -285,7 +286,7 @@ class Communicator(Calls):
         """New tensors for an exchange to write into."""
         batch, num_heads, seqlen_q = layout.shape
         if options.head_sharded:
-            num_heads = Slices.of_heads(layout, self.world_size).count_in(self.rank)
+            num_heads = share(num_heads, self.world_size, self.rank)
         shape = (batch, num_heads, seqlen_q)
         o = torch.empty((*shape, layout.head_dim), dtype=options.out_dtype, device=device)
         return o, torch.empty(shape, dtype=torch.float32, device=device)

@@ -5,14 +5,16 @@ that stay where they are."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-_MAX_STATES = 64
+T = TypeVar("T")
+
+_MAX_PREPARED = 64
 # The lse behind an o of 16-bit values, and every further state in a row, begins at such an address.
 _ALIGNMENT = 4
 
@@ -93,7 +95,7 @@ class Slices:
 
     def count_in(self, index: int) -> int:
         """Number of rows or heads in slice `index`, without padding."""
-        return self.count // self.num_slices + (index < self.count % self.num_slices)
+        return share(self.count, self.num_slices, index)
 
     def rows_of(self, memory: Tensor) -> Tensor:
         """`memory` as one row of bytes for each slice."""
@@ -117,6 +119,11 @@ class Slices:
         return result
 
 
+def share(count: int, num_slices: int, index: int) -> int:
+    """How many of `count` things slice `index` has, as `torch.tensor_split` deals them."""
+    return count // num_slices + (index < count % num_slices)
+
+
 class Arena:
     """Named memory that never moves, because captured graphs may hold its addresses."""
 
@@ -138,6 +145,26 @@ class Arena:
                 block = torch.zeros(capacity, dtype=torch.uint8, device=device)
             self._blocks[name, device] = block
         return block[:num_bytes]
+
+
+class Prepared(Generic[T]):
+    """What is made once for a kind of call, and the memory that all of it shares."""
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+        self._made: dict[Hashable, T] = {}
+
+    def get(self, kind: Hashable, make: Callable[[], T]) -> T:
+        made = self._made.get(kind)
+        if made is None:
+            num_outgrown = len(self.arena.outgrown)
+            # Views that are made in inference mode cannot be written to outside of it.
+            with torch.inference_mode(False):
+                made = make()
+            if len(self._made) >= _MAX_PREPARED or len(self.arena.outgrown) > num_outgrown:
+                self._made.clear()  # their views are of outgrown memory
+            self._made[kind] = made
+        return made
 
 
 @dataclass(frozen=True)
@@ -183,22 +210,18 @@ class StateBuffers:
     """States of any shape, in memory that they share."""
 
     def __init__(self) -> None:
-        self.arena = Arena()
-        self._states: dict[tuple[torch.Size, torch.dtype, torch.device], State] = {}
+        self._states: Prepared[State] = Prepared()
+        self.arena = self._states.arena
 
     def get(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> State:
         """The state of an `o` of `shape` and `dtype`."""
-        state = self._states.get((shape, dtype, device))
-        if state is None:
-            num_outgrown = len(self.arena.outgrown)
+
+        def make() -> State:
             layout = StateLayout(tuple(shape[:-1]), shape[-1], dtype)
-            with torch.inference_mode(False):
-                send = self.arena.bytes("send", layout.num_bytes, device)
-                state = State(layout, device, send, *layout.views(send), self.arena)
-            if len(self._states) >= _MAX_STATES or len(self.arena.outgrown) > num_outgrown:
-                self._states.clear()  # their views are of outgrown memory
-            self._states[shape, dtype, device] = state
-        return state
+            send = self.arena.bytes("send", layout.num_bytes, device)
+            return State(layout, device, send, *layout.views(send), self.arena)
+
+        return self._states.get((shape, dtype, device), make)
 
 
 def host_memory(num_bytes: int) -> Tensor:

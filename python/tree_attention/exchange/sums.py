@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from .link import Link
-from .state import Arena
+from .state import Arena, Prepared
 
 # Below this size in bytes one round to every rank is faster than two with less to send.
 _MAX_DIRECT_BYTES = 64 << 10
+
+# Adds all ranks' tensors, before a `time.monotonic` deadline: (this rank's, result, deadline).
+Sum = Callable[[Tensor, Tensor, float], None]
 
 
 class Sums:
@@ -20,7 +25,7 @@ class Sums:
     """
 
     def __init__(self) -> None:
-        self._arena = Arena()
+        self._prepared: Prepared[Sum] = Prepared()
 
     def run(
         self, link: Link, x: Tensor, payload_dtype: torch.dtype, result: Tensor, deadline: float
@@ -29,33 +34,66 @@ class Sums:
         if x.numel() == 0:
             return
         is_direct = x.numel() * payload_dtype.itemsize <= _MAX_DIRECT_BYTES
-        # Slices of equal length, the last ones padded.
-        count = x.numel() if is_direct else -(-x.numel() // link.world_size)
-        send = self._values("send", (1 if is_direct else link.world_size, count), payload_dtype, x)
-        send.view(-1)[: x.numel()].view(x.shape).copy_(x)
-        parts = self._values("parts", (link.world_size, count), payload_dtype, x)
-        total = self._values("total", (count,), torch.float32, x)
-        if is_direct:
-            link.gather(_bytes(parts), _bytes(send[0]), x.device).run(deadline)
-        else:
-            link.all_to_all(_bytes(parts), _bytes(send), deadline)
-        total.copy_(parts[0])
-        for part in parts[1:]:
-            total.add_(part)
-        if is_direct:
-            result.view(-1).copy_(total.to(payload_dtype))
-            return
-        own = self._values("own slice", (count,), payload_dtype, x)
-        own.copy_(total)
-        link.gather(_bytes(parts), _bytes(own), x.device).run(deadline)
-        result.view(-1).copy_(parts.view(-1)[: x.numel()])
+        prepare = _in_one_round if is_direct else _in_two_phases
+        run = self._prepared.get(
+            (prepare, x.shape, payload_dtype, x.device),
+            lambda: prepare(link, _Buffers(self._prepared.arena, x.device), x.shape, payload_dtype),
+        )
+        run(x, result, deadline)
 
-    def _values(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor
-    ) -> Tensor:
+
+class _Buffers:
+    def __init__(self, arena: Arena, device: torch.device) -> None:
+        self._arena, self.device = arena, device
+
+    def values(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        return self._arena.bytes(name, num_bytes, like.device).view(dtype).view(shape)
+        return self._arena.bytes(name, num_bytes, self.device).view(dtype).view(shape)
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(torch.uint8)
+def _in_one_round(link: Link, buffers: _Buffers, shape: torch.Size, dtype: torch.dtype) -> Sum:
+    send = buffers.values("send", shape, dtype)
+    parts = buffers.values("parts", (link.world_size, *shape), dtype)
+    total = buffers.values("total", shape, torch.float32)
+    gather = link.gather(_bytes(parts, link.world_size), _bytes(send, 1)[0], buffers.device)
+
+    def run(x: Tensor, result: Tensor, deadline: float) -> None:
+        send.copy_(x)
+        gather.run(deadline)
+        _add(parts, total)
+        # Rounded to the payload's dtype, and from that to the result's.
+        result.copy_(total if result.dtype == dtype else total.to(dtype))
+
+    return run
+
+
+def _in_two_phases(link: Link, buffers: _Buffers, shape: torch.Size, dtype: torch.dtype) -> Sum:
+    # Slices of equal length, the last ones padded.
+    world_size, count = link.world_size, -(-shape.numel() // link.world_size)
+    send = buffers.values("send", (world_size, count), dtype)
+    parts = buffers.values("parts", (world_size, count), dtype)
+    total = buffers.values("total", (count,), torch.float32)
+    own = buffers.values("own slice", (count,), dtype)
+    load, found = (x.view(-1)[: shape.numel()].view(shape) for x in (send, parts))
+    outgoing, incoming = _bytes(send, world_size), _bytes(parts, world_size)
+    gather = link.gather(incoming, _bytes(own, 1)[0], buffers.device)
+
+    def run(x: Tensor, result: Tensor, deadline: float) -> None:
+        load.copy_(x)
+        link.all_to_all(incoming, outgoing, deadline)
+        _add(parts, total)
+        own.copy_(total)
+        gather.run(deadline)
+        result.copy_(found)
+
+    return run
+
+
+def _add(parts: Tensor, total: Tensor) -> None:
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        total.add_(part)
+
+
+def _bytes(x: Tensor, num_rows: int) -> Tensor:
+    return x.view(num_rows, -1).view(torch.uint8)
