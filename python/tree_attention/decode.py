@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .exchange import Communicator, ExchangeOptions, check_options, get_communicator
-from .exchange.arguments import check_no_gradient
+from .exchange.arguments import check_no_gradient, check_state
 from .exchange.graph import add_collective
 from .exchange.groups import name_of, named
 from .exchange.merge import fake_merge
@@ -145,20 +145,10 @@ def tree_decode(
                     comm, parts, arguments, exchange, signature, explain, seconds
                 )
         with comm.before_call():
-            o, lse = comm.send_state(shape, q.device, payload_dtype)
-            lean_decode(q, k_local, v_local, key_ranges, out=(o, lse), **options)
-        return comm.all_merge_states(
-            o,
-            lse,
-            strategy=strategy,
-            out_dtype=exchange.out_dtype,
-            payload_dtype=payload_dtype,
-            head_sharded=head_sharded,
-            explain=explain,
-            timeout=seconds,
-            signature=signature,
-            op="tree_decode",
-        )
+            state = comm.state(shape, q.device, payload_dtype)
+            lean_decode(q, k_local, v_local, key_ranges, out=(state.o, state.lse), **options)
+            check_state("tree_decode", state.o, state.lse)
+        return comm.merge("tree_decode", signature, state, exchange, seconds, explain=explain)
 
 
 def _run(

@@ -115,14 +115,12 @@ class Communicator(Calls):
         head_sharded: bool = False,
         explain: bool = False,
         timeout: float | timedelta | None = None,
-        signature: Signature = (),
-        op: str = "all_merge_states",
     ) -> tuple[Tensor, Tensor]:
         """`tree_attention.all_merge_states` over this communicator.
 
-        An `(o, lse)` that `send_state` gave is not copied. `signature` adds `(name, value)` pairs
-        that must be equal on all ranks, and `op` is the function that errors name.
+        An `(o, lse)` that `send_state` gave is not copied.
         """
+        op = "all_merge_states"
         with self.turn(op):
             with self.before_call():
                 seconds = self.seconds_of(op, timeout)
@@ -136,16 +134,8 @@ class Communicator(Calls):
                 if not state.holds(o, lse):
                     state.load(o, lse)
                 options = ExchangeOptions(strategy, dtype, payload_dtype, head_sharded)
-                outputs = self.outputs(state.layout, options, o.device)
             self._loading = None
-            self.call(
-                op,
-                (*signature, *self.fields(state.layout, options, o.device)),
-                lambda deadline: self.exchange(state, options, outputs, deadline, explain=explain),
-                seconds,
-                o.device,
-            )
-            return outputs
+            return self.merge(op, (), state, options, seconds, explain=explain)
 
     def all_reduce(
         self,
@@ -290,6 +280,29 @@ class Communicator(Calls):
         shape = (batch, num_heads, seqlen_q)
         o = torch.empty((*shape, layout.head_dim), dtype=options.out_dtype, device=device)
         return o, torch.empty(shape, dtype=torch.float32, device=device)
+
+    def merge(
+        self,
+        op: str,
+        signature: Signature,
+        state: State,
+        options: ExchangeOptions,
+        seconds: float,
+        *,
+        explain: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """The merge of all ranks' `state`, as one call of `op` with the fields of `signature`."""
+        device = state.device
+        with self.before_call():
+            outputs = self.outputs(state.layout, options, device)
+        self.call(
+            op,
+            (*signature, *self.fields(state.layout, options, device)),
+            lambda deadline: self.exchange(state, options, outputs, deadline, explain=explain),
+            seconds,
+            device,
+        )
+        return outputs
 
     def fields(
         self, layout: StateLayout, options: ExchangeOptions, device: torch.device

@@ -112,11 +112,12 @@ class Link:
     def all_to_all(self, receive: Tensor, send: Tensor, deadline: float) -> None:
         """Equal parts: `receive[r]` becomes what rank r has in its `send` for this rank."""
         options = _all_to_all_options(deadline)
-        with self.operation(f"all_to_all of {send[0].nbytes} bytes to each rank"):
+        num_bytes = send.nbytes // self.world_size
+        with self.operation(f"all_to_all of {num_bytes} bytes to each rank"):
             source, target = self._stage(send), self._stage(receive, copy=False)
             work = getattr(self.group, _ALL_TO_ALL)(target, source, [], [], options)
             self._finish(work, receive, target, deadline)
-        self.bytes_sent += send.nbytes - send[0].nbytes
+        self.bytes_sent += send.nbytes - num_bytes
 
     def all_to_all_of(
         self,
