@@ -328,8 +328,9 @@ class Communicator(Calls):
         explain: bool = False,
     ) -> None:
         """Merges `state` with those of all ranks, inside a call."""
-        if explain or options not in state.prepared:
-            state.prepared[options] = prepare(
+        prepared = state.prepared.get(options)
+        if prepared is None or explain:
+            prepared = state.prepared[options] = prepare(
                 state, options, self.link, self.topology, self._resources, self._costs, explain
             )
-        state.prepared[options](deadline, *outputs)
+        prepared(deadline, *outputs)

@@ -90,8 +90,11 @@ class Messages:
     def post(self) -> None:
         # A Gloo sender asks its receiver first, which costs a trip there and back.
         if self._device.type == "cpu" and not _is_watched():
-            group = self._link.group
-            self._posted = [group.recv([t], r, self._tag) for r, t in self._receive.items()]
+            self._post()
+
+    def _post(self) -> None:
+        group = self._link.group
+        self._posted = [group.recv([t], r, self._tag) for r, t in self._receive.items()]
 
     def run(self, deadline: float) -> None:
         with self._link.operation("round of messages"):
@@ -101,7 +104,7 @@ class Messages:
                 self._link.all_to_all_of(self._receive, self._send, self._device, deadline)
             else:
                 if not self._posted:
-                    self.post()
+                    self._post()
                 group = self._link.group
                 sent = [group.send([t], r, self._tag) for r, t in self._send.items()]
                 for work, name in zip(sent + self._posted, self._names, strict=True):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -56,11 +56,12 @@ def _in_one_round(link: Link, buffers: _Buffers, shape: torch.Size, dtype: torch
     parts = buffers.values("parts", (link.world_size, *shape), dtype)
     total = buffers.values("total", shape, torch.float32)
     gather = link.gather(_bytes(parts, link.world_size), _bytes(send, 1)[0], buffers.device)
+    values = parts.unbind()
 
     def run(x: Tensor, result: Tensor, deadline: float) -> None:
         send.copy_(x)
         gather.run(deadline)
-        _add(parts, total)
+        _add(values, total)
         # Rounded to the payload's dtype, and from that to the result's.
         result.copy_(total if result.dtype == dtype else total.to(dtype))
 
@@ -77,11 +78,12 @@ def _in_two_phases(link: Link, buffers: _Buffers, shape: torch.Size, dtype: torc
     load, found = (x.view(-1)[: shape.numel()].view(shape) for x in (send, parts))
     outgoing, incoming = _bytes(send, world_size), _bytes(parts, world_size)
     gather = link.gather(incoming, _bytes(own, 1)[0], buffers.device)
+    values = parts.unbind()
 
     def run(x: Tensor, result: Tensor, deadline: float) -> None:
         load.copy_(x)
         link.all_to_all(incoming, outgoing, deadline)
-        _add(parts, total)
+        _add(values, total)
         own.copy_(total)
         gather.run(deadline)
         result.copy_(found)
@@ -89,7 +91,7 @@ def _in_two_phases(link: Link, buffers: _Buffers, shape: torch.Size, dtype: torc
     return run
 
 
-def _add(parts: Tensor, total: Tensor) -> None:
+def _add(parts: Sequence[Tensor], total: Tensor) -> None:
     total.copy_(parts[0])
     for part in parts[1:]:
         total.add_(part)
