@@ -107,6 +107,7 @@ def test_generate_sdpa_refuses_several_processes() -> None:
         (("--weights", "replicated", "--tensor-parallel-size", "2"), "splits weights: leave"),
         (("--device", "cuda"), "--device cuda needs a GPU for each process of this machine, which"),
         (("--tensor-parallel-size", "2"), "must divide the number of processes 1, got 2"),
+        (("--weights", "split", "--prefill", "split"), "deals the prompt to processes that have"),
         (("--tensor-parallel-size", "0"), "--tensor-parallel-size must be at least 1, got 0"),
     ],
 )

@@ -70,6 +70,13 @@ def main(arguments: list[str]) -> int:
         help="split heads over N neighbouring processes, and the cache over the rest (default 1)",
     )
     parser.add_argument(
+        "--prefill",
+        choices=("auto", "split", "replicated"),
+        default="auto",
+        help="with replicated weights: split deals the prompt's tokens to the processes, auto does "
+        "so with long ones (default auto)",
+    )
+    parser.add_argument(
         "--strategy",
         choices=("auto", *strategies()),
         default="auto",
@@ -107,6 +114,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"--tensor-parallel-size {arguments.tensor_parallel_size} splits weights: leave "
             "--weights replicated out"
+        )
+    if arguments.prefill == "split" and arguments.weights == "split":
+        raise UsageError(
+            "--prefill split deals the prompt to processes that have all weights: leave it out, or "
+            "take --weights replicated"
         )
     check_seconds("--timeout", arguments.timeout)
     if arguments.json is not None:
@@ -184,7 +196,9 @@ def load_model(
     from .. import hf
     from ..hf.parallel.plan import CannotSplitError
 
-    if world.size > 1 and arguments.weights != "replicated":
+    # Prompts are dealt to ranks which have all weights.
+    can_split = arguments.weights != "replicated" and arguments.prefill != "split"
+    if world.size > 1 and can_split:
         try:
             with damages_named(path):
                 return tokenizer, hf.from_pretrained(
@@ -192,6 +206,7 @@ def load_model(
                     tensor_parallel_size=arguments.tensor_parallel_size,
                     dtype=dtype,
                     device=device,
+                    prefill=arguments.prefill,
                     timeout=arguments.timeout,
                 )
         except ExchangeError as error:
@@ -204,7 +219,7 @@ def load_model(
     model = load(path, attn_implementation=arguments.attention, dtype=dtype or "auto").to(device)
     if arguments.attention == "tree_attention":
         try:
-            hf.enable(model, timeout=arguments.timeout)
+            hf.enable(model, prefill=arguments.prefill, timeout=arguments.timeout)
         except ValueError as error:
             raise UsageError(
                 f"--model {path}: {error}; --attention sdpa generates in one process"
