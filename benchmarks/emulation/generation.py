@@ -37,6 +37,7 @@ from ..llama import fill, make_model
 from .configuration import cluster_report, configurations, measure, parser_of, run
 from .probe import spread
 from .tables import link_sentences, milliseconds, spread_of
+from .wiring import LINKS
 
 TREE, RING = "tree", "ring"
 LINK_NAMES = ("lan", "metro")
@@ -103,7 +104,7 @@ def main(arguments: list[str]) -> int:
     spec = {name: getattr(parsed, name) for name in ("layers", "tokens", "contexts")}
 
     def run_model(link: str, world_size: int) -> dict[str, Any]:
-        part = run(link, world_size, ["benchmarks.emulation.generation", "--on-host"], spec)
+        part = run(LINKS[link], world_size, ["benchmarks.emulation.generation", "--on-host"], spec)
         rows = rows_of(link, world_size, part.pop("results"))
         return {"rows": rows, "layers": parsed.layers, **part}
 

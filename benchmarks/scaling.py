@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a second rank is worth: a prompt and new tokens of a 1B-shaped Llama, by weights and prompts
+that are split over ranks or not.
+
+    sudo .venv/bin/python -m benchmarks.scaling --out benchmarks/results
+
+On this machine itself and on emulated hosts, one thread for each rank; beside one process with one
+thread and with as many threads as there are processors. Needs root for the emulated hosts alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise, takewhile
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from tree_attention import hf
+from tree_attention.cli.generation import ArrivalRecorder
+from tree_attention.exchange import Communicator
+
+from .emulation.configuration import BARE, cluster_report, measure, parser_of, run
+from .emulation.tables import link_sentences, milliseconds
+from .emulation.wiring import LINKS
+from .harness.measure import Load
+from .harness.plots import picture
+from .harness.ranks import Ranks, run_rank
+from .harness.report import Column, Report, columns_of, environment
+from .llama import make_model
+
+WIRINGS = {
+    "lan": LINKS["lan"],
+    "metro": LINKS["metro"],
+    "two-level": replace(LINKS["two-level"], per_node=2),
+}
+NAMES = (f"{BARE}/1", f"{BARE}/2", "lan/2", "metro/2", "two-level/4")
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+TRUTH = "float32"
+_TIMEOUT = 600.0
+_WARM_UP_TOKENS = 256
+# Logits of every so many tokens of the vocabulary are compared.
+_EVERY = 997
+_MIB = 1 << 20
+
+NOTES = (
+    "A row is named place/ranks: bare is this machine, and every emulated host is one rank. Each "
+    "rank has one thread; a thread has a processor of its own where there are enough. prefill is "
+    "the time to the first new token, and ms per token the median gap between the following ones, "
+    "of the slowest rank. A short prompt is generated from before, untimed.",
+    "of ideal: the time of one process with one thread, divided by the number of processors that "
+    "the ranks or threads have, over the time of the row.",
+    "Bytes are what the rank sent that sent most, for the prompt and for each further token; "
+    "weights and key/value are what the largest rank keeps.",
+    "The model has the shape of Llama 3.2 1B with fewer layers and random weights in bf16, which "
+    "rounds differently where a sum is cut differently: same tokens counts those before the first "
+    "that differs from one process with one thread. error is the largest error of the first "
+    "token's logits relative to the largest logit, against float32 arithmetic; more than twice "
+    "that of one process plus one rounding, or ranks that differ in a token, are WRONG.",
+)
+
+
+def form(
+    weights: str = "whole",
+    tensor_parallel_size: int = 1,
+    prefill: str = "replicated",
+    threads: int = 1,
+) -> dict[str, Any]:
+    return {
+        "weights": weights,
+        "tensor_parallel_size": tensor_parallel_size,
+        "prefill": prefill,
+        "threads": threads,
+    }
+
+
+def forms(world_size: int) -> list[dict[str, Any]]:
+    if world_size == 1:
+        return [form(TRUTH, threads=CORES), *(form(threads=n) for n in sorted({1, CORES}))]
+    split = [form("split", size) for size in (1, 2)]
+    return [form(), form(prefill="split"), *split]
+
+
+def name_of(row: dict[str, Any]) -> str:
+    if row["world_size"] == 1:
+        return f"1 process, {row['threads']} thread{'s' * (row['threads'] > 1)}"
+    if row["weights"] == "split":
+        return f"weights split, tensor_parallel_size {row['tensor_parallel_size']}"
+    return f"weights whole, prompt {row['prefill']}"
+
+
+class _AllCommunicators:
+    """What all communicators of this process have sent, for an `ArrivalRecorder`."""
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(comm.bytes_sent for comm in Communicator.by_name.values())
+
+    @property
+    def seconds(self) -> float:
+        return sum(comm.seconds for comm in Communicator.by_name.values())
+
+
+def generate(model: Any, prompt: Tensor, tokens: int) -> dict[str, Any]:
+    """This rank's times, bytes, tokens and logits of a generation."""
+    comms: Any = _AllCommunicators()
+    before = comms.bytes_sent
+    recorder = ArrivalRecorder(comms)
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        streamer=recorder,
+        do_sample=False,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    first, last = recorder.arrivals[0], recorder.arrivals[-1]
+    gaps = [b.seconds - a.seconds for a, b in pairwise(recorder.arrivals)]
+    return {
+        "prefill_seconds": first.seconds,
+        "prefill_bytes": first.bytes_sent - before,
+        "gaps": gaps,
+        "bytes": (last.bytes_sent - first.bytes_sent) // max(1, len(gaps)),
+        "waiting": (last.exchange_seconds - first.exchange_seconds) / sum(gaps) if gaps else 0.0,
+        "kv_bytes": output.past_key_values.num_bytes,
+        "tokens": [arrival.token for arrival in recorder.arrivals],
+        "logits": output.logits[0][0, ::_EVERY].float().tolist(),
+    }
+
+
+def weights_bytes(model: torch.nn.Module) -> int:
+    """Size in bytes of the memory behind the parameters, of which tied ones share theirs."""
+    storages = (parameter.untyped_storage() for parameter in model.parameters())
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def run_form(form: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+    """A form on this rank, from a model of its own."""
+    torch.set_num_threads(form["threads"])
+    model, tokens = make_model(spec["layers"]), spec["tokens"] + 1
+    if form["weights"] == TRUTH:
+        model, tokens = model.float(), 1
+    if form["weights"] == "split":
+        hf.parallelize(model, tensor_parallel_size=form["tensor_parallel_size"])
+    chunk = spec["chunk"]
+    hf.enable(model, prefill=form["prefill"], prefill_chunk_size=chunk, timeout=_TIMEOUT)
+    prompt = torch.arange(spec["prompt"])[None] * 7919 % model.config.vocab_size
+    generate(model, prompt[:, :_WARM_UP_TOKENS], 2)
+    return {**generate(model, prompt, tokens), "weights_bytes": weights_bytes(model)}
+
+
+def run_on_rank(specification: Path, out: Path) -> None:
+    """On every rank: the results of all ranks for each form, on rank 0 in `out`."""
+    spec = json.loads(specification.read_text())
+
+    def run_forms(ranks: Ranks) -> list[list[dict[str, Any]]]:
+        return [ranks.gather(run_form(form, spec)) for form in spec["forms"]]
+
+    run_rank(out, run_forms)
+
+
+def run_bare(world_size: int, program: Sequence[str], spec: dict[str, Any]) -> dict[str, Any]:
+    """What the ranks report that torchrun starts on this machine, as `run` of emulated hosts."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, Load() as load:
+        files = Path(folder) / "spec.json", Path(folder) / "out.json"
+        files[0].write_text(json.dumps(spec))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(world_size), "-m", *program, *map(str, files)]
+        # More threads than one are asked for by the form.
+        variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        before = os.times()
+        subprocess.run(command, check=True, env=os.environ | variables)
+        after = os.times()
+        results = json.loads(files[1].read_text())
+    seconds = time.monotonic() - begin
+    ours = (sum(after[2:4]) - sum(before[2:4])) / (CORES * seconds)
+    return {
+        "results": results,
+        "links": [],
+        "other_load": None if load.busy is None else max(0.0, load.busy - ours),
+        "seconds": seconds,
+        "environment": environment(),
+    }
+
+
+def rows_of(
+    place: str, world_size: int, forms: Sequence[dict[str, Any]], results: Sequence[Any]
+) -> list[dict[str, Any]]:
+    rows = []
+    for form, ranks in zip(forms, results, strict=True):
+        gaps = [max(times) for times in zip(*(rank["gaps"] for rank in ranks), strict=True)]
+        rows.append(
+            {
+                "name": f"{place}/{world_size} {name_of({**form, 'world_size': world_size})}",
+                "link": place,
+                "world_size": world_size,
+                **form,
+                "gaps": gaps,
+                "token_seconds": statistics.median(gaps) if gaps else None,
+                **{
+                    field: max(rank[field] for rank in ranks)
+                    for field in (
+                        "prefill_seconds",
+                        "prefill_bytes",
+                        "bytes",
+                        "waiting",
+                        "weights_bytes",
+                        "kv_bytes",
+                    )
+                },
+                "tokens": ranks[0]["tokens"],
+                "logits": ranks[0]["logits"],
+                "ranks_agree": all(
+                    rank[field] == ranks[0][field]
+                    for rank in ranks
+                    for field in ("tokens", "logits")
+                ),
+            }
+        )
+    return rows
+
+
+def main(arguments: list[str]) -> int:
+    parser = parser_of("scaling", "scaling", NAMES)
+    parser.prog = "python -m benchmarks.scaling"
+    parser.add_argument("--layers", type=int, default=4, help="of 16 (default 4)")
+    parser.add_argument("--prompt", type=int, default=16384, help="tokens (default 16384)")
+    parser.add_argument("--chunk", type=int, default=1024, help="tokens of a prompt at once")
+    parser.add_argument("--tokens", type=int, default=16, help="timed new tokens (default 16)")
+    parser.add_argument("--on-rank", type=Path, nargs=2, help=argparse.SUPPRESS)
+    parsed = parser.parse_args(arguments)
+    if parsed.on_rank is not None:
+        run_on_rank(*parsed.on_rank)
+        return 0
+
+    def run_place(place: str, world_size: int) -> dict[str, Any]:
+        model = {name: getattr(parsed, name) for name in ("layers", "prompt", "chunk", "tokens")}
+        chosen = forms(world_size)
+        program, spec = ["benchmarks.scaling", "--on-rank"], {**model, "forms": chosen}
+        if place == BARE:
+            part = run_bare(world_size, program, spec)
+        else:
+            part = run(WIRINGS[place], world_size, program, spec)
+        rows = rows_of(place, world_size, chosen, part.pop("results"))
+        return {"rows": rows, "model": model, **part}
+
+    return measure("scaling", NAMES, parsed, run_place, report_of, width=170)
+
+
+def report_of(measured: dict[str, Any]) -> Report:
+    rows = judged([row for part in measured.values() for row in part["rows"]])
+    spec, *others = (part["model"] for part in measured.values())
+    if any(other != spec for other in others):
+        raise SystemExit("scaling.json has results of another model or prompt: take another --out")
+    return cluster_report(
+        measured,
+        name="scaling",
+        title=(
+            f"A 1B-shaped Llama, {spec['layers']} of 16 layers, bf16: a prompt of "
+            f"{spec['prompt']:,} tokens in chunks of {spec['chunk']:,}, then {spec['tokens']} new "
+            "ones"
+        ),
+        notes=NOTES,
+        environment={"transformers": transformers.__version__, "processors": CORES},
+        rows=rows,
+        columns=columns(rows),
+        summary=link_sentences(measured),
+        draw=draw,
+    )
+
+
+def judged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, each beside one process with one thread, as far as that was measured."""
+    one, truth = (
+        next((row for row in rows if row["link"] == BARE and _is_one(row, weights)), None)
+        for weights in ("whole", TRUTH)
+    )
+    result = []
+    for row in rows:
+        row = {**row, "wrong": not row["ranks_agree"]}
+        if truth is not None and one is not None and row is not truth:
+            error, bound = (_error(x["logits"], truth["logits"]) for x in (row, one))
+            row["error"] = error
+            row["wrong"] |= not error <= 2 * bound + torch.finfo(torch.bfloat16).eps
+        if one is not None and row["gaps"]:
+            cores = min(CORES, row["world_size"] * row["threads"])
+            pairs = zip(row["tokens"], one["tokens"], strict=True)
+            row |= {
+                "prefill_of_ideal": one["prefill_seconds"] / cores / row["prefill_seconds"],
+                "token_of_ideal": one["token_seconds"] / cores / row["token_seconds"],
+                "same_tokens": len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))),
+            }
+        result.append(row)
+    return result
+
+
+def _is_one(row: dict[str, Any], weights: str) -> bool:
+    threads = CORES if weights == TRUTH else 1
+    return (row["world_size"], row["weights"], row["threads"]) == (1, weights, threads)
+
+
+def _error(logits: Sequence[float], truth: Sequence[float]) -> float:
+    """The largest error of a logit relative to the largest logit."""
+    found, expected = torch.tensor(logits), torch.tensor(truth)
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def columns(rows: list[dict[str, Any]]) -> list[Column]:
+    def share(row: dict[str, Any], field: str) -> str:
+        return f"{row[field]:.2f}" if field in row else "-"
+
+    def mib(num_bytes: int) -> str:
+        return f"{num_bytes / _MIB:,.0f}"
+
+    return columns_of(
+        [row for row in rows if row["gaps"]],
+        {
+            "place/ranks": lambda row: f"{row['link']}/{row['world_size']}",
+            "form": name_of,
+            "prefill s": lambda row: f"{row['prefill_seconds']:.2f}",
+            "of ideal": lambda row: share(row, "prefill_of_ideal"),
+            "ms /token": lambda row: milliseconds(row["token_seconds"]),
+            "of ideal ": lambda row: share(row, "token_of_ideal"),
+            "waiting /token": lambda row: f"{row['waiting']:.0%}",
+            "bytes /token": lambda row: f"{row['bytes']:,}",
+            "prompt MiB sent": lambda row: mib(row["prefill_bytes"]),
+            "weights MiB": lambda row: mib(row["weights_bytes"]),
+            "key/value MiB": lambda row: mib(row["kv_bytes"]),
+            "same tokens": lambda row: f"{row.get('same_tokens', '-')}/{len(row['tokens'])}",
+            "error": lambda row: f"{row['error']:.1e}" if "error" in row else "-",
+            "right": lambda row: "WRONG" if row["wrong"] else "yes",
+        },
+    )
+
+
+def draw(report: Report, path: Path) -> None:
+    """Prompt and token of every row, and where the ideal is."""
+    rows = [row for row in report.rows if row["gaps"]]
+    size = (13, 1.6 + 0.32 * len(rows))
+    with picture(path, size, (1, 2), report.title, sharey=True) as (panels,):
+        places = list(dict.fromkeys(row["link"] for row in rows))
+        for axes, field, scale, label in (
+            (panels[0], "prefill", 1.0, "prefill, seconds"),
+            (panels[1], "token", 1e3, "milliseconds per new token"),
+        ):
+            times = [scale * row[f"{field}_seconds"] for row in rows]
+            colors = [f"C{places.index(row['link'])}" for row in rows]
+            axes.barh(range(len(rows)), times, color=colors)
+            ideal = [
+                time * row.get(f"{field}_of_ideal", nan)
+                for time, row in zip(times, rows, strict=True)
+            ]
+            axes.plot(ideal, range(len(rows)), "k|", markersize=14, label="ideal")
+            axes.set_xlabel(label)
+            axes.grid(axis="x", alpha=0.3)
+        panels[0].set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
+        panels[0].invert_yaxis()
+        panels[1].legend(fontsize=8)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
