@@ -4,7 +4,7 @@
 `fabric` moves messages over links with latency, bandwidth and queues; `collectives` are those of
 Gloo and NCCL; `recording` learns what a strategy does by running it with a link that records, and
 `steps` replays that; `rings` does what the rings do; `clusters` holds constants and where they come
-from; `study` makes the tables.
+from; `study` makes the tables. `parallelism` is arithmetic: which split of a model pays where.
 """
 
 from .clusters import CLUSTERS, SimulatedCluster

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""parallelism.py: its formulas beside what a model sends and holds, its table and its picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.scaling import generate, weights_bytes
+from benchmarks.simulation import parallelism
+from benchmarks.simulation.parallelism import SPLIT, SPLIT_BY_HEADS, WHOLE
+from distributed import preload, run_ranks
+from tree_attention import hf
+
+preload("transformers.generation.utils", "transformers.models.llama.modeling_llama")
+
+MODEL = parallelism.Model("tiny", 3, 64, 128, 8, 4, 512, head_dim=16)
+
+
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=MODEL.vocab,
+        hidden_size=MODEL.hidden,
+        intermediate_size=MODEL.intermediate,
+        num_hidden_layers=MODEL.layers,
+        num_attention_heads=MODEL.heads,
+        num_key_value_heads=MODEL.kv_heads,
+        head_dim=MODEL.head_dim,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).eval().bfloat16()
+
+
+def run_tiny(rank: int, world_size: int, form: str) -> tuple[int, int, list[int]]:
+    """Bytes that a new token sends, bytes of the parameters, and the tokens of the rank."""
+    model = tiny()
+    if parallelism.IS_SPLIT[form]:
+        size = parallelism.tensor_parallel_size(MODEL, form, world_size)
+        hf.parallelize(model, tensor_parallel_size=size)
+    hf.enable(model, synchronize_logits=False)
+    found = generate(model, torch.arange(40)[None], 5)
+    return found["bytes"], weights_bytes(model), found["tokens"]
+
+
+@pytest.mark.parametrize("form", [WHOLE, SPLIT, SPLIT_BY_HEADS])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_formulas_are_what_a_model_sends_and_holds(form: str, world_size: int) -> None:
+    sent, held, tokens = zip(*run_ranks(run_tiny, world_size, form, timeout=120.0), strict=True)
+    by_formula = MODEL.layers * parallelism.token_layer_bytes(MODEL, form, world_size)
+    by_formula += parallelism.token_ends_bytes(MODEL, form, world_size)
+    if form != WHOLE or world_size == 2:  # of more ranks, auto takes a strategy with less to send
+        assert max(sent) == by_formula
+    # Norms, and of a part of the embedding a row of zeros for the tokens of other ranks.
+    rows = 2 * MODEL.layers + 1 + parallelism.IS_SPLIT[form]
+    cache = MODEL.layers * MODEL.kv_bytes * parallelism.CONTEXT / world_size
+    weights = parallelism.held_bytes(MODEL, form, world_size) - cache
+    assert max(held) == weights + 2 * MODEL.hidden * rows
+    assert len({*map(tuple, tokens)}) == 1
+
+
+def test_every_piece_is_held() -> None:
+    for size in (1, 2, 4):
+        ranks = [parallelism.pieces(4, rank, size) for rank in range(4)]
+        for name in ranks[0]:
+            count = ranks[0][name][0]
+            assert {held[name][1] for held in ranks} == set(range(count)), name
+        # No two ranks have the same heads and the same slots.
+        assert len({(held["cache: heads"], held["cache: slots"]) for held in ranks}) == 4
+
+
+def test_table_and_picture(tmp_path: Path) -> None:
+    assert parallelism.main(["--out", str(tmp_path)]) == 0
+    assert (tmp_path / "parallelism.png").stat().st_size > 1000
+    lines = parallelism.table().splitlines()
+    assert len(lines) == 2 + 2 * 3 * 4 and len({line.count("|") for line in lines}) == 1
+    page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
+    assert parallelism.table() in page
