@@ -118,7 +118,7 @@ def generate(model: Any, prompt: Tensor, tokens: int) -> dict[str, Any]:
     """This rank's times, bytes, tokens and logits of a generation."""
     comms: Any = _AllCommunicators()
     before = comms.bytes_sent
-    recorder = ArrivalRecorder(comms)
+    recorder = ArrivalRecorder([comms])
     output = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -133,9 +133,9 @@ def generate(model: Any, prompt: Tensor, tokens: int) -> dict[str, Any]:
     gaps = [b.seconds - a.seconds for a, b in pairwise(recorder.arrivals)]
     return {
         "prefill_seconds": first.seconds,
-        "prefill_bytes": first.bytes_sent - before,
+        "prefill_bytes": first.merge_bytes - before,
         "gaps": gaps,
-        "bytes": (last.bytes_sent - first.bytes_sent) // max(1, len(gaps)),
+        "bytes": (last.merge_bytes - first.merge_bytes) // max(1, len(gaps)),
         "waiting": (last.exchange_seconds - first.exchange_seconds) / sum(gaps) if gaps else 0.0,
         "kv_bytes": output.past_key_values.num_bytes,
         "tokens": [arrival.token for arrival in recorder.arrivals],
