@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 PAD = 0
 VOCAB_SIZE = 199
-PROMPT_LENGTH, NUM_TOKENS = 37, 12
+PROMPT_LENGTH, NUM_TOKENS = 37, 8
 GREEDY = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
 
 _SIZES = {

@@ -53,8 +53,17 @@ def play(case: Case, rank: int) -> str:
 
 
 @cache
-def _enabled(name: str) -> PreTrainedModel:
+def _whole(name: str) -> PreTrainedModel:
     return make_model(name)
+
+
+@cache
+def _split(name: str, world_size: int, tensor_parallel_size: int) -> PreTrainedModel:
+    return hf.parallelize(
+        make_model(name),
+        group=_group(world_size),
+        tensor_parallel_size=tensor_parallel_size,
+    )
 
 
 @cache
@@ -64,8 +73,13 @@ def _exact(name: str) -> PreTrainedModel:
 
 
 @cache
+def _group(world_size: int) -> dist.ProcessGroup:
+    return dist.new_group(range(world_size))
+
+
+@cache
 def _communicator(world_size: int) -> Communicator:
-    return Communicator(dist.new_group(range(world_size)) if world_size > 1 else None, AMPLE)
+    return Communicator(_group(world_size) if world_size > 1 else None, AMPLE)
 
 
 @dataclass
@@ -80,12 +94,22 @@ class Session:
 
     @staticmethod
     def begin(rng: Random, name: str, rank: int, size: int) -> Session:
-        comm = _communicator(size)
-        layout = draw_layout(rng, size, _CACHE_LIMIT)
-        strategy = rng.choice(["auto", "all_gather", "butterfly", "three_allreduce"])
+        options: dict[str, Any] = {"timeout": AMPLE}
         chunk = rng.choice([None, 4, 1024])
-        options = {"layout": layout, "strategy": strategy, "timeout": AMPLE}
-        model = hf.enable(_enabled(name), comm, prefill_chunk_size=chunk, **options)
+        # Of every other model the weights are split, into tensor groups of one rank or of all two.
+        tensor_parallel_size = rng.choice([0, 0, 1, 2 if size == 2 else 1]) if size > 1 else 0
+        if tensor_parallel_size:
+            options["layout"] = draw_layout(rng, size // tensor_parallel_size, _CACHE_LIMIT)
+            model = _split(name, size, tensor_parallel_size)
+            hf.enable(model, prefill_chunk_size=chunk, **options)
+            comm: Any = hf.mesh(model).context_group
+        else:
+            options["layout"] = draw_layout(rng, size, _CACHE_LIMIT)
+            options["strategy"] = rng.choice(["auto", "all_gather", "butterfly", "three_allreduce"])
+            comm, prefill = _communicator(size), rng.choice(["auto", "split", "replicated"])
+            model = hf.enable(
+                _whole(name), comm, prefill=prefill, prefill_chunk_size=chunk, **options
+            )
         cached = hf.TreeCache(model.config, comm, growth=rng.choice([1, 5, 1024]), **options)
         batch = rng.choice([1, 2, 3])
         empty = torch.zeros(batch, 0, dtype=torch.long)
@@ -133,7 +157,11 @@ def _forward(session: Session, rng: Random) -> str:
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, session.length :]
     new = ids[:, session.length :]
     found = session.model(
-        new, attention_mask=mask, position_ids=positions, past_key_values=session.cache
+        new,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=session.cache,
+        logits_to_keep=rng.choice([0, 0, 1]),
     ).logits
     session.check(found, ids, mask)
     session.keep(ids, mask)
@@ -266,7 +294,7 @@ def _refused(session: Session, rng: Random) -> str:
         "offload": layer.offload,
         "crop": lambda: cached.crop(3),
         "timeout": lambda: hf.TreeCache(model.config, cached.shard.comm, timeout=seconds),
-        "timeout of enable": lambda: hf.enable(_enabled("mistral"), timeout=seconds),
+        "timeout of enable": lambda: hf.enable(_whole("mistral"), timeout=seconds),
         "timeout of seed_ranks": lambda: hf.seed_ranks(cached.shard.comm, timeout=seconds),
     }
     if length:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import faulthandler
 import os
 import signal
 import time
@@ -244,6 +245,7 @@ def fork(case: Case, here: Place) -> str:
 
 def _child(here: Place, send: int, of_its_own: bool) -> None:
     """Never returns."""
+    faulthandler.enable()
     try:
         here.comm.timeout = SHORT
         comm = Communicator(here.group, SHORT) if of_its_own else here.comm
