@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import json
 import faulthandler
+import json
 import os
 import signal
 import time
