@@ -8,7 +8,7 @@ features, and the "rowwise" module beside them takes that slice and is summed ov
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from .mesh import Mesh
 # Small modules that every rank keeps, whatever the plan calls them.
 _WHOLE = {"replicated_with_grad_allreduce", "sequence_parallel"}
 _QUERY, _KEY_VALUE = "q_proj", ("k_proj", "v_proj")
-_ATTENTION = {_QUERY, *_KEY_VALUE}
 # For families that plan their experts alone (GPT-OSS).
 _ATTENTION_PLAN = {
     **{f"layers.*.self_attn.{name}": "colwise" for name in (_QUERY, *_KEY_VALUE)},
@@ -80,165 +79,142 @@ def plan(model: PreTrainedModel, mesh: Mesh) -> Plan:
         CannotSplitError: a module cannot be split.
         ValueError: tensor_parallel_size does not divide the heads of keys and values.
     """
-    styles = _styles(model)
-    modules = dict(model.named_modules())
-    cuts: dict[str, Cut] = {}
-    attentions, summed = [], []
-    for parent, children in _by_parent(styles).items():
-        columns = [name for name, style in children.items() if style == "colwise"]
-        rows = [name for name, style in children.items() if style == "rowwise"]
-        for name in (*columns, *rows):
-            _check_linear(model, modules, f"{parent}.{name}")
-        if not columns and not rows:
-            continue
-        if len(rows) != 1 or not columns:
-            names = ", ".join(children)
-            raise _refusal(model, parent, f"of {names} its plan makes {len(rows)} rowwise, not one")
-        row = f"{parent}.{rows[0]}"
-        summed.append(row)
-        if _QUERY in columns:
-            attentions.append(parent)
-            cuts |= _of_attention(model, modules, parent, columns, row, mesh)
-        else:
-            cuts |= _of_features(model, modules, parent, columns, row, mesh)
-    if not attentions:
-        raise _refusal(model, "the attention", "its base_model_tp_plan names no q_proj")
-    embedding = _name_of(model, modules, "get_input_embeddings", nn.Embedding)
-    head = _name_of(model, modules, "get_output_embeddings", nn.Linear)
-    begin, end = mesh.slice(modules[embedding].num_embeddings)
-    if modules[head].out_features != modules[embedding].num_embeddings:
-        raise _refusal(
-            model,
-            head,
-            f"it has {modules[head].out_features} outputs for a vocabulary of "
-            f"{modules[embedding].num_embeddings}",
-        )
-    cuts |= _parameters(modules, head, Cut(0, begin, end))
-    # The tokens of other ranks find a row of zeros, also where the head has the same weight.
-    cuts[f"{embedding}.weight"] = Cut(0, begin, end, zeros=1)
-    if modules[head].weight is modules[embedding].weight:
-        cuts[f"{head}.weight"] = cuts[f"{embedding}.weight"]
-    return Plan(cuts, tuple(attentions), tuple(summed), embedding, head)
+    return _Planner(model, mesh).plan()
 
 
-def _styles(model: PreTrainedModel) -> dict[str, str]:
-    """The style that the plan gives to each of the model's modules which is there."""
-    config = model.config
-    patterns = getattr(config, "base_model_tp_plan", None)
-    if patterns is None and getattr(config, "base_model_ep_plan", None) is not None:
-        patterns = _ATTENTION_PLAN
-    if not patterns:
-        raise _refusal(model, "the model", "its configuration has no base_model_tp_plan")
-    prefix = f"{model.base_model_prefix}."
-    found = {}
-    for name, _ in model.named_modules():
-        if not name.startswith(prefix):
-            continue
-        style = patterns.get(re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix(prefix)))
-        # Experts stay whole: which of them a token needs is known only as it runs.
-        if style is None or style in _WHOLE or ".experts" in name:
-            continue
-        if style not in ("colwise", "rowwise"):
-            raise _refusal(model, name, f"its plan must be colwise or rowwise, got {style!r}")
-        found[name] = style
-    return found
+class _Planner:
+    def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
+        self._model, self._mesh = model, mesh
+        self._modules: dict[str, Any] = dict(model.named_modules())
+        self._cuts: dict[str, Cut] = {}
 
+    def plan(self) -> Plan:
+        attentions, summed = [], []
+        for parent, styles in self._styles().items():
+            columns = [f"{parent}.{name}" for name, style in styles.items() if style == "colwise"]
+            rows = [f"{parent}.{name}" for name, style in styles.items() if style == "rowwise"]
+            if not columns or len(rows) != 1:
+                raise self._refusal(
+                    parent, f"of {', '.join(styles)} its plan makes {len(rows)} rowwise, not one"
+                )
+            for name in (*columns, *rows):
+                kind = type(self._modules[name])
+                if kind is not nn.Linear:
+                    raise self._refusal(name, f"it is no torch.nn.Linear, but {kind.__name__}")
+            (row,) = rows
+            summed.append(row)
+            if f"{parent}.{_QUERY}" in columns:
+                attentions.append(parent)
+                self._cut_attention(parent, columns, row)
+            else:
+                self._cut_features(parent, columns, row)
+        if not attentions:
+            raise self._refusal("the attention", "its base_model_tp_plan names no q_proj")
+        return Plan(self._cuts, tuple(attentions), tuple(summed), *self._cut_vocabulary())
 
-def _by_parent(styles: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    result: dict[str, dict[str, str]] = {}
-    for name, style in styles.items():
-        parent, _, child = name.rpartition(".")
-        result.setdefault(parent, {})[child] = style
-    return result
+    def _styles(self) -> dict[str, dict[str, str]]:
+        """The styles that the model's plan gives to modules which are there, by their parents."""
+        config = self._model.config
+        patterns = getattr(config, "base_model_tp_plan", None)
+        if patterns is None and getattr(config, "base_model_ep_plan", None) is not None:
+            patterns = _ATTENTION_PLAN
+        if not patterns:
+            raise self._refusal("the model", "its configuration has no base_model_tp_plan")
+        prefix = f"{self._model.base_model_prefix}."
+        found: dict[str, dict[str, str]] = {}
+        for name in self._modules:
+            # The plan has a star for the number of a layer.
+            style = patterns.get(re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix(prefix)))
+            # Experts stay whole: which of them a token needs is known only as it runs.
+            if style is None or style in _WHOLE or ".experts" in name:
+                continue
+            if style not in ("colwise", "rowwise"):
+                raise self._refusal(name, f"its plan must be colwise or rowwise, got {style!r}")
+            parent, _, child = name.rpartition(".")
+            found.setdefault(parent, {})[child] = style
+        return found
 
-
-def _of_attention(
-    model: PreTrainedModel,
-    modules: Mapping[str, Any],
-    parent: str,
-    columns: list[str],
-    row: str,
-    mesh: Mesh,
-) -> dict[str, Cut]:
-    attention = modules[parent]
-    if set(columns) != _ATTENTION:
-        names = ", ".join(columns)
-        raise _refusal(
-            model, parent, f"its colwise modules are {names}, not q_proj, k_proj, v_proj"
-        )
-    head_dim = attention.head_dim
-    num_heads_q = attention.q_proj.out_features // head_dim
-    num_heads_kv = attention.k_proj.out_features // head_dim
-    if num_heads_kv % mesh.tensor_parallel_size:
-        raise ValueError(
-            f"parallelize: tensor_parallel_size must divide the {num_heads_kv} heads of keys and "
-            f"values of {type(model).__name__}, got {mesh.tensor_parallel_size}"
-        )
-    result: dict[str, Cut] = {}
-    kv = mesh.kv_heads(num_heads_kv)
-    group_size = num_heads_q // num_heads_kv
-    first, last = (bound * group_size for bound in kv)  # query heads of those heads
-    own = tuple(first + bound for bound in mesh.own_heads(last - first))
-    heads = {_QUERY: (num_heads_q, (first, last)), **dict.fromkeys(_KEY_VALUE, (num_heads_kv, kv))}
-    for name, (count, part) in heads.items():
-        size = modules[f"{parent}.{name}"].out_features // count
-        result |= _parameters(modules, f"{parent}.{name}", Cut(0, *(size * x for x in part)))
-    size = modules[row].in_features // num_heads_q
-    result[f"{row}.weight"] = Cut(1, size * own[0], size * own[1])
-    for name, parameter in attention.named_parameters(recurse=False):
-        if name != _SINKS or parameter.shape != (num_heads_q,):
-            raise _refusal(model, parent, f"it is unknown how its parameter {name!r} is split")
-        result[f"{parent}.{name}"] = Cut(0, *own)
-    for name, parameter in attention.named_parameters():
-        # Norms of single heads stay whole, as every head has the same; those of all heads cannot.
-        if f"{parent}.{name}" not in (*result, f"{row}.bias") and parameter.shape != (head_dim,):
-            shape = list(parameter.shape)
-            raise _refusal(model, f"{parent}.{name}", f"its shape {shape} is not that of one head")
-    return result
-
-
-def _of_features(
-    model: PreTrainedModel,
-    modules: Mapping[str, Any],
-    parent: str,
-    columns: list[str],
-    row: str,
-    mesh: Mesh,
-) -> dict[str, Cut]:
-    size = modules[row].in_features
-    begin, end = mesh.slice(size)
-    result = {f"{row}.weight": Cut(1, begin, end)}
-    for name in columns:
-        if modules[f"{parent}.{name}"].out_features != size:
-            raise _refusal(
-                model,
-                f"{parent}.{name}",
-                f"it has {modules[f'{parent}.{name}'].out_features} outputs and {row} takes {size}",
+    def _cut_attention(self, parent: str, columns: list[str], row: str) -> None:
+        attention, mesh = self._modules[parent], self._mesh
+        if {name.rpartition(".")[2] for name in columns} != {_QUERY, *_KEY_VALUE}:
+            names = ", ".join(columns)
+            raise self._refusal(
+                parent, f"its colwise modules are {names}, not q_proj, k_proj, v_proj"
             )
-        result |= _parameters(modules, f"{parent}.{name}", Cut(0, begin, end))
-    return result
+        head_dim = attention.head_dim
+        num_heads_q = attention.q_proj.out_features // head_dim
+        num_heads_kv = attention.k_proj.out_features // head_dim
+        if num_heads_kv % mesh.tensor_parallel_size:
+            raise ValueError(
+                f"parallelize: tensor_parallel_size must divide the {num_heads_kv} heads of keys "
+                f"and values of {type(self._model).__name__}, got {mesh.tensor_parallel_size}"
+            )
+        kv = mesh.kv_heads(num_heads_kv)
+        # The query heads that attend to these, and those of them that are this rank's afterwards.
+        first, last = (head * num_heads_q // num_heads_kv for head in kv)
+        own = tuple(first + head for head in mesh.own_heads(last - first))
+        heads = {_QUERY: (num_heads_q, (first, last))}
+        heads |= dict.fromkeys(_KEY_VALUE, (num_heads_kv, kv))
+        for child, (count, part) in heads.items():
+            size = self._modules[f"{parent}.{child}"].out_features // count
+            self._cut_linear(f"{parent}.{child}", *(size * head for head in part))
+        size = self._modules[row].in_features // num_heads_q
+        self._cuts[f"{row}.weight"] = Cut(1, *(size * head for head in own))
+        sinks = getattr(attention, _SINKS, None)
+        if sinks is not None and sinks.shape == (num_heads_q,):
+            self._cuts[f"{parent}.{_SINKS}"] = Cut(0, *own)
+        # Norms of single heads stay whole, as every head has the same; those of all heads cannot.
+        self._check_rest(parent, row, lambda shape: shape == (head_dim,), "that of one head")
 
+    def _cut_features(self, parent: str, columns: list[str], row: str) -> None:
+        size = self._modules[row].in_features
+        begin, end = self._mesh.slice(size)
+        for name in columns:
+            found = self._modules[name].out_features
+            if found != size:
+                raise self._refusal(name, f"it has {found} outputs and {row} takes {size}")
+            self._cut_linear(name, begin, end)
+        self._cuts[f"{row}.weight"] = Cut(1, begin, end)
+        self._check_rest(parent, row, lambda shape: size not in shape, "independent of the slice")
 
-def _parameters(modules: Mapping[str, Any], name: str, cut: Cut) -> dict[str, Cut]:
-    """The same cut for weight and bias."""
-    own = modules[name].named_parameters(recurse=False)
-    return {f"{name}.{parameter}": cut for parameter, _ in own}
+    def _cut_vocabulary(self) -> tuple[str, str]:
+        """Cuts the embedding and the head, and returns their names."""
+        embedding = self._name_of("get_input_embeddings", nn.Embedding)
+        head = self._name_of("get_output_embeddings", nn.Linear)
+        table, linear = self._modules[embedding], self._modules[head]
+        size = table.num_embeddings
+        if linear.out_features != size:
+            found = linear.out_features
+            raise self._refusal(head, f"it has {found} outputs for a vocabulary of {size}")
+        begin, end = self._mesh.slice(size)
+        self._cut_linear(head, begin, end)
+        # The tokens of other ranks find a row of zeros, also where the head has the same weight.
+        self._cuts[f"{embedding}.weight"] = Cut(0, begin, end, zeros=1)
+        if linear.weight is table.weight:
+            self._cuts[f"{head}.weight"] = self._cuts[f"{embedding}.weight"]
+        return embedding, head
 
+    def _name_of(self, getter: str, kind: type[nn.Module]) -> str:
+        module = getattr(self._model, getter)()
+        if not isinstance(module, kind):
+            raise self._refusal(getter, f"gives no {kind.__name__}, but {type(module).__name__}")
+        return next(name for name, other in self._modules.items() if other is module)
 
-def _name_of(model: Any, modules: Mapping[str, Any], getter: str, kind: type[nn.Module]) -> str:
-    module = getattr(model, getter)()
-    if not isinstance(module, kind):
-        raise _refusal(model, getter, f"gives no {kind.__name__}, but {type(module).__name__}")
-    return next(name for name, other in modules.items() if other is module)
+    def _cut_linear(self, name: str, begin: int, end: int) -> None:
+        for parameter, _ in self._modules[name].named_parameters(recurse=False):
+            self._cuts[f"{name}.{parameter}"] = Cut(0, begin, end)
 
+    def _check_rest(
+        self, parent: str, row: str, may_be: Callable[[torch.Size], bool], what: str
+    ) -> None:
+        """Refuses parameters beside those that are cut, unless they may stay whole."""
+        for own, parameter in self._modules[parent].named_parameters():
+            name = f"{parent}.{own}"
+            if name not in self._cuts and name != f"{row}.bias" and not may_be(parameter.shape):
+                raise self._refusal(name, f"its shape {list(parameter.shape)} is not {what}")
 
-def _check_linear(model: PreTrainedModel, modules: Mapping[str, Any], name: str) -> None:
-    if type(modules[name]) is not nn.Linear:
-        raise _refusal(model, name, f"it is no torch.nn.Linear, but {type(modules[name]).__name__}")
-
-
-def _refusal(model: PreTrainedModel, name: str, reason: str) -> CannotSplitError:
-    return CannotSplitError(
-        f"parallelize: {type(model).__name__} cannot be split: {name}: {reason}; "
-        "use enable(model), with whole weights on every rank"
-    )
+    def _refusal(self, name: str, reason: str) -> CannotSplitError:
+        return CannotSplitError(
+            f"parallelize: {type(self._model).__name__} cannot be split: {name}: {reason}; "
+            "use enable(model), with whole weights on every rank"
+        )
