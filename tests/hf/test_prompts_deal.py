@@ -192,6 +192,30 @@ def test_which_forwards_are_split() -> None:
     run_ranks(_not_split, 2)
 
 
+def _chunks(rank: int, world_size: int) -> None:
+    """A rank computes as many tokens in a forward pass as `enable` was told, split or not."""
+    counts: list[int] = []
+    model = make_model("llama")
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda _, args, __: counts.append(args[0].shape[1])
+    )
+    for prefill, options, expected in (
+        ("split", {}, [8, 8, 2]),
+        ("split", {"prefill_chunk_size": 20}, [10, 8]),
+        ("split", {"output_hidden_states": True, "return_dict_in_generate": True}, [8, 8, 8, 8, 4]),
+        ("replicated", {}, [8, 8, 8, 8, 4]),
+    ):
+        layout = BlockCyclic(world_size, 2)
+        hf.enable(model, layout=layout, prefill=prefill, prefill_chunk_size=8)
+        counts.clear()
+        model.generate(_ids(36), max_new_tokens=1, **options)
+        assert counts == expected
+
+
+def test_chunks_are_counted_by_rank() -> None:
+    run_ranks(_chunks, 2)
+
+
 def _copied(rank: int, world_size: int) -> None:
     model = hf.enable(make_model("llama"), layout=BlockCyclic(world_size, 4), prefill="split")
     other = copy.deepcopy(model)

@@ -63,7 +63,7 @@ def _generate(
         # rank, and tokens are dealt in turn.
         for block in (4, 1000):
             layout = BlockCyclic(world_size, block)
-            hf.enable(model, layout=layout, prefill="split", prefill_chunk_size=12)
+            hf.enable(model, layout=layout, prefill="split", prefill_chunk_size=6)
             with mock.patch.object(
                 Deal, "of_last_rank", autospec=True, side_effect=shared
             ) as deals:

@@ -21,6 +21,7 @@ from .digests import (
     digest_random_state,
     settings_of,
 )
+from .prompts import is_dealt_in_generate
 from .sampling import SynchronizeLogits
 
 # Older releases prefill wrong tokens when a cache that holds some already is filled in chunks.
@@ -110,7 +111,7 @@ class Preparation:
             cache.reserve(num_prompt)
             model_kwargs["past_key_values"] = cache
         if cache is not None:
-            self._set_chunk_size(generation_config, model_kwargs, num_prompt, num_cached)
+            self._set_chunk_size(model, generation_config, model_kwargs, num_prompt, num_cached)
 
     def _refuse(self, generation_config: GenerationConfig) -> None:
         if generation_config.cache_implementation not in (None, "dynamic"):
@@ -148,12 +149,15 @@ class Preparation:
 
     def _set_chunk_size(
         self,
+        model: PreTrainedModel,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         num_prompt: int,
         num_cached: int,
     ) -> None:
         size = self.prefill_chunk_size
+        if size is not None and is_dealt_in_generate(model, generation_config, model_kwargs):
+            size *= self.shard.world_size
         if generation_config.prefill_chunk_size is not None or size is None or num_prompt <= size:
             return
         if num_cached > 0 and not _CHUNKS_AFTER_CACHED_TOKENS:

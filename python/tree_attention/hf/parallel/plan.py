@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from .mesh import Mesh
 
-# Small modules that every rank keeps, whatever the plan calls them.
-_WHOLE = {"replicated_with_grad_allreduce", "sequence_parallel"}
+# Styles of small modules, which stay whole, and of the embedding, which is split without a plan.
+_SKIPPED = {"replicated_with_grad_allreduce", "sequence_parallel", "embedding_rowwise"}
 _QUERY, _KEY_VALUE = "q_proj", ("k_proj", "v_proj")
 # For families that plan their experts alone (GPT-OSS).
 _ATTENTION_PLAN = {
@@ -126,7 +126,7 @@ class _Planner:
             # The plan has a star for the number of a layer.
             style = patterns.get(re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix(prefix)))
             # Experts stay whole: which of them a token needs is known only as it runs.
-            if style is None or style in _WHOLE or ".experts" in name:
+            if style is None or style in _SKIPPED or ".experts" in name:
                 continue
             if style not in ("colwise", "rowwise"):
                 raise self._refusal(name, f"its plan must be colwise or rowwise, got {style!r}")
