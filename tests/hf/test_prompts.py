@@ -115,8 +115,10 @@ def _two_turns(
     for layout in _layouts(world_size):
         hf.enable(model, layout=layout, prefill="split", prefill_chunk_size=16 // world_size)
         cache = hf.TreeCache(model.config, layout=layout, growth=16)
-        for prompt, tokens in zip(prompts, expected, strict=True):
-            assert torch.equal(model.generate(**prompt, **GREEDY, past_key_values=cache), tokens)
+        with torch.inference_mode():
+            for prompt, tokens in zip(prompts, expected, strict=True):
+                found = model.generate(**prompt, **GREEDY, past_key_values=cache)
+                assert torch.equal(found, tokens)
 
 
 @worlds
