@@ -104,6 +104,7 @@ def _arguments(rank: int, world_size: int, path: str) -> None:
         (ValueError, "is split already", partial(split, model)),
         (ValueError, "group must be None", partial(hf.enable, model, dist.group.WORLD)),
         (ValueError, "strategy must be", partial(hf.enable, model, strategy="butterfly")),
+        (ValueError, "its weights are split", partial(hf.enable, model, prefill="split")),
         (NotImplementedError, f"save_pretrained: {part}", partial(model.save_pretrained, path)),
         (NotImplementedError, f"state_dict: {part}", model.state_dict),
         (NotImplementedError, f"train: {part}", model.train),
