@@ -105,6 +105,24 @@ def _sums(case: Case, here: Place) -> str:
     return model.bits(found)
 
 
+def _gathers(case: Case, here: Place) -> str:
+    rng = case.rng
+    torch.manual_seed(rng.getrandbits(31))
+    counts = [rng.choice([0, 1, 3, rng.choice([3, 30_000])]) for _ in range(here.world_size)]
+    dim = rng.choice([-1, 0, 1])
+    shape = [2, 3]
+    shape[dim] = sum(counts)
+    dtype = rng.choice([*DTYPES, torch.int64, torch.bool])
+    parts = (torch.randn(shape) * 9).to(dtype).split(counts, dim)
+    x = parts[here.rank]
+    if rng.random() < 0.5:
+        x = x.mT.contiguous().mT
+    with surroundings(rng.choice(SURROUNDINGS)):
+        found = attempt(here.comm.all_gather, x, counts, dim).result()
+    assert torch.equal(found, torch.cat(parts, dim)), f"{dtype} {counts} in dim {dim}"
+    return model.bits(found)
+
+
 def _states(case: Case, here: Place) -> str:
     """Both doors: a state of the caller's, and one written into the send buffer."""
     rng = case.rng
@@ -162,6 +180,7 @@ def _compiled(case: Case, here: Place) -> str:
 KINDS: dict[str, tuple[float, Callable[[Case, Place], str]]] = {
     "decode": (12, _decode),
     "sums": (3, _sums),
+    "gathers": (2, _gathers),
     "states": (4, _states),
     "wrong_decode": (6, partial(mistakes.wrong, mistakes.DECODERS)),
     "wrong_reduction": (3, partial(mistakes.wrong, mistakes.REDUCTIONS)),

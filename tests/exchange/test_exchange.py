@@ -253,8 +253,9 @@ def test_staging_through_host_memory() -> None:
 def refuse_arguments(rank: int, world_size: int) -> None:
     comm = Communicator()
     o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
-    with pytest.raises(ValueError, match="strategy must be one of auto, all_gather, butter"):
-        comm.all_merge_states(o, lse, strategy="butterfly-ish")
+    for strategy in ("butterfly-ish", ["all_gather"], None):
+        with pytest.raises(ValueError, match="strategy must be one of auto, all_gather, butter"):
+            comm.all_merge_states(o, lse, strategy=strategy)  # type: ignore[arg-type]
     for bad in ((o[0], lse[0]), (o, lse[..., None]), (o, lse.double()), (o, lse[:, :1])):
         with pytest.raises(ValueError, match=r"all_merge_states: o must be .* and lse float32"):
             comm.all_merge_states(*bad)

@@ -54,7 +54,7 @@ def check_options(
     Raises:
         ValueError: there is no such strategy, or it cannot do what the options ask for.
     """
-    if strategy != "auto" and strategy not in STRATEGIES:
+    if strategy not in ("auto", *STRATEGIES):
         names = ", ".join(("auto", *STRATEGIES))
         raise ValueError(f"{op}: strategy must be one of {names}, got {strategy!r}")
     _check_payload(op, payload_dtype)
