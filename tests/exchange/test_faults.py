@@ -66,6 +66,14 @@ def test_lost_before_the_first_exchange(world_size: int, victim: int, how: str) 
             assert re.search("the store of the process group (is lost|does not answer)", message)
 
 
+def test_reasons_are_told_once() -> None:
+    """Ranks that fail because others did quote them, who may quote them in turn."""
+    for _, message in survivors(run_ranks(lose_rank, 4, 2, "stop", lost=[2])):
+        parts = re.split(r"; | \(|\)", message)
+        assert len(parts) == len(set(parts)), message
+        assert "has failed: rank" not in message
+
+
 DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"seqlen_q": 2}, "head_dim is (2, 4, 2, 32) on rank 1"),
     "scale": ({"softmax_scale": 0.5}, "softmax_scale is 0.5 on rank 1, None on rank 0"),

@@ -21,7 +21,7 @@ from distributed import Lost, run_ranks
 
 pytest.importorskip("transformers")
 
-from faults import Once, before_operation
+from faults import AMPLE, Once, before_operation
 from split_models import make_model, make_prompts
 from tree_attention import ExchangeError, hf
 from tree_attention.hf.parallel import parallelize
@@ -36,13 +36,11 @@ CASES = [
     (2, 1, "kill", "loading"),
     (3, 1, "stop", "loading"),
     (2, 1, "stop", "merge"),
-    (3, 1, "kill", "sum"),
     (4, 2, "kill", "merge"),
     (4, 2, "stop", "sum"),
-    (2, 2, "stop", "logits"),
+    (2, 2, "kill", "logits"),
     (3, 1, "stop", "decoding merge"),
     (4, 2, "kill", "decoding sum"),
-    (4, 4, "stop", "decoding embedding"),
 ]
 
 
@@ -54,6 +52,8 @@ def _run(
     rank: int, world_size: int, path: str, size: int, how: str, where: str, victim: int
 ) -> tuple[float, str]:
     """Seconds from the last sign of life to the error, and the error."""
+    # What is imported and set up once is, now, however long it takes.
+    model = hf.from_pretrained(path, tensor_parallel_size=size, timeout=AMPLE)
     if where == "loading":
         load = parallelize.fill
 
@@ -67,9 +67,9 @@ def _run(
             with pytest.raises(ExchangeError) as raised:
                 hf.from_pretrained(path, tensor_parallel_size=size, timeout=TIMEOUT)
             return time.monotonic() - begin, str(raised.value)
-    model = hf.from_pretrained(path, tensor_parallel_size=size, timeout=TIMEOUT)
     prompts = make_prompts()
-    model.generate(**prompts, max_new_tokens=4)  # what is set up once is, now
+    model.generate(**prompts, max_new_tokens=4)
+    hf.enable(model, timeout=TIMEOUT)
     stage, _, exchange = where.rpartition(" ")
     number = EXCHANGES[exchange] + (DECODING if stage else 0)
     lose = Once(number, lambda: _lose(how) if rank == victim else None)

@@ -11,6 +11,7 @@ Both ends are exceptions.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ Gather = Callable[[str, Note], Sequence[Note]]
 
 # The field of a signature that counts the calls which a rank abandoned on the way to them.
 ABANDONED = "abandoned calls"
+_SEPARATOR = "; "
+_QUOTE = re.compile(r"rank \d+ has failed: ")
 _FAILED = "failed"
 _NOTE = "note"
 # How long a rank that found a disagreement, and may serve the store, waits for the others to find
@@ -104,12 +107,12 @@ class Agreement:
             self._remark(r, said, published[0], "rank 0") for r, said in enumerate(published)
         ]
         if any(_FAILED in said for said in published):
-            raise ExchangeError("; ".join(filter(None, remarks)))
+            raise ExchangeError(_joined(remarks))
         if any(remarks):
             self._part(deadline)
             fields = {field for said in published for field in _differing(said, published[0])}
             values = {field: [said.get(field) for said in published] for field in fields}
-            raise Disagreement("; ".join(filter(None, remarks)), values)
+            raise Disagreement(_joined(remarks), values)
         return [_note_of(said, rank) for rank, said in enumerate(published)]
 
     def interrupt(self) -> None:
@@ -139,7 +142,7 @@ class Agreement:
                     remarks.append(self._remark(rank, said, self._own, "this rank"))
             if silent and patience:
                 remarks.append(f"no word from {ranks_text(silent)}")
-            return "; ".join(filter(None, remarks))
+            return _joined(remarks, known=reason)
 
         try:
             return call_before(end + _EXPLAIN_SECONDS, exchange_reasons)
@@ -195,7 +198,10 @@ class Agreement:
                 else:
                     remarks.append(f"{field} is {theirs} on rank {rank}, {ours} on {who}")
         if _FAILED in said:
-            remarks.append(f"rank {rank} has failed: {said[_FAILED]}")
+            reason = said[_FAILED]
+            # A rank that failed because of others quotes them, and they are named already.
+            quotes = _QUOTE.match(reason)
+            remarks.append(reason if quotes else f"rank {rank} has failed: {reason}")
         return ", ".join(remarks)
 
     def _part(self, deadline: float) -> None:
@@ -260,6 +266,12 @@ def _parsed(value: bytes, rank: int) -> dict[str, str]:
         f"the store of the process group holds {value[:40]!r} where rank {rank} publishes what it "
         "calls; something else writes to the store"
     )
+
+
+def _joined(remarks: Sequence[str], known: str = "") -> str:
+    """The remarks as one text, each once, without those of `known`."""
+    parts = dict.fromkeys(part for remark in remarks for part in remark.split(_SEPARATOR) if part)
+    return _SEPARATOR.join(part for part in parts if part not in known.split(_SEPARATOR))
 
 
 def _note_of(said: dict[str, str], rank: int) -> Note:
