@@ -10,11 +10,13 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distributed import run_ranks
@@ -184,3 +186,23 @@ def test_every_rank_has_its_part_alone(world_size: int, size: int) -> None:
             extra = 96 * world_size if "embed_tokens" in name else 0  # the rows of zeros
             assert sum(parts) == count + extra
             assert max(parts) < 0.6 * count
+
+
+def _some_ranks(rank: int, world_size: int, wanted: Tensor) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 0])]
+    for size in (1, 2):
+        # Rank 0 is in both groups, each with a model whose weights are split over it.
+        for ranks, group in zip(([0, 1], [2, 0]), groups, strict=True):
+            if rank in ranks:
+                model = hf.parallelize(make_model("llama"), group=group, tensor_parallel_size=size)
+                assert torch.equal(hf.enable(model).generate(**make_prompts(), **GREEDY), wanted)
+    # Ranks have taken part in different numbers of groups, and yet meet in the next ones.
+    model = hf.parallelize(make_model("llama"), tensor_parallel_size=2)
+    assert torch.equal(hf.enable(model).generate(**make_prompts(), **GREEDY), wanted)
+    everyone = dist.new_group(timeout=timedelta(seconds=10))
+    dist.barrier(everyone)
+
+
+def test_groups_of_some_ranks() -> None:
+    """The others take no part, and groups that are made afterwards are made."""
+    run_ranks(_some_ranks, 4, expected("llama")[0])

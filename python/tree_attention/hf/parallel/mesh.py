@@ -19,9 +19,10 @@ from ...exchange.link import sentence
 _GRANULE = 16
 
 Range = tuple[int, int]
-_SubGroups = tuple[ProcessGroup, ProcessGroup]
-# Every sub-group has connections and threads of its own, so models share those of their group.
-_sub_groups: WeakKeyDictionary[ProcessGroup, dict[int, _SubGroups]] = WeakKeyDictionary()
+# Every sub-group has connections and threads of its own, so models share those of their group. By
+# the group and the sub-group's ranks in the world.
+_sub_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]]
+_sub_groups = WeakKeyDictionary()
 
 
 class Mesh:
@@ -67,7 +68,9 @@ class Mesh:
         self.sums, self.logits = self.calls, self.calls
         if self.group is not None:
             self.calls.agree((("tensor_parallel_size", size),), timeout, op="parallelize")
-            self.tensor_group, self.context_group = self._sub_groups(self.group)
+            ranks, first = dist.get_process_group_ranks(self.group), self.rank - self.tensor_rank
+            self.tensor_group = self._sub_group(self.group, ranks[first : first + size])
+            self.context_group = self._sub_group(self.group, ranks[self.tensor_rank :: size])
             self.sums, self.logits = (Communicator(self.group, timeout) for _ in range(2))
 
     @property
@@ -95,36 +98,40 @@ class Mesh:
         begin = self.context_rank * count + min(self.context_rank, more)
         return begin, begin + count + (self.context_rank < more)
 
-    def _sub_groups(self, group: ProcessGroup) -> _SubGroups:
-        known = _sub_groups.setdefault(group, {})
-        if self.tensor_parallel_size not in known:
-            ranks = dist.get_process_group_ranks(group)
-            first = self.rank - self.tensor_rank
-            tensor_ranks = ranks[first : first + self.tensor_parallel_size]
-            context_ranks = ranks[self.tensor_rank :: self.tensor_parallel_size]
-            known[self.tensor_parallel_size] = (
-                self._sub_group(group, tensor_ranks),
-                self._sub_group(group, context_ranks),
-            )
-        return known[self.tensor_parallel_size]
-
     def _sub_group(self, group: ProcessGroup, ranks: list[int]) -> ProcessGroup:
         if len(ranks) == self.world_size:
             return group
-        try:
-            made = dist.new_group(
-                ranks,
-                timedelta(seconds=self.timeout),
-                dist.get_backend_config(group),
-                use_local_synchronization=True,  # between these ranks alone
-            )
-        except RuntimeError as error:
-            raise ExchangeError(
-                f"parallelize: rank {self.rank} of {self.world_size}: the group of ranks {ranks} "
-                f"could not be made: {sentence(error)}"
-            ) from error
-        assert isinstance(made, ProcessGroup)  # as this rank is one of them
+        known = _sub_groups.setdefault(group, {})
+        if (made := known.get(tuple(ranks))) is None:
+            try:
+                made = known[tuple(ranks)] = _new_group(group, ranks, self.timeout)
+            except RuntimeError as error:
+                raise ExchangeError(
+                    f"parallelize: rank {self.rank} of {self.world_size}: the group of ranks "
+                    f"{ranks} could not be made: {sentence(error)}"
+                ) from error
         return made
+
+
+def _new_group(group: ProcessGroup, ranks: list[int], timeout: float) -> ProcessGroup:
+    """A group of some ranks of `group`, one of them this one; the others take no part.
+
+    `torch.distributed.new_group` names groups by how many the process has made, and ranks that have
+    made different numbers of them would never meet, here or in the next one of all ranks.
+    """
+    world = dist.distributed_c10d._world
+    made, _ = dist.distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.get_backend_config(group),
+        group.get_group_store(),
+        f"{group.group_name}/tree_attention/{'_'.join(map(str, ranks))}",  # type: ignore[arg-type]
+        timeout=timedelta(seconds=timeout),
+    )
+    assert isinstance(made, ProcessGroup)  # as this rank is one of them
+    world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made
 
 
 def slices(size: int, count: int) -> list[Range]:
