@@ -23,6 +23,8 @@ from distributed import run_ranks
 
 pytest.importorskip("transformers")
 
+from transformers import AutoModelForCausalLM, PhiConfig
+
 from split_models import (
     FAMILIES,
     GREEDY,
@@ -206,3 +208,22 @@ def _some_ranks(rank: int, world_size: int, wanted: Tensor) -> None:
 def test_groups_of_some_ranks() -> None:
     """The others take no part, and groups that are made afterwards are made."""
     run_ranks(_some_ranks, 4, expected("llama")[0])
+
+
+def _tied_head_with_bias(rank: int, world_size: int) -> None:
+    config = PhiConfig(
+        **{"hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 1},
+        **{"num_attention_heads": 6, "vocab_size": VOCAB_SIZE, "tie_word_embeddings": True},
+    )
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.lm_head.bias.data.normal_()
+    prompts = make_prompts(padded=False)
+    expected_logits = model(**prompts).logits
+    found = hf.parallelize(model)(**prompts).logits
+    torch.testing.assert_close(found, expected_logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_tied_head_with_a_bias() -> None:
+    """The row of zeros of an embedding that is the head's weight needs a bias, too."""
+    run_ranks(_tied_head_with_bias, 2)

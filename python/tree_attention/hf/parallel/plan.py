@@ -187,11 +187,9 @@ class _Planner:
             found = linear.out_features
             raise self._refusal(head, f"it has {found} outputs for a vocabulary of {size}")
         begin, end = self._mesh.slice(size)
-        self._cut_linear(head, begin, end)
         # The tokens of other ranks find a row of zeros, also where the head has the same weight.
         self._cuts[f"{embedding}.weight"] = Cut(0, begin, end, zeros=1)
-        if linear.weight is table.weight:
-            self._cuts[f"{head}.weight"] = self._cuts[f"{embedding}.weight"]
+        self._cut_linear(head, begin, end, zeros=int(linear.weight is table.weight))
         return embedding, head
 
     def _name_of(self, getter: str, kind: type[nn.Module]) -> str:
@@ -200,9 +198,9 @@ class _Planner:
             raise self._refusal(getter, f"gives no {kind.__name__}, but {type(module).__name__}")
         return next(name for name, other in self._modules.items() if other is module)
 
-    def _cut_linear(self, name: str, begin: int, end: int) -> None:
+    def _cut_linear(self, name: str, begin: int, end: int, zeros: int = 0) -> None:
         for parameter, _ in self._modules[name].named_parameters(recurse=False):
-            self._cuts[f"{name}.{parameter}"] = Cut(0, begin, end)
+            self._cuts[f"{name}.{parameter}"] = Cut(0, begin, end, zeros)
 
     def _check_rest(
         self, parent: str, row: str, may_be: Callable[[torch.Size], bool], what: str
