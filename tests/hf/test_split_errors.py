@@ -166,6 +166,8 @@ def _damage(path: Path) -> dict[str, tuple[str, str]]:
     config = copy("quantized") / "config.json"
     content = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     config.write_text(json.dumps(content))
+    config = copy("tied") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
     return {
         "no weights": ("OSError", "has neither model.safetensors nor"),
         "cut short": ("ValueError", "model.safetensors is damaged"),
@@ -175,6 +177,7 @@ def _damage(path: Path) -> dict[str, tuple[str, str]]:
         "bad index": ("ValueError", "is no index of safetensors files"),
         "other files": ("ValueError", "is no index of safetensors files"),
         "a file less": ("OSError", "lacks the file model-2.safetensors, which its index names"),
+        "tied": ("ValueError", "embed_tokens.weight and lm_head.weight differ"),
         "quantized": ("ValueError", "are quantized, which is not supported"),
     }
 

@@ -54,7 +54,7 @@ class Checkpoint:
         """The whole parameters and persistent buffers of `model`, by their names in it.
 
         Raises:
-            ValueError: one is missing, or has another shape.
+            ValueError: one is missing, has another shape, or differs under two of its names.
         """
         result, missing = {}, []
         prefix = f"{model.base_model_prefix}."
@@ -70,6 +70,12 @@ class Checkpoint:
                     f"from_pretrained: {self.path}: {known[0]} has the shape {list(found.shape)}, "
                     f"and by its config.json {list(expected.shape)}"
                 )
+            for other in known[1:]:
+                if not torch.equal(self._handles[other].get_tensor(other), found):
+                    raise ValueError(
+                        f"from_pretrained: {self.path}: {known[0]} and {other} differ, and by its "
+                        "config.json they are one; set tie_word_embeddings to false there"
+                    )
             result[names[0]] = found
         if missing:
             more = f" and {len(missing) - _MAX_NAMES} more" if len(missing) > _MAX_NAMES else ""
