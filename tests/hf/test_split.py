@@ -227,3 +227,19 @@ def _tied_head_with_bias(rank: int, world_size: int) -> None:
 def test_a_tied_head_with_a_bias() -> None:
     """The row of zeros of an embedding that is the head's weight needs a bias, too."""
     run_ranks(_tied_head_with_bias, 2)
+
+
+def _alone(rank: int, world_size: int) -> None:
+    model = hf.parallelize(make_model("llama"))
+    mesh = hf.mesh(model)
+    assert (mesh.group, mesh.tensor_group, mesh.context_group) == (None, None, None)
+    assert mesh.tensor_parallel_size == 1
+    assert torch.is_grad_enabled()
+    tokens = model(**make_prompts(), use_cache=False).logits.argmax(-1)
+    assert tokens.shape == (3, PROMPT_LENGTH)
+    assert len(model.state_dict()) > 0
+
+
+def test_a_world_of_one() -> None:
+    """It has no groups, also under torch.distributed, and runs outside of no_grad as others do."""
+    run_ranks(_alone, 1)

@@ -55,7 +55,8 @@ class Mesh:
         tensor_parallel_size: int,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        self.group = resolve_group(group)
+        found = resolve_group(group)
+        self.group = None if found is None or dist.get_world_size() == 1 else found
         self.timeout = timeout
         self.calls = get_communicator(self.group)
         self.rank, self.world_size = self.calls.rank, self.calls.world_size

@@ -36,8 +36,6 @@ def split(model: PreTrainedModel, mesh: Mesh, made: Plan) -> None:
             set_tensor(model, name, nn.Parameter(part))
     if is_tied:
         head.weight = embedding.weight
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
 
     for name in made.summed:
         linear: Any = model.get_submodule(name)
@@ -64,6 +62,7 @@ def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
 def attach(model: PreTrainedModel, mesh: Mesh, made: Plan | None, digest: str) -> None:
     """Notes on `model` how it is split, and refuses what then cannot work."""
     vars(model).update({_MESH: mesh, _PLAN: made, _DIGEST: digest})
+    model.requires_grad_(False)
     if mesh.world_size > 1:
         for name in _REFUSALS:
             vars(model)[name] = MethodType(functools.partial(_refuse, name), model)
