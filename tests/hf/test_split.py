@@ -243,3 +243,19 @@ def _alone(rank: int, world_size: int) -> None:
 def test_a_world_of_one() -> None:
     """It has no groups, also under torch.distributed, and runs outside of no_grad as others do."""
     run_ranks(_alone, 1)
+
+
+def _half(rank: int, world_size: int, path: str, dtypes: dict[str, torch.dtype]) -> None:
+    model = hf.from_pretrained(path, dtype=torch.float16)
+    assert all(x.dtype == dtypes[name] for name, x in model.named_parameters())
+    logits = model.generate(**make_prompts(), **GREEDY, **LOGITS).logits
+    assert all(x.isfinite().all() for x in logits)
+
+
+def test_weights_that_stay_in_float32(tmp_path: Path) -> None:
+    """The norms of GPT-OSS do in transformers when the other weights are float16."""
+    make_model("gpt_oss").save_pretrained(tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
+    dtypes = {name: x.dtype for name, x in whole.named_parameters()}
+    assert set(dtypes.values()) == {torch.float16, torch.float32}
+    run_ranks(_half, 2, str(tmp_path), dtypes)

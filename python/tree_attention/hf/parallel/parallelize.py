@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -143,6 +144,11 @@ def _load(
             trust_remote_code=False,
         )
     check_model("from_pretrained", model)
+    # As transformers does: some models keep norms in float32 when the others are float16.
+    for pattern, kept in model._get_dtype_plan(model.dtype).items():
+        for name, parameter in model.named_parameters():
+            if re.search(pattern, name):
+                parameter.data = parameter.data.to(kept)
     tensors = checkpoint.tensors(model)
     digest = digest_tensors(tensors.items())
     made = _plan(model, mesh)
