@@ -96,6 +96,10 @@ def _arguments(rank: int, world_size: int, path: str) -> None:
         (ValueError, "parallelize: LlamaModel has no generate", partial(split, model.model)),
         (ValueError, "mesh: LlamaForCausalLM is not split", partial(hf.mesh, model)),
         (ValueError, "timeout must be above 0", partial(hf.from_pretrained, path, timeout=0)),
+        *(
+            (ValueError, f"dtype must be .*, got {x!r}", partial(hf.from_pretrained, path, dtype=x))
+            for x in ("auto", torch.int8)
+        ),
     ]
     _check(refusals)
     split(model)

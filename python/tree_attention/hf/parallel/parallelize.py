@@ -63,6 +63,11 @@ def from_pretrained(
 
     Source: Helix parallelism (arXiv:2507.07120).
     """
+    if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+        raise ValueError(
+            "from_pretrained: dtype must be a floating dtype of torch, or None for the "
+            f"checkpoint's, got {dtype!r}"
+        )
     timeout = check_timeout("from_pretrained", enable_options.get("timeout", DEFAULT_TIMEOUT))
     mesh = Mesh(group, tensor_parallel_size, timeout)
 
