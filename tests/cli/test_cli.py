@@ -105,6 +105,7 @@ def test_generate_sdpa_refuses_several_processes() -> None:
     ("arguments", "sentence"),
     [
         (("--weights", "replicated", "--tensor-parallel-size", "2"), "splits weights: leave"),
+        (("--prefill", "split", "--tensor-parallel-size", "2"), "and --prefill split out"),
         (("--device", "cuda"), "--device cuda needs a GPU for each process of this machine, which"),
         (("--tensor-parallel-size", "2"), "must divide the number of processes 1, got 2"),
         (("--weights", "split", "--prefill", "split"), "deals the prompt to processes that have"),
@@ -185,8 +186,18 @@ def test_a_long_prompt_is_shown_by_its_beginning_and_its_end() -> None:
 TRAFFIC = {"replicated": (2 * 4 * (16 + 1) * 4, 0), "split": (2 * 2 * (16 + 1) * 4, 1280 + 512)}
 
 
-@pytest.mark.parametrize("weights", TRAFFIC)
-def test_generate_under_torchrun(checkpoint: Path, tmp_path: Path, weights: str) -> None:
+@pytest.mark.parametrize(
+    "weights, options",
+    [
+        ("replicated", ("--weights", "replicated")),
+        ("split", ("--weights", "split")),
+        ("split", ()),
+        ("replicated", ("--strategy", "butterfly")),  # which split weights cannot use
+    ],
+)
+def test_generate_under_torchrun(
+    checkpoint: Path, tmp_path: Path, weights: str, options: tuple[str, ...]
+) -> None:
     """The real thing: two processes stream the tokens of one, each with its share."""
     file = tmp_path / "one.json"
     assert run_generate(checkpoint, "--prompt", PROMPT * 8, "--json", str(file)) == 0
@@ -195,7 +206,7 @@ def test_generate_under_torchrun(checkpoint: Path, tmp_path: Path, weights: str)
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("-m", "tree_attention", "generate", "--model", str(checkpoint), "--prompt", PROMPT * 8),
         *("--max-new-tokens", "9", "--same-tokens-as", str(file), "--json", str(both)),
-        *("--weights", weights),
+        *options,
     ]
     package = str(Path(tree_attention.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": package, "OMP_NUM_THREADS": "1"}

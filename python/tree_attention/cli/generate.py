@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from .. import ExchangeError, strategies
+from ..exchange.strategies import candidates
 from .checkpoint import damages_named, load, load_tokenizer
 from .usage import UsageError, check_can_be_written, check_seconds, report
 from .world import World, joined_world
@@ -110,10 +111,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"--tensor-parallel-size must be at least 1, got {arguments.tensor_parallel_size}"
         )
-    if arguments.weights == "replicated" and arguments.tensor_parallel_size != 1:
+    needs_whole = arguments.weights == "replicated" or arguments.prefill == "split"
+    if needs_whole and arguments.tensor_parallel_size != 1:
         raise UsageError(
             f"--tensor-parallel-size {arguments.tensor_parallel_size} splits weights: leave "
-            "--weights replicated out"
+            "--weights replicated and --prefill split out"
         )
     if arguments.prefill == "split" and arguments.weights == "split":
         raise UsageError(
@@ -200,6 +202,7 @@ def load_model(
     can_split = arguments.weights != "replicated" and arguments.prefill != "split"
     if world.size > 1 and can_split:
         try:
+            check_strategy(arguments, world)
             with damages_named(path):
                 return tokenizer, hf.from_pretrained(
                     path,
@@ -225,6 +228,19 @@ def load_model(
                 f"--model {path}: {error}; --attention sdpa generates in one process"
             ) from error
     return tokenizer, model
+
+
+def check_strategy(arguments: argparse.Namespace, world: World) -> None:
+    """Raises CannotSplitError if the strategy cannot give each process the heads that are its own,
+    as split weights need wherever several share a cache."""
+    from ..hf.parallel.plan import CannotSplitError
+
+    able = ("auto", *candidates(torch.float32, head_sharded=True))
+    if arguments.strategy not in able and arguments.tensor_parallel_size < world.size:
+        raise CannotSplitError(
+            f"with split weights --strategy must be one of {', '.join(able)}, got "
+            f"{arguments.strategy}"
+        )
 
 
 def advice(model: Any, cache: Any) -> str:
