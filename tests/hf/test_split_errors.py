@@ -96,6 +96,7 @@ def _arguments(rank: int, world_size: int, path: str) -> None:
         (ValueError, "parallelize: LlamaModel has no generate", partial(split, model.model)),
         (ValueError, "mesh: LlamaForCausalLM is not split", partial(hf.mesh, model)),
         (ValueError, "timeout must be above 0", partial(hf.from_pretrained, path, timeout=0)),
+        (TypeError, "unexpected keyword argument 'spl", partial(hf.from_pretrained, path, split=1)),
         *(
             (ValueError, f"dtype must be .*, got {x!r}", partial(hf.from_pretrained, path, dtype=x))
             for x in ("auto", torch.int8)
@@ -140,6 +141,17 @@ def _check(refusals: list[tuple[type[Exception], str, Callable[[], object]]]) ->
 def test_arguments(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     run_ranks(_arguments, 3, str(tmp_path))
+
+
+def _wrong_group(rank: int, world_size: int) -> None:
+    model = hf.parallelize(make_model("llama"), tensor_parallel_size=2)
+    cache = hf.TreeCache(model.config, hf.mesh(model).tensor_group)
+    with pytest.raises(ValueError, match="make the cache with TreeCache"):
+        model(make_prompts()["input_ids"], past_key_values=cache)
+
+
+def test_a_cache_over_another_group_of_the_same_size() -> None:
+    run_ranks(_wrong_group, 4)
 
 
 def _damage(path: Path) -> dict[str, tuple[str, str]]:

@@ -132,13 +132,15 @@ def _over_shard(
 
 
 def _check_place(shard: Shard, mesh: Mesh) -> None:
-    if (shard.rank, shard.world_size) != (mesh.context_rank, mesh.context_size):
-        raise ValueError(
-            f"tree_attention: the cache is rank {shard.rank} of {shard.world_size} and the model, "
-            f"whose weights are split, rank {mesh.context_rank} of {mesh.context_size} of its "
-            "context group: make the cache with TreeCache(model.config, "
-            "tree_attention.hf.mesh(model).context_group)"
-        )
+    sizes = shard.world_size, mesh.context_size
+    if sizes == (1, 1) or (sizes[0] == sizes[1] and shard.comm.link.group is mesh.context_group):
+        return
+    raise ValueError(
+        f"tree_attention: the cache is rank {shard.rank} of {shard.world_size} in its group and "
+        f"the model, whose weights are split, rank {mesh.context_rank} of {mesh.context_size} in "
+        "its context group, which must be the same: make the cache with TreeCache(model.config, "
+        "tree_attention.hf.mesh(model).context_group)"
+    )
 
 
 def _checked(

@@ -37,6 +37,7 @@ class Mesh:
         group: the process group, by default the world; None without torch.distributed.
         tensor_parallel_size: number of ranks in a tensor group.
         timeout: seconds in which the sub-groups are made.
+        op: the function that errors name.
 
     Attributes:
         group, tensor_group, context_group: process groups, None in a world of one.
@@ -54,13 +55,14 @@ class Mesh:
         group: ProcessGroup | None,
         tensor_parallel_size: int,
         timeout: float = DEFAULT_TIMEOUT,
+        op: str = "parallelize",
     ) -> None:
         found = resolve_group(group)
         self.group = None if found is None or dist.get_world_size() == 1 else found
-        self.timeout = timeout
+        self.timeout, self.op = timeout, op
         self.calls = get_communicator(self.group)
         self.rank, self.world_size = self.calls.rank, self.calls.world_size
-        size = self.tensor_parallel_size = _checked(tensor_parallel_size, self.world_size)
+        size = self.tensor_parallel_size = _checked(op, tensor_parallel_size, self.world_size)
         self.context_size = self.world_size // size
         self.tensor_rank, self.context_rank = self.rank % size, self.rank // size
         self.tensor_group: ProcessGroup | None = None
@@ -68,7 +70,7 @@ class Mesh:
         # A communicator compares ranks whenever the kind of call changes, so each kind has its own.
         self.sums, self.logits = self.calls, self.calls
         if self.group is not None:
-            self.calls.agree((("tensor_parallel_size", size),), timeout, op="parallelize")
+            self.calls.agree((("tensor_parallel_size", size),), timeout, op)
             ranks, first = dist.get_process_group_ranks(self.group), self.rank - self.tensor_rank
             self.tensor_group = self._sub_group(self.group, ranks[first : first + size])
             self.context_group = self._sub_group(self.group, ranks[self.tensor_rank :: size])
@@ -108,7 +110,7 @@ class Mesh:
                 made = known[tuple(ranks)] = _new_group(group, ranks, self.timeout)
             except RuntimeError as error:
                 raise ExchangeError(
-                    f"parallelize: rank {self.rank} of {self.world_size}: the group of ranks "
+                    f"{self.op}: rank {self.rank} of {self.world_size}: the group of ranks "
                     f"{ranks} could not be made: {sentence(error)}"
                 ) from error
         return made
@@ -143,14 +145,14 @@ def slices(size: int, count: int) -> list[Range]:
     return list(pairwise(bounds))
 
 
-def _checked(tensor_parallel_size: int, world_size: int) -> int:
+def _checked(op: str, tensor_parallel_size: int, world_size: int) -> int:
     if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int):
         raise TypeError(
-            f"parallelize: tensor_parallel_size must be an integer, got {tensor_parallel_size!r}"
+            f"{op}: tensor_parallel_size must be an integer, got {tensor_parallel_size!r}"
         )
     if tensor_parallel_size < 1 or world_size % tensor_parallel_size:
         raise ValueError(
-            f"parallelize: tensor_parallel_size must divide the group's world size {world_size}, "
+            f"{op}: tensor_parallel_size must divide the group's world size {world_size}, "
             f"got {tensor_parallel_size}"
         )
     return tensor_parallel_size

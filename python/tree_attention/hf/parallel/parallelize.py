@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -69,7 +70,8 @@ def from_pretrained(
             f"checkpoint's, got {dtype!r}"
         )
     timeout = check_timeout("from_pretrained", enable_options.get("timeout", DEFAULT_TIMEOUT))
-    mesh = Mesh(group, tensor_parallel_size, timeout)
+    inspect.signature(enable).bind(None, **enable_options)  # TypeError for unknown names
+    mesh = Mesh(group, tensor_parallel_size, timeout, op="from_pretrained")
 
     def load() -> tuple[str, PreTrainedModel]:
         return _load(path, mesh, dtype, torch.device("cpu" if device is None else device))

@@ -146,7 +146,7 @@ class _Planner:
         num_heads_kv = attention.k_proj.out_features // head_dim
         if num_heads_kv % mesh.tensor_parallel_size:
             raise ValueError(
-                f"parallelize: tensor_parallel_size must divide the {num_heads_kv} heads of keys "
+                f"{mesh.op}: tensor_parallel_size must divide the {num_heads_kv} heads of keys "
                 f"and values of {type(self._model).__name__}, got {mesh.tensor_parallel_size}"
             )
         kv = mesh.kv_heads(num_heads_kv)
@@ -213,6 +213,6 @@ class _Planner:
 
     def _refusal(self, name: str, reason: str) -> CannotSplitError:
         return CannotSplitError(
-            f"parallelize: {type(self._model).__name__} cannot be split: {name}: {reason}; "
+            f"{self._mesh.op}: {type(self._model).__name__} cannot be split: {name}: {reason}; "
             "use enable(model), with whole weights on every rank"
         )
