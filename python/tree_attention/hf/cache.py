@@ -15,7 +15,6 @@ from transformers.configuration_utils import PreTrainedConfig
 from ..exchange import DEFAULT_TIMEOUT, Communicator
 from ..sharding import ShardLayout
 from .deal import current_deal
-from .dealt import rows_of_owner
 from .shard import Shard
 
 # transformers 5.5 passes `crop` the tokens to keep, later releases the tokens to remove, as a
@@ -126,7 +125,7 @@ class TreeCacheLayer(CacheLayerMixin):
             self._grow(write.end)
         new_keys, new_values = key_states.detach(), value_states.detach()
         if deal is not None:
-            new_keys, new_values = rows_of_owner(deal, new_keys, new_values)
+            new_keys, new_values = deal.rows_of_owner(new_keys, new_values)
         count = write.end - write.begin
         if count > 0:
             if deal is None and write.tokens is not None:

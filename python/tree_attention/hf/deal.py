@@ -119,6 +119,28 @@ class Deal:
             self.device,
         )
 
+    def rows_of_owner(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of those slots of the chunk that this rank keeps, in order.
+
+        Args:
+            keys, values: `[batch, num_heads_kv, tokens, head_dim]` of the tokens that it computed.
+        """
+        if self.is_by_owner:
+            return keys, values
+        rows = torch.cat((keys, values), dim=3)
+        batch, num_heads_kv, _, width = rows.shape
+        sent = {r: rows.index_select(2, tokens) for r, tokens in self.moves.outgoing.items()}
+        received = {
+            r: self.room(f"rows of {r}", (batch, num_heads_kv, len(slots), width), rows.dtype)
+            for r, slots in self.moves.incoming.items()
+        }
+        self.exchange(received, sent)
+        num_kept = sum(len(slots) for slots in self.moves.incoming.values())
+        kept = self.room("kept rows", (batch, num_heads_kv, num_kept, width), rows.dtype)
+        for r, slots in self.moves.incoming.items():
+            kept.index_copy_(2, slots, received[r])
+        return kept[..., : keys.shape[3]], kept[..., keys.shape[3] :]
+
     def of_last_rank(self, x: Tensor) -> Tensor:
         """What `x` is on the rank of the last token, the same bits on every rank."""
         x = x.contiguous()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the layers of a dealt forward pass do together: keys and values go to their owners, and
-queries meet keys.
+"""How queries meet keys in the layers of a dealt forward pass.
 
 Every rank has the queries of its own tokens, and the keys and values of its own slots. There are
 two ways to bring them together:
@@ -41,29 +40,6 @@ _MAX_PIECE_BYTES = 32 << 20
 # Some heads and tokens of this rank's queries, and their states over each rank's keys:
 # o [world_size, batch, heads, tokens, head_dim_v] and lse.
 _Piece = tuple[slice, slice, Tensor, Tensor]
-
-
-def rows_of_owner(deal: Deal, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and values of those slots of the chunk that this rank keeps, in order.
-
-    Args:
-        keys, values: `[batch, num_heads_kv, tokens, head_dim]` of the tokens that it computed.
-    """
-    if deal.is_by_owner:
-        return keys, values
-    rows = torch.cat((keys, values), dim=3)
-    batch, num_heads_kv, _, width = rows.shape
-    sent = {r: rows.index_select(2, tokens) for r, tokens in deal.moves.outgoing.items()}
-    received = {
-        r: deal.room(f"rows of {r}", (batch, num_heads_kv, len(slots), width), rows.dtype)
-        for r, slots in deal.moves.incoming.items()
-    }
-    deal.exchange(received, sent)
-    num_kept = sum(len(slots) for slots in deal.moves.incoming.values())
-    kept = deal.room("kept rows", (batch, num_heads_kv, num_kept, width), rows.dtype)
-    for r, slots in deal.moves.incoming.items():
-        kept.index_copy_(2, slots, received[r])
-    return kept[..., : keys.shape[3]], kept[..., keys.shape[3] :]
 
 
 def attend(
