@@ -102,23 +102,12 @@ def name_of(row: dict[str, Any]) -> str:
     return f"weights whole, prompt {row['prefill']}"
 
 
-class _AllCommunicators:
-    """What all communicators of this process have sent, for an `ArrivalRecorder`."""
-
-    @property
-    def bytes_sent(self) -> int:
-        return sum(comm.bytes_sent for comm in Communicator.by_name.values())
-
-    @property
-    def seconds(self) -> float:
-        return sum(comm.seconds for comm in Communicator.by_name.values())
-
-
 def generate(model: Any, prompt: Tensor, tokens: int) -> dict[str, Any]:
     """This rank's times, bytes, tokens and logits of a generation."""
-    comms: Any = _AllCommunicators()
-    before = comms.bytes_sent
-    recorder = ArrivalRecorder([comms])
+    # Held here, as those of an earlier form would be forgotten while this one is counted.
+    comms = list(Communicator.by_name.values())
+    before = sum(comm.bytes_sent for comm in comms)
+    recorder = ArrivalRecorder(comms)
     output = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
