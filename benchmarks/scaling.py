@@ -29,18 +29,21 @@ import torch
 import transformers
 from torch import Tensor
 
+# Started by its path: `benchmarks` is found from the root of the checkout.
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks.emulation.configuration import BARE, cluster_report, measure, parser_of, run
+from benchmarks.emulation.tables import link_sentences, milliseconds
+from benchmarks.emulation.wiring import LINKS
+from benchmarks.harness.measure import Load
+from benchmarks.harness.plots import picture
+from benchmarks.harness.ranks import Ranks, run_rank
+from benchmarks.harness.report import Column, Report, columns_of, environment
+from benchmarks.llama import make_model
 from tree_attention import hf
 from tree_attention.cli.generation import ArrivalRecorder
 from tree_attention.exchange import Communicator
-
-from .emulation.configuration import BARE, cluster_report, measure, parser_of, run
-from .emulation.tables import link_sentences, milliseconds
-from .emulation.wiring import LINKS
-from .harness.measure import Load
-from .harness.plots import picture
-from .harness.ranks import Ranks, run_rank
-from .harness.report import Column, Report, columns_of, environment
-from .llama import make_model
 
 WIRINGS = {
     "lan": LINKS["lan"],

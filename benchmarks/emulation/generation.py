@@ -175,6 +175,7 @@ def attend_by_ring(
     query: Tensor,
     layer: TreeCacheLayer,
     ranges: KeyRanges,
+    is_head_sharded: bool,
     out_dtype: torch.dtype,
     keywords: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
