@@ -51,17 +51,17 @@ class Model:
 
     @property
     def qkv_weights(self) -> int:
-        """Those of a layer that a context group has copies of."""
+        """Number of weights in q, k and v of a layer, of which every context rank has a copy."""
         return self.hidden * self.head_dim * (self.heads + 2 * self.kv_heads)
 
     @property
     def kv_bytes(self) -> int:
-        """Of the keys and values of a token in a layer."""
+        """Size in bytes of a token's keys and values in a layer."""
         return 2 * self.kv_heads * self.head_dim * BF16
 
     @property
     def state_bytes(self) -> int:
-        """Of the partial state of a token in a layer: float32 o and lse."""
+        """Size in bytes of a token's partial state in a layer: float32 o and lse."""
         return FP32 * self.heads * (self.head_dim + 1)
 
     @property
@@ -162,7 +162,7 @@ def chunk_layer_bytes(model: Model, form: str, p: int, begin: int, tokens: int) 
 
 
 def token_seconds(model: Model, hosts: Hosts, form: str, p: int) -> float:
-    """Of a new token behind CONTEXT tokens."""
+    """Seconds that a new token takes behind CONTEXT tokens."""
     read = held_bytes(model, form, p)
     merges = int(tensor_parallel_size(model, form, p) < p)
     rounds, ends = (merges + 2, 2) if IS_SPLIT[form] else (1, 0)
@@ -177,7 +177,7 @@ def token_seconds(model: Model, hosts: Hosts, form: str, p: int) -> float:
 
 
 def prefill_seconds(model: Model, hosts: Hosts, form: str, p: int) -> float:
-    """Of a prompt of CONTEXT tokens in chunks, by arithmetic, rounds and bytes."""
+    """Seconds that a prompt of CONTEXT tokens in chunks takes, by arithmetic, rounds and bytes."""
     weights = model.layers * model.layer_weights / (p if form == PROMPTS else 1)
     if IS_SPLIT[form]:
         weights = layers_weights(model, form, p)
