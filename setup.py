@@ -22,6 +22,7 @@ CPU_SOURCES = [
     "csrc/cpu/decode.cpp",
     "csrc/cpu/instruction_set.cpp",
     "csrc/cpu/merge.cpp",
+    "csrc/cpu/shared_memory.cpp",
     "csrc/cpu/kernel/decode_amx.cpp",
     "csrc/cpu/kernel/decode_avx2.cpp",
     "csrc/cpu/kernel/decode_avx512.cpp",

@@ -4,12 +4,19 @@
 // operators of ops.cpp.
 #include <ATen/Parallel.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+
 #include "cpu/decode.h"
+#include "cpu/shared_memory.h"
 #ifdef TREE_ATTENTION_WITH_CUDA
 #include "cuda/decode/workspaces.h"
 #endif
@@ -19,7 +26,51 @@
 [[gnu::used]] static const char kBuiltFor[] =
     "tree_attention is built for torch " TREE_ATTENTION_TORCH_VERSION;
 
+namespace {
+
+using tree_attention::cpu::SharedMemory;
+using tree_attention::cpu::SharedMessage;
+using tree_attention::cpu::SharedRound;
+using tree_attention::cpu::SharingRank;
+
+// (member, address, number of bytes)
+using Messages = std::vector<std::tuple<int, uintptr_t, size_t>>;
+
+std::vector<SharedMessage> shared_messages(const Messages& messages) {
+  std::vector<SharedMessage> result;
+  for (const auto& [member, address, num_bytes] : messages) {
+    result.push_back({member, reinterpret_cast<char*>(address), num_bytes});
+  }
+  return result;
+}
+
+void define_shared_memory(pybind11::module_& m) {
+  pybind11::class_<SharedRound>(m, "SharedRound")
+      .def("run", [](SharedRound& round, double seconds) {
+        pybind11::gil_scoped_release without_interpreter;
+        round.run(seconds, [] {
+          pybind11::gil_scoped_acquire with_interpreter;
+          if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+        });
+      });
+  pybind11::class_<SharedMemory, std::shared_ptr<SharedMemory>>(m, "SharedMemory")
+      .def(pybind11::init([](int file, int own, const std::vector<std::pair<int, int>>& members) {
+        std::vector<SharingRank> ranks;
+        for (const auto& [rank, process] : members) ranks.push_back({rank, process});
+        return std::make_shared<SharedMemory>(file, own, std::move(ranks));
+      }))
+      .def_static("num_bytes", &SharedMemory::num_bytes)
+      .def("close", &SharedMemory::close)
+      .def("round",
+           [](std::shared_ptr<SharedMemory> memory, const Messages& receive, const Messages& send) {
+             return SharedRound(std::move(memory), shared_messages(receive), shared_messages(send));
+           });
+}
+
+}  // namespace
+
 PYBIND11_MODULE(_C, m) {
+  define_shared_memory(m);
   m.def("build_info", [] {
     pybind11::dict info;
     info["torch_version"] = TREE_ATTENTION_TORCH_VERSION;

@@ -24,8 +24,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 # A rank that fails leaves its peers inside a collective; they get this long to notice.
 _GRACE_SECONDS = 5.0
@@ -56,6 +58,7 @@ def run_ranks(
     timeout: float = 60.0,
     lost: Collection[int] = (),
     fresh: bool = False,
+    shared_memory: bool = True,
 ) -> list[Any]:
     """Return `[fn(rank, world_size, *args) for each rank]`, run in `world_size` processes.
 
@@ -65,6 +68,7 @@ def run_ranks(
         lost: ranks that are meant to die or stall; they must not answer, the others must.
         fresh: use processes of its own, ended afterwards; implied by `lost`. For tests that leave
             the process group unusable. Survivors must be able to exit by themselves.
+        shared_memory: without it all messages go through the process group, as between hosts.
 
     Raises:
         RankFailure: a rank raised, died, stalled, answered although it was meant to be lost, or
@@ -76,7 +80,7 @@ def run_ranks(
         world = _World(world_size)
     done = False
     try:
-        results = world.call(fn, args, timeout, frozenset(lost))
+        results = world.call(fn, args, timeout, frozenset(lost), shared_memory)
         if own:
             world.close(frozenset(lost))
         done = True
@@ -114,11 +118,16 @@ class _World:
             raise
 
     def call(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, lost: frozenset[int]
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout: float,
+        lost: frozenset[int],
+        shared_memory: bool,
     ) -> list[Any]:
         case = f"{fn.__module__}.{fn.__name__}{args!r}"[:300].replace("\n", " ")
         for pipe in self.pipes:
-            pipe.send_bytes(pickle.dumps((fn, args)))
+            pipe.send_bytes(pickle.dumps((fn, args, shared_memory)))
         deadline = time.monotonic() + timeout
         results: list[Any] = [Lost() for _ in range(self.world_size)]
         failures: dict[int, str] = {}
@@ -215,11 +224,18 @@ def _rank_main(pipe: Connection, rank: int, world_size: int) -> None:
         except EOFError:
             return
         try:
-            fn, args = pickle.loads(request)
-            answer = pickle.dumps((True, fn(rank, world_size, *args)))
+            fn, args, shared_memory = pickle.loads(request)
+            with nullcontext() if shared_memory else _without_shared_memory():
+                answer = pickle.dumps((True, fn(rank, world_size, *args)))
         except BaseException:  # whatever it was, it is raised again where pytest sees it
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
+
+
+def _without_shared_memory() -> AbstractContextManager[object]:
+    from tree_attention.exchange import session
+
+    return mock.patch.object(session, "connect", return_value="not in this test")
 
 
 def _close_all() -> None:

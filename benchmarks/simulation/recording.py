@@ -63,6 +63,11 @@ class RecordingLink:
     def gather(self, receive: Tensor, send: Tensor, device: torch.device, tag: int = 0) -> _Round:
         return self._round(Operation("gather", num_bytes=send.nbytes))
 
+    def transpose(
+        self, receive: Tensor, send: Tensor, device: torch.device, tag: int = 0
+    ) -> _Round:
+        return self._round(Operation("all_to_all", num_bytes=send[0].nbytes))
+
     def messages(
         self,
         receive: Mapping[int, Tensor],

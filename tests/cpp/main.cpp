@@ -20,6 +20,8 @@ void test_lean_decode();
 void test_many_workers();
 void test_page_out_of_range();
 void test_concurrent_calls();
+void test_shared_memory();
+void test_closed_shared_memory();
 
 int main() {
   return tree_attention::testing::run_tests({
@@ -39,5 +41,7 @@ int main() {
       {"many workers", test_many_workers},
       {"page out of range", test_page_out_of_range},
       {"concurrent calls", test_concurrent_calls},
+      {"shared memory", test_shared_memory},
+      {"closed shared memory", test_closed_shared_memory},
   });
 }

@@ -196,7 +196,7 @@ def choose_by_file(rank: int, world_size: int, path: str) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         tree_decode(q, kv, kv, group=comm, explain=True)
-        tree_decode(q, kv, kv, group=Communicator(nodes="aabb"), explain=True)
+        tree_decode(q, kv, kv, group=Communicator(nodes="abcd"), explain=True)
     if rank > 0:
         assert printed.getvalue() == ""
         return
@@ -204,9 +204,12 @@ def choose_by_file(rank: int, world_size: int, path: str) -> None:
     assert measured == (
         "exchange of 4 rows of 8 (144 bytes) over 4 ranks, 2 nodes of 2 ranks: hierarchical "
         "(measured on these ranks: hierarchical 1 us, all_gather 2 us); 3 steps, at most "
-        f"{72 + 72 + 72} bytes sent per rank"
+        f"{72 + 72 + 72} bytes sent per rank; within a node through shared memory"
     )
-    assert "butterfly (shipped rule: gloo, 4 or more ranks on nodes of several ranks, " in shipped
+    assert (
+        "butterfly (shipped rule: gloo, 4 or more ranks on one node or nodes of one rank" in shipped
+    )
+    assert shipped.endswith("; no shared memory: every rank is alone on its node")
 
 
 def lack_a_file(rank: int, world_size: int, path: str) -> None:

@@ -134,7 +134,7 @@ def count_collectives(rank: int, world_size: int, strategy: str) -> int:
 def test_number_of_collectives() -> None:
     """Comparing signatures takes none, so a new exchange has as many as any other."""
     # Two messages sent and two received: a Gloo all-gather is no collective of the library.
-    assert run_ranks(count_collectives, 3, "all_gather") == [4] * 3
+    assert run_ranks(count_collectives, 3, "all_gather", shared_memory=False) == [4] * 3
     assert run_ranks(count_collectives, 3, "three_allreduce") == [3] * 3
 
 
@@ -355,7 +355,7 @@ def misdeliver(rank: int, world_size: int, operation: str) -> str:
     ],
 )
 def test_messages_in_another_order_are_refused(operation: str, found: str) -> None:
-    for message in run_ranks(misdeliver, 3, operation, fresh=True):
+    for message in run_ranks(misdeliver, 3, operation, fresh=True, shared_memory=False):
         assert found in message and "passed on rank" in message
 
 

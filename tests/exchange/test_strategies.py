@@ -124,8 +124,6 @@ def counted_operations(world_size: int) -> Iterator[tuple[Counter[str], list[int
     }
     for name in ("all_gather_single", "_allgather_base"):
         share[name] = lambda receive, send, *_: (world_size - 1) * send.nbytes
-    for name in ("all_to_all_single", "alltoall_base"):
-        share[name] = lambda receive, send, *_: send.nbytes - send[0].nbytes
     others = ("allgather", "alltoall", "broadcast", "reduce", "gather", "scatter", "barrier")
     share |= dict.fromkeys(others, lambda *_: 0)
     with ExitStack() as stack:
@@ -164,12 +162,15 @@ def count(
         counts.append((dict(calls), sent[0]))
         if "allreduce" not in calls:
             assert comm.bytes_sent - before[0] == sent[0]
-            operations = calls["all_gather"] + calls["allgather"] + calls["alltoall"]
-            operations += calls["all_to_all"]
+            operations = calls["all_gather"] + calls["allgather"]
             rounds = comm.link.num_operations - before[1] - operations
             assert rounds >= 1 if calls["send"] else rounds == 0
     assert counts[0] == counts[1]
     return counts[0]
+
+
+def run_counting(world_size: int, *args: Any) -> list[tuple[dict[str, int], int]]:
+    return run_ranks(count, world_size, *args, shared_memory=False)
 
 
 def order_of_messages(rank: int, world_size: int) -> None:
@@ -201,7 +202,7 @@ def order_of_messages(rank: int, world_size: int) -> None:
 
 
 def test_everybody_begins_with_another_rank() -> None:
-    run_ranks(order_of_messages, 4)
+    run_ranks(order_of_messages, 4, shared_memory=False)
 
 
 def size(rows: int, head_dim: int, dtype: torch.dtype = torch.float32) -> int:
@@ -210,7 +211,6 @@ def size(rows: int, head_dim: int, dtype: torch.dtype = torch.float32) -> int:
 
 
 BF16 = torch.bfloat16
-A2A = "alltoall" if not hasattr(dist.ProcessGroup, "all_to_all_single") else "all_to_all"
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
@@ -220,23 +220,23 @@ def test_bytes_of_collectives(world_size: int, payload: torch.dtype, out: torch.
     options = {"payload_dtype": payload, "out_dtype": out}
     others, part = world_size - 1, math.ceil(rows / world_size)
     nodes = "a" * world_size
-    # Over Gloo an all-gather is a message to each other rank.
-    for calls, sent in run_ranks(count, world_size, nodes, "all_gather", shape, options):
+    # Over Gloo an all-gather is a message to each other rank, and so is an all-to-all.
+    for calls, sent in run_counting(world_size, nodes, "all_gather", shape, options):
         assert calls == {"send": others} and sent == others * size(rows, dim, payload)
-    for calls, sent in run_ranks(count, world_size, nodes, "two_phase", shape, options):
-        assert calls == {A2A: 1, "send": others}
+    for calls, sent in run_counting(world_size, nodes, "two_phase", shape, options):
+        assert calls == {"send": 2 * others}
         assert sent == others * (size(part, dim, payload) + size(part, dim, out))
     options["head_sharded"] = True
     heads = math.ceil(4 / world_size)
-    for calls, sent in run_ranks(count, world_size, nodes, "two_phase", shape, options):
-        assert calls == {A2A: 1} and sent == others * size(2 * heads, dim, payload)
+    for calls, sent in run_counting(world_size, nodes, "two_phase", shape, options):
+        assert calls == {"send": others} and sent == others * size(2 * heads, dim, payload)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_number_of_all_reduces(world_size: int) -> None:
     nodes = "a" * world_size
     for strategy, number in (("three_allreduce", 3), ("max_then_sum", 2)):
-        results = run_ranks(count, world_size, nodes, strategy, (2, 4, 1, 16), {})
+        results = run_counting(world_size, nodes, strategy, (2, 4, 1, 16), {})
         assert [calls for calls, _ in results] == [{"allreduce": number}] * world_size
 
 
@@ -249,7 +249,7 @@ def test_bytes_of_hierarchical(nodes: str, subtree: int) -> None:
     shape, rows, dim, world_size = (3, 4, 1, 16), 12, 16, len(nodes)
     options = {"payload_dtype": BF16, "out_dtype": BF16}
     part, near, far = math.ceil(rows / subtree), subtree - 1, world_size // subtree - 1
-    for calls, sent in run_ranks(count, world_size, nodes, "hierarchical", shape, options):
+    for calls, sent in run_counting(world_size, nodes, "hierarchical", shape, options):
         assert calls == {"send": 2 * near + far}
         # Leaves and results are rounded, what nodes merged is not.
         between = size(part, dim, BF16 if subtree == 1 else torch.float32)
@@ -260,7 +260,7 @@ def test_bytes_of_hierarchical(nodes: str, subtree: int) -> None:
 def test_bytes_of_butterfly(world_size: int) -> None:
     shape, rows, dim = (2, 4, 1, 16), 8, 16
     options = {"payload_dtype": BF16, "out_dtype": BF16}
-    results = run_ranks(count, world_size, "a" * world_size, "butterfly", shape, options)
+    results = run_counting(world_size, "a" * world_size, "butterfly", shape, options)
     # A rank reads one state per level at which its block has a neighbour; only leaves are rounded.
     reads = [[step.level for step in levels(rank, world_size)] for rank in range(world_size)]
     leaf, partial = size(rows, dim, BF16), size(rows, dim)

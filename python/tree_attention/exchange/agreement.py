@@ -290,5 +290,11 @@ def _differing(said: dict[str, str], other: dict[str, str]) -> list[str]:
     return [field for field in fields if said.get(field) != other.get(field)]
 
 
+def first_reason(notes: Sequence[Note]) -> str:
+    """The first rank with a reason in its note and that reason, or nothing."""
+    reasons = (note.get("reason") for note in notes)
+    return next((f"rank {r}: {reason}" for r, reason in enumerate(reasons) if reason), "")
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -167,6 +167,9 @@ class Calls:
             if notes is not None:
                 self._learn(notes)
                 if device is not None and not self._resources.are_known(device):
+                    is_on_host = session.link.transport_device(device).type == "cpu"
+                    if is_on_host and session.link.shared_memory is None:
+                        session.share_memory(self.topology, deadline)
                     session.test_delivery(device, deadline)
                     self._resources.set_up(session, device, self.topology, deadline)
             return run(deadline)

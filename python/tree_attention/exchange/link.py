@@ -22,11 +22,13 @@ from torch.distributed.distributed_c10d import (
     BroadcastOptions,
 )
 
-from .rounds import LibraryGather, Messages, Round
+from .rounds import LibraryGather, LibraryTranspose, Messages, Round
 from .state import host_memory
 
 if TYPE_CHECKING:
     from torch.distributed import Work
+
+    from .shared_memory import SharedMemory
 
 # The method behind dist.all_gather_into_tensor, which takes no timeout; renamed after torch 2.11.
 _ALL_GATHER = (
@@ -57,6 +59,8 @@ class Link:
         self.bytes_sent = 0
         self.num_operations = 0
         self.seconds = 0.0
+        # The way to the other ranks of this node, or why there is none; None before the first call.
+        self.shared_memory: SharedMemory | str | None = None
         # Weak, so that a destroyed group is not kept alive by a cache.
         self._group = weakref.ref(group)
         backends = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
@@ -87,6 +91,15 @@ class Link:
             return LibraryGather(self, receive, send)
         everybody = dict.fromkeys(range(self.world_size), send)
         return self.messages(dict(enumerate(receive)), everybody, device, tag)
+
+    def transpose(self, receive: Tensor, send: Tensor, device: torch.device, tag: int = 0) -> Round:
+        """A round in which row r of every rank's `send` goes to rank r.
+
+        Row r of `receive` becomes what rank r sends to this one.
+        """
+        if self.transport_device(device).type != "cpu":
+            return LibraryTranspose(self, receive, send)
+        return self.messages(dict(enumerate(receive)), dict(enumerate(send)), device, tag)
 
     def messages(
         self,
@@ -228,6 +241,8 @@ class Link:
         Gloo closes all connections of a group when a receive times out; there is no other way to
         reach ranks that are not next to the lost one before their own deadline.
         """
+        if self.shared_memory is not None and not isinstance(self.shared_memory, str):
+            self.shared_memory.close()
         group = self._group()
         if group is None or self._backends.get("cpu") != "gloo":
             return

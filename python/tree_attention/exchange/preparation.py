@@ -50,6 +50,10 @@ def prepare(
         raise Disagreement(f"{name} is not available: {unavailable[name]}")
     if explain and link.rank == 0:
         text = explain_choice(choice, layout, topology, options.out_dtype, options.head_sharded)
+        if isinstance(link.shared_memory, str):
+            text += f"; no shared memory: {link.shared_memory}"
+        elif link.shared_memory is not None:
+            text += "; within a node through shared memory"
         print(text, flush=True)
     context = Context(
         link,

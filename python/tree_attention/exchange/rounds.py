@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
     from .link import Link
+    from .shared_memory import SharedRound
 
 
 class Round(Protocol):
@@ -45,8 +46,23 @@ class LibraryGather:
         self._link.all_gather(self._receive, self._send, deadline)
 
 
+class LibraryTranspose:
+    """The library's own all-to-all as a round."""
+
+    def __init__(self, link: Link, receive: Tensor, send: Tensor) -> None:
+        self._link, self._receive, self._send = link, receive, send
+
+    def post(self) -> None:
+        pass  # the library does that itself
+
+    def run(self, deadline: float) -> None:
+        self._link.all_to_all(self._receive, self._send, deadline)
+
+
 class Messages:
     """A round of messages: this rank sends tensors to some ranks and receives from some.
+
+    Ranks that share memory leave their messages there; the others' go through the process group.
 
     A message is as long where it is sent as where it is received. A rank may be its own peer,
     which is a copy. All ranks take part, in the same order, also those without a message. Each
@@ -82,6 +98,13 @@ class Messages:
             self._downloads = [(tensor, hosts[id(tensor)]) for tensor in receive.values()]
             receive = {rank: hosts[id(tensor)] for rank, tensor in receive.items()}
             send = {rank: hosts[id(tensor)] for rank, tensor in send.items()}
+        memory = link.shared_memory
+        self._near: SharedRound | None = None
+        if self._device.type == "cpu" and memory is not None and not isinstance(memory, str):
+            near = [{r: t for r, t in side.items() if r in memory} for side in (receive, send)]
+            self._near = memory.round(*near)
+            receive = {r: t for r, t in receive.items() if r not in memory}
+            send = {r: t for r, t in send.items() if r not in memory}
         self._receive, self._send = receive, send
         self._names = [f"message to rank {rank}" for rank in send]
         self._names += [f"message from rank {rank}" for rank in receive]
@@ -89,7 +112,7 @@ class Messages:
 
     def post(self) -> None:
         # A Gloo sender asks its receiver first, which costs a trip there and back.
-        if self._device.type == "cpu" and not _is_watched():
+        if self._device.type == "cpu" and not is_watched():
             self._post()
 
     def _post(self) -> None:
@@ -100,13 +123,15 @@ class Messages:
         with self._link.operation("round of messages"):
             for host, tensor in self._uploads:
                 host.copy_(tensor)
-            if self._device.type != "cpu" or _is_watched():
+            if self._device.type != "cpu" or is_watched():
                 self._link.all_to_all_of(self._receive, self._send, self._device, deadline)
             else:
                 if not self._posted:
                     self._post()
                 group = self._link.group
                 sent = [group.send([t], r, self._tag) for r, t in self._send.items()]
+                if self._near is not None:
+                    self._near.run(deadline)
                 for work, name in zip(sent + self._posted, self._names, strict=True):
                     self._link.wait(work, self._device, deadline, name)
                 self._posted = []
@@ -117,7 +142,7 @@ class Messages:
         self._link.bytes_sent += self.bytes_sent
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether torch compares the ranks' collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL).
 
     It counts the messages of each rank with them, and would refuse the next collective where ranks

@@ -24,6 +24,8 @@ from .agreement import (
 )
 from .link import Link, sentence
 from .self_test import delivery_fault
+from .shared_memory import connect
+from .topology import Topology
 
 T = TypeVar("T")
 
@@ -92,6 +94,15 @@ class Session:
                 counts = [int(value or 0) for value in error.values[ABANDONED]]
                 raise ExchangeError(_different_steps(counts)) from error
             raise
+
+    def share_memory(self, topology: Topology, deadline: float) -> None:
+        """Collective: from now on messages to ranks of the same node go through memory, if they
+        can."""
+
+        def gather(step: str, note: Note) -> Sequence[Note]:
+            return self.compare((("step", step),), deadline, note)
+
+        self.link.shared_memory = connect(self.rank, topology, gather)
 
     def test_delivery(self, device: torch.device, deadline: float) -> None:
         """Raises ExchangeError on every rank if messages arrive in a wrong order on any."""

@@ -77,12 +77,13 @@ def _in_two_phases(link: Link, buffers: _Buffers, shape: torch.Size, dtype: torc
     own = buffers.values("own slice", (count,), dtype)
     load, found = (x.view(-1)[: shape.numel()].view(shape) for x in (send, parts))
     outgoing, incoming = _bytes(send, world_size), _bytes(parts, world_size)
-    gather = link.gather(incoming, _bytes(own, 1)[0], buffers.device)
+    transpose = link.transpose(incoming, outgoing, buffers.device)
+    gather = link.gather(incoming, _bytes(own, 1)[0], buffers.device, tag=1)
     values = parts.unbind()
 
     def run(x: Tensor, result: Tensor, deadline: float) -> None:
         load.copy_(x)
-        link.all_to_all(incoming, outgoing, deadline)
+        transpose.run(deadline)
         _add(values, total)
         own.copy_(total)
         gather.run(deadline)

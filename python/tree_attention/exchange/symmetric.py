@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import merge_states
-from .agreement import Gather, Note, call_before
+from .agreement import Gather, Note, call_before, first_reason
 from .link import remaining, sentence
 from .topology import Topology
 
@@ -141,10 +141,6 @@ def connect(
         except Exception as error:  # of any kind: torch promises nothing
             note = {"reason": f"{name}: {sentence(error)}"}
         return first_reason(gather(f"one_shot, {name}", note)) or result
-
-    def first_reason(notes: Sequence[Note]) -> str:
-        reasons = (note.get("reason") for note in notes)
-        return next((f"rank {r}: {reason}" for r, reason in enumerate(reasons) if reason), "")
 
     note = {"reason": obstacle}
     if not obstacle:

@@ -26,12 +26,13 @@ def prepare(context: Context) -> Exchange:
     outgoing = slices.rows_of(state.buffer("slices to send", slices.num_bytes))
     incoming = slices.rows_of(state.buffer("slices received", slices.num_bytes))
     loads = slices.pairs(outgoing, (state.o, state.lse))
+    transpose = link.transpose(incoming, outgoing, state.device)
     o_parts, lse_parts = slices.layout.views(incoming)
 
     def exchange_slices(deadline: float) -> None:
         for part, place in loads:
             part.copy_(place)
-        link.all_to_all(incoming, outgoing, deadline)
+        transpose.run(deadline)
 
     if context.head_sharded:
         count = slices.count_in(link.rank)
@@ -47,7 +48,7 @@ def prepare(context: Context) -> Exchange:
     result = state.buffer("merged slice", results.layout.num_bytes)
     merged = results.layout.views(result)
     gathered = results.rows_of(state.buffer("merged slices", results.num_bytes))
-    gather = link.gather(gathered, result, state.device)
+    gather = link.gather(gathered, result, state.device, tag=1)
 
     def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
         gather.post()

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Messages through memory that the ranks of a node share, and when they take the group instead."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed import Lost, run_ranks
+from faults import AMPLE, QUICK, SLACK, TIMEOUT, assert_refuses_further_use, call, failure
+from helpers import assert_same_bits
+from tree_attention import strategies
+from tree_attention._loader import load
+from tree_attention.exchange import Communicator, ExchangeError, session, shared_memory
+
+CHANNEL = 256 << 10  # kChannelBytes of csrc/cpu/shared_memory.h
+
+
+def results_of(comm: Communicator, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Of every kind of call, in sizes that fit into a channel, just do not, and are far larger."""
+    torch.manual_seed(comm.rank)
+    found: list[torch.Tensor] = []
+    for strategy in strategies():
+        found += call(strategy, comm)
+    for size in sizes:
+        found.append(comm.all_reduce(torch.randn(size)))
+        counts = [size + rank for rank in range(comm.world_size)]
+        found.append(comm.all_gather(torch.randn(counts[comm.rank]), counts))
+    return found
+
+
+def compare_ways(rank: int, world_size: int, nodes: str) -> None:
+    far, near = Communicator(nodes=nodes), Communicator(nodes=nodes)
+    sizes = (0, 1, 1000, CHANNEL // 4 - 2, CHANNEL // 4, 3 * CHANNEL + 5)
+    with mock.patch.object(session, "connect", return_value="not now"):
+        expected = results_of(far, sizes)
+    for one, other in zip(results_of(near, sizes), expected, strict=True):
+        assert_same_bits((one,), (other,))
+    assert near.bytes_sent == far.bytes_sent and near.link.num_operations == far.link.num_operations
+    assert far.link.shared_memory == "not now"
+    memory = near.link.shared_memory
+    assert isinstance(memory, shared_memory.SharedMemory)
+    assert [r for r in range(world_size) if r in memory] == [
+        r for r in range(world_size) if nodes[r] == nodes[rank]
+    ]
+
+
+@pytest.mark.parametrize("nodes", ["aa", "aaa", "aab", "abbb", "aabb", "abab", "aaaaa"])
+def test_same_bits_and_bytes_as_through_the_group(nodes: str) -> None:
+    run_ranks(compare_ways, len(nodes), nodes)
+
+
+def send_nothing_through_the_group(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    call("all_gather", comm)
+    with mock.patch.object(dist.ProcessGroup, "send", side_effect=AssertionError("a message")):
+        call("all_gather", comm)
+        comm.all_reduce(torch.ones(3 * CHANNEL))
+
+
+def test_ranks_of_a_node_need_no_network() -> None:
+    run_ranks(send_nothing_through_the_group, 3)
+
+
+def try_in_vain(rank: int, world_size: int, obstacle: str) -> str:
+    def of_rank_1(function: Any, other: Any) -> Any:
+        return other if rank == 1 else function
+
+    patches = {
+        "host": mock.patch.object(socket, "gethostname", lambda: f"host {rank}"),
+        "descriptors": mock.patch.object(
+            os, "memfd_create", side_effect=OSError(24, "Too many open files")
+        ),
+        "processes": mock.patch.object(
+            os, "pidfd_open", of_rank_1(os.pidfd_open, mock.Mock(side_effect=OSError(1, "Denied")))
+        ),
+        "no Linux": mock.patch.object(
+            shared_memory.os, "memfd_create", mock.Mock(side_effect=AttributeError("memfd_create"))
+        ),
+        "key": mock.patch.object(os, "pread", of_rank_1(os.pread, lambda *_: b"another")),
+        "debug": mock.patch.object(shared_memory, "is_watched", lambda: rank == 1),
+    }
+    comm = Communicator(nodes="a" * world_size)
+    with patches[obstacle]:
+        expected = call("all_gather", Communicator(nodes=range(world_size)))
+        assert_same_bits(call("all_gather", comm), expected)
+        comm.all_reduce(torch.ones(5))
+    assert isinstance(comm.link.shared_memory, str)
+    return comm.link.shared_memory
+
+
+@pytest.mark.parametrize(
+    "obstacle,reason",
+    [
+        ("host", "rank 0: ranks of a node are on 3 hosts"),
+        ("descriptors", "rank 0: [Errno 24] Too many open files"),
+        ("processes", "rank 1: [Errno 1] Denied"),
+        ("no Linux", "rank 0: memfd_create"),
+        ("key", "rank 1: what the first rank of the node has made is not seen here"),
+        ("debug", "rank 1: TORCH_DISTRIBUTED_DEBUG=DETAIL watches the messages of"),
+    ],
+)
+def test_ranks_that_cannot_share_use_the_group(obstacle: str, reason: str) -> None:
+    for found in run_ranks(try_in_vain, 3, obstacle):
+        assert found.startswith(reason), found
+
+
+def lose_neighbour(rank: int, world_size: int, how: str) -> tuple[float, str]:
+    timeout = TIMEOUT if how == "stop" else AMPLE
+    comm = Communicator(timeout=timeout)
+    call("all_gather", comm, timeout=AMPLE)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+    outcome = failure(call, "all_gather", comm)
+    assert_refuses_further_use(comm)
+    return outcome
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_killed_neighbour_is_noticed_at_once(world_size: int) -> None:
+    for outcome in run_ranks(lose_neighbour, world_size, "kill", lost=[1]):
+        if not isinstance(outcome, Lost):
+            seconds, message = outcome
+            # One rank notices, and tells those that wait for others.
+            assert seconds < QUICK, message
+            assert "process of rank 1 has ended" in message or "closed the connection" in message
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_stopped_neighbour_is_lost_at_the_deadline(world_size: int) -> None:
+    for outcome in run_ranks(lose_neighbour, world_size, "stop", lost=[1]):
+        if not isinstance(outcome, Lost):
+            assert outcome[0] < TIMEOUT + SLACK and "no answer within 0.5 s" in outcome[1]
+
+
+def leave_after_the_last_message(rank: int, world_size: int) -> None:
+    """Rank 0 has all it needs and ends; rank 2 is slow, and what rank 0 left for it counts."""
+    comm = Communicator(timeout=AMPLE)
+    expected = call("all_gather", comm)
+    if rank == 2:
+        time.sleep(0.3)
+    assert_same_bits(call("all_gather", comm), expected)
+    if rank == 0:
+        os._exit(0)
+
+
+def test_messages_outlive_their_sender() -> None:
+    run_ranks(leave_after_the_last_message, 3, lost=[0])
+
+
+def interrupt_wait(rank: int, world_size: int) -> None:
+    comm = Communicator(timeout=AMPLE)
+    call("all_gather", comm)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1.0)
+        with suppress(ExchangeError):  # or rank 0 had sent its part before
+            call("all_gather", comm)
+        return
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        call("all_gather", comm)
+    assert time.monotonic() - begin < 1.0
+    assert str(comm.failed).startswith("interrupted by KeyboardInterrupt")
+
+
+def test_a_wait_ends_with_control_c() -> None:
+    run_ranks(interrupt_wait, 2, fresh=True)
+
+
+def held() -> tuple[int, int]:
+    """Descriptors, and mappings of shared memory."""
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        mappings = sum("memfd:tree_attention" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), mappings
+
+
+def make_communicators(rank: int, world_size: int) -> None:
+    before = held()
+    for _ in range(5):
+        comm = Communicator()
+        call("all_gather", comm)
+        descriptors, mappings = held()
+        assert descriptors == before[0] + world_size - 1 and mappings == before[1] + 1
+        dist.barrier()
+        del comm
+    assert held() == before
+
+
+def test_memory_goes_with_its_communicator() -> None:
+    run_ranks(make_communicators, 3)
+
+
+def connected(count: int = 2) -> tuple[int, list[Any]]:
+    """A file for `count` ranks of this process, and the memory of each."""
+    made = load().SharedMemory
+    file = os.memfd_create("tree_attention")
+    os.ftruncate(file, made.num_bytes(count))
+    members = [(10 + member, -1) for member in range(count)]
+    return file, [made(file, own, members) for own in range(count)]
+
+
+def test_message_of_another_length_is_refused() -> None:
+    _, (first, second) = connected()
+    x = torch.zeros(100, dtype=torch.uint8)
+    first.round([], [(1, x.data_ptr(), 100)]).run(1.0)
+    with pytest.raises(RuntimeError, match="from rank 10: it has 100 bytes instead of 50"):
+        second.round([(0, x.data_ptr(), 50)], []).run(1.0)
+
+
+def test_waits_end_at_the_deadline_and_when_closed() -> None:
+    _, (first, second) = connected()
+    x = torch.zeros(2 * CHANNEL, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match=r"^message to rank 11: timed out$"):
+        first.round([], [(1, x.data_ptr(), x.nbytes)]).run(0.05)
+    _, (first, second) = connected()
+    receive = second.round([(0, x.data_ptr(), 1)], [])
+    first.close()
+    with pytest.raises(RuntimeError, match=r"^rank 10 has closed the connection$"):
+        receive.run(AMPLE)
+
+
+def test_memory_of_another_size_and_wrong_members_are_refused() -> None:
+    file, (first, _) = connected()
+    with pytest.raises(RuntimeError, match="has not the size for 3 ranks"):
+        load().SharedMemory(file, 0, [(0, -1)] * 3)
+    for member in (0, 2, -1):
+        with pytest.raises(ValueError, match=f"another member of the shared memory, got {member}"):
+            first.round([(member, 0, 0)], [])
