@@ -327,6 +327,8 @@ NOTES = (
     "A row is named dtype, query/kv heads, head_dim, batch, keys of all ranks together, spread "
     "block-cyclically. Each call is timed on every rank and the slowest counts; medians of "
     "alternating calls, p10 and p90 are in the JSON file. Inputs are cold.",
+    "Within a node, strategies exchange in shared memory; rings and all-reduces go through the "
+    "process group everywhere.",
     "auto is tree_decode's default. overlap: the batch is cut into parts, of which one is "
     "exchanged while the next computes.",
     "Bytes are what one rank sends per call, counted where they are sent. With p ranks, r = batch "
