@@ -103,6 +103,7 @@ def _arguments(rank: int, world_size: int, path: str) -> None:
         ),
     ]
     _check(refusals)
+    whole = model.state_dict()
     split(model)
     part = "each rank has only its part"
     refusals = [
@@ -111,7 +112,10 @@ def _arguments(rank: int, world_size: int, path: str) -> None:
         (ValueError, "strategy must be", partial(hf.enable, model, strategy="butterfly")),
         (ValueError, "its weights are split", partial(hf.enable, model, prefill="split")),
         (NotImplementedError, f"save_pretrained: {part}", partial(model.save_pretrained, path)),
-        (NotImplementedError, f"state_dict: {part}", model.state_dict),
+        (NotImplementedError, f"^state_dict: {part}", model.state_dict),
+        (NotImplementedError, f"^state_dict: {part}", model.model.state_dict),
+        (NotImplementedError, f"^state_dict: {part}", model.lm_head.state_dict),
+        (NotImplementedError, f"^load_state_dict: {part}", partial(model.load_state_dict, whole)),
         (NotImplementedError, f"train: {part}", model.train),
         (NotImplementedError, "resize_token_embed", partial(model.resize_token_embeddings, 300)),
     ]
@@ -126,6 +130,10 @@ def _arguments(rank: int, world_size: int, path: str) -> None:
     ids[0, -1] = 199
     with pytest.raises((IndexError, RuntimeError), match="out of range"):
         model(ids, use_cache=False)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="attention 'sdpa' does not merge the ranks' results"):
+        model(ids, use_cache=False)
+    model.set_attn_implementation("tree_attention")
     other = hf.TreeCache(model.config, dist.new_group([rank], use_local_synchronization=True))
     with pytest.raises(ValueError, match="make the cache with TreeCache"):
         model(ids[:, :9], past_key_values=other)

@@ -67,6 +67,13 @@ def attach(model: PreTrainedModel, mesh: Mesh, made: Plan | None, digest: str) -
         for name in _REFUSALS:
             vars(model)[name] = MethodType(functools.partial(_refuse, name), model)
         vars(model)["train"] = MethodType(_train, model)
+    if made is not None:
+        for parameter in made.cuts:  # also where a part of the model is asked alone
+            module = model.get_submodule(parameter.rpartition(".")[0])
+            module.register_state_dict_pre_hook(functools.partial(_refuse, "state_dict"))
+            module.register_load_state_dict_pre_hook(functools.partial(_refuse, "load_state_dict"))
+    if mesh.context_size > 1:
+        model.register_forward_pre_hook(_check_attention)
 
 
 def mesh_of(module: nn.Module) -> Mesh | None:
@@ -129,12 +136,7 @@ def _gather_logits(
     return mesh.logits.all_gather(own, counts, timeout=mesh.timeout)
 
 
-_REFUSALS = {
-    "state_dict": "its state dict",
-    "save_pretrained": "the checkpoint",
-    "resize_token_embeddings": "its vocabulary",
-    "load_state_dict": "its state dict",
-}
+_REFUSALS = ("save_pretrained", "resize_token_embeddings")
 
 
 def _refuse(name: str, model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
@@ -142,6 +144,16 @@ def _refuse(name: str, model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
         f"{name}: each rank has only its part of the weights of this {type(model).__name__}, which "
         "was split by tree_attention.hf; use a model that was loaded with transformers alone"
     )
+
+
+def _check_attention(model: PreTrainedModel, args: Any) -> None:
+    implementation = model.config._attn_implementation
+    if implementation != "tree_attention":
+        raise ValueError(
+            f"attention {implementation!r} does not merge the ranks' results, which this "
+            f"{type(model).__name__} needs, as its weights are split; call "
+            "model.set_attn_implementation('tree_attention')"
+        )
 
 
 def _train(self: nn.Module, mode: bool = True) -> nn.Module:
