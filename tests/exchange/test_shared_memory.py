@@ -23,7 +23,7 @@ from faults import AMPLE, QUICK, SLACK, TIMEOUT, assert_refuses_further_use, cal
 from helpers import assert_same_bits
 from tree_attention import strategies
 from tree_attention._loader import load
-from tree_attention.exchange import Communicator, ExchangeError, session, shared_memory
+from tree_attention.exchange import Communicator, ExchangeError, rounds, session, shared_memory
 
 CHANNEL = 256 << 10  # kChannelBytes of csrc/cpu/shared_memory.h
 
@@ -72,6 +72,21 @@ def send_nothing_through_the_group(rank: int, world_size: int) -> None:
 
 def test_ranks_of_a_node_need_no_network() -> None:
     run_ranks(send_nothing_through_the_group, 3)
+
+
+def watch_from_now_on(rank: int, world_size: int, nodes: str) -> None:
+    comm = Communicator(nodes=nodes)
+    x = torch.arange(1000.0) + rank
+    expected = sum(torch.arange(1000.0) + r for r in range(world_size))
+    assert torch.equal(comm.all_reduce(x), expected)
+    with mock.patch.object(rounds, "is_watched", lambda: True):
+        assert torch.equal(comm.all_reduce(2 * x), 2 * expected)
+    assert torch.equal(comm.all_reduce(3 * x), 3 * expected)
+
+
+@pytest.mark.parametrize("nodes", ["aa", "aab"])
+def test_messages_arrive_when_torch_begins_to_watch(nodes: str) -> None:
+    run_ranks(watch_from_now_on, len(nodes), nodes)
 
 
 def try_in_vain(rank: int, world_size: int, obstacle: str) -> str:

@@ -123,18 +123,20 @@ class Messages:
         with self._link.operation("round of messages"):
             for host, tensor in self._uploads:
                 host.copy_(tensor)
+            works: list[Work] = []
             if self._device.type != "cpu" or is_watched():
                 self._link.all_to_all_of(self._receive, self._send, self._device, deadline)
             else:
                 if not self._posted:
                     self._post()
                 group = self._link.group
-                sent = [group.send([t], r, self._tag) for r, t in self._send.items()]
-                if self._near is not None:
-                    self._near.run(deadline)
-                for work, name in zip(sent + self._posted, self._names, strict=True):
-                    self._link.wait(work, self._device, deadline, name)
-                self._posted = []
+                works = [group.send([t], r, self._tag) for r, t in self._send.items()]
+                works += self._posted
+            if self._near is not None:
+                self._near.run(deadline)
+            for work, name in zip(works, self._names, strict=False):
+                self._link.wait(work, self._device, deadline, name)
+            self._posted = []
             if self._own is not None:
                 self._own[0].copy_(self._own[1])
             for tensor, host in self._downloads:
