@@ -46,9 +46,12 @@ std::vector<SharedMessage> shared_messages(const Messages& messages) {
 
 void define_shared_memory(pybind11::module_& m) {
   pybind11::class_<SharedRound>(m, "SharedRound")
-      .def("run", [](SharedRound& round, double seconds) {
+      .def("run", [](SharedRound& round, double seconds, bool is_main_thread) {
         pybind11::gil_scoped_release without_interpreter;
-        round.run(seconds, [] {
+        round.run(seconds, [=] {
+          // Others handle no signals. They may outlive the interpreter, which ends the process if
+          // they ask for its lock then.
+          if (!is_main_thread) return;
           pybind11::gil_scoped_acquire with_interpreter;
           if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
         });

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import socket
@@ -230,24 +231,39 @@ def connected(count: int = 2) -> tuple[int, list[Any]]:
     return file, [made(file, own, members) for own in range(count)]
 
 
+def wait_when_the_interpreter_ends() -> None:
+    _, (first, _) = connected()
+    x = torch.zeros(1, dtype=torch.uint8)
+    wait = shared_memory.SharedMemory([0, 1], first).round({1: x}, {}).run
+    threading.Thread(target=wait, args=[time.monotonic() + AMPLE], daemon=True).start()
+    time.sleep(0.1)
+
+
+def test_interpreter_may_end_while_another_thread_waits() -> None:
+    process = multiprocessing.get_context("spawn").Process(target=wait_when_the_interpreter_ends)
+    process.start()
+    process.join(AMPLE)
+    assert process.exitcode == 0
+
+
 def test_message_of_another_length_is_refused() -> None:
     _, (first, second) = connected()
     x = torch.zeros(100, dtype=torch.uint8)
-    first.round([], [(1, x.data_ptr(), 100)]).run(1.0)
+    first.round([], [(1, x.data_ptr(), 100)]).run(1.0, True)
     with pytest.raises(RuntimeError, match="from rank 10: it has 100 bytes instead of 50"):
-        second.round([(0, x.data_ptr(), 50)], []).run(1.0)
+        second.round([(0, x.data_ptr(), 50)], []).run(1.0, True)
 
 
 def test_waits_end_at_the_deadline_and_when_closed() -> None:
     _, (first, second) = connected()
     x = torch.zeros(2 * CHANNEL, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match=r"^message to rank 11: timed out$"):
-        first.round([], [(1, x.data_ptr(), x.nbytes)]).run(0.05)
+        first.round([], [(1, x.data_ptr(), x.nbytes)]).run(0.05, True)
     _, (first, second) = connected()
     receive = second.round([(0, x.data_ptr(), 1)], [])
     first.close()
     with pytest.raises(RuntimeError, match=r"^rank 10 has closed the connection$"):
-        receive.run(AMPLE)
+        receive.run(AMPLE, True)
 
 
 def test_memory_of_another_size_and_wrong_members_are_refused() -> None:

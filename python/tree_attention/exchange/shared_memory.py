@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -65,7 +66,8 @@ class SharedRound:
 
     def run(self, deadline: float) -> None:
         """Raises RuntimeError after the deadline, or when a rank has failed or ended."""
-        self._messages.run(deadline - time.monotonic())
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        self._messages.run(deadline - time.monotonic(), is_main_thread)
 
 
 def connect(rank: int, topology: Topology, gather: Gather) -> SharedMemory | str:
