@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "cpu/shared_memory.h"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -66,9 +65,6 @@ SharedMemory::SharedMemory(int file, int own, std::vector<SharingRank> members)
     throw std::runtime_error(std::string("shared memory cannot be mapped: ") + strerror(errno));
   }
   header_ = static_cast<Header*>(memory);
-  for (SharingRank& member : members_) {
-    if (member.process >= 0) member.process = fcntl(member.process, F_DUPFD_CLOEXEC, 0);
-  }
 }
 
 SharedMemory::~SharedMemory() {

@@ -43,8 +43,9 @@ class SharedMemory {
  public:
   static size_t num_bytes(int num_members);
 
-  // `file`: what all members have opened, of `num_bytes(members.size())`. `own`: which member this
-  // is. Descriptors are duplicated. Throws std::runtime_error if the memory cannot be mapped.
+  // `file`: what all members have opened, of `num_bytes(members.size())`; it may be closed then.
+  // `own`: which member this is. The descriptors of processes are closed with the memory. Throws
+  // std::runtime_error if the memory cannot be mapped, and closes nothing then.
   SharedMemory(int file, int own, std::vector<SharingRank> members);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;

@@ -222,6 +222,21 @@ def test_memory_goes_with_its_communicator() -> None:
     run_ranks(make_communicators, 3)
 
 
+def test_descriptors_of_processes_belong_to_the_memory() -> None:
+    made = load().SharedMemory
+    before = held()
+    file = os.memfd_create("tree_attention")
+    os.ftruncate(file, made.num_bytes(2))
+    process = os.pidfd_open(os.getpid())
+    with pytest.raises(RuntimeError, match="has not the size for 3 ranks"):
+        made(file, 0, [(0, -1), (1, process), (2, -1)])
+    memory = made(file, 0, [(0, -1), (1, process)])
+    os.close(file)
+    assert held() == (before[0] + 1, before[1] + 1)
+    del memory
+    assert held() == before
+
+
 def connected(count: int = 2) -> tuple[int, list[Any]]:
     """A file for `count` ranks of this process, and the memory of each."""
     made = load().SharedMemory

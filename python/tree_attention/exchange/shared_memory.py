@@ -123,12 +123,14 @@ def _open(
     if os.pread(file, _KEY_BYTES, 0).hex() != maker["key"]:
         raise RuntimeError("what the first rank of the node has made is not seen here")
     members = []
-    for r, note in notes.items():
-        process = -1
-        if r != rank:
-            process = os.pidfd_open(note["process"])
-            files.callback(os.close, process)
-        members.append((r, process))
-    memory = load().SharedMemory(file, list(notes).index(rank), members)
+    with ExitStack() as processes:  # which the memory closes, if it comes into being
+        for r, note in notes.items():
+            process = -1
+            if r != rank:
+                process = os.pidfd_open(note["process"])
+                processes.callback(os.close, process)
+            members.append((r, process))
+        memory = load().SharedMemory(file, list(notes).index(rank), members)
+        processes.pop_all()
     opened.append(SharedMemory(list(notes), memory))
     return {}
