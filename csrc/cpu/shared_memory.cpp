@@ -125,7 +125,8 @@ SharedRound::SharedRound(std::shared_ptr<SharedMemory> memory, std::vector<Share
 
 namespace {
 
-// Both copy up to `count` bytes, which are there, to or from place `position` of the ring.
+// Both copy up to `count` bytes, which are there, to or from place `position` of the ring. Each
+// message begins where the ring does, so that small ones stay in the same few cache lines.
 void write_ring(Channel& channel, uint64_t position, const char* from, size_t count) {
   const size_t begin = position % kChannelBytes, first = std::min(count, kChannelBytes - begin);
   std::memcpy(channel.bytes + begin, from, first);
@@ -151,6 +152,8 @@ bool SharedRound::advance(Transfer& transfer) const {
   uint64_t& own = transfer.is_send ? written : read;
   std::atomic<uint64_t>& shown = transfer.is_send ? channel.written : channel.read;
   const uint64_t begin = own;
+  // A sender is at most one message ahead, so that it notices when the receiver is lost.
+  if (transfer.is_send && !transfer.has_length && written != read) return false;
   while (!transfer.is_complete()) {
     const size_t ready = transfer.is_send ? kChannelBytes - (written - read) : written - read;
     if (!transfer.has_length) {
@@ -158,9 +161,9 @@ bool SharedRound::advance(Transfer& transfer) const {
       if (ready < sizeof length) break;
       char* text = reinterpret_cast<char*>(&length);
       if (transfer.is_send) {
-        write_ring(channel, own, text, sizeof length);
+        write_ring(channel, 0, text, sizeof length);
       } else {
-        read_ring(channel, own, text, sizeof length);
+        read_ring(channel, 0, text, sizeof length);
       }
       if (length != message.num_bytes) {
         throw std::runtime_error("message from " + memory_->name_of(message.member) + ": it has " +
@@ -174,9 +177,9 @@ bool SharedRound::advance(Transfer& transfer) const {
     const size_t count = std::min({ready, message.num_bytes - transfer.done, kPieceBytes});
     if (count == 0) break;
     if (transfer.is_send) {
-      write_ring(channel, own, message.data + transfer.done, count);
+      write_ring(channel, sizeof(uint64_t) + transfer.done, message.data + transfer.done, count);
     } else {
-      read_ring(channel, own, message.data + transfer.done, count);
+      read_ring(channel, sizeof(uint64_t) + transfer.done, message.data + transfer.done, count);
     }
     transfer.done += count;
     own += count;

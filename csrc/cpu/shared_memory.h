@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Messages between the processes of one host through memory that they share. A sockets' message of
+// Messages between the processes of one host through memory that they share. A socket's message of
 // a few KiB wakes a thread in each process, which costs a scheduler's time slice where that thread
 // has to share its core with the computation; here the caller itself moves the bytes and watches
 // for those of the others.
@@ -79,7 +79,7 @@ struct SharedMessage {
 
 // Messages that are sent and received together, as often as one likes. A message is as long where
 // it is sent as where it is received; between two members messages arrive in the order of their
-// rounds.
+// rounds, and the next one begins once the last one was received.
 class SharedRound {
  public:
   SharedRound(std::shared_ptr<SharedMemory> memory, std::vector<SharedMessage> receive,

@@ -162,6 +162,24 @@ def test_stopped_neighbour_is_lost_at_the_deadline(world_size: int) -> None:
             assert outcome[0] < TIMEOUT + SLACK and "no answer within 0.5 s" in outcome[1]
 
 
+def lose_a_rank_that_sends_nothing(rank: int, world_size: int, how: str) -> None:
+    comm = Communicator(timeout=TIMEOUT if how == "stop" else AMPLE)
+    counts = [100, 0]
+    x = torch.ones(counts[rank])
+    comm.all_gather(x, counts, timeout=AMPLE)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+    comm.all_gather(x, counts)  # which the lost rank might still come for
+    seconds, message = failure(comm.all_gather, x, counts)
+    assert seconds < QUICK and "message to rank 1: " in message
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_no_rank_goes_on_without_another(how: str) -> None:
+    run_ranks(lose_a_rank_that_sends_nothing, 2, how, lost=[1])
+
+
 def leave_after_the_last_message(rank: int, world_size: int) -> None:
     """Rank 0 has all it needs and ends; rank 2 is slow, and what rank 0 left for it counts."""
     comm = Communicator(timeout=AMPLE)
@@ -267,6 +285,15 @@ def test_message_of_another_length_is_refused() -> None:
     first.round([], [(1, x.data_ptr(), 100)]).run(1.0, True)
     with pytest.raises(RuntimeError, match="from rank 10: it has 100 bytes instead of 50"):
         second.round([(0, x.data_ptr(), 50)], []).run(1.0, True)
+
+
+def test_small_messages_stay_in_few_pages() -> None:
+    file, (first, second) = connected()
+    x = torch.zeros(4096, dtype=torch.uint8)
+    for _ in range(100):
+        first.round([], [(1, x.data_ptr(), x.nbytes)]).run(1.0, True)
+        second.round([(0, x.data_ptr(), x.nbytes)], []).run(1.0, True)
+    assert os.fstat(file).st_blocks * 512 <= 4 * os.sysconf("SC_PAGESIZE")
 
 
 def test_waits_end_at_the_deadline_and_when_closed() -> None:
