@@ -5,7 +5,6 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 
 namespace tree_attention::cpu {
@@ -29,7 +29,9 @@ constexpr size_t kPieceBytes = kChannelBytes / 4;
 // A wait first watches the memory, then lets other threads of its core go first, then sleeps.
 constexpr microseconds kWatch{20};
 constexpr microseconds kYield{2000};
-constexpr long kSleepNanoseconds = 50000;
+// A sleep is a small part of the wait so far: long waits leave the cores to those that compute.
+constexpr int kSleepsPerWait = 20;
+constexpr microseconds kShortestSleep{50}, kLongestSleep{1000};
 // How often a sleeping wait looks for ranks that have ended and for interrupts.
 constexpr microseconds kLook{20000};
 
@@ -241,8 +243,9 @@ void SharedRound::run(double seconds, const std::function<void()>& interrupt) {
     } else if (now - last_move < kYield) {
       sched_yield();
     } else {
-      const timespec time{0, kSleepNanoseconds};
-      nanosleep(&time, nullptr);
+      const Clock::duration share = (now - last_move) / kSleepsPerWait;
+      std::this_thread::sleep_for(
+          std::clamp<Clock::duration>(share, kShortestSleep, kLongestSleep));
     }
   }
 }

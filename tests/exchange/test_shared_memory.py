@@ -308,6 +308,15 @@ def test_waits_end_at_the_deadline_and_when_closed() -> None:
         receive.run(AMPLE, True)
 
 
+def test_long_waits_leave_the_cores_to_others() -> None:
+    _, (first, _) = connected()
+    x = torch.zeros(1, dtype=torch.uint8)
+    begin = time.thread_time()
+    with pytest.raises(RuntimeError, match="timed out"):
+        first.round([(1, x.data_ptr(), 1)], []).run(1.0, True)
+    assert time.thread_time() - begin < 0.08
+
+
 def test_memory_of_another_size_and_wrong_members_are_refused() -> None:
     file, (first, _) = connected()
     with pytest.raises(RuntimeError, match="has not the size for 3 ranks"):
