@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from typing import Any
 from unittest import mock
 
@@ -88,6 +89,23 @@ def watch_from_now_on(rank: int, world_size: int, nodes: str) -> None:
 @pytest.mark.parametrize("nodes", ["aa", "aab"])
 def test_messages_arrive_when_torch_begins_to_watch(nodes: str) -> None:
     run_ranks(watch_from_now_on, len(nodes), nodes)
+
+
+def explain_every_strategy(rank: int, world_size: int) -> dict[str, str]:
+    comm = Communicator()
+    found = {}
+    for strategy in strategies():
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            call(strategy, comm, explain=True)
+        found[strategy] = printed.getvalue()
+    return found
+
+
+def test_explanations_name_shared_memory_where_it_is_used() -> None:
+    found, _ = run_ranks(explain_every_strategy, 2)
+    through_group = [name for name, text in found.items() if "shared memory" not in text]
+    assert sorted(through_group) == ["max_then_sum", "three_allreduce"]
 
 
 def try_in_vain(rank: int, world_size: int, obstacle: str) -> str:

@@ -50,10 +50,12 @@ def prepare(
         raise Disagreement(f"{name} is not available: {unavailable[name]}")
     if explain and link.rank == 0:
         text = explain_choice(choice, layout, topology, options.out_dtype, options.head_sharded)
-        if isinstance(link.shared_memory, str):
-            text += f"; no shared memory: {link.shared_memory}"
-        elif link.shared_memory is not None:
-            text += "; within a node through shared memory"
+        is_on_host = link.transport_device(state.device).type == "cpu"
+        if is_on_host and STRATEGIES[name].is_canonical:  # the others' all-reduces are the group's
+            if isinstance(link.shared_memory, str):
+                text += f"; no shared memory: {link.shared_memory}"
+            elif link.shared_memory is not None:
+                text += "; within a node through shared memory"
         print(text, flush=True)
     context = Context(
         link,
