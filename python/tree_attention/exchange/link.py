@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import (
     BroadcastOptions,
 )
 
-from .rounds import LibraryGather, LibraryTranspose, Messages, Round
+from .rounds import LibraryCall, Messages, Round
 from .state import host_memory
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Link:
         step where its own all-gather is a ring of `world_size - 1`.
         """
         if self.transport_device(device).type != "cpu":
-            return LibraryGather(self, receive, send)
+            return LibraryCall(lambda deadline: self.all_gather(receive, send, deadline))
         everybody = dict.fromkeys(range(self.world_size), send)
         return self.messages(dict(enumerate(receive)), everybody, device, tag)
 
@@ -98,7 +98,7 @@ class Link:
         Row r of `receive` becomes what rank r sends to this one.
         """
         if self.transport_device(device).type != "cpu":
-            return LibraryTranspose(self, receive, send)
+            return LibraryCall(lambda deadline: self.all_to_all(receive, send, deadline))
         return self.messages(dict(enumerate(receive)), dict(enumerate(send)), device, tag)
 
     def messages(

@@ -7,7 +7,7 @@ need the group itself and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -33,30 +33,14 @@ class Round(Protocol):
         """Sends and receives. The host waits for both on the CPU only."""
 
 
-class LibraryGather:
-    """The library's own all-gather as a round."""
+class LibraryCall:
+    """A collective of the library as a round."""
 
-    def __init__(self, link: Link, receive: Tensor, send: Tensor) -> None:
-        self._link, self._receive, self._send = link, receive, send
-
-    def post(self) -> None:
-        pass  # the library does that itself
-
-    def run(self, deadline: float) -> None:
-        self._link.all_gather(self._receive, self._send, deadline)
-
-
-class LibraryTranspose:
-    """The library's own all-to-all as a round."""
-
-    def __init__(self, link: Link, receive: Tensor, send: Tensor) -> None:
-        self._link, self._receive, self._send = link, receive, send
+    def __init__(self, run: Callable[[float], None]) -> None:
+        self.run = run
 
     def post(self) -> None:
         pass  # the library does that itself
-
-    def run(self, deadline: float) -> None:
-        self._link.all_to_all(self._receive, self._send, deadline)
 
 
 class Messages:
