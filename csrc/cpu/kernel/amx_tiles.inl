@@ -90,40 +90,50 @@ inline const BFloat16* key_matrix(const DecodeParams& p, const Step<BFloat16>& s
   return copy;
 }
 
-// Fetches the keys and values of a step, some cache lines at a time. A core keeps only 16 lines in
-// flight, so that fetching overlaps with computing only where it is spread over all of it. 16 are
-// too few even so: `far` is fetched into the second level, which keeps more, and from there as
-// `near`.
+// Fetches the keys and values of the next step, and as many lines of the window, while a step is
+// computed. A core keeps only 16 lines in flight, so that fetching overlaps with computing only
+// where it is spread over all of it: each part of the computing says how much of it it is.
 class Prefetcher {
  public:
-  Prefetcher(const DecodeParams& p, const Step<BFloat16>& near, const Step<BFloat16>* far)
-      : near_(near),
-        far_(far),
-        k_lines_(p.head_dim / kTilePair),
-        v_lines_(p.head_dim_v / kTilePair) {}
+  // The relative costs of the parts of a step: of the products of a block of rows and kTilePair
+  // dims, of interleaving kTilePair dims of two values, of the weights of a block of rows.
+  static constexpr int kScores = 12, kValues = 16, kInterleaving = 1, kWeights = 48;
 
-  void fetch(int lines) {
-    for (; lines > 0 && key_ < kStepKeys; --lines) {
-      __builtin_prefetch(address(near_));
-      if (far_ != nullptr) __builtin_prefetch(address(*far_), 0, 2);  // into the second level
-      if (++line_ == k_lines_ + v_lines_) {
-        line_ = 0;
-        ++key_;
-      }
-    }
+  Prefetcher(const DecodeParams& p, int64_t num_blocks, const Step<BFloat16>& near,
+             Window<BFloat16>* window)
+      : near_(near), window_(window), k_end_(p.head_dim), v_end_(p.head_dim_v) {
+    const int k_lines = p.head_dim / kTilePair, v_lines = p.head_dim_v / kTilePair;
+    units_ = kStepKeys / kUnitKeys * (k_lines > v_lines ? k_lines : v_lines);
+    cost_ = static_cast<int>(num_blocks) * (kScores * k_lines + kValues * v_lines + kWeights) +
+            kTileRows * kInterleaving * v_lines;
+  }
+
+  // Fetches the share of all lines that `cost` is of the step's.
+  void fetch(int cost) {
+    for (due_ += cost * units_; due_ >= cost_; due_ -= cost_) fetch_unit();
   }
 
  private:
-  const BFloat16* address(const Step<BFloat16>& step) const {
-    return line_ < k_lines_ ? step.k[key_] + line_ * kTilePair
-                            : step.v[key_] + (line_ - k_lines_) * kTilePair;
+  static constexpr int kUnitKeys = 4;
+
+  void fetch_unit() {
+    if (key_ == kStepKeys) return;
+    for (int i = 0; i < kUnitKeys; ++i) {
+      if (d_ < k_end_) __builtin_prefetch(near_.k[key_ + i] + d_);
+      if (d_ < v_end_) __builtin_prefetch(near_.v[key_ + i] + d_);
+    }
+    if (window_ != nullptr) window_->fetch();
+    d_ += kTilePair;
+    if (d_ < k_end_ || d_ < v_end_) return;
+    d_ = 0;
+    key_ += kUnitKeys;
   }
 
   const Step<BFloat16>& near_;
-  const Step<BFloat16>* const far_;
-  const int64_t k_lines_, v_lines_;
-  int64_t line_ = 0;
-  int key_ = 0;
+  Window<BFloat16>* const window_;
+  const int64_t k_end_, v_end_;
+  int64_t d_ = 0;
+  int units_, cost_, due_ = 0, key_ = 0;
 };
 
 // Two rows of V become rows of 32-bit pairs (even dims, odd dims). Keys past the end are zeros,
@@ -132,7 +142,7 @@ inline void interleave_values(const Step<BFloat16>& step, Prefetcher& next, int6
                               uint32_t* out) {
   const __m512i low_half = _mm512_set1_epi32(0xffff);
   for (int i = 0; i < kTileRows; ++i) {
-    next.fetch(4);
+    next.fetch(Prefetcher::kInterleaving * static_cast<int>(head_dim / kTilePair));
     const bool has_first = 2 * i < step.count, has_second = 2 * i + 1 < step.count;
     for (int64_t d = 0; d < head_dim; d += kTilePair) {
       const __m512i a = has_first ? _mm512_loadu_si512(step.v[2 * i] + d) : __m512i{};
@@ -157,7 +167,7 @@ inline void score_tiles(const BFloat16* k0, int64_t k0_stride, const BFloat16* k
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t d = 0; d < head_dim; d += kTilePair) {
-    next.fetch(12);
+    next.fetch(Prefetcher::kScores);
     _tile_loadd(3, q + d / 2 * kColumns, kBytes);
     _tile_loadd(2, k0 + d, k0_stride * 2);
     _tile_dpbf16ps(0, 2, 3);
@@ -177,7 +187,7 @@ inline void value_tiles(const Matrices& m, int64_t head_dim, float* acc, Prefetc
   _tile_loadd(6, m.high, 64);
   _tile_loadd(7, m.low, 64);
   for (int64_t d = 0; d < head_dim; d += kTilePair) {
-    next.fetch(16);
+    next.fetch(Prefetcher::kValues);
     const uint32_t* v = m.v + d * kTileRows;
     _tile_loadd(4, acc + d, stride);
     _tile_loadd(5, acc + d + kLanes, stride);

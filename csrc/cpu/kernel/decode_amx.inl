@@ -46,8 +46,8 @@ struct SharedKeys<BFloat16> {
     _tile_loadconfig(&config);
     for_steps<BFloat16>(p, rows, begin, end, limit,
                         [&](int64_t key, const Step<BFloat16>& step, const Step<BFloat16>& next,
-                            const Step<BFloat16>* far) {
-                          attend_step<kColumns>(p, rows, state, m, key, step, next, far);
+                            Window<BFloat16>* window) {
+                          attend_step<kColumns>(p, rows, state, m, key, step, next, window);
                         });
     _tile_release();
   }
@@ -55,14 +55,15 @@ struct SharedKeys<BFloat16> {
   template <int kColumns>
   static void attend_step(const DecodeParams& p, const Rows& rows, const RowState& state,
                           const Matrices& m, int64_t key, const Step<BFloat16>& step,
-                          const Step<BFloat16>& next, const Step<BFloat16>* far) {
+                          const Step<BFloat16>& next, Window<BFloat16>* window) {
     int64_t stride[2];
     const BFloat16* k[2];
     for (int i = 0; i < 2; ++i) {
       k[i] = key_matrix(p, step, i * kTileRows, m.k + i * kTileRows * p.head_dim, stride[i]);
     }
     finish_stores();
-    Prefetcher prefetcher(p, next, far);
+    const int64_t num_blocks = Matrices::row_blocks(rows.count);
+    Prefetcher prefetcher(p, num_blocks, next, window);
     const auto score_rows = [&](int64_t block) {
       score_tiles<kColumns>(k[0], stride[0], k[1], stride[1],
                             m.q + block * kTileRows * p.head_dim / 2, p.head_dim,
@@ -71,7 +72,6 @@ struct SharedKeys<BFloat16> {
     // The matrix unit scores the next rows while the vector units weigh these.
     score_rows(0);
     interleave_values(step, prefetcher, p.head_dim_v, m.v);
-    const int64_t num_blocks = Matrices::row_blocks(rows.count);
     for (int64_t block = 0; block < num_blocks; ++block) {
       if (block + 1 < num_blocks) score_rows(block + 1);
       const int64_t first = block * kTileRows;
@@ -79,7 +79,6 @@ struct SharedKeys<BFloat16> {
       weigh_rows<kColumns>(p, rows, state, m, key, step.count, first, last, prefetcher);
       value_tiles(m, p.head_dim_v, state.acc + first * padded(p.head_dim_v), prefetcher);
     }
-    prefetcher.fetch(kStepKeys * (p.head_dim + p.head_dim_v) / kTilePair);
   }
 
   // softmax_row for rows [first, last), and the rescaling of their acc. Lanes are rows here, so
@@ -108,7 +107,7 @@ struct SharedKeys<BFloat16> {
 
     Vec sum = zero(), weights[kVectors];
     for (int i = 0; i < kVectors; ++i) {
-      next.fetch(kColumns == 4 ? 6 : 3);
+      next.fetch(Prefetcher::kWeights / kVectors);
       // Not fused: base is a rounded product, and exact ones exceed it by more than any exponent.
       weights[i] = exp2_nonpositive(sub(mul(load(scores + i * kLanes), scale), base));
       const int lanes = (num_keys - i * kVectorKeys) * kColumns;

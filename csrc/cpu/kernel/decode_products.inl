@@ -16,18 +16,20 @@ struct ColumnPrefetch {
 };
 
 // Rows in the order of memory, which is the only order that the hardware's own prefetching follows,
-// and the rows of `far` into the second-level cache (see kFarKeys). This pays where keys come from
-// memory.
+// and as many lines of the window. This pays where keys come from memory.
 template <typename T>
 class RowPrefetch {
  public:
-  RowPrefetch(const T* const* near, const T* const* far, int count, int64_t head_dim)
-      : near_(near), far_(far), count_(count), head_dim_(head_dim) {}
+  RowPrefetch(const T* const* near, int count, int64_t head_dim, Window<T>& window)
+      : near_(near), count_(count), head_dim_(head_dim), window_(window) {}
 
   void fetch(int, int64_t) {
     if (row_ == count_) return;
-    prefetch_pair(near_[row_] + d_);
-    prefetch_pair_far(far_[row_] + d_);
+    if (kPairBytes >= kLineBytes || d_ * sizeof(T) % kLineBytes == 0) {
+      prefetch_pair(near_[row_] + d_);
+      lines_ += kPairBytes < kLineBytes ? 1 : kPairBytes / kLineBytes;
+      if (lines_ % Window<T>::kPlaces == 0) window_.fetch();
+    }
     d_ += kPair;
     if (d_ >= head_dim_) {
       d_ = 0;
@@ -36,11 +38,12 @@ class RowPrefetch {
   }
 
  private:
+  static constexpr int kPairBytes = kPair * sizeof(T);
   const T* const* const near_;
-  const T* const* const far_;
   const int count_;
   const int64_t head_dim_;
-  int row_ = 0;
+  Window<T>& window_;
+  int row_ = 0, lines_ = 0;
   int64_t d_ = 0;
 };
 

@@ -41,22 +41,22 @@ inline void attend_step_with(const DecodeParams& p, const Rows& rows, const RowS
   });
 }
 
-// attend_step_with, with the prefetching that suits where the keys come from: `far` is null where
-// few keys follow.
+// attend_step_with, with the prefetching that suits where the keys come from: `window` is null
+// where few keys follow.
 template <typename T>
 inline void attend_step(const DecodeParams& p, const Rows& rows, const RowState& state,
                         int64_t row_begin, int64_t row_end, int64_t key_begin, const Step<T>& step,
-                        const Step<T>& next, const Step<T>* far) {
-  if (far == nullptr) {
+                        const Step<T>& next, Window<T>* window) {
+  if (window == nullptr) {
     attend_step_with<T>(
         p, rows, state, row_begin, row_end, key_begin, step,
         [&](int key) { return ColumnPrefetch<T>{step.v + key}; }, ColumnPrefetch<T>{next.k});
   } else {
-    RowPrefetch<T> values(step.v, far->v, step.count, p.head_dim_v);
+    RowPrefetch<T> values(step.v, step.count, p.head_dim_v, *window);
     attend_step_with<T>(
         p, rows, state, row_begin, row_end, key_begin, step,
         [&](int) -> RowPrefetch<T>& { return values; },
-        RowPrefetch<T>(next.k, far->k, next.count, p.head_dim));
+        RowPrefetch<T>(next.k, next.count, p.head_dim, *window));
   }
 }
 
@@ -66,8 +66,8 @@ template <typename T>
 inline void attend_vectors(const DecodeParams& p, const Rows& rows, const RowState& state,
                            int64_t begin, int64_t end, int64_t limit) {
   for_steps<T>(p, rows, begin, end, limit,
-               [&](int64_t key, const Step<T>& step, const Step<T>& next, const Step<T>* far) {
-                 attend_step<T>(p, rows, state, 0, rows.count, key, step, next, far);
+               [&](int64_t key, const Step<T>& step, const Step<T>& next, Window<T>* window) {
+                 attend_step<T>(p, rows, state, 0, rows.count, key, step, next, window);
                });
 }
 

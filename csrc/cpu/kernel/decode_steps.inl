@@ -9,17 +9,13 @@ constexpr int kStepKeys = 32;
 // head_dim rounded up to whole pairs of vectors, which is what a row takes in scratch memory.
 inline int64_t padded(int64_t head_dim) { return (head_dim + kPair - 1) / kPair * kPair; }
 
+constexpr int kLineBytes = 64;  // of a cache line
+
 template <typename T>
 inline void prefetch_pair(const T* p) {
   constexpr int kBytes = kPair * sizeof(T);
-  for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
-}
-
-template <typename T>
-inline void prefetch_pair_far(const T* p) {
-  constexpr int kBytes = kPair * sizeof(T);
-  for (int i = 0; i < kBytes; i += 64) {
-    __builtin_prefetch(reinterpret_cast<const char*>(p) + i, 0, 2);  // into the second level
+  for (int i = 0; i < kBytes; i += kLineBytes) {
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
   }
 }
 
@@ -32,39 +28,44 @@ struct Step {
   int count;
 };
 
-// How far beyond the next step keys are fetched into the second-level cache, if there are kManyKeys
-// or more: fewer may lie in a cache already, where fetching only costs instructions.
-constexpr int kFarKeys = 4;
+// With this many keys or more, keys are fetched into the second-level cache well ahead of the
+// steps: fewer may lie in a cache already, where fetching only costs instructions.
 constexpr int64_t kManyKeys = 1024;
+
+// Calls body(i, address of key i, address of value i) for keys [begin, begin + count).
+template <typename T, typename Body>
+inline void for_addresses(const DecodeParams& p, const Rows& rows, int64_t begin, int count,
+                          const Body& body) {
+  const T* k = static_cast<const T*>(p.k) + rows.head_kv * p.k_stride[1];
+  const T* v = static_cast<const T*>(p.v) + rows.head_kv * p.v_stride[1];
+  if (p.page_table == nullptr) {
+    k += rows.batch * p.k_stride[0] + begin * p.k_stride[2];
+    v += rows.batch * p.v_stride[0] + begin * p.v_stride[2];
+    for (int i = 0; i < count; ++i) body(i, k + i * p.k_stride[2], v + i * p.v_stride[2]);
+    return;
+  }
+  const int32_t* pages =
+      p.page_table + rows.batch * p.page_table_stride[0] + rows.head_kv * p.page_table_stride[1];
+  int64_t page = begin / p.page_size, slot = begin % p.page_size;
+  for (int i = 0; i < count; ++page, slot = 0) {
+    const T* k_page = k + pages[page] * p.k_stride[0] + slot * p.k_stride[2];
+    const T* v_page = v + pages[page] * p.v_stride[0] + slot * p.v_stride[2];
+    const int64_t left = p.page_size - slot;
+    const int end = left < count - i ? i + static_cast<int>(left) : count;
+    for (; i < end; ++i, k_page += p.k_stride[2], v_page += p.v_stride[2]) body(i, k_page, v_page);
+  }
+}
 
 // Makes `step` that of keys [begin, end).
 template <typename T>
 inline void locate(const DecodeParams& p, const Rows& rows, int64_t begin, int64_t end,
                    Step<T>& step) {
-  const T* k = static_cast<const T*>(p.k) + rows.head_kv * p.k_stride[1];
-  const T* v = static_cast<const T*>(p.v) + rows.head_kv * p.v_stride[1];
   const int count = static_cast<int>(end - begin);
   if (count < 1) __builtin_unreachable();
-  if (p.page_table == nullptr) {
-    k += rows.batch * p.k_stride[0] + begin * p.k_stride[2];
-    v += rows.batch * p.v_stride[0] + begin * p.v_stride[2];
-    for (int i = 0; i < count; ++i) {
-      step.k[i] = k + i * p.k_stride[2];
-      step.v[i] = v + i * p.v_stride[2];
-    }
-  } else {
-    const int32_t* pages =
-        p.page_table + rows.batch * p.page_table_stride[0] + rows.head_kv * p.page_table_stride[1];
-    int64_t page = begin / p.page_size, slot = begin % p.page_size;
-    for (int i = 0; i < count; ++i) {
-      step.k[i] = k + pages[page] * p.k_stride[0] + slot * p.k_stride[2];
-      step.v[i] = v + pages[page] * p.v_stride[0] + slot * p.v_stride[2];
-      if (++slot == p.page_size) {
-        slot = 0;
-        ++page;
-      }
-    }
-  }
+  for_addresses<T>(p, rows, begin, count, [&](int i, const T* k, const T* v) {
+    step.k[i] = k;
+    step.v[i] = v;
+  });
   for (int i = count; i < kStepKeys + kKeyBlock; ++i) {
     step.k[i] = step.k[count - 1];
     step.v[i] = step.v[count - 1];
@@ -72,28 +73,86 @@ inline void locate(const DecodeParams& p, const Rows& rows, int64_t begin, int64
   step.count = count;
 }
 
+// The keys that are fetched into the second-level cache while some steps are computed. A core keeps
+// only 16 lines in flight; its second-level cache keeps more, but fetches ahead only within 4 KiB
+// and after some lines of them. So the window is walked in kPlaces places at once, half of them of
+// keys and half of values, 4 KiB or more apart where keys are contiguous.
+template <typename T>
+class Window {
+ public:
+  static constexpr int kPlaces = 8;
+
+  explicit Window(const DecodeParams& p)
+      : k_end_(p.head_dim),
+        v_end_(p.head_dim_v),
+        place_keys_(p.head_dim * sizeof(T) < 256 ? kMaxPlaceKeys : kMaxPlaceKeys / 2) {}
+
+  int64_t num_keys() const { return kPlaces / 2 * place_keys_; }
+
+  // Makes this the window of keys [begin, end), at most num_keys().
+  void locate(const DecodeParams& p, const Rows& rows, int64_t begin, int64_t end) {
+    const int count = static_cast<int>(end - begin);
+    for_addresses<T>(p, rows, begin, count, [&](int i, const T* k, const T* v) {
+      k_[i] = k;
+      v_[i] = v;
+    });
+    for (int i = count; i < num_keys(); ++i) {
+      k_[i] = k_[count - 1];
+      v_[i] = v_[count - 1];
+    }
+    key_ = d_ = 0;
+  }
+
+  // Fetches a line of each place.
+  void fetch() {
+    if (key_ == place_keys_) return;
+    if (d_ < k_end_) fetch_lines(k_ + key_);
+    if (d_ < v_end_) fetch_lines(v_ + key_);
+    d_ += kLine;
+    if (d_ < k_end_ || d_ < v_end_) return;
+    d_ = 0;
+    ++key_;
+  }
+
+ private:
+  static constexpr int kMaxPlaceKeys = 32, kLine = kLineBytes / sizeof(T);
+
+  void fetch_lines(const T* const* keys) const {
+    for (int i = 0; i < kPlaces / 2; ++i, keys += place_keys_) __builtin_prefetch(*keys + d_, 0, 2);
+  }
+
+  const T *k_[kPlaces / 2 * kMaxPlaceKeys], *v_[kPlaces / 2 * kMaxPlaceKeys];
+  const int64_t k_end_, v_end_, place_keys_;
+  int64_t key_ = 0, d_ = 0;
+};
+
 // The end of the step that begins at `begin`, of keys up to `end`.
 inline int64_t end_of_step(int64_t begin, int64_t end) {
   return begin + kStepKeys < end ? begin + kStepKeys : end;
 }
 
-// Calls body(first key, step, next step, far step) for the steps of [begin, end). The step after
-// the last one is that of the keys up to `limit`, or itself where there are none. The far step
-// begins kFarKeys after the next one; it is null where there are few keys or none so far.
+// Calls body(first key, step, next step, window) for the steps of [begin, end). The step after the
+// last one is that of the keys up to `limit`, or itself where there are none. The window begins
+// more than a window's keys later; it is null where there are few keys or none so far.
 template <typename T, typename Body>
 inline void for_steps(const DecodeParams& p, const Rows& rows, int64_t begin, int64_t end,
                       int64_t limit, const Body& body) {
-  Step<T> steps[2], far;
-  const bool many_keys = limit - begin >= kManyKeys;
+  Step<T> steps[2];
+  Window<T> window(p);
+  bool has_window = false;
+  int64_t next_window = limit - begin < kManyKeys ? limit : begin;
   locate(p, rows, begin, end_of_step(begin, end), steps[0]);
   for (int current = 0; begin < end; current = 1 - current) {
     const int64_t next = begin + steps[current].count;
     if (next < limit) locate(p, rows, next, end_of_step(next, limit), steps[1 - current]);
     const Step<T>& following = steps[next < limit ? 1 - current : current];
-    const int64_t far_begin = next + kFarKeys;
-    const bool has_far = many_keys && far_begin < limit;
-    if (has_far) locate(p, rows, far_begin, end_of_step(far_begin, limit), far);
-    body(begin, steps[current], following, has_far ? &far : nullptr);
+    if (begin == next_window) {
+      next_window += window.num_keys();
+      const int64_t first = next_window + window.num_keys(), last = first + window.num_keys();
+      has_window = first < limit;
+      if (has_window) window.locate(p, rows, first, last < limit ? last : limit);
+    }
+    body(begin, steps[current], following, has_window ? &window : nullptr);
     begin = next;
   }
 }
