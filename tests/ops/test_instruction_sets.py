@@ -78,6 +78,17 @@ def test_infinities_and_nan(instruction_set):
     assert lse.isnan().sum() == 4
 
 
+@pytest.mark.parametrize("page_size", [0, 1, 16, 24])
+@pytest.mark.parametrize("group_size", [4, 5, 8, 9])
+def test_rows_in_lanes(instruction_set, group_size, page_size):
+    """Tiles have columns for 4, 8 or 16 rows, whose scores share a vector; 1,300 keys are enough
+    for every kind of fetching ahead, also past the last one."""
+    make_problem(
+        batch=1, group_size=group_size, seqlen_k=1300, head_dim=96, head_dim_v=32,
+        dtype=torch.bfloat16, page_size=page_size, alibi=1 / 64, softcap=4.0,
+    ).run_and_check(num_workers=1)  # fmt: skip
+
+
 def test_scores_of_ten_thousand(instruction_set):
     o, _ = make_problem(score_size=1e4, seqlen_k=300).run_and_check(num_workers=2)
     assert o.isfinite().all()

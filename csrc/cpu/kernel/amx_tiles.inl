@@ -260,6 +260,47 @@ inline void store_weights(Vec (&weights)[kStepKeys], const Matrices& m) {
   }
 }
 
+// Transposes the 8 x 8 matrices of 32-bit elements in the two halves of the vectors, in place.
+inline void transpose_halves(__m512i (&x)[8]) {
+  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+  const __m512i high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+  __m512i y[8];
+  for (int i = 0; i < 8; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+  }
+  for (int j = 0; j < 4; ++j) {
+    y[j] = _mm512_permutex2var_epi64(x[j], low, x[j + 4]);
+    y[j + 4] = _mm512_permutex2var_epi64(x[j], high, x[j + 4]);
+  }
+  for (int j = 0; j < 8; ++j) x[j] = y[j];
+}
+
+// Weights [32 keys, 8 rows], two keys in a vector, to P [8 rows, 32 keys].
+inline void store_weights(Vec (&weights)[kStepKeys / 2], const Matrices& m) {
+  Vec even[8], odd[8];  // of key pairs i and i + 8
+  for (int i = 0; i < 8; ++i) {
+    even[i] = _mm512_shuffle_f32x4(weights[i], weights[i + 8], 0x44);
+    odd[i] = _mm512_shuffle_f32x4(weights[i], weights[i + 8], 0xee);
+  }
+  uint16_t* const terms[] = {m.high, m.low};
+  for (uint16_t* term : terms) {
+    __m512i pairs[8];
+    for (int i = 0; i < 8; ++i) {
+      pairs[i] = round_pairs(even[i], odd[i]);
+      subtract_rounded(pairs[i], even[i], odd[i]);
+    }
+    transpose_halves(pairs);
+    for (int row = 0; row < 8; ++row) _mm512_store_si512(term + row * kStepKeys, pairs[row]);
+  }
+}
+
 // Weights [32 keys, 4 rows], four keys in a vector, to P [4 rows, 32 keys].
 inline void store_weights(Vec (&weights)[kStepKeys / 4], const Matrices& m) {
   const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -292,25 +333,23 @@ inline void store_weights(Vec (&weights)[kStepKeys / 4], const Matrices& m) {
 // kColumns numbers, repeated to fill a vector.
 template <int kColumns>
 inline Vec load_columns(const float* p) {
-  return kColumns == 4 ? _mm512_broadcast_f32x4(_mm_loadu_ps(p)) : load(p);
+  if constexpr (kColumns == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+  if constexpr (kColumns == 8) return _mm512_broadcast_f32x8(_mm256_loadu_ps(p));
+  return load(p);
 }
 
 // The maximum and the sum over the keys in a vector [16 / kColumns keys, kColumns], in all of its
 // lanes.
 template <int kColumns>
 inline Vec max_of_keys(Vec x) {
-  if constexpr (kColumns == 4) {
-    x = max_keep_nan(x, _mm512_shuffle_f32x4(x, x, 0x4e));
-    x = max_keep_nan(x, _mm512_shuffle_f32x4(x, x, 0xb1));
-  }
+  if constexpr (kColumns <= 8) x = max_keep_nan(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+  if constexpr (kColumns == 4) x = max_keep_nan(x, _mm512_shuffle_f32x4(x, x, 0xb1));
   return x;
 }
 template <int kColumns>
 inline Vec sum_of_keys(Vec x) {
-  if constexpr (kColumns == 4) {
-    x = add(x, _mm512_shuffle_f32x4(x, x, 0x4e));
-    x = add(x, _mm512_shuffle_f32x4(x, x, 0xb1));
-  }
+  if constexpr (kColumns <= 8) x = add(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+  if constexpr (kColumns == 4) x = add(x, _mm512_shuffle_f32x4(x, x, 0xb1));
   return x;
 }
 

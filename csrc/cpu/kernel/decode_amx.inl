@@ -20,6 +20,8 @@ struct SharedKeys<BFloat16> {
     __builtin_memcpy(sum, state.sum, rows.count * sizeof(double));
     if (rows.count <= 4) {
       attend_columns<4>(p, rows, state, begin, end, limit);
+    } else if (rows.count <= 8) {
+      attend_columns<8>(p, rows, state, begin, end, limit);
     } else {
       attend_columns<kTileRows>(p, rows, state, begin, end, limit);
     }
