@@ -3,7 +3,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from rich.progress import Progress
 from torch import Tensor
 
-from tree_attention import lean_decode
+from tree_attention import _C, lean_decode
 from tree_attention.reference.accuracy import check_against_float64
 
 from ..harness.measure import (
@@ -43,6 +44,8 @@ class DecodeCase:
     seqlen_q: int = 1
     warm: bool = False
     flex: bool = False  # compiling for it takes several seconds
+    page_size: int = 0  # keys in shuffled pages of so many; 0: contiguous
+    instruction_set: str = ""  # the widest that the machine has, unless named
 
     @property
     def name(self) -> str:
@@ -51,10 +54,19 @@ class DecodeCase:
         parts = [f"{self.dtype} {self.heads[0]}/{self.heads[1]} d{self.head_dim}"]
         parts += [f"B={len(self.lengths)}{' ragged' if ragged else ''} {keys}"]
         parts += [f"q={self.seqlen_q}"] if self.seqlen_q > 1 else []
+        parts += [f"pages of {self.page_size}"] if self.page_size else []
+        parts += [self.instruction_set] if self.instruction_set else []
         return " ".join(parts + (["warm"] if self.warm else []))
 
     @property
+    def num_pages(self) -> tuple[int, ...]:
+        """Of each sequence."""
+        return tuple(-(-length // self.page_size) for length in self.lengths)
+
+    @property
     def kv_shape(self) -> tuple[int, int, int, int]:
+        if self.page_size:
+            return sum(self.num_pages), self.heads[1], self.page_size, self.head_dim
         return len(self.lengths), self.heads[1], max(self.lengths), self.head_dim
 
     @property
@@ -84,6 +96,7 @@ def quick_cases() -> list[DecodeCase]:
         DecodeCase(lengths=(256,), warm=True),
         DecodeCase(dtype="fp32", heads=(4, 2), head_dim=64, lengths=(1024,), seqlen_q=3),
         DecodeCase(heads=(4, 2), head_dim=64, lengths=(1, 300, 777)),
+        DecodeCase(heads=(4, 2), head_dim=64, lengths=(33, 50), page_size=16),
     ]
 
 
@@ -104,7 +117,19 @@ def standard_cases() -> list[DecodeCase]:
         DecodeCase(lengths=(4096,), seqlen_q=512),
         DecodeCase(lengths=(512,), warm=True),
         DecodeCase(lengths=(1,), warm=True),
+        DecodeCase(page_size=128),
+        DecodeCase(page_size=16),
+        DecodeCase(head_dim=64),
+        *narrower_cases(),
     ]
+
+
+def narrower_cases() -> list[DecodeCase]:
+    """The instruction sets below the one in use, each of which every x86-64 that has it has."""
+    names = ["amx", "avx512", "avx2"]
+    used = _C.cpu_instruction_set()
+    narrower = names[names.index(used) + 1 :] if used in names else []
+    return [DecodeCase(instruction_set=name) for name in narrower]
 
 
 def full_cases() -> list[DecodeCase]:
@@ -114,6 +139,16 @@ def full_cases() -> list[DecodeCase]:
         for heads in ((32, 8), (8, 1), (32, 32)):
             keys = 8192 if heads == (32, 32) else 32768
             cases += [DecodeCase(dtype, heads, d, (keys,)) for d in (128, 64)]
+    cases += [DecodeCase(head_dim=d) for d in (96, 256)]
+    cases += [DecodeCase(heads=heads) for heads in ((16, 8), (64, 8))]
+    for page_size in (128, 32, 16):
+        cases += [
+            DecodeCase(page_size=page_size),
+            DecodeCase(head_dim=64, page_size=page_size),
+            DecodeCase(lengths=(4096,) * 32, page_size=page_size),
+            DecodeCase(lengths=log_uniform_lengths(8, 512, 32768), page_size=page_size),
+        ]
+    cases += [DecodeCase(lengths=(4096,) * 32)]
     cases += [DecodeCase(lengths=(n,)) for n in (512, 4096, 65536)]
     cases += [DecodeCase(seqlen_q=n) for n in (2, 3, 5, 6, 7)]
     for dtype in ("fp16", "fp32"):
@@ -143,16 +178,31 @@ class Inputs:
             (arena.view(2 * i, shape, dtype), arena.view(2 * i + 1, shape, dtype))
             for i in range(self.num_sets)
         ]
+        self.options: dict[str, Any] = {"page_table": page_table(case)} if case.page_size else {}
         for first, *others in zip(*self.sets, strict=True):
             first.normal_(generator=generator)
-            for b, length in enumerate(case.lengths):
-                first[b, :, length:] = math.nan  # unused slots
+            for b, length in enumerate(case.lengths):  # unused slots
+                if not case.page_size:
+                    first[b, :, length:] = math.nan
+                elif length % case.page_size:
+                    last = self.options["page_table"][b, case.num_pages[b] - 1]
+                    first[last, :, length % case.page_size :] = math.nan
             for other in others:
                 other.copy_(first)
         ends = torch.tensor(case.lengths)[:, None] - torch.arange(case.seqlen_q - 1, -1, -1)
         ranges = torch.stack([torch.zeros_like(ends), ends], dim=-1)
-        full = case.seqlen_q == 1 and len(set(case.lengths)) == 1
+        slots = max(case.num_pages) * case.page_size if case.page_size else max(case.lengths)
+        full = case.seqlen_q == 1 and min(case.lengths) == slots
         self.key_ranges = None if full else ranges.to(torch.int32)
+
+
+def page_table(case: DecodeCase) -> Tensor:
+    """[batch, pages]: all pages in random order; entries past a sequence's end are out of range."""
+    ids = torch.randperm(sum(case.num_pages), generator=torch.Generator().manual_seed(0))
+    table = torch.full((len(case.lengths), max(case.num_pages)), -1, dtype=torch.int32)
+    for row, pages in zip(table, ids.to(torch.int32).split(case.num_pages), strict=True):
+        row[: len(pages)] = pages
+    return table
 
 
 def kv_set_bytes(case: DecodeCase) -> int:
@@ -160,8 +210,8 @@ def kv_set_bytes(case: DecodeCase) -> int:
 
 
 def visible(case: DecodeCase, *tensors: Tensor) -> list[Tensor]:
-    """What must be read of K and V, as contiguous pieces."""
-    if len(set(case.lengths)) == 1:
+    """What must be read of K and V, as contiguous pieces; of pages, all slots."""
+    if case.page_size or len(set(case.lengths)) == 1:
         return list(tensors)
     heads = range(case.heads[1])
     return [x[b, h, :n] for x in tensors for b, n in enumerate(case.lengths) for h in heads]
@@ -218,15 +268,27 @@ def flex_attention(inputs: Inputs) -> Callable[[int], Tensor] | str:
     return run
 
 
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    """The named instruction set; the one in use for an empty name."""
+    before = _C.cpu_instruction_set()
+    _C.set_cpu_instruction_set(name or before)
+    try:
+        yield
+    finally:
+        _C.set_cpu_instruction_set(before)
+
+
 def run_case(
     case: DecodeCase, arena: InputArena, seconds: float, fma_per_second: float
 ) -> dict[str, Any]:
     """Times one case; returns its row as JSON values."""
     inputs = Inputs(case, arena)
     functions: dict[str, Callable[[int], Any]] = {
-        OURS: lambda i: lean_decode(inputs.q, *inputs.sets[i], inputs.key_ranges),
-        SDPA: sdpa(case, inputs),
+        OURS: lambda i: lean_decode(inputs.q, *inputs.sets[i], inputs.key_ranges, **inputs.options),
     }
+    if not case.page_size:
+        functions[SDPA] = sdpa(case, inputs)
     if not case.warm and kv_set_bytes(case) >= MIN_PROBE_BYTES:
         buffers = [visible(case, *kv) for kv in inputs.sets]
         functions[PROBE] = lambda i: read_memory(*buffers[i])
@@ -237,7 +299,7 @@ def run_case(
             unavailable[FLEX] = flex
         else:
             functions[FLEX] = flex
-    with Load() as load:
+    with Load() as load, instruction_set(case.instruction_set):
         samples = time_alternating(
             functions, num_sets=inputs.num_sets, seconds=seconds, warm=case.warm
         )
@@ -245,7 +307,7 @@ def run_case(
     queries = sorted({*range(0, case.seqlen_q, max(1, case.seqlen_q // 8)), case.seqlen_q - 1})
     k, v = inputs.sets[0]
     accuracy = check_against_float64(
-        inputs.q, k, v, inputs.key_ranges, *ours.result, queries=queries
+        inputs.q, k, v, inputs.key_ranges, *ours.result, queries=queries, **inputs.options
     )
     row: dict[str, Any] = {
         "name": case.name,
@@ -256,7 +318,7 @@ def run_case(
         "unavailable": unavailable,
         "bandwidth": case.io_bytes / ours.median,
         "fma_share": case.operations / ours.median / fma_per_second,
-        "sdpa_ratio": samples[SDPA].median / ours.median,
+        "sdpa_ratio": samples[SDPA].median / ours.median if SDPA in samples else None,
         "other_load": load.others,
         "accuracy": asdict(accuracy),
         "wrong": not accuracy.right,
@@ -319,7 +381,8 @@ NOTES = (
     "error is the largest of o over all rows, relative to the row's largest magnitude, against "
     "float64; more than twice that of plain PyTorch plus one rounding is WRONG.",
     "SDPA is scaled_dot_product_attention(enable_gqa=True) on the same K and V, with a mask only "
-    "where several queries need one, and one call per sequence for ragged lengths.",
+    "where several queries need one, and one call per sequence for ragged lengths. It takes no "
+    "pages, which are shuffled.",
 )
 
 
@@ -332,6 +395,9 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{100 * value:.0f}"
 
+    def ratio(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1f}"
+
     def spread(times: dict[str, float]) -> str:
         return f"{times['p10_us']:,.0f}-{times['p90_us']:,.0f}"
 
@@ -343,7 +409,7 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
         Column("% BW", [percent(row.get("bandwidth_share")) for row in rows]),
         Column("% FMA", [percent(row["fma_share"]) for row in rows]),
         Column("SDPA us", [time_of(row, SDPA) for row in rows]),
-        Column("SDPA /ours", [f"{row['sdpa_ratio']:.1f}" for row in rows]),
+        Column("SDPA /ours", [ratio(row["sdpa_ratio"]) for row in rows]),
         Column("flex us", [time_of(row, FLEX) for row in rows]),
         Column("error", [f"{row['accuracy']['o_error']:.1e}" for row in rows]),
         Column("right", ["WRONG" if row["wrong"] else "yes" for row in rows]),

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks import decode as program
 from benchmarks.cpu import decode
 from benchmarks.harness import measure, report
-from tree_attention import lean_decode
+from tree_attention import _C, lean_decode
 from tree_attention.cli.world import World
 from tree_attention.reference.accuracy import check_against_float64
 
@@ -64,6 +64,36 @@ def test_sdpa_is_given_the_same_problem(
     o, _ = lean_decode(inputs.q, *inputs.sets[-1], inputs.key_ranges)
     assert o.isfinite().all()
     torch.testing.assert_close(decode.sdpa(case, inputs)(0), o, rtol=1e-4, atol=1e-5)
+
+
+def test_pages_hold_every_key_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 10)
+    case = decode.DecodeCase("fp32", (4, 2), 8, (37, 16, 1), page_size=16)
+    inputs = decode.Inputs(case, measure.InputArena(1 << 16))
+    o, lse = lean_decode(inputs.q, *inputs.sets[-1], inputs.key_ranges, **inputs.options)
+    assert o.isfinite().all()
+    table = inputs.options["page_table"]
+    assert sorted(table[table >= 0].tolist()) == [0, 1, 2, 3, 4]
+    for b, length in enumerate(case.lengths):
+        k, v = (
+            x[table[b, : case.num_pages[b]]].transpose(0, 1).reshape(1, 2, -1, 8)
+            for x in inputs.sets[0]
+        )
+        assert k[:, :, length:].isnan().all() and not k[:, :, :length].isnan().any()
+        ranges = torch.tensor([[[0, length]]], dtype=torch.int32)
+        expected = lean_decode(inputs.q[b : b + 1], k, v, ranges)
+        torch.testing.assert_close((o[b : b + 1], lse[b : b + 1]), expected)
+
+
+def test_instruction_set_is_put_back() -> None:
+    before = _C.cpu_instruction_set()
+    with pytest.raises(ValueError) as error:
+        _C.set_cpu_instruction_set("mmx")
+    narrowest = str(error.value).removesuffix(", got mmx").split()[-1]
+    with pytest.raises(ZeroDivisionError), decode.instruction_set(narrowest):
+        assert _C.cpu_instruction_set() == narrowest
+        1 / 0  # noqa: B018
+    assert _C.cpu_instruction_set() == before
 
 
 def test_probe_reads_what_is_visible() -> None:
