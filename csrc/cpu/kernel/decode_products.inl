@@ -15,36 +15,22 @@ struct ColumnPrefetch {
   void fetch(int key, int64_t d) { prefetch_pair(ahead[key] + d); }
 };
 
-// Rows in the order of memory, which is the only order that the hardware's own prefetching follows,
-// and as many lines of the window. This pays where keys come from memory.
+// As many lines of the window as the loop reads of its own rows, which lie in the second-level
+// cache since the window was theirs. This pays where keys come from memory.
 template <typename T>
-class RowPrefetch {
+class WindowPrefetch {
  public:
-  RowPrefetch(const T* const* near, int count, int64_t head_dim, Window<T>& window)
-      : near_(near), count_(count), head_dim_(head_dim), window_(window) {}
+  explicit WindowPrefetch(Window<T>& window) : window_(window) {}
 
   void fetch(int, int64_t) {
-    if (row_ == count_) return;
-    if (kPairBytes >= kLineBytes || d_ * sizeof(T) % kLineBytes == 0) {
-      prefetch_pair(near_[row_] + d_);
-      lines_ += kPairBytes < kLineBytes ? 1 : kPairBytes / kLineBytes;
-      if (lines_ % Window<T>::kPlaces == 0) window_.fetch();
-    }
-    d_ += kPair;
-    if (d_ >= head_dim_) {
-      d_ = 0;
-      ++row_;
-    }
+    constexpr int kPairBytes = kPair * sizeof(T);
+    constexpr int kCalls = Window<T>::kPlaces * kLineBytes / kPairBytes;
+    if (++calls_ % kCalls == 0) window_.fetch();
   }
 
  private:
-  static constexpr int kPairBytes = kPair * sizeof(T);
-  const T* const* const near_;
-  const int count_;
-  const int64_t head_dim_;
   Window<T>& window_;
-  int row_ = 0, lines_ = 0;
-  int64_t d_ = 0;
+  unsigned calls_ = 0;
 };
 
 // scores [kRows, kKeyBlock] = q [kRows, head_dim] times the transpose of k [kKeyBlock, head_dim].

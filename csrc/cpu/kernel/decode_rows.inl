@@ -52,11 +52,10 @@ inline void attend_step(const DecodeParams& p, const Rows& rows, const RowState&
         p, rows, state, row_begin, row_end, key_begin, step,
         [&](int key) { return ColumnPrefetch<T>{step.v + key}; }, ColumnPrefetch<T>{next.k});
   } else {
-    RowPrefetch<T> values(step.v, step.count, p.head_dim_v, *window);
+    WindowPrefetch<T> prefetch(*window);
     attend_step_with<T>(
         p, rows, state, row_begin, row_end, key_begin, step,
-        [&](int) -> RowPrefetch<T>& { return values; },
-        RowPrefetch<T>(next.k, next.count, p.head_dim, *window));
+        [&](int) -> WindowPrefetch<T>& { return prefetch; }, prefetch);
   }
 }
 
