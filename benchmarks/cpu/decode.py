@@ -19,6 +19,7 @@ from tree_attention.reference.accuracy import check_against_float64
 from ..harness.measure import (
     InputArena,
     Load,
+    amx_peak,
     fma_peak,
     load_warnings,
     pin_threads,
@@ -115,6 +116,9 @@ def standard_cases() -> list[DecodeCase]:
         DecodeCase(seqlen_q=4),
         DecodeCase(seqlen_q=8),
         DecodeCase(lengths=(4096,), seqlen_q=512),
+        DecodeCase(lengths=(4096,), seqlen_q=512, head_dim=64),
+        DecodeCase(lengths=(2048,), seqlen_q=2048),
+        DecodeCase(lengths=(2048,), seqlen_q=2048, head_dim=64),
         DecodeCase(lengths=(512,), warm=True),
         DecodeCase(lengths=(1,), warm=True),
         DecodeCase(page_size=128),
@@ -151,6 +155,12 @@ def full_cases() -> list[DecodeCase]:
     cases += [DecodeCase(lengths=(4096,) * 32)]
     cases += [DecodeCase(lengths=(n,)) for n in (512, 4096, 65536)]
     cases += [DecodeCase(seqlen_q=n) for n in (2, 3, 5, 6, 7)]
+    for queries in (512, 2048):
+        for keys in (0, 4096, 32768):  # before the queries' own
+            cases += [
+                DecodeCase(lengths=(keys + queries,), seqlen_q=queries, head_dim=d)
+                for d in (128, 64)
+            ]
     for dtype in ("fp16", "fp32"):
         cases += [
             DecodeCase(dtype, lengths=log_uniform_lengths(8, 512, 32768)),
@@ -280,7 +290,11 @@ def instruction_set(name: str) -> Iterator[None]:
 
 
 def run_case(
-    case: DecodeCase, arena: InputArena, seconds: float, fma_per_second: float
+    case: DecodeCase,
+    arena: InputArena,
+    seconds: float,
+    fma_per_second: float,
+    amx_per_second: float,
 ) -> dict[str, Any]:
     """Times one case; returns its row as JSON values."""
     inputs = Inputs(case, arena)
@@ -318,6 +332,7 @@ def run_case(
         "unavailable": unavailable,
         "bandwidth": case.io_bytes / ours.median,
         "fma_share": case.operations / ours.median / fma_per_second,
+        "amx_share": case.operations / ours.median / amx_per_second if amx_per_second else None,
         "sdpa_ratio": samples[SDPA].median / ours.median if SDPA in samples else None,
         "other_load": load.others,
         "accuracy": asdict(accuracy),
@@ -342,16 +357,17 @@ def run(cases: Sequence[DecodeCase], progress: Progress, *, seconds: float) -> R
     task = progress.add_task("decode", total=len(cases))
     rows = []
     with torch.inference_mode():
-        peak = fma_peak()
+        peak, matrix_peak = fma_peak(), amx_peak()
         for case in cases:
             progress.update(task, description=case.name)
-            rows.append(run_case(case, arena, seconds, peak))
+            rows.append(run_case(case, arena, seconds, peak, matrix_peak))
             progress.advance(task)
     probes = [row["probe_bandwidth"] / 1e9 for row in rows if "probe_bandwidth" in row]
     header = environment(
         **{
             "pinned to CPUs": cpus or "not pinned",
             "float32 multiply-add peak": f"{peak / 1e9:.0f} GFLOP/s",
+            "bfloat16 peak of AMX": f"{matrix_peak / 1e9:.0f} GFLOP/s" if matrix_peak else "no AMX",
             "read bandwidth": (
                 f"{min(probes):.1f} to {max(probes):.1f} GB/s over the rows" if probes else "none"
             ),
@@ -377,7 +393,8 @@ NOTES = (
     "in between. Warm: the call before it read the same set.",
     "GB/s counts K and V up to each length, q and o, once. % BW is the share of a probe that only "
     "reads the same memory with all threads, in the same alternation. % FMA is the share of the "
-    "vector units' float32 multiply-add peak; matrix units (AMX) can exceed it.",
+    "vector units' float32 multiply-add peak; matrix units can exceed it. % AMX is the share of "
+    "what AMX does with bfloat16 in registers.",
     "error is the largest of o over all rows, relative to the row's largest magnitude, against "
     "float64; more than twice that of plain PyTorch plus one rounding is WRONG.",
     "SDPA is scaled_dot_product_attention(enable_gqa=True) on the same K and V, with a mask only "
@@ -408,6 +425,7 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
         Column("GB/s", [f"{row['bandwidth'] / 1e9:.1f}" for row in rows]),
         Column("% BW", [percent(row.get("bandwidth_share")) for row in rows]),
         Column("% FMA", [percent(row["fma_share"]) for row in rows]),
+        Column("% AMX", [percent(row["amx_share"]) for row in rows]),
         Column("SDPA us", [time_of(row, SDPA) for row in rows]),
         Column("SDPA /ours", [ratio(row["sdpa_ratio"]) for row in rows]),
         Column("flex us", [time_of(row, FLEX) for row in rows]),

@@ -173,11 +173,17 @@ def read_memory(*tensors: Tensor) -> None:
 
 
 def fma_peak() -> float:
-    """float32 operations per second of all threads with fused multiply-adds in registers.
+    """float32 operations per second of all threads with fused multiply-adds in registers."""
+    return _best_rate(probe().multiply_add, 200_000)
 
-    The best of several runs: nothing but a disturbance can slow it down.
-    """
-    multiply_add, repeats = probe().multiply_add, 200_000
+
+def amx_peak() -> float:
+    """bfloat16 operations per second of all threads with AMX tiles in registers; 0 without AMX."""
+    return _best_rate(probe().multiply_add_bf16_tiles, 20_000)
+
+
+def _best_rate(multiply_add: Callable[[int], float], repeats: int) -> float:
+    """The best of several runs: nothing but a disturbance can slow one down."""
     best = 0.0
     for _ in range(20):
         begin = time.perf_counter()

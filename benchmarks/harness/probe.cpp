@@ -15,8 +15,11 @@
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -128,7 +131,42 @@ __attribute__((target("avx512f"))) MultiplyAdd multiply_add_avx512(int64_t repea
   }
   return {add_lanes(sum), 2 * 16 * kAccumulators};
 }
+
+// Six accumulators hide the latency of a tile product, and no operand is loaded.
+__attribute__((target("amx-tile,amx-bf16"))) MultiplyAdd multiply_add_tiles(int64_t repeats) {
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  asm volatile("" ::"m"(config));  // the intrinsic does not say that it reads memory
+  _tile_loadconfig(&config);
+  for (int64_t i = 0; i < repeats; ++i) {
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_dpbf16ps(1, 6, 7);
+    _tile_dpbf16ps(2, 6, 7);
+    _tile_dpbf16ps(3, 6, 7);
+    _tile_dpbf16ps(4, 6, 7);
+    _tile_dpbf16ps(5, 6, 7);
+  }
+  _tile_release();
+  return {0.0f, 2 * 16 * 16 * 32 * 6};
+}
 #endif
+
+// Linux saves tile registers only for a process that asked for them.
+bool has_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr unsigned kBf16Bit = 1u << 22, kTileBit = 1u << 24;  // CPUID 7.0 EDX
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & kBf16Bit) == 0 || (edx & kTileBit) == 0) return false;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 struct Functions {
   ReadFunction read = read_portable;
@@ -181,10 +219,7 @@ uint64_t read_memory(const std::vector<std::pair<uintptr_t, int64_t>>& buffers) 
   return total;
 }
 
-// Runs `repeats` rounds of independent float32 fused multiply-adds in registers on every thread.
-// Returns the floating-point operations done, two for each multiply-add.
-double multiply_add(int64_t repeats) {
-  const MultiplyAddFunction run = widest().multiply_add;
+double operations_of(MultiplyAddFunction run, int64_t repeats) {
   std::atomic<int64_t> operations{0};
   std::atomic<float> value{0.0f};
   on_every_thread([&](int64_t, int64_t) {
@@ -195,6 +230,19 @@ double multiply_add(int64_t repeats) {
   return static_cast<double>(operations);
 }
 
+// Runs `repeats` rounds of independent float32 fused multiply-adds in registers on every thread.
+// Returns the floating-point operations done, two for each multiply-add.
+double multiply_add(int64_t repeats) { return operations_of(widest().multiply_add, repeats); }
+
+// The same with bfloat16 products in AMX tiles; 0 where there are none.
+double multiply_add_bf16_tiles(int64_t repeats) {
+#if defined(__x86_64__)
+  static const bool available = has_tiles();
+  if (available) return operations_of(multiply_add_tiles, repeats);
+#endif
+  return 0.0;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -202,4 +250,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pin_threads", &pin_threads, ReleaseGil());
   m.def("read_memory", &read_memory, ReleaseGil());
   m.def("multiply_add", &multiply_add, ReleaseGil());
+  m.def("multiply_add_bf16_tiles", &multiply_add_bf16_tiles, ReleaseGil());
 }

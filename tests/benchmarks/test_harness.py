@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.harness import measure, report
+from tree_attention import _C
 
 
 def test_samples_percentiles() -> None:
@@ -114,7 +115,12 @@ def test_sets_exceed_the_last_level_cache() -> None:
 
 def test_probes_give_plausible_ceilings() -> None:
     # Any machine that runs this does more than 100 MFLOP/s and less than 100 TFLOP/s.
-    assert 1e8 < measure.fma_peak() < 1e14
+    fma_peak, amx_peak = measure.fma_peak(), measure.amx_peak()
+    assert 1e8 < fma_peak < 1e14
+    if _C.cpu_instruction_set() == "amx":
+        assert 2 * fma_peak < amx_peak < 1e15
+    else:
+        assert amx_peak == 0.0
     data = torch.zeros(1 << 24, dtype=torch.uint8)
     begin = time.perf_counter()
     measure.read_memory(data)
