@@ -244,7 +244,7 @@ void lean_decode(const DecodeParams& params) {
   thread_local Schedule schedule;
   thread_local Scratch scratch;
   const int64_t num_rows = int64_t{params.group_size()} * params.seqlen_q;
-  build_schedule(params, std::min<int64_t>(num_rows, kMaxRows), schedule);
+  build_schedule(params, std::min(num_rows, isa.max_rows(params)), schedule);
 
   const int64_t num_workers = schedule.partition.num_workers;
   const int64_t num_counters = num_partial_slots(num_workers);

@@ -139,3 +139,95 @@ def test_instruction_sets_agree(instruction_set):
         _C.set_cpu_instruction_set(supported()[-1])
         portable = problem.run(num_workers=2, out_dtype=torch.float32)
         torch.testing.assert_close(result, portable, rtol=2e-5, atol=2e-6)
+
+
+# Many rows: matrix units take other paths then.
+MANY_ROWS = {
+    "all": {"seqlen_q": 40, "seqlen_k": 300},
+    "causal": {"seqlen_q": 130, "ranges": "causal", "seqlen_k": 700},
+    "first keys": {"seqlen_q": 150, "ranges": "causal", "seqlen_k": 150, "group_size": 5},
+    "window": {"seqlen_q": 300, "ranges": "window", "seqlen_k": 600, "group_size": 1},
+    "random": {"seqlen_q": 64, "ranges": "random", "seqlen_k": 200},
+    "ragged": {"seqlen_q": 20, "ranges": "ragged", "layout": "BSHD", "batch": 4},
+    "flushes": {"seqlen_q": 24, "ranges": "causal", "seqlen_k": 4500, "batch": 1},
+    "two outputs": {"seqlen_q": 333, "ranges": "causal", "seqlen_k": 400, "num_heads_kv": 1},
+    "pages": {
+        "seqlen_q": 50,
+        "ranges": "causal",
+        "page_size": 16,
+        "seqlen_k": 390,
+        "layout": "BSHD",
+    },
+    "values": {"seqlen_q": 70, "ranges": "causal", "head_dim": 96, "head_dim_v": 32},
+    "d 256": {"seqlen_q": 30, "ranges": "causal", "head_dim": 256, "seqlen_k": 280},
+    "alibi": {"seqlen_q": 40, "ranges": "causal", "alibi": 1 / 64, "seqlen_k": 300},
+    "softcap": {"seqlen_q": 40, "ranges": "causal", "softcap": 5.0, "score_size": 3.0},
+    "negative": {"seqlen_q": 40, "ranges": "causal", "softmax_scale": -0.4, "score_size": 3.0},
+    "no scale": {"seqlen_q": 40, "ranges": "causal", "softmax_scale": 0.0},
+}
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("name", MANY_ROWS)
+def test_many_rows(instruction_set, name, num_workers):
+    problem = make_problem(dtype=torch.bfloat16, **MANY_ROWS[name])
+    result = problem.run_and_check(num_workers=num_workers)
+    assert_same_bits(result, problem.run(num_workers=num_workers))
+
+
+def test_many_rows_in_float32(instruction_set):
+    """Weights keep more digits than bfloat16 has."""
+    problem = make_problem(
+        seqlen_q=64, ranges="all", seqlen_k=3000, dtype=torch.bfloat16, score_size=3.0
+    )
+    o, _ = problem.run(out_dtype=torch.float32)
+    true_o, _ = attention(problem.q, problem.k, problem.v)
+    error = (o - true_o).abs().amax(-1) / true_o.abs().amax(-1)
+    assert error.max() < 2e-5  # one bfloat16 term: 2e-3
+
+
+def test_many_rows_of_growing_scores(instruction_set):
+    """What was summed so far is rescaled again and again."""
+    problem = make_problem(seqlen_q=40, seqlen_k=1500, dtype=torch.bfloat16, softmax_scale=1.0)
+    problem.q[..., 0], problem.q[..., 1:] = 1.0, problem.q[..., 1:] / 8
+    problem.k[..., 0] = torch.linspace(-60, 60, 1500)
+    o, lse = problem.run(out_dtype=torch.float32, num_workers=2)
+    true_o, true_lse = attention(problem.q, problem.k, problem.v, softmax_scale=1.0)
+    torch.testing.assert_close(o.double(), true_o, rtol=0, atol=1e-4)
+    torch.testing.assert_close(lse.double(), true_lse, rtol=1e-6, atol=0)
+
+
+def test_many_rows_of_special_numbers(instruction_set):
+    """Values and scores that are not finite reach the rows that see them, and no others."""
+    problem = make_problem(
+        seqlen_q=70, ranges="causal", seqlen_k=2600, batch=1, dtype=torch.bfloat16
+    )
+    end = int(problem.key_ranges[0, -1, 1])
+    problem.v[0, 0, end - 30, 3] = math.inf
+    problem.v[0, 1, end - 20, 5] = NAN
+    problem.k[0, 1, end - 10] = NAN
+    problem.run_and_check(num_workers=2)
+    problem = make_problem(seqlen_q=70, seqlen_k=300, dtype=torch.bfloat16)
+    problem.q[..., 0] = 1.0
+    problem.k[:, :, 10:120, 0] = -math.inf
+    problem.run_and_check()
+    problem.k[..., 0] = -math.inf
+    o, lse = problem.run_and_check()
+    assert (o == 0).all() and (lse == -math.inf).all()
+
+
+def test_many_rows_of_ten_billion(instruction_set):
+    problem = make_problem(score_size=1e10, seqlen_q=20, seqlen_k=300, dtype=torch.bfloat16)
+    o, _ = problem.run(out_dtype=torch.float32)
+    true_o, _ = attention(problem.q, problem.k, problem.v)
+    assert torch.equal(o.double(), true_o)
+
+
+def test_many_rows_around_a_gap(instruction_set):
+    """Pages between the ranges of an output's rows may be absent."""
+    problem = make_problem(seqlen_q=40, seqlen_k=640, page_size=16, dtype=torch.bfloat16)
+    problem.key_ranges[:, :20] = torch.tensor([0, 100], dtype=torch.int32)
+    problem.key_ranges[:, 20:] = torch.tensor([500, 640], dtype=torch.int32)
+    expected = problem.run_and_check()
+    problem.options["page_table"][..., 7:31] = 1 << 30
+    assert_same_bits(expected, problem.run())

@@ -140,6 +140,7 @@ struct SharedKeys<BFloat16> {
     }
   }
 
+ public:
   // adjust_scores for scores [kStepKeys, kColumns] as they come from the matrix unit.
   template <int kColumns>
   static void adjust_columns(const DecodeParams& p, const Rows& rows, int64_t first, int64_t last,

@@ -14,11 +14,14 @@ namespace tree_attention::cpu {
 // Keys per tile of the lean schedule.
 constexpr int kTileKeys = 64;
 
-// Rows of an output: what shares one pass over K and V.
+// Rows that share one pass over K and V in vectors.
 constexpr int kMaxRows = 128;
 
 struct Kernels {
   const char* name;
+
+  // The most rows of an output: what shares one pass over K and V.
+  int64_t (*max_rows)(const DecodeParams& params);
 
   // Bytes of scratch memory that attend needs, aligned to 64.
   size_t (*workspace_bytes)(const DecodeParams& params, int64_t num_rows);

@@ -21,19 +21,42 @@ namespace {
 #include "amx_tiles.inl"
 
 #include "decode_amx.inl"
+
+#include "prefill_tiles.inl"
+
+#include "prefill_amx.inl"
 #endif
 
-size_t workspace_bytes(const DecodeParams& p, int64_t num_rows) {
-  size_t bytes = state_bytes(p, num_rows);
+int64_t max_rows(const DecodeParams& p) {
 #ifdef TREE_ATTENTION_AMX
-  if (p.dtype == DataType::kBFloat16) bytes += Matrices::bytes(p, num_rows);
+  if (suits_prefill(p)) return kPrefillRows;
+#endif
+  return kMaxRows;
+}
+
+size_t workspace_bytes(const DecodeParams& p, int64_t num_rows) {
+  const int64_t vector_rows = num_rows < kMaxRows ? num_rows : kMaxRows;
+  size_t bytes = state_bytes(p, vector_rows);
+#ifdef TREE_ATTENTION_AMX
+  if (p.dtype == DataType::kBFloat16) bytes += Matrices::bytes(p, vector_rows);
+  const size_t prefill_bytes = suits_prefill(p) ? Prefill::bytes(p, num_rows) : 0;
+  if (prefill_bytes > bytes) bytes = prefill_bytes;
 #endif
   return bytes;
 }
 
 void attend(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace, float* o,
             float* lse) {
-  with_dtype(p.dtype, [&]<typename T>() { attend_rows<T>(p, rows, keys, workspace, o, lse); });
+#ifdef TREE_ATTENTION_AMX
+  if (suits_prefill(p) && PrefillCall(p, rows, keys, workspace).run(o, lse)) return;
+#endif
+  for (int64_t row = 0; row < rows.count; row += kMaxRows) {
+    const int64_t count = row + kMaxRows < rows.count ? kMaxRows : rows.count - row;
+    const Rows part{rows.batch, rows.head_kv, rows.begin + row, count};
+    with_dtype(p.dtype, [&]<typename T>() {
+      attend_rows<T>(p, part, keys, workspace, o + row * p.head_dim_v, lse + row);
+    });
+  }
 }
 
 template <typename T>
@@ -61,6 +84,6 @@ void store_output(const DecodeParams& p, const Rows& rows, const float* o, const
   with_dtype(p.out_dtype, [&]<typename T>() { store_rows<T>(p, rows, o, lse); });
 }
 
-constexpr Kernels kKernels{kName, workspace_bytes, attend, store_output};
+constexpr Kernels kKernels{kName, max_rows, workspace_bytes, attend, store_output};
 
 }  // namespace

@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Operands, products and weights of many rows, included before prefill_amx.inl. Keys are packed
+// once, kPackedKeys at a time, and meet all rows of the output, kBlockRows at a time:
+//   S^T [keys, rows] = K Q^T,   P^T = 2^(S^T - base),   O^T [dims, rows] += V^T P^T.
+// Lanes are rows from the first product to the last, so that nothing is shuffled between them.
+
+constexpr int kPackedKeys = 256;  // keys that are packed at a time
+constexpr int kPackedSteps = kPackedKeys / kStepKeys;
+constexpr int kBlockRows = 2 * kTileRows;                 // rows that meet them at a time
+constexpr int kTileWords = kTileRows * kTileRows;         // 32-bit words of a tile
+constexpr int kGroupKeys = 4;                             // keys weighed between tile products
+constexpr int kScoreWords = 2 * kPackedKeys * kTileRows;  // of a block of rows
+
+constexpr int kPrefillRows = 512;       // rows of an output
+constexpr int kFewestPrefillRows = 64;  // with fewer, packing keys costs more than it saves
+
+inline bool suits_prefill(const DecodeParams& p) {
+  return p.dtype == DataType::kBFloat16 && p.head_dim % kTilePair == 0 &&
+         p.head_dim_v % kTilePair == 0 &&
+         int64_t{p.group_size()} * p.seqlen_q >= kFewestPrefillRows;
+}
+
+// Scores beyond it are left to the vectors: rounding errors would exceed every exponent.
+constexpr float kLargestScore = 1 << 21;
+// base [row] of no key so far.
+constexpr float kNoBase = -2 * kLargestScore;
+// A base follows the largest score only when that exceeds it by this much, because then everything
+// summed so far has to be rescaled. Weights up to 2^16 cost no digits: float32 has the exponents.
+constexpr float kBaseSlack = 16;
+
+// Memory of one call.
+struct Prefill {
+  uint32_t* q;    // [row tiles, head_dim / 32, 16 pairs of dims, 16 rows]
+  BFloat16* k;    // [2, key tiles, head_dim / 32, 16 keys, 32 dims]
+  uint32_t* v;    // [2, steps, head_dim_v / 16, 16 dims, 16 pairs of keys]
+  float* scores;  // [3, 2 row tiles, kPackedKeys, 16 rows]: of three blocks of rows
+  float* acc;    // [row tiles, head_dim_v / 16, 16 dims, 16 rows], of the keys since the last flush
+  float* total;  // likewise, of the keys before it
+  double* sum;   // [rows], of all weights
+  float* base;   // [rows], an integer: weights are 2^(score - base)
+  float* total_base;     // [rows], base at the last flush
+  int32_t *begin, *end;  // [rows], the keys that a row sees, counted from the first one of the call
+
+  static int64_t padded_rows(int64_t num_rows) {
+    return (num_rows + kBlockRows - 1) / kBlockRows * kBlockRows;
+  }
+  static size_t bytes(const DecodeParams& p, int64_t num_rows) {
+    return padded_rows(num_rows) * (p.head_dim * 2 + p.head_dim_v * 8 + 24) +
+           2 * kPackedKeys * (p.head_dim + p.head_dim_v) * 2 + 3 * kScoreWords * 4;
+  }
+  Prefill(const DecodeParams& p, int64_t num_rows, void* memory) {
+    num_rows = padded_rows(num_rows);
+    char* free = static_cast<char*>(memory);
+    const auto take = [&]<typename T>(T*& array, int64_t size) {
+      array = reinterpret_cast<T*>(free);
+      free += size * sizeof(T);
+    };
+    take(q, num_rows * p.head_dim / 2);
+    take(k, 2 * kPackedKeys * p.head_dim);
+    take(v, kPackedKeys * p.head_dim_v);
+    take(scores, 3 * kScoreWords);
+    take(acc, num_rows * p.head_dim_v);
+    take(total, num_rows * p.head_dim_v);
+    take(sum, num_rows);
+    take(base, num_rows);
+    take(total_base, num_rows);
+    take(begin, num_rows);
+    take(end, num_rows);
+  }
+};
+
+// Queries as Prefill::q; those past the last row are zeros.
+inline void pack_query_tiles(const DecodeParams& p, const Rows& rows, int64_t num_rows,
+                             uint32_t* out) {
+  for (int64_t first = 0; first < num_rows; first += kTileRows) {
+    const BFloat16* sources[kTileRows];
+    for (int i = 0; i < kTileRows; ++i) {
+      if (first + i >= rows.count) {
+        sources[i] = nullptr;
+        continue;
+      }
+      const auto [token, head] = place_of_row(p, rows, first + i);
+      sources[i] = static_cast<const BFloat16*>(p.q) + rows.batch * p.q_stride[0] +
+                   head * p.q_stride[1] + token * p.q_stride[2];
+    }
+    for (int64_t d = 0; d < p.head_dim; d += kTilePair, out += kTileWords) {
+      __m512i pairs[kTileRows];
+      for (int i = 0; i < kTileRows; ++i) {
+        pairs[i] = sources[i] == nullptr ? __m512i{} : _mm512_loadu_si512(sources[i] + d);
+      }
+      transpose(pairs);
+      for (int i = 0; i < kTileRows; ++i) _mm512_store_si512(out + i * kTileRows, pairs[i]);
+    }
+  }
+}
+
+// Keys as Prefill::k and values as Prefill::v; those past the end of the step are zeros.
+inline void pack_keys(const Step<BFloat16>& step, int64_t head_dim, BFloat16* out) {
+  for (int key = 0; key < kStepKeys; ++key) {
+    BFloat16* row = out + key / kTileRows * kTileRows * head_dim + key % kTileRows * kTilePair;
+    for (int64_t d = 0; d < head_dim; d += kTilePair) {
+      _mm512_store_si512(row + d * kTileRows,
+                         key < step.count ? _mm512_loadu_si512(step.k[key] + d) : __m512i{});
+    }
+  }
+}
+inline void pack_values(const Step<BFloat16>& step, int64_t head_dim, uint32_t* out) {
+  const __m512i low_half = _mm512_set1_epi32(0xffff);
+  for (int64_t d = 0; d < head_dim; d += kTilePair) {
+    __m512i even[kTileRows], odd[kTileRows];
+    for (int i = 0; i < kTileRows; ++i) {
+      const bool has_first = 2 * i < step.count, has_second = 2 * i + 1 < step.count;
+      const __m512i a = has_first ? _mm512_loadu_si512(step.v[2 * i] + d) : __m512i{};
+      const __m512i b = has_second ? _mm512_loadu_si512(step.v[2 * i + 1] + d) : __m512i{};
+      // (low_half & x) | (~low_half & y)
+      even[i] = _mm512_ternarylogic_epi32(low_half, a, _mm512_slli_epi32(b, 16), 0xca);
+      odd[i] = _mm512_ternarylogic_epi32(low_half, _mm512_srli_epi32(a, 16), b, 0xca);
+    }
+    transpose(even);
+    transpose(odd);
+    uint32_t* tiles = out + d / kTileRows * kTileWords;
+    for (int i = 0; i < kTileRows; ++i) {
+      _mm512_store_si512(tiles + i * kTileRows, even[i]);
+      _mm512_store_si512(tiles + kTileWords + i * kTileRows, odd[i]);
+    }
+  }
+}
+
+// Fetches keys and values into the second-level cache, some cache lines at a time: a core keeps
+// only 16 lines in flight, and drops what exceeds them.
+class FarPrefetcher {
+ public:
+  FarPrefetcher(const DecodeParams& p)
+      : k_lines_(p.head_dim / kTilePair), v_lines_(p.head_dim_v / kTilePair) {}
+
+  // The next keys to fetch are [begin, end).
+  void locate_keys(const DecodeParams& p, const Rows& rows, int64_t begin, int64_t end) {
+    step_ = line_ = key_ = num_steps_ = 0;
+    for (; begin < end; begin = end_of_step(begin, end)) {
+      locate(p, rows, begin, end_of_step(begin, end), steps_[num_steps_++]);
+    }
+  }
+
+  int64_t lines() const { return num_steps_ * kStepKeys * (k_lines_ + v_lines_); }
+
+  void fetch(int64_t lines) {
+    for (; lines > 0 && step_ < num_steps_; --lines) {
+      const Step<BFloat16>& step = steps_[step_];
+      const BFloat16* line = line_ < k_lines_ ? step.k[key_] + line_ * kTilePair
+                                              : step.v[key_] + (line_ - k_lines_) * kTilePair;
+      __builtin_prefetch(line, 0, 2);
+      if (++line_ < k_lines_ + v_lines_) continue;
+      line_ = 0;
+      if (++key_ < step.count) continue;
+      key_ = 0;
+      ++step_;
+    }
+  }
+
+ private:
+  const int64_t k_lines_, v_lines_;
+  Step<BFloat16> steps_[kPackedSteps];
+  int64_t line_ = 0;
+  int step_ = 0, key_ = 0, num_steps_ = 0;
+};
+
+// One meeting of a block of rows with packed keys.
+struct Meeting {
+  int64_t row;                // the first of the block
+  int64_t key;                // the first packed one, counted from the first one of the call
+  int first_step, last_step;  // of the packed keys: those that some row sees
+  bool masked;                // some row does not see all of their keys
+  const BFloat16* k;
+  const uint32_t* v;
+  float* scores;
+};
+
+// The products of one meeting's values and of another one's scores, cut into units of four tile
+// products, so that they can run while the vector units weigh a third one's scores.
+class TileWork {
+ public:
+  TileWork(const DecodeParams& p, const Prefill& m, const Meeting* values, const Meeting* scores)
+      : p_(p), m_(m), values_(values), scores_(scores) {
+    if (values != nullptr) {
+      step_ = values->first_step;
+      units_ += int64_t{2} * (values->last_step - values->first_step) * (p.head_dim_v / kTilePair);
+    } else {
+      step_ = scores != nullptr ? scores->first_step : 0;
+    }
+    if (scores != nullptr) {
+      units_ += (scores->last_step - scores->first_step) * (p.head_dim / kTilePair);
+    }
+  }
+
+  int64_t units() const { return units_; }
+
+  void run(int64_t units) {
+    for (; units > 0; --units) {
+      if (values_ != nullptr) {
+        value_unit();
+      } else {
+        score_unit();
+      }
+    }
+  }
+
+ private:
+  void value_unit() {
+    const Meeting& meeting = *values_;
+    const int64_t block = p_.head_dim_v * kTileRows;  // of acc
+    float* acc = m_.acc + meeting.row * p_.head_dim_v + d_ * kTileRows;
+    const float* weights =
+        meeting.scores + step_ * kStepKeys * kTileRows + (second_term_ ? kTileRows : 0);
+    if (!second_term_) {
+      if (step_ == meeting.first_step) {
+        _tile_loadd(0, acc, 64);
+        _tile_loadd(1, acc + block, 64);
+        _tile_loadd(2, acc + kTileWords, 64);
+        _tile_loadd(3, acc + block + kTileWords, 64);
+      }
+      const uint32_t* v = meeting.v + (step_ * p_.head_dim_v + d_) * kTileRows;
+      _tile_loadd(4, v, 64);
+      _tile_loadd(5, v + kTileWords, 64);
+    }
+    _tile_loadd(6, weights, 128);
+    _tile_loadd(7, weights + kPackedKeys * kTileRows, 128);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    second_term_ = !second_term_;
+    if (second_term_ || ++step_ < meeting.last_step) return;
+    _tile_stored(0, acc, 64);
+    _tile_stored(1, acc + block, 64);
+    _tile_stored(2, acc + kTileWords, 64);
+    _tile_stored(3, acc + block + kTileWords, 64);
+    step_ = meeting.first_step;
+    d_ += kTilePair;
+    if (d_ < p_.head_dim_v) return;
+    d_ = 0;
+    values_ = nullptr;
+    if (scores_ != nullptr) step_ = scores_->first_step;
+  }
+
+  void score_unit() {
+    const Meeting& meeting = *scores_;
+    if (d_ == 0) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    const BFloat16* k = meeting.k + step_ * kStepKeys * p_.head_dim + d_ * kTileRows;
+    const uint32_t* q = m_.q + (meeting.row * p_.head_dim + d_ * kTileRows) / 2;
+    _tile_loadd(4, k, 64);
+    _tile_loadd(5, k + kTileRows * p_.head_dim, 64);
+    _tile_loadd(6, q, 64);
+    _tile_loadd(7, q + p_.head_dim * kTileRows / 2, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    d_ += kTilePair;
+    if (d_ < p_.head_dim) return;
+    d_ = 0;
+    float* scores = meeting.scores + step_ * kStepKeys * kTileRows;
+    _tile_stored(0, scores, 64);
+    _tile_stored(1, scores + kPackedKeys * kTileRows, 64);
+    _tile_stored(2, scores + kTileWords, 64);
+    _tile_stored(3, scores + kPackedKeys * kTileRows + kTileWords, 64);
+    ++step_;
+  }
+
+  const DecodeParams& p_;
+  const Prefill& m_;
+  const Meeting *values_, *scores_;
+  int64_t units_ = 0, d_ = 0;
+  int step_;
+  bool second_term_ = false;
+};
+
+// 2^(x - base), for integer bases and offset = kRoundToInteger - base: what is added to a small
+// number to round it to an integer, which then is in the low bits. 0 below 2^-125. Relative error
+// below 2e-7 (a minimax polynomial).
+constexpr float kRoundToInteger = 3 << 22;
+inline Vec exp2_above(Vec score, Vec scale, Vec offset) {
+  const Vec shifted = fma(score, scale, offset);
+  const Vec f = _mm512_fmsub_ps(score, scale, sub(shifted, offset));
+  Vec p = broadcast(0.0013264728477224708f);
+  p = fma(p, f, broadcast(0.009671513922512531f));
+  p = fma(p, f, broadcast(0.05550733581185341f));
+  p = fma(p, f, broadcast(0.24022242426872253f));
+  p = fma(p, f, broadcast(0.6931470036506653f));
+  p = fma(p, f, broadcast(1.0f));
+  const __mmask16 normal =
+      _mm512_cmp_ps_mask(shifted, broadcast(kRoundToInteger - 125), _CMP_NLT_UQ);
+  return _mm512_castsi512_ps(_mm512_maskz_add_epi32(
+      normal, _mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
+}
+
+// Two terms of the weights of two keys, each as pairs in the order of keys.
+inline void store_weight_pairs(Vec a, Vec b, float* out) {
+  const __m512i half = _mm512_set1_epi32(0x8000);
+  const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  const auto pair = [&](__m512i low, __m512i high) {
+    return _mm512_ternarylogic_epi32(mask, high, _mm512_srli_epi32(low, 16), 0xca);
+  };
+  const __m512i high_a = _mm512_add_epi32(_mm512_castps_si512(a), half);
+  const __m512i high_b = _mm512_add_epi32(_mm512_castps_si512(b), half);
+  const auto rest = [&](Vec x, __m512i rounded) {
+    return _mm512_castps_si512(sub(x, _mm512_castsi512_ps(_mm512_and_si512(rounded, mask))));
+  };
+  const __m512i low_a = _mm512_add_epi32(rest(a, high_a), half);
+  const __m512i low_b = _mm512_add_epi32(rest(b, high_b), half);
+  _mm512_store_si512(out, pair(high_a, high_b));
+  _mm512_store_si512(out + kTileRows, pair(low_a, low_b));
+}
