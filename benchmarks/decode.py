@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
 from benchmarks import cuda
 from benchmarks.cpu import decode as cpu
+from benchmarks.cpu.cases import full_cases, quick_cases, standard_cases
 from benchmarks.harness.program import parser_of_cases, run_cases
 from tree_attention.cli.world import World, joined_world
 
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 def cpu_main(parsed: argparse.Namespace, world: World) -> int:
     run = partial(cpu.run, seconds=0.05 if parsed.quick else parsed.seconds)
-    return run_cases(parsed, world, (cpu.quick_cases, cpu.standard_cases, cpu.full_cases), run)
+    return run_cases(parsed, world, (quick_cases, standard_cases, full_cases), run)
 
 
 def cuda_main(parsed: argparse.Namespace, world: World) -> int:
