@@ -144,7 +144,7 @@ def probe() -> Any:
     from torch.utils import cpp_extension  # which looks for CUDA and says what it finds
 
     source = Path(__file__).with_name("probe.cpp")
-    build = source.parents[2] / "build" / "benchmarks"
+    build = source.parents[2] / "build" / "benchmarks" / f"torch-{torch.__version__}"
     build.mkdir(parents=True, exist_ok=True)
     return cpp_extension.load(
         "tree_attention_probe",
