@@ -64,3 +64,19 @@ def test_decoding_forward_is_one_graph(
     num_graphs = run_ranks(decode, world_size, name, padded, steps, backend, timeout=COMPILING)
     # torch gives up at torch._dynamo.config.recompile_limit, 8.
     assert max(num_graphs) < 8
+
+
+def test_prompt_in_chunks_and_tokens_are_three_graphs() -> None:
+    """Of a first chunk, of later ones and of a new token: each takes a model minutes to compile."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = hf.enable(make_model("llama"))
+    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+    ids = torch.randint(0, 50, (1, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        cache, expected = hf.TreeCache(model.config), hf.TreeCache(model.config)
+        for part in (*ids.split(16, dim=1), *ids[:, :4].split(1, dim=1)):
+            logits = compiled(part, past_key_values=cache, logits_to_keep=1).logits
+            truth = model(part, past_key_values=expected, logits_to_keep=1).logits
+            torch.testing.assert_close(logits, truth, atol=1e-4, rtol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3

@@ -55,7 +55,9 @@ class Shard:
         """Where this rank writes the tokens of the global slots [begin, end); computed once for
         all layers."""
         key = (begin, end, device)
-        if self._last is not None and self._last[0] == key:
+        # A graph that looked at what is remembered would be compiled again for a call without it.
+        is_remembered = not torch.compiler.is_compiling()
+        if is_remembered and self._last is not None and self._last[0] == key:
             return self._last[1]
         layout = self.layout
         if isinstance(layout, Contiguous) and end > layout.bounds[-1]:
@@ -68,5 +70,6 @@ class Shard:
         if 0 < local_end - local_begin < end - begin:
             tokens = (layout.local_slots(self.rank, begin, end) - begin).to(device)
         write = Write(local_begin, local_end, tokens)
-        self._last = (key, write)
+        if is_remembered:
+            self._last = (key, write)
         return write
