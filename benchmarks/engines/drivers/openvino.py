@@ -2,13 +2,26 @@
 """The LLM pipeline of OpenVINO GenAI on a CPU."""
 
 import importlib.metadata
+from pathlib import Path
 
 import numpy as np
 import openvino
 import openvino_genai
 
 from . import timing
-from .gguf_file import gguf_file
+
+
+def converted(checkpoint: Path) -> Path:
+    """Writes the model as OpenVINO's, where that is not done yet; returns its directory."""
+    directory = checkpoint / "openvino"
+    if not (directory / "openvino_model.bin").exists():
+        from optimum.intel import OVModelForCausalLM
+
+        model = OVModelForCausalLM.from_pretrained(
+            checkpoint, export=True, compile=False, load_in_8bit=False
+        )
+        model.save_pretrained(directory)
+    return directory
 
 
 class Streamer(openvino_genai.StreamerBase):
@@ -27,7 +40,7 @@ class Streamer(openvino_genai.StreamerBase):
 def main() -> None:
     asked = timing.arguments()
     pipeline = openvino_genai.LLMPipeline(
-        str(gguf_file(asked.checkpoint, asked.form)),
+        str(converted(asked.checkpoint)),
         "CPU",
         INFERENCE_NUM_THREADS=timing.THREADS,
         INFERENCE_PRECISION_HINT="bf16",
@@ -36,6 +49,7 @@ def main() -> None:
     config = openvino_genai.GenerationConfig()
     config.do_sample = False
     config.ignore_eos = True
+    config.set_eos_token_id(0)  # it refuses a model that has none
     config.apply_chat_template = False
     for context, tokens in timing.rounds(asked):
         config.max_new_tokens = tokens
