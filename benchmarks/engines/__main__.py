@@ -123,10 +123,10 @@ def main() -> int:
                 for name in chosen:
                     progress.update(task, description=name)
                     runs[name].append(run(name, parsed, cpus[:THREADS]))
+                    rows[name] = row_of(name, runs[name])
+                    if parsed.out is not None:  # after each, as the whole takes long
+                        write(report_of(rows, cpus), parsed.out)
                     progress.advance(task)
-            rows |= {name: row_of(name, results) for name, results in runs.items()}
-            if parsed.out is not None:  # after each context, as the whole takes long
-                write(report_of(rows, cpus), parsed.out)
     return finish(report_of(rows, cpus), None, width=150)
 
 
