@@ -4,6 +4,7 @@
 import argparse
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -21,6 +22,30 @@ from tree_attention.cli.usage import check_can_be_written
 from tree_attention.cli.world import World, joined_world
 
 PROMPT = "Keys and values never move."
+
+
+_COUNT_FAULTS = """
+import resource, sys, torch
+from tree_attention.cli.memory import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+for i in range(30):
+    if i == 10:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(1 << 24).fill_(1.0)  # above what malloc ever keeps by itself
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_freed_memory_is_kept() -> None:
+    def faults(how: str) -> int:
+        command = [sys.executable, "-c", _COUNT_FAULTS, how]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    pages = 20 * (4 << 24) // os.sysconf("SC_PAGE_SIZE")
+    assert 2 * faults("kept") < pages <= faults("given back")
 
 
 def run_generate(checkpoint: Path, *arguments: str) -> int:

@@ -16,6 +16,7 @@ from rich.table import Table
 from .. import ExchangeError, strategies
 from ..exchange.strategies import candidates
 from .checkpoint import damages_named, load, load_tokenizer
+from .memory import keep_freed_memory
 from .usage import UsageError, check_can_be_written, check_seconds, report
 from .world import World, joined_world
 
@@ -98,6 +99,7 @@ def main(arguments: list[str]) -> int:
     )
     parsed = parser.parse_args(arguments)
     check_arguments(parsed)
+    keep_freed_memory()
     device = choose_device(parsed.device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     with joined_world(backend, timeout=parsed.timeout) as world:
