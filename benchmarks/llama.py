@@ -59,18 +59,19 @@ def main() -> int:
     return finish(result, arguments.out, width=140)
 
 
-def make_model(layers: int) -> Any:
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=131072,
-        tie_word_embeddings=True,
-        rope_parameters={
+def configuration(layers: int, **changes: Any) -> LlamaConfig:
+    """The shape of Llama 3.2 1B with so many layers, and what else is to differ."""
+    shape: dict[str, Any] = {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
             "rope_type": "llama3",
             "rope_theta": 500000.0,
             "factor": 32.0,
@@ -78,7 +79,12 @@ def make_model(layers: int) -> Any:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
-    )
+    }
+    return LlamaConfig(**(shape | changes))
+
+
+def make_model(layers: int) -> Any:
+    config = configuration(layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa"

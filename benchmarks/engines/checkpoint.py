@@ -6,29 +6,22 @@ python -m benchmarks.engines.checkpoint DIRECTORY
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from .drivers.timing import VOCABULARY
+from .. import llama
 
 LAYERS = 4
-HEADS, HEADS_KV, HEAD_DIM, HIDDEN, INTERMEDIATE = 32, 8, 64, 2048, 8192
 LONGEST = 131072 + 1024
 
 
 def configuration() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS_KV,
-        head_dim=HEAD_DIM,
+    return llama.configuration(
+        LAYERS,
         max_position_embeddings=LONGEST,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},  # which all engines have
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -45,12 +38,15 @@ def make(directory: Path) -> None:
 
 def weights_bytes() -> int:
     """What a step reads of the weights: all matrices, of which the embedding is the output too."""
-    attention = 2 * HIDDEN * HEAD_DIM * (HEADS + HEADS_KV)
-    return 2 * (LAYERS * (attention + 3 * HIDDEN * INTERMEDIATE) + VOCABULARY * HIDDEN)
+    config: Any = configuration()
+    heads = config.num_attention_heads + config.num_key_value_heads
+    layer = 2 * config.head_dim * heads + 3 * config.intermediate_size
+    return 2 * config.hidden_size * (LAYERS * layer + config.vocab_size)
 
 
 def kv_bytes(context: int) -> int:
-    return 2 * 2 * LAYERS * HEADS_KV * HEAD_DIM * context
+    config: Any = configuration()
+    return 2 * 2 * LAYERS * config.num_key_value_heads * config.head_dim * context
 
 
 if __name__ == "__main__":

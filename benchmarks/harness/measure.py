@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tree_attention import _loader
+
 MIN_ROUNDS, MAX_ROUNDS = 7, 200
 
 
@@ -179,6 +181,8 @@ def fma_peak() -> float:
 
 def amx_peak() -> float:
     """bfloat16 operations per second of all threads with AMX tiles in registers; 0 without AMX."""
+    if _loader.load().cpu_instruction_set() != "amx":  # which also asked the system for them
+        return 0.0
     return _best_rate(probe().multiply_add_bf16_tiles, 20_000)
 
 

@@ -15,11 +15,8 @@
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 #if defined(__x86_64__)
-#include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -154,20 +151,6 @@ __attribute__((target("amx-tile,amx-bf16"))) MultiplyAdd multiply_add_tiles(int6
 }
 #endif
 
-// Linux saves tile registers only for a process that asked for them.
-bool has_tiles() {
-#if defined(__x86_64__) && defined(__linux__)
-  constexpr unsigned kBf16Bit = 1u << 22, kTileBit = 1u << 24;  // CPUID 7.0 EDX
-  unsigned eax, ebx, ecx, edx;
-  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  if ((edx & kBf16Bit) == 0 || (edx & kTileBit) == 0) return false;
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-
 struct Functions {
   ReadFunction read = read_portable;
   MultiplyAddFunction multiply_add = multiply_add_portable;
@@ -234,13 +217,13 @@ double operations_of(MultiplyAddFunction run, int64_t repeats) {
 // Returns the floating-point operations done, two for each multiply-add.
 double multiply_add(int64_t repeats) { return operations_of(widest().multiply_add, repeats); }
 
-// The same with bfloat16 products in AMX tiles; 0 where there are none.
+// The same with bfloat16 products in AMX tiles, which the process may use.
 double multiply_add_bf16_tiles(int64_t repeats) {
 #if defined(__x86_64__)
-  static const bool available = has_tiles();
-  if (available) return operations_of(multiply_add_tiles, repeats);
-#endif
+  return operations_of(multiply_add_tiles, repeats);
+#else
   return 0.0;
+#endif
 }
 
 }  // namespace

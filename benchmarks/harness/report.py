@@ -188,7 +188,7 @@ def _git(*arguments: str) -> str:
 
 
 def _command() -> list[str]:
-    """The command line as a user would type it in the checkout."""
+    """The command line as a user would type it in the checkout, without places of this machine."""
     program = Path(sys.argv[0]).absolute()
     shown = program.relative_to(ROOT) if program.is_relative_to(ROOT) else Path(program.name)
-    return [str(shown), *sys.argv[1:]]
+    return [str(shown), *("DIR" if Path(x).is_absolute() else x for x in sys.argv[1:])]

@@ -256,7 +256,7 @@ def _text(value: float) -> str:
 
 
 def pieces(p: int, rank: int, size: int | None) -> dict[str, tuple[int, int]]:
-    """Of what a rank holds: into how many pieces it is cut, and which of them the rank has.
+    """Into how many pieces each thing that a rank holds is cut, and which of them the rank has.
 
     `size` is tensor_parallel_size; None: weights are whole.
     """

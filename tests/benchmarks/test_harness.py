@@ -175,3 +175,8 @@ def test_json_has_a_line_for_each_row() -> None:
         "}",
     ]
     assert '"cpu": "a, b",' in lines and '"warnings": [],' in lines
+
+
+def test_command_names_no_place_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/home/me/run.py", "--out", "/home/me/out", "--only", "a/b"])
+    assert report.environment()["command"] == "python run.py --out DIR --only a/b"

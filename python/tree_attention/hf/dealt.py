@@ -166,13 +166,13 @@ def _pass_keys(
 
 
 def _bytes_per_slot(layer: TreeCacheLayer) -> int:
-    """Of the keys and values of one sequence."""
+    """Size in bytes of the keys and values of one sequence in one slot."""
     num_heads_kv, _, head_dim = layer.keys.shape[1:]
     return num_heads_kv * (head_dim + layer.values.shape[3]) * layer.keys.itemsize
 
 
 def _tokens_of_piece(deal: Deal, query: Tensor, layer: TreeCacheLayer) -> int:
-    """Of how many tokens of a rank the states over all ranks' keys are a piece."""
+    """Number of a rank's tokens whose states over all ranks' keys are one piece."""
     row_bytes = 4 * (layer.values.shape[3] + 1)
     num_bytes = deal.shard.world_size * query.shape[0] * query.shape[1] * row_bytes
     return max(1, _MAX_PIECE_BYTES // num_bytes)

@@ -20,7 +20,7 @@ from .parallel.split import split_parameters
 
 _SAMPLES_PER_PARAMETER = 8
 _HEX_DIGITS = 16
-# Of a value's text, what ranks publish and an error shows.
+# Length of the beginning of a value's text that ranks publish and an error shows.
 _MAX_TEXT = 200
 # How deep collections are compared, as an object may hold itself, and how many entries of all of
 # them, as they are walked through in every generation: tenths of a second for so many numbers.
