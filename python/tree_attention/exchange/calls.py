@@ -87,19 +87,26 @@ class Calls:
         signature: Signature,
         timeout: float | timedelta | None = None,
         op: str = "agree",
-    ) -> None:
-        """Raises ExchangeError on every rank, naming rank and field, unless all are equal."""
+        note: Note | None = None,
+    ) -> list[Note]:
+        """Raises ExchangeError on every rank, naming rank and field, unless all are equal.
+
+        Returns:
+            The notes of all ranks, which may differ, in rank order.
+        """
         if self._session is None:
-            return
+            return [note or {}]
         session = self._session
         with self.turn(op):
             with self.before_call():
                 seconds = self.seconds_of(op, timeout)
             self._abandon_loaded_state()
             whole = self._whole(op, signature)
-            session.before_deadline(
-                lambda deadline: self._learn(session.compare(whole, deadline)), seconds
+            notes = session.before_deadline(
+                lambda deadline: session.compare(whole, deadline, note), seconds
             )
+            self._learn(notes)
+            return notes
 
     def abort(self, reason: str = "no reason given") -> None:
         """Ends the call under way, which raises ExchangeError, and refuses further ones.

@@ -4,6 +4,7 @@
 import inspect
 from collections.abc import Callable
 from datetime import timedelta
+from os import PathLike
 from typing import Any, NoReturn
 
 import torch
@@ -14,8 +15,10 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ..exchange import DEFAULT_TIMEOUT, Communicator
 from ..sharding import ShardLayout
+from . import reshard, snapshot
 from .deal import current_deal
 from .shard import Shard
+from .snapshot import describe_model
 
 # transformers 5.5 passes `crop` the tokens to keep, later releases the tokens to remove, as a
 # number <= 0. The name of the parameter tells which.
@@ -88,6 +91,30 @@ class TreeCacheLayer(CacheLayerMixin):
         self._grow(0)
         self.is_initialized = True
 
+    def allocate(
+        self,
+        length: int,
+        keys: tuple[torch.dtype, list[int]],
+        values: tuple[torch.dtype, list[int]],
+    ) -> None:
+        """Makes room on the CPU for the first `length` global slots, of these dtypes and shapes
+        `[batch, num_heads_kv, head_dim]`."""
+
+        def empty(dtype: torch.dtype, shape: list[int]) -> Tensor:
+            batch, num_heads_kv, head_dim = shape
+            return torch.empty((batch, num_heads_kv, 0, head_dim), dtype=dtype, device="cpu")
+
+        self.reserve(length)
+        self.lazy_initialization(empty(*keys), empty(*values))
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What the layer holds, by the name of the attribute; the axis of the slots is 2."""
+        return {"keys": self.keys, "values": self.values}
+
+    def capacity(self, num_slots: int) -> int:
+        """The local slots that a buffer has when it must hold so many."""
+        return -(-max(num_slots, self.reserved) // self.growth) * self.growth
+
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[KVShard, KVShard]:
@@ -118,6 +145,8 @@ class TreeCacheLayer(CacheLayerMixin):
                     f"TreeCache: the cache holds {name} of (dtype, num_heads_kv, head_dim) = "
                     f"{kinds[0]}, got {kinds[1]}; convert them, or forget the tokens with reset"
                 )
+        if self.keys.device != key_states.device:  # as `load` leaves them on the CPU
+            self.keys, self.values = (x.to(key_states.device) for x in (self.keys, self.values))
         deal = current_deal()
         end = self.length + (key_states.shape[2] if deal is None else deal.length)
         write = self.shard.write(self.length, end, key_states.device)
@@ -213,8 +242,7 @@ class TreeCacheLayer(CacheLayerMixin):
         )
 
     def _grow(self, num_slots: int) -> None:
-        capacity = -(-max(num_slots, self.reserved) // self.growth) * self.growth
-        self._reallocate(self.keys.shape[0], capacity, lambda x, out: out.copy_(x))
+        self._reallocate(self.keys.shape[0], self.capacity(num_slots), lambda x, out: out.copy_(x))
 
     def _reallocate(
         self, batch: int, capacity: int, fill: Callable[[Tensor, Tensor], object]
@@ -275,6 +303,7 @@ class TreeCache(Cache):
             raise ValueError(f"TreeCache: growth must be at least 1, got {growth}")
         num_layers = _num_layers(config)
         self.shard = Shard(group, layout, strategy, timeout)
+        self.model = describe_model(config)
         super().__init__(layers=[TreeCacheLayer(self.shard, growth) for _ in range(num_layers)])
 
     def reserve(self, length: int) -> None:
@@ -282,6 +311,90 @@ class TreeCache(Cache):
         is stored without growing step by step."""
         for layer in self.layers:
             layer.reserve(length)
+
+    def save(self, directory: str | PathLike[str]) -> None:
+        """Writes the keys and values of all ranks to a directory, from which `load` reads them.
+
+        Collective. Each rank writes one safetensors file, the first one the index. What was saved
+        there before is replaced as a whole at the end, or stays if this does not get that far.
+        Needs memory on the host for a second copy of this rank's keys and values.
+
+        Args:
+            directory: a path at which all ranks reach the same directory. It is made if need be.
+
+        Raises:
+            ValueError: the cache holds no tokens, is inside a forward pass, or has a layout that is
+                none of this package.
+            OSError: a file cannot be written.
+            ExchangeError: one of that happened on another rank, or a rank was lost.
+        """
+        snapshot.save(self, directory)
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | PathLike[str],
+        config: PreTrainedConfig,
+        group: ProcessGroup | Communicator | None = None,
+        layout: ShardLayout | None = None,
+        *,
+        strategy: str = "auto",
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
+        growth: int = 1024,
+    ) -> "TreeCache":
+        """A cache with the keys and values that `save` wrote, on any number of ranks.
+
+        Collective. Each rank reads the files that hold its slots, and compares them with their
+        digests. They are on the CPU until a model on another device appends to them. The weights
+        of the model are not compared: they must be those that computed the keys.
+
+        Equivalent, with the model run again::
+
+            cache = TreeCache(config, group, layout)
+            model(input_ids, past_key_values=cache)
+
+        Args:
+            directory: what `save` was given, at a path by which this rank reaches it.
+            config, group, layout, strategy, timeout, growth: see `TreeCache`; world size and layout
+                may differ from those of the saved cache.
+
+        Raises:
+            OSError: a file is missing.
+            ValueError: a file is damaged, or of another model or version; an argument is wrong.
+            ExchangeError: one of that happened on another rank, or a rank was lost.
+        """
+        cache = cls(config, group, layout, strategy=strategy, timeout=timeout, growth=growth)
+        snapshot.restore(cache, directory)
+        return cache
+
+    def reshard(self, layout: ShardLayout) -> None:
+        """Moves the slots to the ranks that `layout` gives them, inside the group and in place.
+
+        Collective. Needs memory for three copies of one layer. An enabled model is told by
+        `enable(model, layout=layout)`. A lost rank makes the cache unusable: save it first where
+        that matters. For another world size, `save` and `load`.
+
+        Raises:
+            ValueError: `layout` is for another world size, or has no rank for a slot in use.
+            ExchangeError: the ranks differ, and nothing was moved; or a rank was lost.
+        """
+        reshard.reshard(self, layout)
+
+    def common_length(self, op: str) -> int:
+        """The number of slots in use, which all layers have in common between forward passes."""
+        lengths = {layer.length for layer in self.layers}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"TreeCache.{op}: the layers hold {min(lengths)} to {max(lengths)} tokens; call it "
+                "between forward passes, after one that ended"
+            )
+        return max(lengths, default=0)
+
+    def place(self, shard: Shard) -> None:
+        """Has all layers go on at another place among the ranks, where their slots are already."""
+        self.shard = shard
+        for layer in self.layers:
+            layer.shard = shard
 
     @property
     def num_bytes(self) -> int:

@@ -108,16 +108,7 @@ class Deal:
         Raises:
             ExchangeError: a rank was lost, stalled, or is at another chunk or call.
         """
-        link = self.shard.comm.link
-        received = {rank: _bytes(x) for rank, x in receive.items() if x.numel()}
-        sent = {rank: _bytes(x) for rank, x in send.items() if x.numel()}
-        self.shard.comm.call(
-            "prefill",
-            self._signature,
-            lambda deadline: link.messages(received, sent, self.device).run(deadline),
-            self.shard.timeout,
-            self.device,
-        )
+        self.shard.exchange("prefill", self._signature, receive, send, self.device)
 
     def rows_of_owner(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of those slots of the chunk that this rank keeps, in order.
@@ -173,7 +164,3 @@ def dealing(deal: Deal) -> Iterator[None]:
 def current_deal() -> Deal | None:
     """The deal of the forward pass that this thread is in. Compiled graphs are never dealt."""
     return None if torch.compiler.is_compiling() else _active.deal
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.uint8)

@@ -100,6 +100,12 @@ class Preparation:
                     "generate: past_key_values of an enabled model must be a TreeCache, "
                     f"got {type(cache).__name__}"
                 )
+            if self.shard.world_size > 1 and cache.shard.layout != self.shard.layout:
+                raise ValueError(
+                    f"generate: the cache has the layout {cache.shard.layout} and the model was "
+                    f"enabled with {self.shard.layout}: call enable(model, layout=...) with the "
+                    "cache's, or cache.reshard with the model's"
+                )
             num_cached = cache.get_seq_length()
             self._refuse_cached_prompt(num_prompt, num_cached)
         if self.comm.world_size > 1:

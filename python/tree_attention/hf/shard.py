@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One rank's place among the ranks that share a cache."""
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..exchange import DEFAULT_TIMEOUT, Communicator, check_options, get_communicator
+from ..exchange.agreement import Signature
 from ..sharding import BlockCyclic, Contiguous, ShardLayout
 
 
@@ -73,3 +75,31 @@ class Shard:
         if is_remembered:
             self._last = (key, write)
         return write
+
+    def exchange(
+        self,
+        op: str,
+        signature: Signature,
+        receive: Mapping[int, Tensor],
+        send: Mapping[int, Tensor],
+        device: torch.device,
+    ) -> None:
+        """Sends and receives contiguous tensors by rank, as a call of `op`. Empty ones are no
+        messages.
+
+        Raises:
+            ExchangeError: a rank was lost, stalled, or is at another call.
+        """
+        received = {rank: _bytes(x) for rank, x in receive.items() if x.numel()}
+        sent = {rank: _bytes(x) for rank, x in send.items() if x.numel()}
+        self.comm.call(
+            op,
+            signature,
+            lambda deadline: self.comm.link.messages(received, sent, device).run(deadline),
+            self.timeout,
+            device,
+        )
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)

@@ -14,10 +14,11 @@ import torch
 from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from ...exchange import DEFAULT_TIMEOUT, ExchangeError, check_timeout
-from ...exchange.link import sentence
+from ...exchange import DEFAULT_TIMEOUT, check_timeout
+from ...exchange.agreement import Signature
 from ..digests import digest_parameters, digest_tensors
 from ..enable import check_model, disable, enable, is_enabled
+from ..outcome import on_every_rank
 from .checkpoint import Checkpoint, fill, find_file
 from .mesh import Mesh
 from .plan import Plan, plan
@@ -76,8 +77,7 @@ def from_pretrained(
     def load() -> tuple[str, PreTrainedModel]:
         return _load(path, mesh, dtype, torch.device("cpu" if device is None else device))
 
-    model = _on_every_rank("from_pretrained", mesh, load)
-    return enable(model, **enable_options)
+    return enable(_on_every_rank("from_pretrained", mesh, load), **enable_options)
 
 
 def parallelize(
@@ -173,23 +173,10 @@ def _plan(model: PreTrainedModel, mesh: Mesh) -> Plan | None:
 
 
 def _on_every_rank(op: str, mesh: Mesh, run: Callable[[], tuple[str, T]]) -> T:
-    """What `run` returns, if it raised nothing on any rank and gave the same digest on all.
+    """What `run` returns after the digest of the whole weights, which is the same on all ranks."""
 
-    Raises:
-        ExchangeError: it raised on another rank, or the digests differ.
-    """
-    digest = ""
-    try:
+    def examine() -> tuple[Signature, T]:
         digest, result = run()
-        outcome = "success"
-    except Exception as error:
-        with suppress(ExchangeError):  # the others have it from this rank, and this one its own
-            _compare(op, mesh, sentence(error), digest)
-        raise
-    _compare(op, mesh, outcome, digest)
-    return result
+        return (("digest of the whole weights", digest),), result
 
-
-def _compare(op: str, mesh: Mesh, outcome: str, digest: str) -> None:
-    signature = (("outcome", outcome), ("digest of the whole weights", digest))
-    mesh.calls.agree(signature, mesh.timeout, op)
+    return on_every_rank(op, mesh.calls, mesh.timeout, examine)[0]

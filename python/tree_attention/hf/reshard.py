@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Moving the slots of a `TreeCache` between the ranks of its group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..exchange.agreement import Signature
+from ..sharding import ShardLayout
+from .shard import Shard
+
+if TYPE_CHECKING:
+    from .cache import TreeCache, TreeCacheLayer
+
+
+def reshard(cache: TreeCache, layout: ShardLayout) -> None:
+    """`TreeCache.reshard`."""
+    old = cache.shard
+    length = cache.common_length("reshard")
+    new = Shard(old.comm, layout, old.strategy, old.timeout)
+    new.write(0, length, torch.device("cpu"))  # refuses a layout that ends before
+    if old.world_size > 1:
+        moves = _Moves(old, new, length)
+        # What every rank must have in common, before any of them moves a layer.
+        old.comm.agree(
+            (
+                ("length", length),
+                ("layout of the cache", old.layout),
+                ("layout", layout),
+                ("layers", [_kind(layer) for layer in cache.layers]),
+            ),
+            old.timeout,
+            "reshard",
+        )
+        # Tensors made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            for layer in cache.layers:
+                if layer.is_initialized:
+                    moves.apply(layer)
+    cache.place(new)
+
+
+class _Moves:
+    """Which local slots go to which rank, and where those of others arrive."""
+
+    def __init__(self, old: Shard, new: Shard, length: int) -> None:
+        self._old, self._count = old, new.count(length)
+        kept = old.layout.local_slots(old.rank, 0, length)
+        wanted = new.layout.local_slots(new.rank, 0, length)
+        receivers, senders = new.layout.owner(kept), old.layout.owner(wanted)
+        ranks = range(old.world_size)
+        # Both ends go through a pair's slots in increasing order, so their messages fit.
+        self._outgoing = {r: (receivers == r).nonzero()[:, 0] for r in ranks}
+        self._incoming = {r: (senders == r).nonzero()[:, 0] for r in ranks}
+        self._signature: Signature = (
+            ("length", length),
+            ("layouts", (old.layout, new.layout)),
+        )
+
+    def apply(self, layer: TreeCacheLayer) -> None:
+        """Collective: gives a layer the slots of its new place."""
+        for name, x in layer.buffers().items():
+            setattr(layer, name, self._moved(x, layer.capacity(self._count)))
+
+    def _moved(self, x: Tensor, capacity: int) -> Tensor:
+        batch, num_heads_kv, _, width = x.shape
+        sent = {r: x.index_select(2, rows.to(x.device)) for r, rows in self._outgoing.items()}
+        received = {
+            r: x.new_empty((batch, num_heads_kv, len(rows), width))
+            for r, rows in self._incoming.items()
+        }
+        kind = (("dtype", x.dtype), ("shape", (batch, num_heads_kv, width)))
+        self._old.exchange("reshard", (*self._signature, *kind), received, sent, x.device)
+        moved = x.new_empty((batch, num_heads_kv, capacity, width))
+        for r, rows in self._incoming.items():
+            moved.index_copy_(2, rows.to(x.device), received[r])
+        return moved
+
+
+def _kind(layer: TreeCacheLayer) -> object:
+    if not layer.is_initialized:
+        return None
+    return [(name, x.dtype, x.shape[:2], x.shape[3]) for name, x in layer.buffers().items()]

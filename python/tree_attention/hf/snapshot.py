@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A `TreeCache` in a directory: a safetensors file per rank, and an index that names them.
+
+A save writes files of new names beside those of the last one, and then replaces the index, which
+alone says what belongs together: whoever is interrupted leaves the last save whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.configuration_utils import PreTrainedConfig
+
+from ..exchange.agreement import Note, Signature
+from ..exchange.link import sentence
+from ..sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
+from .outcome import on_every_rank
+
+if TYPE_CHECKING:
+    from .cache import TreeCache
+
+_INDEX = "index.json"
+_FORMAT, _VERSION = "tree_attention.hf.TreeCache", 1
+_PREFIX = "cache-"
+_LAYOUTS = {kind.__name__: kind for kind in (BlockCyclic, Contiguous, ContiguousThenCyclic)}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+# What decides a model's keys and values, beside its weights.
+_MODEL_FIELDS = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rope_parameters",
+    "layer_types",
+    "sliding_window",
+)
+
+
+class _File(NamedTuple):
+    """A rank's file: what its note tells the others, and the index of it."""
+
+    name: str
+    sha256: str
+
+    def note(self) -> Note:
+        return {"file": self._asdict()}
+
+
+class _Index(NamedTuple):
+    """What the index says."""
+
+    model: dict[str, Any]
+    length: int
+    layout: ShardLayout
+    layers: list[dict[str, tuple[torch.dtype, list[int]]]]  # of keys and values, without slots
+    files: list[_File]
+
+
+def describe_model(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a saved cache and the model that goes on with it must have in common."""
+    fields = config.to_dict()
+    known = {name: fields.get(name) for name in _MODEL_FIELDS}
+    described: dict[str, Any] = json.loads(json.dumps(known, default=str))
+    return described
+
+
+def save(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
+    """`TreeCache.save`."""
+    shard, path = cache.shard, Path(directory)
+    comm, rank, timeout = shard.comm, shard.rank, shard.timeout
+
+    def write() -> tuple[Signature, _File]:
+        length = cache.common_length("save")
+        kind = type(shard.layout).__name__
+        if type(shard.layout) is not _LAYOUTS.get(kind):
+            raise ValueError(
+                f"TreeCache.save: the layout must be one of {', '.join(_LAYOUTS)}, got {kind}; "
+                "reshard the cache first"
+            )
+        if not all(layer.is_initialized for layer in cache.layers):
+            raise ValueError("TreeCache.save: the cache holds no tokens yet; run the model first")
+        path.mkdir(parents=True, exist_ok=True)
+        return (
+            ("length", length),
+            ("layout", shard.layout),
+            ("layers", _layers_of(cache)),
+        ), _write_tensors(cache, path, length)
+
+    file, notes = on_every_rank("TreeCache.save", comm, timeout, write, _File.note)
+
+    def write_index() -> tuple[Signature, None]:
+        if rank == 0:
+            files = [file._asdict()] if len(notes) == 1 else [note["file"] for note in notes]
+            _write_index(cache, path, files)
+        return (), None
+
+    on_every_rank("TreeCache.save", comm, timeout, write_index)
+
+
+def restore(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
+    """Fills a new cache with what `save` wrote, of any world size and layout."""
+    shard = cache.shard
+
+    def read() -> tuple[Signature, None]:
+        path = Path(directory)
+        index, digest = _read_index(path)
+        _check_model(path, index.model, cache.model)
+        _read_tensors(cache, path, index)
+        return (("digest of the index", digest), ("layout", shard.layout)), None
+
+    on_every_rank("TreeCache.load", shard.comm, shard.timeout, read)
+
+
+def _layers_of(cache: TreeCache) -> list[dict[str, Any]]:
+    """The dtypes and shapes of keys and values, without the axis of the slots, by layer."""
+
+    def described(x: Tensor) -> dict[str, Any]:
+        batch, num_heads_kv, _, head_dim = x.shape
+        dtype = str(x.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "shape": [batch, num_heads_kv, head_dim]}
+
+    return [{name: described(x) for name, x in layer.buffers().items()} for layer in cache.layers]
+
+
+def _write_tensors(cache: TreeCache, path: Path, length: int) -> _File:
+    shard = cache.shard
+    count = shard.count(length)
+    tensors = {
+        f"layers.{i}.{name}": x[:, :, :count].contiguous().cpu()
+        for i, layer in enumerate(cache.layers)
+        for name, x in layer.buffers().items()
+    }
+    place = f"{shard.rank:05}-of-{shard.world_size:05}"
+    unfinished = path / f"{_PREFIX}{place}.{os.getpid()}.tmp"
+    try:
+        save_file(tensors, unfinished)
+        _to_disk(unfinished)
+        digest = _digest(unfinished)
+        name = f"{_PREFIX}{place}-{digest[:16]}.safetensors"
+        unfinished.replace(path / name)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return _File(name, digest)
+
+
+def _write_index(cache: TreeCache, path: Path, files: list[dict[str, Any]]) -> None:
+    layout = cache.shard.layout
+    index = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "model": cache.model,
+        "length": cache.common_length("save"),
+        "layout": {"kind": type(layout).__name__, **dataclasses.asdict(layout)},  # type: ignore[call-overload]
+        "layers": _layers_of(cache),
+        "files": files,
+    }
+    unfinished = path / f"{_PREFIX}index.{os.getpid()}.tmp"
+    unfinished.write_text(json.dumps(index, indent=1) + "\n")
+    _to_disk(unfinished)
+    _to_disk(path)  # the names of the files, before the index that relies on them
+    unfinished.replace(path / _INDEX)
+    _to_disk(path)
+    kept = {file["name"] for file in files}
+    for old in path.glob(f"{_PREFIX}*"):
+        if old.name not in kept:
+            with suppress(OSError):  # the save is whole, whether or not older files can be removed
+                old.unlink()
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(path: Path) -> str:
+    sha, block = hashlib.sha256(), bytearray(1 << 20)
+    with path.open("rb") as file:
+        while size := file.readinto(block):
+            sha.update(memoryview(block)[:size])
+    return sha.hexdigest()
+
+
+def _read_index(path: Path) -> tuple[_Index, str]:
+    """The index of a directory, and its digest."""
+    file = path / _INDEX
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"TreeCache.load: {path} has no {_INDEX}: no cache was saved there, or it never ended"
+        ) from None
+    try:
+        entries = json.loads(content)
+        if not isinstance(entries, Mapping) or entries.get("format") != _FORMAT:
+            raise ValueError(f"its format is not {_FORMAT!r}")
+        if entries["version"] != _VERSION:
+            raise ValueError(
+                f"it is of version {entries['version']}, and this release reads {_VERSION}"
+            )
+        index = _parsed(entries)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"TreeCache.load: {file} cannot be used: {error}") from error
+    return index, hashlib.sha256(content).hexdigest()[:16]
+
+
+def _parsed(entries: Mapping[str, Any]) -> _Index:
+    arguments = dict(entries["layout"])
+    layout = _LAYOUTS[arguments.pop("kind")](**arguments)
+    length = entries["length"]
+    files = [_File(str(file["name"]), str(file["sha256"])) for file in entries["files"]]
+    layers = [
+        {
+            name: (_DTYPES[layer[name]["dtype"]], [int(size) for size in layer[name]["shape"]])
+            for name in ("keys", "values")
+        }
+        for layer in entries["layers"]
+    ]
+    if not isinstance(length, int) or length < 0:
+        raise ValueError(f"length must be an integer of at least 0, got {length!r}")
+    if len(files) != layout.world_size:
+        raise ValueError(f"it names {len(files)} files for {layout.world_size} ranks")
+    for file in files:
+        if Path(file.name).name != file.name:  # of this directory, not of any other
+            raise ValueError(f"{file.name!r} is no name of a file")
+    return _Index(dict(entries["model"]), length, layout, layers, files)
+
+
+def _check_model(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    for name, value in own.items():
+        if saved.get(name) != value:
+            raise ValueError(
+                f"TreeCache.load: {path} is of another model: its {name} is {saved.get(name)!r}, "
+                f"and that of config {value!r}"
+            )
+
+
+def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
+    shard, source = cache.shard, index.layout
+    if len(index.layers) != len(cache.layers):
+        raise ValueError(
+            f"TreeCache.load: {path} holds {len(index.layers)} layers, and the model has "
+            f"{len(cache.layers)}"
+        )
+    shard.write(0, index.length, torch.device("cpu"))  # refuses a layout that ends before
+    slots = shard.layout.local_slots(shard.rank, 0, index.length)
+    owners = source.owner(slots)
+    for layer, kinds in zip(cache.layers, index.layers, strict=True):
+        layer.allocate(index.length, **kinds)
+    for rank, file in enumerate(index.files):
+        rows = (owners == rank).nonzero()[:, 0]
+        if len(rows) == 0:
+            continue
+        local = source.count(rank, slots[rows])
+        count = source.count(rank, index.length)
+        with _opened(path / file.name, file.sha256) as handle:
+            for i, layer in enumerate(cache.layers):
+                for name, target in layer.buffers().items():
+                    found = _tensor(path / file.name, handle, f"layers.{i}.{name}")
+                    batch, num_heads_kv, head_dim = index.layers[i][name][1]
+                    expected = (target.dtype, (batch, num_heads_kv, count, head_dim))
+                    if (found.dtype, tuple(found.shape)) != expected:
+                        raise ValueError(
+                            f"TreeCache.load: {path / file.name}: layers.{i}.{name} is of "
+                            f"{found.dtype} and shape {list(found.shape)}, and by the index of "
+                            f"{expected[0]} and {list(expected[1])}"
+                        )
+                    target.index_copy_(2, rows, found.index_select(2, local))
+    for layer in cache.layers:
+        layer.length = index.length
+
+
+def _opened(path: Path, digest: str) -> Any:
+    """A file that is as it was saved, mapped into memory."""
+    try:
+        found = _digest(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"TreeCache.load: {path} is missing, which the index names; copy the whole directory"
+        ) from None
+    if found != digest:
+        raise ValueError(
+            f"TreeCache.load: {path} is damaged: its SHA-256 is {found[:16]}..., and by the index "
+            f"{digest[:16]}...; copy or save it again"
+        )
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"TreeCache.load: {path} is damaged: {sentence(error)}") from error
+
+
+def _tensor(path: Path, handle: Any, name: str) -> Tensor:
+    try:
+        found: Tensor = handle.get_tensor(name)
+    except SafetensorError as error:
+        raise ValueError(f"TreeCache.load: {path} lacks {name}: {sentence(error)}") from error
+    return found

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A cache whose slots move to other ranks of its group holds and computes the same afterwards."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+
+import pytest
+import torch
+
+from distributed import run_ranks
+
+pytest.importorskip("transformers")
+
+from hf_models import CONFIGS, make_model, make_prompts
+from tree_attention import (
+    BlockCyclic,
+    Contiguous,
+    ContiguousThenCyclic,
+    ExchangeError,
+    ShardLayout,
+    hf,
+)
+
+CONFIG = CONFIGS["llama"]
+LENGTH = 77
+
+
+def _layouts(world_size: int) -> list[ShardLayout]:
+    even = tuple(LENGTH * rank // world_size for rank in range(world_size + 1))
+    return [
+        ContiguousThenCyclic((0,) * world_size + (50,), 4),  # all of a prompt on the last rank
+        BlockCyclic(world_size, 7),
+        BlockCyclic(world_size),
+        Contiguous((*even[:-1], LENGTH + 5)),
+    ]
+
+
+def _tokens(begin: int, end: int) -> torch.Tensor:
+    return torch.arange(begin, end).float().view(1, 1, -1, 1).expand(2, 2, -1, 8)
+
+
+def _append(cache: hf.TreeCache, count: int) -> None:
+    begin = cache.get_seq_length()
+    keys = _tokens(begin, begin + count)
+    for layer_idx in range(len(cache)):
+        cache.update(keys + layer_idx, -keys, layer_idx)
+
+
+def _check_holds(cache: hf.TreeCache, layout: ShardLayout, length: int) -> None:
+    slots = layout.local_slots(cache.shard.rank, 0, length)
+    expected = _tokens(0, length)[:, :, slots]
+    for layer_idx, layer in enumerate(cache.layers):
+        assert layer.shard.layout == cache.shard.layout == layout
+        assert torch.equal(layer.keys[:, :, : len(slots)], expected + layer_idx)
+        assert torch.equal(layer.values[:, :, : len(slots)], -expected)
+
+
+def _check_moves(rank: int, world_size: int) -> None:
+    layouts = _layouts(world_size)
+    for first in layouts:
+        cache = hf.TreeCache(CONFIG, layout=first, growth=8)
+        _append(cache, LENGTH - 1)
+        copied = copy.deepcopy(cache)
+        length = LENGTH - 1
+        with torch.inference_mode():
+            cache.reshard(layouts[1])
+        _check_holds(cache, layouts[1], length)
+        for layout in layouts:
+            cache.reshard(layout)
+            _check_holds(cache, layout, length)
+            if layout is not layouts[-1]:
+                _append(cache, 1)
+                length += 1
+                _check_holds(cache, layout, length)
+        _check_holds(copied, first, LENGTH - 1)  # a copy stays where it was
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_every_slot_moves_to_where_the_layout_says(world_size: int) -> None:
+    run_ranks(_check_moves, world_size)
+
+
+def _generate(rank: int, world_size: int) -> list[list[int]]:
+    layouts = _layouts(world_size)
+    model = hf.enable(make_model("llama"), layout=layouts[0])
+    cache = hf.TreeCache(model.config, layout=layouts[0])
+    prompts = make_prompts()
+    tokens = model.generate(**prompts, past_key_values=cache, max_new_tokens=4)
+    mask = prompts["attention_mask"]
+    for layout in layouts[1:3]:
+        cache.reshard(layout)
+        if world_size > 1:
+            with pytest.raises(ValueError, match=r"layout .* enabled with .* enable\(model, layou"):
+                _go_on(model, tokens, mask, cache)
+        hf.enable(model, layout=layout)
+        tokens = _go_on(model, tokens, mask, cache)
+    return tokens.tolist()
+
+
+def _go_on(
+    model: torch.nn.Module, tokens: torch.Tensor, mask: torch.Tensor, cache: hf.TreeCache
+) -> torch.Tensor:
+    new = mask.new_ones((mask.shape[0], tokens.shape[1] - mask.shape[1]))
+    whole = torch.cat((mask, new), 1)
+    return model.generate(tokens, attention_mask=whole, past_key_values=cache, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_generation_goes_on_with_the_same_tokens(world_size: int) -> None:
+    expected = make_model("llama").generate(**make_prompts(), max_new_tokens=12).tolist()
+    for tokens in run_ranks(_generate, world_size):
+        assert tokens == expected
+
+
+def test_a_cache_without_tokens_takes_another_layout() -> None:
+    cache = hf.TreeCache(CONFIG)
+    cache.reshard(BlockCyclic(1, 4))
+    _append(cache, 9)
+    _check_holds(cache, BlockCyclic(1, 4), 9)
+
+
+def _refuse(rank: int, world_size: int) -> str:
+    layout = BlockCyclic(world_size, 7)
+    cache = hf.TreeCache(CONFIG, layout=layout, timeout=10)
+    _append(cache, LENGTH)
+    with pytest.raises(ValueError, match="layout must have the group's world size 2, got one of 3"):
+        cache.reshard(BlockCyclic(3))
+    with pytest.raises(ValueError, match="has no rank for slot 76"):
+        cache.reshard(Contiguous((0, 5, LENGTH - 1)))
+    with pytest.raises(ExchangeError) as caught:
+        cache.reshard(BlockCyclic(2, 1 + rank))
+    _check_holds(cache, layout, LENGTH)
+    cache.reshard(BlockCyclic(2))  # nothing was sent: the group is as it was
+    _check_holds(cache, BlockCyclic(2), LENGTH)
+    return str(caught.value)
+
+
+def test_a_layout_that_cannot_be_is_refused_and_nothing_moves() -> None:
+    for error in run_ranks(_refuse, 2):
+        assert "layout is BlockCyclic(world_size=2, block=2) on rank 1" in error
+
+
+def _die(rank: int, world_size: int) -> str:
+    cache = hf.TreeCache(CONFIG, layout=BlockCyclic(3, 7), timeout=5)
+    _append(cache, LENGTH)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(ExchangeError) as caught:
+        cache.reshard(BlockCyclic(3))
+    with pytest.raises(ExchangeError, match="failed before"):
+        cache.reshard(BlockCyclic(3))
+    return str(caught.value)
+
+
+def test_a_lost_rank_is_an_error_on_the_others() -> None:
+    errors = run_ranks(_die, 3, lost=[1])
+    assert all("rank 1" in errors[rank] for rank in (0, 2))

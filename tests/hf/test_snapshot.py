@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Caches saved by some ranks and loaded by others, and directories that cannot be loaded."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed import Lost, run_ranks
+
+pytest.importorskip("transformers")
+
+from torch import Tensor
+
+from hf_models import CONFIGS, make_model, make_prompts
+from tree_attention import (
+    BlockCyclic,
+    Contiguous,
+    ContiguousThenCyclic,
+    ExchangeError,
+    ShardLayout,
+    hf,
+)
+from tree_attention.hf import snapshot
+
+CONFIG = CONFIGS["llama"]
+HEADS, HEAD_DIM = 2, 8
+LENGTH = 77
+
+
+def _tokens(begin: int, end: int) -> Tensor:
+    """Keys of two sequences that say which they are: row, head and global slot."""
+    rows = torch.arange(2).view(-1, 1, 1, 1) * 10_000
+    heads = torch.arange(HEADS).view(1, -1, 1, 1) * 100_000
+    slots = torch.arange(begin, end).view(1, 1, -1, 1)
+    return (rows + heads + slots).float().expand(2, HEADS, end - begin, HEAD_DIM)
+
+
+def _append(cache: hf.TreeCache, count: int) -> None:
+    begin = cache.get_seq_length()
+    keys = _tokens(begin, begin + count)
+    for layer_idx in range(len(cache)):
+        cache.update(keys + layer_idx, -keys, layer_idx)
+
+
+def _filled(layout: ShardLayout | None = None, **options: Any) -> hf.TreeCache:
+    cache = hf.TreeCache(CONFIG, layout=layout, **options)
+    _append(cache, LENGTH)
+    return cache
+
+
+def _check_holds(cache: hf.TreeCache, length: int) -> None:
+    shard = cache.shard
+    slots = shard.layout.local_slots(shard.rank, 0, length)
+    expected = _tokens(0, length)[:, :, slots]
+    assert cache.get_seq_length() == length
+    for layer_idx, layer in enumerate(cache.layers):
+        assert torch.equal(layer.keys[:, :, : len(slots)], expected + layer_idx)
+        assert torch.equal(layer.values[:, :, : len(slots)], -expected)
+
+
+def _layouts(world_size: int) -> list[ShardLayout]:
+    uneven = (0,) * world_size + (50,)
+    return [
+        BlockCyclic(world_size, 7),
+        Contiguous((0, *range(3, 3 + world_size - 1), LENGTH + 1)),
+        ContiguousThenCyclic(uneven, 4),
+    ]
+
+
+def _save(rank: int, world_size: int, layout: ShardLayout, directory: Path) -> None:
+    _filled(layout).save(directory)
+
+
+def _check_load(rank: int, world_size: int, layout: ShardLayout, directory: Path) -> None:
+    cache = hf.TreeCache.load(directory, CONFIG, layout=layout, growth=16)
+    _check_holds(cache, LENGTH)
+    _append(cache, 1)
+    _check_holds(cache, LENGTH + 1)
+
+
+@pytest.mark.parametrize("saved_by", [1, 2, 3])
+def test_any_world_and_layout_loads_what_any_other_saved(saved_by: int, tmp_path: Path) -> None:
+    for number, layout in enumerate(_layouts(saved_by)):
+        directory = tmp_path / str(number)
+        run_ranks(_save, saved_by, layout, directory)
+        for world_size in (1, 2, 3, 5):
+            for target in _layouts(world_size):
+                run_ranks(_check_load, world_size, target, directory)
+
+
+def _generate(rank: int, world_size: int, name: str, directory: Path) -> list[list[int]]:
+    model = hf.enable(make_model(name))
+    prompts = make_prompts()
+    if directory.exists():
+        cache = hf.TreeCache.load(directory, model.config)
+    else:
+        cache = hf.TreeCache(model.config)
+        model.generate(**prompts, past_key_values=cache, max_new_tokens=1, do_sample=False)
+        cache.save(directory)
+    tokens = model.generate(**prompts, past_key_values=_shorter(cache), max_new_tokens=8)
+    return tokens.tolist()
+
+
+def _shorter(cache: hf.TreeCache) -> hf.TreeCache:
+    """The cache without its last token, as the prompt must have a new one."""
+    cache.layers[0].get_seq_length()
+    if hf.cache._CROP_KEEPS:
+        cache.crop(cache.get_seq_length() - 1)
+    else:
+        cache.crop(-1)
+    return cache
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_loaded_prefix_goes_on_with_the_same_tokens(name: str, tmp_path: Path) -> None:
+    expected = make_model(name).generate(**make_prompts(), max_new_tokens=8).tolist()
+    for saved_by in (1, 3):
+        directory = tmp_path / str(saved_by)
+        for world_size in (saved_by, 2, 1):
+            for tokens in run_ranks(_generate, world_size, name, directory):
+                assert tokens == expected
+
+
+def test_a_model_in_half_precision_keeps_its_bits(tmp_path: Path) -> None:
+    cache = hf.TreeCache(CONFIG)
+    keys = torch.randn(1, HEADS, 5, HEAD_DIM, dtype=torch.bfloat16)
+    keys[..., 0] = torch.nan
+    for layer_idx in range(len(cache)):
+        cache.update(keys, keys, layer_idx)
+    cache.save(tmp_path)
+    with torch.inference_mode():
+        loaded = hf.TreeCache.load(tmp_path, CONFIG)
+    for layer in loaded.layers:
+        assert torch.equal(layer.keys[:, :, :5].view(torch.int16), keys.view(torch.int16))
+        layer.keys[:, :, :5] = 0  # also outside of inference mode
+
+
+def test_a_crop_is_saved(tmp_path: Path) -> None:
+    cache = _filled()
+    cache.crop(40 if hf.cache._CROP_KEEPS else 40 - LENGTH)
+    cache.save(tmp_path)
+    _check_holds(hf.TreeCache.load(tmp_path, CONFIG), 40)
+
+
+def test_a_save_replaces_the_last_one_and_its_files(tmp_path: Path) -> None:
+    cache = _filled()
+    (tmp_path / "notes.txt").write_text("of the user")
+    cache.save(tmp_path)
+    first = set(os.listdir(tmp_path))
+    _append(cache, 3)
+    cache.save(tmp_path)
+    second = set(os.listdir(tmp_path))
+    assert len(first) == len(second) == 3
+    assert first & second == {"index.json", "notes.txt"}
+    _check_holds(hf.TreeCache.load(tmp_path, CONFIG), LENGTH + 3)
+    cache.save(tmp_path)  # the same again
+    assert set(os.listdir(tmp_path)) == second
+
+
+def _fail_to_write(rank: int, world_size: int, directory: Path, function: str) -> str:
+    cache = _filled(timeout=10)
+    cache.save(directory)
+    _append(cache, 3)
+    failing = mock.patch.object(snapshot, function, side_effect=OSError("no space left on device"))
+    with pytest.raises((OSError, ExchangeError)) as caught:
+        if rank == 0:
+            with failing:
+                cache.save(directory)
+        else:
+            cache.save(directory)
+    _check_holds(hf.TreeCache.load(directory, CONFIG), LENGTH)
+    cache.save(directory)  # the group is as it was
+    _check_holds(hf.TreeCache.load(directory, CONFIG), LENGTH + 3)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("function", ["save_file", "_write_index"])
+def test_a_save_that_fails_on_one_rank_leaves_the_last_one(function: str, tmp_path: Path) -> None:
+    errors = run_ranks(_fail_to_write, 2, tmp_path, function)
+    assert errors[0] == "OSError: no space left on device"
+    assert "ExchangeError: rank 1 of 2: outcome is success on rank 1, no space" in errors[1]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def _kill_itself(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_while_saving(rank: int, world_size: int, directory: Path) -> str:
+    cache = _filled(timeout=5)
+    cache.save(directory)
+    _append(cache, 3)
+    with pytest.raises(ExchangeError) as caught:
+        if rank == 1:
+            with mock.patch.object(snapshot, "save_file", _kill_itself):
+                cache.save(directory)
+        cache.save(directory)
+    return str(caught.value)
+
+
+def test_a_rank_killed_while_saving_leaves_the_last_one(tmp_path: Path) -> None:
+    errors = run_ranks(_die_while_saving, 3, tmp_path, lost=[1])
+    assert all("rank 1" in errors[rank] for rank in (0, 2))
+    for world_size in (1, 2):
+        run_ranks(_check_load, world_size, BlockCyclic(world_size), tmp_path)
+
+
+def _survive(rank: int, world_size: int, directory: Path) -> list[list[int]]:
+    model = hf.enable(make_model("llama"), timeout=5)
+    prompts = make_prompts()
+    cache = hf.TreeCache(model.config, timeout=5)
+    model.generate(**prompts, past_key_values=cache, max_new_tokens=1)
+    cache.save(directory)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(ExchangeError):
+        model.generate(**prompts, past_key_values=_shorter(cache), max_new_tokens=8)
+    survivors = dist.new_group([0, 2], use_local_synchronization=True)
+    hf.enable(model, group=survivors, timeout=5)
+    cache = hf.TreeCache.load(directory, model.config, survivors)
+    tokens = model.generate(**prompts, past_key_values=_shorter(cache), max_new_tokens=8)
+    return tokens.tolist()
+
+
+def test_survivors_of_a_lost_rank_go_on_with_the_same_tokens(tmp_path: Path) -> None:
+    expected = make_model("llama").generate(**make_prompts(), max_new_tokens=8).tolist()
+    results = run_ranks(_survive, 3, tmp_path, lost=[1])
+    assert isinstance(results[1], Lost)
+    assert results[0] == results[2] == expected
+
+
+def _edit_index(**changes: Any) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        file = directory / "index.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return edit
+
+
+def _tensors(directory: Path) -> Path:
+    return next(directory.glob("cache-00000*.safetensors"))
+
+
+def _flip(directory: Path) -> None:
+    file = _tensors(directory)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def _truncate(directory: Path) -> None:
+    file = _tensors(directory)
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+_LAYER = {name: {"dtype": "float32", "shape": [2, 2, 8]} for name in ("keys", "values")}
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "no index": (lambda d: (d / "index.json").unlink(), FileNotFoundError, "has no index.json"),
+    "no JSON": (lambda d: (d / "index.json").write_text("{"), ValueError, "cannot be used"),
+    "a list": (lambda d: (d / "index.json").write_text("[]"), ValueError, "its format is not"),
+    "another format": (_edit_index(format="x"), ValueError, "its format is not"),
+    "another version": (_edit_index(version=2), ValueError, "of version 2, and this release rea"),
+    "no layout": (_edit_index(layout={"kind": "x"}), ValueError, "cannot be used: 'x'"),
+    "wrong world": (
+        _edit_index(layout={"kind": "BlockCyclic", "world_size": 3, "block": 64}),
+        ValueError,
+        "names 1 files for 3 ranks",
+    ),
+    "negative length": (_edit_index(length=-1), ValueError, "length must be an integer"),
+    "longer": (_edit_index(length=LENGTH + 1), ValueError, "and by the index of torch.float32"),
+    "a foreign file": (
+        _edit_index(files=[{"name": "../x.safetensors", "sha256": ""}]),
+        ValueError,
+        "is no name of a file",
+    ),
+    "another model": (_edit_index(model={}), ValueError, "is of another model: its model_type"),
+    "no dtype": (
+        _edit_index(layers=[{**_LAYER, "keys": {"dtype": "int64", "shape": [2, 2, 8]}}] * 2),
+        ValueError,
+        "cannot be used: 'int64'",
+    ),
+    "other heads": (
+        _edit_index(layers=[{**_LAYER, "keys": {"dtype": "float32", "shape": [2, 3, 8]}}] * 2),
+        ValueError,
+        "by the index of torch.float32 and [2, 3, 77, 8]",
+    ),
+    "a missing layer": (_edit_index(layers=[_LAYER]), ValueError, "holds 1 layers, and the model"),
+    "a missing file": (lambda d: _tensors(d).unlink(), FileNotFoundError, "is missing, which the"),
+    "a flipped bit": (_flip, ValueError, "is damaged: its SHA-256 is"),
+    "a truncated file": (_truncate, ValueError, "is damaged: its SHA-256 is"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_directory_is_refused(damage: str, tmp_path: Path) -> None:
+    apply, kind, message = DAMAGES[damage]
+    _filled().save(tmp_path)
+    apply(tmp_path)
+    with pytest.raises(kind, match=r"TreeCache\.load: ") as caught:
+        hf.TreeCache.load(tmp_path, CONFIG)
+    assert message in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_files_of_other_tensors_are_refused(tmp_path: Path) -> None:
+    """Their digests may be right all the same."""
+    _filled().save(tmp_path)
+    file = _tensors(tmp_path)
+    for content, message in (
+        (b"no tensors", "is damaged"),
+        (_saved_tensors(tmp_path), "lacks layers.0.keys"),
+    ):
+        file.write_bytes(content)
+        _edit_index(files=[{"name": file.name, "sha256": snapshot._digest(file)}])(tmp_path)
+        with pytest.raises(ValueError, match=message):
+            hf.TreeCache.load(tmp_path, CONFIG)
+
+
+def _saved_tensors(directory: Path) -> bytes:
+    path = directory / "other"
+    snapshot.save_file({"x": torch.zeros(1)}, path)
+    return path.read_bytes()
+
+
+def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
+    _filled().save(tmp_path)
+    for name, value in (("rope_parameters", {"rope_theta": 5.0}), ("head_dim", 16)):
+        config = copy.deepcopy(CONFIG)
+        setattr(config, name, value)
+        with pytest.raises(ValueError, match=f"is of another model: its {name} is"):
+            hf.TreeCache.load(tmp_path, config)
+
+
+def test_a_layout_that_ends_before_is_refused(tmp_path: Path) -> None:
+    _filled().save(tmp_path)
+    with pytest.raises(ValueError, match="has no rank for slot 76"):
+        hf.TreeCache.load(tmp_path, CONFIG, layout=Contiguous((0, 76)))
+
+
+def test_what_is_no_whole_cache_is_not_saved(tmp_path: Path) -> None:
+    cache = hf.TreeCache(CONFIG)
+    with pytest.raises(ValueError, match="holds no tokens yet"):
+        cache.save(tmp_path)
+    cache = _filled()
+    cache.update(_tokens(LENGTH, LENGTH + 1), _tokens(LENGTH, LENGTH + 1), 0)
+    with pytest.raises(ValueError, match="the layers hold 77 to 78 tokens"):
+        cache.save(tmp_path)
+    cache = _filled(_OwnLayout(1))
+    with pytest.raises(ValueError, match=r"layout must be one of BlockCyclic, .* got _OwnLayout"):
+        cache.save(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        _filled().save(tmp_path / "file")
+
+
+class _OwnLayout(BlockCyclic):
+    pass
+
+
+def _load_elsewhere(rank: int, world_size: int, directories: list[Path]) -> str:
+    with pytest.raises((OSError, ValueError, ExchangeError)) as caught:
+        hf.TreeCache.load(directories[rank], CONFIG, timeout=10)
+    _check_load(rank, world_size, BlockCyclic(2), directories[0])  # the group is as it was
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_damage_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    _filled().save(tmp_path / "a")
+    _filled().save(tmp_path / "b")
+    _flip(tmp_path / "b")
+    errors = run_ranks(_load_elsewhere, 2, [tmp_path / "a", tmp_path / "b"])
+    assert errors[0].startswith("ExchangeError: rank 0 of 2: outcome is TreeCache.load: ")
+    assert errors[1].startswith("ValueError: TreeCache.load:")
+
+
+def test_ranks_that_load_different_saves_raise(tmp_path: Path) -> None:
+    _filled().save(tmp_path / "a")
+    cache = _filled()
+    _append(cache, 1)
+    cache.save(tmp_path / "b")
+    errors = run_ranks(_load_elsewhere, 2, [tmp_path / "a", tmp_path / "b"])
+    for error in errors:
+        assert error.startswith("ExchangeError:") and "digest of the index" in error
