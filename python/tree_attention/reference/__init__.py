@@ -6,6 +6,8 @@ extension:
 
 - `attention`, `merge`, `merge_states`: the local operator and the combination of partial states.
 - `tree_attention.reference.accuracy`: the error of a result against them, and its bound.
+- `tree_attention.reference.conformance`: whether the merge and the sharded decoding of any engine
+  are right where such code often is not.
 - `tree_attention.reference.energy`: attention as the gradient of an energy.
 - `tree_attention.reference.tree`: Tree Attention's Algorithms 1, 2 and 3 over a list of shards.
 """

@@ -30,8 +30,7 @@ class Accuracy:
 class Float64Check:
     """The float64 result of one problem, against which any number of implementations is judged.
 
-    The bound of `o` is `bound_of_o`; the bound of `lse` is twice the error of plain float32 PyTorch
-    plus four roundings.
+    The bounds are `bound_of_o` and `bound_of_lse`.
 
     Args:
         queries: indices of the queries that are compared; None: all.
@@ -59,7 +58,7 @@ class Float64Check:
             _, lse_plain = attention(*inputs, **part, dtype=torch.float32)
             o_plain, _ = attention(*inputs, **part, dtype=q.dtype)
             self._o_plain_error = _max(self._o_plain_error, row_error(o_plain, o_true))
-            self._lse_plain_error = _max(self._lse_plain_error, _lse_error(lse_plain, lse_true))
+            self._lse_plain_error = _max(self._lse_plain_error, lse_error(lse_plain, lse_true))
             truths.append((o_true, lse_true))
         shape = (q.shape[0], q.shape[1], len(self._queries))
         self.o_true = torch.cat([o.flatten(0, 1) for o, _ in truths]).view(*shape, -1)
@@ -93,12 +92,12 @@ class Float64Check:
 
     def accuracy(self, o: Tensor, lse: Tensor | None = None) -> Accuracy:
         """The errors of a result; the error of `lse` counts as 0 where none is given."""
-        error = 0.0 if lse is None else _lse_error(lse[:, :, self._queries], self.lse_true)
+        error = 0.0 if lse is None else lse_error(lse[:, :, self._queries], self.lse_true)
         return Accuracy(
             row_error(o[:, :, self._queries], self.o_true),
             bound_of_o(self._o_plain_error, o.dtype),
             error,
-            2 * self._lse_plain_error + 4 * torch.finfo(torch.float32).eps,
+            bound_of_lse(self._lse_plain_error),
         )
 
 
@@ -122,6 +121,11 @@ def bound_of_o(plain_error: float, dtype: torch.dtype) -> float:
     return 2 * plain_error + torch.finfo(dtype).eps
 
 
+def bound_of_lse(plain_error: float) -> float:
+    """Twice the error of plain PyTorch in float32, plus four roundings."""
+    return 2 * plain_error + 4 * torch.finfo(torch.float32).eps
+
+
 def digest(tensors: Sequence[Tensor]) -> str:
     """The SHA-256 digest of the bytes of all tensors, for ranks to compare their results' bits."""
     sha = hashlib.sha256()
@@ -141,7 +145,8 @@ def row_error(o: Tensor, o_true: Tensor) -> float:
     return ((o.double() - o_true).abs().amax(-1) / largest).max().item()
 
 
-def _lse_error(lse: Tensor, lse_true: Tensor) -> float:
+def lse_error(lse: Tensor, lse_true: Tensor) -> float:
+    """The largest error relative to `max(1, |lse|)`."""
     same = lse.double() == lse_true  # also two empty rows, whose difference would be NaN
     error = (lse.double() - lse_true).abs() / lse_true.abs().clamp(min=1.0)
     return torch.where(same, 0.0, error).max().item()
