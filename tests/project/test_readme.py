@@ -22,6 +22,7 @@ from tree_attention.reference import attention
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 WORLD_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -37,7 +38,7 @@ def python_program(page: Path) -> str:
     return "\n".join(lines)
 
 
-def run(script: Path, *launcher: str, **environment: str) -> None:
+def run(script: Path, *launcher: str, **environment: str) -> str:
     path = os.pathsep.join(str(ROOT / folder) for folder in ("python", "tests/project"))
     result = subprocess.run(
         [sys.executable, *launcher, str(script)],
@@ -47,6 +48,7 @@ def run(script: Path, *launcher: str, **environment: str) -> None:
         text=True,
     )
     assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -65,8 +67,7 @@ def test_readme_is_right_on_two_ranks(tmp_path):
         "import test_readme\n\ntest_readme.check_readme(globals())\ndist.destroy_process_group()"
     )
     script.write_text(f"{python_program(README)}\n\n{checks}\n")
-    two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    run(script, *two, OMP_NUM_THREADS="1")
+    run(script, *TWO_RANKS, OMP_NUM_THREADS="1")
 
 
 def check_readme(page: dict[str, Any]) -> None:

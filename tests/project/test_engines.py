@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""docs/engines.md: its step is right on two ranks, its views of caches are what they say, and the
+lines that it shows are ones that are printed."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from test_readme import TWO_RANKS, python_program, run
+from tree_attention.reference.conformance_cases import DECODE_CASES, MERGE_CASES
+
+PAGE = Path(__file__).parents[2] / "docs/engines.md"
+SIZES = {"pages": 5, "heads": 3, "page_size": 4, "head_dim": 8}
+ROWS = re.findall(r"^\| ([^|]*`\[.*?\]`.*?) \| (.*?) \| (.*?) \|$", PAGE.read_text(), re.MULTILINE)
+
+
+def test_step_of_the_page_conforms_on_two_ranks(tmp_path):
+    script = tmp_path / "check.py"
+    script.write_text(python_program(PAGE))
+    printed = run(script, *TWO_RANKS, OMP_NUM_THREADS="1")
+    assert [line.split(":")[0] for line in printed.splitlines()] == [
+        f"{'ok':<12}{case.name}" for case in (*MERGE_CASES, *DECODE_CASES)
+    ]
+
+
+def test_lines_of_the_page_are_printed():
+    shown = re.search(r"```\n(ok .*?)```", PAGE.read_text(), re.DOTALL)[1]
+    passed, failed, meaning = shown.splitlines()
+    cases = {case.name: case.meaning for case in DECODE_CASES}
+    assert re.fullmatch(r"ok {10}(.*): o .*, lse .*", passed)[1] in cases
+    assert meaning.strip() == cases[re.fullmatch(r"FAILED {6}(.*): o .*, lse .*", failed)[1]]
+
+
+def cache_of(axes: list[str], k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The keys and values `[pages, heads, page_size, head_dim]` as a cache with these axes."""
+    names = [name for name in axes if name != "2"]
+    if names[-1] == "2 * head_dim":
+        names[-1], k = "head_dim", torch.cat([k, v], -1)
+    order = [list(SIZES).index(name) for name in names]
+    if "2" in axes:
+        return torch.stack([k.permute(order), v.permute(order)], axes.index("2"))
+    return k.permute(order).contiguous()
+
+
+@pytest.mark.parametrize("cache, keys, values", ROWS[:4], ids=[row[0] for row in ROWS[:4]])
+def test_views_of_a_cache_with_both(cache, keys, values):
+    assert len(ROWS) == 6
+    axes = re.search(r"`\[(.*)\]`", cache)[1].split(", ")
+    k, v = torch.randn(2, *SIZES.values()).unbind()
+    names = {"cache": cache_of(axes, k, v), "head_dim": SIZES["head_dim"]}
+    assert torch.equal(eval(keys.strip("`"), names), k)
+    assert torch.equal(eval(values.strip("`"), names), v)
+
+
+def test_views_of_a_pool_of_tokens():
+    (cache, keys, _) = ROWS[4]
+    assert "`[slots, heads, head_dim]`" in cache
+    k = torch.randn(*SIZES.values())
+    pool = k.transpose(1, 2).flatten(0, 1)
+    view = eval(re.match("`(.*?)`", keys)[1], {"k": pool, "page_size": SIZES["page_size"]})
+    assert torch.equal(view, k) and view.data_ptr() == pool.data_ptr()
+
+
+def test_views_of_a_latent_cache():
+    cache, keys, values = ROWS[5]
+    assert "`[pages, page_size, 576]`" in cache
+    names = {"cache": torch.randn(5, 4, 576)}
+    k, v = (eval(text.strip("`"), names) for text in (keys, values))
+    assert k.shape == (5, 1, 4, 576) and v.shape == (5, 1, 4, 512)
+    assert torch.equal(k[..., :512], v) and k.data_ptr() == v.data_ptr()
