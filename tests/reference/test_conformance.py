@@ -124,7 +124,7 @@ def correct_and_sum(o_parts, lse_parts):
 
 
 def merge_pairs_in_base_2(o_parts, lse_parts):
-    """FlashInfer's merge_state, one part after the other."""
+    """FlashInfer's merge_state, one part after the other, in float32 until the last."""
     o, lse = o_parts[0].float(), lse_parts[0]
     for o_part, lse_part in zip(o_parts[1:], lse_parts[1:], strict=True):
         largest = torch.maximum(lse, lse_part)

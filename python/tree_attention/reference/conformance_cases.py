@@ -141,13 +141,14 @@ class DecodeProblem:
     q: Tensor  # [batch, num_heads_q, seqlen_q, head_dim]
     k_shards: tuple[Tensor, ...]  # of each rank [batch, num_heads_kv, slots of the rank, head_dim]
     v_shards: tuple[Tensor, ...]  # the same shapes
-    seq_lens: Tensor  # int64 [batch], on all ranks together; slots from there on hold garbage
+    # int64 [batch] on the CPU: slots of all ranks together; those from there on hold garbage
+    seq_lens: Tensor
     window: int | None
     layout: ShardLayout  # which rank has which slots, in the order of the slots
 
     def key_ranges(self, rank: int | None = None) -> Tensor:
-        """int32 `[batch, seqlen_q, 2]`: the slots that each query sees, or those of them that
-        `rank` has, counted in its shard; where the begin is not below the end there are none."""
+        """int32 `[batch, seqlen_q, 2]` on the CPU: the slots that each query sees, or those of them
+        that `rank` has, counted in its shard; there are none where begin is not below end."""
         seqlen_q = self.q.shape[2]
         end = (self.seq_lens[:, None] - seqlen_q + 1 + torch.arange(seqlen_q)).clamp(min=0)
         begin = torch.zeros_like(end) if self.window is None else (end - self.window).clamp(min=0)
