@@ -2,6 +2,8 @@
 """The comparison of engines, with drivers that say what a test wants instead of generating."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,3 +98,46 @@ def test_bytes_are_those_of_the_model() -> None:
         model = AutoModelForCausalLM.from_config(checkpoint.configuration(), dtype=torch.bfloat16)
     matrices = sum(p.nbytes for p in model.parameters() if p.dim() == 2)
     assert checkpoint.weights_bytes() == matrices
+
+
+PACKAGES = {
+    "openvino.py": "",
+    "openvino_genai.py": "class StreamerBase: ...\nclass StreamingStatus: ...\n",
+    "optimum/intel.py": """
+import os
+
+class OVModelForCausalLM:
+    def from_pretrained(checkpoint, **options):
+        return OVModelForCausalLM()
+
+    def save_pretrained(self, directory):
+        directory.mkdir()
+        (directory / "openvino_model.bin").write_text(str(os.getpid()))
+""",
+}
+CONVERT = """
+import os
+from pathlib import Path
+from benchmarks.engines.drivers.openvino import converted
+
+for _ in range(2):  # the second finds what the first has written
+    print(os.getpid(), (converted(Path()) / "openvino_model.bin").read_text())
+"""
+
+
+def test_openvino_converts_in_a_process_of_its_own(tmp_path):
+    for name, text in PACKAGES.items():
+        path = tmp_path / "packages" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    paths = [str(tmp_path / "packages"), str(Path(__file__).parents[2])]
+    printed = subprocess.run(
+        [sys.executable, "-c", CONVERT],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    first, second = (line.split() for line in printed.splitlines())
+    assert first == second and first[0] != first[1]

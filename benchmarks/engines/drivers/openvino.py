@@ -2,6 +2,8 @@
 """The LLM pipeline of OpenVINO GenAI on a CPU."""
 
 import importlib.metadata
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +13,26 @@ import openvino_genai
 from . import timing
 
 
+def convert(checkpoint: Path, directory: Path) -> None:
+    """Writes the model as OpenVINO's."""
+    from optimum.intel import OVModelForCausalLM
+
+    model = OVModelForCausalLM.from_pretrained(
+        checkpoint, export=True, compile=False, load_in_8bit=False
+    )
+    model.save_pretrained(directory)
+
+
 def converted(checkpoint: Path) -> Path:
-    """Writes the model as OpenVINO's, where that is not done yet; returns its directory."""
+    """The directory of the converted model, which is written where it is not there yet.
+
+    That is done in another process: in this one it would count as memory of the engine, and a
+    pipeline behind it has ended with a floating point exception.
+    """
     directory = checkpoint / "openvino"
     if not (directory / "openvino_model.bin").exists():
-        from optimum.intel import OVModelForCausalLM
-
-        model = OVModelForCausalLM.from_pretrained(
-            checkpoint, export=True, compile=False, load_in_8bit=False
-        )
-        model.save_pretrained(directory)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+            executor.submit(convert, checkpoint, directory).result()
     return directory
 
 
