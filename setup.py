@@ -18,7 +18,9 @@ CPU_SOURCES = [
     "csrc/module.cpp",
     "csrc/decode_args.cpp",
     "csrc/merge_args.cpp",
+    "csrc/append_args.cpp",
     "csrc/schedule.cpp",
+    "csrc/cpu/append.cpp",
     "csrc/cpu/decode.cpp",
     "csrc/cpu/instruction_set.cpp",
     "csrc/cpu/merge.cpp",
@@ -28,6 +30,7 @@ CPU_SOURCES = [
     "csrc/cpu/kernel/decode_avx512.cpp",
     "csrc/cpu/kernel/decode_portable.cpp",
     "csrc/cpu/kernel/merge_rows.cpp",
+    "csrc/cpu/kernel/quantise_row.cpp",
 ]
 CUDA_SOURCES = [
     *(

@@ -8,48 +8,20 @@
 #include <cmath>
 #include <limits>
 
+#include "argument_checks.h"
 #include "scalar_type.h"
 
 namespace tree_attention {
 namespace {
 
 constexpr const char* kOp = "lean_decode";
+constexpr ArgumentChecks kCheck{kOp};
 
 // The largest softmax_scale, softcap and 1 / softcap: a product of two is a normal float32.
 constexpr double kLargestScale = 1e15;
 
 // TORCH_CHECK with the name of the operator in front of the message.
 #define CHECK_ARG(condition, ...) TORCH_CHECK(condition, kOp, ": ", __VA_ARGS__)
-
-void check_shape(const char* argument, const char* axes, const at::Tensor& tensor,
-                 at::IntArrayRef expected) {
-  CHECK_ARG(tensor.sizes() == expected, argument, " must have shape ", axes, " = ", expected,
-            ", got ", tensor.sizes());
-}
-
-void check_last_axis(const char* argument, const at::Tensor& tensor) {
-  CHECK_ARG(tensor.size(-1) <= 1 || tensor.stride(-1) == 1, argument,
-            " must have a contiguous last axis, got stride ", tensor.stride(-1));
-}
-
-void check_dtype(const char* argument, const at::Tensor& tensor, at::ScalarType expected) {
-  CHECK_ARG(tensor.scalar_type() == expected, argument, " must be ", dtype_name(expected), ", got ",
-            dtype_name(tensor.scalar_type()));
-}
-
-void check_device(const char* argument, const at::Tensor& tensor, const at::Tensor& q) {
-  CHECK_ARG(tensor.device() == q.device(), argument, " must be on q's device ", q.device(),
-            ", got ", tensor.device());
-}
-
-void copy_strides(int64_t (&strides)[3], const at::Tensor& tensor) {
-  for (int axis = 0; axis < 3; ++axis) strides[axis] = tensor.stride(axis);
-}
-
-int32_t to_int32(const char* what, int64_t value) {
-  CHECK_ARG(value <= std::numeric_limits<int32_t>::max(), what, " must be below 2^31, got ", value);
-  return static_cast<int32_t>(value);
-}
 
 void check_keys_and_values(DecodeParams& params, const DecodeArgs& args) {
   const auto& [q, k, v] = std::tie(args.q, args.k, args.v);
@@ -58,12 +30,12 @@ void check_keys_and_values(DecodeParams& params, const DecodeArgs& args) {
                              : "[batch, num_heads_kv, seqlen_k, head_dim]";
   CHECK_ARG(k.dim() == 4, "k must have shape ", k_axes, ", got ", k.sizes());
   CHECK_ARG(v.dim() == 4, "v must have shape ", k_axes, ", got ", v.sizes());
-  check_dtype("k", k, q.scalar_type());
-  check_dtype("v", v, q.scalar_type());
-  check_device("k", k, q);
-  check_device("v", v, q);
-  check_last_axis("k", k);
-  check_last_axis("v", v);
+  if (!has_8_bits(k.scalar_type())) kCheck.dtype("k", k, q.scalar_type());
+  kCheck.dtype("v", v, k.scalar_type());
+  kCheck.device("k", k, "q", q);
+  kCheck.device("v", v, "q", q);
+  kCheck.last_axis("k", k);
+  kCheck.last_axis("v", v);
   CHECK_ARG(k.size(3) == q.size(3), "k must have q's head_dim ", q.size(3), ", got ", k.size(3));
   CHECK_ARG(v.size(3) >= 1, "v must have a head_dim of at least 1, got ", v.size(3));
   CHECK_ARG(k.sizes().slice(0, 3) == v.sizes().slice(0, 3), "v must have k's first three axes ",
@@ -74,12 +46,13 @@ void check_keys_and_values(DecodeParams& params, const DecodeArgs& args) {
             k.size(0));
   CHECK_ARG(!paged || k.size(2) >= 1, "k must have a page_size of at least 1, got ", k.size(2));
 
+  params.kv_dtype = kv_data_type(k.scalar_type(), params.dtype);
   params.k = k.const_data_ptr();
   params.v = v.const_data_ptr();
   copy_strides(params.k_stride, k);
   copy_strides(params.v_stride, v);
-  params.num_heads_kv = to_int32("num_heads_kv", k.size(1));
-  params.head_dim_v = to_int32("head_dim of v", v.size(3));
+  params.num_heads_kv = kCheck.to_int32("num_heads_kv", k.size(1));
+  params.head_dim_v = kCheck.to_int32("head_dim of v", v.size(3));
   params.seqlen_k = k.size(2);
 }
 
@@ -88,30 +61,45 @@ void check_pages(DecodeParams& params, const DecodeArgs& args) {
   if (!args.page_table) return;
   const at::Tensor& table = *args.page_table;
   const int64_t batch = args.q.size(0), num_heads_kv = args.k.size(1);
-  check_dtype("page_table", table, at::kInt);
-  check_device("page_table", table, args.q);
+  kCheck.dtype("page_table", table, at::kInt);
+  kCheck.device("page_table", table, "q", args.q);
   const bool per_head = table.dim() == 3;
   CHECK_ARG((table.dim() == 2 || per_head) && table.size(0) == batch &&
                 (!per_head || table.size(1) == num_heads_kv),
             "page_table must have shape [batch, pages] or [batch, num_heads_kv, pages] with batch ",
             batch, " and num_heads_kv ", num_heads_kv, ", got ", table.sizes());
-  check_last_axis("page_table", table);
+  kCheck.last_axis("page_table", table);
   params.page_table = table.const_data_ptr<int32_t>();
   params.page_table_stride[0] = table.stride(0);
   params.page_table_stride[1] = per_head ? table.stride(1) : 0;
-  params.page_size = to_int32("page_size", args.k.size(2));
-  params.num_pages = to_int32("num_pages", args.k.size(0));
+  params.page_size = kCheck.to_int32("page_size", args.k.size(2));
+  params.num_pages = kCheck.to_int32("num_pages", args.k.size(0));
   params.seqlen_k = table.size(-1) * args.k.size(2);
+}
+
+void check_scales(DecodeParams& params, const DecodeArgs& args) {
+  kCheck.scales(
+      args.page_table ? "[num_pages, num_heads_kv, page_size]" : "[batch, num_heads_kv, seqlen_k]",
+      args.k, args.k_scale, args.v_scale);
+  const auto set = [&](const char* name, const std::optional<at::Tensor>& scale, const float*& data,
+                       int64_t (&strides)[3]) {
+    if (!scale) return;
+    kCheck.device(name, *scale, "q", args.q);
+    copy_strides(strides, *scale);
+    data = scale->const_data_ptr<float>();
+  };
+  set("k_scale", args.k_scale, params.k_scale, params.k_scale_stride);
+  set("v_scale", args.v_scale, params.v_scale, params.v_scale_stride);
 }
 
 void check_key_ranges(DecodeParams& params, const DecodeArgs& args) {
   params.key_ranges = nullptr;
   if (!args.key_ranges) return;
   const at::Tensor& ranges = *args.key_ranges;
-  check_dtype("key_ranges", ranges, at::kInt);
-  check_device("key_ranges", ranges, args.q);
-  check_shape("key_ranges", "[batch, seqlen_q, 2]", ranges, {args.q.size(0), args.q.size(2), 2});
-  check_last_axis("key_ranges", ranges);
+  kCheck.dtype("key_ranges", ranges, at::kInt);
+  kCheck.device("key_ranges", ranges, "q", args.q);
+  kCheck.shape("key_ranges", "[batch, seqlen_q, 2]", ranges, {args.q.size(0), args.q.size(2), 2});
+  kCheck.last_axis("key_ranges", ranges);
   params.key_ranges = ranges.const_data_ptr<int32_t>();
   params.key_ranges_stride[0] = ranges.stride(0);
   params.key_ranges_stride[1] = ranges.stride(1);
@@ -144,10 +132,10 @@ void check_scores(DecodeParams& params, const DecodeArgs& args) {
   params.query_positions = nullptr;
   if (args.query_positions) {
     const at::Tensor& positions = *args.query_positions;
-    check_dtype("query_positions", positions, at::kLong);
-    check_device("query_positions", positions, args.q);
-    check_shape("query_positions", "[batch, seqlen_q]", positions,
-                {args.q.size(0), args.q.size(2)});
+    kCheck.dtype("query_positions", positions, at::kLong);
+    kCheck.device("query_positions", positions, "q", args.q);
+    kCheck.shape("query_positions", "[batch, seqlen_q]", positions,
+                 {args.q.size(0), args.q.size(2)});
     params.query_positions = positions.const_data_ptr<int64_t>();
     params.query_positions_stride[0] = positions.stride(0);
     params.query_positions_stride[1] = positions.stride(1);
@@ -155,10 +143,10 @@ void check_scores(DecodeParams& params, const DecodeArgs& args) {
   if (args.alibi_slopes) {
     const at::Tensor& slopes = *args.alibi_slopes;
     CHECK_ARG(args.query_positions, "alibi_slopes needs query_positions, got None");
-    check_dtype("alibi_slopes", slopes, at::kFloat);
-    check_device("alibi_slopes", slopes, args.q);
-    check_shape("alibi_slopes", "[num_heads_q]", slopes, {args.q.size(1)});
-    check_last_axis("alibi_slopes", slopes);
+    kCheck.dtype("alibi_slopes", slopes, at::kFloat);
+    kCheck.device("alibi_slopes", slopes, "q", args.q);
+    kCheck.shape("alibi_slopes", "[num_heads_q]", slopes, {args.q.size(1)});
+    kCheck.last_axis("alibi_slopes", slopes);
     params.alibi_slopes = slopes.const_data_ptr<float>();
   }
 }
@@ -176,22 +164,23 @@ DecodeParams check_inputs(const DecodeArgs& args) {
             q.sizes());
   params.dtype = data_type(q.scalar_type(), kOp, "q");
   CHECK_ARG(q.size(3) >= 1, "q must have a head_dim of at least 1, got ", q.size(3));
-  check_last_axis("q", q);
+  kCheck.last_axis("q", q);
   params.q = q.const_data_ptr();
   copy_strides(params.q_stride, q);
-  params.batch = to_int32("batch", q.size(0));
-  params.num_heads_q = to_int32("num_heads_q", q.size(1));
-  params.seqlen_q = to_int32("seqlen_q", q.size(2));
-  params.head_dim = to_int32("head_dim", q.size(3));
+  params.batch = kCheck.to_int32("batch", q.size(0));
+  params.num_heads_q = kCheck.to_int32("num_heads_q", q.size(1));
+  params.seqlen_q = kCheck.to_int32("seqlen_q", q.size(2));
+  params.head_dim = kCheck.to_int32("head_dim", q.size(3));
 
   check_keys_and_values(params, args);
   check_pages(params, args);
-  to_int32("seqlen_k", params.seqlen_k);  // key_ranges are int32
+  check_scales(params, args);
+  kCheck.to_int32("seqlen_k", params.seqlen_k);  // key_ranges are int32
   check_key_ranges(params, args);
   check_scores(params, args);
   params.out_dtype = data_type(out_dtype(args), kOp, "out_dtype");
   CHECK_ARG(args.num_workers >= 0, "num_workers must not be negative, got ", args.num_workers);
-  params.num_workers = to_int32("num_workers", args.num_workers);
+  params.num_workers = kCheck.to_int32("num_workers", args.num_workers);
   return params;
 }
 
@@ -205,22 +194,25 @@ std::tuple<at::Tensor, at::Tensor> allocate_outputs(const DecodeArgs& args) {
 
 void set_outputs(DecodeParams& params, const DecodeArgs& args, const at::Tensor& o,
                  const at::Tensor& lse) {
-  check_shape("o", "[batch, num_heads_q, seqlen_q, head_dim]", o,
-              {args.q.size(0), args.q.size(1), args.q.size(2), args.v.size(3)});
-  check_shape("lse", "[batch, num_heads_q, seqlen_q]", lse,
-              {args.q.size(0), args.q.size(1), args.q.size(2)});
+  kCheck.shape("o", "[batch, num_heads_q, seqlen_q, head_dim]", o,
+               {args.q.size(0), args.q.size(1), args.q.size(2), args.v.size(3)});
+  kCheck.shape("lse", "[batch, num_heads_q, seqlen_q]", lse,
+               {args.q.size(0), args.q.size(1), args.q.size(2)});
   CHECK_ARG(!args.out_dtype || o.scalar_type() == *args.out_dtype,
             "out_dtype must be o's dtype or None, got ", dtype_name(*args.out_dtype), " and ",
             dtype_name(o.scalar_type()));
   params.out_dtype = data_type(o.scalar_type(), kOp, "o");
-  check_dtype("lse", lse, at::kFloat);
-  check_device("o", o, args.q);
-  check_device("lse", lse, args.q);
-  check_last_axis("o", o);
+  kCheck.dtype("lse", lse, at::kFloat);
+  kCheck.device("o", o, "q", args.q);
+  kCheck.device("lse", lse, "q", args.q);
+  kCheck.last_axis("o", o);
   for (const at::Tensor* output : {&o, &lse}) {
     at::assert_no_internal_overlap(*output);
     for (const at::Tensor* input : {&args.q, &args.k, &args.v}) {
       at::assert_no_overlap(*output, *input);
+    }
+    for (const std::optional<at::Tensor>* scale : {&args.k_scale, &args.v_scale}) {
+      if (*scale) at::assert_no_overlap(*output, **scale);
     }
   }
   at::assert_no_overlap(o, lse);

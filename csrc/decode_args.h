@@ -24,6 +24,8 @@ struct DecodeArgs {
   const std::optional<at::Tensor>& query_positions;
   at::IntArrayRef key_layout;
   const std::optional<at::Tensor>& page_table;
+  const std::optional<at::Tensor>& k_scale;
+  const std::optional<at::Tensor>& v_scale;
   std::optional<at::ScalarType> out_dtype;
   int64_t num_workers;
 };

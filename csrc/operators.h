@@ -6,6 +6,7 @@
 
 #include <c10/core/DeviceGuard.h>
 
+#include "append_args.h"
 #include "decode_args.h"
 #include "merge_args.h"
 
@@ -39,6 +40,7 @@ using LeanDecode =
                     const std::optional<at::Tensor>&, std::optional<double>, double,
                     const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
                     at::IntArrayRef, const std::optional<at::Tensor>&,
+                    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
                     std::optional<at::ScalarType>, int64_t>;
 
 template <void (*launch)(const MergeParams&)>
@@ -59,5 +61,13 @@ struct MergeStates {
     launch(call.params);
   }
 };
+
+// The types of AppendArgs, for the same reason.
+template <void (*launch)(const AppendParams&)>
+void append_kv(const at::Tensor& k, const at::Tensor& v, at::Tensor& k_cache, at::Tensor& v_cache,
+               const at::Tensor& slot_mapping, const std::optional<at::Tensor>& k_scale,
+               const std::optional<at::Tensor>& v_scale, bool paged) {
+  launch(prepare_append({k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, paged}));
+}
 
 }  // namespace tree_attention

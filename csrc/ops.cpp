@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/library.h>
 
+#include "cpu/append.h"
 #include "cpu/decode.h"
 #include "cpu/merge.h"
 #include "operators.h"
@@ -39,8 +40,8 @@ void refuse_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 #define LEAN_DECODE_ARGUMENTS                                                             \
   "Tensor q, Tensor k, Tensor v, Tensor? key_ranges=None, *, float? softmax_scale=None, " \
   "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? query_positions=None, "          \
-  "int[] key_layout=[0, 1, 1], Tensor? page_table=None, ScalarType? out_dtype=None, "     \
-  "int num_workers=0"
+  "int[] key_layout=[0, 1, 1], Tensor? page_table=None, Tensor? k_scale=None, "           \
+  "Tensor? v_scale=None, ScalarType? out_dtype=None, int num_workers=0"
 
 TORCH_LIBRARY(tree_attention, m) {
   m.def("lean_decode(" LEAN_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
@@ -54,6 +55,9 @@ TORCH_LIBRARY(tree_attention, m) {
   m.def(
       "one_shot(Tensor o, Tensor lse, Tensor buffers, Tensor(a!) control, Tensor(b!) host, "
       "int rank, int slot_bytes, Tensor(c!) out_o, Tensor(d!) out_lse) -> ()");
+  m.def(
+      "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+      "*, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, bool paged=False) -> ()");
   m.def("lean_schedule(Tensor num_tiles, int num_workers) -> Tensor");
 }
 
@@ -62,6 +66,7 @@ TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
   m.impl("lean_decode.out", LeanDecode<cpu::lean_decode>::run_out);
   m.impl("merge_states", MergeStates<cpu::merge_states>::run);
   m.impl("merge_states.out", MergeStates<cpu::merge_states>::run_out);
+  m.impl("append_kv", append_kv<cpu::append_kv>);
   m.impl("lean_schedule", lean_schedule);
 }
 
@@ -76,7 +81,8 @@ TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
 #endif
 
 TORCH_LIBRARY_IMPL(tree_attention, Autograd, m) {
-  for (const char* name : {"lean_decode", "lean_decode.out", "merge_states", "merge_states.out"}) {
+  for (const char* name :
+       {"lean_decode", "lean_decode.out", "merge_states", "merge_states.out", "append_kv"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_gradient>());
   }
 }

@@ -107,7 +107,8 @@ def make_strided(x: Tensor, layout: str) -> Tensor:
     assert layout in ("padded", "unaligned")
     begin = 1 if layout == "unaligned" else 16 // x.element_size()
     *outer, dim = x.shape
-    storage = x.new_full([*(size + 3 for size in outer), 2 * begin + dim], NAN)
+    filler = -128 if x.dtype == torch.int8 else NAN
+    storage = torch.full([*(size + 3 for size in outer), 2 * begin + dim], filler, dtype=x.dtype)
     view = storage[(*(slice(1, 1 + size) for size in outer), slice(begin, begin + dim))]
     return view.copy_(x)
 
@@ -206,9 +207,19 @@ class Problem:
         options = dict(self.options)
         if "alibi_slopes" in options:
             options["key_layout"] = layout.key_layout(rank)
+        for name in options.keys() & {"k_scale", "v_scale"}:
+            options[name] = options[name][:, :, slots]
         return replace(
             self, k=self.k[:, :, slots], v=self.v[:, :, slots], key_ranges=ranges, options=options
         )
+
+
+def hide(x: Tensor, kv_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`quantise`, with the NaN that may not be read in the values as well, where they have one."""
+    values, scale = reference.quantise(x, kv_dtype)
+    if kv_dtype == torch.float8_e4m3fn:
+        values = values.float().masked_fill(scale.isnan()[..., None], NAN).to(kv_dtype)
+    return values, scale
 
 
 def make_problem(
@@ -221,6 +232,7 @@ def make_problem(
     head_dim: int = 64,
     head_dim_v: int | None = None,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     ranges: str = "all",
     layout: str = "BHSD",
     page_size: int = 0,
@@ -230,7 +242,8 @@ def make_problem(
     **options: Any,
 ) -> Problem:
     """A random problem on the CPU: scores of standard deviation `score_size`, the largest slope
-    `alibi`, NaN in every key and value that no query sees, between strides and in unused pages."""
+    `alibi`, NaN in every key and value that no query sees, between strides and in unused pages.
+    Keys and values of 8 bits have it in their scales, and float8 in both."""
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     num_heads_q = num_heads_kv * group_size
     q = torch.randn(batch, num_heads_q, seqlen_q, head_dim) * score_size
@@ -254,5 +267,12 @@ def make_problem(
         k, v, options["page_table"] = paginate(k, v, page_size, per_head=per_head)
         if key_ranges is None:
             key_ranges = torch.tensor([0, seqlen_k], dtype=torch.int32).repeat(batch, seqlen_q, 1)
-    q, k, v = (make_strided(x.to(dtype), layout) for x in (q, k, v))
+    if kv_dtype is None:
+        k, v = k.to(dtype), v.to(dtype)
+    else:
+        (k, options["k_scale"]), (v, options["v_scale"]) = (hide(x, kv_dtype) for x in (k, v))
+        if layout != "BHSD":  # any strides
+            for name in ("k_scale", "v_scale"):
+                options[name] = torch.stack([options[name], options[name] * NAN], -1)[..., 0]
+    q, k, v = (make_strided(x, layout) for x in (q.to(dtype), k, v))
     return Problem(q, k, v, key_ranges, options)

@@ -26,6 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
     "rows without keys": {"batch": 3, "seqlen_q": 9, "ranges": "random"},
     "odd strides": {"layout": "unaligned", "head_dim": 24, "seqlen_q": 2},
     "peaked scores": {"score_size": 30.0},
+    "int8": {"kv_dtype": torch.int8, "dtype": torch.bfloat16, "seqlen_q": 2, "ranges": "causal"},
+    "float8": {"kv_dtype": torch.float8_e4m3fn, "batch": 3, "ranges": "ragged"},
     "fewer keys than ranks": {"seqlen_k": 2},
     "no keys": {"seqlen_k": 0},
 }

@@ -31,7 +31,11 @@ struct DecodeParams {
   const int32_t* key_ranges;     // [batch, seqlen_q, 2]
   int64_t key_ranges_stride[2];  // {batch, token}; the pair is contiguous
 
-  // Score = alibi(softcap(softmax_scale * q.k)).
+  // What keys and values of 8 bits are multiplied by, or null: 1. Axes as those of k and v.
+  const float *k_scale, *v_scale;
+  int64_t k_scale_stride[3], v_scale_stride[3];
+
+  // Score = alibi(softcap(softmax_scale * k_scale * q.k)).
   float softmax_scale;
   float softcap;                      // 0: off
   const float* alibi_slopes;          // [num_heads_q] or null: adds -slope * (query - key position)
@@ -49,7 +53,8 @@ struct DecodeParams {
   int64_t seqlen_k;  // with pages: pages_per_sequence * page_size
   int32_t head_dim, head_dim_v;
   int32_t num_workers;  // 0: the backend chooses
-  DataType dtype;       // of q, k, v
+  DataType dtype;       // of q
+  DataType kv_dtype;    // of k and v: that of q, or one of 8 bits
   DataType out_dtype;   // of o
 
   TREE_ATTENTION_HOST_DEVICE int32_t group_size() const { return num_heads_q / num_heads_kv; }

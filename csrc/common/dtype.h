@@ -11,7 +11,8 @@
 
 namespace tree_attention {
 
-enum class DataType : int32_t { kFloat32, kBFloat16, kFloat16 };
+// The first three are those of queries and outputs. Keys and values may also have 8 bits.
+enum class DataType : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kFloat8 };
 
 // 16-bit elements are bits with a name; arithmetic is done in float.
 struct BFloat16 {
@@ -20,10 +21,19 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+struct Int8 {
+  int8_t value;
+};
+// float8_e4m3fn: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity, one NaN.
+struct Float8 {
+  uint8_t bits;
+};
 
 // Size in bytes of an element.
 TREE_ATTENTION_HOST_DEVICE int32_t element_size(DataType dtype) {
-  return dtype == DataType::kFloat32 ? 4 : 2;
+  return dtype == DataType::kFloat32                              ? 4
+         : dtype == DataType::kInt8 || dtype == DataType::kFloat8 ? 1
+                                                                  : 2;
 }
 
 [[noreturn]] inline void refuse_dtype(DataType dtype) {
@@ -47,12 +57,23 @@ TREE_ATTENTION_HOST_DEVICE auto with_dtype(DataType dtype, const F& f) {
       return f.template operator()<BFloat16>();
     case DataType::kFloat16:
       return f.template operator()<Float16>();
+    case DataType::kInt8:
+    case DataType::kFloat8:
+      break;
   }
 #if defined(__CUDA_ARCH__)
   __trap();
 #else
   refuse_dtype(dtype);
 #endif
+}
+
+// with_dtype for the elements of keys and values.
+template <typename F>
+auto with_kv_dtype(DataType dtype, const F& f) {
+  if (dtype == DataType::kInt8) return f.template operator()<Int8>();
+  if (dtype == DataType::kFloat8) return f.template operator()<Float8>();
+  return with_dtype(dtype, f);
 }
 
 }  // namespace tree_attention

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "merge.h"
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <algorithm>
 #include <vector>
 
+#include "cpu/converting.h"
 #include "cpu/kernel/merge_rows.h"
 #include "cpu/parallel.h"
 
@@ -50,20 +48,6 @@ void merge_rows(const MergeParams& p) {
     }
   });
 }
-
-// The class of c10 in an element's format, which converts to float and back.
-template <typename Element>
-struct Converting {
-  using type = Element;
-};
-template <>
-struct Converting<BFloat16> {
-  using type = c10::BFloat16;
-};
-template <>
-struct Converting<Float16> {
-  using type = c10::Half;
-};
 
 }  // namespace
 

@@ -39,6 +39,9 @@ void check_alignment(const char* argument, const void* data, const int64_t (&str
 }  // namespace
 
 void check_supported(const DecodeParams& p) {
+  TORCH_CHECK(p.kv_dtype == p.dtype, "lean_decode: k must have q's dtype on CUDA, got ",
+              p.kv_dtype == DataType::kInt8 ? "int8" : "float8_e4m3fn",
+              "; keys and values of 8 bits are read on the CPU");
   check_head_dim("head_dim", p.head_dim);
   check_head_dim("head_dim of v", p.head_dim_v);
   TORCH_CHECK(p.seqlen_k <= kMaxKeys, "lean_decode: seqlen_k must be at most ", kMaxKeys,

@@ -17,6 +17,7 @@ from .decode import tree_decode
 from .exchange import Communicator, ExchangeError, all_merge_states, strategies
 from .ops import (
     AttentionOptions,
+    append_kv,
     lean_decode,
     lean_schedule,
     merge_states,
@@ -34,6 +35,7 @@ __all__ = [
     "ShardLayout",
     "__version__",
     "all_merge_states",
+    "append_kv",
     "lean_decode",
     "lean_schedule",
     "merge_states",

@@ -72,8 +72,9 @@ def tree_decode(
         timeout: seconds, or a `datetime.timedelta`, in which an exchange returns or raises, 30
             unless the communicator says otherwise. Each part has as many. A number where
             torch.compile traces the call.
-        softmax_scale, softcap, alibi_slopes, query_positions, key_layout, page_table, num_workers:
-            see `AttentionOptions`; key_layout and page_table are this rank's.
+        softmax_scale, softcap, alibi_slopes, query_positions, key_layout, page_table, k_scale,
+            v_scale, num_workers: see `AttentionOptions`; key_layout, page_table and the scales are
+            this rank's.
 
     Returns:
         o: `[batch, num_heads_q, seqlen_q, head_dim]`, merged in float32 and rounded once. lse:
@@ -184,7 +185,8 @@ _in_graph = add_collective(
     "str strategy, ScalarType? out_dtype, ScalarType payload_dtype, bool head_sharded, "
     "int overlap, bool explain, float? timeout, float? softmax_scale=None, float softcap=0.0, "
     "Tensor? alibi_slopes=None, Tensor? query_positions=None, int[] key_layout=[0, 1, 1], "
-    "Tensor? page_table=None, int num_workers=0) -> (Tensor o, Tensor lse)",
+    "Tensor? page_table=None, Tensor? k_scale=None, Tensor? v_scale=None, int num_workers=0) "
+    "-> (Tensor o, Tensor lse)",
     _run,
     _fake,
 )

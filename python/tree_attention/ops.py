@@ -19,6 +19,7 @@ _lean_decode = _ops.lean_decode.default
 _lean_decode_out = _ops.lean_decode.out
 _merge_states = _ops.merge_states.default
 _merge_states_out = _ops.merge_states.out
+_append_kv = _ops.append_kv.default
 _lean_schedule = _ops.lean_schedule.default
 
 
@@ -39,6 +40,12 @@ class AttentionOptions(TypedDict, total=False):
     page_table: Tensor | None
     """int32 `[batch, pages]` or `[batch, num_heads_kv, pages]`; `key_ranges` then index the
     concatenated pages. Entries that no range reaches are never read."""
+    k_scale: Tensor | None
+    """float32 `[batch, num_heads_kv, seqlen_k]`, with pages `[num_pages, num_heads_kv, page_size]`,
+    for keys of 8 bits: what each token's is multiplied by. Required for int8, default 1 for
+    float8_e4m3fn, and given together with `v_scale`."""
+    v_scale: Tensor | None
+    """Likewise for values."""
     num_workers: int
     """0, the default, is one worker per thread, or per resident block of a GPU. A fixed number
     splits the keys in the same way, and so gives the same bits, on any number of threads."""
@@ -128,6 +135,7 @@ def lean_decode(
 
     Equivalent PyTorch (`tree_attention.reference.attention` is the whole contract in float64)::
 
+        k, v = k * k_scale[..., None], v * v_scale[..., None]    # where they have 8 bits
         k, v = (x.repeat_interleave(num_heads_q // num_heads_kv, dim=1) for x in (k, v))
         scores = q @ k.mT * softmax_scale                    # then softcap, then ALiBi
         scores = scores.masked_fill(~visible, -inf)          # visible: begin <= key < end
@@ -137,16 +145,16 @@ def lean_decode(
     Args:
         q: `[batch, num_heads_q, seqlen_q, head_dim]`, float32, bfloat16 or float16. Any strides
             with a contiguous last axis, for every tensor.
-        k, v: `[batch, num_heads_kv, seqlen_k, head_dim]` in q's dtype; with `page_table`
-            `[num_pages, num_heads_kv, page_size, head_dim]`. `num_heads_q` is a multiple of
-            `num_heads_kv`; `v` may have another head_dim.
+        k, v: `[batch, num_heads_kv, seqlen_k, head_dim]`, both in q's dtype, both int8 or both
+            float8_e4m3fn; with `page_table` `[num_pages, num_heads_kv, page_size, head_dim]`.
+            `num_heads_q` is a multiple of `num_heads_kv`; `v` may have another head_dim.
         key_ranges: int32 `[batch, seqlen_q, 2]`, the half-open range of keys each query sees,
             clamped to `[0, seqlen_k]`. The only mask: ragged lengths, padding, causal queries and
             windows are ranges. None: all keys.
         out_dtype: dtype of `o`, default q's; float32 when the state will be merged.
         out: `(o, lse)` to write into instead of new tensors, for example views of a send buffer.
-        softmax_scale, softcap, alibi_slopes, query_positions, key_layout, page_table, num_workers:
-            see `AttentionOptions`.
+        softmax_scale, softcap, alibi_slopes, query_positions, key_layout, page_table, k_scale,
+            v_scale, num_workers: see `AttentionOptions`.
 
     Returns:
         o: `[batch, num_heads_q, seqlen_q, head_dim]`.
@@ -156,6 +164,9 @@ def lean_decode(
     Raises:
         RuntimeError: an argument breaks the rules above, or requires a gradient (inference only).
         TypeError: q, k or v is no tensor, or there is no such keyword argument.
+
+    Keys and values of 8 bits are converted without an error: the result is that of float32
+    arithmetic on what they stand for. They are read on the CPU only.
 
     On CUDA (compute capability 8.0 or higher) head_dims are multiples of 8 up to 256, and q, k and
     v begin at, and have strides of, multiples of 16 bytes. The host never waits for the device, and
@@ -221,6 +232,51 @@ def merge_states(
         )
     _merge_states_out(o_parts, lse_parts, o=o, lse=lse)
     return out
+
+
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    paged: bool = False,
+) -> None:
+    """Writes the keys and values of new tokens into the cache, quantised where it has 8 bits.
+
+    Equivalent PyTorch, without pages, for every token of sequence `b` and its `slot >= 0`::
+
+        k_cache[b, :, slot], k_scale[b, :, slot] = reference.quantise(k[b, :, token], torch.int8)
+        k_cache[b, :, slot] = k[b, :, token].to(k_cache.dtype)    # without scales
+
+    Args:
+        k, v: `[batch, num_heads_kv, tokens, head_dim]`, float32, bfloat16 or float16. Any strides
+            with a contiguous last axis, for every tensor but the scales, which have any.
+        k_cache, v_cache: `[batch, num_heads_kv, capacity, head_dim]` in one of these dtypes, int8
+            or float8_e4m3fn; with `paged` `[num_pages, num_heads_kv, page_size, head_dim]`.
+        slot_mapping: int64 `[batch, tokens]`: the slot in the sequence's own row of the cache, or
+            with `paged` `page * page_size + offset`; -1: not kept here. Of tokens with the same
+            slot one is kept.
+        k_scale, v_scale: float32, the caches' first three axes: required for int8, written with the
+            rows. float8_e4m3fn without them takes the numbers themselves, saturating.
+        paged: whether the caches are pages.
+
+    Raises:
+        RuntimeError: an argument breaks the rules above, a slot is out of range, or the caches
+            share memory. Nothing was written.
+        TypeError: one of the first five arguments is no tensor.
+
+    On the CPU only.
+    """
+    check_tensors(
+        "append_kv", k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping
+    )
+    if k_cache.is_cuda:
+        raise RuntimeError(f"append_kv: k_cache must be on the CPU, got {k_cache.device}")
+    _append_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale, paged=paged)
 
 
 def lean_schedule(num_tiles: Tensor, num_workers: int) -> Tensor:
@@ -304,6 +360,12 @@ def _(
 @torch.library.register_fake("tree_attention::merge_states.out")
 def _(o_parts: Tensor, lse_parts: Tensor, **outputs: object) -> None:
     _check_devices("merge_states", "o_parts'", o_parts.device, lse_parts=lse_parts, **outputs)
+
+
+@torch.library.register_fake("tree_attention::append_kv")
+def _(k: Tensor, *tensors: Tensor, paged: bool = False, **scales: object) -> None:
+    names = ("v", "k_cache", "v_cache", "slot_mapping")
+    _check_devices("append_kv", "k's", k.device, **dict(zip(names, tensors, strict=True)), **scales)
 
 
 @torch.library.register_fake("tree_attention::lean_schedule")

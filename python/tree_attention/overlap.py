@@ -32,6 +32,8 @@ _AXES = {
     "q": (0, 1),
     "k": (0, 1),
     "v": (0, 1),
+    "k_scale": (0, 1),
+    "v_scale": (0, 1),
     "key_ranges": (0, None),
     "alibi_slopes": (None, 0),
     "query_positions": (0, None),
@@ -86,7 +88,7 @@ def _axes_of(arguments: Mapping[str, Any], part_axis: int) -> dict[str, int] | N
         if axis is None or x is None:
             continue
         if table is not None and (
-            (name in ("k", "v") and part_axis == 0)  # pages belong to no sequence
+            (name in ("k", "v", "k_scale", "v_scale") and part_axis == 0)  # pages are nobody's
             or (name == "page_table" and part_axis == 1 and x.dim() == 2)  # for all heads
         ):
             continue

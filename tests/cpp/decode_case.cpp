@@ -229,7 +229,7 @@ DecodeParams DecodeCase::params(int num_workers) {
     p.seqlen_k = int64_t{pages} * s.page_size;
   }
   p.num_workers = num_workers;
-  p.dtype = s.dtype;
+  p.dtype = p.kv_dtype = s.dtype;
   p.out_dtype = DataType::kFloat32;
   return p;
 }

@@ -43,6 +43,21 @@ def test_opcheck_lean_decode(name, device):
     check(ops.lean_decode.out, args, problem.options | out)
 
 
+def test_keys_and_values_of_8_bits():
+    """opcheck cannot compare tensors of float8."""
+    problem = make_problem(kv_dtype=torch.int8, dtype=torch.bfloat16, layout="padded")
+    args = (problem.q, problem.k, problem.v, problem.key_ranges)
+    check(ops.lean_decode.default, args, problem.options)
+    problem = make_problem(kv_dtype=torch.float8_e4m3fn, seqlen_q=2)
+    real = problem.run()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert_same_metadata(problem.run(), real)
+    compiled = torch.compile(lean_decode, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        result = compiled(problem.q, problem.k, problem.v, **problem.options)
+    assert_same_bits(result, real)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck_merge_states(dtype, device):
     o, lse = torch.randn(3, 2, 4, 8, dtype=dtype, device=device), torch.randn(3, 2, 4).to(device)

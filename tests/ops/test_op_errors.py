@@ -25,6 +25,18 @@ def int64(*shape):
     return torch.zeros(shape, dtype=torch.int64)
 
 
+def int8(*shape):
+    return torch.zeros(shape or (BATCH, HEADS_KV, SEQLEN_K, DIM), dtype=torch.int8)
+
+
+def float8():
+    return k().to(torch.float8_e4m3fn)
+
+
+def scale(*shape):
+    return torch.ones(shape or (BATCH, HEADS_KV, SEQLEN_K))
+
+
 def transposed(x, axis=-2):
     """The same shape with a last axis that is not contiguous."""
     return x.transpose(axis, -1).contiguous().transpose(axis, -1)
@@ -196,6 +208,59 @@ DECODE = {
         "page_table must hold page ids in [0, 2) where key_ranges needs them, got -1 for page 1 of "
         "sequence 1",
     ),
+    # keys and values of 8 bits
+    "int8 values of other keys": (lambda: decode(v=int8()), "v must be float32, got int8"),
+    "float values of int8 keys": (lambda: decode(k=int8()), "v must be int8, got float32"),
+    "float8 values of int8 keys": (
+        lambda: decode(k=int8(), v=float8()),
+        "v must be int8, got float8_e4m3fn",
+    ),
+    "another float8": (
+        lambda: decode(k=k().to(torch.float8_e5m2), v=k().to(torch.float8_e5m2)),
+        "k must be float32, got float8_e5m2",
+    ),
+    "int8 queries": (
+        lambda: decode(q=int8(2, 4, 3, 8), k=int8(), v=int8()),
+        "q must be float32, bfloat16 or float16, got int8",
+    ),
+    "no k_scale": (
+        lambda: decode(k=int8(), v=int8(), v_scale=scale()),
+        "k_scale must be given for int8 keys, got None",
+    ),
+    "no v_scale": (
+        lambda: decode(k=int8(), v=int8(), k_scale=scale()),
+        "v_scale must be given for int8 keys, got None",
+    ),
+    "k_scale alone": (
+        lambda: decode(k=float8(), v=float8(), k_scale=scale()),
+        "v_scale must be given with k_scale, got None",
+    ),
+    "v_scale alone": (
+        lambda: decode(k=float8(), v=float8(), v_scale=scale()),
+        "k_scale must be given with v_scale, got None",
+    ),
+    "scale of float keys": (
+        lambda: decode(k_scale=scale(), v_scale=scale()),
+        "k_scale must be None for float32 keys, got a tensor of shape [2, 2, 10]",
+    ),
+    "k_scale dtype": (
+        lambda: decode(k=int8(), v=int8(), k_scale=scale().half(), v_scale=scale()),
+        "k_scale must be float32, got float16",
+    ),
+    "v_scale shape": (
+        lambda: decode(k=int8(), v=int8(), k_scale=scale(), v_scale=scale(2, 2, 1)),
+        "v_scale must have shape [batch, num_heads_kv, seqlen_k] = [2, 2, 10], got [2, 2, 1]",
+    ),
+    "k_scale of pages": (
+        lambda: decode(
+            k=int8(5, 2, 10, 8),
+            v=int8(5, 2, 10, 8),
+            page_table=int32(2, 1),
+            k_scale=scale(),
+            v_scale=scale(),
+        ),
+        "k_scale must have shape [num_pages, num_heads_kv, page_size] = [5, 2, 10], got [2, 2, 10]",
+    ),
     # key_ranges
     "key_ranges dtype": (
         lambda: decode(key_ranges=int64(2, 3, 2)),
@@ -322,6 +387,8 @@ DEVICES = {
     "k": lambda x: decode(k=k().to(x)),
     "v": lambda x: decode(v=k().to(x)),
     "page_table": lambda x: decode(page_table=int32(2, 1).to(x)),
+    "k_scale": lambda x: decode(k=int8(), v=int8(), k_scale=scale().to(x), v_scale=scale()),
+    "v_scale": lambda x: decode(k=int8(), v=int8(), k_scale=scale(), v_scale=scale().to(x)),
     "key_ranges": lambda x: decode(key_ranges=int32(2, 3, 2).to(x)),
     "query_positions": lambda x: alibi(query_positions=int64(2, 3).to(x)),
     "alibi_slopes": lambda x: alibi(alibi_slopes=torch.ones(4, device=x)),
@@ -356,8 +423,11 @@ def test_overlapping_outputs_are_refused():
     assert "more than one element of the written-to tensor" in message
     x, buffer = q(), torch.empty(2 * 4 * 3 * 8)
     inside = buffer[:24].view(2, 4, 3)
+    of_8_bits = {"k": int8(), "v": int8(), "k_scale": scale(), "v_scale": scale()}
+    in_scales = of_8_bits["v_scale"].view(-1)[:24].view(2, 4, 3)
     for call in (
         lambda: decode_out(o=x, q=x),
+        lambda: decode_out(lse=in_scales, **of_8_bits),
         lambda: decode_out(o=buffer.view(2, 4, 3, 8), lse=inside),
     ):
         assert "refer to a single memory location" in message_of(call)

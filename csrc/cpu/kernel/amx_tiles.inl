@@ -30,7 +30,7 @@ inline void finish_stores() { asm volatile("" ::: "memory"); }
 struct Matrices {
   uint32_t* q;           // [row blocks, head_dim / 32, 16 pairs of dims, columns]
   uint32_t* v;           // [head_dim_v / 32, even and odd dims, 16 pairs of keys, 16 dims]
-  BFloat16* k;           // [32 keys, head_dim]: where they do not lie at equal distances
+  BFloat16* k;           // [32 keys, head_dim]: where they are not used where they lie
   float* scores;         // [2, 32 keys, columns]
   uint16_t *high, *low;  // [16 rows, 32 keys]: the two terms of P
 
@@ -56,7 +56,14 @@ struct Matrices {
   }
 };
 
-// The queries of `rows` as Matrices::q, in blocks of `columns` rows.
+// The bfloat16 of kTilePair elements of 8 bits: elements i and 16 + i are pair i.
+inline __m512i to_pairs(const Vec& a, const Vec& b) {
+  // Their low halves are zeros: 8 bits are exact in bfloat16.
+  return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a), 16), _mm512_castps_si512(b));
+}
+
+// The queries of `rows` as Matrices::q, in blocks of `columns` rows, paired as keys of type T are.
+template <typename T>
 inline void pack_queries(const DecodeParams& p, const Rows& rows, int columns, uint32_t* out) {
   const int64_t num_pairs = p.head_dim / 2, block_size = num_pairs * columns;
   __builtin_memset(out, 0, Matrices::row_blocks(rows.count) * block_size * sizeof(uint32_t));
@@ -66,9 +73,29 @@ inline void pack_queries(const DecodeParams& p, const Rows& rows, int columns, u
                              head * p.q_stride[1] + token * p.q_stride[2];
     uint32_t* column = out + row / columns * block_size + row % columns;
     for (int64_t pair = 0; pair < num_pairs; ++pair) {
-      __builtin_memcpy(column + pair * columns, source + 2 * pair, sizeof(uint32_t));
+      if constexpr (kIsScaled<T>) {
+        const BFloat16* first = source + pair / kTileRows * kTilePair + pair % kTileRows;
+        column[pair * columns] = first[0].bits | uint32_t{first[kTileRows].bits} << 16;
+      } else {
+        __builtin_memcpy(column + pair * columns, source + 2 * pair, sizeof(uint32_t));
+      }
     }
   }
+}
+
+// The 16 keys of 8 bits from `first` as a matrix, in pairs as those of pack_queries.
+template <typename T>
+inline const BFloat16* key_matrix(const DecodeParams& p, const Step<T>& step, int first,
+                                  BFloat16* copy, int64_t& stride) {
+  stride = p.head_dim;
+  for (int i = 0; i < kTileRows; ++i) {
+    for (int64_t d = 0; d < stride; d += kTilePair) {
+      Vec a, b;
+      load_pair(step.k[first + i] + d, a, b);
+      _mm512_storeu_si512(copy + i * stride + d, to_pairs(a, b));
+    }
+  }
+  return copy;
 }
 
 // The 16 keys from `first` as a matrix: in place if they lie at equal distances, else copied.
@@ -93,19 +120,20 @@ inline const BFloat16* key_matrix(const DecodeParams& p, const Step<BFloat16>& s
 // Fetches the keys and values of the next step, and as many lines of the window, while a step is
 // computed. A core keeps only 16 lines in flight, so that fetching overlaps with computing only
 // where it is spread over all of it: each part of the computing says how much of it it is.
+template <typename T>
 class Prefetcher {
  public:
   // The relative costs of the parts of a step: of the products of a block of rows and kTilePair
   // dims, of interleaving kTilePair dims of two values, of the weights of a block of rows.
   static constexpr int kScores = 12, kValues = 16, kInterleaving = 1, kWeights = 48;
 
-  Prefetcher(const DecodeParams& p, int64_t num_blocks, const Step<BFloat16>& near,
-             Window<BFloat16>* window)
+  Prefetcher(const DecodeParams& p, int64_t num_blocks, const Step<T>& near, Window<T>* window)
       : near_(near), window_(window), k_end_(p.head_dim), v_end_(p.head_dim_v) {
-    const int k_lines = p.head_dim / kTilePair, v_lines = p.head_dim_v / kTilePair;
-    units_ = kStepKeys / kUnitKeys * (k_lines > v_lines ? k_lines : v_lines);
-    cost_ = static_cast<int>(num_blocks) * (kScores * k_lines + kValues * v_lines + kWeights) +
-            kTileRows * kInterleaving * v_lines;
+    const int k_pairs = p.head_dim / kTilePair, v_pairs = p.head_dim_v / kTilePair;
+    const int64_t longest = k_end_ > v_end_ ? k_end_ : v_end_;
+    units_ = kStepKeys / kUnitKeys * static_cast<int>((longest + kLine - 1) / kLine);
+    cost_ = static_cast<int>(num_blocks) * (kScores * k_pairs + kValues * v_pairs + kWeights) +
+            kTileRows * kInterleaving * v_pairs;
   }
 
   // Fetches the share of all lines that `cost` is of the step's.
@@ -114,7 +142,7 @@ class Prefetcher {
   }
 
  private:
-  static constexpr int kUnitKeys = 4;
+  static constexpr int kUnitKeys = 4, kLine = kLineBytes / sizeof(T);
 
   void fetch_unit() {
     if (key_ == kStepKeys) return;
@@ -123,14 +151,14 @@ class Prefetcher {
       if (d_ < v_end_) __builtin_prefetch(near_.v[key_ + i] + d_);
     }
     if (window_ != nullptr) window_->fetch();
-    d_ += kTilePair;
+    d_ += kLine;
     if (d_ < k_end_ || d_ < v_end_) return;
     d_ = 0;
     key_ += kUnitKeys;
   }
 
-  const Step<BFloat16>& near_;
-  Window<BFloat16>* const window_;
+  const Step<T>& near_;
+  Window<T>* const window_;
   const int64_t k_end_, v_end_;
   int64_t d_ = 0;
   int units_, cost_, due_ = 0, key_ = 0;
@@ -138,36 +166,45 @@ class Prefetcher {
 
 // Two rows of V become rows of 32-bit pairs (even dims, odd dims). Keys past the end are zeros,
 // since 0 * NaN is NaN.
-inline void interleave_values(const Step<BFloat16>& step, Prefetcher& next, int64_t head_dim,
+template <typename T>
+inline void interleave_values(const Step<T>& step, Prefetcher<T>& next, int64_t head_dim,
                               uint32_t* out) {
   const __m512i low_half = _mm512_set1_epi32(0xffff);
   for (int i = 0; i < kTileRows; ++i) {
-    next.fetch(Prefetcher::kInterleaving * static_cast<int>(head_dim / kTilePair));
+    next.fetch(Prefetcher<T>::kInterleaving * static_cast<int>(head_dim / kTilePair));
     const bool has_first = 2 * i < step.count, has_second = 2 * i + 1 < step.count;
     for (int64_t d = 0; d < head_dim; d += kTilePair) {
-      const __m512i a = has_first ? _mm512_loadu_si512(step.v[2 * i] + d) : __m512i{};
-      const __m512i b = has_second ? _mm512_loadu_si512(step.v[2 * i + 1] + d) : __m512i{};
       uint32_t* tiles = out + (d / kTilePair * 2 * kTileRows + i) * kTileRows;
-      // (low_half & x) | (~low_half & y)
-      _mm512_storeu_si512(tiles,
-                          _mm512_ternarylogic_epi32(low_half, a, _mm512_slli_epi32(b, 16), 0xca));
-      _mm512_storeu_si512(tiles + kTileRows * kTileRows,
-                          _mm512_ternarylogic_epi32(low_half, _mm512_srli_epi32(a, 16), b, 0xca));
+      if constexpr (kIsScaled<T>) {
+        Vec a[2] = {}, b[2] = {};
+        if (has_first) load_pair(step.v[2 * i] + d, a[0], a[1]);
+        if (has_second) load_pair(step.v[2 * i + 1] + d, b[0], b[1]);
+        _mm512_storeu_si512(tiles, to_pairs(a[0], b[0]));
+        _mm512_storeu_si512(tiles + kTileRows * kTileRows, to_pairs(a[1], b[1]));
+      } else {
+        const __m512i a = has_first ? _mm512_loadu_si512(step.v[2 * i] + d) : __m512i{};
+        const __m512i b = has_second ? _mm512_loadu_si512(step.v[2 * i + 1] + d) : __m512i{};
+        // (low_half & x) | (~low_half & y)
+        _mm512_storeu_si512(tiles,
+                            _mm512_ternarylogic_epi32(low_half, a, _mm512_slli_epi32(b, 16), 0xca));
+        _mm512_storeu_si512(tiles + kTileRows * kTileRows,
+                            _mm512_ternarylogic_epi32(low_half, _mm512_srli_epi32(a, 16), b, 0xca));
+      }
     }
   }
 }
 
 // scores [32 keys, kColumns] = k [32 keys, head_dim] times the transpose of q [kColumns, head_dim]:
 // k0 and k1 are the halves of k, and q is packed in pairs of dims (Matrices::q).
-template <int kColumns>
+template <int kColumns, typename T>
 inline void score_tiles(const BFloat16* k0, int64_t k0_stride, const BFloat16* k1,
                         int64_t k1_stride, const uint32_t* q, int64_t head_dim, float* scores,
-                        Prefetcher& next) {
+                        Prefetcher<T>& next) {
   constexpr int kBytes = kColumns * sizeof(float);
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t d = 0; d < head_dim; d += kTilePair) {
-    next.fetch(Prefetcher::kScores);
+    next.fetch(Prefetcher<T>::kScores);
     _tile_loadd(3, q + d / 2 * kColumns, kBytes);
     _tile_loadd(2, k0 + d, k0_stride * 2);
     _tile_dpbf16ps(0, 2, 3);
@@ -181,13 +218,14 @@ inline void score_tiles(const BFloat16* k0, int64_t k0_stride, const BFloat16* k
 
 // acc [16 rows, head_dim] += P [16 rows, 32 keys] times v [32 keys, head_dim], with P = m.high +
 // m.low and v packed in pairs of keys (m.v).
-inline void value_tiles(const Matrices& m, int64_t head_dim, float* acc, Prefetcher& next) {
+template <typename T>
+inline void value_tiles(const Matrices& m, int64_t head_dim, float* acc, Prefetcher<T>& next) {
   const int64_t stride = padded(head_dim) * static_cast<int64_t>(sizeof(float));
   finish_stores();
   _tile_loadd(6, m.high, 64);
   _tile_loadd(7, m.low, 64);
   for (int64_t d = 0; d < head_dim; d += kTilePair) {
-    next.fetch(Prefetcher::kValues);
+    next.fetch(Prefetcher<T>::kValues);
     const uint32_t* v = m.v + d * kTileRows;
     _tile_loadd(4, acc + d, stride);
     _tile_loadd(5, acc + d + kLanes, stride);
@@ -336,6 +374,19 @@ inline Vec load_columns(const float* p) {
   if constexpr (kColumns == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
   if constexpr (kColumns == 8) return _mm512_broadcast_f32x8(_mm256_loadu_ps(p));
   return load(p);
+}
+
+// What load_columns gives for a number per key: those of the keys in a vector, in each one's lanes.
+template <int kColumns>
+inline Vec load_keys(const float* p) {
+  if constexpr (kColumns == 4) {
+    const __m512i key_of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(p)), key_of_lane);
+  }
+  if constexpr (kColumns == 8) {
+    return _mm512_insertf32x8(broadcast(p[0]), _mm256_set1_ps(p[1]), 1);
+  }
+  return broadcast(p[0]);
 }
 
 // The maximum and the sum over the keys in a vector [16 / kColumns keys, kColumns], in all of its

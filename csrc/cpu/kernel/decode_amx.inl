@@ -1,19 +1,59 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Both products in AMX tiles, for bfloat16 keys that all rows see; included after decode_rows.inl,
+// Both products in AMX tiles, for bfloat16 queries and keys that all rows see, of bfloat16 or of 8
+// bits, which are converted to it without an error. Included after decode_rows.inl,
 // whose state and lane order it keeps, so that keys at the edges of ranges can take that path.
 // Scores^T [16 keys, 16 rows] = K Q^T takes K as it lies in memory; o [16 rows, 16 dims] += P V
 // takes V as pairs of keys. P is split into two bfloat16 terms (relative error 2^-17): rounding it
 // to one, as the matrix unit wants it, would cost half of the digits of o.
 
-template <>
-struct SharedKeys<BFloat16> {
+// adjust_scores for scores [kStepKeys, kColumns] as they come from the matrix unit.
+template <int kColumns>
+inline void adjust_columns(const DecodeParams& p, const Rows& rows, int64_t first, int64_t last,
+                           int64_t key, int num_keys, float* scores) {
+  constexpr int kSize = kStepKeys * kColumns, kVectorKeys = kLanes / kColumns;
+  const Vec scale = broadcast(score_scale(p)), factor = broadcast(p.softcap * kLog2E);
+  for (int i = 0; i < kSize; i += kLanes) {
+    Vec score = mul(load(scores + i), scale);
+    if (p.softcap != 0.0f) score = mul(tanh(score), factor);
+    store(scores + i, score);
+  }
+  if (p.alibi_slopes == nullptr) return;
+  float slopes[kLanes] = {};
+  int64_t positions[kLanes] = {}, key_of_lane[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    key_of_lane[lane] = lane / kColumns;
+    if (first + lane % kColumns >= last) continue;
+    const auto [token, head] = place_of_row(p, rows, first + lane % kColumns);
+    slopes[lane] = -kLog2E * p.alibi_slopes[head];
+    positions[lane] = query_position(p, rows.batch, token);
+  }
+  int64_t key_positions[kStepKeys + kLanes] = {};
+  locate_positions(p.key_layout, key, key_positions);
+  // Repeated keys keep repeating the last one, or they could set the maximum.
+  for (int i = num_keys; i < kStepKeys; ++i) key_positions[i] = key_positions[num_keys - 1];
+  const auto distances = [&](int i, int begin) {
+    const __m512i of_keys =
+        _mm512_permutexvar_epi64(_mm512_loadu_si512(key_of_lane + begin),
+                                 _mm512_loadu_si512(key_positions + i * kVectorKeys));
+    return _mm512_cvtepi64_ps(_mm512_sub_epi64(_mm512_loadu_si512(positions + begin), of_keys));
+  };
+  for (int i = 0; i < kSize / kLanes; ++i) {
+    const Vec distance =
+        _mm512_insertf32x8(_mm512_castps256_ps512(distances(i, 0)), distances(i, 8), 1);
+    store(scores + i * kLanes, fma(load(slopes), distance, load(scores + i * kLanes)));
+  }
+}
+
+template <typename T>
+struct MatrixKeys {
   static void attend(const DecodeParams& p, const Rows& rows, const RowState& state, int64_t begin,
                      int64_t end, int64_t limit) {
     // Tiles cost the same for one key as for 32.
     const bool few_keys = end - begin < kTileRows && rows.count <= kTileRows;
-    if (few_keys || p.head_dim % kTilePair != 0 || p.head_dim_v % kTilePair != 0) {
-      attend_vectors<BFloat16>(p, rows, state, begin, end, limit);
+    if (p.dtype != DataType::kBFloat16 || few_keys || p.head_dim % kTilePair != 0 ||
+        p.head_dim_v % kTilePair != 0) {
+      attend_vectors<T>(p, rows, state, begin, end, limit);
       return;
     }
     double sum[kMaxRows];
@@ -32,7 +72,7 @@ struct SharedKeys<BFloat16> {
     __builtin_memcpy(state.sum, sum, rows.count * sizeof(double));
     __builtin_memcpy(state.max, state.total_max, rows.count * sizeof(float));
     __builtin_memset(state.acc, 0, size * sizeof(float));
-    attend_vectors<BFloat16>(p, rows, state, begin, end, limit);
+    attend_vectors<T>(p, rows, state, begin, end, limit);
   }
 
  private:
@@ -41,23 +81,22 @@ struct SharedKeys<BFloat16> {
   static void attend_columns(const DecodeParams& p, const Rows& rows, const RowState& state,
                              int64_t begin, int64_t end, int64_t limit) {
     const Matrices m(p, rows.count, state.matrices);
-    pack_queries(p, rows, kColumns, m.q);
+    pack_queries<T>(p, rows, kColumns, m.q);
     const TileConfig config(rows.count < kTileRows ? static_cast<int>(rows.count) : kTileRows,
                             kColumns);
     finish_stores();
     _tile_loadconfig(&config);
-    for_steps<BFloat16>(p, rows, begin, end, limit,
-                        [&](int64_t key, const Step<BFloat16>& step, const Step<BFloat16>& next,
-                            Window<BFloat16>* window) {
-                          attend_step<kColumns>(p, rows, state, m, key, step, next, window);
-                        });
+    for_steps<T>(p, rows, begin, end, limit,
+                 [&](int64_t key, const Step<T>& step, const Step<T>& next, Window<T>* window) {
+                   attend_step<kColumns>(p, rows, state, m, key, step, next, window);
+                 });
     _tile_release();
   }
 
   template <int kColumns>
   static void attend_step(const DecodeParams& p, const Rows& rows, const RowState& state,
-                          const Matrices& m, int64_t key, const Step<BFloat16>& step,
-                          const Step<BFloat16>& next, Window<BFloat16>* window) {
+                          const Matrices& m, int64_t key, const Step<T>& step, const Step<T>& next,
+                          Window<T>* window) {
     int64_t stride[2];
     const BFloat16* k[2];
     for (int i = 0; i < 2; ++i) {
@@ -65,7 +104,7 @@ struct SharedKeys<BFloat16> {
     }
     finish_stores();
     const int64_t num_blocks = Matrices::row_blocks(rows.count);
-    Prefetcher prefetcher(p, num_blocks, next, window);
+    Prefetcher<T> prefetcher(p, num_blocks, next, window);
     const auto score_rows = [&](int64_t block) {
       score_tiles<kColumns>(k[0], stride[0], k[1], stride[1],
                             m.q + block * kTileRows * p.head_dim / 2, p.head_dim,
@@ -78,7 +117,7 @@ struct SharedKeys<BFloat16> {
       if (block + 1 < num_blocks) score_rows(block + 1);
       const int64_t first = block * kTileRows;
       const int64_t last = first + kTileRows < rows.count ? first + kTileRows : rows.count;
-      weigh_rows<kColumns>(p, rows, state, m, key, step.count, first, last, prefetcher);
+      weigh_rows<kColumns>(p, rows, state, m, key, step, first, last, prefetcher);
       value_tiles(m, p.head_dim_v, state.acc + first * padded(p.head_dim_v), prefetcher);
     }
   }
@@ -87,12 +126,18 @@ struct SharedKeys<BFloat16> {
   // that maximum and sum over keys need hardly a shuffle.
   template <int kColumns>
   static void weigh_rows(const DecodeParams& p, const Rows& rows, const RowState& state,
-                         const Matrices& m, int64_t key, int num_keys, int64_t first, int64_t last,
-                         Prefetcher& next) {
+                         const Matrices& m, int64_t key, const Step<T>& step, int64_t first,
+                         int64_t last, Prefetcher<T>& next) {
     constexpr int kVectors = kStepKeys * kColumns / kLanes, kVectorKeys = kLanes / kColumns;
     float* scores = m.scores + first / kTileRows % 2 * kStepKeys * kTileRows;
+    if constexpr (kIsScaled<T>) {
+      for (int i = 0; i < kVectors; ++i) {
+        float* of_keys = scores + i * kLanes;
+        store(of_keys, mul(load(of_keys), load_keys<kColumns>(step.k_scale + i * kVectorKeys)));
+      }
+    }
     const bool adjusted = p.softcap != 0.0f || p.alibi_slopes != nullptr;
-    if (adjusted) adjust_columns<kColumns>(p, rows, first, last, key, num_keys, scores);
+    if (adjusted) adjust_columns<kColumns>(p, rows, first, last, key, step.count, scores);
     const Vec scale = broadcast(adjusted ? 1.0f : score_scale(p));
 
     // Both ends, since the scale may be negative. Keys past the last one repeat it.
@@ -109,12 +154,15 @@ struct SharedKeys<BFloat16> {
 
     Vec sum = zero(), weights[kVectors];
     for (int i = 0; i < kVectors; ++i) {
-      next.fetch(Prefetcher::kWeights / kVectors);
+      next.fetch(Prefetcher<T>::kWeights / kVectors);
       // Not fused: base is a rounded product, and exact ones exceed it by more than any exponent.
       weights[i] = exp2_nonpositive(sub(mul(load(scores + i * kLanes), scale), base));
-      const int lanes = (num_keys - i * kVectorKeys) * kColumns;
+      const int lanes = (step.count - i * kVectorKeys) * kColumns;
       if (lanes < kLanes) weights[i] = _mm512_maskz_mov_ps(first_lanes(lanes), weights[i]);
       sum = add(sum, weights[i]);
+      if constexpr (kIsScaled<T>) {
+        weights[i] = mul(weights[i], load_keys<kColumns>(step.v_scale + i * kVectorKeys));
+      }
     }
     store_weights(weights, m);
     sum = sum_of_keys<kColumns>(sum);
@@ -139,43 +187,11 @@ struct SharedKeys<BFloat16> {
       }
     }
   }
-
- public:
-  // adjust_scores for scores [kStepKeys, kColumns] as they come from the matrix unit.
-  template <int kColumns>
-  static void adjust_columns(const DecodeParams& p, const Rows& rows, int64_t first, int64_t last,
-                             int64_t key, int num_keys, float* scores) {
-    constexpr int kSize = kStepKeys * kColumns, kVectorKeys = kLanes / kColumns;
-    const Vec scale = broadcast(score_scale(p)), factor = broadcast(p.softcap * kLog2E);
-    for (int i = 0; i < kSize; i += kLanes) {
-      Vec score = mul(load(scores + i), scale);
-      if (p.softcap != 0.0f) score = mul(tanh(score), factor);
-      store(scores + i, score);
-    }
-    if (p.alibi_slopes == nullptr) return;
-    float slopes[kLanes] = {};
-    int64_t positions[kLanes] = {}, key_of_lane[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) {
-      key_of_lane[lane] = lane / kColumns;
-      if (first + lane % kColumns >= last) continue;
-      const auto [token, head] = place_of_row(p, rows, first + lane % kColumns);
-      slopes[lane] = -kLog2E * p.alibi_slopes[head];
-      positions[lane] = query_position(p, rows.batch, token);
-    }
-    int64_t key_positions[kStepKeys + kLanes] = {};
-    locate_positions(p.key_layout, key, key_positions);
-    // Repeated keys keep repeating the last one, or they could set the maximum.
-    for (int i = num_keys; i < kStepKeys; ++i) key_positions[i] = key_positions[num_keys - 1];
-    const auto distances = [&](int i, int begin) {
-      const __m512i of_keys =
-          _mm512_permutexvar_epi64(_mm512_loadu_si512(key_of_lane + begin),
-                                   _mm512_loadu_si512(key_positions + i * kVectorKeys));
-      return _mm512_cvtepi64_ps(_mm512_sub_epi64(_mm512_loadu_si512(positions + begin), of_keys));
-    };
-    for (int i = 0; i < kSize / kLanes; ++i) {
-      const Vec distance =
-          _mm512_insertf32x8(_mm512_castps256_ps512(distances(i, 0)), distances(i, 8), 1);
-      store(scores + i * kLanes, fma(load(slopes), distance, load(scores + i * kLanes)));
-    }
-  }
 };
+
+template <>
+struct SharedKeys<BFloat16> : MatrixKeys<BFloat16> {};
+template <>
+struct SharedKeys<Int8> : MatrixKeys<Int8> {};
+template <>
+struct SharedKeys<Float8> : MatrixKeys<Float8> {};

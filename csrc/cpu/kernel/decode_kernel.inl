@@ -53,7 +53,7 @@ void attend(const DecodeParams& p, const Rows& rows, KeyRange keys, void* worksp
   for (int64_t row = 0; row < rows.count; row += kMaxRows) {
     const int64_t count = row + kMaxRows < rows.count ? kMaxRows : rows.count - row;
     const Rows part{rows.batch, rows.head_kv, rows.begin + row, count};
-    with_dtype(p.dtype, [&]<typename T>() {
+    with_kv_dtype(p.kv_dtype, [&]<typename T>() {
       attend_rows<T>(p, part, keys, workspace, o + row * p.head_dim_v, lse + row);
     });
   }

@@ -4,6 +4,13 @@
 // head_dim. Keys come in steps small enough for their K and V rows to stay in the first-level cache
 // while all query rows use them; every element of K and V is loaded from memory once.
 
+// scores [kStepKeys] of one row times the scales [kStepKeys] of their keys.
+inline void scale_row(const float* scales, float* scores) {
+  for (int i = 0; i < kStepKeys; i += kLanes) {
+    store(scores + i, mul(load(scores + i), load(scales + i)));
+  }
+}
+
 // Adds the keys of `step`, which begins at key_begin, to rows [row_begin, row_end), all of which
 // see all of them. Values are fetched while scores are computed, the next step's keys while values
 // are summed.
@@ -27,8 +34,10 @@ inline void attend_step_with(const DecodeParams& p, const Rows& rows, const RowS
   const bool adjusted = p.softcap != 0.0f || p.alibi_slopes != nullptr;
   for (int64_t row = row_begin; row < row_end; ++row) {
     float* scores = state.scores + row * kStepKeys;
+    if constexpr (kIsScaled<T>) scale_row(step.k_scale, scores);
     if (adjusted) adjust_scores(p, rows, row, key_begin, scores);
     rescale[row] = softmax_row(step.count, scores, state.max[row], state.sum[row]);
+    if constexpr (kIsScaled<T>) scale_row(step.v_scale, scores);
   }
   for_row_blocks(row_begin, row_end, [&]<int kRows>(int64_t row) {
     const float* weights = state.scores + row * kStepKeys;
@@ -84,7 +93,7 @@ template <typename T>
 void attend_rows(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace, float* o,
                  float* lse) {
   const RowState state = carve(p, rows.count, workspace);
-  load_queries<T>(p, rows, state.q);
+  with_dtype(p.dtype, [&]<typename Q>() { load_queries<Q, T>(p, rows, state.q); });
   for (int64_t i = 0; i < rows.count * padded(p.head_dim_v); ++i) {
     state.acc[i] = state.total[i] = 0.0f;
   }

@@ -46,13 +46,14 @@ inline size_t state_bytes(const DecodeParams& p, int64_t num_rows) {
          sizeof(float);
 }
 
-// q [rows.count, padded(head_dim)] = the rows' queries times score_scale.
-template <typename T>
+// q [rows.count, padded(head_dim)] = the rows' queries of type Q times score_scale, in the lane
+// order of keys of type T.
+template <typename Q, typename T>
 inline void load_queries(const DecodeParams& p, const Rows& rows, float* q) {
   const Vec scale = broadcast(score_scale(p));
   for (int64_t row = 0; row < rows.count; ++row, q += padded(p.head_dim)) {
     const auto [token, head] = place_of_row(p, rows, row);
-    const T* source = static_cast<const T*>(p.q) + rows.batch * p.q_stride[0] +
+    const Q* source = static_cast<const Q*>(p.q) + rows.batch * p.q_stride[0] +
                       head * p.q_stride[1] + token * p.q_stride[2];
     for (int64_t d = 0; d < p.head_dim; d += kPair) {
       Vec a, b;
@@ -61,6 +62,7 @@ inline void load_queries(const DecodeParams& p, const Rows& rows, float* q) {
       } else {
         load_pair(source + d, static_cast<int>(p.head_dim - d), a, b);
       }
+      if constexpr (kIsScaled<T>) to_memory_order(source, a, b);  // that of 8 bits
       store(q + d, mul(a, scale));
       store(q + d + kLanes, mul(b, scale));
     }

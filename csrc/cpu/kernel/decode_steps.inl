@@ -19,10 +19,25 @@ inline void prefetch_pair(const T* p) {
   }
 }
 
-// Where the rows of a step's keys and values lie. A block of kKeyBlock may read past the last
-// entry, which is therefore repeated.
+// Whether keys and values are multiplied by scales of their tokens.
 template <typename T>
-struct Step {
+constexpr bool kIsScaled = false;
+template <>
+constexpr bool kIsScaled<Int8> = true;
+template <>
+constexpr bool kIsScaled<Float8> = true;
+
+template <bool kScaled>
+struct Scales {};
+template <>
+struct Scales<true> {
+  float k_scale[kStepKeys], v_scale[kStepKeys];
+};
+
+// Where the rows of a step's keys and values lie, and their scales. A block of kKeyBlock may read
+// past the last entry, which is therefore repeated.
+template <typename T>
+struct Step : Scales<kIsScaled<T>> {
   const T* k[kStepKeys + kKeyBlock];
   const T* v[kStepKeys + kKeyBlock];
   int count;
@@ -32,28 +47,55 @@ struct Step {
 // steps: fewer may lie in a cache already, where fetching only costs instructions.
 constexpr int64_t kManyKeys = 1024;
 
-// Calls body(i, address of key i, address of value i) for keys [begin, begin + count).
-template <typename T, typename Body>
-inline void for_addresses(const DecodeParams& p, const Rows& rows, int64_t begin, int count,
-                          const Body& body) {
-  const T* k = static_cast<const T*>(p.k) + rows.head_kv * p.k_stride[1];
-  const T* v = static_cast<const T*>(p.v) + rows.head_kv * p.v_stride[1];
+// Calls run(i, end, outer, token) for the runs of keys [begin, begin + count) that lie one after
+// another: keys [begin + i, begin + end) are the tokens from `token` on of sequence or page
+// `outer`.
+template <typename Run>
+inline void for_runs(const DecodeParams& p, const Rows& rows, int64_t begin, int count,
+                     const Run& run) {
   if (p.page_table == nullptr) {
-    k += rows.batch * p.k_stride[0] + begin * p.k_stride[2];
-    v += rows.batch * p.v_stride[0] + begin * p.v_stride[2];
-    for (int i = 0; i < count; ++i) body(i, k + i * p.k_stride[2], v + i * p.v_stride[2]);
+    run(0, count, rows.batch, begin);
     return;
   }
   const int32_t* pages =
       p.page_table + rows.batch * p.page_table_stride[0] + rows.head_kv * p.page_table_stride[1];
   int64_t page = begin / p.page_size, slot = begin % p.page_size;
-  for (int i = 0; i < count; ++page, slot = 0) {
-    const T* k_page = k + pages[page] * p.k_stride[0] + slot * p.k_stride[2];
-    const T* v_page = v + pages[page] * p.v_stride[0] + slot * p.v_stride[2];
+  for (int i = 0, end; i < count; i = end, ++page, slot = 0) {
     const int64_t left = p.page_size - slot;
-    const int end = left < count - i ? i + static_cast<int>(left) : count;
-    for (; i < end; ++i, k_page += p.k_stride[2], v_page += p.v_stride[2]) body(i, k_page, v_page);
+    end = left < count - i ? i + static_cast<int>(left) : count;
+    run(i, end, pages[page], slot);
   }
+}
+
+// Calls body(i, address of key i, address of value i) for keys [begin, begin + count).
+template <typename T, typename Body>
+inline void for_addresses(const DecodeParams& p, const Rows& rows, int64_t begin, int count,
+                          const Body& body) {
+  for_runs(p, rows, begin, count, [&](int i, int end, int64_t outer, int64_t token) {
+    const T* k = static_cast<const T*>(p.k) + outer * p.k_stride[0] + rows.head_kv * p.k_stride[1] +
+                 token * p.k_stride[2];
+    const T* v = static_cast<const T*>(p.v) + outer * p.v_stride[0] + rows.head_kv * p.v_stride[1] +
+                 token * p.v_stride[2];
+    for (; i < end; ++i, k += p.k_stride[2], v += p.v_stride[2]) body(i, k, v);
+  });
+}
+
+// out [kStepKeys] = the scales of keys [begin, begin + count), the last of which is repeated.
+inline void load_scales(const DecodeParams& p, const Rows& rows, int64_t begin, int count,
+                        const float* scale, const int64_t (&stride)[3], float* out) {
+  if (scale == nullptr) {
+    for (int i = 0; i < kStepKeys; ++i) out[i] = 1.0f;
+    return;
+  }
+  for_runs(p, rows, begin, count, [&](int i, int end, int64_t outer, int64_t token) {
+    const float* of_run = scale + outer * stride[0] + rows.head_kv * stride[1] + token * stride[2];
+    if (stride[2] == 1 && end - i == kStepKeys) {
+      __builtin_memcpy(out, of_run, kStepKeys * sizeof(float));
+      return;
+    }
+    for (; i < end; ++i, of_run += stride[2]) out[i] = *of_run;
+  });
+  for (int i = count; i < kStepKeys; ++i) out[i] = out[count - 1];
 }
 
 // Makes `step` that of keys [begin, end).
@@ -71,6 +113,26 @@ inline void locate(const DecodeParams& p, const Rows& rows, int64_t begin, int64
     step.v[i] = step.v[count - 1];
   }
   step.count = count;
+  if constexpr (kIsScaled<T>) {
+    load_scales(p, rows, begin, count, p.k_scale, p.k_scale_stride, step.k_scale);
+    load_scales(p, rows, begin, count, p.v_scale, p.v_scale_stride, step.v_scale);
+  }
+}
+
+// Fetches the scales of keys [begin, begin + count) where they are contiguous.
+inline void prefetch_scales(const DecodeParams& p, const Rows& rows, int64_t begin, int count) {
+  const auto fetch = [&](const float* scale, const int64_t (&stride)[3]) {
+    if (scale == nullptr || stride[2] != 1) return;
+    for_runs(p, rows, begin, count, [&](int i, int end, int64_t outer, int64_t token) {
+      const float* of_run =
+          scale + outer * stride[0] + rows.head_kv * stride[1] + token * stride[2];
+      for (; i < end; i += kLineBytes / sizeof(float), of_run += kLineBytes / sizeof(float)) {
+        __builtin_prefetch(of_run);
+      }
+    });
+  };
+  fetch(p.k_scale, p.k_scale_stride);
+  fetch(p.v_scale, p.v_scale_stride);
 }
 
 // The keys that are fetched into the second-level cache while some steps are computed. A core keeps
@@ -100,6 +162,7 @@ class Window {
       k_[i] = k_[count - 1];
       v_[i] = v_[count - 1];
     }
+    if constexpr (kIsScaled<T>) prefetch_scales(p, rows, begin, count);
     key_ = d_ = 0;
   }
 

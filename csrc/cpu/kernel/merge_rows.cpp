@@ -3,18 +3,12 @@
 
 #include <algorithm>
 
-// fmaf has the same bits everywhere, but without an FMA instruction it is a library call per value.
-// Sanitizers start too late for the resolver of multiversioned functions.
-#if defined(__x86_64__) && defined(__linux__) && !defined(__SANITIZE_ADDRESS__) && \
-    !defined(__SANITIZE_THREAD__)
-#define MULTIVERSIONED __attribute__((target_clones("avx512f", "arch=haswell", "default")))
-#else
-#define MULTIVERSIONED
-#endif
+#include "multiversioned.h"
 
 namespace tree_attention::cpu {
 namespace {
 
+// fmaf has the same bits everywhere, but without an FMA instruction it is a library call per value.
 MULTIVERSIONED void weighted_sum(float weight_a, const float* a, float weight_b, const float* b,
                                  float* out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = __builtin_fmaf(weight_b, b[i], weight_a * a[i]);

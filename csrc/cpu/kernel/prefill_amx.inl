@@ -198,9 +198,8 @@ class PrefillCall {
     for (int step = meeting.first_step; step < meeting.last_step; ++step) {
       const int64_t key = keys_.begin + meeting.key + step * kStepKeys;
       const int64_t count = end_of_step(key, keys_.end) - key;
-      SharedKeys<BFloat16>::adjust_columns<kTileRows>(p_, rows_, row, last_row, key,
-                                                      static_cast<int>(count),
-                                                      scores + step * kStepKeys * kTileRows);
+      adjust_columns<kTileRows>(p_, rows_, row, last_row, key, static_cast<int>(count),
+                                scores + step * kStepKeys * kTileRows);
     }
   }
 

@@ -16,7 +16,7 @@ constexpr int kPrefillRows = 512;       // rows of an output
 constexpr int kFewestPrefillRows = 64;  // with fewer, packing keys costs more than it saves
 
 inline bool suits_prefill(const DecodeParams& p) {
-  return p.dtype == DataType::kBFloat16 && p.head_dim % kTilePair == 0 &&
+  return p.kv_dtype == DataType::kBFloat16 && p.head_dim % kTilePair == 0 &&
          p.head_dim_v % kTilePair == 0 &&
          int64_t{p.group_size()} * p.seqlen_q >= kFewestPrefillRows;
 }

@@ -64,6 +64,25 @@ inline void load_pair(const BFloat16* p, Vec& a, Vec& b) {
   a = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
   b = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
+inline void load_pair(const Int8* p, Vec& a, Vec& b) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  a = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x));
+  b = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(x, x)));
+}
+// As float16 of 2^-8 of the value. Its largest number would be the NaN.
+inline void load_pair(const Float8* p, Vec& a, Vec& b) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m256i bits = _mm256_slli_epi16(_mm256_cvtepu8_epi16(x), 8);
+  const __m256i sign = _mm256_set1_epi16(static_cast<short>(0x8000));
+  const __m256i magnitude = _mm256_srli_epi16(_mm256_andnot_si256(sign, bits), 1);
+  const __m256i nan = _mm256_and_si256(_mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x3f80)),
+                                       _mm256_set1_epi16(0x7e00));
+  const __m256i half =
+      _mm256_or_si256(_mm256_or_si256(magnitude, nan), _mm256_and_si256(sign, bits));
+  const Vec factor = _mm256_set1_ps(256.0f);
+  a = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(half)), factor);
+  b = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)), factor);
+}
 template <typename T>
 inline void load_pair(const T* p, int n, Vec& a, Vec& b) {
   T padded[2 * kLanes] = {};

@@ -58,6 +58,28 @@ inline void split_bfloat16(__m512i x, Vec& a, Vec& b) {
 inline void load_pair(const BFloat16* p, Vec& a, Vec& b) {
   split_bfloat16(_mm512_loadu_si512(p), a, b);
 }
+inline void widen(const Int8*, __m256i x, Vec& a, Vec& b) {
+  a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(x)));
+  b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(x, 1)));
+}
+// As float16 of 2^-8 of the value. Its largest number would be the NaN.
+inline void widen(const Float8*, __m256i x, Vec& a, Vec& b) {
+  const __m512i bits = _mm512_slli_epi16(_mm512_cvtepu8_epi16(x), 8);
+  const __m512i sign = _mm512_set1_epi16(static_cast<short>(0x8000));
+  const __m512i magnitude = _mm512_srli_epi16(_mm512_andnot_si512(sign, bits), 1);
+  const __mmask32 nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x3f80));
+  const __m512i half =
+      _mm512_or_si512(_mm512_mask_mov_epi16(magnitude, nan, _mm512_set1_epi16(0x7e00)),
+                      _mm512_and_si512(sign, bits));
+  const Vec factor = _mm512_set1_ps(256.0f);
+  a = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(half)), factor);
+  b = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)), factor);
+}
+template <typename T>
+  requires(sizeof(T) == 1)
+inline void load_pair(const T* p, Vec& a, Vec& b) {
+  widen(p, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), a, b);
+}
 
 inline __mmask16 first_lanes(int n) {
   return static_cast<__mmask16>(n <= 0 ? 0 : n >= kLanes ? 0xffff : (1 << n) - 1);
@@ -76,6 +98,12 @@ inline void load_pair(const Float16* p, int n, Vec& a, Vec& b) {
 }
 inline void load_pair(const BFloat16* p, int n, Vec& a, Vec& b) {
   split_bfloat16(load_16_bit(p, n), a, b);
+}
+template <typename T>
+  requires(sizeof(T) == 1)
+inline void load_pair(const T* p, int n, Vec& a, Vec& b) {
+  const __mmask32 first = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
+  widen(p, _mm256_maskz_loadu_epi8(first, p), a, b);
 }
 
 inline void to_memory_order(const void*, Vec&, Vec&) {}

@@ -81,6 +81,18 @@ inline Vec widen(const Float16* p) {
                                ((bits & 0x8000u) << 16));
 }
 inline Vec widen(const float* p) { return load(p); }
+inline Vec widen(const Int8* p) {
+  return Vec{static_cast<float>(p[0].value), static_cast<float>(p[1].value),
+             static_cast<float>(p[2].value), static_cast<float>(p[3].value)};
+}
+// Likewise, with a factor of 2^(127 - 7).
+inline Vec widen(const Float8* p) {
+  const UintVec bits{p[0].bits, p[1].bits, p[2].bits, p[3].bits};
+  const UintVec magnitude = (bits & 0x7fu) << 20;
+  const Vec scaled = reinterpret_cast<Vec>(magnitude) * broadcast(0x1p120f);
+  const UintVec nan = reinterpret_cast<UintVec>(magnitude == (0x7fu << 20)) & 0x7fc00000u;
+  return reinterpret_cast<Vec>(reinterpret_cast<UintVec>(scaled) | nan | ((bits & 0x80u) << 24));
+}
 
 template <typename T>
 inline void load_pair(const T* p, Vec& a, Vec& b) {

@@ -31,6 +31,8 @@ def signature_of(q: Tensor, v_local: Tensor, options: AttentionOptions) -> Signa
     return (
         ("batch, num_heads_q, seqlen_q, head_dim", tuple(q.shape)),
         ("dtype", q.dtype),
+        ("dtype of v", v_local.dtype),
+        ("k_scale is given", options.get("k_scale") is not None),
         ("device", q.device.type),
         ("num_heads_kv, head_dim of v", (v_local.shape[1], v_local.shape[3])),
         *fields_of_options(options),

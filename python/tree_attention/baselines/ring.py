@@ -71,6 +71,8 @@ def ring_decode(
             **options,
             "key_layout": shard.key_layout,
             "page_table": shard.page_table,
+            "k_scale": shard.k_scale,
+            "v_scale": shard.v_scale,
             "num_workers": shard.num_workers,
         }
         return lean_decode(q, shard.k, shard.v, shard.key_ranges, out=out, **changed)
@@ -85,6 +87,8 @@ def ring_decode(
     own = _Shard(
         k_local,
         v_local,
+        options.get("k_scale"),
+        options.get("v_scale"),
         key_ranges,
         options.get("page_table"),
         options.get("key_layout", (0, 1, 1)),
@@ -148,6 +152,8 @@ class _Shard:
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     key_ranges: Tensor | None
     page_table: Tensor | None
     key_layout: Sequence[int]
@@ -155,7 +161,9 @@ class _Shard:
 
     def tensors(self) -> list[Tensor]:
         """What travels; the rest is in the manifest."""
-        candidates = (self.k, self.v, self.key_ranges, self.page_table)
+        candidates = (
+            self.k, self.v, self.k_scale, self.v_scale, self.key_ranges, self.page_table,
+        )  # fmt: skip
         return [x for x in candidates if x is not None and x.numel()]
 
     def to(self, device: torch.device) -> "_Shard":
@@ -165,12 +173,17 @@ class _Shard:
         return self._map(Tensor.contiguous)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "_Shard":
+        def of(x: Tensor | None) -> Tensor | None:
+            return None if x is None else change(x)
+
         return replace(
             self,
             k=change(self.k),
             v=change(self.v),
-            key_ranges=None if self.key_ranges is None else change(self.key_ranges),
-            page_table=None if self.page_table is None else change(self.page_table),
+            k_scale=of(self.k_scale),
+            v_scale=of(self.v_scale),
+            key_ranges=of(self.key_ranges),
+            page_table=of(self.page_table),
         )
 
 
@@ -221,10 +234,12 @@ class _Manifest:
             size = math.prod(shape) * dtype.itemsize
             tensors.append(buffer[begin : begin + size].view(dtype).view(shape))
             begin += _aligned_bytes(shape, dtype)
-        k, v, key_ranges, page_table = tensors
+        k, v, k_scale, v_scale, key_ranges, page_table = tensors
         assert k is not None and v is not None
         layout = (self.first, self.block, self.stride)
-        return _Shard(k, v, key_ranges, page_table, layout, self.num_workers)
+        return _Shard(
+            k, v, k_scale, v_scale, key_ranges, page_table, layout, self.num_workers
+        )  # fmt: skip
 
     def _items(self, q: Tensor, like: _Shard) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
         batch, _, seqlen_q, _ = q.shape
@@ -236,9 +251,12 @@ class _Manifest:
         ranges = ((batch, seqlen_q, 2), torch.int32)
         lists = (batch,) if self.page_table_dim == 2 else (batch, num_heads_kv)
         table = ((*lists, self.page_table_size), torch.int32)
+        scale = (k[0][:3], torch.float32)
         return [
             k,
             v,
+            None if like.k_scale is None else scale,
+            None if like.v_scale is None else scale,
             ranges if self.has_key_ranges else None,
             table if self.page_table_dim else None,
         ]

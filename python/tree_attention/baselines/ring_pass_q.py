@@ -5,6 +5,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,10 @@ def ring_pass_q_decode(
 
         table, slopes = of_sequences(options.get("page_table")), options.get("alibi_slopes")
         rows = part.sequences if table is None else _ALL  # pages belong to no sequence
+
+        def of_keys(x: _OptionalTensor) -> _OptionalTensor:
+            return None if x is None else x[rows, part.heads_kv]
+
         if table is not None and table.dim() == 3:
             table = table[:, part.heads_kv]
         changed: AttentionOptions = {
@@ -82,8 +87,10 @@ def ring_pass_q_decode(
             "alibi_slopes": None if slopes is None else slopes[part.heads_q],
             "query_positions": of_sequences(options.get("query_positions")),
             "page_table": table,
+            "k_scale": of_keys(options.get("k_scale")),
+            "v_scale": of_keys(options.get("v_scale")),
         }
-        k, v = k_local[rows, part.heads_kv], v_local[rows, part.heads_kv]
+        k, v = of_keys(k_local), of_keys(v_local)
         return lean_decode(queries, k, v, of_sequences(ranges), out=out, **changed)
 
     with comm.before_call():
@@ -182,6 +189,7 @@ class _Part:
 
 
 _ALL = slice(None)
+_OptionalTensor = TypeVar("_OptionalTensor", Tensor, Tensor | None)
 
 
 def _deal(q: Tensor, num_heads_kv: int, world_size: int) -> list[_Part]:

@@ -5,6 +5,7 @@ The tests compare with them and the documentation prints them. They do without t
 extension:
 
 - `attention`, `merge`, `merge_states`: the local operator and the combination of partial states.
+- `quantise`: keys and values of 8 bits with a scale per token and head.
 - `tree_attention.reference.accuracy`: the error of a result against them, and its bound.
 - `tree_attention.reference.conformance`: whether the merge and the sharded decoding of any engine
   are right where such code often is not.
@@ -13,5 +14,6 @@ extension:
 """
 
 from tree_attention.reference.attention import attention, merge, merge_states
+from tree_attention.reference.quantisation import quantise
 
-__all__ = ["attention", "merge", "merge_states"]
+__all__ = ["attention", "merge", "merge_states", "quantise"]

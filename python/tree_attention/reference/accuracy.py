@@ -84,6 +84,9 @@ class Float64Check:
                 if options.get("alibi_slopes") is not None:
                     part["alibi_slopes"] = options["alibi_slopes"][rows]
                     part["query_positions"] = options["query_positions"][one, self._queries]
+                for name in ("k_scale", "v_scale"):
+                    if options.get(name) is not None:
+                        part[name] = options[name][pages, heads]
                 if paged:
                     table = options["page_table"][one]
                     part["page_table"] = table if table.dim() == 2 else table[:, heads]

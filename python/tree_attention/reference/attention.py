@@ -20,6 +20,8 @@ def attention(
     query_positions: Tensor | None = None,
     key_layout: Sequence[int] = (0, 1, 1),
     page_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """What `lean_decode` computes, one query at a time and with the same arguments.
@@ -50,6 +52,10 @@ def attention(
             # keys, values: [num_heads_kv, end - begin, head_dim]
             keys = _visible(k, b, begin, end, page_table).to(dtype)
             values = _visible(v, b, begin, end, page_table).to(dtype)
+            if k_scale is not None:
+                keys = keys * _visible(k_scale, b, begin, end, page_table).to(dtype)[..., None]
+            if v_scale is not None:
+                values = values * _visible(v_scale, b, begin, end, page_table).to(dtype)[..., None]
 
             scores = scale * torch.einsum("hgd,hnd->hgn", q_i, keys)
             if softcap:
@@ -71,7 +77,7 @@ def attention(
 
 
 def _visible(x: Tensor, b: int, begin: int, end: int, page_table: Tensor | None) -> Tensor:
-    """The keys, or values, `[begin, end)` of sequence `b`: `[num_heads_kv, end - begin, dim]`."""
+    """Keys, values or scales `[begin, end)` of sequence `b`: `[num_heads_kv, end - begin, ...]`."""
     if page_table is None:
         return x[b, :, begin:end]
     num_heads_kv, page_size = x.shape[1], x.shape[2]

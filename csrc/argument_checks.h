@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// What several operators require of their arguments, and the messages: operator, argument,
+// requirement and the value got.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <limits>
+#include <optional>
+
+#include "scalar_type.h"
+
+namespace tree_attention {
+
+struct ArgumentChecks {
+  const char* op;
+
+  void shape(const char* argument, const char* axes, const at::Tensor& tensor,
+             at::IntArrayRef expected) const {
+    TORCH_CHECK(tensor.sizes() == expected, op, ": ", argument, " must have shape ", axes, " = ",
+                expected, ", got ", tensor.sizes());
+  }
+
+  void last_axis(const char* argument, const at::Tensor& tensor) const {
+    TORCH_CHECK(tensor.size(-1) <= 1 || tensor.stride(-1) == 1, op, ": ", argument,
+                " must have a contiguous last axis, got stride ", tensor.stride(-1));
+  }
+
+  void dtype(const char* argument, const at::Tensor& tensor, at::ScalarType expected) const {
+    TORCH_CHECK(tensor.scalar_type() == expected, op, ": ", argument, " must be ",
+                dtype_name(expected), ", got ", dtype_name(tensor.scalar_type()));
+  }
+
+  void device(const char* argument, const at::Tensor& tensor, const char* first_argument,
+              const at::Tensor& first) const {
+    TORCH_CHECK(tensor.device() == first.device(), op, ": ", argument, " must be on ",
+                first_argument, "'s device ", first.device(), ", got ", tensor.device());
+  }
+
+  int32_t to_int32(const char* what, int64_t value) const {
+    TORCH_CHECK(value <= std::numeric_limits<int32_t>::max(), op, ": ", what,
+                " must be below 2^31, got ", value);
+    return static_cast<int32_t>(value);
+  }
+
+  // The scales [first three axes of `k`] of keys and values of 8 bits: both or none, none for
+  // others, and both for int8.
+  void scales(const char* axes, const at::Tensor& k, const std::optional<at::Tensor>& k_scale,
+              const std::optional<at::Tensor>& v_scale) const {
+    const auto dtype_of_k = k.scalar_type();
+    const auto check = [&](const char* name, const std::optional<at::Tensor>& scale,
+                           const char* other_name, const std::optional<at::Tensor>& other) {
+      if (!scale) {
+        TORCH_CHECK(dtype_of_k != at::kChar, op, ": ", name,
+                    " must be given for int8 keys, got None");
+        TORCH_CHECK(!other, op, ": ", name, " must be given with ", other_name, ", got None");
+        return;
+      }
+      TORCH_CHECK(has_8_bits(dtype_of_k), op, ": ", name, " must be None for ",
+                  dtype_name(dtype_of_k), " keys, got a tensor of shape ", scale->sizes());
+      dtype(name, *scale, at::kFloat);
+      shape(name, axes, *scale, k.sizes().slice(0, 3));
+    };
+    check("k_scale", k_scale, "v_scale", v_scale);
+    check("v_scale", v_scale, "k_scale", k_scale);
+  }
+};
+
+inline void copy_strides(int64_t (&strides)[3], const at::Tensor& tensor) {
+  for (int axis = 0; axis < 3; ++axis) strides[axis] = tensor.stride(axis);
+}
+
+}  // namespace tree_attention
