@@ -83,10 +83,10 @@ def test_every_slot_moves_to_where_the_layout_says(world_size: int) -> None:
     run_ranks(_check_moves, world_size)
 
 
-def _generate(rank: int, world_size: int) -> list[list[int]]:
+def _generate(rank: int, world_size: int, kv_dtype: str | None) -> list[list[int]]:
     layouts = _layouts(world_size)
     model = hf.enable(make_model("llama"), layout=layouts[0])
-    cache = hf.TreeCache(model.config, layout=layouts[0])
+    cache = hf.TreeCache(model.config, layout=layouts[0], kv_dtype=kv_dtype)
     prompts = make_prompts()
     tokens = model.generate(**prompts, past_key_values=cache, max_new_tokens=4)
     mask = prompts["attention_mask"]
@@ -108,10 +108,12 @@ def _go_on(
     return model.generate(tokens, attention_mask=whole, past_key_values=cache, max_new_tokens=4)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_generation_goes_on_with_the_same_tokens(world_size: int) -> None:
-    expected = make_model("llama").generate(**make_prompts(), max_new_tokens=12).tolist()
-    for tokens in run_ranks(_generate, world_size):
+def test_generation_goes_on_with_the_same_tokens(world_size: int, kv_dtype: str | None) -> None:
+    model = hf.enable(make_model("llama"), kv_dtype=kv_dtype)
+    expected = model.generate(**make_prompts(), max_new_tokens=12).tolist()
+    for tokens in run_ranks(_generate, world_size, kv_dtype):
         assert tokens == expected
 
 

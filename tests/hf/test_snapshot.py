@@ -32,6 +32,8 @@ from tree_attention import (
     hf,
 )
 from tree_attention.hf import snapshot
+from tree_attention.hf.kv_dtypes import KV_DTYPES
+from tree_attention.reference import quantise
 
 CONFIG = CONFIGS["llama"]
 HEADS, HEAD_DIM = 2, 8
@@ -240,6 +242,48 @@ def test_survivors_of_a_lost_rank_go_on_with_the_same_tokens(tmp_path: Path) -> 
     assert results[0] == results[2] == expected
 
 
+def _random_tokens() -> Tensor:
+    return torch.randn(2, HEADS, LENGTH, HEAD_DIM, generator=torch.Generator().manual_seed(3))
+
+
+def _save_8_bits(rank: int, world_size: int, kv_dtype: str | None, directory: Path) -> None:
+    cache = hf.TreeCache(CONFIG, layout=BlockCyclic(world_size, 7), kv_dtype=kv_dtype)
+    keys = _random_tokens()
+    for layer_idx in range(len(cache)):
+        cache.update(keys, -keys, layer_idx)
+    cache.save(directory)
+
+
+def _check_8_bits(
+    rank: int, world_size: int, kv_dtype: str | None, steps: list[str | None], directory: Path
+) -> None:
+    """The cache holds the tokens as they are after they were rounded in `steps`."""
+    layout = BlockCyclic(world_size, 4)
+    cache = hf.TreeCache.load(directory, CONFIG, layout=layout, kv_dtype=kv_dtype)
+    for name, held in (("keys", _random_tokens()), ("values", -_random_tokens())):
+        expected, scale = held, None
+        for step in filter(None, steps):
+            expected = expected.float() if scale is None else expected.float() * scale[..., None]
+            expected, scale = quantise(expected, KV_DTYPES[step])
+        slots = layout.local_slots(rank, 0, LENGTH)
+        for layer in cache.layers:
+            found = getattr(layer, name)[:, :, : len(slots)]
+            assert found.dtype == expected.dtype
+            assert torch.equal(found.float(), expected[:, :, slots].float())
+            if scale is not None:
+                found = {"keys": layer.k_scale, "values": layer.v_scale}[name]
+                assert torch.equal(found[:, :, : len(slots)], scale[:, :, slots])
+
+
+@pytest.mark.parametrize("saved", [None, "int8", "fp8"])
+def test_8_bits_are_loaded_as_saved_or_as_asked(saved: str | None, tmp_path: Path) -> None:
+    run_ranks(_save_8_bits, 2, saved, tmp_path)
+    for asked in (None, "int8", "fp8"):
+        steps = [saved] if asked in (None, saved) else [saved, asked]
+        for world_size in (1, 3):
+            run_ranks(_check_8_bits, world_size, asked, steps, tmp_path)
+
+
 def _edit_index(**changes: Any) -> Callable[[Path], None]:
     def edit(directory: Path) -> None:
         file = directory / "index.json"
@@ -295,6 +339,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         _edit_index(layers=[{**_LAYER, "keys": {"dtype": "float32", "shape": [2, 3, 8]}}] * 2),
         ValueError,
         "by the index of torch.float32 and [2, 3, 77, 8]",
+    ),
+    "no scales": (
+        _edit_index(layers=[{**_LAYER, "keys": {"dtype": "int8", "shape": [2, 2, 8]}}] * 2),
+        ValueError,
+        "a layer has ['keys', 'values'], expected ['k_scale', 'keys', 'v_scale', 'values']",
     ),
     "a missing layer": (_edit_index(layers=[_LAYER]), ValueError, "holds 1 layers, and the model"),
     "a missing file": (lambda d: _tensors(d).unlink(), FileNotFoundError, "is missing, which the"),

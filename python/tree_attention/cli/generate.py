@@ -56,7 +56,14 @@ def main(arguments: list[str]) -> int:
         "--dtype",
         choices=("auto", *DTYPES),
         default="auto",
-        help="of weights and cache; auto takes the checkpoint's (default auto)",
+        help="of the weights; auto takes the checkpoint's (default auto)",
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=("auto", "int8", "fp8"),
+        default="auto",
+        help="of the cache; auto takes --dtype's, the others 8 bits and a scale for each token and "
+        "head (default auto)",
     )
     parser.add_argument(
         "--weights",
@@ -123,6 +130,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise UsageError(
             "--prefill split deals the prompt to processes that have all weights: leave it out, or "
             "take --weights replicated"
+        )
+    if arguments.kv_dtype != "auto" and arguments.attention == "sdpa":
+        raise UsageError(
+            f"--kv-dtype {arguments.kv_dtype} needs --attention tree_attention: plain HuggingFace "
+            "attends to keys in the dtype of the weights"
         )
     check_seconds("--timeout", arguments.timeout)
     if arguments.json is not None:
@@ -269,7 +281,13 @@ def new_cache(arguments: argparse.Namespace, model: Any) -> Any:
         return DynamicCache(config=model.config)
     mesh = mesh_of(model)
     group = None if mesh is None else mesh.context_group
-    return TreeCache(model.config, group, strategy=arguments.strategy, timeout=arguments.timeout)
+    return TreeCache(
+        model.config,
+        group,
+        kv_dtype=None if arguments.kv_dtype == "auto" else arguments.kv_dtype,
+        strategy=arguments.strategy,
+        timeout=arguments.timeout,
+    )
 
 
 def prompt_text(arguments: argparse.Namespace) -> str:

@@ -103,6 +103,7 @@ def _over_shard(
     deal = current_deal()
     if deal is not None:
         return attend(deal, query, layer, ranges, out_dtype, keywords)
+    keywords = {**keywords, **layer.scales()}
     if shard.world_size == 1:
         return lean_decode(query, keys, values, ranges.whole(), out_dtype=out_dtype, **keywords)
     local_ranges = ranges.local(shard.layout, shard.rank)

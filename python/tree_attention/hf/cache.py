@@ -14,9 +14,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..exchange import DEFAULT_TIMEOUT, Communicator
+from ..ops import append_kv
 from ..sharding import ShardLayout
 from . import reshard, snapshot
 from .deal import current_deal
+from .kv_dtypes import dtype_of
 from .shard import Shard
 from .snapshot import describe_model
 
@@ -77,39 +79,35 @@ class TreeCacheLayer(CacheLayerMixin):
 
     keys: Tensor  # [batch, num_heads_kv, capacity, head_dim]
     values: Tensor  # [batch, num_heads_kv, capacity, head_dim_v]
+    k_scale: Tensor  # [batch, num_heads_kv, capacity], with kv_dtype only, like v_scale
+    v_scale: Tensor
 
-    def __init__(self, shard: Shard, growth: int) -> None:
+    def __init__(self, shard: Shard, growth: int, kv_dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.shard = shard
         self.growth = growth
+        self.kv_dtype = kv_dtype  # of 8 bits; None: that of the model's keys
         self.length = 0  # of the sequence, on all ranks together
         self.reserved = 0  # local slots for which the next allocation makes room
         self.handle = KVShard(self)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        if self.kv_dtype is not None:
+            self.keys, self.values = (x.to(self.kv_dtype) for x in (self.keys, self.values))
+            self.k_scale, self.v_scale = (x[..., 0].float() for x in (self.keys, self.values))
         self._grow(0)
         self.is_initialized = True
 
-    def allocate(
-        self,
-        length: int,
-        keys: tuple[torch.dtype, list[int]],
-        values: tuple[torch.dtype, list[int]],
-    ) -> None:
-        """Makes room on the CPU for the first `length` global slots, of these dtypes and shapes
-        `[batch, num_heads_kv, head_dim]`."""
-
-        def empty(dtype: torch.dtype, shape: list[int]) -> Tensor:
-            batch, num_heads_kv, head_dim = shape
-            return torch.empty((batch, num_heads_kv, 0, head_dim), dtype=dtype, device="cpu")
-
-        self.reserve(length)
-        self.lazy_initialization(empty(*keys), empty(*values))
-
     def buffers(self) -> dict[str, Tensor]:
         """What the layer holds, by the name of the attribute; the axis of the slots is 2."""
-        return {"keys": self.keys, "values": self.values}
+        return {"keys": self.keys, "values": self.values, **self.scales()}
+
+    def scales(self) -> dict[str, Any]:
+        """What the operators take beside keys and values of 8 bits, by the name of the argument."""
+        if self.kv_dtype is None:
+            return {}
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
     def capacity(self, num_slots: int) -> int:
         """The local slots that a buffer has when it must hold so many."""
@@ -139,14 +137,19 @@ class TreeCacheLayer(CacheLayerMixin):
             ("keys", key_states, self.keys),
             ("values", value_states, self.values),
         ):
-            kinds = [(x.dtype, x.shape[1], x.shape[3]) for x in (held, new)]
+            dtypes = (held.dtype, new.dtype) if self.kv_dtype is None else (None, None)
+            kinds = [
+                (dtype, x.shape[1], x.shape[3])
+                for dtype, x in zip(dtypes, (held, new), strict=True)
+            ]
             if kinds[0] != kinds[1]:
                 raise ValueError(
                     f"TreeCache: the cache holds {name} of (dtype, num_heads_kv, head_dim) = "
                     f"{kinds[0]}, got {kinds[1]}; convert them, or forget the tokens with reset"
                 )
         if self.keys.device != key_states.device:  # as `load` leaves them on the CPU
-            self.keys, self.values = (x.to(key_states.device) for x in (self.keys, self.values))
+            for name, x in self.buffers().items():
+                setattr(self, name, x.to(key_states.device))
         deal = current_deal()
         end = self.length + (key_states.shape[2] if deal is None else deal.length)
         write = self.shard.write(self.length, end, key_states.device)
@@ -160,10 +163,18 @@ class TreeCacheLayer(CacheLayerMixin):
             if deal is None and write.tokens is not None:
                 new_keys = new_keys.index_select(2, write.tokens)
                 new_values = new_values.index_select(2, write.tokens)
-            self.keys.narrow(2, write.begin, count).copy_(new_keys)
-            self.values.narrow(2, write.begin, count).copy_(new_values)
+            if self.kv_dtype is None:
+                self.keys.narrow(2, write.begin, count).copy_(new_keys)
+                self.values.narrow(2, write.begin, count).copy_(new_values)
+            else:
+                self.quantise(new_keys, new_values, write.slots)
         self.length = end
         return self.handle, self.handle
+
+    def quantise(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Writes tokens to local slots, in 8 bits."""
+        slot_mapping = slots.expand(keys.shape[0], -1)
+        append_kv(keys, values, self.keys, self.values, slot_mapping, **self.scales())
 
     def get_seq_length(self) -> int:
         return self.length
@@ -229,7 +240,7 @@ class TreeCacheLayer(CacheLayerMixin):
     @property
     def num_bytes(self) -> int:
         """Size in bytes of the buffers that this rank has allocated for the layer."""
-        return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
+        return sum(x.nbytes for x in self.buffers().values()) if self.is_initialized else 0
 
     def _is_of_another(self, key_states: Tensor) -> bool:
         batch, num_heads_kv, _, head_dim = self.keys.shape
@@ -237,7 +248,7 @@ class TreeCacheLayer(CacheLayerMixin):
             key_states.shape[0] != batch
             or key_states.shape[1] != num_heads_kv
             or key_states.shape[3] != head_dim
-            or key_states.dtype != self.keys.dtype
+            or (self.kv_dtype is None and key_states.dtype != self.keys.dtype)
             or key_states.device != self.keys.device
         )
 
@@ -250,7 +261,7 @@ class TreeCacheLayer(CacheLayerMixin):
         used = self.shard.count(self.length)
 
         def reallocate(x: Tensor) -> Tensor:
-            new = x.new_empty((batch, x.shape[1], capacity, x.shape[3]))
+            new = x.new_empty((batch, x.shape[1], capacity, *x.shape[3:]))
             fill(x[:, :, :used], new[:, :, :used])
             return new
 
@@ -258,8 +269,8 @@ class TreeCacheLayer(CacheLayerMixin):
         # there. They are copied one after the other, so that only one old buffer is alive beside
         # the new ones.
         with torch.inference_mode(False), torch.no_grad():
-            self.keys = reallocate(self.keys)
-            self.values = reallocate(self.values)
+            for name, x in self.buffers().items():
+                setattr(self, name, reallocate(x))
 
 
 class TreeCache(Cache):
@@ -277,6 +288,8 @@ class TreeCache(Cache):
         group: process group or `Communicator`, by default the world; where torch.distributed is
             not initialised, a world of one.
         layout: which rank holds which slot, by default `BlockCyclic(world_size, 64)`.
+        kv_dtype: "int8", or "fp8" (float8_e4m3fn), keeps keys and values in 8 bits with a float32
+            scale for each token and head; None: in the model's dtype.
         strategy: how ranks exchange their partial states, one of `tree_attention.strategies()` or
             "auto".
         timeout: seconds after which a lost rank becomes an `ExchangeError`.
@@ -284,7 +297,8 @@ class TreeCache(Cache):
 
     Raises:
         ValueError: the layers of the model cache anything but keys and values of their own,
-            `layout` is for another world size, there is no such strategy, or `growth` is below 1.
+            `layout` is for another world size, there is no such kv_dtype or strategy, or `growth`
+            is below 1.
     """
 
     layers: list[TreeCacheLayer]  # type: ignore[assignment]
@@ -295,6 +309,7 @@ class TreeCache(Cache):
         group: ProcessGroup | Communicator | None = None,
         layout: ShardLayout | None = None,
         *,
+        kv_dtype: str | None = None,
         strategy: str = "auto",
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         growth: int = 1024,
@@ -304,7 +319,10 @@ class TreeCache(Cache):
         num_layers = _num_layers(config)
         self.shard = Shard(group, layout, strategy, timeout)
         self.model = describe_model(config)
-        super().__init__(layers=[TreeCacheLayer(self.shard, growth) for _ in range(num_layers)])
+        dtype = dtype_of("TreeCache", kv_dtype)
+        super().__init__(
+            layers=[TreeCacheLayer(self.shard, growth, dtype) for _ in range(num_layers)]
+        )
 
     def reserve(self, length: int) -> None:
         """Has the next allocation make room for `length` tokens, so that a prompt of known length
@@ -338,6 +356,7 @@ class TreeCache(Cache):
         group: ProcessGroup | Communicator | None = None,
         layout: ShardLayout | None = None,
         *,
+        kv_dtype: str | None = None,
         strategy: str = "auto",
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         growth: int = 1024,
@@ -357,13 +376,22 @@ class TreeCache(Cache):
             directory: what `save` was given, at a path by which this rank reaches it.
             config, group, layout, strategy, timeout, growth: see `TreeCache`; world size and layout
                 may differ from those of the saved cache.
+            kv_dtype: "int8" or "fp8" quantises what was saved otherwise; None: as it was saved.
 
         Raises:
             OSError: a file is missing.
             ValueError: a file is damaged, or of another model or version; an argument is wrong.
             ExchangeError: one of that happened on another rank, or a rank was lost.
         """
-        cache = cls(config, group, layout, strategy=strategy, timeout=timeout, growth=growth)
+        cache = cls(
+            config,
+            group,
+            layout,
+            kv_dtype=kv_dtype,
+            strategy=strategy,
+            timeout=timeout,
+            growth=growth,
+        )
         snapshot.restore(cache, directory)
         return cache
 
@@ -395,6 +423,11 @@ class TreeCache(Cache):
         self.shard = shard
         for layer in self.layers:
             layer.shard = shard
+
+    @property
+    def kv_dtype(self) -> torch.dtype | None:
+        """The dtype of keys and values of 8 bits; None: that of the model."""
+        return self.layers[0].kv_dtype
 
     @property
     def num_bytes(self) -> int:

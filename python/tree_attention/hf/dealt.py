@@ -110,6 +110,7 @@ def _pass_queries(
                 layer.values,
                 ranges.in_shard(deal, rank, r)[:, tokens],
                 out=its_layout.views(states),
+                **layer.scales(),
                 **keywords,
             )
         deal.exchange({r: parts[r] for r in sent}, sent)
@@ -125,8 +126,8 @@ def _pass_keys(
 ) -> Iterator[_Piece]:
     shard, rank, ranks = deal.shard, deal.shard.rank, range(deal.shard.world_size)
     batch, num_heads_q, num_tokens, _ = query.shape
-    num_heads_kv, head_dim = layer.keys.shape[1], layer.keys.shape[3]
-    head_dim_v = layer.values.shape[3]
+    num_heads_kv, head_dim_v = layer.keys.shape[1], layer.values.shape[3]
+    buffers = layer.buffers()
     # The local slots of each rank that any query sees.
     begins = [shard.layout.count(r, ranges.first) for r in ranks]
     ends = [shard.layout.count(r, layer.length) for r in ranks]
@@ -135,18 +136,17 @@ def _pass_keys(
     token_step = _tokens_of_piece(deal, query, layer)
     group = num_heads_q // num_heads_kv
     for head in range(0, num_heads_kv, head_step):
-        keys, values = (x[:, head : head + head_step] for x in (layer.keys, layer.values))
-        heads = slice(head * group, (head + keys.shape[1]) * group)
-
-        def rows(r: int, num_heads: int = keys.shape[1]) -> Tensor:
-            shape = (batch, num_heads, ends[r] - begins[r], head_dim + head_dim_v)
-            return deal.room(f"keys of {r}", shape, layer.keys.dtype)
-
-        gathered = {r: rows(r) for r in ranks}
-        own = slice(begins[rank], ends[rank])
-        torch.cat((keys[:, :, own], values[:, :, own]), dim=3, out=gathered[rank])
+        packed = _Rows({name: x[:, head : head + head_step] for name, x in buffers.items()})
+        num_heads = packed.num_heads_kv
+        heads = slice(head * group, (head + num_heads) * group)
+        gathered = {
+            r: deal.room(f"keys of {r}", packed.shape(ends[r] - begins[r]), torch.uint8)
+            for r in ranks
+        }
+        packed.pack(slice(begins[rank], ends[rank]), gathered[rank])
         others = {r: x for r, x in gathered.items() if r != rank}
         deal.exchange(others, dict.fromkeys(others, gathered[rank]))
+        operands = {r: packed.unpack(x) for r, x in gathered.items()}
         for token in range(0, num_tokens, token_step):
             tokens = slice(token, token + token_step)
             q = query[:, heads, tokens]
@@ -154,21 +154,58 @@ def _pass_keys(
             parts = deal.room("states", (len(ranks), layout.num_bytes), torch.uint8)
             o_parts, lse_parts = layout.views(parts)
             for r in ranks:
+                keys, values, scales = operands[r]
                 lean_decode(
                     q,
-                    gathered[r][..., :head_dim],
-                    gathered[r][..., head_dim:],
+                    keys,
+                    values,
                     ranges.in_shard(deal, r, rank, begins[r])[:, tokens],
                     out=(o_parts[r], lse_parts[r]),
+                    **scales,
                     **keywords,
                 )
             yield heads, tokens, o_parts, lse_parts
 
 
+class _Rows:
+    """Keys and values as rows of bytes, one a slot, those of 8 bits behind their scales."""
+
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        # Wide elements first, so that all of them are aligned.
+        order = sorted(buffers, key=lambda name: -buffers[name].itemsize)
+        self._columns = {
+            name: buffers[name] if buffers[name].dim() == 4 else buffers[name][..., None]
+            for name in order
+        }
+        self._widths = {name: x.shape[3] * x.itemsize for name, x in self._columns.items()}
+        alignment = buffers[order[0]].itemsize
+        self.num_bytes = -(-sum(self._widths.values()) // alignment) * alignment
+        self.num_heads_kv = buffers["keys"].shape[1]
+
+    def shape(self, num_slots: int) -> tuple[int, int, int, int]:
+        return (*self._columns["keys"].shape[:2], num_slots, self.num_bytes)
+
+    def pack(self, slots: slice, out: Tensor) -> None:
+        for name, part in self._split(out).items():
+            part.copy_(self._columns[name][:, :, slots])
+
+    def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Views of keys and values, and of the scales if there are any."""
+        parts = self._split(rows)
+        keys, values = parts.pop("keys"), parts.pop("values")
+        return keys, values, {name: x[..., 0] for name, x in parts.items()}
+
+    def _split(self, rows: Tensor) -> dict[str, Tensor]:
+        begin, parts = 0, {}
+        for name, width in self._widths.items():
+            parts[name] = rows[..., begin : begin + width].view(self._columns[name].dtype)
+            begin += width
+        return parts
+
+
 def _bytes_per_slot(layer: TreeCacheLayer) -> int:
     """Size in bytes of the keys and values of one sequence in one slot."""
-    num_heads_kv, _, head_dim = layer.keys.shape[1:]
-    return num_heads_kv * (head_dim + layer.values.shape[3]) * layer.keys.itemsize
+    return layer.keys.shape[1] * _Rows(layer.buffers()).num_bytes
 
 
 def _tokens_of_piece(deal: Deal, query: Tensor, layer: TreeCacheLayer) -> int:

@@ -28,6 +28,7 @@ def enable(
     group: ProcessGroup | Communicator | None = None,
     layout: ShardLayout | None = None,
     *,
+    kv_dtype: str | None = None,
     strategy: str = "auto",
     prefill: str = "auto",
     prefill_chunk_size: int | None = 1024,
@@ -44,8 +45,8 @@ def enable(
     `disable` undoes it; `enable` on an enabled model replaces its options.
 
     Args:
-        group, layout, strategy, timeout: see `TreeCache`. A model whose weights are split has its
-            groups from there: `group` is None, and `layout` is over its context group.
+        group, layout, kv_dtype, strategy, timeout: see `TreeCache`. A model whose weights are split
+            has its groups from there: `group` is None, and `layout` is over its context group.
         prefill: "split" deals the tokens of a prompt to the ranks, each of which runs the model on
             its own; "replicated" has every rank run it on all of them; "auto" splits a chunk of 64
             tokens or more for each rank. Split are forward passes over several tokens that ask for
@@ -79,7 +80,13 @@ def enable(
         comm, cache_group = mesh.calls, mesh.context_group
     check_prefill(model, prefill)
     new_cache = functools.partial(
-        TreeCache, model.config, cache_group, layout, strategy=strategy, timeout=timeout
+        TreeCache,
+        model.config,
+        cache_group,
+        layout,
+        kv_dtype=kv_dtype,
+        strategy=strategy,
+        timeout=timeout,
     )
     processor = SynchronizeLogits(comm, timeout) if synchronize_logits else None
     preparation = Preparation(comm, new_cache, prefill_chunk_size, processor, prefill)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from transformers import GenerationConfig, LogitsProcessorList, MaxTimeCriteria, PreTrainedModel
@@ -53,7 +54,8 @@ class Preparation:
         self.prefill_chunk_size = prefill_chunk_size
         self.synchronize_logits = synchronize_logits
         self.prefill = prefill
-        self.shard = new_cache().shard  # refuses now what every call of generate would refuse
+        cache = new_cache()  # refuses now what every call of generate would refuse
+        self.shard, self.kv_dtype = cache.shard, cache.kv_dtype
         self.call = _Call()
 
     @contextmanager
@@ -93,7 +95,7 @@ class Preparation:
         to this call alone, and has every rank raise if the ranks differ."""
         self._refuse(generation_config)
         cache = model_kwargs.get("past_key_values")
-        num_prompt, num_cached = self._prompt_length(), 0
+        num_prompt, num_cached, kv_dtype = self._prompt_length(), 0, self.kv_dtype
         if cache is not None:
             if not isinstance(cache, TreeCache):
                 raise ValueError(
@@ -106,11 +108,12 @@ class Preparation:
                     f"enabled with {self.shard.layout}: call enable(model, layout=...) with the "
                     "cache's, or cache.reshard with the model's"
                 )
-            num_cached = cache.get_seq_length()
+            num_cached, kv_dtype = cache.get_seq_length(), cache.kv_dtype
             self._refuse_cached_prompt(num_prompt, num_cached)
         if self.comm.world_size > 1:
             self.comm.agree(
-                self._signature(model, generation_config, num_cached), self.shard.timeout
+                self._signature(model, generation_config, num_cached, kv_dtype),
+                self.shard.timeout,
             )
         if cache is None and generation_config.use_cache is not False:
             cache = self.new_cache()
@@ -178,7 +181,11 @@ class Preparation:
         return 1  # without a prompt, generate begins with the bos token
 
     def _signature(
-        self, model: PreTrainedModel, generation_config: GenerationConfig, num_cached: int
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig,
+        num_cached: int,
+        kv_dtype: torch.dtype | None,
     ) -> Signature:
         """What must be equal on all ranks. Otherwise they would merge states that do not belong
         together, or stop at different tokens."""
@@ -187,6 +194,7 @@ class Preparation:
             ("transformers version", transformers.__version__),
             ("layout", self.shard.layout),
             ("number of cached tokens", num_cached),
+            ("kv_dtype", kv_dtype),
             ("digest of the inputs", digest_inputs(self.call.arguments)),
             *settings_of(generation_config),
             ("synchronize_logits", self.synchronize_logits is not None),

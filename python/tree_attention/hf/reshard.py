@@ -66,21 +66,21 @@ class _Moves:
             setattr(layer, name, self._moved(x, layer.capacity(self._count)))
 
     def _moved(self, x: Tensor, capacity: int) -> Tensor:
-        batch, num_heads_kv, _, width = x.shape
+        batch, num_heads_kv, _, *width = x.shape
         sent = {r: x.index_select(2, rows.to(x.device)) for r, rows in self._outgoing.items()}
         received = {
-            r: x.new_empty((batch, num_heads_kv, len(rows), width))
+            r: x.new_empty((batch, num_heads_kv, len(rows), *width))
             for r, rows in self._incoming.items()
         }
-        kind = (("dtype", x.dtype), ("shape", (batch, num_heads_kv, width)))
+        kind = (("dtype", x.dtype), ("shape", (batch, num_heads_kv, *width)))
         self._old.exchange("reshard", (*self._signature, *kind), received, sent, x.device)
-        moved = x.new_empty((batch, num_heads_kv, capacity, width))
+        moved = x.new_empty((batch, num_heads_kv, capacity, *width))
         for r, rows in self._incoming.items():
-            moved.index_copy_(2, rows.to(x.device), received[r])
+            moved[:, :, rows.to(x.device)] = received[r]
         return moved
 
 
 def _kind(layer: TreeCacheLayer) -> object:
     if not layer.is_initialized:
         return None
-    return [(name, x.dtype, x.shape[:2], x.shape[3]) for name, x in layer.buffers().items()]
+    return [(name, x.dtype, x.shape[:2], x.shape[3:]) for name, x in layer.buffers().items()]

@@ -20,6 +20,7 @@ class Write(NamedTuple):
     begin: int
     end: int
     tokens: Tensor | None  # indices of the tokens; None: all of them
+    slots: Tensor  # the same local slots, int64 on the device
 
 
 class Shard:
@@ -71,7 +72,8 @@ class Shard:
         tokens = None
         if 0 < local_end - local_begin < end - begin:
             tokens = (layout.local_slots(self.rank, begin, end) - begin).to(device)
-        write = Write(local_begin, local_end, tokens)
+        slots = torch.arange(local_begin, local_end, device=device)
+        write = Write(local_begin, local_end, tokens, slots)
         if is_remembered:
             self._last = (key, write)
         return write

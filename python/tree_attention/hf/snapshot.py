@@ -25,10 +25,11 @@ from transformers.configuration_utils import PreTrainedConfig
 from ..exchange.agreement import Note, Signature
 from ..exchange.link import sentence
 from ..sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
+from .kv_dtypes import KV_DTYPES
 from .outcome import on_every_rank
 
 if TYPE_CHECKING:
-    from .cache import TreeCache
+    from .cache import TreeCache, TreeCacheLayer
 
 _INDEX = "index.json"
 _FORMAT, _VERSION = "tree_attention.hf.TreeCache", 1
@@ -36,7 +37,7 @@ _PREFIX = "cache-"
 _LAYOUTS = {kind.__name__: kind for kind in (BlockCyclic, Contiguous, ContiguousThenCyclic)}
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    for dtype in (*KV_DTYPES.values(), torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
 # What decides a model's keys and values, beside its weights.
 _MODEL_FIELDS = (
@@ -64,13 +65,17 @@ class _File(NamedTuple):
         return {"file": self._asdict()}
 
 
+# The dtype and the shape, without the axis of the slots, of each buffer of a layer.
+_Kinds = dict[str, tuple[torch.dtype, list[int]]]
+
+
 class _Index(NamedTuple):
     """What the index says."""
 
     model: dict[str, Any]
     length: int
     layout: ShardLayout
-    layers: list[dict[str, tuple[torch.dtype, list[int]]]]  # of keys and values, without slots
+    layers: list[_Kinds]
     files: list[_File]
 
 
@@ -130,12 +135,11 @@ def restore(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
 
 
 def _layers_of(cache: TreeCache) -> list[dict[str, Any]]:
-    """The dtypes and shapes of keys and values, without the axis of the slots, by layer."""
+    """`_Kinds` of all layers, in terms of JSON."""
 
     def described(x: Tensor) -> dict[str, Any]:
-        batch, num_heads_kv, _, head_dim = x.shape
         dtype = str(x.dtype).removeprefix("torch.")
-        return {"dtype": dtype, "shape": [batch, num_heads_kv, head_dim]}
+        return {"dtype": dtype, "shape": [*x.shape[:2], *x.shape[3:]]}
 
     return [{name: described(x) for name, x in layer.buffers().items()} for layer in cache.layers]
 
@@ -231,11 +235,15 @@ def _parsed(entries: Mapping[str, Any]) -> _Index:
     files = [_File(str(file["name"]), str(file["sha256"])) for file in entries["files"]]
     layers = [
         {
-            name: (_DTYPES[layer[name]["dtype"]], [int(size) for size in layer[name]["shape"]])
-            for name in ("keys", "values")
+            name: (_DTYPES[kind["dtype"]], [int(size) for size in kind["shape"]])
+            for name, kind in layer.items()
         }
         for layer in entries["layers"]
     ]
+    for layer in layers:
+        names = {"keys", "values"} | ({"k_scale", "v_scale"} if _kv_dtype(layer) else set())
+        if set(layer) != names:
+            raise ValueError(f"a layer has {sorted(layer)}, expected {sorted(names)}")
     if not isinstance(length, int) or length < 0:
         raise ValueError(f"length must be an integer of at least 0, got {length!r}")
     if len(files) != layout.world_size:
@@ -255,6 +263,12 @@ def _check_model(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -
             )
 
 
+def _kv_dtype(kinds: _Kinds) -> torch.dtype | None:
+    """The dtype of a layer's keys where it is one of 8 bits."""
+    dtype = kinds["keys"][0]
+    return dtype if dtype in KV_DTYPES.values() else None
+
+
 def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
     shard, source = cache.shard, index.layout
     if len(index.layers) != len(cache.layers):
@@ -265,29 +279,55 @@ def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
     shard.write(0, index.length, torch.device("cpu"))  # refuses a layout that ends before
     slots = shard.layout.local_slots(shard.rank, 0, index.length)
     owners = source.owner(slots)
-    for layer, kinds in zip(cache.layers, index.layers, strict=True):
-        layer.allocate(index.length, **kinds)
-    for rank, file in enumerate(index.files):
-        rows = (owners == rank).nonzero()[:, 0]
-        if len(rows) == 0:
-            continue
-        local = source.count(rank, slots[rows])
-        count = source.count(rank, index.length)
-        with _opened(path / file.name, file.sha256) as handle:
-            for i, layer in enumerate(cache.layers):
-                for name, target in layer.buffers().items():
-                    found = _tensor(path / file.name, handle, f"layers.{i}.{name}")
-                    batch, num_heads_kv, head_dim = index.layers[i][name][1]
-                    expected = (target.dtype, (batch, num_heads_kv, count, head_dim))
-                    if (found.dtype, tuple(found.shape)) != expected:
-                        raise ValueError(
-                            f"TreeCache.load: {path / file.name}: layers.{i}.{name} is of "
-                            f"{found.dtype} and shape {list(found.shape)}, and by the index of "
-                            f"{expected[0]} and {list(expected[1])}"
-                        )
-                    target.index_copy_(2, rows, found.index_select(2, local))
+    with torch.inference_mode(False), torch.no_grad():
+        for layer, kinds in zip(cache.layers, index.layers, strict=True):
+            _allocate(layer, index.length, kinds)
+        for rank, file in enumerate(index.files):
+            rows = (owners == rank).nonzero()[:, 0]
+            if len(rows) == 0:
+                continue
+            local = source.count(rank, slots[rows])
+            place = path / file.name
+            with _opened(place, file.sha256) as handle:
+                count = source.count(rank, index.length)
+                for i, (layer, kinds) in enumerate(zip(cache.layers, index.layers, strict=True)):
+                    found = {
+                        name: _tensor(place, handle, f"layers.{i}.{name}", kind, count)
+                        for name, kind in kinds.items()
+                    }
+                    part = {name: x.index_select(2, local) for name, x in found.items()}
+                    _put(layer, rows, part, _kv_dtype(kinds))
     for layer in cache.layers:
         layer.length = index.length
+
+
+def _allocate(layer: TreeCacheLayer, length: int, kinds: _Kinds) -> None:
+    saved = _kv_dtype(kinds)
+    if layer.kv_dtype is None:
+        layer.kv_dtype = saved
+
+    def empty(name: str) -> Tensor:
+        dtype, (batch, num_heads_kv, head_dim) = kinds[name]
+        dtype = dtype if saved is None else torch.float32
+        return torch.empty((batch, num_heads_kv, 0, head_dim), dtype=dtype, device="cpu")
+
+    layer.reserve(length)
+    layer.lazy_initialization(empty("keys"), empty("values"))
+
+
+def _put(
+    layer: TreeCacheLayer, rows: Tensor, part: Mapping[str, Tensor], saved: torch.dtype | None
+) -> None:
+    """Writes what was saved of some slots into these rows of a layer."""
+    if layer.kv_dtype == saved:
+        for name, target in layer.buffers().items():
+            target[:, :, rows] = part[name]
+        return
+    keys, values = part["keys"], part["values"]
+    if saved is not None:
+        keys = keys.float() * part["k_scale"][..., None]
+        values = values.float() * part["v_scale"][..., None]
+    layer.quantise(keys, values, rows)
 
 
 def _opened(path: Path, digest: str) -> Any:
@@ -309,9 +349,19 @@ def _opened(path: Path, digest: str) -> Any:
         raise ValueError(f"TreeCache.load: {path} is damaged: {sentence(error)}") from error
 
 
-def _tensor(path: Path, handle: Any, name: str) -> Tensor:
+def _tensor(
+    path: Path, handle: Any, name: str, kind: tuple[torch.dtype, list[int]], count: int
+) -> Tensor:
+    """A tensor of a file, of `count` slots."""
     try:
         found: Tensor = handle.get_tensor(name)
     except SafetensorError as error:
         raise ValueError(f"TreeCache.load: {path} lacks {name}: {sentence(error)}") from error
+    dtype, (batch, num_heads_kv, *width) = kind
+    shape = [batch, num_heads_kv, count, *width]
+    if (found.dtype, list(found.shape)) != (dtype, shape):
+        raise ValueError(
+            f"TreeCache.load: {path}: {name} is of {found.dtype} and shape {list(found.shape)}, "
+            f"and by the index of {dtype} and {shape}"
+        )
     return found

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What caches of 8 bits cost in accuracy: passkeys, perplexity and divergence by kv_dtype.
+
+    python benchmarks/kv_dtype.py --out DIR
+
+The passkey checkpoint of examples/ reads held-out prose with a key in it and answers for the key.
+Each prompt is run with every kv_dtype, and the distributions of the next token are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+# Started by its path: `benchmarks` is found from the root of the checkout.
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "passkey-llama"))
+
+import passkey  # type: ignore[import-not-found]
+from benchmarks.harness.plots import picture
+from benchmarks.harness.program import add_out, finish, progress_bar
+from benchmarks.harness.report import Report, columns_of, environment
+from tree_attention.hf import TreeCache
+
+CHECKPOINT = Path(passkey.__file__).parent
+# Prompt tokens, and prompts at each depth.
+SUITES = {2000: 8, 8000: 4, 16000: 1}
+DEPTHS = tuple(i / 10 for i in range(11))
+KV_DTYPES = (None, "int8", "fp8")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass
+class Row:
+    """What one kv_dtype has done with the prompts of one length."""
+
+    right: int = 0
+    prompts: int = 0
+    losses: list[Tensor] = field(default_factory=list)  # of the prompt's tokens, in nats
+    divergences: list[Tensor] = field(default_factory=list)  # from the model's own dtype, in nats
+    same: list[Tensor] = field(default_factory=list)  # whether the likeliest token is the same
+    bytes_per_token: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        divergences = torch.cat(self.divergences)
+        return {
+            "right": self.right,
+            "prompts": self.prompts,
+            "perplexity": math.exp(torch.cat(self.losses).mean().item()),
+            "kld_mean": divergences.mean().item(),
+            "kld_p99": divergences.quantile(0.99).item(),
+            "same_top": torch.cat(self.same).float().mean().item(),
+            "bytes_per_token": self.bytes_per_token,
+        }
+
+
+def log_probabilities(model: Any, ids: Tensor, kv_dtype: str | None, row: Row) -> Tensor:
+    """Of the next token at every position of `ids` `[tokens]`: `[tokens, vocab]` in float32."""
+    cache = TreeCache(model.config, kv_dtype=kv_dtype, growth=1)
+    logits = model(ids[None], past_key_values=cache).logits[0]
+    row.bytes_per_token = cache.num_bytes / len(ids)
+    return logits.float().log_softmax(-1)
+
+
+def run_prompt(model: Any, prompt: passkey.PasskeyPrompt, answer: list[int], rows: Any) -> None:
+    ids = torch.tensor([*prompt.input_ids, *answer])
+    first = len(prompt.input_ids) - 1  # the position whose next token begins the answer
+    expected = torch.tensor(answer)
+    truth = None
+    for kv_dtype in KV_DTYPES:
+        row = rows[kv_dtype]
+        found = log_probabilities(model, ids[:-1], kv_dtype, row)
+        truth = found if truth is None else truth
+        row.right += bool((found[first:].argmax(-1) == expected).all())
+        row.prompts += 1
+        row.losses.append(-found[:first].gather(1, ids[1 : first + 1, None])[:, 0])
+        row.divergences.append((truth.exp() * (truth - found)).sum(-1))
+        row.same.append(truth.argmax(-1) == found.argmax(-1))
+
+
+@torch.inference_mode()
+def measure(dtype: torch.dtype, suites: dict[int, int]) -> list[dict[str, Any]]:
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    model = AutoModelForCausalLM.from_pretrained(
+        CHECKPOINT, dtype=dtype, attn_implementation="tree_attention"
+    ).eval()
+    haystack = passkey.Haystack.from_directory(CHECKPOINT / "text", tokenizer)
+    result = []
+    with progress_bar(True) as progress:
+        task = progress.add_task("prompts", total=len(DEPTHS) * sum(suites.values()))
+        for tokens, per_depth in suites.items():
+            progress.update(task, description=f"{tokens:,} tokens")
+            rows = {kv_dtype: Row() for kv_dtype in KV_DTYPES}
+            for depth in DEPTHS:
+                for seed in range(per_depth):
+                    prompt = passkey.build_prompt(haystack, tokens, depth=depth, seed=seed)
+                    answer = tokenizer(passkey.answer(prompt.key), add_special_tokens=False)
+                    run_prompt(model, prompt, answer["input_ids"], rows)
+                    progress.advance(task)
+            own = str(dtype).removeprefix("torch.")
+            result += [
+                {"name": f"{tokens:,} tokens", "kv_dtype": kv_dtype or own, **row.to_json()}
+                for kv_dtype, row in rows.items()
+            ]
+    for row in result:  # an answer that the model's own dtype gives and another one does not
+        base = next(r for r in result if r["name"] == row["name"])
+        row["wrong"] = not math.isfinite(row["kld_mean"]) or row["right"] < 0.9 * base["right"]
+    return result
+
+
+NOTES = (
+    "The checkpoint examples/passkey-llama (4 layers, 2 key/value heads of 32) reads held-out prose"
+    " with a held-out key at 11 depths, and must answer exactly. All of it runs in the dtype of the"
+    " first row but for keys and values.",
+    "perplexity: of the prompts' tokens. KLD: Kullback-Leibler divergence of the next token's "
+    "distribution from that of the first row, in nats, at every position. same top: share of "
+    "positions with the same likeliest token.",
+    "bytes a token: keys, values and scales of all layers.",
+)
+
+
+def report_of(rows: Sequence[dict[str, Any]]) -> Report:
+    return Report(
+        name="kv_dtype",
+        title="Accuracy by dtype of keys and values",
+        notes=NOTES,
+        environment=environment(),
+        rows=list(rows),
+        columns=columns_of(
+            rows,
+            {
+                "prompt": lambda row: row["name"],
+                "kv_dtype": lambda row: row["kv_dtype"],
+                "passkeys": lambda row: f"{row['right']} of {row['prompts']}",
+                "perplexity": lambda row: f"{row['perplexity']:.4f}",
+                "KLD mean": lambda row: f"{row['kld_mean']:.1e}",
+                "KLD p99": lambda row: f"{row['kld_p99']:.1e}",
+                "same top %": lambda row: f"{100 * row['same_top']:.2f}",
+                "bytes a token": lambda row: f"{row['bytes_per_token']:.0f}",
+                "right": lambda row: "WRONG" if row["wrong"] else "yes",
+            },
+        ),
+        draw=draw,
+    )
+
+
+def draw(report: Report, path: Path) -> None:
+    """Divergence by length of the prompt, a line for each dtype of 8 bits."""
+    with picture(path, (6, 4), title=report.title) as ((axes,),):
+        for kv_dtype in KV_DTYPES[1:]:
+            rows = [row for row in report.rows if row["kv_dtype"] == kv_dtype]
+            tokens = [int(row["name"].split()[0].replace(",", "")) for row in rows]
+            for name, style in (("kld_mean", "o-"), ("kld_p99", "o:")):
+                label = f"{kv_dtype}, {'mean' if name == 'kld_mean' else '99th percentile'}"
+                color = f"C{KV_DTYPES.index(kv_dtype)}"
+                axes.plot(tokens, [row[name] for row in rows], style, label=label, color=color)
+        axes.set(yscale="log", xlabel="tokens of the prompt", ylabel="KLD in nats")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    parser.add_argument("--quick", action="store_true", help="a few short prompts, to try it")
+    add_out(parser, "kv_dtype")
+    parsed = parser.parse_args(arguments)
+    rows = measure(DTYPES[parsed.dtype], {500: 1} if parsed.quick else SUITES)
+    return finish(report_of(rows), parsed.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

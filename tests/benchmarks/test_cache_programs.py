@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The programs about caches measure what they say, on small models."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from benchmarks import kv_dtype, restore
+from hf_models import make_model
+
+
+def test_accuracy_by_kv_dtype(tmp_path: Path) -> None:
+    rows = kv_dtype.measure(torch.float32, {400: 1})
+    assert [row["kv_dtype"] for row in rows] == ["float32", "int8", "fp8"]
+    base, int8, fp8 = rows
+    assert base["kld_mean"] == 0.0 and base["same_top"] == 1.0
+    assert base["prompts"] == 11 and base["right"] >= 10
+    assert 0 < int8["kld_mean"] < fp8["kld_mean"] < 0.1
+    assert base["perplexity"] == pytest.approx(int8["perplexity"], rel=0.01)
+    # 4 layers, 2 heads, keys and values of 32.
+    assert base["bytes_per_token"] == 4 * 2 * 2 * 32 * 4
+    assert int8["bytes_per_token"] == fp8["bytes_per_token"] == 4 * 2 * 2 * (32 + 4)
+    assert kv_dtype.report_of(rows).wrong == []
+
+
+def test_restored_prefixes(tmp_path: Path) -> None:
+    make_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    rows = restore.measure(tmp_path, 100)
+    report = restore.report_of(rows)
+    assert report.wrong == []
+    assert [row["name"].split(", ")[1] for row in rows] == ["bfloat16", "int8", "fp8"]
+    assert rows[1]["bytes"] < rows[0]["bytes"]
