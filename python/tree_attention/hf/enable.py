@@ -31,7 +31,7 @@ def enable(
     kv_dtype: str | None = None,
     strategy: str = "auto",
     prefill: str = "auto",
-    prefill_chunk_size: int | None = 1024,
+    prefill_chunk_size: int | None = 2048,
     timeout: float | timedelta = DEFAULT_TIMEOUT,
     synchronize_logits: bool = False,
 ) -> PreTrainedModel:
