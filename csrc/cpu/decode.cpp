@@ -19,6 +19,7 @@
 #include "cpu/kernel/decode_kernel.h"
 #include "cpu/kernel/merge_rows.h"
 #include "cpu/parallel.h"
+#include "cpu/shares.h"
 #include "page_ids.h"
 
 namespace tree_attention::cpu {
@@ -26,6 +27,11 @@ namespace {
 
 // Below this many multiply-adds one thread finishes before a second one has woken up.
 constexpr int64_t kParallelWork = 1 << 19;
+
+// A long call has more workers than threads, so that threads on undisturbed cores can take over
+// those of others. Workers of fewer tiles would cost 1 % of an undisturbed call: each begins
+// without keys fetched ahead, and may leave two partial states.
+constexpr int64_t kMaxWorkersPerThread = 8, kMinWorkerTiles = 256, kMinWorkerTilesPerRow = 2;
 
 // Memory of one thread, aligned to a cache line. It only grows.
 class Scratch {
@@ -98,13 +104,18 @@ void build_schedule(const DecodeParams& p, int64_t rows_per_block, Schedule& sch
       }
     }
   }
+  const int64_t num_tiles = schedule.tile_offsets.back();
   int64_t max_workers = p.num_workers;
   if (max_workers == 0) {
     const bool serial =
         at::in_parallel_region() || work * (p.head_dim + p.head_dim_v) < kParallelWork;
-    max_workers = serial ? 1 : at::get_num_threads();
+    const int64_t min_tiles = std::max(kMinWorkerTiles, kMinWorkerTilesPerRow * rows_per_block);
+    const int64_t num_threads = at::get_num_threads();
+    max_workers = serial ? 1
+                         : num_threads * std::clamp(num_tiles / (num_threads * min_tiles),
+                                                    int64_t{1}, kMaxWorkersPerThread);
   }
-  schedule.partition = Partition::over(schedule.tile_offsets.back(), max_workers);
+  schedule.partition = Partition::over(num_tiles, max_workers);
 }
 
 // Checks the page ids that some range needs; ids elsewhere may be anything.
@@ -263,8 +274,11 @@ void lean_decode(const DecodeParams& params) {
   if (num_workers == 1) {
     launch.run(0);
   } else {
-    parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t worker = begin; worker < end; ++worker) launch.run(worker);
+    Shares shares(num_workers, std::min<int64_t>(num_workers, at::get_num_threads()));
+    parallel_for(0, shares.num_threads(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t thread = begin; thread < end; ++thread) {
+        shares.run(thread, [&](int64_t worker) { launch.run(worker); });
+      }
     });
   }
 }

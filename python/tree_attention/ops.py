@@ -47,8 +47,9 @@ class AttentionOptions(TypedDict, total=False):
     v_scale: Tensor | None
     """Likewise for values."""
     num_workers: int
-    """0, the default, is one worker per thread, or per resident block of a GPU. A fixed number
-    splits the keys in the same way, and so gives the same bits, on any number of threads."""
+    """0, the default, is one to eight workers per thread, the more the more keys there are, or one
+    per resident block of a GPU. A fixed number splits the keys in the same way, and so gives the
+    same bits, on any number of threads."""
 
 
 _OPTION_NAMES = frozenset(AttentionOptions.__annotations__)

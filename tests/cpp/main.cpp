@@ -16,6 +16,7 @@ void test_fixup_threads();
 void test_merge();
 void test_canonical_order();
 void test_merge_states();
+void test_shares();
 void test_lean_decode();
 void test_many_workers();
 void test_page_out_of_range();
@@ -37,6 +38,7 @@ int main() {
       {"merge", test_merge},
       {"canonical order", test_canonical_order},
       {"merge_states", test_merge_states},
+      {"shares", test_shares},
       {"lean_decode", test_lean_decode},
       {"many workers", test_many_workers},
       {"page out of range", test_page_out_of_range},

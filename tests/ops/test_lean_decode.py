@@ -171,6 +171,18 @@ def test_bits_do_not_depend_on_threads(num_workers):
         assert_same_bits(result, results[0])
 
 
+def test_long_call_has_more_workers_than_threads():
+    """2,188 tiles: two threads have four workers of 256 tiles or more each, as they may share."""
+    problem = make_problem(batch=1, num_heads_kv=2, group_size=1, seqlen_k=70_000, head_dim=8)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        result = problem.run_and_check()
+    finally:
+        torch.set_num_threads(before)
+    assert_same_bits(result, problem.run(num_workers=8))
+
+
 def test_bits_do_not_depend_on_strides_or_pages(device):
     bits = []
     for layout, page_size in [("BHSD", 0), ("BSHD", 0), ("padded", 0), ("BHSD", 48), ("BSHD", 64)]:
