@@ -42,7 +42,8 @@ std::vector<const Kernels*> supported_kernels() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");
-  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool avx512_bf16 =
+      avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
   if (avx512_bf16 && has_amx()) supported.push_back(&amx_kernels);
   if (avx512) supported.push_back(&avx512_kernels);
   if (avx2) supported.push_back(&avx2_kernels);

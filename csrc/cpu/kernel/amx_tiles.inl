@@ -2,9 +2,6 @@
 //
 // Operands and products in AMX tiles, included before decode_amx.inl.
 
-constexpr int kTileRows = 16, kTilePair = 32;  // a tile: 16 rows of 32 bfloat16 or 16 float32
-static_assert(kStepKeys == 2 * kTileRows && kPair == kTilePair);
-
 // Tiles: 0, 1 scores^T; 2 keys or values; 3 queries^T; 4, 5 o; 6, 7 the two terms of P. A block of
 // few rows has smaller ones: loads and stores cost by the row.
 struct alignas(64) TileConfig {
@@ -30,13 +27,18 @@ inline void finish_stores() { asm volatile("" ::: "memory"); }
 struct Matrices {
   uint32_t* q;           // [row blocks, head_dim / 32, 16 pairs of dims, columns]
   uint32_t* v;           // [head_dim_v / 32, even and odd dims, 16 pairs of keys, 16 dims]
-  BFloat16* k;           // [32 keys, head_dim]: where they are not used where they lie
+  BFloat16* k;           // [buffers, 32 keys, head_dim]: those that are not used where they lie
   float* scores;         // [2, 32 keys, columns]
   uint16_t *high, *low;  // [16 rows, 32 keys]: the two terms of P
 
+  // Keys of 8 bits are converted while those of the step before are used.
+  static int64_t key_buffers(const DecodeParams& p) {
+    return p.kv_dtype == DataType::kBFloat16 ? 1 : 2;
+  }
   static int64_t row_blocks(int64_t num_rows) { return (num_rows + kTileRows - 1) / kTileRows; }
   static size_t bytes(const DecodeParams& p, int64_t num_rows) {
-    return (row_blocks(num_rows) * kTileRows + kStepKeys) * padded(p.head_dim) * 2 +
+    return (row_blocks(num_rows) * kTileRows + key_buffers(p) * kStepKeys) * padded(p.head_dim) *
+               2 +
            kStepKeys * padded(p.head_dim_v) * 2 + 2 * kStepKeys * kTileRows * 4 +
            2 * kTileRows * kStepKeys * 2;
   }
@@ -48,19 +50,13 @@ struct Matrices {
     };
     q = reinterpret_cast<uint32_t*>(
         take(row_blocks(num_rows) * kTileRows * padded(p.head_dim) * 2));
-    k = reinterpret_cast<BFloat16*>(take(kStepKeys * padded(p.head_dim) * 2));
+    k = reinterpret_cast<BFloat16*>(take(key_buffers(p) * kStepKeys * padded(p.head_dim) * 2));
     v = reinterpret_cast<uint32_t*>(take(kStepKeys * padded(p.head_dim_v) * 2));
     scores = reinterpret_cast<float*>(take(2 * kStepKeys * kTileRows * 4));
     high = reinterpret_cast<uint16_t*>(take(kTileRows * kStepKeys * 2));
     low = reinterpret_cast<uint16_t*>(take(kTileRows * kStepKeys * 2));
   }
 };
-
-// The bfloat16 of kTilePair elements of 8 bits: elements i and 16 + i are pair i.
-inline __m512i to_pairs(const Vec& a, const Vec& b) {
-  // Their low halves are zeros: 8 bits are exact in bfloat16.
-  return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a), 16), _mm512_castps_si512(b));
-}
 
 // The queries of `rows` as Matrices::q, in blocks of `columns` rows, paired as keys of type T are.
 template <typename T>
@@ -83,21 +79,6 @@ inline void pack_queries(const DecodeParams& p, const Rows& rows, int columns, u
   }
 }
 
-// The 16 keys of 8 bits from `first` as a matrix, in pairs as those of pack_queries.
-template <typename T>
-inline const BFloat16* key_matrix(const DecodeParams& p, const Step<T>& step, int first,
-                                  BFloat16* copy, int64_t& stride) {
-  stride = p.head_dim;
-  for (int i = 0; i < kTileRows; ++i) {
-    for (int64_t d = 0; d < stride; d += kTilePair) {
-      Vec a, b;
-      load_pair(step.k[first + i] + d, a, b);
-      _mm512_storeu_si512(copy + i * stride + d, to_pairs(a, b));
-    }
-  }
-  return copy;
-}
-
 // The 16 keys from `first` as a matrix: in place if they lie at equal distances, else copied.
 inline const BFloat16* key_matrix(const DecodeParams& p, const Step<BFloat16>& step, int first,
                                   BFloat16* copy, int64_t& stride) {
@@ -117,6 +98,21 @@ inline const BFloat16* key_matrix(const DecodeParams& p, const Step<BFloat16>& s
   return copy;
 }
 
+// Keys [key, key_end) of 8 bits, an even number of them, as bfloat16, in dims [d, d_end).
+template <typename T>
+inline void convert_keys(const Step<T>& step, int key, int key_end, int64_t d, int64_t d_end,
+                         int64_t head_dim, BFloat16* out) {
+  for (; key < key_end; key += 2) {
+    BFloat16* row = out + key * head_dim;
+    for (int64_t i = d; i < d_end; i += kTilePair) {
+      __m512i first, second;
+      pair_halves(step.k[key] + i, step.k[key + 1] + i, first, second);
+      _mm512_storeu_si512(row + i, first);
+      _mm512_storeu_si512(row + head_dim + i, second);
+    }
+  }
+}
+
 // Fetches the keys and values of the next step, and as many lines of the window, while a step is
 // computed. A core keeps only 16 lines in flight, so that fetching overlaps with computing only
 // where it is spread over all of it: each part of the computing says how much of it it is.
@@ -125,10 +121,17 @@ class Prefetcher {
  public:
   // The relative costs of the parts of a step: of the products of a block of rows and kTilePair
   // dims, of interleaving kTilePair dims of two values, of the weights of a block of rows.
-  static constexpr int kScores = 12, kValues = 16, kInterleaving = 1, kWeights = 48;
+  static constexpr int kScores = 12, kValues = 16, kInterleaving = kIsScaled<T> ? 0 : 1,
+                       kWeights = 48;
 
-  Prefetcher(const DecodeParams& p, int64_t num_blocks, const Step<T>& near, Window<T>* window)
-      : near_(near), window_(window), k_end_(p.head_dim), v_end_(p.head_dim_v) {
+  // Keys of 8 bits are not only fetched but converted, to next_keys.
+  Prefetcher(const DecodeParams& p, int64_t num_blocks, const Step<T>& near, Window<T>* window,
+             BFloat16* next_keys)
+      : near_(near),
+        window_(window),
+        next_keys_(next_keys),
+        k_end_(p.head_dim),
+        v_end_(p.head_dim_v) {
     const int k_pairs = p.head_dim / kTilePair, v_pairs = p.head_dim_v / kTilePair;
     const int64_t longest = k_end_ > v_end_ ? k_end_ : v_end_;
     units_ = kStepKeys / kUnitKeys * static_cast<int>((longest + kLine - 1) / kLine);
@@ -141,13 +144,22 @@ class Prefetcher {
     for (due_ += cost * units_; due_ >= cost_; due_ -= cost_) fetch_unit();
   }
 
+  // Fetches what is left.
+  void finish() {
+    while (key_ < kStepKeys) fetch_unit();
+  }
+
  private:
   static constexpr int kUnitKeys = 4, kLine = kLineBytes / sizeof(T);
 
   void fetch_unit() {
     if (key_ == kStepKeys) return;
+    if constexpr (kIsScaled<T>) {
+      const int64_t end = d_ + kLine < k_end_ ? d_ + kLine : k_end_;
+      convert_keys(near_, key_, key_ + kUnitKeys, d_, end, k_end_, next_keys_);
+    }
     for (int i = 0; i < kUnitKeys; ++i) {
-      if (d_ < k_end_) __builtin_prefetch(near_.k[key_ + i] + d_);
+      if (!kIsScaled<T> && d_ < k_end_) __builtin_prefetch(near_.k[key_ + i] + d_);
       if (d_ < v_end_) __builtin_prefetch(near_.v[key_ + i] + d_);
     }
     if (window_ != nullptr) window_->fetch();
@@ -159,6 +171,7 @@ class Prefetcher {
 
   const Step<T>& near_;
   Window<T>* const window_;
+  BFloat16* const next_keys_;
   const int64_t k_end_, v_end_;
   int64_t d_ = 0;
   int units_, cost_, due_ = 0, key_ = 0;
@@ -169,18 +182,19 @@ class Prefetcher {
 template <typename T>
 inline void interleave_values(const Step<T>& step, Prefetcher<T>& next, int64_t head_dim,
                               uint32_t* out) {
-  const __m512i low_half = _mm512_set1_epi32(0xffff);
+  [[maybe_unused]] const __m512i low_half = _mm512_set1_epi32(0xffff);
+  [[maybe_unused]] alignas(64) static constexpr T zeros[kTilePair] = {};
   for (int i = 0; i < kTileRows; ++i) {
     next.fetch(Prefetcher<T>::kInterleaving * static_cast<int>(head_dim / kTilePair));
     const bool has_first = 2 * i < step.count, has_second = 2 * i + 1 < step.count;
     for (int64_t d = 0; d < head_dim; d += kTilePair) {
       uint32_t* tiles = out + (d / kTilePair * 2 * kTileRows + i) * kTileRows;
       if constexpr (kIsScaled<T>) {
-        Vec a[2] = {}, b[2] = {};
-        if (has_first) load_pair(step.v[2 * i] + d, a[0], a[1]);
-        if (has_second) load_pair(step.v[2 * i + 1] + d, b[0], b[1]);
-        _mm512_storeu_si512(tiles, to_pairs(a[0], b[0]));
-        _mm512_storeu_si512(tiles + kTileRows * kTileRows, to_pairs(a[1], b[1]));
+        __m512i low, high;
+        pair_rows(has_first ? step.v[2 * i] + d : zeros, has_second ? step.v[2 * i + 1] + d : zeros,
+                  low, high);
+        _mm512_store_si512(tiles, low);
+        _mm512_store_si512(tiles + kTileRows * kTileRows, high);
       } else {
         const __m512i a = has_first ? _mm512_loadu_si512(step.v[2 * i] + d) : __m512i{};
         const __m512i b = has_second ? _mm512_loadu_si512(step.v[2 * i + 1] + d) : __m512i{};

@@ -86,9 +86,18 @@ struct MatrixKeys {
                             kColumns);
     finish_stores();
     _tile_loadconfig(&config);
+    [[maybe_unused]] int buffer = 0;  // of the keys of the step
+    bool is_first = true;
     for_steps<T>(p, rows, begin, end, limit,
                  [&](int64_t key, const Step<T>& step, const Step<T>& next, Window<T>* window) {
-                   attend_step<kColumns>(p, rows, state, m, key, step, next, window);
+                   if constexpr (kIsScaled<T>) {
+                     if (is_first) {
+                       convert_keys(step, 0, kStepKeys, 0, p.head_dim, p.head_dim, m.k);
+                     }
+                   }
+                   is_first = false;
+                   attend_step<kColumns>(p, rows, state, m, key, step, next, window, buffer);
+                   buffer = 1 - buffer;
                  });
     _tile_release();
   }
@@ -96,15 +105,21 @@ struct MatrixKeys {
   template <int kColumns>
   static void attend_step(const DecodeParams& p, const Rows& rows, const RowState& state,
                           const Matrices& m, int64_t key, const Step<T>& step, const Step<T>& next,
-                          Window<T>* window) {
+                          Window<T>* window, int buffer) {
     int64_t stride[2];
     const BFloat16* k[2];
+    const auto keys_of = [&](int i) { return m.k + i * kStepKeys * p.head_dim; };
     for (int i = 0; i < 2; ++i) {
-      k[i] = key_matrix(p, step, i * kTileRows, m.k + i * kTileRows * p.head_dim, stride[i]);
+      if constexpr (kIsScaled<T>) {
+        k[i] = keys_of(buffer) + i * kTileRows * p.head_dim;
+        stride[i] = p.head_dim;
+      } else {
+        k[i] = key_matrix(p, step, i * kTileRows, m.k + i * kTileRows * p.head_dim, stride[i]);
+      }
     }
     finish_stores();
     const int64_t num_blocks = Matrices::row_blocks(rows.count);
-    Prefetcher<T> prefetcher(p, num_blocks, next, window);
+    Prefetcher<T> prefetcher(p, num_blocks, next, window, keys_of(1 - buffer));
     const auto score_rows = [&](int64_t block) {
       score_tiles<kColumns>(k[0], stride[0], k[1], stride[1],
                             m.q + block * kTileRows * p.head_dim / 2, p.head_dim,
@@ -120,6 +135,7 @@ struct MatrixKeys {
       weigh_rows<kColumns>(p, rows, state, m, key, step, first, last, prefetcher);
       value_tiles(m, p.head_dim_v, state.acc + first * padded(p.head_dim_v), prefetcher);
     }
+    if constexpr (kIsScaled<T>) prefetcher.finish();
   }
 
   // softmax_row for rows [first, last), and the rescaling of their acc. Lanes are rows here, so

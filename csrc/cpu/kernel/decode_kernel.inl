@@ -18,6 +18,8 @@ namespace {
 #include "decode_rows.inl"
 
 #ifdef TREE_ATTENTION_AMX
+#include "amx_8_bits.inl"
+
 #include "amx_tiles.inl"
 
 #include "decode_amx.inl"
