@@ -58,6 +58,14 @@ struct Matrices {
   }
 };
 
+// Elements i and 16 + i become pair i.
+inline __m512i interleave_halves(__m512i x) {
+  const __m512i interleave =
+      _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                       21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(interleave, x);
+}
+
 // The queries of `rows` as Matrices::q, in blocks of `columns` rows, paired as keys of type T are.
 template <typename T>
 inline void pack_queries(const DecodeParams& p, const Rows& rows, int columns, uint32_t* out) {
@@ -68,12 +76,15 @@ inline void pack_queries(const DecodeParams& p, const Rows& rows, int columns, u
     const BFloat16* source = static_cast<const BFloat16*>(p.q) + rows.batch * p.q_stride[0] +
                              head * p.q_stride[1] + token * p.q_stride[2];
     uint32_t* column = out + row / columns * block_size + row % columns;
-    for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    for (int64_t d = 0; d < p.head_dim; d += kTilePair) {
+      const BFloat16* pairs = source + d;
+      alignas(64) BFloat16 paired[kTilePair];
       if constexpr (kIsScaled<T>) {
-        const BFloat16* first = source + pair / kTileRows * kTilePair + pair % kTileRows;
-        column[pair * columns] = first[0].bits | uint32_t{first[kTileRows].bits} << 16;
-      } else {
-        __builtin_memcpy(column + pair * columns, source + 2 * pair, sizeof(uint32_t));
+        pairs = paired;
+        _mm512_store_si512(paired, interleave_halves(_mm512_loadu_si512(source + d)));
+      }
+      for (int i = 0; i < kTileRows; ++i, column += columns) {
+        __builtin_memcpy(column, pairs + 2 * i, sizeof(uint32_t));
       }
     }
   }
@@ -282,10 +293,7 @@ inline void transpose(__m512i (&x)[16]) {
 
 // The pair (a, b) of each lane, rounded to bfloat16.
 inline __m512i round_pairs(Vec a, Vec b) {
-  const __m512i interleave =
-      _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                       21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  return _mm512_permutexvar_epi16(interleave, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
+  return interleave_halves(reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
 }
 
 // What is left of (a, b) after rounding them to `pairs`.

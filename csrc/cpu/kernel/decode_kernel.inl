@@ -50,7 +50,16 @@ size_t workspace_bytes(const DecodeParams& p, int64_t num_rows) {
 void attend(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace, float* o,
             float* lse) {
 #ifdef TREE_ATTENTION_AMX
-  if (suits_prefill(p) && PrefillCall(p, rows, keys, workspace).run(o, lse)) return;
+  if (suits_prefill(p)) {
+    const auto run = [&]<typename T>() {
+      if constexpr (kIsScaled<T> || __is_same(T, BFloat16)) {
+        return PrefillCall<T>(p, rows, keys, workspace).run(o, lse);
+      } else {
+        return false;
+      }
+    };
+    if (with_kv_dtype(p.kv_dtype, run)) return;
+  }
 #endif
   for (int64_t row = 0; row < rows.count; row += kMaxRows) {
     const int64_t count = row + kMaxRows < rows.count ? kMaxRows : rows.count - row;

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Attention of many rows in AMX tiles, for bfloat16; included after decode_amx.inl. A row that does
-// not see every key of a meeting has them masked: their scores become -inf and their weights 0.
-// That is wrong only where a value is not finite, and then the vectors compute the output again.
+// Attention of many rows in AMX tiles, for bfloat16 queries; included after decode_amx.inl. A row
+// that does not see every key of a meeting has them masked: their scores become -inf and their
+// weights 0. That is wrong only where a value is not finite, and then the vectors compute the
+// output again.
 
+template <typename T>
 class PrefillCall {
  public:
   PrefillCall(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace)
@@ -20,7 +22,7 @@ class PrefillCall {
   // have to compute them.
   bool run(float* o, float* lse) {
     if (!locate_ranges()) return false;
-    pack_query_tiles(p_, rows_, num_rows_, m_.q);
+    pack_query_tiles<T>(p_, rows_, num_rows_, m_.q);
     for (int64_t i = 0; i < num_rows_ * p_.head_dim_v; i += kLanes) {
       store(m_.acc + i, zero());
       store(m_.total + i, zero());
@@ -93,13 +95,18 @@ class PrefillCall {
     return true;
   }
 
-  void pack(int64_t key, int64_t num_keys, BFloat16* k, uint32_t* v) const {
+  void pack(int64_t key, int64_t num_keys, int64_t half, BFloat16* k, uint32_t* v) const {
     for (int64_t first = 0; first < num_keys; first += kStepKeys) {
-      Step<BFloat16> step;
+      Step<T> step;
       const int64_t begin = keys_.begin + key + first;
       locate(p_, rows_, begin, end_of_step(begin, keys_.begin + key + num_keys), step);
       pack_keys(step, p_.head_dim, k + first * p_.head_dim);
       pack_values(step, p_.head_dim_v, v + first * p_.head_dim_v / 2);
+      if constexpr (kIsScaled<T>) {
+        const int64_t place = half * kPackedKeys + first;
+        __builtin_memcpy(m_.k_scale + place, step.k_scale, sizeof(step.k_scale));
+        __builtin_memcpy(m_.v_scale + place, step.v_scale, sizeof(step.v_scale));
+      }
     }
     finish_stores();
   }
@@ -115,7 +122,7 @@ class PrefillCall {
       const int64_t half = key / kPackedKeys % 2;
       BFloat16* k = m_.k + half * kPackedKeys * p_.head_dim;
       uint32_t* v = m_.v + half * kPackedKeys * p_.head_dim_v / 2;
-      pack(key, num_keys, k, v);
+      pack(key, num_keys, half, k, v);
       const int64_t next_key = key + kPackedKeys, last_key = keys_.end - keys_.begin;
       ahead_.locate_keys(
           p_, rows_, keys_.begin + next_key,
@@ -127,6 +134,8 @@ class PrefillCall {
         if (!meet(row, key, num_keys, next)) continue;
         next.k = k;
         next.v = v;
+        next.k_scale = m_.k_scale + half * kPackedKeys;
+        next.v_scale = m_.v_scale + half * kPackedKeys;
         next.scores = m_.scores + count % 3 * kScoreWords;
         ++count;
         advance(previous, current, &next);
@@ -163,6 +172,12 @@ class PrefillCall {
     for (int64_t tile = 0; tile < 2; ++tile) {
       const int64_t row = meeting.row + tile * kTileRows;
       float* scores = meeting.scores + tile * kPackedKeys * kTileRows;
+      if constexpr (kIsScaled<T>) {
+        for (int key = first; key < last; ++key) {
+          float* of_key = scores + key * kTileRows;
+          store(of_key, mul(load(of_key), broadcast(meeting.k_scale[key])));
+        }
+      }
       if (adjusted_) adjust(meeting, row, scores);
       if (meeting.masked) mask(meeting, row, scores);
       follow_scores(row, first, last, scores);
@@ -172,10 +187,14 @@ class PrefillCall {
       for (int key = first; key < last; key += kGroupKeys) {
         for (int i = 0; i < kGroupKeys; i += 2) {
           float* pair = scores + (key + i) * kTileRows;
-          const Vec a = exp2_above(load(pair), scale, offset);
-          const Vec b = exp2_above(load(pair + kTileRows), scale, offset);
+          Vec a = exp2_above(load(pair), scale, offset);
+          Vec b = exp2_above(load(pair + kTileRows), scale, offset);
           sums[0] = add(sums[0], a);
           sums[1] = add(sums[1], b);
+          if constexpr (kIsScaled<T>) {
+            a = mul(a, broadcast(meeting.v_scale[key + i]));
+            b = mul(b, broadcast(meeting.v_scale[key + i + 1]));
+          }
           store_weight_pairs(a, b, pair);
         }
         ahead_.fetch(lines_per_group_);
@@ -287,7 +306,7 @@ class PrefillCall {
           constexpr int kNotFinite = 0x99;  // quiet NaN, +-infinity, signalling NaN
           not_finite |=
               _mm512_fpclass_ps_mask(a, kNotFinite) | _mm512_fpclass_ps_mask(b, kNotFinite);
-          to_memory_order(static_cast<const BFloat16*>(nullptr), a, b);
+          to_memory_order(static_cast<const T*>(nullptr), a, b);
           float* out = o + (first + i) * p_.head_dim_v + d;
           store(out, a);
           store(out + kLanes, b);
@@ -304,7 +323,7 @@ class PrefillCall {
   const int64_t num_rows_;
   const bool adjusted_;
   const float scale_;
-  FarPrefetcher ahead_;          // of the keys to be packed next
+  FarPrefetcher<T> ahead_;       // of the keys to be packed next
   int64_t lines_per_group_ = 0;  // which it fetches
   bool too_large_ = false;
 };

@@ -16,7 +16,7 @@ constexpr int kPrefillRows = 512;       // rows of an output
 constexpr int kFewestPrefillRows = 64;  // with fewer, packing keys costs more than it saves
 
 inline bool suits_prefill(const DecodeParams& p) {
-  return p.kv_dtype == DataType::kBFloat16 && p.head_dim % kTilePair == 0 &&
+  return p.dtype == DataType::kBFloat16 && p.head_dim % kTilePair == 0 &&
          p.head_dim_v % kTilePair == 0 &&
          int64_t{p.group_size()} * p.seqlen_q >= kFewestPrefillRows;
 }
@@ -31,10 +31,11 @@ constexpr float kBaseSlack = 16;
 
 // Memory of one call.
 struct Prefill {
-  uint32_t* q;    // [row tiles, head_dim / 32, 16 pairs of dims, 16 rows]
-  BFloat16* k;    // [2, key tiles, head_dim / 32, 16 keys, 32 dims]
-  uint32_t* v;    // [2, steps, head_dim_v / 16, 16 dims, 16 pairs of keys]
-  float* scores;  // [3, 2 row tiles, kPackedKeys, 16 rows]: of three blocks of rows
+  uint32_t* q;               // [row tiles, head_dim / 32, 16 pairs of dims, 16 rows]
+  BFloat16* k;               // [2, key tiles, head_dim / 32, 16 keys, 32 dims]
+  uint32_t* v;               // [2, steps, head_dim_v / 16, 16 dims, 16 pairs of keys]
+  float *k_scale, *v_scale;  // [2, kPackedKeys], of keys of 8 bits
+  float* scores;             // [3, 2 row tiles, kPackedKeys, 16 rows]: of three blocks of rows
   float* acc;    // [row tiles, head_dim_v / 16, 16 dims, 16 rows], of the keys since the last flush
   float* total;  // likewise, of the keys before it
   double* sum;   // [rows], of all weights
@@ -47,7 +48,8 @@ struct Prefill {
   }
   static size_t bytes(const DecodeParams& p, int64_t num_rows) {
     return padded_rows(num_rows) * (p.head_dim * 2 + p.head_dim_v * 8 + 24) +
-           2 * kPackedKeys * (p.head_dim + p.head_dim_v) * 2 + 3 * kScoreWords * 4;
+           2 * kPackedKeys * (p.head_dim + p.head_dim_v) * 2 + 4 * kPackedKeys * 4 +
+           3 * kScoreWords * 4;
   }
   Prefill(const DecodeParams& p, int64_t num_rows, void* memory) {
     num_rows = padded_rows(num_rows);
@@ -59,6 +61,8 @@ struct Prefill {
     take(q, num_rows * p.head_dim / 2);
     take(k, 2 * kPackedKeys * p.head_dim);
     take(v, kPackedKeys * p.head_dim_v);
+    take(k_scale, 2 * kPackedKeys);
+    take(v_scale, 2 * kPackedKeys);
     take(scores, 3 * kScoreWords);
     take(acc, num_rows * p.head_dim_v);
     take(total, num_rows * p.head_dim_v);
@@ -70,7 +74,8 @@ struct Prefill {
   }
 };
 
-// Queries as Prefill::q; those past the last row are zeros.
+// Queries as Prefill::q, paired as keys of type T are; those past the last row are zeros.
+template <typename T>
 inline void pack_query_tiles(const DecodeParams& p, const Rows& rows, int64_t num_rows,
                              uint32_t* out) {
   for (int64_t first = 0; first < num_rows; first += kTileRows) {
@@ -88,6 +93,7 @@ inline void pack_query_tiles(const DecodeParams& p, const Rows& rows, int64_t nu
       __m512i pairs[kTileRows];
       for (int i = 0; i < kTileRows; ++i) {
         pairs[i] = sources[i] == nullptr ? __m512i{} : _mm512_loadu_si512(sources[i] + d);
+        if constexpr (kIsScaled<T>) pairs[i] = interleave_halves(pairs[i]);
       }
       transpose(pairs);
       for (int i = 0; i < kTileRows; ++i) _mm512_store_si512(out + i * kTileRows, pairs[i]);
@@ -105,17 +111,39 @@ inline void pack_keys(const Step<BFloat16>& step, int64_t head_dim, BFloat16* ou
     }
   }
 }
-inline void pack_values(const Step<BFloat16>& step, int64_t head_dim, uint32_t* out) {
-  const __m512i low_half = _mm512_set1_epi32(0xffff);
+template <typename T>
+  requires kIsScaled<T>
+inline void pack_keys(const Step<T>& step, int64_t head_dim, BFloat16* out) {
+  alignas(64) static constexpr T zeros[kTilePair] = {};
+  for (int key = 0; key < kStepKeys; key += 2) {
+    BFloat16* row = out + key / kTileRows * kTileRows * head_dim + key % kTileRows * kTilePair;
+    for (int64_t d = 0; d < head_dim; d += kTilePair) {
+      __m512i first, second;
+      pair_halves(key < step.count ? step.k[key] + d : zeros,
+                  key + 1 < step.count ? step.k[key + 1] + d : zeros, first, second);
+      _mm512_store_si512(row + d * kTileRows, first);
+      _mm512_store_si512(row + d * kTileRows + kTilePair, second);
+    }
+  }
+}
+template <typename T>
+inline void pack_values(const Step<T>& step, int64_t head_dim, uint32_t* out) {
+  [[maybe_unused]] const __m512i low_half = _mm512_set1_epi32(0xffff);
+  [[maybe_unused]] alignas(64) static constexpr T zeros[kTilePair] = {};
   for (int64_t d = 0; d < head_dim; d += kTilePair) {
     __m512i even[kTileRows], odd[kTileRows];
     for (int i = 0; i < kTileRows; ++i) {
       const bool has_first = 2 * i < step.count, has_second = 2 * i + 1 < step.count;
-      const __m512i a = has_first ? _mm512_loadu_si512(step.v[2 * i] + d) : __m512i{};
-      const __m512i b = has_second ? _mm512_loadu_si512(step.v[2 * i + 1] + d) : __m512i{};
-      // (low_half & x) | (~low_half & y)
-      even[i] = _mm512_ternarylogic_epi32(low_half, a, _mm512_slli_epi32(b, 16), 0xca);
-      odd[i] = _mm512_ternarylogic_epi32(low_half, _mm512_srli_epi32(a, 16), b, 0xca);
+      if constexpr (kIsScaled<T>) {  // the first and the last 16 dims
+        pair_rows(has_first ? step.v[2 * i] + d : zeros, has_second ? step.v[2 * i + 1] + d : zeros,
+                  even[i], odd[i]);
+      } else {
+        const __m512i a = has_first ? _mm512_loadu_si512(step.v[2 * i] + d) : __m512i{};
+        const __m512i b = has_second ? _mm512_loadu_si512(step.v[2 * i + 1] + d) : __m512i{};
+        // (low_half & x) | (~low_half & y)
+        even[i] = _mm512_ternarylogic_epi32(low_half, a, _mm512_slli_epi32(b, 16), 0xca);
+        odd[i] = _mm512_ternarylogic_epi32(low_half, _mm512_srli_epi32(a, 16), b, 0xca);
+      }
     }
     transpose(even);
     transpose(odd);
@@ -129,10 +157,11 @@ inline void pack_values(const Step<BFloat16>& step, int64_t head_dim, uint32_t* 
 
 // Fetches keys and values into the second-level cache, some cache lines at a time: a core keeps
 // only 16 lines in flight, and drops what exceeds them.
+template <typename T>
 class FarPrefetcher {
  public:
   FarPrefetcher(const DecodeParams& p)
-      : k_lines_(p.head_dim / kTilePair), v_lines_(p.head_dim_v / kTilePair) {}
+      : k_lines_((p.head_dim + kLine - 1) / kLine), v_lines_((p.head_dim_v + kLine - 1) / kLine) {}
 
   // The next keys to fetch are [begin, end).
   void locate_keys(const DecodeParams& p, const Rows& rows, int64_t begin, int64_t end) {
@@ -146,9 +175,9 @@ class FarPrefetcher {
 
   void fetch(int64_t lines) {
     for (; lines > 0 && step_ < num_steps_; --lines) {
-      const Step<BFloat16>& step = steps_[step_];
-      const BFloat16* line = line_ < k_lines_ ? step.k[key_] + line_ * kTilePair
-                                              : step.v[key_] + (line_ - k_lines_) * kTilePair;
+      const Step<T>& step = steps_[step_];
+      const T* line = line_ < k_lines_ ? step.k[key_] + line_ * kLine
+                                       : step.v[key_] + (line_ - k_lines_) * kLine;
       __builtin_prefetch(line, 0, 2);
       if (++line_ < k_lines_ + v_lines_) continue;
       line_ = 0;
@@ -159,8 +188,10 @@ class FarPrefetcher {
   }
 
  private:
+  static constexpr int64_t kLine = kLineBytes / sizeof(T);
+
   const int64_t k_lines_, v_lines_;
-  Step<BFloat16> steps_[kPackedSteps];
+  Step<T> steps_[kPackedSteps];
   int64_t line_ = 0;
   int step_ = 0, key_ = 0, num_steps_ = 0;
 };
@@ -173,6 +204,7 @@ struct Meeting {
   bool masked;                // some row does not see all of their keys
   const BFloat16* k;
   const uint32_t* v;
+  const float *k_scale, *v_scale;  // of the packed keys
   float* scores;
 };
 
