@@ -22,14 +22,21 @@ MULTIVERSIONED uint32_t largest_magnitude(const float* x, int64_t n) {
   return largest;
 }
 
-// Quotients may exceed the largest number where the scale is subnormal, and so rounded far.
+// `a` where the condition holds, else `b`. Compilers do not vectorise a choice of floats, which may
+// trap.
+inline uint32_t choose(bool condition, uint32_t a, uint32_t b) {
+  const uint32_t mask = 0u - static_cast<uint32_t>(condition);
+  return (a & mask) | (b & ~mask);
+}
+
+// Quotients may exceed the largest number where the scale is subnormal, and so rounded far: at most
+// twice.
 MULTIVERSIONED void divide_and_round(const float* x, int64_t n, float scale, int8_t* out) {
   constexpr float kRound = 3 << 22;  // adding it rounds to an integer, ties to even
   for (int64_t i = 0; i < n; ++i) {
-    float quotient = x[i] / scale;
-    quotient = quotient < 127.0f ? quotient : 127.0f;
-    quotient = quotient > -127.0f ? quotient : -127.0f;
-    out[i] = static_cast<int8_t>(static_cast<int32_t>((quotient + kRound) - kRound));
+    const auto rounded = static_cast<int32_t>((x[i] / scale + kRound) - kRound);
+    const int32_t below = rounded < 127 ? rounded : 127;
+    out[i] = static_cast<int8_t>(below > -127 ? below : -127);
   }
 }
 
@@ -44,8 +51,9 @@ MULTIVERSIONED void divide_and_round(const float* x, int64_t n, float scale, uin
         ((saturated + 0x7ffffu + (saturated >> 20 & 1u)) >> 20) - ((127 - 7) << 3);
     const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(saturated) + kRound) -
                                std::bit_cast<uint32_t>(kRound);
-    const uint32_t rounded = saturated < kSmallestNormal ? subnormal : normal;
-    out[i] = static_cast<uint8_t>((magnitude > kInfinity ? 0x7fu : rounded) | bits >> 31 << 7);
+    const uint32_t rounded = choose(saturated < kSmallestNormal, subnormal, normal);
+    const uint32_t or_nan = choose(magnitude > kInfinity, 0x7f, rounded);
+    out[i] = static_cast<uint8_t>(or_nan | bits >> 31 << 7);
   }
 }
 
