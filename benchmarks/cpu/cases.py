@@ -4,14 +4,18 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tree_attention import _C
+from tree_attention.reference import quantise
 
 from ..harness.measure import InputArena
 from ..harness.shapes import DTYPES, log_uniform_lengths
+
+KV_DTYPES = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,14 @@ class DecodeCase:
     instruction_set: str = ""  # the widest that the machine has, unless named
     warm: bool = False
     flex: bool = False  # compiling for it takes several seconds
+    kv_dtype: str = ""  # of keys and values, if they have 8 bits and scales
 
     @property
     def name(self) -> str:
         ragged = len(set(self.lengths)) > 1
         keys = f"{min(self.lengths)}-{max(self.lengths)}" if ragged else str(self.lengths[0])
         parts = [f"{self.dtype} {self.heads[0]}/{self.heads[1]} d{self.head_dim}"]
+        parts += [f"keys {self.kv_dtype}"] if self.kv_dtype else []
         parts += [f"B={len(self.lengths)}{' ragged' if ragged else ''} {keys}"]
         parts += [f"q={self.seqlen_q}"] if self.seqlen_q > 1 else []
         parts += [f"pages of {self.page_size}"] if self.page_size else []
@@ -54,7 +60,8 @@ class DecodeCase:
     def io_bytes(self) -> int:
         """K and V up to each length, q and o: what every implementation must move once."""
         size, rows = DTYPES[self.dtype].itemsize, len(self.lengths) * self.heads[0] * self.seqlen_q
-        return size * self.head_dim * (2 * self.heads[1] * self.num_keys + 2 * rows)
+        key_bytes = self.head_dim + 4 if self.kv_dtype else self.head_dim * size  # with its scale
+        return 2 * self.heads[1] * self.num_keys * key_bytes + 2 * size * self.head_dim * rows
 
     @property
     def operations(self) -> int:
@@ -79,6 +86,8 @@ def quick_cases() -> list[DecodeCase]:
         DecodeCase(dtype="fp32", heads=(4, 2), head_dim=64, lengths=(1024,), seqlen_q=3),
         DecodeCase(heads=(4, 2), head_dim=64, lengths=(1, 300, 777)),
         DecodeCase(heads=(4, 2), head_dim=64, lengths=(1, 300, 777), page_size=32),
+        DecodeCase(kv_dtype="int8", heads=(4, 2), head_dim=64, lengths=(1, 300, 777), page_size=32),
+        DecodeCase(kv_dtype="float8", heads=(4, 2), head_dim=64, lengths=(700,)),
     ]
 
 
@@ -106,7 +115,24 @@ def standard_cases() -> list[DecodeCase]:
         DecodeCase(lengths=ragged, page_size=128),
         *(DecodeCase(lengths=(4096,) * 32, page_size=n) for n in (128, 32, 16)),
         DecodeCase(head_dim=64),
+        *eight_bit_cases(),
         *narrower_cases(),
+    ]
+
+
+def eight_bit_cases() -> list[DecodeCase]:
+    """Beside each, the same call with the keys and values that it stands for in q's dtype."""
+    ragged = log_uniform_lengths(8, 512, 32768)
+    return [
+        case
+        for name in KV_DTYPES
+        for case in (
+            DecodeCase(kv_dtype=name),
+            DecodeCase(kv_dtype=name, lengths=ragged),
+            DecodeCase(kv_dtype=name, heads=(8, 1), lengths=(65536,)),
+            DecodeCase(kv_dtype=name, page_size=16),
+            DecodeCase(kv_dtype=name, lengths=(512,), warm=True),
+        )
     ]
 
 
@@ -115,7 +141,11 @@ def narrower_cases() -> list[DecodeCase]:
     names = ["amx", "avx512", "avx2"]
     used = _C.cpu_instruction_set()
     narrower = names[names.index(used) + 1 :] if used in names else []
-    return [DecodeCase(instruction_set=name) for name in narrower]
+    return [
+        DecodeCase(instruction_set=name, kv_dtype=kv_dtype)
+        for kv_dtype in ("", *KV_DTYPES)
+        for name in narrower
+    ]
 
 
 def full_cases() -> list[DecodeCase]:
@@ -177,6 +207,14 @@ class Inputs:
         ends = torch.tensor(case.lengths)[:, None] - torch.arange(case.seqlen_q - 1, -1, -1)
         ranges = torch.stack([torch.zeros_like(ends), ends], dim=-1)
         # A server's call with pages always has ranges: a last page is seldom full.
+        self.eight_bit_sets: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
+        if case.kv_dtype:
+            (k, k_scale), (v, v_scale) = (
+                quantise(x, KV_DTYPES[case.kv_dtype]) for x in self.sets[0]
+            )
+            for _ in self.sets:
+                scales = {"k_scale": k_scale.clone(), "v_scale": v_scale.clone()}
+                self.eight_bit_sets.append((k.clone(), v.clone(), scales))
         full = case.seqlen_q == 1 and len(set(case.lengths)) == 1 and not case.page_size
         self.key_ranges = None if full else ranges.to(torch.int32)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rich.progress import Progress
+from torch import Tensor
 
 from tree_attention import _C, lean_decode
 from tree_attention.reference.accuracy import Float64Check
@@ -29,6 +30,7 @@ from .peers import VLLM_PAGE, Vllm, flex_attention, sdpa
 # Reading less takes so little that the probe would time its own start.
 MIN_PROBE_BYTES = 4 << 20
 OURS, SDPA, FLEX, PROBE = "lean_decode", "SDPA", "flex_attention", "read probe"
+SAME_DTYPE = "lean_decode, keys in q's dtype"
 VLLM = "vLLM"
 # A peer may round more often than we do, but what errs by so many bounds solves another problem.
 PEER_ERROR = 4
@@ -55,14 +57,25 @@ def run_case(
     """Times one case; returns its row as JSON values."""
     inputs = Inputs(case, arena)
     table = inputs.page_table
-    functions: dict[str, Callable[[int], Any]] = {
-        OURS: lambda i: lean_decode(inputs.q, *inputs.sets[i], inputs.key_ranges, page_table=table),
-    }
+
+    def decode(i: int) -> tuple[Tensor, Tensor]:
+        return lean_decode(inputs.q, *inputs.sets[i], inputs.key_ranges, page_table=table)
+
+    def decode_8_bits(i: int) -> tuple[Tensor, Tensor]:
+        k, v, scales = inputs.eight_bit_sets[i]
+        return lean_decode(inputs.q, k, v, inputs.key_ranges, page_table=table, **scales)
+
+    functions: dict[str, Callable[[int], Any]] = {OURS: decode}
+    if case.kv_dtype:
+        functions = {OURS: decode_8_bits, SAME_DTYPE: decode}
     unavailable = {}
     if table is None:
         functions[SDPA] = sdpa(case, inputs)
     if not case.warm and kv_set_bytes(case) >= MIN_PROBE_BYTES:
-        buffers = [visible(case, *kv) for kv in inputs.sets]
+        read: Sequence[tuple[Tensor, ...]] = inputs.sets
+        if case.kv_dtype:
+            read = [(k, v, *scales.values()) for k, v, scales in inputs.eight_bit_sets]
+        buffers = [visible(case, *tensors) for tensors in read]
         functions[PROBE] = lambda i: read_memory(*buffers[i])
     if case.flex:
         flex = flex_attention(inputs)
@@ -78,8 +91,11 @@ def run_case(
         )
     ours = samples[OURS]
     queries = sorted({*range(0, case.seqlen_q, max(1, case.seqlen_q // 8)), case.seqlen_q - 1})
-    k, v = inputs.sets[0]
-    check = Float64Check(inputs.q, k, v, inputs.key_ranges, queries=queries, page_table=table)
+    empty: dict[str, Any] = {}
+    k, v, scales = inputs.eight_bit_sets[0] if case.kv_dtype else (*inputs.sets[0], empty)
+    check = Float64Check(
+        inputs.q, k, v, inputs.key_ranges, queries=queries, page_table=table, **scales
+    )
     accuracy = check.accuracy(*ours.result)
     row: dict[str, Any] = {
         "name": case.name,
@@ -92,13 +108,15 @@ def run_case(
         "fma_share": case.operations / ours.median / fma_per_second,
         "amx_share": case.operations / ours.median / amx_per_second if amx_per_second else None,
         "ratios": {
-            name: samples[name].median / ours.median for name in (SDPA, VLLM) if name in samples
+            name: samples[name].median / ours.median
+            for name in (SDPA, VLLM, SAME_DTYPE)
+            if name in samples
         },
         "other_load": load.others,
         "accuracy": asdict(accuracy),
         "wrong": not accuracy.right,
     }
-    if VLLM in samples:
+    if VLLM in samples and not case.kv_dtype:  # it attends to the keys before they are quantised
         peer = check.accuracy(samples[VLLM].result)
         row["vllm_error"] = peer.o_error
         row["wrong"] |= not peer.o_error <= PEER_ERROR * peer.o_bound
@@ -162,6 +180,9 @@ NOTES = (
     "what AMX does with bfloat16 in registers.",
     "error is the largest of o over all rows, relative to the row's largest magnitude, against "
     "float64; more than twice that of plain PyTorch plus one rounding is WRONG.",
+    "Keys int8 or float8 have a float32 scale per token and head, which count as bytes. The column "
+    "16-bit is the same call on the bfloat16 keys and values that were quantised, in the same "
+    "alternation; SDPA and vLLM read those, too.",
     "SDPA is scaled_dot_product_attention(enable_gqa=True) on the same K and V, with a mask only "
     "where several queries need one, and one call per sequence for ragged lengths. It takes no "
     "pages.",
@@ -186,6 +207,9 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     def ratio(row: dict[str, Any], name: str) -> str:
         return f"{row['ratios'][name]:.2f}" if name in row["ratios"] else "-"
 
+    def share(row: dict[str, Any], name: str) -> str:
+        return f"{1 / row['ratios'][name]:.2f}" if name in row["ratios"] else "-"
+
     vllm = [
         Column("vLLM us", [time_of(row, VLLM) for row in rows]),
         Column("vLLM /ours", [ratio(row, VLLM) for row in rows]),
@@ -205,6 +229,8 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
         Column("SDPA us", [time_of(row, SDPA) for row in rows]),
         Column("SDPA /ours", [ratio(row, SDPA) for row in rows]),
         Column("flex us", [time_of(row, FLEX) for row in rows]),
+        Column("16-bit us", [time_of(row, SAME_DTYPE) for row in rows]),
+        Column("ours /16-bit", [share(row, SAME_DTYPE) for row in rows]),
         *(vllm if any(VLLM in row["times"] for row in rows) else []),
         Column("error", [f"{row['accuracy']['o_error']:.1e}" for row in rows]),
         Column("right", ["WRONG" if row["wrong"] else "yes" for row in rows]),

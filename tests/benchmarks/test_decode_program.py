@@ -84,6 +84,24 @@ def test_pages_hold_the_same_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unused == 2 * sum(-n % 16 for n in case.lengths)
 
 
+@pytest.mark.parametrize("kv_dtype", cases.KV_DTYPES)
+def test_keys_of_8_bits_are_those_of_the_case(
+    kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 10)
+    case = cases.DecodeCase("fp32", (4, 2), 32, (5, 33, 16), page_size=16, kv_dtype=kv_dtype)
+    key_bytes = 32 + 4
+    assert case.io_bytes == 2 * 2 * (5 + 33 + 16) * key_bytes + 2 * 4 * 32 * 3 * 4
+    inputs = cases.Inputs(case, measure.InputArena(1 << 20))
+    assert len(inputs.eight_bit_sets) == inputs.num_sets
+    options = {"key_ranges": inputs.key_ranges, "page_table": inputs.page_table}
+    o, _ = lean_decode(inputs.q, *inputs.sets[0], **options)
+    for k, v, scales in inputs.eight_bit_sets:
+        assert k.dtype == v.dtype == cases.KV_DTYPES[kv_dtype]
+        quantised, _ = lean_decode(inputs.q, k, v, **options, **scales)
+        assert 1e-4 < (quantised - o).abs().max() < 0.5
+
+
 def test_probe_reads_what_is_visible() -> None:
     case = cases.DecodeCase("fp32", (4, 2), 8, (3, 9))
     k, v = torch.zeros(2, *case.kv_shape).unbind()
@@ -150,9 +168,9 @@ def test_decode_with_a_wrong_operator_fails(
 
 
 def test_only_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.main(["--quick", "--only", "int8"]) == 2
+    assert program.main(["--quick", "--only", "int7"]) == 2
     output = capsys.readouterr().out
-    assert "No case contains 'int8'" in output
+    assert "No case contains 'int7'" in output
     assert cases.quick_cases()[0].name in output
 
 
