@@ -37,6 +37,8 @@ CHECKPOINT = Path(passkey.__file__).parent
 SUITES = {2000: 8, 8000: 4, 16000: 1}
 DEPTHS = tuple(i / 10 for i in range(11))
 KV_DTYPES = (None, "int8", "fp8")
+# Ten times what the coarser one shows: more is a mistake in the arithmetic.
+MAX_KLD = 0.02
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -112,9 +114,8 @@ def measure(dtype: torch.dtype, suites: dict[int, int]) -> list[dict[str, Any]]:
                 {"name": f"{tokens:,} tokens", "kv_dtype": kv_dtype or own, **row.to_json()}
                 for kv_dtype, row in rows.items()
             ]
-    for row in result:  # an answer that the model's own dtype gives and another one does not
-        base = next(r for r in result if r["name"] == row["name"])
-        row["wrong"] = not math.isfinite(row["kld_mean"]) or row["right"] < 0.9 * base["right"]
+    for row in result:
+        row["wrong"] = not row["kld_mean"] < MAX_KLD
     return result
 
 
