@@ -29,7 +29,7 @@ from benchmarks.harness.program import add_out, finish, progress_bar
 from benchmarks.harness.report import Report, columns_of, environment
 from tree_attention import hf
 
-KV_DTYPES = (None, "int8", "fp8")
+KV_DTYPES = (None, "int8")
 CHUNK = 2048
 
 
