@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`lean_decode` as vLLM's attention on a CPU, and decode context parallelism there.
+
+vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins`.
+`checks` says what is refused, `backend` is what vLLM calls, `batches` makes its steps calls of
+`lean_decode`, `shards` is context parallelism, and `slots` the function of vLLM that is replaced
+for it. docs/vllm.md is for users.
+"""
+
+from . import checks
+
+__all__ = ["register"]
+
+_BACKENDS = {
+    "CPU_ATTN": "TreeAttentionBackend",
+    "CPU_MLA": "LatentAttentionBackend",
+    "AMX_MLA": "LatentAttentionBackend",
+}
+
+
+def register() -> None:
+    """Makes `lean_decode` the attention of vLLM in this process, if TREE_ATTENTION_VLLM is 1.
+
+    Raises:
+        ValueError: TREE_ATTENTION_VLLM has a value that means nothing.
+        RuntimeError: vLLM does not run on a CPU, or lacks what the plug-in uses.
+    """
+    if not checks.asked_for():
+        return
+    checks.check_engine()
+    # What follows imports vLLM's attention, which has to be there as it is expected.
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from . import slots
+
+    for name, backend in _BACKENDS.items():
+        register_backend(AttentionBackendEnum[name], f"{__name__}.backend.{backend}")
+    slots.replace()

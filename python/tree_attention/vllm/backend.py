@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The attention backend that vLLM's CPU worker calls.
+
+vLLM's cache of a layer is `[blocks, num_heads_kv, block_size, 2 * head_dim]`. Here each block has,
+for each head, `block_size` rows of keys and then as many of values: pages of `lean_decode`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from ..ops import AttentionOptions
+from . import checks, slots
+from .batches import Batch, attend, batches_of
+from .shards import Exchange, exchange_of
+
+
+@dataclass
+class Metadata:
+    """A step, the same for all layers whose caches are one group."""
+
+    num_tokens: int
+    batches: list[Batch]
+    kept: Tensor | None  # int64 [kept]: the new tokens that this rank keeps; None: all
+    rows: Tensor  # int64 [kept * num_kv_heads]: where their keys are in the cache [rows, head_dim]
+
+
+class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
+    reorder_batch_threshold = 1  # requests with one new token come first, and are one call
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Metadata:
+        step = common_attn_metadata
+        if step.causal is not True:
+            raise ValueError(f"{checks.PLUG_IN}: attention must be causal, got {step.causal!r}")
+        num_tokens = step.num_actual_tokens
+        slots, kept = step.slot_mapping[:num_tokens], None
+        if bool((slots < 0).any()):
+            kept = torch.nonzero(slots >= 0).flatten()
+            slots = slots[kept]
+        block_size, heads = self.kv_cache_spec.block_size, self.kv_cache_spec.num_kv_heads
+        page = (slots // block_size * heads)[:, None] + torch.arange(heads)
+        rows = page * 2 * block_size + (slots % block_size)[:, None]
+        batches = batches_of(
+            step.query_start_loc,
+            step.seq_lens,
+            step.block_table_tensor,
+            num_tokens,
+            step.max_query_len,
+        )
+        return Metadata(num_tokens, batches, kept, rows.flatten())
+
+
+class TreeAttentionImpl(AttentionImpl[Metadata]):
+    can_return_lse_for_decode = True
+    supports_dcp = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        config = get_current_vllm_config()
+        checks.check_layer(attn_type, kv_cache_dtype, config)
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
+        self.kv_sharing_target_layer_name, self.sinks = kv_sharing_target_layer_name, sinks
+        self.options: AttentionOptions = {
+            "softmax_scale": self.scale,
+            "softcap": logits_soft_cap or 0.0,
+        }
+        if alibi_slopes is not None:
+            self.options["alibi_slopes"] = torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.exchange: Exchange | None = None
+        if self.dcp_world_size > 1:
+            slots.check_replaced()
+            self.exchange = exchange_of(config.parallel_config)
+            self.options["key_layout"] = self.exchange.shard.key_layout
+            if alibi_slopes is not None:
+                slopes = self.exchange.gather_heads(self.options["alibi_slopes"][None])
+                self.options["alibi_slopes"] = slopes[0]
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Writes into `output` the attention of `query`, both `[tokens, num_heads, head_size]`."""
+        if output_scale is not None or output_block_scale is not None:
+            raise ValueError(f"{checks.PLUG_IN}: quantised outputs are not supported")
+        step = attn_metadata
+        if step is None:  # a run that measures memory or compiles
+            return output
+        blocks, num_heads_kv, block_size, _ = kv_cache.shape
+        if self.kv_sharing_target_layer_name is None:
+            rows = kv_cache.view(-1, self.head_size)
+            for new, at in ((key, step.rows), (value, step.rows + block_size)):
+                new = new[: step.num_tokens] if step.kept is None else new[step.kept]
+                rows.index_copy_(0, at, new.flatten(0, 1))
+        pages = kv_cache.view(blocks, num_heads_kv, 2 * block_size, self.head_size)
+        k, v = pages[:, :, :block_size], pages[:, :, block_size:]
+        query, output = query[: step.num_tokens], output[: step.num_tokens]
+        if self.exchange is None:
+            o = output if self.sinks is None else torch.empty_like(output, dtype=torch.float32)
+            lse = torch.empty(o.shape[:2], dtype=torch.float32)
+            self._attend(step, query, k, v, o, lse)
+        else:
+            query = self.exchange.gather_heads(query)
+            o, lse = self.exchange.state(query.shape)
+            self._attend(step, query, k, v, o, lse)
+            o, lse = self.exchange.merge(o, lse)
+        if self.sinks is not None:
+            o = o * torch.sigmoid(lse - self.sinks.float())[..., None]
+        if o is not output:
+            output.copy_(o)
+        return output
+
+    def _attend(
+        self, step: Metadata, query: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+    ) -> None:
+        shard = None if self.exchange is None else self.exchange.shard
+        window = self.sliding_window
+        attend(step.batches, query, k, v, o, lse, window=window, shard=shard, options=self.options)
+
+
+class TreeAttentionBackend(AttentionBackend):
+    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]  # noqa: RUF012
+    supported_kv_cache_dtypes = ["auto", "float32", "bfloat16", "float16"]  # noqa: RUF012
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"  # a name that vLLM knows: the one that is taken over
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeAttentionImpl]:
+        return TreeAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        return MetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+
+class LatentAttentionBackend(AttentionBackend):
+    """In place of vLLM's own, so that a model with latent attention does not run without ours."""
+
+    @staticmethod
+    def get_name() -> NoReturn:
+        raise ValueError(f"{checks.PLUG_IN}: latent attention (MLA) is not supported")
+
+    get_impl_cls = get_builder_cls = get_name

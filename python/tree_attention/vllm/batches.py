@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Steps of an engine as calls of `lean_decode`: requests of any lengths, end to end.
+
+A step has a line of tokens. Requests with one token come first; they are one call, a sequence each.
+The others are a second call: a sequence each if they have equally many tokens, as a single request
+has, and else in blocks of `BLOCK` tokens, the last of a request filled up with queries that see no
+key. There is no loop over requests, and padding is at most BLOCK - 1 tokens of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..ops import AttentionOptions, lean_decode
+from ..sharding import BlockCyclic
+
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The keys of each sequence that the cache of this rank holds."""
+
+    layout: BlockCyclic
+    rank: int
+
+    @property
+    def key_layout(self) -> tuple[int, int, int]:
+        return self.layout.key_layout(self.rank)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One call: the tokens `[begin, end)` of the line as queries `[batch, seqlen_q]`."""
+
+    begin: int
+    end: int
+    pages: Tensor  # int32 [batch, pages]
+    ends: Tensor  # int64 [batch, seqlen_q]: how many keys of its sequence a query sees
+    # Where tokens and queries are not one to one: int64 [batch * seqlen_q], the token of each query
+    # and, bool, whether it is there for the token and not as padding.
+    sources: Tensor | None = None
+    is_token: Tensor | None = None
+    _ranges: dict[object, Tensor] = field(default_factory=dict)
+
+    def key_ranges(self, window: int | None, shard: Shard | None) -> Tensor:
+        """int32 `[batch, seqlen_q, 2]`; kept, as the layers of a model ask for the same."""
+        found = self._ranges.get((window, shard))
+        if found is None:
+            ends = self.ends
+            begins = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
+            ranges = torch.stack((begins, ends), dim=-1)
+            if shard is not None:
+                ranges = shard.layout.count(shard.rank, ranges)
+            found = self._ranges[window, shard] = ranges.int()
+        return found
+
+    def queries(self, line: Tensor) -> Tensor:
+        """`[tokens, heads, ...]` as `[batch, heads, seqlen_q, ...]`, a view where it can be."""
+        run = line[self.begin : self.end]
+        if self.sources is not None:
+            run = run[self.sources]
+        return run.unflatten(0, self.ends.shape).transpose(1, 2)
+
+
+def batches_of(
+    query_starts: Tensor, seq_lens: Tensor, pages: Tensor, num_tokens: int, max_query_len: int
+) -> list[Batch]:
+    """The calls of a step of causal attention.
+
+    Args:
+        query_starts: int32 `[requests + 1]`: where each request's tokens begin in the line.
+        seq_lens: int32 `[requests]`: keys of each request, with those of its new tokens, the last.
+        pages: int32 `[requests, pages]`.
+        num_tokens: length of the line.
+        max_query_len: the largest number of new tokens.
+    """
+    num_requests = len(seq_lens)
+    seq_lens = seq_lens.long()
+    if max_query_len == 1 and num_tokens == num_requests:
+        return [Batch(0, num_tokens, pages, seq_lens[:, None])]
+    lens = query_starts.long().diff()
+    longer = torch.nonzero(lens != 1).flatten().tolist()
+    first = longer[0] if longer else num_requests
+    batches = [Batch(0, first, pages[:first], seq_lens[:first, None])] if first else []
+    if first < num_requests:
+        batches.append(_several(first, lens[first:], seq_lens[first:], pages[first:]))
+    return batches
+
+
+def _several(begin: int, lens: Tensor, seq_lens: Tensor, pages: Tensor) -> Batch:
+    """Requests of any numbers of tokens, the first of them at `begin`."""
+    end = begin + int(lens.sum())
+    shortest, longest = int(lens.min()), int(lens.max())
+    if shortest == longest:
+        return Batch(begin, end, pages, (seq_lens - lens)[:, None] + torch.arange(1, longest + 1))
+    num_blocks = (lens + BLOCK - 1) // BLOCK
+    request = torch.arange(len(lens)).repeat_interleave(num_blocks)
+    block = torch.arange(len(request)) - (num_blocks.cumsum(0) - num_blocks)[request]
+    token = block[:, None] * BLOCK + torch.arange(min(BLOCK, longest))  # of its request
+    is_token = token < lens[request, None]
+    source = (lens.cumsum(0) - lens)[request, None] + token
+    seen = (seq_lens - lens)[request, None] + token + 1
+    return Batch(
+        begin,
+        end,
+        pages[request],
+        torch.where(is_token, seen, 0),
+        torch.where(is_token, source, 0).flatten(),
+        is_token.flatten(),
+    )
+
+
+def attend(
+    batches: list[Batch],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    window: int | None,
+    shard: Shard | None,
+    options: AttentionOptions,
+) -> None:
+    """Writes the state of the line's queries over the keys of the cache.
+
+    Args:
+        q: `[tokens, num_heads_q, head_dim]`.
+        k, v: `[num_pages, num_heads_kv, page_size, head_dim]`.
+        o: `[tokens, num_heads_q, head_dim]`, to be written.
+        lse: float32 `[tokens, num_heads_q]`, to be written.
+        window: how many keys a query sees at most, its own the last; None: all before.
+    """
+    for batch in batches:
+        options["page_table"] = batch.pages
+        if options.get("alibi_slopes") is not None:
+            options["query_positions"] = (batch.ends - 1).clamp(min=0)
+        queries, ranges = batch.queries(q), batch.key_ranges(window, shard)
+        if batch.sources is None:
+            out = batch.queries(o), batch.queries(lse)
+            lean_decode(queries, k, v, ranges, out=out, **options)
+            continue
+        o_part, lse_part = lean_decode(queries, k, v, ranges, out_dtype=o.dtype, **options)
+        for whole, part in ((o, o_part), (lse, lse_part)):
+            whole[batch.begin : batch.end] = part.transpose(1, 2).flatten(0, 1)[batch.is_token]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What vLLM has to be, and what may be asked of it: all refusals."""
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+VARIABLE = "TREE_ATTENTION_VLLM"
+PLUG_IN = "the tree_attention plug-in of vLLM"
+TESTED = ("0.32.0",)
+
+_INTERFACE = "vllm.v1.attention.backend"
+# The parameters with which vLLM calls what `backend` has in its place: "class.method".
+CALLED = {
+    "AttentionImpl.__init__": (
+        "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype "
+        "logits_soft_cap attn_type kv_sharing_target_layer_name"
+    ),
+    "AttentionImpl.forward": (
+        "self layer query key value kv_cache attn_metadata output output_scale output_block_scale"
+    ),
+    "AttentionMetadataBuilder.__init__": "self kv_cache_spec layer_names vllm_config device",
+    "AttentionMetadataBuilder.build": "self common_prefix_len common_attn_metadata fast_build",
+    "AttentionBackend.get_supported_kernel_block_sizes": "kv_cache_spec",
+    "AttentionBackend.supported_kv_cache_layouts": "",
+}
+
+
+def asked_for() -> bool:
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE} must be 1, 0 or unset, got {value!r}")
+    return value == "1"
+
+
+def check_engine() -> None:
+    """Warns of a vLLM that was not tested.
+
+    Raises:
+        RuntimeError: vLLM does not run on a CPU, or is not what the plug-in was written for.
+    """
+    import vllm
+    from vllm.logger import init_logger
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise RuntimeError(
+            f"{PLUG_IN} is an attention for CPUs, but this vLLM runs on "
+            f"{current_platform.device_type!r}: unset {VARIABLE}"
+        )
+    faults = [fault for name in CALLED for fault in faults_of(_INTERFACE, name, CALLED[name])]
+    try:
+        importlib.import_module(f"{__package__}.backend")
+    except (ImportError, AttributeError) as error:
+        faults.append(str(error))
+    if faults:
+        raise RuntimeError(
+            f"{PLUG_IN} is tested with {', '.join(TESTED)}, and {vllm.__version__} differs: "
+            f"{'; '.join(faults)}"
+        )
+    if vllm.__version__.split("+")[0] not in TESTED:
+        tested = ", ".join(TESTED)
+        init_logger("vllm.tree_attention").warning(
+            "%s is tested with %s, and this is %s", PLUG_IN, tested, vllm.__version__
+        )
+
+
+def faults_of(module: str, name: str, parameters: str) -> list[str]:
+    """How the function `name` of `module` differs from one with these parameters; [] if it does
+    not."""
+    try:
+        function: Callable[..., object] = importlib.import_module(module)  # type: ignore[assignment]
+        for part in name.split("."):
+            function = getattr(function, part)
+    except (ImportError, AttributeError):
+        return [f"there is no {name} in {module}"]
+    found = " ".join(inspect.signature(function).parameters)
+    return [] if found == parameters else [f"{name} has the parameters ({found})"]
+
+
+def check_layer(attn_type: str, kv_cache_dtype: str, config: Any) -> None:
+    """Raises ValueError for a layer of the model of `config` whose attention is not supported."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    model_dtype = config.model_config.dtype
+    if attn_type != "decoder":
+        raise ValueError(
+            f"{PLUG_IN}: only attention of type 'decoder' is supported, got {str(attn_type)!r}"
+        )
+    if kv_cache_dtype_str_to_dtype(kv_cache_dtype, config.model_config) != model_dtype:
+        raise ValueError(
+            f"{PLUG_IN}: --kv-cache-dtype must be auto or that of the model, {model_dtype}, got "
+            f"{kv_cache_dtype!r}"
+        )
+    if config.kv_transfer_config is not None:
+        raise ValueError(
+            f"{PLUG_IN}: --kv-transfer-config is not supported, as rows of the cache are in "
+            "another order than those of vLLM's own attention"
+        )
