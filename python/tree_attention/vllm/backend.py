@@ -100,16 +100,15 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
             "softmax_scale": self.scale,
             "softcap": logits_soft_cap or 0.0,
         }
-        if alibi_slopes is not None:
-            self.options["alibi_slopes"] = torch.tensor(alibi_slopes, dtype=torch.float32)
+        slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.exchange: Exchange | None = None
         if self.dcp_world_size > 1:
             slots.check_replaced()
             self.exchange = exchange_of(config.parallel_config)
             self.options["key_layout"] = self.exchange.shard.key_layout
-            if alibi_slopes is not None:
-                slopes = self.exchange.gather_heads(self.options["alibi_slopes"][None])
-                self.options["alibi_slopes"] = slopes[0]
+            if slopes is not None:
+                slopes = self.exchange.gather_heads(slopes[None])[0]
+        self.options["alibi_slopes"] = slopes
 
     def forward(
         self,
