@@ -88,8 +88,8 @@ def test_another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.v1.attention.backend as interface
 
-    monkeypatch.delattr(interface, "MultipleOf")
-    with pytest.raises(RuntimeError, match=r"0.32.0 differs: cannot import name 'MultipleOf'"):
+    monkeypatch.delattr(interface, "AttentionType")
+    with pytest.raises(RuntimeError, match=r"0.32.0 differs: cannot import name 'AttentionType'"):
         tree_attention.vllm.register()
     assert registered() == {}
 

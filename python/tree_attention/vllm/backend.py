@@ -19,7 +19,6 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
-    MultipleOf,
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
@@ -55,13 +54,13 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         if step.causal is not True:
             raise ValueError(f"{checks.PLUG_IN}: attention must be causal, got {step.causal!r}")
         num_tokens = step.num_actual_tokens
-        slots, kept = step.slot_mapping[:num_tokens], None
-        if bool((slots < 0).any()):
-            kept = torch.nonzero(slots >= 0).flatten()
-            slots = slots[kept]
+        places, kept = step.slot_mapping[:num_tokens], None
+        if bool((places < 0).any()):
+            kept = torch.nonzero(places >= 0).flatten()
+            places = places[kept]
         block_size, heads = self.kv_cache_spec.block_size, self.kv_cache_spec.num_kv_heads
-        page = (slots // block_size * heads)[:, None] + torch.arange(heads)
-        rows = page * 2 * block_size + (slots % block_size)[:, None]
+        page = (places // block_size * heads)[:, None] + torch.arange(heads)
+        rows = page * 2 * block_size + (places % block_size)[:, None]
         batches = batches_of(
             step.query_start_loc,
             step.seq_lens,
@@ -137,14 +136,16 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
         pages = kv_cache.view(blocks, num_heads_kv, 2 * block_size, self.head_size)
         k, v = pages[:, :, :block_size], pages[:, :, block_size:]
         query, output = query[: step.num_tokens], output[: step.num_tokens]
+        shard = None
         if self.exchange is None:
             o = output if self.sinks is None else torch.empty_like(output, dtype=torch.float32)
             lse = torch.empty(o.shape[:2], dtype=torch.float32)
-            self._attend(step, query, k, v, o, lse)
         else:
-            query = self.exchange.gather_heads(query)
+            shard, query = self.exchange.shard, self.exchange.gather_heads(query)
             o, lse = self.exchange.state(query.shape)
-            self._attend(step, query, k, v, o, lse)
+        window = self.sliding_window
+        attend(step.batches, query, k, v, o, lse, window=window, shard=shard, options=self.options)
+        if self.exchange is not None:
             o, lse = self.exchange.merge(o, lse)
         if self.sinks is not None:
             o = o * torch.sigmoid(lse - self.sinks.float())[..., None]
@@ -152,18 +153,8 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
             output.copy_(o)
         return output
 
-    def _attend(
-        self, step: Metadata, query: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
-    ) -> None:
-        shard = None if self.exchange is None else self.exchange.shard
-        window = self.sliding_window
-        attend(step.batches, query, k, v, o, lse, window=window, shard=shard, options=self.options)
-
 
 class TreeAttentionBackend(AttentionBackend):
-    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]  # noqa: RUF012
-    supported_kv_cache_dtypes = ["auto", "float32", "bfloat16", "float16"]  # noqa: RUF012
-
     @staticmethod
     def get_name() -> str:
         return "CPU_ATTN"  # a name that vLLM knows: the one that is taken over
@@ -176,21 +167,9 @@ class TreeAttentionBackend(AttentionBackend):
     def get_builder_cls() -> type[MetadataBuilder]:
         return MetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[MultipleOf]:
-        return [MultipleOf(1)]
-
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return (KVCacheLayout.LBHNC,)
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
 
 
 class LatentAttentionBackend(AttentionBackend):

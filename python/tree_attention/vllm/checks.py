@@ -23,7 +23,6 @@ CALLED = {
     ),
     "AttentionMetadataBuilder.__init__": "self kv_cache_spec layer_names vllm_config device",
     "AttentionMetadataBuilder.build": "self common_prefix_len common_attn_metadata fast_build",
-    "AttentionBackend.get_supported_kernel_block_sizes": "kv_cache_spec",
     "AttentionBackend.supported_kv_cache_layouts": "",
 }
 

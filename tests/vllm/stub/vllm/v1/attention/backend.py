@@ -12,11 +12,6 @@ class AttentionType:
     ENCODER_ONLY = "encoder_only"
 
 
-@dataclass(frozen=True)
-class MultipleOf:
-    base: int
-
-
 @dataclass
 class CommonAttentionMetadata:
     query_start_loc: Any
@@ -30,10 +25,6 @@ class CommonAttentionMetadata:
 
 
 class AttentionBackend:
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec=None):
-        raise NotImplementedError
-
     @classmethod
     def supported_kv_cache_layouts(cls):
         raise NotImplementedError
