@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tree_attention.vllm
 from helpers import NAN
-from tree_attention import BlockCyclic, reference
+from tree_attention import reference
 from tree_attention.vllm import slots
 
 STUB = Path(__file__).parent / "stub"
@@ -131,10 +131,9 @@ class Engine:
             table[row, : len(self.blocks[request])] = torch.tensor(self.blocks[request])
         slot_mapping = torch.full((len(positions) + 3,), 10**9)
         if self.world_size == 1:  # vLLM's own function, in an engine
-            layout = BlockCyclic(1, self.block_size)
-            slot_mapping[: len(positions)] = slots.slots_of_rank(
-                layout, 0, starts, positions, table, self.block_size, -1
-            )
+            request = torch.arange(len(lens)).repeat_interleave(lens)
+            blocks = table[request, positions // self.block_size].long()
+            slot_mapping[: len(request)] = blocks * self.block_size + positions % self.block_size
         else:
             cpu_triton_utils._compute_slot_mapping_kernel_impl(
                 len(positions),

@@ -69,14 +69,8 @@ class Batch:
 def batches_of(
     query_starts: Tensor, seq_lens: Tensor, pages: Tensor, num_tokens: int, max_query_len: int
 ) -> list[Batch]:
-    """The calls of a step of causal attention.
-
-    Args:
-        query_starts: int32 `[requests + 1]`: where each request's tokens begin in the line.
-        seq_lens: int32 `[requests]`: keys of each request, with those of its new tokens, the last.
-        pages: int32 `[requests, pages]`.
-        num_tokens: length of the line.
-        max_query_len: the largest number of new tokens.
+    """The calls of a step: `query_starts [requests + 1]` says where in the line of `num_tokens` a
+    request's tokens begin, at most `max_query_len`; `seq_lens` counts its keys with the new ones.
     """
     num_requests = len(seq_lens)
     seq_lens = seq_lens.long()
@@ -126,15 +120,9 @@ def attend(
     shard: Shard | None,
     options: AttentionOptions,
 ) -> None:
-    """Writes the state of the line's queries over the keys of the cache.
-
-    Args:
-        q: `[tokens, num_heads_q, head_dim]`.
-        k, v: `[num_pages, num_heads_kv, page_size, head_dim]`.
-        o: `[tokens, num_heads_q, head_dim]`, to be written.
-        lse: float32 `[tokens, num_heads_q]`, to be written.
-        window: how many keys a query sees at most, its own the last; None: all before.
-    """
+    """Writes `o` and `lse [tokens, num_heads_q]`, the state of the line `q [tokens, num_heads_q,
+    head_dim]` over pages `[pages, num_heads_kv, page_size, head_dim]`. With `window`, a query sees
+    so many keys at most, its own the last."""
     for batch in batches:
         options["page_table"] = batch.pages
         if options.get("alibi_slopes") is not None:

@@ -39,20 +39,10 @@ def replace() -> None:
     def slot_mapping(*arguments: object, **named: object) -> None:
         given = signature.bind(*arguments, **named)
         given.apply_defaults()
-        step = given.arguments
-        if step["TOTAL_CP_WORLD_SIZE"] == 1:
+        if given.arguments["TOTAL_CP_WORLD_SIZE"] == 1:
             original(*arguments, **named)
-            return
-        slots = slots_of_rank(
-            BlockCyclic(step["TOTAL_CP_WORLD_SIZE"], step["CP_KV_CACHE_INTERLEAVE_SIZE"]),
-            step["TOTAL_CP_RANK"],
-            step["query_start_loc"],
-            step["positions"],
-            step["block_table"],
-            step["KV_CACHE_BLOCK_SIZE"],
-            step["PAD_ID"],
-        )
-        step["slot_mapping"].fill_(step["PAD_ID"])[: len(slots)] = slots
+        else:
+            write_slots(**given.arguments)
 
     setattr(module, NAME, slot_mapping)
 
@@ -67,25 +57,26 @@ def check_replaced() -> None:
         )
 
 
-def slots_of_rank(
-    layout: BlockCyclic,
-    rank: int,
-    query_starts: Tensor,
-    positions: Tensor,
-    block_table: Tensor,
-    block_size: int,
-    elsewhere: int,
-) -> Tensor:
-    """`block * block_size + offset` of each new token, `elsewhere` for those of other ranks.
-
-    Args:
-        query_starts: int32 `[requests + 1]`: where each request's tokens begin.
-        positions: int64 `[tokens]`, of the tokens in their sequences.
-        block_table: int32 `[requests, blocks]`; a rank fills a sequence's blocks with its slots.
-    """
-    lens = query_starts.long().diff()
+def write_slots(
+    query_start_loc: Tensor,  # int32 [requests + 1]: where each request's tokens begin
+    positions: Tensor,  # int64 [tokens], in their sequences
+    block_table: Tensor,  # int32 [requests, blocks]
+    slot_mapping: Tensor,  # int64, to be written
+    KV_CACHE_BLOCK_SIZE: int,
+    TOTAL_CP_WORLD_SIZE: int,
+    TOTAL_CP_RANK: int,
+    CP_KV_CACHE_INTERLEAVE_SIZE: int,
+    PAD_ID: int,
+    **others: object,
+) -> None:
+    """Writes `block * block_size + offset` of each new token, PAD_ID for those of other ranks."""
+    layout = BlockCyclic(TOTAL_CP_WORLD_SIZE, CP_KV_CACHE_INTERLEAVE_SIZE)
+    lens = query_start_loc.long().diff()
     request = torch.arange(len(lens)).repeat_interleave(lens)
     position = positions[: len(request)].long()
-    local = layout.count(rank, position)
-    slots = block_table[request, local // block_size] * block_size + local % block_size
-    return torch.where(layout.owner(position) == rank, slots, elsewhere)
+    # A rank fills the blocks of a sequence with its own slots in turn.
+    local = layout.count(TOTAL_CP_RANK, position)
+    block, offset = local // KV_CACHE_BLOCK_SIZE, local % KV_CACHE_BLOCK_SIZE
+    slots = block_table[request, block] * KV_CACHE_BLOCK_SIZE + offset
+    is_here = layout.owner(position) == TOTAL_CP_RANK
+    slot_mapping.fill_(PAD_ID)[: len(request)] = torch.where(is_here, slots, PAD_ID)
