@@ -30,7 +30,12 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-WINDOW = 100
+GEMMA2 = {
+    "sliding_window": 100,  # of every other layer
+    "query_pre_attn_scalar": 32,
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 30.0,
+}
 
 
 def configurations() -> dict[str, PretrainedConfig]:
@@ -38,14 +43,8 @@ def configurations() -> dict[str, PretrainedConfig]:
         "llama": LlamaConfig(**SHAPE),
         "llama_one_key_head": LlamaConfig(**SHAPE | {"num_key_value_heads": 1}),
         "qwen3": Qwen3Config(**SHAPE | {"head_dim": 64}),
-        # Windows in every other layer, and soft-caps.
-        "gemma2": Gemma2Config(
-            **SHAPE,
-            sliding_window=WINDOW,
-            query_pre_attn_scalar=32,
-            attn_logit_softcapping=5.0,
-            final_logit_softcapping=30.0,
-        ),
+        "gemma2": Gemma2Config(**SHAPE | GEMMA2),
+        "gemma2_one_key_head": Gemma2Config(**SHAPE | GEMMA2 | {"num_key_value_heads": 1}),
         # ALiBi, and a key head for each query head.
         "bloom": BloomConfig(
             vocab_size=VOCABULARY,
