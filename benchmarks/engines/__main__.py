@@ -139,15 +139,7 @@ def run(name: str, parsed: argparse.Namespace, cpus: Sequence[int]) -> dict[str,
     context, engine = name.split("/")
     spec, bandwidth = ENGINES[engine], read_bandwidth()
     python = sys.executable
-    variables = {
-        "OMP_NUM_THREADS": str(THREADS),
-        "OMP_PROC_BIND": "close",
-        "OMP_PLACES": ",".join(f"{{{cpu}}}" for cpu in cpus),
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
-        "HF_HUB_OFFLINE": "1",
-        "GLIBC_TUNABLES": KEEP_MEMORY,
-        **spec.variables,
-    }
+    variables = {**on(cpus), **spec.variables}
     inherited = dict(os.environ)
     if spec.environment is not None:
         python = str(parsed.environments / spec.environment / "bin" / "python")
@@ -164,6 +156,18 @@ def run(name: str, parsed: argparse.Namespace, cpus: Sequence[int]) -> dict[str,
         return {"reason": f"ended with status {done.returncode}: {lines[-1].strip()[:160]}"}
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return {**result, "read_bandwidth": bandwidth}
+
+
+def on(cpus: Sequence[int]) -> dict[str, str]:
+    """The variables with which a process computes on these processors, with a thread on each."""
+    return {
+        "OMP_NUM_THREADS": str(len(cpus)),
+        "OMP_PROC_BIND": "close",
+        "OMP_PLACES": ",".join(f"{{{cpu}}}" for cpu in cpus),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
+        "HF_HUB_OFFLINE": "1",
+        "GLIBC_TUNABLES": KEEP_MEMORY,
+    }
 
 
 def read_bandwidth() -> float:

@@ -23,7 +23,7 @@ from .. import llama
 from ..harness.plots import picture
 from ..harness.program import add_out, finish, progress_bar
 from ..harness.report import ROOT, Report, columns_of, environment, write
-from .__main__ import ENVIRONMENTS, KEEP_MEMORY
+from .__main__ import ENVIRONMENTS, on
 from .checkpoint import LAYERS, LONGEST
 
 CONTEXTS, BATCHES = (4096, 16384), (1, 8, 32)
@@ -159,16 +159,15 @@ def run(
         },
     }
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    variables = {
+    variables = on(cpus) | {
         "TREE_ATTENTION_VLLM": str(int(engine.plug_in)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(engine.ranks > 1)),
         "VLLM_CPU_KVCACHE_SPACE": str(SPACE_GIB),
-        "VLLM_CPU_OMP_THREADS_BIND": ("|" if engine.ranks > 1 else ",").join(map(str, cpus)),
-        "HF_HUB_OFFLINE": "1",
-        "GLIBC_TUNABLES": KEEP_MEMORY,
     }
-    if engine.ranks == 1:
-        variables["OMP_NUM_THREADS"] = str(len(cpus))
+    if engine.ranks > 1:  # vLLM starts them, and binds them by this variable alone
+        for name in ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES"):
+            del variables[name]
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cpus))
     done = subprocess.run(
         [
             parsed.environment / "bin" / "python",
