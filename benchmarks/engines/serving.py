@@ -26,8 +26,9 @@ from ..harness.report import ROOT, Report, columns_of, environment, write
 from .__main__ import ENVIRONMENTS, on
 from .checkpoint import LAYERS, LONGEST
 
-CONTEXTS, BATCHES = (4096, 16384), (1, 8, 32)
-LARGEST = 131072  # tokens of all requests of a batch
+CONTEXTS, BATCHES = (4096, 16384), (1, 8)
+LARGEST = 32768  # tokens of the prompts of a batch, which take time to be read
+VOCABULARY = 32064  # a quarter of Llama's
 SPACE_GIB = 2  # for keys and values, of a process
 
 
@@ -58,8 +59,8 @@ NOTES = (
     "of one key head, which vLLM asks for; DCP 2 splits the keys and values over them, which vLLM "
     "by itself cannot do on a CPU.",
     "First token: the seconds of a request alone, which reads the whole prompt. Then come the "
-    "requests of the batch, whose prompts are the same but for 32 tokens, so that the rest is in "
-    "the prefix cache. Between tokens: the median of the steps in which each got a token. New "
+    "requests of the batch at once, with prompts of their own, of which the first is in the prefix "
+    "cache. Between tokens: the median of the steps in which each request got a token. New "
     "tokens/s: of the batch, from its first request to its last token.",
     "Ratios are the rival's time over this one's, or this one's tokens/s over the rival's: above 1 "
     "is faster than the rival, the engine of the row that is named. Tokens per GiB: the context "
@@ -76,6 +77,12 @@ def main() -> int:
     )
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument(
+        "--largest",
+        type=int,
+        default=LARGEST,
+        help=f"tokens of the prompts of a batch; larger ones are left out (default {LARGEST})",
+    )
     parser.add_argument("--only", nargs="+", choices=ENGINES, default=[*ENGINES], metavar="ENGINE")
     parser.add_argument("--tokens", type=int, default=17, help="new ones of a request (default 17)")
     parser.add_argument(
@@ -103,7 +110,7 @@ def main() -> int:
         (context, batch)
         for context in parsed.contexts
         for batch in parsed.batches
-        if context * batch <= LARGEST
+        if context * batch <= parsed.largest
     ]
     rows = {} if parsed.out is None else rows_before(parsed.out / "serving.json")
     with progress_bar(True) as progress:
@@ -127,7 +134,7 @@ def make_checkpoint(directory: Path, kv_heads: int) -> Path:
     if not (path / "model.safetensors").exists():
         configuration = llama.configuration(
             LAYERS,
-            vocab_size=32064,
+            vocab_size=VOCABULARY,
             num_key_value_heads=kv_heads,
             max_position_embeddings=LONGEST,
             rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
@@ -150,6 +157,7 @@ def run(
     spec = {
         "cases": cases,
         "tokens": parsed.tokens,
+        "vocabulary": VOCABULARY,
         "options": {
             "model": str(make_checkpoint(parsed.checkpoints, engine.kv_heads)),
             "block_size": engine.block_size,
@@ -183,7 +191,9 @@ def run(
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         return {"reason": f"ended with status {done.returncode}: {lines[-1].strip()[:160]}"}
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    # Processes of the engine may say something at their end.
+    [line] = [line for line in done.stdout.splitlines() if line.startswith('{"engine"')]
+    result: dict[str, Any] = json.loads(line)
     return result
 
 

@@ -2,13 +2,14 @@
 """vLLM's engine with batches of requests: `python -m benchmarks.engines.drivers.serving SPEC`.
 
 SPEC is JSON: the options of the engine, `cases` of `[context, batch]`, the number of new tokens and
-whether the plug-in is to be the attention. The requests of a batch share their prompt but for its
-last tokens, so only the first reads all of it; it is timed alone.
+the vocabulary.
+The first prompt of each batch is also served alone before, and is in the prefix cache then.
 """
 
 import gc
 import importlib.metadata
 import json
+import random
 import statistics
 import sys
 import time
@@ -19,7 +20,7 @@ from vllm import LLM, SamplingParams
 
 from .timing import WARM_UP, WARM_UP_TOKENS
 
-OWN_TOKENS = 32  # of a prompt, in which the requests of a batch differ
+SPARE = 512  # tokens that requests may get while the prompts of others are read
 
 
 def main() -> None:
@@ -27,17 +28,17 @@ def main() -> None:
     llm = LLM(
         dtype="bfloat16",
         skip_tokenizer_init=True,
-        max_model_len=max(context for context, _ in spec["cases"]) + 2 * spec["tokens"],
+        max_model_len=max(context for context, _ in spec["cases"]) + spec["tokens"] + SPARE,
         max_num_seqs=max(batch for _, batch in spec["cases"]),
         **spec["options"],
     )
     for length in WARM_UP:
         if length < llm.llm_engine.model_config.max_model_len - WARM_UP_TOKENS:
-            serve(llm, [prompt(length, 1)], WARM_UP_TOKENS)
+            serve(llm, [prompt(spec["vocabulary"], length, 0)], WARM_UP_TOKENS)
     rows = []
     for context, batch in spec["cases"]:
-        cold = serve(llm, [prompt(context, 0)], spec["tokens"])
-        prompts = [prompt(context, request) for request in range(batch)]
+        cold = serve(llm, [prompt(spec["vocabulary"], context, 0)], spec["tokens"])
+        prompts = [prompt(spec["vocabulary"], context, request) for request in range(batch)]
         rows.append({"cold": cold, "batch": serve(llm, prompts, spec["tokens"])})
         llm.reset_prefix_cache()
         gc.collect()
@@ -50,18 +51,22 @@ def main() -> None:
     print(json.dumps(result), flush=True)
 
 
-def prompt(length: int, request: int) -> list[int]:
-    """Tokens without meaning, below 4096, that requests share but for the last ones."""
-    whole = [(i * i * 31 + i * 7) % 4093 for i in range(length)]
-    for i in range(length - OWN_TOKENS, length):
-        whole[i] = (whole[i] + 97 * request) % 4093
-    return whole
+def prompt(vocabulary: int, length: int, request: int) -> list[int]:
+    """Tokens without meaning, of which requests share no beginning."""
+    return random.Random(f"{length}/{request}").choices(range(vocabulary), k=length)
 
 
 def serve(llm: LLM, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """Seconds to first tokens, the median between tokens of a full batch, and the tokens."""
     engine = llm.llm_engine
-    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    # Prompts are read one after another, and those that were read get tokens meanwhile.
+    steps = sum(map(len, prompts)) // engine.vllm_config.scheduler_config.max_num_batched_tokens
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=tokens + steps + len(prompts),
+        ignore_eos=True,
+        detokenize=False,
+    )
     begin = time.perf_counter()
     for index, tokens_of_prompt in enumerate(prompts):
         engine.add_request(str(index), {"prompt_token_ids": tokens_of_prompt}, sampling)
