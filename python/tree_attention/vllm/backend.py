@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from ..ops import AttentionOptions
+from ..ops import AttentionOptions, append_kv
 from . import checks, slots
 from .batches import Batch, attend, batches_of
 from .shards import Exchange, exchange_of
@@ -34,8 +34,7 @@ class Metadata:
 
     num_tokens: int
     batches: list[Batch]
-    kept: Tensor | None  # int64 [kept]: the new tokens that this rank keeps; None: all
-    rows: Tensor  # int64 [kept * num_kv_heads]: where their keys are in the cache [rows, head_dim]
+    slot_mapping: Tensor  # int64 [num_tokens]: block * block_size + offset, -1 on other ranks
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
@@ -54,13 +53,6 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         if step.causal is not True:
             raise ValueError(f"{checks.PLUG_IN}: attention must be causal, got {step.causal!r}")
         num_tokens = step.num_actual_tokens
-        places, kept = step.slot_mapping[:num_tokens], None
-        if bool((places < 0).any()):
-            kept = torch.nonzero(places >= 0).flatten()
-            places = places[kept]
-        block_size, heads = self.kv_cache_spec.block_size, self.kv_cache_spec.num_kv_heads
-        page = (places // block_size * heads)[:, None] + torch.arange(heads)
-        rows = page * 2 * block_size + (places % block_size)[:, None]
         batches = batches_of(
             step.query_start_loc,
             step.seq_lens,
@@ -68,7 +60,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             num_tokens,
             step.max_query_len,
         )
-        return Metadata(num_tokens, batches, kept, rows.flatten())
+        return Metadata(num_tokens, batches, step.slot_mapping[:num_tokens])
 
 
 class TreeAttentionImpl(AttentionImpl[Metadata]):
@@ -128,13 +120,11 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
         if step is None:  # a run that measures memory or compiles
             return output
         blocks, num_heads_kv, block_size, _ = kv_cache.shape
-        if self.kv_sharing_target_layer_name is None:
-            rows = kv_cache.view(-1, self.head_size)
-            for new, at in ((key, step.rows), (value, step.rows + block_size)):
-                new = new[: step.num_tokens] if step.kept is None else new[step.kept]
-                rows.index_copy_(0, at, new.flatten(0, 1))
         pages = kv_cache.view(blocks, num_heads_kv, 2 * block_size, self.head_size)
         k, v = pages[:, :, :block_size], pages[:, :, block_size:]
+        if self.kv_sharing_target_layer_name is None:
+            new = (x[None, : step.num_tokens].transpose(1, 2) for x in (key, value))
+            append_kv(*new, k, v, step.slot_mapping[None], paged=True)
         query, output = query[: step.num_tokens], output[: step.num_tokens]
         shard = None
         if self.exchange is None:
