@@ -43,7 +43,8 @@ void append_row(const From* row, int64_t head_dim, float* buffer, To* out, float
 template <typename From, typename To>
 void append_rows(const AppendParams& p) {
   const int64_t widest = std::max<int64_t>({1, p.k.head_dim, p.v.head_dim});
-  const int64_t grain = std::max<int64_t>(1, kGrain / (2 * widest * p.num_heads_kv));
+  const int64_t elements = p.num_heads_kv * (p.k.head_dim + p.v.head_dim);  // of a token
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements));
   const int64_t outer_size = p.page_size == 0 ? p.capacity : p.page_size;
   parallel_for(0, p.batch * p.tokens, grain, [&](int64_t begin, int64_t end) {
     std::vector<float> buffer(widest);

@@ -121,9 +121,9 @@ def test_any_call(seed, scaled, kv_dtype, **shape):
     run_and_check(make_call(kv_dtype=kv_dtype, scaled=scaled or kv_dtype == INT8, **shape))
 
 
-@pytest.mark.parametrize("batch, tokens", [(0, 3), (2, 0)])
-def test_nothing_to_append(batch, tokens):
-    k, caches = torch.ones(batch, 2, tokens, 8), torch.full((2, batch, 2, 4, 8), 5.0)
+@pytest.mark.parametrize("batch, heads, tokens", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
+def test_nothing_to_append(batch, heads, tokens):
+    k, caches = torch.ones(batch, heads, tokens, 8), torch.full((2, batch, heads, 4, 8), 5.0)
     append_kv(k, k, *caches, torch.zeros(batch, tokens, dtype=torch.int64))
     assert (caches == 5).all()
 
