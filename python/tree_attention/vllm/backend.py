@@ -123,8 +123,8 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
         pages = kv_cache.view(blocks, num_heads_kv, 2 * block_size, self.head_size)
         k, v = pages[:, :, :block_size], pages[:, :, block_size:]
         if self.kv_sharing_target_layer_name is None:
-            new = (x[None, : step.num_tokens].transpose(1, 2) for x in (key, value))
-            append_kv(*new, k, v, step.slot_mapping[None], paged=True)
+            key, value = (x[None, : step.num_tokens].transpose(1, 2) for x in (key, value))
+            append_kv(key, value, k, v, step.slot_mapping[None], paged=True)
         query, output = query[: step.num_tokens], output[: step.num_tokens]
         shard = None
         if self.exchange is None:
