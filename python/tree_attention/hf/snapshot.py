@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 _INDEX = "index.json"
 _FORMAT, _VERSION = "tree_attention.hf.TreeCache", 1
 _PREFIX = "cache-"
+# The names of the files beside the index, finished or not.
+_OWN_NAME = re.compile(
+    rf"{_PREFIX}(\d+-of-\d+-[0-9a-f]{{16}}\.safetensors|(\d+-of-\d+|index)\.\d+\.tmp)"
+)
 _LAYOUTS = {kind.__name__: kind for kind in (BlockCyclic, Contiguous, ContiguousThenCyclic)}
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -233,25 +239,33 @@ def _parsed(entries: Mapping[str, Any]) -> _Index:
     layout = _LAYOUTS[arguments.pop("kind")](**arguments)
     length = entries["length"]
     files = [_File(str(file["name"]), str(file["sha256"])) for file in entries["files"]]
-    layers = [
-        {
-            name: (_DTYPES[kind["dtype"]], [int(size) for size in kind["shape"]])
-            for name, kind in layer.items()
-        }
-        for layer in entries["layers"]
-    ]
-    for layer in layers:
-        names = {"keys", "values"} | ({"k_scale", "v_scale"} if _kv_dtype(layer) else set())
-        if set(layer) != names:
-            raise ValueError(f"a layer has {sorted(layer)}, expected {sorted(names)}")
+    layers = [_parsed_layer(layer) for layer in entries["layers"]]
     if not isinstance(length, int) or length < 0:
         raise ValueError(f"length must be an integer of at least 0, got {length!r}")
     if len(files) != layout.world_size:
         raise ValueError(f"it names {len(files)} files for {layout.world_size} ranks")
     for file in files:
-        if Path(file.name).name != file.name:  # of this directory, not of any other
+        if not _OWN_NAME.fullmatch(file.name):  # of this directory, not of any other
             raise ValueError(f"{file.name!r} is no name of a file")
     return _Index(dict(entries["model"]), length, layout, layers, files)
+
+
+def _parsed_layer(entries: Mapping[str, Any]) -> _Kinds:
+    kinds = {name: (_DTYPES[kind["dtype"]], [*kind["shape"]]) for name, kind in entries.items()}
+    names = {"keys", "values"} | ({"k_scale", "v_scale"} if _kv_dtype(kinds) else set())
+    if set(kinds) != names:
+        raise ValueError(f"a layer has {sorted(kinds)}, expected {sorted(names)}")
+    dtype, (*batch_and_heads, _) = kinds["keys"]
+    for name, kind in kinds.items():
+        is_scale = name.endswith("_scale")
+        width = [] if is_scale else kind[1][2:]
+        is_size = all(type(size) is int and size >= 1 for size in kind[1])
+        if len(width) != 1 - is_scale or not is_size:
+            raise ValueError(f"{name} of a layer cannot have the sizes {kind[1]}")
+        expected = (torch.float32 if is_scale else dtype, [*batch_and_heads, *width])
+        if kind != expected:
+            raise ValueError(f"{name} of a layer is of {kind}, expected {expected}")
+    return kinds
 
 
 def _check_model(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -276,6 +290,7 @@ def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
             f"TreeCache.load: {path} holds {len(index.layers)} layers, and the model has "
             f"{len(cache.layers)}"
         )
+    _check_sizes(path, index)
     shard.write(0, index.length, torch.device("cpu"))  # refuses a layout that ends before
     slots = shard.layout.local_slots(shard.rank, 0, index.length)
     owners = source.owner(slots)
@@ -299,6 +314,30 @@ def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
                     _put(layer, rows, part, _kv_dtype(kinds))
     for layer in cache.layers:
         layer.length = index.length
+
+
+def _check_sizes(path: Path, index: _Index) -> None:
+    """Before anything is allocated by what the index says."""
+    slot_bytes = sum(
+        math.prod(shape) * dtype.itemsize
+        for kinds in index.layers
+        for dtype, shape in kinds.values()
+    )
+    for rank, file in enumerate(index.files):
+        place = path / file.name
+        least = index.layout.count(rank, index.length) * slot_bytes
+        try:
+            size = place.stat().st_size
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"TreeCache.load: {place} is missing, which the index names; copy the whole "
+                "directory"
+            ) from None
+        if size < least:
+            raise ValueError(
+                f"TreeCache.load: {place} is damaged: it has {size} bytes, and by the index at "
+                f"least {least}; copy or save it again"
+            )
 
 
 def _allocate(layer: TreeCacheLayer, length: int, kinds: _Kinds) -> None:
@@ -332,12 +371,7 @@ def _put(
 
 def _opened(path: Path, digest: str) -> Any:
     """A file that is as it was saved, mapped into memory."""
-    try:
-        found = _digest(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"TreeCache.load: {path} is missing, which the index names; copy the whole directory"
-        ) from None
+    found = _digest(path)
     if found != digest:
         raise ValueError(
             f"TreeCache.load: {path} is damaged: its SHA-256 is {found[:16]}..., and by the index "
