@@ -155,14 +155,19 @@ def test_a_crop_is_saved(tmp_path: Path) -> None:
 
 def test_a_save_replaces_the_last_one_and_its_files(tmp_path: Path) -> None:
     cache = _filled()
-    (tmp_path / "notes.txt").write_text("of the user")
+    others = {"notes.txt", "cache-notes.txt", "cache-00000-of-00001.md"}
+    for name in others:
+        (tmp_path / name).write_text("of the user")
+    killed = {"cache-00000-of-00002.7.tmp", "cache-00001-of-00002-0123456789abcdef.safetensors"}
+    for name in killed | {"cache-index.7.tmp"}:
+        (tmp_path / name).write_text("of a save that was killed")
     cache.save(tmp_path)
     first = set(os.listdir(tmp_path))
     _append(cache, 3)
     cache.save(tmp_path)
     second = set(os.listdir(tmp_path))
-    assert len(first) == len(second) == 3
-    assert first & second == {"index.json", "notes.txt"}
+    assert len(first) == len(second) == 2 + len(others)
+    assert first & second == {"index.json"} | others
     _check_holds(hf.TreeCache.load(tmp_path, CONFIG), LENGTH + 3)
     cache.save(tmp_path)  # the same again
     assert set(os.listdir(tmp_path)) == second

@@ -190,7 +190,7 @@ def _write_index(cache: TreeCache, path: Path, files: list[dict[str, Any]]) -> N
     _to_disk(path)
     kept = {file["name"] for file in files}
     for old in path.glob(f"{_PREFIX}*"):
-        if old.name not in kept:
+        if old.name not in kept and _OWN_NAME.fullmatch(old.name):
             with suppress(OSError):  # the save is whole, whether or not older files can be removed
                 old.unlink()
 
