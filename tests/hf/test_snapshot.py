@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import os
+import resource
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -196,6 +198,27 @@ def test_a_save_that_fails_on_one_rank_leaves_the_last_one(function: str, tmp_pa
     assert errors[0] == "OSError: no space left on device"
     assert "ExchangeError: rank 1 of 2: outcome is success on rank 1, no space" in errors[1]
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("at_index", [False, True])
+def test_a_full_disk_leaves_the_last_save_and_nothing_else(at_index: bool, tmp_path: Path) -> None:
+    """A limit on the size of a file stands for it."""
+    cache = _filled()
+    cache.save(tmp_path)
+    names = set(os.listdir(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    _append(cache, 3)
+    written = mock.patch.object(snapshot, "_write_tensors") if at_index else nullcontext()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with written as write, pytest.raises(OSError, match=r"(?i)file too large"):
+            if write is not None:
+                write.return_value = snapshot._File("cache-x", "")
+            cache.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert set(os.listdir(tmp_path)) == names
+    _check_holds(hf.TreeCache.load(tmp_path, CONFIG), LENGTH)
 
 
 def _kill_itself(*_: object) -> None:

@@ -161,7 +161,12 @@ def _write_tensors(cache: TreeCache, path: Path, length: int) -> _File:
     place = f"{shard.rank:05}-of-{shard.world_size:05}"
     unfinished = path / f"{_PREFIX}{place}.{os.getpid()}.tmp"
     try:
-        save_file(tensors, unfinished)
+        try:
+            save_file(tensors, unfinished)
+        except SafetensorError as error:  # also where the disk is full
+            raise OSError(
+                f"TreeCache.save: {unfinished} cannot be written: {sentence(error)}"
+            ) from error
         _to_disk(unfinished)
         digest = _digest(unfinished)
         name = f"{_PREFIX}{place}-{digest[:16]}.safetensors"
@@ -183,10 +188,13 @@ def _write_index(cache: TreeCache, path: Path, files: list[dict[str, Any]]) -> N
         "files": files,
     }
     unfinished = path / f"{_PREFIX}index.{os.getpid()}.tmp"
-    unfinished.write_text(json.dumps(index, indent=1) + "\n")
-    _to_disk(unfinished)
-    _to_disk(path)  # the names of the files, before the index that relies on them
-    unfinished.replace(path / _INDEX)
+    try:
+        unfinished.write_text(json.dumps(index, indent=1) + "\n")
+        _to_disk(unfinished)
+        _to_disk(path)  # the names of the files, before the index that relies on them
+        unfinished.replace(path / _INDEX)
+    finally:
+        unfinished.unlink(missing_ok=True)
     _to_disk(path)
     kept = {file["name"] for file in files}
     for old in path.glob(f"{_PREFIX}*"):
