@@ -173,3 +173,15 @@ def test_ranks_that_load_different_saves_raise(tmp_path: Path) -> None:
     errors = run_ranks(_load_elsewhere, 2, [tmp_path / "a", tmp_path / "b"])
     for error in errors:
         assert error.startswith("ExchangeError:") and "digest of the index" in error
+
+
+def _load_as(rank: int, world_size: int, directory: Path, kv_dtypes: list[str | None]) -> str:
+    with pytest.raises(ExchangeError) as caught:
+        hf.TreeCache.load(directory, CONFIG, kv_dtype=kv_dtypes[rank], timeout=10)
+    return str(caught.value)
+
+
+def test_ranks_that_load_different_kv_dtypes_raise(tmp_path: Path) -> None:
+    _filled().save(tmp_path)
+    for error in run_ranks(_load_as, 2, tmp_path, [None, "int8"]):
+        assert "kv_dtype is torch.int8 on rank 1, None on rank 0" in error

@@ -135,7 +135,11 @@ def restore(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
         index, digest = _read_index(path)
         _check_model(path, index.model, cache.model)
         _read_tensors(cache, path, index)
-        return (("digest of the index", digest), ("layout", shard.layout)), None
+        return (
+            ("digest of the index", digest),
+            ("layout", shard.layout),
+            ("kv_dtype", cache.kv_dtype),
+        ), None
 
     on_every_rank("TreeCache.load", shard.comm, shard.timeout, read)
 
