@@ -132,6 +132,13 @@ def _refuse(rank: int, world_size: int) -> str:
         cache.reshard(BlockCyclic(3))
     with pytest.raises(ValueError, match="has no rank for slot 76"):
         cache.reshard(Contiguous((0, 5, LENGTH - 1)))
+    error, message = (
+        (ExchangeError, "outcome is TreeCache: layout must have the group's world size 2")
+        if rank == 0
+        else (ValueError, "layout must have the group's world size 2, got one of 3")
+    )
+    with pytest.raises(error, match=message):
+        cache.reshard(BlockCyclic(2 + rank))
     with pytest.raises(ExchangeError) as caught:
         cache.reshard(BlockCyclic(2, 1 + rank))
     _check_holds(cache, layout, LENGTH)

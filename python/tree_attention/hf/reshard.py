@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..exchange.agreement import Signature
 from ..sharding import ShardLayout
+from .outcome import on_every_rank
 from .shard import Shard
 
 if TYPE_CHECKING:
@@ -19,22 +20,22 @@ if TYPE_CHECKING:
 def reshard(cache: TreeCache, layout: ShardLayout) -> None:
     """`TreeCache.reshard`."""
     old = cache.shard
-    length = cache.common_length("reshard")
-    new = Shard(old.comm, layout, old.strategy, old.timeout)
-    new.write(0, length, torch.device("cpu"))  # refuses a layout that ends before
+
+    def check() -> tuple[Signature, tuple[Shard, int]]:
+        """What every rank must have in common, before any of them moves a layer."""
+        length = cache.common_length("reshard")
+        new = Shard(old.comm, layout, old.strategy, old.timeout)
+        new.write(0, length, torch.device("cpu"))  # refuses a layout that ends before
+        return (
+            ("length", length),
+            ("layout of the cache", old.layout),
+            ("layout", layout),
+            ("layers", [_kind(layer) for layer in cache.layers]),
+        ), (new, length)
+
+    (new, length), _ = on_every_rank("TreeCache.reshard", old.comm, old.timeout, check)
     if old.world_size > 1:
         moves = _Moves(old, new, length)
-        # What every rank must have in common, before any of them moves a layer.
-        old.comm.agree(
-            (
-                ("length", length),
-                ("layout of the cache", old.layout),
-                ("layout", layout),
-                ("layers", [_kind(layer) for layer in cache.layers]),
-            ),
-            old.timeout,
-            "reshard",
-        )
         # Tensors made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
             for layer in cache.layers:
