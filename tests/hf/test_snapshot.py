@@ -148,6 +148,17 @@ def test_a_model_in_half_precision_keeps_its_bits(tmp_path: Path) -> None:
         layer.keys[:, :, :5] = 0  # also outside of inference mode
 
 
+def test_buffers_that_move_in_inference_mode_can_be_written_outside_of_it(tmp_path: Path) -> None:
+    _filled().save(tmp_path)
+    cache = hf.TreeCache.load(tmp_path, CONFIG)
+    with torch.inference_mode():
+        keys = _tokens(LENGTH, LENGTH + 1).to("meta")
+        cache.update(keys, keys, 0)
+    for x in cache.layers[0].buffers().values():
+        assert x.device.type == "meta"
+        assert not x.is_inference()
+
+
 def test_a_crop_is_saved(tmp_path: Path) -> None:
     cache = _filled()
     cache.crop(40 if hf.cache._CROP_KEEPS else 40 - LENGTH)

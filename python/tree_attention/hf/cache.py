@@ -133,10 +133,8 @@ class TreeCacheLayer(CacheLayerMixin):
                 f"{key_states.shape[0]}; repeat the sequences with batch_repeat_interleave, or "
                 "forget them with reset"
             )
-        for name, new, held in (
-            ("keys", key_states, self.keys),
-            ("values", value_states, self.values),
-        ):
+        pairs = {"keys": (key_states, self.keys), "values": (value_states, self.values)}
+        for name, (new, held) in pairs.items():
             dtypes = (held.dtype, new.dtype) if self.kv_dtype is None else (None, None)
             kinds = [
                 (dtype, x.shape[1], x.shape[3])
@@ -148,8 +146,9 @@ class TreeCacheLayer(CacheLayerMixin):
                     f"{kinds[0]}, got {kinds[1]}; convert them, or forget the tokens with reset"
                 )
         if self.keys.device != key_states.device:  # as `load` leaves them on the CPU
-            for name, x in self.buffers().items():
-                setattr(self, name, x.to(key_states.device))
+            with torch.inference_mode(False):  # see _reallocate
+                for name, x in self.buffers().items():
+                    setattr(self, name, x.to(key_states.device))
         deal = current_deal()
         end = self.length + (key_states.shape[2] if deal is None else deal.length)
         write = self.shard.write(self.length, end, key_states.device)
