@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 
 from torch import Tensor
 
+import split_models
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import (
     BlockCyclic,
@@ -277,6 +278,34 @@ def test_survivors_of_a_lost_rank_go_on_with_the_same_tokens(tmp_path: Path) -> 
     results = run_ranks(_survive, 3, tmp_path, lost=[1])
     assert isinstance(results[1], Lost)
     assert results[0] == results[2] == expected
+
+
+def _go_on_split(rank: int, world_size: int, size: int, directory: Path, expected: Tensor) -> None:
+    model = hf.parallelize(split_models.make_model("llama"), tensor_parallel_size=size)
+    hf.enable(model)
+    prompts = split_models.make_prompts()
+    output = model.generate(**prompts, **SHORT, return_dict_in_generate=True)
+    own = directory / f"{rank % size}"  # context groups have different heads
+    output.past_key_values.save(own)
+    cache = hf.TreeCache.load(own, model.config, hf.mesh(model).context_group)
+    mask = prompts["attention_mask"]
+    new = mask.new_ones((mask.shape[0], SHORT["max_new_tokens"]))
+    tokens = model.generate(
+        output.sequences, attention_mask=torch.cat((mask, new), 1), past_key_values=cache, **SHORT
+    )
+    assert torch.equal(tokens, expected)
+
+
+SHORT = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+
+
+@pytest.mark.parametrize("world_size, size", [(2, 2), (2, 1), (4, 2)])
+def test_split_weights_with_a_directory_for_each_context_group(
+    world_size: int, size: int, tmp_path: Path
+) -> None:
+    model, twice = split_models.make_model("llama"), {"max_new_tokens": 8, "min_new_tokens": 8}
+    expected = model.generate(**split_models.make_prompts(), **SHORT | twice)
+    run_ranks(_go_on_split, world_size, size, tmp_path, expected)
 
 
 def _random_tokens() -> Tensor:

@@ -337,7 +337,8 @@ class TreeCache(Cache):
         Needs memory on the host for a second copy of this rank's keys and values.
 
         Args:
-            directory: a path at which all ranks reach the same directory. It is made if need be.
+            directory: a path at which all ranks of the group reach the same directory, and no
+                other group writes. It is made if need be.
 
         Raises:
             ValueError: the cache holds no tokens, is inside a forward pass, or has a layout that is
