@@ -49,6 +49,9 @@ def test_layout_equals_table(layout, num_slots, begin, end):
         assert layout.count(rank, num_slots) == len(shard)
         assert [layout.owner(slot) for slot in shard] == [rank] * len(shard)
         assert [layout.global_slots(rank, j) for j in range(len(shard))] == shard
+        places = {slot: j for j, slot in enumerate(shard)}
+        local_of = [layout.local_slots_of(rank, slot) for slot in range(num_slots)]
+        assert local_of == [places.get(slot, -1) for slot in range(num_slots)]
         assert shard == sorted(shard), "local order follows global order"
 
         # The local range holds exactly the rank's slots of the global range, however it is cut.
@@ -73,6 +76,9 @@ def test_tensors_and_integers_agree(layout, dtype):
     assert layout.owner(slots).tolist() == [layout.owner(slot) for slot in range(num_slots)]
     assert layout.owner(slots[:0]).numel() == 0
     for rank in range(layout.world_size):
+        local_of = layout.local_slots_of(rank, slots)
+        assert local_of.dtype == torch.int64
+        assert local_of.tolist() == [layout.local_slots_of(rank, s) for s in range(num_slots)]
         counts = layout.count(rank, lengths)
         assert counts.dtype == torch.int64
         assert counts.tolist() == [layout.count(rank, length) for length in lengths.tolist()]

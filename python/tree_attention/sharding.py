@@ -100,6 +100,18 @@ class ShardLayout(ABC):
         local = torch.arange(first, max(first, last), dtype=torch.int64, device="cpu")
         return self.global_slots(rank, local)
 
+    def local_slots_of(self, rank: int, slots: Slots) -> Slots:
+        """The local slot at which `rank` holds each global slot, -1 for those that it does not.
+
+        Equivalent PyTorch::
+
+            torch.where(layout.owner(slots) == rank, layout.count(rank, slots), -1)
+        """
+        owners, local = self.owner(slots), self.count(rank, slots)
+        if isinstance(owners, Tensor):
+            return torch.where(owners == rank, local, -1)
+        return local if owners == rank else -1
+
     def _integer(self, name: str, value: object) -> int:
         return _integer(type(self).__name__, name, value)
 
