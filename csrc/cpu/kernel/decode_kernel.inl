@@ -29,7 +29,7 @@ namespace {
 #include "prefill_amx.inl"
 #endif
 
-int64_t max_rows(const DecodeParams& p) {
+int64_t max_rows([[maybe_unused]] const DecodeParams& p) {
 #ifdef TREE_ATTENTION_AMX
   if (suits_prefill(p)) return kPrefillRows;
 #endif
