@@ -67,7 +67,7 @@ class Row:
 
 
 def log_probabilities(model: Any, ids: Tensor, kv_dtype: str | None, row: Row) -> Tensor:
-    """Of the next token at every position of `ids` `[tokens]`: `[tokens, vocab]` in float32."""
+    """The next token's log-probabilities at every position of `ids`: float32 `[tokens, vocab]`."""
     cache = TreeCache(model.config, kv_dtype=kv_dtype, growth=1)
     logits = model(ids[None], past_key_values=cache).logits[0]
     row.bytes_per_token = cache.num_bytes / len(ids)

@@ -25,7 +25,7 @@ inline DataType data_type(at::ScalarType dtype, const char* op, const char* argu
                                   : DataType::kFloat16;
 }
 
-// Of keys and values, which are in `dtype` or have 8 bits.
+// The DataType of keys and values, which are in `dtype` or have 8 bits.
 inline DataType kv_data_type(at::ScalarType kv_dtype, DataType dtype) {
   return kv_dtype == at::kChar            ? DataType::kInt8
          : kv_dtype == at::kFloat8_e4m3fn ? DataType::kFloat8

@@ -121,7 +121,7 @@ def standard_cases() -> list[DecodeCase]:
 
 
 def eight_bit_cases() -> list[DecodeCase]:
-    """Beside each, the same call with the keys and values that it stands for in q's dtype."""
+    """Cases with keys of 8 bits; beside each is timed the same call on those keys in q's dtype."""
     ragged = log_uniform_lengths(8, 512, 32768)
     return [
         case

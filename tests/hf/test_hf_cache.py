@@ -16,7 +16,7 @@ from transformers import Gemma3nTextConfig, LlamaConfig, Qwen3NextConfig, T5Conf
 
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, ShardLayout, hf
-from tree_attention.hf.cache import TreeCacheLayer
+from tree_attention.hf.layer import TreeCacheLayer
 
 CONFIG = CONFIGS["llama"]
 HEADS, HEAD_DIM = 2, 8

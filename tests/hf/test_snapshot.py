@@ -34,6 +34,7 @@ from tree_attention import (
 )
 from tree_attention.hf import snapshot
 from tree_attention.hf.kv_dtypes import KV_DTYPES
+from tree_attention.hf.layer import CROP_KEEPS
 from tree_attention.reference import quantise
 
 CONFIG = CONFIGS["llama"]
@@ -118,7 +119,7 @@ def _generate(rank: int, world_size: int, name: str, directory: Path) -> list[li
 def _shorter(cache: hf.TreeCache) -> hf.TreeCache:
     """The cache without its last token, as the prompt must have a new one."""
     cache.layers[0].get_seq_length()
-    if hf.cache._CROP_KEEPS:
+    if CROP_KEEPS:
         cache.crop(cache.get_seq_length() - 1)
     else:
         cache.crop(-1)
@@ -162,7 +163,7 @@ def test_buffers_that_move_in_inference_mode_can_be_written_outside_of_it(tmp_pa
 
 def test_a_crop_is_saved(tmp_path: Path) -> None:
     cache = _filled()
-    cache.crop(40 if hf.cache._CROP_KEEPS else 40 - LENGTH)
+    cache.crop(40 if CROP_KEEPS else 40 - LENGTH)
     cache.save(tmp_path)
     _check_holds(hf.TreeCache.load(tmp_path, CONFIG), 40)
 

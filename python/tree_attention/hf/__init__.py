@@ -32,8 +32,9 @@ if Version(transformers.__version__) < Version(MINIMUM_TRANSFORMERS):
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import tree_attention_forward
-from .cache import TreeCache, WrongAttentionError
+from .cache import TreeCache
 from .enable import disable, enable
+from .layer import WrongAttentionError
 from .masks import tree_attention_mask
 from .parallel.parallelize import from_pretrained, parallelize
 from .parallel.split import mesh

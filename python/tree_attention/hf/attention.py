@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..decode import tree_decode
 from ..ops import lean_decode
-from .cache import KVShard, TreeCacheLayer
 from .deal import current_deal
 from .dealt import attend
+from .layer import KVShard, TreeCacheLayer
 from .masks import KeyRanges
 from .parallel.mesh import Mesh
 from .parallel.split import mesh_of

@@ -32,7 +32,7 @@ from .deal import Deal
 from .masks import KeyRanges
 
 if TYPE_CHECKING:
-    from .cache import TreeCacheLayer
+    from .layer import TreeCacheLayer
 
 # What a layer holds at a time of the states of all ranks, or of their keys and values.
 _MAX_PIECE_BYTES = 32 << 20

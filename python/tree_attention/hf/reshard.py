@@ -14,7 +14,8 @@ from .outcome import on_every_rank
 from .shard import Shard
 
 if TYPE_CHECKING:
-    from .cache import TreeCache, TreeCacheLayer
+    from .cache import TreeCache
+    from .layer import TreeCacheLayer
 
 
 def reshard(cache: TreeCache, layout: ShardLayout) -> None:

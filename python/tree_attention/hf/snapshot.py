@@ -31,7 +31,8 @@ from .kv_dtypes import KV_DTYPES
 from .outcome import on_every_rank
 
 if TYPE_CHECKING:
-    from .cache import TreeCache, TreeCacheLayer
+    from .cache import TreeCache
+    from .layer import TreeCacheLayer
 
 _INDEX = "index.json"
 _FORMAT, _VERSION = "tree_attention.hf.TreeCache", 1

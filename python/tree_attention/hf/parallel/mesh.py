@@ -78,7 +78,7 @@ class Mesh:
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """Those of all its ranks: to agree on calls, for sums, and for logits."""
+        """The communicators of all ranks: to agree on calls, for sums, and for logits."""
         return self.calls, self.sums, self.logits
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The keys and values of one layer that this rank holds."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from ..ops import append_kv
+from .deal import current_deal
+from .shard import Shard
+
+# transformers 5.5 passes `crop` the tokens to keep, later releases the tokens to remove, as a
+# number <= 0. The name of the parameter tells which.
+CROP_KEEPS = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+
+
+class WrongAttentionError(AttributeError):
+    """Keys of a `TreeCache` reached an attention function that cannot use them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "tree_attention: the keys and values of a TreeCache are spread over ranks and only "
+            "attn_implementation='tree_attention' can use them; load the model with it, or call "
+            "tree_attention.hf.enable(model) or model.set_attn_implementation('tree_attention'); "
+            "models that work on cached keys themselves, as multi-head latent attention does, are "
+            "not supported"
+        )
+
+
+class KVShard:
+    """Takes the place of a layer's keys, and of its values, on the way to the attention function.
+
+    It has none of a tensor's attributes, so any other attention function fails on it instead of
+    attending to the keys of one rank. The error is an AttributeError, so that `hasattr` works.
+    """
+
+    __slots__ = ("layer",)
+    layer: "TreeCacheLayer"
+
+    def __init__(self, layer: "TreeCacheLayer") -> None:
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise WrongAttentionError
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
+        raise WrongAttentionError
+
+
+class TreeCacheLayer(CacheLayerMixin):
+    """The keys and values of one layer that this rank holds, in buffers that grow in steps.
+
+    The slots in use are `keys[:, :, :shard.count(length)]`; the rest of a buffer is uninitialised,
+    and no key range reaches it. Growing copies the layer once per `growth` local slots, which is
+    `2 / growth` of what attention reads in the meantime, and keeps the shard one dense run of
+    slots, which the kernel streams.
+    """
+
+    is_sliding = False  # a window is a key range; every slot is kept, so `crop` can always go back
+    is_croppable = True
+    is_compileable = False
+
+    keys: Tensor  # [batch, num_heads_kv, capacity, head_dim]
+    values: Tensor  # [batch, num_heads_kv, capacity, head_dim_v]
+    k_scale: Tensor  # [batch, num_heads_kv, capacity], with kv_dtype only, like v_scale
+    v_scale: Tensor
+
+    def __init__(self, shard: Shard, growth: int, kv_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.shard = shard
+        self.growth = growth
+        self.kv_dtype = kv_dtype  # of 8 bits; None: that of the model's keys
+        self.length = 0  # of the sequence, on all ranks together
+        self.reserved = 0  # local slots for which the next allocation makes room
+        self.handle = KVShard(self)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        if self.kv_dtype is not None:
+            self.keys, self.values = (x.to(self.kv_dtype) for x in (self.keys, self.values))
+            self.k_scale, self.v_scale = (x[..., 0].float() for x in (self.keys, self.values))
+        self._grow(0)
+        self.is_initialized = True
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What the layer holds, by the name of the attribute; the axis of the slots is 2."""
+        return {"keys": self.keys, "values": self.values, **self.scales()}
+
+    def scales(self) -> dict[str, Any]:
+        """What the operators take beside keys and values of 8 bits, by the name of the argument."""
+        if self.kv_dtype is None:
+            return {}
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    def capacity(self, num_slots: int) -> int:
+        """The local slots that a buffer has when it must hold so many."""
+        return -(-max(num_slots, self.reserved) // self.growth) * self.growth
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[KVShard, KVShard]:
+        """Appends those of the new tokens that this rank keeps.
+
+        Args:
+            key_states, value_states: `[batch, num_heads_kv, new tokens, head_dim]`, the same tokens
+                on every rank, or in a dealt forward pass those that this rank computes.
+
+        Returns:
+            The `KVShard` twice: for the keys and for the values.
+        """
+        if not self.is_initialized or (self.length == 0 and self._is_of_another(key_states)):
+            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != self.keys.shape[0]:
+            raise ValueError(
+                f"TreeCache: the cache holds {self.keys.shape[0]} sequences, got new tokens of "
+                f"{key_states.shape[0]}; repeat the sequences with batch_repeat_interleave, or "
+                "forget them with reset"
+            )
+        pairs = {"keys": (key_states, self.keys), "values": (value_states, self.values)}
+        for name, (new, held) in pairs.items():
+            dtypes = (held.dtype, new.dtype) if self.kv_dtype is None else (None, None)
+            kinds = [
+                (dtype, x.shape[1], x.shape[3])
+                for dtype, x in zip(dtypes, (held, new), strict=True)
+            ]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"TreeCache: the cache holds {name} of (dtype, num_heads_kv, head_dim) = "
+                    f"{kinds[0]}, got {kinds[1]}; convert them, or forget the tokens with reset"
+                )
+        if self.keys.device != key_states.device:  # as `load` leaves them on the CPU
+            with torch.inference_mode(False):  # see _reallocate
+                for name, x in self.buffers().items():
+                    setattr(self, name, x.to(key_states.device))
+        deal = current_deal()
+        end = self.length + (key_states.shape[2] if deal is None else deal.length)
+        write = self.shard.write(self.length, end, key_states.device)
+        if write.end > self.keys.shape[2]:
+            self._grow(write.end)
+        new_keys, new_values = key_states.detach(), value_states.detach()
+        if deal is not None:
+            new_keys, new_values = deal.rows_of_owner(new_keys, new_values)
+        count = write.end - write.begin
+        if count > 0:
+            if deal is None and write.tokens is not None:
+                new_keys = new_keys.index_select(2, write.tokens)
+                new_values = new_values.index_select(2, write.tokens)
+            if self.kv_dtype is None:
+                self.keys.narrow(2, write.begin, count).copy_(new_keys)
+                self.values.narrow(2, write.begin, count).copy_(new_values)
+            else:
+                self.quantise(new_keys, new_values, write.slots)
+        self.length = end
+        return self.handle, self.handle
+
+    def quantise(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Writes tokens to local slots, in 8 bits."""
+        slot_mapping = slots.expand(keys.shape[0], -1)
+        append_kv(keys, values, self.keys, self.values, slot_mapping, **self.scales())
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        deal = current_deal()
+        return self.length + (int(query_length) if deal is None else deal.length), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:  # its name before transformers 5.17
+        return -1
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Forgets the last `-tokens_to_remove` tokens; nothing is moved or freed.
+
+        With transformers before 5.17 a number >= 0 is the length to keep, as in its own caches.
+        """
+        tokens = int(tokens_to_remove)
+        if tokens > 0 and not CROP_KEEPS:
+            raise ValueError(
+                f"TreeCache: crop takes the number of tokens to remove with a minus, got {tokens}; "
+                f"cache.crop({-tokens}) removes {tokens} tokens"
+            )
+        if tokens >= 0 and CROP_KEEPS:
+            self.length = min(self.length, tokens)
+        else:
+            self.length = max(0, self.length + tokens)
+
+    def reset(self) -> None:
+        """Forgets all tokens and keeps the buffers for the next batch of the same size."""
+        self.length = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            rows = torch.arange(self.keys.shape[0], device=self.keys.device)
+            self.batch_select_indices(rows.repeat_interleave(int(repeats)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.is_initialized:
+            rows = indices.to(self.keys.device)
+
+            def select(x: Tensor, out: Tensor) -> None:
+                torch.index_select(x, 0, rows, out=out)
+
+            self._reallocate(len(rows), self.keys.shape[2], select)
+
+    def offload(self) -> None:
+        raise NotImplementedError(
+            "TreeCache: offloading is not supported; more ranks hold fewer keys each"
+        )
+
+    prefetch = offload
+
+    def reserve(self, length: int) -> None:
+        """Has the next allocation make room for `length` global slots."""
+        self.reserved = self.shard.count(length)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes of the buffers that this rank has allocated for the layer."""
+        return sum(x.nbytes for x in self.buffers().values()) if self.is_initialized else 0
+
+    def _is_of_another(self, key_states: Tensor) -> bool:
+        batch, num_heads_kv, _, head_dim = self.keys.shape
+        return (
+            key_states.shape[0] != batch
+            or key_states.shape[1] != num_heads_kv
+            or key_states.shape[3] != head_dim
+            or (self.kv_dtype is None and key_states.dtype != self.keys.dtype)
+            or key_states.device != self.keys.device
+        )
+
+    def _grow(self, num_slots: int) -> None:
+        self._reallocate(self.keys.shape[0], self.capacity(num_slots), lambda x, out: out.copy_(x))
+
+    def _reallocate(
+        self, batch: int, capacity: int, fill: Callable[[Tensor, Tensor], object]
+    ) -> None:
+        used = self.shard.count(self.length)
+
+        def reallocate(x: Tensor) -> Tensor:
+            new = x.new_empty((batch, x.shape[1], capacity, *x.shape[3:]))
+            fill(x[:, :, :used], new[:, :, :used])
+            return new
+
+        # Tensors made in inference mode could not be written to outside of it, and buffers live on
+        # there. They are copied one after the other, so that only one old buffer is alive beside
+        # the new ones.
+        with torch.inference_mode(False), torch.no_grad():
+            for name, x in self.buffers().items():
+                setattr(self, name, reallocate(x))
