@@ -13,7 +13,7 @@ from hf_models import make_model
 
 
 def test_accuracy_by_kv_dtype(tmp_path: Path) -> None:
-    rows = kv_dtype.measure(torch.float32, {400: 1})
+    rows = kv_dtype.measure(kv_dtype.CHECKPOINT, torch.float32, {400: 1, 10**6: 1})
     assert [row["kv_dtype"] for row in rows] == ["float32", "int8", "fp8"]
     base, int8, fp8 = rows
     assert base["kld_mean"] == 0.0 and base["same_top"] == 1.0
