@@ -3,7 +3,7 @@
 
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from operator import itemgetter
 from types import CodeType, FunctionType, MethodType
@@ -156,11 +156,21 @@ def digest_parameters(model: torch.nn.Module) -> str:
     """
     split, digest = split_parameters(model)
     whole = (
-        (name, parameter)
+        part
         for name, parameter in model.named_parameters()
         if name not in split and not isinstance(parameter, DTensor) and not parameter.is_meta
+        for part in _plain(name, parameter)
     )
     return digest + digest_tensors(whole)
+
+
+def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor, or those that a subclass is made of, as quantised weights are."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for inner in tensor.__tensor_flatten__()[0]:
+            yield from _plain(f"{name}.{inner}", getattr(tensor, inner))
+    else:
+        yield name, tensor
 
 
 @torch.no_grad()

@@ -101,6 +101,9 @@ class _Planner:
                 kind = type(self._modules[name])
                 if kind is not nn.Linear:
                     raise self._refusal(name, f"it is no torch.nn.Linear, but {kind.__name__}")
+                weight = self._modules[name].weight
+                if hasattr(weight, "__tensor_flatten__"):
+                    raise self._refusal(name, f"its weight is quantised: {type(weight).__name__}")
             (row,) = rows
             summed.append(row)
             if f"{parent}.{_QUERY}" in columns:

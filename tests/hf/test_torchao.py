@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Weights that torchao has quantised, beside a cache of 8 bits: people who want one want both."""
+
+from __future__ import annotations
+
+import pytest
+
+from distributed import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("torchao")
+
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from transformers import PreTrainedModel
+
+from hf_models import make_model, make_prompts
+from tree_attention import ExchangeError, hf
+
+GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+
+
+def _quantised_model() -> PreTrainedModel:
+    model = make_model("llama")
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+def _generate(rank: int, world_size: int) -> None:
+    prompts = make_prompts()
+    model = _quantised_model()
+    expected = model.generate(**prompts, **GREEDY)
+    for kv_dtype in (None, "int8"):
+        hf.enable(model, kv_dtype=kv_dtype)
+        assert model.generate(**prompts, **GREEDY).equal(expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_quantised_weights(world_size: int) -> None:
+    run_ranks(_generate, world_size)
+
+
+def _generate_with_other_weights(rank: int, world_size: int) -> None:
+    model = hf.enable(_quantised_model())
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.scale.mul_(1 + rank)
+    with pytest.raises(ExchangeError, match="weights"):
+        model.generate(**make_prompts(), **GREEDY)
+
+
+def test_ranks_with_other_quantised_weights() -> None:
+    run_ranks(_generate_with_other_weights, 2)
+
+
+def _split(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"q_proj: its weight is quantised: Int8Tensor"):
+        hf.parallelize(_quantised_model())
+
+
+def test_quantised_weights_are_not_split() -> None:
+    run_ranks(_split, 2)
