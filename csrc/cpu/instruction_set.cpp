@@ -21,10 +21,10 @@ namespace {
 // The kernel saves tile registers only for a process that asked for them.
 bool has_amx() {
 #if defined(__linux__)
-  constexpr unsigned kBf16Bit = 1u << 22, kTileBit = 1u << 24;  // CPUID 7.0 EDX
+  constexpr unsigned kBits = 1u << 22 | 1u << 24 | 1u << 25;  // CPUID 7.0 EDX: bf16, tiles, int8
   unsigned eax, ebx, ecx, edx;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  if ((edx & kBf16Bit) == 0 || (edx & kTileBit) == 0) return false;
+  if ((edx & kBits) != kBits) return false;
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else

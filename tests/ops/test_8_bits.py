@@ -89,6 +89,36 @@ def test_float32_digits(seqlen_q, kv_dtype):
     torch.testing.assert_close(lse.double(), true_lse, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-38, 1e-25, 1.0, 1e25])
+@pytest.mark.parametrize("rows", [1, 4, 5, 8])
+def test_queries_of_any_size(rows, size):
+    """Few queries meet keys of int8 as integers, in units of their largest element."""
+    problem = make_problem(
+        seqlen_k=200, group_size=rows, head_dim=96, dtype=torch.bfloat16, kv_dtype=INT8
+    )
+    spread = torch.logspace(0, -9, 96)[torch.randperm(96)]  # of the elements of a query
+    q = (problem.q.double() * spread * size).to(torch.bfloat16)
+    problem.q, problem.softmax_scale = q, 3.0 / size
+    o, lse = problem.run(out_dtype=torch.float32)
+    true_o, true_lse = reference.attention(problem.q, problem.k, problem.v, **problem.options)
+    error = (o - true_o).abs().amax(-1) / true_o.abs().amax(-1)
+    assert error.max() < 2e-5
+    torch.testing.assert_close(lse.double(), true_lse, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("bad", [NAN, math.inf])
+def test_a_query_that_is_not_finite(bad):
+    problem = make_problem(seqlen_k=200, dtype=torch.bfloat16, kv_dtype=INT8)
+    o, lse = problem.run()
+    problem.q[1, 2, 0, 5] = bad
+    other_o, other_lse = problem.run()
+    assert other_o[1, 2].isnan().all() and other_lse[1, 2].isnan().all()
+    others = torch.ones(lse.shape, dtype=torch.bool)
+    others[1, 2] = False
+    torch.testing.assert_close(other_o[others], o[others])
+    torch.testing.assert_close(other_lse[others], lse[others])
+
+
 @by_kv_dtype
 @by_dtype
 def test_every_byte(dtype, kv_dtype):

@@ -9,6 +9,7 @@ struct alignas(64) TileConfig {
   uint16_t bytes_per_row[16] = {};
   uint8_t rows[16] = {};
 
+  // `columns` of scores^T, of 4 bytes each.
   TileConfig(int num_rows, int columns) {
     for (int tile = 0; tile < 4; ++tile) shape(tile, kTileRows, tile == 2 ? 64 : 4 * columns);
     for (int tile = 4; tile < 8; ++tile) shape(tile, num_rows, 64);
@@ -29,17 +30,21 @@ struct Matrices {
   uint32_t* v;           // [head_dim_v / 32, even and odd dims, 16 pairs of keys, 16 dims]
   BFloat16* k;           // [buffers, 32 keys, head_dim]: those that are not used where they lie
   float* scores;         // [2, 32 keys, columns]
+  int32_t* products;     // [32 keys, 2 groups of rows, 16]: those of digits, of keys of int8
   uint16_t *high, *low;  // [16 rows, 32 keys]: the two terms of P
 
   // Keys of 8 bits are converted while those of the step before are used.
   static int64_t key_buffers(const DecodeParams& p) {
     return p.kv_dtype == DataType::kBFloat16 ? 1 : 2;
   }
+  static int64_t product_bytes(const DecodeParams& p) {
+    return p.kv_dtype == DataType::kInt8 ? kStepKeys * 2 * kTileRows * 4 : 0;
+  }
   static int64_t row_blocks(int64_t num_rows) { return (num_rows + kTileRows - 1) / kTileRows; }
   static size_t bytes(const DecodeParams& p, int64_t num_rows) {
     return (row_blocks(num_rows) * kTileRows + key_buffers(p) * kStepKeys) * padded(p.head_dim) *
                2 +
-           kStepKeys * padded(p.head_dim_v) * 2 + 2 * kStepKeys * kTileRows * 4 +
+           kStepKeys * padded(p.head_dim_v) * 2 + 2 * kStepKeys * kTileRows * 4 + product_bytes(p) +
            2 * kTileRows * kStepKeys * 2;
   }
   Matrices(const DecodeParams& p, int64_t num_rows, char* memory) {
@@ -53,6 +58,7 @@ struct Matrices {
     k = reinterpret_cast<BFloat16*>(take(key_buffers(p) * kStepKeys * padded(p.head_dim) * 2));
     v = reinterpret_cast<uint32_t*>(take(kStepKeys * padded(p.head_dim_v) * 2));
     scores = reinterpret_cast<float*>(take(2 * kStepKeys * kTileRows * 4));
+    products = reinterpret_cast<int32_t*>(take(product_bytes(p)));
     high = reinterpret_cast<uint16_t*>(take(kTileRows * kStepKeys * 2));
     low = reinterpret_cast<uint16_t*>(take(kTileRows * kStepKeys * 2));
   }
@@ -91,8 +97,9 @@ inline void pack_queries(const DecodeParams& p, const Rows& rows, int columns, u
 }
 
 // The 16 keys from `first` as a matrix: in place if they lie at equal distances, else copied.
-inline const BFloat16* key_matrix(const DecodeParams& p, const Step<BFloat16>& step, int first,
-                                  BFloat16* copy, int64_t& stride) {
+template <typename T>
+inline const T* key_matrix(const DecodeParams& p, const Step<T>& step, int first, T* copy,
+                           int64_t& stride) {
   if (step.count >= first + kTileRows) {
     stride = step.k[first + 1] - step.k[first];
     bool regular = true;
@@ -104,7 +111,7 @@ inline const BFloat16* key_matrix(const DecodeParams& p, const Step<BFloat16>& s
   stride = p.head_dim;
   for (int i = 0; i < kTileRows; ++i) {
     __builtin_memcpy(copy + i * stride, step.k[first + i < step.count ? first + i : step.count - 1],
-                     stride * sizeof(BFloat16));
+                     stride * sizeof(T));
   }
   return copy;
 }
@@ -132,10 +139,10 @@ class Prefetcher {
  public:
   // The relative costs of the parts of a step: of the products of a block of rows and kTilePair
   // dims, of interleaving kTilePair dims of two values, of the weights of a block of rows.
-  static constexpr int kScores = 12, kValues = 16, kInterleaving = kIsScaled<T> ? 0 : 1,
+  static constexpr int kScores = 12, kValues = 16, kInterleaving = kIsScaled<T> ? 4 : 1,
                        kWeights = 48;
 
-  // Keys of 8 bits are not only fetched but converted, to next_keys.
+  // Keys are fetched, or, given next_keys, converted to there.
   Prefetcher(const DecodeParams& p, int64_t num_blocks, const Step<T>& near, Window<T>* window,
              BFloat16* next_keys)
       : near_(near),
@@ -167,10 +174,12 @@ class Prefetcher {
     if (key_ == kStepKeys) return;
     if constexpr (kIsScaled<T>) {
       const int64_t end = d_ + kLine < k_end_ ? d_ + kLine : k_end_;
-      convert_keys(near_, key_, key_ + kUnitKeys, d_, end, k_end_, next_keys_);
+      if (next_keys_ != nullptr) {
+        convert_keys(near_, key_, key_ + kUnitKeys, d_, end, k_end_, next_keys_);
+      }
     }
     for (int i = 0; i < kUnitKeys; ++i) {
-      if (!kIsScaled<T> && d_ < k_end_) __builtin_prefetch(near_.k[key_ + i] + d_);
+      if (next_keys_ == nullptr && d_ < k_end_) __builtin_prefetch(near_.k[key_ + i] + d_);
       if (d_ < v_end_) __builtin_prefetch(near_.v[key_ + i] + d_);
     }
     if (window_ != nullptr) window_->fetch();

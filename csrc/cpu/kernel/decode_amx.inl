@@ -76,14 +76,34 @@ struct MatrixKeys {
   }
 
  private:
+  // Whether scores of blocks of kColumns rows may come from digits.
+  template <int kColumns>
+  static constexpr bool kMayUseDigits = __is_same(T, Int8) && kColumns < kTileRows;
+
   // Blocks of kColumns rows: a vector holds the scores of all of them for 16 / kColumns keys.
   template <int kColumns>
   static void attend_columns(const DecodeParams& p, const Rows& rows, const RowState& state,
                              int64_t begin, int64_t end, int64_t limit) {
     const Matrices m(p, rows.count, state.matrices);
+    if constexpr (kMayUseDigits<kColumns>) {
+      float weights[kDigits * kColumns] = {};
+      if (p.head_dim >= kTileBytes &&
+          pack_digits<kColumns>(p, rows, reinterpret_cast<int8_t*>(m.q), weights)) {
+        attend_packed<kColumns>(p, rows, state, m, begin, end, limit, weights);
+        return;
+      }
+    }
     pack_queries<T>(p, rows, kColumns, m.q);
+    attend_packed<kColumns>(p, rows, state, m, begin, end, limit, nullptr);
+  }
+
+  // attend_columns with the queries in m.q, of which `weights` are those of the digits, or null.
+  template <int kColumns>
+  static void attend_packed(const DecodeParams& p, const Rows& rows, const RowState& state,
+                            const Matrices& m, int64_t begin, int64_t end, int64_t limit,
+                            const float* weights) {
     const TileConfig config(rows.count < kTileRows ? static_cast<int>(rows.count) : kTileRows,
-                            kColumns);
+                            weights == nullptr ? kColumns : kDigitColumns);
     finish_stores();
     _tile_loadconfig(&config);
     [[maybe_unused]] int buffer = 0;  // of the keys of the step
@@ -91,12 +111,13 @@ struct MatrixKeys {
     for_steps<T>(p, rows, begin, end, limit,
                  [&](int64_t key, const Step<T>& step, const Step<T>& next, Window<T>* window) {
                    if constexpr (kIsScaled<T>) {
-                     if (is_first) {
+                     if (is_first && weights == nullptr) {
                        convert_keys(step, 0, kStepKeys, 0, p.head_dim, p.head_dim, m.k);
                      }
                    }
                    is_first = false;
-                   attend_step<kColumns>(p, rows, state, m, key, step, next, window, buffer);
+                   attend_step<kColumns>(p, rows, state, m, key, step, next, window, buffer,
+                                         weights);
                    buffer = 1 - buffer;
                  });
     _tile_release();
@@ -105,7 +126,13 @@ struct MatrixKeys {
   template <int kColumns>
   static void attend_step(const DecodeParams& p, const Rows& rows, const RowState& state,
                           const Matrices& m, int64_t key, const Step<T>& step, const Step<T>& next,
-                          Window<T>* window, int buffer) {
+                          Window<T>* window, int buffer, const float* weights) {
+    if constexpr (kMayUseDigits<kColumns>) {
+      if (weights != nullptr) {
+        attend_digits<kColumns>(p, rows, state, m, key, step, next, window, weights);
+        return;
+      }
+    }
     int64_t stride[2];
     const BFloat16* k[2];
     const auto keys_of = [&](int i) { return m.k + i * kStepKeys * p.head_dim; };
@@ -136,6 +163,26 @@ struct MatrixKeys {
       value_tiles(m, p.head_dim_v, state.acc + first * padded(p.head_dim_v), prefetcher);
     }
     if constexpr (kIsScaled<T>) prefetcher.finish();
+  }
+
+  // attend_step for few rows and keys of int8, whose scores come from digits.
+  template <int kColumns>
+  static void attend_digits(const DecodeParams& p, const Rows& rows, const RowState& state,
+                            const Matrices& m, int64_t key, const Step<T>& step,
+                            const Step<T>& next, Window<T>* window, const float* weights) {
+    int64_t stride[2];
+    const T* k[2];
+    for (int i = 0; i < 2; ++i) {
+      k[i] = key_matrix(p, step, i * kTileRows,
+                        reinterpret_cast<T*>(m.k) + i * kTileRows * p.head_dim, stride[i]);
+    }
+    finish_stores();
+    Prefetcher<T> prefetcher(p, 1, next, window, nullptr);
+    score_digits<kColumns>(k[0], stride[0], k[1], stride[1], reinterpret_cast<int8_t*>(m.q),
+                           weights, p.head_dim, m.products, m.scores, prefetcher);
+    interleave_values(step, prefetcher, p.head_dim_v, m.v);
+    weigh_rows<kColumns>(p, rows, state, m, key, step, 0, rows.count, prefetcher);
+    value_tiles(m, p.head_dim_v, state.acc, prefetcher);
   }
 
   // softmax_row for rows [first, last), and the rescaling of their acc. Lanes are rows here, so

@@ -22,6 +22,8 @@ namespace {
 
 #include "amx_tiles.inl"
 
+#include "amx_digits.inl"
+
 #include "decode_amx.inl"
 
 #include "prefill_tiles.inl"
