@@ -21,7 +21,7 @@ inline int64_t tile_begin(int64_t d, int64_t head_dim) {
 
 // The digits of the queries of `rows`, as the matrix unit takes them, four dims of a column side by
 // side: `out` [groups of rows, tiles of dims, 16, kDigitColumns, 4]. weights [kDigits,
-// kMaxColumns]: what the products with each digit are to be multiplied by. False if a query is not
+// kColumns]: what the products with each digit are to be multiplied by. False if a query is not
 // finite.
 template <int kColumns>
 inline bool pack_digits(const DecodeParams& p, const Rows& rows, int8_t* out, float* weights) {
