@@ -13,6 +13,7 @@ build=build/sanitize
 cpu_sources=(tests/cpp/*.cpp csrc/cpu/{,kernel/}*.cpp)
 # Of the decode kernels those that the short cases use; the linker lets the others be missing.
 cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{decode,merge,one_shot}/*.cu
+  csrc/cuda/decode/workspaces.cpp
   benchmarks/cuda/ablations/ablations.cu
   csrc/cuda/instantiations/lean_decode_{bf16_64,bf16_96,bf16_128,fp16_256,fp32_64}.cu
   tests/cuda_emulator/{fiber,machine,main,ptx_host,test_*}.cpp)

@@ -18,6 +18,7 @@ EMULATOR = [
 ]
 TESTS = [
     Path("tests/cpp/decode_case.cpp"),
+    Path("csrc/cuda/decode/workspaces.cpp"),
     Path("tests/cuda_emulator/main.cpp"),
     Path("benchmarks/cuda/ablations/ablations.cu"),
     *sorted(path.relative_to(ROOT) for path in (ROOT / "tests/cuda_emulator").glob("test_*.cpp")),

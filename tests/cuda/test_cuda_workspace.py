@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The scratch memory of launches: one allocation for each device and stream."""
+"""The scratch memory of launches: one allocation for each stream, and for each captured graph."""
 
 import gc
 import threading
@@ -86,6 +86,49 @@ def test_first_use_and_growth_during_a_capture(cuda):
         graph.replay()
         for out, right in zip(captured, expected, strict=True):
             assert_same_bits(out, right)
+
+
+def test_graphs_of_one_stream_run_side_by_side(cuda):
+    """Each has few blocks, so that both are resident, and all of them share its output."""
+    problems = [split_problem(cuda, seqlen_k=n, head_dim=128) for n in (60_000, 50_000)]
+    expected = [problem.run_and_check(num_workers=40) for problem in problems]
+    stream = torch.cuda.Stream()
+    graphs, outs = [], []
+    for problem in problems:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            outs.append(problem.run(num_workers=40))
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    differ = [torch.zeros((), dtype=torch.int64, device=cuda) for _ in graphs]
+    torch.cuda.synchronize()
+    for _ in range(300):
+        for i, graph in enumerate(graphs):
+            with torch.cuda.stream(streams[i]):
+                graph.replay()
+                differ[i] += (outs[i][0] != expected[i][0]).any()
+    torch.cuda.synchronize()
+    assert [x.item() for x in differ] == [0, 0]
+
+
+def test_a_destroyed_graph_gives_its_workspace_to_the_next(cuda):
+    problem = split_problem(cuda, seqlen_k=20_000, head_dim=128)
+    stream = torch.cuda.Stream()
+
+    def capture_and_replay() -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            problem.run()
+        graph.replay()
+        torch.cuda.synchronize()
+        graph.reset()
+
+    for _ in range(3):
+        capture_and_replay()
+    before = used_memory()
+    for _ in range(20):
+        capture_and_replay()
+    assert used_memory() - before < 8 * 2**20  # of 20 workspaces: more than 40 MB
 
 
 def test_capture_while_other_threads_allocate(cuda):

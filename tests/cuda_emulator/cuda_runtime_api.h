@@ -3,5 +3,31 @@
 // Stands for the toolkit's header where kernels run on the emulated device.
 #pragma once
 
+#include <cstddef>
+
+#define CUDART_VERSION 13000
+#define CUDART_CB
+
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
 using cudaStream_t = struct CUstream_st*;
+
+// Memory and captures, for test_workspaces.cpp, which defines them.
+using cudaGraph_t = struct CUgraph_st*;
+using cudaUserObject_t = struct CUuserObject_st*;
+using cudaHostFn_t = void(CUDART_CB*)(void*);
+enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed = 2 };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
+enum { cudaStreamNonBlocking = 1, cudaUserObjectNoDestructorSync = 1, cudaGraphUserObjectMove = 1 };
+
+cudaError_t cudaMalloc(void** memory, size_t bytes);
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
+cudaError_t cudaDeviceSynchronize();
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long* number, cudaGraph_t* graph);
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* data, cudaHostFn_t destroy,
+                                 unsigned references, unsigned flags);
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object,
+                                      unsigned references, unsigned flags);

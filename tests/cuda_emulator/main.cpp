@@ -32,6 +32,8 @@ void test_equal_splits();
 void test_waiting_fixup();
 void test_waiting_fixup_hangs();
 
+void test_workspaces();
+
 void test_decode_shared_cases();
 void test_decode_edges();
 void test_decode_many_workers();
@@ -73,6 +75,7 @@ int main(int argc, char** argv) {
       {"bank conflicts", test_bank_conflicts},
       {"launch errors", test_launch_errors},
       {"synchronised kernels", test_synchronised},
+      {"workspaces", test_workspaces},
       {"fix-up, short", test_fixup_short},
       {"one-shot, short", test_one_shot_short},
 #if !defined(__SANITIZE_THREAD__)  // to which a thread of a kernel is expensive

@@ -7,7 +7,9 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include <algorithm>
+#include <compare>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -20,12 +22,27 @@ struct Allocation {
   WorkspaceSize size;
 };
 
-// All allocations of a stream, the largest last: captured graphs may still use the smaller ones.
+// The largest last: captured graphs may still use the smaller ones.
 using Allocations = std::vector<Allocation>;
+
+// Launches that follow each other: those on a stream, or those that a capture records there.
+struct Sequence {
+  c10::DeviceIndex device;
+  cudaStream_t stream;
+  unsigned long long capture;  // 0: of no capture
+
+  auto operator<=>(const Sequence&) const = default;
+};
 
 struct Workspaces {
   std::mutex mutex;
-  std::map<std::pair<c10::DeviceIndex, cudaStream_t>, Allocations> of_stream;
+  std::map<Sequence, Allocations> used;
+  std::map<c10::DeviceIndex, Allocations> idle;
+
+  // Captures whose graphs are destroyed. They have a mutex that is never held while CUDA is called:
+  // the thread that reports them may be one for which CUDA waits.
+  std::mutex ended_mutex;
+  std::vector<Sequence> ended;
 };
 
 // The workspaces are never destroyed: at the end of the process the driver may be gone before them.
@@ -68,17 +85,86 @@ WorkspaceSize larger(const WorkspaceSize& a, const WorkspaceSize& b) {
           std::max(a.num_partial_floats, b.num_partial_floats)};
 }
 
+bool fits(const WorkspaceSize& needed, const WorkspaceSize& size) {
+  return needed.num_counters <= size.num_counters &&
+         needed.num_partial_floats <= size.num_partial_floats;
+}
+
+// One that is idle, or a new one.
+Allocation take(Allocations& idle, const WorkspaceSize& needed) {
+  const auto found = std::find_if(idle.begin(), idle.end(), [&](const Allocation& allocation) {
+    return fits(needed, allocation.size);
+  });
+  if (found == idle.end()) return allocate(needed);
+  const Allocation taken = *found;
+  idle.erase(found);
+  return taken;
+}
+
+// The capture that records the launches on a stream: its number, 0 for none, and its graph.
+std::pair<unsigned long long, cudaGraph_t> capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status;
+  unsigned long long number = 0;
+  cudaGraph_t graph = nullptr;
+#if CUDART_VERSION >= 13000
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &number, &graph));
+#else
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo_v2(stream, &status, &number, &graph));
+#endif
+  if (status != cudaStreamCaptureStatusActive) return {0, nullptr};
+  return {number, graph};
+}
+
+// Called when the last graph of a capture is destroyed and runs no more.
+void CUDART_CB note_end(void* sequence) {
+  const std::unique_ptr<Sequence> owned(static_cast<Sequence*>(sequence));
+  Workspaces& all = workspaces();
+  const std::lock_guard lock(all.ended_mutex);
+  all.ended.push_back(*owned);
+}
+
+// Makes the workspaces of captures idle whose graphs are destroyed.
+void collect(Workspaces& all) {
+  std::vector<Sequence> ended;
+  {
+    const std::lock_guard lock(all.ended_mutex);
+    ended.swap(all.ended);
+  }
+  for (const Sequence& sequence : ended) {
+    const auto found = all.used.find(sequence);
+    if (found == all.used.end()) continue;
+    Allocations& idle = all.idle[sequence.device];
+    idle.insert(idle.end(), found->second.begin(), found->second.end());
+    all.used.erase(found);
+  }
+}
+
+// Has the graph, and all that are instantiated from it, own the workspaces of a sequence.
+void let_own(cudaGraph_t graph, const Sequence& sequence) {
+  auto owned = std::make_unique<Sequence>(sequence);
+  cudaUserObject_t object;
+  C10_CUDA_CHECK(
+      cudaUserObjectCreate(&object, owned.get(), note_end, 1, cudaUserObjectNoDestructorSync));
+  owned.release();
+  C10_CUDA_CHECK(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove));
+}
+
 }  // namespace
 
 Workspace workspace_of(cudaStream_t stream, const DeviceLimits& limits,
                        const WorkspaceSize& needed) {
+  const auto [capture, graph] = capture_of(stream);
+  const Sequence sequence{c10::cuda::current_device(), stream, capture};
   Workspaces& all = workspaces();
   const std::lock_guard lock(all.mutex);
-  Allocations& allocations = all.of_stream[{c10::cuda::current_device(), stream}];
+  collect(all);
+  if (capture != 0 && !all.used.contains(sequence)) let_own(graph, sequence);
+  Allocations& allocations = all.used[sequence];
   const WorkspaceSize existing = allocations.empty() ? WorkspaceSize{} : allocations.back().size;
-  if (existing.num_counters < needed.num_counters ||
-      existing.num_partial_floats < needed.num_partial_floats) {
-    allocations.push_back(allocate(larger(existing, larger(needed, largest_workspace(limits)))));
+  if (!fits(needed, existing)) {
+    const WorkspaceSize size = larger(existing, needed);
+    allocations.push_back(capture == 0 ? allocate(larger(size, largest_workspace(limits)))
+                                       : take(all.idle[sequence.device], size));
   }
   return allocations.back().workspace;
 }
@@ -86,11 +172,13 @@ Workspace workspace_of(cudaStream_t stream, const DeviceLimits& limits,
 void reset_workspaces() {
   Workspaces& all = workspaces();
   const std::lock_guard lock(all.mutex);
-  for (const auto& [key, allocations] : all.of_stream) {
-    const c10::cuda::CUDAGuard guard(key.first);
+  const auto reset = [](c10::DeviceIndex device, const Allocations& allocations) {
+    const c10::cuda::CUDAGuard guard(device);
     C10_CUDA_CHECK(cudaDeviceSynchronize());
     for (const Allocation& allocation : allocations) zero_counters(allocation);
-  }
+  };
+  for (const auto& [sequence, allocations] : all.used) reset(sequence.device, allocations);
+  for (const auto& [device, allocations] : all.idle) reset(device, allocations);
 }
 
 }  // namespace tree_attention::cuda
