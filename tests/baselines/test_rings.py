@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What both rings promise: exact results, the same bits on every rank, and refusals in time."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import run_ranks
+from helpers import assert_same_bits, make_problem
+from sharded import CASES, LAYOUTS, WORLDS, make_case, merged
+from tree_attention import BlockCyclic, lean_decode, ring_decode, ring_pass_q_decode
+from tree_attention.baselines import ring, ring_pass_q
+from tree_attention.exchange import Communicator
+
+State = tuple[Tensor, Tensor]
+RINGS = {"ring_decode": ring_decode, "ring_pass_q_decode": ring_pass_q_decode}
+MODULES = {"ring_decode": ring, "ring_pass_q_decode": ring_pass_q}
+rings = pytest.mark.parametrize("name", RINGS)
+
+
+def decode_case(rank: int, world_size: int, name: str, case: str, layout: str) -> State:
+    problem, shards = make_case(case, layout, world_size)
+    own = shards[rank]
+    result = RINGS[name](own.q, own.k, own.v, own.key_ranges, **own.options)
+    assert result[0].dtype == own.q.dtype
+    problem.check(*result)
+    if name == "ring_decode":  # it merges the shards in the order of tree_decode
+        assert_same_bits(result, merged(shards, own.q.dtype))
+    return result
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+@rings
+def test_exact_and_same_bits(name: str, case: str, layout: str, world_size: int) -> None:
+    results = run_ranks(decode_case, world_size, name, case, layout)
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+@rings
+def test_without_process_group(name: str) -> None:
+    problem = make_problem(seqlen_q=2, ranges="causal", dtype=torch.bfloat16)
+    result = RINGS[name](problem.q, problem.k, problem.v, problem.key_ranges)
+    assert_same_bits(result, lean_decode(problem.q, problem.k, problem.v, problem.key_ranges))
+
+
+def decode_nothing(rank: int, world_size: int, name: str) -> None:
+    """No sequences or no queries, between calls that have some."""
+    kv = torch.ones(2, 2, 5, 8)
+    comm = Communicator()
+    for batch, seqlen_q in ((2, 1), (0, 1), (2, 0), (0, 0), (2, 1)):
+        q = torch.ones(batch, 4, seqlen_q, 8)
+        o, lse = RINGS[name](q, kv[:batch], kv[:batch], group=comm)
+        assert o.shape == q.shape and lse.shape == q.shape[:3] and (o == 1).all()
+
+
+@rings
+def test_calls_without_rows(name: str) -> None:
+    run_ranks(decode_nothing, 3, name)
+
+
+def refuse_arguments(rank: int, world_size: int, name: str) -> None:
+    torch.manual_seed(5)
+    problem = make_problem(seqlen_k=20)
+    q, k, v = problem.q, problem.k, problem.v
+    comm = Communicator(timeout=5.0)
+    decode = RINGS[name]
+    good = decode(q, k, v, group=comm)
+    sent = comm.bytes_sent
+    with pytest.raises(RuntimeError, match="lean_decode: q must have shape"):
+        decode(q[0], k, v, group=comm)
+    with pytest.raises(RuntimeError, match="lean_decode: key_layout must be"):
+        decode(q, k, v, group=comm, key_layout=(0, 2, 1))
+    with pytest.raises(RuntimeError, match="lean_decode: key_ranges must"):
+        decode(q, k, v, torch.zeros(2, 1, 2), group=comm)
+    assert comm.bytes_sent == sent
+    assert_same_bits(decode(q, k, v, group=comm), good)
+
+
+@rings
+def test_arguments_are_refused_before_anything_is_sent(name: str) -> None:
+    run_ranks(refuse_arguments, 2, name)
+
+
+def count_transfers(rank: int, world_size: int, name: str) -> tuple[list[int], int]:
+    """The transfers that are under way in each call of lean_decode, and after the last."""
+    problem = make_problem(batch=3, seqlen_k=64)
+    own = problem.shard(BlockCyclic(world_size, 8), rank)
+    comm = Communicator()
+    under_way = 0
+    during: list[int] = []
+    start_shift, finish = comm.link.start_shift, comm.link.finish
+
+    def counting_start(*args: Any) -> Any:
+        nonlocal under_way
+        under_way += 1
+        return start_shift(*args)
+
+    def counting_finish(works: list[Any], *args: Any) -> None:
+        nonlocal under_way
+        finish(works, *args)
+        under_way -= bool(works)
+
+    def counting_decode(*args: Any, **options: Any) -> State:
+        during.append(under_way)
+        return lean_decode(*args, **options)
+
+    comm.link.start_shift, comm.link.finish = counting_start, counting_finish
+    with mock.patch.object(MODULES[name], "lean_decode", counting_decode):
+        RINGS[name](own.q, own.k, own.v, group=comm)
+    return during, under_way
+
+
+@pytest.mark.parametrize(
+    ("name", "during"),
+    [
+        # The check of the arguments, then the hops, of which the last has nothing to receive.
+        ("ring_decode", [0, 1, 1, 0]),
+        # The check, then hops with queries, queries and a state, and a state to come.
+        ("ring_pass_q_decode", [0, 1, 2, 1]),
+    ],
+)
+def test_transfers_overlap_attention(name: str, during: list[int]) -> None:
+    assert run_ranks(count_transfers, 3, name) == [(during, 0)] * 3
