@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the compiled kernels need of a multiprocessor, read from the extension: no GPU is asked."""
 
-import os
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
 import emulated
-from tree_attention import _loader
+from sass import extension_with_cuda, find_tool
 
 LIMITS = {"sm_80": emulated.A100, "sm_90": emulated.H100}
 REGISTERS = 65536  # of a multiprocessor, dealt in units of 256 to a warp
@@ -36,29 +33,10 @@ class Kernel:
         return f"{self.architecture} {self.dtype} d{self.head_dim} rows {self.row_tile}"
 
 
-def find_cuobjdump() -> str | None:
-    """From the toolkit, or the one that triton brings along."""
-    folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"]
-    try:
-        import triton
-
-        folders.append(Path(triton.__file__).parent / "backends" / "nvidia" / "bin")
-    except ImportError:
-        pass
-    path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, folders)])
-    return shutil.which("cuobjdump", path=path)
-
-
 @pytest.fixture(scope="module")
 def kernels() -> list[Kernel]:
-    extension = _loader.load()
-    if extension.build_info()["cuda_version"] is None:
-        pytest.skip("the extension is built without CUDA")
-    cuobjdump = find_cuobjdump()
-    if cuobjdump is None:
-        pytest.skip("no cuobjdump in PATH, CUDA_HOME or triton")
     text = subprocess.run(
-        [cuobjdump, "--dump-resource-usage", extension.__file__],
+        [find_tool("cuobjdump"), "--dump-resource-usage", extension_with_cuda()],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     return parse(text)

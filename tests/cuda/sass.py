@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The machine instructions of the compiled kernels, read from the extension: no GPU is asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tree_attention import _loader
+
+INSTRUCTION_BYTES = 16
+# The mangled name: <Element, TileConfig<Element, head_dim, rows>, ...>.
+_SECTION = re.compile(r"\.section\s+\.text\.\S*lean_decode_kernelI(\S*?),")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+
+
+@dataclass(frozen=True)
+class Code:
+    """The instructions of one kernel, without their operands, in the order of memory."""
+
+    name: str
+    instructions: tuple[str, ...]
+
+    def count(self, pattern: str) -> int:
+        return sum(bool(re.match(pattern, instruction)) for instruction in self.instructions)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.instructions) * INSTRUCTION_BYTES
+
+
+def find_tool(name: str) -> str:
+    """A tool of the toolkit, or the one that triton brings along; skips the test without one."""
+    folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"]
+    try:
+        import triton
+
+        folders.append(Path(triton.__file__).parent / "backends" / "nvidia" / "bin")
+    except ImportError:
+        pass
+    path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, folders)])
+    tool = shutil.which(name, path=path)
+    if tool is None:
+        pytest.skip(f"no {name} in PATH, CUDA_HOME or triton")
+    return tool
+
+
+def extension_with_cuda() -> str:
+    """The path of the extension; skips the test where it is built for the CPU alone."""
+    extension = _loader.load()
+    if extension.build_info()["cuda_version"] is None:
+        pytest.skip("the extension is built without CUDA")
+    assert extension.__file__ is not None
+    return extension.__file__
+
+
+def disassemble(source: str, architecture: str, folder: Path) -> list[Code]:
+    """The kernels that `source`, the name of a file of csrc/cuda without its ending, defines."""
+    cubin = f"{source}.{architecture}.cubin"
+    extract = [find_tool("cuobjdump"), "-xelf", cubin, extension_with_cuda()]
+    subprocess.run(extract, cwd=folder, check=True, capture_output=True)
+    if not (folder / cubin).exists():
+        pytest.skip(f"the extension is not compiled for {architecture}")
+    text = subprocess.run(
+        [find_tool("nvdisasm"), "-c", cubin], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout
+    found: dict[str, list[str]] = {}
+    instructions: list[str] = []
+    for line in text.splitlines():
+        if ".section" in line:
+            section = _SECTION.search(line)
+            instructions = found.setdefault(section[1], []) if section is not None else []
+        elif (match := _INSTRUCTION.search(line)) is not None:
+            instructions.append(match[1])
+    return [Code(name, tuple(instructions)) for name, instructions in found.items()]

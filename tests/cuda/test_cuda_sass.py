@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the compiler made of the kernels, where a wrong choice would cost time or correctness."""
+
+import re
+
+import pytest
+
+from sass import Code, disassemble
+
+SOURCES = ("lean_decode_bf16_64", "lean_decode_bf16_128", "lean_decode_fp32_64")
+# More than the largest of them has, which is that of 64 rows.
+MAX_CODE_BYTES = 172 * 1024
+
+
+@pytest.fixture(scope="module", params=SOURCES)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Code]:
+    found = disassemble(request.param, "sm_90a", tmp_path_factory.mktemp(request.param))
+    assert found
+    return found
+
+
+def test_no_local_memory(kernels):
+    """Neither spills nor arrays that are indexed at run time."""
+    assert [(k.name, k.count(r"LDL|STL")) for k in kernels if k.count(r"LDL|STL")] == []
+
+
+def test_no_indirect_branches(kernels):
+    assert [k.name for k in kernels if k.count(r"BRX|JMX|CALL\.ABS")] == []
+
+
+def test_parts_are_published_once(kernels):
+    """Every block stores its parts, fences, counts itself, and drops stale lines of its cache."""
+    for kernel in kernels:
+        order = [
+            instruction
+            for instruction in kernel.instructions
+            if re.match(r"MEMBAR|ATOM|CCTL|RED\b", instruction)
+        ]
+        assert order == ["MEMBAR.ALL.GPU", "ATOMG.E.INC.STRONG.GPU", "CCTL.IVALL"], kernel.name
+
+
+def test_loads_see_the_stores_of_other_blocks(kernels):
+    """A load through the path of constants might return what a line held before."""
+    for kernel in kernels:
+        assert kernel.count(r"LDG") > 0
+        assert kernel.count(r"LDG\S*\.CONSTANT|LDG\S*\.NA|TLD|TEX") == 0, kernel.name
+
+
+def test_copies_are_of_16_bytes_past_the_first_cache(kernels):
+    for kernel in kernels:
+        copies = kernel.count(r"LDGSTS")
+        assert copies > 0 and copies == kernel.count(r"LDGSTS\.E\.BYPASS\.\S*128$"), kernel.name
+
+
+def test_products_are_in_the_matrix_unit(kernels):
+    for kernel in kernels:
+        is_float32 = kernel.name.startswith("f")
+        assert (kernel.count(r"HMMA\.16816\.F32\.BF16") > 0) != is_float32, kernel.name
+
+
+def test_code_size(kernels):
+    assert {k.name: k.num_bytes for k in kernels if k.num_bytes > MAX_CODE_BYTES} == {}
