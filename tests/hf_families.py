@@ -40,6 +40,32 @@ _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _WINDOW = {"sliding_window": WINDOW}
 _MULTIPLIERS = {"attention_multiplier": 0.4, "residual_multiplier": 0.5, "logits_scaling": 4.0}
 _ALTERNATING = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+# Multi-head latent attention: each head has 16 + 8 columns of keys and 12 of values.
+_LATENTS = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
+_ROUTED_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "original_max_position_embeddings": 64,
+}
 
 
 @dataclass(frozen=True)
@@ -67,12 +93,17 @@ def _refused(config: str, *options: dict[str, Any], **fields: str) -> Family:
 
 
 WORKING: dict[str, Family] = {
+    "A.X K1": _family("AXK1Config", _LATENTS, _ROUTED_EXPERTS),
     "Apertus": _family("ApertusConfig"),
     "Arcee": _family("ArceeConfig"),
     "BioGPT": _family("BioGptConfig"),
     "BitNet": _family("BitNetConfig"),
     "Cohere": _family("CohereConfig"),
     "Cohere 2": _family("Cohere2Config", _ALTERNATING),
+    "DeepSeek-V2": _family("DeepseekV2Config", _LATENTS, _ROUTED_EXPERTS, {"q_lora_rank": None}),
+    "DeepSeek-V3": _family(
+        "DeepseekV3Config", _LATENTS, _ROUTED_EXPERTS, {"rope_parameters": _YARN}
+    ),
     "dots.llm1": _family("Dots1Config", _EXPERTS, {"n_routed_experts": 4, "n_shared_experts": 1}),
     "ERNIE 4.5": _family("Ernie4_5Config", _HEADS_OF_16),
     "ERNIE 4.5 MoE": _family(
@@ -94,6 +125,7 @@ WORKING: dict[str, Family] = {
     "GLM": _family("GlmConfig", _HEADS_OF_16),
     "GLM-4": _family("Glm4Config", _HEADS_OF_16),
     "GLM-4.5": _family("Glm4MoeConfig", {"n_routed_experts": 4}, _EXPERTS),
+    "GLM-4.7-Flash": _family("Glm4MoeLiteConfig", _LATENTS, _ROUTED_EXPERTS),
     "GPT-2": _family("GPT2Config"),
     "GPT-BigCode": _family("GPTBigCodeConfig"),
     "GPT-NeoX": _family("GPTNeoXConfig"),
@@ -105,9 +137,23 @@ WORKING: dict[str, Family] = {
     "Helium": _family("HeliumConfig", _HEADS_OF_16),
     "HunYuan": _family("HunYuanDenseV1Config", _HEADS_OF_16),
     "Llama": _family("LlamaConfig"),
+    "LongCat-Flash": _family(
+        "LongcatFlashConfig",
+        _LATENTS,
+        _ROUTED_EXPERTS,
+        {
+            "num_layers": 1,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 48,
+            "moe_topk": 2,
+            "zero_expert_num": 1,
+        },
+    ),
+    "MiniCPM3": _family("MiniCPM3Config", _LATENTS),
     "MiniMax-M2": _family("MiniMaxM2Config", _HEADS_OF_16, _LOCAL_EXPERTS),
     "Ministral": _family("MinistralConfig", _HEADS_OF_16, _ALTERNATING),
     "Mistral": _family("MistralConfig", _WINDOW),
+    "Mistral 4": _family("Mistral4Config", _LATENTS, _ROUTED_EXPERTS, auto="Mistral4ForCausalLM"),
     "Mixtral": _family("MixtralConfig", _WINDOW, _LOCAL_EXPERTS),
     "Nemotron": _family("NemotronConfig"),
     "OLMo": _family("OlmoConfig"),
@@ -127,7 +173,11 @@ WORKING: dict[str, Family] = {
     "SmolLM3": _family("SmolLM3Config", _ALTERNATING, {"use_sliding_window": True}),
     "StableLM": _family("StableLmConfig"),
     "StarCoder2": _family("Starcoder2Config", _WINDOW),
+    "Youtu": _family("YoutuConfig", _LATENTS),
 }
+
+# Those with multi-head latent attention.
+LATENT = [name for name, family in WORKING.items() if "kv_lora_rank" in family.options]
 
 
 @dataclass(frozen=True)
@@ -172,17 +222,6 @@ REFUSED: tuple[Refusal, ...] = (
         {
             "DeepSeek-V3.2": _refused("DeepseekV32Config"),
             "GLM-5": _refused("GlmMoeDsaConfig"),
-        },
-    ),
-    Refusal(
-        "multi-head latent attention expands the keys that it cached itself",
-        "multi-head latent attention",
-        {
-            "DeepSeek-V2": _refused("DeepseekV2Config"),
-            "DeepSeek-V3": _refused("DeepseekV3Config"),
-            "GLM-4.7-Flash": _refused("Glm4MoeLiteConfig"),
-            "MiniCPM3": _refused("MiniCPM3Config"),
-            "Youtu": _refused("YoutuConfig"),
         },
     ),
     Refusal(
@@ -260,7 +299,7 @@ def make_model(family: Family) -> PreTrainedModel:
     config = getattr(transformers, family.config)(**copy.deepcopy({**_TINY, **family.options}))
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = getattr(transformers, family.auto).from_config(
-            config, attn_implementation=family.plain_attention, dtype=torch.float32
-        )
+        kind = getattr(transformers, family.auto)
+        make = kind._from_config if issubclass(kind, PreTrainedModel) else kind.from_config
+        model = make(config, attn_implementation=family.plain_attention, dtype=torch.float32)
     return model.eval()

@@ -9,6 +9,7 @@ import copy
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     GptOssConfig,
     LlamaConfig,
@@ -70,6 +71,23 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         num_local_experts=4,
         num_experts_per_tok=2,
+    ),
+    "deepseek": DeepseekV3Config(
+        **{**_COMMON, "num_key_value_heads": 8, "head_dim": 4},
+        kv_lora_rank=24,
+        q_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        first_k_dense_replace=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 256.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+            "original_max_position_embeddings": 64,
+        },
     ),
 }
 

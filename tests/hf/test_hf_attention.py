@@ -11,7 +11,6 @@ pytest.importorskip("transformers")
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV3Config,
     DynamicCache,
     Llama4TextConfig,
     PreTrainedModel,
@@ -45,7 +44,7 @@ def test_without_cache(name: str) -> None:
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2", "gpt_oss", "deepseek"])
 def test_with_the_caches_of_transformers(name: str) -> None:
     """DynamicCache, whose sliding layers drop old keys: nothing is sharded, tokens are right."""
     expected = make_model(name).generate(**make_prompts(), **GREEDY)
@@ -74,21 +73,11 @@ def test_a_sharded_cache_needs_this_attention(attention: str) -> None:
 
 
 @torch.no_grad()
-def test_latent_attention_is_refused() -> None:
-    """It reads the shape of the keys that the cache returns."""
-    config = DeepseekV3Config(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        first_k_dense_replace=1,
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="tree_attention").eval()
-    message = "as multi-head latent attention does, are not supported"
-    with pytest.raises(hf.WrongAttentionError, match=message):
-        model(torch.ones(1, 3).long(), past_key_values=hf.TreeCache(config))
+def test_latent_attention_needs_enable() -> None:
+    """Otherwise it expands what the cache returns by itself."""
+    model = make_model("deepseek", "tree_attention")
+    with pytest.raises(hf.WrongAttentionError, match="multi-head latent attention needs enable"):
+        model(**make_prompts(), past_key_values=hf.TreeCache(model.config))
 
 
 def test_gradients_are_refused(model: PreTrainedModel) -> None:

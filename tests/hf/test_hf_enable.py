@@ -17,8 +17,6 @@ from packaging.version import Version
 from transformers import (
     BertConfig,
     BertModel,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     DynamicCache,
     GenerationConfig,
     MaxTimeCriteria,
@@ -184,23 +182,6 @@ def test_models_and_options_that_cannot_work_are_refused() -> None:
     assert not vars(model).keys() & {"generate", "_prepare_cache_for_generation"}
 
 
-def _deepseek() -> PreTrainedModel:
-    sizes = dict.fromkeys(
-        ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 4
-    )
-    return DeepseekV3ForCausalLM(
-        DeepseekV3Config(
-            vocab_size=20,
-            hidden_size=16,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            **sizes,
-        )
-    )
-
-
 def _bert() -> PreTrainedModel:
     return BertModel(
         BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
@@ -214,7 +195,6 @@ def _bert() -> PreTrainedModel:
         (_bert, ValueError, "BertModel has no generate; enable the model with the language head"),
         (lambda: torch.compile(make_model("llama")), TypeError, "wrapped by torch.compile; enable"),
         (lambda: torch.nn.Linear(2, 2), TypeError, "must be a PreTrainedModel of .*, got Linear"),
-        (_deepseek, ValueError, r"has multi-head latent attention \(kv_lora_rank 4\): it caches"),
     ],
 )
 def test_what_cannot_be_enabled(

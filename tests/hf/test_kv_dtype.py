@@ -39,18 +39,25 @@ class RoundedCache(DynamicCache):
     """transformers' own cache of what stands in a cache of 8 bits."""
 
     kv_dtype: torch.dtype
+    has_latents: bool
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows = [key_states, value_states]
+        if self.has_latents:  # a latent and its rotated key are one row
+            rows = [torch.cat(rows, dim=3)]
         rounded = []
-        for x in (key_states, value_states):
+        for x in rows:
             values, scale = quantise(x, self.kv_dtype)
             rounded.append((values.float() * scale[..., None]).to(x.dtype))
+        if self.has_latents:
+            rounded = list(rounded[0].split((key_states.shape[3], value_states.shape[3]), dim=3))
         return super().update(*rounded, *args, **kwargs)
 
 
 def _rounded_cache(config: Any, kv_dtype: str) -> RoundedCache:
     rounded = RoundedCache(config=config)
     rounded.kv_dtype = KV_DTYPES[kv_dtype]
+    rounded.has_latents = hasattr(config, "kv_lora_rank")
     return rounded
 
 
@@ -92,7 +99,7 @@ def _generate(rank: int, world_size: int, name: str, kv_dtype: str, expected: An
 
 @worlds
 @kv_dtypes
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek"])
 def test_tokens_are_those_of_rounded_keys(name: str, kv_dtype: str, world_size: int) -> None:
     """Padding, windows, soft-caps and sinks; split prompts and chunks. Ranks have the same bits."""
     expected = _expected(name, kv_dtype)

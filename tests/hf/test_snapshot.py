@@ -126,7 +126,7 @@ def _shorter(cache: hf.TreeCache) -> hf.TreeCache:
     return cache
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek"])
 def test_a_loaded_prefix_goes_on_with_the_same_tokens(name: str, tmp_path: Path) -> None:
     expected = make_model(name).generate(**make_prompts(), max_new_tokens=8).tolist()
     for saved_by in (1, 3):

@@ -23,7 +23,7 @@ from distributed import run_ranks
 
 pytest.importorskip("transformers")
 
-from hf_families import WORKING
+from hf_families import LATENT, WORKING
 from hf_families import make_model as make_family
 from split_models import make_model, make_prompts
 from tree_attention import ExchangeError, hf
@@ -33,6 +33,7 @@ PROMPT = {"max_new_tokens": 3, "do_sample": False}
 
 # Families that enable takes and parallelize refuses, and of each a module or a reason.
 NOT_SPLIT = {
+    **dict.fromkeys(LATENT, "latents have no heads of keys and values"),
     "BioGPT": "no base_model_tp_plan",
     "BitNet": "no base_model_tp_plan",
     "GLM": "gate_up_proj: its plan must be colwise or rowwise",

@@ -13,6 +13,7 @@ from ..decode import tree_decode
 from ..ops import lean_decode
 from .deal import current_deal
 from .dealt import attend
+from .latent import LatentLayer, absorb, expand
 from .layer import KVShard, TreeCacheLayer
 from .masks import KeyRanges
 from .parallel.mesh import Mesh
@@ -70,6 +71,9 @@ def tree_attention_forward(
     keywords: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
     mesh = mesh_of(module)
     is_head_sharded = mesh is not None and mesh.context_size > 1
+    has_latents = isinstance(key, KVShard) and isinstance(key.layer, LatentLayer)
+    if has_latents:
+        query = absorb(module, query)
     if isinstance(key, KVShard):
         if mesh is not None:
             _check_place(key.layer.shard, mesh)
@@ -86,6 +90,8 @@ def tree_attention_forward(
     if s_aux is not None:
         weight = torch.sigmoid(lse - s_aux.to(lse.dtype)[None, :, None])
         o = (o * weight[..., None]).to(query.dtype)
+    if has_latents:
+        o = expand(module, o)
     return o.transpose(1, 2).contiguous(), None
 
 
@@ -99,16 +105,16 @@ def _over_shard(
 ) -> tuple[Tensor, Tensor]:
     if ranges.kv_length != layer.length:
         raise _wrong_length(ranges, layer.length)
-    shard, keys, values = layer.shard, layer.keys, layer.values
+    shard = layer.shard
     deal = current_deal()
     if deal is not None:
         return attend(deal, query, layer, ranges, out_dtype, keywords)
-    keywords = {**keywords, **layer.scales()}
+    keys, values, scales = layer.operands(layer.buffers())
+    keywords = {**keywords, **scales}
     if shard.world_size == 1:
         return lean_decode(query, keys, values, ranges.whole(), out_dtype=out_dtype, **keywords)
     local_ranges = ranges.local(shard.layout, shard.rank)
     batch, num_heads_q, seqlen_q, _ = query.shape
-    head_dim = values.shape[3]
 
     def merged(q: Tensor, q_ranges: Tensor) -> tuple[Tensor, Tensor]:
         return tree_decode(
@@ -124,7 +130,7 @@ def _over_shard(
             **keywords,
         )
 
-    step = max(1, _MAX_STATE_BYTES // (4 * batch * num_heads_q * (head_dim + 1)))
+    step = max(1, _MAX_STATE_BYTES // (4 * batch * num_heads_q * (layer.head_dim_v + 1)))
     if seqlen_q <= step:
         return merged(query, local_ranges)
     pieces = zip(query.split(step, dim=2), local_ranges.split(step, dim=1), strict=True)

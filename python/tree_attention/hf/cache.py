@@ -13,6 +13,7 @@ from ..exchange import DEFAULT_TIMEOUT, Communicator
 from ..sharding import ShardLayout
 from . import reshard, snapshot
 from .kv_dtypes import dtype_of
+from .latent import new_layer
 from .layer import TreeCacheLayer
 from .shard import Shard
 from .snapshot import describe_model
@@ -28,8 +29,9 @@ class TreeCache(Cache):
     `"tree_attention"`; `enable` does both. All ranks run the same model on the same inputs, each
     keeps the slots that `layout` gives it, and attention is merged over the group. A slot is a
     position in the cache, left padding included. Layers with a sliding window keep all their keys
-    too, so that `crop` can go back any distance. `copy.deepcopy` copies the keys and values and
-    keeps the group, so that a common prefix needs to be computed only once.
+    too, so that `crop` can go back any distance. Of multi-head latent attention it holds latents
+    alone, and `enable` has the model attend to these. `copy.deepcopy` copies the keys and values
+    and keeps the group, so that a common prefix needs to be computed only once.
 
     Args:
         config: the configuration of the model, of which the number and kind of layers are read.
@@ -44,9 +46,9 @@ class TreeCache(Cache):
         growth: number of local slots by which the buffers of a layer grow.
 
     Raises:
-        ValueError: the layers of the model cache anything but keys and values of their own,
-            `layout` is for another world size, there is no such kv_dtype or strategy, or `growth`
-            is below 1.
+        ValueError: the layers of the model cache anything but keys and values, or latents, of their
+            own, `layout` is for another world size, there is no such kv_dtype or strategy, or
+            `growth` is below 1.
     """
 
     layers: list[TreeCacheLayer]  # type: ignore[assignment]
@@ -69,7 +71,7 @@ class TreeCache(Cache):
         self.model = describe_model(config)
         dtype = dtype_of("TreeCache", kv_dtype)
         super().__init__(
-            layers=[TreeCacheLayer(self.shard, growth, dtype) for _ in range(num_layers)]
+            layers=[new_layer(config, self.shard, growth, dtype) for _ in range(num_layers)]
         )
 
     def reserve(self, length: int) -> None:

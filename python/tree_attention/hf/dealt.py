@@ -55,7 +55,7 @@ def attend(
     Returns:
         `o` in `out_dtype` and the float32 `lse` of these tokens.
     """
-    shape = (*query.shape[:3], layer.values.shape[3])
+    shape = (*query.shape[:3], layer.head_dim_v)
     o = query.new_empty(shape, dtype=out_dtype)
     lse = query.new_empty(shape[:3], dtype=torch.float32)
     way = _pass_queries if _passes_queries(deal, query, layer, ranges) else _pass_keys
@@ -68,7 +68,7 @@ def attend(
 def _passes_queries(deal: Deal, query: Tensor, layer: TreeCacheLayer, ranges: KeyRanges) -> bool:
     """Whether pass-Q sends less than pass-KV, by the bytes of one sequence to one rank."""
     _, num_heads_q, _, head_dim = query.shape
-    state_bytes = 4 * (layer.values.shape[3] + 1)
+    state_bytes = 4 * (layer.head_dim_v + 1)
     query_bytes = deal.length * num_heads_q * (head_dim * query.itemsize + state_bytes)
     return query_bytes < (layer.length - ranges.first) * _bytes_per_slot(layer)
 
@@ -82,7 +82,8 @@ def _pass_queries(
 ) -> Iterator[_Piece]:
     rank, ranks = deal.shard.rank, range(deal.shard.world_size)
     batch, num_heads_q, _, head_dim = query.shape
-    head_dim_v = layer.values.shape[3]
+    head_dim_v = layer.head_dim_v
+    keys, values, scales = layer.operands(layer.buffers())
     step = _tokens_of_piece(deal, query, layer)
     for begin in range(0, max(deal.counts), step):
         tokens = slice(begin, begin + step)
@@ -106,11 +107,11 @@ def _pass_queries(
                 sent[r] = states
             lean_decode(
                 q,
-                layer.keys,
-                layer.values,
+                keys,
+                values,
                 ranges.in_shard(deal, rank, r)[:, tokens],
                 out=its_layout.views(states),
-                **layer.scales(),
+                **scales,
                 **keywords,
             )
         deal.exchange({r: parts[r] for r in sent}, sent)
@@ -126,7 +127,7 @@ def _pass_keys(
 ) -> Iterator[_Piece]:
     shard, rank, ranks = deal.shard, deal.shard.rank, range(deal.shard.world_size)
     batch, num_heads_q, num_tokens, _ = query.shape
-    num_heads_kv, head_dim_v = layer.keys.shape[1], layer.values.shape[3]
+    num_heads_kv, head_dim_v = layer.keys.shape[1], layer.head_dim_v
     buffers = layer.buffers()
     # The local slots of each rank that any query sees.
     begins = [shard.layout.count(r, ranges.first) for r in ranks]
@@ -146,7 +147,7 @@ def _pass_keys(
         packed.pack(slice(begins[rank], ends[rank]), gathered[rank])
         others = {r: x for r, x in gathered.items() if r != rank}
         deal.exchange(others, dict.fromkeys(others, gathered[rank]))
-        operands = {r: packed.unpack(x) for r, x in gathered.items()}
+        operands = {r: layer.operands(packed.unpack(x)) for r, x in gathered.items()}
         for token in range(0, num_tokens, token_step):
             tokens = slice(token, token + token_step)
             q = query[:, heads, tokens]
@@ -173,8 +174,9 @@ class _Rows:
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
         # Wide elements first, so that all of them are aligned.
         order = sorted(buffers, key=lambda name: -buffers[name].itemsize)
+        self._scales = {name for name, x in buffers.items() if x.dim() == 3}
         self._columns = {
-            name: buffers[name] if buffers[name].dim() == 4 else buffers[name][..., None]
+            name: buffers[name][..., None] if name in self._scales else buffers[name]
             for name in order
         }
         self._widths = {name: x.shape[3] * x.itemsize for name, x in self._columns.items()}
@@ -189,11 +191,10 @@ class _Rows:
         for name, part in self._split(out).items():
             part.copy_(self._columns[name][:, :, slots])
 
-    def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Views of keys and values, and of the scales if there are any."""
+    def unpack(self, rows: Tensor) -> dict[str, Tensor]:
+        """Views of the buffers."""
         parts = self._split(rows)
-        keys, values = parts.pop("keys"), parts.pop("values")
-        return keys, values, {name: x[..., 0] for name, x in parts.items()}
+        return {name: x[..., 0] if name in self._scales else x for name, x in parts.items()}
 
     def _split(self, rows: Tensor) -> dict[str, Tensor]:
         begin, parts = 0, {}
@@ -210,6 +211,6 @@ def _bytes_per_slot(layer: TreeCacheLayer) -> int:
 
 def _tokens_of_piece(deal: Deal, query: Tensor, layer: TreeCacheLayer) -> int:
     """Number of a rank's tokens whose states over all ranks' keys are one piece."""
-    row_bytes = 4 * (layer.values.shape[3] + 1)
+    row_bytes = 4 * (layer.head_dim_v + 1)
     num_bytes = deal.shard.world_size * query.shape[0] * query.shape[1] * row_bytes
     return max(1, _MAX_PIECE_BYTES // num_bytes)

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from ..exchange import DEFAULT_TIMEOUT, Communicator, check_options, get_communicator
 from ..sharding import ShardLayout
 from .cache import TreeCache
+from .latent import check_latents, override_expansion, restore_expansion
 from .parallel.mesh import Mesh
 from .parallel.split import mesh_of
 from .preparation import Preparation
@@ -66,8 +67,8 @@ def enable(
     Raises:
         TypeError: `model` is no model of transformers, or is wrapped by another module.
         ValueError: the model has no `generate`, its attention cannot be chosen, its layers cache
-            anything but keys and values, `prefill` is "split" and the tokens of this model cannot
-            be dealt, or an argument is out of range.
+            anything but keys and values or latents, `prefill` is "split" and the tokens of this
+            model cannot be dealt, or an argument is out of range.
     """
     if prefill_chunk_size is not None and prefill_chunk_size < 1:
         raise ValueError(f"enable: prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
@@ -90,7 +91,7 @@ def enable(
     )
     processor = SynchronizeLogits(comm, timeout) if synchronize_logits else None
     preparation = Preparation(comm, new_cache, prefill_chunk_size, processor, prefill)
-    _refuse_latents(model)
+    check_latents(model)
     if is_enabled(model):  # until now, so that wrong options leave it as it was
         disable(model)
     previous = model.config._attn_implementation
@@ -102,6 +103,7 @@ def enable(
         )
     _override(model, preparation)
     override_forward(model, prefill)
+    override_expansion(model)
     vars(model)[_PREVIOUS] = previous
     if mesh is not None:
         mesh.timeout = preparation.shard.timeout
@@ -120,6 +122,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     for name in _OVERRIDDEN:
         del attributes[name]
     restore_forward(model)
+    restore_expansion(model)
     model.set_attn_implementation(attributes.pop(_PREVIOUS))
     return model
 
@@ -153,16 +156,6 @@ def _check_split(group: ProcessGroup | Communicator | None, mesh: Mesh, strategy
             f"from_pretrained, and group must be None, got {group!r}"
         )
     check_options("enable", strategy, head_sharded=mesh.context_size > 1)
-
-
-def _refuse_latents(model: Any) -> None:
-    rank = getattr(model.config, "kv_lora_rank", None)
-    if rank is not None:
-        raise ValueError(
-            f"enable: {type(model).__name__} has multi-head latent attention (kv_lora_rank "
-            f"{rank}): it caches latents, not keys and values, and a TreeCache does not shard "
-            "them; use the model without enable"
-        )
 
 
 def _override(model: PreTrainedModel, preparation: Preparation) -> None:

@@ -2,7 +2,7 @@
 """The keys and values of one layer that this rank holds."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -26,8 +26,8 @@ class WrongAttentionError(AttributeError):
             "tree_attention: the keys and values of a TreeCache are spread over ranks and only "
             "attn_implementation='tree_attention' can use them; load the model with it, or call "
             "tree_attention.hf.enable(model) or model.set_attn_implementation('tree_attention'); "
-            "models that work on cached keys themselves, as multi-head latent attention does, are "
-            "not supported"
+            "multi-head latent attention needs enable, and models that otherwise work on cached "
+            "keys themselves are not supported"
         )
 
 
@@ -83,7 +83,9 @@ class TreeCacheLayer(CacheLayerMixin):
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         if self.kv_dtype is not None:
             self.keys, self.values = (x.to(self.kv_dtype) for x in (self.keys, self.values))
-            self.k_scale, self.v_scale = (x[..., 0].float() for x in (self.keys, self.values))
+            self.k_scale, self.v_scale = (
+                x.new_empty(x.shape[:3], dtype=torch.float32) for x in (self.keys, self.values)
+            )
         self._grow(0)
         self.is_initialized = True
 
@@ -96,6 +98,16 @@ class TreeCacheLayer(CacheLayerMixin):
         if self.kv_dtype is None:
             return {}
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    def operands(self, buffers: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Keys, values and scales as the operators take them, of `buffers` or a part of each."""
+        scales = {name: buffers[name] for name in self.scales()}
+        return buffers["keys"], buffers["values"], scales
+
+    @property
+    def head_dim_v(self) -> int:
+        """Number of columns of the values."""
+        return self.values.shape[3]
 
     def capacity(self, num_slots: int) -> int:
         """The local slots that a buffer has when it must hold so many."""

@@ -55,6 +55,8 @@ _MODEL_FIELDS = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
     "vocab_size",
     "rope_parameters",
     "layer_types",
@@ -272,7 +274,8 @@ def _parsed_layer(entries: Mapping[str, Any]) -> _Kinds:
     for name, kind in kinds.items():
         is_scale = name.endswith("_scale")
         width = [] if is_scale else kind[1][2:]
-        is_size = all(type(size) is int and size >= 1 for size in kind[1])
+        least = int(name != "values")  # those of latents have no columns
+        is_size = all(type(size) is int and size >= least for size in kind[1])
         if len(width) != 1 - is_scale or not is_size:
             raise ValueError(f"{name} of a layer cannot have the sizes {kind[1]}")
         expected = (torch.float32 if is_scale else dtype, [*batch_and_heads, *width])

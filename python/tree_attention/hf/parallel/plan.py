@@ -89,6 +89,8 @@ class _Planner:
         self._cuts: dict[str, Cut] = {}
 
     def plan(self) -> Plan:
+        if getattr(self._model.config, "kv_lora_rank", None) is not None:
+            raise self._refusal("the attention", "latents have no heads of keys and values")
         attentions, summed = [], []
         for parent, styles in self._styles().items():
             columns = [f"{parent}.{name}" for name, style in styles.items() if style == "colwise"]
