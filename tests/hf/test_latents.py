@@ -97,6 +97,39 @@ def test_ways_to_generate(world_size: int) -> None:
     run_ranks(_generate_in_ways, world_size, {way: _expected(way) for way in WAYS})
 
 
+LONG = 61  # tokens of a prompt of which a third is enough to form keys of all heads
+
+
+def _in_pieces(rank: int, world_size: int, tokens: Tensor) -> None:
+    model, prompts = make_model("deepseek"), make_prompts(3, LONG)
+    num_heads: list[int] = []
+    make = latent._ExpandedLayer
+
+    def recording(layer: Any, module: Any, weight: Tensor, dtype: torch.dtype) -> Any:
+        num_heads.append(len(weight))
+        return make(layer, module, weight, dtype)
+
+    three_heads = 3 * 3 * LONG * (8 + 4 + 6) * 4
+    for num_bytes, expected in ((1 << 20, [8]), (three_heads, [3, 3, 2]), (1, [1] * 8)):
+        for prefill in ("replicated", "split"):
+            for block in (4, 64):
+                hf.enable(model, layout=BlockCyclic(world_size, block), prefill=prefill)
+                num_heads.clear()
+                with (
+                    mock.patch.object(latent, "_MAX_EXPANDED_BYTES", num_bytes),
+                    mock.patch.object(latent, "_ExpandedLayer", recording),
+                ):
+                    assert torch.equal(model.generate(**prompts, **GREEDY), tokens)
+                assert num_heads == expected * 2  # layers, and in the prompt alone
+
+
+@worlds
+def test_prompts_are_expanded_in_pieces_of_heads(world_size: int) -> None:
+    """Also where all slots of the prompt are on the first rank."""
+    tokens = make_model("deepseek").generate(**make_prompts(3, LONG), **GREEDY)
+    run_ranks(_in_pieces, world_size, tokens)
+
+
 def _two_turns(rank: int, world_size: int, tokens: Tensor) -> None:
     model = hf.enable(make_model("deepseek"), layout=BlockCyclic(world_size, 4))
     cache = hf.TreeCache(model.config, layout=BlockCyclic(world_size, 4))

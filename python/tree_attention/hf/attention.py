@@ -13,7 +13,7 @@ from ..decode import tree_decode
 from ..ops import lean_decode
 from .deal import current_deal
 from .dealt import attend
-from .latent import LatentLayer, absorb, expand
+from .latent import LatentLayer, attend_to_latents
 from .layer import KVShard, TreeCacheLayer
 from .masks import KeyRanges
 from .parallel.mesh import Mesh
@@ -71,13 +71,18 @@ def tree_attention_forward(
     keywords: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
     mesh = mesh_of(module)
     is_head_sharded = mesh is not None and mesh.context_size > 1
-    has_latents = isinstance(key, KVShard) and isinstance(key.layer, LatentLayer)
-    if has_latents:
-        query = absorb(module, query)
     if isinstance(key, KVShard):
+        layer = key.layer
         if mesh is not None:
-            _check_place(key.layer.shard, mesh)
-        o, lse = _over_shard(query, key.layer, ranges, is_head_sharded, out_dtype, keywords)
+            _check_place(layer.shard, mesh)
+
+        def over_shard(query: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
+            return _over_shard(query, layer, ranges, is_head_sharded, out_dtype, keywords)
+
+        if isinstance(layer, LatentLayer):
+            o, lse = attend_to_latents(module, query, layer, over_shard)
+        else:
+            o, lse = over_shard(query, layer)
     else:
         if ranges.kv_length != key.shape[2]:
             raise _wrong_length(ranges, key.shape[2])
@@ -90,8 +95,6 @@ def tree_attention_forward(
     if s_aux is not None:
         weight = torch.sigmoid(lse - s_aux.to(lse.dtype)[None, :, None])
         o = (o * weight[..., None]).to(query.dtype)
-    if has_latents:
-        o = expand(module, o)
     return o.transpose(1, 2).contiguous(), None
 
 

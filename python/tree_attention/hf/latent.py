@@ -3,19 +3,20 @@
 
 A layer caches one row for a token: its latent `c`, of kv_lora_rank columns, and a rotated key `r`
 that all heads share. Head `h` has the key `[K_h c, r]` and the value `V_h c`, where `K_h` and `V_h`
-are rows of kv_b_proj. Neither is ever formed, as attention with a query `[n, p]` is
+are rows of kv_b_proj. Attention of few queries `[n, p]` never forms these, as it is
 
     score = n . K_h c + p . r = (K_h^T n) . c + p . r
     o     = sum_i weight_i V_h c_i = V_h (sum_i weight_i c_i)
 
 that is attention of all heads to one head of keys, the rows, whose first columns are the values.
+For many queries, as in a prompt, it is less work to form keys and values for the while.
 
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -25,11 +26,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..ops import lean_decode
+from .deal import current_deal
 from .layer import KVShard, TreeCacheLayer
 from .shard import Shard
 
 # The method of attention modules that makes keys and values of all heads from cached latents.
 _EXPAND = "expand_kv"
+# What keys and values of all heads take at most for the length of a layer's attention, in pieces
+# of so many heads.
+_MAX_EXPANDED_BYTES = 1 << 30
 
 
 class LatentLayer(TreeCacheLayer):
@@ -81,16 +86,81 @@ def new_layer(
     return LatentLayer(shard, growth, kv_dtype, kv_lora_rank)
 
 
-def absorb(module: Any, query: Tensor) -> Tensor:
-    """The queries of rows of latents.
+def attend_to_latents(
+    module: Any,
+    query: Tensor,
+    layer: LatentLayer,
+    attend: Callable[[Tensor, Any], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Attention of one layer.
 
     Args:
         module: the attention module.
         query: `[batch, num_heads_q, seqlen_q, qk_nope_head_dim + qk_rope_head_dim]`.
+        attend: attention of queries to a layer, over all its ranks.
 
     Returns:
-        `[batch, num_heads_q, seqlen_q, kv_lora_rank + qk_rope_head_dim]`.
+        `o` `[batch, num_heads_q, seqlen_q, v_head_dim]` and `lse`.
     """
+    if _pays_to_expand(module, query, layer):
+        heads = _heads_of_piece(module, query, layer)
+        pieces = [
+            attend(q, _ExpandedLayer(layer, module, weight, query.dtype))
+            for q, weight in zip(query.split(heads, 1), _weight(module).split(heads), strict=True)
+        ]
+        o, lse = (torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True))
+        return o, lse
+    o, lse = attend(_absorb(module, query), layer)
+    return _expand(module, o), lse
+
+
+class _ExpandedLayer:
+    """Stands for a layer of latents, with keys and values of some heads as the operands."""
+
+    def __init__(self, layer: LatentLayer, module: Any, weight: Tensor, dtype: torch.dtype) -> None:
+        self.shard, self.length, self.keys = layer.shard, layer.length, layer.keys
+        self.head_dim_v = module.v_head_dim
+        self._layer, self._weight, self._dtype = layer, weight, dtype
+
+    def buffers(self) -> dict[str, Tensor]:
+        used = self.shard.count(self.length)
+        return {name: x[:, :, :used] for name, x in self._layer.buffers().items()}
+
+    def operands(self, buffers: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        rows, latents, scales = self._layer.operands(buffers)
+        if scales:
+            rows = (rows.float() * scales["k_scale"][..., None]).to(self._dtype)
+        latents, rope = rows.tensor_split((latents.shape[3],), dim=3)
+        num_heads, columns, _ = self._weight.shape
+        expanded = nn.functional.linear(latents[:, 0], self._weight.flatten(0, 1))
+        expanded = expanded.unflatten(2, (num_heads, columns)).transpose(1, 2)
+        nope, values = expanded.tensor_split((columns - self.head_dim_v,), dim=3)
+        keys = torch.cat((nope, rope.expand(-1, num_heads, -1, -1)), dim=3)
+        return keys, values, {}
+
+
+def _pays_to_expand(module: Any, query: Tensor, layer: LatentLayer) -> bool:
+    """Whether keys and values of all heads need fewer multiplications than absorbed queries do.
+
+    For a head and a slot these are, of `n` queries, `n * (nope + rope + v)` after the
+    `rank * (nope + v)` that make them, beside `n * (rank + rope + rank)`. The same on all ranks.
+    """
+    deal = current_deal()
+    num_queries = query.shape[2] if deal is None else deal.length // layer.shard.world_size
+    rank, columns = layer.kv_lora_rank, module.qk_nope_head_dim + module.v_head_dim
+    # By half, as keys and values are also written and read again. With the sizes of DeepSeek-V2 and
+    # V3 it pays from 342 queries on.
+    return num_queries * (2 * rank - columns) > 2 * rank * columns
+
+
+def _heads_of_piece(module: Any, query: Tensor, layer: LatentLayer) -> int:
+    columns = module.qk_nope_head_dim + module.qk_rope_head_dim + module.v_head_dim
+    head_bytes = query.shape[0] * layer.length * columns * query.itemsize
+    return max(1, _MAX_EXPANDED_BYTES // head_bytes)
+
+
+def _absorb(module: Any, query: Tensor) -> Tensor:
+    """The queries of rows of latents."""
     batch, num_heads_q, seqlen_q, _ = query.shape
     weight = _weight(module)[:, : module.qk_nope_head_dim]
     nope, rope = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), dim=3)
@@ -98,19 +168,11 @@ def absorb(module: Any, query: Tensor) -> Tensor:
     return torch.cat((product.transpose(0, 1), rope), dim=3)
 
 
-def expand(module: Any, o: Tensor) -> Tensor:
-    """Sums of values from sums of latents.
-
-    Args:
-        o: `[batch, num_heads_q, seqlen_q, kv_lora_rank]`.
-
-    Returns:
-        `[batch, num_heads_q, seqlen_q, v_head_dim]`.
-    """
+def _expand(module: Any, o: Tensor) -> Tensor:
+    """Sums of values from sums of latents `[batch, num_heads_q, seqlen_q, kv_lora_rank]`."""
     batch, num_heads_q, seqlen_q, _ = o.shape
     weight = _weight(module)[:, module.qk_nope_head_dim :]
-    # With the weight on the right, torch copies it to transpose it in bfloat16 and float16: for one
-    # token of 16 heads 1.3 ms in place of 0.3 on one core.
+    # With the weight on the right, torch would transpose it in a copy in bfloat16 and float16.
     product = torch.bmm(weight, _by_head(o).transpose(1, 2))
     return product.view(num_heads_q, -1, batch, seqlen_q).permute(2, 0, 3, 1)
 
