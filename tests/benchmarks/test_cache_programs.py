@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import kv_dtype, restore
+from benchmarks import kv_dtype, latents, restore
 from hf_models import make_model
 
 
@@ -33,3 +33,13 @@ def test_restored_prefixes(tmp_path: Path) -> None:
     assert report.wrong == []
     assert [row["name"].split(", ")[1] for row in rows] == ["bfloat16", "int8"]
     assert rows[1]["bytes"] < rows[0]["bytes"]
+
+
+def test_caches_of_latents() -> None:
+    config = latents.configuration(
+        hidden_size=64, kv_lora_rank=48, qk_rope_head_dim=16, num_attention_heads=4
+    )
+    rows = latents.run(config, [1024], tokens=2)
+    assert latents.report_of(rows).wrong == []
+    assert rows[0]["bytes_per_token"] == 2 * (48 + 16) * 2
+    assert 0 < rows[0]["errors"][latents.OURS] < 0.01
