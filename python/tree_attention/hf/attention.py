@@ -108,6 +108,11 @@ def _over_shard(
 ) -> tuple[Tensor, Tensor]:
     if ranges.kv_length != layer.length:
         raise _wrong_length(ranges, layer.length)
+    if layer.window is not None and (ranges.window is None or ranges.window > layer.window):
+        raise NotImplementedError(
+            f"tree_attention: the layer keeps the keys of a sliding window of {layer.window}, as "
+            f"the configuration says, and its mask has the window {ranges.window}"
+        )
     shard = layer.shard
     deal = current_deal()
     if deal is not None:
@@ -115,8 +120,9 @@ def _over_shard(
     keys, values, scales = layer.operands(layer.buffers())
     keywords = {**keywords, **scales}
     if shard.world_size == 1:
-        return lean_decode(query, keys, values, ranges.whole(), out_dtype=out_dtype, **keywords)
-    local_ranges = ranges.local(shard.layout, shard.rank)
+        whole = ranges.whole(layer.dropped)
+        return lean_decode(query, keys, values, whole, out_dtype=out_dtype, **keywords)
+    local_ranges = ranges.local(shard.layout, shard.rank, layer.dropped)
     batch, num_heads_q, seqlen_q, _ = query.shape
 
     def merged(q: Tensor, q_ranges: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from datetime import timedelta
 from os import PathLike
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
@@ -13,10 +14,11 @@ from ..exchange import DEFAULT_TIMEOUT, Communicator
 from ..sharding import ShardLayout
 from . import reshard, snapshot
 from .kv_dtypes import dtype_of
-from .latent import new_layer
+from .latent import LatentLayer
 from .layer import TreeCacheLayer
 from .shard import Shard
 from .snapshot import describe_model
+from .window_layer import WindowLayer
 
 # Chunked layers work as long as one chunk covers all keys; the mask refuses them after that.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -28,10 +30,10 @@ class TreeCache(Cache):
     Every rank makes one and passes it as `past_key_values` to a model whose attention is
     `"tree_attention"`; `enable` does both. All ranks run the same model on the same inputs, each
     keeps the slots that `layout` gives it, and attention is merged over the group. A slot is a
-    position in the cache, left padding included. Layers with a sliding window keep all their keys
-    too, so that `crop` can go back any distance. Of multi-head latent attention it holds latents
-    alone, and `enable` has the model attend to these. `copy.deepcopy` copies the keys and values
-    and keeps the group, so that a common prefix needs to be computed only once.
+    position in the cache, left padding included. Layers with a sliding window keep the slots of the
+    last window and 128 more, by which `crop` can go back. Of multi-head latent attention it holds
+    latents alone, and `enable` has the model attend to these. `copy.deepcopy` copies the keys and
+    values and keeps the group, so that a common prefix needs to be computed only once.
 
     Args:
         config: the configuration of the model, of which the number and kind of layers are read.
@@ -43,7 +45,8 @@ class TreeCache(Cache):
         strategy: how ranks exchange their partial states, one of `tree_attention.strategies()` or
             "auto".
         timeout: seconds after which a lost rank becomes an `ExchangeError`.
-        growth: number of local slots by which the buffers of a layer grow.
+        growth: number of local slots by which the buffers of a layer grow; at most 64 for a
+            sliding window.
 
     Raises:
         ValueError: the layers of the model cache anything but keys and values, or latents, of their
@@ -66,12 +69,12 @@ class TreeCache(Cache):
     ) -> None:
         if growth < 1:
             raise ValueError(f"TreeCache: growth must be at least 1, got {growth}")
-        num_layers = _num_layers(config)
+        windows = _windows(config)
         self.shard = Shard(group, layout, strategy, timeout)
         self.model = describe_model(config)
         dtype = dtype_of("TreeCache", kv_dtype)
         super().__init__(
-            layers=[new_layer(config, self.shard, growth, dtype) for _ in range(num_layers)]
+            layers=[new_layer(config, self.shard, growth, dtype, window) for window in windows]
         )
 
     def reserve(self, length: int) -> None:
@@ -79,6 +82,16 @@ class TreeCache(Cache):
         is stored without growing step by step."""
         for layer in self.layers:
             layer.reserve(length)
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Forgets the last `-tokens_to_remove` tokens of every layer, or raises and keeps all.
+
+        Raises:
+            ValueError: layers with a sliding window have forgotten what would then be seen.
+        """
+        for layer in self.layers:
+            layer.cropped_length(tokens_to_remove)
+        super().crop(int(tokens_to_remove))
 
     def save(self, directory: str | PathLike[str]) -> None:
         """Writes the keys and values of all ranks to a directory, from which `load` reads them.
@@ -184,6 +197,33 @@ class TreeCache(Cache):
     def num_bytes(self) -> int:
         """Size in bytes of the buffers that this rank has allocated for keys and values."""
         return sum(layer.num_bytes for layer in self.layers)
+
+
+def new_layer(
+    config: PreTrainedConfig,
+    shard: Shard,
+    growth: int,
+    kv_dtype: torch.dtype | None,
+    window: int | None,
+) -> TreeCacheLayer:
+    """A layer of a cache for what the model caches: latents, or keys and values of a window or of
+    all tokens."""
+    kv_lora_rank = getattr(config, "kv_lora_rank", None)
+    if kv_lora_rank is not None:
+        return LatentLayer(shard, growth, kv_dtype, kv_lora_rank)
+    if window is not None:
+        return WindowLayer(shard, growth, window, kv_dtype)
+    return TreeCacheLayer(shard, growth, kv_dtype)
+
+
+def _windows(config: PreTrainedConfig) -> list[int | None]:
+    """The sliding window of each layer; None: it has none."""
+    num_layers = _num_layers(config)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # then all layers are of one kind
+        return [window] * num_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _num_layers(config: PreTrainedConfig) -> int:

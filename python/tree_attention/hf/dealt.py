@@ -109,7 +109,7 @@ def _pass_queries(
                 q,
                 keys,
                 values,
-                ranges.in_shard(deal, rank, r)[:, tokens],
+                ranges.in_shard(deal, rank, r, layer.dropped)[:, tokens],
                 out=its_layout.views(states),
                 **scales,
                 **keywords,
@@ -144,7 +144,8 @@ def _pass_keys(
             r: deal.room(f"keys of {r}", packed.shape(ends[r] - begins[r]), torch.uint8)
             for r in ranks
         }
-        packed.pack(slice(begins[rank], ends[rank]), gathered[rank])
+        own = slice(begins[rank] - layer.dropped, ends[rank] - layer.dropped)
+        packed.pack(own, gathered[rank])
         others = {r: x for r, x in gathered.items() if r != rank}
         deal.exchange(others, dict.fromkeys(others, gathered[rank]))
         operands = {r: layer.operands(packed.unpack(x)) for r, x in gathered.items()}

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..ops import lean_decode
 from .deal import current_deal
@@ -76,16 +76,6 @@ class LatentLayer(TreeCacheLayer):
         return rows, rows[..., : self.kv_lora_rank], scales
 
 
-def new_layer(
-    config: PreTrainedConfig, shard: Shard, growth: int, kv_dtype: torch.dtype | None
-) -> TreeCacheLayer:
-    """A layer of a cache for what the model caches: keys and values, or latents."""
-    kv_lora_rank = getattr(config, "kv_lora_rank", None)
-    if kv_lora_rank is None:
-        return TreeCacheLayer(shard, growth, kv_dtype)
-    return LatentLayer(shard, growth, kv_dtype, kv_lora_rank)
-
-
 def attend_to_latents(
     module: Any,
     query: Tensor,
@@ -119,6 +109,7 @@ class _ExpandedLayer:
 
     def __init__(self, layer: LatentLayer, module: Any, weight: Tensor, dtype: torch.dtype) -> None:
         self.shard, self.length, self.keys = layer.shard, layer.length, layer.keys
+        self.window, self.dropped = layer.window, layer.dropped
         self.head_dim_v = module.v_head_dim
         self._layer, self._weight, self._dtype = layer, weight, dtype
 

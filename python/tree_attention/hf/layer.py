@@ -55,15 +55,19 @@ class KVShard:
 class TreeCacheLayer(CacheLayerMixin):
     """The keys and values of one layer that this rank holds, in buffers that grow in steps.
 
-    The slots in use are `keys[:, :, :shard.count(length)]`; the rest of a buffer is uninitialised,
-    and no key range reaches it. Growing copies the layer once per `growth` local slots, which is
-    `2 / growth` of what attention reads in the meantime, and keeps the shard one dense run of
-    slots, which the kernel streams.
+    The slots in use are `keys[:, :, held()]`; the rest of a buffer is uninitialised, or of slots
+    that nothing needs, and no key range reaches it. Growing copies the layer once per `growth`
+    local slots, which is `2 / growth` of what attention reads in the meantime, and keeps the shard
+    one dense run of slots, which the kernel streams.
     """
 
-    is_sliding = False  # a window is a key range; every slot is kept, so `crop` can always go back
+    is_sliding = False
     is_croppable = True
     is_compileable = False
+
+    window: int | None = None  # no query sees more slots than this; None: any
+    first = 0  # the global slot from which on this layer holds all slots, on all ranks together
+    dropped = 0  # number of local slots before the one at the beginning of the buffers
 
     keys: Tensor  # [batch, num_heads_kv, capacity, head_dim]
     values: Tensor  # [batch, num_heads_kv, capacity, head_dim_v]
@@ -86,7 +90,7 @@ class TreeCacheLayer(CacheLayerMixin):
             self.k_scale, self.v_scale = (
                 x.new_empty(x.shape[:3], dtype=torch.float32) for x in (self.keys, self.values)
             )
-        self._grow(0)
+        self.grow(self.dropped)
         self.is_initialized = True
 
     def buffers(self) -> dict[str, Tensor]:
@@ -109,8 +113,13 @@ class TreeCacheLayer(CacheLayerMixin):
         """Number of columns of the values."""
         return self.values.shape[3]
 
+    def held(self) -> slice:
+        """Where the buffers have this rank's slots from `first` on that are in use."""
+        begin, end = self.shard.count(self.first), self.shard.count(self.length)
+        return slice(begin - self.dropped, end - self.dropped)
+
     def capacity(self, num_slots: int) -> int:
-        """The local slots that a buffer has when it must hold so many."""
+        """The local slots for which a buffer has room when it must hold so many."""
         return -(-max(num_slots, self.reserved) // self.growth) * self.growth
 
     def update(  # type: ignore[override]
@@ -152,8 +161,8 @@ class TreeCacheLayer(CacheLayerMixin):
         deal = current_deal()
         end = self.length + (key_states.shape[2] if deal is None else deal.length)
         write = self.shard.write(self.length, end, key_states.device)
-        if write.end > self.keys.shape[2]:
-            self._grow(write.end)
+        if write.end - self.dropped > self.keys.shape[2]:
+            self.grow(write.end)
         new_keys, new_values = key_states.detach(), value_states.detach()
         if deal is not None:
             new_keys, new_values = deal.rows_of_owner(new_keys, new_values)
@@ -163,15 +172,17 @@ class TreeCacheLayer(CacheLayerMixin):
                 new_keys = new_keys.index_select(2, write.tokens)
                 new_values = new_values.index_select(2, write.tokens)
             if self.kv_dtype is None:
-                self.keys.narrow(2, write.begin, count).copy_(new_keys)
-                self.values.narrow(2, write.begin, count).copy_(new_values)
+                begin = write.begin - self.dropped
+                self.keys.narrow(2, begin, count).copy_(new_keys)
+                self.values.narrow(2, begin, count).copy_(new_values)
             else:
-                self.quantise(new_keys, new_values, write.slots)
+                slots = write.slots - self.dropped if self.dropped else write.slots
+                self.quantise(new_keys, new_values, slots)
         self.length = end
         return self.handle, self.handle
 
     def quantise(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Writes tokens to local slots, in 8 bits."""
+        """Writes tokens to these places of the buffers, in 8 bits."""
         slot_mapping = slots.expand(keys.shape[0], -1)
         append_kv(keys, values, self.keys, self.values, slot_mapping, **self.scales())
 
@@ -193,6 +204,14 @@ class TreeCacheLayer(CacheLayerMixin):
 
         With transformers before 5.17 a number >= 0 is the length to keep, as in its own caches.
         """
+        self.length = self.cropped_length(tokens_to_remove)
+
+    def cropped_length(self, tokens_to_remove: int | Tensor) -> int:
+        """What `crop` leaves.
+
+        Raises:
+            ValueError: it cannot remove so many tokens.
+        """
         tokens = int(tokens_to_remove)
         if tokens > 0 and not CROP_KEEPS:
             raise ValueError(
@@ -200,13 +219,12 @@ class TreeCacheLayer(CacheLayerMixin):
                 f"cache.crop({-tokens}) removes {tokens} tokens"
             )
         if tokens >= 0 and CROP_KEEPS:
-            self.length = min(self.length, tokens)
-        else:
-            self.length = max(0, self.length + tokens)
+            return min(self.length, tokens)
+        return max(0, self.length + tokens)
 
     def reset(self) -> None:
         """Forgets all tokens and keeps the buffers for the next batch of the same size."""
-        self.length = 0
+        self.length = self.first = self.dropped = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -251,17 +269,21 @@ class TreeCacheLayer(CacheLayerMixin):
             or key_states.device != self.keys.device
         )
 
-    def _grow(self, num_slots: int) -> None:
+    def grow(self, num_slots: int) -> None:
+        """Makes room for the first `num_slots` local slots, those before `first` aside."""
         self._reallocate(self.keys.shape[0], self.capacity(num_slots), lambda x, out: out.copy_(x))
 
     def _reallocate(
-        self, batch: int, capacity: int, fill: Callable[[Tensor, Tensor], object]
+        self, batch: int, capacity: int, fill: Callable[[Tensor, Tensor], object], begin: int = 0
     ) -> None:
-        used = self.shard.count(self.length)
+        end = self.held().stop
 
         def reallocate(x: Tensor) -> Tensor:
             new = x.new_empty((batch, x.shape[1], capacity, *x.shape[3:]))
-            fill(x[:, :, :used], new[:, :, :used])
+            fill(x[:, :, begin:end], new[:, :, : end - begin])
+            if not torch.compiler.is_compiling():
+                # A graph takes the size for a variable at once, not after the first time it grows.
+                torch._dynamo.maybe_mark_dynamic(new, 2)
             return new
 
         # Tensors made in inference mode could not be written to outside of it, and buffers live on

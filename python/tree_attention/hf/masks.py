@@ -31,31 +31,42 @@ class KeyRanges:
     """
 
     def __init__(
-        self, ranges: Tensor, kv_length: int, kv_offset: int = 0, unsupported: str | None = None
+        self,
+        ranges: Tensor,
+        kv_length: int,
+        kv_offset: int = 0,
+        unsupported: str | None = None,
+        window: int | None = None,
     ) -> None:
         self.ranges = ranges  # int64 [batch, seqlen_q, 2]
         self.kv_length = kv_length  # number of keys that the layer attends to
         self.kv_offset = kv_offset  # global slot of the first of them, where keys are not sharded
         self.unsupported = unsupported
-        self._shard: tuple[ShardLayout, int] | None = None
+        self.window = window  # no range is longer; None: any
+        self._of: tuple[object, ...] | None = None  # which slots those of _local are
         self._local: Tensor | None = None
         self._first: int | None = None
         self._in_shards: dict[tuple[int, int, int], Tensor] = {}
 
-    def local(self, layout: ShardLayout, rank: int) -> Tensor:
-        """The ranges in local slots of `rank`, int32; computed once for all layers."""
-        if self._local is None or self._shard != (layout, rank):
+    def local(self, layout: ShardLayout, rank: int, dropped: int = 0) -> Tensor:
+        """The ranges in local slots of `rank`, counted from the one with the number `dropped`,
+        int32; computed once for all layers."""
+        of = (layout, rank, dropped)
+        if self._local is None or self._of != of:
             # This is `layout.local_range` for the begins and the ends in one call: the local begin
             # is the number of slots that the rank holds before the range, and the end likewise.
-            self._local = layout.count(rank, self.ranges).to(torch.int32)
-            self._shard = (layout, rank)
+            slots = layout.count(rank, self.ranges)
+            self._local = (slots - dropped if dropped else slots).to(torch.int32)
+            self._of = of
         return self._local
 
-    def whole(self) -> Tensor:
-        """The ranges in slots of unsharded keys, the first of which is `kv_offset`; int32."""
-        if self._local is None or self._shard is not None:
-            self._local = (self.ranges - self.kv_offset).clamp_(min=0).to(torch.int32)
-            self._shard = None
+    def whole(self, dropped: int = 0) -> Tensor:
+        """The ranges in slots of unsharded keys, the first of which is `kv_offset + dropped`;
+        int32."""
+        of = (self.kv_offset + dropped,)
+        if self._local is None or self._of != of:
+            self._local = (self.ranges - of[0]).clamp_(min=0).to(torch.int32)
+            self._of = of
         return self._local
 
     @property
@@ -135,7 +146,7 @@ def tree_attention_mask(
             ranges = torch.stack(
                 (torch.maximum(begin, first[:, None]), torch.minimum(end, last[:, None])), dim=-1
             )
-    return KeyRanges(ranges, kv_length, kv_offset, unsupported)
+    return KeyRanges(ranges, kv_length, kv_offset, unsupported, local_size)
 
 
 def _refuse_padding(attention_mask: Tensor, batch_size: int, width: int) -> str | None:

@@ -32,40 +32,46 @@ def reshard(cache: TreeCache, layout: ShardLayout) -> None:
             ("layout of the cache", old.layout),
             ("layout", layout),
             ("layers", [_kind(layer) for layer in cache.layers]),
+            ("first slots of the layers", [layer.first for layer in cache.layers]),
         ), (new, length)
 
     (new, length), _ = on_every_rank("TreeCache.reshard", old.comm, old.timeout, check)
     if old.world_size > 1:
-        moves = _Moves(old, new, length)
+        moves = {
+            first: _Moves(old, new, first, length)
+            for first in {layer.first for layer in cache.layers}
+        }
         # Tensors made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
             for layer in cache.layers:
                 if layer.is_initialized:
-                    moves.apply(layer)
+                    moves[layer.first].apply(layer)
     cache.place(new)
 
 
 class _Moves:
-    """Which local slots go to which rank, and where those of others arrive."""
+    """Which of the slots [first, length) go to which rank, and where those of others arrive."""
 
-    def __init__(self, old: Shard, new: Shard, length: int) -> None:
-        self._old, self._count = old, new.count(length)
-        kept = old.layout.local_slots(old.rank, 0, length)
-        wanted = new.layout.local_slots(new.rank, 0, length)
+    def __init__(self, old: Shard, new: Shard, first: int, length: int) -> None:
+        self._old, self._dropped, self._count = old, new.count(first), new.count(length)
+        kept = old.layout.local_slots(old.rank, first, length)
+        wanted = new.layout.local_slots(new.rank, first, length)
         receivers, senders = new.layout.owner(kept), old.layout.owner(wanted)
         ranks = range(old.world_size)
         # Both ends go through a pair's slots in increasing order, so their messages fit.
         self._outgoing = {r: (receivers == r).nonzero()[:, 0] for r in ranks}
         self._incoming = {r: (senders == r).nonzero()[:, 0] for r in ranks}
         self._signature: Signature = (
-            ("length", length),
+            ("slots", (first, length)),
             ("layouts", (old.layout, new.layout)),
         )
 
     def apply(self, layer: TreeCacheLayer) -> None:
         """Collective: gives a layer the slots of its new place."""
+        held, capacity = layer.held(), layer.capacity(self._count) - self._dropped
         for name, x in layer.buffers().items():
-            setattr(layer, name, self._moved(x, layer.capacity(self._count)))
+            setattr(layer, name, self._moved(x[:, :, held], capacity))
+        layer.dropped = self._dropped
 
     def _moved(self, x: Tensor, capacity: int) -> Tensor:
         batch, num_heads_kv, _, *width = x.shape

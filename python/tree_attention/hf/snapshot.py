@@ -85,6 +85,7 @@ class _Index(NamedTuple):
     length: int
     layout: ShardLayout
     layers: list[_Kinds]
+    first_slots: list[int]  # of the layers: a sliding window has forgotten those before
     files: list[_File]
 
 
@@ -116,7 +117,8 @@ def save(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
             ("length", length),
             ("layout", shard.layout),
             ("layers", _layers_of(cache)),
-        ), _write_tensors(cache, path, length)
+            ("first slots of the layers", [layer.first for layer in cache.layers]),
+        ), _write_tensors(cache, path)
 
     file, notes = on_every_rank("TreeCache.save", comm, timeout, write, _File.note)
 
@@ -157,11 +159,10 @@ def _layers_of(cache: TreeCache) -> list[dict[str, Any]]:
     return [{name: described(x) for name, x in layer.buffers().items()} for layer in cache.layers]
 
 
-def _write_tensors(cache: TreeCache, path: Path, length: int) -> _File:
+def _write_tensors(cache: TreeCache, path: Path) -> _File:
     shard = cache.shard
-    count = shard.count(length)
     tensors = {
-        f"layers.{i}.{name}": x[:, :, :count].contiguous().cpu()
+        f"layers.{i}.{name}": x[:, :, layer.held()].contiguous().cpu()
         for i, layer in enumerate(cache.layers)
         for name, x in layer.buffers().items()
     }
@@ -192,6 +193,7 @@ def _write_index(cache: TreeCache, path: Path, files: list[dict[str, Any]]) -> N
         "length": cache.common_length("save"),
         "layout": {"kind": type(layout).__name__, **dataclasses.asdict(layout)},  # type: ignore[call-overload]
         "layers": _layers_of(cache),
+        "first_slots": [layer.first for layer in cache.layers],
         "files": files,
     }
     unfinished = path / f"{_PREFIX}index.{os.getpid()}.tmp"
@@ -262,7 +264,8 @@ def _parsed(entries: Mapping[str, Any]) -> _Index:
     for file in files:
         if not _OWN_NAME.fullmatch(file.name):  # of this directory, not of any other
             raise ValueError(f"{file.name!r} is no name of a file")
-    return _Index(dict(entries["model"]), length, layout, layers, files)
+    model, first_slots = dict(entries["model"]), list(entries["first_slots"])
+    return _Index(model, length, layout, layers, first_slots, files)
 
 
 def _parsed_layer(entries: Mapping[str, Any]) -> _Kinds:
@@ -306,42 +309,61 @@ def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
             f"TreeCache.load: {path} holds {len(index.layers)} layers, and the model has "
             f"{len(cache.layers)}"
         )
+    # What the next token sees must be there: all slots, or those of its window.
+    most = [max(0, index.length - (layer.window or index.length)) for layer in cache.layers]
+    if len(index.first_slots) != len(most) or not all(
+        type(first) is int and 0 <= first <= limit
+        for first, limit in zip(index.first_slots, most, strict=True)
+    ):
+        raise ValueError(
+            f"TreeCache.load: {path / _INDEX} is damaged: first_slots of the layers must be slots "
+            f"up to {most}, got {index.first_slots}"
+        )
     _check_sizes(path, index)
     shard.write(0, index.length, torch.device("cpu"))  # refuses a layout that ends before
-    slots = shard.layout.local_slots(shard.rank, 0, index.length)
-    owners = source.owner(slots)
+    slots, owners = {}, {}
+    for first in {*index.first_slots}:
+        slots[first] = shard.layout.local_slots(shard.rank, first, index.length)
+        owners[first] = source.owner(slots[first])
     with torch.inference_mode(False), torch.no_grad():
-        for layer, kinds in zip(cache.layers, index.layers, strict=True):
-            _allocate(layer, index.length, kinds)
+        layers = [*zip(cache.layers, index.layers, index.first_slots, strict=True)]
+        for layer, kinds, first in layers:
+            _allocate(layer, first, index.length, kinds)
         for rank, file in enumerate(index.files):
-            rows = (owners == rank).nonzero()[:, 0]
-            if len(rows) == 0:
+            rows = {first: (owner == rank).nonzero()[:, 0] for first, owner in owners.items()}
+            if not any(len(found) for found in rows.values()):
                 continue
-            local = source.count(rank, slots[rows])
             place = path / file.name
             with _opened(place, file.sha256) as handle:
-                count = source.count(rank, index.length)
-                for i, (layer, kinds) in enumerate(zip(cache.layers, index.layers, strict=True)):
+                for i, (layer, kinds, first) in enumerate(layers):
+                    if len(rows[first]) == 0:
+                        continue
+                    begin = source.count(rank, first)
+                    count = source.count(rank, index.length) - begin
                     found = {
                         name: _tensor(place, handle, f"layers.{i}.{name}", kind, count)
                         for name, kind in kinds.items()
                     }
+                    local = source.count(rank, slots[first][rows[first]]) - begin
                     part = {name: x.index_select(2, local) for name, x in found.items()}
-                    _put(layer, rows, part, _kv_dtype(kinds))
+                    _put(layer, rows[first], part, _kv_dtype(kinds))
     for layer in cache.layers:
         layer.length = index.length
 
 
 def _check_sizes(path: Path, index: _Index) -> None:
     """Before anything is allocated by what the index says."""
-    slot_bytes = sum(
-        math.prod(shape) * dtype.itemsize
+    slot_bytes = [
+        sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
         for kinds in index.layers
-        for dtype, shape in kinds.values()
-    )
+    ]
     for rank, file in enumerate(index.files):
         place = path / file.name
-        least = index.layout.count(rank, index.length) * slot_bytes
+        end = index.layout.count(rank, index.length)
+        least = sum(
+            (end - index.layout.count(rank, first)) * num_bytes
+            for first, num_bytes in zip(index.first_slots, slot_bytes, strict=True)
+        )
         try:
             size = place.stat().st_size
         except FileNotFoundError:
@@ -356,7 +378,7 @@ def _check_sizes(path: Path, index: _Index) -> None:
             )
 
 
-def _allocate(layer: TreeCacheLayer, length: int, kinds: _Kinds) -> None:
+def _allocate(layer: TreeCacheLayer, first: int, length: int, kinds: _Kinds) -> None:
     saved = _kv_dtype(kinds)
     if layer.kv_dtype is None:
         layer.kv_dtype = saved
@@ -366,8 +388,10 @@ def _allocate(layer: TreeCacheLayer, length: int, kinds: _Kinds) -> None:
         dtype = dtype if saved is None else torch.float32
         return torch.empty((batch, num_heads_kv, 0, head_dim), dtype=dtype, device="cpu")
 
-    layer.reserve(length)
+    layer.first = layer.length = first
+    layer.dropped = layer.shard.count(first)
     layer.lazy_initialization(empty("keys"), empty("values"))
+    layer.grow(layer.shard.count(length))
 
 
 def _put(

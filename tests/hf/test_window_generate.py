@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Generations with sliding windows that have dropped slots equal those of transformers.
+
+The windows of these models are of 8 slots. The margin and the step by which buffers grow are made
+as small, so that short texts leave slots behind all the time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import run_ranks
+
+pytest.importorskip("transformers")
+
+import hf_families
+from hf_families import WORKING
+from hf_models import make_model, make_prompts
+from test_kv_dtype import _rounded_cache
+from tree_attention import BlockCyclic, hf
+from tree_attention.hf import window_layer
+
+WINDOW = 8
+NUM_TOKENS = 20
+GREEDY = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
+LOGITS = {"output_logits": True, "return_dict_in_generate": True}
+NAMES = ["mistral_window", "gemma2", "gpt_oss"]
+FAMILIES = [
+    name
+    for name, family in WORKING.items()
+    if family.exists and family.options.get("sliding_window")
+]
+assert len(FAMILIES) > 8
+
+worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+
+@contextmanager
+def _small_margin() -> Iterator[None]:
+    with (
+        mock.patch.object(window_layer, "MARGIN", 6),
+        mock.patch.object(window_layer, "STEP", 3),
+    ):
+        torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
+        yield
+        torch.use_deterministic_algorithms(False)
+
+
+def _check_dropped(found: hf.TreeCache) -> None:
+    windows = [layer for layer in found.layers if layer.window is not None]
+    assert windows
+    for layer in windows:
+        length, shard = layer.length, layer.shard
+        assert layer.first > 0
+        kept = shard.count(length) - shard.count(length - WINDOW - 6)
+        assert layer.keys.shape[2] <= kept + 3
+
+
+@cache
+def _expected(name: str) -> tuple[Tensor, Tensor]:
+    output = make_model(name).generate(**make_prompts(), **GREEDY, **LOGITS)
+    return output.sequences, torch.stack(output.logits)
+
+
+def _generate(rank: int, world_size: int, name: str, expected: Any) -> list[Tensor]:
+    tokens, logits = expected
+    model, found = make_model(name), []
+    with _small_margin():
+        for layout in (BlockCyclic(world_size, 4), None):
+            for prefill in ("replicated", "split"):
+                for size in (None, 9):
+                    options = {"prefill": prefill, "prefill_chunk_size": size}
+                    hf.enable(model, layout=layout, **options)
+                    output = model.generate(**make_prompts(), **GREEDY, **LOGITS)
+                    assert torch.equal(output.sequences, tokens), (layout, options)
+                    torch.testing.assert_close(
+                        torch.stack(output.logits), logits, rtol=0, atol=1e-3
+                    )
+                    _check_dropped(output.past_key_values)
+                    found += output.logits
+    return found
+
+
+@worlds
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_chunks_and_split_prompts(name: str, world_size: int) -> None:
+    """Equal tokens, and the same bits on all ranks."""
+    results = run_ranks(_generate, world_size, name, _expected(name))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+def _generate_family(rank: int, world_size: int, expected: dict[str, Tensor]) -> None:
+    for name, tokens in expected.items():
+        model = hf.enable(
+            hf_families.make_model(WORKING[name]),
+            layout=BlockCyclic(world_size, 4),
+            prefill_chunk_size=16,
+        )
+        with _small_margin():
+            output = model.generate(**_family_prompts(), **GREEDY, **LOGITS)
+        assert torch.equal(output.sequences, tokens), name
+        _check_dropped(output.past_key_values)
+
+
+def _family_prompts() -> dict[str, Tensor]:
+    prompts = make_prompts()
+    return prompts | {"input_ids": prompts["input_ids"] % hf_families.VOCAB_SIZE}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_families_with_windows(world_size: int) -> None:
+    expected = {
+        name: hf_families.make_model(WORKING[name]).generate(**_family_prompts(), **GREEDY)
+        for name in FAMILIES
+    }
+    run_ranks(_generate_family, world_size, expected, timeout=120)
+
+
+def _generate_in_ways(rank: int, world_size: int, kv_dtype: str | None, expected: Any) -> None:
+    assistant = hf.enable(make_model("mistral_window"))
+    for way, (tokens, options) in expected.items():
+        model = hf.enable(
+            make_model("gemma2"), kv_dtype=kv_dtype, layout=BlockCyclic(world_size, 4)
+        )
+        if way == "assistant":
+            options = options | {"assistant_model": assistant}
+        with _small_margin():
+            output = model.generate(
+                **make_prompts(3 if way == "beams" else 1), **options, return_dict_in_generate=True
+            )
+        assert torch.equal(output.sequences, tokens), way
+        assert output.past_key_values.layers[0].first > 0
+
+
+@worlds
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_beams_lookup_and_assistants(kv_dtype: str | None, world_size: int) -> None:
+    """Caches whose rows are reordered, repeated and cropped."""
+    model, expected = make_model("gemma2"), {}
+    for way, options in {
+        "beams": {"num_beams": 3},
+        "lookup": {"prompt_lookup_num_tokens": 4},
+        "assistant": {},
+    }.items():
+        prompts = make_prompts(3 if way == "beams" else 1)
+        options = GREEDY | options
+        given = _rounded_cache(model.config, kv_dtype) if kv_dtype else None
+        expected[way] = model.generate(**prompts, **options, past_key_values=given), options
+    run_ranks(_generate_in_ways, world_size, kv_dtype, expected)
+
+
+def _go_on(rank: int, world_size: int, directory: Path, kv_dtype: str | None) -> list[list[int]]:
+    """Two turns over one cache, a copy of it, and what was saved after the first turn."""
+    layout = BlockCyclic(world_size, 4)
+    model = hf.enable(make_model("gemma2"), layout=layout, kv_dtype=kv_dtype)
+    ids = make_prompts(1)["input_ids"]
+    with _small_margin():
+        if not directory.exists():
+            cache = hf.TreeCache(model.config, layout=layout, kv_dtype=kv_dtype)
+            model.generate(ids, past_key_values=cache, **GREEDY)
+            cache.save(directory)
+        cache = hf.TreeCache.load(directory, model.config, layout=layout)
+        assert cache.layers[0].first > 0
+        copied = copy.deepcopy(cache)
+        longer = _longer(cache.get_seq_length())
+        found = [model.generate(longer, past_key_values=copied, **GREEDY)]
+        cache.reshard(BlockCyclic(world_size, 7))
+        hf.enable(model, layout=BlockCyclic(world_size, 7))
+        found.append(model.generate(longer, past_key_values=cache, **GREEDY))
+    assert torch.equal(*found)
+    return found[0].tolist()
+
+
+def _longer(length: int) -> Tensor:
+    """The prompt, what gemma2 says, and some more: with `kv_dtype` it need not be what is said."""
+    ids = make_prompts(1)["input_ids"]
+    said = torch.randint(3, 199, (1, length + 11), generator=torch.Generator().manual_seed(1))
+    said[:, : ids.shape[1]] = ids
+    return said
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_a_kept_cache_goes_on(kv_dtype: str | None, tmp_path: Path) -> None:
+    """In the same world, in another one, after a reshard and as a copy."""
+    directory = tmp_path / "cache"
+    model = make_model("gemma2")
+    given = _rounded_cache(model.config, kv_dtype) if kv_dtype else None
+    first = model.generate(
+        make_prompts(1)["input_ids"],
+        past_key_values=given,
+        return_dict_in_generate=True,
+        **GREEDY,
+    )
+    cached = first.past_key_values
+    expected = model.generate(
+        _longer(cached.get_seq_length()), past_key_values=cached, **GREEDY
+    ).tolist()
+    for world_size in (2, 1, 3):
+        for found in run_ranks(_go_on, world_size, directory, kv_dtype):
+            assert found == expected
