@@ -92,6 +92,22 @@ def test_tensors_and_integers_agree(layout, dtype):
         ]
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [BlockCyclic(2, 3), Contiguous((0, 5, 5, 9)), ContiguousThenCyclic((0, 5, 9), 2)],
+    ids=lambda layout: type(layout).__name__,
+)
+def test_local_slots_of_is_no_question_to_the_host(layout):
+    torch._dynamo.reset()
+    graph = torch.compile(layout.local_slots_of, fullgraph=True, backend="eager")
+    slots = torch.arange(-2, 12)
+    local = graph(1, slots)
+    assert torch.equal(local, layout.local_slots_of(1, slots))
+    held = layout.local_slots(1, 0, 12)
+    assert torch.equal(slots[local >= 0], held)
+    assert torch.equal(local[local >= 0], torch.arange(len(held)))
+
+
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["integers", "int32 tensors"])
 def test_slots_beyond_32_bits_are_exact(as_tensor):
     """A rank's own slots fit 32 bits long after the global ones do not."""

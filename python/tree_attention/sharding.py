@@ -103,14 +103,18 @@ class ShardLayout(ABC):
     def local_slots_of(self, rank: int, slots: Slots) -> Slots:
         """The local slot at which `rank` holds each global slot, -1 for those that it does not.
 
+        Unlike `owner`, it reads no tensor: a slot that no rank holds is not held here.
+
         Equivalent PyTorch::
 
             torch.where(layout.owner(slots) == rank, layout.count(rank, slots), -1)
         """
-        owners, local = self.owner(slots), self.count(rank, slots)
-        if isinstance(owners, Tensor):
-            return torch.where(owners == rank, local, -1)
-        return local if owners == rank else -1
+        slots = self._int64("slots", slots)
+        local = self.count(rank, slots)
+        is_held = self.count(rank, slots + 1) > local
+        if isinstance(is_held, Tensor):
+            return torch.where(is_held, local, -1)
+        return local if is_held else -1
 
     def _integer(self, name: str, value: object) -> int:
         return _integer(type(self).__name__, name, value)
