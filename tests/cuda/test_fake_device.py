@@ -3,21 +3,27 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+import fake_device
 from distributed import run_ranks
-from fake_device import DeviceTensor, fake_cuda
+from fake_device import DeviceTensor, aten, fake_cuda, is_cuda
 from helpers import assert_same_bits, make_problem
-from tree_attention import BlockCyclic, ring_decode, strategies, tree_decode
+from tree_attention import BlockCyclic, lean_decode, ring_decode, strategies, tree_decode
 
 pytest.importorskip("transformers")
 
 from hf_models import make_model, make_prompts
 from tree_attention import hf
+from tree_attention.hf import attention, static_layer
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="test_cuda_ranks.py and test_cuda_huggingface.py do it there"
@@ -108,3 +114,66 @@ def test_generation(name: str, case: str, world_size: int) -> None:
     torch.manual_seed(SEED)
     tokens = make_model(name).generate(**make_prompts(), **arguments)
     run_ranks(generate, world_size, name, CASES[case], tokens)
+
+
+@contextmanager
+def host_that_does_not_wait() -> Iterator[None]:
+    """On the fake device: no value of it may come to the host."""
+
+    def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        comes = function in (aten._local_scalar_dense.default, aten.nonzero.default)
+        if function is aten._to_copy.default:
+            comes = kwargs.get("device") is not None and not is_cuda(kwargs["device"])
+        if function is aten.copy_.default:
+            comes = not isinstance(args[0], DeviceTensor)
+        if comes and isinstance(args[1 if function is aten.copy_.default else 0], DeviceTensor):
+            raise AssertionError(f"{function}: the host waits")
+        return run_on_device(function, args, kwargs)
+
+    def tolist(self: Tensor) -> Any:
+        raise AssertionError("tolist: the host waits")
+
+    run_on_device = fake_device.run
+    with (
+        mock.patch.object(fake_device, "run", run),
+        mock.patch.object(DeviceTensor, "tolist", tolist),
+    ):
+        yield
+
+
+def on_own_keys(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, **options: Any) -> Any:
+    """The part of tree_decode that is not the exchange, which has a host in it over Gloo."""
+    kept = "softmax_scale", "softcap", "out_dtype"
+    return lean_decode(q, k, v, ranges, **{name: options[name] for name in kept})
+
+
+def step_of_fixed_size(rank: int, world_size: int, name: str) -> None:
+    model, prompts = make_model(name, "tree_attention"), make_prompts()
+    ids, mask = prompts["input_ids"], torch.ones(3, 60, dtype=torch.int64)
+    mask[:, : ids.shape[1]] = prompts["attention_mask"]
+    layout = BlockCyclic(world_size, 4)
+    # append_kv has no kernel for a GPU's tensors everywhere; here they are the host's.
+    append = mock.patch.object(static_layer, "append_kv", torch.ops.tree_attention.append_kv)
+    attend = mock.patch.object(attention, "tree_decode", on_own_keys)
+    with fake_cuda(), append, attend:
+        model, ids, mask = model.to("cuda"), ids.to("cuda"), mask.to("cuda")
+        cache = hf.TreeCache(model.config, layout=layout, max_length=60)
+        growing = hf.TreeCache(model.config, layout=layout)
+        for held in (cache, growing):
+            model(ids, attention_mask=mask[:, : ids.shape[1]], past_key_values=held)
+        token = ids[:, -1:].clone()
+        for length in range(ids.shape[1] + 1, ids.shape[1] + 10):
+            with host_that_does_not_wait():
+                found = model(token, attention_mask=mask, past_key_values=cache).logits
+                model(token, past_key_values=copy.deepcopy(cache))
+            narrow = mask[:, :length]
+            expected = model(token, attention_mask=narrow, past_key_values=growing).logits
+            torch.testing.assert_close(found.cpu(), expected.cpu(), atol=1e-5, rtol=1e-5)
+        with pytest.raises(AssertionError, match="the host waits"), host_that_does_not_wait():
+            int(cache.get_seq_length())
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_window"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_of_fixed_size_does_not_wait(name: str, world_size: int) -> None:
+    run_ranks(step_of_fixed_size, world_size, name)

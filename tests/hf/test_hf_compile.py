@@ -85,3 +85,51 @@ def test_prompt_in_chunks_and_tokens_are_three_graphs() -> None:
             truth = model(part, past_key_values=expected, logits_to_keep=1).logits
             torch.testing.assert_close(logits, truth, atol=1e-4, rtol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
+def decode_at_fixed_size(
+    rank: int, world_size: int, name: str, padded: bool, kv_dtype: str | None, backend: str
+) -> None:
+    """Up to the last slot, without being compiled again, and an error beyond it."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = hf.enable(make_model(name))
+    ids, padding = make_prompts().values()
+    max_length = ids.shape[1] + 70  # over the end of a block
+    mask = torch.ones(len(ids), max_length, dtype=torch.int64)
+    if padded:
+        mask[:, : ids.shape[1]] = padding
+    compiled = torch.compile(model.forward, fullgraph=True, backend=backend)
+    options = {"timeout": COMPILING, "kv_dtype": kv_dtype}
+    cache = hf.TreeCache(model.config, max_length=max_length, **options)
+    growing = hf.TreeCache(model.config, **options)
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for held in (cache, growing):
+            model(ids, past_key_values=held, attention_mask=mask[:, : ids.shape[1]])
+        token = ids[:, -1:].clone()
+        arguments = {"past_key_values": cache, "attention_mask": mask if padded else None}
+        for length in range(ids.shape[1] + 1, max_length + 1):
+            expected = model(token, past_key_values=growing, attention_mask=mask[:, :length]).logits
+            logits = compiled(token, **arguments).logits
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+            token = expected[:, -1:].argmax(-1)
+        with pytest.raises(RuntimeError, match=r"append_kv: slot_mapping must be in \[-1, "):
+            compiled(token, **arguments)
+    assert int(cache.get_seq_length()) == max_length
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    "world_size,name,padded,kv_dtype,backend",
+    [
+        (1, "llama", False, None, "inductor"),
+        (2, "llama", False, None, "inductor"),
+        (3, "llama", True, "int8", "aot_eager"),
+        (2, "gemma2", True, None, "aot_eager"),
+    ],
+)
+def test_one_graph_at_fixed_size(
+    world_size: int, name: str, padded: bool, kv_dtype: str | None, backend: str
+) -> None:
+    arguments = name, padded, kv_dtype, backend
+    run_ranks(decode_at_fixed_size, world_size, *arguments, timeout=COMPILING)

@@ -157,5 +157,5 @@ def test_masks_of_the_wrong_width_are_marked(shape: tuple[int, ...]) -> None:
 
 
 def test_a_mask_is_no_tensor() -> None:
-    with pytest.raises(AttributeError, match="a KeyRanges here, not a tensor with 'ndim'"):
-        _ = _mask(batch_size=1, q_length=1, kv_length=1).ndim
+    with pytest.raises(AttributeError, match="a KeyRanges here, not a tensor with 'shape'"):
+        _ = _mask(batch_size=1, q_length=1, kv_length=1).shape

@@ -106,8 +106,8 @@ def _over_shard(
     out_dtype: torch.dtype,
     keywords: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    if ranges.kv_length != layer.length:
-        raise _wrong_length(ranges, layer.length)
+    if ranges.kv_length != layer.kv_length:
+        raise _wrong_length(ranges, layer.kv_length)
     if layer.window is not None and (ranges.window is None or ranges.window > layer.window):
         raise NotImplementedError(
             f"tree_attention: the layer keeps the keys of a sliding window of {layer.window}, as "

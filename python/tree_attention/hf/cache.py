@@ -3,6 +3,7 @@
 
 from datetime import timedelta
 from os import PathLike
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from .latent import LatentLayer
 from .layer import TreeCacheLayer
 from .shard import Shard
 from .snapshot import describe_model
+from .static_layer import static_layers
 from .window_layer import WindowLayer
 
 # Chunked layers work as long as one chunk covers all keys; the mask refuses them after that.
@@ -42,16 +44,19 @@ class TreeCache(Cache):
         layout: which rank holds which slot, by default `BlockCyclic(world_size, 64)`.
         kv_dtype: "int8", or "fp8" (float8_e4m3fn), keeps keys and values in 8 bits with a float32
             scale for each token and head; None: in the model's dtype.
+        max_length: allocates room for so many tokens, all ranks' together, at once, and keeps the
+            length on the device: a decoding step waits for nothing on the host, and is one graph
+            for torch.compile. None: buffers grow.
         strategy: how ranks exchange their partial states, one of `tree_attention.strategies()` or
             "auto".
         timeout: seconds after which a lost rank becomes an `ExchangeError`.
-        growth: number of local slots by which the buffers of a layer grow; at most 64 for a
-            sliding window.
+        growth: number of local slots by which the buffers of a layer grow, without `max_length`; at
+            most 64 for a sliding window.
 
     Raises:
         ValueError: the layers of the model cache anything but keys and values, or latents, of their
-            own, `layout` is for another world size, there is no such kv_dtype or strategy, or
-            `growth` is below 1.
+            own, `layout` is for another world size or ends before `max_length`, there is no such
+            kv_dtype or strategy, or `growth` or `max_length` is below 1.
     """
 
     layers: list[TreeCacheLayer]  # type: ignore[assignment]
@@ -63,19 +68,31 @@ class TreeCache(Cache):
         layout: ShardLayout | None = None,
         *,
         kv_dtype: str | None = None,
+        max_length: int | None = None,
         strategy: str = "auto",
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         growth: int = 1024,
     ) -> None:
         if growth < 1:
             raise ValueError(f"TreeCache: growth must be at least 1, got {growth}")
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"TreeCache: max_length must be at least 1, got {max_length}")
+        if max_length is not None and getattr(config, "kv_lora_rank", None) is not None:
+            raise ValueError(
+                "TreeCache: max_length must be None for multi-head latent attention, whose layers "
+                f"grow, got {max_length}"
+            )
         windows = _windows(config)
         self.shard = Shard(group, layout, strategy, timeout)
         self.model = describe_model(config)
+        self.max_length = max_length
         dtype = dtype_of("TreeCache", kv_dtype)
-        super().__init__(
-            layers=[new_layer(config, self.shard, growth, dtype, window) for window in windows]
-        )
+        layers: list[Any]  # as Cache declares them
+        if max_length is None:
+            layers = [new_layer(config, self.shard, growth, dtype, window) for window in windows]
+        else:
+            layers = [*static_layers(len(windows), max_length, self.shard, dtype)]
+        super().__init__(layers=layers)
 
     def reserve(self, length: int) -> None:
         """Has the next allocation make room for `length` tokens, so that a prompt of known length
@@ -121,6 +138,7 @@ class TreeCache(Cache):
         layout: ShardLayout | None = None,
         *,
         kv_dtype: str | None = None,
+        max_length: int | None = None,
         strategy: str = "auto",
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         growth: int = 1024,
@@ -138,13 +156,14 @@ class TreeCache(Cache):
 
         Args:
             directory: what `save` was given, at a path by which this rank reaches it.
-            config, group, layout, strategy, timeout, growth: see `TreeCache`; world size and layout
-                may differ from those of the saved cache.
+            config, group, layout, max_length, strategy, timeout, growth: see `TreeCache`; world
+                size, layout and max_length may differ from those of the saved cache.
             kv_dtype: "int8" or "fp8" quantises what was saved otherwise; None: as it was saved.
 
         Raises:
             OSError: a file is missing.
-            ValueError: a file is damaged, or of another model or version; an argument is wrong.
+            ValueError: a file is damaged, or of another model or version; an argument is wrong, or
+                more tokens were saved than `max_length`.
             ExchangeError: one of that happened on another rank, or a rank was lost.
         """
         cache = cls(
@@ -152,6 +171,7 @@ class TreeCache(Cache):
             group,
             layout,
             kv_dtype=kv_dtype,
+            max_length=max_length,
             strategy=strategy,
             timeout=timeout,
             growth=growth,

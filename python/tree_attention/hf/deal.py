@@ -35,7 +35,7 @@ class Deal:
     are dealt in turn: token `i` of the chunk to rank `i % world_size`.
 
     Attributes:
-        begin, length: the chunk's first slot, and its number of tokens.
+        begin, length, end: the chunk's first slot, its number of tokens, and the slot after it.
         counts: number of tokens of each rank.
         is_by_owner: whether each rank computes the tokens whose slots it keeps.
     """
@@ -44,8 +44,9 @@ class Deal:
         self, shard: Shard, begin: int, length: int, device: torch.device, signature: Signature
     ) -> None:
         self.shard, self.begin, self.length, self.device = shard, begin, length, device
+        self.end = begin + length
         layout, ranks = shard.layout, range(shard.world_size)
-        kept = [layout.count(r, begin + length) - layout.count(r, begin) for r in ranks]
+        kept = [layout.count(r, self.end) - layout.count(r, begin) for r in ranks]
         # A layout may end before the chunk does. Writing the cache then says so.
         is_whole = sum(kept) == length
         self.is_by_owner = is_whole and min(kept) > 0 and max(kept) - min(kept) <= _MAX_DIFFERENCE
@@ -63,8 +64,7 @@ class Deal:
     def tokens(self, rank: int) -> Tensor:
         """Indices in the chunk of the tokens that `rank` computes, increasing."""
         if self.is_by_owner:
-            end = self.begin + self.length
-            tokens = self.shard.layout.local_slots(rank, self.begin, end) - self.begin
+            tokens = self.shard.layout.local_slots(rank, self.begin, self.end) - self.begin
         else:
             tokens = torch.arange(rank, self.length, self.shard.world_size, device="cpu")
         return tokens.to(self.device)
@@ -78,14 +78,14 @@ class Deal:
     def last_rank(self) -> int:
         """The rank that computes the last token."""
         if self.is_by_owner:
-            return self.shard.layout.owner(self.begin + self.length - 1)
+            return self.shard.layout.owner(self.end - 1)
         return (self.length - 1) % self.shard.world_size
 
     @cached_property
     def moves(self) -> Moves:
         """Where keys and values go that are not computed where they are kept."""
         rank, ranks = self.shard.rank, range(self.shard.world_size)
-        slots = torch.arange(self.begin, self.begin + self.length, device="cpu")
+        slots = torch.arange(self.begin, self.end, device="cpu")
         owners = self.shard.layout.owner(slots).to(self.device)
         kept = (owners == rank).nonzero()[:, 0]
         return Moves(

@@ -70,7 +70,7 @@ def _passes_queries(deal: Deal, query: Tensor, layer: TreeCacheLayer, ranges: Ke
     _, num_heads_q, _, head_dim = query.shape
     state_bytes = 4 * (layer.head_dim_v + 1)
     query_bytes = deal.length * num_heads_q * (head_dim * query.itemsize + state_bytes)
-    return query_bytes < (layer.length - ranges.first) * _bytes_per_slot(layer)
+    return query_bytes < (deal.end - ranges.first) * _bytes_per_slot(layer)
 
 
 def _pass_queries(
@@ -131,8 +131,8 @@ def _pass_keys(
     buffers = layer.buffers()
     # The local slots of each rank that any query sees.
     begins = [shard.layout.count(r, ranges.first) for r in ranks]
-    ends = [shard.layout.count(r, layer.length) for r in ranks]
-    head_bytes = batch * (layer.length - ranges.first) * _bytes_per_slot(layer) // num_heads_kv
+    ends = [shard.layout.count(r, deal.end) for r in ranks]
+    head_bytes = batch * (deal.end - ranges.first) * _bytes_per_slot(layer) // num_heads_kv
     head_step = max(1, _MAX_PIECE_BYTES // max(1, head_bytes))
     token_step = _tokens_of_piece(deal, query, layer)
     group = num_heads_q // num_heads_kv

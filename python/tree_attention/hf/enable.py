@@ -30,6 +30,7 @@ def enable(
     layout: ShardLayout | None = None,
     *,
     kv_dtype: str | None = None,
+    max_length: int | None = None,
     strategy: str = "auto",
     prefill: str = "auto",
     prefill_chunk_size: int | None = 2048,
@@ -46,8 +47,9 @@ def enable(
     `disable` undoes it; `enable` on an enabled model replaces its options.
 
     Args:
-        group, layout, kv_dtype, strategy, timeout: see `TreeCache`. A model whose weights are split
-            has its groups from there: `group` is None, and `layout` is over its context group.
+        group, layout, kv_dtype, max_length, strategy, timeout: see `TreeCache`. A model whose
+            weights are split has its groups from there: `group` is None, and `layout` is over its
+            context group.
         prefill: "split" deals the tokens of a prompt to the ranks, each of which runs the model on
             its own; "replicated" has every rank run it on all of them; "auto" splits a chunk of 64
             tokens or more for each rank. Split are forward passes over several tokens that ask for
@@ -86,6 +88,7 @@ def enable(
         cache_group,
         layout,
         kv_dtype=kv_dtype,
+        max_length=max_length,
         strategy=strategy,
         timeout=timeout,
     )
@@ -179,13 +182,16 @@ def _override(model: PreTrainedModel, preparation: Preparation) -> None:
         self: PreTrainedModel,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> Any:
         is_given = model_kwargs.get("past_key_values") is not None
-        preparation.prepare_cache(self, generation_config, model_kwargs)
+        preparation.prepare_cache(self, generation_config, model_kwargs, max_cache_length)
         if is_given or model_kwargs.get("past_key_values") is None:
-            return original_prepare(self, generation_config, model_kwargs, *args, **kwargs)
+            return original_prepare(
+                self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
         return None
 
     for name, function in zip(_OVERRIDDEN, (generate, prepare_cache), strict=True):

@@ -110,6 +110,7 @@ class _ExpandedLayer:
     def __init__(self, layer: LatentLayer, module: Any, weight: Tensor, dtype: torch.dtype) -> None:
         self.shard, self.length, self.keys = layer.shard, layer.length, layer.keys
         self.window, self.dropped = layer.window, layer.dropped
+        self.kv_length = layer.kv_length
         self.head_dim_v = module.v_head_dim
         self._layer, self._weight, self._dtype = layer, weight, dtype
 

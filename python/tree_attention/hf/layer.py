@@ -97,6 +97,10 @@ class TreeCacheLayer(CacheLayerMixin):
         """What the layer holds, by the name of the attribute; the axis of the slots is 2."""
         return {"keys": self.keys, "values": self.values, **self.scales()}
 
+    def hold(self, name: str, buffer: Tensor) -> None:
+        """Replaces one of the buffers."""
+        setattr(self, name, buffer)
+
     def scales(self) -> dict[str, Any]:
         """What the operators take beside keys and values of 8 bits, by the name of the argument."""
         if self.kv_dtype is None:
@@ -134,30 +138,7 @@ class TreeCacheLayer(CacheLayerMixin):
         Returns:
             The `KVShard` twice: for the keys and for the values.
         """
-        if not self.is_initialized or (self.length == 0 and self._is_of_another(key_states)):
-            self.lazy_initialization(key_states, value_states)
-        if key_states.shape[0] != self.keys.shape[0]:
-            raise ValueError(
-                f"TreeCache: the cache holds {self.keys.shape[0]} sequences, got new tokens of "
-                f"{key_states.shape[0]}; repeat the sequences with batch_repeat_interleave, or "
-                "forget them with reset"
-            )
-        pairs = {"keys": (key_states, self.keys), "values": (value_states, self.values)}
-        for name, (new, held) in pairs.items():
-            dtypes = (held.dtype, new.dtype) if self.kv_dtype is None else (None, None)
-            kinds = [
-                (dtype, x.shape[1], x.shape[3])
-                for dtype, x in zip(dtypes, (held, new), strict=True)
-            ]
-            if kinds[0] != kinds[1]:
-                raise ValueError(
-                    f"TreeCache: the cache holds {name} of (dtype, num_heads_kv, head_dim) = "
-                    f"{kinds[0]}, got {kinds[1]}; convert them, or forget the tokens with reset"
-                )
-        if self.keys.device != key_states.device:  # as `load` leaves them on the CPU
-            with torch.inference_mode(False):  # see _reallocate
-                for name, x in self.buffers().items():
-                    setattr(self, name, x.to(key_states.device))
+        self._prepare(key_states, value_states)
         deal = current_deal()
         end = self.length + (key_states.shape[2] if deal is None else deal.length)
         write = self.shard.write(self.length, end, key_states.device)
@@ -181,10 +162,42 @@ class TreeCacheLayer(CacheLayerMixin):
         self.length = end
         return self.handle, self.handle
 
+    def _prepare(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Has the buffers take tokens such as these, or raises ValueError."""
+        if not self.is_initialized or (self._is_of_another(key_states) and self.length == 0):
+            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != self.keys.shape[0]:
+            raise ValueError(
+                f"TreeCache: the cache holds {self.keys.shape[0]} sequences, got new tokens of "
+                f"{key_states.shape[0]}; repeat the sequences with batch_repeat_interleave, or "
+                "forget them with reset"
+            )
+        pairs = {"keys": (key_states, self.keys), "values": (value_states, self.values)}
+        for name, (new, held) in pairs.items():
+            dtypes = (held.dtype, new.dtype) if self.kv_dtype is None else (None, None)
+            kinds = [
+                (dtype, x.shape[1], x.shape[3])
+                for dtype, x in zip(dtypes, (held, new), strict=True)
+            ]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"TreeCache: the cache holds {name} of (dtype, num_heads_kv, head_dim) = "
+                    f"{kinds[0]}, got {kinds[1]}; convert them, or forget the tokens with reset"
+                )
+        if self.keys.device != key_states.device:  # as `load` leaves them on the CPU
+            with torch.inference_mode(False):  # see _reallocate
+                for name, x in self.buffers().items():
+                    self.hold(name, x.to(key_states.device))
+
     def quantise(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Writes tokens to these places of the buffers, in 8 bits."""
         slot_mapping = slots.expand(keys.shape[0], -1)
         append_kv(keys, values, self.keys, self.values, slot_mapping, **self.scales())
+
+    @property
+    def kv_length(self) -> int:
+        """The number of keys that masks are made for."""
+        return self.length
 
     def get_seq_length(self) -> int:
         return self.length
@@ -241,7 +254,8 @@ class TreeCacheLayer(CacheLayerMixin):
             def select(x: Tensor, out: Tensor) -> None:
                 torch.index_select(x, 0, rows, out=out)
 
-            self._reallocate(len(rows), self.keys.shape[2], select)
+            used = slice(0, self.held().stop)
+            self._reallocate(len(rows), used, self.keys.shape[2], select)
 
     def offload(self) -> None:
         raise NotImplementedError(
@@ -271,16 +285,15 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def grow(self, num_slots: int) -> None:
         """Makes room for the first `num_slots` local slots, those before `first` aside."""
-        self._reallocate(self.keys.shape[0], self.capacity(num_slots), lambda x, out: out.copy_(x))
+        used = slice(0, self.held().stop)
+        self._reallocate(len(self.keys), used, self.capacity(num_slots), copy_slots)
 
     def _reallocate(
-        self, batch: int, capacity: int, fill: Callable[[Tensor, Tensor], object], begin: int = 0
+        self, batch: int, used: slice, capacity: int, fill: Callable[[Tensor, Tensor], object]
     ) -> None:
-        end = self.held().stop
-
         def reallocate(x: Tensor) -> Tensor:
             new = x.new_empty((batch, x.shape[1], capacity, *x.shape[3:]))
-            fill(x[:, :, begin:end], new[:, :, : end - begin])
+            fill(x[:, :, used], new[:, :, : used.stop - used.start])
             if not torch.compiler.is_compiling():
                 # A graph takes the size for a variable at once, not after the first time it grows.
                 torch._dynamo.maybe_mark_dynamic(new, 2)
@@ -291,4 +304,9 @@ class TreeCacheLayer(CacheLayerMixin):
         # the new ones.
         with torch.inference_mode(False), torch.no_grad():
             for name, x in self.buffers().items():
-                setattr(self, name, reallocate(x))
+                self.hold(name, reallocate(x))
+
+
+def copy_slots(x: Tensor, out: Tensor) -> None:
+    """What fills a new buffer from the slots in use of the old one."""
+    out.copy_(x)

@@ -21,6 +21,8 @@ _HOLE = (
     "the left: tokenizer.padding_side = 'left'"
 )
 
+_WIDTH = "the padding mask must have shape [batch, cached + new tokens]"
+
 
 class KeyRanges:
     """What `tree_attention_mask` returns, and transformers hands to every layer, for a mask.
@@ -28,7 +30,12 @@ class KeyRanges:
     Query `i` of sequence `b` sees the global slots `[ranges[b, i, 0], ranges[b, i, 1])`. A mask
     that is no such range has the reason in `unsupported`, and the layer that is given it raises:
     models also build masks that none of their layers use.
+
+    With a cache of fixed size `generate` makes the masks before the forward pass, and treats what
+    it gets as a tensor of four axes.
     """
+
+    ndim = 4
 
     def __init__(
         self,
@@ -47,6 +54,9 @@ class KeyRanges:
         self._local: Tensor | None = None
         self._first: int | None = None
         self._in_shards: dict[tuple[int, int, int], Tensor] = {}
+
+    def contiguous(self) -> "KeyRanges":
+        return self
 
     def local(self, layout: ShardLayout, rank: int, dropped: int = 0) -> Tensor:
         """The ranges in local slots of `rank`, counted from the one with the number `dropped`,
@@ -89,7 +99,7 @@ class KeyRanges:
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
             f"tree_attention: an attention mask is a KeyRanges here, not a tensor with {name!r}; "
-            "pass models the 2-D padding mask, and use no static (compileable) cache"
+            "pass models the 2-D padding mask"
         )
 
 
@@ -100,7 +110,7 @@ def tree_attention_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | KeyRanges | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
@@ -112,12 +122,20 @@ def tree_attention_mask(
 
     Args:
         q_length: number of new queries, which are the global slots from `q_offset` on.
-        kv_length: number of keys, which are the global slots from `kv_offset` on.
+        q_offset: a tensor where the cache has a fixed size, of which the host then knows no length.
+        kv_length: number of keys, which are the global slots from `kv_offset` on; those beyond the
+            queries are hidden.
         mask_function: the predicate of transformers for query and key.
-        attention_mask: padding mask `[batch, cached + new tokens]`, 0 for hidden slots; None: no
-            slot is hidden.
+        attention_mask: padding mask `[batch, cached + new tokens]`, or `[batch, kv_length]`, 0 for
+            hidden slots; None: no slot is hidden. What this function has returned before the
+            forward pass is returned again.
         local_size: number of keys in the sliding window, None for no window.
     """
+    if isinstance(attention_mask, KeyRanges):
+        return attention_mask
+    # A decoding step with a cache of fixed size does not wait for a GPU.
+    is_length_known = not isinstance(q_offset, Tensor)
+    waits = is_length_known or q_length > 1 or torch.device(device).type == "cpu"
     deal = current_deal()
     if deal is not None:  # the ranges of all ranks' tokens
         q_length, q_offset = deal.length, deal.begin
@@ -134,14 +152,16 @@ def tree_attention_mask(
             unsupported = "a custom mask function has no form as a range of keys"
         else:
             agrees = _agrees(mask_function, begin, end, batch_size, kv_offset, kv_length)
-            if not _holds(agrees, _NO_RANGE):
+            if not _holds(agrees, _NO_RANGE, waits):
                 unsupported = _NO_RANGE
     ranges = begin_end.expand(batch_size, q_length, 2)
     if attention_mask is not None and unsupported is None:
-        unsupported = _refuse_padding(attention_mask, batch_size, kv_offset + kv_length)
+        unsupported = _refuse_padding(
+            attention_mask, batch_size, (q_offset + q_length, kv_offset + kv_length), waits
+        )
         if unsupported is None:
             first, last, has_holes = _visible_run(attention_mask)
-            if not _holds(~has_holes, _HOLE):
+            if not _holds(~has_holes, _HOLE, waits):
                 unsupported = _HOLE
             ranges = torch.stack(
                 (torch.maximum(begin, first[:, None]), torch.minimum(end, last[:, None])), dim=-1
@@ -149,13 +169,19 @@ def tree_attention_mask(
     return KeyRanges(ranges, kv_length, kv_offset, unsupported, local_size)
 
 
-def _refuse_padding(attention_mask: Tensor, batch_size: int, width: int) -> str | None:
-    if tuple(attention_mask.shape) == (batch_size, width):
+def _refuse_padding(
+    attention_mask: Tensor, batch_size: int, widths: tuple[int | Tensor, int], waits: bool
+) -> str | None:
+    """`widths`: up to the last query, and up to the last key."""
+    width, (queries, keys) = attention_mask.shape[-1], widths
+    is_wide = width == keys
+    if not is_wide:
+        is_wide = width == queries
+        if isinstance(is_wide, Tensor):
+            is_wide = _holds(is_wide, _WIDTH, waits)
+    if is_wide and attention_mask.dim() == 2 and len(attention_mask) == batch_size:
         return None
-    return (
-        f"the padding mask must have shape [batch, cached + new tokens] = {[batch_size, width]}, "
-        f"got {list(attention_mask.shape)}"
-    )
+    return f"{_WIDTH} = {[batch_size, int(queries)]}, got {list(attention_mask.shape)}"
 
 
 def _visible_run(attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,9 +217,9 @@ def _agrees(
     return (seen == expected).all()
 
 
-def _holds(condition: Tensor, otherwise: str) -> bool:
-    """Whether a tensor is true. A compiled graph cannot ask, and raises where it is not."""
-    if torch.compiler.is_compiling():
+def _holds(condition: Tensor, otherwise: str, waits: bool = True) -> bool:
+    """Whether a tensor is true. What cannot ask, as a compiled graph, raises where it is not."""
+    if torch.compiler.is_compiling() or not waits:
         torch._assert_async(condition, f"tree_attention: {otherwise}")
         return True
     return bool(condition)

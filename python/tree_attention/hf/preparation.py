@@ -55,7 +55,7 @@ class Preparation:
         self.synchronize_logits = synchronize_logits
         self.prefill = prefill
         cache = new_cache()  # refuses now what every call of generate would refuse
-        self.shard, self.kv_dtype = cache.shard, cache.kv_dtype
+        self.shard, self.kv_dtype, self.max_length = cache.shard, cache.kv_dtype, cache.max_length
         self.call = _Call()
 
     @contextmanager
@@ -90,12 +90,17 @@ class Preparation:
         model: PreTrainedModel,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
+        num_slots: int,
     ) -> None:
         """Puts a cache into `model_kwargs` and a chunk size into `generation_config`, which belongs
-        to this call alone, and has every rank raise if the ranks differ."""
+        to this call alone, and has every rank raise if the ranks differ.
+
+        `num_slots`: of the prompt and all new tokens but the last, which is never fed.
+        """
         self._refuse(generation_config)
         cache = model_kwargs.get("past_key_values")
-        num_prompt, num_cached, kv_dtype = self._prompt_length(), 0, self.kv_dtype
+        num_prompt, num_cached = self._prompt_length(), 0
+        kv_dtype, max_length = self.kv_dtype, self.max_length
         if cache is not None:
             if not isinstance(cache, TreeCache):
                 raise ValueError(
@@ -108,11 +113,21 @@ class Preparation:
                     f"enabled with {self.shard.layout}: call enable(model, layout=...) with the "
                     "cache's, or cache.reshard with the model's"
                 )
-            num_cached, kv_dtype = cache.get_seq_length(), cache.kv_dtype
+            num_cached, kv_dtype = int(cache.get_seq_length()), cache.kv_dtype
+            max_length = cache.max_length
             self._refuse_cached_prompt(num_prompt, num_cached)
+            if not self._is_whole_sequence(num_prompt):
+                num_slots += num_cached
+        # A prompt lookup also feeds candidates that are more than the tokens asked for.
+        num_slots += (generation_config.prompt_lookup_num_tokens or 1) - 1
+        if max_length is not None and num_slots > max_length:
+            raise ValueError(
+                f"generate: the cache has max_length {max_length}, and the prompt and the new "
+                f"tokens need {num_slots} slots; make it larger, or max_new_tokens smaller"
+            )
         if self.comm.world_size > 1:
             self.comm.agree(
-                self._signature(model, generation_config, num_cached, kv_dtype),
+                self._signature(model, generation_config, num_cached, kv_dtype, max_length),
                 self.shard.timeout,
             )
         if cache is None and generation_config.use_cache is not False:
@@ -141,9 +156,7 @@ class Preparation:
             )
 
     def _refuse_cached_prompt(self, num_prompt: int, num_cached: int) -> None:
-        mask = self.call.arguments.get("attention_mask")
-        is_whole_sequence = mask is None or mask.shape[1] == num_prompt
-        if num_cached > 0 and is_whole_sequence and num_cached >= num_prompt:
+        if num_cached > 0 and self._is_whole_sequence(num_prompt) and num_cached >= num_prompt:
             raise ValueError(
                 f"generate: the cache holds {num_cached} tokens and the prompt has {num_prompt}; "
                 "at least one token must be new: call cache.crop(-1), or pass only the new tokens "
@@ -155,6 +168,11 @@ class Preparation:
                 "generate: prefill_chunk_size with a cache that holds tokens needs transformers "
                 f">= 5.23, got {transformers.__version__}"
             )
+
+    def _is_whole_sequence(self, num_prompt: int) -> bool:
+        """Whether the prompt has the tokens that a given cache holds, too."""
+        mask = self.call.arguments.get("attention_mask")
+        return mask is None or mask.shape[1] == num_prompt
 
     def _set_chunk_size(
         self,
@@ -186,6 +204,7 @@ class Preparation:
         generation_config: GenerationConfig,
         num_cached: int,
         kv_dtype: torch.dtype | None,
+        max_length: int | None,
     ) -> Signature:
         """What must be equal on all ranks. Otherwise they would merge states that do not belong
         together, or stop at different tokens."""
@@ -195,6 +214,7 @@ class Preparation:
             ("layout", self.shard.layout),
             ("number of cached tokens", num_cached),
             ("kv_dtype", kv_dtype),
+            ("max_length of the cache", max_length),
             ("digest of the inputs", digest_inputs(self.call.arguments)),
             *settings_of(generation_config),
             ("synchronize_logits", self.synchronize_logits is not None),

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from .cache import TreeCache
 from .deal import Deal, dealing
 from .digests import describe, digest_inputs
+from .masks import KeyRanges
 from .parallel.split import mesh_of
 
 _PREFILLS = ("auto", "split", "replicated")
@@ -142,24 +143,32 @@ def _deal(
     tokens = per_token.get("input_ids", per_token.get("inputs_embeds"))
     if tokens is None or not _asks_for_the_last(model, arguments):
         return None
+    # A model with several kinds of layers has a mask for each, where `generate` made them.
+    masks = [*mask.values()] if isinstance(mask, Mapping) else [] if mask is None else [mask]
     batch, length = tokens.shape[:2]
     if (
         length < max(2, min_tokens * cache.shard.world_size)
         or any(x.shape[_AXES[name]] != length for name, x in per_token.items())
         # The attention refuses other masks.
-        or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2))
+        or not all(isinstance(x, KeyRanges) or x.dim() == 2 for x in masks)
         # Without positions, models count padding in different ways.
-        or ("position_ids" not in per_token and mask is not None and not mask.all())
+        or (
+            "position_ids" not in per_token
+            and not all(isinstance(x, Tensor) and x.all() for x in masks)
+        )
     ):
         return None
     signature = (
         ("batch", batch),
-        ("digest of the padding mask", digest_inputs({"attention_mask": mask})),
+        (
+            "digest of the padding mask",
+            digest_inputs({str(i): getattr(x, "ranges", x) for i, x in enumerate(masks)}),
+        ),
         ("numbers of the model's configuration", sizes),
         ("dtype", model.dtype),
         ("device", tokens.device.type),
     )
-    return Deal(cache.shard, cache.get_seq_length(), length, tokens.device, signature)
+    return Deal(cache.shard, int(cache.get_seq_length()), length, tokens.device, signature)
 
 
 def _asks_for_the_last(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:

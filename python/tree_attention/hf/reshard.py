@@ -26,7 +26,7 @@ def reshard(cache: TreeCache, layout: ShardLayout) -> None:
         """What every rank must have in common, before any of them moves a layer."""
         length = cache.common_length("reshard")
         new = Shard(old.comm, layout, old.strategy, old.timeout)
-        new.write(0, length, torch.device("cpu"))  # refuses a layout that ends before
+        new.check_holds(cache.max_length or length)
         return (
             ("length", length),
             ("layout of the cache", old.layout),
@@ -36,6 +36,7 @@ def reshard(cache: TreeCache, layout: ShardLayout) -> None:
         ), (new, length)
 
     (new, length), _ = on_every_rank("TreeCache.reshard", old.comm, old.timeout, check)
+    cache.place(new)  # whose buffers the layers make
     if old.world_size > 1:
         moves = {
             first: _Moves(old, new, first, length)
@@ -46,14 +47,14 @@ def reshard(cache: TreeCache, layout: ShardLayout) -> None:
             for layer in cache.layers:
                 if layer.is_initialized:
                     moves[layer.first].apply(layer)
-    cache.place(new)
 
 
 class _Moves:
     """Which of the slots [first, length) go to which rank, and where those of others arrive."""
 
     def __init__(self, old: Shard, new: Shard, first: int, length: int) -> None:
-        self._old, self._dropped, self._count = old, new.count(first), new.count(length)
+        self._old, self._held = old, (old.count(first), old.count(length))
+        self._dropped, self._count = new.count(first), new.count(length)
         kept = old.layout.local_slots(old.rank, first, length)
         wanted = new.layout.local_slots(new.rank, first, length)
         receivers, senders = new.layout.owner(kept), old.layout.owner(wanted)
@@ -68,9 +69,10 @@ class _Moves:
 
     def apply(self, layer: TreeCacheLayer) -> None:
         """Collective: gives a layer the slots of its new place."""
-        held, capacity = layer.held(), layer.capacity(self._count) - self._dropped
+        held = slice(*(count - layer.dropped for count in self._held))
+        capacity = layer.capacity(self._count) - self._dropped
         for name, x in layer.buffers().items():
-            setattr(layer, name, self._moved(x[:, :, held], capacity))
+            layer.hold(name, self._moved(x[:, :, held], capacity))
         layer.dropped = self._dropped
 
     def _moved(self, x: Tensor, capacity: int) -> Tensor:

@@ -54,6 +54,15 @@ class Shard:
         """How many of the first `length` global slots this rank keeps."""
         return self.layout.count(self.rank, length)
 
+    def check_holds(self, length: int) -> None:
+        """Raises ValueError if one of the first `length` slots is on no rank."""
+        layout = self.layout
+        if isinstance(layout, Contiguous) and length > layout.bounds[-1]:
+            raise ValueError(
+                f"TreeCache: {layout} has no rank for slot {length - 1}; "
+                "use ContiguousThenCyclic for caches that grow"
+            )
+
     def write(self, begin: int, end: int, device: torch.device) -> Write:
         """Where this rank writes the tokens of the global slots [begin, end); computed once for
         all layers."""
@@ -62,12 +71,8 @@ class Shard:
         is_remembered = not torch.compiler.is_compiling()
         if is_remembered and self._last is not None and self._last[0] == key:
             return self._last[1]
+        self.check_holds(end)
         layout = self.layout
-        if isinstance(layout, Contiguous) and end > layout.bounds[-1]:
-            raise ValueError(
-                f"TreeCache: {layout} has no rank for slot {end - 1}; "
-                "use ContiguousThenCyclic for caches that grow"
-            )
         local_begin, local_end = self.count(begin), self.count(end)
         tokens = None
         if 0 < local_end - local_begin < end - begin:

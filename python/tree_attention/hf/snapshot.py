@@ -309,6 +309,18 @@ def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
             f"TreeCache.load: {path} holds {len(index.layers)} layers, and the model has "
             f"{len(cache.layers)}"
         )
+    _check_sizes(path, index)
+    shard.check_holds(index.length)
+    if cache.max_length is not None and index.length > cache.max_length:
+        raise ValueError(
+            f"TreeCache.load: {path} holds {index.length} tokens, more than max_length = "
+            f"{cache.max_length}"
+        )
+    if cache.max_length is not None and any(index.first_slots):
+        raise ValueError(
+            f"TreeCache.load: {path} holds the last slots of layers with a sliding window, which "
+            "keep all slots in a cache with max_length; load it without"
+        )
     # What the next token sees must be there: all slots, or those of its window.
     most = [max(0, index.length - (layer.window or index.length)) for layer in cache.layers]
     if len(index.first_slots) != len(most) or not all(
@@ -319,8 +331,6 @@ def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
             f"TreeCache.load: {path / _INDEX} is damaged: first_slots of the layers must be slots "
             f"up to {most}, got {index.first_slots}"
         )
-    _check_sizes(path, index)
-    shard.write(0, index.length, torch.device("cpu"))  # refuses a layout that ends before
     slots, owners = {}, {}
     for first in {*index.first_slots}:
         slots[first] = shard.layout.local_slots(shard.rank, first, index.length)

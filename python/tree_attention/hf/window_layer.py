@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layer import KVShard, TreeCacheLayer
+from .layer import KVShard, TreeCacheLayer, copy_slots
 from .shard import Shard
 
 # How many tokens `crop` can always take back: prompt lookup and assisted decoding remove the
@@ -76,7 +76,7 @@ class WindowLayer(TreeCacheLayer):
 
     def _move(self, end: int) -> None:
         """Moves the slots from `first` on to the beginning of buffers that end at a local slot."""
-        begin = self.held().start
-        dropped = self.dropped + begin
-        self._reallocate(self.keys.shape[0], end - dropped, lambda x, out: out.copy_(x), begin)
+        held = self.held()
+        dropped = self.dropped + held.start
+        self._reallocate(len(self.keys), held, end - dropped, copy_slots)
         self.dropped = dropped
