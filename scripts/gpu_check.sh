@@ -122,7 +122,7 @@ parallel=()
 "$PYTHON" -c 'import xdist' 2>/dev/null && parallel=(-n 8)
 # These need the device, or all ranks, to themselves.
 alone=(graphs launches numerics workspace)
-ranks=(ranks huggingface)
+ranks=(ranks huggingface static_cache)
 ignored=()
 for name in smoke "${alone[@]}" "${ranks[@]}"; do ignored+=("--ignore=tests/cuda/test_cuda_$name.py"); done
 files_of() {
@@ -144,7 +144,7 @@ gpu_stage smoke 90 "${pytest[@]}" -v -k "not emulated" tests/cuda/test_cuda_smok
 gpu_stage tests 150 env OMP_NUM_THREADS=2 "${pytest[@]}" "${parallel[@]}" "${ignored[@]}" \
   -k "$on_device" tests
 gpu_stage alone 150 "${pytest[@]}" $(files_of "${alone[@]}")
-gpu_stage ranks 120 "${pytest[@]}" $(files_of "${ranks[@]}")
+gpu_stage ranks 180 "${pytest[@]}" $(files_of "${ranks[@]}")
 gpu_stage ablations 150 "$PYTHON" -m benchmarks.cuda.ablations
 # It writes its files at its end, which should come before that of its time.
 budget=$((limit - SECONDS - 40))

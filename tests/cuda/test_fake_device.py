@@ -177,3 +177,21 @@ def step_of_fixed_size(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_of_fixed_size_does_not_wait(name: str, world_size: int) -> None:
     run_ranks(step_of_fixed_size, world_size, name)
+
+
+def generate_at_fixed_size(rank: int, world_size: int, tokens: Tensor) -> None:
+    model, prompts = make_model("llama"), make_prompts()
+    append = mock.patch.object(static_layer, "append_kv", torch.ops.tree_attention.append_kv)
+    with fake_cuda(), append:
+        hf.enable(model.to("cuda"), layout=BlockCyclic(world_size, 4), max_length=60)
+        prompts = {name: x.to("cuda") for name, x in prompts.items()}
+        with mock.patch.object(torch, "compile") as compile_:
+            found = model.generate(**prompts, **LENGTH)
+        assert torch.equal(found.cpu(), tokens)
+        compile_.assert_not_called()
+
+
+def test_steps_that_go_through_the_host_are_not_captured() -> None:
+    """transformers compiles, and captures, the steps with every cache that is compileable."""
+    tokens = make_model("llama").generate(**make_prompts(), **LENGTH)
+    run_ranks(generate_at_fixed_size, 2, tokens)

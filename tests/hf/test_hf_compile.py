@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import CompileConfig
+
 from distributed import run_ranks
 from hf_models import make_model, make_prompts
 from tree_attention import hf
@@ -18,6 +20,7 @@ from tree_attention.hf import window_layer
 # Ranks compile at their own pace, also at different steps.
 COMPILING = 200.0
 STEPS = 80  # over the end of a block and of a buffer
+GREEDY = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
 
 
 def decode(rank: int, world_size: int, name: str, padded: bool, steps: int, backend: str) -> int:
@@ -133,3 +136,22 @@ def test_one_graph_at_fixed_size(
 ) -> None:
     arguments = name, padded, kv_dtype, backend
     run_ranks(decode_at_fixed_size, world_size, *arguments, timeout=COMPILING)
+
+
+def generate_compiled(rank: int, world_size: int, name: str, expected: torch.Tensor) -> None:
+    """As on a GPU, where `generate` compiles the forward pass where the cache allows it."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = hf.enable(make_model(name), max_length=100, prefill_chunk_size=16, timeout=COMPILING)
+    config = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    for _ in range(2):  # with caches of their own
+        output = model.generate(**make_prompts(), **GREEDY, compile_config=config)
+        assert torch.equal(output, expected)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("world_size,name", [(1, "llama"), (2, "llama"), (2, "gemma2")])
+def test_generate_compiles_decoding_once(world_size: int, name: str) -> None:
+    expected = make_model(name).generate(**make_prompts(), **GREEDY)
+    run_ranks(generate_compiled, world_size, name, expected, timeout=COMPILING)

@@ -20,7 +20,7 @@ from .preparation import Preparation
 from .prompts import check_prefill, override_forward, restore_forward
 from .sampling import SynchronizeLogits
 
-_OVERRIDDEN = ("generate", "_prepare_cache_for_generation")
+_OVERRIDDEN = ("generate", "_prepare_cache_for_generation", "get_compiled_call")
 _PREVIOUS = "_attention_before_enable"
 
 
@@ -163,7 +163,9 @@ def _check_split(group: ProcessGroup | Communicator | None, mesh: Mesh, strategy
 
 def _override(model: PreTrainedModel, preparation: Preparation) -> None:
     # Bound methods on the instance, not closures over it: a deep copy of the model gets its own.
-    original, original_prepare = (getattr(type(model), name) for name in _OVERRIDDEN)
+    original, original_prepare, compiled_call_of = (
+        getattr(type(model), name) for name in _OVERRIDDEN
+    )
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -194,5 +196,19 @@ def _override(model: PreTrainedModel, preparation: Preparation) -> None:
             )
         return None
 
-    for name, function in zip(_OVERRIDDEN, (generate, prepare_cache), strict=True):
+    @functools.wraps(compiled_call_of)
+    def get_compiled_call(self: PreTrainedModel, compile_config: Any) -> Any:
+        if not preparation.is_capturable(self.device):
+            return self.__call__
+        compiled = compiled_call_of(self, compile_config)
+
+        # A chunk of a prompt would be a graph of its own, which takes minutes, and not be dealt.
+        def call(**inputs: Any) -> Any:
+            ids = inputs.get("input_ids")
+            return (compiled if ids is not None and ids.shape[1] == 1 else self)(**inputs)
+
+        return call
+
+    functions = generate, prepare_cache, get_compiled_call
+    for name, function in zip(_OVERRIDDEN, functions, strict=True):
         vars(model)[name] = MethodType(function, model)

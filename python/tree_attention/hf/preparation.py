@@ -137,6 +137,12 @@ class Preparation:
         if cache is not None:
             self._set_chunk_size(model, generation_config, model_kwargs, num_prompt, num_cached)
 
+    def is_capturable(self, device: torch.device) -> bool:
+        """Whether a CUDA graph can hold a step: not where states travel through the host."""
+        if self.comm.world_size == 1:
+            return True
+        return self.comm.link.transport_device(device).type == device.type
+
     def _refuse(self, generation_config: GenerationConfig) -> None:
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise _unsupported_cache(generation_config.cache_implementation)

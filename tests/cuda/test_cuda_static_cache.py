@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A cache of fixed size on one GPU: `generate` captures the steps, and they never wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import run_ranks
+
+pytest.importorskip("transformers")
+
+from hf_models import make_model, make_prompts
+from tree_attention import BlockCyclic, hf
+
+OP = "append_kv"
+GREEDY = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
+MAX_LENGTH = 64
+SECONDS = 120.0  # every rank starts CUDA once, and one compiles
+
+
+@cache
+def model_on_device(name: str, which: str) -> Any:
+    """`which` keeps the plain model apart from the one that is enabled."""
+    return make_model(name).cuda()
+
+
+def prompts_on_device() -> dict[str, Tensor]:
+    return {name: x.cuda() for name, x in make_prompts().items()}
+
+
+def generate(rank: int, world_size: int, name: str, options: dict[str, Any], tokens: Tensor) -> int:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, layout = model_on_device(name, "enabled"), BlockCyclic(world_size, 4)
+    hf.enable(model, layout=layout, max_length=MAX_LENGTH, **options)
+    for _ in range(3):  # each with a cache of its own: graphs are captured again, not compiled
+        assert torch.equal(model.generate(**prompts_on_device(), **GREEDY).cpu(), tokens)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("world_size", [1, 2])  # two over Gloo, which no graph captures
+def test_generate_captures_the_steps(name: str, world_size: int, cuda: torch.device) -> None:
+    tokens = model_on_device(name, "plain").generate(**prompts_on_device(), **GREEDY).cpu()
+    counts = run_ranks(generate, world_size, name, {}, tokens, timeout=SECONDS)
+    assert counts == ([1] if world_size == 1 else [0, 0])
+
+
+def test_int8(cuda: torch.device) -> None:
+    model = hf.enable(model_on_device("llama", "growing"), kv_dtype="int8")
+    tokens = model.generate(**prompts_on_device(), **GREEDY).cpu()
+    run_ranks(generate, 1, "llama", {"kv_dtype": "int8"}, tokens, timeout=SECONDS)
+
+
+@contextmanager
+def host_that_does_not_wait() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@torch.no_grad()
+def test_an_eager_step_does_not_wait_and_replays(cuda: torch.device) -> None:
+    """Captured by hand: the same graph writes the next slots and sees the next lengths."""
+    model = make_model("llama", "tree_attention").cuda()
+    ids = prompts_on_device()["input_ids"]
+    fixed, growing = hf.TreeCache(model.config, max_length=MAX_LENGTH), hf.TreeCache(model.config)
+    for held in (fixed, growing):
+        model(ids, past_key_values=held)
+    token = ids[:, -1:].clone()
+
+    def step(held: hf.TreeCache) -> Tensor:
+        logits: Tensor = model(token, past_key_values=held).logits
+        return logits
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), host_that_does_not_wait():
+        step(fixed)
+    torch.cuda.current_stream().wait_stream(stream)
+    step(growing)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step(fixed)
+    for i in range(MAX_LENGTH - ids.shape[1] - 1):
+        token.fill_(3 + i)
+        graph.replay()
+        torch.testing.assert_close(captured, step(growing), atol=1e-4, rtol=1e-4)
+    assert int(fixed.get_seq_length()) == MAX_LENGTH
+
+
+@torch.no_grad()
+def test_tokens_beyond_the_end_are_lost_and_said_so(cuda: torch.device) -> None:
+    model = make_model("llama", "tree_attention").cuda()
+    ids = prompts_on_device()["input_ids"]
+    held = hf.TreeCache(model.config, max_length=ids.shape[1])
+    model(ids, past_key_values=held)
+    kept = [layer.keys.clone() for layer in held.layers]
+    model(ids[:, -1:], past_key_values=held)
+    assert all(torch.equal(a.keys, b) for a, b in zip(held.layers, kept, strict=True))
+    with pytest.raises(ValueError, match="max_length 37, and cannot hold 38 tokens"):
+        held.common_length("test")
