@@ -2,13 +2,15 @@
 """The programs about caches measure what they say, on small models."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import kv_dtype, latents, restore
+from benchmarks import kv_dtype, latents, restore, step_cost
+from benchmarks.harness.measure import Samples
 from hf_models import make_model
 
 
@@ -43,3 +45,29 @@ def test_caches_of_latents() -> None:
     assert latents.report_of(rows).wrong == []
     assert rows[0]["bytes_per_token"] == 2 * (48 + 16) * 2
     assert 0 < rows[0]["errors"][latents.OURS] < 0.01
+
+
+def test_cost_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def compile_(forward: Any, fullgraph: bool) -> Any:
+        assert fullgraph
+        compiled.append(forward)
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    report = step_cost.report_of(step_cost.measure(2, 0.01), 2)
+    assert len(compiled) == 2 and report.wrong == []
+    eager, graphs = report.rows[:4], report.rows[4:]
+    assert [row["name"] for row in graphs] == [
+        "StaticCache, compiled",
+        "TreeCache(max_length), compiled",
+    ]
+    for rows in (eager, graphs):
+        assert [row["us_above"] == 0 for row in rows] == [row is rows[0] for row in rows]
+
+
+def test_a_step_with_wrong_logits_is_marked() -> None:
+    measured = [Samples([1.0], torch.full((2,), x)) for x in (1.0, 1.1)]
+    row = step_cost.row_of("TreeCache", "eager", measured[1], measured[0], 4)
+    assert row["wrong"] and row["us_above"] == 0 and row["us_per_layer"] == 250_000

@@ -309,13 +309,6 @@ def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
             f"TreeCache.load: {path} holds {len(index.layers)} layers, and the model has "
             f"{len(cache.layers)}"
         )
-    _check_sizes(path, index)
-    shard.check_holds(index.length)
-    if cache.max_length is not None and index.length > cache.max_length:
-        raise ValueError(
-            f"TreeCache.load: {path} holds {index.length} tokens, more than max_length = "
-            f"{cache.max_length}"
-        )
     if cache.max_length is not None and any(index.first_slots):
         raise ValueError(
             f"TreeCache.load: {path} holds the last slots of layers with a sliding window, which "
@@ -330,6 +323,13 @@ def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
         raise ValueError(
             f"TreeCache.load: {path / _INDEX} is damaged: first_slots of the layers must be slots "
             f"up to {most}, got {index.first_slots}"
+        )
+    _check_sizes(path, index)
+    shard.check_holds(index.length)
+    if cache.max_length is not None and index.length > cache.max_length:
+        raise ValueError(
+            f"TreeCache.load: {path} holds {index.length} tokens, more than max_length = "
+            f"{cache.max_length}"
         )
     slots, owners = {}, {}
     for first in {*index.first_slots}:
