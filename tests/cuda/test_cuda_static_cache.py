@@ -17,6 +17,7 @@ from distributed import run_ranks
 pytest.importorskip("transformers")
 
 from hf_models import make_model, make_prompts
+from test_cuda_ranks import NCCL_OF_RANKS_ON_ONE_GPU, group_of, nccl_version
 from tree_attention import BlockCyclic, hf
 
 OP = "append_kv"
@@ -35,11 +36,20 @@ def prompts_on_device() -> dict[str, Tensor]:
     return {name: x.cuda() for name, x in make_prompts().items()}
 
 
-def generate(rank: int, world_size: int, name: str, options: dict[str, Any], tokens: Tensor) -> int:
+def generate(
+    rank: int,
+    world_size: int,
+    name: str,
+    options: dict[str, Any],
+    tokens: Tensor,
+    backend: str = "gloo",
+) -> int:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, layout = model_on_device(name, "enabled"), BlockCyclic(world_size, 4)
-    hf.enable(model, layout=layout, max_length=MAX_LENGTH, **options)
+    # Ranks compile at their own pace.
+    options = {"max_length": MAX_LENGTH, "timeout": SECONDS, **options}
+    hf.enable(model, group_of(backend) if world_size > 1 else None, layout, **options)
     for _ in range(3):  # each with a cache of its own: graphs are captured again, not compiled
         assert torch.equal(model.generate(**prompts_on_device(), **GREEDY).cpu(), tokens)
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -51,6 +61,15 @@ def test_generate_captures_the_steps(name: str, world_size: int, cuda: torch.dev
     tokens = model_on_device(name, "plain").generate(**prompts_on_device(), **GREEDY).cpu()
     counts = run_ranks(generate, world_size, name, {}, tokens, timeout=SECONDS)
     assert counts == ([1] if world_size == 1 else [0, 0])
+
+
+@pytest.mark.parametrize("strategy", ["auto", "one_shot"])
+def test_steps_with_exchanges_are_captured(strategy: str, cuda: torch.device) -> None:
+    if nccl_version() < NCCL_OF_RANKS_ON_ONE_GPU:
+        pytest.skip("NCCL takes one rank for each GPU, or is not there")
+    tokens = model_on_device("llama", "plain").generate(**prompts_on_device(), **GREEDY).cpu()
+    case = "llama", {"strategy": strategy}, tokens, "nccl"
+    assert run_ranks(generate, 2, *case, timeout=3 * SECONDS) == [1, 1]
 
 
 def test_int8(cuda: torch.device) -> None:

@@ -99,6 +99,10 @@ def append(held: hf.TreeCache, count: int, batch: int = 2) -> None:
 
 def assert_holds(held: hf.TreeCache, length: int) -> None:
     assert held.common_length("test") == length
+    buffers = [x for layer in held.layers for x in layer.buffers().values()]
+    for x in (*buffers, held.layers[0].progress.length):
+        # As torch._dynamo.mark_static_address leaves them: CUDA graphs write to them in place.
+        assert x._dynamo_static_input_type == "unguarded"
     slots = held.shard.layout.local_slots(held.shard.rank, 0, length)
     expected = tokens_of(0, length)[:, :, slots]
     for i, layer in enumerate(held.layers):

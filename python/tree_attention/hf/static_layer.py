@@ -192,5 +192,5 @@ def static_layers(
 def _static(x: Tensor) -> Tensor:
     """Tells CUDA graphs that the tensor stays where it is, so that they write to it in place."""
     if not torch.compiler.is_compiling():
-        torch._dynamo.mark_static_address(x)
+        torch._dynamo.mark_static_address(x, guard=False)
     return x
