@@ -84,6 +84,25 @@ def test_tokens_are_those_of_transformers(name: str, case: str, world_size: int)
     run_ranks(generate, world_size, name, case, expected_tokens(name, case))
 
 
+def generate_otherwise(rank: int, world_size: int, expected: Tensor) -> None:
+    model = hf.enable(make_model("llama"), max_length=MAX_LENGTH)
+    ids = make_prompts(batch=1)["input_ids"]
+    assistant = hf.enable(make_model("mistral"), max_length=MAX_LENGTH)
+    assert torch.equal(model.generate(ids, assistant_model=assistant, **GREEDY), expected)
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(model.generate(inputs_embeds=embeds, **GREEDY), expected[:, LENGTH:])
+    with pytest.raises(ValueError, match="need 49 slots"):
+        model.generate(inputs_embeds=embeds, max_new_tokens=13)
+    split = hf.enable(hf.parallelize(make_model("llama")), max_length=MAX_LENGTH)
+    assert torch.equal(split.generate(ids, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_assistants_embeddings_and_split_weights(world_size: int) -> None:
+    expected = plain_model("llama").generate(**make_prompts(batch=1), **GREEDY)
+    run_ranks(generate_otherwise, world_size, expected)
+
+
 def tokens_of(begin: int, end: int, batch: int = 2) -> Tensor:
     """Keys that say which they are: row and global slot, in every channel of both heads."""
     rows = torch.arange(batch).view(-1, 1, 1, 1) * 1000.0
