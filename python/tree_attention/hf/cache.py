@@ -77,11 +77,6 @@ class TreeCache(Cache):
             raise ValueError(f"TreeCache: growth must be at least 1, got {growth}")
         if max_length is not None and max_length < 1:
             raise ValueError(f"TreeCache: max_length must be at least 1, got {max_length}")
-        if max_length is not None and getattr(config, "kv_lora_rank", None) is not None:
-            raise ValueError(
-                "TreeCache: max_length must be None for multi-head latent attention, whose layers "
-                f"grow, got {max_length}"
-            )
         windows = _windows(config)
         self.shard = Shard(group, layout, strategy, timeout)
         self.model = describe_model(config)
@@ -91,7 +86,8 @@ class TreeCache(Cache):
         if max_length is None:
             layers = [new_layer(config, self.shard, growth, dtype, window) for window in windows]
         else:
-            layers = [*static_layers(len(windows), max_length, self.shard, dtype)]
+            rank = getattr(config, "kv_lora_rank", None)
+            layers = [*static_layers(len(windows), max_length, self.shard, dtype, rank)]
         super().__init__(layers=layers)
 
     def reserve(self, length: int) -> None:
@@ -230,7 +226,7 @@ def new_layer(
     all tokens."""
     kv_lora_rank = getattr(config, "kv_lora_rank", None)
     if kv_lora_rank is not None:
-        return LatentLayer(shard, growth, kv_dtype, kv_lora_rank)
+        return LatentLayer(shard, growth, kv_dtype, kv_lora_rank=kv_lora_rank)
     if window is not None:
         return WindowLayer(shard, growth, window, kv_dtype)
     return TreeCacheLayer(shard, growth, kv_dtype)

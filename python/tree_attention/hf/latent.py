@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 from ..ops import lean_decode
 from .deal import current_deal
 from .layer import KVShard, TreeCacheLayer
-from .shard import Shard
 
 # The method of attention modules that makes keys and values of all heads from cached latents.
 _EXPAND = "expand_kv"
@@ -40,10 +39,8 @@ _MAX_EXPANDED_BYTES = 1 << 30
 class LatentLayer(TreeCacheLayer):
     """The latents of one layer that this rank holds: rows of keys, and values without columns."""
 
-    def __init__(
-        self, shard: Shard, growth: int, kv_dtype: torch.dtype | None, kv_lora_rank: int
-    ) -> None:
-        super().__init__(shard, growth, kv_dtype)
+    def __init__(self, *args: Any, kv_lora_rank: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.kv_lora_rank = kv_lora_rank
 
     def update(  # type: ignore[override]
@@ -108,14 +105,13 @@ class _ExpandedLayer:
     """Stands for a layer of latents, with keys and values of some heads as the operands."""
 
     def __init__(self, layer: LatentLayer, module: Any, weight: Tensor, dtype: torch.dtype) -> None:
-        self.shard, self.length, self.keys = layer.shard, layer.length, layer.keys
+        self.shard, self.kv_length, self.keys = layer.shard, layer.kv_length, layer.keys
         self.window, self.dropped = layer.window, layer.dropped
-        self.kv_length = layer.kv_length
         self.head_dim_v = module.v_head_dim
         self._layer, self._weight, self._dtype = layer, weight, dtype
 
     def buffers(self) -> dict[str, Tensor]:
-        used = self.shard.count(self.length)
+        used = self.shard.count(self.kv_length)
         return {name: x[:, :, :used] for name, x in self._layer.buffers().items()}
 
     def operands(self, buffers: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -147,7 +143,7 @@ def _pays_to_expand(module: Any, query: Tensor, layer: LatentLayer) -> bool:
 
 def _heads_of_piece(module: Any, query: Tensor, layer: LatentLayer) -> int:
     columns = module.qk_nope_head_dim + module.qk_rope_head_dim + module.v_head_dim
-    head_bytes = query.shape[0] * layer.length * columns * query.itemsize
+    head_bytes = query.shape[0] * layer.kv_length * columns * query.itemsize
     return max(1, _MAX_EXPANDED_BYTES // head_bytes)
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The layers of a cache of fixed size: in a decoding step, the host neither waits nor chooses."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from ..ops import append_kv
 from .deal import current_deal
+from .latent import LatentLayer
 from .layer import KVShard, TreeCacheLayer, copy_slots
 from .shard import Shard
 
@@ -173,18 +176,29 @@ class StaticTreeCacheLayer(TreeCacheLayer):
             super().crop(tokens_to_remove)
 
 
+class StaticLatentLayer(LatentLayer, StaticTreeCacheLayer):
+    """The latents of one layer that this rank holds, in buffers for `max_length` tokens."""
+
+
 def static_layers(
-    num_layers: int, max_length: int, shard: Shard, kv_dtype: torch.dtype | None
+    num_layers: int,
+    max_length: int,
+    shard: Shard,
+    kv_dtype: torch.dtype | None,
+    kv_lora_rank: int | None,
 ) -> list[StaticTreeCacheLayer]:
-    """The layers of a cache.
+    """The layers of a cache; `kv_lora_rank`: of latents, or None.
 
     Raises:
         ValueError: the layout ends before `max_length`.
     """
     shard.check_holds(max_length)
     progress, last = Progress(max_length), num_layers - 1
+    new: Callable[..., StaticTreeCacheLayer] = StaticTreeCacheLayer
+    if kv_lora_rank is not None:
+        new = functools.partial(StaticLatentLayer, kv_lora_rank=kv_lora_rank)
     return [
-        StaticTreeCacheLayer(shard, progress, kv_dtype, is_first=i == 0, is_last=i == last)
+        new(shard, progress, kv_dtype, is_first=i == 0, is_last=i == last)
         for i in range(num_layers)
     ]
 
