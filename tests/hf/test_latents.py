@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -109,7 +110,7 @@ def _in_pieces(rank: int, world_size: int, tokens: Tensor) -> None:
         num_heads.append(len(weight))
         return make(layer, module, weight, dtype)
 
-    three_heads = 3 * 3 * LONG * (8 + 4 + 6) * 4
+    three_heads = 3 * 3 * LONG * (2 * 8 + 4 + 6) * 4
     for num_bytes, expected in ((1 << 20, [8]), (three_heads, [3, 3, 2]), (1, [1] * 8)):
         for prefill in ("replicated", "split"):
             for block in (4, 64):
@@ -145,6 +146,38 @@ def _two_turns(rank: int, world_size: int, tokens: Tensor) -> None:
 @worlds
 def test_a_resharded_cache_goes_on_with_the_same_tokens(world_size: int) -> None:
     run_ranks(_two_turns, world_size, _expected("greedy"))
+
+
+def _saved_and_loaded(rank: int, world_size: int, directory: Path) -> None:
+    layout = BlockCyclic(world_size, 4)
+    model = hf.enable(make_model("deepseek"), layout=layout)
+    if not directory.exists():
+        cache = hf.TreeCache(model.config, layout=layout)
+        model.generate(**make_prompts(), past_key_values=cache, max_new_tokens=1)
+        cache.save(directory)
+        return
+    found = {
+        kv_dtype: hf.TreeCache.load(directory, model.config, layout=layout, kv_dtype=kv_dtype)
+        for kv_dtype in (None, "int8", "fp8")
+    }
+    for kv_dtype, error in {"int8": 1 / 254, "fp8": 1 / 16}.items():
+        for layer, exact in zip(found[kv_dtype].layers, found[None].layers, strict=True):
+            used = exact.shard.count(exact.length)
+            rows, scale = layer.keys[:, :, :used].float(), layer.k_scale[:, :, :used, None]
+            largest = exact.keys[:, :, :used].abs().amax(-1, keepdim=True)
+            assert used > 0
+            assert ((rows * scale - exact.keys[:, :, :used]).abs() <= 1.01 * error * largest).all()
+
+
+def test_latents_are_saved_and_loaded_in_8_bits(tmp_path: Path) -> None:
+    for world_size in (3, 2):
+        run_ranks(_saved_and_loaded, world_size, tmp_path / "cache")
+    config = copy.deepcopy(make_model("deepseek").config)
+    config.kv_lora_rank, config.qk_rope_head_dim = 20, 8
+    with pytest.raises(
+        ValueError, match=r"another model: its kv_lora_rank is 24, and that of .* 20"
+    ):
+        hf.TreeCache.load(tmp_path / "cache", config)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])

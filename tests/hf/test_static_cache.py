@@ -211,6 +211,8 @@ def overflow(rank: int, world_size: int) -> None:
     with mock.patch.object(model, "forward", forward), is_too_short:
         model.generate(**given, **GREEDY)
     forward.assert_not_called()
+    tokens = model.generate(**given, **GREEDY, use_cache=False)
+    assert tokens.shape[1] == LENGTH + 12
 
     held = hf.TreeCache(model.config, layout=layout, max_length=60)
     output = model.generate(**given, **GREEDY, past_key_values=held)

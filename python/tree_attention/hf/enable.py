@@ -209,6 +209,6 @@ def _override(model: PreTrainedModel, preparation: Preparation) -> None:
 
         return call
 
-    functions = generate, prepare_cache, get_compiled_call
-    for name, function in zip(_OVERRIDDEN, functions, strict=True):
+    overridden: tuple[Any, ...] = generate, prepare_cache, get_compiled_call
+    for name, function in zip(_OVERRIDDEN, overridden, strict=True):
         vars(model)[name] = MethodType(function, model)

@@ -9,7 +9,7 @@ are rows of kv_b_proj. Attention of few queries `[n, p]` never forms these, as i
     o     = sum_i weight_i V_h c_i = V_h (sum_i weight_i c_i)
 
 that is attention of all heads to one head of keys, the rows, whose first columns are the values.
-For many queries, as in a prompt, it is less work to form keys and values for the while.
+For many queries, as in a prompt, it is less work to form keys and values for as long as it lasts.
 
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 """
@@ -142,7 +142,8 @@ def _pays_to_expand(module: Any, query: Tensor, layer: LatentLayer) -> bool:
 
 
 def _heads_of_piece(module: Any, query: Tensor, layer: LatentLayer) -> int:
-    columns = module.qk_nope_head_dim + module.qk_rope_head_dim + module.v_head_dim
+    # Columns of keys without a position are there twice: beside the values, and in the keys.
+    columns = 2 * module.qk_nope_head_dim + module.qk_rope_head_dim + module.v_head_dim
     head_bytes = query.shape[0] * layer.kv_length * columns * query.itemsize
     return max(1, _MAX_EXPANDED_BYTES // head_bytes)
 

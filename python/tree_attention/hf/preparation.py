@@ -99,8 +99,9 @@ class Preparation:
         """
         self._refuse(generation_config)
         cache = model_kwargs.get("past_key_values")
+        makes_cache = cache is None and generation_config.use_cache is not False
         num_prompt, num_cached = self._prompt_length(), 0
-        kv_dtype, max_length = self.kv_dtype, self.max_length
+        kv_dtype, max_length = self.kv_dtype, self.max_length if makes_cache else None
         if cache is not None:
             if not isinstance(cache, TreeCache):
                 raise ValueError(
@@ -130,7 +131,7 @@ class Preparation:
                 self._signature(model, generation_config, num_cached, kv_dtype, max_length),
                 self.shard.timeout,
             )
-        if cache is None and generation_config.use_cache is not False:
+        if makes_cache:
             cache = self.new_cache()
             cache.reserve(num_prompt)
             model_kwargs["past_key_values"] = cache

@@ -150,7 +150,9 @@ def _deal(
         length < max(2, min_tokens * cache.shard.world_size)
         or any(x.shape[_AXES[name]] != length for name, x in per_token.items())
         # The attention refuses other masks.
-        or not all(isinstance(x, KeyRanges) or x.dim() == 2 for x in masks)
+        or not all(
+            isinstance(x, KeyRanges) or (isinstance(x, Tensor) and x.dim() == 2) for x in masks
+        )
         # Without positions, models count padding in different ways.
         or (
             "position_ids" not in per_token
