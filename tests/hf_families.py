@@ -180,6 +180,50 @@ WORKING: dict[str, Family] = {
 LATENT = [name for name, family in WORKING.items() if "kv_lora_rank" in family.options]
 
 
+_LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"]}
+_DELTA_RULE = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_STATE_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+_SHARED_EXPERT = {"shared_expert_intermediate_size": 48}
+
+# Of these some layers keep a state, and the others keys and values.
+HYBRIDS: dict[str, Family] = {
+    "Bamba": _family("BambaConfig", _STATE_SPACE, {"attn_layer_indices": [1]}),
+    "Granite 4": _family(
+        "GraniteMoeHybridConfig",
+        _LOCAL_EXPERTS,
+        _LINEAR_FIRST,
+        _STATE_SPACE,
+        {"shared_intermediate_size": 48},
+    ),
+    "Jamba": _family(
+        "JambaConfig", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4}
+    ),
+    "LFM2": _family("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+    "LFM2-MoE": _family("Lfm2MoeConfig", _EXPERTS, {"layer_types": ["conv", "full_attention"]}),
+    "LFM3": _family("Lfm3Config", _WINDOW, {"layer_types": ["conv", "sliding_attention"]}),
+    "Nemotron-H": _family(
+        "NemotronHConfig",
+        _HEADS_OF_16,
+        _EXPERTS,
+        {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
+        {"n_routed_experts": 4, "moe_shared_expert_intermediate_size": 48},
+    ),
+    "OLMo Hybrid": _family("OlmoHybridConfig", _LINEAR_FIRST),
+    "Qwen3-Next": _family(
+        "Qwen3NextConfig", _HEADS_OF_16, _EXPERTS, _SHARED_EXPERT, _LINEAR_FIRST, _DELTA_RULE
+    ),
+    "Qwen3.5": _family("Qwen3_5TextConfig", _HEADS_OF_16, _LINEAR_FIRST, _DELTA_RULE),
+    "Qwen3.5-MoE": _family(
+        "Qwen3_5MoeTextConfig", _HEADS_OF_16, _EXPERTS, _SHARED_EXPERT, _LINEAR_FIRST, _DELTA_RULE
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Families that are refused for one reason."""
@@ -193,28 +237,26 @@ _KINDS_OF_LAYERS = "layers must be of the types"
 _ATTENTION_HIDDEN = "does not let its attention be chosen"
 _CACHED_KEYS = "work on cached keys themselves"
 _TEXT_ALONE = "must be a decoder of text alone"
-_LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"]}
 
 REFUSED: tuple[Refusal, ...] = (
     Refusal(
-        "layers that are recurrent, linear or convolutions keep a state and no keys",
-        _KINDS_OF_LAYERS,
+        "all layers keep a state, and there are no keys to spread",
+        "a layer must have keys to spread over ranks",
         {
-            "Bamba": _refused("BambaConfig"),
-            "Falcon-H1": _refused("FalconH1Config"),
             "Falcon Mamba": _refused("FalconMambaConfig"),
-            "Granite 4": _refused("GraniteMoeHybridConfig"),
-            "Jamba": _refused("JambaConfig"),
-            "Kimi Linear": _refused("KimiLinearConfig"),
-            "LFM2": _refused("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
             "Mamba": _refused("MambaConfig"),
             "Mamba 2": _refused("Mamba2Config", {"num_heads": 8, "head_dim": 16, "n_groups": 1}),
-            "MiniMax-01": _refused("MiniMaxConfig", _LOCAL_EXPERTS),
-            "Nemotron-H": _refused("NemotronHConfig"),
-            "OLMo Hybrid": _refused("OlmoHybridConfig", _LINEAR_FIRST),
-            "Qwen3-Next": _refused("Qwen3NextConfig", _EXPERTS, _LINEAR_FIRST),
-            "Qwen3.5": _refused("Qwen3_5TextConfig", _LINEAR_FIRST),
         },
+    ),
+    Refusal(
+        "layers keep a state beside their keys",
+        _KINDS_OF_LAYERS,
+        {"Falcon-H1": _refused("FalconH1Config")},
+    ),
+    Refusal(
+        "states are kept in a cache of the model's own class",
+        "takes only a cache of the class",
+        {"MiniMax-01": _refused("MiniMaxConfig", _LOCAL_EXPERTS)},
     ),
     Refusal(
         "an index chooses the keys of each query",
@@ -290,7 +332,15 @@ def readme_lists() -> str:
     """What README says of models."""
     rows = [f"| {', '.join(refusal.families)} | {refusal.why} |" for refusal in REFUSED]
     return "\n".join(
-        [", ".join(WORKING) + ".", "", "| refused | because |", "| --- | --- |", *rows]
+        [
+            ", ".join(WORKING) + ".",
+            "",
+            f"With layers that keep a state, the same on every rank: {', '.join(HYBRIDS)}.",
+            "",
+            "| refused | because |",
+            "| --- | --- |",
+            *rows,
+        ]
     )
 
 

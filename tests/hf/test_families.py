@@ -18,7 +18,17 @@ from distributed import run_ranks
 
 pytest.importorskip("transformers")
 
-from hf_families import PAD, REFUSED, VOCAB_SIZE, WINDOW, WORKING, Refusal, make_model, readme_lists
+from hf_families import (
+    HYBRIDS,
+    PAD,
+    REFUSED,
+    VOCAB_SIZE,
+    WINDOW,
+    WORKING,
+    Refusal,
+    make_model,
+    readme_lists,
+)
 from tree_attention import BlockCyclic, hf
 
 README = Path(__file__).parents[2] / "README.md"
@@ -34,6 +44,7 @@ GREEDY = {
 MAX_PADDING = 9
 assert PROMPT_LENGTH - MAX_PADDING > WINDOW
 
+FAMILIES = WORKING | HYBRIDS
 REFUSALS = {name: refusal for refusal in REFUSED for name in refusal.families}
 
 
@@ -52,7 +63,7 @@ def _prompts() -> dict[str, Tensor]:
 def _expected(name: str) -> tuple[Tensor, Tensor, float]:
     """Tokens of transformers, their logits [steps, batch, vocab], and how far apart the best two
     are at the step where they are nearest."""
-    output = make_model(WORKING[name]).generate(**_prompts(), **GREEDY)
+    output = make_model(FAMILIES[name]).generate(**_prompts(), **GREEDY)
     logits = torch.stack(output.logits)
     best = logits.topk(2).values
     assert len(output.sequences[:, PROMPT_LENGTH:].unique()) >= NUM_TOKENS // 2
@@ -63,7 +74,7 @@ def _generate(
     rank: int, world_size: int, name: str, tokens: Tensor, logits: Tensor, margin: float
 ) -> None:
     # With blocks of 4 every rank holds some slots of the prompt, and the ranks' shares are uneven.
-    model = hf.enable(make_model(WORKING[name]), layout=BlockCyclic(world_size, 4))
+    model = hf.enable(make_model(FAMILIES[name]), layout=BlockCyclic(world_size, 4))
     output = model.generate(**_prompts(), **GREEDY)
     assert isinstance(output.past_key_values, hf.TreeCache)
     assert torch.equal(output.sequences, tokens)
@@ -73,9 +84,9 @@ def _generate(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_equal_those_of_transformers(name: str, world_size: int) -> None:
-    _skip_unless_known(name, WORKING[name].exists)
+    _skip_unless_known(name, FAMILIES[name].exists)
     if world_size == 1:
         _generate(0, 1, name, *_expected(name))
     else:
@@ -98,7 +109,7 @@ def test_refused_with_the_reason(name: str) -> None:
 def test_readme_lists_the_families() -> None:
     text = readme_lists()
     assert text in README.read_text(), f"README.md does not contain:\n\n{text}"
-    assert not WORKING.keys() & REFUSALS.keys()
+    assert not FAMILIES.keys() & REFUSALS.keys()
 
 
 def _skip_unless_known(name: str, exists: bool) -> None:

@@ -12,7 +12,7 @@ from distributed import run_ranks
 pytest.importorskip("transformers")
 
 from torch import Tensor
-from transformers import Gemma3nTextConfig, LlamaConfig, Qwen3NextConfig, T5Config
+from transformers import FalconH1Config, Gemma3nTextConfig, LlamaConfig, MambaConfig, T5Config
 
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, ShardLayout, hf
@@ -243,8 +243,10 @@ def test_arguments_out_of_range_are_refused() -> None:
 def test_models_that_cache_something_else_are_refused() -> None:
     with pytest.raises(ValueError, match="must be a decoder of text alone, got 't5'"):
         hf.TreeCache(T5Config())
-    with pytest.raises(ValueError, match="'qwen3_next' has linear_attention"):
-        hf.TreeCache(Qwen3NextConfig())
+    with pytest.raises(ValueError, match="'falcon_h1' has hybrid"):
+        hf.TreeCache(FalconH1Config())
+    with pytest.raises(ValueError, match="those of 'mamba' are linear_attention"):
+        hf.TreeCache(MambaConfig())
     with pytest.raises(ValueError, match="'gemma3n_text' shares keys between layers"):
         hf.TreeCache(Gemma3nTextConfig())
     hf.TreeCache(LlamaConfig())

@@ -15,15 +15,11 @@ from ..exchange import DEFAULT_TIMEOUT, Communicator
 from ..sharding import ShardLayout
 from . import reshard, snapshot
 from .kv_dtypes import dtype_of
-from .latent import LatentLayer
 from .layer import TreeCacheLayer
+from .layers import new_layers
 from .shard import Shard
 from .snapshot import describe_model
-from .static_layer import static_layers
-from .window_layer import WindowLayer
-
-# Chunked layers work as long as one chunk covers all keys; the mask refuses them after that.
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+from .state_layer import keeps_state
 
 
 class TreeCache(Cache):
@@ -34,8 +30,10 @@ class TreeCache(Cache):
     keeps the slots that `layout` gives it, and attention is merged over the group. A slot is a
     position in the cache, left padding included. Layers with a sliding window keep the slots of the
     last window and 128 more, by which `crop` can go back. Of multi-head latent attention it holds
-    latents alone, and `enable` has the model attend to these. `copy.deepcopy` copies the keys and
-    values and keeps the group, so that a common prefix needs to be computed only once.
+    latents alone, and `enable` has the model attend to these. Layers that keep a state, as those of
+    linear attention do, are transformers' own, the same on every rank; a cache with such layers
+    cannot be cropped or saved. `copy.deepcopy` copies the keys and values and keeps the group, so
+    that a common prefix needs to be computed only once.
 
     Args:
         config: the configuration of the model, of which the number and kind of layers are read.
@@ -54,12 +52,12 @@ class TreeCache(Cache):
             most 64 for a sliding window.
 
     Raises:
-        ValueError: the layers of the model cache anything but keys and values, or latents, of their
-            own, `layout` is for another world size or ends before `max_length`, there is no such
+        ValueError: the layers of the model cache anything but keys and values, latents or states of
+            their own, `layout` is for another world size or ends before `max_length`, there is no such
             kv_dtype or strategy, or `growth` or `max_length` is below 1.
     """
 
-    layers: list[TreeCacheLayer]  # type: ignore[assignment]
+    layers: list[Any]
 
     def __init__(
         self,
@@ -77,34 +75,67 @@ class TreeCache(Cache):
             raise ValueError(f"TreeCache: growth must be at least 1, got {growth}")
         if max_length is not None and max_length < 1:
             raise ValueError(f"TreeCache: max_length must be at least 1, got {max_length}")
-        windows = _windows(config)
         self.shard = Shard(group, layout, strategy, timeout)
         self.model = describe_model(config)
         self.max_length = max_length
         dtype = dtype_of("TreeCache", kv_dtype)
-        layers: list[Any]  # as Cache declares them
-        if max_length is None:
-            layers = [new_layer(config, self.shard, growth, dtype, window) for window in windows]
-        else:
-            rank = getattr(config, "kv_lora_rank", None)
-            layers = [*static_layers(len(windows), max_length, self.shard, dtype, rank)]
-        super().__init__(layers=layers)
+        super().__init__(layers=new_layers(config, self.shard, growth, dtype, max_length))
+
+    @property
+    def kv_layers(self) -> list[TreeCacheLayer]:
+        """The layers that have keys and values, whose slots are spread over the ranks."""
+        return [layer for layer in self.layers if isinstance(layer, TreeCacheLayer)]
+
+    @property
+    def state_layers(self) -> list[Any]:
+        """The layers that keep a state of all tokens."""
+        return [layer for layer in self.layers if keeps_state(layer)]
 
     def reserve(self, length: int) -> None:
         """Has the next allocation make room for `length` tokens, so that a prompt of known length
         is stored without growing step by step."""
-        for layer in self.layers:
+        for layer in self.kv_layers:
             layer.reserve(length)
+
+    def reset(self) -> None:
+        super().reset()
+        for i, layer in enumerate(self.layers):
+            if keeps_state(layer):  # of any batch next time, as the others
+                self.layers[i] = type(layer)(number_of_states=layer.number_of_states)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)  # type: ignore[arg-type]  # the one that states have too
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        layer = self.kv_layers[0]
+        if layer.is_initialized:
+            rows = torch.arange(layer.keys.shape[0], device=layer.keys.device)
+            self.batch_select_indices(rows.repeat_interleave(int(repeats)))
+
+    def activate_past_recording(self) -> None:
+        """What transformers calls before decoding that takes tokens back."""
+        if self.state_layers:
+            raise NotImplementedError(
+                "generate: prompt lookup and assisted decoding take tokens back, and the layers of "
+                "this model that keep a state cannot; generate without them"
+            )
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forgets the last `-tokens_to_remove` tokens of every layer, or raises and keeps all.
 
         Raises:
-            ValueError: layers with a sliding window have forgotten what would then be seen.
+            ValueError: layers with a sliding window have forgotten what would then be seen, or
+                layers keep a state, which does not tell what it was.
         """
-        for layer in self.layers:
-            layer.cropped_length(tokens_to_remove)
-        super().crop(int(tokens_to_remove))
+        layers = self.kv_layers
+        removed = max(layer.length - layer.cropped_length(tokens_to_remove) for layer in layers)
+        if removed > 0 and self.state_layers:
+            raise ValueError(
+                f"TreeCache: crop cannot take back {removed} tokens, as some layers keep a state "
+                "of all tokens and not the tokens; copy.deepcopy the cache to which you return"
+            )
+        for layer in layers:
+            layer.crop(tokens_to_remove)
 
     def save(self, directory: str | PathLike[str]) -> None:
         """Writes the keys and values of all ranks to a directory, from which `load` reads them.
@@ -190,7 +221,7 @@ class TreeCache(Cache):
 
     def common_length(self, op: str) -> int:
         """The number of slots in use, which all layers have in common between forward passes."""
-        lengths = {layer.length for layer in self.layers}
+        lengths = {layer.length for layer in self.kv_layers}
         if len(lengths) > 1:
             raise ValueError(
                 f"TreeCache.{op}: the layers hold {min(lengths)} to {max(lengths)} tokens; call it "
@@ -201,59 +232,15 @@ class TreeCache(Cache):
     def place(self, shard: Shard) -> None:
         """Has all layers go on at another place among the ranks, where their slots are already."""
         self.shard = shard
-        for layer in self.layers:
+        for layer in self.kv_layers:
             layer.shard = shard
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
         """The dtype of keys and values of 8 bits; None: that of the model."""
-        return self.layers[0].kv_dtype
+        return self.kv_layers[0].kv_dtype
 
     @property
     def num_bytes(self) -> int:
         """Size in bytes of the buffers that this rank has allocated for keys and values."""
-        return sum(layer.num_bytes for layer in self.layers)
-
-
-def new_layer(
-    config: PreTrainedConfig,
-    shard: Shard,
-    growth: int,
-    kv_dtype: torch.dtype | None,
-    window: int | None,
-) -> TreeCacheLayer:
-    """A layer of a cache for what the model caches: latents, or keys and values of a window or of
-    all tokens."""
-    kv_lora_rank = getattr(config, "kv_lora_rank", None)
-    if kv_lora_rank is not None:
-        return LatentLayer(shard, growth, kv_dtype, kv_lora_rank=kv_lora_rank)
-    if window is not None:
-        return WindowLayer(shard, growth, window, kv_dtype)
-    return TreeCacheLayer(shard, growth, kv_dtype)
-
-
-def _windows(config: PreTrainedConfig) -> list[int | None]:
-    """The sliding window of each layer; None: it has none."""
-    num_layers = _num_layers(config)
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # then all layers are of one kind
-        return [window] * num_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def _num_layers(config: PreTrainedConfig) -> int:
-    name = config.model_type
-    if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
-        raise ValueError(f"TreeCache: the model must be a decoder of text alone, got {name!r}")
-    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    if kinds:
-        raise ValueError(
-            f"TreeCache: layers must be of the types {', '.join(sorted(_LAYER_TYPES))}; "
-            f"{name!r} has {', '.join(sorted(kinds))}"
-        )
-    if getattr(config, "num_kv_shared_layers", None):
-        raise ValueError(
-            f"TreeCache: every layer must have keys of its own; {name!r} shares keys between layers"
-        )
-    return config.num_hidden_layers
+        return sum(layer.num_bytes for layer in self.kv_layers)

@@ -24,6 +24,7 @@ from .digests import (
 )
 from .prompts import is_dealt_in_generate
 from .sampling import SynchronizeLogits
+from .state_layer import may_be_chunked
 
 # Older releases prefill wrong tokens when a cache that holds some already is filled in chunks.
 _CHUNKS_AFTER_CACHED_TOKENS = Version(transformers.__version__) >= Version("5.23")
@@ -189,7 +190,7 @@ class Preparation:
         num_prompt: int,
         num_cached: int,
     ) -> None:
-        size = self.prefill_chunk_size
+        size = self.prefill_chunk_size if may_be_chunked(model.config) else None
         if size is not None and is_dealt_in_generate(model, generation_config, model_kwargs):
             size *= self.shard.world_size
         if generation_config.prefill_chunk_size is not None or size is None or num_prompt <= size:

@@ -18,6 +18,7 @@ from .deal import Deal, dealing
 from .digests import describe, digest_inputs
 from .masks import KeyRanges
 from .parallel.split import mesh_of
+from .state_layer import state_kinds
 
 _PREFILLS = ("auto", "split", "replicated")
 # Where "auto" splits: below so many tokens a rank, exchanges cost more than a rank saves.
@@ -104,6 +105,8 @@ def _obstacle(model: PreTrainedModel) -> str | None:
         return "its weights are split, so that ranks need each other's tokens in every layer"
     if "forward" in vars(model) and not _has_own_forward(model):
         return "its forward was replaced, by torch.compile or by hooks"
+    if state_kinds(model.config):
+        return f"its layers of {' and '.join(state_kinds(model.config))} need every token in order"
     parameters = inspect.signature(type(model).forward).parameters
     for name in ("position_ids", "logits_to_keep"):
         if name not in parameters:

@@ -31,8 +31,8 @@ def reshard(cache: TreeCache, layout: ShardLayout) -> None:
             ("length", length),
             ("layout of the cache", old.layout),
             ("layout", layout),
-            ("layers", [_kind(layer) for layer in cache.layers]),
-            ("first slots of the layers", [layer.first for layer in cache.layers]),
+            ("layers", [_kind(layer) for layer in cache.kv_layers]),
+            ("first slots of the layers", [layer.first for layer in cache.kv_layers]),
         ), (new, length)
 
     (new, length), _ = on_every_rank("TreeCache.reshard", old.comm, old.timeout, check)
@@ -40,11 +40,11 @@ def reshard(cache: TreeCache, layout: ShardLayout) -> None:
     if old.world_size > 1:
         moves = {
             first: _Moves(old, new, first, length)
-            for first in {layer.first for layer in cache.layers}
+            for first in {layer.first for layer in cache.kv_layers}
         }
         # Tensors made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            for layer in cache.layers:
+            for layer in cache.kv_layers:
                 if layer.is_initialized:
                     moves[layer.first].apply(layer)
 

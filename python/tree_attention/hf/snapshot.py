@@ -110,14 +110,18 @@ def save(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
                 f"TreeCache.save: the layout must be one of {', '.join(_LAYOUTS)}, got {kind}; "
                 "reshard the cache first"
             )
-        if not all(layer.is_initialized for layer in cache.layers):
+        if cache.state_layers:
+            raise ValueError(
+                "TreeCache.save: layers that keep a state are not saved; compute the cache again"
+            )
+        if not all(layer.is_initialized for layer in cache.kv_layers):
             raise ValueError("TreeCache.save: the cache holds no tokens yet; run the model first")
         path.mkdir(parents=True, exist_ok=True)
         return (
             ("length", length),
             ("layout", shard.layout),
             ("layers", _layers_of(cache)),
-            ("first slots of the layers", [layer.first for layer in cache.layers]),
+            ("first slots of the layers", [layer.first for layer in cache.kv_layers]),
         ), _write_tensors(cache, path)
 
     file, notes = on_every_rank("TreeCache.save", comm, timeout, write, _File.note)
@@ -156,14 +160,16 @@ def _layers_of(cache: TreeCache) -> list[dict[str, Any]]:
         dtype = str(x.dtype).removeprefix("torch.")
         return {"dtype": dtype, "shape": [*x.shape[:2], *x.shape[3:]]}
 
-    return [{name: described(x) for name, x in layer.buffers().items()} for layer in cache.layers]
+    return [
+        {name: described(x) for name, x in layer.buffers().items()} for layer in cache.kv_layers
+    ]
 
 
 def _write_tensors(cache: TreeCache, path: Path) -> _File:
     shard = cache.shard
     tensors = {
         f"layers.{i}.{name}": x[:, :, layer.held()].contiguous().cpu()
-        for i, layer in enumerate(cache.layers)
+        for i, layer in enumerate(cache.kv_layers)
         for name, x in layer.buffers().items()
     }
     place = f"{shard.rank:05}-of-{shard.world_size:05}"
@@ -193,7 +199,7 @@ def _write_index(cache: TreeCache, path: Path, files: list[dict[str, Any]]) -> N
         "length": cache.common_length("save"),
         "layout": {"kind": type(layout).__name__, **dataclasses.asdict(layout)},  # type: ignore[call-overload]
         "layers": _layers_of(cache),
-        "first_slots": [layer.first for layer in cache.layers],
+        "first_slots": [layer.first for layer in cache.kv_layers],
         "files": files,
     }
     unfinished = path / f"{_PREFIX}index.{os.getpid()}.tmp"
@@ -304,10 +310,10 @@ def _kv_dtype(kinds: _Kinds) -> torch.dtype | None:
 
 def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
     shard, source = cache.shard, index.layout
-    if len(index.layers) != len(cache.layers):
+    if len(index.layers) != len(cache.kv_layers):
         raise ValueError(
             f"TreeCache.load: {path} holds {len(index.layers)} layers, and the model has "
-            f"{len(cache.layers)}"
+            f"{len(cache.kv_layers)}"
         )
     if cache.max_length is not None and any(index.first_slots):
         raise ValueError(
@@ -315,7 +321,7 @@ def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
             "keep all slots in a cache with max_length; load it without"
         )
     # What the next token sees must be there: all slots, or those of its window.
-    most = [max(0, index.length - (layer.window or index.length)) for layer in cache.layers]
+    most = [max(0, index.length - (layer.window or index.length)) for layer in cache.kv_layers]
     if len(index.first_slots) != len(most) or not all(
         type(first) is int and 0 <= first <= limit
         for first, limit in zip(index.first_slots, most, strict=True)
@@ -336,7 +342,7 @@ def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
         slots[first] = shard.layout.local_slots(shard.rank, first, index.length)
         owners[first] = source.owner(slots[first])
     with torch.inference_mode(False), torch.no_grad():
-        layers = [*zip(cache.layers, index.layers, index.first_slots, strict=True)]
+        layers = [*zip(cache.kv_layers, index.layers, index.first_slots, strict=True)]
         for layer, kinds, first in layers:
             _allocate(layer, first, index.length, kinds)
         for rank, file in enumerate(index.files):
@@ -357,7 +363,7 @@ def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
                     local = source.count(rank, slots[first][rows[first]]) - begin
                     part = {name: x.index_select(2, local) for name, x in found.items()}
                     _put(layer, rows[first], part, _kv_dtype(kinds))
-    for layer in cache.layers:
+    for layer in cache.kv_layers:
         layer.length = index.length
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The layers of a cache of fixed size: in a decoding step, the host neither waits nor chooses."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -178,29 +176,6 @@ class StaticTreeCacheLayer(TreeCacheLayer):
 
 class StaticLatentLayer(LatentLayer, StaticTreeCacheLayer):
     """The latents of one layer that this rank holds, in buffers for `max_length` tokens."""
-
-
-def static_layers(
-    num_layers: int,
-    max_length: int,
-    shard: Shard,
-    kv_dtype: torch.dtype | None,
-    kv_lora_rank: int | None,
-) -> list[StaticTreeCacheLayer]:
-    """The layers of a cache; `kv_lora_rank`: of latents, or None.
-
-    Raises:
-        ValueError: the layout ends before `max_length`.
-    """
-    shard.check_holds(max_length)
-    progress, last = Progress(max_length), num_layers - 1
-    new: Callable[..., StaticTreeCacheLayer] = StaticTreeCacheLayer
-    if kv_lora_rank is not None:
-        new = functools.partial(StaticLatentLayer, kv_lora_rank=kv_lora_rank)
-    return [
-        new(shard, progress, kv_dtype, is_first=i == 0, is_last=i == last)
-        for i in range(num_layers)
-    ]
 
 
 def _static(x: Tensor) -> Tensor:

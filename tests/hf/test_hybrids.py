@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Models with layers that keep a state beside layers whose keys are spread over ranks.
+
+The mistakes these tests are for: a state that misses tokens or sees them twice, rows of a state
+that beams do not follow, tokens taken back from keys and not from the state.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import run_ranks
+
+pytest.importorskip("transformers")
+
+from hf_families import HYBRIDS, PAD, VOCAB_SIZE, make_model
+from tree_attention import BlockCyclic, hf
+from tree_attention.hf.state_layer import may_be_chunked
+
+NUM_TOKENS = 12
+GREEDY = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
+LOGITS = {"output_logits": True, "return_dict_in_generate": True}
+NAMES = [name for name, family in HYBRIDS.items() if family.exists]
+if not NAMES:
+    pytest.skip("this release of transformers has none of them", allow_module_level=True)
+NAME = NAMES[-1]
+
+
+def _prompts(batch: int = 3, length: int = 29) -> dict[str, Tensor]:
+    """Padded on the left to one length."""
+    ids = torch.randint(3, VOCAB_SIZE, (batch, length), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    for row, padding in zip(range(batch), (0, 9, 4), strict=False):
+        ids[row, :padding] = PAD
+        mask[row, :padding] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@cache
+def _expected(name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens and logits of transformers, which reads the prompt as a whole, and its beams."""
+    model = make_model(HYBRIDS[name])
+    output = model.generate(**_prompts(), **GREEDY, **LOGITS)
+    beams = model.generate(**_prompts(), **GREEDY, num_beams=3)
+    assert len(output.sequences[:, -NUM_TOKENS:].unique()) >= NUM_TOKENS // 2
+    return output.sequences, torch.stack(output.logits), beams
+
+
+def _generate(rank: int, world_size: int, expected: dict[str, Any]) -> list[Tensor]:
+    found = []
+    for name, (tokens, logits, beams) in expected.items():
+        layout = BlockCyclic(world_size, 4)
+        for size in (None, 9):
+            model = hf.enable(make_model(HYBRIDS[name]), layout=layout, prefill_chunk_size=size)
+            output = model.generate(**_prompts(), **GREEDY, **LOGITS)
+            assert torch.equal(output.sequences, tokens), (name, size)
+            torch.testing.assert_close(torch.stack(output.logits), logits, rtol=0, atol=1e-3)
+            found += output.logits
+            cache = output.past_key_values
+            keys = [layer.keys.shape[2] for layer in cache.kv_layers if layer.is_initialized]
+            assert keys and cache.state_layers
+        assert torch.equal(model.generate(**_prompts(), **GREEDY, num_beams=3), beams), name
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_padding_chunks_and_beams(world_size: int) -> None:
+    """Equal tokens, and the same bits on all ranks."""
+    results = run_ranks(
+        _generate, world_size, {name: _expected(name) for name in NAMES}, timeout=150
+    )
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_only_states_that_go_on_are_read_in_chunks(name: str) -> None:
+    """Where a chunk begins anew, the prompt is one; unless the caller of `generate` says so."""
+    model = make_model(HYBRIDS[name])
+    prompt = _prompts(1)
+    whole = model(**prompt).logits[:, -1]
+    given = None
+    for ids in prompt["input_ids"].split(9, dim=1):
+        output = model(ids, past_key_values=given, use_cache=True)
+        given, last = output.past_key_values, output.logits[:, -1]
+    goes_on = (last - whole).abs().max().item() < 1e-3
+    assert goes_on or not may_be_chunked(model.config)
+
+
+def _go_on(rank: int, world_size: int, tokens: Tensor, longer: Tensor) -> None:
+    """Two turns over one cache, a copy of it, another layout, and a second batch after a reset."""
+    layout = BlockCyclic(world_size, 4)
+    model = hf.enable(make_model(HYBRIDS[NAME]), layout=layout)
+    cache = hf.TreeCache(model.config, layout=layout)
+    prompts = _prompts(1)
+    first = model.generate(**prompts, past_key_values=cache, **GREEDY)
+    ids = _longer(first)
+    copied = copy.deepcopy(cache)
+    for given, target in ((copied, layout), (cache, BlockCyclic(world_size, 7))):
+        given.reshard(target)
+        hf.enable(model, layout=target)
+        assert torch.equal(model.generate(ids, past_key_values=given, **GREEDY), longer)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(model.generate(**_prompts(), past_key_values=cache, **GREEDY), tokens)
+
+
+def _longer(ids: Tensor) -> Tensor:
+    return torch.cat((ids, _prompts(1, 7)["input_ids"]), dim=1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_kept_cache_goes_on(world_size: int) -> None:
+    model = make_model(HYBRIDS[NAME])
+    first = model.generate(**_prompts(1), **GREEDY, return_dict_in_generate=True)
+    longer = model.generate(
+        _longer(first.sequences), past_key_values=first.past_key_values, **GREEDY
+    )
+    run_ranks(_go_on, world_size, _expected(NAME)[0], longer)
+
+
+@torch.no_grad()
+def test_rows_are_repeated_and_selected() -> None:
+    model = hf.enable(make_model(HYBRIDS[NAME]))
+    prompts = _prompts(2, 20)
+    ids = prompts["input_ids"] | 4
+    cache, repeated = hf.TreeCache(model.config), hf.TreeCache(model.config)
+    repeated.batch_repeat_interleave(2)  # nothing there yet
+    model(ids, past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([2, 1]))
+    rows = [1, 0]
+    model(ids[rows], past_key_values=repeated)
+    token = torch.tensor([[5], [6]])
+    found = model(token, past_key_values=cache).logits
+    torch.testing.assert_close(found, model(token, past_key_values=repeated).logits)
+
+
+@torch.no_grad()
+def test_what_states_cannot_do_is_refused(tmp_path: Path) -> None:
+    model = hf.enable(make_model(HYBRIDS[NAME]))
+    ids = _prompts(1)["input_ids"]
+    cache = hf.TreeCache(model.config)
+    model(ids, past_key_values=cache)
+    cache.crop(0)  # what transformers calls where nothing is to be taken back
+    with pytest.raises(
+        ValueError, match="crop cannot take back 3 tokens, as some layers keep a st"
+    ):
+        cache.crop(-3)
+    assert cache.get_seq_length() == ids.shape[1]
+    with pytest.raises(
+        ValueError, match=r"TreeCache\.save: layers that keep a state are not saved"
+    ):
+        cache.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="its layers of linear_attention need every token in ord"):
+        hf.enable(model, prefill="split")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_that_takes_tokens_back_is_refused(name: str) -> None:
+    """By transformers, or by the cache where transformers could go back with a state of its own."""
+    model = hf.enable(make_model(HYBRIDS[name]))
+    assistant = make_model(HYBRIDS[name])
+    for options in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": assistant}):
+        with pytest.raises(
+            (ValueError, NotImplementedError),
+            match=r"is not supported with stateful models|lookup and assisted decoding take tokens",
+        ):
+            model.generate(_prompts(1)["input_ids"], **GREEDY, **options)
