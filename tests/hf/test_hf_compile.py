@@ -61,7 +61,6 @@ def decode(rank: int, world_size: int, name: str, padded: bool, steps: int, back
         (3, "llama", False, STEPS, "aot_eager"),
         (2, "llama", True, 5, "aot_eager"),
         (2, "mistral_window", True, 5, "aot_eager"),
-        (1, "gemma2", False, STEPS, "aot_eager"),
         (2, "gemma2", False, STEPS, "aot_eager"),
         (2, "llama", True, 5, "inductor"),
     ],
