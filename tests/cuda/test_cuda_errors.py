@@ -29,7 +29,7 @@ def with_stride(x: torch.Tensor, axis: int, elements: int) -> torch.Tensor:
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-@pytest.mark.parametrize("head_dim", [1, 20, 100, 257, 264])
+@pytest.mark.parametrize("head_dim", [1, 20, 100, 257, 264, 576])
 def test_head_dim(head_dim, cuda_kernels):
     message = f"must be a multiple of 8 up to 256 on CUDA, got {head_dim}"
     problem = make_problem(head_dim=head_dim, head_dim_v=64).to(cuda_kernels)

@@ -223,6 +223,14 @@ def test_many_rows_of_ten_billion(instruction_set):
     assert torch.equal(o.double(), true_o)
 
 
+def test_many_rows_that_meet_keys_alone(instruction_set):
+    """So that a block of rows takes one run of keys after the other."""
+    problem = make_problem(seqlen_q=64, group_size=1, seqlen_k=2700, dtype=torch.bfloat16)
+    problem.key_ranges = torch.tensor([0, 1300], dtype=torch.int32).repeat(2, 64, 1)
+    problem.key_ranges[:, 32:] = torch.tensor([1300, 2700], dtype=torch.int32)
+    problem.run_and_check(num_workers=1)
+
+
 def test_many_rows_around_a_gap(instruction_set):
     """Pages between the ranges of an output's rows may be absent."""
     problem = make_problem(seqlen_q=40, seqlen_k=640, page_size=16, dtype=torch.bfloat16)

@@ -34,12 +34,9 @@ class PrefillCall {
     const TileConfig config(kTileRows, kTileRows);
     finish_stores();
     _tile_loadconfig(&config);
-    const int64_t num_keys = keys_.end - keys_.begin;
-    for (int64_t begin = 0; begin < num_keys; begin += kFlushKeys) {
-      attend_keys(begin, begin + kFlushKeys < num_keys ? begin + kFlushKeys : num_keys);
-      flush_prefill();
-    }
+    attend_keys();
     _tile_release();
+    for (int64_t row = 0; row < num_rows_; row += kBlockRows) flush_block(row);
     return !too_large_ && normalise_prefill(o, lse);
   }
 
@@ -95,48 +92,84 @@ class PrefillCall {
     return true;
   }
 
-  void pack(int64_t key, int64_t num_keys, int64_t half, BFloat16* k, uint32_t* v) const {
-    for (int64_t first = 0; first < num_keys; first += kStepKeys) {
-      Step<T> step;
-      const int64_t begin = keys_.begin + key + first;
-      locate(p_, rows_, begin, end_of_step(begin, keys_.begin + key + num_keys), step);
-      pack_keys(step, p_.head_dim, k + first * p_.head_dim);
-      pack_values(step, p_.head_dim_v, v + first * p_.head_dim_v / 2);
-      if constexpr (kIsScaled<T>) {
-        const int64_t place = half * kPackedKeys + first;
-        __builtin_memcpy(m_.k_scale + place, step.k_scale, sizeof(step.k_scale));
-        __builtin_memcpy(m_.v_scale + place, step.v_scale, sizeof(step.v_scale));
-      }
-    }
-    finish_stores();
+  int64_t num_keys() const { return keys_.end - keys_.begin; }
+  static int64_t place_of(int64_t key) { return key / kPackedKeys % kPlaces; }
+  Step<T>* steps_of(int64_t key) { return steps_[key / kPackedKeys % kLocated]; }
+
+  // Finds the keys that are packed together from `key` on; returns the number of their steps.
+  int locate_packed(int64_t key) {
+    Step<T>* step = steps_of(key);
+    const int64_t begin = keys_.begin + key;
+    const int64_t end = begin + kPackedKeys < keys_.end ? begin + kPackedKeys : keys_.end;
+    for (int64_t i = begin; i < end; i += kStepKeys)
+      locate(p_, rows_, i, end_of_step(i, end), *step++);
+    return static_cast<int>(step - steps_of(key));
   }
 
-  // Three meetings are under way: the scores of the next one and the values of the one before are
-  // multiplied while this one's weights are computed.
-  void attend_keys(int64_t begin, int64_t end) {
+  // Makes matrices of located keys: where they lie, or copied or converted.
+  void prepare_keys(int64_t key, int num_steps) {
+    const int64_t place = place_of(key);
+    const Step<T>* steps = steps_of(key);
+    for (int i = 0; i < num_steps; ++i) {
+      BFloat16* copy = m_.k + (place * kPackedKeys + i * kStepKeys) * p_.head_dim;
+      if constexpr (kIsScaled<T>) {
+        convert_keys(steps[i], 0, kStepKeys, 0, p_.head_dim, p_.head_dim, copy);
+        const int64_t first = place * kPackedKeys + i * kStepKeys;
+        __builtin_memcpy(m_.k_scale + first, steps[i].k_scale, sizeof(steps[i].k_scale));
+        __builtin_memcpy(m_.v_scale + first, steps[i].v_scale, sizeof(steps[i].v_scale));
+      }
+      for (int half = 0; half < 2; ++half, copy += kTileRows * p_.head_dim) {
+        KeyTile& tile = tiles_[place][2 * i + half];
+        tile = {copy, p_.head_dim * 2};
+        if constexpr (!kIsScaled<T>) {
+          tile.rows = key_matrix(p_, steps[i], half * kTileRows, copy, tile.stride);
+          tile.stride *= 2;
+        }
+      }
+    }
+  }
+
+  // Packs the next kTilePair dims of the next step's values.
+  void pack_piece() {
+    const int64_t place = place_of(packed_->key);
+    pack_values(steps_of(packed_->key)[pack_step_], pack_d_,
+                m_.v + place * kPackedKeys * p_.head_dim_v / 2 +
+                    (pack_d_ / kTilePair * kPackedSteps + pack_step_) * 2 * kTileWords);
+    pack_d_ += kTilePair;
+    if (pack_d_ < p_.head_dim_v) return;
+    pack_d_ = 0;
+    if (++pack_step_ == packed_->located_steps) packed_ = nullptr;
+  }
+
+  // Blocks of rows meet the packed keys one after another. Three meetings are under way: the scores
+  // of the next one and the values of the one before are multiplied while this one's weights are
+  // computed. The first meeting's scores have brought the keys into the second-level cache, and in
+  // latent attention the values with them, which are packed then.
+  void attend_keys() {
     Meeting meetings[3];
     const Meeting *previous = nullptr, *current = nullptr;
     int64_t count = 0;
-    for (int64_t key = begin; key < end; key += kPackedKeys) {
-      const int64_t num_keys = end - key < kPackedKeys ? end - key : kPackedKeys;
-      const int64_t half = key / kPackedKeys % 2;
-      BFloat16* k = m_.k + half * kPackedKeys * p_.head_dim;
-      uint32_t* v = m_.v + half * kPackedKeys * p_.head_dim_v / 2;
-      pack(key, num_keys, half, k, v);
-      const int64_t next_key = key + kPackedKeys, last_key = keys_.end - keys_.begin;
-      ahead_.locate_keys(
-          p_, rows_, keys_.begin + next_key,
-          keys_.begin + (next_key + kPackedKeys < last_key ? next_key + kPackedKeys : last_key));
-      const int64_t num_groups = num_rows_ / kTileRows * kPackedKeys / kGroupKeys;
-      lines_per_group_ = (ahead_.lines() + num_groups - 1) / num_groups;
+    const int64_t num_beats =
+        num_rows_ / kBlockRows * kPackedSteps * (p_.head_dim + 2 * p_.head_dim_v) / kTilePair;
+    int num_steps = locate_packed(0);
+    for (int64_t key = 0; key < num_keys(); key += kPackedKeys) {
+      const int64_t left = num_keys() - key, place = place_of(key);
+      prepare_keys(key, num_steps);
+      const int located_steps = num_steps;
+      num_steps = left > kPackedKeys ? locate_packed(key + kPackedKeys) : 0;
+      ahead_.begin(steps_of(key + kPackedKeys), num_steps);
+      lines_per_beat_ = (ahead_.lines() + num_beats - 1) / num_beats;
+      bool is_first = true;
       for (int64_t row = 0; row < num_rows_; row += kBlockRows) {
         Meeting& next = meetings[count % 3];
-        if (!meet(row, key, num_keys, next)) continue;
-        next.k = k;
-        next.v = v;
-        next.k_scale = m_.k_scale + half * kPackedKeys;
-        next.v_scale = m_.v_scale + half * kPackedKeys;
+        if (!meet(row, key, left < kPackedKeys ? left : kPackedKeys, next)) continue;
+        next.k = tiles_[place];
+        next.v = m_.v + place * kPackedKeys * p_.head_dim_v / 2;
+        next.k_scale = m_.k_scale + place * kPackedKeys;
+        next.v_scale = m_.v_scale + place * kPackedKeys;
         next.scores = m_.scores + count % 3 * kScoreWords;
+        next.located_steps = is_first ? located_steps : 0;
+        is_first = false;
         ++count;
         advance(previous, current, &next);
         previous = current;
@@ -148,30 +181,67 @@ class PrefillCall {
   }
 
   void advance(const Meeting* previous, const Meeting* current, const Meeting* next) {
-    TileWork work(p_, m_, previous, next);
-    int64_t units = work.units();
-    if (current != nullptr) {
-      if (previous != nullptr && previous->row == current->row) {
-        // its sums are about to be rescaled
-        work.run(units);
-        units = 0;
-      }
-      finish_stores();
-      weigh(*current, work, units);
-    }
+    int64_t beats = (previous == nullptr ? 0 : value_beats(p_, *previous)) +
+                    (next == nullptr ? 0 : score_beats(p_, *next));
     finish_stores();
-    work.run(units);
+    if (previous != nullptr) {
+      const int64_t chunk = previous->key / kFlushKeys;
+      int64_t& last_chunk = chunks_[previous->row / kBlockRows];
+      if (chunk != last_chunk) flush_block(previous->row);
+      last_chunk = chunk;
+      finish_stores();
+      if (current != nullptr && previous->row == current->row) {
+        // its sums are about to be rescaled
+        value_products(p_, m_, *previous, [] {});
+        beats -= value_beats(p_, *previous);
+        previous = nullptr;
+        finish_stores();
+      }
+    }
+    weighed_ = current;
+    pack_d_ = pack_step_ = 0;
+    weighed_tile_ = 0;
+    weighed_key_ = current == nullptr ? 0 : current->first_step * kStepKeys;
+    cost_ = 0;
+    if (current != nullptr) {
+      cost_ = current->num_steps() * 2 * kStepKeys / kGroupKeys +
+              current->located_steps * (p_.head_dim_v / kTilePair) * kPieceCost;
+      if (current->located_steps > 0) packed_ = current;
+    }
+    beats_ = beats;
+    credit_ = 0;
+    const auto beat = [this] {
+      ahead_.fetch(lines_per_beat_);
+      for (credit_ += cost_; credit_ >= beats_;) {
+        credit_ -= work() * beats_;
+      }
+    };
+    if (previous != nullptr) value_products(p_, m_, *previous, beat);
+    if (next != nullptr) score_products(p_, m_, *next, beat);
+    while (work() != kNothingLeft) {
+    }
     finish_stores();
   }
 
-  // Scores to weights, with `units` of work spread over it.
-  void weigh(const Meeting& meeting, TileWork& work, int64_t& units) {
+  // Does the next piece of what the vector units have to do and returns its cost, more than all the
+  // credit of an advance if nothing is left.
+  __attribute__((noinline)) int64_t work() {
+    if (weighed_ != nullptr) {
+      weigh_group();
+      return 1;
+    }
+    if (packed_ == nullptr) return kNothingLeft;
+    pack_piece();
+    return kPieceCost;
+  }
+
+  // Scores to weights: kGroupKeys keys of a tile of rows.
+  void weigh_group() {
+    const Meeting& meeting = *weighed_;
     const int first = meeting.first_step * kStepKeys, last = meeting.last_step * kStepKeys;
-    const int64_t num_groups = 2 * (last - first) / kGroupKeys, num_units = units;
-    int64_t credit = 0;
-    for (int64_t tile = 0; tile < 2; ++tile) {
-      const int64_t row = meeting.row + tile * kTileRows;
-      float* scores = meeting.scores + tile * kPackedKeys * kTileRows;
+    const int64_t row = meeting.row + weighed_tile_ * kTileRows;
+    float* scores = meeting.scores + weighed_tile_ * kPackedKeys * kTileRows;
+    if (weighed_key_ == first) {
       if constexpr (kIsScaled<T>) {
         for (int key = first; key < last; ++key) {
           float* of_key = scores + key * kTileRows;
@@ -181,35 +251,36 @@ class PrefillCall {
       if (adjusted_) adjust(meeting, row, scores);
       if (meeting.masked) mask(meeting, row, scores);
       follow_scores(row, first, last, scores);
-      const Vec scale = broadcast(scale_);
-      const Vec offset = sub(broadcast(kRoundToInteger), load(m_.base + row));
-      Vec sums[2] = {zero(), zero()};
-      for (int key = first; key < last; key += kGroupKeys) {
-        for (int i = 0; i < kGroupKeys; i += 2) {
-          float* pair = scores + (key + i) * kTileRows;
-          Vec a = exp2_above(load(pair), scale, offset);
-          Vec b = exp2_above(load(pair + kTileRows), scale, offset);
-          sums[0] = add(sums[0], a);
-          sums[1] = add(sums[1], b);
-          if constexpr (kIsScaled<T>) {
-            a = mul(a, broadcast(meeting.v_scale[key + i]));
-            b = mul(b, broadcast(meeting.v_scale[key + i + 1]));
-          }
-          store_weight_pairs(a, b, pair);
-        }
-        ahead_.fetch(lines_per_group_);
-        for (credit += num_units; credit >= num_groups; credit -= num_groups) {
-          work.run(1);
-          --units;
-        }
-      }
-      const Vec sum = add(sums[0], sums[1]);
-      double* total = m_.sum + row;
-      _mm512_storeu_pd(total, _mm512_add_pd(_mm512_loadu_pd(total),
-                                            _mm512_cvtps_pd(_mm512_castps512_ps256(sum))));
-      _mm512_storeu_pd(total + 8, _mm512_add_pd(_mm512_loadu_pd(total + 8),
-                                                _mm512_cvtps_pd(_mm512_extractf32x8_ps(sum, 1))));
+      store(sums_, zero());
+      store(sums_ + kLanes, zero());
     }
+    const Vec scale = broadcast(scale_);
+    const Vec offset = sub(broadcast(kRoundToInteger), load(m_.base + row));
+    Vec sums[2] = {load(sums_), load(sums_ + kLanes)};
+    for (int i = 0; i < kGroupKeys; i += 2) {
+      float* pair = scores + (weighed_key_ + i) * kTileRows;
+      Vec a = exp2_above(load(pair), scale, offset);
+      Vec b = exp2_above(load(pair + kTileRows), scale, offset);
+      sums[0] = add(sums[0], a);
+      sums[1] = add(sums[1], b);
+      if constexpr (kIsScaled<T>) {
+        a = mul(a, broadcast(meeting.v_scale[weighed_key_ + i]));
+        b = mul(b, broadcast(meeting.v_scale[weighed_key_ + i + 1]));
+      }
+      store_weight_pairs(a, b, pair);
+    }
+    store(sums_, sums[0]);
+    store(sums_ + kLanes, sums[1]);
+    weighed_key_ += kGroupKeys;
+    if (weighed_key_ < last) return;
+    const Vec sum = add(sums[0], sums[1]);
+    double* total = m_.sum + row;
+    _mm512_storeu_pd(
+        total, _mm512_add_pd(_mm512_loadu_pd(total), _mm512_cvtps_pd(_mm512_castps512_ps256(sum))));
+    _mm512_storeu_pd(total + 8, _mm512_add_pd(_mm512_loadu_pd(total + 8),
+                                              _mm512_cvtps_pd(_mm512_extractf32x8_ps(sum, 1))));
+    weighed_key_ = first;
+    if (++weighed_tile_ == 2) weighed_ = nullptr;
   }
 
   void adjust(const Meeting& meeting, int64_t row, float* scores) const {
@@ -267,8 +338,9 @@ class PrefillCall {
                                             _mm512_cvtps_pd(_mm512_extractf32x8_ps(factor, 1))));
   }
 
-  void flush_prefill() {
-    for (int64_t row = 0; row < num_rows_; row += kTileRows) {
+  // Adds a block's sums since the last flush to its totals.
+  void flush_block(int64_t block) {
+    for (int64_t row = block; row < block + kBlockRows; row += kTileRows) {
       const Vec base = load(m_.base + row);
       const Vec factor = _mm512_scalef_ps(broadcast(1.0f), sub(load(m_.total_base + row), base));
       float *total = m_.total + row * p_.head_dim_v, *acc = m_.acc + row * p_.head_dim_v;
@@ -323,7 +395,21 @@ class PrefillCall {
   const int64_t num_rows_;
   const bool adjusted_;
   const float scale_;
-  FarPrefetcher<T> ahead_;       // of the keys to be packed next
-  int64_t lines_per_group_ = 0;  // which it fetches
+  FarPrefetcher<T> ahead_;      // of the values of the keys after these
+  int64_t lines_per_beat_ = 0;  // which it fetches
   bool too_large_ = false;
+
+  static constexpr int kLocated = 3;  // the next keys, those in use, and those to be packed
+  Step<T> steps_[kLocated][kPackedSteps];
+  KeyTile tiles_[kPlaces][2 * kPackedSteps];
+  int64_t chunks_[kPrefillRows / kBlockRows] =
+      {};  // of kFlushKeys keys: the last one of each block
+
+  // The vector units' work of an advance, and how it is spread over the matrix unit's.
+  static constexpr int64_t kPieceCost = 3;  // of packing a piece, in groups of keys
+  static constexpr int64_t kNothingLeft = 1 << 30;
+  const Meeting *weighed_ = nullptr, *packed_ = nullptr;
+  int64_t weighed_tile_ = 0, pack_d_ = 0, cost_ = 0, beats_ = 0, credit_ = 0;
+  int weighed_key_ = 0, pack_step_ = 0;
+  alignas(64) float sums_[2 * kLanes];
 };

@@ -7,9 +7,10 @@
 
 constexpr int kPackedKeys = 256;  // keys that are packed at a time
 constexpr int kPackedSteps = kPackedKeys / kStepKeys;
+constexpr int kPlaces = 2;  // of packed keys: those whose scores and those whose values are in use
 constexpr int kBlockRows = 2 * kTileRows;                 // rows that meet them at a time
 constexpr int kTileWords = kTileRows * kTileRows;         // 32-bit words of a tile
-constexpr int kGroupKeys = 4;                             // keys weighed between tile products
+constexpr int kGroupKeys = 8;                             // keys weighed between tile products
 constexpr int kScoreWords = 2 * kPackedKeys * kTileRows;  // of a block of rows
 
 constexpr int kPrefillRows = 512;       // rows of an output
@@ -31,10 +32,10 @@ constexpr float kBaseSlack = 16;
 
 // Memory of one call.
 struct Prefill {
-  uint32_t* q;               // [row tiles, head_dim / 32, 16 pairs of dims, 16 rows]
-  BFloat16* k;               // [2, key tiles, head_dim / 32, 16 keys, 32 dims]
-  uint32_t* v;               // [2, steps, head_dim_v / 16, 16 dims, 16 pairs of keys]
-  float *k_scale, *v_scale;  // [2, kPackedKeys], of keys of 8 bits
+  uint32_t* q;  // [row tiles, head_dim / 32, 16 pairs of dims, 16 rows]
+  BFloat16* k;  // [kPlaces, kPackedKeys, head_dim]: those that are not used where they lie
+  uint32_t* v;  // [kPlaces, head_dim_v / 32, steps, 2 tiles of 16 dims, 16 pairs of keys]
+  float *k_scale, *v_scale;  // [kPlaces, kPackedKeys], of keys of 8 bits
   float* scores;             // [3, 2 row tiles, kPackedKeys, 16 rows]: of three blocks of rows
   float* acc;    // [row tiles, head_dim_v / 16, 16 dims, 16 rows], of the keys since the last flush
   float* total;  // likewise, of the keys before it
@@ -48,8 +49,7 @@ struct Prefill {
   }
   static size_t bytes(const DecodeParams& p, int64_t num_rows) {
     return padded_rows(num_rows) * (p.head_dim * 2 + p.head_dim_v * 8 + 24) +
-           2 * kPackedKeys * (p.head_dim + p.head_dim_v) * 2 + 4 * kPackedKeys * 4 +
-           3 * kScoreWords * 4;
+           kPlaces * kPackedKeys * ((p.head_dim + p.head_dim_v) * 2 + 2 * 4) + 3 * kScoreWords * 4;
   }
   Prefill(const DecodeParams& p, int64_t num_rows, void* memory) {
     num_rows = padded_rows(num_rows);
@@ -59,10 +59,10 @@ struct Prefill {
       free += size * sizeof(T);
     };
     take(q, num_rows * p.head_dim / 2);
-    take(k, 2 * kPackedKeys * p.head_dim);
-    take(v, kPackedKeys * p.head_dim_v);
-    take(k_scale, 2 * kPackedKeys);
-    take(v_scale, 2 * kPackedKeys);
+    take(k, kPlaces * kPackedKeys * p.head_dim);
+    take(v, kPlaces * kPackedKeys * p.head_dim_v / 2);
+    take(k_scale, kPlaces * kPackedKeys);
+    take(v_scale, kPlaces * kPackedKeys);
     take(scores, 3 * kScoreWords);
     take(acc, num_rows * p.head_dim_v);
     take(total, num_rows * p.head_dim_v);
@@ -101,57 +101,30 @@ inline void pack_query_tiles(const DecodeParams& p, const Rows& rows, int64_t nu
   }
 }
 
-// Keys as Prefill::k and values as Prefill::v; those past the end of the step are zeros.
-inline void pack_keys(const Step<BFloat16>& step, int64_t head_dim, BFloat16* out) {
-  for (int key = 0; key < kStepKeys; ++key) {
-    BFloat16* row = out + key / kTileRows * kTileRows * head_dim + key % kTileRows * kTilePair;
-    for (int64_t d = 0; d < head_dim; d += kTilePair) {
-      _mm512_store_si512(row + d * kTileRows,
-                         key < step.count ? _mm512_loadu_si512(step.k[key] + d) : __m512i{});
-    }
-  }
-}
+// 32 dims of values as two tiles of Prefill::v; those past the end of the step are zeros.
 template <typename T>
-  requires kIsScaled<T>
-inline void pack_keys(const Step<T>& step, int64_t head_dim, BFloat16* out) {
-  alignas(64) static constexpr T zeros[kTilePair] = {};
-  for (int key = 0; key < kStepKeys; key += 2) {
-    BFloat16* row = out + key / kTileRows * kTileRows * head_dim + key % kTileRows * kTilePair;
-    for (int64_t d = 0; d < head_dim; d += kTilePair) {
-      __m512i first, second;
-      pair_halves(key < step.count ? step.k[key] + d : zeros,
-                  key + 1 < step.count ? step.k[key + 1] + d : zeros, first, second);
-      _mm512_store_si512(row + d * kTileRows, first);
-      _mm512_store_si512(row + d * kTileRows + kTilePair, second);
-    }
-  }
-}
-template <typename T>
-inline void pack_values(const Step<T>& step, int64_t head_dim, uint32_t* out) {
+inline void pack_values(const Step<T>& step, int64_t d, uint32_t* tiles) {
   [[maybe_unused]] const __m512i low_half = _mm512_set1_epi32(0xffff);
   [[maybe_unused]] alignas(64) static constexpr T zeros[kTilePair] = {};
-  for (int64_t d = 0; d < head_dim; d += kTilePair) {
-    __m512i even[kTileRows], odd[kTileRows];
-    for (int i = 0; i < kTileRows; ++i) {
-      const bool has_first = 2 * i < step.count, has_second = 2 * i + 1 < step.count;
-      if constexpr (kIsScaled<T>) {  // the first and the last 16 dims
-        pair_rows(has_first ? step.v[2 * i] + d : zeros, has_second ? step.v[2 * i + 1] + d : zeros,
-                  even[i], odd[i]);
-      } else {
-        const __m512i a = has_first ? _mm512_loadu_si512(step.v[2 * i] + d) : __m512i{};
-        const __m512i b = has_second ? _mm512_loadu_si512(step.v[2 * i + 1] + d) : __m512i{};
-        // (low_half & x) | (~low_half & y)
-        even[i] = _mm512_ternarylogic_epi32(low_half, a, _mm512_slli_epi32(b, 16), 0xca);
-        odd[i] = _mm512_ternarylogic_epi32(low_half, _mm512_srli_epi32(a, 16), b, 0xca);
-      }
+  __m512i even[kTileRows], odd[kTileRows];
+  for (int i = 0; i < kTileRows; ++i) {
+    const bool has_first = 2 * i < step.count, has_second = 2 * i + 1 < step.count;
+    if constexpr (kIsScaled<T>) {  // the first and the last 16 dims
+      pair_rows(has_first ? step.v[2 * i] + d : zeros, has_second ? step.v[2 * i + 1] + d : zeros,
+                even[i], odd[i]);
+    } else {
+      const __m512i a = has_first ? _mm512_loadu_si512(step.v[2 * i] + d) : __m512i{};
+      const __m512i b = has_second ? _mm512_loadu_si512(step.v[2 * i + 1] + d) : __m512i{};
+      // (low_half & x) | (~low_half & y)
+      even[i] = _mm512_ternarylogic_epi32(low_half, a, _mm512_slli_epi32(b, 16), 0xca);
+      odd[i] = _mm512_ternarylogic_epi32(low_half, _mm512_srli_epi32(a, 16), b, 0xca);
     }
-    transpose(even);
-    transpose(odd);
-    uint32_t* tiles = out + d / kTileRows * kTileWords;
-    for (int i = 0; i < kTileRows; ++i) {
-      _mm512_store_si512(tiles + i * kTileRows, even[i]);
-      _mm512_store_si512(tiles + kTileWords + i * kTileRows, odd[i]);
-    }
+  }
+  transpose(even);
+  transpose(odd);
+  for (int i = 0; i < kTileRows; ++i) {
+    _mm512_store_si512(tiles + i * kTileRows, even[i]);
+    _mm512_store_si512(tiles + kTileWords + i * kTileRows, odd[i]);
   }
 }
 
@@ -161,25 +134,22 @@ template <typename T>
 class FarPrefetcher {
  public:
   FarPrefetcher(const DecodeParams& p)
-      : k_lines_((p.head_dim + kLine - 1) / kLine), v_lines_((p.head_dim_v + kLine - 1) / kLine) {}
+      : v_lines_(values_are_in_keys(p) ? 0 : (p.head_dim_v + kLine - 1) / kLine) {}
 
-  // The next keys to fetch are [begin, end).
-  void locate_keys(const DecodeParams& p, const Rows& rows, int64_t begin, int64_t end) {
-    step_ = line_ = key_ = num_steps_ = 0;
-    for (; begin < end; begin = end_of_step(begin, end)) {
-      locate(p, rows, begin, end_of_step(begin, end), steps_[num_steps_++]);
-    }
+  // The next keys to fetch are those of `steps`.
+  void begin(const Step<T>* steps, int num_steps) {
+    steps_ = steps;
+    num_steps_ = num_steps;
+    line_ = step_ = key_ = 0;
   }
 
-  int64_t lines() const { return num_steps_ * kStepKeys * (k_lines_ + v_lines_); }
+  int64_t lines() const { return num_steps_ * kStepKeys * v_lines_; }
 
   void fetch(int64_t lines) {
     for (; lines > 0 && step_ < num_steps_; --lines) {
       const Step<T>& step = steps_[step_];
-      const T* line = line_ < k_lines_ ? step.k[key_] + line_ * kLine
-                                       : step.v[key_] + (line_ - k_lines_) * kLine;
-      __builtin_prefetch(line, 0, 2);
-      if (++line_ < k_lines_ + v_lines_) continue;
+      __builtin_prefetch(step.v[key_] + line_ * kLine, 0, 2);
+      if (++line_ < v_lines_) continue;
       line_ = 0;
       if (++key_ < step.count) continue;
       key_ = 0;
@@ -190,10 +160,23 @@ class FarPrefetcher {
  private:
   static constexpr int64_t kLine = kLineBytes / sizeof(T);
 
-  const int64_t k_lines_, v_lines_;
-  Step<T> steps_[kPackedSteps];
+  // As in latent attention.
+  static bool values_are_in_keys(const DecodeParams& p) {
+    const int64_t offset = static_cast<const T*>(p.v) - static_cast<const T*>(p.k);
+    return 0 <= offset && offset + p.head_dim_v <= p.head_dim && p.k_stride[0] == p.v_stride[0] &&
+           p.k_stride[1] == p.v_stride[1] && p.k_stride[2] == p.v_stride[2];
+  }
+
+  const int64_t v_lines_;
+  const Step<T>* steps_ = nullptr;
   int64_t line_ = 0;
   int step_ = 0, key_ = 0, num_steps_ = 0;
+};
+
+// 16 keys as a matrix.
+struct KeyTile {
+  const BFloat16* rows;
+  int64_t stride;  // in bytes
 };
 
 // One meeting of a block of rows with packed keys.
@@ -202,115 +185,94 @@ struct Meeting {
   int64_t key;                // the first packed one, counted from the first one of the call
   int first_step, last_step;  // of the packed keys: those that some row sees
   bool masked;                // some row does not see all of their keys
-  const BFloat16* k;
+  const KeyTile* k;
   const uint32_t* v;
   const float *k_scale, *v_scale;  // of the packed keys
   float* scores;
+  int located_steps;  // of the packed keys, in the first meeting with them; else 0
+
+  int num_steps() const { return last_step - first_step; }
 };
 
-// The products of one meeting's values and of another one's scores, cut into units of four tile
-// products, so that they can run while the vector units weigh a third one's scores.
-class TileWork {
- public:
-  TileWork(const DecodeParams& p, const Prefill& m, const Meeting* values, const Meeting* scores)
-      : p_(p), m_(m), values_(values), scores_(scores) {
-    if (values != nullptr) {
-      step_ = values->first_step;
-      units_ += int64_t{2} * (values->last_step - values->first_step) * (p.head_dim_v / kTilePair);
-    } else {
-      step_ = scores != nullptr ? scores->first_step : 0;
-    }
-    if (scores != nullptr) {
-      units_ += (scores->last_step - scores->first_step) * (p.head_dim / kTilePair);
-    }
-  }
+// Four tile products, which is what the matrix unit is given between two beats: calls of beat(), in
+// which the vector units have work of their own.
+inline void multiply_tiles() {
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
+}
 
-  int64_t units() const { return units_; }
-
-  void run(int64_t units) {
-    for (; units > 0; --units) {
-      if (values_ != nullptr) {
-        value_unit();
-      } else {
-        score_unit();
-      }
+template <typename Beat>
+inline void score_products(const DecodeParams& p, const Prefill& m, const Meeting& meeting,
+                           const Beat& beat) {
+  const uint32_t* block = m.q + meeting.row * p.head_dim / 2;
+  for (int step = meeting.first_step; step < meeting.last_step; ++step) {
+    const KeyTile first = meeting.k[2 * step], second = meeting.k[2 * step + 1];
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t d = 0; d < p.head_dim; d += kTilePair) {
+      const uint32_t* q = block + d * kTileRows / 2;
+      _tile_loadd(4, first.rows + d, first.stride);
+      _tile_loadd(5, second.rows + d, second.stride);
+      _tile_loadd(6, q, 64);
+      _tile_loadd(7, q + p.head_dim * kTileRows / 2, 64);
+      multiply_tiles();
+      beat();
     }
-  }
-
- private:
-  void value_unit() {
-    const Meeting& meeting = *values_;
-    const int64_t block = p_.head_dim_v * kTileRows;  // of acc
-    float* acc = m_.acc + meeting.row * p_.head_dim_v + d_ * kTileRows;
-    const float* weights =
-        meeting.scores + step_ * kStepKeys * kTileRows + (second_term_ ? kTileRows : 0);
-    if (!second_term_) {
-      if (step_ == meeting.first_step) {
-        _tile_loadd(0, acc, 64);
-        _tile_loadd(1, acc + block, 64);
-        _tile_loadd(2, acc + kTileWords, 64);
-        _tile_loadd(3, acc + block + kTileWords, 64);
-      }
-      const uint32_t* v = meeting.v + (step_ * p_.head_dim_v + d_) * kTileRows;
-      _tile_loadd(4, v, 64);
-      _tile_loadd(5, v + kTileWords, 64);
-    }
-    _tile_loadd(6, weights, 128);
-    _tile_loadd(7, weights + kPackedKeys * kTileRows, 128);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-    second_term_ = !second_term_;
-    if (second_term_ || ++step_ < meeting.last_step) return;
-    _tile_stored(0, acc, 64);
-    _tile_stored(1, acc + block, 64);
-    _tile_stored(2, acc + kTileWords, 64);
-    _tile_stored(3, acc + block + kTileWords, 64);
-    step_ = meeting.first_step;
-    d_ += kTilePair;
-    if (d_ < p_.head_dim_v) return;
-    d_ = 0;
-    values_ = nullptr;
-    if (scores_ != nullptr) step_ = scores_->first_step;
-  }
-
-  void score_unit() {
-    const Meeting& meeting = *scores_;
-    if (d_ == 0) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    }
-    const BFloat16* k = meeting.k + step_ * kStepKeys * p_.head_dim + d_ * kTileRows;
-    const uint32_t* q = m_.q + (meeting.row * p_.head_dim + d_ * kTileRows) / 2;
-    _tile_loadd(4, k, 64);
-    _tile_loadd(5, k + kTileRows * p_.head_dim, 64);
-    _tile_loadd(6, q, 64);
-    _tile_loadd(7, q + p_.head_dim * kTileRows / 2, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-    d_ += kTilePair;
-    if (d_ < p_.head_dim) return;
-    d_ = 0;
-    float* scores = meeting.scores + step_ * kStepKeys * kTileRows;
+    float* scores = meeting.scores + step * kStepKeys * kTileRows;
     _tile_stored(0, scores, 64);
     _tile_stored(1, scores + kPackedKeys * kTileRows, 64);
     _tile_stored(2, scores + kTileWords, 64);
     _tile_stored(3, scores + kPackedKeys * kTileRows + kTileWords, 64);
-    ++step_;
   }
+}
 
-  const DecodeParams& p_;
-  const Prefill& m_;
-  const Meeting *values_, *scores_;
-  int64_t units_ = 0, d_ = 0;
-  int step_;
-  bool second_term_ = false;
-};
+template <typename Beat>
+inline void value_products(const DecodeParams& p, const Prefill& m, const Meeting& meeting,
+                           const Beat& beat) {
+  const int64_t block = p.head_dim_v * kTileRows;  // of acc
+  for (int64_t d = 0; d < p.head_dim_v; d += kTilePair) {
+    float* acc = m.acc + meeting.row * p.head_dim_v + d * kTileRows;
+    _tile_loadd(0, acc, 64);
+    _tile_loadd(1, acc + block, 64);
+    _tile_loadd(2, acc + kTileWords, 64);
+    _tile_loadd(3, acc + block + kTileWords, 64);
+    const float* next_acc = acc + 2 * kTileWords;
+    for (int step = meeting.first_step; step < meeting.last_step; ++step) {
+      const uint32_t* v = meeting.v + (d / kTilePair * kPackedSteps + step) * 2 * kTileWords;
+      const float* weights = meeting.scores + step * kStepKeys * kTileRows;
+      constexpr int kLines = 2 * kTileRows / kPackedSteps;
+      for (int i = 0; i < kLines; ++i, next_acc += kLineBytes / sizeof(float)) {
+        __builtin_prefetch(next_acc);
+        __builtin_prefetch(next_acc + block);
+      }
+      // Used once, they leave no trace in the first-level cache, which has room for the weights.
+      _tile_stream_loadd(4, v, 64);
+      _tile_stream_loadd(5, v + kTileWords, 64);
+      for (int term = 0; term < 2; ++term, weights += kTileRows) {
+        _tile_loadd(6, weights, 128);
+        _tile_loadd(7, weights + kPackedKeys * kTileRows, 128);
+        multiply_tiles();
+        beat();
+      }
+    }
+    _tile_stored(0, acc, 64);
+    _tile_stored(1, acc + block, 64);
+    _tile_stored(2, acc + kTileWords, 64);
+    _tile_stored(3, acc + block + kTileWords, 64);
+  }
+}
+
+// The beats of the products of a meeting's scores, and of its values.
+inline int64_t score_beats(const DecodeParams& p, const Meeting& meeting) {
+  return meeting.num_steps() * (p.head_dim / kTilePair);
+}
+inline int64_t value_beats(const DecodeParams& p, const Meeting& meeting) {
+  return int64_t{2} * meeting.num_steps() * (p.head_dim_v / kTilePair);
+}
 
 // 2^(x - base), for integer bases and offset = kRoundToInteger - base: what is added to a small
 // number to round it to an integer, which then is in the low bits. 0 below 2^-125. Relative error

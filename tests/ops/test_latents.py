@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Latent attention: one kv head whose values are the first columns of its keys."""
+
+import pytest
+import torch
+
+from helpers import NAN, Problem, assert_same_bits, make_problem
+from test_instruction_sets import instruction_set  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("instruction_set")
+BF16, INT8, FLOAT8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
+
+
+def make_latents(**shape) -> Problem:
+    """make_problem of one kv head whose values, with their scales, are a view of the keys."""
+    shape = {
+        "batch": 1,
+        "group_size": 16,
+        "head_dim": 576,
+        "head_dim_v": 512,
+        "dtype": BF16,
+    } | shape
+    problem = make_problem(num_heads_kv=1, **shape)
+    problem.v = problem.k[..., : shape["head_dim_v"]]
+    if "k_scale" in problem.options:
+        problem.options["v_scale"] = problem.options["k_scale"]
+    assert problem.v.data_ptr() == problem.k.data_ptr()
+    return problem
+
+
+CASES = {
+    "16 heads": {},
+    "16 heads, several windows of fetching": {"seqlen_k": 2600},
+    "40 heads": {"group_size": 40, "seqlen_k": 300},
+    "64 heads": {"group_size": 64, "seqlen_k": 300},
+    "128 heads": {"group_size": 128, "seqlen_k": 700},
+    "128 heads, several flushes": {"group_size": 128, "seqlen_k": 4500},
+    "128 heads, one key": {"group_size": 128, "seqlen_k": 1},
+    "128 heads, no keys": {"group_size": 128, "seqlen_k": 0},
+    "128 heads, ragged": {"group_size": 128, "ranges": "ragged", "batch": 3, "layout": "padded"},
+    "128 heads, causal": {"group_size": 128, "ranges": "causal", "seqlen_q": 3, "seqlen_k": 520},
+    "128 heads, window": {"group_size": 128, "ranges": "window", "seqlen_q": 5, "seqlen_k": 300},
+    "128 heads, random": {"group_size": 128, "ranges": "random", "seqlen_q": 4, "seqlen_k": 300},
+    "128 heads, pages of 16": {"group_size": 128, "page_size": 16, "seqlen_k": 390},
+    "128 heads, pages of 24": {"group_size": 128, "page_size": 24, "seqlen_k": 390, "batch": 2},
+    "128 heads, unaligned": {"group_size": 128, "layout": "unaligned", "seqlen_k": 300},
+    "few columns": {"head_dim": 48, "head_dim_v": 32, "batch": 2, "ranges": "ragged"},
+    "few columns, many rows": {
+        "head_dim": 96, "head_dim_v": 64, "seqlen_q": 20, "ranges": "causal", "page_size": 16,
+    },
+    "rope of 8": {"head_dim": 40, "head_dim_v": 32, "group_size": 128, "seqlen_k": 300},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kv_dtype", [None, INT8, FLOAT8], ids=["16 bits", "int8", "float8"])
+@pytest.mark.parametrize("name", CASES)
+def test_exact(name, kv_dtype):
+    problem = make_latents(kv_dtype=kv_dtype, **CASES[name])
+    for num_workers in (1, 3):
+        result = problem.run_and_check(num_workers=num_workers)
+        assert_same_bits(result, problem.run(num_workers=num_workers))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes(dtype):
+    make_latents(dtype=dtype, group_size=128, seqlen_k=300).run_and_check(num_workers=2)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, INT8], ids=["16 bits", "int8"])
+def test_bits_do_not_depend_on_where_keys_lie(kv_dtype):
+    """Regular rows are read where they lie, others are copied; values are packed from either."""
+    bits = []
+    for layout, page_size in [("BHSD", 0), ("padded", 0), ("BHSD", 48), ("BHSD", 5)]:
+        torch.manual_seed(5)
+        problem = make_latents(
+            kv_dtype=kv_dtype, group_size=128, seqlen_k=600, layout=layout, page_size=page_size
+        )
+        bits.append(problem.run_and_check(num_workers=2))
+        separate = problem.v.clone()
+        problem.v = separate
+        assert_same_bits(problem.run(num_workers=2), bits[-1])
+    for other in bits[1:]:
+        assert_same_bits(other, bits[0])
+
+
+def test_a_nan_reaches_the_rows_that_see_it():
+    problem = make_latents(group_size=128, seqlen_q=2, seqlen_k=600)
+    problem.key_ranges = torch.tensor([[[0, 500], [0, 600]]], dtype=torch.int32)
+    problem.k[0, 0, 550, 570] = NAN  # of a column that values do not have
+    o, lse = problem.run_and_check(num_workers=1)
+    assert lse.isnan().sum() == 128 and o[:, :, 0].isfinite().all() and o[:, :, 1].isnan().all()
