@@ -16,17 +16,18 @@ constexpr ArgumentChecks kCheck{kOp};
 
 // The caches and scales are distinct memory, and none of it is read.
 void check_overlaps(const AppendArgs& args) {
-  const at::Tensor* outputs[4] = {&args.k_cache, &args.v_cache};
-  int count = 2;
-  for (const std::optional<at::Tensor>* scale : {&args.k_scale, &args.v_scale}) {
-    if (*scale) outputs[count++] = &**scale;
+  const at::Tensor* outputs[4] = {&args.k_cache};
+  int count = 1;
+  for (const std::optional<at::Tensor>* other : {&args.v_cache, &args.k_scale, &args.v_scale}) {
+    if (*other) outputs[count++] = &**other;
   }
   for (int i = 0; i < count; ++i) {
     at::assert_no_internal_overlap(*outputs[i]);
     for (int j = 0; j < i; ++j) at::assert_no_overlap(*outputs[i], *outputs[j]);
-    for (const at::Tensor* input : {&args.k, &args.v, &args.slot_mapping}) {
+    for (const at::Tensor* input : {&args.k, &args.slot_mapping}) {
       at::assert_no_overlap(*outputs[i], *input);
     }
+    if (args.v) at::assert_no_overlap(*outputs[i], *args.v);
   }
 }
 
@@ -45,6 +46,26 @@ AppendTensor append_tensor(const at::Tensor& rows, const at::Tensor& cache,
   return result;
 }
 
+// What v and v_cache must have in common with k and k_cache.
+void check_values(const AppendArgs& args, const char* axes, const char* cache_axes) {
+  const at::Tensor &k = args.k, &k_cache = args.k_cache, &v = *args.v, &v_cache = *args.v_cache;
+  CHECK_ARG(v.dim() == 4, "v must have shape ", axes, ", got ", v.sizes());
+  CHECK_ARG(v_cache.dim() == 4, "v_cache must have shape ", cache_axes, ", got ", v_cache.sizes());
+  kCheck.dtype("v", v, k.scalar_type());
+  kCheck.dtype("v_cache", v_cache, k_cache.scalar_type());
+  kCheck.device("v", v, "k", k);
+  kCheck.device("v_cache", v_cache, "k", k);
+  CHECK_ARG(k.sizes().slice(0, 3) == v.sizes().slice(0, 3), "v must have k's first three axes ",
+            k.sizes().slice(0, 3), ", got ", v.sizes().slice(0, 3));
+  CHECK_ARG(k_cache.sizes().slice(0, 3) == v_cache.sizes().slice(0, 3),
+            "v_cache must have k_cache's first three axes ", k_cache.sizes().slice(0, 3), ", got ",
+            v_cache.sizes().slice(0, 3));
+  CHECK_ARG(v_cache.size(3) == v.size(3), "v_cache must have v's head_dim ", v.size(3), ", got ",
+            v_cache.size(3));
+  kCheck.last_axis("v", v);
+  kCheck.last_axis("v_cache", v_cache);
+}
+
 }  // namespace
 
 AppendParams prepare_append(const AppendArgs& args) {
@@ -53,54 +74,44 @@ AppendParams prepare_append(const AppendArgs& args) {
   const char* cache_axes = paged ? "[num_pages, num_heads_kv, page_size, head_dim]"
                                  : "[batch, num_heads_kv, capacity, head_dim]";
   CHECK_ARG(k.dim() == 4, "k must have shape ", kAxes, ", got ", k.sizes());
-  CHECK_ARG(v.dim() == 4, "v must have shape ", kAxes, ", got ", v.sizes());
   CHECK_ARG(k_cache.dim() == 4, "k_cache must have shape ", cache_axes, ", got ", k_cache.sizes());
-  CHECK_ARG(v_cache.dim() == 4, "v_cache must have shape ", cache_axes, ", got ", v_cache.sizes());
   AppendParams params{};
   params.dtype = data_type(k.scalar_type(), kOp, "k");
-  kCheck.dtype("v", v, k.scalar_type());
   if (has_8_bits(k_cache.scalar_type())) {
     params.cache_dtype = kv_data_type(k_cache.scalar_type(), params.dtype);
   } else {
     params.cache_dtype = data_type(k_cache.scalar_type(), kOp, "k_cache");
   }
-  kCheck.dtype("v_cache", v_cache, k_cache.scalar_type());
   kCheck.dtype("slot_mapping", slots, at::kLong);
   const auto check_device = [&](const char* name, const at::Tensor& tensor) {
     kCheck.device(name, tensor, "k", k);
   };
-  check_device("v", v);
   check_device("k_cache", k_cache);
-  check_device("v_cache", v_cache);
   check_device("slot_mapping", slots);
   if (k_scale) check_device("k_scale", *k_scale);
   if (v_scale) check_device("v_scale", *v_scale);
-  CHECK_ARG(k.sizes().slice(0, 3) == v.sizes().slice(0, 3), "v must have k's first three axes ",
-            k.sizes().slice(0, 3), ", got ", v.sizes().slice(0, 3));
-  CHECK_ARG(k_cache.sizes().slice(0, 3) == v_cache.sizes().slice(0, 3),
-            "v_cache must have k_cache's first three axes ", k_cache.sizes().slice(0, 3), ", got ",
-            v_cache.sizes().slice(0, 3));
+  CHECK_ARG(v.has_value() == v_cache.has_value(), "v and v_cache must be given together, got ",
+            v ? "v" : "v_cache", " alone");
+  CHECK_ARG(v || !v_scale, "v_scale must be None without v, got a tensor of shape ",
+            v_scale->sizes());
+  if (v) check_values(args, kAxes, cache_axes);
   CHECK_ARG(paged || k_cache.size(0) == k.size(0), "k_cache must have k's batch ", k.size(0),
             ", got ", k_cache.size(0));
   CHECK_ARG(k_cache.size(1) == k.size(1), "k_cache must have k's num_heads_kv ", k.size(1),
             ", got ", k_cache.size(1));
   CHECK_ARG(k_cache.size(3) == k.size(3), "k_cache must have k's head_dim ", k.size(3), ", got ",
             k_cache.size(3));
-  CHECK_ARG(v_cache.size(3) == v.size(3), "v_cache must have v's head_dim ", v.size(3), ", got ",
-            v_cache.size(3));
   CHECK_ARG(!paged || k_cache.size(2) >= 1, "k_cache must have a page_size of at least 1, got ",
             k_cache.size(2));
   kCheck.shape("slot_mapping", "[batch, tokens]", slots, {k.size(0), k.size(2)});
   kCheck.last_axis("k", k);
-  kCheck.last_axis("v", v);
   kCheck.last_axis("k_cache", k_cache);
-  kCheck.last_axis("v_cache", v_cache);
   kCheck.scales(paged ? "[num_pages, num_heads_kv, page_size]" : "[batch, num_heads_kv, capacity]",
-                k_cache, k_scale, v_scale);
+                k_cache, k_scale, v ? v_scale : k_scale);
   check_overlaps(args);
 
   params.k = append_tensor(k, k_cache, k_scale);
-  params.v = append_tensor(v, v_cache, v_scale);
+  if (v) params.v = append_tensor(*v, *v_cache, v_scale);
   params.slots = slots.const_data_ptr<int64_t>();
   params.slots_stride[0] = slots.stride(0);
   params.slots_stride[1] = slots.stride(1);

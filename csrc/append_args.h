@@ -14,9 +14,9 @@ namespace tree_attention {
 // Every argument of the schema.
 struct AppendArgs {
   const at::Tensor& k;
-  const at::Tensor& v;
+  const std::optional<at::Tensor>& v;
   const at::Tensor& k_cache;
-  const at::Tensor& v_cache;
+  const std::optional<at::Tensor>& v_cache;
   const at::Tensor& slot_mapping;
   const std::optional<at::Tensor>& k_scale;
   const std::optional<at::Tensor>& v_scale;

@@ -64,9 +64,10 @@ struct MergeStates {
 
 // The types of AppendArgs, for the same reason.
 template <void (*launch)(const AppendParams&)>
-void append_kv(const at::Tensor& k, const at::Tensor& v, at::Tensor& k_cache, at::Tensor& v_cache,
-               const at::Tensor& slot_mapping, const std::optional<at::Tensor>& k_scale,
-               const std::optional<at::Tensor>& v_scale, bool paged) {
+void append_kv(const at::Tensor& k, const std::optional<at::Tensor>& v, at::Tensor& k_cache,
+               const std::optional<at::Tensor>& v_cache, const at::Tensor& slot_mapping,
+               const std::optional<at::Tensor>& k_scale, const std::optional<at::Tensor>& v_scale,
+               bool paged) {
   launch(prepare_append({k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, paged}));
 }
 

@@ -56,7 +56,8 @@ TORCH_LIBRARY(tree_attention, m) {
       "one_shot(Tensor o, Tensor lse, Tensor buffers, Tensor(a!) control, Tensor(b!) host, "
       "int rank, int slot_bytes, Tensor(c!) out_o, Tensor(d!) out_lse) -> ()");
   m.def(
-      "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+      "append_kv(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor "
+      "slot_mapping, "
       "*, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, bool paged=False) -> ()");
   m.def("lean_schedule(Tensor num_tiles, int num_workers) -> Tensor");
 }

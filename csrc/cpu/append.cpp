@@ -55,6 +55,7 @@ void append_rows(const AppendParams& p) {
       const int64_t outer = p.page_size == 0 ? batch : slot / outer_size;
       const int64_t inner = p.page_size == 0 ? slot : slot % outer_size;
       for (const AppendTensor* x : {&p.k, &p.v}) {
+        if (x->cache == nullptr) continue;
         for (int64_t head = 0; head < p.num_heads_kv; ++head) {
           const auto place = [&](const int64_t (&stride)[3]) {
             return outer * stride[0] + head * stride[1] + inner * stride[2];

@@ -169,6 +169,10 @@ def lean_decode(
     Keys and values of 8 bits are converted without an error: the result is that of float32
     arithmetic on what they stand for. They are read on the CPU only.
 
+    Latent attention is a call with one kv head whose values are a view of the keys, with the same
+    scales: `lean_decode(q, latents, latents[..., :512], k_scale=scale, v_scale=scale)`, where the
+    latents have 576 columns.
+
     On CUDA (compute capability 8.0 or higher) head_dims are multiples of 8 up to 256, and q, k and
     v begin at, and have strides of, multiples of 16 bytes. The host never waits for the device, and
     calls can be captured in CUDA graphs, between whose replays key_ranges and every other tensor
@@ -241,9 +245,9 @@ def merge_states(
 
 def append_kv(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slot_mapping: Tensor,
     *,
     k_scale: Tensor | None = None,
@@ -256,6 +260,9 @@ def append_kv(
 
         k_cache[b, :, slot], k_scale[b, :, slot] = reference.quantise(k[b, :, token], torch.int8)
         k_cache[b, :, slot] = k[b, :, token].to(k_cache.dtype)    # without scales
+
+    and likewise the values. Where they are the keys' first columns (latent attention), `v` and
+    `v_cache` are None and there is one scale: see `lean_decode`.
 
     Args:
         k, v: `[batch, num_heads_kv, tokens, head_dim]`, float32, bfloat16 or float16. Any strides
@@ -272,13 +279,13 @@ def append_kv(
     Raises:
         RuntimeError: an argument breaks the rules above, a slot is out of range, or the caches
             share memory. Nothing was written.
-        TypeError: one of the first five arguments is no tensor.
+        TypeError: one of the first five arguments is no tensor; v and v_cache may be None.
 
     On the CPU only.
     """
-    check_tensors(
-        "append_kv", k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping
-    )
+    check_tensors("append_kv", k=k, k_cache=k_cache, slot_mapping=slot_mapping)
+    values = {"v": v, "v_cache": v_cache}
+    check_tensors("append_kv", **{name: x for name, x in values.items() if x is not None})
     if k_cache.is_cuda:
         raise RuntimeError(f"append_kv: k_cache must be on the CPU, got {k_cache.device}")
     _append_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale, paged=paged)
@@ -368,7 +375,7 @@ def _(o_parts: Tensor, lse_parts: Tensor, **outputs: object) -> None:
 
 
 @torch.library.register_fake("tree_attention::append_kv")
-def _(k: Tensor, *tensors: Tensor, paged: bool = False, **scales: object) -> None:
+def _(k: Tensor, *tensors: Tensor | None, paged: bool = False, **scales: object) -> None:
     names = ("v", "k_cache", "v_cache", "slot_mapping")
     _check_devices("append_kv", "k's", k.device, **dict(zip(names, tensors, strict=True)), **scales)
 

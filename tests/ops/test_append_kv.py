@@ -128,6 +128,25 @@ def test_nothing_to_append(batch, heads, tokens):
     assert (caches == 5).all()
 
 
+@pytest.mark.parametrize("page_size", [0, 4], ids=["rows", "pages"])
+@pytest.mark.parametrize("kv_dtype", CACHES, ids=lambda dtype: f"to {str(dtype)[6:]}")
+def test_keys_alone(kv_dtype, page_size):
+    """A cache whose values are a view of its keys."""
+    call = make_call(kv_dtype=kv_dtype, page_size=page_size, tokens=9)
+    scale = call.options.get("k_scale")
+    expected, scales = expected_of(call.k, call.k_cache, scale, call)
+    options = {"k_scale": scale, "paged": bool(page_size)}
+    arguments = (call.k, None, call.k_cache, None, call.slots)
+    append_kv(*arguments, **options)
+    assert_same_bytes(call.k_cache, expected)
+    if scale is not None:
+        assert_same_bytes(scale, scales)
+    if kv_dtype != FLOAT8:  # of which opcheck cannot compare tensors
+        op = torch.ops.tree_attention.append_kv.default
+        results = torch.library.opcheck(op, arguments, options)
+        assert len(results) >= 4 and set(results.values()) == {"SUCCESS"}, results
+
+
 @settings(max_examples=80)
 @given(
     x=st.lists(st.floats(width=32), min_size=1, max_size=40),
@@ -312,6 +331,22 @@ ERRORS = {
         lambda c: {"slots": c.slots.to("meta")},
         "slot_mapping must be on k's device cpu, got meta",
     ),
+    "v_cache without v": (
+        lambda c: {"v": None},
+        "v and v_cache must be given together, got v_cache alone",
+    ),
+    "v without v_cache": (
+        lambda c: {"v_cache": None},
+        "v and v_cache must be given together, got v alone",
+    ),
+    "v_scale without v": (
+        lambda c: {"v": None, "v_cache": None},
+        "v_scale must be None without v, got a tensor of shape [2, 2, 20]",
+    ),
+    "no k_scale, no v": (
+        lambda c: {"v": None, "v_cache": None, "k_scale": None, "v_scale": None},
+        "k_scale must be given for int8 keys, got None",
+    ),
     "overlapping caches": (lambda c: {"v_cache": c.k_cache}, None),
     "expanded cache": (lambda c: {"k_cache": c.k_cache[:1].expand(2, -1, -1, -1)}, None),
     "overlapping scales": (lambda c: {"v_scale": c.options["k_scale"]}, None),
@@ -326,13 +361,14 @@ def test_errors(name):
     # Of memory that is written twice torch's own checks tell, in its words.
     message = "memory location" if message is None else f"append_kv: {message}"
     changed = change(call)
+    k_cache, v_cache = call.k_cache, call.v_cache
     options = {n: changed.pop(n) for n in ("k_scale", "v_scale") if n in changed}
     for field, value in changed.items():
         setattr(call, field, value)
     with pytest.raises(RuntimeError) as error:
         call.run(**options)
     assert message in str(error.value).splitlines()[0]
-    assert (call.k_cache == 5).all() and (call.v_cache == 5).all()
+    assert (k_cache == 5).all() and (v_cache == 5).all()
     assert all((call.options[n] == 7).all() for n in ("k_scale", "v_scale"))
 
 

@@ -6,6 +6,7 @@ import torch
 
 from helpers import NAN, Problem, assert_same_bits, make_problem
 from test_instruction_sets import instruction_set  # noqa: F401
+from tree_attention import append_kv, lean_decode, reference
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
 BF16, INT8, FLOAT8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
@@ -89,3 +90,22 @@ def test_a_nan_reaches_the_rows_that_see_it():
     problem.k[0, 0, 550, 570] = NAN  # of a column that values do not have
     o, lse = problem.run_and_check(num_workers=1)
     assert lse.isnan().sum() == 128 and o[:, :, 0].isfinite().all() and o[:, :, 1].isnan().all()
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, INT8, FLOAT8], ids=lambda dtype: str(dtype)[6:])
+def test_what_is_appended_is_what_attention_reads(kv_dtype):
+    """The latents are written once: there are no values beside them."""
+    latents, q = torch.randn(2, 1, 40, 576).to(BF16), torch.randn(2, 128, 1, 576).to(BF16)
+    cache = torch.full((2, 1, 64, 576), 5.0).to(kv_dtype)
+    scaled = kv_dtype != BF16
+    scale = torch.full((2, 1, 64), NAN) if scaled else None
+    for begin, end in ((0, 30), (30, 31), (31, 40)):
+        slots = torch.arange(begin, end).expand(2, -1)
+        append_kv(latents[:, :, begin:end], None, cache, None, slots, k_scale=scale)
+    assert (cache[:, :, 40:].float() == 5).all()
+    k, k_scale = reference.quantise(latents, kv_dtype) if scaled else (latents, None)
+    ranges = torch.tensor([0, 40]).int().repeat(2, 1, 1)
+    result = lean_decode(q, cache, cache[..., :512], ranges, k_scale=scale, v_scale=scale)
+    expected = lean_decode(q, k, k[..., :512], k_scale=k_scale, v_scale=k_scale)
+    for x, y in zip(result, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3)
