@@ -9,9 +9,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import kv_dtype, latents, restore, step_cost
+from benchmarks import kv_dtype, latent, latents, restore, step_cost
+from benchmarks.harness import measure
 from benchmarks.harness.measure import Samples
 from hf_models import make_model
+from tree_attention import lean_decode
 
 
 def test_accuracy_by_kv_dtype(tmp_path: Path) -> None:
@@ -71,3 +73,23 @@ def test_a_step_with_wrong_logits_is_marked() -> None:
     measured = [Samples([1.0], torch.full((2,), x)) for x in (1.0, 1.1)]
     row = step_cost.row_of("TreeCache", "eager", measured[1], measured[0], 4)
     assert row["wrong"] and row["us_above"] == 0 and row["us_per_layer"] == 250_000
+
+
+def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(latent, "pin_threads", list)
+    report = latent.measure(latent.QUICK, 0.0)
+    assert report.wrong == [] and len(report.rows) == len(latent.QUICK)
+    case = latent.LatentCase(heads=2, keys=10)
+    assert case.io_bytes == 10 * 576 * 2 + 2 * (576 + 512) * 2
+    assert case.operations == 2 * 2 * (576 + 512) * 10
+
+
+def test_wrong_latent_attention_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_scale(*tensors: torch.Tensor, softmax_scale: float, **options: object):
+        return lean_decode(*tensors, softmax_scale=2 * softmax_scale, **options)
+
+    monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(latent, "pin_threads", list)
+    monkeypatch.setattr(latent, "lean_decode", other_scale)
+    assert len(latent.measure(latent.QUICK, 0.0).wrong) == len(latent.QUICK)

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Latent attention (MLA) in absorbed form, beside keys and values expanded from the latents.
+
+    python benchmarks/latent.py --out DIR
+
+A step of one token in the shapes of DeepSeek-V3 (128 heads) and DeepSeek-V2-Lite (16 heads).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Started by its path: `benchmarks` is found from the root of the checkout.
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks.harness.measure import (
+    InputArena,
+    Load,
+    amx_peak,
+    load_warnings,
+    pin_threads,
+    read_memory,
+    time_alternating,
+)
+from benchmarks.harness.program import add_out, finish, progress_bar
+from benchmarks.harness.report import Report, columns_of, environment
+from tree_attention import lean_decode
+from tree_attention.reference import quantise
+from tree_attention.reference.accuracy import Float64Check
+
+RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128  # columns of a latent, and of a head
+OURS, ABSORBED, EXPANSION, SDPA, PROBE = (
+    "lean_decode",
+    "with both products",
+    "expansion, SDPA",
+    "SDPA, keys expanded",
+    "read probe",
+)
+
+
+@dataclass(frozen=True)
+class LatentCase:
+    heads: int = 128
+    keys: int = 16384
+    kv_dtype: str = ""  # of the latents, if they have 8 bits and a scale
+
+    @property
+    def name(self) -> str:
+        kind = f" latents {self.kv_dtype}" if self.kv_dtype else ""
+        return f"bf16 {self.heads}/1 d{RANK + ROPE}/{RANK}{kind} B=1 {self.keys}"
+
+    @property
+    def io_bytes(self) -> int:
+        """Latents, with their scales, q and o, once."""
+        key_bytes = RANK + ROPE + 4 if self.kv_dtype else 2 * (RANK + ROPE)
+        return self.keys * key_bytes + 2 * self.heads * (2 * RANK + ROPE)
+
+    @property
+    def operations(self) -> int:
+        """Multiply-adds count two: q.k and p.v over the keys."""
+        return 2 * self.heads * (2 * RANK + ROPE) * self.keys
+
+
+STANDARD = (
+    LatentCase(),
+    LatentCase(kv_dtype="int8"),
+    LatentCase(keys=4096),
+    LatentCase(heads=64),
+    LatentCase(heads=16),
+)
+QUICK = (LatentCase(heads=64, keys=300), LatentCase(heads=4, keys=300, kv_dtype="int8"))
+
+
+class Inputs:
+    """Queries of a token, latents in the arena, and `kv_b_proj`, which expands latents to heads."""
+
+    def __init__(self, case: LatentCase, arena: InputArena) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int, scale: float = 1.0) -> Tensor:
+            return (scale * torch.randn(*shape, generator=generator)).bfloat16()
+
+        self.scale = (NOPE + ROPE) ** -0.5
+        self.q_nope, self.q_rope = (normal(1, case.heads, 1, n, scale=2.0) for n in (NOPE, ROPE))
+        # [heads, NOPE + VALUE, RANK], so that expanded columns have the size of the others.
+        self.kv_b = normal(case.heads, NOPE + VALUE, RANK, scale=RANK**-0.5)
+        latents = normal(1, 1, case.keys, RANK + ROPE)
+        self.sets: list[tuple[Tensor, Tensor | None]] = []
+        if case.kv_dtype:
+            latents, scale = quantise(latents, getattr(torch, case.kv_dtype))
+            self.sets.append((latents, scale))
+            latents = (latents * scale[..., None]).bfloat16()
+        self.num_sets = InputArena.num_sets(latents.nbytes)
+        for i in range(self.num_sets):
+            if case.kv_dtype:
+                self.sets.append(tuple(x.clone() for x in self.sets[0]))
+            else:
+                view = arena.view(i, latents.shape, latents.dtype)
+                self.sets.append((view.copy_(latents), None))
+        self.latents = latents
+        self.expanded = self.expand(latents)
+
+    def absorb_query(self) -> Tensor:
+        q = self.q_nope[0, :, 0, None] @ self.kv_b[:, :NOPE]
+        return torch.cat([q.transpose(0, 1)[None].transpose(1, 2), self.q_rope], -1)
+
+    def expand_output(self, o: Tensor) -> Tensor:
+        return (o[0] @ self.kv_b[:, NOPE:].mT)[None]
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of every head, as transformers' DeepseekV3Attention makes them."""
+        heads = self.kv_b.shape[0]
+        x = F.linear(latents[:, 0, :, :RANK], self.kv_b.flatten(0, 1))
+        k, v = x.unflatten(-1, (heads, -1)).transpose(1, 2).split([NOPE, VALUE], -1)
+        rope = latents[..., RANK:].expand(-1, heads, -1, -1)
+        return torch.cat([k, rope], -1), v
+
+    def attend(self, k: Tensor, v: Tensor) -> Tensor:
+        q = torch.cat([self.q_nope, self.q_rope], -1)
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+
+
+def run_case(case: LatentCase, arena: InputArena, seconds: float, peak: float) -> dict[str, Any]:
+    inputs = Inputs(case, arena)
+    q = inputs.absorb_query()
+
+    def decode(q: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        latents, scale = inputs.sets[i]
+        return lean_decode(
+            q, latents, latents[..., :RANK], softmax_scale=inputs.scale, k_scale=scale,
+            v_scale=scale,
+        )  # fmt: skip
+
+    functions: dict[str, Callable[[int], Any]] = {
+        OURS: lambda i: decode(q, i),
+        ABSORBED: lambda i: inputs.expand_output(decode(inputs.absorb_query(), i)[0]),
+        EXPANSION: lambda i: inputs.attend(*inputs.expand(inputs.latents)),
+        SDPA: lambda i: inputs.attend(*inputs.expanded),
+        PROBE: lambda i: read_memory(*(x for x in inputs.sets[i] if x is not None)),
+    }
+    with Load() as load:
+        samples = time_alternating(functions, num_sets=inputs.num_sets, seconds=seconds)
+    ours = samples[OURS]
+    latents, scale = inputs.sets[0]
+    options = {"softmax_scale": inputs.scale, "k_scale": scale, "v_scale": scale}
+    check = Float64Check(q, latents, latents[..., :RANK], None, **options)
+    accuracy = check.accuracy(*ours.result)
+    outputs = {name: samples[name].result.float() for name in (ABSORBED, EXPANSION, SDPA)}
+    size = outputs[SDPA].abs().max()
+    # The order of the roundings to bfloat16 differs: another problem would differ by its size.
+    differences = {
+        name: ((x - outputs[SDPA]).abs().max() / size).item() for name, x in outputs.items()
+    }
+    bandwidth = case.io_bytes / ours.median
+    probe_bandwidth = sum(x.nbytes for x in inputs.sets[0] if x is not None) / samples[PROBE].median
+    return {
+        "name": case.name,
+        "case": asdict(case),
+        "io_bytes": case.io_bytes,
+        "operations": case.operations,
+        "times": {name: sample.to_json() for name, sample in samples.items()},
+        "amx_share": case.operations / ours.median / peak if peak else None,
+        "bandwidth_share": bandwidth / probe_bandwidth,
+        "ratios": {
+            name: samples[name].median / samples[ABSORBED].median for name in (EXPANSION, SDPA)
+        },
+        "other_load": load.others,
+        "accuracy": asdict(accuracy),
+        "differences": differences,
+        "wrong": not (accuracy.right and max(differences.values()) < 0.05),
+    }
+
+
+def measure(cases: Sequence[LatentCase], seconds: float) -> Report:
+    cpus = pin_threads()
+    set_bytes = [2 * (RANK + ROPE) * case.keys for case in cases]
+    arena = InputArena(max(n * InputArena.num_sets(n) for n in set_bytes))
+    with torch.inference_mode(), progress_bar(True) as progress:
+        task = progress.add_task("latent", total=len(cases))
+        peak = amx_peak()
+        rows = []
+        for case in cases:
+            progress.update(task, description=case.name)
+            rows.append(run_case(case, arena, seconds, peak))
+            progress.advance(task)
+    return Report(
+        name="latent",
+        title="Latent attention, absorbed and expanded",
+        notes=NOTES,
+        environment=environment(
+            **{
+                "pinned to CPUs": cpus or "not pinned",
+                "bfloat16 peak of AMX": f"{peak / 1e9:.0f} GFLOP/s" if peak else "no AMX",
+            }
+        ),
+        rows=rows,
+        columns=columns_of(rows, COLUMNS),
+        warnings=load_warnings([row["other_load"] for row in rows]),
+    )
+
+
+NOTES = (
+    "One new token, medians of alternating runs through Python. lean_decode: attention over the "
+    f"latents of {RANK} + {ROPE} columns, whose first {RANK} are the values. With both products: "
+    "also q times the keys' half of kv_b_proj before it, and o times the values' half after it.",
+    "Expansion, SDPA: kv_b_proj of all latents to every head's keys and values, as transformers' "
+    "modules do it, then scaled_dot_product_attention. SDPA, keys expanded: that alone, on keys "
+    f"and values of {NOPE + ROPE} and {VALUE} columns a head, {(NOPE + ROPE + VALUE) * 2} bytes a "
+    "token and head. The ratios are to ours with both products.",
+    "% AMX counts two operations for a multiply-add of q.k and p.v, as a share of what AMX does "
+    f"with bfloat16 in registers. Weights are two terms, so that {RANK * 2 + ROPE} of "
+    f"{RANK * 3 + ROPE} such operations count: 68 % would be the most. % BW: of a probe that only "
+    "reads the latents.",
+    "error is that of lean_decode, relative to the row's largest magnitude, against float64; more "
+    "than twice that of plain PyTorch plus one rounding is WRONG, and so is an output of another "
+    "form that differs by more than 5 % of the largest magnitude.",
+)
+
+
+def ms(name: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: f"{row['times'][name]['median_us'] / 1e3:.2f}"
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "case": lambda row: row["name"],
+    "ours ms": ms(OURS),
+    "with both products ms": ms(ABSORBED),
+    "% AMX": lambda row: f"{100 * row['amx_share']:.0f}" if row["amx_share"] else "-",
+    "% BW": lambda row: f"{100 * row['bandwidth_share']:.0f}",
+    "expansion, SDPA ms": ms(EXPANSION),
+    "/ours": lambda row: f"{row['ratios'][EXPANSION]:.1f}",
+    "SDPA, keys expanded ms": ms(SDPA),
+    "SDPA /ours": lambda row: f"{row['ratios'][SDPA]:.1f}",
+    "error": lambda row: f"{row['accuracy']['o_error']:.1e}",
+    "right": lambda row: "WRONG" if row["wrong"] else "yes",
+}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a few tiny cases, to try it")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="timed seconds per case (default 2)"
+    )
+    add_out(parser, "latent")
+    parsed = parser.parse_args(arguments)
+    return finish(measure(QUICK if parsed.quick else STANDARD, parsed.seconds), parsed.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
