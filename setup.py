@@ -44,6 +44,7 @@ CUDA_SOURCES = [
     "csrc/cuda/decode/plan.cu",
     "csrc/cuda/decode/check_pages.cu",
     "csrc/cuda/decode/workspaces.cpp",
+    "csrc/cuda/append/append_kv.cu",
     "csrc/cuda/merge/merge_states.cu",
     "csrc/cuda/one_shot/one_shot.cu",
     "csrc/cuda/one_shot/one_shot_args.cpp",

@@ -68,6 +68,7 @@ void append_kv(const at::Tensor& k, const std::optional<at::Tensor>& v, at::Tens
                const std::optional<at::Tensor>& v_cache, const at::Tensor& slot_mapping,
                const std::optional<at::Tensor>& k_scale, const std::optional<at::Tensor>& v_scale,
                bool paged) {
+  const c10::DeviceGuard guard(k.device());
   launch(prepare_append({k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, paged}));
 }
 

@@ -78,6 +78,7 @@ TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
   m.impl("merge_states", MergeStates<cuda::merge_states>::run);
   m.impl("merge_states.out", MergeStates<cuda::merge_states>::run_out);
   m.impl("one_shot", cuda::one_shot<cuda::launch_one_shot>);
+  m.impl("append_kv", append_kv<cuda::append_kv>);
 }
 #endif
 

@@ -25,6 +25,7 @@ BRIDGE = [
         for name in (
             "cuda/checks.cpp",
             "cuda/one_shot/one_shot_args.cpp",
+            "append_args.cpp",
             "decode_args.cpp",
             "merge_args.cpp",
         )

@@ -113,6 +113,14 @@ def make_strided(x: Tensor, layout: str) -> Tensor:
     return view.copy_(x)
 
 
+def to_device(x: Any, device: torch.device) -> Any:
+    """A tensor with its strides, which `.to` would not keep of views; anything else as it is."""
+    if not isinstance(x, Tensor) or x.device == device:
+        return x
+    storage = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return storage.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 def paginate(
     k: Tensor, v: Tensor, page_size: int, *, per_head: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,15 +194,8 @@ class Problem:
         return o, lse
 
     def to(self, device: torch.device) -> "Problem":
-        def move(x: Any) -> Any:
-            # `.to` would make views contiguous; strides are part of the problem.
-            if not isinstance(x, Tensor) or x.device == device:
-                return x
-            storage = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
-            return storage.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
-
-        options = {name: move(x) for name, x in self.options.items()}
-        tensors = (move(x) for x in (self.q, self.k, self.v, self.key_ranges))
+        options = {name: to_device(x, device) for name, x in self.options.items()}
+        tensors = (to_device(x, device) for x in (self.q, self.k, self.v, self.key_ranges))
         return Problem(*tensors, options)
 
     def shard(self, layout: Any, rank: int) -> "Problem":

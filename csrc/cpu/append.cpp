@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "append.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -11,21 +9,12 @@
 #include "cpu/converting.h"
 #include "cpu/kernel/quantise_row.h"
 #include "cpu/parallel.h"
+#include "slots.h"
 
 namespace tree_attention::cpu {
 namespace {
 
 constexpr int64_t kGrain = 32768;  // elements of a thread, as for merge_states
-
-void check_slots(const AppendParams& p) {
-  for (int64_t batch = 0; batch < p.batch; ++batch) {
-    for (int64_t token = 0; token < p.tokens; ++token) {
-      const int64_t slot = p.slots[batch * p.slots_stride[0] + token * p.slots_stride[1]];
-      TORCH_CHECK(-1 <= slot && slot < p.capacity, "append_kv: slot_mapping must be in [-1, ",
-                  p.capacity, "), got ", slot, " for token ", token, " of sequence ", batch);
-    }
-  }
-}
 
 // `buffer` has room for a row.
 template <typename From, typename To>

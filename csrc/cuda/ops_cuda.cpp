@@ -5,13 +5,18 @@
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/util/env.h>
 
+#include <algorithm>
+
+#include "append/append_kv.cuh"
 #include "checks.h"
 #include "decode/check_pages.cuh"
 #include "decode/workspaces.h"
 #include "merge/merge_states.cuh"
+#include "slots.h"
 
 namespace tree_attention::cuda {
 namespace {
@@ -22,16 +27,33 @@ const cudaDeviceProp& current_device(const char* op) {
   return device;
 }
 
-// The debug mode, for which the host waits: an unknown page is an error of the call, as on the CPU.
-void check_pages(const DecodeParams& params, cudaStream_t stream) {
+// Whether the host is to wait for what it checks: an unknown page or slot is an error of the call,
+// as on the CPU.
+bool is_debug_mode(const char* op) {
+  if (c10::utils::check_env("TREE_ATTENTION_CHECK_PAGES") != true) return false;
   TORCH_CHECK(c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None,
-              "lean_decode: TREE_ATTENTION_CHECK_PAGES=1 must not be set while a CUDA graph is "
-              "captured: the check waits for the device");
+              op,
+              ": TREE_ATTENTION_CHECK_PAGES=1 must not be set while a CUDA graph is captured: "
+              "the check waits for the device");
+  return true;
+}
+
+void check_pages(const DecodeParams& params, cudaStream_t stream) {
   const int64_t bytes = int64_t{params.batch} * num_page_lists(params) * sizeof(BadPage);
   const at::Tensor found = at::empty({bytes}, at::device(at::kCUDA).dtype(at::kByte));
   C10_CUDA_CHECK(
       launch_check_pages({params, reinterpret_cast<BadPage*>(found.data_ptr())}, stream));
   check_found_pages(params, reinterpret_cast<const BadPage*>(found.cpu().const_data_ptr()));
+}
+
+void check_slots_on_device(AppendParams params) {
+  const at::Tensor slots =
+      at::from_blob(const_cast<int64_t*>(params.slots), {params.batch, params.tokens},
+                    params.slots_stride, at::device(at::kCUDA).dtype(at::kLong))
+          .cpu();
+  params.slots = slots.const_data_ptr<int64_t>();
+  std::copy_n(slots.strides().begin(), 2, params.slots_stride);
+  check_slots(params);
 }
 
 }  // namespace
@@ -40,9 +62,7 @@ void lean_decode(const DecodeParams& params) {
   check_supported(params);
   const cudaDeviceProp& device = current_device("lean_decode");
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  if (params.page_table != nullptr && c10::utils::check_env("TREE_ATTENTION_CHECK_PAGES") == true) {
-    check_pages(params, stream);
-  }
+  if (params.page_table != nullptr && is_debug_mode("lean_decode")) check_pages(params, stream);
   const DeviceLimits limits{device.multiProcessorCount,
                             static_cast<int32_t>(device.sharedMemPerMultiprocessor),
                             static_cast<int32_t>(device.sharedMemPerBlockOptin)};
@@ -55,6 +75,12 @@ void lean_decode(const DecodeParams& params) {
 void merge_states(const MergeParams& params) {
   current_device("merge_states");
   C10_CUDA_CHECK(launch_merge_states(params, c10::cuda::getCurrentCUDAStream()));
+}
+
+void append_kv(const AppendParams& params) {
+  current_device("append_kv");
+  if (is_debug_mode("append_kv")) check_slots_on_device(params);
+  C10_CUDA_CHECK(launch_append_kv(params, c10::cuda::getCurrentCUDAStream()));
 }
 
 void launch_one_shot(OneShotParams& params) {

@@ -4,6 +4,7 @@
 // for nothing.
 #pragma once
 
+#include "common/append_params.h"
 #include "common/merge_params.h"
 #include "decode/launch.h"
 #include "one_shot/one_shot.cuh"
@@ -13,6 +14,8 @@ namespace tree_attention::cuda {
 void lean_decode(const DecodeParams& params);
 
 void merge_states(const MergeParams& params);
+
+void append_kv(const AppendParams& params);
 
 // params.host is an address of the host's; the kernel gets the device's address of that memory.
 void launch_one_shot(OneShotParams& params);

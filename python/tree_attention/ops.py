@@ -278,16 +278,14 @@ def append_kv(
 
     Raises:
         RuntimeError: an argument breaks the rules above, a slot is out of range, or the caches
-            share memory. Nothing was written.
+            share memory. Nothing was written. On CUDA a slot out of range is not kept, or where
+            the environment variable TREE_ATTENTION_CHECK_PAGES is 1, for which the host waits, an
+            error.
         TypeError: one of the first five arguments is no tensor; v and v_cache may be None.
-
-    On the CPU only.
     """
     check_tensors("append_kv", k=k, k_cache=k_cache, slot_mapping=slot_mapping)
     values = {"v": v, "v_cache": v_cache}
     check_tensors("append_kv", **{name: x for name, x in values.items() if x is not None})
-    if k_cache.is_cuda:
-        raise RuntimeError(f"append_kv: k_cache must be on the CPU, got {k_cache.device}")
     _append_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale, paged=paged)
 
 

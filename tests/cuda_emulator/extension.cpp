@@ -2,12 +2,14 @@
 //
 // The operators with the CUDA kernels on the emulated device: from the time of install() on, they
 // take the place of the CPU's, so that the same tests check both.
+#include <c10/util/env.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <memory>
 #include <vector>
 
+#include "cuda/append/append_kv.cuh"
 #include "cuda/checks.h"
 #include "cuda/decode/launch.h"
 #include "cuda/merge/merge_states.cuh"
@@ -15,6 +17,7 @@
 #include "machine.h"
 #include "operators.h"
 #include "scalar_type.h"
+#include "slots.h"
 
 namespace tree_attention {
 namespace {
@@ -58,6 +61,11 @@ void emulated_merge_states(const MergeParams& params) {
   check(cuda::launch_merge_states(params, nullptr));
 }
 
+void emulated_append_kv(const AppendParams& params) {
+  if (c10::utils::check_env("TREE_ATTENTION_CHECK_PAGES") == true) check_slots(params);
+  check(cuda::launch_append_kv(params, nullptr));
+}
+
 // Each rank has a stream of its own, and as many resident blocks as a GPU has for it.
 void emulated_one_shot(cuda::OneShotParams& params) {
   check(cuda::launch_one_shot(params, reinterpret_cast<cudaStream_t>(params.control)));
@@ -96,6 +104,7 @@ void install(int64_t seed, int64_t num_sms, int64_t shared_bytes_per_sm,
   library->impl("lean_decode.out", LeanDecode<emulated_lean_decode>::run_out);
   library->impl("merge_states", MergeStates<emulated_merge_states>::run);
   library->impl("merge_states.out", MergeStates<emulated_merge_states>::run_out);
+  library->impl("append_kv", append_kv<emulated_append_kv>);
   library->impl("one_shot", cuda::one_shot<emulated_one_shot>);
 }
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fake_device import fake_cuda
-from helpers import make_strided
+from helpers import make_strided, to_device
 from tree_attention import append_kv, lean_decode, reference
 
+OP = "append_kv"
 INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CACHES = [*DTYPES, INT8, FLOAT8]
@@ -28,6 +28,11 @@ class Call:
     v_cache: Tensor
     slots: Tensor
     options: dict
+
+    def to(self, device: torch.device) -> "Call":
+        tensors = (self.k, self.v, self.k_cache, self.v_cache, self.slots)
+        options = {name: to_device(x, device) for name, x in self.options.items()}
+        return Call(*(to_device(x, device) for x in tensors), options)
 
     def run(self, **changed):
         arguments = (self.k, self.v, self.k_cache, self.v_cache, self.slots)
@@ -77,11 +82,15 @@ def expected_of(x: Tensor, cache: Tensor, scale: Tensor | None, call: Call):
 
 
 def assert_same_bytes(actual: Tensor, expected: Tensor) -> None:
-    actual, expected = (x.flatten().view(torch.uint8) for x in (actual, expected))
+    actual, expected = (
+        x.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        for x in (actual, expected)
+    )
     assert torch.equal(actual, expected), f"{(actual != expected).sum()} bytes differ"
 
 
-def run_and_check(call: Call) -> None:
+def run_and_check(call: Call, device: torch.device, slots: Tensor | None = None) -> None:
+    """`slots` are to mean the same as the call's."""
     inputs = call.k.clone(), call.v.clone()
     expected = [
         expected_of(x, cache, call.options.get(name), call)
@@ -89,6 +98,9 @@ def run_and_check(call: Call) -> None:
             (call.k, call.k_cache, "k_scale"), (call.v, call.v_cache, "v_scale"),
         )
     ]  # fmt: skip
+    call = call.to(device)
+    if slots is not None:
+        call.slots = slots.to(device)
     assert call.run() is None
     for cache, name, (rows, scale) in zip(
         (call.k_cache, call.v_cache), ("k_scale", "v_scale"), expected, strict=True
@@ -103,43 +115,50 @@ def run_and_check(call: Call) -> None:
 @pytest.mark.parametrize("page_size", [0, 4], ids=["rows", "pages"])
 @pytest.mark.parametrize("kv_dtype", CACHES, ids=lambda dtype: f"to {str(dtype)[6:]}")
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-def test_every_dtype(dtype, kv_dtype, page_size):
+def test_every_dtype(dtype, kv_dtype, page_size, device):
     call = make_call(dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, layout="BSHD", tokens=9)
     assert (call.slots == -1).any() and (call.slots >= 0).any()
-    run_and_check(call)
+    run_and_check(call, device)
 
 
-@settings(max_examples=80)
+# The fixture only says which backend there is.
+any_example = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@any_example
 @given(
     seed=st.integers(0, 2**31), batch=st.integers(1, 3), heads=st.integers(1, 3),
     tokens=st.integers(1, 6), head_dim=st.integers(1, 70), head_dim_v=st.integers(1, 40),
     page_size=st.sampled_from([0, 1, 5]), layout=st.sampled_from(["BHSD", "BSHD", "padded"]),
     dtype=st.sampled_from(DTYPES), kv_dtype=st.sampled_from(CACHES), scaled=st.booleans(),
 )  # fmt: skip
-def test_any_call(seed, scaled, kv_dtype, **shape):
+def test_any_call(device, seed, scaled, kv_dtype, **shape):
     torch.manual_seed(seed)
-    run_and_check(make_call(kv_dtype=kv_dtype, scaled=scaled or kv_dtype == INT8, **shape))
+    call = make_call(kv_dtype=kv_dtype, scaled=scaled or kv_dtype == INT8, **shape)
+    run_and_check(call, device)
 
 
 @pytest.mark.parametrize("batch, heads, tokens", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
-def test_nothing_to_append(batch, heads, tokens):
-    k, caches = torch.ones(batch, heads, tokens, 8), torch.full((2, batch, heads, 4, 8), 5.0)
-    append_kv(k, k, *caches, torch.zeros(batch, tokens, dtype=torch.int64))
+def test_nothing_to_append(batch, heads, tokens, device):
+    k = torch.ones(batch, heads, tokens, 8, device=device)
+    caches = torch.full((2, batch, heads, 4, 8), 5.0, device=device)
+    append_kv(k, k, *caches, torch.zeros(batch, tokens, dtype=torch.int64, device=device))
     assert (caches == 5).all()
 
 
 @pytest.mark.parametrize("page_size", [0, 4], ids=["rows", "pages"])
 @pytest.mark.parametrize("kv_dtype", CACHES, ids=lambda dtype: f"to {str(dtype)[6:]}")
-def test_keys_alone(kv_dtype, page_size):
+def test_keys_alone(kv_dtype, page_size, device):
     """A cache whose values are a view of its keys."""
     call = make_call(kv_dtype=kv_dtype, page_size=page_size, tokens=9)
+    expected, scales = expected_of(call.k, call.k_cache, call.options.get("k_scale"), call)
+    call = call.to(device)
     scale = call.options.get("k_scale")
-    expected, scales = expected_of(call.k, call.k_cache, scale, call)
     options = {"k_scale": scale, "paged": bool(page_size)}
     arguments = (call.k, None, call.k_cache, None, call.slots)
     append_kv(*arguments, **options)
     assert_same_bytes(call.k_cache, expected)
-    if scale is not None:
+    if scales is not None:
         assert_same_bytes(scale, scales)
     if kv_dtype != FLOAT8:  # of which opcheck cannot compare tensors
         op = torch.ops.tree_attention.append_kv.default
@@ -147,26 +166,24 @@ def test_keys_alone(kv_dtype, page_size):
         assert len(results) >= 4 and set(results.values()) == {"SUCCESS"}, results
 
 
-@settings(max_examples=80)
+@any_example
 @given(
     x=st.lists(st.floats(width=32), min_size=1, max_size=40),
     kv_dtype=st.sampled_from([INT8, FLOAT8]),
 )
-def test_any_numbers(x, kv_dtype):
+def test_any_numbers(device, x, kv_dtype):
     """Infinite, NaN, subnormal and zero among them: the bytes are the reference's."""
     row = torch.tensor(x)
-    cache = torch.zeros(1, 1, 1, len(x)).to(kv_dtype)
-    scale = torch.zeros(2, 1, 1, 1)
-    slots = torch.zeros(1, 1, dtype=torch.int64)
+    cache = torch.zeros(1, 1, 1, len(x), device=device).to(kv_dtype)
+    scale = torch.zeros(2, 1, 1, 1, device=device)
+    slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
     v_cache = torch.zeros_like(cache)
-    append_kv(
-        row.view(1, 1, 1, -1), row.view(1, 1, 1, -1), cache, v_cache, slots,
-        k_scale=scale[0], v_scale=scale[1],
-    )  # fmt: skip
+    rows = row.view(1, 1, 1, -1).to(device)
+    append_kv(rows, rows, cache, v_cache, slots, k_scale=scale[0], v_scale=scale[1])
     values, expected = reference.quantise(row, kv_dtype)
     assert_same_bytes(cache.flatten(), values)
     assert_same_bytes(v_cache.flatten(), values)
-    torch.testing.assert_close(scale.flatten(), expected.expand(2), rtol=0, atol=0, equal_nan=True)
+    assert_same_bytes(scale.flatten(), expected.expand(2))
     if row.isfinite().all():
         error = (values.double() * expected.double() - row.double()).abs().max()
         step = 0.5 if kv_dtype == INT8 else 16.0  # of the largest numbers, or of subnormal scales
@@ -176,7 +193,7 @@ def test_any_numbers(x, kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", [INT8, FLOAT8])
-def test_every_float16_is_rounded_to_even(kv_dtype):
+def test_every_float16_is_rounded_to_even(kv_dtype, device):
     """All numbers of a format, ties among them, in rows whose scale is a power of two."""
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     numbers = numbers[numbers.isfinite()].float()
@@ -184,20 +201,22 @@ def test_every_float16_is_rounded_to_even(kv_dtype):
     numbers = numbers[numbers.abs() <= largest]
     x = torch.cat([torch.full((len(numbers), 1), float(largest)), numbers[:, None]], 1)
     x = x.view(1, 1, -1, 2)
-    caches = [torch.zeros(x.shape).to(kv_dtype) for _ in range(2)]
-    k_scale, v_scale = torch.zeros(2, *x.shape[:3])
-    slots = torch.arange(x.shape[2])[None]
-    append_kv(x, x, *caches, slots, k_scale=k_scale, v_scale=v_scale)
+    caches = [torch.zeros(x.shape, device=device).to(kv_dtype) for _ in range(2)]
+    k_scale, v_scale = torch.zeros(2, *x.shape[:3], device=device)
+    slots = torch.arange(x.shape[2], device=device)[None]
+    rows = x.to(device)
+    append_kv(rows, rows, *caches, slots, k_scale=k_scale, v_scale=v_scale)
     assert (k_scale == 1).all() and (v_scale == 1).all()
     expected = x.round().to(INT8) if kv_dtype == INT8 else x.to(FLOAT8)
     assert_same_bytes(caches[0], expected)
     assert_same_bytes(caches[1], expected)
 
 
-def test_float8_without_scales_saturates():
-    x = torch.tensor([1e9, -1e9, math.inf, -math.inf, 465.0, math.nan]).view(1, 1, 1, -1)
-    cache, v_cache = (torch.zeros(x.shape).to(FLOAT8) for _ in range(2))
-    append_kv(x, x, cache, v_cache, torch.zeros(1, 1, dtype=torch.int64))
+def test_float8_without_scales_saturates(device):
+    numbers = [1e9, -1e9, math.inf, -math.inf, 465.0, math.nan]
+    x = torch.tensor(numbers, device=device).view(1, 1, 1, -1)
+    cache, v_cache = (torch.zeros(x.shape, device=device).to(FLOAT8) for _ in range(2))
+    append_kv(x, x, cache, v_cache, torch.zeros(1, 1, dtype=torch.int64, device=device))
     assert cache.float().flatten()[:5].tolist() == [448, -448, 448, -448, 448]
     assert cache.float().flatten()[5].isnan()
 
@@ -388,9 +407,32 @@ def test_what_is_no_tensor():
         call.run()
 
 
-def test_caches_of_a_gpu():
-    call = make_call()
-    with fake_cuda():
-        tensors = [x.to("cuda") for x in (call.k, call.v, call.k_cache, call.v_cache, call.slots)]
-        with pytest.raises(RuntimeError, match="append_kv: k_cache must be on the CPU, got cuda:0"):
-            append_kv(*tensors)
+SLOTS_OUT_OF_RANGE = [-2, 20, 2**31 + 3, 2**40, 2**63 - 1, -(2**63)]
+
+
+@pytest.mark.parametrize("page_size", [0, 4], ids=["rows", "pages"])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, INT8])
+def test_cuda_drops_slots_out_of_range(kv_dtype, page_size, cuda_kernels):
+    call = make_call(batch=1, tokens=7, kv_dtype=kv_dtype, page_size=page_size)
+    capacity = call.k_cache.shape[0] * page_size or call.k_cache.shape[2]
+    bad = [capacity if slot == 20 else slot for slot in SLOTS_OUT_OF_RANGE]
+    call.slots = torch.tensor([[-1, -1, -1, capacity - 1, -1, -1, -1]])
+    run_and_check(call, cuda_kernels, torch.tensor([[*bad[:3], capacity - 1, *bad[3:]]]))
+
+
+@pytest.mark.parametrize("slot", SLOTS_OUT_OF_RANGE)
+def test_cuda_checks_slots_in_the_debug_mode(slot, cuda_kernels, monkeypatch):
+    """The words of the CPU, of slots with any strides."""
+    monkeypatch.setenv("TREE_ATTENTION_CHECK_PAGES", "1")
+    call = make_call().to(cuda_kernels)
+    slots = torch.tensor([[0, 1, 2], [3, slot, 4]], device=cuda_kernels)
+    for call.slots in (slots, slots.mT.contiguous().mT):
+        with pytest.raises(RuntimeError) as error:
+            call.run()
+        assert str(error.value).splitlines()[0] == (
+            f"append_kv: slot_mapping must be in [-1, 20), got {slot} for token 1 of sequence 1"
+        )
+        assert (call.k_cache == 5).all() and (call.v_cache == 5).all()
+    call.slots = torch.tensor([[0, -1, 19]], device=cuda_kernels).expand(2, -1)
+    call.run()
+    assert (call.k_cache != 5).any()

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "common/append_params.h"
+
+namespace tree_attention::cuda {
+
+// Slots out of range are left out, as -1 is: the host does not see them.
+cudaError_t launch_append_kv(const AppendParams& params, cudaStream_t stream);
+
+}  // namespace tree_attention::cuda
