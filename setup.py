@@ -32,11 +32,16 @@ CPU_SOURCES = [
     "csrc/cpu/kernel/merge_rows.cpp",
     "csrc/cpu/kernel/quantise_row.cpp",
 ]
+DECODE_DTYPES = (  # of queries, and of keys and values where they have 8 bits
+    *("bf16", "fp16", "fp32"),
+    *("bf16_int8", "bf16_float8", "fp16_int8", "fp16_float8"),
+)
 CUDA_SOURCES = [
     *(
-        f"csrc/cuda/instantiations/lean_decode_{dtype}_{head_dim}.cu"
+        f"csrc/cuda/instantiations/lean_decode_{dtypes}_{head_dim}.cu"
         for head_dim in (256, 128, 96, 64)  # those that take longest first
-        for dtype in ("bf16", "fp16", "fp32")
+        for dtypes in DECODE_DTYPES
+        if "_" not in dtypes or head_dim != 96  # those for 128 serve
     ),
     "csrc/cuda/ops_cuda.cpp",
     "csrc/cuda/checks.cpp",

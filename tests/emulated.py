@@ -87,9 +87,13 @@ class Plan:
     shared_bytes: int
 
 
-def plan(dtype: torch.dtype, head_dim: int, num_rows: int, limits: Limits) -> Plan:
+def plan(
+    dtype: torch.dtype, head_dim: int, num_rows: int, limits: Limits,
+    kv_dtype: torch.dtype | None = None,
+) -> Plan:  # fmt: skip
+    """`kv_dtype` is that of keys and values where they have 8 bits."""
     load()
-    shape = dtype, head_dim, num_rows
+    shape = dtype, kv_dtype or dtype, head_dim, num_rows
     return Plan(*torch.ops.tree_attention_emulator.plan(*shape, *astuple(limits)))
 
 

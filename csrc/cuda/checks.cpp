@@ -12,15 +12,16 @@ namespace tree_attention::cuda {
 namespace {
 
 constexpr int kMaxHeadDim = 256;
-constexpr int kHeadDimMultiple = 8;
 constexpr int kAlignment = 16;  // bytes
 // The kernel counts keys in 32 bits, up to the end of the last tile.
 constexpr int64_t kMaxKeys = std::numeric_limits<int32_t>::max() - 256;
 
-void check_head_dim(const char* what, int32_t head_dim) {
-  TORCH_CHECK(head_dim % kHeadDimMultiple == 0 && head_dim <= kMaxHeadDim, "lean_decode: ", what,
-              " must be a multiple of ", kHeadDimMultiple, " up to ", kMaxHeadDim, " on CUDA, got ",
-              head_dim);
+void check_head_dim(const char* what, int32_t head_dim, const DecodeParams& p) {
+  const bool has_8_bits = element_size(p.kv_dtype) == 1;
+  const int multiple = has_8_bits ? kAlignment : 8;
+  TORCH_CHECK(head_dim % multiple == 0 && head_dim <= kMaxHeadDim, "lean_decode: ", what,
+              " must be a multiple of ", multiple, " up to ", kMaxHeadDim, " on CUDA",
+              has_8_bits ? " for keys of 8 bits" : "", ", got ", head_dim);
 }
 
 void check_alignment(const char* argument, const void* data, const int64_t (&strides)[3],
@@ -39,21 +40,19 @@ void check_alignment(const char* argument, const void* data, const int64_t (&str
 }  // namespace
 
 void check_supported(const DecodeParams& p) {
-  TORCH_CHECK(p.kv_dtype == p.dtype, "lean_decode: k must have q's dtype on CUDA, got ",
-              p.kv_dtype == DataType::kInt8 ? "int8" : "float8_e4m3fn",
-              "; keys and values of 8 bits are read on the CPU");
-  check_head_dim("head_dim", p.head_dim);
-  check_head_dim("head_dim of v", p.head_dim_v);
+  TORCH_CHECK(p.kv_dtype == p.dtype || p.dtype != DataType::kFloat32,
+              "lean_decode: q must be bfloat16 or float16 on CUDA for keys of 8 bits, got float32");
+  check_head_dim("head_dim", p.head_dim, p);
+  check_head_dim("head_dim of v", p.head_dim_v, p);
   TORCH_CHECK(p.seqlen_k <= kMaxKeys, "lean_decode: seqlen_k must be at most ", kMaxKeys,
               " on CUDA, got ", p.seqlen_k);
   const bool paged = p.page_table != nullptr;
   const int64_t q_sizes[3] = {p.batch, p.num_heads_q, p.seqlen_q};
   const int64_t k_sizes[3] = {paged ? p.num_pages : p.batch, p.num_heads_kv,
                               paged ? p.page_size : p.seqlen_k};
-  const int bytes = element_size(p.dtype);
-  check_alignment("q", p.q, p.q_stride, q_sizes, bytes);
-  check_alignment("k", p.k, p.k_stride, k_sizes, bytes);
-  check_alignment("v", p.v, p.v_stride, k_sizes, bytes);
+  check_alignment("q", p.q, p.q_stride, q_sizes, element_size(p.dtype));
+  check_alignment("k", p.k, p.k_stride, k_sizes, element_size(p.kv_dtype));
+  check_alignment("v", p.v, p.v_stride, k_sizes, element_size(p.kv_dtype));
 }
 
 void check_capability(const char* op, const char* device, int major, int minor) {

@@ -45,6 +45,15 @@ __device__ __forceinline__ uint32_t pack<Float16>(float low, float high) {
   return cvt_f16x2(low, high);
 }
 
+// Two floats that move in one 8-byte access.
+struct __align__(8) Float2 {
+  float value[2];
+};
+
+__device__ __forceinline__ Float2 load_float2(const float* aligned) {
+  return *reinterpret_cast<const Float2*>(aligned);
+}
+
 // Four floats that move in one 16-byte access.
 struct __align__(16) Float4 {
   float value[4];

@@ -167,14 +167,15 @@ def lean_decode(
         TypeError: q, k or v is no tensor, or there is no such keyword argument.
 
     Keys and values of 8 bits are converted without an error: the result is that of float32
-    arithmetic on what they stand for. They are read on the CPU only.
+    arithmetic on what they stand for, up to the rounding of a weight to q's 16 bits on CUDA.
 
     Latent attention is a call with one kv head whose values are a view of the keys, with the same
     scales: `lean_decode(q, latents, latents[..., :512], k_scale=scale, v_scale=scale)`, where the
     latents have 576 columns.
 
     On CUDA (compute capability 8.0 or higher) head_dims are multiples of 8 up to 256, and q, k and
-    v begin at, and have strides of, multiples of 16 bytes. The host never waits for the device, and
+    v begin at, and have strides of, multiples of 16 bytes. For keys of 8 bits head_dims are
+    multiples of 16, and q is bfloat16 or float16. The host never waits for the device, and
     calls can be captured in CUDA graphs, between whose replays key_ranges and every other tensor
     may change. Page ids are checked on the CPU; on CUDA only if the environment variable
     TREE_ATTENTION_CHECK_PAGES is 1, for which the host waits.

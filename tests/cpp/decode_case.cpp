@@ -8,6 +8,7 @@
 #include <random>
 
 #include "check.h"
+#include "common/quantise.h"
 
 namespace tree_attention::testing {
 namespace {
@@ -38,12 +39,14 @@ int64_t key_position(int key) {
   return kLayout.first + key / kLayout.block * kLayout.stride + key % kLayout.block;
 }
 
-size_t size_of(DataType dtype) { return dtype == DataType::kFloat32 ? 4 : 2; }
-
 void store(std::vector<unsigned char>& storage, int64_t index, DataType dtype, double value) {
   const float rounded = static_cast<float>(value);
-  unsigned char* out = storage.data() + index * size_of(dtype);
-  if (dtype == DataType::kFloat32) {
+  unsigned char* out = storage.data() + index * element_size(dtype);
+  if (dtype == DataType::kInt8) {
+    if (!std::isnan(rounded)) *out = static_cast<unsigned char>(quantised<Int8>(rounded).value);
+  } else if (dtype == DataType::kFloat8) {
+    *out = quantised<Float8>(rounded).bits;
+  } else if (dtype == DataType::kFloat32) {
     std::memcpy(out, &rounded, 4);
   } else if (dtype == DataType::kFloat16) {
     const _Float16 half = static_cast<_Float16>(rounded);
@@ -56,6 +59,34 @@ void store(std::vector<unsigned char>& storage, int64_t index, DataType dtype, d
   }
 }
 
+double value(const std::vector<unsigned char>& storage, int64_t index, DataType dtype) {
+  const unsigned char* in = storage.data() + index * element_size(dtype);
+  if (dtype == DataType::kInt8) return static_cast<int8_t>(*in);
+  if (dtype == DataType::kFloat8) {
+    const int exponent = *in >> 3 & 15, fraction = *in & 7;
+    const double magnitude = exponent == 0        ? fraction / 512.0
+                             : (*in & 127) == 127 ? kNan
+                                                  : std::ldexp(1 + fraction / 8.0, exponent - 7);
+    return *in >> 7 ? -magnitude : magnitude;
+  }
+  if (dtype == DataType::kFloat32) {
+    float value;
+    std::memcpy(&value, in, 4);
+    return value;
+  }
+  uint16_t half_bits;
+  std::memcpy(&half_bits, in, 2);
+  if (dtype == DataType::kFloat16) {
+    _Float16 value;
+    std::memcpy(&value, &half_bits, 2);
+    return static_cast<float>(value);
+  }
+  const uint32_t bits = static_cast<uint32_t>(half_bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
 }  // namespace
 
 const std::vector<Shape>& shapes() { return kShapes; }
@@ -64,17 +95,26 @@ DecodeCase::DecodeCase(const Shape& shape, int seed) : shape_(shape) {
   const Shape& s = shape_;
   std::mt19937 random(seed);
   std::normal_distribution<double> normal;
-  const auto fill = [&](Bytes& storage, int64_t count) {
-    storage = Bytes(count * size_of(s.dtype));
-    for (int64_t i = 0; i < count; ++i) store(storage, i, s.dtype, normal(random));
+  const auto fill = [&](Bytes& storage, int64_t count, DataType dtype) {
+    storage = Bytes(count * element_size(dtype));
+    const double size = s.kv_dtype == dtype ? 20.0 : 1.0;
+    for (int64_t i = 0; i < count; ++i) store(storage, i, dtype, size * normal(random));
   };
   const int64_t pages = s.page_size ? (s.seqlen_k + s.page_size - 1) / s.page_size : 0;
   const int64_t pages_in_use = s.batch * pages;
   const int64_t rows =
       s.heads_kv * (s.page_size ? (pages_in_use + 1) * s.page_size : s.batch * s.seqlen_k);
-  fill(q_, int64_t{s.batch} * s.heads_kv * s.group_size * s.seqlen_q * s.head_dim);
-  fill(k_, rows * s.head_dim);
-  fill(v_, rows * s.head_dim_v);
+  fill(q_, int64_t{s.batch} * s.heads_kv * s.group_size * s.seqlen_q * s.head_dim, s.dtype);
+  fill(k_, rows * s.head_dim, s.cached());
+  fill(v_, rows * s.head_dim_v, s.cached());
+  if (s.kv_dtype) {
+    for (std::vector<float>* scales : {&k_scale_, &v_scale_}) {
+      for (int64_t i = 0; i < rows; ++i) {
+        scales->push_back(
+            static_cast<float>(random() % 5 == 0 ? -0.02 : 0.06 / (1 + random() % 3)));
+      }
+    }
+  }
 
   if (s.page_size) {
     for (int64_t i = 0; i < pages_in_use; ++i) page_table_.push_back(pages_in_use - i);
@@ -105,30 +145,15 @@ DecodeCase::DecodeCase(const Shape& shape, int seed) : shape_(shape) {
   }
   for (int64_t row = 0; row < rows; ++row) {
     if (seen[row]) continue;
-    for (int d = 0; d < s.head_dim; ++d) store(k_, row * s.head_dim + d, s.dtype, kNan);
-    for (int d = 0; d < s.head_dim_v; ++d) store(v_, row * s.head_dim_v + d, s.dtype, kNan);
+    for (int d = 0; d < s.head_dim; ++d) store(k_, row * s.head_dim + d, s.cached(), kNan);
+    for (int d = 0; d < s.head_dim_v; ++d) store(v_, row * s.head_dim_v + d, s.cached(), kNan);
+    if (s.kv_dtype) k_scale_[scale_of_row(row)] = v_scale_[scale_of_row(row)] = NAN;
+  }
+  if (s.nan) {
+    store(k_, row_of_key(0, 0, 7) * s.head_dim + 5, s.cached(), kNan);
+    v_scale_[scale_of_row(row_of_key(0, 0, 11))] = NAN;
   }
   compute_reference();
-}
-
-double DecodeCase::value(const Bytes& storage, int64_t index) const {
-  const unsigned char* in = storage.data() + index * size_of(shape_.dtype);
-  if (shape_.dtype == DataType::kFloat32) {
-    float value;
-    std::memcpy(&value, in, 4);
-    return value;
-  }
-  uint16_t half_bits;
-  std::memcpy(&half_bits, in, 2);
-  if (shape_.dtype == DataType::kFloat16) {
-    _Float16 value;
-    std::memcpy(&value, &half_bits, 2);
-    return static_cast<float>(value);
-  }
-  const uint32_t bits = static_cast<uint32_t>(half_bits) << 16;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
 }
 
 // Row of K and V in their storage: [batch, head, key], or [page, head, slot].
@@ -138,6 +163,13 @@ int64_t DecodeCase::row_of_key(int batch, int head, int key) const {
   const int pages = (s.seqlen_k + s.page_size - 1) / s.page_size;
   const int64_t page = page_table_[batch * pages + key / s.page_size];
   return (page * s.heads_kv + head) * s.page_size + key % s.page_size;
+}
+
+// The place of a row's scale, of which the heads are neighbours.
+int64_t DecodeCase::scale_of_row(int64_t row) const {
+  const int64_t tokens = shape_.page_size ? shape_.page_size : shape_.seqlen_k;
+  const int64_t outer = row / tokens / shape_.heads_kv, head = row / tokens % shape_.heads_kv;
+  return (outer * tokens + row % tokens) * shape_.heads_kv + head;
 }
 
 void DecodeCase::compute_reference() {
@@ -156,16 +188,19 @@ void DecodeCase::compute_reference() {
           const int64_t row = row_of_key(batch, head / s.group_size, key);
           double score = 0.0;
           for (int d = 0; d < s.head_dim; ++d) {
-            score += value(q_, query * s.head_dim + d) * value(k_, row * s.head_dim + d);
+            score += value(q_, query * s.head_dim + d, s.dtype) *
+                     value(k_, row * s.head_dim + d, s.cached());
           }
-          score /= std::sqrt(s.head_dim);
+          const int64_t scale = scale_of_row(row);
+          score *= (s.kv_dtype ? k_scale_[scale] : 1.0) / std::sqrt(s.head_dim);
           if (s.softcap != 0.0f) score = s.softcap * std::tanh(score / s.softcap);
           if (s.alibi) {
             score -= slopes_[head] * (positions_[batch * s.seqlen_q + token] - key_position(key));
           }
           sum += std::exp(score);
           for (int d = 0; d < s.head_dim_v; ++d) {
-            o[d] += std::exp(score) * value(v_, row * s.head_dim_v + d);
+            o[d] += std::exp(score) * (s.kv_dtype ? v_scale_[scale] : 1.0) *
+                    value(v_, row * s.head_dim_v + d, s.cached());
           }
         }
         for (double& x : o) x = sum == 0.0 ? 0.0 : x / sum;
@@ -198,6 +233,15 @@ DecodeParams DecodeCase::params(int num_workers) {
   set(p.v_stride, tokens_k, s.heads_kv, s.head_dim_v);
   set(p.o_stride, s.seqlen_q, heads_q, s.head_dim_v);
   set(p.lse_stride, s.seqlen_q, heads_q, 1);
+  if (s.kv_dtype) {
+    p.k_scale = k_scale_.data();
+    p.v_scale = v_scale_.data();
+    for (int64_t* stride : {p.k_scale_stride, p.v_scale_stride}) {
+      stride[0] = tokens_k * s.heads_kv;
+      stride[1] = 1;
+      stride[2] = s.heads_kv;
+    }
+  }
   if (s.ranges) {
     p.key_ranges = ranges_.data();
     p.key_ranges_stride[0] = 2 * s.seqlen_q;
@@ -229,7 +273,8 @@ DecodeParams DecodeCase::params(int num_workers) {
     p.seqlen_k = int64_t{pages} * s.page_size;
   }
   p.num_workers = num_workers;
-  p.dtype = p.kv_dtype = s.dtype;
+  p.dtype = s.dtype;
+  p.kv_dtype = s.cached();
   p.out_dtype = DataType::kFloat32;
   return p;
 }
@@ -239,16 +284,19 @@ void DecodeCase::check(int num_workers,
   lean_decode(params(num_workers));
   // Inputs are exact in both; half precision leaves room for kernels that round probabilities.
   const double tolerance = shape_.dtype == DataType::kFloat32 ? 2e-5 : 2e-2;
+  const auto is_close = [](double x, double expected, double limit) {
+    return std::isnan(expected) ? std::isnan(x) : std::abs(x - expected) <= limit;
+  };
   for (size_t row = 0; row < lse_.size(); ++row) {
     if (lse_reference_[row] == -INFINITY) {
       CHECK(lse_[row] == -INFINITY, "lse of empty row ", row, " is ", lse_[row]);
     } else {
-      CHECK(std::abs(lse_[row] - lse_reference_[row]) <= 1e-4, "lse of row ", row, " is ",
-            lse_[row], ", not ", lse_reference_[row]);
+      CHECK(is_close(lse_[row], lse_reference_[row], 1e-4), "lse of row ", row, " is ", lse_[row],
+            ", not ", lse_reference_[row]);
     }
   }
   for (size_t i = 0; i < o_.size(); ++i) {
-    CHECK(std::abs(o_[i] - o_reference_[i]) <= tolerance, "o[", i, "] is ", o_[i], ", not ",
+    CHECK(is_close(o_[i], o_reference_[i], tolerance), "o[", i, "] is ", o_[i], ", not ",
           o_reference_[i]);
   }
 }

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // One call of lean_decode with its buffers, each allocated to the exact size so that a sanitizer
-// sees the first element beyond, and its float64 reference. Keys that no query sees are NaN.
+// sees the first element beyond, and its float64 reference. Keys that no query sees are NaN, or
+// where they have 8 bits their scales.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,6 +22,10 @@ struct Shape {
   bool alibi = false;
   float softcap = 0.0f;
   bool ranges = false;
+  std::optional<DataType> kv_dtype = {};  // of 8 bits, with scales; else that of the queries
+  bool nan = false;  // in one float8 key and in the scale of a value, of the first head
+
+  DataType cached() const { return kv_dtype.value_or(dtype); }
 };
 
 // The cases of every backend; head_dim and head_dim_v may be any number.
@@ -42,12 +48,13 @@ class DecodeCase {
  private:
   using Bytes = std::vector<unsigned char>;
 
-  double value(const Bytes& storage, int64_t index) const;
   int64_t row_of_key(int batch, int head, int key) const;
+  int64_t scale_of_row(int64_t row) const;
   void compute_reference();
 
   Shape shape_;
   Bytes q_, k_, v_;
+  std::vector<float> k_scale_, v_scale_;  // [batch, key, head], or [page, slot, head]
   std::vector<int32_t> ranges_, page_table_;
   std::vector<float> slopes_;
   std::vector<int64_t> positions_;

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the compiled kernels need of a multiprocessor, read from the extension: no GPU is asked."""
 
+import itertools
 import re
 import subprocess
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ LIMITS = {"sm_80": emulated.A100, "sm_90": emulated.H100}
 REGISTERS = 65536  # of a multiprocessor, dealt in units of 256 to a warp
 SYSTEM_SHARED_BYTES = 1024  # of each block; cuobjdump counts them on sm_90
 ELEMENTS = {"BFloat16": torch.bfloat16, "Float16": torch.float16, "f": torch.float32}
+OF_8_BITS = {"Int8": torch.int8, "Float8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
 class Kernel:
     architecture: str
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     head_dim: int
     row_tile: int
     registers: int
@@ -30,7 +33,8 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        return f"{self.architecture} {self.dtype} d{self.head_dim} rows {self.row_tile}"
+        dtypes = f"{self.dtype} {self.kv_dtype}"
+        return f"{self.architecture} {dtypes} d{self.head_dim} rows {self.row_tile}"
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +52,13 @@ def parse(text: str) -> list[Kernel]:
         if match := re.search(r"arch = (sm_\d+)", line):
             architecture = match[1]
         if match := re.search(r"Function \S*lean_decode_kernelI(\S*):", line):
-            # The mangled name: <Element, TileConfig<Element, head_dim, rows>, ...>.
-            config = re.match(r"(?:NS_\d+(\w*Float16)E|(f)).*?Li(\d+)ELi(\d+)E", match[1])
+            # The mangled name: <Element, TileConfig<Element, head_dim, rows, Cached>, ...>.
+            pattern = r"(?:NS_\d+(\w*Float16)E|(f)).*?Li(\d+)ELi(\d+)E(?:NS_\d(Int8|Float8)E)?"
+            config = re.match(pattern, match[1])
             assert config is not None, line
             element, head_dim, row_tile = config[1] or config[2], int(config[3]), int(config[4])
-            shape = architecture, ELEMENTS[element], head_dim, row_tile
+            dtype = ELEMENTS[element]
+            shape = architecture, dtype, OF_8_BITS.get(config[5], dtype), head_dim, row_tile
         elif match := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line):
             registers, stack, static_shared, local = map(int, match.groups())
             if shape is not None:
@@ -64,30 +70,36 @@ def parse(text: str) -> list[Kernel]:
 
 
 def occupancy(kernel: Kernel) -> emulated.Plan:
-    return emulated.plan(
-        kernel.dtype, kernel.head_dim, kernel.row_tile, LIMITS[kernel.architecture]
-    )
+    limits = LIMITS[kernel.architecture]
+    return emulated.plan(kernel.dtype, kernel.head_dim, kernel.row_tile, limits, kernel.kv_dtype)
 
 
 def test_every_kernel_is_there(kernels):
-    built = {(k.architecture, k.dtype, k.head_dim, k.row_tile) for k in kernels}
+    built = {(k.architecture, k.dtype, k.kv_dtype, k.head_dim, k.row_tile) for k in kernels}
     assert len(built) == len(kernels)
+    dtypes = [(dtype, dtype) for dtype in ELEMENTS.values()]
+    dtypes += [(torch.bfloat16, kv_dtype) for kv_dtype in OF_8_BITS.values()]
+    dtypes += [(torch.float16, kv_dtype) for kv_dtype in OF_8_BITS.values()]
     expected = {
-        (architecture, dtype, head_dim, row_tile)
+        (architecture, dtype, kv_dtype, head_dim, row_tile)
         for architecture in {k.architecture for k in kernels}
-        for dtype in ELEMENTS.values()
-        for head_dim in (64, 96, 128, 256)
+        for dtype, kv_dtype in dtypes
+        for head_dim in ((64, 96, 128, 256) if dtype == kv_dtype else (64, 128, 256))
         for row_tile in (16, 32, 64, 128)
-        if occupancy(Kernel(architecture, dtype, head_dim, row_tile, 0, 0, 0, 0)).row_tile
+        if occupancy(Kernel(architecture, dtype, kv_dtype, head_dim, row_tile, 0, 0, 0, 0)).row_tile
         == row_tile
     }
-    assert built == expected and len(expected) % 34 == 0
+    assert built == expected and len(expected) % (34 + 24) == 0
 
 
-def test_bfloat16_keeps_everything_in_registers(kernels):
+def test_kernels_of_models_keep_everything_in_registers(kernels):
     """A spill, or an array indexed at run time, would be traffic to local memory in the loop."""
-    chosen = [k for k in kernels if k.dtype == torch.bfloat16 and k.head_dim in (64, 128)]
-    assert chosen
+    chosen = [
+        k for k in kernels
+        if (k.dtype == torch.bfloat16 or k.kv_dtype in OF_8_BITS.values())
+        and k.head_dim in (64, 128)
+    ]  # fmt: skip
+    assert len({k.kv_dtype for k in chosen}) == 3
     assert [k.name for k in chosen if k.stack or k.local] == []
 
 
@@ -108,10 +120,10 @@ def test_registers_and_shared_memory_allow_the_planned_blocks(kernels):
 
 def test_two_blocks_share_a_multiprocessor():
     """With one query of a model they have 96 KB of keys and values in flight on a Hopper."""
-    for head_dim in (64, 128):
-        plan = emulated.plan(torch.bfloat16, head_dim, 8, emulated.H100)
+    for head_dim, kv_dtype in itertools.product((64, 128), (None, *OF_8_BITS.values())):
+        plan = emulated.plan(torch.bfloat16, head_dim, 8, emulated.H100, kv_dtype)
         assert (plan.row_tile, plan.num_threads, plan.blocks_per_sm) == (16, 128, 2)
         assert plan.num_stages >= 3
         assert plan.blocks_per_sm * plan.num_stages * 32 * 1024 >= 96 * 1024
-        plan = emulated.plan(torch.bfloat16, head_dim, 8, emulated.A100)
+        plan = emulated.plan(torch.bfloat16, head_dim, 8, emulated.A100, kv_dtype)
         assert plan.blocks_per_sm == 2 and plan.num_stages >= 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers import assert_same_bits, make_problem
-from tree_attention import merge_states
+from tree_attention import append_kv, merge_states, reference
 from tree_attention.exchange import symmetric
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -18,6 +18,16 @@ KERNELS = {
 }
 
 
+KERNELS |= {
+    f"{str(dtype)[6:]} {str(kv_dtype)[6:]} d{head_dim}": {
+        "dtype": dtype, "kv_dtype": kv_dtype, "head_dim": head_dim
+    }
+    for dtype in (BF16, FP16)
+    for kv_dtype in (torch.int8, torch.float8_e4m3fn)
+    for head_dim in (64, 128, 256)
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel(kernel, cuda_kernels):
     problem = make_problem(seqlen_k=400, ranges="ragged", layout="padded", **KERNELS[kernel])
@@ -25,11 +35,14 @@ def test_kernel(kernel, cuda_kernels):
 
 
 @pytest.mark.parametrize("rows", [16, 20, 40, 70, 130])
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-def test_row_tile(dtype, rows, cuda_kernels):
+@pytest.mark.parametrize(
+    "dtype, kv_dtype", [(BF16, None), (FP32, None), (BF16, torch.int8)],
+    ids=["bf16", "fp32", "bf16 int8"],
+)  # fmt: skip
+def test_row_tile(dtype, kv_dtype, rows, cuda_kernels):
     problem = make_problem(
         batch=1, num_heads_kv=1, group_size=1, seqlen_q=rows, seqlen_k=300, ranges="causal",
-        dtype=dtype,
+        dtype=dtype, kv_dtype=kv_dtype,
     )  # fmt: skip
     problem.to(cuda_kernels).run_and_check(num_workers=3)
 
@@ -52,11 +65,14 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype, kv_dtype", [(BF16, None), (FP32, None), (BF16, torch.int8)],
+    ids=["bf16", "fp32", "bf16 int8"],
+)  # fmt: skip
 @pytest.mark.parametrize("path", PATHS)
-def test_path(path, dtype, cuda_kernels):
+def test_path(path, dtype, kv_dtype, cuda_kernels):
     num_workers, problem = PATHS[path]
-    problem = make_problem(dtype=dtype, **problem).to(cuda_kernels)
+    problem = make_problem(dtype=dtype, kv_dtype=kv_dtype, **problem).to(cuda_kernels)
     first = problem.run_and_check(num_workers=num_workers)
     again = problem.run(num_workers=num_workers)
     assert_same_bits([x.cpu() for x in first], [x.cpu() for x in again])
@@ -70,6 +86,30 @@ def test_merge(n, dtype, cuda):
     o, lse = merge_states(o_parts.to(cuda), lse_parts.to(cuda), out_dtype=FP32)
     expected = merge_states(o_parts, lse_parts, out_dtype=FP32)
     torch.testing.assert_close((o.cpu(), lse.cpu()), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("page_size", [0, 4], ids=["rows", "pages"])
+@pytest.mark.parametrize("kv_dtype", [BF16, FP32, torch.int8, torch.float8_e4m3fn])
+def test_append(kv_dtype, page_size, cuda_kernels):
+    """More is in test_append_kv.py."""
+    k, v = torch.randn(2, 2, 3, 5, 72).to(BF16)
+    outer, capacity = (4, page_size) if page_size else (2, 8)
+    caches = torch.zeros(2, outer, 3, capacity, 72).to(kv_dtype)
+    slots = torch.tensor([[3, -1, 0, 6, 2**40], [7, 5, -9, 1, 4]])
+    if page_size:
+        slots[1] += 8
+    scales = torch.zeros(2, outer, 3, capacity)
+    tensors = [x.to(cuda_kernels) for x in (k, v, *caches, slots, *scales)]
+    scale = {"k_scale": tensors[5], "v_scale": tensors[6]} if kv_dtype.itemsize == 1 else {}
+    append_kv(*tensors[:5], **scale, paged=bool(page_size))
+    for x, cache, name in ((k, tensors[2], "k_scale"), (v, tensors[3], "v_scale")):
+        for b, i in ((0, 0), (0, 2), (0, 3), (1, 0), (1, 1), (1, 3), (1, 4)):
+            outer, inner = divmod(int(slots[b, i]), page_size) if page_size else (b, slots[b, i])
+            kept, row = cache.cpu()[outer, :, inner], x[b, :, i]
+            if scale:
+                row, of_row = reference.quantise(row, kv_dtype)
+                assert torch.equal(scale[name].cpu()[outer, :, inner], of_row)
+            assert torch.equal(kept.float(), row.to(kv_dtype).float())
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])

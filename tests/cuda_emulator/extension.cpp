@@ -116,10 +116,12 @@ void check_capability(std::string op, std::string device, int64_t major, int64_t
 }
 
 // (row tile, threads, blocks per SM, stages, bytes of shared memory) of kernels on a GPU.
-std::vector<int64_t> plan(at::ScalarType dtype, int64_t head_dim, int64_t num_rows, int64_t num_sms,
-                          int64_t shared_bytes_per_sm, int64_t shared_bytes_per_block) {
+std::vector<int64_t> plan(at::ScalarType dtype, at::ScalarType kv_dtype, int64_t head_dim,
+                          int64_t num_rows, int64_t num_sms, int64_t shared_bytes_per_sm,
+                          int64_t shared_bytes_per_block) {
   DecodeParams params{};
   params.dtype = data_type(dtype, "plan", "dtype");
+  params.kv_dtype = kv_data_type(kv_dtype, params.dtype);
   params.head_dim = params.head_dim_v = static_cast<int32_t>(head_dim);
   params.batch = params.num_heads_q = params.num_heads_kv = 1;
   params.seqlen_q = static_cast<int32_t>(num_rows);

@@ -68,7 +68,7 @@ struct MmaOperands {
 };
 
 struct FromBFloat16 {
-  static float convert(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+  static float convert(uint16_t bits) { return cvt_f32_bf16(bits); }
 };
 struct FromFloat16 {
   static float convert(uint16_t bits) { return cvt_f32_f16(bits); }

@@ -31,6 +31,11 @@ inline void cp_async_16(uint32_t destination, const void* source, int num_bytes,
   emulator::begin_async_copy(destination, source, 16, num_bytes, where);
 }
 
+inline void cp_async_4(uint32_t destination, const void* source, int num_bytes,
+                       source_location where = source_location::current()) {
+  emulator::begin_async_copy(destination, source, 4, num_bytes, where);
+}
+
 inline void cp_async_commit_group() { emulator::commit_async_copies(); }
 
 template <int kPending>
@@ -75,6 +80,23 @@ inline float cvt_f32_f16(uint16_t bits) {
   if ((bits & 0x7c00) == 0x7c00) return std::bit_cast<float>(sign | rest | 0x7f800000);
   return std::bit_cast<float>(sign |
                               std::bit_cast<uint32_t>(std::bit_cast<float>(rest) * 0x1p112f));
+}
+
+// Of numbers that double holds without an error, as it does every product.
+template <uint16_t (*round)(float), float (*value)(uint16_t)>
+uint32_t fma_pairs_on_host(uint32_t a, uint32_t b, uint32_t c) {
+  const auto element = [&](int shift) {
+    const auto of = [&](uint32_t pair) { return value(static_cast<uint16_t>(pair >> shift)); };
+    return uint32_t{round(static_cast<float>(std::fma(double{of(a)}, double{of(b)}, of(c))))};
+  };
+  return element(16) << 16 | element(0);
+}
+inline float cvt_f32_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  return fma_pairs_on_host<cvt_rn_bf16, cvt_f32_bf16>(a, b, c);
+}
+inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  return fma_pairs_on_host<cvt_rn_f16, cvt_f32_f16>(a, b, c);
 }
 
 inline uint32_t atomic_inc_acq_rel(uint32_t* counter, uint32_t limit,

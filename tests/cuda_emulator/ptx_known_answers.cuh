@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <vector>
 
@@ -69,6 +70,33 @@ inline void test_copies(const Device& device) {
   device.run(copy_kernel<CopyParams>, 1, 32, in.size() * 4, CopyParams{device.array(in), out});
   for (size_t i = 0; i < in.size(); ++i) {
     CHECK(out[i] == (i / 4 % 4 == 3 ? 0 : in[i]), "word ", i, " is ", out[i]);
+  }
+}
+
+// Copies of 4 bytes; every other one is of no bytes, from nowhere.
+struct WordParams {
+  const uint32_t* in;  // [32]
+  uint32_t* out;       // like in
+};
+template <typename Params>
+__global__ void word_kernel(const Params p) {
+  const int lane = threadIdx.x;
+  uint32_t* shared = reinterpret_cast<uint32_t*>(cuda::dynamic_shared_memory());
+  const bool copy = lane % 2 == 0;
+  cuda::cp_async_4(cuda::shared_address(shared + lane), copy ? p.in + lane : nullptr, copy ? 4 : 0);
+  cuda::cp_async_commit_group();
+  cuda::cp_async_wait_group<0>();
+  __syncthreads();
+  p.out[lane] = shared[31 - lane];
+}
+
+inline void test_words(const Device& device) {
+  std::vector<uint32_t> in(32);
+  for (uint32_t i = 0; i < in.size(); ++i) in[i] = 0x01010101 * (i + 1);
+  uint32_t* out = device.array(std::vector<uint32_t>(in.size(), 7));
+  device.run(word_kernel<WordParams>, 1, 32, in.size() * 4, WordParams{device.array(in), out});
+  for (size_t i = 0; i < in.size(); ++i) {
+    CHECK(out[i] == (i % 2 == 0 ? 0 : in[31 - i]), "word ", i, " is ", out[i]);
   }
 }
 
@@ -229,6 +257,65 @@ inline void test_floats(const Device& device) {
   }
 }
 
+struct FmaParams {
+  const uint32_t* in;  // [32, 3]: pairs
+  uint32_t* bf16;      // [32]
+  uint32_t* f16;
+};
+template <typename Params>
+__global__ void fma_kernel(const Params p) {
+  const uint32_t* in = p.in + 3 * threadIdx.x;
+  p.bf16[threadIdx.x] = cuda::fma_bf16x2(in[0], in[1], in[2]);
+  p.f16[threadIdx.x] = cuda::fma_f16x2(in[0], in[1], in[2]);
+}
+
+inline void test_fma(const Device& device) {
+  const struct {
+    uint16_t a, b, c, bf16, f16;  // 1: not compared
+  } answers[] = {
+      {0x3f80, 0x4000, 0x4040, 0x40a0, 1},  // 1 * 2 + 3
+      {0x4380, 0xbf80, 0x437f, 0xbf80, 1},  // 256 * -1 + 255
+      {0x3f80, 0x3f80, 0x3b80, 0x3f80, 1},  // half way, to even
+      {0x3f83, 0x3f83, 0xbf80, 0x3d42, 1},  // the product is not rounded
+      {0x0010, 0x7b80, 0x8000, 0x3b00, 1},  // subnormal times 2^120
+      {0x43e0, 0x7b10, 0x8000, 0x7f7c, 1},  // 448 * 1.125 2^119
+      {0x43f0, 0x7b10, 0x8000, 0x7f80, 1},  // 480 * 1.125 2^119
+      {0x7f80, 0x0000, 0x3f80, 0x7fff, 1},  // infinity times zero
+      {0x8000, 0x4000, 0x8000, 0x8000, 0x8000},
+      {0x0000, 0x4000, 0x8000, 0x0000, 0x0000},
+      {0x3c00, 0x4000, 0x4200, 1, 0x4500},  // the same in float16
+      {0x64ff, 0x3c00, 0xe480, 1, 0x57f0},  // 1279 * 1 - 1152
+      {0x3c00, 0x3c00, 0x1000, 1, 0x3c00},
+      {0x3c01, 0x3c00, 0x1000, 1, 0x3c02},
+      {0x3c03, 0x3c03, 0xbc00, 1, 0x1e02},
+      {0x0080, 0x5c00, 0x8000, 1, 0x1800},  // subnormal times 2^8
+      {0x5f00, 0x5860, 0x8000, 1, 0x7ba8},  // 448 * 140
+      {0x5f80, 0x5860, 0x8000, 1, 0x7c00},  // 480 * 140
+      {0x7c00, 0x0000, 0x3c00, 1, 0x7fff},
+  };
+  const size_t n = std::size(answers);
+  const auto upper = [n](size_t i) { return (i + 1) % n; };  // whose answer is in the upper half
+  std::vector<uint32_t> in(32 * 3);
+  for (size_t i = 0; i < n; ++i) {
+    const auto &low = answers[i], &high = answers[upper(i)];
+    in[3 * i] = uint32_t{high.a} << 16 | low.a;
+    in[3 * i + 1] = uint32_t{high.b} << 16 | low.b;
+    in[3 * i + 2] = uint32_t{high.c} << 16 | low.c;
+  }
+  uint32_t* bf16 = device.array(std::vector<uint32_t>(32));
+  uint32_t* f16 = device.array(std::vector<uint32_t>(32));
+  device.run(fma_kernel<FmaParams>, 1, 32, 0, FmaParams{device.array(in), bf16, f16});
+  const auto check = [](uint32_t bits, uint16_t answer, size_t i, const char* format) {
+    CHECK(answer == 1 || bits == answer, format, " of ", i, ": ", std::hex, bits);
+  };
+  for (size_t i = 0; i < n; ++i) {
+    check(bf16[i] & 0xffff, answers[i].bf16, i, "bf16");
+    check(bf16[i] >> 16, answers[upper(i)].bf16, upper(i), "bf16");
+    check(f16[i] & 0xffff, answers[i].f16, i, "f16");
+    check(f16[i] >> 16, answers[upper(i)].f16, upper(i), "f16");
+  }
+}
+
 // Every number of 16 bits and back.
 struct HalfParams {
   float* out;  // [1 << 16]
@@ -349,9 +436,11 @@ inline void test_shuffles(const Device& device) {
 
 inline void test_known_answers(const Device& device) {
   test_copies(device);
+  test_words(device);
   test_matrix_loads(device);
   test_mma(device);
   test_floats(device);
+  test_fma(device);
   test_half_to_float(device);
   test_counting(device);
   test_messages(device);

@@ -25,7 +25,8 @@ namespace cuda = tree_attention::cuda;
 namespace emulator = tree_attention::emulator;
 
 constexpr DataType kFloat32 = DataType::kFloat32, kBFloat16 = DataType::kBFloat16,
-                   kFloat16 = DataType::kFloat16;
+                   kFloat16 = DataType::kFloat16, kInt8 = DataType::kInt8,
+                   kFloat8 = DataType::kFloat8;
 
 // A Hopper, and an Ada, whose rings are shorter.
 constexpr DeviceLimits kLarge{4, 228 * 1024, 227 * 1024}, kSmall{4, 100 * 1024, 99 * 1024};
@@ -124,6 +125,17 @@ void test_decode_edges() {
       {1, 1, 2, 3, 96, 128, 96, kFloat32, 16, false, 0.0f, true},
       // More sequences than a block has threads.
       {300, 1, 1, 1, 3, 8, 8, kBFloat16, 0, false, 0.0f, true},
+      // 8 bits: about a tile; narrower than the kernel; pages of one key; more rows than a tile.
+      {1, 2, 5, 1, 257, 64, 64, kBFloat16, 0, false, 0.0f, false, kInt8},
+      {1, 2, 5, 1, 255, 64, 48, kFloat16, 0, true, 0.0f, true, kInt8},
+      {1, 1, 16, 1, 128, 128, 128, kBFloat16, 0, false, 0.0f, false, kFloat8},
+      {1, 1, 17, 1, 129, 96, 112, kFloat16, 0, false, 3.0f, false, kFloat8},
+      {1, 1, 9, 1, 65, 256, 192, kFloat16, 0, false, 0.0f, false, kInt8},
+      {1, 1, 33, 1, 130, 256, 256, kBFloat16, 0, false, 0.0f, true, kFloat8},
+      {2, 2, 4, 2, 150, 128, 128, kBFloat16, 1, false, 0.0f, true, kInt8},
+      {2, 2, 2, 1, 320, 64, 64, kFloat16, 64, false, 0.0f, true, kFloat8},
+      {1, 2, 3, 50, 200, 128, 128, kBFloat16, 0, true, 3.0f, true, kInt8},
+      {2, 2, 4, 1, 1157, 128, 128, kBFloat16, 0, false, 0.0f, true, kInt8},
   };
   for (const Shape& shape : shapes) check(shape, {0, 1, 3, 5, 40}, {kLarge, kSmall}, 2);
 }
@@ -147,9 +159,31 @@ void test_decode_short() {
   check({130, 1, 1, 1, 2, 64, 64, kBFloat16}, {2}, {kLarge}, kShortSeeds);
 }
 
+// Keys and values of 8 bits with bfloat16 and head_dim 64: several tiles per block and several
+// blocks per output; more tiles than a ring has stages; ranges with gaps; pages; one row group and
+// four; NaN that some rows of a tile see.
+void check_8_bits_short(DataType kv_dtype) {
+  const auto check_shape = [&](Shape shape, const std::vector<int>& workers,
+                               const std::vector<DeviceLimits>& devices) {
+    shape.kv_dtype = kv_dtype;
+    check(shape, workers, devices, kShortSeeds);
+  };
+  check_shape({2, 2, 4, 1, 600, 64, 64, kBFloat16, 0, false, 0.0f, true}, {1, 3}, {kLarge});
+  check_shape({1, 1, 2, 9, 300, 64, 48, kBFloat16, 10, true, 2.0f, true}, {2}, {kSmall});
+  check_shape({1, 2, 4, 1, 256 * 5 + 1, 64, 64, kBFloat16}, {1, 2}, {kLarge, kSmall});
+  Shape with_nan{1, 2, 1, 9, 300, 64, 64, kBFloat16, 0, false, 0.0f, true};
+  with_nan.nan = true;
+  check_shape(with_nan, {2}, {kLarge});
+}
+
+void test_decode_int8_short() { check_8_bits_short(kInt8); }
+void test_decode_float8_short() { check_8_bits_short(kFloat8); }
+
 // The other kinds of tiles.
 void test_decode_short_kinds() {
   check({1, 1, 20, 1, 100, 256, 256, kFloat16}, {3}, {kLarge}, 1);
   check({1, 1, 2, 1, 150, 64, 64, kFloat32}, {2}, {kSmall}, 1);
   check({1, 1, 4, 20, 70, 128, 96, kBFloat16, 0, false, 0.0f, true}, {2}, {kLarge}, 1);
+  check({1, 1, 4, 5, 150, 128, 96, kBFloat16, 0, false, 0.0f, true, kInt8}, {2}, {kLarge}, 1);
+  check({1, 1, 4, 1, 150, 128, 128, kFloat16, 5, false, 0.0f, true, kFloat8}, {2}, {kLarge}, 1);
 }

@@ -7,36 +7,52 @@
 
 namespace tree_attention::cuda {
 
-// Calls f.template operator()<Element, head_dim bucket>() for the kernels of these tensors.
-template <typename Element, typename F>
+// Calls f.template operator()<Element, head_dim bucket, Cached>() for the kernels of these tensors.
+// Fewer buckets are compiled for keys and values of 8 bits.
+template <typename Element, typename Cached, typename F>
 auto with_head_dim(int head_dim, F f) {
-  if (head_dim <= 64) return f.template operator()<Element, 64>();
-  if (head_dim <= 96) return f.template operator()<Element, 96>();
-  if (head_dim <= 128) return f.template operator()<Element, 128>();
-  return f.template operator()<Element, 256>();
+  if (head_dim <= 64) return f.template operator()<Element, 64, Cached>();
+  if constexpr (sizeof(Cached) > 1) {
+    if (head_dim <= 96) return f.template operator()<Element, 96, Cached>();
+  }
+  if (head_dim <= 128) return f.template operator()<Element, 128, Cached>();
+  return f.template operator()<Element, 256, Cached>();
 }
 
+// `kv_dtype` is `dtype`, or one of 8 bits where `dtype` has 16.
 template <typename F>
-auto with_instance(DataType dtype, int head_dim, F f) {
-  return with_dtype(dtype, [&]<typename Element>() { return with_head_dim<Element>(head_dim, f); });
+auto with_instance(DataType dtype, DataType kv_dtype, int head_dim, F f) {
+  return with_dtype(dtype, [&]<typename Element>() {
+    if constexpr (sizeof(Element) == 2) {
+      if (kv_dtype == DataType::kInt8) return with_head_dim<Element, Int8>(head_dim, f);
+      if (kv_dtype == DataType::kFloat8) return with_head_dim<Element, Float8>(head_dim, f);
+    }
+    return with_head_dim<Element, Element>(head_dim, f);
+  });
 }
 
 // The most packed rows that share one reading of keys and values. 16 are enough for one query of
 // up to 16 heads; steps of several queries have more. float32 has no tensor cores; 128 rows of 256
-// columns do not fit the registers of 256 threads.
-template <typename Element, int kHeadDim>
-constexpr int kMaxRowTile = sizeof(Element) == 4 ? 16
-                            : kHeadDim > 128     ? 64
-                                                 : 128;
+// columns do not fit the registers of 256 threads. Keys and values of 8 bits are half as long to
+// read again.
+template <typename Element, int kHeadDim, typename Cached>
+constexpr int kMaxRowTile = sizeof(Element) == 4                    ? 16
+                            : sizeof(Cached) == 1 || kHeadDim > 128 ? 64
+                                                                    : 128;
+
+// The next larger row tile. Fewer are compiled for keys and values of 8 bits.
+template <int kRows, typename Cached>
+constexpr int kNextRowTile = kRows * (sizeof(Cached) == 1 ? 4 : 2);
 
 // Calls f.template operator()<TileConfig>() for the smallest row tile of at least `num_rows`, or
 // the largest there is.
-template <typename Element, int kHeadDim, int kRows = 16, typename F>
+template <typename Element, int kHeadDim, typename Cached, int kRows = 16, typename F>
 auto with_row_tile(int64_t num_rows, F f) {
-  if constexpr (kRows < kMaxRowTile<Element, kHeadDim>) {
-    if (num_rows > kRows) return with_row_tile<Element, kHeadDim, 2 * kRows>(num_rows, f);
+  if constexpr (kRows < kMaxRowTile<Element, kHeadDim, Cached>) {
+    constexpr int kNext = kNextRowTile<kRows, Cached>;
+    if (num_rows > kRows) return with_row_tile<Element, kHeadDim, Cached, kNext>(num_rows, f);
   }
-  return f.template operator()<TileConfig<Element, kHeadDim, kRows>>();
+  return f.template operator()<TileConfig<Element, kHeadDim, kRows, Cached>>();
 }
 
 }  // namespace tree_attention::cuda

@@ -11,9 +11,9 @@ cudaError_t launch_lean_decode(const DecodeParams& p, const Plan& plan, const Wo
                                cudaStream_t stream) {
   if (p.batch == 0 || p.num_heads_q == 0 || p.seqlen_q == 0) return cudaSuccess;
   const LaunchParams params = launch_params(p, plan, workspace);
-  return with_instance(p.dtype, std::max(p.head_dim, p.head_dim_v),
-                       [&]<typename Element, int kHeadDim>() {
-                         return launch_instance<Element, kHeadDim>(params, plan, stream);
+  return with_instance(p.dtype, p.kv_dtype, std::max(p.head_dim, p.head_dim_v),
+                       [&]<typename Element, int kHeadDim, typename Cached>() {
+                         return launch_instance<Element, kHeadDim, Cached>(params, plan, stream);
                        });
 }
 

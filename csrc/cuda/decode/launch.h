@@ -63,9 +63,10 @@ cudaError_t launch_lean_decode(const DecodeParams& params, const Plan& plan,
 LaunchParams launch_params(const DecodeParams& params, const Plan& plan,
                            const Workspace& workspace);
 
-// Launches the kernel for an element type, a head_dim bucket and the plan's row tile. It is defined
-// in lean_decode.cuh and instantiated once in each file of instantiations/.
-template <typename Element, int kHeadDim>
+// Launches the kernel for the element types of queries and of keys and values, a head_dim bucket
+// and the plan's row tile. It is defined in lean_decode.cuh and instantiated once in each file of
+// instantiations/.
+template <typename Element, int kHeadDim, typename Cached>
 cudaError_t launch_instance(const LaunchParams& params, const Plan& plan, cudaStream_t stream);
 
 }  // namespace tree_attention::cuda

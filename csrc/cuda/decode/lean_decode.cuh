@@ -13,11 +13,15 @@
 #include "softmax.cuh"
 #include "tile_fma.cuh"
 #include "tile_mma.cuh"
+#include "tile_mma_8_bits.cuh"
 
 namespace tree_attention::cuda {
 
 template <typename Element, typename Config>
-using TileOf = std::conditional_t<sizeof(Element) == 2, TileMma<Config, Element>, TileFma<Config>>;
+using TileOf =
+    std::conditional_t<sizeof(Element) == 4, TileFma<Config>,
+                       std::conditional_t<Config::kHasScales, TileMma8Bits<Config, Element>,
+                                          TileMma<Config, Element>>>;
 
 // Attends the warp's rows to its keys of the block's tiles of an output, the `number`th of which
 // the block has tiles: `tile` and `softmax` become their unnormalised state.
@@ -44,7 +48,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
 
   for (int i = output.tile_begin(), end = output.tile_end(); i < end; ++i) {
     ring.wait_for_keys();
-    TileCopies<Config>::sync();  // the keys are there, the stage of the tile before is free
+    sync_key_group<Config>();  // the keys are there, the stage of the tile before is free
     loader.fill(ring, number + 1);
 #pragma unroll
     for (int step = 0; step < Config::kGroupKeys / kStepKeys; ++step) {
@@ -52,14 +56,20 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
       float s[kStepKeys / 8][4];
       if (has_rows) {
         tile.score_block(s, ring.keys(), key);
+        if constexpr (Config::kHasScales) row_scores.scale_products(s, ring.key_scales() + key);
         row_scores.apply(s, output.first_key(i) + key);
         softmax.update(s, tile);
       }
       if (step == 0) {
         ring.wait_for_values();
-        TileCopies<Config>::sync();
+        sync_key_group<Config>();
       }
-      if (has_rows) tile.value_block(s, ring.values(), key);
+      if (has_rows) {
+        if constexpr (Config::kHasScales) {
+          row_scores.scale_weights(s, ring.value_scales() + key, output.first_key(i) + key);
+        }
+        tile.value_block(s, ring.values(), key);
+      }
     }
     ring.pop();
   }
@@ -85,7 +95,7 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
 //   kScratch     o [kWarps][16][32] that warps exchange, then the weights of a fix-up
 //   kStatistics  [kWarps]: maximum and sum of each warp's rows
 //   kSchedule    the block's range of the line
-//   kRing        [num_stages][K, V][kTileKeys][kHeadDim]
+//   kRing        [num_stages]: [K, V][kTileKeys][kHeadDim], [of K, of V][kTileKeys] scales
 //
 // Where to read on, in the order of execution:
 //   cut_line       schedule.cuh       the block's range of the line, from the key ranges
@@ -93,10 +103,10 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
 //   attend         above              the loop over tiles; of its parts
 //     Loader::fill       loader.cuh   requests tiles ahead (tile_copies.cuh: by which thread)
 //     Ring               ring.cuh     stages, and the waits for what was requested
-//     Tile::score_block  tile_mma.cuh, tile_fma.cuh  s = q k
+//     Tile::score_block  tile_mma.cuh, tile_mma_8_bits.cuh, tile_fma.cuh  s = q k
 //     RowScores::apply   softmax.cuh  scale, softcap, ALiBi, mask
 //     OnlineSoftmax      softmax.cuh  weights, running maximum and sum
-//     Tile::value_block  tile_mma.cuh, tile_fma.cuh  o += p v
+//     Tile::value_block  the same  o += p v
 //   combine_warps  combine_warps.cuh  the key groups' states become one (o, lse) in a sink:
 //     OutputSink           output.cuh   the caller's tensors, for an output of this block alone
 //     PartialStates::Sink  fixup.cuh    the workspace, for an output that blocks share
@@ -137,9 +147,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
-template <typename Element, int kHeadDim>
+template <typename Element, int kHeadDim, typename Cached>
 cudaError_t launch_instance(const LaunchParams& params, const Plan& plan, cudaStream_t stream) {
-  return with_row_tile<Element, kHeadDim>(plan.row_tile, [&]<typename Config>() {
+  return with_row_tile<Element, kHeadDim, Cached>(plan.row_tile, [&]<typename Config>() {
     return launch_kernel(lean_decode_kernel<Element, Config>, plan.num_workers, Config::kThreads,
                          plan.shared_bytes, stream, params);
   });

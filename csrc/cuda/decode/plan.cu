@@ -65,35 +65,38 @@ WorkspaceSize workspace_size(int64_t num_workers) {
 }  // namespace
 
 Plan plan_lean_decode(const DecodeParams& p, const DeviceLimits& limits) {
-  return with_instance(p.dtype, head_dim(p), [&]<typename Element, int kHeadDim>() {
-    const auto plan_rows = [&](int64_t num_rows) {
-      return with_row_tile<Element, kHeadDim>(num_rows, [&]<typename Config>() {
-        Plan plan;
-        plan.row_tile = Config::kRows;
-        plan_occupancy<Config>(plan, limits);
-        const int64_t workers =
-            p.num_workers > 0 ? p.num_workers : int64_t{plan.blocks_per_sm} * limits.num_sms;
-        plan.num_workers = static_cast<int32_t>(std::min(workers, max_workers<Config>(p)));
-        plan.workspace = workspace_size<Config>(plan.num_workers);
+  return with_instance(
+      p.dtype, p.kv_dtype, head_dim(p), [&]<typename Element, int kHeadDim, typename Cached>() {
+        const auto plan_rows = [&](int64_t num_rows) {
+          return with_row_tile<Element, kHeadDim, Cached>(num_rows, [&]<typename Config>() {
+            Plan plan;
+            plan.row_tile = Config::kRows;
+            plan_occupancy<Config>(plan, limits);
+            const int64_t workers =
+                p.num_workers > 0 ? p.num_workers : int64_t{plan.blocks_per_sm} * limits.num_sms;
+            plan.num_workers = static_cast<int32_t>(std::min(workers, max_workers<Config>(p)));
+            plan.workspace = workspace_size<Config>(plan.num_workers);
+            return plan;
+          });
+        };
+        Plan plan = plan_rows(num_rows(p));
+        // The queries of many rows may leave too little shared memory for the ring.
+        for (int rows = plan.row_tile / 2;
+             rows >= 16 && plan.shared_bytes > limits.shared_bytes_per_block; rows /= 2) {
+          plan = plan_rows(rows);
+        }
         return plan;
       });
-    };
-    Plan plan = plan_rows(num_rows(p));
-    // The queries of many rows may leave too little shared memory for the ring.
-    while (plan.shared_bytes > limits.shared_bytes_per_block && plan.row_tile > 16) {
-      plan = plan_rows(plan.row_tile / 2);
-    }
-    return plan;
-  });
 }
 
+// Kernels for keys of 8 bits have the rows, columns and blocks of some kernel of 16, or fewer.
 WorkspaceSize largest_workspace(const DeviceLimits& limits) {
   WorkspaceSize largest{0, 0};
   for (const DataType dtype : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
     for (const int dim : {64, 96, 128, 256}) {
-      with_instance(dtype, dim, [&]<typename Element, int kHeadDim>() {
+      with_instance(dtype, dtype, dim, [&]<typename Element, int kHeadDim, typename Cached>() {
         for (const int64_t rows : {16, 32, 64, 128}) {
-          with_row_tile<Element, kHeadDim>(rows, [&]<typename Config>() {
+          with_row_tile<Element, kHeadDim, Cached>(rows, [&]<typename Config>() {
             Plan plan;
             plan_occupancy<Config>(plan, limits);
             const WorkspaceSize size =

@@ -2,7 +2,7 @@
 //
 // The ring of K and V tiles in shared memory: which stage holds which tile, and the waits for
 // copies that are under way. A tile is two groups of copies (cp.async), its keys' and then its
-// values'.
+// values', each with the scales.
 #pragma once
 
 #include "launch.h"
@@ -28,6 +28,10 @@ class Ring {
   __device__ const char* keys() const { return stage(oldest_); }
   __device__ const char* values() const { return stage(oldest_) + Config::kTileBytes; }
 
+  // The scales of its keys and of its values, if there are any.
+  __device__ const float* key_scales() const { return scales(Config::kKeyScales); }
+  __device__ const float* value_scales() const { return scales(Config::kValueScales); }
+
   // Wait until this thread's copies of the oldest tile's keys, or of its values, are complete.
   __device__ void wait_for_keys() const { wait<1>(); }
   __device__ void wait_for_values() const { wait<0>(); }
@@ -49,6 +53,9 @@ class Ring {
     cp_async_wait_group<kPending>();
   }
 
+  __device__ const float* scales(int offset) const {
+    return reinterpret_cast<const float*>(stage(oldest_) + offset);
+  }
   __device__ char* stage(int index) const { return memory_ + index * Config::kStageBytes; }
   __device__ int after_oldest(int tiles) const {
     const int index = oldest_ + tiles;

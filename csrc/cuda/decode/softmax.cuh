@@ -52,18 +52,50 @@ class RowScores {
       for_each(s, [&](float x, int, int) { return outer * tanhf(x * inner); });
     }
     if (p.alibi_slopes != nullptr) add_alibi(s, key);
-    const int last_key = first_key + 8 * kBlocks - 1;
+    hide(s, first_key, -INFINITY);
+  }
+
+  // Multiplies the products by the scales of their keys, those at `scales`.
+  template <int kBlocks>
+  __device__ void scale_products(float (&s)[kBlocks][4], const float* scales) const {
+    if (params_.decode.k_scale != nullptr) scale_columns(s, scales);
+  }
+
+  // Multiplies the weights of the keys from `first_key` on by the scales of the values. A weight is
+  // zero where its row does not see the key, whose scale may be NaN.
+  template <int kBlocks>
+  __device__ void scale_weights(float (&s)[kBlocks][4], const float* scales, int first_key) const {
+    if (params_.decode.v_scale == nullptr) return;
+    scale_columns(s, scales);
+    hide(s, first_key, 0.0f);
+  }
+
+ private:
+  // Puts `nothing` where a row does not see the key.
+  template <int kBlocks>
+  __device__ void hide(float (&s)[kBlocks][4], int first_key, float nothing) const {
+    const int key = first_key + threadIdx.x % 4 * 2, last_key = first_key + 8 * kBlocks - 1;
     const bool sees_all =
         max(begin_[0], begin_[1]) <= first_key && last_key < min(end_[0], end_[1]);
     if (__any_sync(0xffffffff, !sees_all)) {
       for_each(s, [&](float x, int row, int column) {
         const bool seen = begin_[row] <= key + column && key + column < end_[row];
-        return seen ? x : -INFINITY;
+        return seen ? x : nothing;
       });
     }
   }
 
- private:
+  template <int kBlocks>
+  static __device__ void scale_columns(float (&s)[kBlocks][4], const float* scales) {
+    float of_key[kBlocks][2];
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const Float2 pair = load_float2(scales + 8 * n + threadIdx.x % 4 * 2);
+      for (int c = 0; c < 2; ++c) of_key[n][c] = pair.value[c];
+    }
+    for_each(s, [&](float x, int, int column) { return x * of_key[column / 8][column % 2]; });
+  }
+
   template <int kBlocks, typename Function>
   static __device__ void for_each(float (&s)[kBlocks][4], Function function) {
 #pragma unroll

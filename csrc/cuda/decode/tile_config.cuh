@@ -14,11 +14,26 @@ namespace tree_attention::cuda {
 // Size of the shared memory in which an output's parts are merged (fixup.cuh), aligned to 8 bytes.
 constexpr int kFixupScratchBytes = 8192;
 
+// Rows of a tile in shared memory. They lie end to end, their 16-byte chunks permuted so that the
+// eight rows of a matrix that ldmatrix reads, or a row's chunks that a warp writes, fall into
+// different banks.
+template <int kBytes_>
+struct TileRows {
+  static constexpr int kBytes = kBytes_, kChunks = kBytes / 16;
+  static_assert(kBytes % 16 == 0 && kChunks % 4 == 0);
+
+  static TREE_ATTENTION_HOST_DEVICE int offset(int row, int chunk) {
+    const int permuted = kChunks % 8 == 0 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3);
+    return row * kBytes + permuted * 16;
+  }
+};
+
 // A warp owns 16 packed rows (the m of mma.m16n8k16). Warps whose keys are the same form a key
 // group; the key groups of a block split each tile's keys, so that with 16 rows every byte of K and
 // V is read from shared memory once.
-template <typename Element, int kHeadDim_, int kRows_>
+template <typename Element, int kHeadDim_, int kRows_, typename Cached_ = Element>
 struct TileConfig {
+  using Cached = Cached_;                     // of keys and values, maybe of 8 bits
   static constexpr int kHeadDim = kHeadDim_;  // that is compiled; the call's may be smaller
   static constexpr int kRows = kRows_;        // packed rows of an output
   // 256 columns fill the registers of a warp and the stages of the ring: fewer warps take fewer
@@ -28,23 +43,27 @@ struct TileConfig {
   static constexpr int kRowGroups = kRows / 16;  // warps of a key group
   static constexpr int kKeyGroups = kWarps / kRowGroups;
 
-  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Element));
-  static constexpr int kChunkElements =
-      16 / static_cast<int>(sizeof(Element));  // that one cp.async copies
-  static constexpr int kChunks = kRowBytes / 16;
+  using QueryRows = TileRows<kHeadDim* static_cast<int>(sizeof(Element))>;
+  using CachedRows = TileRows<kHeadDim* static_cast<int>(sizeof(Cached))>;
 
   // K and V of a tile take about 32 KB: with three stages and two blocks 128 KB are in flight on a
   // Hopper SM, four times what latency times bandwidth asks for.
-  static constexpr int kTileKeys = std::bit_floor(16u * 1024 / kRowBytes);
+  static constexpr int kTileKeys = std::bit_floor(16u * 1024 / CachedRows::kBytes);
   static constexpr int kGroupKeys = kTileKeys / kKeyGroups;  // keys of a tile for each key group
-  static constexpr int kTileBytes = kTileKeys * kRowBytes;   // of K or of V
-  static constexpr int kStageBytes = 2 * kTileBytes;
+  static constexpr int kTileBytes = kTileKeys * CachedRows::kBytes;  // of K or of V
+  static constexpr bool kHasScales = sizeof(Cached) == 1;
+  static constexpr int kScaleBytes = kHasScales ? kTileKeys * 4 : 0;  // of K or of V
+
+  // A stage of the ring: K, V, and the scales of both, which begin at these offsets.
+  static constexpr int kKeyScales = 2 * kTileBytes;
+  static constexpr int kValueScales = kKeyScales + kScaleBytes;
+  static constexpr int kStageBytes = kValueScales + kScaleBytes;
 
   // Queries move to registers where there are enough of them. Elsewhere they are read from shared
   // memory for each tile, and the next output's queries need a place of their own.
   static constexpr bool kQueriesInRegisters = sizeof(Element) == 2 && kHeadDim <= 128;
   static constexpr int kQuerySlots = kQueriesInRegisters ? 1 : 2;
-  static constexpr int kQueryBytes = kRows * kRowBytes;
+  static constexpr int kQueryBytes = kRows * QueryRows::kBytes;
 
   static constexpr int kScratchColumns = 32;  // of o that a warp exchanges at a time
   static constexpr int kExchangeBytes = kWarps * 16 * kScratchColumns * 4;
@@ -62,14 +81,6 @@ struct TileConfig {
   static constexpr int kRing = (kSchedule + kScheduleBytes + 127) / 128 * 128;
 
   static constexpr int shared_bytes(int num_stages) { return kRing + num_stages * kStageBytes; }
-
-  // Rows lie end to end, their 16-byte chunks permuted so that the eight rows of a matrix that
-  // ldmatrix reads, or a row's chunks that a warp writes, fall into different banks.
-  static TREE_ATTENTION_HOST_DEVICE int chunk_offset(int row, int chunk) {
-    static_assert(kChunks % 8 == 0 || kChunks % 8 == 4);
-    const int permuted = kChunks % 8 == 0 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3);
-    return row * kRowBytes + permuted * 16;
-  }
 };
 
 }  // namespace tree_attention::cuda

@@ -29,7 +29,7 @@ class TileFma {
       // Eight sums of an eighth of the products have smaller rounding errors than one sum of all.
       float sums[8][4] = {};
 #pragma unroll 4
-      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+      for (int chunk = 0; chunk < Rows::kChunks; ++chunk) {
         const Float4 q[2] = {load(queries_, row, chunk), load(queries_, row + 8, chunk)};
         const Float4 k[2] = {load(tile, key + 8 * n, chunk), load(tile, key + 8 * n + 1, chunk)};
 #pragma unroll
@@ -102,10 +102,11 @@ class TileFma {
   }
 
  private:
+  using Rows = typename Config::QueryRows;  // those of keys and values, too
   static constexpr int kHeadDim = Config::kHeadDim;
 
   static __device__ Float4 load(const char* memory, int row, int chunk) {
-    return load_float4(reinterpret_cast<const float*>(memory + Config::chunk_offset(row, chunk)));
+    return load_float4(reinterpret_cast<const float*>(memory + Rows::offset(row, chunk)));
   }
 
   const char* queries_;

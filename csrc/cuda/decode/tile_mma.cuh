@@ -12,6 +12,16 @@
 
 namespace tree_attention::cuda {
 
+// d [16, 8] += a [16, 16] b [16, 8].
+template <typename Element>
+__device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<Element, BFloat16>) {
+    mma_m16n8k16_bf16(d, a, b0, b1);
+  } else {
+    mma_m16n8k16_f16(d, a, b0, b1);
+  }
+}
+
 template <typename Config, typename Element>
 class TileMma {
  public:
@@ -49,10 +59,9 @@ class TileMma {
 #pragma unroll
       for (int n = 0; n < kBlocks; n += 2) {
         uint32_t k[4];
-        ldmatrix_x4(k,
-                    shared_address(tile + Config::chunk_offset(row + 8 * n, 2 * i + lane / 8 % 2)));
-        mma(s[n], q, k[0], k[1]);
-        mma(s[n + 1], q, k[2], k[3]);
+        ldmatrix_x4(k, shared_address(tile + Rows::offset(row + 8 * n, 2 * i + lane / 8 % 2)));
+        mma<Element>(s[n], q, k[0], k[1]);
+        mma<Element>(s[n + 1], q, k[2], k[3]);
       }
     }
   }
@@ -71,10 +80,9 @@ class TileMma {
 #pragma unroll
       for (int i = 0; i < kHeadDim / 16; ++i) {
         uint32_t v[4];
-        ldmatrix_x4_trans(
-            v, shared_address(tile + Config::chunk_offset(row + 8 * n, 2 * i + lane / 16)));
-        mma(o_[2 * i], a, v[0], v[1]);
-        mma(o_[2 * i + 1], a, v[2], v[3]);
+        ldmatrix_x4_trans(v, shared_address(tile + Rows::offset(row + 8 * n, 2 * i + lane / 16)));
+        mma<Element>(o_[2 * i], a, v[0], v[1]);
+        mma<Element>(o_[2 * i + 1], a, v[2], v[3]);
       }
     }
   }
@@ -109,6 +117,7 @@ class TileMma {
   }
 
  private:
+  using Rows = typename Config::CachedRows;
   static constexpr int kHeadDim = Config::kHeadDim;
 
   // Weights, which are at most one, and with them o are scaled by this: float16 has no number
@@ -119,18 +128,10 @@ class TileMma {
     return pack<Element>(low * kWeightScale, high * kWeightScale);
   }
 
-  static __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    if constexpr (std::is_same_v<Element, BFloat16>) {
-      mma_m16n8k16_bf16(d, a, b0, b1);
-    } else {
-      mma_m16n8k16_f16(d, a, b0, b1);
-    }
-  }
-
   // Loads columns 16 i to 16 i + 15 of the queries of the warp's rows.
   __device__ void load_query(uint32_t (&q)[4], int i) const {
     const int lane = threadIdx.x % 32;
-    const int offset = Config::chunk_offset(16 * row_group_ + lane % 16, 2 * i + lane / 16);
+    const int offset = Config::QueryRows::offset(16 * row_group_ + lane % 16, 2 * i + lane / 16);
     ldmatrix_x4(q, shared_address(queries_ + offset));
   }
 

@@ -2,5 +2,6 @@
 #include "cuda/decode/lean_decode.cuh"
 
 namespace tree_attention::cuda {
-template cudaError_t launch_instance<BFloat16, 96>(const LaunchParams&, const Plan&, cudaStream_t);
+template cudaError_t launch_instance<BFloat16, 96, BFloat16>(const LaunchParams&, const Plan&,
+                                                             cudaStream_t);
 }

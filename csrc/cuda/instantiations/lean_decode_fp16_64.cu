@@ -2,5 +2,6 @@
 #include "cuda/decode/lean_decode.cuh"
 
 namespace tree_attention::cuda {
-template cudaError_t launch_instance<Float16, 64>(const LaunchParams&, const Plan&, cudaStream_t);
+template cudaError_t launch_instance<Float16, 64, Float16>(const LaunchParams&, const Plan&,
+                                                           cudaStream_t);
 }
