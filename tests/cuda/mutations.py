@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Mistakes in the kernels of 16 and 32 bits, each of which the tests must find."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Target:
+    """What mutants are of: the source that is compiled again, and the cases that must fail."""
+
+    source: Path
+    cases: tuple[str, ...]
+    thread_cases: tuple[str, ...]
+
+
+# Of the decode kernels the one that the short cases need.
+DECODE = Target(
+    Path("csrc/cuda/instantiations/lean_decode_bf16_64.cu"), ("decode_short",), ("decode_short",)
+)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    file: str  # in csrc
+    old: str  # occurs exactly once
+    new: str
+    # Whether the emulated device may give right results.
+    only_thread_sanitizer: bool = False
+    target: Target = DECODE
+
+
+# Of the loop over tiles in lean_decode.cuh.
+KEY_BARRIER = (
+    "    sync_key_group<Config>();  // the keys are there, the stage of the tile before is free\n"
+)
+FILL = "    loader.fill(ring, number + 1);\n"
+
+OF_DECODE = [
+    # The ring and what is requested into it.
+    Mutation(
+        "keys of the last tile are not waited for",
+        "cuda/decode/ring.cuh",
+        "cp_async_wait_group<kPending>();",
+        "cp_async_wait_group<2 * kPending>();",
+    ),
+    Mutation(
+        "keys are waited for too late by one group",
+        "cuda/decode/ring.cuh",
+        "wait<1>();",
+        "wait<2>();",
+    ),
+    Mutation(
+        "values are waited for too late by one group",
+        "cuda/decode/ring.cuh",
+        "wait<0>();",
+        "wait<1>();",
+    ),
+    Mutation(
+        "values are not waited for",
+        "cuda/decode/lean_decode.cuh",
+        "        ring.wait_for_values();\n",
+        "",
+    ),
+    Mutation(
+        "a warp does not wait for its other lanes' copies",
+        "cuda/decode/tile_copies.cuh",
+        "    __syncwarp();\n",
+        "",
+        only_thread_sanitizer=True,
+    ),
+    Mutation(
+        "the warps of a key group do not wait for each other's copies",
+        "cuda/decode/tile_copies.cuh",
+        "  } else {\n    __syncthreads();\n  }\n}\n",
+        "  }\n}\n",
+    ),
+    Mutation(
+        "keys are read before the other lanes' copies are there",
+        "cuda/decode/lean_decode.cuh",
+        KEY_BARRIER + FILL,
+        FILL,
+    ),
+    Mutation(
+        "values are read before the other lanes' copies are there",
+        "cuda/decode/lean_decode.cuh",
+        "        sync_key_group<Config>();\n",
+        "",
+    ),
+    Mutation(
+        "a stage is filled while it is read",
+        "cuda/decode/ring.cuh",
+        "return num_tiles_ < params_.num_stages;",
+        "return num_tiles_ <= params_.num_stages;",
+    ),
+    Mutation(
+        "a stage is filled before the barrier that frees it",
+        "cuda/decode/lean_decode.cuh",
+        KEY_BARRIER + FILL,
+        FILL + KEY_BARRIER,
+    ),
+    Mutation(
+        "keys past the end are fetched",
+        "cuda/decode/loader.cuh",
+        "row + chunk * kChunkElements<Element>, exists ? 16 : 0",
+        "row + chunk * kChunkElements<Element>, 16",
+    ),
+    Mutation(
+        "queries are read before they are there",
+        "cuda/decode/lean_decode.cuh",
+        "  __syncthreads();  // all threads fetched the queries\n",
+        "",
+    ),
+    Mutation(
+        "the next queries are fetched while these are read",
+        "cuda/decode/lean_decode.cuh",
+        "  if constexpr (Config::kQuerySlots == 1) __syncthreads();",
+        "",
+    ),
+    # Fragments and shared memory.
+    Mutation(
+        "fragments of keys are swapped",
+        "cuda/decode/tile_mma.cuh",
+        "mma<Element>(s[n + 1], q, k[2], k[3]);",
+        "mma<Element>(s[n + 1], q, k[3], k[2]);",
+    ),
+    Mutation(
+        "fragments of values are swapped",
+        "cuda/decode/tile_mma.cuh",
+        "mma<Element>(o_[2 * i], a, v[0], v[1]);",
+        "mma<Element>(o_[2 * i], a, v[0], v[2]);",
+    ),
+    Mutation(
+        "values are not transposed",
+        "cuda/decode/tile_mma.cuh",
+        "ldmatrix_x4_trans(",
+        "ldmatrix_x4(",
+    ),
+    Mutation(
+        "chunks are not spread over the banks",
+        "cuda/decode/tile_config.cuh",
+        "chunk ^ (row & 7)",
+        "chunk",
+    ),
+    # The end of an output.
+    Mutation(
+        "warps are combined before all have stored",
+        "cuda/decode/combine_warps.cuh",
+        "    __syncthreads();\n    for (int i = threadIdx.x;",
+        "    for (int i = threadIdx.x;",
+    ),
+    Mutation(
+        "the next columns overwrite those that are read",
+        "cuda/decode/combine_warps.cuh",
+        "    __syncthreads();  // before the next columns\n",
+        "",
+    ),
+    Mutation(
+        "threads do not wait to hear whether they are last",
+        "cuda/decode/fixup.cuh",
+        "  __syncthreads();\n  const bool is_last = *flag;",
+        "  const bool is_last = *flag;",
+    ),
+    Mutation(
+        "what is said about the last is overwritten",
+        "cuda/decode/fixup.cuh",
+        "  __syncthreads();  // before the flag is written again\n",
+        "",
+        only_thread_sanitizer=True,
+    ),
+    Mutation(
+        "arrival releases and acquires nothing",
+        "cuda/decode/fixup.cuh",
+        "*flag = atomic_inc_acq_rel(counter, limit) == limit;",
+        "*flag = __atomic_fetch_add(counter, limit + 1 > 1 ? 1 : 0,"
+        " __ATOMIC_RELAXED) == limit && (__atomic_store_n(counter, 0,"
+        " __ATOMIC_RELAXED), true);",
+        only_thread_sanitizer=True,
+    ),
+    Mutation(
+        "counters do not return to zero",
+        "cuda/decode/fixup.cuh",
+        "atomic_inc_acq_rel(counter, limit) == limit;",
+        "atomic_inc_acq_rel(counter, UINT32_MAX) == limit;",
+    ),
+    Mutation(
+        "the last to arrive is the last but one",
+        "cuda/decode/fixup.cuh",
+        "static_cast<uint32_t>(expected) - 1;",
+        "static_cast<uint32_t>(expected) - 1 - (expected > 2);",
+    ),
+    Mutation(
+        "weights are computed before all states are loaded",
+        "cuda/decode/fixup.cuh",
+        "    __syncthreads();\n    for (int step = 1;",
+        "    for (int step = 1;",
+    ),
+    Mutation(
+        "weights are used before they are all computed",
+        "cuda/decode/fixup.cuh",
+        "      }\n      __syncthreads();\n    }\n",
+        "      }\n    }\n",
+    ),
+    Mutation(
+        "lse and weights share memory",
+        "cuda/decode/fixup.cuh",
+        "scratch + kMaxNodes * sizeof(float)",
+        "scratch",
+    ),
+    Mutation(
+        "a merge takes a part twice",
+        "cuda/decode/fixup.cuh",
+        "others_ + part * stride_",
+        "others_ + (part | 1) * stride_",
+    ),
+    Mutation(
+        "two levels of merges share a counter",
+        "common/fixup.h",
+        "partial_slot(workers, first + level)",
+        "partial_slot(workers, first)",
+    ),
+    Mutation(
+        "the first contributor waits for the others",
+        "cuda/decode/fixup.cuh",
+        "        return arrive(counters + counter,",
+        "        const bool is_first = blockIdx.x == workers.first;\n"
+        "        while (is_first && load_acquire(counters + counter) + 1 < expected) {}\n"
+        "        return arrive(counters + counter,",
+    ),
+    # The schedule.
+    Mutation(
+        "warps add sums that are not there",
+        "cuda/decode/schedule.cuh",
+        "  __syncthreads();\n  Sums sums{value, 0};",
+        "  Sums sums{value, 0};",
+    ),
+    Mutation(
+        "the next sums overwrite those that are read",
+        "cuda/decode/schedule.cuh",
+        "  __syncthreads();  // before the next call's writes\n",
+        "",
+        only_thread_sanitizer=True,
+    ),
+    Mutation(
+        "the first unit is read before it is known",
+        "cuda/decode/schedule.cuh",
+        "  __syncthreads();\n  const int unit = memory.range.first_unit",
+        "  const int unit = memory.range.first_unit",
+    ),
+    Mutation(
+        "key ranges are read before they are there",
+        "cuda/decode/schedule.cuh",
+        "  }\n  __syncthreads();\n  return true;",
+        "  }\n  return true;",
+    ),
+    # Arithmetic.
+    Mutation(
+        "a key past the range is seen",
+        "cuda/decode/softmax.cuh",
+        "key + column < end_[row]",
+        "key + column <= end_[row]",
+    ),
+    Mutation(
+        "sums are not rescaled",
+        "cuda/decode/softmax.cuh",
+        "        sum[i] *= factor[i];\n",
+        "",
+    ),
+]
