@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import kv_dtype, latent, latents, restore, step_cost
+from benchmarks import kv_dtype, latent_model, latent_operator, restore, step_cost
 from benchmarks.harness import measure
 from benchmarks.harness.measure import Samples
 from hf_models import make_model
@@ -40,13 +40,13 @@ def test_restored_prefixes(tmp_path: Path) -> None:
 
 
 def test_caches_of_latents() -> None:
-    config = latents.configuration(
+    config = latent_model.configuration(
         hidden_size=64, kv_lora_rank=48, qk_rope_head_dim=16, num_attention_heads=4
     )
-    rows = latents.run(config, [1024], tokens=2)
-    assert latents.report_of(rows).wrong == []
+    rows = latent_model.run(config, [1024], tokens=2)
+    assert latent_model.report_of(rows).wrong == []
     assert rows[0]["bytes_per_token"] == 2 * (48 + 16) * 2
-    assert 0 < rows[0]["errors"][latents.OURS] < 0.01
+    assert 0 < rows[0]["errors"][latent_model.OURS] < 0.01
 
 
 def test_cost_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,10 +77,10 @@ def test_a_step_with_wrong_logits_is_marked() -> None:
 
 def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(latent, "pin_threads", list)
-    report = latent.measure(latent.QUICK, 0.0)
-    assert report.wrong == [] and len(report.rows) == len(latent.QUICK)
-    case = latent.LatentCase(heads=2, keys=10)
+    monkeypatch.setattr(latent_operator, "pin_threads", list)
+    report = latent_operator.measure(latent_operator.QUICK, 0.0)
+    assert report.wrong == [] and len(report.rows) == len(latent_operator.QUICK)
+    case = latent_operator.LatentCase(heads=2, keys=10)
     assert case.io_bytes == 10 * 576 * 2 + 2 * (576 + 512) * 2
     assert case.operations == 2 * 2 * (576 + 512) * 10
 
@@ -90,6 +90,8 @@ def test_wrong_latent_attention_is_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
         return lean_decode(*tensors, softmax_scale=2 * softmax_scale, **options)
 
     monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(latent, "pin_threads", list)
-    monkeypatch.setattr(latent, "lean_decode", other_scale)
-    assert len(latent.measure(latent.QUICK, 0.0).wrong) == len(latent.QUICK)
+    monkeypatch.setattr(latent_operator, "pin_threads", list)
+    monkeypatch.setattr(latent_operator, "lean_decode", other_scale)
+    assert len(latent_operator.measure(latent_operator.QUICK, 0.0).wrong) == len(
+        latent_operator.QUICK
+    )

@@ -53,8 +53,8 @@ class TreeCache(Cache):
 
     Raises:
         ValueError: the layers of the model cache anything but keys and values, latents or states of
-            their own, `layout` is for another world size or ends before `max_length`, there is no such
-            kv_dtype or strategy, or `growth` or `max_length` is below 1.
+            their own, `layout` is for another world size or ends before `max_length`, there is no
+            such kv_dtype or strategy, or `growth` or `max_length` is below 1.
     """
 
     layers: list[Any]

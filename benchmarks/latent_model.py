@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Multi-head latent attention in a whole model: transformers' cache of latents beside ours.
 
-    python benchmarks/latents.py --out DIR
+    python benchmarks/latent_model.py --out DIR
 
 The model has the attention of DeepSeek-V2-Lite (16 heads, latents of 512 + 64 columns), 2 layers,
 small experts and random weights. Both caches hold latents; transformers makes keys and values of
@@ -145,7 +145,7 @@ def report_of(rows: list[dict[str, Any]]) -> Report:
         return float(row["times"][name]["median_us"]) / 1e3
 
     return Report(
-        name="latents",
+        name="latent_model",
         title="Multi-head latent attention, transformers' cache beside ours",
         notes=NOTES,
         environment=environment(threads=torch.get_num_threads()),
@@ -170,7 +170,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--tokens", type=int, default=8, help="timed tokens (default 8)")
-    add_out(parser, "latents")
+    add_out(parser, "latent_model")
     parsed = parser.parse_args(arguments)
     measure.pin_threads()
     rows = run(configuration(), parsed.contexts, parsed.tokens)
