@@ -203,6 +203,13 @@ HYBRIDS: dict[str, Family] = {
     "Jamba": _family(
         "JambaConfig", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4}
     ),
+    "Kimi Linear": _family(
+        "KimiLinearConfig",
+        _LATENTS,
+        {"q_lora_rank": None, "num_experts": 4, "num_experts_per_token": 2},
+        {"moe_intermediate_size": 48, "num_shared_experts": 1},
+        _LINEAR_FIRST,
+    ),
     "LFM2": _family("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
     "LFM2-MoE": _family("Lfm2MoeConfig", _EXPERTS, {"layer_types": ["conv", "full_attention"]}),
     "LFM3": _family("Lfm3Config", _WINDOW, {"layer_types": ["conv", "sliding_attention"]}),

@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 
 from hf_models import make_model, make_prompts
 from tree_attention import hf
-from tree_attention.hf import attention, static_layer
+from tree_attention.hf import attention
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="test_cuda_ranks.py and test_cuda_huggingface.py do it there"
@@ -152,10 +152,8 @@ def step_of_fixed_size(rank: int, world_size: int, name: str) -> None:
     ids, mask = prompts["input_ids"], torch.ones(3, 60, dtype=torch.int64)
     mask[:, : ids.shape[1]] = prompts["attention_mask"]
     layout = BlockCyclic(world_size, 4)
-    # append_kv has no kernel for a GPU's tensors everywhere; here they are the host's.
-    append = mock.patch.object(static_layer, "append_kv", torch.ops.tree_attention.append_kv)
     attend = mock.patch.object(attention, "tree_decode", on_own_keys)
-    with fake_cuda(), append, attend:
+    with fake_cuda(), attend:
         model, ids, mask = model.to("cuda"), ids.to("cuda"), mask.to("cuda")
         cache = hf.TreeCache(model.config, layout=layout, max_length=60)
         growing = hf.TreeCache(model.config, layout=layout)
@@ -181,8 +179,7 @@ def test_a_step_of_fixed_size_does_not_wait(name: str, world_size: int) -> None:
 
 def generate_at_fixed_size(rank: int, world_size: int, tokens: Tensor) -> None:
     model, prompts = make_model("llama"), make_prompts()
-    append = mock.patch.object(static_layer, "append_kv", torch.ops.tree_attention.append_kv)
-    with fake_cuda(), append:
+    with fake_cuda():
         hf.enable(model.to("cuda"), layout=BlockCyclic(world_size, 4), max_length=60)
         prompts = {name: x.to("cuda") for name, x in prompts.items()}
         with mock.patch.object(torch, "compile") as compile_:
