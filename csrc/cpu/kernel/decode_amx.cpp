@@ -11,8 +11,8 @@
 #include "decode_kernel.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(                                                                          \
-    __attribute__((target(                                                                             \
+#pragma clang attribute push(                                                                                   \
+    __attribute__((target(                                                                                      \
         "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,amx-tile,amx-bf16,amx-int8"))), \
     apply_to = function)
 #else
