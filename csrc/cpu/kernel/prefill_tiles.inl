@@ -24,8 +24,8 @@ inline bool suits_prefill(const DecodeParams& p) {
 
 // Scores beyond it are left to the vectors: rounding errors would exceed every exponent.
 constexpr float kLargestScore = 1 << 21;
-// base [row] of no key so far.
-constexpr float kNoBase = -2 * kLargestScore;
+// base [row] of no key so far: below the score of any key.
+constexpr float kNoBase = -FLT_MAX;
 // A base follows the largest score only when that exceeds it by this much, because then everything
 // summed so far has to be rescaled. Weights up to 2^16 cost no digits: float32 has the exponents.
 constexpr float kBaseSlack = 16;
