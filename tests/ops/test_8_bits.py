@@ -89,7 +89,7 @@ def test_float32_digits(seqlen_q, kv_dtype):
     torch.testing.assert_close(lse.double(), true_lse, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1e-38, 1e-25, 1.0, 1e25])
+@pytest.mark.parametrize("size", [1e-14, 1.0, 1e25])
 @pytest.mark.parametrize("rows", [1, 4, 5, 8])
 def test_queries_of_any_size(rows, size):
     """Few queries meet keys of int8 as integers, in units of their largest element."""
@@ -98,12 +98,25 @@ def test_queries_of_any_size(rows, size):
     )
     spread = torch.logspace(0, -9, 96)[torch.randperm(96)]  # of the elements of a query
     q = (problem.q.double() * spread * size).to(torch.bfloat16)
-    problem.q, problem.softmax_scale = q, 3.0 / size
+    problem.q, problem.options["softmax_scale"] = q, 3.0 / size
     o, lse = problem.run(out_dtype=torch.float32)
     true_o, true_lse = reference.attention(problem.q, problem.k, problem.v, **problem.options)
     error = (o - true_o).abs().amax(-1) / true_o.abs().amax(-1)
     assert error.max() < 2e-5
     torch.testing.assert_close(lse.double(), true_lse, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("exponent", [-80, -99, -101, -110])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_small_queries_of_large_keys(rows, exponent):
+    """However small the queries are, the scales of the keys may make up for it."""
+    problem = make_problem(
+        seqlen_k=200, group_size=rows, head_dim=96, dtype=torch.bfloat16, kv_dtype=INT8
+    )
+    problem.q = (problem.q.double() * 2.0**exponent).to(torch.bfloat16)
+    scale = problem.options["k_scale"]
+    problem.options["k_scale"] = (scale.double() * 2.0**-exponent).float()
+    problem.run_and_check()
 
 
 @pytest.mark.parametrize("bad", [NAN, math.inf])

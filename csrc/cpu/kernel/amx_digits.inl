@@ -22,7 +22,7 @@ inline int64_t tile_begin(int64_t d, int64_t head_dim) {
 // The digits of the queries of `rows`, as the matrix unit takes them, four dims of a column side by
 // side: `out` [groups of rows, tiles of dims, 16, kDigitColumns, 4]. weights [kDigits,
 // kColumns]: what the products with each digit are to be multiplied by. False if a query is not
-// finite.
+// finite, or so small that its weights might be subnormal.
 template <int kColumns>
 inline bool pack_digits(const DecodeParams& p, const Rows& rows, int8_t* out, float* weights) {
   const int64_t num_tiles = (p.head_dim + kTileBytes - 1) / kTileBytes;
@@ -43,8 +43,8 @@ inline bool pack_digits(const DecodeParams& p, const Rows& rows, int8_t* out, fl
       magnitudes = max_keep_nan(magnitudes, magnitude);
     }
     const float largest = reduce_max(magnitudes);
-    // No smaller, or the weights would be subnormal.
-    const int exponent = largest > 0x1p-64f ? __builtin_ilogbf(largest) : -64;
+    if (0.0f < largest && largest < 0x1p-100f) return false;
+    const int exponent = largest == 0.0f ? 0 : __builtin_ilogbf(largest);
     const float unit = __builtin_ldexpf(1.0f, exponent - kLeadingBits);
     for (int digit = 0; digit < kDigits; ++digit) {
       weights[digit * kColumns + row] = __builtin_ldexpf(unit, kDigitBits * (kDigits - 1 - digit));
