@@ -132,6 +132,7 @@ void test_decode_edges() {
       {1, 1, 17, 1, 129, 96, 112, kFloat16, 0, false, 3.0f, false, kFloat8},
       {1, 1, 9, 1, 65, 256, 192, kFloat16, 0, false, 0.0f, false, kInt8},
       {1, 1, 33, 1, 130, 256, 256, kBFloat16, 0, false, 0.0f, true, kFloat8},
+      {1, 1, 33, 1, 128, 256, 256, kBFloat16, 16, false, 0.0f, false, kInt8},
       {2, 2, 4, 2, 150, 128, 128, kBFloat16, 1, false, 0.0f, true, kInt8},
       {2, 2, 2, 1, 320, 64, 64, kFloat16, 64, false, 0.0f, true, kFloat8},
       {1, 2, 3, 50, 200, 128, 128, kBFloat16, 0, true, 3.0f, true, kInt8},

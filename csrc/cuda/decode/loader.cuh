@@ -52,7 +52,8 @@ class TilePages {
 #pragma unroll
     for (int i = 0; i < Copies::kCount; i += Copies::kOfRow) {
       const int key = first_key + Copies::row(i);
-      ids_[i / Copies::kOfRow] = seen[i] ? page_ids[page_size.quotient(key)] : 0;
+      const bool needed = Copies::exists(i) && seen[i];
+      ids_[i / Copies::kOfRow] = needed ? page_ids[page_size.quotient(key)] : 0;
     }
   }
 
