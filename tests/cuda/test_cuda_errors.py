@@ -79,11 +79,14 @@ def test_keys_are_counted_in_32_bits(cuda_kernels):
             )
 
 
-def test_strides_of_axes_with_one_element_do_not_matter(cuda_kernels):
-    problem = make_problem(batch=1, num_heads_kv=1, group_size=1).to(cuda_kernels)
+@pytest.mark.parametrize("seqlen_k", [1, 70])
+def test_strides_of_axes_with_one_element_do_not_matter(seqlen_k, cuda_kernels):
+    problem = make_problem(batch=1, num_heads_kv=1, group_size=1, seqlen_k=seqlen_k)
+    problem = problem.to(cuda_kernels)
     for name in ("q", "k", "v"):
         x = getattr(problem, name)
-        setattr(problem, name, x.as_strided(x.shape, (3, 5, x.stride(2), 1)))
+        token_stride = 7 if x.shape[2] == 1 else x.stride(2)
+        setattr(problem, name, x.as_strided(x.shape, (3, 5, token_stride, 1)))
     problem.run_and_check()
 
 

@@ -458,7 +458,7 @@ void begin_async_copy(uint32_t destination, const void* source, int size, int nu
   if (num_bytes != 0 && num_bytes != size) {
     fail("a copy of " + std::to_string(num_bytes) + " bytes of " + std::to_string(size), where);
   }
-  if (num_bytes != 0 && reinterpret_cast<uintptr_t>(source) % size != 0) {
+  if (reinterpret_cast<uintptr_t>(source) % size != 0) {
     fail("the source of a copy is no multiple of " + std::to_string(size), where);
   }
   bool read_now;

@@ -56,6 +56,14 @@ int64_t max_workers(const DecodeParams& p) {
   return std::clamp<int64_t>(workers, 1, kMaxWorkers);
 }
 
+// Only axes of one element have strides that are no multiples of a copy (checks.cpp). Copies of
+// rows that do not exist form addresses with them, which have to be aligned.
+void drop_unaligned(int64_t (&strides)[3], int element_size) {
+  for (int64_t& stride : strides) {
+    if (stride * element_size % 16 != 0) stride = 0;
+  }
+}
+
 template <typename Config>
 WorkspaceSize workspace_size(int64_t num_workers) {
   const int64_t slots = num_partial_slots(num_workers);
@@ -115,6 +123,9 @@ WorkspaceSize largest_workspace(const DeviceLimits& limits) {
 LaunchParams launch_params(const DecodeParams& p, const Plan& plan, const Workspace& workspace) {
   LaunchParams params;
   params.decode = p;
+  drop_unaligned(params.decode.q_stride, element_size(p.dtype));
+  drop_unaligned(params.decode.k_stride, element_size(p.kv_dtype));
+  drop_unaligned(params.decode.v_stride, element_size(p.kv_dtype));
   params.workspace = workspace;
   params.group_size = Divisor::of(p.group_size());
   params.row_blocks = Divisor::of(num_row_blocks(p, plan.row_tile));
