@@ -9,6 +9,9 @@ import zlib
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Asking for devices must not initialise CUDA: no process forked after that could use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+# torchao, which transformers imports where it is installed, has torch warn of torchao's own calls,
+# also in programs of which tests read the standard error.
+os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")
 
 from collections.abc import Iterator
 
