@@ -8,6 +8,7 @@ that beams do not follow, tokens taken back from keys and not from the state.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,34 @@ def test_decoding_that_takes_tokens_back_is_refused(name: str) -> None:
             match=r"is not supported with stateful models|lookup and assisted decoding take tokens",
         ):
             model.generate(_prompts(1)["input_ids"], **GREEDY, **options)
+
+
+def test_states_of_an_interrupted_forward_pass_are_not_kept() -> None:
+    """With a fixed size crop(0) forgets such a pass, but the first state has its tokens."""
+    if "Qwen3-Next" not in NAMES:
+        pytest.skip("this release of transformers has no Qwen3-Next")
+    family = HYBRIDS["Qwen3-Next"]
+    kinds = ["linear_attention", "full_attention"] * 2
+    model = make_model(
+        replace(family, options={**family.options, "num_hidden_layers": 4, "layer_types": kinds})
+    )
+    ids = _prompts(1)["input_ids"]
+    with torch.no_grad():
+        expected = model(ids).logits
+        hf.enable(model)
+        held = hf.TreeCache(model.config, max_length=64)
+        model(ids[:, :8], past_key_values=held)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        hook = model.model.layers[2].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 8:], past_key_values=held)
+        hook.remove()
+        with pytest.raises(ValueError, match="some layers keep a state that has its tokens"):
+            held.crop(0)
+        held.reset()
+        torch.testing.assert_close(
+            model(ids, past_key_values=held).logits, expected, atol=1e-4, rtol=1e-4
+        )

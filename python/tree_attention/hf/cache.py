@@ -125,10 +125,16 @@ class TreeCache(Cache):
 
         Raises:
             ValueError: layers with a sliding window have forgotten what would then be seen, or
-                layers keep a state, which does not tell what it was.
+                layers keep a state, which does not tell what it was, or which has the tokens of a
+                forward pass that was interrupted.
         """
         layers = self.kv_layers
         removed = max(layer.length - layer.cropped_length(tokens_to_remove) for layer in layers)
+        if self.state_layers and any(layer.is_interrupted for layer in layers):
+            raise ValueError(
+                "TreeCache: crop cannot forget the forward pass that did not reach the last layer, "
+                "as some layers keep a state that has its tokens; forget all tokens with reset"
+            )
         if removed > 0 and self.state_layers:
             raise ValueError(
                 f"TreeCache: crop cannot take back {removed} tokens, as some layers keep a state "

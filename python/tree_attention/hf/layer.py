@@ -64,6 +64,7 @@ class TreeCacheLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
     is_compileable = False
+    is_interrupted = False  # whether the last forward pass is known not to have ended
 
     window: int | None = None  # no query sees more slots than this; None: any
     first = 0  # the global slot from which on this layer holds all slots, on all ranks together

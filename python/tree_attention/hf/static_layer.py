@@ -116,6 +116,10 @@ class StaticTreeCacheLayer(TreeCacheLayer):
         self.progress.write(length)
 
     @property
+    def is_interrupted(self) -> bool:
+        return self.progress.slots is not None
+
+    @property
     def kv_length(self) -> int:
         return self.progress.max_length
 
