@@ -29,11 +29,11 @@ class TreeCache(Cache):
     `"tree_attention"`; `enable` does both. All ranks run the same model on the same inputs, each
     keeps the slots that `layout` gives it, and attention is merged over the group. A slot is a
     position in the cache, left padding included. Layers with a sliding window keep the slots of the
-    last window and 128 more, by which `crop` can go back. Of multi-head latent attention it holds
-    latents alone, and `enable` has the model attend to these. Layers that keep a state, as those of
-    linear attention do, are transformers' own, the same on every rank; a cache with such layers
-    cannot be cropped or saved. `copy.deepcopy` copies the keys and values and keeps the group, so
-    that a common prefix needs to be computed only once.
+    last window and 128 more, by which `crop` can go back, and with `max_length` all slots. Of
+    multi-head latent attention it holds latents alone, and `enable` has the model attend to these.
+    Layers that keep a state, as those of linear attention do, are transformers' own, the same on
+    every rank; a cache with such layers cannot be cropped or saved. `copy.deepcopy` copies the keys
+    and values and keeps the group, so that a common prefix needs to be computed only once.
 
     Args:
         config: the configuration of the model, of which the number and kind of layers are read.
@@ -155,8 +155,8 @@ class TreeCache(Cache):
                 other group writes. It is made if need be.
 
         Raises:
-            ValueError: the cache holds no tokens, is inside a forward pass, or has a layout that is
-                none of this package.
+            ValueError: the cache holds no tokens, is inside a forward pass, has layers that keep a
+                state, or has a layout that is none of this package.
             OSError: a file cannot be written.
             ExchangeError: one of that happened on another rank, or a rank was lost.
         """
@@ -196,7 +196,8 @@ class TreeCache(Cache):
         Raises:
             OSError: a file is missing.
             ValueError: a file is damaged, or of another model or version; an argument is wrong, or
-                more tokens were saved than `max_length`.
+                more tokens were saved than `max_length`, or with `max_length` only the last slots
+                of layers with a sliding window.
             ExchangeError: one of that happened on another rank, or a rank was lost.
         """
         cache = cls(

@@ -70,8 +70,8 @@ def enable(
     Raises:
         TypeError: `model` is no model of transformers, or is wrapped by another module.
         ValueError: the model has no `generate`, its attention cannot be chosen, its layers cache
-            anything but keys and values or latents, `prefill` is "split" and the tokens of this
-            model cannot be dealt, or an argument is out of range.
+            anything but keys and values, latents or states of their own, `prefill` is "split" and
+            the tokens of this model cannot be dealt, or an argument is out of range.
     """
     if prefill_chunk_size is not None and prefill_chunk_size < 1:
         raise ValueError(f"enable: prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
