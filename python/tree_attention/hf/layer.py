@@ -64,7 +64,6 @@ class TreeCacheLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
     is_compileable = False
-    is_interrupted = False  # whether the last forward pass is known not to have ended
 
     window: int | None = None  # no query sees more slots than this; None: any
     first = 0  # the global slot from which on this layer holds all slots, on all ranks together
@@ -194,6 +193,11 @@ class TreeCacheLayer(CacheLayerMixin):
         """Writes tokens to these places of the buffers, in 8 bits."""
         slot_mapping = slots.expand(keys.shape[0], -1)
         append_kv(keys, values, self.keys, self.values, slot_mapping, **self.scales())
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the last forward pass is known not to have ended."""
+        return False
 
     @property
     def kv_length(self) -> int:
