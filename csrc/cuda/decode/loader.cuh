@@ -211,7 +211,7 @@ class Loader {
   char* queries_;
   TileCursor<Config> next_;  // the next tile to request
   CachePointers<Cached> cache_;
-  // Of the next tile, if there are pages.
+  // The pages of the next tile's keys and of their scales; not set without pages.
   TilePages<Chunks> pages_;
   TilePages<Scales> scale_pages_;
 };

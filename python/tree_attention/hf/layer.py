@@ -247,11 +247,6 @@ class TreeCacheLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
-            rows = torch.arange(self.keys.shape[0], device=self.keys.device)
-            self.batch_select_indices(rows.repeat_interleave(int(repeats)))
-
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.is_initialized:
             rows = indices.to(self.keys.device)

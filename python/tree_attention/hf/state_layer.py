@@ -17,7 +17,8 @@ _STATES = ("linear_attention", "conv")
 _NOTHING = ("moe", "mlp")
 
 # Models whose layers go on from a state with several tokens, so that prompts may be read in chunks.
-# Those of others, as Bamba and Jamba, begin anew with every chunk in transformers 5.23.
+# The layers of other models, as Bamba and Jamba, forget the state with every chunk in transformers
+# 5.23.
 _GO_ON_FROM_A_STATE = {
     "granitemoehybrid",
     "lfm2",
