@@ -18,6 +18,7 @@ CPU_SOURCES = [
     "csrc/module.cpp",
     "csrc/decode_args.cpp",
     "csrc/merge_args.cpp",
+    "csrc/range_parts.cpp",
     "csrc/append_args.cpp",
     "csrc/schedule.cpp",
     "csrc/cpu/append.cpp",

@@ -9,14 +9,41 @@
 #include "append_args.h"
 #include "decode_args.h"
 #include "merge_args.h"
+#include "range_parts.h"
 
 namespace tree_attention {
 
-template <void (*launch)(const DecodeParams&), typename... Args>
+template <void (*launch)(const DecodeParams&), void (*launch_merge)(const MergeParams&),
+          typename... Args>
 struct DecodeOperators {
   static std::tuple<at::Tensor, at::Tensor> run(Args... inputs) {
     const DecodeArgs args{inputs...};
     const c10::DeviceGuard guard(args.q.device());
+    if (has_several_ranges(args)) {
+      return run_ranges(args, args.out_dtype.value_or(args.q.scalar_type()));
+    }
+    return run_range(args);
+  }
+
+  static void run_out(Args... inputs, at::Tensor& o, at::Tensor& lse) {
+    const DecodeArgs args{inputs...};
+    const c10::DeviceGuard guard(args.q.device());
+    if (has_several_ranges(args)) {
+      // The merge writes contiguous outputs; the caller's have any strides.
+      const auto [merged_o, merged_lse] = run_ranges(args, o.scalar_type());
+      DecodeParams unused{};
+      set_outputs(unused, args, o, lse);
+      o.copy_(merged_o);
+      lse.copy_(merged_lse);
+      return;
+    }
+    DecodeParams params = check_inputs(args);
+    set_outputs(params, args, o, lse);
+    launch(params);
+  }
+
+ private:
+  static std::tuple<at::Tensor, at::Tensor> run_range(const DecodeArgs& args) {
     DecodeParams params = check_inputs(args);
     auto [o, lse] = allocate_outputs(args);
     set_outputs(params, args, o, lse);
@@ -24,19 +51,20 @@ struct DecodeOperators {
     return {o, lse};
   }
 
-  static void run_out(Args... inputs, at::Tensor& o, at::Tensor& lse) {
-    const DecodeArgs args{inputs...};
-    const c10::DeviceGuard guard(args.q.device());
-    DecodeParams params = check_inputs(args);
-    set_outputs(params, args, o, lse);
-    launch(params);
+  static std::tuple<at::Tensor, at::Tensor> run_ranges(const DecodeArgs& args,
+                                                       at::ScalarType out_dtype) {
+    const RangeParts parts(args);
+    const auto [o, lse] = run_range(parts.call());
+    const MergeCall merge = prepare_merge(parts.by_range(o), parts.by_range(lse), out_dtype);
+    launch_merge(merge.params);
+    return {merge.o, merge.lse};
   }
 };
 
 // The types are those of DecodeArgs: the dispatcher compares them with the schema.
-template <void (*launch)(const DecodeParams&)>
+template <void (*launch)(const DecodeParams&), void (*launch_merge)(const MergeParams&)>
 using LeanDecode =
-    DecodeOperators<launch, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+    DecodeOperators<launch, launch_merge, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                     const std::optional<at::Tensor>&, std::optional<double>, double,
                     const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
                     at::IntArrayRef, const std::optional<at::Tensor>&,

@@ -63,8 +63,8 @@ TORCH_LIBRARY(tree_attention, m) {
 }
 
 TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
-  m.impl("lean_decode", LeanDecode<cpu::lean_decode>::run);
-  m.impl("lean_decode.out", LeanDecode<cpu::lean_decode>::run_out);
+  m.impl("lean_decode", LeanDecode<cpu::lean_decode, cpu::merge_states>::run);
+  m.impl("lean_decode.out", LeanDecode<cpu::lean_decode, cpu::merge_states>::run_out);
   m.impl("merge_states", MergeStates<cpu::merge_states>::run);
   m.impl("merge_states.out", MergeStates<cpu::merge_states>::run_out);
   m.impl("append_kv", append_kv<cpu::append_kv>);
@@ -73,8 +73,8 @@ TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
 
 #ifdef TREE_ATTENTION_WITH_CUDA
 TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
-  m.impl("lean_decode", LeanDecode<cuda::lean_decode>::run);
-  m.impl("lean_decode.out", LeanDecode<cuda::lean_decode>::run_out);
+  m.impl("lean_decode", LeanDecode<cuda::lean_decode, cuda::merge_states>::run);
+  m.impl("lean_decode.out", LeanDecode<cuda::lean_decode, cuda::merge_states>::run_out);
   m.impl("merge_states", MergeStates<cuda::merge_states>::run);
   m.impl("merge_states.out", MergeStates<cuda::merge_states>::run_out);
   m.impl("one_shot", cuda::one_shot<cuda::launch_one_shot>);

@@ -28,6 +28,7 @@ BRIDGE = [
             "append_args.cpp",
             "decode_args.cpp",
             "merge_args.cpp",
+            "range_parts.cpp",
         )
     ),
 ]

@@ -148,7 +148,8 @@ def paginate(
 
 
 def make_key_ranges(kind: str, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor | None:
-    """int32 `[batch, seqlen_q, 2]` of a named kind; None for `all`."""
+    """int32 `[batch, seqlen_q, 2]` of a named kind, or three of them per query for `several`; None
+    for `all`."""
     i = torch.arange(seqlen_q)
     length = torch.randint(seqlen_k + 1, (batch, 1))
     if kind == "all":
@@ -162,9 +163,10 @@ def make_key_ranges(kind: str, batch: int, seqlen_q: int, seqlen_k: int) -> Tens
     elif kind == "window":
         end = (length - seqlen_q + 1 + i).clamp(min=0)
         begin = (end - 7).clamp(min=0)
-    else:
-        assert kind == "random"  # empty, inverted and beyond the cache among them
-        begin, end = torch.randint(-3, seqlen_k + 4, (2, batch, seqlen_q))
+    else:  # empty, inverted and beyond the cache among them; several also overlap
+        assert kind in ("random", "several")
+        each = (3,) if kind == "several" else ()
+        begin, end = torch.randint(-3, seqlen_k + 4, (2, batch, seqlen_q, *each))
     return torch.stack([begin, end], -1).int()
 
 
@@ -257,7 +259,8 @@ def make_problem(
         if page_size:  # the last page's tail is no key
             key_ranges = key_ranges.clamp(max=seqlen_k)
         j = torch.arange(seqlen_k)
-        seen = ((key_ranges[..., :1] <= j) & (j < key_ranges[..., 1:])).any(1)
+        ranges_of_all = key_ranges.flatten(1, -2)
+        seen = ((ranges_of_all[..., :1] <= j) & (j < ranges_of_all[..., 1:])).any(1)
         for x in (k, v):
             x.masked_fill_(~seen[:, None, :, None], NAN)
     if alibi:

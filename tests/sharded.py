@@ -24,6 +24,13 @@ CASES: dict[str, dict[str, Any]] = {
     "window, softcap": {"seqlen_q": 5, "ranges": "window", "softcap": 3.0, "softmax_scale": 0.2},
     "alibi": {"seqlen_q": 3, "ranges": "causal", "alibi": True, "key_layout": (0, 1, 1)},
     "rows without keys": {"batch": 3, "seqlen_q": 9, "ranges": "random"},
+    "several ranges": {
+        "batch": 3,
+        "seqlen_q": 2,
+        "ranges": "several",
+        "alibi": 1 / 64,
+        "key_layout": (0, 1, 1),
+    },
     "odd strides": {"layout": "unaligned", "head_dim": 24, "seqlen_q": 2},
     "peaked scores": {"score_size": 30.0},
     "int8": {"kv_dtype": torch.int8, "dtype": torch.bfloat16, "seqlen_q": 2, "ranges": "causal"},

@@ -151,7 +151,9 @@ def lean_decode(
             `num_heads_q` is a multiple of `num_heads_kv`; `v` may have another head_dim.
         key_ranges: int32 `[batch, seqlen_q, 2]`, the half-open range of keys each query sees,
             clamped to `[0, seqlen_k]`. The only mask: ragged lengths, padding, causal queries and
-            windows are ranges. None: all keys.
+            windows are ranges. None: all keys. With `[batch, seqlen_q, num_ranges, 2]` a query
+            sees the union of its ranges, in any order, and each takes what its keys take; see
+            `tree_attention.patterns`.
         out_dtype: dtype of `o`, default q's; float32 when the state will be merged.
         out: `(o, lse)` to write into instead of new tensors, for example views of a send buffer.
         softmax_scale, softcap, alibi_slopes, query_positions, key_layout, page_table, k_scale,

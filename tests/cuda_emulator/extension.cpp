@@ -100,8 +100,9 @@ void install(int64_t seed, int64_t num_sms, int64_t shared_bytes_per_sm,
   emulator::options().resident_blocks = kResidentBlocks;
   library = std::make_unique<torch::Library>(torch::Library::IMPL, "tree_attention",
                                              c10::DispatchKey::CPU, __FILE__, __LINE__);
-  library->impl("lean_decode", LeanDecode<emulated_lean_decode>::run);
-  library->impl("lean_decode.out", LeanDecode<emulated_lean_decode>::run_out);
+  library->impl("lean_decode", LeanDecode<emulated_lean_decode, emulated_merge_states>::run);
+  library->impl("lean_decode.out",
+                LeanDecode<emulated_lean_decode, emulated_merge_states>::run_out);
   library->impl("merge_states", MergeStates<emulated_merge_states>::run);
   library->impl("merge_states.out", MergeStates<emulated_merge_states>::run_out);
   library->impl("append_kv", append_kv<emulated_append_kv>);

@@ -12,7 +12,7 @@ from helpers import Problem, assert_same_bits, make_problem
 from tree_attention import lean_decode, merge_states
 from tree_attention.sharding import BlockCyclic, Contiguous, ContiguousThenCyclic
 
-KINDS = ["all", "ragged", "left padded", "causal", "window", "random"]
+KINDS = ["all", "ragged", "left padded", "causal", "window", "random", "several"]
 
 
 @st.composite

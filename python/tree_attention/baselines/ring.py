@@ -193,7 +193,8 @@ class _Manifest:
 
     k_shape_0: int  # batch, or pages
     k_shape_2: int  # keys, or the size of a page
-    has_key_ranges: int
+    key_ranges_dim: int  # 0 where there are none
+    num_ranges: int  # of a query, where it has several
     page_table_dim: int  # 0 where there is none
     page_table_size: int
     first: int
@@ -204,12 +205,13 @@ class _Manifest:
 
     @staticmethod
     def of(shard: _Shard) -> "_Manifest":
-        table = shard.page_table
+        table, ranges = shard.page_table, shard.key_ranges
         first, block, stride = shard.key_layout
         return _Manifest(
             k_shape_0=shard.k.shape[0],
             k_shape_2=shard.k.shape[2],
-            has_key_ranges=int(shard.key_ranges is not None),
+            key_ranges_dim=0 if ranges is None else ranges.dim(),
+            num_ranges=0 if ranges is None else ranges.shape[2],
             page_table_dim=0 if table is None else table.dim(),
             page_table_size=0 if table is None else table.shape[-1],
             first=first,
@@ -248,7 +250,8 @@ class _Manifest:
             ((self.k_shape_0, num_heads_kv, self.k_shape_2, x.shape[3]), x.dtype)
             for x in (like.k, like.v)
         )
-        ranges = ((batch, seqlen_q, 2), torch.int32)
+        each = (2,) if self.key_ranges_dim == 3 else (self.num_ranges, 2)
+        ranges = ((batch, seqlen_q, *each), torch.int32)
         lists = (batch,) if self.page_table_dim == 2 else (batch, num_heads_kv)
         table = ((*lists, self.page_table_size), torch.int32)
         scale = (k[0][:3], torch.float32)
@@ -257,7 +260,7 @@ class _Manifest:
             v,
             None if like.k_scale is None else scale,
             None if like.v_scale is None else scale,
-            ranges if self.has_key_ranges else None,
+            ranges if self.key_ranges_dim else None,
             table if self.page_table_dim else None,
         ]
 

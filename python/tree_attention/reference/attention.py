@@ -2,7 +2,7 @@
 """Attention and the merge of partial states in float64: what every kernel is tested against."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,18 +44,18 @@ def attention(
     lse = torch.full(o.shape[:-1], -math.inf, dtype=dtype, device=q.device)
     for b in range(batch):
         for i in range(seqlen_q):
-            begin, end = (0, seqlen_k) if key_ranges is None else key_ranges[b, i].tolist()
-            begin, end = max(begin, 0), min(end, seqlen_k)
-            if begin >= end:
+            ranges = [[0, seqlen_k]] if key_ranges is None else key_ranges[b, i].reshape(-1, 2)
+            j = _union(ranges, seqlen_k).to(q.device)
+            if not len(j):
                 continue
             q_i = q[b, :, i].to(dtype).reshape(num_heads_kv, group_size, head_dim)
-            # keys, values: [num_heads_kv, end - begin, head_dim]
-            keys = _visible(k, b, begin, end, page_table).to(dtype)
-            values = _visible(v, b, begin, end, page_table).to(dtype)
+            # keys, values: [num_heads_kv, len(j), head_dim]
+            keys = _tokens(k, b, j, page_table).to(dtype)
+            values = _tokens(v, b, j, page_table).to(dtype)
             if k_scale is not None:
-                keys = keys * _visible(k_scale, b, begin, end, page_table).to(dtype)[..., None]
+                keys = keys * _tokens(k_scale, b, j, page_table).to(dtype)[..., None]
             if v_scale is not None:
-                values = values * _visible(v_scale, b, begin, end, page_table).to(dtype)[..., None]
+                values = values * _tokens(v_scale, b, j, page_table).to(dtype)[..., None]
 
             scores = scale * torch.einsum("hgd,hnd->hgn", q_i, keys)
             if softcap:
@@ -63,7 +63,6 @@ def attention(
             if alibi_slopes is not None:
                 assert query_positions is not None
                 first, block, stride = key_layout
-                j = torch.arange(begin, end, device=q.device)
                 key_positions = first + j // block * stride + j % block
                 slopes = alibi_slopes.to(dtype).reshape(num_heads_kv, group_size, 1)
                 scores = scores - slopes * (query_positions[b, i] - key_positions)
@@ -76,16 +75,22 @@ def attention(
     return o, lse
 
 
-def _visible(x: Tensor, b: int, begin: int, end: int, page_table: Tensor | None) -> Tensor:
-    """Keys, values or scales `[begin, end)` of sequence `b`: `[num_heads_kv, end - begin, ...]`."""
+def _union(ranges: Iterable[Sequence[int]], seqlen_k: int) -> Tensor:
+    """The keys below `seqlen_k` that are in any of the half-open ranges."""
+    is_visible = torch.zeros(seqlen_k, dtype=torch.bool)
+    for begin, end in ranges:
+        is_visible[max(begin, 0) : max(end, 0)] = True
+    return is_visible.nonzero().flatten()
+
+
+def _tokens(x: Tensor, b: int, j: Tensor, page_table: Tensor | None) -> Tensor:
+    """The rows `j` of sequence `b` in keys, values or scales: `[num_heads_kv, len(j), ...]`."""
     if page_table is None:
-        return x[b, :, begin:end]
+        return x[b][:, j]
     num_heads_kv, page_size = x.shape[1], x.shape[2]
-    first_page, last_page = begin // page_size, (end - 1) // page_size
-    pages = page_table[b].expand(num_heads_kv, -1)[:, first_page : last_page + 1].long()
+    pages = page_table[b].expand(num_heads_kv, -1)[:, j // page_size].long()
     heads = torch.arange(num_heads_kv, device=x.device)[:, None]
-    tokens = x[pages, heads].flatten(1, 2)
-    return tokens[:, begin - first_page * page_size : end - first_page * page_size]
+    return x[pages, heads, j % page_size]
 
 
 def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
