@@ -48,7 +48,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`tree_attention.hf`, `.patterns` and `.reference` are imported when first used."""
-    if name in ("hf", "patterns", "reference"):
+    """`tree_attention.hf`, `patterns`, `positions`, `reference` are imported when first used."""
+    if name in ("hf", "patterns", "positions", "reference"):
         return importlib.import_module(f"tree_attention.{name}")
     raise AttributeError(f"module 'tree_attention' has no attribute {name!r}")

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Positions that enter attention as a bias of the scores: ALiBi, and the buckets of T5.
+
+Positions that enter before attention need nothing here: rotary ones turn q and k, learned and
+sinusoidal ones are added to the embeddings, and the cache holds keys that know their place.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from .ops import AttentionOptions, lean_decode, merge_states
+
+
+def alibi_slopes(num_heads_q: int) -> Tensor:
+    """The published slopes of ALiBi for `lean_decode`, float32 `[num_heads_q]`.
+
+    Equivalent PyTorch, where `num_heads_q` is a power of two::
+
+        2.0 ** (-8.0 / num_heads_q * torch.arange(1, num_heads_q + 1))
+
+    Else the slopes of the power of two below, followed by every second one of the next power.
+
+    Raises:
+        ValueError: `num_heads_q` is below 1.
+
+    Source: ALiBi (arXiv:2108.12409), section 3, and its authors' code for other numbers of heads.
+    """
+    if num_heads_q < 1:
+        raise ValueError(f"alibi_slopes: num_heads_q must be at least 1, got {num_heads_q}")
+    below = 1 << num_heads_q.bit_length() - 1
+    exponents = [8.0 * i / below for i in range(1, below + 1)]
+    exponents += [8.0 * i / (2 * below) for i in range(1, 2 * (num_heads_q - below), 2)]
+    return torch.tensor([2.0**-x for x in exponents])
+
+
+def t5_ranges(slots: Tensor, *, num_buckets: int = 32, max_distance: int = 128) -> Tensor:
+    """The slots in each bucket of T5's relative positions, for the queries of a decoder.
+
+    Args:
+        slots: the slots of the queries, integers `[batch, seqlen_q]`.
+        num_buckets: half of them hold one distance each, from 0 on. The others grow by a constant
+            factor up to `max_distance`; the last one also has all that lies further back.
+
+    Returns:
+        int32 `[batch, seqlen_q, num_buckets, 2]`, half-open ranges of slots by bucket. Together
+        they are the slots up to the query's own.
+
+    Raises:
+        ValueError: `num_buckets` is below 2, or `max_distance` not above half of it.
+
+    Source: T5 (arXiv:1910.10683), section 2.1, and `_relative_position_bucket` of its code.
+    """
+    exact = num_buckets // 2
+    if num_buckets < 2 or max_distance <= exact:
+        raise ValueError(
+            "t5_ranges: num_buckets must be at least 2 and max_distance above half of it, got "
+            f"{num_buckets} and {max_distance}"
+        )
+    # In float32 as in T5, where a distance at the edge of a bucket may be rounded across it.
+    distances = torch.arange(max_distance, dtype=torch.float32)
+    scale = (num_buckets - exact) / math.log(max_distance / exact)
+    large = exact + ((distances / exact).log() * scale).clamp(min=0).long()
+    buckets = torch.where(distances < exact, distances.long(), large.clamp(max=num_buckets - 1))
+    # The first distance of every bucket, and the end of the last.
+    first = torch.searchsorted(buckets, torch.arange(num_buckets + 1)).to(slots.device)
+    ends = slots[..., None] + 1 - first[:-1]
+    begins = slots[..., None] + 1 - first[1:]
+    begins[..., -1] = 0
+    return torch.stack([begins, ends], dim=-1).clamp(min=0).int()
+
+
+def decode_with_range_bias(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_ranges: Tensor,
+    bias: Tensor,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]:
+    """`lean_decode` with a bias of the scores that is the same for all keys of a range.
+
+    Equivalent PyTorch, where range r of a query holds key j::
+
+        scores[..., j] = q @ k[j] * softmax_scale + bias[:, r]
+
+    One call for each range, as a constant added to scores is added to their `lse`. On shards, give
+    each rank its local ranges (`patterns.local`) and merge what the ranks return.
+
+    Args:
+        key_ranges: int32 `[batch, seqlen_q, num_ranges, 2]`; no two ranges of a query share a key.
+        bias: float32 `[num_heads_q, num_ranges]`, for T5 the transposed embedding of its buckets.
+
+    Returns:
+        o and lse as of `lean_decode`.
+
+    Raises:
+        ValueError: `bias` has another shape.
+        RuntimeError: `lean_decode` refuses an argument.
+    """
+    if bias.shape != (q.shape[1], key_ranges.shape[2]):
+        raise ValueError(
+            "decode_with_range_bias: bias must have shape [num_heads_q, num_ranges] = "
+            f"{[q.shape[1], key_ranges.shape[2]]}, got {list(bias.shape)}"
+        )
+    states = [
+        lean_decode(q, k, v, ranges, out_dtype=torch.float32, **options)
+        for ranges in key_ranges.unbind(2)
+    ]
+    o_parts, lse_parts = (torch.stack(x) for x in zip(*states, strict=True))
+    return merge_states(o_parts, lse_parts + bias.T[:, None, :, None], out_dtype=q.dtype)
