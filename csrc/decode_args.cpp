@@ -179,7 +179,7 @@ DecodeParams check_inputs(const DecodeArgs& args) {
   check_key_ranges(params, args);
   check_scores(params, args);
   params.out_dtype = data_type(out_dtype(args), kOp, "out_dtype");
-  CHECK_ARG(args.num_workers >= 0, "num_workers must not be negative, got ", args.num_workers);
+  CHECK_ARG(args.num_workers >= -1, "num_workers must be at least -1, got ", args.num_workers);
   params.num_workers = kCheck.to_int32("num_workers", args.num_workers);
   return params;
 }

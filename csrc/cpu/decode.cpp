@@ -59,7 +59,7 @@ class Scratch {
 
 // Outputs in the order (sequence, kv head, row block), and their tiles on the line.
 struct Schedule {
-  int64_t blocks_per_head, rows_per_block;
+  int64_t blocks_per_head, rows_per_block, tile_keys;
   std::vector<KeyRange> hulls;        // [batch, row block]: all keys that a row of the block sees
   std::vector<int64_t> tile_offsets;  // [outputs + 1]
   Partition partition;
@@ -82,6 +82,8 @@ struct Schedule {
 void build_schedule(const DecodeParams& p, int64_t rows_per_block, Schedule& schedule) {
   const int64_t group_size = p.group_size(), num_rows = group_size * p.seqlen_q;
   schedule.rows_per_block = rows_per_block;
+  // An output of one tile is not cut.
+  schedule.tile_keys = p.num_workers < 0 ? std::max(p.seqlen_k, int64_t{1}) : kTileKeys;
   schedule.blocks_per_head = (num_rows + rows_per_block - 1) / rows_per_block;
   schedule.hulls.clear();
   schedule.tile_offsets.assign(1, 0);
@@ -100,13 +102,13 @@ void build_schedule(const DecodeParams& p, int64_t rows_per_block, Schedule& sch
       for (int64_t block = 0; block < schedule.blocks_per_head; ++block) {
         const int64_t num_keys = hulls[block].end - hulls[block].begin;
         schedule.tile_offsets.push_back(schedule.tile_offsets.back() +
-                                        (num_keys + kTileKeys - 1) / kTileKeys);
+                                        (num_keys + schedule.tile_keys - 1) / schedule.tile_keys);
       }
     }
   }
   const int64_t num_tiles = schedule.tile_offsets.back();
   int64_t max_workers = p.num_workers;
-  if (max_workers == 0) {
+  if (max_workers <= 0) {
     const bool serial =
         at::in_parallel_region() || work * (p.head_dim + p.head_dim_v) < kParallelWork;
     const int64_t min_tiles = std::max(kMinWorkerTiles, kMinWorkerTilesPerRow * rows_per_block);
@@ -207,8 +209,9 @@ struct Launch {
       const int64_t tile_end = std::min(line_end, output_end);
       const Rows rows = schedule.rows(params, output);
       const KeyRange hull = schedule.hull(rows);
-      const KeyRange keys{hull.begin + (tile - output_begin) * kTileKeys,
-                          std::min(hull.end, hull.begin + (tile_end - output_begin) * kTileKeys)};
+      const KeyRange keys{
+          hull.begin + (tile - output_begin) * schedule.tile_keys,
+          std::min(hull.end, hull.begin + (tile_end - output_begin) * schedule.tile_keys)};
       if (tile == output_begin && tile_end == output_end) {
         isa.attend(params, rows, keys, workspace, own.o(0), own.lse(0));
         isa.store(params, rows, own.o(0), own.lse(0));

@@ -46,6 +46,8 @@ void check_supported(const DecodeParams& p) {
   check_head_dim("head_dim of v", p.head_dim_v, p);
   TORCH_CHECK(p.seqlen_k <= kMaxKeys, "lean_decode: seqlen_k must be at most ", kMaxKeys,
               " on CUDA, got ", p.seqlen_k);
+  TORCH_CHECK(p.num_workers >= 0, "lean_decode: num_workers must not be negative on CUDA, got ",
+              p.num_workers);
   const bool paged = p.page_table != nullptr;
   const int64_t q_sizes[3] = {p.batch, p.num_heads_q, p.seqlen_q};
   const int64_t k_sizes[3] = {paged ? p.num_pages : p.batch, p.num_heads_kv,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
+from .deterministic import decode_by_blocks
 from .exchange import Communicator, ExchangeOptions, check_options, get_communicator
 from .exchange.arguments import check_no_gradient, check_state
 from .exchange.graph import add_collective
@@ -38,6 +39,7 @@ def tree_decode(
     payload_dtype: torch.dtype = torch.float32,
     head_sharded: bool = False,
     overlap: int = 1,
+    deterministic: int = 0,
     explain: bool = False,
     timeout: float | timedelta | None = None,
     **options: Unpack[AttentionOptions],
@@ -68,6 +70,12 @@ def tree_decode(
         overlap: into how many parts of sequences, or of heads, the call is cut so that one is
             exchanged while the next computes; at least 1, which does not overlap. There are never
             more parts than sequences, or heads of keys.
+        deterministic: 0, the default, or a number of global slots, for example 4096. The bits are
+            then the same for every number of ranks, of threads and of other sequences in the batch,
+            on CPUs with the same instruction set. Keys are cut at multiples of so many slots, each
+            rank's key_layout must cut there too, and ranks send a state for each of these blocks.
+            Only with strategy "auto" and a float32 payload, on the CPU, without head_sharded and
+            overlap.
         explain: print on rank 0 which strategy was taken, and the row of a table that decided.
         timeout: seconds, or a `datetime.timedelta`, in which an exchange returns or raises, 30
             unless the communicator says otherwise. Each part has as many. A number where
@@ -108,6 +116,7 @@ def tree_decode(
             payload_dtype=payload_dtype,
             head_sharded=head_sharded,
             overlap=overlap,
+            deterministic=deterministic,
             explain=explain,
             timeout=timeout,
             **options,
@@ -124,10 +133,18 @@ def tree_decode(
                 f"tree_decode: overlap must be an integer of at least 1, got {overlap}"
             )
         exchange = ExchangeOptions(strategy, out_dtype or q.dtype, payload_dtype, head_sharded)
+        if deterministic:
+            _check_deterministic(deterministic, exchange, overlap, q)
         # lean_decode refuses tensors of other dimensions.
-        if comm.world_size == 1 or any(x.dim() != 4 for x in (q, k_local, v_local)):
+        is_refused = any(x.dim() != 4 for x in (q, k_local, v_local))
+        if is_refused or (comm.world_size == 1 and not deterministic):
             dtype = exchange.out_dtype
             return lean_decode(q, k_local, v_local, key_ranges, out_dtype=dtype, **options)
+    if deterministic:
+        return decode_by_blocks(
+            comm, q, k_local, v_local, key_ranges, deterministic, exchange.out_dtype, seconds,
+            **options,
+        )  # fmt: skip
     signature = (
         ("num_heads_kv", k_local.shape[1]),
         ("head_dim", q.shape[3]),
@@ -150,6 +167,25 @@ def tree_decode(
             lean_decode(q, k_local, v_local, key_ranges, out=(state.o, state.lse), **options)
             check_state("tree_decode", state.o, state.lse)
         return comm.merge("tree_decode", signature, state, exchange, seconds, explain=explain)
+
+
+def _check_deterministic(size: int, exchange: ExchangeOptions, overlap: int, q: Tensor) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise ValueError(
+            f"tree_decode: deterministic must be an integer of at least 0, got {size!r}"
+        )
+    given = {
+        "strategy": (exchange.strategy, "auto"),
+        "payload_dtype": (exchange.payload_dtype, torch.float32),
+        "head_sharded": (exchange.head_sharded, False),
+        "overlap": (overlap, 1),
+        "the device": (q.device.type, "cpu"),
+    }
+    for name, (value, needed) in given.items():
+        if value != needed:
+            raise ValueError(
+                f"tree_decode: with deterministic={size} {name} must be {needed}, got {value}"
+            )
 
 
 def _run(
@@ -183,10 +219,10 @@ def _fake(
 _in_graph = add_collective(
     "tree_decode(Tensor q, Tensor k_local, Tensor v_local, Tensor? key_ranges, str group, *, "
     "str strategy, ScalarType? out_dtype, ScalarType payload_dtype, bool head_sharded, "
-    "int overlap, bool explain, float? timeout, float? softmax_scale=None, float softcap=0.0, "
-    "Tensor? alibi_slopes=None, Tensor? query_positions=None, int[] key_layout=[0, 1, 1], "
-    "Tensor? page_table=None, Tensor? k_scale=None, Tensor? v_scale=None, int num_workers=0) "
-    "-> (Tensor o, Tensor lse)",
+    "int overlap, int deterministic, bool explain, float? timeout, float? softmax_scale=None, "
+    "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? query_positions=None, "
+    "int[] key_layout=[0, 1, 1], Tensor? page_table=None, Tensor? k_scale=None, "
+    "Tensor? v_scale=None, int num_workers=0) -> (Tensor o, Tensor lse)",
     _run,
     _fake,
 )

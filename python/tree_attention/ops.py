@@ -49,7 +49,8 @@ class AttentionOptions(TypedDict, total=False):
     num_workers: int
     """0, the default, is one to eight workers per thread, the more the more keys there are, or one
     per resident block of a GPU. A fixed number splits the keys in the same way, and so gives the
-    same bits, on any number of threads."""
+    same bits, on any number of threads. With -1, on the CPU, no two workers share the keys of a
+    sequence and head: its bits do not depend on the rest of the batch either."""
 
 
 _OPTION_NAMES = frozenset(AttentionOptions.__annotations__)

@@ -128,7 +128,7 @@ DECODE = [
     *_values("softcap", NAN, INF, -1.0, 1e300, 1e-300, "1", None),
     *_values("key_layout", (0, 1), (-1, 1, 1), (0, 0, 1), (0, 2, 1), (0, 1, 2**63), "011", 1, None,
              (0.5, 1, 1), (0, 1, 1, 1)),
-    *_values("num_workers", -1, 2**40, 2**70, "1", 1.5, None),
+    *_values("num_workers", -2, 2**40, 2**70, "1", 1.5, None),
     *_values("no_such_option", 1),
 ]  # fmt: skip
 

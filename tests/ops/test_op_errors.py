@@ -338,7 +338,7 @@ DECODE = {
         lambda: decode(out_dtype=torch.float64),
         "out_dtype must be float32, bfloat16 or float16, got float64",
     ),
-    "num_workers": (lambda: decode(num_workers=-1), "num_workers must not be negative, got -1"),
+    "num_workers": (lambda: decode(num_workers=-2), "num_workers must be at least -1, got -2"),
     "too many workers": (
         lambda: decode(num_workers=LIMIT),
         f"num_workers must be below 2^31, got {LIMIT}",

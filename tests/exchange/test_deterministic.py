@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""tree_decode(deterministic=n): the same bits for every world size, thread count and batch."""
+
+import pytest
+import torch
+
+from distributed import run_ranks
+from helpers import Problem, assert_same_bits, make_problem
+from tree_attention import BlockCyclic, Contiguous, lean_decode, tree_decode
+from tree_attention.exchange import Communicator
+
+SIZE = 32
+CASES = {
+    "bf16 causal": {"dtype": torch.bfloat16, "seqlen_q": 3, "ranges": "causal"},
+    "fp32 ragged": {"batch": 3, "ranges": "ragged", "group_size": 3},
+    "window, alibi": {"seqlen_q": 2, "ranges": "window", "alibi": 1 / 64},
+    "several ranges": {"ranges": "several", "seqlen_q": 2},
+    "int8": {"dtype": torch.bfloat16, "kv_dtype": torch.int8},
+    "many rows": {"dtype": torch.bfloat16, "seqlen_q": 40, "ranges": "causal"},
+}
+
+
+def make_case(case: str) -> Problem:
+    torch.manual_seed(2)
+    problem = make_problem(seqlen_k=500, **{"batch": 2, **CASES[case]})
+    problem.options.pop("key_layout", None)
+    return problem
+
+
+def decode(problem: Problem, layout, rank: int, **options):
+    shard = problem.shard(layout, rank)
+    shard.options["key_layout"] = layout.key_layout(rank)
+    result = tree_decode(
+        shard.q, shard.k, shard.v, shard.key_ranges, deterministic=SIZE, **shard.options, **options
+    )
+    problem.check(*result)
+    return result
+
+
+def decode_shards(rank: int, world_size: int, case: str, threads: int):
+    torch.set_num_threads(threads)
+    problem = make_case(case)
+    cyclic = decode(problem, BlockCyclic(world_size, 64), rank)
+    cuts = [round(500 / SIZE * i / world_size) * SIZE for i in range(world_size)]
+    assert_same_bits(decode(problem, Contiguous((*cuts, 500)), rank), cyclic)
+    return cyclic
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_bits_for_every_world_and_thread_count(case: str) -> None:
+    expected = decode(make_case(case), BlockCyclic(1, 64), 0)
+    for world_size, threads in ((1, 3), (2, 2), (3, 1), (7, 1)):
+        for result in run_ranks(decode_shards, world_size, case, threads):
+            assert_same_bits(result, expected)
+
+
+@pytest.mark.parametrize("world_size", [4, 5, 6])
+def test_same_bits_for_other_worlds(world_size: int) -> None:
+    expected = decode(make_case("bf16 causal"), BlockCyclic(1, 64), 0)
+    for result in run_ranks(decode_shards, world_size, "bf16 causal", 1):
+        assert_same_bits(result, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_bits_beside_other_sequences(case: str) -> None:
+    whole = make_case(case)
+    o, lse = tree_decode(
+        whole.q, whole.k, whole.v, whole.key_ranges, deterministic=SIZE, **whole.options
+    )
+    one = slice(1, 2)
+    options = {
+        name: x[one] if name in ("query_positions", "k_scale", "v_scale") else x
+        for name, x in whole.options.items()
+    }
+    ranges = None if whole.key_ranges is None else whole.key_ranges[one]
+    alone = tree_decode(
+        whole.q[one], whole.k[one], whole.v[one], ranges, deterministic=SIZE, **options
+    )
+    assert_same_bits(alone, (o[one], lse[one]))
+
+
+def test_otherwise_bits_depend_on_the_batch_and_the_world() -> None:
+    """What the option is for."""
+    torch.manual_seed(1)
+    problem = make_problem(batch=4, seqlen_k=3000, head_dim=128)
+    whole = lean_decode(problem.q, problem.k, problem.v, num_workers=7)
+    alone = lean_decode(problem.q[1:2], problem.k[1:2], problem.v[1:2], num_workers=7)
+    assert not torch.equal(alone[0], whole[0][1:2])
+    fixed = lean_decode(problem.q, problem.k, problem.v, num_workers=-1)
+    one = lean_decode(problem.q[1:2], problem.k[1:2], problem.v[1:2], num_workers=-1)
+    assert_same_bits(one, tuple(x[1:2] for x in fixed))
+    problem.check(*fixed)
+
+
+def test_empty_shards_and_no_keys() -> None:
+    problem = make_problem(seqlen_k=0)
+    o, lse = tree_decode(problem.q, problem.k, problem.v, deterministic=SIZE)
+    assert (o == 0).all() and lse.isneginf().all()
+
+
+def test_pages() -> None:
+    problem = make_problem(seqlen_k=200, page_size=16)
+    plain = make_problem(seqlen_k=200)
+    assert plain.k.shape[2] == 200
+    result = tree_decode(
+        problem.q, problem.k, problem.v, problem.key_ranges, deterministic=SIZE, **problem.options
+    )
+    problem.check(*result)
+
+
+def refuse_one_block_on_two_ranks(rank: int, world_size: int) -> None:
+    problem = make_problem(seqlen_k=64)
+    with pytest.raises(
+        ValueError, match=r"no two ranks may hold keys of one block, got the blocks"
+    ):
+        tree_decode(problem.q, problem.k, problem.v, deterministic=SIZE)
+
+
+def test_ranks_that_say_the_same_keys_are_refused() -> None:
+    run_ranks(refuse_one_block_on_two_ranks, 2)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"deterministic": -1}, "deterministic must be an integer of at least 0, got -1"),
+        ({"deterministic": True}, "deterministic must be an integer of at least 0, got True"),
+        ({"strategy": "butterfly"}, "with deterministic=32 strategy must be auto, got butterfly"),
+        ({"payload_dtype": torch.bfloat16}, "payload_dtype must be torch.float32, got torch.bfl"),
+        ({"overlap": 2}, "overlap must be 1, got 2"),
+        ({"head_sharded": True}, "head_sharded must be False, got True"),
+        ({"key_layout": (0, 48, 96)}, r"cut at multiples of 32 global slots, got \(0, 48, 96\)"),
+        ({"key_layout": (16, 1, 1)}, r"cut at multiples of 32 global slots, got \(16, 1, 1\)"),
+    ],
+)  # fmt: skip
+def test_errors(options: dict, message: str) -> None:
+    problem = make_problem(seqlen_k=100)
+    with pytest.raises(ValueError, match=f"tree_decode: .*{message}"):
+        tree_decode(
+            problem.q,
+            problem.k,
+            problem.v,
+            **{"deterministic": SIZE, **options},
+            group=Communicator(),
+        )
