@@ -46,10 +46,14 @@ def tilted_scores(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     group_size = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group_size, dim=1) for x in (k, v))
-    scores = scale * (q @ k.mT) + zeta @ v.mT
+    return mask_scores(scale * (q @ k.mT) + zeta @ v.mT, key_ranges)
+
+
+def mask_scores(scores: Tensor, key_ranges: Tensor | None) -> Tensor:
+    """The scores, and -inf for the keys outside `key_ranges`."""
     if key_ranges is None:
         return scores
-    j = torch.arange(k.shape[2], device=k.device)
+    j = torch.arange(scores.shape[-1], device=scores.device)
     begin, end = key_ranges[:, None, :, :1], key_ranges[:, None, :, 1:]
     return scores.masked_fill((j < begin) | (j >= end), -torch.inf)
 
@@ -59,6 +63,17 @@ def largest_score(scores: Tensor) -> Tensor:
     if scores.shape[-1] == 0:
         return scores.new_full(scores.shape[:-1], -torch.inf)
     return scores.amax(dim=-1)
+
+
+def finite(shift: Tensor) -> Tensor:
+    """The shift, 0 for rows without keys: no difference of two infinities, which is NaN, arises."""
+    return shift.masked_fill(shift == -torch.inf, 0)
+
+
+def softmax_weights(scores: Tensor) -> Tensor:
+    """The weights of the keys of each row, all 0 for a row without keys."""
+    empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
+    return torch.softmax(scores, dim=-1).masked_fill(empty, 0)
 
 
 def energy(
@@ -97,8 +112,7 @@ def safe_energy(
         shift, relative: each `[batch, num_heads_q, seqlen_q]`; 0 and -inf for a row without keys.
     """
     scores = tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
-    shift = largest_score(scores).detach()
-    shift = shift.masked_fill(shift == -torch.inf, 0)
+    shift = finite(largest_score(scores).detach())
     return shift, torch.exp(scores - shift[..., None]).sum(dim=-1).log()
 
 
@@ -118,7 +132,7 @@ def energy_gradient(
     Returns:
         `[batch, num_heads_q, seqlen_q, head_dim_v]`; zero for a row without keys.
     """
-    weights = _weights(tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale))
+    weights = softmax_weights(tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale))
     return weights @ v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
 
@@ -139,7 +153,7 @@ def energy_hessian(
     Returns:
         `[batch, num_heads_q, seqlen_q, head_dim_v, head_dim_v]`; zero for a row without keys.
     """
-    weights = _weights(tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale))
+    weights = softmax_weights(tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale))
     v = v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     mean = weights @ v
     second_moment = torch.einsum("bhia,bhac,bhad->bhicd", weights, v, v)
@@ -165,8 +179,3 @@ def attention_from_energy(
         lse = energy(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
         (o,) = torch.autograd.grad(lse.sum(), zeta)
     return o, lse.detach()
-
-
-def _weights(scores: Tensor) -> Tensor:
-    empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
-    return torch.softmax(scores, dim=-1).masked_fill(empty, 0)

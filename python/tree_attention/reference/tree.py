@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tree_attention.reference.attention import attention
-from tree_attention.reference.energy import largest_score, tilted_scores
+from tree_attention.reference.energy import finite, largest_score, tilted_scores
 
 T = TypeVar("T")
 
@@ -57,8 +57,7 @@ def tree_energy(
         tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
         for k, v, key_ranges in shards
     ]
-    shift = all_reduce([largest_score(s) for s in scores], torch.maximum)
-    shift = shift.masked_fill(shift == -torch.inf, 0)
+    shift = finite(all_reduce([largest_score(s) for s in scores], torch.maximum))
     relative = all_reduce(
         [torch.logsumexp(s - shift[..., None], dim=-1) for s in scores], torch.logaddexp
     )
@@ -76,7 +75,7 @@ def tree_gradient(
         `[batch, num_heads_q, seqlen_q, head_dim_v]`; zero for a row without keys.
     """
     shift, relative = tree_energy(q, zeta, shards, softmax_scale=softmax_scale)
-    relative = relative.masked_fill(relative == -torch.inf, 0)
+    relative = finite(relative)
     sums = []
     for k, v, key_ranges in shards:
         scores = tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
@@ -100,7 +99,7 @@ def tree_attention(
         attention(q, k, v, key_ranges, softmax_scale=softmax_scale) for k, v, key_ranges in shards
     ]
     largest = all_reduce([lse for _, lse in states], torch.maximum)
-    shift = largest.masked_fill(largest == -torch.inf, 0)
+    shift = finite(largest)
     # The shift is the largest lse, so at least one weight is 1: 1 <= denominator <= world_size.
     weights = [torch.exp(lse - shift) for _, lse in states]
     numerator = all_reduce(

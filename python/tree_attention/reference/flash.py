@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention in blocks, from the formula to FlashDecoding, with the slow-memory traffic of each way.
+
+| function | source |
+| --- | --- |
+| `standard_attention` | Algorithm 0 of FlashAttention (arXiv:2205.14135) |
+| `chunked_attention` | Rabe and Staats (arXiv:2112.05682) |
+| `flash_attention` | Algorithm 1 of FlashAttention |
+| `flash_attention_2` | arXiv:2307.08691, as Algorithm 1 of LeanAttention (arXiv:2405.10480) |
+| `flash_decoding` | FlashDecoding, LeanAttention section III-C |
+
+They take `q [..., seqlen_q, head_dim]`, `k [..., seqlen_k, head_dim]` and
+`v [..., seqlen_k, head_dim_v]`, whose leading axes are equal, and every query sees every key. They
+return `o` and `lse` as `attention` does. Scores are scaled, which no printed algorithm does.
+
+A processor computes on what it has loaded from slow memory, and `SlowMemory` counts what passes.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tree_attention.reference.attention import merge_states
+from tree_attention.reference.energy import finite, softmax_weights
+from tree_attention.reference.running import State, add_tile, empty_state, normalise
+
+
+class SlowMemory:
+    """Counts the elements that are loaded from slow memory and stored to it."""
+
+    def __init__(self) -> None:
+        self.loaded = 0
+        self.stored = 0
+
+    @property
+    def traffic(self) -> int:
+        return self.loaded + self.stored
+
+    def load(self, x: Tensor) -> Tensor:
+        self.loaded += x.numel()
+        return x.clone()  # a later store must not reach what was loaded
+
+    def store(self, place: Tensor, x: Tensor) -> None:
+        self.stored += x.numel()
+        place.copy_(x)
+
+
+def blocks(length: int, size: int) -> Iterator[slice]:
+    """The positions `[0, length)` in blocks of `size`, of which the last may be shorter."""
+    for begin in range(0, length, size):
+        yield slice(begin, min(begin + size, length))
+
+
+def standard_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    memory: SlowMemory | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 0 of FlashAttention: the matrices S and P go to slow memory and come back.
+
+    Each of its three steps is counted as if it loaded every matrix once, whatever the size of the
+    fast memory, as FlashAttention's Theorem 2 counts it: `4 N^2 + 4 N d` elements.
+    """
+    scale, memory = _scale(q, softmax_scale), memory or SlowMemory()
+    scores, weights = (q.new_empty(*q.shape[:-1], k.shape[-2]) for _ in range(2))
+    o = q.new_empty(*q.shape[:-1], v.shape[-1])
+
+    memory.store(scores, scale * memory.load(q) @ memory.load(k).mT)
+    memory.store(weights, softmax_weights(memory.load(scores)))
+    memory.store(o, memory.load(weights) @ memory.load(v))
+    return o, torch.logsumexp(scores, dim=-1)
+
+
+def chunked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    query_chunk: int,
+    key_chunk: int,
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rabe and Staats: each chunk of keys is summarised alone, then all summaries are combined.
+
+    Tree Attention's Eq. 1 to 3 are its sums for one key per chunk, without the largest score, which
+    keeps them from overflowing.
+    """
+    scale = _scale(q, softmax_scale)
+    o, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
+    for rows in blocks(q.shape[-2], query_chunk):
+        empty = empty_state(q[..., rows, :], v)
+        summaries = [empty] + [
+            add_tile(empty, q[..., rows, :], k[..., keys, :], v[..., keys, :], scale)
+            for keys in blocks(k.shape[-2], key_chunk)
+        ]
+        largest = torch.stack([s.largest for s in summaries])
+        weights = torch.exp(largest - finite(largest.amax(0)))
+        denominators = torch.stack([s.denominator for s in summaries])
+        numerators = torch.stack([s.numerator for s in summaries])
+        o[..., rows, :], lse[..., rows] = normalise(
+            State(
+                largest.amax(0),
+                (weights * denominators).sum(0),
+                (weights[..., None] * numerators).sum(0),
+            )
+        )
+    return o, lse
+
+
+def flash_block_sizes(fast_memory: int, head_dim: int) -> tuple[int, int]:
+    """Rows of a query block and keys of a key block by line 1 of FlashAttention's Algorithm 1."""
+    keys = -(-fast_memory // (4 * head_dim))
+    return min(keys, head_dim), keys
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    fast_memory: int,
+    softmax_scale: float | None = None,
+    memory: SlowMemory | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 1 of FlashAttention: key blocks outside, query blocks inside.
+
+    O, l and m live in slow memory and are read and written once for each key block, and O is
+    normalised at every step. The traffic is Theta(N^2 d^2 / M) for d <= M <= N d (Theorem 2);
+    `flash_traffic` has all of it. Scores must be finite.
+
+    Args:
+        fast_memory: M, in elements.
+    """
+    scale, memory = _scale(q, softmax_scale), memory or SlowMemory()
+    block_q, block_k = flash_block_sizes(fast_memory, q.shape[-1])
+    o, l_sum, m = q.new_empty(*q.shape[:-1], v.shape[-1]), *q.new_empty(2, *q.shape[:-1])
+    memory.store(o, torch.zeros_like(o))
+    memory.store(l_sum, torch.zeros_like(l_sum))
+    memory.store(m, torch.full_like(m, -torch.inf))
+
+    for keys in blocks(k.shape[-2], block_k):
+        k_j, v_j = memory.load(k[..., keys, :]), memory.load(v[..., keys, :])
+        for rows in blocks(q.shape[-2], block_q):
+            q_i, o_i = memory.load(q[..., rows, :]), memory.load(o[..., rows, :])
+            l_i, m_i = memory.load(l_sum[..., rows]), memory.load(m[..., rows])
+            scores = scale * q_i @ k_j.mT
+            m_tile = scores.amax(-1)
+            p_tile = torch.exp(scores - m_tile[..., None])
+            l_tile = p_tile.sum(-1)
+            m_new = torch.maximum(m_i, m_tile)
+            before, now = torch.exp(m_i - m_new), torch.exp(m_tile - m_new)
+            l_new = before * l_i + now * l_tile
+            o_new = (l_i * before)[..., None] * o_i + now[..., None] * (p_tile @ v_j)
+            memory.store(o[..., rows, :], o_new / l_new[..., None])
+            memory.store(l_sum[..., rows], l_new)
+            memory.store(m[..., rows], m_new)
+    return o, m + l_sum.log()
+
+
+def flash_traffic(seqlen: int, head_dim: int, fast_memory: int) -> int:
+    """The elements that `flash_attention` moves for `seqlen` queries and as many keys.
+
+    K and V pass once. O, l and m are initialised, and each of the T_c key blocks loads Q and
+    exchanges O, l and m: `3 N d + 2 N + T_c (3 N d + 4 N)` elements with `T_c = N / (M / 4 d)`,
+    so 12 N^2 d^2 / M for large d and N.
+    """
+    _, block_k = flash_block_sizes(fast_memory, head_dim)
+    key_blocks = -(-seqlen // block_k)
+    n_d = seqlen * head_dim
+    return 3 * n_d + 2 * seqlen + key_blocks * (3 * n_d + 4 * seqlen)
+
+
+def flash_attention_2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_q: int,
+    block_k: int,
+    softmax_scale: float | None = None,
+    memory: SlowMemory | None = None,
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2 as LeanAttention's Algorithm 1: one block of queries is one worker's output.
+
+    The state stays in fast memory until its only division, so O and L are written once.
+    """
+    scale, memory = _scale(q, softmax_scale), memory or SlowMemory()
+    o, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
+    for rows in blocks(q.shape[-2], block_q):
+        q_i = memory.load(q[..., rows, :])
+        state = empty_state(q_i, v)
+        for keys in blocks(k.shape[-2], block_k):
+            k_j, v_j = memory.load(k[..., keys, :]), memory.load(v[..., keys, :])
+            state = add_tile(state, q_i, k_j, v_j, scale)
+        o_i, lse_i = normalise(state)
+        memory.store(o[..., rows, :], o_i)
+        memory.store(lse[..., rows], lse_i)
+    return o, lse
+
+
+def flash_decoding(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    num_splits: int,
+    block_q: int,
+    block_k: int,
+    softmax_scale: float | None = None,
+    memory: SlowMemory | None = None,
+) -> tuple[Tensor, Tensor]:
+    """FlashDecoding: FlashAttention-2 on a fixed number of splits, then a reduction over them.
+
+    A split has `ceil(C_n / num_splits)` of the `C_n` key blocks, so the last ones may have fewer or
+    none. The second kernel loads what the first one has stored.
+    """
+    memory = memory or SlowMemory()
+    key_blocks = -(-k.shape[-2] // block_k)
+    split = max(1, -(-key_blocks // num_splits)) * block_k
+    parts = [
+        flash_attention_2(
+            q,
+            k[..., begin : begin + split, :],
+            v[..., begin : begin + split, :],
+            block_q=block_q,
+            block_k=block_k,
+            softmax_scale=softmax_scale,
+            memory=memory,
+        )
+        for begin in range(0, num_splits * split, split)
+    ]
+    o_parts, lse_parts = (memory.load(torch.stack(x)) for x in zip(*parts, strict=True))
+    o, lse = torch.empty_like(o_parts[0]), torch.empty_like(lse_parts[0])
+    for place, x in zip((o, lse), merge_states(o_parts, lse_parts), strict=True):
+        memory.store(place, x)
+    return o, lse
+
+
+def _scale(q: Tensor, softmax_scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""LeanAttention's Algorithm 4 as a program of cooperating workers, and a checker of its indices.
+
+The LeanTile iterations of all output tiles lie end to end on one line, and each CTA (a worker)
+runs a contiguous range of it, which may cross output tiles. The CTA with the first iteration of an
+output tile is its *host*. If the host's range ends before the tile does, it waits for the parts of
+the CTAs after it, up to the last one that has iterations of the tile, and merges them.
+
+Algorithm 4 prints the share of a CTA and the number of that last CTA wrongly. `cta` runs its lines
+9 to 42 with the arithmetic of any `Schedule`, on states of attention (`lean.lean_attention`) or on
+lists of iteration numbers, with which `outcome` says what the arithmetic does at a size:
+
+| schedule | share of a CTA (line 7) | last CTA of a tile (line 26) |
+| --- | --- | --- |
+| `AsPrinted` | I / G, rounded down | tile_iter_end / C_n, which is the number of a tile |
+| `AsPrintedRoundedUp` | I / G, rounded up | the same |
+| `LastByShare` | rounded up | tile_iter_end / I_G, a CTA too far where the tile ends with a range |
+| `CorrectedLast` | rounded up | (tile_iter_end - 1) / I_G: whoever runs the tile's last iteration |
+| `Balanced` | g I / G to (g + 1) I / G | the same, for shares that differ by at most one |
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`outputs` output tiles of `tile_iters` (C_n) iterations each over `ctas` (G) workers."""
+
+    outputs: int
+    tile_iters: int
+    ctas: int
+
+    @property
+    def iters(self) -> int:
+        """I of line 6, whose printed product C_m C_n lacks the heads and the batch."""
+        return self.outputs * self.tile_iters
+
+    @property
+    def grid(self) -> int:
+        """How many CTAs are launched."""
+        return self.ctas
+
+    def start(self, cta: int) -> int:
+        """The first iteration of a CTA, and the end of the one before it."""
+        raise NotImplementedError
+
+    def last_cta(self, tile_iter_end: int) -> int:
+        """The last CTA whose part belongs to the output tile that ends before `tile_iter_end`."""
+        raise NotImplementedError
+
+
+class AsPrinted(Schedule):
+    @property
+    def share(self) -> int:
+        return self.iters // self.ctas
+
+    def start(self, cta: int) -> int:
+        return min(cta * self.share, self.iters)
+
+    def last_cta(self, tile_iter_end: int) -> int:
+        return tile_iter_end // self.tile_iters
+
+
+class AsPrintedRoundedUp(AsPrinted):
+    @property
+    def share(self) -> int:
+        return -(-self.iters // self.ctas)
+
+
+class LastByShare(AsPrintedRoundedUp):
+    def last_cta(self, tile_iter_end: int) -> int:
+        return tile_iter_end // self.share
+
+
+class CorrectedLast(AsPrintedRoundedUp):
+    def last_cta(self, tile_iter_end: int) -> int:
+        return (tile_iter_end - 1) // self.share
+
+
+class Balanced(Schedule):
+    """Every launched CTA has an iteration: a host would wait forever for one that has none."""
+
+    @property
+    def grid(self) -> int:
+        return min(self.ctas, self.iters)
+
+    def start(self, cta: int) -> int:
+        return cta * self.iters // self.grid
+
+    def last_cta(self, tile_iter_end: int) -> int:
+        return (tile_iter_end * self.grid - 1) // self.iters
+
+
+SCHEDULES: tuple[type[Schedule], ...] = (
+    AsPrinted,
+    AsPrintedRoundedUp,
+    LastByShare,
+    CorrectedLast,
+    Balanced,
+)
+
+
+def cta(
+    g: int,
+    schedule: Schedule,
+    lean_tile: Callable[[int, int, int], T],
+    merge: Callable[[T, T], T],
+    parts: dict[int, T],
+    outputs: dict[int, T],
+) -> Iterator[int]:
+    """Lines 9 to 42 of Algorithm 4 for CTA `g`; yields the CTA that it waits for.
+
+    Args:
+        lean_tile: the state of the iterations `[begin, end)` of an output tile.
+        merge: the state of two of them, of which the first has the lower keys.
+        parts: the workspace in slow memory. An entry is part and flag at once (lines 20 to 23); on
+            a GPU a fence keeps the flag from being seen before the part.
+        outputs: the merged state of each output tile.
+    """
+    iteration, cta_end = schedule.start(g), schedule.start(g + 1)
+    while iteration < cta_end:
+        tile = iteration // schedule.tile_iters
+        tile_iter = tile * schedule.tile_iters
+        tile_iter_end = tile_iter + schedule.tile_iters
+        state = lean_tile(tile, iteration - tile_iter, min(tile_iter_end, cta_end) - tile_iter)
+        if iteration != tile_iter:
+            parts[g] = state
+        else:
+            if cta_end < tile_iter_end:
+                for other in range(g + 1, schedule.last_cta(tile_iter_end) + 1):
+                    while other not in parts:
+                        yield other
+                    state = merge(state, parts[other])
+            outputs[tile] = state
+        iteration = tile_iter_end
+
+
+def run(
+    schedule: Schedule,
+    lean_tile: Callable[[int, int, int], T],
+    merge: Callable[[T, T], T],
+    order: Sequence[int] | None = None,
+) -> tuple[dict[int, T], list[int]]:
+    """Runs all CTAs, in turns of the given order, until each has ended or waits forever.
+
+    The order decides nothing: a CTA writes at most one part, for the first tile of its range,
+    nobody erases it, and what a CTA waits for does not depend on who came first.
+
+    Returns:
+        outputs: the state of each output tile that was written.
+        waiting: the CTAs that wait for a part that nobody will leave.
+    """
+    parts: dict[int, T] = {}
+    outputs: dict[int, T] = {}
+    running = {
+        g: cta(g, schedule, lean_tile, merge, parts, outputs)
+        for g in (range(schedule.grid) if order is None else order)
+    }
+    while running:
+        waiting_for = {g: next(program, None) for g, program in running.items()}
+        running = {g: program for g, program in running.items() if waiting_for[g] is not None}
+        if not any(waiting_for[g] is None or waiting_for[g] in parts for g in waiting_for):
+            break
+    return outputs, list(running)
+
+
+Outcome = Literal["right", "wrong", "hangs"]
+
+
+def outcome(schedule: Schedule, order: Sequence[int] | None = None) -> Outcome:
+    """What a schedule does: whether each output tile gets each of its iterations once, in order."""
+    outputs, waiting = run(
+        schedule,
+        lambda tile, begin, end: [(tile, i) for i in range(begin, end)],
+        lambda a, b: a + b,
+        order,
+    )
+    if waiting:
+        return "hangs"
+    expected = {
+        tile: [(tile, i) for i in range(schedule.tile_iters)]
+        for tile in range(schedule.outputs)
+        if schedule.tile_iters
+    }
+    return "right" if outputs == expected else "wrong"
