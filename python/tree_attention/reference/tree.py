@@ -21,9 +21,12 @@ import torch
 from torch import Tensor
 
 from tree_attention.reference.attention import attention
+from tree_attention.reference.counts import Counts
 from tree_attention.reference.energy import finite, largest_score, tilted_scores
 
 T = TypeVar("T")
+# What reduces a tensor over all ranks: the parts of the ranks that are here, and max or sum.
+Reduce = Callable[[Sequence[Tensor], Callable[[Tensor, Tensor], Tensor]], Tensor]
 
 
 class Shard(NamedTuple):
@@ -34,13 +37,39 @@ class Shard(NamedTuple):
     key_ranges: Tensor | None = None  # [batch, seqlen_q, 2] in local keys; None: all keys
 
 
-def all_reduce(parts: Sequence[T], combine: Callable[[T, T], T]) -> T:
-    """Combines the parts of all ranks pairwise, neighbours first, in `ceil(log2(ranks))` levels."""
-    parts, step = list(parts), 1
+def all_reduce(
+    parts: Sequence[T],
+    combine: Callable[[T, T], T],
+    *,
+    fan_in: int = 2,
+    counts: Counts | None = None,
+) -> T:
+    """Combines the parts of all ranks in a tree, in rank order, and gives all ranks the result.
+
+    Groups of `fan_in` neighbours combine at their first rank, then groups of these, in
+    `ceil(log(ranks) / log(fan_in))` levels; the result goes back down the same tree. With `fan_in`
+    2 the order is the canonical one of `merge_states`.
+
+    Args:
+        counts: gets the two steps of each level, a message up and one down for every rank but the
+            first, and the merges of the largest group of each level, which follow each other.
+    """
+    parts, counts, step = list(parts), counts or Counts(), 1
+    links = []
     while step < len(parts):
-        for i in range(0, len(parts) - step, 2 * step):
-            parts[i] = combine(parts[i], parts[i + step])
-        step *= 2
+        merges = 0
+        for parent in range(0, len(parts), fan_in * step):
+            children = range(parent + step, min(parent + fan_in * step, len(parts)), step)
+            for child in children:
+                counts.message(child, parts[child])
+                parts[parent] = combine(parts[parent], parts[child])
+                links.append(parent)
+            merges = max(merges, len(children))
+        counts.steps += 2
+        counts.merges += merges
+        step *= fan_in
+    for parent in reversed(links):
+        counts.message(parent, parts[0])
     return parts[0]
 
 
@@ -85,11 +114,19 @@ def tree_gradient(
 
 
 def tree_attention(
-    q: Tensor, shards: Sequence[Shard], *, softmax_scale: float | None = None
+    q: Tensor,
+    shards: Sequence[Shard],
+    *,
+    softmax_scale: float | None = None,
+    reduce: Reduce = all_reduce,
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 3: local attention on each rank, then three reductions that merge the results.
 
     The reductions are the maximum of lse, the sum of the numerators and that of the denominators.
+
+    Args:
+        reduce: the collective, such as `partial(all_reduce, fan_in=4, counts=counts)`. On processes
+            it gets the part of its own rank alone, and `shards` has that rank's shard.
 
     Returns:
         o: `[batch, num_heads_q, seqlen_q, head_dim_v]`; zero for a row without keys.
@@ -98,14 +135,14 @@ def tree_attention(
     states = [
         attention(q, k, v, key_ranges, softmax_scale=softmax_scale) for k, v, key_ranges in shards
     ]
-    largest = all_reduce([lse for _, lse in states], torch.maximum)
+    largest = reduce([lse for _, lse in states], torch.maximum)
     shift = finite(largest)
     # The shift is the largest lse, so at least one weight is 1: 1 <= denominator <= world_size.
     weights = [torch.exp(lse - shift) for _, lse in states]
-    numerator = all_reduce(
+    numerator = reduce(
         [o * w[..., None] for (o, _), w in zip(states, weights, strict=True)], torch.add
     )
-    denominator = all_reduce(weights, torch.add)
+    denominator = reduce(weights, torch.add)
     empty = largest == -torch.inf
     o = numerator / denominator.masked_fill(empty, 1)[..., None]
     return o, shift + denominator.log()
