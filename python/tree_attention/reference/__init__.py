@@ -13,11 +13,14 @@ extension:
   moments of the values, and the output projection inside them.
 - `tree_attention.reference.flash`: attention in blocks, from the formula and Rabe and Staats over
   FlashAttention and FlashAttention-2 to FlashDecoding, with counted slow-memory traffic.
+- `tree_attention.reference.gradient`: gradients through the merge and through attention over
+  shards, by the tree and by the ring.
 - `tree_attention.reference.lean`: LeanAttention's Algorithms 2, 3 and 4, and `stream_k`: the index
   arithmetic of the last, as printed and corrected, with a checker.
+- `tree_attention.reference.lsh`: Reformer's attention by hashing, whose rounds merge as shards do.
 - `tree_attention.reference.running`: the running softmax, in which those keep their states.
-- `tree_attention.reference.tree` and `ring`: Tree Attention's Algorithms 1, 2 and 3, reductions with
-  any fan-in, and Ring Attention, over a list of shards and with counted steps and bytes (`counts`).
+- `tree_attention.reference.tree` and `ring`: Tree Attention's Algorithms 1, 2 and 3, reductions
+  with any fan-in, and Ring Attention, over a list of shards, with `counts` of steps and bytes.
 """
 
 from tree_attention.reference.attention import attention, merge, merge_states
