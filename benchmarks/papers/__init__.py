@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the papers claim, counted or measured with the algorithms of `tree_attention.reference`."""

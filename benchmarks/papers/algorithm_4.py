@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The index arithmetic of LeanAttention's Algorithm 4 at every size up to a bound.
+
+python -m benchmarks.papers.algorithm_4 --out DIR
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tree_attention.reference.stream_k import SCHEDULES, Balanced, CorrectedLast, Schedule, outcome
+
+from ..harness.plots import picture
+from ..harness.program import add_out, finish
+from ..harness.report import Column, Report, columns_of, environment
+
+CORRECTED = (CorrectedLast, Balanced)
+
+
+def row_of(schedule: type[Schedule], sizes: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+    counted = Counter(outcome(schedule(*size)) for size in sizes)
+    return {
+        "name": schedule.__name__,
+        "sizes": len(sizes),
+        "right": counted["right"],
+        "lost": counted["wrong"],
+        "hangs": counted["hangs"],
+        "wrong": schedule in CORRECTED and counted["right"] != len(sizes),
+    }
+
+
+def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    return columns_of(
+        rows,
+        {
+            "schedule": lambda row: row["name"],
+            "sizes": lambda row: f"{row['sizes']:,}",
+            "right": lambda row: f"{row['right']:,}",
+            "loses or mixes tiles": lambda row: f"{row['lost']:,}",
+            "hangs": lambda row: f"{row['hangs']:,}",
+        },
+    )
+
+
+def run(outputs: int, iterations: int, ctas: int) -> Report:
+    sizes = list(product(range(1, outputs + 1), range(1, iterations + 1), range(1, ctas + 1)))
+    rows = [row_of(schedule, sizes) for schedule in SCHEDULES]
+    return Report(
+        "algorithm_4",
+        f"LeanAttention's Algorithm 4 on up to {outputs} output tiles of up to {iterations} "
+        f"iterations and {ctas} CTAs",
+        [
+            "Every CTA runs to its end or waits forever; no order of the CTAs changes which. A "
+            "size is right if every output tile gets each of its iterations once and in order.",
+            "AsPrinted rounds the share I / G down, AsPrintedRoundedUp up; both take tile_iter_end "
+            "/ C_n for the last CTA. LastByShare takes tile_iter_end / I_G, CorrectedLast "
+            "(tile_iter_end - 1) / I_G. Balanced has shares that differ by at most one.",
+        ],
+        environment(),
+        rows,
+        columns(rows),
+        draw=draw,
+    )
+
+
+def draw(report: Report, path: Path) -> None:
+    with picture(path, (7, 3), title=report.title) as ((axes,),):
+        left = [0] * len(report.rows)
+        for kind, key in (("right", "right"), ("loses or mixes tiles", "lost"), ("hangs", "hangs")):
+            values = [row[key] for row in report.rows]
+            axes.barh([row["name"] for row in report.rows], values, left=left, label=kind)
+            left = [a + b for a, b in zip(left, values, strict=True)]
+        axes.invert_yaxis()
+        axes.set_xlabel("sizes")
+        axes.legend(fontsize=8)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    for name, bound in (("outputs", 7), ("iterations", 24), ("ctas", 12)):
+        parser.add_argument(f"--{name}", type=int, default=bound, metavar="N")
+    add_out(parser, "algorithm_4")
+    parsed = parser.parse_args(arguments)
+    if min(parsed.outputs, parsed.iterations, parsed.ctas) < 1:
+        parser.error("--outputs, --iterations and --ctas are at least 1")
+    return finish(run(parsed.outputs, parsed.iterations, parsed.ctas), parsed.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
