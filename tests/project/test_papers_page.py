@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""docs/papers.md: the code, the tests and the commands that its rows name exist."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/papers.md").read_text()
+REFERENCE = {path.stem for path in (ROOT / "python/tree_attention/reference").glob("*.py")}
+
+
+def test_every_row_has_all_cells():
+    rows = [line for line in PAGE.splitlines() if line.startswith("| ")]
+    assert len(rows) > 25
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+        assert len(cells) == 4 and all(cells), row
+
+
+@pytest.mark.parametrize(
+    "module, name", sorted(set(re.findall(r"`([a-z]\w*)\.([A-Za-z]\w*)[`(]", PAGE)))
+)
+def test_named_code_exists(module, name):
+    """Names begin in a module of the reference, or in the package."""
+    assert module in REFERENCE | {"tree_attention"}
+    package = module if module == "tree_attention" else f"tree_attention.reference.{module}"
+    assert hasattr(importlib.import_module(package), name)
+
+
+@pytest.mark.parametrize("path, test", sorted(set(re.findall(r"(tests/[\w/]+\.py)::(\w+)", PAGE))))
+def test_named_test_exists(path, test):
+    assert f"\ndef {test}(" in (ROOT / path).read_text()
+
+
+@pytest.mark.parametrize("module", sorted(set(re.findall(r"python -m (benchmarks[\w.]+)", PAGE))))
+def test_named_program_exists(module):
+    assert hasattr(importlib.import_module(module), "main")
