@@ -3,6 +3,7 @@
 paper.
 
     python benchmarks/memory.py --out DIR
+    python benchmarks/memory.py --heads 16 16 --contexts 64000 --worlds 2 4    # the paper's
 
 Starts its ranks by torchrun on this machine. Linux only: it reads the peak of the resident memory.
 """
@@ -37,7 +38,6 @@ from benchmarks.emulation.fake_attention import (
     HEAD_DIM,
     NUM_HEADS,
     NUM_HEADS_KV,
-    problem_of,
 )
 from benchmarks.harness.machine import available_bytes
 from benchmarks.harness.measure import peak_memory_of
@@ -45,8 +45,8 @@ from benchmarks.harness.plots import picture
 from benchmarks.harness.program import add_out, finish
 from benchmarks.harness.ranks import Ranks, run_rank
 from benchmarks.harness.report import Column, Report, columns_of, environment
-from benchmarks.simulation import RING, RING_PASS_Q, step_bytes
-from benchmarks.simulation.published import memory_sentences, paper_elements
+from benchmarks.papers.tree import paper_elements
+from benchmarks.simulation import RING, RING_PASS_Q, Problem, step_bytes
 from tree_attention import ring_decode, ring_pass_q_decode, tree_decode
 from tree_attention.exchange import Communicator, Topology
 
@@ -66,30 +66,37 @@ TIMEOUT = 300.0
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
-def formula(method: str, world_size: int, keys: int) -> int:
+Heads = tuple[int, int]  # query, key/value
+
+
+def problem_of(keys: int, heads: Heads) -> Problem:
+    return Problem(keys, 1, heads, HEAD_DIM, DTYPE)
+
+
+def formula(method: str, world_size: int, problem: Problem) -> int:
     """Bytes of the buffers and outputs of a step; what libraries keep for themselves is not in
     it."""
-    return step_bytes(method, problem_of(1, keys), Topology((0,) * world_size))
+    return step_bytes(method, problem, Topology((0,) * world_size))
 
 
-def published_formula(method: str, keys: int) -> int | None:
+def published_formula(method: str, problem: Problem) -> int | None:
     """What the Tree Attention paper says for its two methods: Eq. 8 and 9 without the shard, with
     its elements as those of the keys and values. None for other methods."""
     if method not in (PUBLISHED, RING):
         return None
-    elements = paper_elements(problem_of(1, keys))
+    elements = paper_elements(problem)
     return DTYPE.itemsize * (elements.ring if method == RING else elements.tree)
 
 
 class Method:
     """A method on a communicator with buffers of its own, which end with this object."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, num_heads_kv: int) -> None:
         self._method = method
         self._comm = Communicator(timeout=TIMEOUT)
         self.result: tuple[Tensor, Tensor] | None = None
         # Tests how messages are delivered, of which other threads free a part, unseen.
-        tiny = torch.zeros(1, NUM_HEADS_KV, 1, 8, dtype=DTYPE)
+        tiny = torch.zeros(1, num_heads_kv, 1, 8, dtype=DTYPE)
         METHODS[method](tiny, tiny, tiny, group=self._comm)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -97,19 +104,21 @@ class Method:
         self.result = METHODS[self._method](q, k, v, group=self._comm)
 
 
-def measure(contexts: Sequence[int], ranks: Ranks) -> list[dict[str, Any]]:
+def measure(contexts: Sequence[int], heads: Heads, ranks: Ranks) -> list[dict[str, Any]]:
     """On every rank: peaks of the first call of each method, of the rank that needs most."""
     rank, world_size = ranks.rank, ranks.size
-    q = torch.randn(1, NUM_HEADS, 1, HEAD_DIM, generator=torch.Generator().manual_seed(0)).to(DTYPE)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, heads[0], 1, HEAD_DIM, generator=generator).to(DTYPE)
     rows = []
     for keys in (8, *contexts):  # the first for what is loaded, connected and allocated only once
-        shape = (1, NUM_HEADS_KV, keys, HEAD_DIM)
+        shape = (1, heads[1], keys, HEAD_DIM)
         k, v = torch.full(shape, 0.0, dtype=DTYPE), torch.full(shape, rank + 1.0, dtype=DTYPE)
-        row: dict[str, Any] = {"world_size": world_size, "keys": keys, "methods": {}}
+        row: dict[str, Any] = {"world_size": world_size, "keys": keys, "heads": heads}
+        row["methods"] = {}
         for method in METHODS:
             peaks, right = [], True
             for peak_of in (allocated_by, resident_of):
-                step = Method(method)
+                step = Method(method, heads[1])
                 gc.collect()  # or the buffers of the one before would be freed in the middle
                 peaks.append(peak_of(partial(step, q, k, v)))
                 assert step.result is not None
@@ -154,25 +163,26 @@ def is_right(o: Tensor, lse: Tensor, world_size: int, keys: int) -> bool:
     return right and torch.allclose(lse, torch.tensor(math.log(world_size * keys)), rtol=1e-6)
 
 
-def start_ranks(world_size: int, contexts: Sequence[int]) -> list[dict[str, Any]]:
+def start_ranks(world_size: int, contexts: Sequence[int], heads: Heads) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "ranks.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(world_size), __file__]
         command += ["--ranks-json", str(file), "--contexts", *map(str, contexts)]
+        command += ["--heads", *map(str, heads)]
         variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **ALLOCATOR}
         subprocess.run(command, check=True, env=os.environ | variables)
         rows: list[dict[str, Any]] = json.loads(file.read_text())
         return rows
 
 
-def fitting(world_size: int, contexts: Sequence[int], memory: int) -> list[int]:
+def fitting(world_size: int, contexts: Sequence[int], heads: Heads, memory: int) -> list[int]:
     """The contexts for which the ranks have memory: their shards and what rings receive into."""
     shards = 1 + min(2, world_size - 1)
     return [
         keys
         for keys in contexts
-        if world_size * (shards * problem_of(1, keys).kv_bytes + PROCESS_BYTES) <= memory
+        if world_size * (shards * problem_of(keys, heads).kv_bytes + PROCESS_BYTES) <= memory
     ]
 
 
@@ -180,32 +190,41 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, metavar="KEYS")
+    parser.add_argument(
+        "--heads",
+        type=int,
+        nargs=2,
+        default=(NUM_HEADS, NUM_HEADS_KV),
+        metavar=("QUERY", "KEY"),
+        help="16 16 and 32 32 are the paper's hidden sizes 2048 and 4096",
+    )
     add_out(parser, "memory")
     parser.add_argument("--ranks-json", type=Path, help=argparse.SUPPRESS)  # of its own ranks
     parsed = parser.parse_args(arguments)
     if parsed.ranks_json is not None:
-        run_rank(parsed.ranks_json, lambda ranks: measure(parsed.contexts, ranks))
+        run_rank(parsed.ranks_json, lambda ranks: measure(parsed.contexts, parsed.heads, ranks))
         return 0
     rows = []
     for world_size in parsed.worlds:
-        rows += start_ranks(world_size, fitting(world_size, parsed.contexts, available_bytes()))
+        contexts = fitting(world_size, parsed.contexts, parsed.heads, available_bytes())
+        rows += start_ranks(world_size, contexts, parsed.heads)
     return finish(report_of(rows), parsed.out, width=120)
 
 
 NOTES = (
-    "A row is named p ranks, n keys per rank: 32 query and 8 key heads of 128, bf16, one sequence, "
-    "one query token, over Gloo on the loopback interface. Bytes are beyond the shard and the "
-    "query, of the rank that needs most.",
+    "A row is named p ranks, n keys per rank: heads of 128, bf16, one sequence, one query token, "
+    "over Gloo on the loopback interface. Bytes are beyond the shard and the query, of the rank "
+    "that needs most.",
     "allocated: the largest sum of tensors that are alive at once in a step, as torch's profiler "
     "saw them come and go: buffers that the communicator keeps, scratch and outputs. resident: by "
     "how much the process grew to its peak in the first step, in pages that no earlier one had "
     "left behind.",
-    "formula: with M = 4 * 32 * (128 + 1), the bytes of a state, all_gather has (p + 1) * M; "
+    "formula: with M = 4 * 129 * query heads, the bytes of a state, all_gather has (p + 1) * M; "
     "two_phase 3 * M, a result of 2 bytes an element and a p-th of one; three_allreduce 2 * M, a "
     "maximum and a flag for each row; the ring that passes queries M and parts of a p-th of the "
     "heads; and each the outputs.",
     "This ring receives one shard while it reads and sends another: with three ranks or more it "
-    "needs two shards beside its own, each of 4096 bytes per key, and one with two ranks.",
+    "needs two shards beside its own, and one with two ranks.",
     "paper: Eq. 8 (ring) and Eq. 9 (tree, the three all-reduces) of Tree Attention without the "
     "shard, in the same dtype. Its ring has one shard beside its own.",
     "Every result is compared with the known one.",
@@ -215,27 +234,26 @@ NOTES = (
 def report_of(rows: Sequence[dict[str, Any]]) -> Report:
     named = []
     for row in rows:
-        world_size, keys = row["world_size"], row["keys"]
+        world_size, problem = row["world_size"], problem_of(row["keys"], row["heads"])
         methods = {
             name: {
                 **method,
-                "formula": formula(name, world_size, keys),
-                "published": published_formula(name, keys),
+                "formula": formula(name, world_size, problem),
+                "published": published_formula(name, problem),
             }
             for name, method in row["methods"].items()
         }
         wrong = not all(method["right"] for method in methods.values())
         named.append(
-            {**row, "name": f"p={world_size} n={keys}", "methods": methods, "wrong": wrong}
+            {**row, "name": f"p={world_size} n={row['keys']}", "methods": methods, "wrong": wrong}
         )
     return Report(
         name="memory",
         title="Memory of a decoding step beside the shard",
         notes=NOTES,
-        environment=environment(),
+        environment=environment(**{"query and key heads": rows[0]["heads"]}),
         rows=named,
         columns=columns(named),
-        summary=memory_sentences(),
         draw=draw,
     )
 
@@ -259,7 +277,9 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
             "paper's formula": lambda row, name, method: published(method),
             "resident bytes": lambda row, name, method: f"{method['resident']:,}",
             "x all_gather": lambda row, name, method: times_tree(row, method),
-            "shard bytes": lambda row, name, method: f"{problem_of(1, row['keys']).kv_bytes:,}",
+            "shard bytes": lambda row, name, method: (
+                f"{problem_of(row['keys'], row['heads']).kv_bytes:,}"
+            ),
             "right": lambda row, name, method: "yes" if method["right"] else "WRONG",
         },
     )

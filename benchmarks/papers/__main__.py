@@ -9,9 +9,9 @@ import argparse
 import sys
 
 from ..harness.program import add_out, finish
-from . import lean
+from . import lean, tree
 
-FIGURES = {**lean.FIGURES}
+FIGURES = {**tree.FIGURES, **lean.FIGURES}
 
 
 def main(arguments: list[str]) -> int:

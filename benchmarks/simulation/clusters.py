@@ -125,3 +125,46 @@ CLUSTERS = {
         ),
     )
 }
+
+
+def _fitted(
+    name: str,
+    gb_per_second: float,
+    key_bandwidth: float,
+    *,
+    collective: float = 0.0,
+    hop: float = 0.0,
+) -> SimulatedCluster:
+    """One network without latency; a call takes `collective` seconds more, a ring's hop `hop`."""
+    network = SimulatedNetwork(
+        "fitted", (Level(EVERYBODY, 0.0, gb_per_second * _GB),), call=collective, round=hop
+    )
+    source = "fitted to the paper's ring - tree; device memory by the data sheet"
+    key_bandwidth *= _GB
+    return SimulatedCluster(
+        f"fitted_{name}", source, 8, (network,), 0.0, 0.0, key_bandwidth, key_bandwidth
+    )
+
+
+# For the tables of the Tree Attention paper alone (papers/tree.py, where they are fitted).
+OF_PAPER = {
+    cluster.name: cluster
+    for cluster in (
+        SimulatedCluster(
+            "mi300x",
+            "nodes of 8 MI300X: 64 GB/s of Infinity Fabric to each other one and 5.3 TB/s of "
+            "device memory (data sheet); hops as NVLink's are an assumption",
+            8,
+            _nccl((0.6, 0.6, 3.4, 4.0), (3.7, 5.0, 15.0, 14.0), (32, 64, 20.4, 46)),
+            exchange=5 * _US,
+            local_operation=3 * _US,
+            local_bandwidth=2000 * _GB,
+            key_bandwidth=5300 * _GB,
+        ),
+        # The tree has two collectives more than the ring, which begins with one.
+        _fitted("4090", 4.63, 1000, collective=0.549e-3 / 2),
+        # Three hops, and seven.
+        _fitted("mi300x", 50.9, 5300, hop=0.144e-3 / 3),
+        _fitted("h100", 346.0, 3350, hop=6.21e-3 / 7),
+    )
+}

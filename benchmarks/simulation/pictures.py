@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..harness.plots import picture
-from .published import FIGURE_3, FIGURE_3_KEYS
+from .headlines import FIGURE_3, FIGURE_3_KEYS
 from .rings import RING
 from .steps import methods
 

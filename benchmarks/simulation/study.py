@@ -15,9 +15,8 @@ from tree_attention.exchange.strategies import STRATEGIES, strategies
 from ..harness.report import Column, Report, columns_of, environment
 from . import pictures
 from .clusters import CLUSTERS
-from .headlines import TITLE, headline_columns, published_sentences, sentences
+from .headlines import FIGURE_3, FIGURE_3_KEYS, TITLE, headline_columns, sentences
 from .problem import Problem
-from .published import FIGURE_3, FIGURE_3_KEYS, comparisons
 from .rings import RING, RING_PASS_Q
 from .steps import bytes_of_formula, methods, simulate
 
@@ -90,14 +89,12 @@ def run_case(case: Setting) -> dict[str, Any]:
 def run(chosen: Sequence[Setting], progress: Progress) -> tuple[Report, Report]:
     """The paper's cases and larger worlds; and every strategy in every case."""
     begin = time.perf_counter()
-    task = progress.add_task("simulate", total=len(chosen) + 1)
+    task = progress.add_task("simulate", total=len(chosen))
     rows = []
     for case in chosen:
         progress.update(task, description=f"{case[0]} p={case[1]}")
         rows.append(run_case(case))
         progress.advance(task)
-    published = comparisons()
-    progress.advance(task)
     names = dict.fromkeys(case[0] for case in chosen)
     headlines = [row for row in rows if row["batch"] == 1 and row["keys"] == FIGURE_3_KEYS]
     main = Report(
@@ -109,11 +106,9 @@ def run(chosen: Sequence[Setting], progress: Progress) -> tuple[Report, Report]:
         columns=headline_columns(headlines),
         summary=[
             *sentences(rows),
-            *published_sentences(published),
             *(f"{name}: {CLUSTERS[name].source}." for name in names),
             f"Simulated in {time.perf_counter() - begin:.0f} s.",
         ],
-        more={"published": [vars(c) | {"error": c.error} for c in published]},
         draw=lambda report, path: pictures.draw_contexts(rows, path),
     )
     return main, strategies_report(rows)

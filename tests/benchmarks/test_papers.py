@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Published figures beside ours: every figure is made, and says what was checked by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.report import Report, write
+from benchmarks.papers import lean, tree
+from benchmarks.papers.__main__ import FIGURES, main
+from benchmarks.simulation import Problem
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Report]:
+    return {name: make() for name, make in FIGURES.items()}
+
+
+def test_nothing_is_wrong_and_all_can_be_written(
+    reports: dict[str, Report], tmp_path: Path
+) -> None:
+    for name, report in reports.items():
+        assert report.name == name and report.rows and not report.wrong
+        assert all(len(column.values) == len(report.rows) for column in report.columns)
+    write(reports["lean_figure_1"], tmp_path)
+    assert (
+        "| LeanAttention | 2 2 2 2 2 | 2 | 2 | 100 % |"
+        in (tmp_path / "lean_figure_1.md").read_text()
+    )
+    assert (tmp_path / "lean_figure_1.png").stat().st_size > 10_000
+
+
+def test_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tree_table_2"]) == 0
+    assert "4.63 GB/s and 0.549 ms less in the ring" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["tree_table_3"])
+
+
+@pytest.mark.parametrize(
+    ("name", "within"),
+    [("tree_table_1_h100", 0.23), ("tree_table_1_mi300x", 0.01), ("tree_table_2", 0.01)],
+)
+def test_fitted_clusters_explain_the_tables(
+    reports: dict[str, Report], name: str, within: float
+) -> None:
+    table = tree.TABLES[name]
+    bandwidth, constant = tree.fit(table)
+    cluster = tree.NAMED[table.fitted]
+    (network,) = cluster.networks
+    assert network.levels[0].bandwidth == pytest.approx(bandwidth, rel=2e-3)
+    # The tree has three collectives, the ring one and its hops.
+    ours = (table.world_size - 1) * network.round - 2 * network.call
+    assert ours == pytest.approx(constant, rel=2e-3)
+    for row in reports[name].rows:
+        assert abs(row["ours"] / row["published"] - 1) < within
+        # What data sheets say is too fast.
+        assert row["data_sheet"] < 0.85 * row["published"]
+
+
+def test_bandwidth_alone() -> None:
+    """Table 2 without a constant: every row but the shortest context within 1 %."""
+    bandwidth, error = tree.fit_of_bandwidth(tree.TABLES["tree_table_2"])
+    assert bandwidth == pytest.approx(4.76e9, rel=1e-3) and error == pytest.approx(0.0588, abs=1e-3)
+
+
+def test_no_overhead_explains_figure_3(reports: dict[str, Report]) -> None:
+    rows = {row["name"]: row for row in reports["tree_figure_3"].rows}
+    longest, shortest = (rows[f"128 H100, {keys} keys"] for keys in ("5,120k", "80k"))
+    assert longest["overhead"] == pytest.approx(0.129, rel=0.02)
+    assert shortest["overhead"] == pytest.approx(2.0e-3, rel=0.02)
+    for row in rows.values():
+        more = row["overhead"]
+        assert (row["ring"] + more) / (row["tree"] + more) == pytest.approx(8.0)
+
+
+def test_memory_is_the_papers(reports: dict[str, Report]) -> None:
+    problem = Problem(64_000, heads=(16, 16))
+    beside = tree.paper_elements(problem)
+    assert beside.tree == 2 * 2048 + 2 * 16
+    assert beside.ring == 2 * 64_000 * 2048 + 2 * 2048
+    assert 2 * (beside.ring - beside.tree) == pytest.approx(524e6, rel=1e-3)  # of Figure 4
+    rows = reports["tree_figure_4"].rows
+    two, four = (row["ours"] / row["equations"] for row in rows[:2])
+    # From three ranks on our ring has a shard more than Eq. 8.
+    assert two == pytest.approx(1.0, rel=1e-3) and four == pytest.approx(2.0, rel=1e-3)
+
+
+def test_bytes_are_those_of_the_equations(reports: dict[str, Report]) -> None:
+    for row in reports["tree_equations_10_to_14"].rows:
+        if row["equation"].startswith("Eq. 10"):
+            world_size = int(row["name"].split()[0])
+            hops = row["published"] * (world_size - 1) / world_size
+            assert row["ours"] == pytest.approx(hops, rel=1e-6)
+        elif row["equation"].startswith("Eq. 14"):
+            # In float32; whole elements of a rank's share.
+            assert row["ours"] == pytest.approx(2 * row["published"], rel=1e-3)
+
+
+def test_lone_share_is_fitted() -> None:
+    assert len(lean.KNOWN) == 7
+    assert lean.lone_share() == pytest.approx(lean.LONE, abs=0.005)
+    for case in lean.KNOWN:
+        row = lean.row_of(case)
+        assert 0.8 < row["ours"] / row["published"] < 1.1
+
+
+def test_occupancy_falls_where_the_paper_says(reports: dict[str, Report]) -> None:
+    *_, last = reports["lean_figure_4"].rows
+    # 128 heads on 864 SMs.
+    assert last["occupancy"][lean.FLASH_ATTENTION_2] == pytest.approx(128 / 864)
+    assert last["occupancy"][lean.LEAN] > 0.99
+
+
+def test_captured_lengths_are_where_lean_wins(reports: dict[str, Report]) -> None:
+    ratios = {row["name"]: row["ratios"] for row in reports["lean_advantage"].rows}
+    assert ratios["16 equal sequences of 128k"][lean.BEST_SPLIT] < 1.05
+    captured = ratios["16 of 512 to 128k, captured for 128k each"]
+    assert min(captured[name] for name in captured if name != lean.LEAN) > 2.5
