@@ -83,8 +83,8 @@ def configuration(layers: int, **changes: Any) -> LlamaConfig:
     return LlamaConfig(**(shape | changes))
 
 
-def make_model(layers: int) -> Any:
-    config = configuration(layers)
+def make_model(layers: int, **changes: Any) -> Any:
+    config = configuration(layers, **changes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa"

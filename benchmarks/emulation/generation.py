@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -171,29 +171,33 @@ def draw(report: Report, path: Path) -> None:
         axes.legend()
 
 
-def attend_by_ring(
-    query: Tensor,
-    layer: TreeCacheLayer,
-    ranges: KeyRanges,
-    is_head_sharded: bool,
-    out_dtype: torch.dtype,
-    keywords: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """Replaces the function by which the model's attention merges over ranks.
+@contextmanager
+def by(decode: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """New tokens are attended to by `decode`, in place of the function by which the model's
+    attention merges over ranks; prompts as ever.
 
     The buffers travel whole, as a part of them would have to be copied first: with a `growth` of
     64, at most 63 keys more.
     """
-    shard = layer.shard
-    local_ranges = ranges.local(shard.layout, shard.rank)
-    options = {"group": shard.comm, "timeout": shard.timeout, **keywords}
-    o, lse = ring_decode(query, layer.keys, layer.values, local_ranges, **options)
-    return o.to(out_dtype), lse
+    over_shard = attention_module._over_shard
 
+    def attend(
+        query: Tensor,
+        layer: TreeCacheLayer,
+        ranges: KeyRanges,
+        is_head_sharded: bool,
+        out_dtype: torch.dtype,
+        keywords: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        if query.shape[2] > 1:
+            return over_shard(query, layer, ranges, is_head_sharded, out_dtype, keywords)
+        shard = layer.shard
+        local_ranges = ranges.local(shard.layout, shard.rank)
+        options = {"group": shard.comm, "timeout": shard.timeout, **keywords}
+        o, lse = decode(query, layer.keys, layer.values, local_ranges, **options)
+        return o.to(out_dtype), lse
 
-@contextmanager
-def by_ring() -> Iterator[None]:
-    with mock.patch.object(attention_module, "_over_shard", attend_by_ring):
+    with mock.patch.object(attention_module, "_over_shard", attend):
         yield
 
 
@@ -209,7 +213,7 @@ def run_context(model: Any, context: int, tokens: int) -> dict[str, Any]:
         result[method] = {"tokens": [], "seconds": [], "bytes": [], "exchange_share": []}
     for turn in range(1 + _GENERATIONS):
         for method, cache in caches.items():
-            with by_ring() if method == RING else nullcontext():
+            with by(ring_decode) if method == RING else nullcontext():
                 # The first one also connects and allocates; the first token of each is not timed.
                 count = tokens + 1 if turn else 2
                 made = generate(model, prompt, cache, max_new_tokens=count, min_new_tokens=count)
