@@ -166,8 +166,8 @@ def report_of(rows: Sequence[Row], title: str, table: Table | None, layers: int)
             "Mean and standard error over the trials, of the slowest rank; methods take turns. "
             "Prompts are read the same way in all, so that the difference is that of new tokens.",
             "as published: key heads expanded to query heads at every step, and for the tree three "
-            "all-reduces; any batch is right. The ring hides its transfers behind attention, which "
-            "the published one does too. ring of key heads: without the expansion.",
+            "all-reduces; any batch is right, and the rings receive one shard while they attend to "
+            "another. ring of key heads: without the expansion.",
             "Random weights. right: all ranks made the same tokens, those of ours where the method "
             "has its bits.",
         ),

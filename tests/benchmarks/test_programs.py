@@ -29,11 +29,20 @@ def test_scripts_run_by_their_path_from_anywhere(script: str, tmp_path: Path) ->
     assert "--out DIR" in help_of([str(ROOT / "benchmarks" / script)], tmp_path)
 
 
-@pytest.mark.parametrize("program", ["clusters", "contexts", "generation"])
-def test_emulations_run_as_modules_of_the_checkout(program: str) -> None:
-    module = f"benchmarks.emulation.{program}"
+@pytest.mark.parametrize(
+    "program",
+    [
+        "emulation.clusters",
+        "emulation.contexts",
+        "emulation.generation",
+        "papers",
+        "papers.protocol",
+    ],
+)
+def test_programs_run_as_modules_of_the_checkout(program: str) -> None:
+    module = f"benchmarks.{program}"
     assert f"usage: python -m {module}" in help_of(["-m", module], ROOT)
 
 
 def test_there_are_scripts() -> None:
-    assert {"decode.py", "tree.py", "llama.py", "memory.py", "simulate.py"} <= set(SCRIPTS)
+    assert {"decode.py", "tree.py", "llama.py", "links.py", "simulate.py"} <= set(SCRIPTS)
