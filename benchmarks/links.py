@@ -42,11 +42,12 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 50
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that all ranks do at once, with `num_bytes` of each."""
+    """Something that ranks do at once."""
 
     name: str
     call: Callable[[Tensor], Tensor]  # with this rank's number + 1; what it has afterwards
     expected: tuple[float, float]  # the first and the last element of that
+    meet: Callable[[], Any]  # before it
     trips: int = 1  # in a call, one after the other
 
 
@@ -59,12 +60,14 @@ def operations(rank: int, nodes: Sequence[Any]) -> list[Operation]:
         if other is not None:
             ours = 1.0 if rank in (0, other) else rank + 1.0
             call = partial(_there_and_back, rank, other)
-            found.append(Operation(f"send/recv {name}", call, (ours, ours), trips=2))
+            # After a barrier one would wait for the other, of which it heard later.
+            meet = partial(call, torch.empty(1))
+            found.append(Operation(f"send/recv {name}", call, (ours, ours), meet, trips=2))
     total = world_size * (world_size + 1) / 2
     return [
         *found,
-        Operation("all-reduce", _all_reduce, (total, total)),
-        Operation("all-gather", _all_gather, (1.0, float(world_size))),
+        Operation("all-reduce", _all_reduce, (total, total), dist.barrier),
+        Operation("all-gather", _all_gather, (1.0, float(world_size)), dist.barrier),
     ]
 
 
@@ -117,8 +120,8 @@ def _time(
 
     def once() -> tuple[float, bool]:
         x.fill_(ranks.rank + 1.0)
-        dist.barrier()
         _wait_for(device)
+        operation.meet()
         begin = time.perf_counter()
         result = operation.call(x)
         _wait_for(device)
@@ -174,8 +177,8 @@ def report_of(rows: Sequence[dict[str, Any]], world: str) -> Report:
         name="links",
         title=f"Messages and collectives by size: {world}",
         notes=(
-            "Medians of the slowest rank, from a barrier until the result is there; half of a "
-            "message there and back. An all-gather has so many bytes of every rank.",
+            "Medians of the slowest rank: of a message half of there and back, of a collective "
+            "from a barrier until the result is there. An all-gather has the bytes of each rank.",
             "fitted: alpha + beta * bytes by least squares of relative errors.",
         ),
         environment=environment(),
