@@ -37,6 +37,7 @@ def test_scripts_run_by_their_path_from_anywhere(script: str, tmp_path: Path) ->
         "emulation.generation",
         "papers",
         "papers.protocol",
+        "papers.shares",
     ],
 )
 def test_programs_run_as_modules_of_the_checkout(program: str) -> None:
