@@ -17,6 +17,11 @@ SMALL = [
     CudaCase(heads=(4, 2), head_dim=64, lengths=(70, 50), window=20, seqlen_q=3),
     CudaCase(heads=(4, 2), head_dim=64, lengths=(70, 50), page_size=16),
     CudaCase(heads=(4, 2), head_dim=64, lengths=(33, 17), page_size=1, capacity=40),
+    CudaCase(kv_dtype="int8", heads=(4, 2), head_dim=64, lengths=(70,)),
+    CudaCase(kv_dtype="fp8", heads=(4, 2), head_dim=64, lengths=(9, 9, 60), layout="packed"),
+    CudaCase(kv_dtype="int8", heads=(4, 2), head_dim=64, lengths=(70, 50), page_size=16),
+    CudaCase(kv_dtype="fp8", heads=(4, 2), head_dim=64, lengths=(20, 40), layout="NHD"),
+    CudaCase(heads=(4, 1), head_dim=72, latent_dim=64, lengths=(70, 50)),
 ]
 
 

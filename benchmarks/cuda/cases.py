@@ -4,11 +4,16 @@
 import math
 from dataclasses import dataclass, replace
 
+import torch
+
 from ..harness.shapes import DTYPES, log_uniform_lengths
+
+OURS = "lean_decode"
 
 K, M = 1 << 10, 1 << 20
 CONTEXT, HEADS, RAGGED, UNIFORM = "context", "heads", "ragged", "uniform twin"
 CAPACITY, QUERIES, WINDOW, PAGES = "capacity", "queries", "window", "pages"
+PAPERS, EIGHT_BITS, LATENT = "papers", "8 bits", "latent"
 
 
 @dataclass(frozen=True)
@@ -21,8 +26,10 @@ class CudaCase:
 
     section: str = CONTEXT
     dtype: str = "bf16"
+    kv_dtype: str = ""  # of keys and values where it is not `dtype`: those of caches
     heads: tuple[int, int] = (32, 8)  # query, key/value
     head_dim: int = 128
+    latent_dim: int = 0  # the values are so many first columns of the keys; 0: they are their own
     lengths: tuple[int, ...] = (K,)  # keys of each sequence of the batch
     seqlen_q: int = 1
     capacity: int = 0  # slots of each sequence; 0: the longest length
@@ -30,6 +37,7 @@ class CudaCase:
     page_size: int = 0
     layout: str = "HND"
     flex: bool = False  # compiling for it takes several seconds
+    refusal: str = ""  # in the error of `lean_decode`, where it does not take the case
 
     def __post_init__(self) -> None:
         if self.layout == "packed" and len(set(self.lengths[:-1])) > 1:
@@ -38,8 +46,10 @@ class CudaCase:
 
     @property
     def name(self) -> str:
-        heads = f"{self.heads[0]}/{self.heads[1]} d{self.head_dim}"
-        parts = [f"{self.dtype} {heads} B={self.batch} {self._keys()}"]
+        dim = f"d{self.head_dim}" + (f"/{self.latent_dim}" if self.latent_dim else "")
+        heads = f"{self.heads[0]}/{self.heads[1]} {dim}"
+        dtype = f"{self.dtype}/{self.kv_dtype}" if self.kv_dtype else self.dtype
+        parts = [f"{dtype} {heads} B={self.batch} {self._keys()}"]
         parts += [f"of {thousands(self.slots)}"] if self.slots > max(self.lengths) else []
         parts += [f"q={self.seqlen_q}"] if self.seqlen_q > 1 else []
         parts += [f"window {thousands(self.window)}"] if self.window else []
@@ -81,20 +91,28 @@ class CudaCase:
         return sum(length - self.first_key(length) for length in self.lengths)
 
     @property
-    def key_bytes(self) -> int:
-        """Size in bytes of the K, or the V, vectors of one key over all heads."""
-        return DTYPES[self.dtype].itemsize * self.head_dim * self.heads[1]
+    def cached_dtype(self) -> torch.dtype:
+        """Dtype of keys and values."""
+        return DTYPES[self.kv_dtype or self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Size in bytes of the keys, values and scales of one token over all heads."""
+        columns = self.head_dim * (1 if self.latent_dim else 2)
+        scales = 2 * 4 if self.kv_dtype else 0
+        return self.heads[1] * (self.cached_dtype.itemsize * columns + scales)
 
     @property
     def read_bytes(self) -> int:
         """Size in bytes of the keys and values that the ranges cover."""
-        return 2 * self.key_bytes * self.num_keys
+        return self.token_bytes * self.num_keys
 
     @property
     def io_bytes(self) -> int:
         """Bytes that every implementation must move once: `read_bytes`, q and o."""
         rows = self.batch * self.heads[0] * self.seqlen_q
-        return self.read_bytes + 2 * DTYPES[self.dtype].itemsize * self.head_dim * rows
+        columns = self.head_dim + (self.latent_dim or self.head_dim)
+        return self.read_bytes + DTYPES[self.dtype].itemsize * columns * rows
 
     @property
     def num_pages(self) -> int:
@@ -115,8 +133,8 @@ class CudaCase:
 
     @property
     def set_bytes(self) -> int:
-        """Size in bytes of the memory of K and V together."""
-        return 2 * DTYPES[self.dtype].itemsize * math.prod(self.tensor_shape)
+        """Size in bytes of the memory of K and V together, with their scales."""
+        return self.token_bytes * (math.prod(self.tensor_shape[:-1]) // self.heads[1])
 
 
 def thousands(n: int) -> str:
@@ -140,14 +158,19 @@ LOG_UNIFORM_8 = CudaCase(
     RAGGED, lengths=log_uniform_lengths(8, 512, 256 * K), layout="NHD", flex=True
 )
 LATENCY = CudaCase(lengths=(K,))
+# What latent attention (MLA) makes of DeepSeek-V3's heads.
+MLA = CudaCase(
+    LATENT, heads=(128, 1), head_dim=576, latent_dim=512, lengths=(64 * K,),
+    refusal="head_dim must be a multiple of 8 up to 256 on CUDA, got 576",
+)  # fmt: skip
 
 
 def quick_cases() -> list[CudaCase]:
-    """Each target by one or two rows: below a minute on the GPU."""
+    """Each target by one or two rows, nothing that is compiled first: below a minute on the GPU."""
     return [
         LATENCY,
         CudaCase(lengths=(16 * K,)),
-        CudaCase(lengths=(64 * K,), flex=True),
+        CudaCase(lengths=(64 * K,)),
         CudaCase(lengths=(M,)),
         CudaCase(lengths=(8 * K,) * 8),
         CudaCase(HEADS, heads=(8, 1), lengths=(128 * K,)),
@@ -159,6 +182,20 @@ def quick_cases() -> list[CudaCase]:
         CudaCase(QUERIES, lengths=(64 * K,), seqlen_q=16),
         CudaCase(WINDOW, lengths=(64 * K,) * 8, window=4 * K),
         CudaCase(PAGES, lengths=(16 * K,) * 8, page_size=16),
+        CudaCase(EIGHT_BITS, kv_dtype="int8", lengths=(64 * K,)),
+        CudaCase(PAPERS, heads=(56, 56), head_dim=64, lengths=(64 * K,)),
+    ]
+
+
+def paper_cases() -> list[CudaCase]:
+    """LeanAttention's (arXiv:2405.10480, section V): heads without groups, by context."""
+    contexts = [n * K for n in (1, 4, 16, 64, 256, 512)]
+    shapes = [((n, n), 64, 1) for n in (56, 24, 16, 64)]
+    shapes += [((24, 24), 64, 4), ((24, 24), 128, 1)]
+    return [
+        CudaCase(PAPERS, heads=heads, head_dim=head_dim, lengths=(keys,) * batch)
+        for heads, head_dim, batch in shapes
+        for keys in contexts
     ]
 
 
@@ -172,6 +209,7 @@ def standard_cases() -> list[CudaCase]:
     cases += [LOG_UNIFORM, uniform_twin(LOG_UNIFORM), LOG_UNIFORM_8, uniform_twin(LOG_UNIFORM_8)]
     cases += [CudaCase(CAPACITY, lengths=(4 * K,), capacity=256 * K, layout="NHD")]
     cases += [CudaCase(QUERIES, lengths=(16 * K,) * 8, seqlen_q=n) for n in (2, 8, 16)]
+    cases += [CudaCase(QUERIES, heads=(64, 8), lengths=(64 * K,), seqlen_q=n) for n in (4, 16)]
     cases += [CudaCase(PAGES, lengths=(16 * K,) * 8, page_size=n) for n in (1, 64, 256)]
     cases += [CudaCase(WINDOW, lengths=(128 * K,), window=K)]
     for heads in ((32, 4), (32, 32), (64, 8)):
@@ -183,7 +221,11 @@ def standard_cases() -> list[CudaCase]:
     cases += [CudaCase(HEADS, heads=(32, 32), head_dim=64, lengths=(8 * K,) * 8)]
     cases += [CudaCase(HEADS, dtype=dtype, lengths=(64 * K,)) for dtype in ("fp16", "fp32")]
     cases += [CudaCase(HEADS, heads=(8, 1), lengths=(64 * K,) * 8, flex=True)]
-    return cases
+    cases += [CudaCase(EIGHT_BITS, kv_dtype="fp8", lengths=(64 * K,))]
+    for kv_dtype in ("int8", "fp8"):
+        cases += [CudaCase(EIGHT_BITS, kv_dtype=kv_dtype, lengths=(8 * K,) * 8)]
+        cases += [CudaCase(EIGHT_BITS, kv_dtype=kv_dtype, lengths=(16 * K,) * 8, page_size=16)]
+    return _once([*cases, MLA, *paper_cases()])
 
 
 def full_cases() -> list[CudaCase]:
@@ -193,8 +235,13 @@ def full_cases() -> list[CudaCase]:
         for heads in ((32, 8), (32, 4), (32, 32), (64, 8), (8, 1)):
             for batch in (1, 8, 32, 64):
                 for keys in (K, 4 * K, 16 * K, 64 * K, 256 * K, M):
-                    cases.append(CudaCase(CONTEXT, "bf16", heads, head_dim, (keys,) * batch))
+                    cases.append(CudaCase(heads=heads, head_dim=head_dim, lengths=(keys,) * batch))
     cases += [CudaCase(QUERIES, lengths=(64 * K,), seqlen_q=n) for n in range(2, 17)]
+    return _once(cases)
+
+
+def _once(cases: list[CudaCase]) -> list[CudaCase]:
+    """The first of each name."""
     first: dict[str, CudaCase] = {}
     for case in cases:
         first.setdefault(case.name, case)

@@ -15,13 +15,14 @@ from ..harness.measure import InputArena
 from ..harness.report import Report, environment
 from . import cases as shapes
 from . import machine, merge, plots, targets, timing
-from .cases import CudaCase
+from .cases import OURS, CudaCase
 from .inputs import SPARE_BYTES, Inputs, num_sets
-from .peers import OURS, implementations
+from .peers import implementations
 from .rows import measured_row
 from .tables import NOTES, columns, line, missing
 
 AnyCase = CudaCase | merge.MergeCase
+NAME, QUICK_NAME = "decode_cuda", "decode_cuda_quick"
 
 
 def quick_cases() -> list[AnyCase]:
@@ -43,10 +44,16 @@ def _with_merges(cases: list[CudaCase]) -> list[AnyCase]:
 
 
 def run(
-    cases: Sequence[AnyCase], progress: Progress, *, seconds: float, budget: float | None = None
+    cases: Sequence[AnyCase],
+    progress: Progress,
+    *,
+    seconds: float,
+    budget: float | None = None,
+    name: str = NAME,
 ) -> Report:
     """Times the cases; `seconds` limits the samples of one implementation in one case. A case that
-    would begin after `budget` seconds, or does not fit into memory, is left out and listed."""
+    would begin after `budget` seconds, or does not fit into memory, is left out and listed. `name`
+    is the report's."""
     begin = time.monotonic()
     properties = torch.cuda.get_device_properties(0)
     before = machine.environment()
@@ -66,10 +73,9 @@ def run(
     with torch.inference_mode():
         ceiling = machine.ceiling(arena)
         for case, sets in fitting:
-            name = case.name
-            progress.update(task, description=name)
+            progress.update(task, description=case.name)
             if budget is not None and time.monotonic() - begin > budget:
-                skipped.append(f"{name}: the time was up")
+                skipped.append(f"{case.name}: the time was up")
                 continue
             try:
                 if isinstance(case, CudaCase):
@@ -77,19 +83,19 @@ def run(
                 else:
                     rows.append(merge.merge_row(case, arena, sets, ceiling, seconds))
             except torch.OutOfMemoryError:
-                skipped.append(f"{name}: out of memory")
+                skipped.append(f"{case.name}: out of memory")
                 torch.cuda.empty_cache()
                 continue
             except RuntimeError as error:
-                rows.append(failed_row(name, timing.reason(error)))
+                rows.append(failed_row(case.name, timing.reason(error)))
                 if timing.device_is_lost():
-                    skipped.append(f"everything after {name}: the device is lost")
+                    skipped.append(f"everything after {case.name}: the device is lost")
                     break
             progress.console.print(line(rows[-1]), highlight=False)
             progress.advance(task)
     found = targets.evaluate(rows)
     return Report(
-        name="decode_cuda",
+        name=name,
         title=f"lean_decode on one {properties.name}",
         notes=[*NOTES, *missing(rows)],
         environment=environment(
@@ -123,7 +129,7 @@ def case_row(
         first.v,
         None if inputs.all_keys else inputs.key_ranges,
         queries=queries,
-        page_table=inputs.page_table,
+        **inputs.options(0),
     )
     row = measured_row(
         calls,
@@ -134,6 +140,8 @@ def case_row(
         ceiling=ceiling,
         seconds=seconds,
     )
+    if case.refusal and case.refusal in row["unavailable"].get(OURS, ""):
+        row["wrong"] = False
     return {"name": case.name, "section": case.section, "case": asdict(case), **row}
 
 

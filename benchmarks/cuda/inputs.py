@@ -2,8 +2,10 @@
 """A case's tensors: one q, and as many sets of K and V as it takes to find the L2 cache cold."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ SPARE_BYTES = 10 << 30
 # The value of keys and values that no query may see. It is finite, because kernels that multiply
 # masked values by zero are right too, and so large that one of them in a sum shows.
 UNSEEN = 3e4
+# Keys and values of 8 bits stand for this many times less, times a factor of each token's own.
+EIGHT_BIT_STEPS = 32
 
 
 def num_sets(read_bytes: int, l2_bytes: int) -> int:
@@ -32,13 +36,15 @@ def num_sets(read_bytes: int, l2_bytes: int) -> int:
 @dataclass(frozen=True)
 class KeyValues:
     """One set. `k` and `v` are what `lean_decode` takes; `k_memory`, `v_memory` the tensors that
-    they are views of, in the order of axes of the case's layout; `span` all bytes of both."""
+    they are views of, in the order of axes of the case's layout; `scales` those of 8 bits, by the
+    names of their arguments; `span` all bytes of these."""
 
     k: Tensor
     v: Tensor
     k_memory: Tensor
     v_memory: Tensor
     span: Tensor
+    scales: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Inputs:
@@ -53,20 +59,51 @@ class Inputs:
         self.q = 3.0 * self._normal(case.batch, case.heads[0], case.seqlen_q, case.head_dim)
         self.q = self.q.to(dtype)
         self.page_table = self._page_table() if case.page_size else None
-        self.sets = []
-        for i in range(sets):
-            span = arena.view(i, (case.set_bytes,), torch.uint8)
-            k_memory, v_memory = (
-                half.view(dtype).view(case.tensor_shape) for half in span.chunk(2)
-            )
-            k, v = self._heads_first(k_memory), self._heads_first(v_memory)
-            self.sets.append(KeyValues(k, v, k_memory, v_memory, span))
+        self.sets = [self._set(arena.view(i, (case.set_bytes,), torch.uint8)) for i in range(sets)]
         first = self.sets[0]
-        first.k_memory.normal_(generator=self._generator)
-        first.v_memory.normal_(generator=self._generator)
+        self._fill(first)
         self._cover_unseen(first)
         for other in self.sets[1:]:
             other.span.copy_(first.span)
+
+    def _set(self, span: Tensor) -> KeyValues:
+        case = self.case
+        if case.latent_dim:
+            k_memory = span.view(case.cached_dtype).view(case.tensor_shape)
+            v_memory = k_memory[..., : case.latent_dim]
+            k, v = self._heads_first(k_memory), self._heads_first(v_memory)
+            return KeyValues(k, v, k_memory, v_memory, span)
+        num_elements = math.prod(case.tensor_shape)
+        num_bytes = num_elements * case.cached_dtype.itemsize
+        k_memory, v_memory = (
+            part.view(case.cached_dtype).view(case.tensor_shape)
+            for part in span[: 2 * num_bytes].chunk(2)
+        )
+        scales = {
+            name: self._heads_first(part.view(torch.float32).view(*case.tensor_shape[:-1], 1))[
+                ..., 0
+            ]
+            for name, part in zip(
+                ("k_scale", "v_scale"), span[2 * num_bytes :].chunk(2), strict=False
+            )
+            if case.kv_dtype
+        }
+        k, v = self._heads_first(k_memory), self._heads_first(v_memory)
+        return KeyValues(k, v, k_memory, v_memory, span, scales)
+
+    def _fill(self, kv: KeyValues) -> None:
+        for memory in [kv.k_memory] if self.case.latent_dim else [kv.k_memory, kv.v_memory]:
+            if self.case.kv_dtype:
+                normal = self._normal(*memory.shape).mul_(EIGHT_BIT_STEPS)
+                memory.copy_(normal.clamp_(-127, 127))
+            else:
+                memory.normal_(generator=self._generator)
+        for scale in kv.scales.values():
+            scale.uniform_(0.5 / EIGHT_BIT_STEPS, 1.5 / EIGHT_BIT_STEPS, generator=self._generator)
+
+    def options(self, i: int) -> dict[str, Any]:
+        """The keyword arguments with which `lean_decode` takes the i-th set."""
+        return {"page_table": self.page_table, **self.sets[i].scales}
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, device=self.device)
@@ -98,7 +135,7 @@ class Inputs:
         for b, length in enumerate(case.lengths):
             # Far beyond the end nothing is written: filling it would take longer than the row.
             for begin, end in ((0, case.first_key(length)), (length, length + 4096)):
-                for x in (kv.k, kv.v):
+                for x in kv.scales.values() if case.kv_dtype else (kv.k, kv.v):
                     if self.page_table is None:
                         x[b, :, begin:end] = UNSEEN
                     else:

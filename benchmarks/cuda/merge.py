@@ -13,8 +13,8 @@ from tree_attention.reference import merge_states as true_merge_states
 from tree_attention.reference.accuracy import Accuracy, row_error
 
 from ..harness.measure import InputArena
+from .cases import OURS
 from .machine import Ceiling
-from .peers import OURS
 from .rows import measured_row
 
 SECTION, PYTORCH = "merge", "PyTorch"

@@ -19,23 +19,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tree_attention import lean_decode
 
 from . import ablations
-from .cases import CudaCase
+from .cases import LATENCY, OURS, CudaCase
 from .inputs import Inputs
 from .timing import Call
 from .triton_flash_decoding import flash_decoding
 
-OURS = "lean_decode"
 FLASH = "torch flash"
 VARLEN = "torch flash varlen"  # lengths on the device, as ours
 EACH = "torch flash per sequence"  # lengths on the host
 CUDNN = "cuDNN"
 FLEX = "FlexDecoding"
 TRITON = "Triton FlashDecoding"
-EQUAL_SPLIT, SPIN = "equal splits", "spin-wait"
+UNSPLIT, EQUAL_SPLIT, SPIN = "unsplit", "equal splits", "spin-wait"
 # Names of the published schedules by their operators.
 ABLATIONS = {"equal_splits": EQUAL_SPLIT, "waiting_fixup": SPIN}
+# Of the shortest row: 34 are a quarter of two blocks on each multiprocessor of an H200.
+WORKERS = {f"{n} workers": n for n in (34, 68, 136, 264)}
+# Our own kernel with another schedule is no peer.
+SCHEDULES = (UNSPLIT, *ABLATIONS.values(), *WORKERS)
 FLASH_OP = torch.ops.aten._scaled_dot_product_flash_attention.default
 VARLEN_OP = torch.ops.aten._flash_attention_forward.default
+MOST_ROWS = 64  # that every kernel takes as one output
 
 
 class Unavailable(Exception):
@@ -52,9 +56,13 @@ def implementations(case: CudaCase, inputs: Inputs) -> tuple[dict[str, Call], di
         CUDNN: cudnn,
         FLEX: flex,
         TRITON: triton,
+        UNSPLIT: unsplit,
     }
     for op, name in ABLATIONS.items():
         makers[name] = partial(ablation, op)
+    if case == LATENCY:
+        for name, num_workers in WORKERS.items():
+            makers[name] = partial(ours, num_workers=num_workers)
     calls, unavailable = {}, {}
     for name, make in makers.items():
         try:
@@ -64,13 +72,26 @@ def implementations(case: CudaCase, inputs: Inputs) -> tuple[dict[str, Call], di
     return calls, unavailable
 
 
-def ours(case: CudaCase, inputs: Inputs) -> Call:
+def ours(case: CudaCase, inputs: Inputs, num_workers: int = 0) -> Call:
     ranges = None if inputs.all_keys else inputs.key_ranges
-    q, sets, table = inputs.q, inputs.sets, inputs.page_table
-    return lambda i: lean_decode(q, sets[i].k, sets[i].v, ranges, page_table=table)
+    q, sets = inputs.q, inputs.sets
+    options = [inputs.options(i) for i in range(len(sets))]
+    return lambda i: lean_decode(
+        q, sets[i].k, sets[i].v, ranges, num_workers=num_workers, **options[i]
+    )
+
+
+def unsplit(case: CudaCase, inputs: Inputs) -> Call:
+    """FlashAttention-2's decomposition: a block for each output, as equal ones cut the line."""
+    if case.ragged:
+        raise Unavailable("for one length of all sequences")
+    if case.heads[0] // case.heads[1] * case.seqlen_q > MOST_ROWS:
+        raise Unavailable(f"for up to {MOST_ROWS} packed rows")
+    return ours(case, inputs, num_workers=case.batch * case.heads[1])
 
 
 def ablation(name: str, case: CudaCase, inputs: Inputs) -> Call:
+    _require_plain(case)
     if not ablations.load():
         raise Unavailable("not built: python -m benchmarks.cuda.ablations")
     op = getattr(torch.ops.tree_attention_ablations, name)
@@ -80,6 +101,7 @@ def ablation(name: str, case: CudaCase, inputs: Inputs) -> Call:
 
 
 def triton(case: CudaCase, inputs: Inputs) -> Call:
+    _require_plain(case)
     multiprocessors = torch.cuda.get_device_properties(inputs.device).multi_processor_count
     q, sets, table, ranges = inputs.q, inputs.sets, inputs.page_table, inputs.key_ranges
     return lambda i: flash_decoding(
@@ -216,7 +238,16 @@ def flex(case: CudaCase, inputs: Inputs) -> Call:
     return run
 
 
+def _require_plain(case: CudaCase) -> None:
+    """Keys and values in q's dtype and of the same head_dim."""
+    if case.kv_dtype:
+        raise Unavailable("no keys and values of 8 bits")
+    if case.latent_dim:
+        raise Unavailable("no latent attention")
+
+
 def _require_16_bits(case: CudaCase) -> None:
+    _require_plain(case)
     if case.dtype == "fp32":
         raise Unavailable("16-bit only")
 

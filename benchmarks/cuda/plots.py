@@ -7,9 +7,9 @@ from typing import Any
 
 from ..harness.plots import picture
 from ..harness.report import Report
-from .cases import CAPACITY, CONTEXT, HEADS, QUERIES, RAGGED, UNIFORM
+from .cases import CAPACITY, CONTEXT, HEADS, OURS, QUERIES, RAGGED, UNIFORM
 from .merge import SECTION as MERGE
-from .peers import ABLATIONS, OURS
+from .peers import ABLATIONS
 from .rows import PROBE, ratio
 from .tables import HEADINGS
 

@@ -6,12 +6,14 @@ from typing import Any
 
 from ..harness.report import Column
 from . import peers
+from .cases import OURS
 from .merge import PYTORCH
 from .rows import best_peer
 
 NOTES = (
-    "A row is named dtype, query/kv heads, head_dim, batch, keys (of slots), queries, window, page "
-    "size, layout of the cache if it is not [batch, heads, slots, dim].",
+    "A row is named dtype (/ that of a cache of 8 bits), query/kv heads, head_dim (/ that of "
+    "latent values), batch, keys (of slots), queries, window, page size, layout of the cache if "
+    "it is not [batch, heads, slots, dim].",
     "us: one call, by replays of a captured graph of back-to-back calls; median of interleaved "
     "replays, p10 to p90 beside it. eager: one call on an idle device, between two events, with "
     "all that the host does. The JSON file has the numbers of samples.",
@@ -27,8 +29,9 @@ NOTES = (
     "torch flash and cuDNN get keys that the host slices to the length, if there is one for all; "
     "varlen gets the lengths in a tensor, as lean_decode does; per_seq is a call of torch flash "
     "for each sequence, lengths on the host. Triton is a FlashDecoding of our own with packed "
-    "query heads. equal (splits, as in FlashDecoding) and spin (as in LeanAttention) are "
-    "lean_decode's own inner loop under other schedules.",
+    "query heads. unsplit (a block for each output, as in FlashAttention-2), equal (splits, as in "
+    "FlashDecoding) and spin (as in LeanAttention) are lean_decode's own inner loop under other "
+    "schedules.",
 )
 HEADINGS = {
     peers.FLASH: "flash us",
@@ -37,6 +40,7 @@ HEADINGS = {
     peers.CUDNN: "cuDNN us",
     peers.FLEX: "flex us",
     peers.TRITON: "Triton us",
+    peers.UNSPLIT: "unsplit us",
     peers.EQUAL_SPLIT: "equal us",
     peers.SPIN: "spin us",
     PYTORCH: "torch us",
@@ -52,9 +56,9 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
 
     table = [
         Column("case", [row["name"] for row in rows]),
-        Column("ours us", times_of(peers.OURS)),
+        Column("ours us", times_of(OURS)),
         Column("p10-p90", [_spread(row) for row in rows]),
-        Column("eager us", times_of(peers.OURS, "eager")),
+        Column("eager us", times_of(OURS, "eager")),
         Column("GB/s", [_number(row.get("bandwidth"), 1e-9) for row in rows]),
         Column("% read", [_number(row.get("read_share"), 100) for row in rows]),
         Column("% ceil", [_number(row.get("ceiling_share"), 100) for row in rows]),
@@ -63,17 +67,17 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     for name, heading in HEADINGS.items():
         if any(name in row["times"] for row in rows):
             table.append(Column(heading, times_of(name)))
-    errors = [row["accuracy"].get(peers.OURS, {}).get("o_error") for row in rows]
+    errors = [row["accuracy"].get(OURS, {}).get("o_error") for row in rows]
     table.append(Column("error", ["-" if e is None else f"{e:.0e}" for e in errors]))
-    table.append(Column("right", ["WRONG" if row["wrong"] else "yes" for row in rows]))
+    table.append(Column("right", [_verdict(row) for row in rows]))
     return table
 
 
 def line(row: Mapping[str, Any]) -> str:
     """What is printed as soon as a row is there: a run that is ended early has shown these."""
     verdict = "WRONG " if row["wrong"] else ""
-    if peers.OURS not in row["times"]:
-        return f"{row['name']}: {verdict}{row['unavailable'].get(peers.OURS, '')}"
+    if OURS not in row["times"]:
+        return f"{row['name']}: {verdict}{row['unavailable'].get(OURS, '')}"
     times = ", ".join(
         f"{name} {microseconds(times['median_us'])}" for name, times in row["times"].items()
     )
@@ -97,17 +101,23 @@ def microseconds(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
 
+def _verdict(row: Mapping[str, Any]) -> str:
+    if row["wrong"]:
+        return "WRONG"
+    return "yes" if OURS in row["times"] else "refused"
+
+
 def _number(value: float | None, scale: float) -> str:
     return "-" if value is None else f"{value * scale:.0f}"
 
 
 def _spread(row: Mapping[str, Any]) -> str:
-    times = row["times"].get(peers.OURS)
+    times = row["times"].get(OURS)
     return f"{microseconds(times['p10_us'])}-{microseconds(times['p90_us'])}" if times else "-"
 
 
 def _best(row: Mapping[str, Any]) -> str:
-    best = best_peer(row, without=tuple(peers.ABLATIONS.values()))
-    if best is None or peers.OURS not in row["times"]:
+    best = best_peer(row)
+    if best is None or OURS not in row["times"]:
         return "-"
-    return f"{best[1] / row['times'][peers.OURS]['median_us']:.2f}"
+    return f"{best[1] / row['times'][OURS]['median_us']:.2f}"

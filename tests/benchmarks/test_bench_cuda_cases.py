@@ -31,16 +31,38 @@ def test_lists_grow() -> None:
 def test_standard_cases_cover_what_is_promised() -> None:
     cases = shapes.standard_cases()
     assert {case.batch for case in cases} >= {1, 8, 32, 64}
-    assert {case.heads for case in cases} == {(32, 8), (32, 4), (32, 32), (64, 8), (8, 1)}
-    assert {case.head_dim for case in cases} == {64, 128}
+    assert {case.heads for case in cases} >= {(32, 8), (32, 4), (32, 32), (64, 8), (8, 1)}
+    assert {case.head_dim for case in cases} == {64, 128, 576}
     assert {case.dtype for case in cases} == {"bf16", "fp16", "fp32"}
     assert {case.page_size for case in cases} >= {1, 16, 64}
     assert {case.seqlen_q for case in cases} >= {1, 2, 4, 8, 16}
     assert max(max(case.lengths) for case in cases) == 1 << 20
     assert any(case.window for case in cases)
     assert any(case.slots >= 64 * case.lengths[0] for case in cases)
+    assert {case.kv_dtype for case in cases} == {"", "int8", "fp8"}
     one_long = next(case for case in cases if case.layout == "packed")
     assert sorted(one_long.lengths) == [1024] * 63 + [1 << 20]
+
+
+def test_the_quick_cases_compile_nothing() -> None:
+    assert not any(case.flex for case in shapes.quick_cases())
+    assert any(case.flex for case in shapes.standard_cases())
+
+
+def test_shapes_of_the_papers() -> None:
+    """Section V of LeanAttention: heads without groups, contexts of 1k to 512k, and a batch."""
+    cases = [case for case in shapes.standard_cases() if case.section == shapes.PAPERS]
+    assert all(query == kv for query, kv in (case.heads for case in cases))
+    for heads, head_dim, batch in [(n, 64, 1) for n in (16, 24, 56, 64)] + [
+        (24, 64, 4),
+        (24, 128, 1),
+    ]:
+        contexts = [
+            case.lengths[0]
+            for case in cases
+            if (case.heads[0], case.head_dim, case.batch) == (heads, head_dim, batch)
+        ]
+        assert min(contexts) == 1024 and max(contexts) == 512 * 1024 and len(contexts) >= 6
 
 
 def test_every_ragged_case_has_a_twin_of_as_many_bytes() -> None:
@@ -65,6 +87,15 @@ def test_bytes_are_those_that_ranges_cover() -> None:
     assert paged.io_bytes == case.io_bytes and paged.set_bytes == 16 * key
     packed = CudaCase(heads=(4, 2), head_dim=8, lengths=(3, 3, 9), layout="packed")
     assert packed.set_bytes == packed.read_bytes == 15 * key
+    cached = CudaCase(kv_dtype="int8", heads=(4, 2), head_dim=8, lengths=(3, 5), capacity=100)
+    scales = 2 * 2 * 4  # of K and V, 2 heads, in float32
+    assert cached.read_bytes == 8 * (key // 2 + scales) and cached.set_bytes == 200 * (
+        key // 2 + scales
+    )
+    assert cached.io_bytes == cached.read_bytes + rows
+    latent = CudaCase(heads=(4, 1), head_dim=8, latent_dim=6, lengths=(3, 5), capacity=100)
+    assert latent.read_bytes == 8 * 8 * 2 and latent.set_bytes == 200 * 8 * 2
+    assert latent.io_bytes == latent.read_bytes + 2 * 4 * (8 + 6) * 2
 
 
 def test_packed_needs_one_batch_stride() -> None:
@@ -92,24 +123,27 @@ def test_inputs_are_the_problem_of_the_case(case: CudaCase) -> None:
             assert end == length - case.seqlen_q + 1 + i
             assert begin == (max(0, end - case.window) if case.window else 0)
         assert ranges[b, 0, 0] == case.first_key(length)
-    table = inputs.page_table
-    results = [lean_decode(inputs.q, kv.k, kv.v, ranges, page_table=table) for kv in inputs.sets]
+    results = [
+        lean_decode(inputs.q, kv.k, kv.v, ranges, **inputs.options(i))
+        for i, kv in enumerate(inputs.sets)
+    ]
     o, lse = results[0]
     assert o.isfinite().all() and o.abs().max() < 100  # nothing unseen was read
     assert all(torch.equal(o, other) for other, _ in results[1:])
     first = inputs.sets[0]
-    truth = Float64Check(inputs.q, first.k, first.v, ranges, page_table=table)
+    options = inputs.options(0)
+    truth = Float64Check(inputs.q, first.k, first.v, ranges, **options)
     assert truth.accuracy(o, lse).right
     if inputs.all_keys:
-        assert torch.equal(lean_decode(inputs.q, first.k, first.v)[0], o)
+        assert torch.equal(lean_decode(inputs.q, first.k, first.v, **options)[0], o)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_cuda_kernels_take_every_layout(case: CudaCase, cuda_kernels: torch.device) -> None:
     inputs = make_inputs(case, 1, cuda_kernels)
-    kv, ranges, table = inputs.sets[0], inputs.key_ranges, inputs.page_table
-    o, lse = lean_decode(inputs.q, kv.k, kv.v, ranges, page_table=table)
-    truth = Float64Check(inputs.q, kv.k, kv.v, ranges, page_table=table)
+    kv, ranges, options = inputs.sets[0], inputs.key_ranges, inputs.options(0)
+    o, lse = lean_decode(inputs.q, kv.k, kv.v, ranges, **options)
+    truth = Float64Check(inputs.q, kv.k, kv.v, ranges, **options)
     assert truth.accuracy(o, lse).right
 
 
@@ -117,10 +151,10 @@ def test_cuda_kernels_take_every_layout(case: CudaCase, cuda_kernels: torch.devi
 def test_unseen_keys_would_show(case: CudaCase) -> None:
     """All ranges one key longer: another result, wherever there is a key outside."""
     inputs = make_inputs(case, 1)
-    kv, ranges = inputs.sets[0], inputs.key_ranges.clone()
-    o, _ = lean_decode(inputs.q, kv.k, kv.v, ranges, page_table=inputs.page_table)
+    kv, ranges, options = inputs.sets[0], inputs.key_ranges.clone(), inputs.options(0)
+    o, _ = lean_decode(inputs.q, kv.k, kv.v, ranges, **options)
     ranges[:, :, 1] += 1
-    longer, _ = lean_decode(inputs.q, kv.k, kv.v, ranges, page_table=inputs.page_table)
+    longer, _ = lean_decode(inputs.q, kv.k, kv.v, ranges, **options)
     outside = max(case.lengths) < case.slots or (case.ragged and case.layout != "packed")
     assert (longer.abs().max() > UNSEEN / 2) == outside
     assert torch.equal(o, longer) == (case.seqlen_q == 1 and not case.lengths_on_device)

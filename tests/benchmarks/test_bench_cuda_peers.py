@@ -87,7 +87,14 @@ def assert_same_problem(case: CudaCase, inputs: Inputs, call: Any) -> None:
         torch.testing.assert_close(call(i).float(), truth, rtol=0.02, atol=0.02)
 
 
+def result_of(call: Any) -> Any:
+    """A call that returns o alone."""
+    return lambda i: call(i)[0]
+
+
 MAKERS = {
+    "unsplit": lambda case, inputs: result_of(peers.unsplit(case, inputs)),
+    "triton": peers.triton,
     "flash": peers.flash,
     "varlen": peers.flash_varlen,
     "each": peers.flash_each,
@@ -108,6 +115,9 @@ FLEX = {
 @pytest.mark.parametrize(
     ("name", "case"),
     [
+        ("unsplit", UNIFORM),
+        ("unsplit", CAUSAL),
+        ("unsplit", ONE_WINDOW),
         ("flash", UNIFORM),
         ("flash", CAUSAL),
         ("flash", CAPACITY),
@@ -146,6 +156,14 @@ def test_peers_are_given_the_same_problem(name: str, case: CudaCase) -> None:
         ),
         ("varlen", UNIFORM, "for lengths on the device only"),
         ("varlen", SMALL[7], "pages of 256 slots only"),
+        ("flash", SMALL[9], "no keys and values of 8 bits"),
+        ("triton", SMALL[13], "no latent attention"),
+        ("unsplit", RAGGED, "for one length of all sequences"),
+        (
+            "unsplit",
+            CudaCase(heads=(8, 1), head_dim=64, lengths=(9,), seqlen_q=9),
+            "64 packed rows",
+        ),
         ("each", UNIFORM, "for ragged batches only"),
         ("flex", UNIFORM, "not compiled for this row"),
     ],
@@ -191,14 +209,13 @@ def test_implementations_are_calls_or_reasons(monkeypatch: pytest.MonkeyPatch) -
     inputs = make_inputs(RAGGED)
     calls, unavailable = peers.implementations(RAGGED, inputs)
     names = {peers.OURS, peers.FLASH, peers.VARLEN, peers.EACH, peers.CUDNN, peers.FLEX}
-    assert {*calls, *unavailable} == names | {peers.TRITON, *peers.ABLATIONS.values()}
+    names |= {peers.TRITON, peers.UNSPLIT, *peers.ABLATIONS.values()}
+    assert {*calls, *unavailable} == names
     assert not {*calls} & {*unavailable}
     assert {peers.OURS, peers.VARLEN, peers.EACH, peers.TRITON} == {*calls}
     for name in (peers.OURS, peers.VARLEN, peers.EACH):
         call = calls[name]
-        assert_same_problem(
-            RAGGED, inputs, (lambda i, c=call: c(i)[0]) if name == peers.OURS else call
-        )
+        assert_same_problem(RAGGED, inputs, result_of(call) if name == peers.OURS else call)
 
 
 def test_ablations_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,5 +233,28 @@ def test_ablations_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
             torch.ops.tree_attention_ablations, name, partial(op, name), raising=False
         )
         call = peers.ablation(name, SMALL[7], inputs)
-        assert_same_problem(SMALL[7], inputs, lambda i, c=call: c(i)[0])
+        assert_same_problem(SMALL[7], inputs, result_of(call))
     assert asked == [name for name in peers.ABLATIONS for _ in range(2)]
+
+
+def test_arms_of_our_own_kernel_by_their_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unsplit: as many as there are outputs. The shortest row is also timed with given numbers."""
+    asked: dict[str, int] = {}
+
+    def record(*inputs: Any, num_workers: int, **options: Any) -> None:
+        asked[name] = num_workers
+
+    monkeypatch.setattr(peers, "lean_decode", record)
+    monkeypatch.setattr(peers.ablations, "load", lambda: False)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4)
+    )
+    for case in (peers.LATENCY, CAUSAL):
+        asked.clear()
+        calls, _ = peers.implementations(case, make_inputs(case))
+        for name in calls:
+            if name in (peers.OURS, *peers.SCHEDULES):
+                calls[name](0)
+        outputs = case.batch * case.heads[1]
+        arms = peers.WORKERS if case == peers.LATENCY else {}
+        assert asked == {peers.OURS: 0, peers.UNSPLIT: outputs, **arms}
