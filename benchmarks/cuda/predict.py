@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What `lean_decode` should take on a GPU, by arithmetic alone, beside what was measured.
+
+    python -m benchmarks.cuda.predict            # the table of docs/cuda_kernel.md
+    python -m benchmarks.cuda.predict --write    # puts it there, with what benchmarks/results has
+
+A launch takes its fixed latencies, and between them the longest of: all bytes at the rate of the
+memory; the tiles of the busiest multiprocessor at the rate of its shared memory, issue slots or
+tensor cores; the tiles of one block at the rate at which a warp's instructions follow each other.
+The model knows queries of 16 bits, up to 128 packed rows, and head_dims up to 128.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..harness.report import ROOT
+from .cases import EIGHT_BITS, OURS, PAPERS, QUERIES, CudaCase, K, quick_cases
+
+PAGE, RESULTS = ROOT / "docs" / "cuda_kernel.md", ROOT / "benchmarks" / "results"
+BEGIN = "<!-- the table of python -m benchmarks.cuda.predict --write -->\n"
+END = "<!-- its end -->\n"
+OVERHEAD_TILES, MIN_WORKER_TILES = 1, 2  # csrc/cuda/decode/schedule.cuh
+MAX_MERGED_PARTS, RADIX = 36, 16  # csrc/common/fixup.h
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU. What begins with `read_efficiency` is assumed: profiles are to correct it."""
+
+    name: str
+    multiprocessors: int
+    clock: float  # under load, Hz
+    read_bandwidth: float  # of a kernel that only reads, bytes per second
+    shared_bytes: int = 128  # per clock of a multiprocessor, as the next two
+    issue_slots: int = 4
+    products: int = 1300  # multiply-adds of 16 bits by mma.sync
+    read_efficiency: float = 0.96  # share of read_bandwidth that a long launch keeps
+    clocks_per_instruction: float = 4.0  # of a warp that waits for nothing but its own results
+    launch_us: float = 2.2  # between kernels of a graph, with the start and end of the blocks
+    memory_us: float = 0.8  # from the first request to its data
+    l2_us: float = 0.2  # a load of what another block has stored
+    publish_us: float = 0.8  # storing a partial state, the fence, and the counter
+
+
+@dataclass(frozen=True)
+class Code:
+    """What the machine code for sm_90a has, in instructions of one warp, and the serial steps of a
+    launch. A tile of 16 rows and 64 contiguous keys of 128 columns: addresses + softmax + 64."""
+
+    addresses: int  # for a quarter of the requests of a tile
+    page_addresses: int  # what pages add
+    prologue_us: float  # parameters and schedule, before the first request
+    merge_loads: int  # parts that a merge asks for at a time
+    requests: int = 16  # a quarter of those of a tile
+    fragments: int = 48  # mma and ldmatrix of 16 rows, 16 keys and 128 columns
+    softmax: int = 179  # of 16 rows and 16 keys, with the loop
+    widening: int = 160  # of 16 keys of 8 bits, 128 columns; assumed
+
+
+H200 = Machine("H200", multiprocessors=132, clock=1.755e9, read_bandwidth=4.3e12)
+BEFORE = Code(addresses=397, page_addresses=279, prologue_us=1.0, merge_loads=4)
+NOW = BEFORE
+
+
+@dataclass(frozen=True)
+class Tile:
+    """As csrc/cuda/decode/tile_config.cuh and plan.cu choose it."""
+
+    rows: int
+    warps: int
+    blocks: int  # on a multiprocessor
+    keys: int
+    num_bytes: int  # of K and V
+
+    @staticmethod
+    def of(case: CudaCase) -> "Tile":
+        if case.dtype == "fp32" or case.head_dim > 128:
+            raise ValueError(f"{case.name}: the model has no such kernel")
+        sizes = (16, 64) if case.kv_dtype else (16, 32, 64, 128)
+        rows = next((n for n in sizes if n >= packed_rows(case)), sizes[-1])
+        columns = next(n for n in (64, 96, 128) if n >= case.head_dim)
+        keys = 1 << (16 * K // (columns * case.cached_dtype.itemsize)).bit_length() - 1
+        warps = 8 if rows > 64 else 4
+        num_bytes = 2 * keys * case.head_dim * case.cached_dtype.itemsize
+        return Tile(rows, warps, 2 if warps == 4 else 1, keys, num_bytes)
+
+    @property
+    def row_groups(self) -> int:
+        return self.rows // 16
+
+
+def packed_rows(case: CudaCase) -> int:
+    return case.heads[0] // case.heads[1] * case.seqlen_q
+
+
+@dataclass(frozen=True)
+class Prediction:
+    us: float
+    share: float  # of the read bandwidth
+    bound: str  # what takes the most of the time
+
+
+def instructions(case: CudaCase, tile: Tile, code: Code) -> float:
+    """Of one warp for one tile."""
+    quarter = 4 / tile.warps
+    steps = tile.keys * tile.row_groups // tile.warps / 16
+    addresses = code.addresses + (code.page_addresses if case.page_size else 0)
+    products = code.fragments + (code.widening if case.kv_dtype else 0)
+    step = products * case.head_dim / 128 + code.softmax
+    return quarter * (addresses + code.requests) + steps * step
+
+
+def fixup_us(parts: int, code: Code, machine: Machine) -> float:
+    """Merging the parts of one output: their lse, then their o; many parts in two levels."""
+    levels = [parts] if parts <= MAX_MERGED_PARTS else [RADIX, -(-parts // RADIX)]
+    trips = sum(1 + -(-n // code.merge_loads) for n in levels)
+    return len(levels) * machine.publish_us + trips * machine.l2_us
+
+
+def predict(case: CudaCase, code: Code = NOW, machine: Machine = H200) -> Prediction:
+    tile = Tile.of(case)
+    row_blocks = -(-packed_rows(case) // tile.rows)
+    outputs = case.heads[1] * row_blocks  # of a sequence
+    tiles = [-(-n // tile.keys) - case.first_key(n) // tile.keys for n in case.lengths]
+    line = outputs * sum(OVERHEAD_TILES + n for n in tiles)
+    workers = min(tile.blocks * machine.multiprocessors, -(-line // MIN_WORKER_TILES))
+    longest = -(-line // workers)  # range of the line
+    resident = -(-workers // machine.multiprocessors)  # blocks of a multiprocessor
+    of_warp = instructions(case, tile, code)
+
+    clocks = {
+        "shared memory": tile.num_bytes * (1 + tile.row_groups) / machine.shared_bytes * resident,
+        "issue slots": of_warp * tile.warps / machine.issue_slots * resident,
+        "tensor cores": 2 * tile.keys * case.head_dim * tile.rows / machine.products * resident,
+        "instruction latency": of_warp * machine.clocks_per_instruction,
+    }
+    times = {name: longest * count / machine.clock * 1e6 for name, count in clocks.items()}
+    read = case.read_bytes * row_blocks
+    times["DRAM"] = read / (machine.read_bandwidth * machine.read_efficiency) * 1e6
+
+    most_parts = min(workers, -(-max(tiles) // longest) + 1)
+    is_whole = max(tiles) + OVERHEAD_TILES == longest  # every output, by one block
+    fixup = 0.0 if is_whole else fixup_us(most_parts, code, machine)
+    fixed = machine.launch_us + code.prologue_us + machine.memory_us + fixup
+
+    bound = max(times, key=lambda name: times[name])
+    us = fixed + times[bound]
+    share = case.io_bytes / us * 1e6 / machine.read_bandwidth
+    return Prediction(us, share, "launch and fix-up" if fixed > times[bound] else bound)
+
+
+def shapes() -> list[CudaCase]:
+    """Of the benchmark's, the quick ones and those that other parts of a multiprocessor bound."""
+    more = [CudaCase(QUERIES, lengths=(16 * K,) * 8, seqlen_q=n) for n in (8, 16)]
+    more += [CudaCase(QUERIES, heads=(64, 8), lengths=(64 * K,), seqlen_q=16)]
+    more += [CudaCase(EIGHT_BITS, kv_dtype="fp8", lengths=(8 * K,) * 8)]
+    more += [
+        CudaCase(PAPERS, heads=(24, 24), head_dim=64, lengths=(n * K,) * 4) for n in (1, 64, 512)
+    ]
+    return [*quick_cases(), *more]
+
+
+def measured(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Right rows of the CUDA benchmark by name; those of the longer runs where both have one."""
+    rows: dict[str, Mapping[str, Any]] = {}
+    for path in sorted(folder.glob("decode_cuda*.json"), reverse=True):
+        for row in json.loads(path.read_text())["rows"]:
+            if not row["wrong"] and OURS in row["times"]:
+                rows[row["name"]] = row
+    return rows
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown. The last three columns are empty where nothing was measured."""
+    lines = [
+        "| shape | before us | us | of the read rate | bound by | measured us | of the read rate "
+        "| of reading as many bytes |",
+        "| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
+    ]
+    for case in shapes():
+        before, now = predict(case, BEFORE), predict(case, NOW)
+        found = ["", "", ""]
+        if (row := rows.get(case.name)) is not None:
+            shares = (row.get(name) for name in ("ceiling_share", "read_share"))
+            found = [_us(row["times"][OURS]["median_us"])]
+            found += ["" if share is None else _percent(share) for share in shares]
+        predicted = [_us(before.us), _us(now.us), _percent(now.share), now.bound]
+        cells = [case.name, *predicted, *found]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def filled(page: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page with the table between its marks."""
+    head, rest = page.split(BEGIN)
+    return head + BEGIN + table(rows) + END + rest.split(END)[1]
+
+
+def _us(us: float) -> str:
+    return f"{us:.1f}" if us < 100 else f"{us:,.0f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description="Predicts the times of lean_decode on a GPU.")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default here")
+    parser.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
+    parsed = parser.parse_args(arguments)
+    rows = measured(parsed.results)
+    if parsed.write:
+        PAGE.write_text(filled(PAGE.read_text(), rows))
+    else:
+        print(table(rows), end="")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

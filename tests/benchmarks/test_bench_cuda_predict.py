@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The predicted times of the CUDA kernel, and their table in the documentation."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.cuda import predict
+from benchmarks.cuda.cases import HEADS, LATENCY, PAGES, QUERIES, CudaCase, K, M
+from benchmarks.cuda.predict import BEFORE, H200, Tile, instructions
+
+LONG = CudaCase(lengths=(M,))
+PAGED = CudaCase(PAGES, lengths=(16 * K,) * 8, page_size=16)
+
+
+def test_the_page_has_the_table() -> None:
+    page = predict.PAGE.read_text()
+    assert predict.filled(page, predict.measured(predict.RESULTS)) == page, (
+        "python -m benchmarks.cuda.predict --write"
+    )
+
+
+def test_instructions_of_a_tile_are_those_of_the_machine_code() -> None:
+    tile = Tile.of(LONG)
+    assert (tile.rows, tile.warps, tile.keys, tile.num_bytes) == (16, 4, 64, 32 * K)
+    assert instructions(LONG, tile, BEFORE) == 640
+    assert instructions(PAGED, tile, BEFORE) == 919
+
+
+def test_what_bounds_it() -> None:
+    """Short contexts by latency, long ones by the memory, many rows by a warp's instructions."""
+    assert predict.predict(LATENCY).bound == "launch and fix-up"
+    long = predict.predict(LONG)
+    assert long.bound == "DRAM" and 0.9 < long.share < H200.read_efficiency
+    rows = [
+        predict.predict(CudaCase(QUERIES, heads=(64, 8), lengths=(64 * K,), seqlen_q=n), BEFORE)
+        for n in (1, 4, 16)
+    ]
+    assert rows[0].bound == "DRAM" and rows[2].bound == "instruction latency"
+    assert rows[1].share > 2 * rows[2].share
+    for part, field in [("shared memory", "shared_bytes"), ("issue slots", "issue_slots"),
+                        ("tensor cores", "products")]:  # fmt: skip
+        slow = replace(H200, **{field: getattr(H200, field) / 16})
+        assert predict.predict(LONG, machine=slow).bound == part
+
+
+@pytest.mark.parametrize("case", [LATENCY, LONG, PAGED], ids=lambda case: case.name)
+def test_better_code_is_not_slower(case: CudaCase) -> None:
+    better = [
+        replace(BEFORE, addresses=137, page_addresses=180),
+        replace(BEFORE, prologue_us=0.3),
+        replace(BEFORE, merge_loads=8),
+    ]
+    before = predict.predict(case, BEFORE).us
+    times = [predict.predict(case, code).us for code in better]
+    assert max(times) <= before and min(times) < before
+
+
+def test_parts_in_turn_and_in_levels() -> None:
+    """Nine and 34 parts by eight take two and five trips after that of their lse."""
+    code = replace(BEFORE, merge_loads=8)
+    machine = replace(H200, l2_us=1.0, publish_us=0.0)
+    times = [predict.fixup_us(parts, code, machine) for parts in (8, 9, 34, 36, 264)]
+    assert times == [2, 3, 6, 6, (1 + 2) + (1 + 3)]
+
+
+def test_bytes_that_are_read_again_count() -> None:
+    one, two = (
+        predict.predict(CudaCase(QUERIES, heads=(64, 8), lengths=(M,), seqlen_q=n)).us
+        for n in (16, 32)
+    )
+    assert two > 1.9 * one
+
+
+@pytest.mark.parametrize("case", [CudaCase(dtype="fp32"), CudaCase(HEADS, head_dim=256)])
+def test_kernels_that_the_model_does_not_know(case: CudaCase) -> None:
+    with pytest.raises(ValueError, match="the model has no such kernel"):
+        predict.predict(case)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 64, 65, 128, 200])
+@pytest.mark.parametrize("kv_dtype", ["", "int8"])
+def test_tiles_are_those_of_the_kernels(kv_dtype: str, rows: int) -> None:
+    import emulated
+
+    for head_dim in (64, 96, 128) if not kv_dtype else (64, 128):
+        tile = Tile.of(CudaCase(kv_dtype=kv_dtype, heads=(rows, 1), head_dim=head_dim))
+        plan = emulated.plan(
+            torch.bfloat16, head_dim, rows, emulated.H100, torch.int8 if kv_dtype else None
+        )
+        found = plan.row_tile, plan.num_threads, plan.blocks_per_sm
+        assert (tile.rows, 32 * tile.warps, tile.blocks) == found
+
+
+def test_measured_rows_fill_the_table(tmp_path: Path) -> None:
+    def row(case: CudaCase, us: float, **more: object) -> dict[str, object]:
+        shares = {"ceiling_share": 0.5, "read_share": 0.625}
+        times = {"lean_decode": {"median_us": us}}
+        return {"name": case.name, "wrong": False, "times": times, **shares, **more}
+
+    def write(name: str, *rows: object) -> None:
+        (tmp_path / name).write_text(json.dumps({"rows": rows}))
+
+    write(
+        "decode_cuda_quick.json", row(LATENCY, 7.25), row(LONG, 1200.0), row(PAGED, 1, wrong=True)
+    )
+    write("decode_cuda.json", row(LONG, 1100.0), {"name": "failed", "wrong": True, "times": {}})
+    write("decode.json", row(LATENCY, 1.0))
+    rows = predict.measured(tmp_path)
+    assert {name: row["times"]["lean_decode"]["median_us"] for name, row in rows.items()} == {
+        LATENCY.name: 7.25,
+        LONG.name: 1100.0,  # of the longer run
+    }
+    lines = predict.table(rows).splitlines()
+    of = {line.split(" | ")[0].removeprefix("| "): line for line in lines[2:]}
+    assert of[LATENCY.name].endswith("| 7.2 | 50 % | 62 % |")
+    assert of[LONG.name].endswith("| 1,100 | 50 % | 62 % |")
+    assert of[PAGED.name].endswith("|  |  |  |")
+    assert all(line.count(" | ") == lines[0].count(" | ") for line in lines)
+
+
+def test_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+                 tmp_path: Path) -> None:  # fmt: skip
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{predict.BEGIN}old\n{predict.END}after\n")
+    predict.main(["--results", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert printed == predict.table({})
+    monkeypatch.setattr(predict, "PAGE", page)
+    monkeypatch.setattr(predict, "ROOT", tmp_path)
+    predict.main(["--results", str(tmp_path), "--write"])
+    assert page.read_text() == f"before\n{predict.BEGIN}{printed}{predict.END}after\n"
