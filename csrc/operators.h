@@ -61,6 +61,13 @@ struct DecodeOperators {
   }
 };
 
+// In schemas.
+#define TREE_ATTENTION_DECODE_ARGUMENTS                                                   \
+  "Tensor q, Tensor k, Tensor v, Tensor? key_ranges=None, *, float? softmax_scale=None, " \
+  "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? query_positions=None, "          \
+  "int[] key_layout=[0, 1, 1], Tensor? page_table=None, Tensor? k_scale=None, "           \
+  "Tensor? v_scale=None, ScalarType? out_dtype=None, int num_workers=0"
+
 // The types are those of DecodeArgs: the dispatcher compares them with the schema.
 template <void (*launch)(const DecodeParams&), void (*launch_merge)(const MergeParams&)>
 using LeanDecode =

@@ -37,15 +37,9 @@ void refuse_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 }  // namespace
 
-#define LEAN_DECODE_ARGUMENTS                                                             \
-  "Tensor q, Tensor k, Tensor v, Tensor? key_ranges=None, *, float? softmax_scale=None, " \
-  "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? query_positions=None, "          \
-  "int[] key_layout=[0, 1, 1], Tensor? page_table=None, Tensor? k_scale=None, "           \
-  "Tensor? v_scale=None, ScalarType? out_dtype=None, int num_workers=0"
-
 TORCH_LIBRARY(tree_attention, m) {
-  m.def("lean_decode(" LEAN_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
-  m.def("lean_decode.out(" LEAN_DECODE_ARGUMENTS ", Tensor(a!) o, Tensor(b!) lse) -> ()");
+  m.def("lean_decode(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
+  m.def("lean_decode.out(" TREE_ATTENTION_DECODE_ARGUMENTS ", Tensor(a!) o, Tensor(b!) lse) -> ()");
   m.def(
       "merge_states(Tensor o_parts, Tensor lse_parts, *, ScalarType? out_dtype=None) "
       "-> (Tensor o, Tensor lse)");

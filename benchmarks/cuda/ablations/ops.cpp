@@ -20,7 +20,8 @@ using LaunchFunction = cudaError_t (*)(const DecodeParams&, const Plan&, const W
 
 template <PlanFunction make_plan, LaunchFunction launch>
 void run(const DecodeParams& p) {
-  TORCH_CHECK(p.dtype == DataType::kBFloat16 && std::max(p.head_dim, p.head_dim_v) <= 128 &&
+  TORCH_CHECK(p.dtype == DataType::kBFloat16 && p.kv_dtype == p.dtype &&
+                  std::max(p.head_dim, p.head_dim_v) <= 128 &&
                   int64_t{p.group_size()} * p.seqlen_q <= 16,
               "lean_decode's ablations exist for bfloat16, a head_dim up to 128 and up to 16 query "
               "heads and tokens of a group");
@@ -38,15 +39,9 @@ void run(const DecodeParams& p) {
 
 }  // namespace
 
-#define SCHEMA(name)                                                                            \
-  name "(Tensor q, Tensor k, Tensor v, Tensor? key_ranges=None, *, float? softmax_scale=None, " \
-       "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? query_positions=None, "           \
-       "int[] key_layout=[0, 1, 1], Tensor? page_table=None, ScalarType? out_dtype=None, "      \
-       "int num_workers=0) -> (Tensor o, Tensor lse)"
-
 TORCH_LIBRARY(tree_attention_ablations, m) {
-  m.def(SCHEMA("equal_splits"));
-  m.def(SCHEMA("waiting_fixup"));
+  m.def("equal_splits(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
+  m.def("waiting_fixup(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
 }
 
 TORCH_LIBRARY_IMPL(tree_attention_ablations, CUDA, m) {

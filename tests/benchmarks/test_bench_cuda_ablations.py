@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The ablations' operators, from their sources to their results, on the emulated device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import emulated
+import emulator_build
+from bench_problems import SMALL, make_inputs
+from benchmarks.cuda import ablations, peers
+from benchmarks.cuda.cases import CudaCase
+from tree_attention.reference.accuracy import Float64Check
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators() -> None:
+    """Of the sources that `ablations.build` compiles, but for those that need a driver."""
+    kernels, others = [ablations.FOLDER / "ablations.cu"], []
+    for name in ablations.PRODUCT_SOURCES:
+        (kernels if name.endswith(".cu") else others).append(ablations.ROOT / name)
+    others.remove(ablations.ROOT / "csrc/cuda/decode/workspaces.cpp")
+    others.append(ablations.ROOT / "tests/cuda_emulator/ablations_extension.cpp")
+    objects = emulator_build.COMPILER.compile([*emulator_build.EMULATOR, *map(relative, kernels)])
+    objects += emulated.COMPILER.compile([*map(relative, others)])
+    libraries = [f"-L{emulated.TORCH}/lib", "-ltorch_cpu", "-lc10"]
+    library = emulated.COMPILER.link("ablations.so", objects, ["-shared", *libraries])
+    torch.ops.load_library(library)
+
+
+def relative(path: Path) -> Path:
+    return path.relative_to(ablations.ROOT)
+
+
+@pytest.mark.parametrize("case", SMALL[:9], ids=lambda case: case.name)
+@pytest.mark.parametrize("op", peers.ABLATIONS)
+def test_operators_are_right(op: str, case: CudaCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ablations, "load", lambda: True)
+    inputs = make_inputs(case, 1)
+    kv = inputs.sets[0]
+    o, lse = peers.ablation(op, case, inputs)(0)
+    truth = Float64Check(inputs.q, kv.k, kv.v, inputs.key_ranges, **inputs.options(0))
+    assert truth.accuracy(o, lse).right
+
+
+@pytest.mark.parametrize("op", peers.ABLATIONS)
+def test_operators_are_for_cuda_and_16_bits(op: str) -> None:
+    name = f"tree_attention_ablations::{op}"
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+    inputs = make_inputs(SMALL[9], 1)
+    kv = inputs.sets[0]
+    with pytest.raises(RuntimeError, match="ablations exist for bfloat16"):
+        getattr(torch.ops.tree_attention_ablations, op)(
+            inputs.q, kv.k, kv.v, None, **inputs.options(0)
+        )
