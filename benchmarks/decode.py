@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
         type=float,
         metavar="SECONDS",
         help="on cuda: begin no case after so long (default 45 with --quick, no limit with "
-        "--full, else 120)",
+        "--full, else 240)",
     )
     parsed = parser.parse_args(arguments)
     with joined_world() as world:
@@ -53,7 +53,7 @@ def cuda_main(parsed: argparse.Namespace, world: World) -> int:
         return 2
     from benchmarks.cuda import decode  # which needs triton
 
-    budget = 45.0 if parsed.quick else None if parsed.full else 120.0
+    budget = 45.0 if parsed.quick else None if parsed.full else 240.0
     run = partial(
         decode.run,
         seconds=0.3 if parsed.quick else parsed.seconds,
