@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What CUDA refuses beyond test_op_errors.py, and how it says so."""
+"""What CUDA refuses beyond test_decode_errors.py, and how it says so."""
 
 import pytest
 import torch
@@ -166,7 +166,7 @@ def test_page_ids_are_not_checked_during_a_capture(cuda, check_pages):
 @pytest.mark.parametrize("own, other", [("cuda:0", "cpu"), ("cpu", "cuda:0")])
 @pytest.mark.parametrize("argument", ["q", "k", "v", "key_ranges", "o", "lse"])
 def test_mixed_devices(argument, own, other, cuda):
-    """Without a GPU: test_op_errors.py."""
+    """Without a GPU: test_decode_errors.py."""
     problem = make_problem(ranges="ragged").to(torch.device(own))
     o, lse = problem.run()
     x = {"q": problem.q, "k": problem.k, "v": problem.v, "key_ranges": problem.key_ranges}

@@ -1,72 +1,26 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every error message of the operators: operator, argument, requirement and the value got."""
+"""Every error message of lean_decode: operator, argument, requirement and the value got."""
 
 import pytest
 import torch
 
-from tree_attention import lean_decode, lean_schedule, merge_states
-
-BATCH, HEADS_Q, HEADS_KV, SEQLEN_Q, SEQLEN_K, DIM = 2, 4, 2, 3, 10, 8
-
-
-def q(*shape, **options):
-    return torch.randn(*(shape or (BATCH, HEADS_Q, SEQLEN_Q, DIM)), **options)
-
-
-def k(*shape, **options):
-    return torch.randn(*(shape or (BATCH, HEADS_KV, SEQLEN_K, DIM)), **options)
-
-
-def int32(*shape):
-    return torch.zeros(shape, dtype=torch.int32)
-
-
-def int64(*shape):
-    return torch.zeros(shape, dtype=torch.int64)
-
-
-def int8(*shape):
-    return torch.zeros(shape or (BATCH, HEADS_KV, SEQLEN_K, DIM), dtype=torch.int8)
-
-
-def float8():
-    return k().to(torch.float8_e4m3fn)
-
-
-def scale(*shape):
-    return torch.ones(shape or (BATCH, HEADS_KV, SEQLEN_K))
-
-
-def transposed(x, axis=-2):
-    """The same shape with a last axis that is not contiguous."""
-    return x.transpose(axis, -1).contiguous().transpose(axis, -1)
-
-
-def decode(**changed):
-    arguments = {"q": q(), "k": k(), "v": k(), **changed}
-    return lean_decode(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
-
-
-def decode_out(o=None, lse=None, **changed):
-    o = torch.empty(BATCH, HEADS_Q, SEQLEN_Q, DIM) if o is None else o
-    lse = torch.empty(BATCH, HEADS_Q, SEQLEN_Q) if lse is None else lse
-    return decode(out=(o, lse), **changed)
-
-
-def alibi(**changed):
-    arguments = {
-        "alibi_slopes": torch.ones(HEADS_Q),
-        "query_positions": int64(BATCH, SEQLEN_Q),
-        **changed,
-    }
-    return decode(**arguments)
-
-
-def huge(*shape, dtype=torch.float32):
-    """A shape that no memory holds: every axis but the last has stride 0. What is left is address
-    space that is never touched."""
-    return torch.empty(shape[-1], dtype=dtype).expand(*shape)
-
+from refused_calls import (
+    SEQLEN_K,
+    alibi,
+    decode,
+    decode_out,
+    float8,
+    huge,
+    int8,
+    int32,
+    int64,
+    k,
+    message_of,
+    other_devices,
+    q,
+    scale,
+    transposed,
+)
 
 LIMIT = 2**31
 RANGES = "[batch, seqlen_q, 2]"
@@ -371,12 +325,6 @@ DECODE = {
 }
 
 
-def message_of(call) -> str:
-    with pytest.raises(RuntimeError) as error:
-        call()
-    return str(error.value).splitlines()[0]
-
-
 @pytest.mark.parametrize("name", DECODE)
 def test_lean_decode(name):
     call, message = DECODE[name]
@@ -397,23 +345,11 @@ DEVICES = {
 }
 
 
-@pytest.fixture(params=["meta", "cuda:0"])
-def other_device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param != "meta" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device(request.param)
-
-
+@other_devices
 @pytest.mark.parametrize("argument", DEVICES)
 def test_devices(argument, other_device):
     message = message_of(lambda: DEVICES[argument](other_device))
     assert message == f"lean_decode: {argument} must be on q's device cpu, got {other_device}"
-
-
-def test_merge_device(other_device):
-    lse_parts = torch.ones(2, 4, device=other_device)
-    message = message_of(lambda: merge_states(torch.ones(2, 4, 8), lse_parts))
-    assert message == f"merge_states: lse_parts must be on o_parts' device cpu, got {other_device}"
 
 
 def test_overlapping_outputs_are_refused():
@@ -438,137 +374,3 @@ def test_no_output_is_touched_by_a_refused_call():
     ranges = torch.tensor([0, 30]).int().repeat(2, 3, 1)
     message_of(lambda: decode_out(o, lse, page_table=int32(2, 3) + 9, key_ranges=ranges))
     assert (o == 7).all() and (lse == 7).all()
-
-
-MERGE = {
-    "o_parts axes": (
-        lambda: merge_states(torch.ones(3), torch.ones(3)),
-        "o_parts must have shape [n, ..., head_dim], got [3]",
-    ),
-    "no parts": (
-        lambda: merge_states(torch.ones(0, 4, 8), torch.ones(0, 4)),
-        "o_parts must hold at least one part, got [0, 4, 8]",
-    ),
-    "head_dim": (
-        lambda: merge_states(torch.ones(2, 4, 0), torch.ones(2, 4)),
-        "o_parts must have a head_dim of at least 1, got [2, 4, 0]",
-    ),
-    "o_parts dtype": (
-        lambda: merge_states(torch.ones(2, 4, 8).double(), torch.ones(2, 4)),
-        "o_parts must be float32, bfloat16 or float16, got float64",
-    ),
-    "lse_parts shape": (
-        lambda: merge_states(torch.ones(2, 4, 8), torch.ones(2, 4, 1)),
-        "lse_parts must have shape [n, ...] = [2, 4], got [2, 4, 1]",
-    ),
-    "heads and rows swapped": (
-        lambda: merge_states(torch.ones(2, 3, 4, 8), torch.ones(2, 4, 3)),
-        "lse_parts must have shape [n, ...] = [2, 3, 4], got [2, 4, 3]",
-    ),
-    "lse_parts dtype": (
-        lambda: merge_states(torch.ones(2, 4, 8).half(), torch.ones(2, 4).half()),
-        "lse_parts must be float32, got float16",
-    ),
-    "out_dtype": (
-        lambda: merge_states(torch.ones(2, 4, 8), torch.ones(2, 4), out_dtype=torch.int32),
-        "out_dtype must be float32, bfloat16 or float16, got int32",
-    ),
-    "o of out": (
-        lambda: merge_into(torch.ones(3, 8), torch.ones(4)),
-        "o must have shape [4, 8], got [3, 8]",
-    ),
-    "lse of out": (
-        lambda: merge_into(torch.ones(4, 8), torch.ones(4, 1)),
-        "lse must have shape [4], got [4, 1]",
-    ),
-    "strides of out": (
-        lambda: merge_into(torch.ones(8, 4).T, torch.ones(4)),
-        "o must be contiguous, got strides [1, 4]",
-    ),
-    "dtype of out's o": (
-        lambda: merge_into(torch.ones(4, 8).double(), torch.ones(4)),
-        "o must be float32, bfloat16 or float16, got float64",
-    ),
-    "dtype of out's lse": (
-        lambda: merge_into(torch.ones(4, 8), torch.ones(4).half()),
-        "lse must be float32, got float16",
-    ),
-}
-
-
-def merge_into(o, lse):
-    return merge_states(torch.ones(2, 4, 8), torch.ones(2, 4), out=(o, lse))
-
-
-def test_merge_states_out_dtype_is_that_of_out():
-    out = torch.ones(4, 8), torch.ones(4)
-    with pytest.raises(ValueError, match=r"merge_states: out_dtype must be out's torch.float32"):
-        merge_states(torch.ones(2, 4, 8), torch.ones(2, 4), out_dtype=torch.half, out=out)
-
-
-@pytest.mark.parametrize("name", MERGE)
-def test_merge_states(name):
-    call, message = MERGE[name]
-    assert message_of(call) == f"merge_states: {message}"
-
-
-SCHEDULE = {
-    "axes": (
-        lambda: lean_schedule(int32(2, 2), 3),
-        "num_tiles must have shape [outputs], got [2, 2]",
-    ),
-    "dtype": (lambda: lean_schedule(int64(2), 3), "num_tiles must be int32, got int64"),
-    "workers": (lambda: lean_schedule(int32(2), 0), "num_workers must be at least 1, got 0"),
-    "line times workers": (
-        lambda: lean_schedule(torch.tensor([2, 2]).int(), 2**62),
-        "num_workers times the sum of num_tiles must be below 2^63, got 4611686018427387904 and 4",
-    ),
-    "negative": (
-        lambda: lean_schedule(torch.tensor([4, -2]).int(), 3),
-        "num_tiles must not be negative, got -2 for output 1",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULE)
-def test_lean_schedule(name):
-    call, message = SCHEDULE[name]
-    assert message_of(call) == f"lean_schedule: {message}"
-
-
-GRADIENT = " must not require a gradient (inference only), got requires_grad=True; call it under "
-
-
-@pytest.mark.parametrize("argument", ["q", "k", "v", "alibi_slopes"])
-def test_gradients_are_refused_by_the_call_itself(argument):
-    shapes = {"q": q, "k": k, "v": k, "alibi_slopes": lambda: torch.ones(HEADS_Q)}
-    changed = {argument: shapes[argument]().requires_grad_()}
-    expected = f"lean_decode: {argument}{GRADIENT}torch.no_grad()"
-    assert message_of(lambda: alibi(**changed)) == expected
-    out = torch.empty(BATCH, HEADS_Q, SEQLEN_Q, DIM), torch.empty(BATCH, HEADS_Q, SEQLEN_Q)
-    assert message_of(lambda: alibi(out=out, **changed)) == expected
-    with torch.no_grad():
-        o, _ = alibi(**changed)
-    assert not o.requires_grad
-    with torch.inference_mode():
-        o, _ = alibi(**changed)
-
-
-@pytest.mark.parametrize("argument", ["o", "lse"])
-def test_outputs_that_require_a_gradient_are_refused(argument):
-    shapes = {"o": (BATCH, HEADS_Q, SEQLEN_Q, DIM), "lse": (BATCH, HEADS_Q, SEQLEN_Q)}
-    changed = {argument: torch.empty(shapes[argument], requires_grad=True)}
-    assert (
-        message_of(lambda: decode_out(**changed))
-        == f"lean_decode: {argument}{GRADIENT}torch.no_grad()"
-    )
-
-
-def test_merge_refuses_gradients():
-    o, lse = torch.ones(2, 4, 8, requires_grad=True), torch.ones(2, 4)
-    expected = f"merge_states: o_parts{GRADIENT}torch.no_grad()"
-    assert message_of(lambda: merge_states(o, lse)) == expected
-    expected = f"merge_states: lse_parts{GRADIENT}torch.no_grad()"
-    assert message_of(lambda: merge_states(o.detach(), lse.requires_grad_())) == expected
-    with torch.no_grad():
-        merge_states(o, lse)
