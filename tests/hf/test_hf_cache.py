@@ -14,25 +14,17 @@ pytest.importorskip("transformers")
 from torch import Tensor
 from transformers import FalconH1Config, Gemma3nTextConfig, LlamaConfig, MambaConfig, T5Config
 
+from hf_caches import HEAD_DIM, HEADS, numbered_keys
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, ShardLayout, hf
 from tree_attention.hf.layer import TreeCacheLayer
 
 CONFIG = CONFIGS["llama"]
-HEADS, HEAD_DIM = 2, 8
-
-
-def _tokens(batch: int, begin: int, end: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Keys that say which they are: row, head and global slot, the same in every channel."""
-    rows = torch.arange(batch).view(-1, 1, 1, 1) * 10_000
-    heads = torch.arange(HEADS).view(1, -1, 1, 1) * 100_000
-    slots = torch.arange(begin, end).view(1, 1, -1, 1)
-    return (rows + heads + slots).to(dtype).expand(batch, HEADS, end - begin, HEAD_DIM)
 
 
 def _append(cache: hf.TreeCache, batch: int, count: int) -> None:
     begin = cache.get_seq_length()
-    keys = _tokens(batch, begin, begin + count)
+    keys = numbered_keys(begin, begin + count, batch)
     for layer_idx in range(len(cache)):
         cache.update(keys, -keys, layer_idx)
 
@@ -49,7 +41,7 @@ def _check_slots(rank: int, world_size: int, layout: ShardLayout) -> None:
         _append(cache, 2, count)
         slots = layout.local_slots(rank, 0, cache.get_seq_length())
         for layer in cache.layers:
-            assert torch.equal(_stored(layer), _tokens(2, 0, 50)[:, :, slots])
+            assert torch.equal(_stored(layer), numbered_keys(0, 50)[:, :, slots])
 
 
 @pytest.mark.parametrize("block", [1, 4, 64])
@@ -114,7 +106,7 @@ def test_crop_takes_tokens_to_remove(as_tensor: bool) -> None:
         assert type(cache.get_seq_length()) is int
         assert cache.get_seq_length() == length
     _append(cache, 2, 9)
-    assert torch.equal(_stored(cache.layers[0]), _tokens(2, 0, 9))
+    assert torch.equal(_stored(cache.layers[0]), numbered_keys(0, 9))
 
 
 def test_positive_crop() -> None:
@@ -141,7 +133,7 @@ def test_rows_are_reordered_repeated_and_selected() -> None:
     cache = hf.TreeCache(CONFIG, growth=8)
     cache.reorder_cache(torch.tensor([0]))  # nothing there yet
     _append(cache, 3, 10)
-    expected = _tokens(3, 0, 10)
+    expected = numbered_keys(0, 10, 3)
     for operation, rows in (
         (lambda: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
         (lambda: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
@@ -161,10 +153,10 @@ def test_reset_keeps_memory_for_the_same_batch_only() -> None:
     assert cache.get_seq_length() == 0
     _append(cache, 2, 7)
     assert cache.layers[0].keys.data_ptr() == address
-    assert torch.equal(_stored(cache.layers[0]), _tokens(2, 0, 7))
+    assert torch.equal(_stored(cache.layers[0]), numbered_keys(0, 7))
     cache.reset()
     _append(cache, 1, 3)
-    assert torch.equal(_stored(cache.layers[0]), _tokens(1, 0, 3))
+    assert torch.equal(_stored(cache.layers[0]), numbered_keys(0, 3, 1))
 
 
 def test_buffers_outlive_inference_mode() -> None:
@@ -255,7 +247,7 @@ def test_models_that_cache_something_else_are_refused() -> None:
 def test_tokens_of_another_kind_are_refused() -> None:
     cache = hf.TreeCache(CONFIG)
     _append(cache, 2, 5)
-    other = _tokens(2, 5, 6)
+    other = numbered_keys(5, 6)
     message = r"TreeCache: the cache holds {} of \(dtype, num_heads_kv, head_dim\) = "
     kind = r"\(torch.float32, 2, 8\), got "
     for keys, values, name, got in (

@@ -14,6 +14,7 @@ from distributed import run_ranks
 
 pytest.importorskip("transformers")
 
+from hf_caches import append, check_holds
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import (
     BlockCyclic,
@@ -38,44 +39,24 @@ def _layouts(world_size: int) -> list[ShardLayout]:
     ]
 
 
-def _tokens(begin: int, end: int) -> torch.Tensor:
-    return torch.arange(begin, end).float().view(1, 1, -1, 1).expand(2, 2, -1, 8)
-
-
-def _append(cache: hf.TreeCache, count: int) -> None:
-    begin = cache.get_seq_length()
-    keys = _tokens(begin, begin + count)
-    for layer_idx in range(len(cache)):
-        cache.update(keys + layer_idx, -keys, layer_idx)
-
-
-def _check_holds(cache: hf.TreeCache, layout: ShardLayout, length: int) -> None:
-    slots = layout.local_slots(cache.shard.rank, 0, length)
-    expected = _tokens(0, length)[:, :, slots]
-    for layer_idx, layer in enumerate(cache.layers):
-        assert layer.shard.layout == cache.shard.layout == layout
-        assert torch.equal(layer.keys[:, :, : len(slots)], expected + layer_idx)
-        assert torch.equal(layer.values[:, :, : len(slots)], -expected)
-
-
 def _check_moves(rank: int, world_size: int) -> None:
     layouts = _layouts(world_size)
     for first in layouts:
         cache = hf.TreeCache(CONFIG, layout=first, growth=8)
-        _append(cache, LENGTH - 1)
+        append(cache, LENGTH - 1)
         copied = copy.deepcopy(cache)
         length = LENGTH - 1
         with torch.inference_mode():
             cache.reshard(layouts[1])
-        _check_holds(cache, layouts[1], length)
+        check_holds(cache, length, layouts[1])
         for layout in layouts:
             cache.reshard(layout)
-            _check_holds(cache, layout, length)
+            check_holds(cache, length, layout)
             if layout is not layouts[-1]:
-                _append(cache, 1)
+                append(cache, 1)
                 length += 1
-                _check_holds(cache, layout, length)
-        _check_holds(copied, first, LENGTH - 1)  # a copy stays where it was
+                check_holds(cache, length, layout)
+        check_holds(copied, LENGTH - 1, first)  # a copy stays where it was
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -120,14 +101,14 @@ def test_generation_goes_on_with_the_same_tokens(world_size: int, kv_dtype: str 
 def test_a_cache_without_tokens_takes_another_layout() -> None:
     cache = hf.TreeCache(CONFIG)
     cache.reshard(BlockCyclic(1, 4))
-    _append(cache, 9)
-    _check_holds(cache, BlockCyclic(1, 4), 9)
+    append(cache, 9)
+    check_holds(cache, 9, BlockCyclic(1, 4))
 
 
 def _refuse(rank: int, world_size: int) -> str:
     layout = BlockCyclic(world_size, 7)
     cache = hf.TreeCache(CONFIG, layout=layout, timeout=10)
-    _append(cache, LENGTH)
+    append(cache, LENGTH)
     with pytest.raises(ValueError, match="layout must have the group's world size 2, got one of 3"):
         cache.reshard(BlockCyclic(3))
     with pytest.raises(ValueError, match="has no rank for slot 76"):
@@ -141,9 +122,9 @@ def _refuse(rank: int, world_size: int) -> str:
         cache.reshard(BlockCyclic(2 + rank))
     with pytest.raises(ExchangeError) as caught:
         cache.reshard(BlockCyclic(2, 1 + rank))
-    _check_holds(cache, layout, LENGTH)
+    check_holds(cache, LENGTH, layout)
     cache.reshard(BlockCyclic(2))  # nothing was sent: the group is as it was
-    _check_holds(cache, BlockCyclic(2), LENGTH)
+    check_holds(cache, LENGTH, BlockCyclic(2))
     return str(caught.value)
 
 
@@ -154,7 +135,7 @@ def test_a_layout_that_cannot_be_is_refused_and_nothing_moves() -> None:
 
 def _die(rank: int, world_size: int) -> str:
     cache = hf.TreeCache(CONFIG, layout=BlockCyclic(3, 7), timeout=5)
-    _append(cache, LENGTH)
+    append(cache, LENGTH)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(ExchangeError) as caught:

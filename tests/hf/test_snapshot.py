@@ -23,6 +23,7 @@ pytest.importorskip("transformers")
 from torch import Tensor
 
 import split_models
+from hf_caches import HEAD_DIM, HEADS, append, check_holds, numbered_keys
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import (
     BlockCyclic,
@@ -38,39 +39,13 @@ from tree_attention.hf.layer import CROP_KEEPS
 from tree_attention.reference import quantise
 
 CONFIG = CONFIGS["llama"]
-HEADS, HEAD_DIM = 2, 8
 LENGTH = 77
-
-
-def _tokens(begin: int, end: int) -> Tensor:
-    """Keys of two sequences that say which they are: row, head and global slot."""
-    rows = torch.arange(2).view(-1, 1, 1, 1) * 10_000
-    heads = torch.arange(HEADS).view(1, -1, 1, 1) * 100_000
-    slots = torch.arange(begin, end).view(1, 1, -1, 1)
-    return (rows + heads + slots).float().expand(2, HEADS, end - begin, HEAD_DIM)
-
-
-def _append(cache: hf.TreeCache, count: int) -> None:
-    begin = cache.get_seq_length()
-    keys = _tokens(begin, begin + count)
-    for layer_idx in range(len(cache)):
-        cache.update(keys + layer_idx, -keys, layer_idx)
 
 
 def _filled(layout: ShardLayout | None = None, **options: Any) -> hf.TreeCache:
     cache = hf.TreeCache(CONFIG, layout=layout, **options)
-    _append(cache, LENGTH)
+    append(cache, LENGTH)
     return cache
-
-
-def _check_holds(cache: hf.TreeCache, length: int) -> None:
-    shard = cache.shard
-    slots = shard.layout.local_slots(shard.rank, 0, length)
-    expected = _tokens(0, length)[:, :, slots]
-    assert cache.get_seq_length() == length
-    for layer_idx, layer in enumerate(cache.layers):
-        assert torch.equal(layer.keys[:, :, : len(slots)], expected + layer_idx)
-        assert torch.equal(layer.values[:, :, : len(slots)], -expected)
 
 
 def _layouts(world_size: int) -> list[ShardLayout]:
@@ -88,9 +63,9 @@ def _save(rank: int, world_size: int, layout: ShardLayout, directory: Path) -> N
 
 def _check_load(rank: int, world_size: int, layout: ShardLayout, directory: Path) -> None:
     cache = hf.TreeCache.load(directory, CONFIG, layout=layout, growth=16)
-    _check_holds(cache, LENGTH)
-    _append(cache, 1)
-    _check_holds(cache, LENGTH + 1)
+    check_holds(cache, LENGTH)
+    append(cache, 1)
+    check_holds(cache, LENGTH + 1)
 
 
 @pytest.mark.parametrize("saved_by", [1, 2, 3])
@@ -154,7 +129,7 @@ def test_buffers_that_move_in_inference_mode_can_be_written_outside_of_it(tmp_pa
     _filled().save(tmp_path)
     cache = hf.TreeCache.load(tmp_path, CONFIG)
     with torch.inference_mode():
-        keys = _tokens(LENGTH, LENGTH + 1).to("meta")
+        keys = numbered_keys(LENGTH, LENGTH + 1).to("meta")
         cache.update(keys, keys, 0)
     for x in cache.layers[0].buffers().values():
         assert x.device.type == "meta"
@@ -165,7 +140,7 @@ def test_a_crop_is_saved(tmp_path: Path) -> None:
     cache = _filled()
     cache.crop(40 if CROP_KEEPS else 40 - LENGTH)
     cache.save(tmp_path)
-    _check_holds(hf.TreeCache.load(tmp_path, CONFIG), 40)
+    check_holds(hf.TreeCache.load(tmp_path, CONFIG), 40)
 
 
 def test_a_save_replaces_the_last_one_and_its_files(tmp_path: Path) -> None:
@@ -178,12 +153,12 @@ def test_a_save_replaces_the_last_one_and_its_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text("of a save that was killed")
     cache.save(tmp_path)
     first = set(os.listdir(tmp_path))
-    _append(cache, 3)
+    append(cache, 3)
     cache.save(tmp_path)
     second = set(os.listdir(tmp_path))
     assert len(first) == len(second) == 2 + len(others)
     assert first & second == {"index.json"} | others
-    _check_holds(hf.TreeCache.load(tmp_path, CONFIG), LENGTH + 3)
+    check_holds(hf.TreeCache.load(tmp_path, CONFIG), LENGTH + 3)
     cache.save(tmp_path)  # the same again
     assert set(os.listdir(tmp_path)) == second
 
@@ -191,7 +166,7 @@ def test_a_save_replaces_the_last_one_and_its_files(tmp_path: Path) -> None:
 def _fail_to_write(rank: int, world_size: int, directory: Path, function: str) -> str:
     cache = _filled(timeout=10)
     cache.save(directory)
-    _append(cache, 3)
+    append(cache, 3)
     failing = mock.patch.object(snapshot, function, side_effect=OSError("no space left on device"))
     with pytest.raises((OSError, ExchangeError)) as caught:
         if rank == 0:
@@ -199,9 +174,9 @@ def _fail_to_write(rank: int, world_size: int, directory: Path, function: str) -
                 cache.save(directory)
         else:
             cache.save(directory)
-    _check_holds(hf.TreeCache.load(directory, CONFIG), LENGTH)
+    check_holds(hf.TreeCache.load(directory, CONFIG), LENGTH)
     cache.save(directory)  # the group is as it was
-    _check_holds(hf.TreeCache.load(directory, CONFIG), LENGTH + 3)
+    check_holds(hf.TreeCache.load(directory, CONFIG), LENGTH + 3)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -220,7 +195,7 @@ def test_a_full_disk_leaves_the_last_save_and_nothing_else(at_index: bool, tmp_p
     cache.save(tmp_path)
     names = set(os.listdir(tmp_path))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    _append(cache, 3)
+    append(cache, 3)
     written = mock.patch.object(snapshot, "_write_tensors") if at_index else nullcontext()
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
@@ -231,7 +206,7 @@ def test_a_full_disk_leaves_the_last_save_and_nothing_else(at_index: bool, tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert set(os.listdir(tmp_path)) == names
-    _check_holds(hf.TreeCache.load(tmp_path, CONFIG), LENGTH)
+    check_holds(hf.TreeCache.load(tmp_path, CONFIG), LENGTH)
 
 
 def _kill_itself(*_: object) -> None:
@@ -241,7 +216,7 @@ def _kill_itself(*_: object) -> None:
 def _die_while_saving(rank: int, world_size: int, directory: Path) -> str:
     cache = _filled(timeout=5)
     cache.save(directory)
-    _append(cache, 3)
+    append(cache, 3)
     with pytest.raises(ExchangeError) as caught:
         if rank == 1:
             with mock.patch.object(snapshot, "save_file", _kill_itself):
@@ -371,7 +346,7 @@ def test_what_is_no_whole_cache_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no tokens yet"):
         cache.save(tmp_path)
     cache = _filled()
-    cache.update(_tokens(LENGTH, LENGTH + 1), _tokens(LENGTH, LENGTH + 1), 0)
+    cache.update(numbered_keys(LENGTH, LENGTH + 1), numbered_keys(LENGTH, LENGTH + 1), 0)
     with pytest.raises(ValueError, match="the layers hold 77 to 78 tokens"):
         cache.save(tmp_path)
     cache = _filled(_OwnLayout(1))

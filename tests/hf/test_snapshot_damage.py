@@ -15,7 +15,8 @@ from distributed import run_ranks
 
 pytest.importorskip("transformers")
 
-from test_snapshot import CONFIG, LENGTH, _append, _check_load, _filled
+from hf_caches import append
+from test_snapshot import CONFIG, LENGTH, _check_load, _filled
 from tree_attention import BlockCyclic, ExchangeError, hf
 from tree_attention.hf import snapshot
 
@@ -168,7 +169,7 @@ def test_damage_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
 def test_ranks_that_load_different_saves_raise(tmp_path: Path) -> None:
     _filled().save(tmp_path / "a")
     cache = _filled()
-    _append(cache, 1)
+    append(cache, 1)
     cache.save(tmp_path / "b")
     errors = run_ranks(_load_elsewhere, 2, [tmp_path / "a", tmp_path / "b"])
     for error in errors:

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from distributed import run_ranks
 
@@ -25,6 +24,7 @@ pytest.importorskip("transformers")
 
 from transformers import Gemma3TextConfig
 
+from hf_caches import HEAD_DIM, HEADS, numbered_keys
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout, hf
 from tree_attention.hf.layer import CROP_KEEPS, TreeCacheLayer
@@ -33,20 +33,12 @@ from tree_attention.reference import quantise
 
 CONFIG = CONFIGS["gemma2"]  # of two layers the first has a window
 WINDOW = CONFIG.sliding_window
-HEADS, HEAD_DIM = 2, 8
 LENGTH = 700
-
-
-def _tokens(begin: int, end: int) -> Tensor:
-    """Keys that say which they are: head and global slot, the same in every channel."""
-    heads = torch.arange(HEADS).view(1, -1, 1, 1) * 100_000
-    slots = torch.arange(begin, end).view(1, 1, -1, 1)
-    return (heads + slots).float().expand(1, HEADS, end - begin, HEAD_DIM)
 
 
 def _append(cache: hf.TreeCache, count: int) -> None:
     begin = cache.get_seq_length()
-    keys = _tokens(begin, begin + count)
+    keys = numbered_keys(begin, begin + count, batch=1)
     for layer_idx in range(len(cache)):
         handle, _ = cache.update(keys, -keys, layer_idx)
         _check_rows(handle.layer, max(0, begin + 1 - WINDOW))
@@ -60,7 +52,9 @@ def _check_rows(layer: TreeCacheLayer, begin: int) -> None:
     first, end = (shard.count(slot) - layer.dropped for slot in (begin, layer.length))
     slots = shard.layout.local_slots(shard.rank, begin, layer.length)
     assert first >= 0
-    assert torch.equal(layer.keys[:, :, first:end], _tokens(0, layer.length)[:, :, slots])
+    assert torch.equal(
+        layer.keys[:, :, first:end], numbered_keys(0, layer.length, batch=1)[:, :, slots]
+    )
     assert torch.equal(layer.values[:, :, first:end], -layer.keys[:, :, first:end])
 
 
@@ -204,7 +198,7 @@ def test_bytes_of_gemma_3_1b(world_size: int) -> None:
 def test_what_a_chunk_sees_is_freed_with_it() -> None:
     """At once, and not when the garbage collector finds a cycle."""
     cache = hf.TreeCache(CONFIG)
-    keys = _tokens(0, 600)
+    keys = numbered_keys(0, 600, batch=1)
     gc.disable()
     try:
         handle, _ = cache.update(keys, -keys, 0)
@@ -244,7 +238,7 @@ def _check_load(
     if kv_dtype is not None:
         layer = cache.layers[0]
         slots = layout.local_slots(rank, first, LENGTH - 5)
-        expected, scale = quantise(_tokens(0, LENGTH)[:, :, slots], layer.keys.dtype)
+        expected, scale = quantise(numbered_keys(0, LENGTH, batch=1)[:, :, slots], layer.keys.dtype)
         held = layer.held()
         assert torch.equal(layer.keys[:, :, held].float(), expected.float())
         assert torch.equal(layer.k_scale[:, :, held], scale)
