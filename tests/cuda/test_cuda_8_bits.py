@@ -8,46 +8,38 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cases_8_bits import (
+    CASES,
+    FLOAT8,
+    INT8,
+    PLACES,
+    by_kv_dtype,
+    check_every_byte,
+    every_byte,
+    seen_by_two_of_three,
+    with_one_scale,
+    with_scales_by_token,
+)
 from emulated import emulated_operators
 from helpers import NAN, Problem, assert_same_bits, make_problem
 from tree_attention import lean_decode, reference
 
-INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 DTYPES = [torch.bfloat16, torch.float16]
-by_kv_dtype = pytest.mark.parametrize("kv_dtype", [INT8, FLOAT8], ids=["int8", "float8"])
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
-CASES = {
-    "no keys": {"seqlen_k": 0},
-    "one key": {"seqlen_k": 1},
+ALL_CASES = CASES | {
     "a tile and one": {"seqlen_k": 257},
     "several times round the ring": {"seqlen_k": 3000, "batch": 1},
-    "one row": {"group_size": 1},
-    "sixteen rows": {"group_size": 8, "seqlen_q": 2},
-    "uneven rows": {"group_size": 3, "seqlen_q": 7, "ranges": "causal"},
     "many rows": {"group_size": 4, "seqlen_q": 40, "ranges": "causal", "seqlen_k": 400},
-    "many rows in a window": {"seqlen_q": 20, "ranges": "window", "seqlen_k": 300},
-    "many rows on pages": {"seqlen_q": 20, "ranges": "causal", "page_size": 16, "seqlen_k": 190},
     "many rows, head_dim 256": {"seqlen_q": 20, "ranges": "causal", "head_dim": 256},
-    "head_dim 64 and 128": {"head_dim": 64, "head_dim_v": 128},
-    "ragged, BSHD": {"batch": 3, "ranges": "ragged", "layout": "BSHD"},
-    "left padded": {"batch": 3, "ranges": "left padded", "layout": "padded"},
-    "random ranges": {"batch": 3, "seqlen_q": 6, "seqlen_k": 600, "ranges": "random"},
-    "pages": {"page_size": 16, "seqlen_k": 210, "ranges": "ragged"},
-    "pages of one key": {"page_size": 1, "seqlen_k": 50, "seqlen_q": 2, "ranges": "random"},
-    "large pages of a head": {"page_size": 70, "per_head": True, "seqlen_q": 2, "layout": "BSHD"},
-    "alibi": {"alibi": 1 / 64, "seqlen_q": 3, "ranges": "causal"},
-    "softcap": {"softcap": 2.0},
-    "negative scale": {"softmax_scale": -0.2, "softcap": 5.0, "alibi": 1 / 64},
-    "peaked scores": {"score_size": 15.0},
 }
 
 
 @by_dtype
 @by_kv_dtype
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_case(name, kv_dtype, dtype, cuda_kernels):
-    problem = make_problem(kv_dtype=kv_dtype, dtype=dtype, **CASES[name])
+    problem = make_problem(kv_dtype=kv_dtype, dtype=dtype, **ALL_CASES[name])
     assert problem.k.dtype == problem.v.dtype == kv_dtype
     problem = problem.to(cuda_kernels)
     for num_workers in (1, 3):
@@ -105,34 +97,16 @@ def test_any_problem(cuda, seed, **shape):
 @by_dtype
 def test_every_byte(dtype, kv_dtype, cuda_kernels):
     """Of a key and of a value, in all places of a chunk of 16."""
-    bytes_ = torch.arange(256, dtype=torch.uint8)
-    numbers = bytes_.view(kv_dtype).float()
-    is_number = numbers.isfinite()
-    assert is_number.sum() == (256 if kv_dtype == INT8 else 254)
-    k = bytes_[:, None, None, None].repeat(1, 1, 32, 64).view(kv_dtype)
-    v = bytes_.repeat(256, 1, 32, 1).view(kv_dtype)
-    q = torch.zeros(256, 4, 1, 64, dtype=dtype)
-    q[torch.arange(256), :, 0, torch.arange(256) % 64] = 1
-    scale = torch.full((256, 1, 32), 0.5)
-    options = {"softmax_scale": 1.0, "k_scale": scale, "v_scale": scale}
-    problem = Problem(q, k, v, options=options).to(cuda_kernels)
-    o, lse = (x.cpu() for x in problem.run(out_dtype=torch.float32))
-    expected = numbers / 2 + math.log(32)
-    assert lse[~is_number].isnan().all()
-    torch.testing.assert_close(
-        lse[is_number][:, :, 0], expected[is_number, None].expand(-1, 4), rtol=1e-6, atol=1e-6
-    )
-    torch.testing.assert_close(
-        o[is_number][:, :, 0], (numbers / 2).expand(is_number.sum(), 4, 256),
-        rtol=3e-5, atol=0, equal_nan=True,
-    )  # fmt: skip
+    problem, halves = every_byte(kv_dtype, dtype)
+    o, lse = problem.to(cuda_kernels).run(out_dtype=torch.float32)
+    check_every_byte(o.cpu(), lse.cpu(), halves, rtol=3e-5)
 
 
 @by_dtype
 @by_kv_dtype
 def test_bits_do_not_depend_on_strides_or_pages(kv_dtype, dtype, cuda_kernels):
     bits = []
-    for layout, page_size in [("BHSD", 0), ("BSHD", 0), ("padded", 0), ("BHSD", 48), ("BSHD", 64)]:
+    for layout, page_size in PLACES:
         torch.manual_seed(5)
         problem = make_problem(
             kv_dtype=kv_dtype, seqlen_k=300, layout=layout, page_size=page_size, seqlen_q=2,
@@ -141,13 +115,6 @@ def test_bits_do_not_depend_on_strides_or_pages(kv_dtype, dtype, cuda_kernels):
         bits.append(problem.to(cuda_kernels).run_and_check(num_workers=3))
     for other in bits[1:]:
         assert_same_bits(other, bits[0])
-
-
-def seen_by_two_of_three(kv_dtype: torch.dtype, dtype: torch.dtype) -> Problem:
-    """Key 120 of the second sequence is seen by queries 0 and 1."""
-    problem = make_problem(seqlen_q=3, seqlen_k=200, kv_dtype=kv_dtype, dtype=dtype)
-    problem.key_ranges = torch.tensor([[0, 150], [100, 200], [151, 200]]).int().repeat(2, 1, 1)
-    return problem
 
 
 @by_dtype
@@ -216,16 +183,8 @@ def test_float8_without_scales(dtype, cuda_kernels):
 def test_scales_of_any_strides(dtype, cuda_kernels):
     problem = make_problem(kv_dtype=INT8, seqlen_k=90, page_size=8, seqlen_q=2, dtype=dtype)
     expected = problem.to(cuda_kernels).run_and_check()
-    for name in ("k_scale", "v_scale"):
-        by_token = problem.options[name].transpose(1, 2).contiguous().transpose(1, 2)
-        assert by_token.stride(2) == 2
-        problem.options[name] = by_token
-    assert_same_bits(problem.to(cuda_kernels).run(), expected)
-    one = torch.tensor([[[0.25]]], device=cuda_kernels)
-    problem = problem.to(cuda_kernels)
-    for name in ("k_scale", "v_scale"):
-        problem.options[name] = one.expand(problem.k.shape[:3])
-    problem.run_and_check()
+    assert_same_bits(with_scales_by_token(problem).to(cuda_kernels).run(), expected)
+    with_one_scale(problem.to(cuda_kernels)).run_and_check()
 
 
 def message_of(problem: Problem) -> str:

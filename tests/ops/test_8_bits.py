@@ -8,54 +8,47 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers import NAN, Problem, assert_same_bits, make_problem
+from cases_8_bits import (
+    CASES,
+    FLOAT8,
+    INT8,
+    PLACES,
+    by_kv_dtype,
+    check_every_byte,
+    every_byte,
+    seen_by_two_of_three,
+    with_one_scale,
+    with_scales_by_token,
+)
+from helpers import NAN, assert_same_bits, make_problem
 from test_instruction_sets import instruction_set  # noqa: F401
-from tree_attention import lean_decode, reference
+from tree_attention import reference
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
-INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
-by_kv_dtype = pytest.mark.parametrize("kv_dtype", [INT8, FLOAT8], ids=["int8", "float8"])
 by_dtype = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:]
 )
 
-CASES = {
+ALL_CASES = CASES | {
     "plain": {},
-    "no keys": {"seqlen_k": 0},
-    "one key": {"seqlen_k": 1},
     "one step and one": {"seqlen_k": 33},
     "several flushes": {"seqlen_k": 5000, "batch": 1},
-    "one row": {"group_size": 1},
     "eight rows": {"group_size": 8, "num_heads_kv": 1},
-    "sixteen rows": {"group_size": 8, "seqlen_q": 2},
-    "uneven rows": {"group_size": 3, "seqlen_q": 7, "ranges": "causal"},
     "many rows": {"group_size": 4, "seqlen_q": 70, "ranges": "causal", "seqlen_k": 700},
-    "many rows in a window": {"seqlen_q": 40, "ranges": "window", "seqlen_k": 300},
     "many rows, alibi, softcap": {"seqlen_q": 40, "alibi": 1 / 64, "softcap": 3.0},
-    "many rows on pages": {"seqlen_q": 40, "ranges": "causal", "page_size": 16, "seqlen_k": 390},
     "head_dim 1": {"head_dim": 1},
     "head_dim 33": {"head_dim": 33, "head_dim_v": 37, "layout": "unaligned"},
     "head_dim 96": {"head_dim": 96},
-    "head_dim 64 and 128": {"head_dim": 64, "head_dim_v": 128},
     "head_dim 256": {"head_dim": 256},
     "latents": {"head_dim": 576, "head_dim_v": 512, "num_heads_kv": 1, "group_size": 16},
-    "ragged, BSHD": {"batch": 3, "ranges": "ragged", "layout": "BSHD"},
-    "left padded": {"batch": 3, "ranges": "left padded", "layout": "padded"},
-    "random ranges": {"batch": 3, "seqlen_q": 6, "seqlen_k": 300, "ranges": "random"},
-    "pages": {"page_size": 16, "seqlen_k": 210, "ranges": "ragged"},
-    "large pages of a head": {"page_size": 70, "per_head": True, "seqlen_q": 2, "layout": "BSHD"},
-    "alibi": {"alibi": 1 / 64, "seqlen_q": 3, "ranges": "causal"},
-    "softcap": {"softcap": 2.0},
-    "negative scale": {"softmax_scale": -0.2, "softcap": 5.0, "alibi": 1 / 64},
-    "peaked scores": {"score_size": 15.0},
 }
 
 
 @by_dtype
 @by_kv_dtype
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_exact(name, kv_dtype, dtype):
-    problem = make_problem(kv_dtype=kv_dtype, dtype=dtype, **CASES[name])
+    problem = make_problem(kv_dtype=kv_dtype, dtype=dtype, **ALL_CASES[name])
     assert problem.k.dtype == problem.v.dtype == kv_dtype
     for num_workers in (1, 3):
         result = problem.run_and_check(num_workers=num_workers)
@@ -136,32 +129,14 @@ def test_a_query_that_is_not_finite(bad):
 @by_dtype
 def test_every_byte(dtype, kv_dtype):
     """Of a key and of a value, in all places of vectors and tiles."""
-    bytes_ = torch.arange(256, dtype=torch.uint8).view(kv_dtype)
-    numbers = bytes_.float()
-    is_number = numbers.isfinite()
-    assert is_number.sum() == (256 if kv_dtype == INT8 else 254)
-    k = bytes_.view(torch.uint8)[:, None, None, None].repeat(1, 1, 32, 64).view(kv_dtype)
-    v = bytes_.view(torch.uint8).repeat(256, 1, 32, 1).view(kv_dtype)
-    q = torch.zeros(256, 4, 1, 64, dtype=dtype)
-    q[torch.arange(256), :, 0, torch.arange(256) % 64] = 1
-    scale = torch.full((256, 1, 32), 0.5)
-    o, lse = lean_decode(
-        q, k, v, softmax_scale=1.0, k_scale=scale, v_scale=scale, out_dtype=torch.float32
-    )
-    expected = numbers / 2 + math.log(32)
-    assert lse[~is_number].isnan().all()
-    torch.testing.assert_close(
-        lse[is_number][:, :, 0], expected[is_number, None].expand(-1, 4), rtol=1e-6, atol=1e-6
-    )
-    expected = (numbers / 2).expand(256, 4, 256)[is_number]
-    assert torch.equal(o[is_number][:, :, 0].isnan(), expected.isnan())
-    assert torch.equal(o[is_number][:, :, 0].nan_to_num(0), expected.nan_to_num(0))
+    problem, halves = every_byte(kv_dtype, dtype)
+    check_every_byte(*problem.run(out_dtype=torch.float32), halves, rtol=0)
 
 
 @by_kv_dtype
 def test_bits_do_not_depend_on_strides_or_pages(kv_dtype):
     bits = []
-    for layout, page_size in [("BHSD", 0), ("BSHD", 0), ("padded", 0), ("BHSD", 48), ("BSHD", 64)]:
+    for layout, page_size in PLACES:
         torch.manual_seed(5)
         problem = make_problem(
             kv_dtype=kv_dtype, seqlen_k=300, layout=layout, page_size=page_size, seqlen_q=2,
@@ -172,17 +147,10 @@ def test_bits_do_not_depend_on_strides_or_pages(kv_dtype):
         assert_same_bits(other, bits[0])
 
 
-def seen_by_two_of_three(kv_dtype: torch.dtype) -> Problem:
-    """Key 120 of the second sequence is seen by queries 0 and 1."""
-    problem = make_problem(seqlen_q=3, seqlen_k=200, kv_dtype=kv_dtype, dtype=torch.bfloat16)
-    problem.key_ranges = torch.tensor([[0, 150], [100, 200], [151, 200]]).int().repeat(2, 1, 1)
-    return problem
-
-
 @by_kv_dtype
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_nan_of_a_scale_reaches_the_rows_that_see_it(name, kv_dtype):
-    problem = seen_by_two_of_three(kv_dtype)
+    problem = seen_by_two_of_three(kv_dtype, torch.bfloat16)
     problem.options[name][1, 0, 120] = NAN
     o, lse = problem.run_and_check(num_workers=2)
     assert o[1, :4, :2].isnan().all() and o.isnan().any(-1).sum() == 8
@@ -192,7 +160,7 @@ def test_nan_of_a_scale_reaches_the_rows_that_see_it(name, kv_dtype):
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("byte", [0x7F, 0xFF])
 def test_nan_bytes_of_float8_reach_the_rows_that_see_them(name, byte):
-    problem = seen_by_two_of_three(FLOAT8)
+    problem = seen_by_two_of_three(FLOAT8, torch.bfloat16)
     getattr(problem, name).view(torch.uint8)[1, 0, 120, 5] = byte
     o, lse = problem.run_and_check(num_workers=2)
     assert o.isnan().any(-1)[1, :4, :2].all() and o.isnan().any(-1).sum() == 8
@@ -225,12 +193,5 @@ def test_float8_without_scales():
 def test_scales_of_any_strides():
     problem = make_problem(kv_dtype=INT8, seqlen_k=90, page_size=8, seqlen_q=2)
     expected = problem.run()
-    for name in ("k_scale", "v_scale"):
-        by_token = problem.options[name].transpose(1, 2).contiguous().transpose(1, 2)
-        assert by_token.stride(2) == 2
-        problem.options[name] = by_token
-    assert_same_bits(problem.run(), expected)
-    one = torch.tensor([[[0.25]]])
-    for name in ("k_scale", "v_scale"):
-        problem.options[name] = one.expand(problem.k.shape[:3])
-    problem.run_and_check()
+    assert_same_bits(with_scales_by_token(problem).run(), expected)
+    with_one_scale(problem).run_and_check()
