@@ -59,6 +59,7 @@ def cuda_main(parsed: argparse.Namespace, world: World) -> int:
         seconds=0.3 if parsed.quick else parsed.seconds,
         budget=budget if parsed.budget is None else parsed.budget,
         name=decode.QUICK_NAME if parsed.quick else decode.NAME,
+        out=parsed.out,
     )
     lists = (decode.quick_cases, decode.standard_cases, decode.full_cases)
     return run_cases(parsed, world, lists, run)

@@ -209,7 +209,7 @@ def standard_cases() -> list[CudaCase]:
     cases += [LOG_UNIFORM, uniform_twin(LOG_UNIFORM), LOG_UNIFORM_8, uniform_twin(LOG_UNIFORM_8)]
     cases += [CudaCase(CAPACITY, lengths=(4 * K,), capacity=256 * K, layout="NHD")]
     cases += [CudaCase(QUERIES, lengths=(16 * K,) * 8, seqlen_q=n) for n in (2, 8, 16)]
-    cases += [CudaCase(QUERIES, heads=(64, 8), lengths=(64 * K,), seqlen_q=n) for n in (4, 16)]
+    cases += [CudaCase(QUERIES, heads=(64, 8), lengths=(16 * K,) * 8, seqlen_q=n) for n in (4, 16)]
     cases += [CudaCase(PAGES, lengths=(16 * K,) * 8, page_size=n) for n in (1, 64, 256)]
     cases += [CudaCase(WINDOW, lengths=(128 * K,), window=K)]
     for heads in ((32, 4), (32, 32), (64, 8)):

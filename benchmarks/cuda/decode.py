@@ -4,6 +4,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from rich.progress import Progress
 from tree_attention.reference.accuracy import Float64Check
 
 from ..harness.measure import InputArena
-from ..harness.report import Report, environment
+from ..harness.report import Report, environment, json_text
 from . import cases as shapes
 from . import machine, merge, plots, targets, timing
 from .cases import OURS, CudaCase
@@ -50,10 +51,12 @@ def run(
     seconds: float,
     budget: float | None = None,
     name: str = NAME,
+    out: Path | None = None,
 ) -> Report:
     """Times the cases; `seconds` limits the samples of one implementation in one case. A case that
     would begin after `budget` seconds, or does not fit into memory, is left out and listed. `name`
-    is the report's."""
+    is the report's. The rows so far are in its JSON file in `out` after each of them: a kernel that
+    hangs, and whoever ends it then, leaves what was measured before."""
     begin = time.monotonic()
     properties = torch.cuda.get_device_properties(0)
     before = machine.environment()
@@ -92,6 +95,9 @@ def run(
                     skipped.append(f"everything after {case.name}: the device is lost")
                     break
             progress.console.print(line(rows[-1]), highlight=False)
+            if out is not None:
+                out.mkdir(parents=True, exist_ok=True)
+                (out / f"{name}.json").write_text(json_text({"rows": rows}))
             progress.advance(task)
     found = targets.evaluate(rows)
     return Report(

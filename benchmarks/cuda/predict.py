@@ -157,7 +157,7 @@ def predict(case: CudaCase, code: Code = NOW, machine: Machine = H200) -> Predic
 def shapes() -> list[CudaCase]:
     """Of the benchmark's, the quick ones and those that other parts of a multiprocessor bound."""
     more = [CudaCase(QUERIES, lengths=(16 * K,) * 8, seqlen_q=n) for n in (8, 16)]
-    more += [CudaCase(QUERIES, heads=(64, 8), lengths=(64 * K,), seqlen_q=16)]
+    more += [CudaCase(QUERIES, heads=(64, 8), lengths=(16 * K,) * 8, seqlen_q=16)]
     more += [CudaCase(EIGHT_BITS, kv_dtype="fp8", lengths=(8 * K,) * 8)]
     more += [
         CudaCase(PAPERS, heads=(24, 24), head_dim=64, lengths=(n * K,) * 4) for n in (1, 64, 512)

@@ -208,6 +208,25 @@ def test_no_case_begins_after_the_budget(cpu_as_gpu: None) -> None:
     assert all(target.met is None for target in targets.evaluate(result.rows))
 
 
+def test_rows_are_kept_where_a_kernel_hangs(
+    cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured = decode.case_row
+
+    def hang(case: CudaCase, *arguments: Any) -> dict[str, Any]:
+        if case == CASES[2]:
+            raise KeyboardInterrupt
+        return measured(case, *arguments)
+
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    monkeypatch.setattr(decode, "case_row", hang)
+    monkeypatch.setattr(decode, "standard_cases", lambda: CASES)
+    with pytest.raises(KeyboardInterrupt):
+        program.main(["--device", "cuda", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "decode_cuda.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == [case.name for case in CASES[:2]]
+
+
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_failing_operator_is_wrong(
     lost: bool, cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
