@@ -21,8 +21,8 @@ namespace ablations {
 TORCH_LIBRARY_IMPL(tree_attention_ablations, CPU, m) {
   // All blocks are resident, or the waiting fix-up might wait for ever.
   emulator::options() = {0, 1 << 10};
-  m.impl("equal_splits", LeanDecode<run<plan_equal_splits, launch_equal_splits>>::run);
-  m.impl("waiting_fixup", LeanDecode<run<cuda::plan_lean_decode, launch_waiting_fixup>>::run);
+  m.impl("equal_splits", Ablation<plan_equal_splits, launch_equal_splits>::run);
+  m.impl("waiting_fixup", Ablation<cuda::plan_lean_decode, launch_waiting_fixup>::run);
 }
 
 }  // namespace ablations

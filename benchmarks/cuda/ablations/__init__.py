@@ -17,6 +17,8 @@ BUILD = ROOT / "build" / "ablations" / f"torch-{torch.__version__}"
 # What the operators need of the product beside its headers.
 PRODUCT_SOURCES = (
     "csrc/decode_args.cpp",
+    "csrc/merge_args.cpp",
+    "csrc/range_parts.cpp",
     "csrc/cuda/checks.cpp",
     "csrc/cuda/decode/plan.cu",
     "csrc/cuda/decode/workspaces.cpp",

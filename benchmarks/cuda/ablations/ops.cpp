@@ -37,6 +37,14 @@ void run(const DecodeParams& p) {
   C10_CUDA_CHECK(launch(p, plan, workspace, stream));
 }
 
+// Of several ranges of a query, which are not compared.
+void refuse_merge(const MergeParams&) {
+  TORCH_CHECK(false, "lean_decode's ablations take one range of keys for each query");
+}
+
+template <PlanFunction make_plan, LaunchFunction launch>
+using Ablation = LeanDecode<run<make_plan, launch>, refuse_merge>;
+
 }  // namespace
 
 TORCH_LIBRARY(tree_attention_ablations, m) {
@@ -45,8 +53,8 @@ TORCH_LIBRARY(tree_attention_ablations, m) {
 }
 
 TORCH_LIBRARY_IMPL(tree_attention_ablations, CUDA, m) {
-  m.impl("equal_splits", LeanDecode<run<plan_equal_splits, launch_equal_splits>>::run);
-  m.impl("waiting_fixup", LeanDecode<run<cuda::plan_lean_decode, launch_waiting_fixup>>::run);
+  m.impl("equal_splits", Ablation<plan_equal_splits, launch_equal_splits>::run);
+  m.impl("waiting_fixup", Ablation<cuda::plan_lean_decode, launch_waiting_fixup>::run);
 }
 
 }  // namespace tree_attention::ablations
