@@ -49,21 +49,28 @@ class Machine:
 
 @dataclass(frozen=True)
 class Code:
-    """What the machine code for sm_90a has, in instructions of one warp, and the serial steps of a
-    launch. A tile of 16 rows and 64 contiguous keys of 128 columns: addresses + softmax + 64."""
+    """What the machine code for sm_90a has, in instructions of one warp that masks nothing, and
+    the serial steps of a launch."""
 
     addresses: int  # for a quarter of the requests of a tile
     page_addresses: int  # what pages add
     prologue_us: float  # parameters and schedule, before the first request
     merge_loads: int  # parts that a merge asks for at a time
+    widening: Mapping[str, int]  # 8 bits to 16 and the scales, of 16 keys and 128 columns
     requests: int = 16  # a quarter of those of a tile
+    loop: int = 55  # of a tile, with the maxima and sums of its rows
     fragments: int = 48  # mma and ldmatrix of 16 rows, 16 keys and 128 columns
-    softmax: int = 179  # of 16 rows and 16 keys, with the loop
-    widening: int = 160  # of 16 keys of 8 bits, 128 columns; assumed
+    softmax: int = 124  # of 16 rows and 16 keys
 
 
 H200 = Machine("H200", multiprocessors=132, clock=1.755e9, read_bandwidth=4.3e12)
-BEFORE = Code(addresses=397, page_addresses=279, prologue_us=1.0, merge_loads=4)
+BEFORE = Code(
+    addresses=397,
+    page_addresses=279,
+    prologue_us=1.0,
+    merge_loads=4,
+    widening={"int8": 438, "fp8": 502},
+)
 NOW = BEFORE
 
 
@@ -110,9 +117,9 @@ def instructions(case: CudaCase, tile: Tile, code: Code) -> float:
     quarter = 4 / tile.warps
     steps = tile.keys * tile.row_groups // tile.warps / 16
     addresses = code.addresses + (code.page_addresses if case.page_size else 0)
-    products = code.fragments + (code.widening if case.kv_dtype else 0)
+    products = code.fragments + code.widening.get(case.kv_dtype, 0)
     step = products * case.head_dim / 128 + code.softmax
-    return quarter * (addresses + code.requests) + steps * step
+    return quarter * (addresses + code.requests) + code.loop + steps * step
 
 
 def fixup_us(parts: int, code: Code, machine: Machine) -> float:

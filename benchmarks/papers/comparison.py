@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ def comparison(
     columns: Mapping[str, Callable[[Row], str]],
     notes: Sequence[str],
     summary: Sequence[str] = (),
+    *,
+    shown: str,
 ) -> Report:
-    """Rows have a "name"; "published" and "ours" are what the picture shows, None for nothing."""
+    """Rows have a "name". Their "published" and "ours", None for nothing, are what the picture
+    shows: `shown`, with the unit."""
     rows = [{"wrong": False, "published": None, "ours": None, **row} for row in rows]
     return Report(
         name=name,
@@ -31,11 +35,11 @@ def comparison(
         rows=rows,
         columns=columns_of(rows, {"case": lambda row: row["name"], **columns}),
         summary=list(summary),
-        draw=draw,
+        draw=partial(draw, shown),
     )
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(shown: str, report: Report, path: Path) -> None:
     """Published and ours, a pair of bars for each row."""
     size = (9, 1.4 + 0.3 * len(report.rows))
     with picture(path, size, title=report.title) as ((axes,),):
@@ -46,7 +50,7 @@ def draw(report: Report, path: Path) -> None:
         names = [row["name"] for row in report.rows]
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.invert_yaxis()
-        axes.set(xscale="log")
+        axes.set(xscale="log", xlabel=shown)
         axes.legend(fontsize=8)
         axes.grid(axis="x", alpha=0.3)
 

@@ -111,6 +111,7 @@ def report_of(rows: Sequence[Row], title: str, warnings: Sequence[str] = ()) -> 
             "share is that of an A100, on which a prompt's tokens take less time beside a new "
             "one's than here. sdpa: transformers' own attention and cache, in turn with ours.",
         ),
+        shown="share of decoding",
     )
     report.warnings += warnings
     return report

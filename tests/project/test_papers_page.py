@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.papers.__main__ import FIGURES
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/papers.md").read_text()
 REFERENCE = {path.stem for path in (ROOT / "python/tree_attention/reference").glob("*.py")}
@@ -35,6 +37,13 @@ def test_named_test_exists(path, test):
     assert f"\ndef {test}(" in (ROOT / path).read_text()
 
 
-@pytest.mark.parametrize("module", sorted(set(re.findall(r"python -m (benchmarks[\w.]+)", PAGE))))
+@pytest.mark.parametrize("module", sorted(set(re.findall(r"-m (benchmarks[\w.]*\w)", PAGE))))
 def test_named_program_exists(module):
+    if hasattr(importlib.import_module(module), "__path__"):  # a package is run by its __main__
+        module += ".__main__"
     assert hasattr(importlib.import_module(module), "main")
+
+
+def test_named_figures_exist():
+    named = set(re.findall(r"-m benchmarks\.papers (\w+)", PAGE))
+    assert named and named <= FIGURES.keys()

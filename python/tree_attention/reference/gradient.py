@@ -131,10 +131,10 @@ class _MergeStates(Function):
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
         o_parts, lse_parts, o, lse = ctx.saved_tensors
-        empty = lse_parts == -torch.inf
         weights = torch.exp(lse_parts - finite(lse))
-        difference = (o_parts - o).masked_fill(empty[..., None], 0)
-        grad_lse_parts = weights * (grad_lse + (grad_o * difference).sum(-1))
+        grad_lse_parts = weights * (grad_lse + (grad_o * (o_parts - o)).sum(-1))
+        # Selected, since the o of a part without keys may be NaN.
+        empty = lse_parts == -torch.inf
         return weights[..., None] * grad_o, grad_lse_parts.masked_fill(empty, 0)
 
 
