@@ -2,6 +2,7 @@
 """Fixtures and settings shared by all tests."""
 
 import os
+import sys
 import zlib
 
 # Threads sleep at a barrier instead of spinning: several times faster where ranks, or other work,
@@ -13,7 +14,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # also in programs of which tests read the standard error.
 os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -73,3 +74,24 @@ def _usable_device(request: pytest.FixtureRequest, name: str) -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport]:
+    """After some errors a device answers every later call of the process with the same error. A
+    worker of pytest-xdist then ends, which fails this test, and another one runs the rest."""
+    report = yield
+    if report.failed and "PYTEST_XDIST_WORKER" in os.environ and _device_is_lost():
+        print(f"{item.nodeid}: {report.longreprtext}", file=sys.__stderr__, flush=True)
+        os._exit(1)
+    return report
+
+
+def _device_is_lost() -> bool:
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False

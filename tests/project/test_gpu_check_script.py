@@ -1,163 +1,368 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/gpu_check.sh without a GPU: its stages, time limit and results, with programs that stand
-in for Python and compute-sanitizer."""
+"""scripts/gpu_check.sh without a GPU: its calls, limits and results, with programs that stand in
+for Python, nvcc and NVIDIA's tools."""
 
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STAGES = [
-    "build",
-    "machine",
-    "smoke",
-    "tests",
-    "alone",
-    "ranks",
-    "ablations",
-    "benchmark",
-    "sanitizer",
-]
 
-PYTHON = """#!/bin/bash
-echo "$*" >>"$(dirname "$0")/calls"
-case "$*" in
-  *get_device_name*) echo "A GPU|9.0" ;;
-  *setup.py*) echo "built for $TORCH_CUDA_ARCH_LIST" ;;
-  *"-k cuda"*) echo "REQUIRE_CUDA is $REQUIRE_CUDA"; echo '1 failed, "2" passed'; exit 1 ;;
-  *test_cuda_smoke*) echo "51 passed" ;;
-  *test_cuda_graphs*) sleep "${SLEEP:-0}" ;;
-  *benchmarks/decode.py*) mkdir -p "${!#}"; touch "${!#}"/{a,b,c,d,e,f}.png ;;
-esac
-"""
-SANITIZER = """#!/bin/bash
-[[ $2 == "$FAILING_TOOL" ]] && status=99
+PROGRAMS = {
+    "nvidia-smi": 'echo "A GPU, 9.0"',
+    "nvcc": """
+while [[ $# -gt 0 && $1 != -o ]]; do shift; done
+[[ $# == 0 ]] && exit
+printf '#!/bin/bash\\necho all answers are right\\n' >"$2"; chmod +x "$2"
+""",
+    "ncu": 'while [[ $1 != -o ]]; do shift || exit 0; done; echo report >"$2.ncu-rep"',
+    "cuobjdump": 'echo "Function kernel: REG:128"',
+    "compute-sanitizer": """
+echo "$*" >>calls
+[[ $2 == "${FAILING_TOOL:-}" ]] && status=99
+echo "a test PASSED"
 echo "========= ERROR SUMMARY: ${status:-0} errors"
 exit "${status:-0}"
-"""
+""",
+    "python": """
+echo "$*" >>calls
+name=none
+case "$*" in
+  *setup.py*) name=build; touch python/tree_attention/_C.so; echo "for $TORCH_CUDA_ARCH_LIST" ;;
+  *gpu_smoke*) name=smoke; echo '{"a kernel": "passed"}' >"$2"; echo "1 of 1 kernels passed" ;;
+  *decode.py*) name=benchmark; touch "${!#}"/decode_cuda.{json,md,png} ;;
+  *cuda.profile*) name=profile; echo '{"a case": {"time": 1.5}}' >"$3.json" ;;
+  *cuda.workers*) name=workers; echo '{"0": {}}' >"${!#}/workers.json" ;;
+  *" tests") name=tests; echo "REQUIRE_CUDA is $REQUIRE_CUDA"; echo '1 | failed'; ;;
+esac
+[[ $name == "${HANGING:-}" ]] && sleep 100
+[[ $name == "${KILLED:-}" ]] && kill -9 $$
+[[ $name == "${FAILING:-}" ]] && exit 1
+exit 0
+""",
+}
 
 
-def add_program(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
-def check(tmp_path):
-    """Runs the script in a folder that has as much of a checkout as it reads."""
-    for name in ("gpu_check.sh", "sanitize_cuda.sh"):
-        (tmp_path / "scripts").mkdir(exist_ok=True)
-        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts" / name)
-    (tmp_path / "tests/cuda").mkdir(parents=True)
-    for path in ROOT.glob("tests/cuda/test_cuda_*.py"):
-        (tmp_path / "tests/cuda" / path.name).touch()
-    python = add_program(tmp_path / "python", PYTHON)
-    add_program(tmp_path / "bin" / "compute-sanitizer", SANITIZER)
+def script():
+    return load(ROOT / "scripts/gpu_check.py")
 
-    def run(**variables: str):
-        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-        result = subprocess.run(
-            [tmp_path / "scripts" / "gpu_check.sh", tmp_path / "out"],
-            env=os.environ | {"PYTHON": str(python), "PATH": path} | variables,
-            capture_output=True,
-            text=True,
-            cwd=tmp_path.parent,
-        )
-        assert not result.stderr
-        summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-        assert [stage["stage"] for stage in summary["stages"]] == STAGES
-        return result, summary, {stage["stage"]: stage for stage in summary["stages"]}
 
-    run.out = tmp_path / "out"
-    run.python = python
+@pytest.fixture
+def check(script, tmp_path, monkeypatch):
+    """Runs a call in a folder that has as much of a checkout as it reads."""
+    for folder in ("scripts", "csrc", "python/tree_attention", "bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/sanitize_cuda.sh", tmp_path / "scripts")
+    (tmp_path / "setup.py").write_text("")
+    (tmp_path / "csrc/kernel.cu").write_text("")
+    for name, text in PROGRAMS.items():
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/bash\n{text}")
+        path.chmod(0o755)
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHON", str(tmp_path / "bin/python"))
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+
+    def run(call: str, seconds: int | None = None, **variables: str):
+        """With `seconds` as the limit of every stage."""
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        if seconds is not None:
+            steps = tuple(
+                tuple(replace(stage, seconds=seconds) for stage in step)
+                for step in script.CALLS[call].steps
+            )
+            monkeypatch.setitem(script.CALLS, call, replace(script.CALLS[call], steps=steps))
+            monkeypatch.setattr(script, "BUILD", replace(script.BUILD, seconds=seconds))
+        status = script.main([call, str(tmp_path / "out")])
+        summary = json.loads((tmp_path / f"out/{call}.json").read_text())
+        stages = {stage["stage"]: stage for stage in summary["stages"]}
+        assert set(stages) == {s.name for step in script.CALLS[call].steps for s in step}
+        assert status == any(stage["result"] != "passed" for stage in stages.values())
+        return summary, stages
+
+    run.root = tmp_path
     return run
 
 
-def test_a_failed_stage_stops_no_other(check):
-    result, summary, stages = check()
-    assert result.returncode == 1 and "A GPU: 1 of 9 stages did not pass" in result.stdout
-    assert summary["device"] == "A GPU" and stages["build"]["detail"] == "built for 9.0a"
-    failed = [name for name in STAGES if stages[name]["result"] != "passed"]
-    assert failed == ["tests"] and stages["tests"]["result"] == "FAILED: exit status 1"
-    assert stages["tests"]["detail"] == "1 failed, 2 passed"
-    assert stages["sanitizer"]["detail"] == "no errors in 4 tools"
-    assert {path.name for path in check.out.iterdir()} == {
-        "summary.json", "summary.md", "logs.tar.gz", "a.png", "b.png", "c.png", "d.png", "e.png",
-    }  # fmt: skip
-    assert (
-        "| tests | 0 | FAILED: exit status 1 | 1 failed, 2 passed |"
-        in (check.out / "summary.md").read_text()
-    )
-    with tarfile.open(check.out / "logs.tar.gz") as logs:
-        names = logs.getnames()
-        text = logs.extractfile("./logs/tests.log").read().decode()
-    assert "REQUIRE_CUDA is 1" in text, "tests without a device would be skipped"
-    assert "./logs/racecheck.log" in names and "./benchmark/f.png" in names
+def results(stages):
+    return {name: stage["result"] for name, stage in stages.items()}
 
 
-def test_every_gpu_test_is_in_one_stage(check):
+@pytest.mark.parametrize("call", "ABCD")
+def test_the_limits_fit_into_the_time_of_the_call(call, script):
+    """So that no stage, whatever it does, takes the time of a later one."""
+    steps = script.CALLS[call].steps
+    longest = sum(max(stage.seconds for stage in step) + 2 * script.GRACE for step in steps)
+    assert longest + 5 <= script.CALLS[call].seconds < 600
+    names = {"a GPU"}
+    for step in steps:
+        for stage in step:
+            assert set(stage.needs) <= names, stage
+        names |= {stage.name for stage in step}
+
+
+def test_every_gpu_test_is_in_one_stage(script):
     """What the stage of ordinary tests leaves out, others run."""
-    check()
-    calls = (check.python.parent / "calls").read_text().splitlines()
-    ordinary = next(call for call in calls if "-k cuda" in call)
-    left_out = {word.removeprefix("--ignore=") for word in ordinary.split() if "--ignore" in word}
-    run = [word for call in calls for word in call.split() if word.startswith("tests/cuda/test_")]
-    assert set(run) == {name for name in left_out if (ROOT / name).exists()}
-    assert "tests/cuda/test_cuda_smoke.py" in run and len(run) == len(set(run))
+    run = [
+        word for call in script.CALLS.values() for step in call.steps for stage in step
+        for word in stage.command if word.startswith("tests/cuda/test_")
+    ]  # fmt: skip
+    ordinary = next(stage for step in script.CALLS["B"].steps for stage in step
+                    if stage.name == "tests")  # fmt: skip
+    left_out = [w.removeprefix("--ignore=") for w in ordinary.command if w.startswith("--ignore=")]
+    assert sorted(run) == sorted(left_out) and len(set(run)) == len(run) == 8
+    assert all((ROOT / name).exists() for name in run)
 
 
-def test_the_time_is_shared_out(check):
-    result, summary, stages = check(GPU_CHECK_SECONDS="7", SLEEP="60")
-    assert result.returncode == 1 and summary["seconds"] < 15
-    assert stages["alone"]["result"] == "FAILED: out of time"
-    for name in ("ranks", "ablations", "benchmark", "sanitizer"):
-        assert stages[name]["result"] == "not run: no time left"
+def test_call_a(check):
+    summary, stages = check("A")
+    assert set(results(stages).values()) == {"passed"} and summary["device"] == "A GPU"
+    assert stages["build"]["detail"] == "for 9.0a" and summary["architectures"] == "9.0a"
+    assert stages["ptx"]["detail"] == "all answers are right"
+    assert stages["smoke"]["measured"] == {"a kernel": "passed"}
+    assert stages["profile"]["measured"] == {"a case": {"time": 1.5}}
+    assert stages["workers"]["measured"] == {"0": {}}
+    out = check.root / "out"
+    assert {path.name for path in out.iterdir()} == {
+        "A.json", "A.md", "A.logs.tar.gz", "extension.tar.xz",
+        "decode_cuda.json", "decode_cuda.md", "decode_cuda.png",
+    }  # fmt: skip
+    with tarfile.open(out / "A.logs.tar.gz") as logs:
+        names = logs.getnames()
+    assert {"logs/smoke.log", "logs/device.log", "results/profile.ncu-rep"} <= set(names)
+    with tarfile.open(out / "extension.tar.xz") as built:
+        assert built.getnames() == ["python/tree_attention/_C.so", "build/gpu_check.stamp"]
 
 
-def test_a_tool_that_finds_an_error(check):
-    _, _, stages = check(FAILING_TOOL="racecheck")
-    assert stages["sanitizer"]["result"] == "FAILED: exit status 1"
-    assert stages["sanitizer"]["detail"].startswith("failed: racecheck")
+def test_a_later_call_does_not_build_again(check):
+    check("A")
+    assert check("D")[1]["build"]["detail"] == "was built before"
+    # Of another machine: what A handed over takes the place of the build.
+    for path in ("python/tree_attention/_C.so", "build/gpu_check.stamp"):
+        (check.root / path).unlink()
+    subprocess.run(["tar", "-xf", "out/extension.tar.xz"], cwd=check.root, check=True)
+    assert check("C")[1]["build"]["detail"] == "was built before"
+    (check.root / "csrc/kernel.cu").write_text("changed")
+    assert check("B")[1]["build"]["detail"] == "for 9.0a"
+    (check.root / "python/tree_attention/_C.so").write_text("of another build")
+    assert check("B")[1]["build"]["detail"] == "for 9.0a"
 
 
-@pytest.mark.parametrize("missing", ["device", "build"])
-def test_what_cannot_be_checked_is_no_success(missing, check):
-    pattern = {"device": "*get_device_name*) exit 1 ;;", "build": "*setup.py*) exit 1 ;;"}[missing]
-    check.python.write_text(PYTHON.replace('case "$*" in', f'case "$*" in\n  {pattern}'))
-    result, summary, stages = check()
-    assert result.returncode == 1
-    expected = {"device": "no CUDA device", "build": "not run: no build"}[missing]
-    assert [stages[name]["result"] for name in STAGES[2:]] == [expected] * 7
-    assert summary["device"] == ("none" if missing == "device" else "A GPU")
+def test_without_a_build_what_needs_none_is_done(check):
+    _, stages = check("A", FAILING="build")
+    assert stages["build"]["result"] == "FAILED: exit status 1"
+    assert stages["ptx"]["result"] == stages["machine"]["result"] == "passed"
+    assert {results(stages)[name] for name in ("smoke", "extension")} == {"not run: needs build"}
+    for name in ("benchmark", "profile", "workers"):
+        assert stages[name]["result"] == "not run: needs build and smoke"
+
+
+def test_without_a_gpu_nothing_is_a_success(check):
+    (check.root / "bin/nvidia-smi").write_text("#!/bin/bash\nexit 9")
+    summary, stages = check("A")
+    assert summary["device"] is None and stages["build"]["result"] == "passed"
+    assert stages["smoke"]["result"] == "not run: needs a GPU"
+    assert stages["ptx"]["result"] == "not run: needs a GPU"
+
+
+def test_a_smoke_test_that_hangs_ends_the_call(check):
+    begin = time.monotonic()
+    _, stages = check("A", seconds=2, HANGING="smoke")
+    assert time.monotonic() - begin < 20
+    assert stages["smoke"]["result"] == "FAILED: out of time"
+    assert stages["smoke"]["measured"] == {"a kernel": "passed"}, "what it had found by then"
+    for name in ("benchmark", "profile", "workers"):
+        assert stages[name]["result"] == "not run: needs smoke"
+
+
+def test_a_stage_that_is_killed_stops_no_other(check):
+    _, stages = check("A", KILLED="benchmark")
+    assert stages["benchmark"]["result"] in ("FAILED: signal 9", "FAILED: exit status 137")
+    assert {name for name, r in results(stages).items() if r != "passed"} == {"benchmark"}
+
+
+def test_results_are_written_as_stages_end(check, script, monkeypatch):
+    """What is there when the call itself is killed."""
+    execute = script.Run.execute
+
+    def until(self, stage):
+        if stage.name == "workers":
+            raise KeyboardInterrupt
+        return execute(self, stage)
+
+    monkeypatch.setattr(script.Run, "execute", until)
+    with pytest.raises(KeyboardInterrupt):
+        check("A")
+    summary = json.loads((check.root / "out/A.json").read_text())
+    assert summary["stages"][-1]["measured"] == {"a case": {"time": 1.5}}
+    assert "| profile |" in (check.root / "out/A.md").read_text()
+    assert (check.root / "out/decode_cuda.json").exists()
+
+
+def test_call_b(check):
+    _, stages = check("B", FAILING="tests")
+    assert [name for name, r in results(stages).items() if r != "passed"] == ["tests"]
+    assert stages["tests"]["detail"] == "1  failed"
+    with tarfile.open(check.root / "out/B.logs.tar.gz") as logs:
+        text = logs.extractfile("logs/tests.log").read().decode()
+    assert "REQUIRE_CUDA is 1" in text, "tests without a device would be skipped"
+
+
+def test_workers_where_there_are_any(check):
+    check("B")
+    calls = (check.root / "calls").read_text()
+    assert "-n8" in calls
+    (check.root / "calls").unlink()
+    python = check.root / "bin/python"
+    python.write_text(PROGRAMS["python"].replace("case", "[[ $* == *xdist* ]] && exit 1\ncase", 1))
+    python.write_text("#!/bin/bash\n" + python.read_text())
+    check("B")
+    calls = (check.root / "calls").read_text()
+    assert "-m pytest" in calls and "-n8" not in calls
+
+
+@pytest.mark.parametrize("tool", [None, "racecheck"])
+def test_call_c(tool, check):
+    _, stages = check("C", FAILING_TOOL=tool or "")
+    result = "FAILED: exit status 1" if tool else "passed"
+    assert stages["sanitizer"]["result"] == result
+    assert stages["variants"]["result"] == "passed", "whatever the sanitizer finds"
+    lines = (check.root / "calls").read_text().splitlines()
+    watched = {line.split()[1]: "--kernel-regex kns=tree_attention" in line
+               for line in lines if line.startswith("--tool")}  # fmt: skip
+    assert watched == {"memcheck": True, "racecheck": True, "synccheck": True, "initcheck": False}
+
+
+def test_call_d(check):
+    _, stages = check("D")
+    assert set(results(stages).values()) == {"passed"}
+    assert (check.root / "out/decode_cuda.png").exists()
 
 
 @pytest.mark.parametrize("missing", ["device", "compute-sanitizer"])
 def test_sanitizing_needs_a_device_and_a_tool(missing, tmp_path):
     path = os.environ["PATH"]
     if missing == "device":
-        add_program(tmp_path / "compute-sanitizer", SANITIZER)
+        tool = tmp_path / "compute-sanitizer"
+        tool.write_text("#!/bin/bash\n")
+        tool.chmod(0o755)
         path = f"{tmp_path}:{path}"
     elif shutil.which("compute-sanitizer", path=f"{path}:/usr/local/cuda/bin"):
         pytest.skip("it is installed")
     result = subprocess.run(
-        [ROOT / "scripts" / "sanitize_cuda.sh"],
+        [ROOT / "scripts/sanitize_cuda.sh"], capture_output=True, text=True,
         env=os.environ | {"PYTHON": shutil.which("false"), "PATH": path},
-        capture_output=True,
-        text=True,
-    )
+    )  # fmt: skip
     assert result.returncode == 77
     expected = "no CUDA device" if missing == "device" else "compute-sanitizer is not installed"
     assert result.stdout.strip() == expected
 
 
-def test_usage(tmp_path):
-    script = ROOT / "scripts" / "gpu_check.sh"
-    result = subprocess.run([script], capture_output=True, text=True)
-    assert result.returncode == 2 and result.stderr == "usage: scripts/gpu_check.sh OUT\n"
+@pytest.mark.parametrize("arguments", [[], ["A"], ["E", "out"]])
+def test_usage(arguments):
+    script = ROOT / "scripts/gpu_check.sh"
+    result = subprocess.run([script, *arguments], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "usage: scripts/gpu_check.sh A|B|C|D OUT\n"
+
+
+TESTS = """
+import os, time
+import pytest
+
+@pytest.mark.parametrize("kernel", ["bfloat16 d64", "bfloat16 int8 d64", "float32 d96"])
+def test_kernel(kernel):
+    if kernel == "float32 d96":
+        time.sleep(50)
+
+@pytest.mark.parametrize("path", ["pages", "one worker"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_path(dtype, path):
+    if (dtype, path) == ("fp32", "pages"):
+        os._exit(3)
+
+def test_emulated():
+    raise AssertionError
+"""
+
+
+def test_each_kernel_has_a_process(tmp_path, monkeypatch, capsys):
+    """One that hangs and one that ends its process fail alone."""
+    smoke = load(ROOT / "scripts/gpu_smoke.py")
+    monkeypatch.setattr(smoke, "LIMITS", ["--timeout", "2", "--timeout-method", "thread"])
+    (tmp_path / "test_kernels.py").write_text(TESTS)
+    monkeypatch.chdir(tmp_path)
+    assert smoke.main(["found.json", "test_kernels.py"]) == 1
+    assert json.loads(Path("found.json").read_text()) == {
+        "test_kernel bfloat16 d64": "passed",
+        "test_kernel bfloat16 int8 d64": "passed",
+        "test_kernel float32 d96": "FAILED: status 1",
+        "test_path bf16": "passed",
+        "test_path fp32": "FAILED: status 3",
+    }
+    output = capsys.readouterr().out
+    assert "time.sleep(50)" in output, "where it hung"
+    assert output.splitlines()[-1].startswith("3 of 5 kernels passed without test_")
+
+
+def test_a_process_that_ignores_the_limit_of_its_tests_ends(tmp_path, monkeypatch):
+    smoke = load(ROOT / "scripts/gpu_smoke.py")
+    monkeypatch.setattr(smoke, "LIMITS", [])
+    monkeypatch.setattr(smoke, "SECONDS", 2)
+    (tmp_path / "test_kernels.py").write_text(
+        "import time\ndef test_merge():\n    time.sleep(50)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert smoke.main(["found.json", "test_kernels.py"]) == 1
+    assert json.loads(Path("found.json").read_text()) == {"test_merge": "FAILED: out of time"}
+
+
+LOST = """
+import torch
+
+def test_first(): pass
+
+def test_breaks_the_device():
+    def synchronize():
+        raise RuntimeError("an illegal memory access was encountered")
+    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, synchronize
+    raise AssertionError("the first error")
+
+def test_last():
+    assert not torch.cuda.is_initialized()
+"""
+
+
+def test_a_lost_device_fails_one_test(tmp_path):
+    """The worker that has lost it ends, and another one runs the tests that are left."""
+    pytest.importorskip("xdist")
+    (tmp_path / "test_device.py").write_text(LOST)
+    environment = {key: x for key, x in os.environ.items() if not key.startswith("PYTEST_")}
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n1", "-p", "conftest", "-p", "no:cacheprovider",
+         "test_device.py"],
+        cwd=tmp_path, capture_output=True, text=True,
+        env=environment | {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT / 'python'}:{ROOT}"},
+    )  # fmt: skip
+    assert "1 failed, 2 passed" in result.stdout, result.stdout
+    assert "test_breaks_the_device" in result.stdout and "the first error" in result.stderr
