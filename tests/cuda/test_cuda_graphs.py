@@ -4,6 +4,9 @@
 So a captured graph stays right when lengths, queries and pages change in place between replays.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -189,3 +192,31 @@ def test_compiled_steps_run_as_a_graph(cuda):
             torch.compiler.cudagraph_mark_step_begin()
             result = tuple(x.clone() for x in compiled(*arguments))
             assert_same_bits(result, step(*arguments))
+
+
+FIRST_CALLS = """
+import torch
+from tree_attention import lean_decode, merge_states
+
+shapes = (1, 8, 1, 128), (1, 2, 999, 128), (1, 2, 999, 128)
+q, k, v = (torch.randn(shape).bfloat16().cuda() for shape in shapes)
+graph = torch.cuda.CUDAGraph()
+with torch.inference_mode():
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        o, lse = lean_decode(q, k, v)
+        merged = merge_states(o[None], lse[None])
+    graph.replay()
+    expected = lean_decode(q, k, v)
+for found in (o, lse), merged:
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+"""
+
+
+@pytest.mark.parametrize("loading", ["LAZY", "EAGER"])
+def test_the_first_calls_of_a_process_may_be_captured(loading, cuda):
+    """The kernels are not loaded yet and there is no workspace."""
+    result = subprocess.run(
+        [sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=50,
+        env=os.environ | {"CUDA_MODULE_LOADING": loading},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr

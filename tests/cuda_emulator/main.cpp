@@ -33,6 +33,7 @@ void test_waiting_fixup();
 void test_waiting_fixup_hangs();
 
 void test_workspaces();
+void test_kernel_loading();
 
 void test_decode_shared_cases();
 void test_decode_edges();
@@ -80,6 +81,7 @@ int main(int argc, char** argv) {
       {"launch errors", test_launch_errors},
       {"synchronised kernels", test_synchronised},
       {"workspaces", test_workspaces},
+      {"kernel loading", test_kernel_loading},
       {"fix-up, short", test_fixup_short},
       {"one-shot, short", test_one_shot_short},
 #if !defined(__SANITIZE_THREAD__)  // to which a thread of a kernel is expensive
