@@ -48,13 +48,27 @@ A100 = Limits(108, 164 << 10, 163 << 10)
 H100 = Limits(132, 228 << 10, 227 << 10)
 
 
+@dataclass(frozen=True)
+class TensorCore:
+    """How tensor cores sum: tests/cuda_emulator/tensor_core.h. The default rounds to nearest."""
+
+    block: int = 0
+    extra_bits: int = 0
+
+
+TENSOR_CORES = {"A100": TensorCore(8, 1), "H100": TensorCore(16, 2)}
+
+
 @contextmanager
-def emulated_operators(seed: int, limits: Limits = H100, num_sms: int = 3) -> Iterator[None]:
+def emulated_operators(
+    seed: int, limits: Limits = H100, num_sms: int = 3, tensor_core: TensorCore = TensorCore()
+) -> Iterator[None]:
     """Within it the operators on CPU tensors are those of CUDA. The seed decides which thread runs
     when; on a few multiprocessors each block has several outputs of a small problem."""
     load()
     limits = replace(limits, num_sms=num_sms)
     torch.ops.tree_attention_emulator.install(seed, *astuple(limits))
+    torch.ops.tree_attention_emulator.set_tensor_core(*astuple(tensor_core))
     try:
         yield
     finally:

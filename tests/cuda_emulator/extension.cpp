@@ -18,6 +18,7 @@
 #include "operators.h"
 #include "scalar_type.h"
 #include "slots.h"
+#include "tensor_core.h"
 
 namespace tree_attention {
 namespace {
@@ -111,6 +112,10 @@ void install(int64_t seed, int64_t num_sms, int64_t shared_bytes_per_sm,
 
 void uninstall() { library.reset(); }
 
+void set_tensor_core(int64_t block, int64_t extra_bits) {
+  emulator::tensor_core() = {static_cast<int>(block), static_cast<int>(extra_bits)};
+}
+
 void check_capability(std::string op, std::string device, int64_t major, int64_t minor) {
   cuda::check_capability(op.c_str(), device.c_str(), static_cast<int>(major),
                          static_cast<int>(minor));
@@ -136,6 +141,7 @@ std::vector<int64_t> plan(at::ScalarType dtype, at::ScalarType kv_dtype, int64_t
 TORCH_LIBRARY(tree_attention_emulator, m) {
   m.def("install", install);
   m.def("uninstall", uninstall);
+  m.def("set_tensor_core", set_tensor_core);
   m.def("begin_streams", begin_streams);
   m.def("run_streams", run_streams);
   m.def("plan", plan);

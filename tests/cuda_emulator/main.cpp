@@ -4,6 +4,7 @@
 #include "run_tests.h"
 
 void test_ptx();
+void test_tensor_cores();
 void test_async_copies();
 void test_divergence();
 void test_livelock();
@@ -77,6 +78,7 @@ int main(int argc, char** argv) {
   }
   return run_tests({
       {"known answers", test_ptx},
+      {"tensor cores", test_tensor_cores},
       {"bank conflicts", test_bank_conflicts},
       {"launch errors", test_launch_errors},
       {"synchronised kernels", test_synchronised},
