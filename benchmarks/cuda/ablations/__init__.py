@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The published schedules over the inner loop of lean_decode, as operators of their own:
-torch.ops.tree_attention_ablations.equal_splits (FlashDecoding) and .waiting_fixup (LeanAttention).
+torch.ops.tree_attention_ablations.equal_splits (FlashDecoding) and .waiting_fixup (LeanAttention);
+and .two_stages, lean_decode with the shortest ring.
 
 `python -m benchmarks.cuda.ablations` builds them, for the GPU that torch finds or for
 TORCH_CUDA_ARCH_LIST; `load` takes what was built."""

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The published schedules over the inner loop of lean_decode_kernel, for comparison: bfloat16,
-// head_dim up to 128, up to 16 packed rows.
+// The published schedules over the inner loop of lean_decode_kernel, and a variant of the kernel
+// itself, for comparison: bfloat16, head_dim up to 128, up to 16 packed rows.
 #pragma once
 
 #include "cuda/decode/launch.h"
@@ -22,5 +22,10 @@ cudaError_t launch_equal_splits(const DecodeParams& params, const Plan& plan,
 // the other blocks that share it.
 cudaError_t launch_waiting_fixup(const DecodeParams& params, const Plan& plan,
                                  const Workspace& workspace, cudaStream_t stream);
+
+// lean_decode with a ring of two stages, the fewest there are.
+Plan plan_two_stages(const DecodeParams& params, const DeviceLimits& limits);
+cudaError_t launch_two_stages(const DecodeParams& params, const Plan& plan,
+                              const Workspace& workspace, cudaStream_t stream);
 
 }  // namespace tree_attention::ablations

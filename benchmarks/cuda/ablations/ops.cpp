@@ -50,11 +50,13 @@ using Ablation = LeanDecode<run<make_plan, launch>, refuse_merge>;
 TORCH_LIBRARY(tree_attention_ablations, m) {
   m.def("equal_splits(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
   m.def("waiting_fixup(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
+  m.def("two_stages(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
 }
 
 TORCH_LIBRARY_IMPL(tree_attention_ablations, CUDA, m) {
   m.impl("equal_splits", Ablation<plan_equal_splits, launch_equal_splits>::run);
   m.impl("waiting_fixup", Ablation<cuda::plan_lean_decode, launch_waiting_fixup>::run);
+  m.impl("two_stages", Ablation<plan_two_stages, launch_two_stages>::run);
 }
 
 }  // namespace tree_attention::ablations
