@@ -128,8 +128,7 @@ CALLS = {
             Stage("extension", 60, EXTENSION_COMMAND, ("build",)),
         ),
         (Stage("benchmark", 65, (*QUICK, *OUT), MEASURED),),
-        (Stage("profile", 45, ("bash", "-c", PROFILE, "{python}", "{results}"), MEASURED),),
-        (Stage("workers", 15, ("{python}", "-m", "benchmarks.cuda.workers", *OUT), MEASURED),),
+        (Stage("profile", 60, ("bash", "-c", PROFILE, "{python}", "{results}"), MEASURED),),
     )),
     "B": Call(540, (
         (BUILD,),

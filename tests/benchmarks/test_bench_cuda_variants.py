@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The smaller CUDA measurements without a GPU: profiles, numbers of workers, shorter rings."""
+"""The smaller CUDA measurements without a GPU: profiles and shorter rings."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.cuda import profile, variants, workers
+from benchmarks.cuda import profile, variants
 from benchmarks.cuda.cases import CudaCase
 from benchmarks.cuda.timing import Call, Measured, Measurement
 from benchmarks.harness.measure import InputArena, Samples
@@ -31,23 +31,13 @@ def measure(calls: Mapping[str, Call], num_sets: int, seconds: float) -> Measure
 def on_cpu(monkeypatch):
     device = SimpleNamespace(L2_cache_size=1 << 16)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
-    for module in (variants, workers):
-        monkeypatch.setattr(module, "InputArena", lambda n, device: InputArena(n, "cpu"))
-        monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(variants, "InputArena", lambda n, device: InputArena(n, "cpu"))
+    monkeypatch.setattr(variants, "measure", measure)
 
 
 def run(module, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["program", "--out", str(tmp_path)])
     return module.main()
-
-
-def test_workers(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(workers, "LATENCY", SMALL)
-    run(workers, monkeypatch, tmp_path)
-    found = json.loads((tmp_path / "workers.json").read_text())
-    assert list(found) == ["0", "34", "68", "136", "264"]
-    assert found["34"]["graph"]["median_us"] == pytest.approx(2)
-    assert "136: 4.00 us" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wrong", [False, True])

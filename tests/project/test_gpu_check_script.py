@@ -41,7 +41,6 @@ case "$*" in
   *gpu_smoke*) name=smoke; echo '{"a kernel": "passed"}' >"$2"; echo "1 of 1 kernels passed" ;;
   *decode.py*) name=benchmark; touch "${!#}"/decode_cuda.{json,md,png} ;;
   *cuda.profile*) name=profile; echo '{"a case": {"time": 1.5}}' >"$3.json" ;;
-  *cuda.workers*) name=workers; echo '{"0": {}}' >"${!#}/workers.json" ;;
   *" tests") name=tests; echo "REQUIRE_CUDA is $REQUIRE_CUDA"; echo '1 | failed'; ;;
 esac
 [[ $name == "${HANGING:-}" ]] && sleep 100
@@ -141,7 +140,6 @@ def test_call_a(check):
     assert stages["ptx"]["detail"] == "all answers are right"
     assert stages["smoke"]["measured"] == {"a kernel": "passed"}
     assert stages["profile"]["measured"] == {"a case": {"time": 1.5}}
-    assert stages["workers"]["measured"] == {"0": {}}
     out = check.root / "out"
     assert {path.name for path in out.iterdir()} == {
         "A.json", "A.md", "A.logs.tar.gz", "extension.tar.xz",
@@ -173,7 +171,7 @@ def test_without_a_build_what_needs_none_is_done(check):
     assert stages["build"]["result"] == "FAILED: exit status 1"
     assert stages["ptx"]["result"] == stages["machine"]["result"] == "passed"
     assert {results(stages)[name] for name in ("smoke", "extension")} == {"not run: needs build"}
-    for name in ("benchmark", "profile", "workers"):
+    for name in ("benchmark", "profile"):
         assert stages[name]["result"] == "not run: needs build and smoke"
 
 
@@ -191,7 +189,7 @@ def test_a_smoke_test_that_hangs_ends_the_call(check):
     assert time.monotonic() - begin < 20
     assert stages["smoke"]["result"] == "FAILED: out of time"
     assert stages["smoke"]["measured"] == {"a kernel": "passed"}, "what it had found by then"
-    for name in ("benchmark", "profile", "workers"):
+    for name in ("benchmark", "profile"):
         assert stages[name]["result"] == "not run: needs smoke"
 
 
@@ -206,7 +204,7 @@ def test_results_are_written_as_stages_end(check, script, monkeypatch):
     execute = script.Run.execute
 
     def until(self, stage):
-        if stage.name == "workers":
+        if stage.name == "profile":
             raise KeyboardInterrupt
         return execute(self, stage)
 
@@ -214,8 +212,8 @@ def test_results_are_written_as_stages_end(check, script, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         check("A")
     summary = json.loads((check.root / "out/A.json").read_text())
-    assert summary["stages"][-1]["measured"] == {"a case": {"time": 1.5}}
-    assert "| profile |" in (check.root / "out/A.md").read_text()
+    assert summary["stages"][-1]["name"] == "benchmark"
+    assert "| benchmark |" in (check.root / "out/A.md").read_text()
     assert (check.root / "out/decode_cuda.json").exists()
 
 
