@@ -51,14 +51,23 @@ TREE_ATTENTION_HOST_DEVICE RowPlace<int64_t> place_of_row(const DecodeParams& p,
   return place_of_row(rows.head_kv, rows.begin + row, PlainDivisor{p.group_size()});
 }
 
+// The range that the two numbers at `range` mean, clamped to the cache.
+TREE_ATTENTION_HOST_DEVICE KeyRange clamped_range(const int32_t* range, int64_t seqlen_k) {
+  const int64_t begin = range[0] < 0 ? 0 : range[0];
+  const int64_t end = range[1] > seqlen_k ? seqlen_k : range[1];
+  return {begin, end < begin ? begin : end};
+}
+
+// Where the range of a query token lies, if ranges are given.
+TREE_ATTENTION_HOST_DEVICE const int32_t* place_of_key_range(const DecodeParams& p, int64_t batch,
+                                                             int64_t token) {
+  return p.key_ranges + batch * p.key_ranges_stride[0] + token * p.key_ranges_stride[1];
+}
+
 // The keys that a query token sees, clamped to the cache.
 TREE_ATTENTION_HOST_DEVICE KeyRange key_range(const DecodeParams& p, int64_t batch, int64_t token) {
   if (p.key_ranges == nullptr) return {0, p.seqlen_k};
-  const int32_t* range =
-      p.key_ranges + batch * p.key_ranges_stride[0] + token * p.key_ranges_stride[1];
-  const int64_t begin = range[0] < 0 ? 0 : range[0];
-  const int64_t end = range[1] > p.seqlen_k ? p.seqlen_k : range[1];
-  return {begin, end < begin ? begin : end};
+  return clamped_range(place_of_key_range(p, batch, token), p.seqlen_k);
 }
 
 // The smallest range that holds the keys of both ranges; an empty range adds nothing.

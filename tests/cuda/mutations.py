@@ -236,23 +236,16 @@ OF_DECODE = [
         "  Sums sums{value, 0};",
     ),
     Mutation(
-        "the next sums overwrite those that are read",
+        "the block's range is read before it is known",
         "cuda/decode/schedule.cuh",
-        "  __syncthreads();  // before the next call's writes\n",
-        "",
-        only_thread_sanitizer=True,
-    ),
-    Mutation(
-        "the first unit is read before it is known",
-        "cuda/decode/schedule.cuh",
-        "  __syncthreads();\n  const int unit = memory.range.first_unit",
-        "  const int unit = memory.range.first_unit",
+        "  }\n  __syncthreads();\n  if (num_units > BlockRange::kMaxKeys) {",
+        "  }\n  if (num_units > BlockRange::kMaxKeys) {",
     ),
     Mutation(
         "key ranges are read before they are there",
         "cuda/decode/schedule.cuh",
-        "  }\n  __syncthreads();\n  return true;",
-        "  }\n  return true;",
+        "    }\n    __syncthreads();\n  }\n  return true;",
+        "    }\n  }\n  return true;",
     ),
     # Arithmetic.
     Mutation(

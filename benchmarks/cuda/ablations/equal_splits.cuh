@@ -35,10 +35,13 @@ __device__ int take_split(const SplitParams& params, BlockRange& range) {
     // The first split also has the output's overhead, so that it owns an output without keys.
     const int64_t begin = split == 0 ? 0 : kOverheadTiles + split * tiles / splits;
     const int64_t end = kOverheadTiles + (split + 1) * tiles / splits;
-    range.begin = head_kv * (kOverheadTiles + tiles) + begin;
-    range.first_unit_begin = 0;
-    range.first_unit = unit;
+    range.begin = begin;
     range.length = static_cast<int>(end - begin);
+    range.first_unit = unit;
+    range.first_head = head_kv;
+    range.first_position = -static_cast<int>(begin);
+    range.keys_unit = unit;
+    range.num_keys = 1;
     range.keys[0] = keys;
   }
   __syncthreads();

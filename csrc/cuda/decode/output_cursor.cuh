@@ -12,11 +12,12 @@ template <typename Config>
 class OutputCursor {
  public:
   __device__ OutputCursor(const LaunchParams& params, const BlockRange& range)
-      : params_(params), range_(range), unit_(range.first_unit) {
+      : params_(params),
+        range_(range),
+        position_(range.first_position),
+        unit_(range.first_unit),
+        head_kv_(range.first_head) {
     enter_unit();
-    const int64_t offset = range.begin - range.first_unit_begin;
-    head_kv_ = static_cast<int>(offset / length());
-    position_ = static_cast<int>(int64_t{head_kv_} * length() - offset);
   }
 
   __device__ bool done() const { return position_ >= range_.length; }
@@ -56,9 +57,9 @@ class OutputCursor {
   __device__ int length() const { return kOverheadTiles + num_tiles_; }
 
   __device__ void enter_unit() {
-    const int entry = unit_ - range_.first_unit;
+    const int entry = unit_ - range_.keys_unit;
     keys_ =
-        entry < BlockRange::kTableUnits ? range_.keys[entry] : Units<Config>(params_).keys(unit_);
+        entry < range_.num_keys ? range_.keys[entry] : Units<Config>(params_).keys_by_call(unit_);
     num_tiles_ = Units<Config>::num_tiles(keys_);
   }
 

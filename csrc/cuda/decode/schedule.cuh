@@ -21,14 +21,16 @@ constexpr int kMinWorkerTiles = 2;
 // What a block knows of its range of the line. It is kept in shared memory, because it is read only
 // once per output.
 struct BlockRange {
-  static constexpr int kTableUnits = 32;
+  static constexpr int kMaxKeys = 32;
 
-  Partition partition;       // of the whole line
-  int64_t begin;             // the range's first position on the line
-  int64_t first_unit_begin;  // position of the unit that holds it
-  int32_t first_unit;        // number of that unit
-  int32_t length;            // positions in the range
-  Keys keys[kTableUnits];    // of the units from first_unit on
+  Partition partition;     // of the whole line
+  int64_t begin;           // the range's first position on the line
+  int32_t length;          // positions in the range
+  int32_t first_unit;      // number of the unit that holds the first position
+  int32_t first_head;      // the kv head of that unit's output there
+  int32_t first_position;  // where that output begins, from where the range begins: 0 or less
+  int32_t keys_unit, num_keys;
+  Keys keys[kMaxKeys];  // of num_keys units from keys_unit on
 };
 
 template <typename Config>
@@ -42,7 +44,7 @@ struct Sums {
   int64_t total;      // over all threads of the block
 };
 
-// To be called by all threads. `warp_sums` is shared memory.
+// To be called by all threads. `warp_sums` is shared memory, which this reads after a barrier.
 template <int kThreads>
 __device__ Sums sum_over_threads(int64_t value, int64_t* warp_sums) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -60,28 +62,7 @@ __device__ Sums sum_over_threads(int64_t value, int64_t* warp_sums) {
     if (i < warp) sums.inclusive += sum;
     sums.total += sum;
   }
-  __syncthreads();  // before the next call's writes
   return sums;
-}
-
-// A chunk is a run of units, one for each thread of a block. Positions count from where the chunk
-// begins on the line.
-struct Chunk {
-  int64_t unit_begin, unit_end;  // of this thread's unit; equal if there is none
-  int64_t length;
-};
-
-// To be called by all threads.
-template <typename Config>
-__device__ Chunk measure_chunk(const Units<Config>& units, int first_unit, int num_heads_kv,
-                               int64_t* warp_sums) {
-  const int unit = first_unit + threadIdx.x;
-  int64_t length = 0;
-  if (unit < units.count()) {
-    length = int64_t{num_heads_kv} * (kOverheadTiles + units.num_tiles(units.keys(unit)));
-  }
-  const Sums sums = sum_over_threads<Config::kThreads>(length, warp_sums);
-  return {sums.inclusive - length, sums.inclusive, sums.total};
 }
 
 // Cuts the line into equal ranges and writes this block's to `memory`; returns whether there is one
@@ -89,44 +70,57 @@ __device__ Chunk measure_chunk(const Units<Config>& units, int first_unit, int n
 template <typename Config>
 __device__ bool cut_line(const LaunchParams& params, ScheduleMemory<Config>& memory) {
   const DecodeParams& p = params.decode;
+  BlockRange& range = memory.range;
   const Units<Config> units(params);
   const int num_units = units.count();
-  const auto measure = [&](int first_unit) {
-    return measure_chunk(units, first_unit, p.num_heads_kv, memory.warp_sums);
-  };
 
-  Chunk chunk{};
-  int64_t length = 0;
-  for (int first = 0; first < num_units; first += Config::kThreads) {
-    chunk = measure(first);
-    length += chunk.length;
+  // Every thread measures a run of units.
+  const int num_of_thread = (num_units + Config::kThreads - 1) / Config::kThreads;
+  const int thread_begin = threadIdx.x * num_of_thread;
+  const int thread_end = min(num_units, thread_begin + num_of_thread);
+  int64_t thread_length = 0;
+  int output_length = 0;  // of the outputs of one unit, here of the run's last
+  for (int unit = thread_begin; unit < thread_end; ++unit) {
+    const Keys keys = units.keys(unit);
+    if (unit < BlockRange::kMaxKeys) range.keys[unit] = keys;
+    output_length = kOverheadTiles + units.num_tiles(keys);
+    thread_length += int64_t{p.num_heads_kv} * output_length;
   }
+  const Sums sums = sum_over_threads<Config::kThreads>(thread_length, memory.warp_sums);
+
+  const int64_t length = sums.total;
   const int64_t most =
       p.num_workers > 0 ? length : (length + kMinWorkerTiles - 1) / kMinWorkerTiles;
   const Partition partition{length, min(most, int64_t{gridDim.x})};
   if (blockIdx.x >= partition.num_workers) return false;
 
-  const int64_t begin = partition.begin(blockIdx.x);
-  int64_t chunk_begin = 0;
-  for (int first = 0; chunk_begin <= begin; first += Config::kThreads) {
-    if (num_units > Config::kThreads) chunk = measure(first);  // else it is the only one
-    const int64_t unit_begin = chunk_begin + chunk.unit_begin;
-    if (unit_begin <= begin && begin < chunk_begin + chunk.unit_end) {
-      BlockRange& range = memory.range;
-      range.partition = partition;
-      range.begin = begin;
-      range.first_unit_begin = unit_begin;
-      range.first_unit = first + threadIdx.x;
-      range.length = static_cast<int>(partition.begin(blockIdx.x + 1) - begin);
+  // Divisions take long: two lanes make one each.
+  const int64_t cut = partition.begin(blockIdx.x + threadIdx.x % 2);
+  const int64_t begin = __shfl_sync(0xffffffff, cut, 0), end = __shfl_sync(0xffffffff, cut, 1);
+  if (sums.inclusive - thread_length <= begin && begin < sums.inclusive) {
+    int unit = thread_end - 1;
+    int64_t unit_begin = sums.inclusive - int64_t{p.num_heads_kv} * output_length;
+    while (begin < unit_begin) {
+      output_length = kOverheadTiles + units.num_tiles(units.keys(--unit));
+      unit_begin -= int64_t{p.num_heads_kv} * output_length;
     }
-    chunk_begin += chunk.length;
+    const int64_t offset = begin - unit_begin, head_kv = offset / output_length;
+    range.partition = partition;
+    range.begin = begin;
+    range.length = static_cast<int>(end - begin);
+    range.first_unit = unit;
+    range.first_head = static_cast<int>(head_kv);
+    range.first_position = static_cast<int>(head_kv * output_length - offset);
+    range.keys_unit = num_units > BlockRange::kMaxKeys ? unit : 0;
+    range.num_keys = min(num_units - range.keys_unit, BlockRange::kMaxKeys);
   }
   __syncthreads();
-  const int unit = memory.range.first_unit + threadIdx.x;
-  if (threadIdx.x < BlockRange::kTableUnits && unit < num_units) {
-    memory.range.keys[threadIdx.x] = units.keys(unit);
+  if (num_units > BlockRange::kMaxKeys) {
+    for (int i = threadIdx.x; i < range.num_keys; i += Config::kThreads) {
+      range.keys[i] = units.keys(range.keys_unit + i);
+    }
+    __syncthreads();
   }
-  __syncthreads();
   return true;
 }
 

@@ -44,7 +44,24 @@ class Units {
     return {batch, head_kv, begin, min(left, Config::kRows)};
   }
 
-  __device__ Keys keys(int unit) const { return keys_of(params_, rows(unit, 0)); }
+  // The first requests of a block wait for this: a single query takes a few instructions in line.
+  __device__ Keys keys(int unit) const {
+    const DecodeParams& p = params_.decode;
+    if (p.seqlen_q > 1) return keys_by_call(unit);
+    const KeyRange keys = key_range(p, rows(unit, 0).batch, 0);
+    return {static_cast<int>(keys.begin), static_cast<int>(keys.end), false};
+  }
+
+  // The same for where it is rare.
+  __device__ Keys keys_by_call(int unit) const {
+    const DecodeParams& p = params_.decode;
+    if (p.key_ranges == nullptr) return {0, static_cast<int>(p.seqlen_k), false};
+    const OutputRows rows = this->rows(unit, 0);
+    const int first_token = params_.group_size.quotient(rows.begin);
+    const int last_token = params_.group_size.quotient(rows.begin + rows.count - 1);
+    return hull_of_ranges(place_of_key_range(p, rows.batch, first_token), p.key_ranges_stride[1],
+                          last_token - first_token + 1, p.seqlen_k);
+  }
 
   // Whether some of the rows sees the key, which is one of their hull.
   static __device__ bool is_seen(const LaunchParams& params, const OutputRows& rows, int key) {
@@ -62,14 +79,16 @@ class Units {
   }
 
  private:
-  // It is called from several places, and rarely, so that one copy of its loop is enough.
-  static __device__ __noinline__ Keys keys_of(const LaunchParams& params, OutputRows rows) {
-    const int first_token = params.group_size.quotient(rows.begin);
-    const int last_token = params.group_size.quotient(rows.begin + rows.count - 1);
+  // The keys of the tokens whose ranges are at `range`, `range + stride`, and so on. One copy is
+  // enough for all callers; it takes values, because a function that is not inlined would read the
+  // kernel's parameters as it reads global memory.
+  static __device__ __noinline__ Keys hull_of_ranges(const int32_t* range, int64_t stride,
+                                                     int num_tokens, int64_t seqlen_k) {
     KeyRange all{0, 0};
     bool has_gaps = false;
-    for (int token = first_token; token <= last_token; ++token) {
-      const KeyRange keys = key_range(params.decode, rows.batch, token);
+#pragma unroll 4
+    for (int token = 0; token < num_tokens; ++token) {
+      const KeyRange keys = clamped_range(range + token * stride, seqlen_k);
       const bool apart = keys.end < all.begin || all.end < keys.begin;
       has_gaps = has_gaps || (apart && !keys.empty() && !all.empty());
       all = hull(all, keys);
