@@ -18,6 +18,12 @@ class Target:
 DECODE = Target(
     Path("csrc/cuda/instantiations/lean_decode_bf16_64.cu"), ("decode_short",), ("decode_short",)
 )
+# Of 128 columns and 128 rows, where o passes through shared memory in two parts.
+WIDE = Target(
+    Path("csrc/cuda/instantiations/lean_decode_bf16_128.cu"), ("decode_wide",), ("decode_wide",)
+)
+# The fix-up alone, where rows need more scratch memory than there is.
+FIXUP = Target(Path("tests/cuda_emulator/test_fixup.cpp"), ("fixup_short",), ("fixup_short",))
 
 
 @dataclass(frozen=True)
@@ -147,13 +153,34 @@ OF_DECODE = [
     Mutation(
         "warps are combined before all have stored",
         "cuda/decode/combine_warps.cuh",
-        "    __syncthreads();\n    for (int i = threadIdx.x;",
-        "    for (int i = threadIdx.x;",
+        "    __syncthreads();\n    for (int row =",
+        "    for (int row =",
+    ),
+    Mutation(
+        "o overwrites keys that another lane still reads",
+        "cuda/decode/combine_warps.cuh",
+        "  sync_key_group<Config>();  // its keys and values in the stage have been read\n",
+        "",
+        only_thread_sanitizer=True,
+    ),
+    Mutation(
+        "o overwrites the keys of another group",
+        "cuda/decode/combine_warps.cuh",
+        "group * (Config::kTileBytes / Config::kKeyGroups);",
+        "(Config::kKeyGroups - 1 - group) * (Config::kTileBytes / Config::kKeyGroups);",
+        only_thread_sanitizer=True,
     ),
     Mutation(
         "the next columns overwrite those that are read",
         "cuda/decode/combine_warps.cuh",
-        "    __syncthreads();  // before the next columns\n",
+        "    if (begin > 0) __syncthreads();  // before the next columns\n",
+        "",
+        target=WIDE,
+    ),
+    Mutation(
+        "a stage is filled while o is read from it",
+        "cuda/decode/lean_decode.cuh",
+        "      __syncthreads();  // before the stage is filled\n",
         "",
     ),
     Mutation(

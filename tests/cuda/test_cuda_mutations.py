@@ -14,7 +14,7 @@ import pytest
 
 import emulator_build
 from compilation import ROOT, Compiler
-from mutations import DECODE, OF_DECODE, Mutation, Target
+from mutations import DECODE, FIXUP, OF_DECODE, WIDE, Mutation, Target
 from mutations_8_bits import FLOAT8, INT8, OF_8_BITS
 from mutations_one_shot import OF_ONE_SHOT, ONE_SHOT
 
@@ -73,6 +73,10 @@ def kind_of(mutation: Mutation) -> Kind:
 def report(mutation: Mutation, folder: Path) -> str:
     """What the decode cases say of a mutant."""
     shutil.copytree(ROOT / "csrc", folder / "csrc")
+    source = folder / mutation.target.source
+    if not source.exists():  # a test that has kernels of its own
+        source.parent.mkdir(parents=True)
+        shutil.copy(ROOT / mutation.target.source, source)
     file = folder / "csrc" / mutation.file
     text = file.read_text()
     assert text.count(mutation.old) == 1, f"{mutation.file}: {mutation.old}"
@@ -83,7 +87,7 @@ def report(mutation: Mutation, folder: Path) -> str:
         for flag in kind.compiler.flags
     ]
     mutant = Compiler(folder, [*flags, "-O0", "-g0"], root=folder)
-    return kind.run(kind.build(mutant, "tests", mutation.target), mutation.target)
+    return kind.run(kind.build(mutant, "mutant", mutation.target), mutation.target)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +98,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Mutation,
 
 
 @pytest.mark.parametrize(
-    "target", [DECODE, INT8, FLOAT8, ONE_SHOT], ids=["decode", "int8", "float8", "one_shot"]
+    "target",
+    [DECODE, WIDE, FIXUP, INT8, FLOAT8, ONE_SHOT],
+    ids=["decode", "wide", "fixup", "int8", "float8", "one_shot"],
 )
 @pytest.mark.parametrize("kind", [PLAIN, THREAD], ids=["plain", "thread"])
 def test_without_mutation(kind: Kind, target: Target) -> None:

@@ -42,6 +42,7 @@ void test_decode_edges();
 void test_decode_many_workers();
 void test_decode_short();
 void test_decode_short_kinds();
+void test_decode_wide();
 void test_decode_int8_short();
 void test_decode_float8_short();
 
@@ -61,8 +62,10 @@ int main(int argc, char** argv) {
             {"decode_many_workers", test_decode_many_workers},
             {"decode_short", test_decode_short},
             {"decode_short_kinds", test_decode_short_kinds},
+            {"decode_wide", test_decode_wide},
             {"decode_int8_short", test_decode_int8_short},
             {"decode_float8_short", test_decode_float8_short},
+            {"fixup_short", test_fixup_short},
             {"one_shot_worlds", test_one_shot_worlds},
             {"one_shot_epochs", test_one_shot_epochs},
             {"one_shot_abort", test_one_shot_abort},

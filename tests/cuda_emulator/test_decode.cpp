@@ -148,13 +148,13 @@ void test_decode_many_workers() {
 }
 
 // For sanitizers, to which a thread of a kernel is expensive, and for mutants of the kernels: only
-// bfloat16 and head_dim 64. Several tiles per block and several blocks per output; one row group
-// and two; pages; more tiles than a ring has stages, two levels of merges; more
-// sequences than a block has threads.
+// bfloat16 and head_dim 64. Several tiles per block and several blocks per output; whole outputs
+// that fill the ring one after the other; one row group and two; pages; more tiles than a ring has
+// stages, two levels of merges; more sequences than a block has threads.
 void test_decode_short() {
   check({2, 2, 4, 1, 300, 64, 64, kBFloat16, 0, false, 0.0f, true}, {1, 3}, {kLarge}, kShortSeeds);
   check({1, 1, 2, 9, 200, 64, 48, kBFloat16, 8, true, 2.0f, true}, {2}, {kSmall}, kShortSeeds);
-  check({1, 1, 4, 1, 128 * 6 + 1, 64, 64, kBFloat16}, {1, 2}, {kLarge, kSmall}, kShortSeeds);
+  check({1, 2, 4, 1, 128 * 6 + 1, 64, 64, kBFloat16}, {1, 2}, {kLarge, kSmall}, kShortSeeds);
   check({1, 1, 2, 10, 128 * 5, 64, 64, kBFloat16}, {1}, {kSmall}, kShortSeeds);
   check({1, 1, 1, 1, 128 * 38, 64, 64, kBFloat16}, {38}, {kLarge}, kShortSeeds);
   check({130, 1, 1, 1, 2, 64, 64, kBFloat16, 0, false, 0.0f, true}, {2}, {kLarge}, kShortSeeds);
@@ -180,11 +180,16 @@ void check_8_bits_short(DataType kv_dtype) {
 void test_decode_int8_short() { check_8_bits_short(kInt8); }
 void test_decode_float8_short() { check_8_bits_short(kFloat8); }
 
+// Rows whose o does not fit a stage of the ring at once.
+void test_decode_wide() {
+  check({1, 1, 4, 20, 70, 128, 96, kBFloat16, 0, false, 0.0f, true}, {2}, {kLarge}, 1);
+}
+
 // The other kinds of tiles.
 void test_decode_short_kinds() {
+  test_decode_wide();
   check({1, 1, 20, 1, 100, 256, 256, kFloat16}, {3}, {kLarge}, 1);
   check({1, 1, 2, 1, 150, 64, 64, kFloat32}, {2}, {kSmall}, 1);
-  check({1, 1, 4, 20, 70, 128, 96, kBFloat16, 0, false, 0.0f, true}, {2}, {kLarge}, 1);
   check({1, 1, 4, 5, 150, 128, 96, kBFloat16, 0, false, 0.0f, true, kInt8}, {2}, {kLarge}, 1);
   check({1, 1, 4, 1, 150, 128, 128, kFloat16, 5, false, 0.0f, true, kFloat8}, {2}, {kLarge}, 1);
 }

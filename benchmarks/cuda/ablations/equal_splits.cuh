@@ -70,11 +70,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   OnlineSoftmax softmax;
   attend(params, output, rows, 0, loader, ring, tile, softmax);
   if (splits == 1) {
-    combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, sink);
+    combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(), sink);
   } else {
     const PartialStates states(params.workspace.partials, Config::kRows, head_dim_v);
     const bool is_first = blockIdx.x % split_params.max_splits == 0;
-    combine_warps<Config>(tile, softmax, rows, head_dim_v, shared,
+    combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(),
                           states.sink(partial_slot(blockIdx.x, is_first)));
   }
 }

@@ -75,13 +75,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (num_tiles == 0) continue;
     attend(params, output, rows, number++, loader, ring, tile, softmax);
     if (num_tiles == output.num_tiles()) {
-      combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, sink);
+      combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(), sink);
+      __syncthreads();  // before the stage is filled
       continue;
     }
     const PartialStates states(params.workspace.partials, Config::kRows, head_dim_v);
     const Contributors blocks = output.contributors();
     const int64_t slot = partial_slot(blocks, blockIdx.x - blocks.first);
-    combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, states.sink(slot));
+    combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(),
+                          states.sink(slot));
     wait_and_complete_output<Config::kThreads>(params.workspace.counters, states, blocks,
                                                rows.count, shared + Config::kScratch, sink);
   }

@@ -6,6 +6,7 @@
 
 #include "cuda/element.cuh"
 #include "softmax.cuh"
+#include "tile_copies.cuh"
 
 namespace tree_attention::cuda {
 
@@ -57,61 +58,77 @@ struct RowCombination {
   }
 };
 
-// The o [16, 32] that every warp holds of some columns, in shared memory.
+// The o [kRows, kColumns] of every key group in a free stage of the ring: half of the rows where
+// the group's keys were, half where its values were. So a group overwrites nothing that others
+// read.
 template <typename Config>
-class WarpOutputs {
+class GroupOutputs {
  public:
-  static constexpr int kColumns = Config::kScratchColumns;
+  // Those of head_dim that fit, in blocks of 32: all but with 128 rows, and with 64 of 256 columns.
+  static constexpr int kFit = Config::kTileBytes / Config::kKeyGroups / (Config::kRows / 2 * 4);
+  static constexpr int kColumns = Config::kHeadDim < kFit ? Config::kHeadDim : kFit / 32 * 32;
+  static_assert(kColumns > 0);
 
-  __device__ explicit WarpOutputs(char* memory) : o_(reinterpret_cast<float*>(memory)) {}
+  __device__ explicit GroupOutputs(char* stage) : stage_(stage) {}
 
-  __device__ float* at(int warp, int row, int column) const {
+  __device__ float* at(int group, int row, int column) const {
+    constexpr int kHalf = Config::kRows / 2;
+    char* half = stage_ + row / kHalf * Config::kTileBytes +
+                 group * (Config::kTileBytes / Config::kKeyGroups);
     // The exclusive or permutes a row's chunks of eight columns: the writes of a warp, two columns
     // of eight rows, fall into different banks.
-    return o_ + (warp * 16 + row) * kColumns + (column ^ (row & 3) * 8);
+    return reinterpret_cast<float*>(half) + row % kHalf * kColumns + (column ^ (row & 3) * 8);
   }
 
  private:
-  float* o_;
+  char* stage_;
 };
 
-// To be called by all threads; `tile` and `softmax` are the warp's. Every thread then owns four
-// columns of some rows, so that stores are coalesced; o passes through shared memory 32 columns at
-// a time.
+// To be called by all threads after the loop over tiles; `tile` and `softmax` are the warp's, and
+// `stage` is one of the ring's that is free. Eight threads then own a row, each four neighbouring
+// columns of every 32, so that stores are coalesced. The stage and the statistics may be written
+// again after the caller's next barrier.
 template <typename Config, typename Tile, typename Sink>
 __device__ void combine_warps(const Tile& tile, const OnlineSoftmax& softmax,
-                              const OutputRows& rows, int head_dim_v, char* shared,
+                              const OutputRows& rows, int head_dim_v, char* shared, char* stage,
                               const Sink& sink) {
-  constexpr int kColumns = Config::kScratchColumns;
+  constexpr int kColumns = GroupOutputs<Config>::kColumns;
   static_assert(Config::kWarps * sizeof(WarpStatistics) == Config::kStatisticsBytes);
   auto* statistics = reinterpret_cast<WarpStatistics*>(shared + Config::kStatistics);
-  const WarpOutputs<Config> outputs(shared + Config::kScratch);
+  const GroupOutputs<Config> outputs(stage);
   const int warp = threadIdx.x / 32;
+  const int row_group = warp % Config::kRowGroups, key_group = warp / Config::kRowGroups;
 
   store_statistics(softmax, statistics[warp]);
+  sync_key_group<Config>();  // its keys and values in the stage have been read
 #pragma unroll
   for (int begin = 0; begin < Config::kHeadDim; begin += kColumns) {
-    tile.for_each_value(begin,
-                        [&](int row, int column, float o) { *outputs.at(warp, row, column) = o; });
+    const int num_columns = min(kColumns, Config::kHeadDim - begin);
+    if (begin > 0) __syncthreads();  // before the next columns
+#pragma unroll
+    for (int block = 0; block < num_columns; block += 32) {
+      tile.for_each_value(begin + block, [&](int row, int column, float o) {
+        *outputs.at(key_group, 16 * row_group + row, block + column) = o;
+      });
+    }
     __syncthreads();
-    for (int i = threadIdx.x; i < Config::kRows * kColumns / 4; i += Config::kThreads) {
-      const int row = i / (kColumns / 4), column = i % (kColumns / 4) * 4;
-      if (row >= rows.count) break;
-      const int first_warp = row / 16;  // of the key groups' warps with this row
-      const RowCombination<Config::kKeyGroups> combination(statistics + first_warp,
+    for (int row = threadIdx.x / 8; row < rows.count; row += Config::kThreads / 8) {
+      const RowCombination<Config::kKeyGroups> combination(statistics + row / 16,
                                                            Config::kRowGroups, row % 16);
-      Float4 o{};
+      if (begin == 0 && threadIdx.x % 8 == 0) sink.store_lse(row, combination.lse);
+#pragma unroll 1  // a store has a branch for each dtype: copies of it take longer to fetch
+      for (int block = 0; block < num_columns; block += 32) {
+        const int column = block + threadIdx.x % 8 * 4;
+        if (begin + column >= head_dim_v) break;
+        Float4 o{};
 #pragma unroll
-      for (int group = 0; group < Config::kKeyGroups; ++group) {
-        const Float4 part =
-            load_float4(outputs.at(group * Config::kRowGroups + first_warp, row % 16, column));
+        for (int group = 0; group < Config::kKeyGroups; ++group) {
+          const Float4 part = load_float4(outputs.at(group, row, column));
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          o.value[c] = fmaf(combination.factor[group], part.value[c], o.value[c]);
+          for (int c = 0; c < 4; ++c) {
+            o.value[c] = fmaf(combination.factor[group], part.value[c], o.value[c]);
+          }
         }
-      }
-      if (begin == 0 && column == 0) sink.store_lse(row, combination.lse);
-      if (begin + column < head_dim_v) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           o.value[c] = combination.lse == -INFINITY ? 0.0f : o.value[c] * combination.inverse_sum;
@@ -119,7 +136,6 @@ __device__ void combine_warps(const Tile& tile, const OnlineSoftmax& softmax,
         sink.store(row, begin + column, o);
       }
     }
-    __syncthreads();  // before the next columns
   }
 }
 

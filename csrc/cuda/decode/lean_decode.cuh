@@ -92,7 +92,7 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
 // of row group w % kRowGroups and the keys of key group w / kRowGroups of every tile.
 // Dynamic shared memory, by the offsets of TileConfig:
 //   kQueries     [kQuerySlots][kRows][kHeadDim]: of the current output, or of it and the next
-//   kScratch     o [kWarps][16][32] that warps exchange, then the weights of a fix-up
+//   kScratch     the weights of a fix-up
 //   kStatistics  [kWarps]: maximum and sum of each warp's rows
 //   kSchedule    the block's range of the line
 //   kRing        [num_stages]: [K, V][kTileKeys][kHeadDim], [of K, of V][kTileKeys] scales
@@ -135,13 +135,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (num_tiles == 0) continue;
     attend(params, output, rows, number++, loader, ring, tile, softmax);
     if (num_tiles == output.num_tiles()) {
-      combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, sink);
+      combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(), sink);
+      __syncthreads();  // before the stage is filled
       continue;
     }
     const PartialStates states(params.workspace.partials, Config::kRows, head_dim_v);
     const Contributors blocks = output.contributors();
     const int64_t slot = partial_slot(blocks, blockIdx.x - blocks.first);
-    combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, states.sink(slot));
+    combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(),
+                          states.sink(slot));
     complete_output<Config::kThreads>(params.workspace.counters, states, blocks, rows.count,
                                       shared + Config::kScratch, sink);
   }

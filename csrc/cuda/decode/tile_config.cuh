@@ -65,10 +65,6 @@ struct TileConfig {
   static constexpr int kQuerySlots = kQueriesInRegisters ? 1 : 2;
   static constexpr int kQueryBytes = kRows * QueryRows::kBytes;
 
-  static constexpr int kScratchColumns = 32;  // of o that a warp exchanges at a time
-  static constexpr int kExchangeBytes = kWarps * 16 * kScratchColumns * 4;
-  static constexpr int kScratchBytes =
-      kExchangeBytes > kFixupScratchBytes ? kExchangeBytes : kFixupScratchBytes;
   static constexpr int kStatisticsBytes =
       kWarps * 16 * 2 * 4;                    // (maximum, sum) of each warp's rows
   static constexpr int kScheduleBytes = 512;  // schedule.cuh asserts what it needs
@@ -76,7 +72,7 @@ struct TileConfig {
   // Offsets in dynamic shared memory, the ring last: its length is the plan's.
   static constexpr int kQueries = 0;
   static constexpr int kScratch = kQueries + kQuerySlots * kQueryBytes;
-  static constexpr int kStatistics = kScratch + kScratchBytes;
+  static constexpr int kStatistics = kScratch + kFixupScratchBytes;
   static constexpr int kSchedule = kStatistics + kStatisticsBytes;
   static constexpr int kRing = (kSchedule + kScheduleBytes + 127) / 128 * 128;
 
