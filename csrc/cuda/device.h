@@ -4,7 +4,8 @@
 // so that the same text also runs on the host, where the tests' emulator takes the place of nvcc.
 //
 // Kernels use the functions of ptx.h and these CUDA built-ins: threadIdx.x, blockIdx.x,
-// gridDim.x, __syncthreads, __syncwarp, __shfl_sync, __shfl_up_sync, __shfl_xor_sync, __any_sync,
+// gridDim.x, __clz, __syncthreads, __syncwarp, __shfl_sync, __shfl_up_sync, __shfl_xor_sync,
+// __any_sync,
 // __threadfence, and of <cmath> what device code has. Every thread of a block reaches every
 // barrier; warp functions are called by whole warps.
 #pragma once

@@ -63,8 +63,9 @@ __device__ __forceinline__ Float4 load_float4(const float* aligned) {
   return *reinterpret_cast<const Float4*>(aligned);
 }
 
+// Into global memory.
 __device__ __forceinline__ void store_float4(float* aligned, const Float4& x) {
-  *reinterpret_cast<Float4*>(aligned) = x;
+  st_global_v4(aligned, x.value);
 }
 
 }  // namespace tree_attention::cuda

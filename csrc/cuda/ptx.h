@@ -145,6 +145,14 @@ __device__ __forceinline__ uint32_t atomic_inc_acq_rel(uint32_t* counter, uint32
   return old;
 }
 
+// 9.7.9.11 (st): 16 bytes in one access, of which the compiler makes four where it sees four
+// floats.
+__device__ __forceinline__ void st_global_v4(float* aligned, const float (&x)[4]) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(aligned), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+
 // 9.7.9.8 (ld.acquire), for a wait on another device or on the host.
 __device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* address) {
   uint64_t value;

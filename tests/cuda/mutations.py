@@ -186,15 +186,21 @@ OF_DECODE = [
     Mutation(
         "threads do not wait to hear whether they are last",
         "cuda/decode/fixup.cuh",
-        "  __syncthreads();\n  const bool is_last = *flag;",
-        "  const bool is_last = *flag;",
+        "  __syncthreads();\n  return *flag;",
+        "  return *flag;",
     ),
     Mutation(
         "what is said about the last is overwritten",
         "cuda/decode/fixup.cuh",
-        "  __syncthreads();  // before the flag is written again\n",
+        "scratch + kArrivalFlag",
+        "scratch",
+    ),
+    Mutation(
+        "the next rows' lse overwrite those that are merged",
+        "cuda/decode/fixup.cuh",
+        "      __syncthreads();  // before the scratch memory is written again\n",
         "",
-        only_thread_sanitizer=True,
+        target=FIXUP,
     ),
     Mutation(
         "arrival releases and acquires nothing",
@@ -220,8 +226,8 @@ OF_DECODE = [
     Mutation(
         "weights are computed before all states are loaded",
         "cuda/decode/fixup.cuh",
-        "    __syncthreads();\n    for (int step = 1;",
-        "    for (int step = 1;",
+        "    load_lse(first_row, rows);\n    __syncthreads();\n",
+        "    load_lse(first_row, rows);\n",
     ),
     Mutation(
         "weights are used before they are all computed",

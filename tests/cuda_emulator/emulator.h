@@ -65,6 +65,8 @@ T max(T a, T b) {
   return a < b ? b : a;
 }
 
+inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
+
 inline void __syncthreads(std::source_location where = std::source_location::current()) {
   tree_attention::emulator::block_barrier(where);
 }

@@ -110,6 +110,14 @@ inline uint32_t atomic_inc_acq_rel(uint32_t* counter, uint32_t limit,
   return old;
 }
 
+inline void st_global_v4(float* aligned, const float (&x)[4],
+                         source_location where = source_location::current()) {
+  if (reinterpret_cast<uintptr_t>(aligned) % 16 != 0) {
+    emulator::fail("the destination of a store is no multiple of 16", where);
+  }
+  for (int i = 0; i < 4; ++i) aligned[i] = x[i];
+}
+
 // Of benchmarks/cuda/ablations/waiting_fixup.cuh.
 inline uint32_t load_acquire(const uint32_t* address,
                              source_location where = source_location::current()) {

@@ -316,14 +316,15 @@ inline void test_fma(const Device& device) {
   }
 }
 
-// Every number of 16 bits and back.
+// Every number of 16 bits and back, stored by fours.
 struct HalfParams {
   float* out;  // [1 << 16]
 };
 template <typename Params>
 __global__ void half_kernel(const Params p) {
-  for (unsigned i = threadIdx.x; i < 1 << 16; i += 32) {
-    p.out[i] = cuda::cvt_f32_f16(static_cast<uint16_t>(i));
+  for (unsigned i = 4 * threadIdx.x; i < 1 << 16; i += 128) {
+    const auto value = [&](unsigned c) { return cuda::cvt_f32_f16(static_cast<uint16_t>(i + c)); };
+    cuda::st_global_v4(p.out + i, {value(0), value(1), value(2), value(3)});
   }
 }
 
@@ -419,7 +420,7 @@ __global__ void shuffle_kernel(const Params p) {
   p.out[64 + lane] = __shfl_up_sync(0xffffffff, lane, 3);
   p.out[96 + lane] = __shfl_xor_sync(0xffffffff, lane, 9);
   p.out[128 + lane] = __any_sync(0xffffffff, lane == 17) != 0;
-  p.out[160 + lane] = __any_sync(0xffffffff, 0) != 0;
+  p.out[160 + lane] = __clz(lane) + 32 * (__any_sync(0xffffffff, 0) != 0);
 }
 
 inline void test_shuffles(const Device& device) {
@@ -430,7 +431,8 @@ inline void test_shuffles(const Device& device) {
     CHECK(out[32 + lane] == 10 + lane / 8 * 8 + 6, lane, " ", out[32 + lane]);
     CHECK(out[64 + lane] == (lane < 3 ? lane : lane - 3), lane, " ", out[64 + lane]);
     CHECK(out[96 + lane] == (lane ^ 9), lane, " ", out[96 + lane]);
-    CHECK(out[128 + lane] == 1 && out[160 + lane] == 0, lane);
+    const int zeros = lane == 0 ? 32 : 31 - std::ilogb(lane);
+    CHECK(out[128 + lane] == 1 && out[160 + lane] == zeros, lane);
   }
 }
 

@@ -50,7 +50,7 @@ class StepParts {
                        const MergeStep& step)
       : first_(states.slot(partial_slot(workers, step.first))),
         others_(states.slot(partial_slot(workers.first + step.first, false))),
-        stride_(partial_slot(step.stride, false) * states.slot_size()),
+        stride_(static_cast<int>(partial_slot(step.stride, false) * states.slot_size())),
         lse_offset_(states.lse_offset()) {}
 
   // Part 0 may lie in the other slot of its worker; from part to part it is a stride.
@@ -61,7 +61,7 @@ class StepParts {
 
  private:
   const float *first_, *others_;
-  int64_t stride_;
+  int stride_;  // no workspace has 2^31 floats (plan.cu)
   int lse_offset_;
 };
 
@@ -89,6 +89,9 @@ struct StepSink {
   }
 };
 
+// The end of the scratch memory tells the block's threads whether theirs is the last to arrive.
+constexpr int kArrivalFlag = kFixupScratchBytes - 8;
+
 // The weights of a merge in shared memory. A side that is left out has a weight below zero.
 struct MergeWeights {
   float a, b;
@@ -109,7 +112,8 @@ struct MergeWeights {
 };
 
 // One block's merge of the parts of a step. The rows' lse are merged first, over the whole tree of
-// parts; then every thread merges o of its own columns with the weights that this gave.
+// parts; then every thread merges o of its own columns with the weights that this gave. The first
+// chunk of o is under way before.
 template <int kThreads>
 class PartsMerger {
  public:
@@ -127,8 +131,10 @@ class PartsMerger {
     const int rows_per_pass = kMaxNodes / count_;
     for (int first_row = 0; first_row < num_rows; first_row += rows_per_pass) {
       const int rows = min(num_rows - first_row, rows_per_pass);
+      LoadedParts<Float4> chunk;
+      load_first_chunk(chunk, first_row, rows, threadIdx.x);
       merge_lse(first_row, rows);
-      merge_o(first_row, rows, sink);
+      merge_o(chunk, first_row, rows, sink);
       __syncthreads();  // before the scratch memory is written again
     }
   }
@@ -136,20 +142,43 @@ class PartsMerger {
  private:
   // What scratch memory has room for. A node is a part of a row: it has the lse of the merged parts
   // that begin with it, and the weights of the merge whose upper side begins with it.
-  static constexpr int kMaxNodes = kFixupScratchBytes / (sizeof(float) + sizeof(MergeWeights));
+  static constexpr int kMaxNodes = kArrivalFlag / (sizeof(float) + sizeof(MergeWeights));
   static_assert(kMaxMergedParts <= kMaxNodes && kMaxNodes * sizeof(float) % 8 == 0);
+
+  // Threads divide nodes among them as if the rows were a power of two, of which this is the
+  // logarithm: divisions take long.
+  static __device__ int row_bits(int rows) { return 32 - __clz(rows - 1); }
+
+  __device__ void load_lse(int first_row, int rows) const {
+    constexpr int kInFlight = 4;  // loads of a thread
+    const int shift = row_bits(rows);
+    for (int begin = threadIdx.x; begin < count_ << shift; begin += kInFlight * kThreads) {
+      float lse[kInFlight];
+#pragma unroll
+      for (int k = 0; k < kInFlight; ++k) {
+        const int i = begin + k * kThreads, row = i & ((1 << shift) - 1), part = i >> shift;
+        if (row < rows && part < count_) lse[k] = parts_.lse(part)[first_row + row];
+      }
+#pragma unroll
+      for (int k = 0; k < kInFlight; ++k) {
+        const int i = begin + k * kThreads, row = i & ((1 << shift) - 1), part = i >> shift;
+        if (row < rows && part < count_) lse_[part * rows + row] = lse[k];
+      }
+    }
+  }
 
   // The tree of each row, level by level, all nodes of a level side by side.
   __device__ void merge_lse(int first_row, int rows) const {
-    for (int i = threadIdx.x; i < rows * count_; i += kThreads) {
-      const int row = i % rows, part = i / rows;
-      lse_[row * count_ + part] = parts_.lse(part)[first_row + row];
-    }
+    load_lse(first_row, rows);
     __syncthreads();
+    const int shift = row_bits(rows);
     for (int step = 1; step < count_; step *= 2) {
       const int pairs = (count_ - step - 1) / (2 * step) + 1;  // of a row
-      for (int i = threadIdx.x; i < rows * pairs; i += kThreads) {
-        const int a = i / pairs * count_ + i % pairs * 2 * step, b = a + step;
+#pragma unroll 1
+      for (int i = threadIdx.x; i < pairs << shift; i += kThreads) {
+        const int row = i & ((1 << shift) - 1);
+        if (row >= rows) continue;
+        const int a = (i >> shift) * 2 * step * rows + row, b = a + step * rows;
         const Merge merged = merge(lse_[a], lse_[b]);
         lse_[a] = merged.lse;
         weights_[b] = MergeWeights::of(merged);
@@ -161,30 +190,45 @@ class PartsMerger {
   static constexpr int kLevels = 3;
   static_assert(kMaxMergedParts < kPartsInFlight << kLevels);
 
-  // Each thread owns four columns of some rows.
+  // Part `part` of what a thread owns: item i of the rows from first_row on is four columns of one.
+  __device__ Float4 load_o(int part, int first_row, int i) const {
+    return load_float4(parts_.o(part) + first_row * head_dim_ + 4 * i);
+  }
+
+  __device__ __forceinline__ void load_first_chunk(LoadedParts<Float4>& chunk, int first_row,
+                                                   int rows, int i) const {
+    if (4 * i >= rows * head_dim_) return;
+    chunk.load(0, count_, [&](int part) { return load_o(part, first_row, i); });
+  }
+
   template <typename Sink>
-  __device__ void merge_o(int first_row, int rows, const Sink& sink) const {
+  __device__ void merge_o(LoadedParts<Float4>& chunk, int first_row, int rows,
+                          const Sink& sink) const {
     const int columns = head_dim_ / 4;
     for (int i = threadIdx.x; i < rows * columns; i += kThreads) {
       const int row = i / columns, column = i % columns * 4;
-      const MergeWeights* weights = weights_ + row * count_;
-      const int offset = (first_row + row) * head_dim_ + column;
-      const auto load = [&](int part) { return load_float4(parts_.o(part) + offset); };
       const auto merge_into = [&](Float4& a, const Float4& b, int part) {
-        const MergeWeights left_out{1.0f, -1.0f};
-        const Merge merged = (part < count_ ? weights[part] : left_out).merge();
+        const Merge merged = weights_[part * rows + row].merge();
 #pragma unroll
         for (int c = 0; c < 4; ++c) a.value[c] = merged(a.value[c], b.value[c]);
       };
-      sink.store(first_row + row, column, merge_parts<kLevels>(count_, load, merge_into));
-      if (column == 0) sink.store_lse(first_row + row, lse_[row * count_]);
+      const auto merge_chunk = [&](int first) {
+        const Float4 merged = chunk.merge_all(first, count_, merge_into);
+        chunk.load(first + kPartsInFlight, count_,
+                   [&](int part) { return load_o(part, first_row, i); });
+        return merged;
+      };
+      sink.store(first_row + row, column,
+                 merge_parts<kLevels, Float4>(count_, merge_chunk, merge_into));
+      if (column == 0) sink.store_lse(first_row + row, lse_[row]);
+      load_first_chunk(chunk, first_row, rows, i + kThreads);
     }
   }
 
   StepParts parts_;
   int count_, head_dim_;
-  float* lse_;             // [rows, count]
-  MergeWeights* weights_;  // [rows, count]
+  float* lse_;             // [count, rows]
+  MergeWeights* weights_;  // [count, rows]
 };
 
 // Merges the parts of a step, by all threads of one block.
@@ -197,7 +241,8 @@ __device__ void merge_step(const PartialStates& states, const Contributors& work
 }
 
 // Counts this block's arrival at a counter of the workspace and returns whether it is the last of
-// `expected`. To be called by all threads; `flag` is shared memory.
+// `expected`. To be called by all threads; `flag` is shared memory for nothing else: threads may
+// read it until they meet the first barrier of the next call.
 //
 // A barrier orders the block's threads before and after thread 0, and its atomic orders them before
 // and after the other blocks' (PTX ISA, 8.9.5: causality order is transitive), so that plain loads
@@ -207,9 +252,7 @@ __device__ __forceinline__ bool arrive(uint32_t* counter, int64_t expected, bool
   __syncthreads();
   if (threadIdx.x == 0) *flag = atomic_inc_acq_rel(counter, limit) == limit;
   __syncthreads();
-  const bool is_last = *flag;
-  __syncthreads();  // before the flag is written again
-  return is_last;
+  return *flag;
 }
 
 // Called by all threads of a block after they have stored its partial state of an output that it
@@ -222,7 +265,8 @@ __device__ void complete_output(uint32_t* counters, const PartialStates& states,
   fix_up(
       workers, blockIdx.x - workers.first,
       [&](int64_t counter, int64_t expected) {
-        return arrive(counters + counter, expected, reinterpret_cast<bool*>(scratch));
+        return arrive(counters + counter, expected,
+                      reinterpret_cast<bool*>(scratch + kArrivalFlag));
       },
       [&](const MergeStep& step) {
         merge_step<kThreads>(states, workers, step, num_rows, scratch, sink);

@@ -44,14 +44,15 @@ __global__ void __launch_bounds__(kThreads) merge_states_kernel(const MergeParam
     }
     return state;
   };
-  const auto merge_into = [&](State& a, const State& b, int64_t part) {
-    if (part < p.num_parts) a.merge_with(b);
-  };
+  const auto merge_into = [](State& a, const State& b, int64_t) { a.merge_with(b); };
   State* stack = reinterpret_cast<State*>(dynamic_shared_memory()) + threadIdx.x;
   merge_in_canonical_order(
       num_chunks(p),
       [&](int64_t chunk, int slot) {
-        stack[slot * kThreads] = merge_chunk(chunk * kPartsInFlight, p.num_parts, load, merge_into);
+        const int64_t first = chunk * kPartsInFlight;
+        LoadedParts<State> parts;
+        parts.load(first, p.num_parts, load);
+        stack[slot * kThreads] = parts.merge_all(first, p.num_parts, merge_into);
       },
       [&](int a, int b) { stack[a * kThreads].merge_with(stack[b * kThreads]); });
 

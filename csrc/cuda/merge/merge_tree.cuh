@@ -25,47 +25,58 @@ struct RowState {
 // The number of parts in a chunk: a thread loads them all before it merges the first two.
 constexpr int kPartsInFlight = 8;
 
-// Merges the chunk of parts from `first` on, a multiple of kPartsInFlight below num_parts. load(i)
-// is the state of part i; merge(a, b, i) merges the state b of the parts from i on into a, and
-// leaves a as it is if there is no part i.
-template <typename Index, typename Load, typename MergeInto>
-__device__ __forceinline__ auto merge_chunk(Index first, Index num_parts, const Load& load,
-                                            const MergeInto& merge) {
-  decltype(load(first)) states[kPartsInFlight];
+template <typename State>
+struct LoadedParts {
+  // They begin as zeros, which are never merged: registers that are written only under a condition
+  // would count as used from the kernel's beginning.
+  State states[kPartsInFlight] = {};
+
+  // Loads the parts from `first` on, a multiple of kPartsInFlight, as far as there are any;
+  // load(i) is the state of part i.
+  template <typename Index, typename Load>
+  __device__ __forceinline__ void load(Index first, Index num_parts, const Load& load) {
 #pragma unroll
-  for (int i = 0; i < kPartsInFlight; ++i) {
-    states[i] = load(first + i < num_parts ? first + i : num_parts - 1);
-  }
-#pragma unroll
-  for (int step = 1; step < kPartsInFlight; step *= 2) {
-#pragma unroll
-    for (int i = 0; i + step < kPartsInFlight; i += 2 * step) {
-      merge(states[i], states[i + step], first + i + step);
+    for (int i = 0; i < kPartsInFlight; ++i) {
+      if (first + i < num_parts) states[i] = load(first + i);
     }
   }
-  return states[0];
-}
 
-// Merges parts [0, num_parts), at least one and fewer than kPartsInFlight * 2^kLevels. The stack of
-// merged chunks is indexed by constants, so that it stays in registers.
-template <int kLevels, typename Load, typename MergeInto>
-__device__ __forceinline__ auto merge_parts(int num_parts, const Load& load,
-                                            const MergeInto& merge) {
-  using State = decltype(load(0));
+  // Merges these parts, of which there is at least one; merge(a, b, i) merges the state b of the
+  // parts from i on into a.
+  template <typename Index, typename MergeInto>
+  __device__ __forceinline__ const State& merge_all(Index first, Index num_parts,
+                                                    const MergeInto& merge) {
+#pragma unroll
+    for (int step = 1; step < kPartsInFlight; step *= 2) {
+#pragma unroll
+      for (int i = 0; i + step < kPartsInFlight; i += 2 * step) {
+        if (first + i + step < num_parts) merge(states[i], states[i + step], first + i + step);
+      }
+    }
+    return states[0];
+  }
+};
+
+// Merges parts [0, num_parts), at least one and fewer than kPartsInFlight * 2^kLevels;
+// merge_chunk(first) is the merge of the chunk from `first` on. The stack of merged chunks is
+// indexed by constants, so that it stays in registers.
+template <int kLevels, typename State, typename MergeChunk, typename MergeInto>
+__device__ __forceinline__ State merge_parts(int num_parts, const MergeChunk& merge_chunk,
+                                             const MergeInto& merge) {
   State merged[kLevels];  // merged[l]: 2^l chunks that wait for their right neighbours
   int num_chunks = 0;
 #pragma unroll 1
   for (int first = 0; first < num_parts; first += kPartsInFlight, ++num_chunks) {
-    State chunk = merge_chunk(first, num_parts, load, merge);
+    State state = merge_chunk(first);
     bool carries = true;
 #pragma unroll
     for (int level = 0; level < kLevels; ++level) {
       const bool waits = num_chunks >> level & 1;
       if (carries && waits) {
-        merge(merged[level], chunk, (num_chunks >> level << level) * kPartsInFlight);
-        chunk = merged[level];
+        merge(merged[level], state, (num_chunks >> level << level) * kPartsInFlight);
+        state = merged[level];
       } else if (carries) {
-        merged[level] = chunk;
+        merged[level] = state;
         carries = false;
       }
     }

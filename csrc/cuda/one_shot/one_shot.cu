@@ -110,10 +110,14 @@ class Exchange {
         }
         return state;
       };
-      const auto merge_into = [&](State& a, const State& b, int source) {
-        if (source < p_.world_size) a.merge_with(b);
+      const auto merge_into = [](State& a, const State& b, int) { a.merge_with(b); };
+      const auto merge_chunk = [&](int first) {
+        LoadedParts<State> chunk;
+        chunk.load(first, p_.world_size, load);
+        return chunk.merge_all(first, p_.world_size, merge_into);
       };
-      store<Out>(row, column, merge_parts<kMergeLevels>(p_.world_size, load, merge_into));
+      store<Out>(row, column,
+                 merge_parts<kMergeLevels, State>(p_.world_size, merge_chunk, merge_into));
     }
   }
 
