@@ -17,18 +17,31 @@ from tree_attention import _loader
 INSTRUCTION_BYTES = 16
 # The mangled name: <Element, TileConfig<Element, head_dim, rows>, ...>.
 _SECTION = re.compile(r"\.section\s+\.text\.\S*lean_decode_kernelI(\S*?),")
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*)")
+_REGISTER = re.compile(r"\bR(\d+)")
 
 
 @dataclass(frozen=True)
 class Code:
-    """The instructions of one kernel, without their operands, in the order of memory."""
+    """The instructions of one kernel in the order of memory, and the operands of each."""
 
     name: str
     instructions: tuple[str, ...]
+    operands: tuple[str, ...]
 
     def count(self, pattern: str) -> int:
-        return sum(bool(re.match(pattern, instruction)) for instruction in self.instructions)
+        return len(self.positions(pattern))
+
+    def positions(self, pattern: str) -> list[int]:
+        return [i for i, name in enumerate(self.instructions) if re.match(pattern, name)]
+
+    def writes(self, position: int) -> int:
+        """The register that an instruction writes, or the first of several."""
+        return int(_REGISTER.findall(self.operands[position])[0])
+
+    def reads(self, position: int) -> set[int]:
+        """The registers that are operands of an instruction, but for the first operand."""
+        return set(map(int, _REGISTER.findall(self.operands[position].partition(",")[2])))
 
     @property
     def num_bytes(self) -> int:
@@ -70,12 +83,17 @@ def disassemble(source: str, architecture: str, folder: Path) -> list[Code]:
     text = subprocess.run(
         [find_tool("nvdisasm"), "-c", cubin], cwd=folder, check=True, capture_output=True, text=True
     ).stdout
-    found: dict[str, list[str]] = {}
-    instructions: list[str] = []
+    return parse(text)
+
+
+def parse(text: str) -> list[Code]:
+    """The kernels in a disassembly."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    instructions: list[tuple[str, str]] = []
     for line in text.splitlines():
         if ".section" in line:
             section = _SECTION.search(line)
             instructions = found.setdefault(section[1], []) if section is not None else []
         elif (match := _INSTRUCTION.search(line)) is not None:
-            instructions.append(match[1])
-    return [Code(name, tuple(instructions)) for name, instructions in found.items()]
+            instructions.append((match[1], match[2]))
+    return [Code(name, *zip(*instructions, strict=True)) for name, instructions in found.items()]

@@ -46,6 +46,31 @@ def test_loads_see_the_stores_of_other_blocks(kernels):
         assert kernel.count(r"LDG\S*\.CONSTANT|LDG\S*\.NA|TLD|TEX") == 0, kernel.name
 
 
+def test_parameters_are_read_as_constants(kernels):
+    """A function that is not inlined would read them by generic loads, through the caches."""
+    for kernel in kernels:
+        assert kernel.count(r"(LD|ST|ATOM)(\.|$)") == 0, kernel.name
+
+
+def test_partial_states_are_stored_by_16_bytes(kernels):
+    """Both where a block leaves its own and where it leaves a merged one."""
+    for kernel in kernels:
+        assert kernel.count(r"STG\.\S*128$") >= 2, kernel.name
+
+
+def test_eight_parts_are_requested_before_one_is_used(kernels):
+    for kernel in kernels:
+        loads = kernel.positions(r"LDG\.\S*128$")
+        assert loads and len(loads) % 8 == 0, kernel.name
+        for first in range(0, len(loads), 8):
+            parts: set[int] = set()
+            for i in range(loads[first], loads[first + 7]):
+                assert not parts & kernel.reads(i), (kernel.name, i, kernel.operands[i])
+                if i in loads:
+                    part = kernel.writes(i)
+                    parts |= {part, part + 1, part + 2, part + 3}
+
+
 def test_copies_are_of_16_bytes_past_the_first_cache(kernels):
     for kernel in kernels:
         copies = kernel.count(r"LDGSTS")
