@@ -41,7 +41,7 @@ class Mutation:
 KEY_BARRIER = (
     "    sync_key_group<Config>();  // the keys are there, the stage of the tile before is free\n"
 )
-FILL = "    loader.fill(ring, number + 1);\n"
+FILL = "    loader.fill(ring, last_output);\n"
 
 OF_DECODE = [
     # The ring and what is requested into it.
@@ -109,8 +109,38 @@ OF_DECODE = [
     Mutation(
         "keys past the end are fetched",
         "cuda/decode/loader.cuh",
-        "row + chunk * kChunkElements<Element>, exists ? 16 : 0",
-        "row + chunk * kChunkElements<Element>, 16",
+        "cp_async_16(destination, source, exists ? 16 : 0,",
+        "cp_async_16(destination, source, 16,",
+    ),
+    Mutation(
+        "a copy is of the page of another key",
+        "cuda/decode/tile_copies.cuh",
+        "held, Copies::key(i) % 32",
+        "held, Copies::key(i) / 2 % 32",
+    ),
+    Mutation(
+        "whole tiles come from the page of their first keys",
+        "cuda/decode/loader.cuh",
+        "source + places.of_copy(i) + columns(i),",
+        "source + places.of_copy(0) + columns(i),",
+    ),
+    Mutation(
+        "chunks that are further down are not permuted",
+        "cuda/decode/tile_config.cuh",
+        "(turn(rows) ^ low) * 16",
+        "low * 16",
+    ),
+    Mutation(
+        "the keys of the next tile are those of this one",
+        "cuda/decode/loader.cuh",
+        "k_ += Config::kTileKeys * params_.decode.k_stride[2];",
+        "",
+    ),
+    Mutation(
+        "a tile past the end is requested whole",
+        "cuda/decode/loader.cuh",
+        "keys.has_gaps ? 0 : (keys.end - keys.begin) / Config::kTileKeys;",
+        "keys.has_gaps ? 0 : next_.output().num_tiles();",
     ),
     Mutation(
         "queries are read before they are there",
@@ -121,7 +151,7 @@ OF_DECODE = [
     Mutation(
         "the next queries are fetched while these are read",
         "cuda/decode/lean_decode.cuh",
-        "  if constexpr (Config::kQuerySlots == 1) __syncthreads();",
+        "if constexpr (Config::kQuerySlots == 1) __syncthreads();",
         "",
     ),
     # Fragments and shared memory.
@@ -146,8 +176,8 @@ OF_DECODE = [
     Mutation(
         "chunks are not spread over the banks",
         "cuda/decode/tile_config.cuh",
-        "chunk ^ (row & 7)",
-        "chunk",
+        "return kTurns == 8 ? row & 7 : row >> 1 & 3;",
+        "return 0;",
     ),
     # The end of an output.
     Mutation(

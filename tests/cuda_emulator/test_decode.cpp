@@ -149,11 +149,13 @@ void test_decode_many_workers() {
 
 // For sanitizers, to which a thread of a kernel is expensive, and for mutants of the kernels: only
 // bfloat16 and head_dim 64. Several tiles per block and several blocks per output; whole outputs
-// that fill the ring one after the other; one row group and two; pages; more tiles than a ring has
-// stages, two levels of merges; more sequences than a block has threads.
+// that fill the ring one after the other; one row group and two; pages, with and without whole
+// tiles; more tiles than a ring has stages, two levels of merges; more sequences than a block has
+// threads.
 void test_decode_short() {
   check({2, 2, 4, 1, 300, 64, 64, kBFloat16, 0, false, 0.0f, true}, {1, 3}, {kLarge}, kShortSeeds);
   check({1, 1, 2, 9, 200, 64, 48, kBFloat16, 8, true, 2.0f, true}, {2}, {kSmall}, kShortSeeds);
+  check({1, 2, 4, 1, 24 * 17, 64, 64, kBFloat16, 24}, {2}, {kLarge}, kShortSeeds);
   check({1, 2, 4, 1, 128 * 6 + 1, 64, 64, kBFloat16}, {1, 2}, {kLarge, kSmall}, kShortSeeds);
   check({1, 1, 2, 10, 128 * 5, 64, 64, kBFloat16}, {1}, {kSmall}, kShortSeeds);
   check({1, 1, 1, 1, 128 * 38, 64, 64, kBFloat16}, {38}, {kLarge}, kShortSeeds);
@@ -171,6 +173,7 @@ void check_8_bits_short(DataType kv_dtype) {
   };
   check_shape({2, 2, 4, 1, 600, 64, 64, kBFloat16, 0, false, 0.0f, true}, {1, 3}, {kLarge});
   check_shape({1, 1, 2, 9, 300, 64, 48, kBFloat16, 10, true, 2.0f, true}, {2}, {kSmall});
+  check_shape({1, 1, 4, 1, 24 * 22, 64, 64, kBFloat16, 24}, {1}, {kLarge});
   check_shape({1, 2, 4, 1, 256 * 5 + 1, 64, 64, kBFloat16}, {1, 2}, {kLarge, kSmall});
   Shape with_nan{1, 2, 1, 9, 300, 64, 64, kBFloat16, 0, false, 0.0f, true};
   with_nan.nan = true;
@@ -185,9 +188,13 @@ void test_decode_wide() {
   check({1, 1, 4, 20, 70, 128, 96, kBFloat16, 0, false, 0.0f, true}, {2}, {kLarge}, 1);
 }
 
-// The other kinds of tiles.
+// The other kinds of tiles, and the other ways to share out a tile's copies.
 void test_decode_short_kinds() {
   test_decode_wide();
+  for (int page_size : {0, 5}) {
+    check({1, 1, 2, 1, 150, 96, 96, kBFloat16, page_size}, {2}, {kLarge}, 1);
+    check({1, 1, 2, 1, 70, 256, 256, kFloat32, page_size}, {2}, {kLarge}, 1);
+  }
   check({1, 1, 20, 1, 100, 256, 256, kFloat16}, {3}, {kLarge}, 1);
   check({1, 1, 2, 1, 150, 64, 64, kFloat32}, {2}, {kSmall}, 1);
   check({1, 1, 4, 5, 150, 128, 96, kBFloat16, 0, false, 0.0f, true, kInt8}, {2}, {kLarge}, 1);

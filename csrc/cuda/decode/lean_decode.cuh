@@ -40,16 +40,20 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
 
   tile.clear();
   softmax.clear();
-  loader.fill(ring, number);
-  ring.wait_for_keys();
-  __syncthreads();  // all threads fetched the queries
-  tile.load_queries(loader.queries(number), row_group);
-  if constexpr (Config::kQuerySlots == 1) __syncthreads();  // the loader may fetch the next ones
-
-  for (int i = output.tile_begin(), end = output.tile_end(); i < end; ++i) {
+  int last_output = number;  // of which tiles may be requested
+  for (int i = output.tile_begin(), end = output.tile_end(); i < end;) {
     ring.wait_for_keys();
     sync_key_group<Config>();  // the keys are there, the stage of the tile before is free
-    loader.fill(ring, number + 1);
+    loader.fill(ring, last_output);
+    __syncwarp();  // requests may part the lanes, products need them together
+    if (last_output == number) {
+      ring.wait_for_keys();
+      __syncthreads();  // all threads fetched the queries
+      tile.load_queries(loader.queries(number), row_group);
+      if constexpr (Config::kQuerySlots == 1) __syncthreads();  // the next may be fetched
+      ++last_output;
+      continue;
+    }
 #pragma unroll
     for (int step = 0; step < Config::kGroupKeys / kStepKeys; ++step) {
       const int key = key_group * Config::kGroupKeys + step * kStepKeys;
@@ -72,6 +76,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
       }
     }
     ring.pop();
+    ++i;
   }
 }
 

@@ -14,54 +14,12 @@ namespace tree_attention::cuda {
 template <typename Element>
 constexpr int kChunkElements = 16 / static_cast<int>(sizeof(Element));
 
-// Requests 16 bytes from `row`, or writes zeros where `exists` is false.
-template <typename Rows, typename Element>
-__device__ __forceinline__ void request_chunk(char* tile, int tile_row, int chunk,
-                                              const Element* row, bool exists) {
-  cp_async_16(shared_address(tile + Rows::offset(tile_row, chunk)),
-              row + chunk * kChunkElements<Element>, exists ? 16 : 0, createpolicy_evict_first());
+// Requests 16 bytes, or writes zeros where `exists` is false.
+template <typename Element>
+__device__ __forceinline__ void request_chunk(uint32_t destination, const Element* source,
+                                              bool exists) {
+  cp_async_16(destination, source, exists ? 16 : 0, createpolicy_evict_first());
 }
-
-// Where the keys and values of an output lie: the rows of its kv head in its sequence, or in all
-// pages.
-template <typename Cached>
-struct CachePointers {
-  const Cached *k, *v;
-  const int32_t* page_ids;  // of the sequence; not set without pages
-
-  __device__ void set(const DecodeParams& p, const OutputRows& rows) {
-    k = static_cast<const Cached*>(p.k) + rows.head_kv * p.k_stride[1];
-    v = static_cast<const Cached*>(p.v) + rows.head_kv * p.v_stride[1];
-    if (p.page_table == nullptr) {
-      k += rows.batch * p.k_stride[0];
-      v += rows.batch * p.v_stride[0];
-    } else {
-      page_ids = p.page_table + rows.batch * p.page_table_stride[0] +
-                 rows.head_kv * p.page_table_stride[1];
-    }
-  }
-};
-
-// The pages of this thread's copies of a tile. Their ids are read one tile ahead of their use, and
-// only where a range needs them.
-template <typename Copies>
-class TilePages {
- public:
-  __device__ void read(const int32_t* page_ids, const Divisor& page_size, int first_key,
-                       const SeenCopies<Copies>& seen) {
-#pragma unroll
-    for (int i = 0; i < Copies::kCount; i += Copies::kOfRow) {
-      const int key = first_key + Copies::row(i);
-      const bool needed = Copies::exists(i) && seen[i];
-      ids_[i / Copies::kOfRow] = needed ? page_ids[page_size.quotient(key)] : 0;
-    }
-  }
-
-  __device__ int32_t of_copy(int i) const { return ids_[i / Copies::kOfRow]; }
-
- private:
-  int32_t ids_[Copies::kCount / Copies::kOfRow];
-};
 
 template <typename Element, typename Config>
 class Loader {
@@ -69,15 +27,15 @@ class Loader {
   __device__ Loader(const LaunchParams& params, const BlockRange& range, char* shared)
       : params_(params), queries_(shared + Config::kQueries), next_(params, range) {
     if (next_.done()) return;
-    cache_.set(params_.decode, next_.output().rows());
-    read_pages();
+    enter_output();
+    enter_tile();
   }
 
   // Requests tiles into the ring's free stages, as far as those of output `last_output`, counted
   // over the outputs of which the block has tiles. There is room for the queries of no more than
-  // the current output and the next.
+  // the current output and the next. To be called by whole warps, whose lanes may come back apart.
   __device__ void fill(Ring<Config>& ring, int last_output) {
-    while (ring.has_free_stage() && !next_.done() && next_.output_number() <= last_output) {
+    while (ring.has_free_stage() && next_.output_number() <= last_output) {
       request_tile(ring.free_stage());
       ring.push();
     }
@@ -87,8 +45,12 @@ class Loader {
 
  private:
   using Cached = typename Config::Cached;
-  using Chunks = ChunkCopies<Config>;
-  using Scales = ScaleCopies<Config>;
+  using Copies = ChunkCopies<Config>;
+  using Destinations = ChunkDestinations<Config>;
+  template <typename T>
+  using OfKeys = WhatLanesKnow<Config, T>;
+
+  __device__ bool paged() const { return params_.decode.page_table != nullptr; }
 
   __device__ char* query_slot(int output_number) const {
     return queries_ + output_number % Config::kQuerySlots * Config::kQueryBytes;
@@ -97,98 +59,178 @@ class Loader {
   // An output's queries travel with its first keys.
   __device__ void request_tile(char* tile) {
     if (next_.begins_output()) request_queries();
+    if (next_.tile() >= num_whole_tiles_) {
+      request_some_chunks(tile);
+    } else if (paged()) {
+      request_from_pages(tile);
+    } else {
+      request_rows(tile);
+    }
+    if (next_.next()) {
+      if (!paged()) {
+        k_ += Config::kTileKeys * params_.decode.k_stride[2];
+        v_ += Config::kTileKeys * params_.decode.v_stride[2];
+      }
+    } else {
+      if (next_.done()) return;
+      enter_output();
+    }
+    enter_tile();
+  }
+
+  __device__ void enter_tile() {
+    if (next_.tile() >= num_whole_tiles_) find_seen_keys();
+    if (paged()) read_pages();
+  }
+
+  __device__ void enter_output() {
     const DecodeParams& p = params_.decode;
-    const auto seen = seen_copies<Chunks>();
-    request_rows(tile, cache_.k, p.k_stride, p.head_dim, seen);
+    const OutputRows rows = next_.output().rows();
+    const Keys& keys = next_.output().keys();
+    k_ = static_cast<const Cached*>(p.k) + rows.head_kv * p.k_stride[1] + first_element();
+    v_ = static_cast<const Cached*>(p.v) + rows.head_kv * p.v_stride[1] + first_element();
+    if (paged()) {
+      page_ids_ = p.page_table + rows.batch * p.page_table_stride[0] +
+                  rows.head_kv * p.page_table_stride[1];
+    } else {
+      const int64_t key = next_.first_key() + Copies::first_key() + Copies::key(0);
+      k_ += rows.batch * p.k_stride[0] + key * p.k_stride[2];
+      v_ += rows.batch * p.v_stride[0] + key * p.v_stride[2];
+    }
+    num_whole_tiles_ = keys.has_gaps ? 0 : (keys.end - keys.begin) / Config::kTileKeys;
+  }
+
+  static __device__ int first_element() { return Copies::chunk(0) * kChunkElements<Cached>; }
+
+  __device__ int key_of_lane(int i) const {
+    return next_.first_key() + Copies::first_key() + OfKeys<int>::key(i);
+  }
+
+  __device__ void find_seen_keys() {
+    const OutputCursor<Config>& output = next_.output();
+    const Keys& keys = output.keys();
+#pragma unroll
+    for (int i = 0; i < OfKeys<int>::kCount; ++i) {
+      const int key = key_of_lane(i);
+      seen_.value[i] =
+          key < keys.end && (!keys.has_gaps || Units<Config>::is_seen(params_, output.rows(), key));
+    }
+  }
+
+  __device__ void read_pages() {
+    const bool whole = next_.tile() < num_whole_tiles_;
+#pragma unroll
+    for (int i = 0; i < OfKeys<int>::kCount; ++i) {
+      const int key = key_of_lane(i);
+      const int entry = params_.page_size.quotient(key);
+      slots_.value[i] = key - entry * params_.page_size.divisor;
+      pages_.value[i] = whole || seen_.value[i] ? page_ids_[entry] : 0;
+    }
+  }
+
+  // Where the lane's keys, or their scales, lie in all pages.
+  __device__ OfKeys<int64_t> places_in_pages(const int64_t (&stride)[3]) const {
+    OfKeys<int64_t> places;
+#pragma unroll
+    for (int i = 0; i < places.kCount; ++i) {
+      places.value[i] = pages_.value[i] * stride[0] + slots_.value[i] * stride[2];
+    }
+    return places;
+  }
+
+  // Requests this thread's part of K and of V. `request(offset, source, stride, head_dim)` requests
+  // chunks of one of them to that offset in the tile, where copy 0 comes from `source`.
+  template <typename Request>
+  __device__ __forceinline__ void request_both(char* tile, Request request) const {
+    const DecodeParams& p = params_.decode;
+    request(0, k_, p.k_stride, p.head_dim);
     if constexpr (Config::kHasScales) {
       request_scales(tile + Config::kKeyScales, p.k_scale, p.k_scale_stride);
     }
     cp_async_commit_group();
-    request_rows(tile + Config::kTileBytes, cache_.v, p.v_stride, p.head_dim_v, seen);
+    request(Config::kTileBytes, v_, p.v_stride, p.head_dim_v);
     if constexpr (Config::kHasScales) {
       request_scales(tile + Config::kValueScales, p.v_scale, p.v_scale_stride);
     }
     cp_async_commit_group();
-
-    next_.next();
-    if (next_.done()) return;
-    if (next_.begins_output()) cache_.set(p, next_.output().rows());
-    read_pages();
   }
 
-  template <typename Copies>
-  __device__ SeenCopies<Copies> seen_copies() const {
-    const OutputCursor<Config>& output = next_.output();
-    return SeenCopies<Copies>::of_tile(params_, output.rows(), output.keys(), next_.first_key());
-  }
-
-  __device__ void read_pages() {
-    const DecodeParams& p = params_.decode;
-    if (p.page_table == nullptr) return;
-    const int first_key = next_.first_key();
-    pages_.read(cache_.page_ids, params_.page_size, first_key, seen_copies<Chunks>());
-    if constexpr (Config::kHasScales) {
-      if (p.k_scale == nullptr) return;
-      scale_pages_.read(cache_.page_ids, params_.page_size, first_key, seen_copies<Scales>());
-    }
-  }
-
-  // Where the row of copy i lies on its page.
-  template <typename Copies>
-  __device__ int64_t place_in_pages(const TilePages<Copies>& pages, int i,
-                                    const int64_t (&stride)[3]) const {
-    const int key = next_.first_key() + Copies::row(i);
-    const int slot = key - params_.page_size.quotient(key) * params_.page_size.divisor;
-    return pages.of_copy(i) * stride[0] + slot * stride[2];
-  }
-
-  // This thread's part of a tile of K or of V.
-  __device__ void request_rows(char* tile, const Cached* base, const int64_t (&stride)[3],
-                               int head_dim, const SeenCopies<Chunks>& seen) const {
-    using Copies = Chunks;
-    const auto request = [&](int i, const Cached* row, bool exists) {
-      request_chunk<typename Config::CachedRows>(tile, Copies::row(i), Copies::piece(i), row,
-                                                 exists);
-    };
-    const auto exists = [&](int i) {
-      return seen[i] && Copies::piece(i) * kChunkElements<Cached> < head_dim;
-    };
-    if (params_.decode.page_table != nullptr) {
+  // Keys that follow one another at their stride.
+  __device__ void request_rows(char* tile) const {
+    const Destinations destinations(tile);
+    const auto request = [&](int offset, const Cached* source, const int64_t (&stride)[3],
+                             int head_dim) {
+      const Cached* chunks[Copies::kPeriod];
+#pragma unroll
+      for (int i = 0; i < Copies::kPeriod; ++i) chunks[i] = source + distance(i, stride);
 #pragma unroll
       for (int i = 0; i < Copies::kCount; ++i) {
-        request(i, base + place_in_pages(pages_, i, stride), exists(i));
+        const Cached*& chunk = chunks[i % Copies::kPeriod];
+        request_chunk(destinations[i] + offset, chunk, is_in(head_dim, i));
+        chunk += Copies::kPeriodKeys * stride[2];
       }
-      return;
-    }
-    const Cached* first_row = base + next_.first_key() * stride[2];
-    if (seen.all() && head_dim == Config::kHeadDim) {
-#pragma unroll
-      for (int i = 0; i < Copies::kCount; ++i) {
-        request(i, first_row + Copies::row(i) * stride[2], true);
-      }
-    } else {
-      for (int i = 0; i < Copies::kCount; ++i) {
-        request(i, first_row + Copies::row(i) * stride[2], exists(i));
-      }
-    }
+    };
+    request_both(tile, request);
   }
 
-  // This thread's scales of a tile's keys, or of its values, if there are any.
+  __device__ void request_from_pages(char* tile) const {
+    const Destinations destinations(tile);
+    const auto request = [&](int offset, const Cached* source, const int64_t (&stride)[3],
+                             int head_dim) {
+      const OfKeys<int64_t> places = places_in_pages(stride);
+#pragma unroll
+      for (int i = 0; i < Copies::kCount; ++i) {
+        request_chunk(destinations[i] + offset, source + places.of_copy(i) + columns(i),
+                      is_in(head_dim, i));
+      }
+    };
+    request_both(tile, request);
+  }
+
+  // Where no row sees some keys: a short loop, because such tiles are few.
+  __device__ void request_some_chunks(char* tile) const {
+    const auto request = [&](int offset, const Cached* source, const int64_t (&stride)[3],
+                             int head_dim) {
+      OfKeys<int64_t> places;
+      if (paged()) places = places_in_pages(stride);
+#pragma unroll 1
+      for (int i = 0; i < Copies::kCount; ++i) {
+        const bool exists = seen_.of_copy(i) != 0 && is_in(head_dim, i);
+        const int64_t from_first = paged() ? places.of_copy(i) + columns(i) : distance(i, stride);
+        request_chunk(Destinations::of(tile, i) + offset, source + from_first, exists);
+      }
+    };
+    request_both(tile, request);
+  }
+
+  static __device__ bool is_in(int head_dim, int i) {
+    return Copies::chunk(i) * kChunkElements<Cached> < head_dim;
+  }
+
+  // How far copy i is from copy 0, in columns and in all.
+  static __device__ int columns(int i) {
+    return (Copies::chunk(i) - Copies::chunk(0)) * kChunkElements<Cached>;
+  }
+  static __device__ int64_t distance(int i, const int64_t (&stride)[3]) {
+    return (Copies::key(i) - Copies::key(0)) * stride[2] + columns(i);
+  }
+
+  // The scales of a tile's keys, or of its values, if there are any.
   __device__ void request_scales(char* scales, const float* base,
                                  const int64_t (&stride)[3]) const {
     if (base == nullptr) return;
-    using Copies = Scales;
     const OutputRows rows = next_.output().rows();
-    const bool paged = params_.decode.page_table != nullptr;
-    base += rows.head_kv * stride[1] + (paged ? 0 : rows.batch * stride[0]);
-    const auto seen = seen_copies<Copies>();
+    base += rows.head_kv * stride[1];
+    if (!paged()) base += rows.batch * stride[0];
+    const bool whole = next_.tile() < num_whole_tiles_;
+    OfKeys<int64_t> places;
+    if (paged()) places = places_in_pages(stride);
 #pragma unroll
-    for (int i = 0; i < Copies::kCount; ++i) {
-      if (!Copies::exists(i)) continue;
-      const int row = Copies::row(i);
-      const int64_t place =
-          paged ? place_in_pages(scale_pages_, i, stride) : (next_.first_key() + row) * stride[2];
-      cp_async_4(shared_address(scales + row * 4), base + place, seen[i] ? 4 : 0);
+    for (int i = 0; i < places.kCount; ++i) {
+      if (!places.is_first()) continue;
+      const int64_t place = paged() ? places.value[i] : key_of_lane(i) * stride[2];
+      const int row = Copies::first_key() + places.key(i);
+      cp_async_4(shared_address(scales + row * 4), base + place, whole || seen_.value[i] ? 4 : 0);
     }
   }
 
@@ -197,23 +239,29 @@ class Loader {
     const OutputRows rows = next_.output().rows();
     char* queries = query_slot(next_.output_number());
     using Rows = typename Config::QueryRows;
+#pragma unroll 1
     for (int i = threadIdx.x; i < Config::kRows * Rows::kChunks; i += Config::kThreads) {
       const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
       const auto [token, head] = place_of_row(params_, rows, row);
       const Element* source = static_cast<const Element*>(p.q) + rows.batch * p.q_stride[0] +
-                              head * p.q_stride[1] + token * p.q_stride[2];
+                              head * p.q_stride[1] + token * p.q_stride[2] +
+                              chunk * kChunkElements<Element>;
       const bool exists = row < rows.count && chunk * kChunkElements<Element> < p.head_dim;
-      request_chunk<Rows>(queries, row, chunk, source, exists);
+      request_chunk(shared_address(queries + Rows::offset(row, chunk)), source, exists);
     }
   }
 
   const LaunchParams& params_;
   char* queries_;
   TileCursor<Config> next_;  // the next tile to request
-  CachePointers<Cached> cache_;
-  // The pages of the next tile's keys and of their scales; not set without pages.
-  TilePages<Chunks> pages_;
-  TilePages<Scales> scale_pages_;
+  // The first chunks that this thread copies of its keys and values, or with pages, where they
+  // would be if all pages began with the tile.
+  const Cached *k_, *v_;
+  int num_whole_tiles_;      // of the output: the first tiles, of which every chunk exists
+  OfKeys<int> seen_;         // whether some row sees the key; not set for whole tiles
+  const int32_t* page_ids_;  // of the sequence; not set without pages, as are these:
+  OfKeys<int32_t> pages_;    // of the next tile's keys, read one tile ahead of their use
+  OfKeys<int32_t> slots_;
 };
 
 }  // namespace tree_attention::cuda

@@ -84,34 +84,39 @@ class TileCursor {
     enter_output();
   }
 
-  __device__ bool done() const { return output_.done(); }
+  __device__ bool done() const { return output_number_ == INT32_MAX; }
 
-  __device__ void next() {
-    begins_output_ = ++tile_ == output_.tile_end();
-    if (!begins_output_) return;
+  // Returns whether the next tile is of the same output.
+  __device__ bool next() {
+    if (++tile_ < tile_end_) return true;
     output_.next();
     ++output_number_;
     enter_output();
+    return false;
   }
 
   __device__ const OutputCursor<Config>& output() const { return output_; }
+  __device__ int tile() const { return tile_; }
   __device__ int first_key() const { return output_.first_key(tile_); }
 
   // Whether the tile is the first of those that the block computes of its output.
-  __device__ bool begins_output() const { return begins_output_; }
+  __device__ bool begins_output() const { return tile_ == tile_begin_; }
 
-  // The number of the tile's output among the outputs of which the block has tiles.
+  // The number of the tile's output among the outputs of which the block has tiles; beyond all
+  // numbers when the tiles are done.
   __device__ int output_number() const { return output_number_; }
 
  private:
   __device__ void enter_output() {
     while (!output_.done() && !output_.has_tiles()) output_.next();
-    if (!output_.done()) tile_ = output_.tile_begin();
+    if (output_.done()) output_number_ = INT32_MAX;
+    tile_ = tile_begin_ = output_.tile_begin();
+    tile_end_ = output_.tile_end();
   }
 
   OutputCursor<Config> output_;
-  int tile_, output_number_ = 0;
-  bool begins_output_ = true;
+  int tile_, tile_begin_, tile_end_;
+  int output_number_ = 0;
 };
 
 }  // namespace tree_attention::cuda

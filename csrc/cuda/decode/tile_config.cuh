@@ -5,6 +5,7 @@
 #pragma once
 
 #include <bit>
+#include <cstdint>
 
 #include "common/host_device.h"
 #include "cuda/element.cuh"
@@ -23,8 +24,21 @@ struct TileRows {
   static_assert(kBytes % 16 == 0 && kChunks % 4 == 0);
 
   static TREE_ATTENTION_HOST_DEVICE int offset(int row, int chunk) {
-    const int permuted = kChunks % 8 == 0 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3);
-    return row * kBytes + permuted * 16;
+    return row * kBytes + (chunk ^ turn(row)) * 16;
+  }
+
+  // The address of row + rows, chunk + chunks where `address` is that of row, chunk. No bit may be
+  // set in both of the summands, and the tile must begin at a multiple of 128 bytes.
+  static TREE_ATTENTION_HOST_DEVICE uint32_t moved(uint32_t address, int rows, int chunks) {
+    const int low = chunks % kTurns;
+    return (address ^ (turn(rows) ^ low) * 16) + rows * kBytes + (chunks - low) * 16;
+  }
+
+ private:
+  static constexpr int kTurns = kChunks % 8 == 0 ? 8 : 4;
+
+  static TREE_ATTENTION_HOST_DEVICE int turn(int row) {
+    return kTurns == 8 ? row & 7 : row >> 1 & 3;
   }
 };
 

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Which thread copies which piece of a tile to shared memory. The threads of a key group copy the
-// rows that their own warps read, so that a key group waits for nobody else; neighbouring threads
-// copy neighbouring pieces.
+// Which thread copies which chunk of a tile to shared memory. The warps of a key group copy the
+// keys that they read themselves, so that a key group waits for nobody else; neighbouring threads
+// copy neighbouring chunks.
 #pragma once
+
+#include <numeric>
 
 #include "units.cuh"
 
@@ -19,65 +21,77 @@ __device__ void sync_key_group() {
   }
 }
 
-// Every row is `kPieces` copies.
-template <typename Config_, int kPieces>
-struct TileCopies {
-  using Config = Config_;
-  static constexpr int kThreads = 32 * Config::kRowGroups;  // of a key group
+// The copies of 16-byte chunks of a thread, for the keys of a tile or for its values. A warp copies
+// neighbouring keys. Its threads come back to the same chunks of a key after kPeriod copies, which
+// are kPeriodKeys further on.
+template <typename Config>
+struct ChunkCopies {
+  static constexpr int kKeys = Config::kGroupKeys / Config::kRowGroups;  // of a warp
+  static constexpr int kChunks = Config::CachedRows::kChunks;            // of a key
+  static constexpr int kCount = kKeys * kChunks / 32;                    // of a thread
+  static constexpr int kPeriod = std::lcm(32, kChunks) / 32;
+  static constexpr int kPeriodKeys = 32 * kPeriod / kChunks;
+  static_assert(kKeys * kChunks % 32 == 0 && kCount % kPeriod == 0);
 
-  // Copies of one thread for a tile, of which some threads may lack the last.
-  static constexpr int kOfGroup = Config::kGroupKeys * kPieces;
-  static constexpr int kCount = (kOfGroup + kThreads - 1) / kThreads;
+  // The warp's first key in the tile; the number among the warp's keys of copy i, and its chunk.
+  static __device__ int first_key() { return static_cast<int>(threadIdx.x) / 32 * kKeys; }
+  static __device__ int key(int i) { return index(i % kPeriod) / kChunks + keys_below(i); }
+  static __device__ int chunk(int i) { return index(i % kPeriod) % kChunks; }
 
-  // Consecutive copies of a thread that are of the same row.
-  static constexpr int kOfRow = kPieces % kThreads == 0 ? kPieces / kThreads : 1;
-
-  // Whether this thread has copy i, and the row of the tile and the piece of the row that it is.
-  static __device__ bool exists(int i) { return kOfGroup % kThreads == 0 || index(i) < kOfGroup; }
-  static __device__ int row(int i) {
-    return threadIdx.x / kThreads * Config::kGroupKeys + index(i) / kPieces;
-  }
-  static __device__ int piece(int i) { return index(i) % kPieces; }
+  // How many keys copy i is below copy i % kPeriod.
+  static constexpr __device__ int keys_below(int i) { return i / kPeriod * kPeriodKeys; }
 
  private:
-  static __device__ int index(int i) { return threadIdx.x % kThreads + i * kThreads; }
+  static __device__ int index(int i) { return static_cast<int>(threadIdx.x) % 32 + 32 * i; }
 };
 
-// The chunks of 16 bytes of the keys, or of the values.
+// The shared addresses of a thread's copies of keys.
 template <typename Config>
-using ChunkCopies = TileCopies<Config, Config::CachedRows::kChunks>;
+class ChunkDestinations {
+ public:
+  __device__ explicit ChunkDestinations(const char* tile) {
+#pragma unroll
+    for (int i = 0; i < Copies::kPeriod; ++i) first_[i] = of(tile, i);
+  }
 
-// The scales of the keys, or of the values.
-template <typename Config>
-using ScaleCopies = TileCopies<Config, 1>;
+  // Of copy i, a constant.
+  __device__ uint32_t operator[](int i) const {
+    return Rows::moved(first_[i % Copies::kPeriod], Copies::keys_below(i), 0);
+  }
 
-// Which of this thread's copies are of keys that some row sees, a bit for each. Other keys become
-// zero in shared memory and are not read: whatever lies there, NaN too, would reach o through a
-// weight of zero, and their pages need not exist.
-template <typename Copies>
-struct SeenCopies {
-  using Config = typename Copies::Config;
-  static constexpr uint32_t kAll = 0xffffffff;
-  static_assert(Copies::kCount <= 32);
+  static __device__ uint32_t of(const char* tile, int i) {
+    const int row = Copies::first_key() + Copies::key(i);
+    return shared_address(tile + Rows::offset(row, Copies::chunk(i)));
+  }
 
-  uint32_t bits;
+ private:
+  using Copies = ChunkCopies<Config>;
+  using Rows = typename Config::CachedRows;
 
-  __device__ bool operator[](int i) const { return bits >> i & 1; }
-  __device__ bool all() const { return bits == kAll; }
+  uint32_t first_[Copies::kPeriod];
+};
 
-  // The copies of the tile that begins with `first_key`.
-  static __device__ SeenCopies of_tile(const LaunchParams& params, const OutputRows& rows,
-                                       const Keys& keys, int first_key) {
-    if (!keys.has_gaps && first_key + Config::kTileKeys <= keys.end) return {kAll};
-    uint32_t bits = 0;
-#pragma unroll 1
-    for (int i = 0; i < Copies::kCount; ++i) {
-      const int key = first_key + Copies::row(i);
-      const bool seen =
-          key < keys.end && (!keys.has_gaps || Units<Config>::is_seen(params, rows, key));
-      if (seen) bits |= 1u << i;
-    }
-    return {bits};
+// What a warp knows of the keys that it copies: lane l of keys l and l + 32. Where there are fewer
+// keys, several lanes know the same.
+template <typename Config, typename T>
+struct WhatLanesKnow {
+  using Copies = ChunkCopies<Config>;
+  static constexpr int kCount = (Copies::kKeys + 31) / 32;
+  static_assert(kCount <= 2 && (32 % Copies::kKeys == 0 || Copies::kKeys % 32 == 0));
+
+  T value[kCount];
+
+  static __device__ int key(int i) {
+    return static_cast<int>(threadIdx.x) % 32 % Copies::kKeys + 32 * i;
+  }
+
+  // Whether no lane before this one knows the same.
+  static __device__ bool is_first() { return threadIdx.x % 32 < Copies::kKeys; }
+
+  // What is known of the key of copy i. To be called by all lanes.
+  __device__ T of_copy(int i) const {
+    const T& held = Copies::keys_below(i) < 32 ? value[0] : value[kCount - 1];
+    return __shfl_sync(0xffffffff, held, Copies::key(i) % 32);
   }
 };
 

@@ -44,6 +44,7 @@ class TileMma {
   __device__ void score_block(float (&s)[kBlocks][4], const char* tile, int first_key) const {
     const int lane = threadIdx.x % 32;
     const int row = first_key + lane / 16 * 8 + lane % 8;
+    const uint32_t first = shared_address(tile + Rows::offset(row, lane / 8 % 2));
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       for (int c = 0; c < 4; ++c) s[n][c] = 0.0f;
@@ -59,7 +60,7 @@ class TileMma {
 #pragma unroll
       for (int n = 0; n < kBlocks; n += 2) {
         uint32_t k[4];
-        ldmatrix_x4(k, shared_address(tile + Rows::offset(row + 8 * n, 2 * i + lane / 8 % 2)));
+        ldmatrix_x4(k, Rows::moved(first, 8 * n, 2 * i));
         mma<Element>(s[n], q, k[0], k[1]);
         mma<Element>(s[n + 1], q, k[2], k[3]);
       }
@@ -71,7 +72,7 @@ class TileMma {
   template <int kBlocks>
   __device__ void value_block(const float (&p)[kBlocks][4], const char* tile, int first_key) {
     const int lane = threadIdx.x % 32;
-    const int row = first_key + lane % 16;
+    const uint32_t first = shared_address(tile + Rows::offset(first_key + lane % 16, lane / 16));
 #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {
       const uint32_t a[4] = {pack_weights(p[n][0], p[n][1]), pack_weights(p[n][2], p[n][3]),
@@ -80,7 +81,7 @@ class TileMma {
 #pragma unroll
       for (int i = 0; i < kHeadDim / 16; ++i) {
         uint32_t v[4];
-        ldmatrix_x4_trans(v, shared_address(tile + Rows::offset(row + 8 * n, 2 * i + lane / 16)));
+        ldmatrix_x4_trans(v, Rows::moved(first, 8 * n, 2 * i));
         mma<Element>(o_[2 * i], a, v[0], v[1]);
         mma<Element>(o_[2 * i + 1], a, v[2], v[3]);
       }

@@ -35,6 +35,7 @@ class TileMma8Bits {
   __device__ void score_block(float (&s)[kBlocks][4], const char* tile, int first_key) const {
     const int lane = threadIdx.x % 32;
     const int row = first_key + lane / 16 * 8 + lane % 8;
+    const uint32_t first = shared_address(tile + Rows::offset(row, lane / 8 % 2));
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       for (int c = 0; c < 4; ++c) s[n][c] = 0.0f;
@@ -53,7 +54,7 @@ class TileMma8Bits {
 #pragma unroll
       for (int n = 0; n < kBlocks; n += 2) {
         uint32_t k[4];
-        ldmatrix_x4(k, shared_address(tile + Rows::offset(row + 8 * n, i + lane / 8 % 2)));
+        ldmatrix_x4(k, Rows::moved(first, 8 * n, i));
 #pragma unroll
         for (int matrix = 0; matrix < 4; ++matrix) {
           uint32_t pairs[2];
@@ -69,7 +70,7 @@ class TileMma8Bits {
   template <int kBlocks>
   __device__ void value_block(const float (&p)[kBlocks][4], const char* tile, int first_key) {
     const int lane = threadIdx.x % 32;
-    const int row = first_key + lane % 16;
+    const uint32_t first = shared_address(tile + Rows::offset(first_key + lane % 16, lane / 16));
 #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {
       uint32_t a[kTerms][4];
@@ -80,7 +81,7 @@ class TileMma8Bits {
 #pragma unroll
       for (int i = 0; i < kChunks; i += 2) {
         uint32_t v[4];
-        ldmatrix_x4_trans(v, shared_address(tile + Rows::offset(row + 8 * n, i + lane / 16)));
+        ldmatrix_x4_trans(v, Rows::moved(first, 8 * n, i));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t low[2], high[2];  // keys 0 to 7 and 8 to 15: their even and odd columns

@@ -67,6 +67,7 @@ class Units {
   static __device__ bool is_seen(const LaunchParams& params, const OutputRows& rows, int key) {
     const int first_token = params.group_size.quotient(rows.begin);
     const int last_token = params.group_size.quotient(rows.begin + rows.count - 1);
+#pragma unroll 1
     for (int token = first_token; token <= last_token; ++token) {
       const KeyRange keys = key_range(params.decode, rows.batch, token);
       if (keys.begin <= key && key < keys.end) return true;
