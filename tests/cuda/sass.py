@@ -28,6 +28,7 @@ class Code:
     name: str
     instructions: tuple[str, ...]
     operands: tuple[str, ...]
+    lines: tuple[str, ...]  # of nvdisasm, with operands and labels
 
     def count(self, pattern: str) -> int:
         return len(self.positions(pattern))
@@ -88,12 +89,18 @@ def disassemble(source: str, architecture: str, folder: Path) -> list[Code]:
 
 def parse(text: str) -> list[Code]:
     """The kernels in a disassembly."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    instructions: list[tuple[str, str]] = []
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
     for line in text.splitlines():
         if ".section" in line:
             section = _SECTION.search(line)
-            instructions = found.setdefault(section[1], []) if section is not None else []
-        elif (match := _INSTRUCTION.search(line)) is not None:
-            instructions.append((match[1], match[2]))
-    return [Code(name, *zip(*instructions, strict=True)) for name, instructions in found.items()]
+            lines = found.setdefault(section[1], []) if section is not None else []
+        else:
+            lines.append(line)
+    return [_kernel(name, lines) for name, lines in found.items()]
+
+
+def _kernel(name: str, lines: list[str]) -> Code:
+    instructions = [match.groups() for line in lines if (match := _INSTRUCTION.search(line))]
+    names, operands = zip(*instructions, strict=True)
+    return Code(name, names, operands, tuple(lines))

@@ -6,10 +6,14 @@ import re
 import pytest
 
 from sass import Code, disassemble
+from sass_paths import blocks_of, shortest_cycle
 
 SOURCES = ("lean_decode_bf16_64", "lean_decode_bf16_128", "lean_decode_fp32_64")
 # More than the largest of them has, which is that of 64 rows.
-MAX_CODE_BYTES = 172 * 1024
+MAX_CODE_BYTES = 132 * 1024
+
+# By head_dim and rows: instructions per tile of contiguous keys, and of pages.
+TILE_BUDGETS = {"Li64ELi16E": (375, 426), "Li128ELi16E": (340, 392)}
 
 
 @pytest.fixture(scope="module", params=SOURCES)
@@ -85,3 +89,17 @@ def test_products_are_in_the_matrix_unit(kernels):
 
 def test_code_size(kernels):
     assert {k.name: k.num_bytes for k in kernels if k.num_bytes > MAX_CODE_BYTES} == {}
+
+
+def test_instructions_per_tile(kernels):
+    """Of a warp with 16 rows that requests a whole tile and attends to one, with and without pages,
+    whose places come by two shuffles for each copy."""
+    for kernel in kernels:
+        budget = next((b for part, b in TILE_BUDGETS.items() if part in kernel.name), None)
+        if budget is None or kernel.name.startswith("f"):
+            continue
+        blocks = blocks_of(kernel.lines)
+        needed = {"HMMA": 32, "LDGSTS": 16, "LDGDEPBAR": 2, "MUFU.EX2": 8}
+        with_pages = needed | {"LDG.E": 1, "SHFL": 4 + 32}
+        found = shortest_cycle(blocks, "HMMA", needed), shortest_cycle(blocks, "HMMA", with_pages)
+        assert found[0] <= budget[0] and found[1] <= budget[1], (kernel.name, found)
