@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // Known answers of every function of csrc/cuda/ptx.h and of the built-ins that kernels use. The
-// same kernels run under the emulator and, compiled by nvcc, on a GPU: what shows that the strings
-// of ptx.h and the emulator's host functions mean the same.
+// same kernels run under the emulator and, compiled by nvcc, on a GPU and as translated PTX: what
+// shows that the strings of ptx.h and the emulator's host functions mean the same.
 #pragma once
 
 #include <algorithm>
@@ -100,37 +100,39 @@ inline void test_words(const Device& device) {
   }
 }
 
-// Element (r, c) of matrix i is 64 i + 8 r + c; the rows of a matrix are 80 bytes apart.
+// Element (r, c) of matrix i is 64 i + 8 r + c, then 256 more; rows are 80 bytes apart.
 struct LoadParams {
-  uint32_t* out;  // [2, 32, 4]: without and with transposition
+  uint32_t* out;  // [2, 2, 32, 4]: before and after; without and with transposition
 };
 template <typename Params>
 __global__ void load_kernel(const Params p) {
   const int lane = threadIdx.x;
   char* row = cuda::dynamic_shared_memory() + 80 * lane;
-  for (int c = 0; c < 8; ++c) {
-    const uint16_t element = static_cast<uint16_t>(8 * lane + c);
-    reinterpret_cast<uint16_t*>(row)[c] = element;
+  uint32_t* out = p.out + 4 * lane;
+#pragma unroll 1
+  for (int more = 0; more < 512; more += 256, out += 256) {
+    for (int c = 0; c < 8; ++c) {
+      reinterpret_cast<uint16_t*>(row)[c] = static_cast<uint16_t>(8 * lane + c + more);
+    }
+    __syncwarp();
+    uint32_t matrices[4];
+    cuda::ldmatrix_x4(matrices, cuda::shared_address(row));
+    for (int i = 0; i < 4; ++i) out[i] = matrices[i];
+    cuda::ldmatrix_x4_trans(matrices, cuda::shared_address(row));
+    for (int i = 0; i < 4; ++i) out[128 + i] = matrices[i];
+    __syncwarp();
   }
-  __syncwarp();
-  uint32_t matrices[4];
-  cuda::ldmatrix_x4(matrices, cuda::shared_address(row));
-  for (int i = 0; i < 4; ++i) p.out[4 * lane + i] = matrices[i];
-  cuda::ldmatrix_x4_trans(matrices, cuda::shared_address(row));
-  for (int i = 0; i < 4; ++i) p.out[4 * (32 + lane) + i] = matrices[i];
 }
 
 inline void test_matrix_loads(const Device& device) {
-  uint32_t* out = device.array(std::vector<uint32_t>(2 * 32 * 4));
+  uint32_t* out = device.array(std::vector<uint32_t>(2 * 2 * 32 * 4));
   device.run(load_kernel<LoadParams>, 1, 32, 80 * 32, LoadParams{out});
-  for (uint32_t lane = 0; lane < 32; ++lane) {
-    for (uint32_t i = 0; i < 4; ++i) {
-      const uint32_t r = lane / 4, c = 2 * (lane % 4);
-      const uint32_t low = 64 * i + 8 * r + c, across = 64 * i + 8 * c + r;
-      CHECK(out[4 * lane + i] == ((low + 1) << 16 | low), "lane ", lane, ", matrix ", i);
-      CHECK(out[4 * (32 + lane) + i] == ((across + 8) << 16 | across), "transposed: lane ", lane,
-            ", matrix ", i);
-    }
+  for (uint32_t j = 0; j < 2 * 32 * 4; ++j) {
+    const uint32_t i = j % 4, lane = j / 4 % 32, more = j / 128 * 256;
+    const uint32_t r = lane / 4, c = 2 * (lane % 4), at = j + more / 2;
+    const uint32_t low = 64 * i + 8 * r + c + more, across = 64 * i + 8 * c + r + more;
+    CHECK(out[at] == ((low + 1) << 16 | low), "lane ", lane, ", matrix ", i);
+    CHECK(out[128 + at] == ((across + 8) << 16 | across), "lane ", lane, ", transposed ", i);
   }
 }
 
@@ -159,10 +161,7 @@ __global__ void mma_kernel(const Params p) {
   } else {
     cuda::mma_m16n8k16_f16(d, a, pair_of_b(t), pair_of_b(t + 8));
   }
-  p.d[8 * g + t] = d[0];
-  p.d[8 * g + t + 1] = d[1];
-  p.d[8 * (g + 8) + t] = d[2];
-  p.d[8 * (g + 8) + t + 1] = d[3];
+  for (int i = 0; i < 4; ++i) p.d[8 * (g + i / 2 * 8) + t + i % 2] = d[i];
 }
 
 // Small whole numbers: every order of addition is exact.
@@ -343,30 +342,31 @@ inline void test_half_to_float(const Device& device) {
   }
 }
 
-// Every thread counts; the counter wraps at `limit` and is 0 at the end.
+// Every thread counts twice; the first counter wraps at `limit` and is 0 at the end.
 struct CountParams {
-  uint32_t* counter;
-  uint32_t* old;  // [blocks, threads]
+  uint32_t* counters;  // [2]: the numbers of the second are not used
+  uint32_t* old;       // [blocks, threads]
   uint32_t limit;
 };
 template <typename Params>
 __global__ void count_kernel(const Params p) {
   const unsigned i = blockIdx.x * 64 + threadIdx.x;
-  p.old[i] = cuda::atomic_inc_acq_rel(p.counter, p.limit);
+  p.old[i] = cuda::atomic_inc_acq_rel(p.counters, p.limit);
+  cuda::atomic_inc_acq_rel(p.counters + 1, UINT32_MAX);
 }
 
 inline void test_counting(const Device& device) {
   constexpr uint32_t kThreads = 3 * 64;
-  uint32_t* counter = device.array(std::vector<uint32_t>(1));
+  uint32_t* counters = device.array(std::vector<uint32_t>(2));
   uint32_t* old = device.array(std::vector<uint32_t>(kThreads, 99));
-  device.run(count_kernel<CountParams>, 3, 64, 0, CountParams{counter, old, 47});
+  device.run(count_kernel<CountParams>, 3, 64, 0, CountParams{counters, old, 47});
   std::vector<int> times(48);
   for (uint32_t i = 0; i < kThreads; ++i) {
     CHECK(old[i] < 48, "thread ", i, ": ", old[i]);
     ++times[old[i]];
   }
   for (int count : times) CHECK(count == 4, count);
-  CHECK(*counter == 0, *counter);
+  CHECK(counters[0] == 0 && counters[1] == kThreads, counters[0], " ", counters[1]);
 }
 
 // A message from the last block to the first: words, then a flag. Both read the clock.
@@ -389,7 +389,7 @@ __global__ void message_kernel(const Params p) {
   while (cuda::load_acquire_system(p.flag) != uint64_t{5} << 33) {
   }
   p.out[i] = p.words[i];
-  while (cuda::globaltimer() == begin) {
+  while (cuda::globaltimer() < begin + 100'000) {
   }
   p.times[i] = begin;
   p.times[32 + i] = cuda::globaltimer();
