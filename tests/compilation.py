@@ -22,10 +22,10 @@ class Compiler:
     flags: Sequence[str]
     root: Path = ROOT  # of sources and of relative paths in the flags
 
-    def compile(self, sources: Sequence[Path]) -> list[Path]:
+    def compile(self, sources: Sequence[Path], language: str = "c++") -> list[Path]:
         """The objects of `sources`, which are relative to the root."""
         with self.lock(), ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(self.compile_source, sources))
+            return list(pool.map(lambda source: self.compile_source(source, language), sources))
 
     def link(self, name: str, objects: Sequence[Path], flags: Sequence[str] = ()) -> Path:
         target = self.build / name
@@ -34,11 +34,11 @@ class Compiler:
                 self.make(target, *objects, *flags)
         return target
 
-    def compile_source(self, source: Path) -> Path:
+    def compile_source(self, source: Path, language: str) -> Path:
         target = self.build / f"{source.as_posix().replace('/', '_')}.o"
         if not is_newer(target, self.dependencies(target)):
             dependencies = target.with_suffix(".d")
-            self.make(target, "-MMD", "-MF", dependencies, "-c", "-xc++", source)
+            self.make(target, "-MMD", "-MF", dependencies, "-c", f"-x{language}", source)
         return target
 
     def dependencies(self, target: Path) -> list[Path]:

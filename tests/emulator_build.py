@@ -12,6 +12,8 @@ FLAGS = [
     *("-Itests/cuda_emulator", "-Itests/cpp", "-Icsrc", "-I."),
 ]
 COMPILER = Compiler(BUILD, FLAGS)
+# For programs with a part of the kernels only.
+PARTIAL_LINK_FLAGS = ["-no-pie", "-Wl,--unresolved-symbols=ignore-in-object-files"]
 
 EMULATOR = [
     Path("tests/cuda_emulator") / name for name in ("fiber.cpp", "machine.cpp", "ptx_host.cpp")

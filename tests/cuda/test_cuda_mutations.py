@@ -19,7 +19,6 @@ from mutations_8_bits import FLOAT8, INT8, OF_8_BITS
 from mutations_one_shot import OF_ONE_SHOT, ONE_SHOT
 
 MUTATIONS = [*OF_DECODE, *OF_8_BITS, *OF_ONE_SHOT]
-LINK_FLAGS = ["-no-pie", "-Wl,--unresolved-symbols=ignore-in-object-files"]
 TIME_LIMIT = 60
 
 
@@ -33,7 +32,9 @@ class Kind:
         sources = [*emulator_build.EMULATOR, *emulator_build.TESTS, *emulator_build.LAUNCHES]
         rest = self.compiler.compile([source for source in sources if source != target.source])
         # First: of inline functions and templates the linker takes the first it meets.
-        return compiler.link(name, [*compiler.compile([target.source]), *rest], LINK_FLAGS)
+        return compiler.link(
+            name, [*compiler.compile([target.source]), *rest], emulator_build.PARTIAL_LINK_FLAGS
+        )
 
     def run(self, program: Path, target: Target) -> str:
         """The error that the program reports, or nothing."""

@@ -5,6 +5,7 @@
 
 void test_ptx();
 void test_tensor_cores();
+void test_ptx_instructions();
 void test_async_copies();
 void test_divergence();
 void test_livelock();
@@ -57,6 +58,8 @@ int main(int argc, char** argv) {
   if (argc > 1) {
     return run_tests(
         {
+            {"known_answers", test_ptx},
+            {"ptx_instructions", test_ptx_instructions},
             {"decode_shared_cases", test_decode_shared_cases},
             {"decode_edges", test_decode_edges},
             {"decode_many_workers", test_decode_many_workers},
@@ -83,6 +86,7 @@ int main(int argc, char** argv) {
   return run_tests({
       {"known answers", test_ptx},
       {"tensor cores", test_tensor_cores},
+      {"PTX instructions", test_ptx_instructions},
       {"bank conflicts", test_bank_conflicts},
       {"launch errors", test_launch_errors},
       {"synchronised kernels", test_synchronised},

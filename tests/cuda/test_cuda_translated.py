@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""nvcc's PTX on the emulated device: operands and packing in the strings of ptx.h, and what the
+compiler moves, which the same kernels compiled by g++ cannot show."""
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import emulator_build
+from compilation import ROOT
+from mutations_ptx import MUTATIONS, Mutation
+from ptx_translator import UnknownPTX, translate
+from translated import build, ptx_of, run
+
+KNOWN_ANSWERS = Path("tests/cuda_emulator/ptx_on_device.cu")
+
+
+def test_known_answers(tmp_path: Path) -> None:
+    ptx = ptx_of(KNOWN_ANSWERS, tmp_path)
+    assert run(build(ptx, "known_answers", tmp_path), "known_answers") == ""
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.function}: {m.name}")
+def test_mutation(mutation: Mutation, tmp_path: Path) -> None:
+    csrc = shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    header = csrc / "cuda/ptx.h"
+    text = header.read_text()
+    function = re.search(rf"^[^\n]* {mutation.function}\(.*?^}}\n", text, re.DOTALL | re.MULTILINE)
+    assert function is not None
+    mutant = function[0]
+    for old, new in mutation.replaced.items():
+        assert old in mutant
+        mutant = mutant.replace(old, new)
+    header.write_text(text.replace(function[0], mutant))
+    ptx = ptx_of(KNOWN_ANSWERS, tmp_path, csrc)
+    assert run(build(ptx, "mutant", tmp_path), "known_answers", seconds=2), "not found"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One of the decode kernels, and cases in which it runs."""
+
+    dtypes: str
+    rows: int  # of a tile
+    cases: str
+
+    def instantiation(self) -> str:
+        """Of this kernel alone, which takes nvcc a part of the time."""
+        element, *cached = (ELEMENTS[dtype] for dtype in self.dtypes.split("_"))
+        config = f"TileConfig<{element}, 64, {self.rows}, {(cached or [element])[0]}>"
+        return (
+            '#include "cuda/decode/lean_decode.cuh"\nnamespace tree_attention::cuda {\n'
+            f"template __global__ void lean_decode_kernel<{element}, {config}>("
+            "const __grid_constant__ LaunchParams);\n}\n"
+        )
+
+
+ELEMENTS = {"bf16": "BFloat16", "int8": "Int8", "float8": "Float8"}
+KERNELS = [
+    Kernel("bf16", 16, "decode_short"),
+    Kernel("bf16", 32, "decode_short"),
+    Kernel("bf16_int8", 16, "decode_int8_short"),
+    Kernel("bf16_float8", 16, "decode_float8_short"),
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.dtypes}-{k.rows}")
+def test_decode(kernel: Kernel, tmp_path: Path) -> None:
+    """The error bounds, the same bits in every order, and no bank conflicts: as of the source."""
+    source = tmp_path / "kernel.cu"
+    source.write_text(kernel.instantiation())
+    ptx = ptx_of(source, tmp_path)
+    instance = Path(f"csrc/cuda/instantiations/lean_decode_{kernel.dtypes}_64.cu")
+    sources = [*emulator_build.LAUNCHES, instance]
+    # That it is the PTX that runs.
+    trap = re.sub(r"^\{.*?^\}", "{\n\ttrap;\n\tret;\n}", ptx, flags=re.DOTALL | re.MULTILINE)
+    assert "trap.ptx" in run(build(trap, "trap", tmp_path, sources), kernel.cases)
+    assert run(build(ptx, "translated", tmp_path, sources), kernel.cases) == ""
+
+
+def module(*instructions: str) -> str:
+    body = "\n".join(f"\t{instruction}" for instruction in instructions)
+    declared = "\t.reg .b32 %r<4>;\n\t.reg .f32 %f<4>;\n\t.reg .b16 %rs<4>;\n"
+    declared += "\t.reg .pred %p<4>;\n"
+    return f".visible .entry kernel(\n\t.param .u64 p\n)\n{{\n{declared}{body}\n\tret;\n}}\n"
+
+
+def test_translates() -> None:
+    code = translate(module("@!%p1 add.s32 %r1, %r2, -3;"), "a")
+    assert '#line 9 "a"\nif (!p1) r1 = s32(r2) + s32(-3);\n' in code
+
+
+@pytest.mark.parametrize(
+    ("instruction", "reason"),
+    [
+        ("lg2.approx.f32 %f1, %f2;", "the instruction"),
+        ("add.f64 %r1, %r2, %r3;", "the instruction"),
+        ("ld.volatile.global.u32 %r1, [%r2];", "the instruction"),
+        ("atom.relaxed.gpu.global.inc.u32 %r1, [%r2], %r3;", "the instruction"),
+        ("setp.neu.f32 %r1, %f2, %f3;", "the comparison"),
+        ("add.s32 %r1, %r2;", "1 operands"),
+        ("add.s32 %r1, %r2, %rs1;", "%rs1 of type b16 as s32"),
+        ("add.s32 %r1, %r2, %x1;", "%x1 of type none as s32"),
+        ("add.s32 %r1, %r2, 0f3F800000;", "0f3F800000 as s32"),
+        ("add.s32 %rs1, %r2, %r3;", "%rs1 of type b16 for a result of s32"),
+        ("ld.global.u32 %r1, [%r2+%r3];", "the address [%r2+%r3]"),
+        ("ld.global.f16 %rs1, [%r2];", "the type f16"),
+        ("bar.sync 1;", "the operand 1, which is not 0"),
+        (".local .align 4 .b8 depot[16];", "the line"),
+        (".reg .f64 %fd<3>;", "the type f64"),
+    ],
+)
+def test_unknown_instructions_are_errors(instruction: str, reason: str) -> None:
+    with pytest.raises(UnknownPTX, match=re.escape(f"a.ptx:10: {instruction}: {reason}")):
+        translate(module("// the next line", instruction), "a.ptx")

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Builds the emulator's program with kernels as nvcc's PTX has them (ptx_translator.py)."""
+
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import emulator_build
+from compilation import ROOT, Compiler
+from ptx_translator import translate
+from sass import find_tool
+
+# As setup.py has them, without -lineinfo, which only adds lines.
+NVCC_FLAGS = ["-std=c++20", "-fmad=false", "-O3", "-arch=compute_90a", "-ptx"]
+# Signed integers of PTX wrap. More than -O0 takes longer than it saves.
+FLAGS = [
+    *(re.sub("^-I", f"-I{ROOT}/", flag) for flag in emulator_build.FLAGS),
+    *("-O0", "-g0", "-fwrapv", "-w"),
+]
+# Precompiled, because g++ would spend most of its time on it. It looks for a folder of this name
+# beside the place of the header.
+HEADER = Path("tests/cuda_emulator/ptx_instructions.h")
+PRECOMPILED = emulator_build.BUILD / "precompiled"
+
+
+def ptx_of(source: Path, folder: Path, csrc: Path = ROOT / "csrc") -> str:
+    """What nvcc makes of `source`; skips the test without nvcc."""
+    ptx = folder / f"{source.stem}.ptx"
+    command = [find_tool("nvcc"), *NVCC_FLAGS, f"-I{csrc}", "-Itests/cpp", source, "-o", ptx]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return ptx.read_text()
+
+
+def build(ptx: str, name: str, folder: Path, sources: Sequence[Path] = ()) -> Path:
+    """The program of tests in which the PTX takes the place of its kernels' source; `sources` are
+    what that program needs beside the emulator and the tests."""
+    source = folder / f"{name}.cpp"
+    source.write_text(translate(ptx, f"{name}.ptx"))
+    Compiler(PRECOMPILED / f"{HEADER.name}.gch", FLAGS).compile([HEADER], "c++-header")
+    compiler = Compiler(folder, [f"-I{PRECOMPILED}", *FLAGS], root=folder)
+    rest = [*emulator_build.EMULATOR, *emulator_build.TESTS, *sources]
+    objects = [*compiler.compile([Path(source.name)]), *emulator_build.COMPILER.compile(rest)]
+    return compiler.link(name, objects, emulator_build.PARTIAL_LINK_FLAGS)
+
+
+def run(program: Path, *cases: str, seconds: float = 60) -> str:
+    """The error that the program reports, or nothing."""
+    try:
+        result = subprocess.run([program, *cases], capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return "it does not end"
+    if result.returncode < 0:
+        return f"signal {-result.returncode}"
+    return result.stderr if result.returncode != 0 else ""
