@@ -67,6 +67,36 @@ def test_no_query_sees_what_follows_it(slots, size, count, block):
         assert (ranges[..., 1] <= slots[..., None] + 1).all() and (ranges >= 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_sizes_that_the_dtype_of_the_slots_cannot_hold(dtype):
+    slots = torch.tensor([[3, 100, 127]])
+    for pattern in (
+        lambda slots: patterns.window(slots, 10),
+        lambda slots: patterns.first(slots, 2**33),
+        lambda slots: patterns.global_tokens(slots, [(2**32, 2**32 + 5)]),
+        lambda slots: patterns.dilated(slots, 3, dilation=2**31),
+    ):
+        assert torch.equal(pattern(slots.to(dtype)), pattern(slots))
+
+
+def test_ranges_behind_every_slot_are_empty():
+    """Though int32 would have their ends wrap around to slots that the query may see."""
+    ranges = patterns.global_tokens(SLOTS, [(2**32, 2**32 + 5)])
+    assert not any(seen(ranges, 40))
+
+
+def test_a_query_without_a_slot_sees_nothing():
+    slots = torch.tensor([[-1, -1]])
+    for ranges in (
+        patterns.window(slots, 4),
+        patterns.first(slots, 4),
+        patterns.global_tokens(slots, [(0, 4)]),
+        patterns.dilated(slots, 2, dilation=3),
+        patterns.random_blocks(slots, 2, block=4, seed=0),
+    ):
+        assert not any(seen(ranges, 40))
+
+
 def big_bird(slots):
     blocks = patterns.random_blocks(slots, 3, block=16, seed=7)
     return torch.cat([patterns.first(slots, 16), patterns.window(slots, 48), blocks], dim=2)
