@@ -142,8 +142,7 @@ def tree_decode(
             return lean_decode(q, k_local, v_local, key_ranges, out_dtype=dtype, **options)
     if deterministic:
         return decode_by_blocks(
-            comm, q, k_local, v_local, key_ranges, deterministic, exchange.out_dtype, seconds,
-            **options,
+            comm, q, k_local, v_local, key_ranges, deterministic, exchange, seconds, **options
         )  # fmt: skip
     signature = (
         ("num_heads_kv", k_local.shape[1]),

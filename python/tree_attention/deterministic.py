@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .exchange import Communicator
-from .ops import AttentionOptions, lean_decode, merge_states
+from .exchange import Communicator, ExchangeOptions
+from .exchange.state import StateLayout
+from .ops import (
+    AttentionOptions,
+    fields_of_options,
+    lean_decode,
+    merge_states,
+    ranges_without_keys,
+)
 
 
 def decode_by_blocks(
@@ -23,7 +30,7 @@ def decode_by_blocks(
     v: Tensor,
     key_ranges: Tensor | None,
     size: int,
-    out_dtype: torch.dtype,
+    exchange: ExchangeOptions,
     seconds: float,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]:
@@ -33,37 +40,55 @@ def decode_by_blocks(
         ValueError: a block would lie on several ranks, or a rank's key_layout does not say where
             its keys are.
     """
-    page_table = options.get("page_table")
-    seqlen_k = k.shape[2] if page_table is None else k.shape[2] * page_table.shape[-1]
-    with comm.before_call():
-        own = _block_numbers(options.get("key_layout", (0, 1, 1)), seqlen_k, size)
-        states = _attend_to_blocks(q, k, v, key_ranges, len(own), size, options)
-        # Its arguments are checked where no block needs it, and this is the result of no blocks.
-        empty = None if own else lean_decode(q, k, v, key_ranges, out_dtype=out_dtype, **options)
-    counts = _gather_counts(comm, len(own), seconds)
-    numbers = comm.all_gather(torch.tensor(own, dtype=torch.int64), counts, 0, timeout=seconds)
-    if len(numbers.unique()) < len(numbers):
-        raise ValueError(
-            f"tree_decode: with deterministic={size} no two ranks may hold keys of one block, got "
-            f"the blocks {numbers.tolist()} of all ranks: give each rank its key_layout"
+    with comm.turn("tree_decode"):
+        with comm.before_call():
+            # Refuses bad arguments, and is the result where no rank has a key.
+            no_keys = ranges_without_keys(q, key_ranges)
+            empty = lean_decode(q, k, v, no_keys, out_dtype=exchange.out_dtype, **options)
+            page_table = options.get("page_table")
+            seqlen_k = k.shape[2] if page_table is None else k.shape[2] * page_table.shape[-1]
+            key_layout = tuple(map(int, options.get("key_layout", (0, 1, 1))))
+            _check_cuts(key_layout, seqlen_k, size)
+            states = _attend_to_blocks(q, k, v, key_ranges, seqlen_k, size, options)
+        layout = StateLayout(tuple(q.shape[:3]), v.shape[3], exchange.payload_dtype)
+        signature = (
+            ("deterministic", size),
+            ("num_heads_kv", k.shape[1]),
+            ("head_dim", q.shape[3]),
+            *fields_of_options(options),
+            *comm.fields(layout, exchange, q.device),
         )
-    if empty is not None and not sum(counts):
-        return empty
-    states = comm.all_gather(states, counts, 0, timeout=seconds)
-    states = states[numbers.argsort().to(states.device)]
-    return merge_states(states[..., :-1], states[..., -1], out_dtype=out_dtype)
+        # Where a rank's keys are may differ.
+        note = {"keys": (key_layout, seqlen_k)}
+        notes = comm.agree(signature, seconds, "tree_decode", note)
+        blocks = [_block_numbers(*note["keys"], size) for note in notes]
+        numbers = [number for own in blocks for number in own]
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(
+                f"tree_decode: with deterministic={size} no two ranks may hold keys of one block, "
+                f"got the blocks {numbers} of all ranks: give each rank its key_layout"
+            )
+        if not numbers:
+            return empty
+        states = comm.all_gather(states, [len(own) for own in blocks], 0, timeout=seconds)
+        states = states[torch.tensor(numbers).argsort()]
+        return merge_states(states[..., :-1], states[..., -1], out_dtype=exchange.out_dtype)
+
+
+def _check_cuts(key_layout: tuple[int, ...], seqlen_k: int, size: int) -> None:
+    first, block, stride = key_layout
+    is_one_run = stride == block or seqlen_k <= block
+    if first % size or not (is_one_run or (block % size == 0 and stride % size == 0)):
+        raise ValueError(
+            f"tree_decode: with deterministic={size} key_layout must cut at multiples of {size} "
+            f"global slots, got {key_layout}"
+        )
 
 
 def _block_numbers(key_layout: Sequence[int], seqlen_k: int, size: int) -> list[int]:
     """The global numbers of a rank's blocks, of which its keys `[i * size, (i + 1) * size)` are
     one."""
     first, block, stride = key_layout
-    is_one_run = stride == block or seqlen_k <= block
-    if first % size or not (is_one_run or (block % size == 0 and stride % size == 0)):
-        raise ValueError(
-            f"tree_decode: with deterministic={size} key_layout must cut at multiples of {size} "
-            f"global slots, got {tuple(key_layout)}"
-        )
     begins = range(0, seqlen_k, size)
     return [(first + i // block * stride + i % block) // size for i in begins]
 
@@ -73,27 +98,22 @@ def _attend_to_blocks(
     k: Tensor,
     v: Tensor,
     key_ranges: Tensor | None,
-    num_blocks: int,
+    seqlen_k: int,
     size: int,
     options: AttentionOptions,
 ) -> Tensor:
     """The states of a rank's blocks, float32 `[blocks, batch, num_heads_q, seqlen_q, head_dim + 1]`
     with `lse` in the last column."""
+    begins = range(0, seqlen_k, size)
     batch, num_heads_q, seqlen_q, _ = q.shape
     states = q.new_empty(
-        (num_blocks, batch, num_heads_q, seqlen_q, v.shape[3] + 1), dtype=torch.float32
+        (len(begins), batch, num_heads_q, seqlen_q, v.shape[3] + 1), dtype=torch.float32
     )
     if key_ranges is None:
-        everything = torch.tensor([0, num_blocks * size], dtype=torch.int32, device=q.device)
+        everything = torch.tensor([0, seqlen_k], dtype=torch.int32, device=q.device)
         key_ranges = everything.expand(batch, seqlen_q, 2)
     uncut: AttentionOptions = {**options, "num_workers": -1}
-    for i, state in enumerate(states):
-        ranges = key_ranges.clamp(i * size, (i + 1) * size)
+    for begin, state in zip(begins, states, strict=True):
+        ranges = key_ranges.clamp(begin, min(begin + size, seqlen_k))
         lean_decode(q, k, v, ranges, out=(state[..., :-1], state[..., -1]), **uncut)
     return states
-
-
-def _gather_counts(comm: Communicator, count: int, seconds: float) -> list[int]:
-    ones = [1] * comm.world_size
-    counts: list[int] = comm.all_gather(torch.tensor([count]), ones, 0, timeout=seconds).tolist()
-    return counts

@@ -201,6 +201,16 @@ def lean_decode(
         raise
 
 
+def ranges_without_keys(q: Tensor, key_ranges: Tensor | None) -> Tensor:
+    """Key ranges with which lean_decode checks all arguments and does nothing more.
+
+    Of wrong `key_ranges` they have the type, shape and dtype, which it refuses.
+    """
+    if key_ranges is None:
+        return q.new_zeros((q.shape[0], q.shape[2], 2), dtype=torch.int32)
+    return torch.zeros_like(key_ranges) if isinstance(key_ranges, Tensor) else key_ranges
+
+
 def merge_states(
     o_parts: Tensor,
     lse_parts: Tensor,

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """tree_decode(deterministic=n): the same bits for every world size, thread count and batch."""
 
+import os
+
 import pytest
 import torch
 
 from distributed import run_ranks
+from faults import AMPLE, SLACK, TIMEOUT, failure
 from helpers import Problem, assert_same_bits, make_problem
 from tree_attention import BlockCyclic, Contiguous, lean_decode, tree_decode
-from tree_attention.exchange import Communicator
+from tree_attention.exchange import Communicator, ExchangeError
 
 SIZE = 32
 CASES = {
@@ -118,6 +121,66 @@ def refuse_one_block_on_two_ranks(rank: int, world_size: int) -> None:
 
 def test_ranks_that_say_the_same_keys_are_refused() -> None:
     run_ranks(refuse_one_block_on_two_ranks, 2)
+
+
+DISAGREEMENTS = {
+    "deterministic": ({"deterministic": 32}, {"deterministic": 64}),
+    "softmax_scale": ({"softmax_scale": 0.5}, {}),
+    "softcap": ({}, {"softcap": 3.0}),
+    "out_dtype": ({"out_dtype": torch.float16}, {}),
+}
+
+
+def disagree(rank: int, world_size: int) -> None:
+    problem = make_problem(seqlen_k=64)
+    for field, options in DISAGREEMENTS.items():
+        shared = {"deterministic": SIZE, "key_layout": (64 * rank, 1, 1)}
+        with pytest.raises(ExchangeError, match=f"{field}.* rank 1"):
+            tree_decode(problem.q, problem.k, problem.v, **{**shared, **options[rank]})
+
+
+def test_ranks_that_disagree_are_refused() -> None:
+    run_ranks(disagree, 2, fresh=True)
+
+
+def lose_rank_1(rank: int, world_size: int) -> float:
+    problem = make_problem(seqlen_k=64)
+    comm = Communicator(timeout=TIMEOUT)
+    options = {"deterministic": SIZE, "key_layout": (64 * rank, 1, 1), "group": comm}
+    tree_decode(problem.q, problem.k, problem.v, timeout=AMPLE, **options)
+    if rank == 1:
+        os._exit(1)
+    seconds, _ = failure(tree_decode, problem.q, problem.k, problem.v, **options)
+    return seconds
+
+
+def test_survivors_of_a_lost_rank_raise_in_time() -> None:
+    for seconds in run_ranks(lose_rank_1, 3, lost={1})[::2]:
+        assert seconds < TIMEOUT + SLACK
+
+
+def test_blocks_longer_than_any_cache() -> None:
+    problem = make_problem(seqlen_k=40, ranges="causal", seqlen_q=2)
+    for size in (2**31, 2**40):
+        problem.check(
+            *tree_decode(problem.q, problem.k, problem.v, problem.key_ranges, deterministic=size)
+        )
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"key_layout": (0, 0, 0)}, r"key_layout must be \(first, block, stride\)"),
+        ({"key_layout": (0, 1)}, r"key_layout must be \(first, block, stride\)"),
+        ({"page_table": torch.tensor(3, dtype=torch.int32)}, "page_table must have shape"),
+    ],
+)  # fmt: skip
+def test_what_lean_decode_refuses(options: dict, message: str) -> None:
+    problem = make_problem(seqlen_k=100)
+    with pytest.raises(RuntimeError, match=f"lean_decode: {message}"):
+        tree_decode(
+            problem.q, problem.k, problem.v, deterministic=SIZE, group=Communicator(), **options
+        )
 
 
 @pytest.mark.parametrize(

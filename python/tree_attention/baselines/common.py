@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What both rings do before anything travels, and how what travels is laid out."""
 
-import torch
 from torch import Tensor
 
 from ..exchange.agreement import Signature
@@ -14,16 +13,6 @@ _ALIGNMENT = 64
 def aligned(num_bytes: int) -> int:
     """The least size that holds `num_bytes` and keeps what follows aligned."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def ranges_without_keys(q: Tensor, key_ranges: Tensor | None) -> Tensor:
-    """Key ranges with which lean_decode checks all arguments and does nothing more.
-
-    Of wrong `key_ranges` they have the type, shape and dtype, which it refuses.
-    """
-    if key_ranges is None:
-        return q.new_zeros((q.shape[0], q.shape[2], 2), dtype=torch.int32)
-    return torch.zeros_like(key_ranges) if isinstance(key_ranges, Tensor) else key_ranges
 
 
 def signature_of(q: Tensor, v_local: Tensor, options: AttentionOptions) -> Signature:

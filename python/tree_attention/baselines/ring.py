@@ -20,9 +20,10 @@ from ..ops import (
     check_tensors,
     lean_decode,
     merge_states,
+    ranges_without_keys,
     takes_attention_options,
 )
-from .common import aligned, ranges_without_keys, signature_of
+from .common import aligned, signature_of
 
 
 @takes_attention_options
