@@ -20,7 +20,7 @@ struct DecodeOperators {
     const DecodeArgs args{inputs...};
     const c10::DeviceGuard guard(args.q.device());
     if (has_several_ranges(args)) {
-      return run_ranges(args, args.out_dtype.value_or(args.q.scalar_type()));
+      return run_ranges(RangeParts(args), args.out_dtype.value_or(args.q.scalar_type()));
     }
     return run_range(args);
   }
@@ -29,10 +29,11 @@ struct DecodeOperators {
     const DecodeArgs args{inputs...};
     const c10::DeviceGuard guard(args.q.device());
     if (has_several_ranges(args)) {
-      // The merge writes contiguous outputs; the caller's have any strides.
-      const auto [merged_o, merged_lse] = run_ranges(args, o.scalar_type());
+      const RangeParts parts(args);
       DecodeParams unused{};
       set_outputs(unused, args, o, lse);
+      // The merge writes contiguous outputs; the caller's have any strides.
+      const auto [merged_o, merged_lse] = run_ranges(parts, o.scalar_type());
       o.copy_(merged_o);
       lse.copy_(merged_lse);
       return;
@@ -51,9 +52,8 @@ struct DecodeOperators {
     return {o, lse};
   }
 
-  static std::tuple<at::Tensor, at::Tensor> run_ranges(const DecodeArgs& args,
+  static std::tuple<at::Tensor, at::Tensor> run_ranges(const RangeParts& parts,
                                                        at::ScalarType out_dtype) {
-    const RangeParts parts(args);
     const auto [o, lse] = run_range(parts.call());
     const MergeCall merge = prepare_merge(parts.by_range(o), parts.by_range(lse), out_dtype);
     launch_merge(merge.params);
