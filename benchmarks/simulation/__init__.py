@@ -4,8 +4,8 @@
 `fabric` moves messages over links with latency, bandwidth and queues; `collectives` are those of
 Gloo and NCCL; `recording` learns what a strategy does by running it with a link that records, and
 `steps` replays that; `rings` does what the rings do; `clusters` holds constants and where they come
-from; `study` makes the tables. Two are arithmetic: `parallelism` says which split of a model pays
-where, and `schedule` which block of a GPU reads which keys.
+from; `study` makes the tables. Two are arithmetic: `parallelism` tabulates which split of a model
+pays where, and `schedule` which block of a GPU reads which keys.
 """
 
 from .clusters import CLUSTERS, SimulatedCluster

@@ -14,213 +14,50 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from tree_attention.planning.arithmetic import (
+    FORMS,
+    SPLIT,
+    SPLIT_BY_HEADS,
+    WHOLE,
+    Work,
+    held_bytes,
+    prefill_seconds,
+    token_seconds,
+)
+from tree_attention.planning.machines import LINKS, MACHINES, Hosts
+from tree_attention.planning.models import NAMED
 
 from ..harness.plots import picture
 
-BF16, FP32 = 2, 4  # bytes of a weight, an activation, a key; of a partial state
-CONTEXT = 128 << 10  # tokens of the prompt, and in the cache when a token is timed
-CHUNK = 8192  # tokens of the prompt in a forward pass
+WORK = Work(context=128 << 10, chunk=8192)
 WORLDS = (2, 4, 8, 16)
-# T is tensor_parallel_size: 1, or as large as the heads of keys and values allow.
-WHOLE, PROMPTS = "weights whole", "weights whole, prompts split"
-SPLIT, SPLIT_BY_HEADS = "weights split, T = 1", "weights split, largest T"
-FORMS = (WHOLE, PROMPTS, SPLIT, SPLIT_BY_HEADS)
-IS_SPLIT = {WHOLE: False, PROMPTS: False, SPLIT: True, SPLIT_BY_HEADS: True}
-
-
-@dataclass(frozen=True)
-class Model:
-    """A dense Llama: its shape, from config.json."""
-
-    name: str
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    head_dim: int = 128
-
-    @property
-    def layer_weights(self) -> int:
-        """Number of weights in the matrices of a layer."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
-
-    @property
-    def qkv_weights(self) -> int:
-        """Number of weights in q, k and v of a layer, of which every context rank has a copy."""
-        return self.hidden * self.head_dim * (self.heads + 2 * self.kv_heads)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Size in bytes of a token's keys and values in a layer."""
-        return 2 * self.kv_heads * self.head_dim * BF16
-
-    @property
-    def state_bytes(self) -> int:
-        """Size in bytes of a token's partial state in a layer: float32 o and lse."""
-        return FP32 * self.heads * (self.head_dim + 1)
-
-    @property
-    def query_bytes(self) -> int:
-        return BF16 * self.heads * self.head_dim
-
-
-MODELS = (
-    Model("Llama 3.1 8B", 32, 4096, 14336, 32, 8, 128256),
-    Model("Llama 3.1 70B", 80, 8192, 28672, 64, 8, 128256),
-)
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """Hosts of one rank each, and the link between any two of them."""
-
-    name: str
-    link_bandwidth: float  # bytes per second, that a host sends
-    round_seconds: float  # of a small message to every other host, with what the software takes
-    memory_bandwidth: float  # bytes per second
-    arithmetic: float  # bf16 operations per second, sustained
-    memory: float  # bytes
-    source: str
-
-
-_CPU = (300e9, 20e12, 512e9)
-_CPU_SOURCE = (
-    "socket with 8 channels of DDR5-4800 (307 GB/s, data sheet) and AMX; 20 TFLOP/s of bf16 and "
-    "512 GB of memory are assumptions"
-)
-HOSTS = (
-    Hosts("1 GbE", 0.125e9, 300e-6, *_CPU, f"{_CPU_SOURCE}; a round over Gloo takes 0.3 ms"),
-    Hosts("10 GbE", 1.25e9, 150e-6, *_CPU, f"{_CPU_SOURCE}; a round over Gloo takes 0.15 ms"),
-    Hosts(
-        "NVLink",
-        *(450e9, 12e-6, 3.35e12, 500e12, 80e9),
-        "H100 SXM (3.35 TB/s, 80 GB, NVLink 4 with 450 GB/s each way, data sheet); half of its 989 "
-        "TFLOP/s of dense bf16, and 12 us for a collective of NCCL, are assumptions",
-    ),
-)
-
-
-def tensor_parallel_size(model: Model, form: str, p: int) -> int:
-    return math.gcd(p, model.kv_heads) if form == SPLIT_BY_HEADS else 1
-
-
-# Bytes that a rank of `p` sends for a layer, as docs/parallelism.md says.
-
-
-def to_all(num_bytes: float, p: int) -> float:
-    """In one round: its own part to every other rank."""
-    return (p - 1) * num_bytes
-
-
-def to_owners(num_bytes: float, p: int) -> float:
-    """A slice of what it has to each other rank."""
-    return (p - 1) * num_bytes / p
-
-
-def sum_bytes(num_bytes: float, p: int) -> float:
-    """An all_reduce: in one round up to 64 KiB, else in two phases."""
-    return to_all(num_bytes, p) if num_bytes <= 64 << 10 else 2 * to_owners(num_bytes, p)
-
-
-def token_layer_bytes(model: Model, form: str, p: int) -> float:
-    """For a new token: the merge of the heads that the rank goes on with, and two sums; or the
-    merge of all heads."""
-    if IS_SPLIT[form]:
-        size = tensor_parallel_size(model, form, p)
-        merge = to_owners(model.state_bytes / size, p // size)
-        return merge + 2 * sum_bytes(model.hidden * BF16, p)
-    return to_all(model.state_bytes, p)
-
-
-def token_ends_bytes(model: Model, form: str, p: int) -> float:
-    """For a new token, once: the sum after the embedding, and the logits."""
-    if IS_SPLIT[form]:
-        return sum_bytes(model.hidden * BF16, p) + to_all(model.vocab * BF16 / p, p)
-    return 0.0
-
-
-def chunk_layer_bytes(model: Model, form: str, p: int, begin: int, tokens: int) -> float:
-    """For a chunk of a prompt behind `begin` tokens."""
-    states = tokens * model.state_bytes
-    if IS_SPLIT[form]:
-        size = tensor_parallel_size(model, form, p)
-        merge = to_owners(states / size, p // size)
-        return merge + 2 * sum_bytes(tokens * model.hidden * BF16, p)
-    if form == PROMPTS:
-        # The cheaper way: all queries and the states of them, or all keys and values.
-        pass_queries = to_owners(tokens * model.query_bytes + states, p)
-        return min(pass_queries, to_owners((begin + tokens) * model.kv_bytes, p))
-    return 2 * to_owners(states, p)
-
-
-# Seconds, and bytes in memory.
-
-
-def token_seconds(model: Model, hosts: Hosts, form: str, p: int) -> float:
-    """Seconds that a new token takes behind CONTEXT tokens."""
-    read = held_bytes(model, form, p)
-    merges = int(tensor_parallel_size(model, form, p) < p)
-    rounds, ends = (merges + 2, 2) if IS_SPLIT[form] else (1, 0)
-    sent = model.layers * token_layer_bytes(model, form, p) + token_ends_bytes(model, form, p)
-    steps = model.layers * rounds + ends
-    embedding = model.vocab * model.hidden * BF16 / (p if IS_SPLIT[form] else 1)  # one row is read
-    return (
-        (read - embedding) / hosts.memory_bandwidth
-        + steps * hosts.round_seconds
-        + sent / hosts.link_bandwidth
-    )
-
-
-def prefill_seconds(model: Model, hosts: Hosts, form: str, p: int) -> float:
-    """Seconds that a prompt of CONTEXT tokens in chunks takes, by arithmetic, rounds and bytes."""
-    weights = model.layers * model.layer_weights / (p if form == PROMPTS else 1)
-    if IS_SPLIT[form]:
-        weights = layers_weights(model, form, p)
-    pairs = CONTEXT * CONTEXT / 2  # a query and a key before it
-    attention = 4 * model.layers * model.heads * model.head_dim * pairs / p
-    operations = 2 * weights * CONTEXT + attention
-    chunks = range(0, CONTEXT, CHUNK)
-    sent = sum(chunk_layer_bytes(model, form, p, begin, CHUNK) for begin in chunks)
-    rounds = 5 if IS_SPLIT[form] else 2  # at most: a sum has two phases
-    return operations / hosts.arithmetic + model.layers * (
-        rounds * len(chunks) * hosts.round_seconds + sent / hosts.link_bandwidth
-    )
-
-
-def layers_weights(model: Model, form: str, p: int) -> float:
-    """Number of weights of a rank in its layers: a context group has copies of q, k and v."""
-    qkv = model.qkv_weights / tensor_parallel_size(model, form, p)
-    others = (model.layer_weights - model.qkv_weights) / (p if IS_SPLIT[form] else 1)
-    return model.layers * (qkv + others)
-
-
-def held_bytes(model: Model, form: str, p: int) -> float:
-    """Weights and key/value cache of a rank."""
-    ends = 2 * model.vocab * model.hidden / (p if IS_SPLIT[form] else 1)
-    weights = layers_weights(model, form, p) + ends
-    return BF16 * weights + model.layers * model.kv_bytes * CONTEXT / p
-
-
+MODELS = (NAMED["llama-3.1-8b"], NAMED["llama-3.1-70b"])
+HOSTS = {
+    "1 GbE": Hosts(MACHINES["cpu"], LINKS["1gbe"]),
+    "10 GbE": Hosts(MACHINES["cpu"], LINKS["10gbe"]),
+    "NVLink": Hosts(MACHINES["h100"], LINKS["nvlink"]),
+}
 DECODING = (WHOLE, SPLIT, SPLIT_BY_HEADS)  # prompts are split while there is one
 
 
 def rows() -> Iterator[list[str]]:
     for model in MODELS:
-        for hosts in HOSTS:
+        for link, hosts in HOSTS.items():
             for p in WORLDS:
-                fits = {form: held_bytes(model, form, p) <= hosts.memory for form in FORMS}
+                held = {form: held_bytes(model, form, p, WORK) for form in FORMS}
+                fits = {form: held[form] <= hosts.machine.memory for form in FORMS}
                 token, prefill = (
-                    {f: seconds(model, hosts, f, p) if fits[f] else math.inf for f in forms}
+                    {
+                        form: seconds(model, hosts, form, p, WORK).total if fits[form] else math.inf
+                        for form in forms
+                    }
                     for seconds, forms in ((token_seconds, DECODING), (prefill_seconds, FORMS))
                 )
                 yield [
-                    *(model.name, hosts.name, str(p)),
-                    *(f"{held_bytes(model, form, p) / 1e9:,.0f}" for form in DECODING),
+                    *(model.name, link, str(p)),
+                    *(f"{held[form] / 1e9:,.0f}" for form in DECODING),
                     *_marked({form: 1e3 * seconds for form, seconds in token.items()}),
                     *_marked(prefill),
                 ]

@@ -19,6 +19,7 @@ COMMANDS = {
     "verify": "check the operators, the ranks and HuggingFace on this machine",
     "generate": "stream text from a checkpoint, its cache sharded over the ranks of torchrun",
     "calibrate": "measure what exchanges cost between the ranks of torchrun",
+    "plan": "memory and times of a model on several ranks, by arithmetic",
 }
 
 

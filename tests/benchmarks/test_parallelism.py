@@ -11,13 +11,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.scaling import generate, weights_bytes
 from benchmarks.simulation import parallelism
-from benchmarks.simulation.parallelism import SPLIT, SPLIT_BY_HEADS, WHOLE
 from distributed import preload, run_ranks
 from tree_attention import hf
+from tree_attention.planning import arithmetic
+from tree_attention.planning.arithmetic import SPLIT, SPLIT_BY_HEADS, WHOLE, Work
+from tree_attention.planning.models import Model
 
 preload("transformers.generation.utils", "transformers.models.llama.modeling_llama")
 
-MODEL = parallelism.Model("tiny", 3, 64, 128, 8, 4, 512, head_dim=16)
+MODEL = Model("tiny", 3, 64, 128, 8, 4, 512, head_dim=16)
+WORK = Work(context=40)
 
 
 def tiny() -> LlamaForCausalLM:
@@ -38,8 +41,8 @@ def tiny() -> LlamaForCausalLM:
 def run_tiny(rank: int, world_size: int, form: str) -> tuple[int, int, list[int]]:
     """Bytes that a new token sends, bytes of the parameters, and the tokens of the rank."""
     model = tiny()
-    if parallelism.IS_SPLIT[form]:
-        size = parallelism.tensor_parallel_size(MODEL, form, world_size)
+    if arithmetic.IS_SPLIT[form]:
+        size = arithmetic.tensor_parallel_size(MODEL, form, world_size)
         hf.parallelize(model, tensor_parallel_size=size)
     hf.enable(model, synchronize_logits=False)
     found = generate(model, torch.arange(40)[None], 5)
@@ -50,14 +53,13 @@ def run_tiny(rank: int, world_size: int, form: str) -> tuple[int, int, list[int]
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_formulas_are_what_a_model_sends_and_holds(form: str, world_size: int) -> None:
     sent, held, tokens = zip(*run_ranks(run_tiny, world_size, form, timeout=120.0), strict=True)
-    by_formula = MODEL.layers * parallelism.token_layer_bytes(MODEL, form, world_size)
-    by_formula += parallelism.token_ends_bytes(MODEL, form, world_size)
+    by_formula = MODEL.layers * arithmetic.token_layer_bytes(MODEL, form, world_size, WORK)
+    by_formula += arithmetic.token_ends_bytes(MODEL, form, world_size, WORK)
     if form != WHOLE or world_size == 2:  # of more ranks, auto takes a strategy with less to send
         assert max(sent) == by_formula
     # Norms, and of a part of the embedding a row of zeros for the tokens of other ranks.
-    rows = 2 * MODEL.layers + 1 + parallelism.IS_SPLIT[form]
-    cache = MODEL.layers * MODEL.kv_bytes * parallelism.CONTEXT / world_size
-    weights = parallelism.held_bytes(MODEL, form, world_size) - cache
+    rows = 2 * MODEL.layers + 1 + arithmetic.IS_SPLIT[form]
+    weights = arithmetic.weights_bytes(MODEL, form, world_size)
     assert max(held) == weights + 2 * MODEL.hidden * rows
     assert len({*map(tuple, tokens)}) == 1
 

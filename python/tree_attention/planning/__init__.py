@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a model on several ranks keeps, sends and takes, by arithmetic.
+
+`models` and `machines` hold shapes and data sheets; `arithmetic` has the formulas of
+docs/parallelism.md; `plans` compares the forms of a split and tries changes; `page` draws them.
+"""
