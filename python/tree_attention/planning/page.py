@@ -95,8 +95,9 @@ def _draw(axes: Axes, what: str, xs: Sequence[int], plans: Sequence[Plan]) -> No
     for i, form in enumerate(ALL_FORMS):
         rows = [plan.row(form) for plan in plans]
         # Some forms are equal: wider lines lie under narrower ones.
-        style = {"linewidth": 1.2 + 0.7 * (len(ALL_FORMS) - i), "alpha": 0.8, "marker": "."}
-        axes.plot(xs, [_value(row, what) for row in rows], label=rows[0].name, **style)
+        width = 1.2 + 0.7 * (len(ALL_FORMS) - i)
+        values = [_value(row, what) for row in rows]
+        axes.plot(xs, values, ".-", label=rows[0].name, linewidth=width, alpha=0.8)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylabel(what)

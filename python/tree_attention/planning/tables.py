@@ -46,7 +46,7 @@ def _form_cells(plan: Plan, row: Row) -> list[str]:
     return [
         row.name,
         *(number(num_bytes / 1e9) for num_bytes in (row.weights, row.cache, row.exchange)),
-        f"{longest >> 10:,}k{'+' * (longest == MAX_CONTEXT)}",
+        f"{longest >> 10:,}k{'+' * (longest == MAX_CONTEXT)}" if longest else "none",
         *times,
     ]
 

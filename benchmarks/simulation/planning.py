@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What `tree_attention.planning` predicts, beside what `benchmarks/scaling.py` measured.
+
+    python -m benchmarks.simulation.planning
+
+One process with one thread says how fast a rank reads memory and computes. The other rows are
+predicted from that and from the link, which is what `calibrate` measured between the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tree_attention.exchange.choice import CostTable, Measured
+from tree_attention.planning.arithmetic import (
+    PROMPTS,
+    SPLIT,
+    SPLIT_BY_HEADS,
+    WHOLE,
+    Work,
+    held_bytes,
+    prefill_seconds,
+    token_seconds,
+)
+from tree_attention.planning.machines import Hosts, Link, Machine, fitted_link
+from tree_attention.planning.models import NAMED, Model
+
+RESULTS = Path(__file__).parents[1] / "results" / "scaling.json"
+FORMS = {
+    ("whole", 1, "replicated"): WHOLE,
+    ("whole", 1, "split"): PROMPTS,
+    ("split", 1, "replicated"): SPLIT,
+    ("split", 2, "replicated"): SPLIT_BY_HEADS,
+}
+# scaling.json has no table of exchanges for the ranks of one host. `calibrate` with two ranks on a
+# machine of the same kind, for states of 16 KiB to 1 MiB.
+SHARED_MEMORY = Link(2.1e9, 90e-6, "shared memory of one host")
+HEADINGS = (
+    *("place/ranks", "form", "MB: measured", "predicted", "error"),
+    *("ms per token: measured", "predicted", "error", "prefill s: measured", "predicted", "error"),
+)
+
+
+def fitted_machine(model: Model, work: Work, row: dict[str, Any]) -> Machine:
+    """The machine on which one process takes what was measured."""
+    free = Hosts(Machine(1.0, math.inf, math.inf, "", ""), SHARED_MEMORY)
+    slow = Hosts(Machine(math.inf, 1.0, math.inf, "", ""), SHARED_MEMORY)
+    read = token_seconds(model, free, WHOLE, 1, work).total
+    operations = prefill_seconds(model, slow, WHOLE, 1, work).total
+    return Machine(
+        read / row["token_seconds"], operations / row["prefill_seconds"], math.inf, "fitted", ""
+    )
+
+
+def rows() -> list[list[str]]:
+    measured = json.loads(RESULTS.read_text())
+    spec = measured["configurations"]["bare/1"]["model"]
+    model = replace(NAMED["llama-3.2-1b"], layers=spec["layers"])
+    work = Work(spec["prompt"], chunk=spec["chunk"])
+    one = next(row for row in measured["rows"] if row["threads"] == 1)
+    machine = fitted_machine(model, work, one)
+    found = []
+    for row in measured["rows"]:
+        if row["world_size"] == 1:
+            continue
+        place = f"{row['link']}/{row['world_size']}"
+        costs = measured["configurations"][place].get("costs")
+        hosts = Hosts(machine, SHARED_MEMORY if costs is None else _link(costs))
+        form = FORMS[row["weights"], row["tensor_parallel_size"], row["prefill"]]
+        split = form, row["world_size"], work
+        pairs = (
+            (1e-6 * (row["weights_bytes"] + row["kv_bytes"]), 1e-6 * held_bytes(model, *split)),
+            (1e3 * row["token_seconds"], 1e3 * token_seconds(model, hosts, *split).total),
+            (row["prefill_seconds"], prefill_seconds(model, hosts, *split).total),
+        )
+        cells = [
+            cell
+            for known, predicted in pairs
+            for cell in (
+                f"{known:,.1f}",
+                f"{predicted:,.1f}",
+                f"{round(100 * (predicted / known - 1)):+d} %",
+            )
+        ]
+        found.append([place, form, *cells])
+    return found
+
+
+def _link(costs: dict[str, Any]) -> Link:
+    exchanges = tuple(Measured(**exchange) for exchange in costs["exchanges"])
+    return fitted_link(CostTable(costs["backend"], tuple(costs["nodes"]), exchanges), "")
+
+
+def table() -> str:
+    lines = [HEADINGS, ["---"] * 2 + ["---:"] * 9, *rows()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`plan`: what it prints and writes, and a sentence for every mistake."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tree_attention.__main__ import main
+from tree_attention.cli.plan import tokens_of
+from tree_attention.exchange.choice import CostTable, Measured
+from tree_attention.planning import tables
+from tree_attention.planning.plans import ALL_FORMS
+
+MODEL = ("plan", "--model", "llama-3.1-8b")
+ARGUMENTS = (*MODEL, "--context", "128k", "--ranks", "8", "--gpu", "h200")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main([*ARGUMENTS, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_plan_prints_every_form(capsys: pytest.CaptureFixture[str]) -> None:
+    output = printed(capsys)
+    assert output.startswith("Llama 3.1 8B, cache in bf16, 131,072 tokens, 8 ranks\nRank: 141 GB")
+    for form in ALL_FORMS:
+        (line,) = (
+            x
+            for x in output.splitlines()
+            if x.removeprefix(" tree,").strip().startswith(f"{form}  ")
+        )
+        assert len(line.rsplit(maxsplit=8)) == 9 and "…" not in line
+    assert "Weights whole: a sharded cache gives a token sooner than data parallel" in output
+    assert "What to change first" in output
+
+
+def test_options_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    output = printed(capsys, "--kv-dtype", "int8", "--sequences", "4", "--link", "100gbe")
+    assert "cache in int8, 4 sequences of 131,072 tokens" in output
+    assert "12.5 GB/s, 50 us a round" in output
+
+
+def test_plan_of_a_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = printed(capsys, "--model", str(checkpoint))
+    assert output.startswith(f"{checkpoint.name}, cache in bf16")
+
+
+def test_link_from_a_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = Measured("all_gather", 1000, 2e-3), Measured("all_gather", 2000, 3e-3)
+    CostTable("gloo", (0, 1), rows).save(tmp_path / "costs.json", {})
+    output = printed(capsys, "--calibration", str(tmp_path / "costs.json"))
+    assert "Link: 0.001 GB/s, 1e+03 us a round (fitted to costs.json, measured over gl" in output
+
+
+def test_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.html"
+    assert printed(capsys, "--html", str(file)).endswith(f"wrote {file}\n")
+    assert file.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_only_the_page_needs_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    printed(capsys)
+    assert main([*ARGUMENTS, "--html", str(tmp_path / "plan.html")]) == 2
+    needed = "plan: --html needs matplotlib: pip install 'tree-attention[bench]'\n"
+    assert capsys.readouterr().err == needed and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("1", 1), ("131072", 131072), ("128k", 131072), ("1M", 1 << 20), ("1.5m", 3 << 19)],
+)
+def test_numbers_of_tokens(text: str, tokens: int) -> None:
+    assert tokens_of("--context", text) == tokens
+
+
+@pytest.mark.parametrize(
+    "text", ["", "M", "0", "-1", "0.3", "1.0001k", "1 M", "1T", "nan", "65M", "1e6"]
+)
+def test_nonsense_is_no_number_of_tokens(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MODEL, f"--context={text}", "--ranks", "8", "--gpu", "h200"]) == 2
+    assert capsys.readouterr().err == (
+        "plan: --context must be a whole number of tokens up to 67,108,864, such as 131072, 128k "
+        f"or 1M, got {text!r}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--ranks", "0"], "--ranks must be 1 to 16,384, got 0"),
+        (["--ranks", "20000"], "--ranks must be 1 to 16,384, got 20,000"),
+        (["--sequences", "-1"], "--sequences must be 1 to 16,384, got -1"),
+        (["--model", "llama-9"], "--model: llama-9 is no directory with config.json, and the"),
+        (["--calibration", "/no/costs"], "--calibration: /no/costs is no table of exchange costs"),
+        (["--html", "/no/plan.html"], "--html /no/plan.html: there is no directory /no"),
+        (["--html", "/"], "--html /: this is a directory; name a file"),
+    ],
+)
+def test_plan_says_what_to_put_right(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*ARGUMENTS, *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith(f"plan: {sentence}") and output.out == ""
+
+
+def test_numbers_are_short() -> None:
+    assert [tables.number(x) for x in (12345.6, 99.94, 0.01234)] == ["12,346", "99.9", "0.0123"]
+
+
+def test_choices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), mock.patch.dict("os.environ", {"COLUMNS": "200"}):
+        main([*ARGUMENTS, "--gpu", "h300"])
+    assert "'h300' (choose from" in capsys.readouterr().err

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Plans: links that are fitted, forms beside one another, break-even contexts and changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distributed import run_ranks
+from tree_attention import ring_decode
+from tree_attention.exchange import Communicator
+from tree_attention.exchange.choice import CostTable, Measured
+from tree_attention.planning import arithmetic
+from tree_attention.planning.arithmetic import (
+    DATA,
+    FORMS,
+    PROMPTS,
+    RING,
+    SPLIT_BY_HEADS,
+    TENSOR,
+    WHOLE,
+    Work,
+)
+from tree_attention.planning.machines import LINKS, MACHINES, Hosts, fitted_link, link_of
+from tree_attention.planning.models import NAMED, Model
+from tree_attention.planning.plans import (
+    ALL_FORMS,
+    AS_IT_IS,
+    MAX_CONTEXT,
+    Plan,
+    changes,
+    verdicts,
+)
+
+MODEL = NAMED["llama-3.1-8b"]
+H200 = Hosts(MACHINES["h200"], LINKS["nvlink"])
+PLAN = Plan(MODEL, H200, 8, Work(128 << 10))
+
+
+def table(*seconds: float, ranks: int = 3, strategy: str = "all_gather") -> CostTable:
+    """Of states of 1,000, 2,000, ... bytes."""
+    rows = (Measured(strategy, 1000 * (i + 1), time) for i, time in enumerate(seconds))
+    return CostTable("gloo", tuple(range(ranks)), tuple(rows))
+
+
+def test_link_is_fitted_to_measured_exchanges() -> None:
+    # 1 ms and 2 states of 1 us each for 1,000 bytes.
+    link = fitted_link(table(1e-3 + 2e-6, 5e-3, 1e-3 + 6e-6), "costs.json")
+    assert link.bandwidth == pytest.approx(1e9) and link.round_seconds == pytest.approx(1e-3)
+    assert link.source == "fitted to costs.json, measured over gloo on 3 ranks"
+
+
+def test_link_of_noisy_times_has_positive_costs() -> None:
+    link = fitted_link(table(2e-3, 1e-3), "")
+    assert 0 < link.bandwidth < float("inf") and link.round_seconds > 0
+    assert fitted_link(table(1e-9, 1.0), "").round_seconds == 0
+
+
+@pytest.mark.parametrize(
+    "costs", [table(1.0), table(1.0, 2.0, ranks=1), table(1.0, 2.0, strategy="butterfly")]
+)
+def test_table_without_a_line_to_fit_is_refused(costs: CostTable) -> None:
+    with pytest.raises(ValueError, match=r"costs\.json must have two ranks and two sizes"):
+        fitted_link(costs, "costs.json")
+
+
+def test_gpus_of_several_nodes_have_a_slower_link() -> None:
+    assert [link_of(MACHINES["h200"], ranks) for ranks in (8, 9)] == ["nvlink", "infiniband"]
+    assert [link_of(MACHINES["cpu"], ranks) for ranks in (8, 9)] == ["10gbe", "10gbe"]
+
+
+TINY = Model("tiny", 1, 64, 128, 8, 4, 512, head_dim=16)
+
+
+def run_ring(rank: int, world_size: int, sequences: int, keys: int) -> int:
+    """Bytes that a second call sends."""
+    q = torch.ones(sequences, TINY.heads, 1, TINY.head_dim, dtype=torch.bfloat16)
+    k = torch.ones(sequences, TINY.kv_heads, keys, TINY.head_dim, dtype=torch.bfloat16)
+    comm = Communicator()
+    ring_decode(q, k, k, group=comm)
+    before = comm.bytes_sent
+    ring_decode(q, k, k, group=comm)
+    return comm.bytes_sent - before
+
+
+def test_ring_sends_what_the_formula_says() -> None:
+    sent = run_ranks(run_ring, 3, 2, 1000)
+    work = Work(context=3000, sequences=2)
+    by_formula = arithmetic.token_layer_bytes(TINY, RING, 3, work)
+    manifests = sent[0] - by_formula
+    assert sent == [sent[0]] * 3 and 0 <= manifests < 1000 < by_formula
+
+
+def test_one_rank_sends_nothing_and_all_forms_are_one() -> None:
+    rows = [replace(PLAN, ranks=1).row(form) for form in ALL_FORMS]
+    assert len({(row.held, row.token.total, row.prefill.total) for row in rows}) == 1
+    assert rows[0].token.exchange == rows[0].prefill.exchange == rows[0].exchange == 0
+
+
+def test_tensor_parallel_copies_what_it_has_no_heads_for() -> None:
+    same = [PLAN.row(form) for form in (SPLIT_BY_HEADS, TENSOR)]
+    assert same[0].held == same[1].held and same[0].token == same[1].token
+    tree, tensor = (replace(PLAN, ranks=16).row(form) for form in (SPLIT_BY_HEADS, TENSOR))
+    assert tensor.cache == 2 * tree.cache == PLAN.row(TENSOR).cache
+    assert replace(PLAN, ranks=12).row(TENSOR).refusal == "uneven"
+
+
+def test_data_parallel_ranks_have_sequences_of_their_own() -> None:
+    cache = PLAN.model.layers * PLAN.model.kv_bytes * PLAN.work.context
+    for sequences, own in ((1, 1), (8, 1), (9, 2)):
+        plan = replace(PLAN, work=replace(PLAN.work, sequences=sequences))
+        data, tree = plan.row(DATA), plan.row(WHOLE)
+        assert data.cache == own * cache and tree.cache == sequences * cache / 8
+        alone = replace(PLAN, ranks=1).row(WHOLE).prefill.total
+        assert data.prefill.total == own * alone
+    # By hand: all weights but the embedding, and all keys and values, at 4.8 TB/s.
+    read = 2 * (32 * 218_103_808 + 128256 * 4096) + 131072 * 32 * 4096
+    assert PLAN.row(DATA).token.total == pytest.approx(read / 4.8e12)
+
+
+def test_many_sequences_take_arithmetic() -> None:
+    def local(sequences: int) -> float:
+        work = Work(context=1, sequences=sequences)
+        return replace(PLAN, work=work).row(WHOLE).token.local
+
+    assert local(2) == pytest.approx(local(1), rel=1e-5)  # all weights are read once
+    assert local(4000) == pytest.approx(2 * local(2000), rel=1e-2)
+
+
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_longest_context_fits_and_the_next_does_not(form: str) -> None:
+    longest = PLAN.longest(form)
+    assert 0 < longest < MAX_CONTEXT
+    assert PLAN.at(longest).row(form).refusal == ""
+    assert PLAN.at(longest + 1).row(form).refusal == "no room"
+
+
+def test_longest_context_has_bounds() -> None:
+    small = replace(PLAN, model=TINY)
+    assert small.longest(WHOLE) == MAX_CONTEXT
+    assert replace(PLAN, model=NAMED["llama-3.1-405b"]).longest(WHOLE) == 0
+
+
+def test_break_even_is_the_first_context_that_pays() -> None:
+    context = PLAN.break_even(WHOLE, DATA)
+    assert context is not None and context > 1
+
+    def gain(context: int) -> float:
+        rows = (PLAN.at(context).row(form) for form in (DATA, WHOLE))
+        data, tree = (row.token.total for row in rows)
+        return data - tree
+
+    assert gain(context - 1) <= 0 < gain(context)
+    busy = replace(PLAN, work=replace(PLAN.work, sequences=8))
+    assert busy.break_even(WHOLE, DATA) is None
+
+
+def test_verdicts() -> None:
+    eight = verdicts(PLAN)
+    assert f"from {PLAN.break_even(WHOLE, DATA):,} tokens on; a whole model and" in eight[0]
+    assert "8 ranks split the 8 heads" in eight[1]
+    sixteen = replace(PLAN, ranks=16)
+    assert f"from {sixteen.break_even(SPLIT_BY_HEADS, TENSOR):,}" in verdicts(sixteen)[1]
+    busy = replace(PLAN, work=replace(PLAN.work, sequences=8))
+    assert "no sooner than data parallel at any context" in verdicts(busy)[0]
+    large = replace(
+        PLAN, model=NAMED["llama-3.1-70b"], hosts=replace(H200, machine=MACHINES["h100"])
+    )
+    assert verdicts(large)[0].endswith("a whole model does not fit on a rank.")
+    assert len(verdicts(replace(PLAN, ranks=12))) == 1
+    assert verdicts(replace(PLAN, ranks=1)) == ["One rank has nobody to share a cache with."]
+
+
+def test_best_form_is_the_soonest_that_fits() -> None:
+    best = PLAN.best()
+    assert best is not None and best.form == SPLIT_BY_HEADS
+    assert best.token.total == min(row.token.total for row in PLAN.rows() if not row.refusal)
+    slow = replace(PLAN, model=NAMED["llama-3.2-1b"], hosts=Hosts(H200.machine, LINKS["1gbe"]))
+    soonest = slow.at(1 << 24).best()
+    # Of two with the same token the one with the sooner prompt.
+    assert soonest is not None and soonest.form == PROMPTS
+
+
+def test_changes_are_in_the_order_of_their_tokens() -> None:
+    found = changes(PLAN)
+    times = [row.token.total for _, row in found if row is not None]
+    assert times == sorted(times) and len(times) == len(found)
+    assert {text for text, _ in found} == {
+        AS_IT_IS,
+        "cache in int8",
+        "16 ranks on this link",
+        "4 ranks",
+        "a link of twice the bandwidth",
+        "rounds in half the time",
+    }
+    assert dict(found)[AS_IT_IS] == PLAN.best()
+    half = replace(PLAN, model=replace(MODEL, kv_dtype="int8"), ranks=1)
+    assert [text for text, _ in changes(half)] == ["2 ranks on this link", AS_IT_IS]
+
+
+def test_changes_name_the_ranks_on_which_something_fits() -> None:
+    large = replace(PLAN, model=NAMED["llama-3.1-405b"], ranks=2)
+    assert large.best() is None
+    text, row = changes(large)[0]
+    assert text == "8 ranks on this link" and row is not None
+    assert replace(large, ranks=4).best() is None
+    assert dict(changes(large))[AS_IT_IS] is None
+
+
+def test_every_tree_form_says_so() -> None:
+    assert {row.form for row in PLAN.rows() if row.name.startswith("tree, ")} == set(FORMS)
