@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -90,11 +89,27 @@ def test_other_models_are_refused(family: str, options: dict[str, object], sente
         from_config("tiny", AutoConfig.for_model(family, **sizes, **options))
 
 
-@pytest.mark.parametrize("content", ["{", "[]", json.dumps({"model_type": "nothing"})])
-def test_damaged_configurations_are_refused(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"model_type": "nothing"}',
+        '{"model_type": "nothing", "auto_map": {"AutoConfig": "code.Config"}}',  # runs no code
+        '{"model_type": "llama", "hidden_size": "64"}',
+        '{"model_type": "llama", "num_attention_heads": 0}',
+    ],
+)
+def test_damaged_configurations_are_refused_in_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"config\.json cannot be read: "):
+    with pytest.raises(ValueError, match=r"config\.json cannot be read: .+\Z"):
         find_model(str(tmp_path))
+
+
+def test_sizes_are_positive() -> None:
+    config = AutoConfig.for_model("llama", **(TINY | {"num_hidden_layers": 0}))
+    with pytest.raises(ValueError, match="tiny: num_hidden_layers must be at least 1, got 0"):
+        from_config("tiny", config)
 
 
 def test_unknown_names_list_the_known_ones() -> None:

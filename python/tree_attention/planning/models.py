@@ -75,6 +75,10 @@ FAMILIES = (
     *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "granite", "olmo", "olmo2"),
     *("smollm3", "seed_oss", "helium", "glm", "glm4"),
 )
+_SIZES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
 
 
 def find_model(name: str) -> Model:
@@ -96,9 +100,10 @@ def find_model(name: str) -> Model:
             "reading config.json needs transformers: pip install 'tree-attention[hf]'"
         ) from error
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=True)
-    except (OSError, TypeError, ValueError, KeyError) as error:
-        raise ValueError(f"{name}/config.json cannot be read: {error}") from error
+        config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the classes of transformers' checks are of many kinds
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{name}/config.json cannot be read: {reason}") from error
     return from_config(Path(name).resolve().name, config)
 
 
@@ -117,13 +122,16 @@ def from_config(name: str, config: Any) -> Model:
     # Mistral's window is that of all layers, and comes without layer_types.
     if kinds or getattr(config, "sliding_window", None) is not None:
         raise ValueError(f"{name} has layers that see a window: what they keep is not planned for")
+    for size in _SIZES:
+        if (getattr(config, size) or 0) < 1:
+            raise ValueError(f"{name}: {size} must be at least 1, got {getattr(config, size)}")
     return Model(
         name,
         config.num_hidden_layers,
         config.hidden_size,
         config.intermediate_size,
         config.num_attention_heads,
-        getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        config.num_key_value_heads,
         config.vocab_size,
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         tied=config.tie_word_embeddings,
