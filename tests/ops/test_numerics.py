@@ -52,4 +52,6 @@ def test_page_holds_a_full_table(numerics):
         f"| {scores} |" for scores in numerics.SCORES
     ))]  # fmt: skip
     assert len(rows) == len(numerics.SCORES) * len(numerics.LENGTHS)
-    assert "WRONG" not in page and "-dirty" not in page
+    # The table of tensor cores has WRONG where the sums of a GPU would break the bound.
+    measured = page.partition("<!-- measured: begin")[2].partition("<!-- measured: end")[0]
+    assert measured and "WRONG" not in measured and "-dirty" not in page
