@@ -109,8 +109,8 @@ OF_8_BITS = [
     of_8_bits(
         "columns of o are in the order of 16 bits",
         "tile_mma_8_bits.cuh",
-        "n / 2 * 16 + lane % 4 * 4 + c % 2 * 2 + n % 2;",
-        "n * 8 + lane % 4 * 2 + c % 2;",
+        "n / 2 * 16 + threadIdx.x % 4 * 4 + c % 2 * 2 + n % 2;",
+        "n * 8 + threadIdx.x % 4 * 2 + c % 2;",
     ),
     of_8_bits("bytes have no sign", "widen.cuh", "(bytes & both(0x80)) | ", ""),
     of_8_bits("float8 has no sign", "widen.cuh", " | (upper & kSign);", ";", FLOAT8),

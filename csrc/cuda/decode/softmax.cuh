@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // From products to weights: the score terms, the mask and the online softmax of one warp's 16 rows.
-// A thread holds two rows as tile_mma.cuh says. A weight is one fma, from the natural score to
+// A thread holds two rows as warp_tile.cuh says. A weight is one fma, from the natural score to
 // units of log2 below the maximum, and one ex2: the product is not rounded, and the rounding of the
 // maximum is the same in all weights and in the state. Natural logarithms leave the kernel.
 #pragma once

@@ -57,6 +57,8 @@ struct TileConfig {
   static constexpr int kRowGroups = kRows / 16;  // warps of a key group
   static constexpr int kKeyGroups = kWarps / kRowGroups;
 
+  static constexpr int kWarpColumns = kHeadDim;  // of o that a warp has
+
   using QueryRows = TileRows<kHeadDim* static_cast<int>(sizeof(Element))>;
   using CachedRows = TileRows<kHeadDim* static_cast<int>(sizeof(Cached))>;
 

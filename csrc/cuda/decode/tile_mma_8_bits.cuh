@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // The tile of tile_mma.cuh for keys and values of 8 bits, which become 16 in registers: the same
-// rows and scores per thread, the same functions. ldmatrix sees pairs of bytes as elements: a
-// thread receives columns 4 t to 4 t + 3 of a key where it would receive two, and two columns of
-// each of two values. So that these are operands as they come, columns are permuted inside each
-// chunk of 16, of queries and keys alike for the scores, which do not notice, and of o for the
-// values.
+// functions. ldmatrix sees pairs of bytes as elements: a thread receives columns 4 t to 4 t + 3 of
+// a key where it would receive two, and two columns of each of two values. So that these are
+// operands as they come, columns are permuted inside each chunk of 16, of queries and keys alike
+// for the scores, which do not notice, and of o for the values.
 #pragma once
 
 #include "tile_mma.cuh"
@@ -14,43 +13,24 @@
 namespace tree_attention::cuda {
 
 template <typename Config, typename Element>
-class TileMma8Bits {
+class TileMma8Bits : public WarpTile<Config, TileMma8Bits<Config, Element>> {
  public:
   // A step must not hold more scores than registers allow beside o and what becomes 16 bits.
-  static constexpr int kMaxStepKeys = Config::kHeadDim > 64 ? 16 : 32;
+  static constexpr int kMaxStepKeys = Config::kWarpColumns > 64 ? 16 : 32;
 
-  // The queries at `queries` may be overwritten afterwards only if they are kept in registers.
-  __device__ void load_queries(const char* queries, int row_group) {
-    queries_ = queries;
-    row_group_ = row_group;
-    if constexpr (Config::kQueriesInRegisters) {
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) load_query(q_[i], i);
-    }
-  }
-
-  // s [16, 8 kBlocks] = q [16, head_dim] k [8 kBlocks, head_dim]^T, k from row `first_key` of the
+  // s [16, 8 kBlocks] = q [16, kColumns] k [8 kBlocks, kColumns]^T, k from row `first_key` of the
   // tile on, without its scales.
   template <int kBlocks>
   __device__ void score_block(float (&s)[kBlocks][4], const char* tile, int first_key) const {
     const int lane = threadIdx.x % 32;
     const int row = first_key + lane / 16 * 8 + lane % 8;
     const uint32_t first = shared_address(tile + Rows::offset(row, lane / 8 % 2));
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-      for (int c = 0; c < 4; ++c) s[n][c] = 0.0f;
-    }
+    this->clear(s);
 #pragma unroll
     for (int i = 0; i < kChunks; i += 2) {
       uint32_t q[2][4];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if constexpr (Config::kQueriesInRegisters) {
-          for (int c = 0; c < 4; ++c) q[half][c] = q_[i + half][c];
-        } else {
-          load_query(q[half], i + half);
-        }
-      }
+      for (int half = 0; half < 2; ++half) this->get_query(q[half], i + half);
 #pragma unroll
       for (int n = 0; n < kBlocks; n += 2) {
         uint32_t k[4];
@@ -65,7 +45,7 @@ class TileMma8Bits {
     }
   }
 
-  // o [16, head_dim] += p [16, 8 kBlocks] v [8 kBlocks, head_dim], with the weights p, multiplied
+  // o [16, kColumns] += p [16, 8 kBlocks] v [8 kBlocks, kColumns], with the weights p, multiplied
   // by the scales of v, in the place of s and v from row `first_key` of the tile on.
   template <int kBlocks>
   __device__ void value_block(const float (&p)[kBlocks][4], const char* tile, int first_key) {
@@ -99,38 +79,14 @@ class TileMma8Bits {
     }
   }
 
-  __device__ void clear() {
-#pragma unroll
-    for (int n = 0; n < 2 * kChunks; ++n) {
-      for (int c = 0; c < 4; ++c) o_[n][c] = 0.0f;
-    }
-  }
-
-  __device__ void rescale(const float (&factor)[2]) {
-#pragma unroll
-    for (int n = 0; n < 2 * kChunks; ++n) {
-      for (int c = 0; c < 4; ++c) o_[n][c] *= factor[c / 2];
-    }
-  }
-
-  // As in tile_mma.cuh.
-  template <typename Store>
-  __device__ __forceinline__ void for_each_value(int begin, Store store) const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int column = n / 2 * 16 + lane % 4 * 4 + c % 2 * 2 + n % 2;
-        store(lane / 4 + c / 2 * 8, column, o_[begin / 8 + n][c]);
-      }
-    }
-  }
-
  private:
+  using Base = WarpTile<Config, TileMma8Bits>;
+  friend Base;
+  using Base::kColumns, Base::o_;
   using Cached = typename Config::Cached;
   using Rows = typename Config::CachedRows;
-  static constexpr int kChunks = Config::kHeadDim / 16;  // of 16 columns
+  static constexpr int kChunks = kColumns / 16;  // of 16 columns
+  static constexpr float kOutputScale = 1.0f;
 
   // Weights with scales have any magnitude, which float16 has not. bfloat16 has fewer digits than
   // float16 queries deserve: two of it are one weight.
@@ -147,16 +103,19 @@ class TileMma8Bits {
     }
   }
 
-  // Loads columns 16 i to 16 i + 15 of the queries of the warp's rows in the order of widen: 4 t
-  // and 4 t + 2 in the place of 2 t and 2 t + 1, 4 t + 1 and 4 t + 3 in that of 2 t + 8 and 2 t
-  // + 9.
+  static __device__ int column(int n, int c) {
+    return n / 2 * 16 + threadIdx.x % 4 * 4 + c % 2 * 2 + n % 2;
+  }
+
+  // Columns are in the order of widen: 4 t and 4 t + 2 in the place of 2 t and 2 t + 1, 4 t + 1 and
+  // 4 t + 3 in that of 2 t + 8 and 2 t + 9.
   __device__ void load_query(uint32_t (&q)[4], int i) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = 16 * row_group_ + lane / 4 + 8 * half;
+      const int row = this->first_row_ + lane / 4 + 8 * half;
       const int offset = Config::QueryRows::offset(row, 2 * i + lane % 4 / 2) + lane % 2 * 8;
-      const Pairs columns = *reinterpret_cast<const Pairs*>(queries_ + offset);
+      const Pairs columns = *reinterpret_cast<const Pairs*>(this->queries_ + offset);
       q[half] = (columns.low & 0xffff) | columns.high << 16;
       q[2 + half] = columns.low >> 16 | (columns.high & 0xffff0000);
     }
@@ -166,11 +125,6 @@ class TileMma8Bits {
   struct __align__(8) Pairs {
     uint32_t low, high;
   };
-
-  const char* queries_;
-  int row_group_;
-  uint32_t q_[Config::kQueriesInRegisters ? kChunks : 1][4];
-  float o_[2 * kChunks][4];
 };
 
 }  // namespace tree_attention::cuda

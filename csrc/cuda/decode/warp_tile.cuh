@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// What a warp holds of a tile whatever multiplies it (tile_mma.cuh, tile_mma_8_bits.cuh,
+// tile_fma.cuh): the queries of its 16 packed rows and their o. With g = lane / 4 and t = lane % 4,
+// a thread holds rows g and g + 8 (index 0 and 1 below); scores s[n] are (row 0, keys 8 n + 2 t and
+// the next; row 1, the same), and o[n] is (row 0, two columns; row 1, the same).
+#pragma once
+
+#include "tile_config.cuh"
+
+namespace tree_attention::cuda {
+
+// `Tile` is the class that derives from this one. It defines
+//   load_query(q, i)    columns 16 i to 16 i + 15 of the queries; not where they stay in memory
+//   column(n, c)        the column of o[n][c], counted from that of o[0][0] in thread 0
+//   kOutputScale        what o is multiplied by when it is stored
+template <typename Config, typename Tile>
+class WarpTile {
+ public:
+  // The queries at `queries` may be overwritten afterwards only if they are kept in registers.
+  __device__ void load_queries(const char* queries, int row_group) {
+    queries_ = queries;
+    first_row_ = 16 * row_group;
+    if constexpr (Config::kQueriesInRegisters) {
+#pragma unroll
+      for (int i = 0; i < kColumns / 16; ++i) tile().load_query(q_[i], i);
+    }
+  }
+
+  __device__ void clear() { clear(o_); }
+
+  __device__ void rescale(const float (&factor)[2]) {
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+      for (int c = 0; c < 4; ++c) o_[n][c] *= factor[c / 2];
+    }
+  }
+
+  // Calls store(row, column, o) for each of the thread's values in 32 columns from `begin`, a
+  // constant; rows are those of the warp, columns count from `begin`.
+  template <typename Store>
+  __device__ __forceinline__ void for_each_value(int begin, Store store) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        store(threadIdx.x % 32 / 4 + c / 2 * 8, Tile::column(n, c),
+              o_[begin / 8 + n][c] * Tile::kOutputScale);
+      }
+    }
+  }
+
+ protected:
+  static constexpr int kColumns = Config::kWarpColumns;
+
+  template <int kBlocks>
+  static __device__ void clear(float (&blocks)[kBlocks][4]) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      for (int c = 0; c < 4; ++c) blocks[n][c] = 0.0f;
+    }
+  }
+
+  // Columns 16 i to 16 i + 15 of the queries, from wherever they are.
+  __device__ void get_query(uint32_t (&q)[4], int i) const {
+    if constexpr (Config::kQueriesInRegisters) {
+      for (int c = 0; c < 4; ++c) q[c] = q_[i][c];
+    } else {
+      tile().load_query(q, i);
+    }
+  }
+
+  const char* queries_;
+  int first_row_;  // of the warp
+  uint32_t q_[Config::kQueriesInRegisters ? kColumns / 16 : 1][4];
+  float o_[kColumns / 8][4];
+
+ private:
+  __device__ const Tile& tile() const { return static_cast<const Tile&>(*this); }
+};
+
+}  // namespace tree_attention::cuda
