@@ -28,7 +28,10 @@ def test_emulator(program: Path) -> None:
 
 @pytest.mark.parametrize(
     "cases",
-    ["shared_cases", "edges", "many_workers", "short", "short_kinds", "int8_short", "float8_short"],
+    [
+        *("shared_cases", "edges", "many_workers", "short", "short_kinds", "columns_short"),
+        *("int8_short", "float8_short"),
+    ],
 )
 def test_decode(program: Path, cases: str) -> None:
     run(program, f"decode_{cases}")

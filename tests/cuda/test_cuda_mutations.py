@@ -16,9 +16,10 @@ import emulator_build
 from compilation import ROOT, Compiler
 from mutations import DECODE, FIXUP, OF_DECODE, WIDE, Mutation, Target
 from mutations_8_bits import FLOAT8, INT8, OF_8_BITS
+from mutations_columns import COLUMNS, OF_COLUMNS
 from mutations_one_shot import OF_ONE_SHOT, ONE_SHOT
 
-MUTATIONS = [*OF_DECODE, *OF_8_BITS, *OF_ONE_SHOT]
+MUTATIONS = [*OF_DECODE, *OF_8_BITS, *OF_COLUMNS, *OF_ONE_SHOT]
 TIME_LIMIT = 60
 
 
@@ -100,8 +101,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Mutation,
 
 @pytest.mark.parametrize(
     "target",
-    [DECODE, WIDE, FIXUP, INT8, FLOAT8, ONE_SHOT],
-    ids=["decode", "wide", "fixup", "int8", "float8", "one_shot"],
+    [DECODE, WIDE, FIXUP, INT8, FLOAT8, COLUMNS, ONE_SHOT],
+    ids=["decode", "wide", "fixup", "int8", "float8", "columns", "one_shot"],
 )
 @pytest.mark.parametrize("kind", [PLAIN, THREAD], ids=["plain", "thread"])
 def test_without_mutation(kind: Kind, target: Target) -> None:

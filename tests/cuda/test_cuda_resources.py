@@ -92,15 +92,9 @@ def test_every_kernel_is_there(kernels):
     assert built == expected and len(expected) % (34 + 24) == 0
 
 
-def test_kernels_of_models_keep_everything_in_registers(kernels):
+def test_kernels_keep_everything_in_registers(kernels):
     """A spill, or an array indexed at run time, would be traffic to local memory in the loop."""
-    chosen = [
-        k for k in kernels
-        if (k.dtype == torch.bfloat16 or k.kv_dtype in OF_8_BITS.values())
-        and k.head_dim in (64, 128)
-    ]  # fmt: skip
-    assert len({k.kv_dtype for k in chosen}) == 3
-    assert [k.name for k in chosen if k.stack or k.local] == []
+    assert [k.name for k in kernels if k.stack or k.local] == []
 
 
 def test_registers_and_shared_memory_allow_the_planned_blocks(kernels):
@@ -120,7 +114,8 @@ def test_registers_and_shared_memory_allow_the_planned_blocks(kernels):
 
 def test_two_blocks_share_a_multiprocessor():
     """With one query of a model they have 96 KB of keys and values in flight on a Hopper."""
-    for head_dim, kv_dtype in itertools.product((64, 128), (None, *OF_8_BITS.values())):
+    shapes = itertools.product((64, 128), (None, *OF_8_BITS.values()))
+    for head_dim, kv_dtype in [*shapes, (256, None)]:
         plan = emulated.plan(torch.bfloat16, head_dim, 8, emulated.H100, kv_dtype)
         assert (plan.row_tile, plan.num_threads, plan.blocks_per_sm) == (16, 128, 2)
         assert plan.num_stages >= 3

@@ -8,9 +8,14 @@ import pytest
 from sass import Code, disassemble
 from sass_paths import blocks_of, shortest_cycle
 
-SOURCES = ("lean_decode_bf16_64", "lean_decode_bf16_128", "lean_decode_fp32_64")
+SOURCES = (
+    *("lean_decode_bf16_64", "lean_decode_bf16_128", "lean_decode_bf16_256"),
+    *("lean_decode_fp32_64", "lean_decode_fp32_256"),
+)
+# These also copy scales, of four bytes, and their code is larger.
+SOURCES_OF_8_BITS = ("lean_decode_bf16_int8_256", "lean_decode_bf16_float8_256")
 # More than the largest of them has, which is that of 64 rows.
-MAX_CODE_BYTES = 132 * 1024
+MAX_CODE_BYTES = 134 * 1024
 
 # By head_dim and rows: instructions per tile of contiguous keys, and of pages.
 TILE_BUDGETS = {"Li64ELi16E": (375, 426), "Li128ELi16E": (340, 392)}
@@ -26,6 +31,11 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_no_local_memory(kernels):
     """Neither spills nor arrays that are indexed at run time."""
     assert [(k.name, k.count(r"LDL|STL")) for k in kernels if k.count(r"LDL|STL")] == []
+
+
+@pytest.mark.parametrize("source", SOURCES_OF_8_BITS)
+def test_no_local_memory_with_8_bits(source, tmp_path):
+    test_no_local_memory(disassemble(source, "sm_90a", tmp_path))
 
 
 def test_no_indirect_branches(kernels):

@@ -42,6 +42,7 @@ void test_decode_shared_cases();
 void test_decode_edges();
 void test_decode_many_workers();
 void test_decode_short();
+void test_decode_columns_short();
 void test_decode_short_kinds();
 void test_decode_wide();
 void test_decode_int8_short();
@@ -64,6 +65,7 @@ int main(int argc, char** argv) {
             {"decode_edges", test_decode_edges},
             {"decode_many_workers", test_decode_many_workers},
             {"decode_short", test_decode_short},
+            {"decode_columns_short", test_decode_columns_short},
             {"decode_short_kinds", test_decode_short_kinds},
             {"decode_wide", test_decode_wide},
             {"decode_int8_short", test_decode_int8_short},

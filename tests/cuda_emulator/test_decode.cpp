@@ -188,6 +188,14 @@ void test_decode_wide() {
   check({1, 1, 4, 20, 70, 128, 96, kBFloat16, 0, false, 0.0f, true}, {2}, {kLarge}, 1);
 }
 
+// Column groups, with two steps of a tile and with four.
+void test_decode_columns_short() {
+  check({1, 2, 4, 1, 64 * 5 + 1, 256, 256, kBFloat16, 0, false, 0.0f, false, kInt8}, {1, 2},
+        {kLarge}, kShortSeeds);
+  check({1, 2, 1, 40, 64 * 3, 256, 144, kBFloat16, 0, false, 0.0f, true, kInt8}, {1}, {kLarge},
+        kShortSeeds);
+}
+
 // The other kinds of tiles, and the other ways to share out a tile's copies.
 void test_decode_short_kinds() {
   test_decode_wide();

@@ -37,7 +37,7 @@ struct RowCombination {
   float inverse_sum;
   float lse;
 
-  // statistics[g * stride] is that of key group g's warp.
+  // statistics[g * stride] is that of a warp of key group g.
   __device__ RowCombination(const WarpStatistics* statistics, int stride, int row) {
     float maximum = -INFINITY;
 #pragma unroll
@@ -96,25 +96,26 @@ __device__ void combine_warps(const Tile& tile, const OnlineSoftmax& softmax,
   static_assert(Config::kWarps * sizeof(WarpStatistics) == Config::kStatisticsBytes);
   auto* statistics = reinterpret_cast<WarpStatistics*>(shared + Config::kStatistics);
   const GroupOutputs<Config> outputs(stage);
-  const int warp = threadIdx.x / 32;
-  const int row_group = warp % Config::kRowGroups, key_group = warp / Config::kRowGroups;
+  const WarpGroups<Config> groups;
 
-  store_statistics(softmax, statistics[warp]);
+  store_statistics(softmax, statistics[threadIdx.x / 32]);
   sync_key_group<Config>();  // its keys and values in the stage have been read
 #pragma unroll
   for (int begin = 0; begin < Config::kHeadDim; begin += kColumns) {
     const int num_columns = min(kColumns, Config::kHeadDim - begin);
     if (begin > 0) __syncthreads();  // before the next columns
 #pragma unroll
-    for (int block = 0; block < num_columns; block += 32) {
-      tile.for_each_value(begin + block, [&](int row, int column, float o) {
-        *outputs.at(key_group, 16 * row_group + row, block + column) = o;
+    for (int own = 0; own < Config::kWarpColumns; own += 32) {
+      const int block = groups.column * Config::kWarpColumns + own - begin;
+      if (block < 0 || block >= num_columns) continue;
+      tile.for_each_value(own, [&](int row, int column, float o) {
+        *outputs.at(groups.key, 16 * groups.row + row, block + column) = o;
       });
     }
     __syncthreads();
     for (int row = threadIdx.x / 8; row < rows.count; row += Config::kThreads / 8) {
       const RowCombination<Config::kKeyGroups> combination(statistics + row / 16,
-                                                           Config::kRowGroups, row % 16);
+                                                           Config::kGroupWarps, row % 16);
       if (begin == 0 && threadIdx.x % 8 == 0) sink.store_lse(row, combination.lse);
 #pragma unroll 1  // a store has a branch for each dtype: copies of it take longer to fetch
       for (int block = 0; block < num_columns; block += 32) {

@@ -5,6 +5,7 @@
 // leaves an output that it shares with other blocks to whichever of them arrives last.
 #pragma once
 
+#include "column_groups.cuh"
 #include "combine_warps.cuh"
 #include "fixup.cuh"
 #include "instances.cuh"
@@ -30,13 +31,15 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
                        const OutputRows& rows, int number, Loader<Element, Config>& loader,
                        Ring<Config>& ring, TileOf<Element, Config>& tile, OnlineSoftmax& softmax) {
   using Tile = TileOf<Element, Config>;
+  using Cached = typename Config::Cached;
   constexpr int kStepKeys =
       Config::kGroupKeys < Tile::kMaxStepKeys ? Config::kGroupKeys : Tile::kMaxStepKeys;
   static_assert(Config::kGroupKeys % kStepKeys == 0);
-  const int warp = threadIdx.x / 32;
-  const int row_group = warp % Config::kRowGroups, key_group = warp / Config::kRowGroups;
-  const bool has_rows = 16 * row_group < rows.count;
-  const RowScores row_scores(params, rows, output.keys(), 16 * row_group);
+  constexpr int kSteps = Config::kGroupKeys / kStepKeys;
+  const WarpGroups<Config> groups;
+  const int first_column = groups.column * Config::kWarpColumns;
+  const bool has_rows = 16 * groups.row < rows.count;
+  const RowScores row_scores(params, rows, output.keys(), 16 * groups.row);
 
   tile.clear();
   softmax.clear();
@@ -49,17 +52,20 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
     if (last_output == number) {
       ring.wait_for_keys();
       __syncthreads();  // all threads fetched the queries
-      tile.load_queries(loader.queries(number), row_group);
+      tile.load_queries(loader.queries(number) + first_column * sizeof(Element), groups.row);
       if constexpr (Config::kQuerySlots == 1) __syncthreads();  // the next may be fetched
       ++last_output;
       continue;
     }
 #pragma unroll
-    for (int step = 0; step < Config::kGroupKeys / kStepKeys; ++step) {
-      const int key = key_group * Config::kGroupKeys + step * kStepKeys;
+    for (int step = 0; step < kSteps; ++step) {
+      const int key = groups.key * Config::kGroupKeys + step * kStepKeys;
       float s[kStepKeys / 8][4];
+      if (has_rows) tile.score_block(s, ring.keys() + first_column * sizeof(Cached), key);
+      if constexpr (Config::kColumnGroups > 1) {
+        add_other_columns<Config, kSteps>(s, step, has_rows);
+      }
       if (has_rows) {
-        tile.score_block(s, ring.keys(), key);
         if constexpr (Config::kHasScales) row_scores.scale_products(s, ring.key_scales() + key);
         row_scores.apply(s, output.first_key(i) + key);
         softmax.update(s, tile);
@@ -72,7 +78,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
         if constexpr (Config::kHasScales) {
           row_scores.scale_weights(s, ring.value_scales() + key, output.first_key(i) + key);
         }
-        tile.value_block(s, ring.values(), key);
+        tile.value_block(s, ring.values() + first_column * sizeof(Cached), key);
       }
     }
     ring.pop();
@@ -93,11 +99,13 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
 
 // Grid: plan.num_workers blocks of the lean partition, one-dimensional: as many as are resident on
 // the device, or fewer where the line is short (plan.cu).
-// Block: Config::kThreads threads, whose warps are kRowGroups x kKeyGroups: warp w has the 16 rows
-// of row group w % kRowGroups and the keys of key group w / kRowGroups of every tile.
+// Block: Config::kThreads threads, whose warps are kKeyGroups x kColumnGroups x kRowGroups, the row
+// groups side by side: a warp has the 16 rows of its row group, the keys of its key group of every
+// tile, and the columns of its column group of q, K, V and o.
 // Dynamic shared memory, by the offsets of TileConfig:
 //   kQueries     [kQuerySlots][kRows][kHeadDim]: of the current output, or of it and the next
-//   kScratch     the weights of a fix-up
+//   kScratch     products [2][kWarps][16][keys of a step] that column groups exchange, then the
+//                weights of a fix-up
 //   kStatistics  [kWarps]: maximum and sum of each warp's rows
 //   kSchedule    the block's range of the line
 //   kRing        [num_stages]: [K, V][kTileKeys][kHeadDim], [of K, of V][kTileKeys] scales
@@ -109,6 +117,7 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
 //     Loader::fill       loader.cuh   requests tiles ahead (tile_copies.cuh: by which thread)
 //     Ring               ring.cuh     stages, and the waits for what was requested
 //     Tile::score_block  tile_mma.cuh, tile_mma_8_bits.cuh, tile_fma.cuh  s = q k
+//     add_other_columns  column_groups.cuh  the sum of the column groups' products
 //     RowScores::apply   softmax.cuh  scale, softcap, ALiBi, mask
 //     OnlineSoftmax      softmax.cuh  weights, running maximum and sum
 //     Tile::value_block  the same  o += p v

@@ -4,6 +4,7 @@
 // on.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 
@@ -44,20 +45,20 @@ struct TileRows {
 
 // A warp owns 16 packed rows (the m of mma.m16n8k16). Warps whose keys are the same form a key
 // group; the key groups of a block split each tile's keys, so that with 16 rows every byte of K and
-// V is read from shared memory once.
+// V is read from shared memory once. Inside a key group, column groups split head_dim where the o
+// of 16 rows would fill a warp's registers.
 template <typename Element, int kHeadDim_, int kRows_, typename Cached_ = Element>
 struct TileConfig {
   using Cached = Cached_;                     // of keys and values, maybe of 8 bits
   static constexpr int kHeadDim = kHeadDim_;  // that is compiled; the call's may be smaller
   static constexpr int kRows = kRows_;        // packed rows of an output
-  // 256 columns fill the registers of a warp and the stages of the ring: fewer warps take fewer
-  // keys.
-  static constexpr int kWarps = kRows > 64 ? 8 : kRows > 32 || kHeadDim <= 128 ? 4 : 2;
+  static constexpr int kRowGroups = kRows / 16;
+  static constexpr int kColumnGroups = kHeadDim > 128 ? 2 : 1;
+  static constexpr int kGroupWarps = kRowGroups * kColumnGroups;  // of a key group
+  static constexpr int kWarps = kGroupWarps > 4 ? 8 : 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kRowGroups = kRows / 16;  // warps of a key group
-  static constexpr int kKeyGroups = kWarps / kRowGroups;
-
-  static constexpr int kWarpColumns = kHeadDim;  // of o that a warp has
+  static constexpr int kKeyGroups = kWarps / kGroupWarps;
+  static constexpr int kWarpColumns = kHeadDim / kColumnGroups;  // of q, K, V and o
 
   using QueryRows = TileRows<kHeadDim* static_cast<int>(sizeof(Element))>;
   using CachedRows = TileRows<kHeadDim* static_cast<int>(sizeof(Cached))>;
@@ -75,12 +76,15 @@ struct TileConfig {
   static constexpr int kValueScales = kKeyScales + kScaleBytes;
   static constexpr int kStageBytes = kValueScales + kScaleBytes;
 
-  // Queries move to registers where there are enough of them. Elsewhere they are read from shared
-  // memory for each tile, and the next output's queries need a place of their own.
-  static constexpr bool kQueriesInRegisters = sizeof(Element) == 2 && kHeadDim <= 128;
+  // Queries of 16 bits move to registers. Others are read from shared memory for each tile, and the
+  // next output's queries need a place of their own.
+  static constexpr bool kQueriesInRegisters = sizeof(Element) == 2;
   static constexpr int kQuerySlots = kQueriesInRegisters ? 1 : 2;
   static constexpr int kQueryBytes = kRows * QueryRows::kBytes;
 
+  // Products that column groups exchange: those of a thread for 32 keys.
+  static constexpr int kProductBytes = kColumnGroups > 1 ? kThreads * 64 : 0;
+  static constexpr int kScratchBytes = std::max(kFixupScratchBytes, kProductBytes);
   static constexpr int kStatisticsBytes =
       kWarps * 16 * 2 * 4;                    // (maximum, sum) of each warp's rows
   static constexpr int kScheduleBytes = 512;  // schedule.cuh asserts what it needs
@@ -88,7 +92,7 @@ struct TileConfig {
   // Offsets in dynamic shared memory, the ring last: its length is the plan's.
   static constexpr int kQueries = 0;
   static constexpr int kScratch = kQueries + kQuerySlots * kQueryBytes;
-  static constexpr int kStatistics = kScratch + kFixupScratchBytes;
+  static constexpr int kStatistics = kScratch + kScratchBytes;
   static constexpr int kSchedule = kStatistics + kStatisticsBytes;
   static constexpr int kRing = (kSchedule + kScheduleBytes + 127) / 128 * 128;
 

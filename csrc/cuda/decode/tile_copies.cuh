@@ -11,10 +11,19 @@
 
 namespace tree_attention::cuda {
 
+// The groups of this thread's warp: the row groups of a column group are neighbours, and so are the
+// column groups of a key group.
+template <typename Config>
+struct WarpGroups {
+  const int row = threadIdx.x / 32 % Config::kRowGroups;
+  const int column = threadIdx.x / 32 / Config::kRowGroups % Config::kColumnGroups;
+  const int key = threadIdx.x / 32 / Config::kGroupWarps;
+};
+
 // A barrier of the threads that copy the same keys.
 template <typename Config>
 __device__ void sync_key_group() {
-  if constexpr (Config::kRowGroups == 1) {
+  if constexpr (Config::kGroupWarps == 1) {
     __syncwarp();
   } else {
     __syncthreads();
@@ -26,9 +35,9 @@ __device__ void sync_key_group() {
 // are kPeriodKeys further on.
 template <typename Config>
 struct ChunkCopies {
-  static constexpr int kKeys = Config::kGroupKeys / Config::kRowGroups;  // of a warp
-  static constexpr int kChunks = Config::CachedRows::kChunks;            // of a key
-  static constexpr int kCount = kKeys * kChunks / 32;                    // of a thread
+  static constexpr int kKeys = Config::kGroupKeys / Config::kGroupWarps;  // of a warp
+  static constexpr int kChunks = Config::CachedRows::kChunks;             // of a key
+  static constexpr int kCount = kKeys * kChunks / 32;                     // of a thread
   static constexpr int kPeriod = std::lcm(32, kChunks) / 32;
   static constexpr int kPeriodKeys = 32 * kPeriod / kChunks;
   static_assert(kKeys * kChunks % 32 == 0 && kCount % kPeriod == 0);
