@@ -61,14 +61,14 @@ OF_8_BITS = [
     of_8_bits(
         "scales are fetched one key further",
         "loader.cuh",
-        "(next_.first_key() + row) * stride[2]",
-        "(next_.first_key() + row + 1) * stride[2]",
+        "key_of_lane(i) * stride[2];",
+        "(key_of_lane(i) + 1) * stride[2];",
     ),
     of_8_bits(
         "scales of a page are taken for those of another",
         "loader.cuh",
-        "place_in_pages(scale_pages_, i, stride)",
-        "place_in_pages(scale_pages_, i, stride) % stride[0]",
+        "paged() ? places.value[i] :",
+        "paged() ? places.value[i] % stride[0] :",
     ),
     of_8_bits(
         "the scales of keys travel with the values",
