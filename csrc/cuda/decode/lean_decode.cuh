@@ -57,7 +57,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
       ++last_output;
       continue;
     }
-#pragma unroll
+#pragma unroll 1  // the code of a step is long
     for (int step = 0; step < kSteps; ++step) {
       const int key = groups.key * Config::kGroupKeys + step * kStepKeys;
       float s[kStepKeys / 8][4];
