@@ -86,5 +86,12 @@ def test_errors() -> None:
         alibi_slopes(0)
     with pytest.raises(ValueError, match="max_distance above half of it, got 32 and 16"):
         t5_ranges(torch.tensor([[1]]), max_distance=16)
+    with pytest.raises(
+        ValueError, match=r"t5_ranges: slots must be integers of shape \[batch, seq"
+    ):
+        t5_ranges(torch.tensor([[1.0]]))
+    for wrong in (ranges[:, 0], ranges[:, :, :0]):
+        with pytest.raises(ValueError, match="with at least 1 range, got"):
+            decode_with_range_bias(problem.q, problem.k, problem.v, wrong, torch.zeros(8, 32))
     with pytest.raises(ValueError, match=r"= \[8, 32\], got \[8, 31\]"):
         decode_with_range_bias(problem.q, problem.k, problem.v, ranges, torch.zeros(8, 31))

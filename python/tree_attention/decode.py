@@ -74,6 +74,7 @@ def tree_decode(
             then the same for every number of ranks, of threads and of other sequences in the batch,
             on CPUs with the same instruction set. Keys are cut at multiples of so many slots, each
             rank's key_layout must cut there too, and ranks send a state for each of these blocks.
+            A query has as many ranges on every rank.
             Only with strategy "auto" and a float32 payload, on the CPU, without head_sharded and
             overlap.
         explain: print on rank 0 which strategy was taken, and the row of a table that decided.

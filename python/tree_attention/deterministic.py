@@ -61,7 +61,8 @@ def decode_by_blocks(
         # Where a rank's keys are may differ.
         note = {"keys": (key_layout, seqlen_k)}
         notes = comm.agree(signature, seconds, "tree_decode", note)
-        blocks = [_block_numbers(*note["keys"], size) for note in notes]
+        places = [note["keys"] for note in notes]
+        blocks = [_block_numbers(place[0], place[1], size) for place in places]
         numbers = [number for own in blocks for number in own]
         if len(set(numbers)) < len(numbers):
             raise ValueError(

@@ -33,7 +33,7 @@ def window(slots: Tensor, size: int) -> Tensor:
 
     Source: sliding windows, Longformer (arXiv:2004.05150), section 3.1.
     """
-    slots = _check("window", slots, size=size)
+    slots = checked_slots("window", slots, size=size)
     return _ranges(slots, [(slots + 1 - size, slots + 1)])
 
 
@@ -45,7 +45,7 @@ def first(slots: Tensor, count: int) -> Tensor:
 
     Source: attention sinks, StreamingLLM (arXiv:2309.17453), section 3.2.
     """
-    slots = _check("first", slots, count=count)
+    slots = checked_slots("first", slots, count=count)
     return _ranges(slots, [(torch.zeros_like(slots), torch.full_like(slots, count))])
 
 
@@ -63,7 +63,7 @@ def global_tokens(slots: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
 
     Source: global attention, Longformer (arXiv:2004.05150), section 3.1.
     """
-    slots = _check("global_tokens", slots, **{"the number of ranges": len(ranges)})
+    slots = checked_slots("global_tokens", slots, **{"the number of ranges": len(ranges)})
     is_global = torch.stack([(begin <= slots) & (slots < end) for begin, end in ranges]).any(0)
     return _ranges(
         slots,
@@ -92,7 +92,7 @@ def dilated(slots: Tensor, count: int, *, dilation: int, block: int = 1) -> Tens
     Source: dilated windows, Longformer (arXiv:2004.05150), section 3.1; with a window of
         `dilation` slots the strided pattern of Sparse Transformers (arXiv:1904.10509), section 4.3.
     """
-    slots = _check("dilated", slots, count=count, dilation=dilation, block=block)
+    slots = checked_slots("dilated", slots, count=count, dilation=dilation, block=block)
     ends = [slots + 1 - i * dilation for i in range(count)]
     return _ranges(slots, [(end - block, end) for end in ends])
 
@@ -112,7 +112,7 @@ def random_blocks(slots: Tensor, count: int, *, block: int, seed: int) -> Tensor
 
     Source: random attention, BigBird (arXiv:2007.14062), section 2 and appendix D.
     """
-    slots = _check("random_blocks", slots, count=count, block=block)
+    slots = checked_slots("random_blocks", slots, count=count, block=block)
     if not 0 <= seed < 2**31:
         raise ValueError(f"random_blocks: seed must be in [0, 2^31), got {seed}")
     own = slots.clamp(min=0) // block
@@ -153,7 +153,7 @@ def _hashed(x: Tensor) -> Tensor:
     return (x ^ (x >> 33 & 0x7FFFFFFF)) & 0x7FFFFFFFFFFFFFFF
 
 
-def _check(function: str, slots: Tensor, **sizes: int) -> Tensor:
+def checked_slots(function: str, slots: Tensor, **sizes: int) -> Tensor:
     """The slots in int64, in which no sum with a size overflows."""
     is_integer = not (slots.is_floating_point() or slots.is_complex() or slots.dtype == torch.bool)
     if slots.dim() != 2 or not is_integer:

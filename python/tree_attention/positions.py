@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .ops import AttentionOptions, lean_decode, merge_states
+from .patterns import checked_slots
 
 
 def alibi_slopes(num_heads_q: int) -> Tensor:
@@ -49,10 +50,12 @@ def t5_ranges(slots: Tensor, *, num_buckets: int = 32, max_distance: int = 128) 
         they are the slots up to the query's own.
 
     Raises:
-        ValueError: `num_buckets` is below 2, or `max_distance` not above half of it.
+        ValueError: `num_buckets` is below 2, `max_distance` is not above half of it, or `slots` are
+            not integers `[batch, seqlen_q]`.
 
     Source: T5 (arXiv:1910.10683), section 2.1, and `_relative_position_bucket` of its code.
     """
+    slots = checked_slots("t5_ranges", slots)
     exact = num_buckets // 2
     if num_buckets < 2 or max_distance <= exact:
         raise ValueError(
@@ -91,15 +94,20 @@ def decode_with_range_bias(
 
     Args:
         key_ranges: int32 `[batch, seqlen_q, num_ranges, 2]`; no two ranges of a query share a key.
-        bias: float32 `[num_heads_q, num_ranges]`, for T5 the transposed embedding of its buckets.
+        bias: `[num_heads_q, num_ranges]`, for T5 the transposed embedding of its buckets.
 
     Returns:
         o and lse as of `lean_decode`.
 
     Raises:
-        ValueError: `bias` has another shape.
+        ValueError: `key_ranges` or `bias` has another shape.
         RuntimeError: `lean_decode` refuses an argument.
     """
+    if key_ranges.dim() != 4 or key_ranges.shape[2] < 1:
+        raise ValueError(
+            "decode_with_range_bias: key_ranges must have shape [batch, seqlen_q, num_ranges, 2] "
+            f"with at least 1 range, got {list(key_ranges.shape)}"
+        )
     if bias.shape != (q.shape[1], key_ranges.shape[2]):
         raise ValueError(
             "decode_with_range_bias: bias must have shape [num_heads_q, num_ranges] = "
@@ -110,4 +118,4 @@ def decode_with_range_bias(
         for ranges in key_ranges.unbind(2)
     ]
     o_parts, lse_parts = (torch.stack(x) for x in zip(*states, strict=True))
-    return merge_states(o_parts, lse_parts + bias.T[:, None, :, None], out_dtype=q.dtype)
+    return merge_states(o_parts, lse_parts + bias.float().T[:, None, :, None], out_dtype=q.dtype)
