@@ -50,7 +50,7 @@ OF_8_BITS = [
         "scales are those of the first step of a tile",
         "lean_decode.cuh",
         "ring.key_scales() + key",
-        "ring.key_scales() + key_group * Config::kGroupKeys",
+        "ring.key_scales() + groups.key * Config::kGroupKeys",
     ),
     of_8_bits(
         "scales are those of the keys after",
