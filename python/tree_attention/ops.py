@@ -337,8 +337,8 @@ def reset_workspaces() -> None:
     results would be wrong. This waits for the devices and zeroes the counters. It must not be
     called while a CUDA graph is captured.
 
-    A captured graph uses the workspace of the stream it was captured on. Graphs that are to run at
-    the same time on several streams must therefore be captured on several, too.
+    A captured graph has a workspace of its own, so that graphs may run at the same time on several
+    streams; this zeroes the counters of all of them.
     """
     _extension.reset_workspaces()
 
