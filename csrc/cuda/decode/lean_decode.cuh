@@ -38,7 +38,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
   constexpr int kSteps = Config::kGroupKeys / kStepKeys;
   const WarpGroups<Config> groups;
   const int first_column = groups.column * Config::kWarpColumns;
-  const bool has_rows = groups.row == 0 || 16 * groups.row < rows.count;  // the first always
+  const bool has_rows = 16 * groups.row < rows.count;
   const RowScores row_scores(params, rows, output.keys(), 16 * groups.row);
 
   tile.clear();
@@ -57,7 +57,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
       ++last_output;
       continue;
     }
-#pragma unroll 2  // the code of a step is long
+#pragma unroll 1  // the code of a step is long
     for (int step = 0; step < kSteps; ++step) {
       const int key = groups.key * Config::kGroupKeys + step * kStepKeys;
       float s[kStepKeys / 8][4];
