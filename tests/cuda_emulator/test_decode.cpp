@@ -159,7 +159,7 @@ void test_decode_short() {
   check({1, 2, 4, 1, 128 * 6 + 1, 64, 64, kBFloat16}, {1, 2}, {kLarge, kSmall}, kShortSeeds);
   check({1, 1, 2, 10, 128 * 5, 64, 64, kBFloat16}, {1}, {kSmall}, kShortSeeds);
   check({1, 1, 1, 1, 128 * 38, 64, 64, kBFloat16}, {38}, {kLarge}, kShortSeeds);
-  check({130, 1, 1, 1, 2, 64, 64, kBFloat16, 0, false, 0.0f, true}, {2}, {kLarge}, kShortSeeds);
+  check({130, 1, 1, 1, 2, 64, 64, kBFloat16, 0, false, 0.0f, true}, {2, 7}, {kLarge}, kShortSeeds);
 }
 
 // Keys and values of 8 bits with bfloat16 and head_dim 64: several tiles per block and several
