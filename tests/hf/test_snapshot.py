@@ -180,7 +180,7 @@ def _fail_to_write(rank: int, world_size: int, directory: Path, function: str) -
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize("function", ["save_file", "_write_index"])
+@pytest.mark.parametrize("function", ["save_file", "write_index"])
 def test_a_save_that_fails_on_one_rank_leaves_the_last_one(function: str, tmp_path: Path) -> None:
     errors = run_ranks(_fail_to_write, 2, tmp_path, function)
     assert errors[0] == "OSError: no space left on device"
@@ -201,7 +201,7 @@ def test_a_full_disk_leaves_the_last_save_and_nothing_else(at_index: bool, tmp_p
     try:
         with written as write, pytest.raises(OSError, match=r"(?i)file too large"):
             if write is not None:
-                write.return_value = snapshot._File("cache-x", "")
+                write.return_value = snapshot.File("cache-x", "")
             cache.save(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -18,7 +18,7 @@ from .kv_dtypes import dtype_of
 from .layer import TreeCacheLayer
 from .layers import new_layers
 from .shard import Shard
-from .snapshot import describe_model
+from .snapshot_index import describe_model
 from .state_layer import keeps_state
 
 

@@ -7,94 +7,39 @@ alone says what belongs together: whoever is interrupted leaves the last save wh
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import json
 import math
 import os
-import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.configuration_utils import PreTrainedConfig
 
-from ..exchange.agreement import Note, Signature
+from ..exchange.agreement import Signature
 from ..exchange.link import sentence
-from ..sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
-from .kv_dtypes import KV_DTYPES
 from .outcome import on_every_rank
+from .snapshot_index import (
+    INDEX,
+    LAYOUTS,
+    PREFIX,
+    File,
+    Index,
+    Kinds,
+    check_model,
+    kv_dtype_of,
+    layers_of,
+    read_index,
+    to_disk,
+    write_index,
+)
 
 if TYPE_CHECKING:
     from .cache import TreeCache
     from .layer import TreeCacheLayer
-
-_INDEX = "index.json"
-_FORMAT, _VERSION = "tree_attention.hf.TreeCache", 1
-_PREFIX = "cache-"
-# The names of the files beside the index, finished or not.
-_OWN_NAME = re.compile(
-    rf"{_PREFIX}(\d+-of-\d+-[0-9a-f]{{16}}\.safetensors|(\d+-of-\d+|index)\.\d+\.tmp)"
-)
-_LAYOUTS = {kind.__name__: kind for kind in (BlockCyclic, Contiguous, ContiguousThenCyclic)}
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (*KV_DTYPES.values(), torch.float16, torch.bfloat16, torch.float32, torch.float64)
-}
-# What decides a model's keys and values, beside its weights.
-_MODEL_FIELDS = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "vocab_size",
-    "rope_parameters",
-    "layer_types",
-    "sliding_window",
-)
-
-
-class _File(NamedTuple):
-    """A rank's file: what its note tells the others, and the index of it."""
-
-    name: str
-    sha256: str
-
-    def note(self) -> Note:
-        return {"file": self._asdict()}
-
-
-# The dtype and the shape, without the axis of the slots, of each buffer of a layer.
-_Kinds = dict[str, tuple[torch.dtype, list[int]]]
-
-
-class _Index(NamedTuple):
-    """What the index says."""
-
-    model: dict[str, Any]
-    length: int
-    layout: ShardLayout
-    layers: list[_Kinds]
-    first_slots: list[int]  # of the layers: a sliding window has forgotten those before
-    files: list[_File]
-
-
-def describe_model(config: PreTrainedConfig) -> dict[str, Any]:
-    """What a saved cache and the model that goes on with it must have in common."""
-    fields = config.to_dict()
-    known = {name: fields.get(name) for name in _MODEL_FIELDS}
-    described: dict[str, Any] = json.loads(json.dumps(known, default=str))
-    return described
 
 
 def save(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
@@ -102,12 +47,12 @@ def save(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
     shard, path = cache.shard, Path(directory)
     comm, rank, timeout = shard.comm, shard.rank, shard.timeout
 
-    def write() -> tuple[Signature, _File]:
+    def write() -> tuple[Signature, File]:
         length = cache.common_length("save")
         kind = type(shard.layout).__name__
-        if type(shard.layout) is not _LAYOUTS.get(kind):
+        if type(shard.layout) is not LAYOUTS.get(kind):
             raise ValueError(
-                f"TreeCache.save: the layout must be one of {', '.join(_LAYOUTS)}, got {kind}; "
+                f"TreeCache.save: the layout must be one of {', '.join(LAYOUTS)}, got {kind}; "
                 "reshard the cache first"
             )
         if cache.state_layers:
@@ -120,19 +65,19 @@ def save(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
         return (
             ("length", length),
             ("layout", shard.layout),
-            ("layers", _layers_of(cache)),
+            ("layers", layers_of(cache)),
             ("first slots of the layers", [layer.first for layer in cache.kv_layers]),
         ), _write_tensors(cache, path)
 
-    file, notes = on_every_rank("TreeCache.save", comm, timeout, write, _File.note)
+    file, notes = on_every_rank("TreeCache.save", comm, timeout, write, File.note)
 
-    def write_index() -> tuple[Signature, None]:
+    def name_files() -> tuple[Signature, None]:
         if rank == 0:
             files = [file._asdict()] if len(notes) == 1 else [note["file"] for note in notes]
-            _write_index(cache, path, files)
+            write_index(cache, path, files)
         return (), None
 
-    on_every_rank("TreeCache.save", comm, timeout, write_index)
+    on_every_rank("TreeCache.save", comm, timeout, name_files)
 
 
 def restore(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
@@ -141,8 +86,8 @@ def restore(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
 
     def read() -> tuple[Signature, None]:
         path = Path(directory)
-        index, digest = _read_index(path)
-        _check_model(path, index.model, cache.model)
+        index, digest = read_index(path)
+        check_model(path, index.model, cache.model)
         _read_tensors(cache, path, index)
         return (
             ("digest of the index", digest),
@@ -153,19 +98,7 @@ def restore(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
     on_every_rank("TreeCache.load", shard.comm, shard.timeout, read)
 
 
-def _layers_of(cache: TreeCache) -> list[dict[str, Any]]:
-    """`_Kinds` of all layers, in terms of JSON."""
-
-    def described(x: Tensor) -> dict[str, Any]:
-        dtype = str(x.dtype).removeprefix("torch.")
-        return {"dtype": dtype, "shape": [*x.shape[:2], *x.shape[3:]]}
-
-    return [
-        {name: described(x) for name, x in layer.buffers().items()} for layer in cache.kv_layers
-    ]
-
-
-def _write_tensors(cache: TreeCache, path: Path) -> _File:
+def _write_tensors(cache: TreeCache, path: Path) -> File:
     shard = cache.shard
     tensors = {
         f"layers.{i}.{name}": x[:, :, layer.held()].contiguous().cpu()
@@ -173,7 +106,7 @@ def _write_tensors(cache: TreeCache, path: Path) -> _File:
         for name, x in layer.buffers().items()
     }
     place = f"{shard.rank:05}-of-{shard.world_size:05}"
-    unfinished = path / f"{_PREFIX}{place}.{os.getpid()}.tmp"
+    unfinished = path / f"{PREFIX}{place}.{os.getpid()}.tmp"
     try:
         try:
             save_file(tensors, unfinished)
@@ -181,49 +114,13 @@ def _write_tensors(cache: TreeCache, path: Path) -> _File:
             raise OSError(
                 f"TreeCache.save: {unfinished} cannot be written: {sentence(error)}"
             ) from error
-        _to_disk(unfinished)
+        to_disk(unfinished)
         digest = _digest(unfinished)
-        name = f"{_PREFIX}{place}-{digest[:16]}.safetensors"
+        name = f"{PREFIX}{place}-{digest[:16]}.safetensors"
         unfinished.replace(path / name)
     finally:
         unfinished.unlink(missing_ok=True)
-    return _File(name, digest)
-
-
-def _write_index(cache: TreeCache, path: Path, files: list[dict[str, Any]]) -> None:
-    layout = cache.shard.layout
-    index = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "model": cache.model,
-        "length": cache.common_length("save"),
-        "layout": {"kind": type(layout).__name__, **dataclasses.asdict(layout)},  # type: ignore[call-overload]
-        "layers": _layers_of(cache),
-        "first_slots": [layer.first for layer in cache.kv_layers],
-        "files": files,
-    }
-    unfinished = path / f"{_PREFIX}index.{os.getpid()}.tmp"
-    try:
-        unfinished.write_text(json.dumps(index, indent=1) + "\n")
-        _to_disk(unfinished)
-        _to_disk(path)  # the names of the files, before the index that relies on them
-        unfinished.replace(path / _INDEX)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    _to_disk(path)
-    kept = {file["name"] for file in files}
-    for old in path.glob(f"{_PREFIX}*"):
-        if old.name not in kept and _OWN_NAME.fullmatch(old.name):
-            with suppress(OSError):  # the save is whole, whether or not older files can be removed
-                old.unlink()
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    return File(name, digest)
 
 
 def _digest(path: Path) -> str:
@@ -234,81 +131,7 @@ def _digest(path: Path) -> str:
     return sha.hexdigest()
 
 
-def _read_index(path: Path) -> tuple[_Index, str]:
-    """The index of a directory, and its digest."""
-    file = path / _INDEX
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"TreeCache.load: {path} has no {_INDEX}: no cache was saved there, or it never ended"
-        ) from None
-    try:
-        entries = json.loads(content)
-        if not isinstance(entries, Mapping) or entries.get("format") != _FORMAT:
-            raise ValueError(f"its format is not {_FORMAT!r}")
-        if entries["version"] != _VERSION:
-            raise ValueError(
-                f"it is of version {entries['version']}, and this release reads {_VERSION}"
-            )
-        index = _parsed(entries)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"TreeCache.load: {file} cannot be used: {error}") from error
-    return index, hashlib.sha256(content).hexdigest()[:16]
-
-
-def _parsed(entries: Mapping[str, Any]) -> _Index:
-    arguments = dict(entries["layout"])
-    layout = _LAYOUTS[arguments.pop("kind")](**arguments)
-    length = entries["length"]
-    files = [_File(str(file["name"]), str(file["sha256"])) for file in entries["files"]]
-    layers = [_parsed_layer(layer) for layer in entries["layers"]]
-    if not isinstance(length, int) or length < 0:
-        raise ValueError(f"length must be an integer of at least 0, got {length!r}")
-    if len(files) != layout.world_size:
-        raise ValueError(f"it names {len(files)} files for {layout.world_size} ranks")
-    for file in files:
-        if not _OWN_NAME.fullmatch(file.name):  # of this directory, not of any other
-            raise ValueError(f"{file.name!r} is no name of a file")
-    model, first_slots = dict(entries["model"]), list(entries["first_slots"])
-    return _Index(model, length, layout, layers, first_slots, files)
-
-
-def _parsed_layer(entries: Mapping[str, Any]) -> _Kinds:
-    kinds = {name: (_DTYPES[kind["dtype"]], [*kind["shape"]]) for name, kind in entries.items()}
-    names = {"keys", "values"} | ({"k_scale", "v_scale"} if _kv_dtype(kinds) else set())
-    if set(kinds) != names:
-        raise ValueError(f"a layer has {sorted(kinds)}, expected {sorted(names)}")
-    dtype, (*batch_and_heads, _) = kinds["keys"]
-    for name, kind in kinds.items():
-        is_scale = name.endswith("_scale")
-        width = [] if is_scale else kind[1][2:]
-        least = int(name != "values")  # those of latents have no columns
-        is_size = all(type(size) is int and size >= least for size in kind[1])
-        if len(width) != 1 - is_scale or not is_size:
-            raise ValueError(f"{name} of a layer cannot have the sizes {kind[1]}")
-        expected = (torch.float32 if is_scale else dtype, [*batch_and_heads, *width])
-        if kind != expected:
-            raise ValueError(f"{name} of a layer is of {kind}, expected {expected}")
-    return kinds
-
-
-def _check_model(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    for name, value in own.items():
-        if saved.get(name) != value:
-            raise ValueError(
-                f"TreeCache.load: {path} is of another model: its {name} is {saved.get(name)!r}, "
-                f"and that of config {value!r}"
-            )
-
-
-def _kv_dtype(kinds: _Kinds) -> torch.dtype | None:
-    """The dtype of a layer's keys where it is one of 8 bits."""
-    dtype = kinds["keys"][0]
-    return dtype if dtype in KV_DTYPES.values() else None
-
-
-def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
+def _read_tensors(cache: TreeCache, path: Path, index: Index) -> None:
     shard, source = cache.shard, index.layout
     if len(index.layers) != len(cache.kv_layers):
         raise ValueError(
@@ -327,7 +150,7 @@ def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
         for first, limit in zip(index.first_slots, most, strict=True)
     ):
         raise ValueError(
-            f"TreeCache.load: {path / _INDEX} is damaged: first_slots of the layers must be slots "
+            f"TreeCache.load: {path / INDEX} is damaged: first_slots of the layers must be slots "
             f"up to {most}, got {index.first_slots}"
         )
     _check_sizes(path, index)
@@ -362,12 +185,12 @@ def _read_tensors(cache: TreeCache, path: Path, index: _Index) -> None:
                     }
                     local = source.count(rank, slots[first][rows[first]]) - begin
                     part = {name: x.index_select(2, local) for name, x in found.items()}
-                    _put(layer, rows[first], part, _kv_dtype(kinds))
+                    _put(layer, rows[first], part, kv_dtype_of(kinds))
     for layer in cache.kv_layers:
         layer.length = index.length
 
 
-def _check_sizes(path: Path, index: _Index) -> None:
+def _check_sizes(path: Path, index: Index) -> None:
     """Before anything is allocated by what the index says."""
     slot_bytes = [
         sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
@@ -394,8 +217,8 @@ def _check_sizes(path: Path, index: _Index) -> None:
             )
 
 
-def _allocate(layer: TreeCacheLayer, first: int, length: int, kinds: _Kinds) -> None:
-    saved = _kv_dtype(kinds)
+def _allocate(layer: TreeCacheLayer, first: int, length: int, kinds: Kinds) -> None:
+    saved = kv_dtype_of(kinds)
     if layer.kv_dtype is None:
         layer.kv_dtype = saved
 
