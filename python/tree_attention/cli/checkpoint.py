@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..exchange import ExchangeError
-from ..exchange.link import sentence
+from ..exchange.errors import sentence
 from .usage import UsageError
 
 _MAX_NAMES = 3

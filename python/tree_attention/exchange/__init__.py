@@ -11,9 +11,9 @@ that one thread does it at a time, and `self_test` that ranks round alike and me
 they should.
 """
 
-from .agreement import ExchangeError
 from .arguments import ExchangeOptions, check_options, check_timeout
 from .communicator import DEFAULT_TIMEOUT, Communicator
+from .errors import ExchangeError
 from .groups import get_communicator
 from .link import Link
 from .merge import all_merge_states

@@ -22,7 +22,7 @@ import torch
 from torch.distributed import Store
 
 from .._version import __version__
-from .link import sentence
+from .errors import ExchangeError, sentence
 
 T = TypeVar("T")
 Signature = tuple[tuple[str, object], ...]
@@ -46,14 +46,6 @@ _INTERRUPT_SECONDS = 0.05
 _EXPLAIN_SECONDS = 0.3
 _SHORTEST_POLL_SECONDS = 0.0001
 _POLL_SECONDS = 0.01
-
-
-class ExchangeError(RuntimeError):
-    """The ranks of a group could not complete an exchange; no rank has a result.
-
-    Raised on every rank that is left, within the timeout, when a rank is lost or stalled, which
-    also makes the communicator unusable, or when ranks called with different arguments.
-    """
 
 
 class Disagreement(RuntimeError):

@@ -12,9 +12,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from .agreement import ExchangeError, Note, Signature
+from .agreement import Note, Signature
 from .arguments import check_timeout, resolve_group
 from .choice import CostTable, measured_costs
+from .errors import ExchangeError
 from .link import Link
 from .resources import Resources
 from .session import Session

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -40,7 +39,6 @@ _ALL_TO_ALL = (
 )
 # No operation uses this tag: a receive with it can only end by its timeout.
 _NOBODYS_TAG = 0x7A77
-_PLACE_IN_SOURCE = re.compile(r"\[\S+\.(cc|cpp|h):\d+\] ")
 # An operation that ends at the deadline reports why a little later.
 _REPORT_SECONDS = 0.3
 
@@ -324,12 +322,6 @@ def _all_to_all_options(deadline: float) -> AllToAllOptions:
     options.timeout = remaining(deadline)
     options.asyncOp = False
     return options
-
-
-def sentence(error: BaseException) -> str:
-    """What a library's error says, without its place in the source, the C++ stack and advice."""
-    line = str(error).strip().partition("\n")[0] or type(error).__name__
-    return _PLACE_IN_SOURCE.sub("", line).partition(" This is typically")[0]
 
 
 def remaining(deadline: float) -> timedelta:

@@ -22,7 +22,8 @@ from .agreement import (
     Signature,
     ranks_text,
 )
-from .link import Link, sentence
+from .errors import sentence
+from .link import Link
 from .self_test import delivery_fault
 from .shared_memory import connect
 from .topology import Topology

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._loader import load
 from .agreement import Gather, Note, first_reason
-from .link import sentence
+from .errors import sentence
 from .rounds import is_watched
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..ops import merge_states
 from .agreement import Gather, Note, call_before, first_reason
-from .link import remaining, sentence
+from .errors import sentence
+from .link import remaining
 from .topology import Topology
 
 T = TypeVar("T")

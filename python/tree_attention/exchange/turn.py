@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
-from .agreement import ExchangeError
+from .errors import ExchangeError
 
 
 class Turn:

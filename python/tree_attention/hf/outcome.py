@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ..exchange import Communicator, ExchangeError
 from ..exchange.agreement import Note, Signature
-from ..exchange.link import sentence
+from ..exchange.errors import sentence
 
 T = TypeVar("T")
 

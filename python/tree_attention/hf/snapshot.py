@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..exchange.agreement import Signature
-from ..exchange.link import sentence
+from ..exchange.errors import sentence
 from .outcome import on_every_rank
 from .snapshot_index import (
     INDEX,

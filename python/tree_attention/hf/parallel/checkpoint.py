@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from ...exchange.link import sentence
+from ...exchange.errors import sentence
 from .plan import Cut
 from .split import set_tensor
 

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ...exchange import DEFAULT_TIMEOUT, Communicator, ExchangeError, get_communicator
 from ...exchange.arguments import resolve_group
-from ...exchange.link import sentence
+from ...exchange.errors import sentence
 
 # A slice of an axis begins at a multiple of this, so that rows of 16-bit values stay aligned.
 _GRANULE = 16
