@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ranks compare and try out before they exchange, and what they refuse then."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import run_ranks
+from fake_device import fake_cuda
+from helpers import assert_same_bits
+from test_exchange import INF, State, random_states
+from tree_attention import (
+    ExchangeError,
+    merge_states,
+)
+from tree_attention.exchange import (
+    Communicator,
+    Link,
+    choice,
+    communicator,
+    self_test,
+    session,
+)
+from tree_attention.exchange.rounds import Messages
+from tree_attention.exchange.self_test import merge_digest
+from tree_attention.exchange.strategies import STRATEGIES, Strategy, two_phase
+
+
+def agree(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    comm.agree((("prompt", "abc"),))
+    with pytest.raises(ExchangeError, match=r"rank . of 3: prompt is x2 on rank 2, x0 on rank 0"):
+        comm.agree((("prompt", "x2" if rank == 2 else "x0"),))
+    assert comm.failed is None and comm.bytes_sent == 0
+    message = torch.full((4,), rank)
+    comm.call("broadcast", (), lambda deadline: comm.link.broadcast(message, deadline))
+    assert message.tolist() == [0] * 4
+    assert comm.bytes_sent == (2 * 4 * 8 if rank == 0 else 0)
+
+
+def test_agreement_and_broadcast() -> None:
+    run_ranks(agree, 3)
+
+
+def round_otherwise(rank: int, world_size: int) -> None:
+    comm = Communicator(timeout=20.0)
+    o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
+    with mock.patch.object(communicator, "merge_digest", lambda device: f"bits of {rank // 2}"):
+        message = "test merge, as this processor rounds it, is bits of 1 on rank 2, bits of 0 on r"
+        with pytest.raises(ExchangeError, match=message):
+            comm.all_merge_states(o, lse)
+    assert comm.bytes_sent == 0
+    comm.all_merge_states(o, lse)
+
+
+def test_processors_that_round_differently_are_refused() -> None:
+    run_ranks(round_otherwise, 3)
+
+
+def misdeliver(rank: int, world_size: int, operation: str) -> str:
+    """Rank 1 finds the messages of its peers in another order."""
+    owner = Messages if operation == "run" else Link
+    original = getattr(owner, operation)
+
+    def permuted(self: Link | Messages, *args: Any) -> None:
+        original(self, *args)
+        if isinstance(self, Messages):
+            first, second = self._receive.values()
+        else:
+            first, second = args[0].unbind()[1:]
+        held = first.clone()
+        first.copy_(second)
+        second.copy_(held)
+
+    comm = Communicator(timeout=20.0)
+    o, lse = torch.ones(1, 3, 1, 8), torch.zeros(1, 3, 1)
+    with (
+        mock.patch.object(owner, operation, permuted if rank == 1 else original),
+        pytest.raises(ExchangeError) as caught,
+    ):
+        comm.all_merge_states(o, lse)
+    with pytest.raises(ExchangeError, match="has failed before: delivery test"):
+        comm.all_merge_states(o, lse)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "operation, found",
+    [
+        ("all_gather", "all_gather brought rank 1 messages 0, 2, 1 instead of 0, 1, 2"),
+        ("all_to_all", "0 to 1, 2 to 1, 1 to 1 instead of 0 to 1, 1 to 1, 2 to 1"),
+        ("run", "messages brought rank 1 messages 2 to 1, 1 to 1, 0 to 1 instead of 0 to 1, 1 to"),
+    ],
+)
+def test_messages_in_another_order_are_refused(operation: str, found: str) -> None:
+    for message in run_ranks(misdeliver, 3, operation, fresh=True, shared_memory=False):
+        assert found in message and "passed on rank" in message
+
+
+def test_one_delivery_test_for_each_kind_of_device() -> None:
+    run_ranks(count_delivery_tests, 2)
+
+
+def count_delivery_tests(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    with mock.patch.object(session, "delivery_fault", return_value="") as test:
+        for strategy, rows in (("all_gather", 2), ("all_gather", 3), ("two_phase", 3)):
+            comm.all_merge_states(
+                torch.ones(1, rows, 1, 8), torch.zeros(1, rows, 1), strategy=strategy
+            )
+        assert test.call_count == 1 and test.call_args.args[1].type == "cpu"
+        with fake_cuda():
+            comm.all_merge_states(torch.ones(1, 2, 1, 8).cuda(), torch.zeros(1, 2, 1).cuda())
+        assert test.call_count == 2 and test.call_args.args[1].type == "cuda"
+    assert comm.bytes_sent == comm.link.bytes_sent
+
+
+def miss_a_strategy(rank: int, world_size: int) -> None:
+    """Where setting it up fails, every rank knows why, and "auto" does without."""
+    comm = Communicator()
+    states = random_states(3, world_size)
+    state = tuple(x[rank] for x in states)
+
+    def set_up(link: Link, device: torch.device, *_: Any) -> str:
+        return f"there is no {device}"
+
+    chosen = Strategy(two_phase.prepare, two_phase.traffic, set_up=set_up)
+    rules = (choice.Rule("gloo", 2, choice._ANYWHERE, math.inf, "two_phase"), *choice.RULES)
+    with (
+        mock.patch.dict(STRATEGIES, {"two_phase": chosen}),
+        mock.patch.object(choice, "RULES", rules),
+    ):
+        with pytest.raises(ExchangeError, match="two_phase is not available: there is no cpu"):
+            comm.all_merge_states(*state, strategy="two_phase")
+        assert_same_bits(comm.all_merge_states(*state), merge_states(*states))
+        assert comm.unavailable(state[0].device)["two_phase"] == "there is no cpu"
+    assert comm.failed is None
+
+
+def test_strategy_that_cannot_be_set_up() -> None:
+    run_ranks(miss_a_strategy, 3)
+
+
+def agree_between_exchanges(rank: int, world_size: int) -> None:
+    """What ranks found out about strategies at the first exchange holds for all later ones."""
+    comm = Communicator()
+    states = random_states(3, world_size)
+    state = tuple(x[rank] for x in states)
+    device = torch.device("cpu")
+    assert not comm.unavailable(device)
+    comm.all_merge_states(*state)
+    known = dict(comm.unavailable(device))
+    assert known == {"one_shot": "tensors are on the cpu, not in the memory of a GPU"}
+    comm.agree((("anything", 1),))
+    assert comm.unavailable(device) == known
+    assert_same_bits(comm.all_merge_states(*state, explain=True), merge_states(*states))
+
+
+def test_agreements_between_exchanges() -> None:
+    run_ranks(agree_between_exchanges, 2)
+
+
+def test_digest_of_the_test_merge() -> None:
+    def rounds_up(o_parts: Tensor, lse_parts: Tensor) -> State:
+        o, lse = merge_states(o_parts, lse_parts)
+        return o, lse.nextafter(torch.tensor(INF))
+
+    cpu, digest = torch.device("cpu"), merge_digest.__wrapped__
+    expected = digest(cpu)
+    assert digest(cpu) == merge_digest(cpu) == expected
+    with mock.patch.object(self_test, "merge_states", rounds_up):
+        assert digest(cpu) != expected
