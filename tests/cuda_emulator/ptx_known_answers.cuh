@@ -5,7 +5,6 @@
 // shows that the strings of ptx.h and the emulator's host functions mean the same.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -15,30 +14,9 @@
 
 #include "check.h"
 #include "cuda/device.h"
+#include "known_answers_device.h"
 
 namespace tree_attention::testing {
-
-// Where the kernels run: memory that host and device both reach, and a wait for the device.
-struct Device {
-  void* (*allocate)(size_t bytes);
-  void (*synchronize)();
-
-  template <typename T>
-  T* array(const std::vector<T>& values) const {
-    T* copy = static_cast<T*>(allocate(values.size() * sizeof(T)));
-    std::copy(values.begin(), values.end(), copy);
-    return copy;
-  }
-
-  template <typename Params>
-  void run(void (*kernel)(Params), unsigned blocks, unsigned threads, size_t shared_bytes,
-           const Params& params) const {
-    CHECK(
-        cuda::launch_kernel(kernel, blocks, threads, shared_bytes, nullptr, params) == cudaSuccess,
-        "launch");
-    synchronize();
-  }
-};
 
 // Copies of 16 bytes in two groups; every fourth one is of no bytes, from nowhere.
 struct CopyParams {
