@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Run a test function on several ranks: a Gloo world of real processes on the loopback interface.
 
-    from distributed import run_ranks
+    from distributed import on_ranks, run_ranks
+
+    @on_ranks(3)
+    def test_merge(rank, world_size):
+        ...assert on every rank...
 
     def agree(rank, world_size, seed):     # module level: ranks import it by name
         ...assert on every rank...
@@ -17,6 +21,8 @@ names world, rank and case, and its processes are replaced.
 from __future__ import annotations
 
 import atexit
+import functools
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -90,6 +96,29 @@ def run_ranks(
     if not own:
         _worlds[world_size] = world
     return results
+
+
+def on_ranks(
+    world_size: int | None = None, **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a function of `rank`, `world_size` and the parameters of the test.
+
+    Without a number, the test has a parameter `world_size`. `options` are those of `run_ranks`.
+    """
+
+    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
+        _, size, *others = inspect.signature(fn).parameters.values()
+
+        @functools.wraps(fn)
+        def test(**arguments: Any) -> None:
+            ranks = arguments["world_size"] if world_size is None else world_size
+            run_ranks(test, ranks, *(arguments[other.name] for other in others), **options)
+
+        test.on_rank = fn
+        test.__signature__ = inspect.Signature([size] * (world_size is None) + others)
+        return test
+
+    return decorate
 
 
 class _World:
@@ -225,6 +254,7 @@ def _rank_main(pipe: Connection, rank: int, world_size: int) -> None:
             return
         try:
             fn, args, shared_memory = pickle.loads(request)
+            fn = getattr(fn, "on_rank", fn)
             with nullcontext() if shared_memory else _without_shared_memory():
                 answer = pickle.dumps((True, fn(rank, world_size, *args)))
         except BaseException:  # whatever it was, it is raised again where pytest sees it

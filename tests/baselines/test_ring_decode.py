@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 from helpers import assert_same_bits, make_problem, paginate
 from tree_attention import BlockCyclic, ring_decode, tree_decode
 from tree_attention.baselines.ring import MANIFEST_BYTES
@@ -18,7 +18,8 @@ from tree_attention.exchange import Communicator
 State = tuple[Tensor, Tensor]
 
 
-def decode_unlike_shards(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_shards_that_differ_in_kind(rank: int, world_size: int) -> None:
     """Ranks differ in what may differ: pages per head, shared or none, key ranges or none."""
     torch.manual_seed(2)
     problem = make_problem(seqlen_k=90)
@@ -31,10 +32,6 @@ def decode_unlike_shards(rank: int, world_size: int) -> None:
     ring = ring_decode(own.q, k, v, **options)
     problem.check(*ring)
     assert_same_bits(ring, tree_decode(own.q, k, v, **options))
-
-
-def test_shards_that_differ_in_kind() -> None:
-    run_ranks(decode_unlike_shards, 3)
 
 
 def decode_with_threads(rank: int, world_size: int, num_threads: list[int]) -> State:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 from helpers import make_problem, paginate
 from tree_attention import BlockCyclic, ring_pass_q_decode
 from tree_attention.exchange import Communicator
@@ -15,7 +15,9 @@ from tree_attention.exchange import Communicator
 State = tuple[Tensor, Tensor]
 
 
-def decode_any_split(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@on_ranks()
+def test_any_split(rank: int, world_size: int) -> None:
     """More sequences than heads or the other way round, fewer than ranks, pages, two ranks."""
     for batch, heads_kv, layout in ((1, 1, 0), (1, 5, 0), (7, 2, 0), (3, 4, 1), (4, 3, 2)):
         torch.manual_seed(batch)
@@ -26,11 +28,6 @@ def decode_any_split(rank: int, world_size: int) -> None:
             k, v, table = paginate(own.k, own.v, 8, per_head=layout == 2)
         ranges = torch.tensor([0, own.k.shape[2]], dtype=torch.int32).repeat(batch, 2, 1)
         problem.check(*ring_pass_q_decode(own.q, k, v, ranges, page_table=table))
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_any_split(world_size: int) -> None:
-    run_ranks(decode_any_split, world_size)
 
 
 def queries_travel(rank: int, world_size: int) -> State:

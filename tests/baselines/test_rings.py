@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 from helpers import assert_same_bits, make_problem
 from sharded import CASES, LAYOUTS, WORLDS, make_case, merged
 from tree_attention import BlockCyclic, lean_decode, ring_decode, ring_pass_q_decode
@@ -51,7 +51,9 @@ def test_without_process_group(name: str) -> None:
     assert_same_bits(result, lean_decode(problem.q, problem.k, problem.v, problem.key_ranges))
 
 
-def decode_nothing(rank: int, world_size: int, name: str) -> None:
+@rings
+@on_ranks(3)
+def test_calls_without_rows(rank: int, world_size: int, name: str) -> None:
     """No sequences or no queries, between calls that have some."""
     kv = torch.ones(2, 2, 5, 8)
     comm = Communicator()
@@ -62,11 +64,10 @@ def decode_nothing(rank: int, world_size: int, name: str) -> None:
 
 
 @rings
-def test_calls_without_rows(name: str) -> None:
-    run_ranks(decode_nothing, 3, name)
-
-
-def refuse_arguments(rank: int, world_size: int, name: str) -> None:
+@on_ranks(2)
+def test_arguments_are_refused_before_anything_is_sent(
+    rank: int, world_size: int, name: str
+) -> None:
     torch.manual_seed(5)
     problem = make_problem(seqlen_k=20)
     q, k, v = problem.q, problem.k, problem.v
@@ -82,11 +83,6 @@ def refuse_arguments(rank: int, world_size: int, name: str) -> None:
         decode(q, k, v, torch.zeros(2, 1, 2), group=comm)
     assert comm.bytes_sent == sent
     assert_same_bits(decode(q, k, v, group=comm), good)
-
-
-@rings
-def test_arguments_are_refused_before_anything_is_sent(name: str) -> None:
-    run_ranks(refuse_arguments, 2, name)
 
 
 def count_transfers(rank: int, world_size: int, name: str) -> tuple[list[int], int]:

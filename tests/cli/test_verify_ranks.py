@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 import tree_attention
-from distributed import run_ranks
+from distributed import on_ranks
 from tree_attention.cli.verify import Check, in_all_ranks, same_on_all_ranks, texts_of_ranks
 from tree_attention.cli.world import World
 
 
-def exchange_texts(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_texts_of_ranks(rank: int, world_size: int) -> None:
     world = World(rank, world_size)
     pickled = AssertionError("nothing that is received is unpickled")
     with mock.patch.object(dist.distributed_c10d, "_tensor_to_object", side_effect=pickled):
@@ -29,11 +31,6 @@ def exchange_texts(rank: int, world_size: int) -> None:
         assert in_all_ranks(right, world) == right
         assert same_on_all_ranks(world, torch.ones(3))
         assert not same_on_all_ranks(world, torch.full((3,), float(rank == 1)))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_texts_of_ranks(world_size: int) -> None:
-    run_ranks(exchange_texts, world_size)
 
 
 def test_package_reads_no_pickles() -> None:
