@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import Lost, run_ranks
+from distributed import Lost, on_ranks, run_ranks
 from faults import AMPLE, SLACK, TIMEOUT, Outcome, failure
 from tree_attention import Communicator, ExchangeError
 
@@ -33,7 +33,9 @@ def parts_of(counts: Sequence[int], dim: int, dtype: torch.dtype) -> list[Tensor
     return list((values * 100).to(dtype).split(list(counts), dim))
 
 
-def gather_everything(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks()
+def test_parts_of_any_size_dtype_and_strides(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
     for counts in (counts[:world_size] for counts in COUNTS):
         for dim in (0, 1, -1):
@@ -52,12 +54,8 @@ def gather_everything(rank: int, world_size: int) -> None:
     assert torch.equal(comm.all_gather(whole[rank, None], [1] * world_size, 0), whole)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_parts_of_any_size_dtype_and_strides(world_size: int) -> None:
-    run_ranks(gather_everything, world_size)
-
-
-def count_bytes(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_bytes_and_operations(rank: int, world_size: int) -> None:
     """Exactly the part's, to every other rank, in one round."""
     comm = Communicator(timeout=AMPLE)
     for counts in ((2, 2, 2), (0, 7, 1), (100_000, 1, 1)):
@@ -67,10 +65,6 @@ def count_bytes(rank: int, world_size: int) -> None:
             comm.all_gather(x, counts)
         assert comm.bytes_sent - before[0] == (world_size - 1) * x.nbytes
         assert comm.link.num_operations - before[1] == 1
-
-
-def test_bytes_and_operations() -> None:
-    run_ranks(count_bytes, 3)
 
 
 def wrong_arguments(x: Tensor, rank: int, world_size: int) -> list[tuple[tuple[Any, ...], str]]:
@@ -97,7 +91,9 @@ def wrong_arguments(x: Tensor, rank: int, world_size: int) -> list[tuple[tuple[A
     ]
 
 
-def refuse(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks()
+def test_refused_arguments(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
     x, right = torch.ones(2, 3), [3] * world_size
     for arguments, message in wrong_arguments(x, rank, world_size):
@@ -109,12 +105,8 @@ def refuse(rank: int, world_size: int) -> None:
     assert torch.equal(comm.all_gather(x, right), torch.ones(2, 3 * world_size))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_refused_arguments(world_size: int) -> None:
-    run_ranks(refuse, world_size)
-
-
-def disagree(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_disagreement_names_rank_and_field(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
     last = rank == 1  # of world 2
     for x, counts, dim, message in (
@@ -127,10 +119,6 @@ def disagree(rank: int, world_size: int) -> None:
             comm.all_gather(x, counts, dim)
     assert comm.bytes_sent == 0 and comm.failed is None
     assert torch.equal(comm.all_gather(torch.ones(3), [3, 3]), torch.ones(6))
-
-
-def test_disagreement_names_rank_and_field() -> None:
-    run_ranks(disagree, 2)
 
 
 def refuse_alone(rank: int, world_size: int) -> Outcome:
@@ -171,7 +159,9 @@ def test_lost_ranks(world_size: int, victim: int, how: str, size: int) -> None:
         assert "message" in message, message
 
 
-def gather_in_a_graph(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(timeout=COMPILING)
+def test_in_a_graph(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=COMPILING)
     counts = [2, 0, 3, 1][:world_size]
 
@@ -184,8 +174,3 @@ def gather_in_a_graph(rank: int, world_size: int) -> None:
     for _ in range(2):
         for found, expected in zip(compiled(x), twice(x), strict=True):
             assert found.dtype == expected.dtype and torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_in_a_graph(world_size: int) -> None:
-    run_ranks(gather_in_a_graph, world_size, timeout=COMPILING)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks
 from helpers import assert_same_bits
 from tree_attention import Communicator, ExchangeError
 from tree_attention.exchange import sums
@@ -31,7 +31,9 @@ def added(parts: Tensor, payload_dtype: torch.dtype) -> Tensor:
     return total.to(payload_dtype).to(parts.dtype)
 
 
-def sum_everything(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@on_ranks()
+def test_sums_have_the_bits_of_rank_order(rank: int, world_size: int) -> None:
     comm = Communicator()
     for size in (1, world_size, 1000, 50_001):
         for dtype, payload in (
@@ -60,12 +62,8 @@ def sum_everything(rank: int, world_size: int) -> None:
         assert (added(differs, FP32) != added(differs.flip(0), FP32)).any(), "order never matters"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_sums_have_the_bits_of_rank_order(world_size: int) -> None:
-    run_ranks(sum_everything, world_size)
-
-
-def sum_views(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_any_strides_and_shapes(rank: int, world_size: int) -> None:
     comm = Communicator()
     x = torch.arange(24.0).view(2, 3, 4).transpose(0, 2) + rank
     result = comm.all_reduce(x)
@@ -77,11 +75,8 @@ def sum_views(rank: int, world_size: int) -> None:
     assert result[0] == 2 and result[1].isnan() and result[2] == torch.inf
 
 
-def test_any_strides_and_shapes() -> None:
-    run_ranks(sum_views, 2)
-
-
-def count_bytes(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_bytes_and_operations(rank: int, world_size: int) -> None:
     comm = Communicator()
     for size, payload, operations in ((1000, FP32, 1), (1000, BF16, 1), (50_001, FP32, 2)):
         x = torch.ones(size)
@@ -94,11 +89,8 @@ def count_bytes(rank: int, world_size: int) -> None:
         assert comm.link.num_operations - before[1] == operations
 
 
-def test_bytes_and_operations() -> None:
-    run_ranks(count_bytes, 3)
-
-
-def refuse(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_refused_arguments(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=20.0)
     x = torch.ones(4)
     with pytest.raises(ValueError, match=r"all_reduce: x must have a floating dtype, got torch.i"):
@@ -111,7 +103,3 @@ def refuse(rank: int, world_size: int) -> None:
     with pytest.raises(ExchangeError, match=r"shape is \(5,\) on rank 1, \(4,\) on rank 0"):
         comm.all_reduce(torch.ones(4 + rank))
     assert (comm.all_reduce(x) == 2).all()
-
-
-def test_refused_arguments() -> None:
-    run_ranks(refuse, 2)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 from faults import AMPLE, QUICK, call, failure
 from tree_attention import (
     BlockCyclic,
@@ -65,7 +65,9 @@ def takes_timeout(comm: Communicator) -> dict[str, Callable[[Any], object]]:
     }
 
 
-def refuse_timeouts(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_timeouts_that_are_none(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
     for op, function in takes_timeout(comm).items():
         for timeout, kind, message in TIMEOUTS:
@@ -76,11 +78,6 @@ def refuse_timeouts(rank: int, world_size: int) -> None:
         function(timedelta(seconds=AMPLE))
     assert comm.failed is None
     assert Communicator(timeout=timedelta(minutes=1)).timeout == 60.0
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_timeouts_that_are_none(world_size: int) -> None:
-    run_ranks(refuse_timeouts, world_size)
 
 
 def differ(rank: int, world_size: int, what: str) -> str:
@@ -198,7 +195,9 @@ def test_garbage_in_the_store(content: bytes) -> None:
             assert "the store of the process group holds" in message
 
 
-def on_meta_by_default(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_default_device_is_not_the_tensors_device(rank: int, world_size: int) -> None:
     merge_digest.cache_clear()
     torch.manual_seed(0)
     q, k = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 10, 32)
@@ -230,11 +229,6 @@ def on_meta_by_default(rank: int, world_size: int) -> None:
         torch.set_default_device(None)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_default_device_is_not_the_tensors_device(world_size: int) -> None:
-    run_ranks(on_meta_by_default, world_size)
-
-
 NO_TENSORS: list[tuple[Callable[..., object], tuple[object, ...], str]] = [
     (lean_decode, (None, None, None), "lean_decode: q must be a tensor, got None"),
     (merge_states, ([1.0], [2.0]), "merge_states: o_parts must be a tensor, got [1.0]"),
@@ -245,16 +239,9 @@ NO_TENSORS: list[tuple[Callable[..., object], tuple[object, ...], str]] = [
 ]
 
 
-def refuse_no_tensors(rank: int, world_size: int) -> None:
-    for function, arguments, message in NO_TENSORS:
-        with pytest.raises(TypeError) as caught:
-            function(*arguments)
-        assert str(caught.value) == message
-    with pytest.raises(TypeError, match=r"^all_reduce: x must be a tensor, got 1.5"):
-        Communicator().all_reduce(1.5)  # type: ignore[arg-type]
-
-
-def refuse_tensors_without_values(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_tensors_without_values(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
     o, lse = states()
     message = "must be dense tensors on a device that holds values, got"
@@ -272,11 +259,8 @@ def refuse_tensors_without_values(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_tensors_without_values(world_size: int) -> None:
-    run_ranks(refuse_tensors_without_values, world_size)
-
-
-def refuse_in_rings(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_rings_refuse_as_lean_decode_does(rank: int, world_size: int) -> None:
     q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 4, 8)
     for ring in (ring_decode, ring_pass_q_decode):
         with pytest.raises(RuntimeError, match="lean_decode: k must have shape"):
@@ -290,10 +274,11 @@ def refuse_in_rings(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_rings_refuse_as_lean_decode_does(world_size: int) -> None:
-    run_ranks(refuse_in_rings, world_size)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_arguments_that_are_no_tensors(world_size: int) -> None:
-    run_ranks(refuse_no_tensors, world_size)
+@on_ranks()
+def test_arguments_that_are_no_tensors(rank: int, world_size: int) -> None:
+    for function, arguments, message in NO_TENSORS:
+        with pytest.raises(TypeError) as caught:
+            function(*arguments)
+        assert str(caught.value) == message
+    with pytest.raises(TypeError, match=r"^all_reduce: x must be a tensor, got 1.5"):
+        Communicator().all_reduce(1.5)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 from tree_attention import ExchangeError, strategies, tree_decode
 from tree_attention.exchange import Communicator, Topology, calibration
 from tree_attention.exchange.calibration import Clock
@@ -241,7 +241,8 @@ def test_table_in_a_file_decides(tmp_path: Path) -> None:
     run_ranks(choose_by_file, 4, str(path))
 
 
-def agree_on_time(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_ranks_agree_on_the_time(rank: int, world_size: int) -> None:
     comm = Communicator()
     with mock.patch.object(time, "perf_counter", lambda: time.monotonic() + 1000.0 * rank):
         clock = Clock.agree(comm.link, CPU, time.monotonic() + 60.0)
@@ -251,16 +252,9 @@ def agree_on_time(rank: int, world_size: int) -> None:
     assert rank > 0 or clock.offset == 0.0
 
 
-def test_ranks_agree_on_the_time() -> None:
-    run_ranks(agree_on_time, 3)
-
-
-def measure_for_other_times(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_measure_for_the_same_time(rank: int, world_size: int) -> None:
     comm = Communicator()
     with pytest.raises(ExchangeError, match=r"seconds is 0.5 on rank 1, 0.1 on rank 0"):
         calibration.calibrate(comm, CPU, [0.1, 0.5][rank])
     assert comm.failed is None and comm.bytes_sent == 0
-
-
-def test_ranks_measure_for_the_same_time() -> None:
-    run_ranks(measure_for_other_times, 2)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 from faults import AMPLE
 from helpers import make_problem
 from tree_attention import Communicator, ExchangeError, all_merge_states, tree_decode
@@ -66,7 +66,9 @@ def test_tree_decode_by_inductor() -> None:
     run_ranks(decode, 2, "inductor", "plain", timeout=2 * COMPILING)
 
 
-def merge_and_sum(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(timeout=COMPILING)
+def test_all_merge_states_and_all_reduce(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=COMPILING)
 
     def both(o: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
@@ -81,12 +83,9 @@ def merge_and_sum(rank: int, world_size: int) -> None:
         assert_same(compiled(*states), both(*states))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_all_merge_states_and_all_reduce(world_size: int) -> None:
-    run_ranks(merge_and_sum, world_size, timeout=COMPILING)
-
-
-def require_gradients(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(timeout=COMPILING)
+def test_gradients_are_refused_in_a_graph(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=COMPILING)
     q, k = torch.ones(1, 2, 1, 8, requires_grad=True), torch.ones(1, 1, 4, 8)
     lse = torch.zeros(1, 2, 1)
@@ -103,12 +102,8 @@ def require_gradients(rank: int, world_size: int) -> None:
             compiled()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_are_refused_in_a_graph(world_size: int) -> None:
-    run_ranks(require_gradients, world_size, timeout=COMPILING)
-
-
-def disagree(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=COMPILING)
+def test_error_in_a_graph(rank: int, world_size: int) -> None:
     """What ranks call differently is an error of the graph, which may run again."""
     comm = Communicator(timeout=COMPILING)
     q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 4, 8)
@@ -123,11 +118,10 @@ def disagree(rank: int, world_size: int) -> None:
     assert torch.equal(compiled(q, 2.0), scaled(q, 2.0))
 
 
-def test_error_in_a_graph() -> None:
-    run_ranks(disagree, 2, timeout=COMPILING)
-
-
-def check_opcheck(rank: int, world_size: int) -> None:
+# Ranks of uneven heads: each has outputs of its own shape.
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks()
+def test_schemas_and_fakes(rank: int, world_size: int) -> None:
     ops = torch.ops.tree_attention
     o, lse = torch.randn(1, 4, 1, 8), torch.randn(1, 4, 1)
     q, k = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 5, 8)
@@ -150,9 +144,3 @@ def check_opcheck(rank: int, world_size: int) -> None:
         (ops.all_gather, (o, "", [4] * world_size, 1), {"timeout": AMPLE}),
     ):
         torch.library.opcheck(op.default, arguments, options, test_utils=tests)
-
-
-# Ranks of uneven heads: each has outputs of its own shape.
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_schemas_and_fakes(world_size: int) -> None:
-    run_ranks(check_opcheck, world_size)

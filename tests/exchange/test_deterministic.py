@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 from faults import AMPLE, SLACK, TIMEOUT, failure
 from helpers import Problem, assert_same_bits, make_problem
 from tree_attention import BlockCyclic, Contiguous, lean_decode, tree_decode
@@ -111,16 +111,13 @@ def test_pages() -> None:
     problem.check(*result)
 
 
-def refuse_one_block_on_two_ranks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_that_say_the_same_keys_are_refused(rank: int, world_size: int) -> None:
     problem = make_problem(seqlen_k=64)
     with pytest.raises(
         ValueError, match=r"no two ranks may hold keys of one block, got the blocks"
     ):
         tree_decode(problem.q, problem.k, problem.v, deterministic=SIZE)
-
-
-def test_ranks_that_say_the_same_keys_are_refused() -> None:
-    run_ranks(refuse_one_block_on_two_ranks, 2)
 
 
 DISAGREEMENTS = {
@@ -131,16 +128,13 @@ DISAGREEMENTS = {
 }
 
 
-def disagree(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_ranks_that_disagree_are_refused(rank: int, world_size: int) -> None:
     problem = make_problem(seqlen_k=64)
     for field, options in DISAGREEMENTS.items():
         shared = {"deterministic": SIZE, "key_layout": (64 * rank, 1, 1)}
         with pytest.raises(ExchangeError, match=f"{field}.* rank 1"):
             tree_decode(problem.q, problem.k, problem.v, **{**shared, **options[rank]})
-
-
-def test_ranks_that_disagree_are_refused() -> None:
-    run_ranks(disagree, 2, fresh=True)
 
 
 def lose_rank_1(rank: int, world_size: int) -> float:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 from fake_device import fake_cuda
 from helpers import assert_same_bits, assert_same_non_finite
 from tree_attention import (
@@ -81,7 +81,9 @@ def test_merges_states(strategy: str, world_size: int) -> None:
             assert_same_bits(result, expected)
 
 
-def poison_rows(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", strategies())
+@on_ranks(3)
+def test_nan_stays_in_its_row(rank: int, world_size: int, strategy: str) -> None:
     """NaN reaches the rows it belongs to, on every rank, and no others."""
     o, lse = torch.ones(1, 4, 1, 8), torch.zeros(1, 4, 1)
     if rank == 1:
@@ -107,11 +109,6 @@ def poison_rows(rank: int, world_size: int, strategy: str) -> None:
         assert torch.equal(poisoned_lse[~bad_lse], lse[~bad_lse])
 
 
-@pytest.mark.parametrize("strategy", strategies())
-def test_nan_stays_in_its_row(strategy: str) -> None:
-    run_ranks(poison_rows, 3, strategy)
-
-
 def count_collectives(rank: int, world_size: int, strategy: str) -> int:
     group = dist.group.WORLD
     comm = Communicator()
@@ -129,7 +126,8 @@ def test_number_of_collectives() -> None:
     assert run_ranks(count_collectives, 3, "three_allreduce") == [3] * 3
 
 
-def write_into_send_buffer(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_kernel_writes_into_the_send_buffer(rank: int, world_size: int) -> None:
     comm = Communicator()
     comm.all_merge_states(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1))  # delivery is tested
     o, lse = comm.send_state((2, 3, 1, 16))
@@ -149,11 +147,8 @@ def write_into_send_buffer(rank: int, world_size: int) -> None:
     assert_same_bits(result, expected)
 
 
-def test_kernel_writes_into_the_send_buffer() -> None:
-    run_ranks(write_into_send_buffer, 2)
-
-
-def exchange_views_of_the_send_buffer(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_views_of_the_send_buffer(rank: int, world_size: int) -> None:
     """Views that begin where the buffer does, in another order or of another size."""
     comm = Communicator()
     generator = torch.Generator().manual_seed(0)
@@ -174,11 +169,8 @@ def exchange_views_of_the_send_buffer(rank: int, world_size: int) -> None:
         assert_same_bits(merged, expected)
 
 
-def test_views_of_the_send_buffer() -> None:
-    run_ranks(exchange_views_of_the_send_buffer, 2)
-
-
-def round_once(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_output_dtype(rank: int, world_size: int) -> None:
     o_parts, lse_parts = random_states(1, world_size)
     comm = get_communicator()
     o, lse = comm.all_merge_states(o_parts[rank], lse_parts[rank], out_dtype=torch.bfloat16)
@@ -188,11 +180,8 @@ def round_once(rank: int, world_size: int) -> None:
     assert_same_bits((o,), merge_states(half, lse_parts)[:1])
 
 
-def test_output_dtype() -> None:
-    run_ranks(round_once, 3)
-
-
-def enter_inference_mode(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_inference_mode(rank: int, world_size: int) -> None:
     """Buffers made in inference mode must serve outside of it, and the other way round."""
     comm = Communicator()
     comm.link.is_staged = lambda device: True  # type: ignore[method-assign]
@@ -206,11 +195,18 @@ def enter_inference_mode(rank: int, world_size: int) -> None:
     assert (comm.all_reduce(x) == 1).all()
 
 
-def test_inference_mode() -> None:
-    run_ranks(enter_inference_mode, 2)
+@on_ranks(2)
+def test_nccl_moves_tensors_of_the_host_through_the_device(rank: int, world_size: int) -> None:
+    link = Communicator().link
+    link._backends = {"cuda": "nccl"}
+    gpu = torch.device("cuda", 3)
+    with mock.patch.object(torch.cuda, "current_device", return_value=3):
+        assert link.transport_device(torch.device("cpu")) == link.transport_device(gpu) == gpu
+        assert not link.is_staged(gpu)
 
 
-def stage(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_staging_through_host_memory(rank: int, world_size: int) -> None:
     """Gloo with tensors of a device, played by the CPU."""
     comm, direct = Communicator(), Communicator()
     comm.link.is_staged = lambda device: True  # type: ignore[method-assign]
@@ -224,24 +220,8 @@ def stage(rank: int, world_size: int) -> None:
     assert comm.link.transport_device(torch.device("cuda", 0)) == torch.device("cpu")
 
 
-def use_nccl_alone(rank: int, world_size: int) -> None:
-    link = Communicator().link
-    link._backends = {"cuda": "nccl"}
-    gpu = torch.device("cuda", 3)
-    with mock.patch.object(torch.cuda, "current_device", return_value=3):
-        assert link.transport_device(torch.device("cpu")) == link.transport_device(gpu) == gpu
-        assert not link.is_staged(gpu)
-
-
-def test_nccl_moves_tensors_of_the_host_through_the_device() -> None:
-    run_ranks(use_nccl_alone, 2)
-
-
-def test_staging_through_host_memory() -> None:
-    run_ranks(stage, 2)
-
-
-def refuse_arguments(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_refused_arguments(rank: int, world_size: int) -> None:
     comm = Communicator()
     o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
     for strategy in ("butterfly-ish", ["all_gather"], None):
@@ -267,10 +247,6 @@ def refuse_arguments(rank: int, world_size: int) -> None:
     assert_same_bits(comm.all_merge_states(o, lse), (o, lse + math.log(2)))  # still usable
 
 
-def test_refused_arguments() -> None:
-    run_ranks(refuse_arguments, 2)
-
-
 def test_strategies() -> None:
     assert strategies() == (
         "all_gather", "butterfly", "hierarchical", "max_then_sum", "three_allreduce", "two_phase",
@@ -279,7 +255,8 @@ def test_strategies() -> None:
     assert canonical == ["all_gather", "butterfly", "hierarchical", "two_phase"]
 
 
-def keep_communicators(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_communicators_live_as_long_as_their_group(rank: int, world_size: int) -> None:
     world = get_communicator()
     assert get_communicator() is world and get_communicator(dist.group.WORLD) is world
     assert get_communicator(world) is world and world.timeout == DEFAULT_TIMEOUT
@@ -293,10 +270,6 @@ def keep_communicators(rank: int, world_size: int) -> None:
     del group, comm
     gc.collect()
     assert alive[0]() is None and alive[1]() is None
-
-
-def test_communicators_live_as_long_as_their_group() -> None:
-    run_ranks(keep_communicators, 2)
 
 
 def test_without_process_group() -> None:

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import Lost, run_ranks
+from distributed import Lost, on_ranks, run_ranks
 from faults import (
     AMPLE,
     QUICK,
@@ -248,7 +248,8 @@ def test_late_rank_finds_the_others_gone(first: bool) -> None:
             assert "rank 0 has failed: no answer within 0.5 s: no word from rank 1" in message
 
 
-def interrupt(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_interrupted_exchange_is_final(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=TIMEOUT)
 
     def stop(deadline: float) -> None:
@@ -259,10 +260,6 @@ def interrupt(rank: int, world_size: int) -> None:
         comm.call("interrupted", (), stop)
     assert comm.failed is not None and comm.failed.startswith("interrupted by KeyboardInterrupt")
     assert_refuses_further_use(comm)
-
-
-def test_interrupted_exchange_is_final() -> None:
-    run_ranks(interrupt, 2, fresh=True)
 
 
 def abort(rank: int, world_size: int, kind: str, first: bool) -> Outcome:
@@ -292,7 +289,8 @@ def test_abort_from_another_thread(kind: str, first: bool) -> None:
     assert seconds < QUICK and "aborted: no longer wanted" in message
 
 
-def abort_at_the_end(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_no_result_of_an_aborted_call(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
 
     def stop(deadline: float) -> None:
@@ -304,11 +302,10 @@ def abort_at_the_end(rank: int, world_size: int) -> None:
     assert_refuses_further_use(comm)
 
 
-def test_no_result_of_an_aborted_call() -> None:
-    run_ranks(abort_at_the_end, 2, fresh=True)
-
-
-def destroy_group(rank: int, world_size: int, kind: str, is_kept: bool) -> None:
+@pytest.mark.parametrize("kind", ["ring", "before the first call"])
+@pytest.mark.parametrize("is_kept", [False, True])
+@on_ranks(2)
+def test_destroyed_group(rank: int, world_size: int, kind: str, is_kept: bool) -> None:
     group = dist.new_group([0, 1])
     comm = Communicator(group, timeout=TIMEOUT)
     if kind != "before the first call":
@@ -318,12 +315,6 @@ def destroy_group(rank: int, world_size: int, kind: str, is_kept: bool) -> None:
         del group
     _, message = failure(call, "ring", comm)
     assert "the process group was destroyed" in message
-
-
-@pytest.mark.parametrize("kind", ["ring", "before the first call"])
-@pytest.mark.parametrize("is_kept", [False, True])
-def test_destroyed_group(kind: str, is_kept: bool) -> None:
-    run_ranks(destroy_group, 2, kind, is_kept)
 
 
 SURVIVOR = """

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 from fake_device import fake_cuda
 from helpers import assert_same_bits
 from test_exchange import INF, State, random_states
@@ -48,7 +48,8 @@ def test_agreement_and_broadcast() -> None:
     run_ranks(agree, 3)
 
 
-def round_otherwise(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_processors_that_round_differently_are_refused(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=20.0)
     o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
     with mock.patch.object(communicator, "merge_digest", lambda device: f"bits of {rank // 2}"):
@@ -57,10 +58,6 @@ def round_otherwise(rank: int, world_size: int) -> None:
             comm.all_merge_states(o, lse)
     assert comm.bytes_sent == 0
     comm.all_merge_states(o, lse)
-
-
-def test_processors_that_round_differently_are_refused() -> None:
-    run_ranks(round_otherwise, 3)
 
 
 def misdeliver(rank: int, world_size: int, operation: str) -> str:
@@ -103,11 +100,8 @@ def test_messages_in_another_order_are_refused(operation: str, found: str) -> No
         assert found in message and "passed on rank" in message
 
 
-def test_one_delivery_test_for_each_kind_of_device() -> None:
-    run_ranks(count_delivery_tests, 2)
-
-
-def count_delivery_tests(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_one_delivery_test_for_each_kind_of_device(rank: int, world_size: int) -> None:
     comm = Communicator()
     with mock.patch.object(session, "delivery_fault", return_value="") as test:
         for strategy, rows in (("all_gather", 2), ("all_gather", 3), ("two_phase", 3)):
@@ -121,7 +115,8 @@ def count_delivery_tests(rank: int, world_size: int) -> None:
     assert comm.bytes_sent == comm.link.bytes_sent
 
 
-def miss_a_strategy(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_strategy_that_cannot_be_set_up(rank: int, world_size: int) -> None:
     """Where setting it up fails, every rank knows why, and "auto" does without."""
     comm = Communicator()
     states = random_states(3, world_size)
@@ -143,11 +138,8 @@ def miss_a_strategy(rank: int, world_size: int) -> None:
     assert comm.failed is None
 
 
-def test_strategy_that_cannot_be_set_up() -> None:
-    run_ranks(miss_a_strategy, 3)
-
-
-def agree_between_exchanges(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_agreements_between_exchanges(rank: int, world_size: int) -> None:
     """What ranks found out about strategies at the first exchange holds for all later ones."""
     comm = Communicator()
     states = random_states(3, world_size)
@@ -160,10 +152,6 @@ def agree_between_exchanges(rank: int, world_size: int) -> None:
     comm.agree((("anything", 1),))
     assert comm.unavailable(device) == known
     assert_same_bits(comm.all_merge_states(*state, explain=True), merge_states(*states))
-
-
-def test_agreements_between_exchanges() -> None:
-    run_ranks(agree_between_exchanges, 2)
 
 
 def test_digest_of_the_test_merge() -> None:

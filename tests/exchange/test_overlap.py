@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tree_attention.overlap as overlap_module
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 from helpers import assert_same_bits, make_problem, paginate
 from sharded import make_layout
 from tree_attention import Contiguous, ExchangeError, lean_decode, strategies, tree_decode
@@ -191,7 +191,8 @@ def test_counters(world_size: int) -> None:
         assert parts == [whole[0], PARTS]
 
 
-def alternate(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_exchanges_run_while_parts_compute(rank: int, world_size: int) -> None:
     """No rank computes the second part before all have exchanged the first."""
     comm = Communicator(timeout=AMPLE)
     expected = tree_decode(Q, KV, KV, group=comm, overlap=PARTS)
@@ -216,10 +217,6 @@ def alternate(rank: int, world_size: int) -> None:
     assert_same_bits(result, expected)
     assert_same_bits(again, expected)
     assert not exchange_threads()
-
-
-def test_exchanges_run_while_parts_compute() -> None:
-    run_ranks(alternate, 2)
 
 
 def explain(rank: int, world_size: int) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import tree_attention.overlap as overlap_module
-from distributed import Lost, run_ranks
+from distributed import Lost, on_ranks, run_ranks
 from helpers import assert_same_bits
 from test_overlap import AMPLE, BATCH, KV, PARTS, Q, State, exchange_threads
 from tree_attention import ExchangeError, lean_decode, tree_decode
@@ -89,7 +89,8 @@ def test_rank_lost_between_parts(world_size: int, strategy: str, how: str) -> No
             assert message.startswith("aborted: interrupted by IndexError('of the third part')")
 
 
-def refuse(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_refused_arguments(rank: int, world_size: int) -> None:
     """What is refused at the first part is refused before anything is sent."""
     comm = Communicator(timeout=AMPLE)
     for _ in range(2):
@@ -121,11 +122,8 @@ def refuse(rank: int, world_size: int) -> None:
     assert not exchange_threads()
 
 
-def test_refused_arguments() -> None:
-    run_ranks(refuse, 2)
-
-
-def refuse_what_fits_a_part(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_arguments_as_long_as_a_part_are_refused(rank: int, world_size: int) -> None:
     """Arguments as long as a part are refused, as they are where a call is not cut."""
     comm = Communicator(timeout=AMPLE)
     q, kv = torch.ones(4, 4, 1, 8), torch.ones(4, 4, 5, 8)
@@ -144,11 +142,8 @@ def refuse_what_fits_a_part(rank: int, world_size: int) -> None:
     assert comm.bytes_sent == 0 and comm.failed is None
 
 
-def test_arguments_as_long_as_a_part_are_refused() -> None:
-    run_ranks(refuse_what_fits_a_part, 2)
-
-
-def ask_for_one_shot(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_strategy_that_is_not_available(rank: int, world_size: int) -> None:
     """Refused in every call alike, and nothing is sent."""
     comm = Communicator(timeout=AMPLE)
     for _ in range(3):
@@ -156,10 +151,6 @@ def ask_for_one_shot(rank: int, world_size: int) -> None:
             tree_decode(Q, KV, KV, group=comm, overlap=PARTS, strategy="one_shot")
     assert comm.failed is None and comm.bytes_sent == 0
     tree_decode(Q, KV, KV, group=comm, overlap=PARTS)
-
-
-def test_strategy_that_is_not_available() -> None:
-    run_ranks(ask_for_one_shot, 2)
 
 
 def abort(rank: int, world_size: int) -> None:

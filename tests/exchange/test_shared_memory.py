@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import Lost, run_ranks
+from distributed import Lost, on_ranks, run_ranks
 from faults import AMPLE, QUICK, SLACK, TIMEOUT, assert_refuses_further_use, call, failure
 from helpers import assert_same_bits
 from tree_attention import strategies
@@ -64,16 +64,13 @@ def test_same_bits_and_bytes_as_through_the_group(nodes: str) -> None:
     run_ranks(compare_ways, len(nodes), nodes)
 
 
-def send_nothing_through_the_group(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_ranks_of_a_node_need_no_network(rank: int, world_size: int) -> None:
     comm = Communicator()
     call("all_gather", comm)
     with mock.patch.object(dist.ProcessGroup, "send", side_effect=AssertionError("a message")):
         call("all_gather", comm)
         comm.all_reduce(torch.ones(3 * CHANNEL))
-
-
-def test_ranks_of_a_node_need_no_network() -> None:
-    run_ranks(send_nothing_through_the_group, 3)
 
 
 def watch_from_now_on(rank: int, world_size: int, nodes: str) -> None:
@@ -180,7 +177,9 @@ def test_stopped_neighbour_is_lost_at_the_deadline(world_size: int) -> None:
             assert outcome[0] < TIMEOUT + SLACK and "no answer within 0.5 s" in outcome[1]
 
 
-def lose_a_rank_that_sends_nothing(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["kill", "stop"])
+@on_ranks(2, lost=[1])
+def test_no_rank_goes_on_without_another(rank: int, world_size: int, how: str) -> None:
     comm = Communicator(timeout=TIMEOUT if how == "stop" else AMPLE)
     counts = [100, 0]
     x = torch.ones(counts[rank])
@@ -193,12 +192,8 @@ def lose_a_rank_that_sends_nothing(rank: int, world_size: int, how: str) -> None
     assert seconds < QUICK and "message to rank 1: " in message
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_no_rank_goes_on_without_another(how: str) -> None:
-    run_ranks(lose_a_rank_that_sends_nothing, 2, how, lost=[1])
-
-
-def leave_after_the_last_message(rank: int, world_size: int) -> None:
+@on_ranks(3, lost=[0])
+def test_messages_outlive_their_sender(rank: int, world_size: int) -> None:
     """Rank 0 has all it needs and ends; rank 2 is slow, and what rank 0 left for it counts."""
     comm = Communicator(timeout=AMPLE)
     expected = call("all_gather", comm)
@@ -209,11 +204,8 @@ def leave_after_the_last_message(rank: int, world_size: int) -> None:
         os._exit(0)
 
 
-def test_messages_outlive_their_sender() -> None:
-    run_ranks(leave_after_the_last_message, 3, lost=[0])
-
-
-def interrupt_wait(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_wait_ends_with_control_c(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
     call("all_gather", comm)
     dist.barrier()
@@ -230,10 +222,6 @@ def interrupt_wait(rank: int, world_size: int) -> None:
     assert str(comm.failed).startswith("interrupted by KeyboardInterrupt")
 
 
-def test_a_wait_ends_with_control_c() -> None:
-    run_ranks(interrupt_wait, 2, fresh=True)
-
-
 def held() -> tuple[int, int]:
     """Descriptors, and mappings of shared memory."""
     gc.collect()
@@ -242,7 +230,8 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), mappings
 
 
-def make_communicators(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_memory_goes_with_its_communicator(rank: int, world_size: int) -> None:
     before = held()
     for _ in range(5):
         comm = Communicator()
@@ -252,10 +241,6 @@ def make_communicators(rank: int, world_size: int) -> None:
         dist.barrier()
         del comm
     assert held() == before
-
-
-def test_memory_goes_with_its_communicator() -> None:
-    run_ranks(make_communicators, 3)
 
 
 def test_descriptors_of_processes_belong_to_the_memory() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 from helpers import assert_same_bits
 from tree_attention import ExchangeError, merge_states, strategies
 from tree_attention.exchange import Communicator, Link
@@ -75,7 +75,9 @@ def test_same_bits_in_every_way(nodes: str) -> None:
     run_ranks(exchange_every_way, len(nodes), nodes)
 
 
-def exchange_on_device(rank: int, world_size: int) -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@on_ranks(3, fresh=True)
+def test_tensors_of_a_device_over_gloo(rank: int, world_size: int) -> None:
     comm = Communicator(nodes="aab")
     o, lse = (x.cuda() for x in states_of_ranks(3, world_size, (2, 4, 1, 16)))
     for payload_dtype in (torch.float32, torch.bfloat16):
@@ -90,12 +92,8 @@ def exchange_on_device(rank: int, world_size: int) -> None:
         assert_same_bits(sharded, own)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_tensors_of_a_device_over_gloo() -> None:
-    run_ranks(exchange_on_device, 3, fresh=True)
-
-
-def exchange_nothing(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_no_rows(rank: int, world_size: int) -> None:
     comm = Communicator()
     for strategy in strategies():
         o, lse = comm.all_merge_states(
@@ -107,10 +105,6 @@ def exchange_nothing(rank: int, world_size: int) -> None:
         heads = shape[1] // 2
         assert o.shape == (shape[0], heads, 1, 8) and lse.shape == (shape[0], heads, 1)
     assert comm.bytes_sent == 0
-
-
-def test_no_rows() -> None:
-    run_ranks(exchange_nothing, 2)
 
 
 @contextmanager
@@ -173,7 +167,8 @@ def run_counting(world_size: int, *args: Any) -> list[tuple[dict[str, int], int]
     return run_ranks(count, world_size, *args, shared_memory=False)
 
 
-def order_of_messages(rank: int, world_size: int) -> None:
+@on_ranks(4, shared_memory=False)
+def test_everybody_begins_with_another_rank(rank: int, world_size: int) -> None:
     comm = Communicator(nodes="a" * world_size)
     o, lse = states_of_ranks(0, world_size, (1, 3, 1, 8))
     for strategy in ("all_gather", "hierarchical", "two_phase"):
@@ -199,10 +194,6 @@ def order_of_messages(rank: int, world_size: int) -> None:
         gather.run(time.monotonic() + 20.0)
     assert not calls["send"] and sum(calls.values()) == 1
     assert comm.link.num_operations == before + 1
-
-
-def test_everybody_begins_with_another_rank() -> None:
-    run_ranks(order_of_messages, 4, shared_memory=False)
 
 
 def size(rows: int, head_dim: int, dtype: torch.dtype = torch.float32) -> int:
@@ -344,7 +335,10 @@ def test_nothing_but_outputs_is_allocated(nodes: str) -> None:
     run_ranks(exchange_in_steady_state, len(nodes), nodes)
 
 
-def exchange_under_observation(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [3, 6])
+@on_ranks(fresh=True)
+def test_debugging_mode_of_torch(rank: int, world_size: int) -> None:
+    """It compares what ranks do, and counts messages although ranks send different numbers."""
     before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)  # as by TORCH_DISTRIBUTED_DEBUG
     try:
@@ -359,13 +353,8 @@ def exchange_under_observation(rank: int, world_size: int) -> None:
         dist.set_debug_level(before)
 
 
-@pytest.mark.parametrize("world_size", [3, 6])
-def test_debugging_mode_of_torch(world_size: int) -> None:
-    """It compares what ranks do, and counts messages although ranks send different numbers."""
-    run_ranks(exchange_under_observation, world_size, fresh=True)
-
-
-def refuse_options(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_refused_options(rank: int, world_size: int) -> None:
     comm = Communicator()
     o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
     with pytest.raises(ValueError, match=r"payload_dtype must be torch.float32 or torch.bf"):
@@ -379,18 +368,11 @@ def refuse_options(rank: int, world_size: int) -> None:
     assert comm.bytes_sent == 0 and comm.failed is None
 
 
-def test_refused_options() -> None:
-    run_ranks(refuse_options, 2)
-
-
-def disagree_on_options(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_disagreement_on_options(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=20.0)
     o, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1)
     for field, value in (("payload_dtype", BF16), ("head_sharded", True)):
         with pytest.raises(RuntimeError, match=f"{field} is {value} on rank 1, "):
             comm.all_merge_states(o, lse, **({field: value} if rank == 1 else {}))
     comm.all_merge_states(o, lse)
-
-
-def test_disagreement_on_options() -> None:
-    run_ranks(disagree_on_options, 2)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory
 
-from distributed import run_ranks
+from distributed import on_ranks
 from helpers import assert_same_bits
 from test_one_shot import CPU, FP32, states
 from tree_attention import ExchangeError, merge_states
@@ -111,7 +111,8 @@ def test_memory_as_torch_gives_it(offsets: tuple[int | None, ...], reason: str) 
     assert store.timeout == usual
 
 
-def fail_in_rendezvous(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_rendezvous_that_fails_on_one_rank(rank: int, world_size: int) -> None:
     """One rank fails in it, another waits for it in the group's store: they exchange otherwise."""
     comm, deadline = Communicator(), time.monotonic() + 20.0
 
@@ -139,11 +140,8 @@ def fail_in_rendezvous(rank: int, world_size: int) -> None:
     assert_same_bits(comm.all_merge_states(o[rank], lse[rank]), merge_states(o, lse))
 
 
-def test_rendezvous_that_fails_on_one_rank() -> None:
-    run_ranks(fail_in_rendezvous, 2)
-
-
-def fail_on_the_device(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_failure_on_the_device_is_the_communicators(rank: int, world_size: int) -> None:
     comm = Communicator()
     memory = comm._resources._resources["one_shot", "cuda"] = symmetric.Memory(rank, [0, 0], CPU)
     comm.check()
@@ -156,16 +154,9 @@ def fail_on_the_device(rank: int, world_size: int) -> None:
         comm.all_merge_states(torch.ones(1, 1, 1, 8), torch.zeros(1, 1, 1))
 
 
-def test_failure_on_the_device_is_the_communicators() -> None:
-    run_ranks(fail_on_the_device, 2, fresh=True)
-
-
-def abort_what_waits(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_aborts_reach_the_device(rank: int, world_size: int) -> None:
     comm = Communicator()
     memory = comm._resources._resources["one_shot", "cuda"] = symmetric.Memory(rank, [0, 0], CPU)
     comm.abort()
     assert memory._words[symmetric._ABORTED] == 1
-
-
-def test_aborts_reach_the_device() -> None:
-    run_ranks(abort_what_waits, 2, fresh=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 from faults import AMPLE, QUICK
 from tree_attention import (
     Communicator,
@@ -121,7 +121,9 @@ def test_threads_that_enter_in_different_orders_are_an_error() -> None:
         assert "name of the calling thread is caller 0 on rank 1, caller 1 on rank 0" in messages[1]
 
 
-def hand_over(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_threads_may_follow_one_another(rank: int, world_size: int) -> None:
     """Threads that wait for one another may share a group."""
     for index in (0, 1, 0):
         arguments, expected = problem(index, rank, world_size)
@@ -133,11 +135,6 @@ def hand_over(rank: int, world_size: int) -> None:
         [o] = in_threads(run)
         assert isinstance(o, torch.Tensor), o
         torch.testing.assert_close(o, expected)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_threads_may_follow_one_another(world_size: int) -> None:
-    run_ranks(hand_over, world_size)
 
 
 def call_amid(rank: int, world_size: int, call: str) -> tuple[str, float]:
@@ -221,7 +218,8 @@ def test_living_threads_of_one_name_cannot_be_told_apart() -> None:
         assert error.startswith("tree_decode: two threads of this process are named 'worker'")
 
 
-def refuse_then_call(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_refused_call_keeps_no_thread_out(rank: int, world_size: int) -> None:
     """What lean_decode refuses leaves no views behind."""
     arguments, expected = problem(0, rank, world_size)
     wrong = torch.zeros(7, 7)
@@ -241,19 +239,12 @@ def refuse_then_call(rank: int, world_size: int) -> None:
     thread.join()
 
 
-def test_a_refused_call_keeps_no_thread_out() -> None:
-    run_ranks(refuse_then_call, 2)
-
-
-def end_with_views(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_thread_that_ended_between_the_two_is_not_waited_for(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
     in_threads(lambda: comm.send_state((1, 4, 1, 16)))
     arguments, expected = problem(0, rank, world_size)
     torch.testing.assert_close(tree_decode(*arguments, group=comm)[0], expected)
-
-
-def test_a_thread_that_ended_between_the_two_is_not_waited_for() -> None:
-    run_ranks(end_with_views, 2)
 
 
 def two_communicators(rank: int, world_size: int) -> str:
@@ -269,7 +260,8 @@ def test_communicators_of_one_group_share_the_turn() -> None:
         assert error.startswith("all_reduce: thread 'caller 0' called while generate in thread")
 
 
-def alone(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_a_world_of_one_takes_no_turns(rank: int, world_size: int) -> None:
     """A world of one sends nothing: threads share what is made at each call."""
     comm = Communicator()
 
@@ -287,11 +279,8 @@ def alone(rank: int, world_size: int) -> None:
     assert "has the views of send_state" in str(error)
 
 
-def test_a_world_of_one_takes_no_turns() -> None:
-    run_ranks(alone, 1)
-
-
-def groups_of_their_own(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_threads_with_groups_of_their_own_do_not_wait(rank: int, world_size: int) -> None:
     groups = [dist.new_group() for _ in range(2)]
 
     def body(index: int) -> Callable[[], None]:
@@ -307,17 +296,10 @@ def groups_of_their_own(rank: int, world_size: int) -> None:
         assert result is None, result
 
 
-def test_threads_with_groups_of_their_own_do_not_wait() -> None:
-    run_ranks(groups_of_their_own, 2, fresh=True)
-
-
-def make_at_once(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_threads_get_the_same_communicator(rank: int, world_size: int) -> None:
     made = in_threads(*[get_communicator] * 8)
     assert len({id(comm) for comm in made}) == 1
-
-
-def test_threads_get_the_same_communicator() -> None:
-    run_ranks(make_at_once, 2, fresh=True)
 
 
 def in_child(body: Callable[[], object]) -> str:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from distributed import run_ranks
+from distributed import on_ranks
 from tree_attention import ExchangeError
 from tree_attention.exchange import Communicator, Topology
 from tree_attention.exchange.topology import node_name
@@ -83,7 +83,8 @@ def test_names_of_nodes() -> None:
     assert name_with(5, {"LOCAL_WORLD_SIZE": "2", "TREE_ATTENTION_NODE": "rack 7"}) == "rack 7"
 
 
-def find_nodes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_ranks_find_their_nodes(rank: int, world_size: int) -> None:
     comm = Communicator()
     comm.agree((("what", 1),))
     assert comm.topology == Topology((0, 0, 0, 0))
@@ -104,11 +105,8 @@ def find_nodes(rank: int, world_size: int) -> None:
         comm.agree((("what", 1),))
 
 
-def test_ranks_find_their_nodes() -> None:
-    run_ranks(find_nodes, 4)
-
-
-def find_nodes_of_subgroup(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_subgroups(rank: int, world_size: int) -> None:
     groups = [dist.new_group(ranks) for ranks in ([0, 1, 2], [1, 2, 3])]
     for group, members in zip(groups, ([0, 1, 2], [1, 2, 3]), strict=True):
         if rank in members:
@@ -117,7 +115,3 @@ def find_nodes_of_subgroup(rank: int, world_size: int) -> None:
             comm.agree((("what", 1),))
             assert comm.topology == Topology((0, 0, 1) if members[0] == 0 else (0, 1, 1))
             dist.destroy_process_group(group)
-
-
-def test_subgroups() -> None:
-    run_ranks(find_nodes_of_subgroup, 4)

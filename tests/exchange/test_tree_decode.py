@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 from helpers import assert_same_bits, make_problem, paginate
 from sharded import CASES, LAYOUTS, WORLDS, make_case, merged
 from tree_attention import BlockCyclic, lean_decode, merge_states, strategies, tree_decode
@@ -49,7 +49,9 @@ def test_strategies(case: str, strategy: str) -> None:
     assert_ranks_agree(run_ranks(decode_case, 3, case, "uneven", strategy))
 
 
-def decode_with_options(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_payload_and_sharded_heads(rank: int, world_size: int) -> None:
     _, shards = make_case("ragged batch", "uneven", world_size)
     own, dtype = shards[rank], shards[rank].q.dtype
     inputs = own.q, own.k, own.v, own.key_ranges
@@ -66,11 +68,6 @@ def decode_with_options(rank: int, world_size: int) -> None:
         assert_same_bits(tree_decode(*inputs, **options, **own.options), expected)
     with pytest.raises(ValueError, match="strategy must be one of auto, two_phase, got 'butterfl"):
         tree_decode(*inputs, head_sharded=True, strategy="butterfly")
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_payload_and_sharded_heads(world_size: int) -> None:
-    run_ranks(decode_with_options, world_size)
 
 
 def decode_pages(rank: int, world_size: int) -> State:
@@ -114,7 +111,8 @@ def test_bytes_do_not_depend_on_the_context(world_size: int, seqlen_k: int) -> N
         assert sent == sum(2 * (world_size - 1) * size // world_size for size in sizes)
 
 
-def decode_on_subgroups(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_subgroups(rank: int, world_size: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 1])]
     torch.manual_seed(4)
     problem = make_problem()
@@ -132,11 +130,8 @@ def decode_on_subgroups(rank: int, world_size: int) -> None:
             dist.destroy_process_group(pair)
 
 
-def test_subgroups() -> None:
-    run_ranks(decode_on_subgroups, 3)
-
-
-def refuse_arguments(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_arguments_are_refused_before_anything_is_sent(rank: int, world_size: int) -> None:
     torch.manual_seed(5)
     problem = make_problem(seqlen_k=20)
     q, k, v = problem.q, problem.k, problem.v
@@ -156,23 +151,16 @@ def refuse_arguments(rank: int, world_size: int) -> None:
     assert_same_bits(tree_decode(q, k, v, group=comm), good)
 
 
-def test_arguments_are_refused_before_anything_is_sent() -> None:
-    run_ranks(refuse_arguments, 2)
-
-
 def test_without_process_group() -> None:
     problem = make_problem(seqlen_q=2, ranges="causal", dtype=torch.bfloat16)
     result = tree_decode(problem.q, problem.k, problem.v, problem.key_ranges)
     assert_same_bits(result, lean_decode(problem.q, problem.k, problem.v, problem.key_ranges))
 
 
-def decode_empty_batch(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_empty_batch(rank: int, world_size: int) -> None:
     q, kv = torch.empty(0, 4, 1, 64), torch.empty(0, 2, 10 + rank, 64)
     o, lse = tree_decode(q, kv, kv)
     assert o.shape == (0, 4, 1, 64) and lse.shape == (0, 4, 1)
     state = torch.empty(2, 0, 4, 1, 64), torch.empty(2, 0, 4, 1)
     assert_same_bits((o, lse), merge_states(*state))
-
-
-def test_empty_batch() -> None:
-    run_ranks(decode_empty_batch, 2)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -171,7 +171,8 @@ def test_buffers_outlive_inference_mode() -> None:
     assert torch.equal(found, model.generate(ids, max_new_tokens=5, do_sample=False))
 
 
-def _deepcopy(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_prefix_can_be_copied(rank: int, world_size: int) -> None:
     """A common prefix is computed once and copied for each of its continuations."""
     model = hf.enable(make_model("llama"), layout=BlockCyclic(world_size, 4))
     ids = make_prompts(batch=1)["input_ids"]
@@ -185,10 +186,6 @@ def _deepcopy(rank: int, world_size: int) -> None:
         expected = model.generate(ids[:, :end], max_new_tokens=5, do_sample=False)
         assert torch.equal(found, expected)
     assert prefix.get_seq_length() == 20
-
-
-def test_a_prefix_can_be_copied() -> None:
-    run_ranks(_deepcopy, 2)
 
 
 def test_lengths_and_bytes_of_an_empty_cache() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -113,22 +113,6 @@ def _other_random_state(arguments: dict[str, Any]) -> None:
     torch.manual_seed(99)
 
 
-def _differ(
-    rank: int, world_size: int, change: Callable[[dict[str, Any]], None], sentence: str
-) -> None:
-    model = hf.enable(make_model("llama"))
-    torch.manual_seed(0)
-    arguments: dict[str, Any] = {**make_prompts(), **GREEDY, "do_sample": True, **_objects()}
-    if rank == world_size - 1:
-        change({**arguments, "model": model} if change is _other_synchronization else arguments)
-    with pytest.raises(ExchangeError, match=sentence):
-        model.generate(**arguments)
-    # Nothing was sent: the same ranks go on as soon as they agree.
-    hf.seed_ranks()
-    hf.enable(model)
-    model.generate(**make_prompts(), **GREEDY, **_objects())
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -150,11 +134,22 @@ def _differ(
         (_other_random_state, r"random state \(see seed_ranks\) is .* on rank 2, .* on rank 0"),
     ],
 )
+@on_ranks(3)
 def test_differences_between_ranks_are_found(
-    change: Callable[[dict[str, Any]], None], sentence: str
+    rank: int, world_size: int, change: Callable[[dict[str, Any]], None], sentence: str
 ) -> None:
     """On every rank, before the first step, by name."""
-    run_ranks(_differ, 3, change, sentence)
+    model = hf.enable(make_model("llama"))
+    torch.manual_seed(0)
+    arguments: dict[str, Any] = {**make_prompts(), **GREEDY, "do_sample": True, **_objects()}
+    if rank == world_size - 1:
+        change({**arguments, "model": model} if change is _other_synchronization else arguments)
+    with pytest.raises(ExchangeError, match=sentence):
+        model.generate(**arguments)
+    # Nothing was sent: the same ranks go on as soon as they agree.
+    hf.seed_ranks()
+    hf.enable(model)
+    model.generate(**make_prompts(), **GREEDY, **_objects())
 
 
 def _nested() -> list[Any]:
@@ -267,15 +262,12 @@ def test_other_differences_are_found(function: Callable[..., None]) -> None:
     run_ranks(function, 2)
 
 
-def _stay_away(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_rank_that_does_not_generate_is_missed(rank: int, world_size: int) -> None:
     model = hf.enable(make_model("llama"), timeout=LOST_AFTER_SECONDS)
     if rank == 0:
         with pytest.raises(ExchangeError, match="no word from rank 1"):
             model.generate(**make_prompts(), **GREEDY)
-
-
-def test_a_rank_that_does_not_generate_is_missed() -> None:
-    run_ranks(_stay_away, 2, fresh=True)
 
 
 class _DieAtStep(LogitsProcessor):
@@ -288,11 +280,10 @@ class _DieAtStep(LogitsProcessor):
         return scores
 
 
-def _lose_a_rank(rank: int, world_size: int) -> None:
+@on_ranks(3, lost=[1])
+def test_a_rank_lost_during_generation_is_an_error_on_the_others(
+    rank: int, world_size: int
+) -> None:
     model = hf.enable(make_model("llama"), timeout=LOST_AFTER_SECONDS)
     with pytest.raises(ExchangeError, match="rank 1"):
         model.generate(**make_prompts(), **GREEDY, logits_processor=[_DieAtStep(3, rank=1)])
-
-
-def test_a_rank_lost_during_generation_is_an_error_on_the_others() -> None:
-    run_ranks(_lose_a_rank, 3, lost=[1])

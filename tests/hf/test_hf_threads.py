@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 from hf_models import make_model
 from tree_attention import ExchangeError, hf
 
@@ -69,7 +69,8 @@ def test_two_at_once_in_a_world_of_one() -> None:
     assert run_ranks(at_once, 1, fresh=True, timeout=120.0) == [[]]
 
 
-def as_a_server(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_may_generate_in_threads_of_other_names(rank: int, world_size: int) -> None:
     """Rank 0 generates in a new thread for each request, the others in their main thread."""
     expected = [generate(make_model("llama"), prompt) for prompt in prompts()]
     model = hf.enable(make_model("llama"))
@@ -85,7 +86,3 @@ def as_a_server(rank: int, world_size: int) -> None:
     for request, tokens in enumerate(found):
         assert torch.equal(tokens, expected[request % 2])
     assert len(found) == 4
-
-
-def test_ranks_may_generate_in_threads_of_other_names() -> None:
-    run_ranks(as_a_server, 2)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -149,7 +149,8 @@ def test_bytes_are_those_of_the_formula(
         assert sum(counts) == expected
 
 
-def _not_split(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_which_forwards_are_split(rank: int, world_size: int) -> None:
     model = hf.enable(make_model("llama"), layout=BlockCyclic(world_size, 4), prefill="split")
     counts: list[int] = []
     model.model.layers[0].mlp.register_forward_hook(
@@ -188,11 +189,8 @@ def _not_split(rank: int, world_size: int) -> None:
     assert counts[0] < 37 and counts[1] < 37 and counts[2] == 37
 
 
-def test_which_forwards_are_split() -> None:
-    run_ranks(_not_split, 2)
-
-
-def _chunks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_chunks_are_counted_by_rank(rank: int, world_size: int) -> None:
     """A rank computes as many tokens in a forward pass as `enable` was told, split or not."""
     counts: list[int] = []
     model = make_model("llama")
@@ -212,11 +210,8 @@ def _chunks(rank: int, world_size: int) -> None:
         assert counts == expected
 
 
-def test_chunks_are_counted_by_rank() -> None:
-    run_ranks(_chunks, 2)
-
-
-def _copied(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_copies_compute_with_their_own_weights(rank: int, world_size: int) -> None:
     model = hf.enable(make_model("llama"), layout=BlockCyclic(world_size, 4), prefill="split")
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -232,11 +227,8 @@ def _copied(rank: int, world_size: int) -> None:
     assert not torch.allclose(_logits_of_chunks(model, ids, [37], layout)[0], expected, atol=1e-1)
 
 
-def test_copies_compute_with_their_own_weights() -> None:
-    run_ranks(_copied, 2)
-
-
-def _compiled(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_compiled_forwards_are_not_split(rank: int, world_size: int) -> None:
     """A compiled forward is not split, whatever it is given."""
     model = hf.enable(make_model("llama"), prefill="split")
     ids = _ids(37)
@@ -250,10 +242,6 @@ def _compiled(rank: int, world_size: int) -> None:
         hf.enable(model, prefill="split")
     hf.disable(model)
     assert vars(model)["forward"] is forward
-
-
-def test_compiled_forwards_are_not_split() -> None:
-    run_ranks(_compiled, 2)
 
 
 class _WithoutPositions(LlamaForCausalLM):
@@ -303,7 +291,8 @@ def test_prefill_is_checked() -> None:
         hf.enable(make_model("llama"), prefill="both")
 
 
-def _differing(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_that_differ(rank: int, world_size: int) -> None:
     model = hf.enable(make_model("llama"), prefill="split" if rank else "auto")
     with pytest.raises(ExchangeError, match="prefill"):
         model.generate(**make_prompts(), max_new_tokens=2)
@@ -327,17 +316,10 @@ def _differing(rank: int, world_size: int) -> None:
     assert _logits_of_chunks(model, ids, [20]).isfinite().all()
 
 
-def test_ranks_that_differ() -> None:
-    run_ranks(_differing, 2)
-
-
-def _beyond_the_layout(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_chunk_beyond_the_layout(rank: int, world_size: int) -> None:
     layout = Contiguous((0, 8, 16))
     model = hf.enable(make_model("llama"), layout=layout, prefill="split")
     with pytest.raises(ValueError, match="has no rank for slot 16; use ContiguousThenCyclic"):
         _logits_of_chunks(model, _ids(17), [17], layout)
     assert _logits_of_chunks(model, _ids(16), [16], layout).isfinite().all()
-
-
-def test_a_chunk_beyond_the_layout() -> None:
-    run_ranks(_beyond_the_layout, 2)

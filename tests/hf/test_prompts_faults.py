@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -129,7 +129,8 @@ def test_killed_ranks(what: str, operations: list[int]) -> None:
     run_ranks(_kill, 4, what, operations, lost=[1, 2, 3])
 
 
-def _fail_alone(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_rank_that_fails_alone(rank: int, world_size: int) -> None:
     model = hf.enable(make_model("llama"), prefill="split")
     group = dist.new_group(range(world_size))
     ids = torch.randint(3, VOCAB_SIZE, (1, TOKENS), generator=torch.Generator())
@@ -148,7 +149,3 @@ def _fail_alone(rank: int, world_size: int) -> None:
     # Rank 0 is in the second layer, and must not take the rows of the first for it.
     with pytest.raises(ExchangeError):
         read()
-
-
-def test_a_rank_that_fails_alone() -> None:
-    run_ranks(_fail_alone, 2, fresh=True)

@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -39,7 +39,9 @@ def _layouts(world_size: int) -> list[ShardLayout]:
     ]
 
 
-def _check_moves(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@on_ranks()
+def test_every_slot_moves_to_where_the_layout_says(rank: int, world_size: int) -> None:
     layouts = _layouts(world_size)
     for first in layouts:
         cache = hf.TreeCache(CONFIG, layout=first, growth=8)
@@ -57,11 +59,6 @@ def _check_moves(rank: int, world_size: int) -> None:
                 length += 1
                 check_holds(cache, length, layout)
         check_holds(copied, LENGTH - 1, first)  # a copy stays where it was
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_every_slot_moves_to_where_the_layout_says(world_size: int) -> None:
-    run_ranks(_check_moves, world_size)
 
 
 def _generate(rank: int, world_size: int, kv_dtype: str | None) -> list[list[int]]:

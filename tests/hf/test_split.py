@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -210,7 +210,9 @@ def test_groups_of_some_ranks() -> None:
     run_ranks(_some_ranks, 4, expected("llama")[0])
 
 
-def _tied_head_with_bias(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_tied_head_with_a_bias(rank: int, world_size: int) -> None:
+    """The row of zeros of an embedding that is the head's weight needs a bias, too."""
     config = PhiConfig(
         **{"hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 1},
         **{"num_attention_heads": 6, "vocab_size": VOCAB_SIZE, "tie_word_embeddings": True},
@@ -224,12 +226,9 @@ def _tied_head_with_bias(rank: int, world_size: int) -> None:
     torch.testing.assert_close(found, expected_logits, atol=1e-4, rtol=1e-4)
 
 
-def test_a_tied_head_with_a_bias() -> None:
-    """The row of zeros of an embedding that is the head's weight needs a bias, too."""
-    run_ranks(_tied_head_with_bias, 2)
-
-
-def _alone(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_a_world_of_one(rank: int, world_size: int) -> None:
+    """It has no groups, also under torch.distributed, and runs outside of no_grad as others do."""
     model = hf.parallelize(make_model("llama"))
     mesh = hf.mesh(model)
     assert (mesh.group, mesh.tensor_group, mesh.context_group) == (None, None, None)
@@ -238,11 +237,6 @@ def _alone(rank: int, world_size: int) -> None:
     tokens = model(**make_prompts(), use_cache=False).logits.argmax(-1)
     assert tokens.shape == (3, PROMPT_LENGTH)
     assert len(model.state_dict()) > 0
-
-
-def test_a_world_of_one() -> None:
-    """It has no groups, also under torch.distributed, and runs outside of no_grad as others do."""
-    run_ranks(_alone, 1)
 
 
 def _half(rank: int, world_size: int, path: str, dtypes: dict[str, torch.dtype]) -> None:

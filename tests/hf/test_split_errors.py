@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -152,15 +152,12 @@ def test_arguments(tmp_path: Path) -> None:
     run_ranks(_arguments, 3, str(tmp_path))
 
 
-def _wrong_group(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_cache_over_another_group_of_the_same_size(rank: int, world_size: int) -> None:
     model = hf.parallelize(make_model("llama"), tensor_parallel_size=2)
     cache = hf.TreeCache(model.config, hf.mesh(model).tensor_group)
     with pytest.raises(ValueError, match="make the cache with TreeCache"):
         model(make_prompts()["input_ids"], past_key_values=cache)
-
-
-def test_a_cache_over_another_group_of_the_same_size() -> None:
-    run_ranks(_wrong_group, 4)
 
 
 def _damage(path: Path) -> dict[str, tuple[str, str]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -190,7 +190,9 @@ def test_operations(world_size: int, tmp_path: Path) -> None:
     run_ranks(operate, world_size, layouts, tmp_path)
 
 
-def overflow(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_what_does_not_fit_is_refused(rank: int, world_size: int) -> None:
     layout = layout_of(world_size)
     held = hf.TreeCache(CONFIGS["llama"], layout=layout, max_length=20)
     append(held, 18)
@@ -225,11 +227,6 @@ def overflow(rank: int, world_size: int) -> None:
         tokens = model.generate(**turn, max_new_tokens=12, min_new_tokens=12)
         assert tokens.shape[1] == ids.shape[1] + 12
         held.crop(-12)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_does_not_fit_is_refused(world_size: int) -> None:
-    run_ranks(overflow, world_size)
 
 
 def test_arguments() -> None:

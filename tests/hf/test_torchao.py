@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from distributed import run_ranks
+from distributed import on_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("torchao")
@@ -25,7 +25,9 @@ def _quantised_model() -> PreTrainedModel:
     return model
 
 
-def _generate(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_quantised_weights(rank: int, world_size: int) -> None:
     prompts = make_prompts()
     model = _quantised_model()
     expected = model.generate(**prompts, **GREEDY)
@@ -34,12 +36,8 @@ def _generate(rank: int, world_size: int) -> None:
         assert model.generate(**prompts, **GREEDY).equal(expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_quantised_weights(world_size: int) -> None:
-    run_ranks(_generate, world_size)
-
-
-def _generate_with_other_weights(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_with_other_quantised_weights(rank: int, world_size: int) -> None:
     model = hf.enable(_quantised_model())
     weight = model.model.layers[0].mlp.up_proj.weight
     weight.scale.mul_(1 + rank)
@@ -47,14 +45,7 @@ def _generate_with_other_weights(rank: int, world_size: int) -> None:
         model.generate(**make_prompts(), **GREEDY)
 
 
-def test_ranks_with_other_quantised_weights() -> None:
-    run_ranks(_generate_with_other_weights, 2)
-
-
-def _split(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_quantised_weights_are_not_split(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"q_proj: its weight is quantised: Int8Tensor"):
         hf.parallelize(_quantised_model())
-
-
-def test_quantised_weights_are_not_split() -> None:
-    run_ranks(_split, 2)

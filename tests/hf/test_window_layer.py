@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -82,7 +82,9 @@ def _layouts(world_size: int) -> list[ShardLayout]:
     ]
 
 
-def _check_updates(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_chunks_see_their_windows_and_the_rest_is_dropped(rank: int, world_size: int) -> None:
     for layout in _layouts(world_size):
         cache = hf.TreeCache(CONFIG, layout=layout)
         for count in (1, 30, 1, 300, 129, 128, 2, *[1] * 150):
@@ -92,11 +94,8 @@ def _check_updates(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_chunks_see_their_windows_and_the_rest_is_dropped(world_size: int) -> None:
-    run_ranks(_check_updates, world_size)
-
-
-def _check_any_order(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_any_order_of_operations(rank: int, world_size: int) -> None:
     choice = random.Random(17)  # the same on all ranks
     for layout in _layouts(world_size):
         cache, dropped = hf.TreeCache(CONFIG, layout=layout, growth=choice.choice((3, 1024))), 0
@@ -117,11 +116,6 @@ def _check_any_order(rank: int, world_size: int) -> None:
                     _check_rows(layer, layer.first)
             dropped = max(dropped, cache.layers[0].first)
         assert dropped > 0
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_any_order_of_operations(world_size: int) -> None:
-    run_ranks(_check_any_order, world_size)
 
 
 def _crop(cache: hf.TreeCache, count: int) -> None:

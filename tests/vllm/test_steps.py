@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import run_ranks
+from distributed import on_ranks
 from engine import Engine, stub_of_vllm
 from tree_attention import ExchangeError
 from tree_attention.vllm import batches
@@ -66,20 +66,20 @@ def test_steps_in_bfloat16() -> None:
     check_steps(Engine(dtype=torch.bfloat16, head_dim=32))
 
 
-def steps_of_rank(rank: int, world_size: int, options: dict, interleave: int) -> None:
+@pytest.mark.parametrize("world_size, interleave", [(2, 1), (2, 16), (3, 4)])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@on_ranks()
+def test_steps_with_context_parallelism(
+    rank: int, world_size: int, options: dict, interleave: int
+) -> None:
     torch.manual_seed(0)
     group = SimpleNamespace(world_size=world_size, rank=rank, cpu_group=dist.group.WORLD)
     with stub_of_vllm():
         check_steps(Engine(group, interleave, num_kv_heads=1, options=options))
 
 
-@pytest.mark.parametrize("world_size, interleave", [(2, 1), (2, 16), (3, 4)])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_steps_with_context_parallelism(world_size: int, interleave: int, options) -> None:
-    run_ranks(steps_of_rank, world_size, options, interleave)
-
-
-def steps_until_a_rank_is_lost(rank: int, world_size: int) -> None:
+@on_ranks(2, lost=[1])
+def test_a_lost_rank_ends_the_step_of_the_others(rank: int, world_size: int) -> None:
     group = SimpleNamespace(world_size=world_size, rank=rank, cpu_group=dist.group.WORLD)
     with stub_of_vllm():
         engine = Engine(group, num_kv_heads=1, timeout=5)
@@ -90,10 +90,6 @@ def steps_until_a_rank_is_lost(rank: int, world_size: int) -> None:
         with pytest.raises(ExchangeError):
             engine.step({0: 1})
         assert time.monotonic() - begin < 8
-
-
-def test_a_lost_rank_ends_the_step_of_the_others() -> None:
-    run_ranks(steps_until_a_rank_is_lost, 2, lost=[1])
 
 
 def test_layers_that_share_a_cache_do_not_write() -> None:
