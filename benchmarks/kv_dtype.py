@@ -10,7 +10,6 @@ are compared.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -29,8 +28,8 @@ sys.path.append(str(Path(__file__).parents[1] / "examples" / "passkey-llama"))
 
 import passkey  # type: ignore[import-not-found]
 from benchmarks.harness.plots import picture
-from benchmarks.harness.program import add_out, finish, progress_bar
-from benchmarks.harness.report import Report, columns_of, environment
+from benchmarks.harness.program import finish, parser_of, progress_bar
+from benchmarks.harness.report import Report, columns_of, environment, verdict
 from tree_attention.hf import TreeCache
 
 CHECKPOINT = Path(passkey.__file__).parent
@@ -161,7 +160,7 @@ def report_of(rows: Sequence[dict[str, Any]], checkpoint: Path = CHECKPOINT) -> 
                 "KLD p99": lambda row: f"{row['kld_p99']:.1e}",
                 "same top %": lambda row: f"{100 * row['same_top']:.2f}",
                 "bytes a token": lambda row: f"{row['bytes_per_token']:.0f}",
-                "right": lambda row: "WRONG" if row["wrong"] else "yes",
+                "right": verdict,
             },
         ),
         draw=draw,
@@ -184,14 +183,13 @@ def draw(report: Report, path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__, "kv_dtype")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument(
         "--checkpoint", type=Path, default=CHECKPOINT, help="directory of a causal language model"
     )
     parser.add_argument("--prompts", type=int, help="number of prompts at each depth")
     parser.add_argument("--quick", action="store_true", help="a few short prompts, to try it")
-    add_out(parser, "kv_dtype")
     parsed = parser.parse_args(arguments)
     suites = {500: 1} if parsed.quick else SUITES
     rows = measure(parsed.checkpoint, DTYPES[parsed.dtype], suites, parsed.prompts)

@@ -10,7 +10,6 @@ all heads from all of them for every token.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import time
@@ -26,8 +25,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks.harness import measure
-from benchmarks.harness.program import add_out, finish, progress_bar
-from benchmarks.harness.report import Report, columns_of, environment
+from benchmarks.harness.program import finish, parser_of, progress_bar
+from benchmarks.harness.report import Report, columns_of, environment, verdict
 from tree_attention import hf
 
 CONTEXTS = (4096, 8192)
@@ -160,17 +159,16 @@ def report_of(rows: list[dict[str, Any]]) -> Report:
                 "its ms": lambda row: f"{step_ms(row, THEIRS):.1f}",
                 "its / ours": lambda row: f"{step_ms(row, THEIRS) / step_ms(row, OURS):.1f}",
                 "bytes per token": lambda row: f"{row['bytes_per_token']:.0f}",
-                "right": lambda row: "WRONG" if row["wrong"] else "yes",
+                "right": verdict,
             },
         ),
     )
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__, "latent_model")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--tokens", type=int, default=8, help="timed tokens (default 8)")
-    add_out(parser, "latent_model")
     parsed = parser.parse_args(arguments)
     measure.pin_threads()
     rows = run(configuration(), parsed.contexts, parsed.tokens)

@@ -8,7 +8,6 @@ A step of one token in the shapes of DeepSeek-V3 (128 heads) and DeepSeek-V2-Lit
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -32,8 +31,8 @@ from benchmarks.harness.measure import (
     read_memory,
     time_alternating,
 )
-from benchmarks.harness.program import add_out, finish, progress_bar
-from benchmarks.harness.report import Report, columns_of, environment
+from benchmarks.harness.program import finish, parser_of, shown
+from benchmarks.harness.report import Report, columns_of, environment, verdict
 from tree_attention import lean_decode
 from tree_attention.reference import quantise
 from tree_attention.reference.accuracy import Float64Check
@@ -186,14 +185,9 @@ def measure(cases: Sequence[LatentCase], seconds: float) -> Report:
     cpus = pin_threads()
     set_bytes = [2 * (RANK + ROPE) * case.keys for case in cases]
     arena = InputArena(max(n * InputArena.num_sets(n) for n in set_bytes))
-    with torch.inference_mode(), progress_bar(True) as progress:
-        task = progress.add_task("latent", total=len(cases))
+    with torch.inference_mode():
         peak = amx_peak()
-        rows = []
-        for case in cases:
-            progress.update(task, description=case.name)
-            rows.append(run_case(case, arena, seconds, peak))
-            progress.advance(task)
+        rows = [run_case(case, arena, seconds, peak) for case in shown(cases)]
     return Report(
         name="latent_operator",
         title="Latent attention, absorbed and expanded",
@@ -243,17 +237,16 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "SDPA, keys expanded ms": ms(SDPA),
     "SDPA /ours": lambda row: f"{row['ratios'][SDPA]:.1f}",
     "error": lambda row: f"{row['accuracy']['o_error']:.1e}",
-    "right": lambda row: "WRONG" if row["wrong"] else "yes",
+    "right": verdict,
 }
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__, "latent_operator")
     parser.add_argument("--quick", action="store_true", help="a few tiny cases, to try it")
     parser.add_argument(
         "--seconds", type=float, default=2.0, help="timed seconds per case (default 2)"
     )
-    add_out(parser, "latent_operator")
     parsed = parser.parse_args(arguments)
     return finish(measure(QUICK if parsed.quick else STANDARD, parsed.seconds), parsed.out)
 

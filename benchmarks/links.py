@@ -10,7 +10,6 @@ To each operation the line alpha + beta * bytes is fitted.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -30,10 +29,9 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks.harness.plots import picture
-from benchmarks.harness.program import add_out, finish
-from benchmarks.harness.ranks import Ranks
-from benchmarks.harness.report import Report, columns_of, environment
-from tree_attention.cli.world import joined_world
+from benchmarks.harness.program import finish, parser_of
+from benchmarks.harness.ranks import Ranks, joined_device
+from benchmarks.harness.report import Report, columns_of, environment, verdict
 from tree_attention.exchange import Communicator
 
 SMALLEST, FACTOR = 1024, 4  # bytes, and from one size to the next
@@ -191,7 +189,7 @@ def report_of(rows: Sequence[dict[str, Any]], world: str) -> Report:
                 "us": lambda row: f"{1e6 * row['seconds']:,.1f}",
                 "fitted us": lambda row: f"{1e6 * row['fitted']:,.1f}",
                 "GB/s": lambda row: f"{1e-9 * row['bytes'] / row['seconds']:,.3f}",
-                "right": lambda row: "WRONG" if row["wrong"] else "yes",
+                "right": verdict,
             },
         ),
         summary=summary,
@@ -212,23 +210,17 @@ def draw(report: Report, path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__, "links")
     parser.add_argument("--largest", type=int, default=64 << 20, help="bytes (default 64 MiB)")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each size (default 0.5)")
     parser.add_argument("--device", default="cpu", help="cpu (default, Gloo) or cuda (NCCL)")
-    add_out(parser, "links")
     parsed = parser.parse_args(arguments)
     sizes = [SMALLEST]
     while sizes[-1] * FACTOR <= parsed.largest:
         sizes.append(sizes[-1] * FACTOR)
-    backend = "gloo" if parsed.device == "cpu" else "cpu:gloo,cuda:nccl"
-    with joined_world(backend) as world:
+    with joined_device(parsed.device) as (world, device):
         if world.size == 1:
             parser.error("one rank has no link: torchrun --nproc-per-node 2 benchmarks/links.py")
-        device = torch.device(parsed.device)
-        if device.type == "cuda":
-            device = torch.device("cuda", world.local_rank)
-            torch.cuda.set_device(device)
         rows = measure(sizes, parsed.seconds, device, Ranks())
         if not world.root:
             return int(any(row["wrong"] for row in rows))

@@ -13,9 +13,7 @@ import argparse
 import copy
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +27,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Static
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks.harness import measure, report
-from benchmarks.harness.program import add_out, finish, progress_bar
+from benchmarks.harness import measure, ranks, report
+from benchmarks.harness.program import finish, parser_of, progress_bar
 from tree_attention.cli.world import World, joined_world
 from tree_attention.hf import TreeCache
 
@@ -40,11 +38,10 @@ CONTEXTS = (4096, 16384, 65536)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__, "llama")
     parser.add_argument("--layers", type=int, default=16, help="of the model (default 16, all)")
     parser.add_argument("--tokens", type=int, default=8, help="timed tokens (default 8)")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
-    add_out(parser, "llama")
     parser.add_argument("--ranks-json", type=Path, help=argparse.SUPPRESS)  # of its own ranks
     arguments = parser.parse_args()
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
@@ -201,14 +198,10 @@ def start_ranks(
 ) -> dict[str, Any]:
     if allowed:  # this thread is pinned, and processes inherit that
         os.sched_setaffinity(0, allowed)
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "ranks.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(world_size), __file__, "--ranks-json", str(file)]
-        command += ["--layers", str(arguments.layers), "--tokens", str(arguments.tokens)]
-        command += ["--contexts", *map(str, arguments.contexts)]
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        return json.loads(file.read_text())
+    program = [__file__, "--layers", str(arguments.layers), "--tokens", str(arguments.tokens)]
+    program += ["--contexts", *map(str, arguments.contexts), "--ranks-json"]
+    results: dict[str, Any] = ranks.start_ranks(world_size, program)
+    return results
 
 
 def run(
@@ -295,16 +288,19 @@ def columns(rows: list[dict[str, Any]]) -> list[report.Column]:
     def ratio(row: dict[str, Any], name: str, base: str) -> str:
         return f"{seconds(row, base) / seconds(row, name):.2f}"
 
-    return [
-        report.Column("context", [row["name"] for row, _ in lines]),
-        report.Column("method", [name for _, name in lines]),
-        report.Column("tokens/s", [f"{1 / seconds(row, name):.2f}" for row, name in lines]),
-        report.Column("ms /token", [f"{1e3 * seconds(row, name):.1f}" for row, name in lines]),
-        report.Column("x DynamicCache", [ratio(row, name, DYNAMIC) for row, name in lines]),
-        report.Column("x StaticCache", [ratio(row, name, STATIC) for row, name in lines]),
-        report.Column("error", [f"{row['errors'][name]:.1e}" for row, name in lines]),
-        report.Column("right", ["WRONG" if row["wrong"] else "yes" for row, _ in lines]),
-    ]
+    return report.columns_of(
+        lines,
+        {
+            "context": lambda row, name: row["name"],
+            "method": lambda row, name: name,
+            "tokens/s": lambda row, name: f"{1 / seconds(row, name):.2f}",
+            "ms /token": lambda row, name: f"{1e3 * seconds(row, name):.1f}",
+            "x DynamicCache": lambda row, name: ratio(row, name, DYNAMIC),
+            "x StaticCache": lambda row, name: ratio(row, name, STATIC),
+            "error": lambda row, name: f"{row['errors'][name]:.1e}",
+            "right": lambda row, name: report.verdict(row),
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -12,12 +12,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,8 +38,8 @@ from benchmarks.emulation.fake_attention import (
 from benchmarks.harness.machine import available_bytes
 from benchmarks.harness.measure import peak_memory_of
 from benchmarks.harness.plots import picture
-from benchmarks.harness.program import add_out, finish
-from benchmarks.harness.ranks import Ranks, run_rank
+from benchmarks.harness.program import finish, parser_of
+from benchmarks.harness.ranks import Ranks, run_rank, start_ranks
 from benchmarks.harness.report import Column, Report, columns_of, environment
 from benchmarks.papers.tree import paper_elements
 from benchmarks.simulation import RING, RING_PASS_Q, Problem, step_bytes
@@ -163,17 +159,11 @@ def is_right(o: Tensor, lse: Tensor, world_size: int, keys: int) -> bool:
     return right and torch.allclose(lse, torch.tensor(math.log(world_size * keys)), rtol=1e-6)
 
 
-def start_ranks(world_size: int, contexts: Sequence[int], heads: Heads) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "ranks.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(world_size), __file__]
-        command += ["--ranks-json", str(file), "--contexts", *map(str, contexts)]
-        command += ["--heads", *map(str, heads)]
-        variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **ALLOCATOR}
-        subprocess.run(command, check=True, env=os.environ | variables)
-        rows: list[dict[str, Any]] = json.loads(file.read_text())
-        return rows
+def measured_by_ranks(world_size: int, contexts: Sequence[int], heads: Heads) -> list[Any]:
+    options = ["--contexts", *map(str, contexts), "--heads", *map(str, heads)]
+    program = [__file__, *options, "--ranks-json"]
+    rows: list[Any] = start_ranks(world_size, program, **ALLOCATOR)
+    return rows
 
 
 def fitting(world_size: int, contexts: Sequence[int], heads: Heads, memory: int) -> list[int]:
@@ -187,7 +177,7 @@ def fitting(world_size: int, contexts: Sequence[int], heads: Heads, memory: int)
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__, "memory")
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, metavar="KEYS")
     parser.add_argument(
@@ -198,7 +188,6 @@ def main(arguments: list[str]) -> int:
         metavar=("QUERY", "KEY"),
         help="16 16 and 32 32 are the paper's hidden sizes 2048 and 4096",
     )
-    add_out(parser, "memory")
     parser.add_argument("--ranks-json", type=Path, help=argparse.SUPPRESS)  # of its own ranks
     parsed = parser.parse_args(arguments)
     if parsed.ranks_json is not None:
@@ -207,7 +196,7 @@ def main(arguments: list[str]) -> int:
     rows = []
     for world_size in parsed.worlds:
         contexts = fitting(world_size, parsed.contexts, parsed.heads, available_bytes())
-        rows += start_ranks(world_size, contexts, parsed.heads)
+        rows += measured_by_ranks(world_size, contexts, parsed.heads)
     return finish(report_of(rows), parsed.out, width=120)
 
 

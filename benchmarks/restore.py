@@ -8,7 +8,6 @@ The model is the 1B-shaped one of benchmarks/engines, with 4 layers and random w
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -25,8 +24,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks.engines.checkpoint import make
-from benchmarks.harness.program import add_out, finish, progress_bar
-from benchmarks.harness.report import Report, columns_of, environment
+from benchmarks.harness.program import finish, parser_of, progress_bar
+from benchmarks.harness.report import Report, columns_of, environment, verdict
 from tree_attention import hf
 
 KV_DTYPES = (None, "int8")
@@ -116,14 +115,14 @@ def report_of(rows: list[dict[str, Any]]) -> Report:
                 "load s": lambda row: f"{row['load_seconds']:.2f}",
                 "prefill / load": lambda row: f"{row['prefill_seconds'] / row['load_seconds']:.0f}",
                 "MB": lambda row: f"{row['bytes'] / 1e6:.0f}",
-                "right": lambda row: "WRONG" if row["wrong"] else "yes",
+                "right": verdict,
             },
         ),
     )
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__, "restore")
     parser.add_argument("--context", type=int, default=65536, metavar="TOKENS")
     parser.add_argument(
         "--checkpoint",
@@ -132,7 +131,6 @@ def main(arguments: list[str]) -> int:
         metavar="DIR",
         help="where the model is or will be written, 1 GB (default .cache/engines)",
     )
-    add_out(parser, "restore")
     parsed = parser.parse_args(arguments)
     make(parsed.checkpoint)
     return finish(report_of(measure(parsed.checkpoint, parsed.context)), parsed.out)

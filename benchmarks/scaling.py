@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,8 +37,8 @@ from benchmarks.emulation.tables import link_sentences, milliseconds
 from benchmarks.emulation.wiring import LINKS
 from benchmarks.harness.measure import Load
 from benchmarks.harness.plots import picture
-from benchmarks.harness.ranks import Ranks, run_rank
-from benchmarks.harness.report import Column, Report, columns_of, environment
+from benchmarks.harness.ranks import Ranks, run_rank, start_ranks
+from benchmarks.harness.report import Column, Report, columns_of, environment, verdict
 from benchmarks.llama import make_model
 from tree_attention import hf
 from tree_attention.cli.generation import ArrivalRecorder
@@ -170,16 +169,12 @@ def run_bare(world_size: int, program: Sequence[str], spec: dict[str, Any]) -> d
     """What the ranks report that torchrun starts on this machine, as `run` of emulated hosts."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, Load() as load:
-        files = Path(folder) / "spec.json", Path(folder) / "out.json"
-        files[0].write_text(json.dumps(spec))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(world_size), "-m", *program, *map(str, files)]
-        # More threads than one are asked for by the form.
-        variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        file = Path(folder) / "spec.json"
+        file.write_text(json.dumps(spec))
         before = os.times()
-        subprocess.run(command, check=True, env=os.environ | variables)
+        # More threads than one are asked for by the form.
+        results = start_ranks(world_size, ["-m", *program, str(file)])
         after = os.times()
-        results = json.loads(files[1].read_text())
     seconds = time.monotonic() - begin
     ours = (sum(after[2:4]) - sum(before[2:4])) / (CORES * seconds)
     return {
@@ -336,7 +331,7 @@ def columns(rows: list[dict[str, Any]]) -> list[Column]:
             "key/value MiB": lambda row: mib(row["kv_bytes"]),
             "same tokens": lambda row: f"{row.get('same_tokens', '-')}/{len(row['tokens'])}",
             "error": lambda row: f"{row['error']:.1e}" if "error" in row else "-",
-            "right": lambda row: "WRONG" if row["wrong"] else "yes",
+            "right": verdict,
         },
     )
 

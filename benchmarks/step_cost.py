@@ -8,7 +8,6 @@ One sequence, one token at a time, on one thread: transformers' caches and ours,
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +22,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks.harness.measure import MAX_ROUNDS, Samples, time_alternating
-from benchmarks.harness.program import add_out, finish
-from benchmarks.harness.report import Report, columns_of, environment
+from benchmarks.harness.program import finish, parser_of
+from benchmarks.harness.report import Report, columns_of, environment, verdict
 from tree_attention.hf import TreeCache
 
 PROMPT = 64
@@ -123,7 +122,7 @@ def report_of(rows: list[dict[str, Any]], num_layers: int) -> Report:
                 "ms a token": lambda row: f"{median_us(row) / 1e3:.2f}",
                 "µs a layer": lambda row: f"{row['us_per_layer']:.0f}",
                 "µs a layer above StaticCache": lambda row: f"{row['us_above']:+.1f}",
-                "right": lambda row: "WRONG" if row["wrong"] else "yes",
+                "right": verdict,
             },
         ),
     )
@@ -136,12 +135,11 @@ def median_us(row: dict[str, Any]) -> float:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__, "step_cost")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="timed seconds eager, and compiled (default 10)"
     )
-    add_out(parser, "step_cost")
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows = measure(parsed.layers, parsed.seconds)

@@ -152,10 +152,14 @@ def run(name: str, parsed: argparse.Namespace, cpus: Sequence[int]) -> dict[str,
         command, cwd=ROOT, env=inherited | variables, capture_output=True, text=True
     )
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        return {"reason": f"ended with status {done.returncode}: {lines[-1].strip()[:160]}"}
+        return {"reason": reason_of(done)}
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return {**result, "read_bandwidth": bandwidth}
+
+
+def reason_of(failed: subprocess.CompletedProcess[str]) -> str:
+    lines = [line for line in failed.stderr.splitlines() if line.strip()] or ["no message"]
+    return f"ended with status {failed.returncode}: {lines[-1].strip()[:160]}"
 
 
 def on(cpus: Sequence[int]) -> dict[str, str]:

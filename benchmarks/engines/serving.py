@@ -23,7 +23,7 @@ from .. import llama
 from ..harness.plots import picture
 from ..harness.program import add_out, finish, progress_bar
 from ..harness.report import ROOT, Report, columns_of, environment, write
-from .__main__ import ENVIRONMENTS, on
+from .__main__ import ENVIRONMENTS, on, reason_of, rows_before
 from .checkpoint import LAYERS, LONGEST
 
 CONTEXTS, BATCHES = (4096, 16384), (1, 8)
@@ -124,10 +124,6 @@ def main() -> int:
     return finish(report_of(rows), None, width=170)
 
 
-def rows_before(path: Path) -> dict[str, Any]:
-    return {r["name"]: r for r in json.loads(path.read_text())["rows"]} if path.exists() else {}
-
-
 def make_checkpoint(directory: Path, kv_heads: int) -> Path:
     """The model, which is written where it is not yet."""
     path = directory / f"serving-{kv_heads}"
@@ -189,8 +185,7 @@ def run(
         text=True,
     )
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        return {"reason": f"ended with status {done.returncode}: {lines[-1].strip()[:160]}"}
+        return {"reason": reason_of(done)}
     # Processes of the engine may say something at their end.
     [line] = [line for line in done.stdout.splitlines() if line.startswith('{"engine"')]
     result: dict[str, Any] = json.loads(line)

@@ -3,7 +3,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +30,14 @@ def parser_of_cases(description: str) -> argparse.ArgumentParser:
         "--seconds", type=float, default=2.0, help="timed seconds per case (default 2)"
     )
     add_out(parser)
+    return parser
+
+
+def parser_of(documentation: str | None, name: str) -> argparse.ArgumentParser:
+    """The options of a program that writes the report `name`; it is described by the first
+    paragraph of its documentation."""
+    parser = argparse.ArgumentParser(description=(documentation or "").split("\n\n")[0])
+    add_out(parser, name)
     return parser
 
 
@@ -81,6 +89,16 @@ def finish(report: Report, out: Path | None, width: int = 180) -> int:
 
 def console_of(width: int = 180) -> Console:
     return Console() if sys.stdout.isatty() else Console(width=width)
+
+
+def shown(cases: Sequence[AnyCase]) -> Iterator[AnyCase]:
+    """The cases in turn, with a progress bar that names the one that runs."""
+    with progress_bar(True) as progress:
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+            progress.update(task, description=case.name)
+            yield case
+            progress.advance(task)
 
 
 def progress_bar(root: bool) -> Progress:

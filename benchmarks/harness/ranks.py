@@ -5,8 +5,12 @@ they tell each other."""
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from tree_attention.cli.world import World, joined_world
 from tree_attention.exchange import Communicator, Topology, strategies
 from tree_attention.exchange.choice import Choice, choose, measured_costs
 from tree_attention.exchange.state import StateLayout
@@ -117,6 +122,31 @@ class Ranks:
         if self.size > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]  # type: ignore[return-value]
+
+
+@contextmanager
+def joined_device(name: str) -> Iterator[tuple[World, torch.device]]:
+    """The world of torchrun, over Gloo for "cpu" and NCCL for "cuda", and this rank's device."""
+    with joined_world("gloo" if name == "cpu" else "cpu:gloo,cuda:nccl") as world:
+        device = torch.device(name)
+        if device.type == "cuda":
+            device = torch.device("cuda", world.local_rank)
+            torch.cuda.set_device(device)
+        yield world, device
+
+
+def start_ranks(world_size: int, program: Sequence[str], **variables: str) -> Any:
+    """What `run_rank` writes on ranks that torchrun starts on this machine, with a thread each.
+
+    `program` is a file, or -m and a module, and its options, of which the last takes the file.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "ranks.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(world_size), *program, str(out)]
+        variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
+        subprocess.run(command, check=True, env=os.environ | variables)
+        return json.loads(out.read_text())
 
 
 def run_rank(out: Path, run: Callable[[Ranks], Any]) -> None:

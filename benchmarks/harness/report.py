@@ -40,6 +40,11 @@ def columns_of(lines: Sequence[Any], texts: Mapping[str, Callable[..., str]]) ->
     return [Column(heading, [text(*line) for line in unpacked]) for heading, text in texts.items()]
 
 
+def verdict(row: Mapping[str, Any]) -> str:
+    """The last column of most tables."""
+    return "WRONG" if row["wrong"] else "yes"
+
+
 @dataclass
 class Report:
     """What a benchmark hands over; `rows` are plain JSON values, `columns` what people read."""

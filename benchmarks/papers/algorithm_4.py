@@ -4,7 +4,6 @@
 python -m benchmarks.papers.algorithm_4 --out DIR
 """
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Any
 from tree_attention.reference.stream_k import SCHEDULES, Balanced, CorrectedLast, Schedule, outcome
 
 from ..harness.plots import picture
-from ..harness.program import add_out, finish
+from ..harness.program import finish, parser_of
 from ..harness.report import Column, Report, columns_of, environment
 
 CORRECTED = (CorrectedLast, Balanced)
@@ -80,10 +79,9 @@ def draw(report: Report, path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__, "algorithm_4")
     for name, bound in (("outputs", 7), ("iterations", 24), ("ctas", 12)):
         parser.add_argument(f"--{name}", type=int, default=bound, metavar="N")
-    add_out(parser, "algorithm_4")
     parsed = parser.parse_args(arguments)
     if min(parsed.outputs, parsed.iterations, parsed.ctas) < 1:
         parser.error("--outputs, --iterations and --ctas are at least 1")

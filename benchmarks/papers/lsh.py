@@ -4,7 +4,6 @@
 python -m benchmarks.papers.lsh --out DIR
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,8 @@ import torch
 from tree_attention.reference.lsh import hash_rounds, lsh_attention, seen_keys
 
 from ..harness.plots import picture
-from ..harness.program import add_out, finish
-from ..harness.report import Column, Report, columns_of, environment
+from ..harness.program import finish, parser_of
+from ..harness.report import Column, Report, columns_of, environment, verdict
 
 ROUNDS = (1, 2, 4, 8, 16)
 BUCKETS = (1, 4, 16, 64)
@@ -63,7 +62,7 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
             "rounds": lambda row: str(row["rounds"]),
             "keys seen": lambda row: f"{row['seen']:.1%}",
             "relative error": lambda row: f"{row['error']:.2g}",
-            "right": lambda row: "WRONG" if row["wrong"] else "yes",
+            "right": verdict,
         },
     )
 
@@ -97,9 +96,8 @@ def draw(report: Report, path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__, "lsh")
     parser.add_argument("--seqlen", type=int, default=1024, metavar="N")
-    add_out(parser, "lsh")
     parsed = parser.parse_args(arguments)
     if parsed.seqlen < 64:
         parser.error("--seqlen is at least 64")

@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 
 from tree_attention import hf, ring_decode, ring_pass_q_decode, tree_decode
-from tree_attention.cli.world import joined_world
 from tree_attention.exchange import Communicator
 
 from ..emulation.generation import by
 from ..harness.program import add_out, finish
-from ..harness.ranks import Ranks
-from ..harness.report import Report
+from ..harness.ranks import Ranks, joined_device
+from ..harness.report import Report, verdict
 from ..llama import make_model
 from ..scaling import generate
 from .comparison import Row, comparison, number
@@ -160,7 +159,7 @@ def report_of(rows: Sequence[Row], title: str, table: Table | None, layers: int)
             "ms /token": lambda row: number(1e3 * row["ours"]),
             "ms more /token and layer": lambda row: number(more_than_ours(row)),
             "same tokens": lambda row: "yes" if row["same_tokens"] else "no",
-            "right": lambda row: "WRONG" if row["wrong"] else "yes",
+            "right": verdict,
         },
         (
             "Mean and standard error over the trials, of the slowest rank; methods take turns. "
@@ -186,12 +185,7 @@ def main(arguments: list[str]) -> int:
     add_out(parser, "tree_protocol")
     parsed = parser.parse_args(arguments)
     layers = parsed.layers or LAYERS[parsed.shape]
-    backend = "gloo" if parsed.device == "cpu" else "cpu:gloo,cuda:nccl"
-    with joined_world(backend) as world, torch.inference_mode():
-        device = torch.device(parsed.device)
-        if device.type == "cuda":
-            device = torch.device("cuda", world.local_rank)
-            torch.cuda.set_device(device)
+    with joined_device(parsed.device) as (world, device), torch.inference_mode():
         model = make_model(layers, **SHAPES[parsed.shape]).to(device)
         contexts = parsed.contexts or CONTEXTS[parsed.shape]
         rows = measure(model, contexts, parsed.trials, parsed.tokens, Ranks())

@@ -4,7 +4,6 @@
 python -m benchmarks.papers.slow_memory --out DIR
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +22,8 @@ from tree_attention.reference.flash import (
 )
 
 from ..harness.plots import picture
-from ..harness.program import add_out, finish
-from ..harness.report import Column, Report, columns_of, environment
+from ..harness.program import finish, parser_of
+from ..harness.report import Column, Report, columns_of, environment, verdict
 
 # N queries and keys, head_dim d, fast memory M in elements, d <= M <= N d. The last three have the
 # M of 192 KB of a processor in 2 bytes, of which line 1 makes blocks of 384 and 192 keys.
@@ -77,7 +76,7 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
             "FlashAttention-2": lambda row: f"{row['flash_2']:,}",
             "standard": lambda row: f"{row['standard']:,}",
             "standard /FlashAttention": lambda row: f"{row['standard'] / row['flash']:.2f}",
-            "right": lambda row: "WRONG" if row["wrong"] else "yes",
+            "right": verdict,
         },
     )
 
@@ -120,9 +119,8 @@ def draw(report: Report, path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__, "slow_memory")
     parser.add_argument("--quick", action="store_true", help="the three smallest shapes")
-    add_out(parser, "slow_memory")
     parsed = parser.parse_args(arguments)
     return finish(run(SHAPES[:3] if parsed.quick else SHAPES), parsed.out)
 

@@ -4,7 +4,6 @@
 python -m benchmarks.papers.theorem1 --out DIR
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +17,8 @@ from tree_attention.reference.ring import ring_steps
 from tree_attention.reference.tree import all_reduce
 
 from ..harness.plots import picture
-from ..harness.program import add_out, finish
-from ..harness.report import Column, Report, columns_of, environment
+from ..harness.program import finish, parser_of
+from ..harness.report import Column, Report, columns_of, environment, verdict
 
 FAN_INS = (2, 4, 8, 16)
 RANKS = tuple(1 << level for level in range(1, 13))
@@ -79,7 +78,7 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
             "ring elements": lambda row: f"{row['ring']['elements']:.3g}",
             "its busiest": lambda row: f"{row['ring']['busiest_elements']:.3g}",
             "ring /tree": lambda row: f"{row['ring']['elements'] / row['tree'][2]['elements']:.2g}",
-            "right": lambda row: "WRONG" if row["wrong"] else "yes",
+            "right": verdict,
         },
     )
 
@@ -126,9 +125,8 @@ def draw(report: Report, path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__, "theorem1")
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), metavar="N")
-    add_out(parser, "theorem1")
     parsed = parser.parse_args(arguments)
     if min(parsed.ranks) < 2:
         parser.error("a world has two ranks or more")

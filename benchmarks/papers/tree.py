@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from ..harness.report import Report
+from ..harness.report import Report, verdict
 from ..simulation import (
     CLUSTERS,
     RING,
@@ -328,7 +328,7 @@ def communication(
             "by it": lambda row: number(row["published"], 0),
             "counted": lambda row: f"{row['ours']:,}",
             "messages": lambda row: f"{row['messages']:,}",
-            "as our formula": lambda row: "WRONG" if row["wrong"] else "yes",
+            "as our formula": verdict,
         },
         (
             "16 query and key heads of 128, one sequence. Equations in elements of 2 bytes.",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..harness.report import Column, columns_of
+from ..harness.report import Column, columns_of, verdict
 from .rings import RING, RING_PASS_Q
 
 # Of Figure 3 of the Tree Attention paper: GPUs, and its longest context.
@@ -33,7 +33,7 @@ def headline_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
             "it /best": lambda row: f"{row['pass_q_over_tree']:,.2f}",
             "3 all-reduces, ms": milliseconds("three_allreduce"),
             "they /best": lambda row: f"{row['published_over_tree']:,.2f}",
-            "bytes right": lambda row: "WRONG" if row["wrong"] else "yes",
+            "bytes right": verdict,
         },
     )
 

@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from tree_attention.exchange.strategies import STRATEGIES, strategies
 
-from ..harness.report import Column, Report, columns_of, environment
+from ..harness.report import Column, Report, columns_of, environment, verdict
 from . import pictures
 from .clusters import CLUSTERS
 from .headlines import FIGURE_3, FIGURE_3_KEYS, TITLE, headline_columns, sentences
@@ -154,6 +154,6 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
             "ring /best": lambda row: f"{row['ring_over_tree']:,.1f}",
             "passing /best": lambda row: f"{row['pass_q_over_tree']:,.2f}",
             "paper's /best": lambda row: f"{row['published_over_tree']:.2f}",
-            "bytes right": lambda row: "WRONG" if row["wrong"] else "yes",
+            "bytes right": verdict,
         },
     )
