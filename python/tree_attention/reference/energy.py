@@ -3,7 +3,7 @@
 
 Give every query row a source `zeta` in the space of values and define its energy
 
-    F(zeta) = log sum_a exp(scale * q.k_a + zeta.v_a).
+    F(zeta) = log sum_a exp(scale * q.k_a + zeta.v_a),    scale = head_dim ** -0.5.
 
 F is the cumulant generating function of the value `v_a` when key `a` is drawn with probability
 proportional to exp(score): its gradient at `zeta = 0` is the mean of v, which is attention, and
@@ -22,13 +22,7 @@ from torch import Tensor
 
 
 def tilted_scores(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    zeta: Tensor,
-    key_ranges: Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, zeta: Tensor, key_ranges: Tensor | None = None
 ) -> Tensor:
     """The tilted scores `scale * q.k_a + zeta.v_a`, and -inf for keys that a query does not see.
 
@@ -43,7 +37,7 @@ def tilted_scores(
     Returns:
         `[batch, num_heads_q, seqlen_q, seqlen_k]`.
     """
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = q.shape[-1] ** -0.5
     group_size = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group_size, dim=1) for x in (k, v))
     return mask_scores(scale * (q @ k.mT) + zeta @ v.mT, key_ranges)
@@ -77,30 +71,18 @@ def softmax_weights(scores: Tensor) -> Tensor:
 
 
 def energy(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    zeta: Tensor,
-    key_ranges: Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, zeta: Tensor, key_ranges: Tensor | None = None
 ) -> Tensor:
     """The energy of each query row, `[batch, num_heads_q, seqlen_q]`.
 
     At `zeta = 0` it is lse. The arguments are those of `tilted_scores`.
     """
-    scores = tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
+    scores = tilted_scores(q, k, v, zeta, key_ranges)
     return torch.logsumexp(scores, dim=-1)
 
 
 def safe_energy(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    zeta: Tensor,
-    key_ranges: Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, zeta: Tensor, key_ranges: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The energy as a sum of two parts that cannot overflow: `F = shift + relative`.
 
@@ -111,19 +93,13 @@ def safe_energy(
     Returns:
         shift, relative: each `[batch, num_heads_q, seqlen_q]`; 0 and -inf for a row without keys.
     """
-    scores = tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
+    scores = tilted_scores(q, k, v, zeta, key_ranges)
     shift = finite(largest_score(scores).detach())
     return shift, torch.exp(scores - shift[..., None]).sum(dim=-1).log()
 
 
 def energy_gradient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    zeta: Tensor,
-    key_ranges: Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, zeta: Tensor, key_ranges: Tensor | None = None
 ) -> Tensor:
     """The gradient of F in zeta by its formula: for each row, the mean of v under its weights.
 
@@ -132,18 +108,12 @@ def energy_gradient(
     Returns:
         `[batch, num_heads_q, seqlen_q, head_dim_v]`; zero for a row without keys.
     """
-    weights = softmax_weights(tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale))
+    weights = softmax_weights(tilted_scores(q, k, v, zeta, key_ranges))
     return weights @ v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
 
 def energy_hessian(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    zeta: Tensor,
-    key_ranges: Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, zeta: Tensor, key_ranges: Tensor | None = None
 ) -> Tensor:
     """The Hessian of F in zeta by its formula: for each row, the covariance of v.
 
@@ -153,7 +123,7 @@ def energy_hessian(
     Returns:
         `[batch, num_heads_q, seqlen_q, head_dim_v, head_dim_v]`; zero for a row without keys.
     """
-    weights = softmax_weights(tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale))
+    weights = softmax_weights(tilted_scores(q, k, v, zeta, key_ranges))
     v = v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     mean = weights @ v
     second_moment = torch.einsum("bhia,bhac,bhad->bhicd", weights, v, v)
@@ -161,12 +131,7 @@ def energy_hessian(
 
 
 def attention_from_energy(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_ranges: Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention by one backward pass through the energy at `zeta = 0`.
 
@@ -176,6 +141,6 @@ def attention_from_energy(
     """
     zeta = q.new_zeros(*q.shape[:-1], v.shape[-1], requires_grad=True)
     with torch.enable_grad():
-        lse = energy(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
+        lse = energy(q, k, v, zeta, key_ranges)
         (o,) = torch.autograd.grad(lse.sum(), zeta)
     return o, lse.detach()

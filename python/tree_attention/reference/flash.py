@@ -53,19 +53,14 @@ def blocks(length: int, size: int) -> Iterator[slice]:
 
 
 def standard_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    memory: SlowMemory | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, memory: SlowMemory | None = None
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 0 of FlashAttention: the matrices S and P go to slow memory and come back.
 
     Each of its three steps is counted as if it loaded every matrix once, whatever the size of the
     fast memory, as FlashAttention's Theorem 2 counts it: `4 N^2 + 4 N d` elements.
     """
-    scale, memory = _scale(q, softmax_scale), memory or SlowMemory()
+    scale, memory = q.shape[-1] ** -0.5, memory or SlowMemory()
     scores, weights = (q.new_empty(*q.shape[:-1], k.shape[-2]) for _ in range(2))
     o = q.new_empty(*q.shape[:-1], v.shape[-1])
 
@@ -76,20 +71,14 @@ def standard_attention(
 
 
 def chunked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    query_chunk: int,
-    key_chunk: int,
-    softmax_scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, query_chunk: int, key_chunk: int
 ) -> tuple[Tensor, Tensor]:
     """Rabe and Staats: each chunk of keys is summarised alone, then all summaries are combined.
 
     Tree Attention's Eq. 1 to 3 are its sums for one key per chunk, without the largest score, which
     keeps them from overflowing.
     """
-    scale = _scale(q, softmax_scale)
+    scale = q.shape[-1] ** -0.5
     o, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     for rows in blocks(q.shape[-2], query_chunk):
         empty = empty_state(q[..., rows, :], v)
@@ -118,13 +107,7 @@ def flash_block_sizes(fast_memory: int, head_dim: int) -> tuple[int, int]:
 
 
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    fast_memory: int,
-    softmax_scale: float | None = None,
-    memory: SlowMemory | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, fast_memory: int, memory: SlowMemory | None = None
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1 of FlashAttention: key blocks outside, query blocks inside.
 
@@ -135,7 +118,7 @@ def flash_attention(
     Args:
         fast_memory: M, in elements.
     """
-    scale, memory = _scale(q, softmax_scale), memory or SlowMemory()
+    scale, memory = q.shape[-1] ** -0.5, memory or SlowMemory()
     block_q, block_k = flash_block_sizes(fast_memory, q.shape[-1])
     o, l_sum, m = q.new_empty(*q.shape[:-1], v.shape[-1]), *q.new_empty(2, *q.shape[:-1])
     memory.store(o, torch.zeros_like(o))
@@ -175,20 +158,13 @@ def flash_traffic(seqlen: int, head_dim: int, fast_memory: int) -> int:
 
 
 def flash_attention_2(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    block_q: int,
-    block_k: int,
-    softmax_scale: float | None = None,
-    memory: SlowMemory | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, block_q: int, block_k: int, memory: SlowMemory | None = None
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention-2 as LeanAttention's Algorithm 1: one block of queries is one worker's output.
 
     The state stays in fast memory until its only division, so O and L are written once.
     """
-    scale, memory = _scale(q, softmax_scale), memory or SlowMemory()
+    scale, memory = q.shape[-1] ** -0.5, memory or SlowMemory()
     o, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     for rows in blocks(q.shape[-2], block_q):
         q_i = memory.load(q[..., rows, :])
@@ -210,7 +186,6 @@ def flash_decoding(
     num_splits: int,
     block_q: int,
     block_k: int,
-    softmax_scale: float | None = None,
     memory: SlowMemory | None = None,
 ) -> tuple[Tensor, Tensor]:
     """FlashDecoding: FlashAttention-2 on a fixed number of splits, then a reduction over them.
@@ -228,7 +203,6 @@ def flash_decoding(
             v[..., begin : begin + split, :],
             block_q=block_q,
             block_k=block_k,
-            softmax_scale=softmax_scale,
             memory=memory,
         )
         for begin in range(0, num_splits * split, split)
@@ -238,7 +212,3 @@ def flash_decoding(
     for place, x in zip((o, lse), merge_states(o_parts, lse_parts), strict=True):
         memory.store(place, x)
     return o, lse
-
-
-def _scale(q: Tensor, softmax_scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

@@ -22,16 +22,10 @@ from tree_attention.reference.stream_k import Balanced, Schedule, run
 
 
 def lean_attention_basic(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    tile_m: int,
-    tile_n: int,
-    softmax_scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, tile_m: int, tile_n: int
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 2: every tile (i, j) of the scores for itself, then a fold over j for each i."""
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = q.shape[-1] ** -0.5
     o, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     for rows in blocks(q.shape[-2], tile_m):
         empty = empty_state(q[..., rows, :], v)
@@ -65,7 +59,6 @@ def lean_attention(
     tile_m: int,
     tile_n: int,
     ctas: int,
-    softmax_scale: float | None = None,
     schedule: type[Schedule] = Balanced,
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 4: equal ranges of the LeanTiles of all heads and query blocks, on `ctas` workers.
@@ -79,7 +72,7 @@ def lean_attention(
     Raises:
         RuntimeError: the schedule makes a CTA wait for a part that nobody leaves.
     """
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = q.shape[-1] ** -0.5
     heads = [x[None].flatten(0, -3) for x in (q, k, v)]
     tiles = [(head, rows) for head in range(len(heads[0])) for rows in blocks(q.shape[-2], tile_m)]
 

@@ -60,9 +60,7 @@ def seen_keys(buckets: Tensor, chunk: int, *, causal: bool = False) -> Tensor:
     return seen | (itself & alone[:, None])
 
 
-def lsh_attention(
-    x: Tensor, v: Tensor, seen: Tensor, *, softmax_scale: float | None = None
-) -> tuple[Tensor, Tensor]:
+def lsh_attention(x: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of one head in rounds, each a partial state, merged in canonical order.
 
     Args:
@@ -73,7 +71,7 @@ def lsh_attention(
     Returns:
         o and lse of attention over the union of the rounds.
     """
-    scale = x.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = x.shape[-1] ** -0.5
     keys = torch.nn.functional.normalize(x, dim=-1)
     scores = scale * (x @ keys.mT) - seen.sum(0).clamp(min=1).to(x.dtype).log()
     of_rounds = torch.where(seen, scores, -torch.inf)

@@ -17,22 +17,14 @@ from torch import Tensor
 from tree_attention.reference.energy import energy, softmax_weights, tilted_scores
 
 
-def moment(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    order: int,
-    key_ranges: Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
-) -> Tensor:
+def moment(q: Tensor, k: Tensor, v: Tensor, order: int, key_ranges: Tensor | None = None) -> Tensor:
     """The mean of `v_a (x) ... (x) v_a` with `order` factors, by its definition.
 
     Returns:
         `[batch, num_heads_q, seqlen_q, head_dim_v, ..., head_dim_v]`; zero for a row without keys.
     """
     zeta = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    scores = tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
+    scores = tilted_scores(q, k, v, zeta, key_ranges)
     v = v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     powers = torch.ones_like(v[..., 0])
     for _ in range(order):
@@ -42,13 +34,7 @@ def moment(
 
 
 def moment_from_energy(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    order: int,
-    key_ranges: Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, order: int, key_ranges: Tensor | None = None
 ) -> Tensor:
     """`moment` by Eq. 20: `order` derivatives of `Z(zeta) / Z = exp(F(zeta) - F(0))`.
 
@@ -56,7 +42,7 @@ def moment_from_energy(
     """
     zeta = q.new_zeros(*q.shape[:-1], v.shape[-1], requires_grad=True)
     with torch.enable_grad():
-        value = energy(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
+        value = energy(q, k, v, zeta, key_ranges)
         value = torch.exp(value - value.detach())
         for _ in range(order):
             components = value.reshape(*zeta.shape[:3], -1).unbind(-1)
@@ -67,14 +53,7 @@ def moment_from_energy(
 
 
 def partition_series(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    zeta: Tensor,
-    order: int,
-    key_ranges: Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, zeta: Tensor, order: int, key_ranges: Tensor | None = None
 ) -> Tensor:
     """`Z(zeta) / Z` up to the `order`-th term of Eq. 21, `[batch, num_heads_q, seqlen_q]`.
 
@@ -82,7 +61,7 @@ def partition_series(
     """
     total = torch.zeros_like(zeta[..., 0])
     for n in range(order + 1):
-        term = moment(q, k, v, n, key_ranges, softmax_scale=softmax_scale)
+        term = moment(q, k, v, n, key_ranges)
         for _ in range(n):
             axes = [1] * (term.dim() - 4)
             term = (term * zeta.reshape(*zeta.shape[:3], *axes, -1)).sum(-1)

@@ -73,19 +73,14 @@ def all_reduce(
     return parts[0]
 
 
-def tree_energy(
-    q: Tensor, zeta: Tensor, shards: Sequence[Shard], *, softmax_scale: float | None = None
-) -> tuple[Tensor, Tensor]:
+def tree_energy(q: Tensor, zeta: Tensor, shards: Sequence[Shard]) -> tuple[Tensor, Tensor]:
     """Algorithm 1: the energy F of every query row, by two reductions of one number per row.
 
     Returns:
         shift, relative: each `[batch, num_heads_q, seqlen_q]`, with `F = shift + relative`; 0 and
         -inf for a row without keys on any rank.
     """
-    scores = [
-        tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
-        for k, v, key_ranges in shards
-    ]
+    scores = [tilted_scores(q, k, v, zeta, key_ranges) for k, v, key_ranges in shards]
     shift = finite(all_reduce([largest_score(s) for s in scores], torch.maximum))
     relative = all_reduce(
         [torch.logsumexp(s - shift[..., None], dim=-1) for s in scores], torch.logaddexp
@@ -93,9 +88,7 @@ def tree_energy(
     return shift, relative
 
 
-def tree_gradient(
-    q: Tensor, zeta: Tensor, shards: Sequence[Shard], *, softmax_scale: float | None = None
-) -> Tensor:
+def tree_gradient(q: Tensor, zeta: Tensor, shards: Sequence[Shard]) -> Tensor:
     """Algorithm 2: the gradient of the energy, by one more reduction of a value vector per row.
 
     At `zeta = 0` it is attention.
@@ -103,11 +96,11 @@ def tree_gradient(
     Returns:
         `[batch, num_heads_q, seqlen_q, head_dim_v]`; zero for a row without keys.
     """
-    shift, relative = tree_energy(q, zeta, shards, softmax_scale=softmax_scale)
+    shift, relative = tree_energy(q, zeta, shards)
     relative = finite(relative)
     sums = []
     for k, v, key_ranges in shards:
-        scores = tilted_scores(q, k, v, zeta, key_ranges, softmax_scale=softmax_scale)
+        scores = tilted_scores(q, k, v, zeta, key_ranges)
         weights = torch.exp(scores - shift[..., None] - relative[..., None])
         sums.append(weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1))
     return all_reduce(sums, torch.add)
