@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import tree_attention
+from package_copy import copy_package
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,12 +117,7 @@ MUTATIONS = (
 
 def report(mutation: Mutation, folder: Path) -> str:
     """What the fuzzer says of a copy of the package in which the mutation is made."""
-    package = Path(tree_attention.__file__).parent
-    copy = folder / "tree_attention"
-    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for extension in package.glob("*.so"):
-        (copy / extension.name).symlink_to(extension)
-    file = copy / mutation.file
+    file = copy_package(folder) / mutation.file
     text = file.read_text()
     assert text.count(mutation.old) == 1, f"{mutation.file}: {mutation.old}"
     file.write_text(text.replace(mutation.old, mutation.new))

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import tree_attention
+from package_copy import copy_package
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,12 +52,7 @@ STRATEGY = Strategy(prepare, traffic)
 
 def test_a_new_strategy_is_a_file(tmp_path: Path) -> None:
     """In a copy of the package the tests' own parameters, formulas and calibration know it."""
-    package = Path(tree_attention.__file__).parent
-    copy = tmp_path / "tree_attention"
-    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for extension in package.glob("*.so"):
-        (copy / extension.name).symlink_to(extension)
-    (copy / "exchange" / "strategies" / "toy.py").write_text(TOY)
+    (copy_package(tmp_path) / "exchange" / "strategies" / "toy.py").write_text(TOY)
     names = "test_exchange.py", "test_choice.py", "test_strategies.py"
     wanted = "toy or formulas or same_bits_in_every_way or test_calibration or nothing_but_outputs"
     run = subprocess.run(
