@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,11 @@ KINDS = (*strategies(), "ring", "ring of queries")
 WAITED_FOR = r"(all_gather|all_to_all|all_reduce) of \d|messages: |shift"
 
 Outcome = tuple[float, str]
+
+
+def end_or_stall(how: str) -> None:
+    """This rank ends ("kill") or answers no more ("stop")."""
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
 
 
 def call(

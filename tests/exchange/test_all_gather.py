@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distributed import Lost, on_ranks, run_ranks
-from faults import AMPLE, SLACK, TIMEOUT, Outcome, failure
+from faults import AMPLE, SLACK, TIMEOUT, Outcome, end_or_stall, failure
 from tree_attention import Communicator, ExchangeError
 
 # Ranks compile at their own pace, which the timeout of a call has to allow for.
@@ -143,7 +141,7 @@ def lose_rank(rank: int, world_size: int, victim: int, how: str, size: int) -> O
     x, counts = torch.ones(size + rank), [size + r for r in range(world_size)]
     comm.all_gather(x, counts, timeout=AMPLE)
     if rank == victim:
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+        end_or_stall(how)
     outcome = failure(comm.all_gather, x, counts)
     assert comm.failed is not None
     assert failure(comm.all_gather, x, counts)[0] < TIMEOUT

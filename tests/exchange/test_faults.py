@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -33,6 +32,7 @@ from faults import (
     Outcome,
     assert_refuses_further_use,
     call,
+    end_or_stall,
     failure,
 )
 from tree_attention.exchange import Communicator, agreement
@@ -41,7 +41,7 @@ from tree_attention.exchange import Communicator, agreement
 def lose_rank(rank: int, world_size: int, victim: int, how: str) -> Outcome:
     comm = Communicator(timeout=TIMEOUT)
     if rank == victim:
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+        end_or_stall(how)
     outcome = failure(call, "all_gather", comm)
     assert_refuses_further_use(comm)
     return outcome

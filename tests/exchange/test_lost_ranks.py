@@ -28,6 +28,7 @@ from faults import (
     before_operation,
     call,
     count_operations,
+    end_or_stall,
     failure,
     phases,
     resources,
@@ -131,7 +132,7 @@ def go_on_without_the_first(rank: int, world_size: int, how: str, folder: Path) 
     call("all_gather", comm, timeout=AMPLE)
     dist.barrier()
     if rank == 0:
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+        end_or_stall(how)
     seconds, message = failure(call, "all_gather", comm)
     assert seconds < TIMEOUT + SLACK, message
     del comm

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +14,7 @@ import torch.distributed as dist
 
 import tree_attention.overlap as overlap_module
 from distributed import Lost, on_ranks, run_ranks
+from faults import end_or_stall
 from helpers import assert_same_bits
 from test_overlap import AMPLE, BATCH, KV, PARTS, Q, State, exchange_threads
 from tree_attention import ExchangeError, lean_decode, tree_decode
@@ -49,7 +48,7 @@ def decode_until(
         end = time.monotonic() + AMPLE
         while comm.link.num_operations == num_operations and time.monotonic() < end:
             time.sleep(0.001)
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+        end_or_stall(how)
 
     options = {"group": comm, "overlap": PARTS, "strategy": strategy}
     tree_decode(Q, KV, KV, timeout=AMPLE, **options)

@@ -21,7 +21,16 @@ import torch
 import torch.distributed as dist
 
 from distributed import Lost, on_ranks, run_ranks
-from faults import AMPLE, QUICK, SLACK, TIMEOUT, assert_refuses_further_use, call, failure
+from faults import (
+    AMPLE,
+    QUICK,
+    SLACK,
+    TIMEOUT,
+    assert_refuses_further_use,
+    call,
+    end_or_stall,
+    failure,
+)
 from helpers import assert_same_bits
 from tree_attention import strategies
 from tree_attention._loader import load
@@ -154,7 +163,7 @@ def lose_neighbour(rank: int, world_size: int, how: str) -> tuple[float, str]:
     call("all_gather", comm, timeout=AMPLE)
     dist.barrier()
     if rank == 1:
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+        end_or_stall(how)
     outcome = failure(call, "all_gather", comm)
     assert_refuses_further_use(comm)
     return outcome
@@ -186,7 +195,7 @@ def test_no_rank_goes_on_without_another(rank: int, world_size: int, how: str) -
     comm.all_gather(x, counts, timeout=AMPLE)
     dist.barrier()
     if rank == 1:
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+        end_or_stall(how)
     comm.all_gather(x, counts)  # which the lost rank might still come for
     seconds, message = failure(comm.all_gather, x, counts)
     assert seconds < QUICK and "message to rank 1: " in message
