@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from distributed import preload
+from generations import left_padded
 
 preload("transformers.generation.utils", "transformers.models.llama.modeling_llama")
 
@@ -118,10 +119,4 @@ def make_model(name: str, attn_implementation: str | None = None) -> PreTrainedM
 
 def make_prompts(batch: int = 3, length: int = 37) -> dict[str, torch.Tensor]:
     """Left-padded prompts of `length`, `length - 11` and `length - 5` tokens, and so on."""
-    generator = torch.Generator().manual_seed(11)
-    ids = torch.randint(3, VOCAB_SIZE, (batch, length), generator=generator)
-    mask = torch.ones_like(ids)
-    for row, padding in zip(range(batch), (0, 11, 5, 20), strict=False):
-        ids[row, :padding] = PAD
-        mask[row, :padding] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return left_padded(VOCAB_SIZE, length, (0, 11, 5, 20)[:batch], seed=11)

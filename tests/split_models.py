@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-PAD = 0
+from generations import PAD, generated, left_padded
+
 VOCAB_SIZE = 199
 PROMPT_LENGTH, NUM_TOKENS = 37, 8
 GREEDY = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
@@ -68,26 +69,15 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> P
 
 def make_prompts(padded: bool = True) -> dict[str, Tensor]:
     """Three prompts of one length, padded on the left or not."""
-    generator = torch.Generator().manual_seed(4)
-    ids = torch.randint(3, VOCAB_SIZE, (3, PROMPT_LENGTH), generator=generator)
-    mask = torch.ones_like(ids)
-    for row, padding in enumerate((0, 11, 5)) if padded else ():
-        ids[row, :padding] = PAD
-        mask[row, :padding] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return left_padded(VOCAB_SIZE, PROMPT_LENGTH, (0, 11, 5) if padded else (0, 0, 0), seed=4)
 
 
 @cache
 def expected(name: str, padded: bool = True) -> tuple[Tensor, Tensor, float]:
-    """Tokens of transformers, their logits [steps, batch, vocab], and how far apart the best two
-    are where they are nearest."""
-    output = make_model(name).generate(
-        **make_prompts(padded), **GREEDY, output_logits=True, return_dict_in_generate=True
-    )
-    logits = torch.stack(output.logits)
-    best = logits.topk(2).values
-    assert len(output.sequences[:, PROMPT_LENGTH:].unique()) >= NUM_TOKENS // 2
-    return output.sequences, logits, (best[..., 0] - best[..., 1]).min().item()
+    """What transformers generates, and a check that it is not one token over and over."""
+    tokens, *others = generated(make_model(name), make_prompts(padded), **GREEDY)
+    assert len(tokens[:, PROMPT_LENGTH:].unique()) >= NUM_TOKENS // 2
+    return tokens, *others
 
 
 def sizes_of_tensor_groups(world_size: int) -> list[int]:

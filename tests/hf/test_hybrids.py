@@ -21,7 +21,8 @@ from distributed import run_ranks
 
 pytest.importorskip("transformers")
 
-from hf_families import HYBRIDS, PAD, VOCAB_SIZE, make_model
+from generations import left_padded
+from hf_families import HYBRIDS, VOCAB_SIZE, make_model
 from tree_attention import BlockCyclic, hf
 from tree_attention.hf.state_layer import may_be_chunked
 
@@ -36,12 +37,7 @@ NAME = NAMES[-1]
 
 def _prompts(batch: int = 3, length: int = 29) -> dict[str, Tensor]:
     """Padded on the left to one length."""
-    ids = torch.randint(3, VOCAB_SIZE, (batch, length), generator=torch.Generator().manual_seed(4))
-    mask = torch.ones_like(ids)
-    for row, padding in zip(range(batch), (0, 9, 4), strict=False):
-        ids[row, :padding] = PAD
-        mask[row, :padding] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return left_padded(VOCAB_SIZE, length, (0, 9, 4)[:batch], seed=4)
 
 
 @cache

@@ -18,7 +18,8 @@ from distributed import run_ranks
 
 pytest.importorskip("transformers")
 
-from hf_families import PAD, VOCAB_SIZE, WORKING, make_model
+from generations import generated, left_padded
+from hf_families import VOCAB_SIZE, WORKING, make_model
 from tree_attention import BlockCyclic, hf
 from tree_attention.hf.deal import Deal
 
@@ -35,22 +36,12 @@ FAMILIES = [name for name, family in WORKING.items() if family.exists]
 
 def _prompts() -> dict[str, Tensor]:
     """Three, padded on the left to one length."""
-    generator = torch.Generator().manual_seed(4)
-    ids = torch.randint(3, VOCAB_SIZE, (3, PROMPT_LENGTH), generator=generator)
-    mask = torch.ones_like(ids)
-    for row, padding in enumerate((0, 9, 4)):
-        ids[row, :padding] = PAD
-        mask[row, :padding] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return left_padded(VOCAB_SIZE, PROMPT_LENGTH, (0, 9, 4), seed=4)
 
 
 @cache
 def _expected(name: str) -> tuple[Tensor, Tensor, float]:
-    """Tokens of transformers, their logits, and how far apart the best two are at least."""
-    output = make_model(WORKING[name]).generate(**_prompts(), **GREEDY)
-    logits = torch.stack(output.logits)
-    best = logits.topk(2).values
-    return output.sequences, logits, (best[..., 0] - best[..., 1]).min().item()
+    return generated(make_model(WORKING[name]), _prompts(), **GREEDY)
 
 
 def _generate(
