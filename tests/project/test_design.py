@@ -45,6 +45,14 @@ def test_worked_example() -> None:
     assert f"o={t * r}·{o_a}+{r}·{o_b}={o}\n" in text
 
 
+def test_the_statements_of_a_step_are_those_of_the_code() -> None:
+    section = re.search(r"this is three statements:\n\n(.*?)\n\n", PAGE.read_text(), re.DOTALL)
+    assert section is not None
+    lines = [line.strip() for line in section[1].splitlines()]
+    code = (PAGE.parents[1] / "python/tree_attention/decode.py").read_text()
+    assert len(lines) == 3 and all(f" {line}\n" in code for line in lines)
+
+
 def test_every_strategy_has_one_row() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(STRATEGIES)
