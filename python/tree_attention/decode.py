@@ -205,15 +205,9 @@ def _fake(
     v_local: Tensor,
     key_ranges: Tensor | None,
     group: str,
-    *,
-    strategy: str,
-    out_dtype: torch.dtype | None,
-    payload_dtype: torch.dtype,
-    head_sharded: bool,
-    **_: object,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    options = ExchangeOptions(strategy, out_dtype or q.dtype, payload_dtype, head_sharded)
-    return fake_merge(q, v_local.shape[3], group, options)
+    return fake_merge(q, v_local.shape[3], group, **options)
 
 
 _in_graph = add_collective(

@@ -94,20 +94,8 @@ def all_merge_states(
 
 
 def fake_merge(
-    like: Tensor, head_dim: int, group: str, options: ExchangeOptions
-) -> tuple[Tensor, Tensor]:
-    """Outputs of a merge of states with the rows and on the device of `like`."""
-    layout = StateLayout(like.shape[:3], head_dim, options.payload_dtype)
-    return named(group).outputs(layout, options, like.device)
-
-
-def _run(o: Tensor, lse: Tensor, group: str, **options: Any) -> tuple[Tensor, Tensor]:
-    return named(group).all_merge_states(o, lse, **options)
-
-
-def _fake(
-    o: Tensor,
-    lse: Tensor,
+    like: Tensor,
+    head_dim: int,
     group: str,
     *,
     strategy: str,
@@ -116,8 +104,18 @@ def _fake(
     head_sharded: bool,
     **_: object,
 ) -> tuple[Tensor, Tensor]:
-    options = ExchangeOptions(strategy, out_dtype or o.dtype, payload_dtype, head_sharded)
-    return fake_merge(o, o.shape[3], group, options)
+    """Outputs of a merge of states with the rows and on the device of `like`."""
+    options = ExchangeOptions(strategy, out_dtype or like.dtype, payload_dtype, head_sharded)
+    layout = StateLayout(like.shape[:3], head_dim, payload_dtype)
+    return named(group).outputs(layout, options, like.device)
+
+
+def _run(o: Tensor, lse: Tensor, group: str, **options: Any) -> tuple[Tensor, Tensor]:
+    return named(group).all_merge_states(o, lse, **options)
+
+
+def _fake(o: Tensor, lse: Tensor, group: str, **options: Any) -> tuple[Tensor, Tensor]:
+    return fake_merge(o, o.shape[3], group, **options)
 
 
 _in_graph = add_collective(
