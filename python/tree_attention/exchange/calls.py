@@ -44,7 +44,8 @@ class Calls:
         self.rank, self.world_size = (0, 1) if group is None else (group.rank(), group.size())
         if nodes is not None and len(nodes) != self.world_size:
             raise ValueError(
-                f"nodes must name the node of each of {self.world_size} ranks, got {list(nodes)}"
+                f"Communicator: nodes must name the node of each of {self.world_size} ranks, got "
+                f"{list(nodes)}"
             )
         self._nodes = None if nodes is None else Topology.of(nodes).nodes
         self.topology = Topology(self._nodes or (0,) * self.world_size)
@@ -80,7 +81,7 @@ class Calls:
     @property
     def _session_of_several(self) -> Session:
         if self._session is None:
-            raise ValueError("a world of one rank sends nothing and has no link")
+            raise ValueError("Communicator: a world of one rank sends nothing and has no link")
         return self._session
 
     def agree(
