@@ -34,7 +34,8 @@ def window(slots: Tensor, size: int) -> Tensor:
     Source: sliding windows, Longformer (arXiv:2004.05150), section 3.1.
     """
     slots = checked_slots("window", slots, size=size)
-    return _ranges(slots, [(slots + 1 - size, slots + 1)])
+    ends = slots[..., None] + 1
+    return _ranges(slots, ends - size, ends)
 
 
 def first(slots: Tensor, count: int) -> Tensor:
@@ -46,7 +47,8 @@ def first(slots: Tensor, count: int) -> Tensor:
     Source: attention sinks, StreamingLLM (arXiv:2309.17453), section 3.2.
     """
     slots = checked_slots("first", slots, count=count)
-    return _ranges(slots, [(torch.zeros_like(slots), torch.full_like(slots, count))])
+    begins = torch.zeros_like(slots[..., None])
+    return _ranges(slots, begins, begins + count)
 
 
 def global_tokens(slots: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
@@ -65,16 +67,9 @@ def global_tokens(slots: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     """
     slots = checked_slots("global_tokens", slots, **{"the number of ranges": len(ranges)})
     is_global = torch.stack([(begin <= slots) & (slots < end) for begin, end in ranges]).any(0)
-    return _ranges(
-        slots,
-        [
-            (
-                torch.where(is_global, 0, begin),
-                torch.where(is_global, slots + 1, end),
-            )
-            for begin, end in ranges
-        ],
-    )
+    begins = [torch.where(is_global, 0, begin) for begin, _ in ranges]
+    ends = [torch.where(is_global, slots + 1, end) for _, end in ranges]
+    return _ranges(slots, torch.stack(begins, dim=-1), torch.stack(ends, dim=-1))
 
 
 def dilated(slots: Tensor, count: int, *, dilation: int, block: int = 1) -> Tensor:
@@ -93,8 +88,8 @@ def dilated(slots: Tensor, count: int, *, dilation: int, block: int = 1) -> Tens
         `dilation` slots the strided pattern of Sparse Transformers (arXiv:1904.10509), section 4.3.
     """
     slots = checked_slots("dilated", slots, count=count, dilation=dilation, block=block)
-    ends = [slots + 1 - i * dilation for i in range(count)]
-    return _ranges(slots, [(end - block, end) for end in ends])
+    ends = slots[..., None] + 1 - dilation * torch.arange(count, device=slots.device)
+    return _ranges(slots, ends - block, ends)
 
 
 def random_blocks(slots: Tensor, count: int, *, block: int, seed: int) -> Tensor:
@@ -115,12 +110,10 @@ def random_blocks(slots: Tensor, count: int, *, block: int, seed: int) -> Tensor
     slots = checked_slots("random_blocks", slots, count=count, block=block)
     if not 0 <= seed < 2**31:
         raise ValueError(f"random_blocks: seed must be in [0, 2^31), got {seed}")
-    own = slots.clamp(min=0) // block
-    ranges = []
-    for i in range(count):
-        begin = _hashed(_hashed(own + (seed << 32)) + i) % (own + 1) * block
-        ranges.append((begin, begin + block))
-    return _ranges(slots, ranges)
+    own = slots[..., None].clamp(min=0) // block
+    draws = torch.arange(count, device=slots.device)
+    begins = _hashed(_hashed(own + (seed << 32)) + draws) % (own + 1) * block
+    return _ranges(slots, begins, begins + block)
 
 
 def local(key_ranges: Tensor, layout: ShardLayout, rank: int) -> Tensor:
@@ -137,9 +130,9 @@ def local(key_ranges: Tensor, layout: ShardLayout, rank: int) -> Tensor:
     return torch.stack([begin, end], dim=-1).int()
 
 
-def _ranges(slots: Tensor, ranges: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Ranges, up to the query's own slot, as `key_ranges`."""
-    bounds = torch.stack([torch.stack(bounds, dim=-1) for bounds in ranges], dim=-2)
+def _ranges(slots: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
+    """Ranges `[batch, seqlen_q, num_ranges]`, up to the query's own slot, as `key_ranges`."""
+    bounds = torch.stack([begins, ends], dim=-1)
     return torch.minimum(bounds, slots[..., None, None] + 1).clamp(min=0).int()
 
 
