@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import Problem, make_problem
+from helpers import Problem, make_problem, paginate
 from tree_attention import merge_states, patterns
 from tree_attention.sharding import BlockCyclic, Contiguous
 
@@ -129,6 +129,105 @@ def test_patterns_are_made_on_the_device_of_the_slots(device):
     problem.run_and_check()
 
 
+PAGE = 16
+
+
+def pages_of_big_bird(slots):
+    """The pages that the last query of each sequence sees."""
+    pages = slots[:, -1:] // PAGE
+    blocks = patterns.random_blocks(pages, 3, block=1, seed=7)
+    return torch.cat([patterns.first(pages, 1), patterns.window(pages, 2), blocks], dim=2)
+
+
+def ranges_of_pages(page_ranges, slots):
+    """The ranges of slots that page lists stand for, `[batch, seqlen_q, num_ranges, 2]`."""
+    ranges = page_ranges * PAGE
+    return torch.minimum(ranges, (slots + 1)[..., None, None]).int()
+
+
+def with_page_list(shard, page_ranges, lengths, **options):
+    """The problem over pages in random order, of which it lists those that are seen."""
+    k, v, table = paginate(shard.k, shard.v, PAGE, **options)
+    listed, key_ranges = patterns.page_lists(page_ranges, lengths, table, PAGE)
+    assert listed.shape == table.shape and listed.dtype == torch.int32
+    return Problem(shard.q, k, v, key_ranges, {"page_table": listed})
+
+
+SLOTS_OF_PAGES = torch.stack([torch.arange(150, 155), torch.arange(95, 100), torch.arange(0, 5)])
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_page_lists_see_what_ranges_see(per_head, device):
+    """Of queries in one page and on both sides of its end, with NaN in all other keys."""
+    whole = make_problem(batch=3, seqlen_q=5, seqlen_k=170)
+    page_ranges = pages_of_big_bird(SLOTS_OF_PAGES)
+    whole.key_ranges = ranges_of_pages(page_ranges, SLOTS_OF_PAGES)
+    j = torch.arange(170)
+    is_seen = ((whole.key_ranges[..., :1] <= j) & (j < whole.key_ranges[..., 1:])).any(2).any(1)
+    assert 0 < is_seen[0].sum() < 100, "some pages are left out"
+    for x in (whole.k, whole.v):
+        x.masked_fill_(~is_seen[:, None, :, None], torch.nan)
+    listed = with_page_list(whole, page_ranges, SLOTS_OF_PAGES + 1, per_head=per_head)
+    whole.check(*listed.to(device).run())
+
+
+@pytest.mark.parametrize(
+    "layout, pages",
+    [
+        (BlockCyclic(3, 2 * PAGE), BlockCyclic(3, 2)),
+        (Contiguous((0, 2 * PAGE, 2 * PAGE, 170)), Contiguous((0, 2, 2, 11))),
+    ],
+    ids=["cyclic", "contiguous"],
+)
+def test_shards_list_their_pages(layout, pages, device):
+    whole = make_problem(batch=3, seqlen_q=5, seqlen_k=170)
+    page_ranges = pages_of_big_bird(SLOTS_OF_PAGES)
+    whole.key_ranges = ranges_of_pages(page_ranges, SLOTS_OF_PAGES)
+    parts = []
+    for rank in range(layout.world_size):
+        shard = with_page_list(
+            whole.shard(layout, rank),
+            patterns.local(page_ranges, pages, rank),
+            layout.count(rank, SLOTS_OF_PAGES + 1),
+        )
+        parts.append(shard.to(device).run())
+    whole.check(*merge_states(*(torch.stack(x) for x in zip(*parts, strict=True))))
+
+
+@given(st.data())
+def test_listed_pages_are_those_of_the_ranges(data):
+    """Ranges of any bounds, empty, inverted, behind the table, and overlapping."""
+    bound = st.integers(-2, 9)
+    listed = data.draw(st.lists(st.tuples(bound, bound), min_size=1, max_size=4))
+    lengths = data.draw(st.lists(st.integers(-3, 31), min_size=1, max_size=3))
+    page_ranges = torch.tensor([[listed]])
+    table, key_ranges = patterns.page_lists(
+        page_ranges, torch.tensor([lengths]), torch.arange(10, 17, dtype=torch.int32)[None], 4
+    )
+    for length, (begin, end) in zip(lengths, key_ranges[0].tolist(), strict=True):
+        keys = [(int(table[0, j // 4]) - 10) * 4 + j % 4 for j in range(begin, end)]
+        is_seen = [any(b <= page < e for b, e in listed) for page in range(7)]
+        assert keys == [j for j in range(min(length, 28)) if is_seen[j // 4]]
+
+
+def test_nothing_is_read_on_the_host():
+    """Tensors of the meta device have no values to read."""
+    slots = torch.arange(5, device="meta")[None]
+    table = torch.zeros(1, 11, dtype=torch.int32, device="meta")
+    listed, ranges = patterns.page_lists(pages_of_big_bird(slots), slots + 1, table, PAGE)
+    assert listed.shape == (1, 11) and ranges.shape == (1, 5, 2)
+
+
+TABLE = torch.zeros(1, 4, dtype=torch.int32)
+
+
+PAGE_RANGES = torch.zeros(1, 1, 2, 2, dtype=torch.int32)
+
+
+def lists(page_ranges=PAGE_RANGES, lengths=SLOTS, table=TABLE, page_size=16):
+    return patterns.page_lists(page_ranges, lengths, table, page_size)
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -140,6 +239,14 @@ def test_patterns_are_made_on_the_device_of_the_slots(device):
         (lambda: patterns.random_blocks(SLOTS, 1, block=1, seed=-1), r"seed must be in \[0, 2"),
         (lambda: patterns.window(SLOTS[0], 4), r"integers of shape \[batch, seqlen_q\]"),
         (lambda: patterns.window(SLOTS.float(), 4), r"got torch.float32 of shape \[1, 40\]"),
+        (lambda: lists(page_size=0), "page_lists: page_size must be at least 1, got 0"),
+        (lambda: lists(table=TABLE[0]), r"page_table must have shape .*, got \[4\]"),
+        (lambda: lists(patterns.window(SLOTS, 2)),
+         r"\[1, 1, num_ranges, 2\], as all queries .* see the same pages, .*\[1, 40, 1, 2\]"),
+        (lambda: lists(torch.zeros(1, 1, 2, 2)), "page_ranges must be integers .*torch.float32"),
+        (lambda: lists(torch.zeros(1, 1, 2).int()), r"page_ranges must be integers .*\[1, 1, 2\]"),
+        (lambda: lists(lengths=SLOTS[0]), r"lengths must be integers of shape \[1, seqlen_q\]"),
+        (lambda: lists(lengths=SLOTS.bool()), "lengths must be integers .*got torch.bool"),
     ],
 )  # fmt: skip
 def test_errors(call, message):

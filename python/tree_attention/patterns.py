@@ -13,13 +13,15 @@ by concatenation::
     )
     strided = torch.cat([window(slots, 128), dilated(slots, 1024, dilation=128)], dim=2)
 
-Where a cache is split over ranks, `local` gives each rank its part of the ranges. Nothing is read
-on the host, so that calls can be captured in CUDA graphs.
+Where a cache is split over ranks, `local` gives each rank its part of the ranges. Many small
+pieces are faster as a list of pages, which `page_lists` makes where the cache has pages. Nothing is
+read on the host, so that calls can be captured in CUDA graphs.
 """
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .sharding import ShardLayout
@@ -130,6 +132,81 @@ def local(key_ranges: Tensor, layout: ShardLayout, rank: int) -> Tensor:
     return torch.stack([begin, end], dim=-1).int()
 
 
+def page_lists(
+    page_ranges: Tensor, lengths: Tensor, page_table: Tensor, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """A page table that names only the pages which a sequence sees, and one range for each query.
+
+    The functions above give ranges of pages where they are asked for pages in place of slots::
+
+        pages = slots[:, -1:] // page_size
+        page_ranges = torch.cat(
+            [first(pages, 1), window(pages, 3), random_blocks(pages, 60, block=1, seed=0)], dim=2
+        )
+        table, key_ranges = page_lists(page_ranges, slots + 1, page_table, page_size)
+        o, lse = lean_decode(q, k_pages, v_pages, key_ranges, page_table=table)
+
+    A pattern can be listed if it consists of whole pages which are the same for all queries of a
+    sequence in the call. Of these pages a query sees the slots up to its own, so its last page may
+    be partial. Anything else takes ranges. The list keeps no positions: a call with `alibi_slopes`
+    takes ranges too.
+
+    Where a cache is split over ranks at multiples of the page size, `local` with a layout of pages
+    gives each rank its `page_ranges`, and `layout.count(rank, slots + 1)` its `lengths`.
+
+    Args:
+        page_ranges: integers `[batch, 1, num_ranges, 2]`: half-open ranges of pages, which are
+            counted along the page table and may overlap.
+        lengths: integers `[batch, seqlen_q]`: how many slots there are up to each query's own.
+        page_table: int32 `[batch, pages]` or `[batch, num_heads_kv, pages]`.
+        page_size: number of slots of a page.
+
+    Returns:
+        The `page_table`, of the same shape, with the pages that are seen in front and in their
+        order, and the `key_ranges`, int32 `[batch, seqlen_q, 2]`.
+
+    Raises:
+        ValueError: a tensor has another shape or no integers, or `page_size` is below 1.
+    """
+    batch, pages = page_table.shape[0], page_table.shape[-1]
+    if page_size < 1:
+        raise ValueError(f"page_lists: page_size must be at least 1, got {page_size}")
+    if page_table.dim() not in (2, 3):
+        raise ValueError(
+            "page_lists: page_table must have shape [batch, pages] or [batch, num_heads_kv, "
+            f"pages], got {list(page_table.shape)}"
+        )
+    if not _are_integers(page_ranges) or page_ranges.shape != (
+        batch,
+        1,
+        *page_ranges.shape[2:3],
+        2,
+    ):
+        raise ValueError(
+            f"page_lists: page_ranges must be integers of shape [{batch}, 1, num_ranges, 2], as "
+            f"all queries of a sequence see the same pages, got {page_ranges.dtype} of shape "
+            f"{list(page_ranges.shape)}"
+        )
+    if not _are_integers(lengths) or lengths.dim() != 2 or lengths.shape[0] != batch:
+        raise ValueError(
+            f"page_lists: lengths must be integers of shape [{batch}, seqlen_q], got "
+            f"{lengths.dtype} of shape {list(lengths.shape)}"
+        )
+    page = torch.arange(pages, device=page_table.device)
+    begin, end = page_ranges[:, 0].split(1, dim=-1)
+    is_seen = ((begin <= page) & (page < end)).any(1)  # [batch, pages]
+    order = (~is_seen).byte().argsort(dim=1, stable=True)
+    if page_table.dim() == 3:
+        order = order[:, None].expand_as(page_table)
+    table = page_table.gather(-1, order)
+    # How many pages before the one in which a query's slots end it sees, and whether that one.
+    lengths = lengths.long().clamp(0, pages * page_size)
+    seen_before = F.pad(is_seen.cumsum(1), (1, 0)).gather(1, lengths // page_size)
+    last_is_seen = F.pad(is_seen, (0, 1)).gather(1, lengths // page_size)
+    ends = seen_before * page_size + last_is_seen * (lengths % page_size)
+    return table, torch.stack([torch.zeros_like(ends), ends], dim=-1).int()
+
+
 def _ranges(slots: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
     """Ranges `[batch, seqlen_q, num_ranges]`, up to the query's own slot, as `key_ranges`."""
     bounds = torch.stack([begins, ends], dim=-1)
@@ -148,8 +225,7 @@ def _hashed(x: Tensor) -> Tensor:
 
 def checked_slots(function: str, slots: Tensor, **sizes: int) -> Tensor:
     """The slots in int64, in which no sum with a size overflows."""
-    is_integer = not (slots.is_floating_point() or slots.is_complex() or slots.dtype == torch.bool)
-    if slots.dim() != 2 or not is_integer:
+    if slots.dim() != 2 or not _are_integers(slots):
         raise ValueError(
             f"{function}: slots must be integers of shape [batch, seqlen_q], got {slots.dtype} of "
             f"shape {list(slots.shape)}"
@@ -158,3 +234,7 @@ def checked_slots(function: str, slots: Tensor, **sizes: int) -> Tensor:
         if size < 1:
             raise ValueError(f"{function}: {name} must be at least 1, got {size}")
     return slots.long()
+
+
+def _are_integers(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
