@@ -31,7 +31,7 @@ from tree_attention import (
     tree_decode,
 )
 from tree_attention.exchange import agreement
-from tree_attention.exchange.link import sentence
+from tree_attention.exchange.errors import sentence
 from tree_attention.exchange.self_test import merge_digest
 
 TIMEOUTS: list[tuple[object, type[Exception], str]] = [

@@ -32,7 +32,8 @@ from tree_attention.exchange.self_test import merge_digest
 from tree_attention.exchange.strategies import STRATEGIES, Strategy, two_phase
 
 
-def agree(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_agreement_and_broadcast(rank: int, world_size: int) -> None:
     comm = Communicator()
     comm.agree((("prompt", "abc"),))
     with pytest.raises(ExchangeError, match=r"rank . of 3: prompt is x2 on rank 2, x0 on rank 0"):
@@ -42,10 +43,6 @@ def agree(rank: int, world_size: int) -> None:
     comm.call("broadcast", (), lambda deadline: comm.link.broadcast(message, deadline))
     assert message.tolist() == [0] * 4
     assert comm.bytes_sent == (2 * 4 * 8 if rank == 0 else 0)
-
-
-def test_agreement_and_broadcast() -> None:
-    run_ranks(agree, 3)
 
 
 @on_ranks(3)

@@ -219,15 +219,12 @@ def test_exchanges_run_while_parts_compute(rank: int, world_size: int) -> None:
     assert not exchange_threads()
 
 
-def explain(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_explain(rank: int, world_size: int) -> None:
     comm, printed = Communicator(), StringIO()
     with redirect_stdout(printed):
         tree_decode(Q, KV, KV, group=comm, overlap=PARTS, explain=True)
     assert printed.getvalue().count("exchange of 4 rows of 32 (528 bytes)") == (rank == 0)
-
-
-def test_explain() -> None:
-    run_ranks(explain, 2)
 
 
 class FakeStream:

@@ -152,7 +152,8 @@ def test_strategy_that_is_not_available(rank: int, world_size: int) -> None:
     tree_decode(Q, KV, KV, group=comm, overlap=PARTS)
 
 
-def abort(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_abort_between_parts(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
     tree_decode(Q, KV, KV, group=comm, overlap=PARTS)
     dist.barrier()
@@ -165,10 +166,6 @@ def abort(rank: int, world_size: int) -> None:
     ):
         tree_decode(Q, KV, KV, group=comm, overlap=PARTS)
     assert not exchange_threads()
-
-
-def test_abort_between_parts() -> None:
-    run_ranks(abort, 2, fresh=True)
 
 
 @pytest.mark.parametrize("overlap", [0, -1, True, None, 1.5])

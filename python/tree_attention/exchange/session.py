@@ -17,12 +17,11 @@ from .agreement import (
     ABANDONED,
     Agreement,
     Disagreement,
-    ExchangeError,
     Note,
     Signature,
     ranks_text,
 )
-from .errors import sentence
+from .errors import ExchangeError, sentence
 from .link import Link
 from .self_test import delivery_fault
 from .shared_memory import connect
