@@ -31,8 +31,8 @@ from benchmarks.harness.measure import (
     read_memory,
     time_alternating,
 )
-from benchmarks.harness.program import finish, parser_of, shown
-from benchmarks.harness.report import Report, columns_of, environment, verdict
+from benchmarks.harness.program import finish, parser_of, progress_bar, shown
+from benchmarks.harness.report import Columns, Report, columns_of, environment, verdict
 from tree_attention import lean_decode
 from tree_attention.reference import quantise
 from tree_attention.reference.accuracy import Float64Check
@@ -185,9 +185,9 @@ def measure(cases: Sequence[LatentCase], seconds: float) -> Report:
     cpus = pin_threads()
     set_bytes = [2 * (RANK + ROPE) * case.keys for case in cases]
     arena = InputArena(max(n * InputArena.num_sets(n) for n in set_bytes))
-    with torch.inference_mode():
+    with torch.inference_mode(), progress_bar(True) as progress:
         peak = amx_peak()
-        rows = [run_case(case, arena, seconds, peak) for case in shown(cases)]
+        rows = [run_case(case, arena, seconds, peak) for case in shown(progress, cases)]
     return Report(
         name="latent_operator",
         title="Latent attention, absorbed and expanded",
@@ -226,7 +226,7 @@ def ms(name: str) -> Callable[[dict[str, Any]], str]:
     return lambda row: f"{row['times'][name]['median_us'] / 1e3:.2f}"
 
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+COLUMNS: Columns = {
     "case": lambda row: row["name"],
     "ours ms": ms(OURS),
     "with both products ms": ms(ABSORBED),

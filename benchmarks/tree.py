@@ -34,7 +34,7 @@ from benchmarks.harness.measure import (
     pin_threads,
     time_in_step,
 )
-from benchmarks.harness.program import parser_of_cases, run_cases
+from benchmarks.harness.program import parser_of_cases, run_cases, shown
 from benchmarks.harness.ranks import (
     Ranks,
     available_strategies,
@@ -272,13 +272,8 @@ def run(
             for case in cases
         )
     )
-    task = progress.add_task("tree", total=len(cases))
-    rows = []
     with torch.inference_mode():
-        for case in cases:
-            progress.update(task, description=case.name)
-            rows.append(run_case(case, arena, seconds, ranks))
-            progress.advance(task)
+        rows = [run_case(case, arena, seconds, ranks) for case in shown(progress, cases)]
     summary = [world_of(ranks)] if ranks.size > 1 else []
     summary += [f"{row['name']}: {row['auto']}" for row in rows if row["auto"]]
     summary += [overlap_of(row) for row in rows if OVERLAPPED in row["times"]]

@@ -23,6 +23,7 @@ from ..harness.measure import (
     read_memory,
     time_alternating,
 )
+from ..harness.program import shown
 from ..harness.report import Column, Report, environment
 from .cases import DecodeCase, Inputs, kv_set_bytes, visible
 from .peers import VLLM_PAGE, Vllm, flex_attention, sdpa
@@ -136,14 +137,11 @@ def run(cases: Sequence[DecodeCase], progress: Progress, *, seconds: float) -> R
     ]
     arena_bytes = max(n * count for n, count in zip(set_bytes, sets, strict=True))
     arena = InputArena(arena_bytes)
-    task = progress.add_task("decode", total=len(cases))
-    rows = []
     with torch.inference_mode():
         peak, matrix_peak = fma_peak(), amx_peak()
-        for case in cases:
-            progress.update(task, description=case.name)
-            rows.append(run_case(case, arena, seconds, peak, matrix_peak))
-            progress.advance(task)
+        rows = [
+            run_case(case, arena, seconds, peak, matrix_peak) for case in shown(progress, cases)
+        ]
     probes = [row["probe_bandwidth"] / 1e9 for row in rows if "probe_bandwidth" in row]
     header = environment(
         **{

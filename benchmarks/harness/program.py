@@ -91,14 +91,13 @@ def console_of(width: int = 180) -> Console:
     return Console() if sys.stdout.isatty() else Console(width=width)
 
 
-def shown(cases: Sequence[AnyCase]) -> Iterator[AnyCase]:
-    """The cases in turn, with a progress bar that names the one that runs."""
-    with progress_bar(True) as progress:
-        task = progress.add_task("", total=len(cases))
-        for case in cases:
-            progress.update(task, description=case.name)
-            yield case
-            progress.advance(task)
+def shown(progress: Progress, cases: Sequence[AnyCase]) -> Iterator[AnyCase]:
+    """The cases in turn; the bar names the one that runs."""
+    task = progress.add_task("", total=len(cases))
+    for case in cases:
+        progress.update(task, description=case.name)
+        yield case
+        progress.advance(task)
 
 
 def progress_bar(root: bool) -> Progress:

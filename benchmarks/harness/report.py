@@ -26,6 +26,10 @@ ROOT = Path(__file__).parents[2]
 MEASURED = ("csrc", "python", "setup.py", "benchmarks")  # what a result depends on
 
 
+# What stands in a row under each heading.
+Columns = Mapping[str, Callable[[dict[str, Any]], str]]
+
+
 @dataclass
 class Column:
     """One column of the tables: its heading (with the unit) and the row's value as text."""

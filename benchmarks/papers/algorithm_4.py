@@ -15,7 +15,7 @@ from tree_attention.reference.stream_k import SCHEDULES, Balanced, CorrectedLast
 
 from ..harness.plots import picture
 from ..harness.program import finish, parser_of
-from ..harness.report import Column, Report, columns_of, environment
+from ..harness.report import Columns, Report, columns_of, environment
 
 CORRECTED = (CorrectedLast, Balanced)
 
@@ -32,17 +32,13 @@ def row_of(schedule: type[Schedule], sizes: Sequence[tuple[int, int, int]]) -> d
     }
 
 
-def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    return columns_of(
-        rows,
-        {
-            "schedule": lambda row: row["name"],
-            "sizes": lambda row: f"{row['sizes']:,}",
-            "right": lambda row: f"{row['right']:,}",
-            "loses or mixes tiles": lambda row: f"{row['lost']:,}",
-            "hangs": lambda row: f"{row['hangs']:,}",
-        },
-    )
+COLUMNS: Columns = {
+    "schedule": lambda row: row["name"],
+    "sizes": lambda row: f"{row['sizes']:,}",
+    "right": lambda row: f"{row['right']:,}",
+    "loses or mixes tiles": lambda row: f"{row['lost']:,}",
+    "hangs": lambda row: f"{row['hangs']:,}",
+}
 
 
 def run(outputs: int, iterations: int, ctas: int) -> Report:
@@ -61,7 +57,7 @@ def run(outputs: int, iterations: int, ctas: int) -> Report:
         ],
         environment(),
         rows,
-        columns(rows),
+        columns_of(rows, COLUMNS),
         draw=draw,
     )
 

@@ -5,7 +5,6 @@ python -m benchmarks.papers.lsh --out DIR
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tree_attention.reference.lsh import hash_rounds, lsh_attention, seen_keys
 
 from ..harness.plots import picture
 from ..harness.program import finish, parser_of
-from ..harness.report import Column, Report, columns_of, environment, verdict
+from ..harness.report import Columns, Report, columns_of, environment, verdict
 
 ROUNDS = (1, 2, 4, 8, 16)
 BUCKETS = (1, 4, 16, 64)
@@ -54,17 +53,13 @@ def rows_of(seqlen: int) -> list[dict[str, Any]]:
     return rows
 
 
-def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    return columns_of(
-        rows,
-        {
-            "buckets": lambda row: str(row["buckets"]),
-            "rounds": lambda row: str(row["rounds"]),
-            "keys seen": lambda row: f"{row['seen']:.1%}",
-            "relative error": lambda row: f"{row['error']:.2g}",
-            "right": verdict,
-        },
-    )
+COLUMNS: Columns = {
+    "buckets": lambda row: str(row["buckets"]),
+    "rounds": lambda row: str(row["rounds"]),
+    "keys seen": lambda row: f"{row['seen']:.1%}",
+    "relative error": lambda row: f"{row['error']:.2g}",
+    "right": verdict,
+}
 
 
 def run(seqlen: int) -> Report:
@@ -79,7 +74,7 @@ def run(seqlen: int) -> Report:
         ],
         environment(),
         rows,
-        columns(rows),
+        columns_of(rows, COLUMNS),
         draw=draw,
     )
 

@@ -23,7 +23,7 @@ from tree_attention.reference.flash import (
 
 from ..harness.plots import picture
 from ..harness.program import finish, parser_of
-from ..harness.report import Column, Report, columns_of, environment, verdict
+from ..harness.report import Columns, Report, columns_of, environment, verdict
 
 # N queries and keys, head_dim d, fast memory M in elements, d <= M <= N d. The last three have the
 # M of 192 KB of a processor in 2 bytes, of which line 1 makes blocks of 384 and 192 keys.
@@ -64,21 +64,17 @@ def row_of(seqlen: int, head_dim: int, fast_memory: int) -> dict[str, Any]:
     }
 
 
-def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    return columns_of(
-        rows,
-        {
-            "shape": lambda row: row["name"],
-            "N2d2/M": lambda row: f"{row['theta']:,.0f}",
-            "FlashAttention counted": lambda row: f"{row['flash']:,}",
-            "its formula": lambda row: f"{row['formula']:,}",
-            "/ N2d2/M": lambda row: f"{row['flash'] / row['theta']:.2f}",
-            "FlashAttention-2": lambda row: f"{row['flash_2']:,}",
-            "standard": lambda row: f"{row['standard']:,}",
-            "standard /FlashAttention": lambda row: f"{row['standard'] / row['flash']:.2f}",
-            "right": verdict,
-        },
-    )
+COLUMNS: Columns = {
+    "shape": lambda row: row["name"],
+    "N2d2/M": lambda row: f"{row['theta']:,.0f}",
+    "FlashAttention counted": lambda row: f"{row['flash']:,}",
+    "its formula": lambda row: f"{row['formula']:,}",
+    "/ N2d2/M": lambda row: f"{row['flash'] / row['theta']:.2f}",
+    "FlashAttention-2": lambda row: f"{row['flash_2']:,}",
+    "standard": lambda row: f"{row['standard']:,}",
+    "standard /FlashAttention": lambda row: f"{row['standard'] / row['flash']:.2f}",
+    "right": verdict,
+}
 
 
 def run(shapes: Sequence[tuple[int, int, int]]) -> Report:
@@ -97,7 +93,7 @@ def run(shapes: Sequence[tuple[int, int, int]]) -> Report:
         ],
         environment(),
         rows,
-        columns(rows),
+        columns_of(rows, COLUMNS),
         draw=draw,
     )
 

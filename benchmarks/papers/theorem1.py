@@ -18,7 +18,7 @@ from tree_attention.reference.tree import all_reduce
 
 from ..harness.plots import picture
 from ..harness.program import finish, parser_of
-from ..harness.report import Column, Report, columns_of, environment, verdict
+from ..harness.report import Columns, Report, columns_of, environment, verdict
 
 FAN_INS = (2, 4, 8, 16)
 RANKS = tuple(1 << level for level in range(1, 13))
@@ -61,26 +61,23 @@ def _counted(counts: Counts) -> dict[str, int]:
     }
 
 
-def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    def by_fan_in(key: str) -> Any:
-        return lambda row: " / ".join(f"{tree[key]:,}" for tree in row["tree"].values())
+def by_fan_in(key: str) -> Any:
+    return lambda row: " / ".join(f"{tree[key]:,}" for tree in row["tree"].values())
 
-    return columns_of(
-        rows,
-        {
-            "ranks": lambda row: f"{row['ranks']:,}",
-            "keys/rank - 1": lambda row: f"{row['local_merges']:,}",
-            "tree steps": by_fan_in("steps"),
-            "tree merges": by_fan_in("merges"),
-            "ring steps": lambda row: f"{row['ring']['steps']:,}",
-            "tree elements": lambda row: f"{row['tree'][2]['elements']:,}",
-            "busiest rank": by_fan_in("busiest_elements"),
-            "ring elements": lambda row: f"{row['ring']['elements']:.3g}",
-            "its busiest": lambda row: f"{row['ring']['busiest_elements']:.3g}",
-            "ring /tree": lambda row: f"{row['ring']['elements'] / row['tree'][2]['elements']:.2g}",
-            "right": verdict,
-        },
-    )
+
+COLUMNS: Columns = {
+    "ranks": lambda row: f"{row['ranks']:,}",
+    "keys/rank - 1": lambda row: f"{row['local_merges']:,}",
+    "tree steps": by_fan_in("steps"),
+    "tree merges": by_fan_in("merges"),
+    "ring steps": lambda row: f"{row['ring']['steps']:,}",
+    "tree elements": lambda row: f"{row['tree'][2]['elements']:,}",
+    "busiest rank": by_fan_in("busiest_elements"),
+    "ring elements": lambda row: f"{row['ring']['elements']:.3g}",
+    "its busiest": lambda row: f"{row['ring']['busiest_elements']:.3g}",
+    "ring /tree": lambda row: f"{row['ring']['elements'] / row['tree'][2]['elements']:.2g}",
+    "right": verdict,
+}
 
 
 def run(ranks: Sequence[int]) -> Report:
@@ -103,7 +100,7 @@ def run(ranks: Sequence[int]) -> Report:
         ],
         environment(),
         rows,
-        columns(rows),
+        columns_of(rows, COLUMNS),
         draw=draw,
     )
 
