@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `tree_attention.planning` predicts, beside what `benchmarks/scaling.py` measured.
+"""What `tree_attention.planning` predicts, beside what was measured.
 
     python -m benchmarks.simulation.planning
 
-One process with one thread says how fast a rank reads memory and computes. The other rows are
-predicted from that and from the link, which is what `calibrate` measured between the ranks.
+Measured by `benchmarks/scaling.py` over two ranks, and by `benchmarks/latent_model.py` in one
+process, of a mixture of experts with latents. The row of `scaling.py` with one process and one
+thread says how fast a rank reads memory and computes. The other rows are predicted from that and
+from the link, which is what `calibrate` measured between the ranks.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,18 @@ from tree_attention.planning.arithmetic import (
     SPLIT_BY_HEADS,
     WHOLE,
     Work,
+    cache_bytes,
     held_bytes,
     prefill_seconds,
     token_seconds,
 )
 from tree_attention.planning.machines import Hosts, Link, Machine, fitted_link
-from tree_attention.planning.models import NAMED, Model
+from tree_attention.planning.models import Model, llama
+from tree_attention.planning.reading import from_config
 
-RESULTS = Path(__file__).parents[1] / "results" / "scaling.json"
+from ..latent_model import CHUNK, OURS, configuration
+
+RESULTS = Path(__file__).parents[1] / "results"
 FORMS = {
     ("whole", 1, "replicated"): WHOLE,
     ("whole", 1, "split"): PROMPTS,
@@ -39,10 +44,11 @@ FORMS = {
 # scaling.json has no table of exchanges for the ranks of one host. `calibrate` with two ranks on a
 # machine of the same kind, for states of 16 KiB to 1 MiB.
 SHARED_MEMORY = Link(2.1e9, 90e-6, "shared memory of one host")
-HEADINGS = (
-    *("place/ranks", "form", "MB: measured", "predicted", "error"),
+_TIMES = (
     *("ms per token: measured", "predicted", "error", "prefill s: measured", "predicted", "error"),
 )
+HEADINGS = ("place/ranks", "form", "MB: measured", "predicted", "error", *_TIMES)
+LATENT_HEADINGS = ("tokens", "cache MB: measured", "predicted", "error", *_TIMES)
 
 
 def fitted_machine(model: Model, work: Work, row: dict[str, Any]) -> Machine:
@@ -57,12 +63,7 @@ def fitted_machine(model: Model, work: Work, row: dict[str, Any]) -> Machine:
 
 
 def rows() -> list[list[str]]:
-    measured = json.loads(RESULTS.read_text())
-    spec = measured["configurations"]["bare/1"]["model"]
-    model = replace(NAMED["llama-3.2-1b"], layers=spec["layers"])
-    work = Work(spec["prompt"], chunk=spec["chunk"])
-    one = next(row for row in measured["rows"] if row["threads"] == 1)
-    machine = fitted_machine(model, work, one)
+    measured, model, work, machine = _scaling()
     found = []
     for row in measured["rows"]:
         if row["world_size"] == 1:
@@ -72,22 +73,54 @@ def rows() -> list[list[str]]:
         hosts = Hosts(machine, SHARED_MEMORY if costs is None else _link(costs))
         form = FORMS[row["weights"], row["tensor_parallel_size"], row["prefill"]]
         split = form, row["world_size"], work
-        pairs = (
+        cells = _cells(
             (1e-6 * (row["weights_bytes"] + row["kv_bytes"]), 1e-6 * held_bytes(model, *split)),
             (1e3 * row["token_seconds"], 1e3 * token_seconds(model, hosts, *split).total),
             (row["prefill_seconds"], prefill_seconds(model, hosts, *split).total),
         )
-        cells = [
-            cell
-            for known, predicted in pairs
-            for cell in (
-                f"{known:,.1f}",
-                f"{predicted:,.1f}",
-                f"{round(100 * (predicted / known - 1)):+d} %",
-            )
-        ]
         found.append([place, form, *cells])
     return found
+
+
+def latent_rows() -> list[list[str]]:
+    machine = _scaling()[-1]
+    model = from_config("", configuration())
+    hosts = Hosts(machine, SHARED_MEMORY)
+    found = []
+    for row in json.loads((RESULTS / "latent_model.json").read_text())["rows"]:
+        context = int(row["name"].removesuffix(" tokens").replace(",", ""))
+        alone = WHOLE, 1, Work(context, chunk=CHUNK)
+        cells = _cells(
+            (1e-6 * context * row["bytes_per_token"], 1e-6 * cache_bytes(model, *alone)),
+            (
+                1e-3 * row["times"][OURS]["median_us"],
+                1e3 * token_seconds(model, hosts, *alone).total,
+            ),
+            (row["prefill_seconds"][OURS], prefill_seconds(model, hosts, *alone).total),
+        )
+        found.append([f"{context:,}", *cells])
+    return found
+
+
+def _scaling() -> tuple[Any, Model, Work, Machine]:
+    measured = json.loads((RESULTS / "scaling.json").read_text())
+    spec = measured["configurations"]["bare/1"]["model"]
+    model = llama("", spec["layers"], 2048, 8192, 32, 8, 128256, 64, tied=True)
+    work = Work(spec["prompt"], chunk=spec["chunk"])
+    one = next(row for row in measured["rows"] if row["threads"] == 1)
+    return measured, model, work, fitted_machine(model, work, one)
+
+
+def _cells(*pairs: tuple[float, float]) -> list[str]:
+    return [
+        cell
+        for known, predicted in pairs
+        for cell in (
+            f"{known:,.1f}",
+            f"{predicted:,.1f}",
+            f"{round(100 * (predicted / known - 1)):+d} %",
+        )
+    ]
 
 
 def _link(costs: dict[str, Any]) -> Link:
@@ -96,9 +129,17 @@ def _link(costs: dict[str, Any]) -> Link:
 
 
 def table() -> str:
-    lines = [HEADINGS, ["---"] * 2 + ["---:"] * 9, *rows()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return _table(HEADINGS, rows(), 2)
+
+
+def latent_table() -> str:
+    return _table(LATENT_HEADINGS, latent_rows(), 1)
+
+
+def _table(headings: tuple[str, ...], cells: list[list[str]], num_names: int) -> str:
+    rules = ["---"] * num_names + ["---:"] * (len(headings) - num_names)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rules, *cells)) + "\n"
 
 
 if __name__ == "__main__":
-    print(table(), end="")
+    print(table(), latent_table(), sep="\n", end="")

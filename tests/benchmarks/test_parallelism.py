@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.scaling import generate, weights_bytes
 from benchmarks.simulation import parallelism
 from distributed import preload, run_ranks
+from hf_families import HYBRIDS, WORKING, make_model
 from tree_attention import hf
 from tree_attention.planning import arithmetic
 from tree_attention.planning.arithmetic import SPLIT, SPLIT_BY_HEADS, WHOLE, Work
-from tree_attention.planning.models import Model
+from tree_attention.planning.models import llama
+from tree_attention.planning.reading import from_config
 
 preload("transformers.generation.utils", "transformers.models.llama.modeling_llama")
 
-MODEL = Model("tiny", 3, 64, 128, 8, 4, 512, head_dim=16)
+MODEL = llama("tiny", 3, 64, 128, 8, 4, 512, head_dim=16)
 WORK = Work(context=40)
 
 
@@ -28,11 +31,11 @@ def tiny() -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=MODEL.vocab,
         hidden_size=MODEL.hidden,
-        intermediate_size=MODEL.intermediate,
+        intermediate_size=128,
         num_hidden_layers=MODEL.layers,
-        num_attention_heads=MODEL.heads,
+        num_attention_heads=8,
         num_key_value_heads=MODEL.kv_heads,
-        head_dim=MODEL.head_dim,
+        head_dim=16,
         tie_word_embeddings=False,
     )
     return LlamaForCausalLM(config).eval().bfloat16()
@@ -53,15 +56,50 @@ def run_tiny(rank: int, world_size: int, form: str) -> tuple[int, int, list[int]
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_formulas_are_what_a_model_sends_and_holds(form: str, world_size: int) -> None:
     sent, held, tokens = zip(*run_ranks(run_tiny, world_size, form, timeout=120.0), strict=True)
-    by_formula = MODEL.layers * arithmetic.token_layer_bytes(MODEL, form, world_size, WORK)
-    by_formula += arithmetic.token_ends_bytes(MODEL, form, world_size, WORK)
+    by_formula = arithmetic.token_bytes(MODEL, form, world_size, WORK)
     if form != WHOLE or world_size == 2:  # of more ranks, auto takes a strategy with less to send
         assert max(sent) == by_formula
-    # Norms, and of a part of the embedding a row of zeros for the tokens of other ranks.
-    rows = 2 * MODEL.layers + 1 + arithmetic.IS_SPLIT[form]
+    # A part of the embedding has a row of zeros for the tokens of other ranks.
+    rows = int(arithmetic.IS_SPLIT[form])
     weights = arithmetic.weights_bytes(MODEL, form, world_size)
     assert max(held) == weights + 2 * MODEL.hidden * rows
     assert len({*map(tuple, tokens)}) == 1
+
+
+FAMILIES = {name: {**WORKING, **HYBRIDS}[name] for name in ("Qwen3-MoE", "GPT-OSS", "DeepSeek-V3")}
+FAMILIES["Qwen3-Next"] = HYBRIDS["Qwen3-Next"]
+
+
+def run_family(rank: int, world_size: int, name: str, form: str) -> tuple[int, float, int, float]:
+    """Bytes that a new token sends, and bytes of the parameters, both counted and by formula."""
+    family = FAMILIES[name]
+    # A vocabulary that ranks can split evenly.
+    model = make_model(replace(family, options={**family.options, "vocab_size": 512})).bfloat16()
+    planned = from_config(name, model.config)
+    if arithmetic.IS_SPLIT[form]:
+        size = arithmetic.tensor_parallel_size(planned, form, world_size)
+        hf.parallelize(model, tensor_parallel_size=size)
+    hf.enable(model, synchronize_logits=False)
+    sent = generate(model, torch.arange(40)[None], 5)["bytes"]
+    by_formula = arithmetic.token_bytes(planned, form, world_size, WORK)
+    held = arithmetic.weights_bytes(planned, form, world_size)
+    return sent, by_formula, weights_bytes(model), held
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *((name, WHOLE) for name in FAMILIES),
+        *(("Qwen3-MoE", form) for form in (SPLIT, SPLIT_BY_HEADS)),
+        ("GPT-OSS", SPLIT_BY_HEADS),
+    ],
+)
+def test_formulas_hold_for_experts_windows_latents_and_states(name: str, form: str) -> None:
+    for sent, by_formula, held, planned in run_ranks(run_family, 2, name, form, timeout=120.0):
+        assert sent == by_formula
+        zeros = 2 * 64 * arithmetic.IS_SPLIT[form]  # a row of the embedding
+        # Biases of sums are the first rank's, and the formula gives each its part.
+        assert abs(held - planned - zeros) <= 2 * 2 * 64
 
 
 def test_every_piece_is_held() -> None:

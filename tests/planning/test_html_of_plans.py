@@ -16,7 +16,7 @@ import pytest
 from tree_attention.planning import tables
 from tree_attention.planning.arithmetic import Work
 from tree_attention.planning.machines import LINKS, MACHINES, Hosts
-from tree_attention.planning.models import NAMED
+from tree_attention.planning.models import NAMED, llama
 from tree_attention.planning.page import page
 from tree_attention.planning.plans import Plan, verdicts
 
@@ -73,7 +73,7 @@ def test_page_fetches_nothing(text: str) -> None:
 
 
 def test_page_escapes_names() -> None:
-    model = NAMED["llama-3.2-1b"].__class__("<script>&", 2, 64, 128, 4, 2, 100)
+    model = llama("<script>&", 2, 64, 128, 4, 2, 100)
     text = page(Plan(model, HOSTS, 1, Work(1)))
     assert "<h1>&lt;script&gt;&amp;, cache" in text and "script" not in Elements(text).tags
 

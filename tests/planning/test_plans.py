@@ -24,7 +24,7 @@ from tree_attention.planning.arithmetic import (
     Work,
 )
 from tree_attention.planning.machines import LINKS, MACHINES, Hosts, fitted_link, link_of
-from tree_attention.planning.models import NAMED, Model
+from tree_attention.planning.models import NAMED, llama
 from tree_attention.planning.plans import (
     ALL_FORMS,
     AS_IT_IS,
@@ -71,13 +71,13 @@ def test_gpus_of_several_nodes_have_a_slower_link() -> None:
     assert [link_of(MACHINES["cpu"], ranks) for ranks in (8, 9)] == ["10gbe", "10gbe"]
 
 
-TINY = Model("tiny", 1, 64, 128, 8, 4, 512, head_dim=16)
+TINY = llama("tiny", 1, 64, 128, 8, 4, 512, head_dim=16)
 
 
 def run_ring(rank: int, world_size: int, sequences: int, keys: int) -> int:
     """Bytes that a second call sends."""
-    q = torch.ones(sequences, TINY.heads, 1, TINY.head_dim, dtype=torch.bfloat16)
-    k = torch.ones(sequences, TINY.kv_heads, keys, TINY.head_dim, dtype=torch.bfloat16)
+    q = torch.ones(sequences, 8, 1, 16, dtype=torch.bfloat16)
+    k = torch.ones(sequences, TINY.kv_heads, keys, 16, dtype=torch.bfloat16)
     comm = Communicator()
     ring_decode(q, k, k, group=comm)
     before = comm.bytes_sent
@@ -88,7 +88,7 @@ def run_ring(rank: int, world_size: int, sequences: int, keys: int) -> int:
 def test_ring_sends_what_the_formula_says() -> None:
     sent = run_ranks(run_ring, 3, 2, 1000)
     work = Work(context=3000, sequences=2)
-    by_formula = arithmetic.token_layer_bytes(TINY, RING, 3, work)
+    by_formula = arithmetic.token_bytes(TINY, RING, 3, work)
     manifests = sent[0] - by_formula
     assert sent == [sent[0]] * 3 and 0 <= manifests < 1000 < by_formula
 
@@ -108,15 +108,15 @@ def test_tensor_parallel_copies_what_it_has_no_heads_for() -> None:
 
 
 def test_data_parallel_ranks_have_sequences_of_their_own() -> None:
-    cache = PLAN.model.layers * PLAN.model.kv_bytes * PLAN.work.context
+    cache = PLAN.model.layers * MODEL.attention[0].token_bytes("bf16") * PLAN.work.context
     for sequences, own in ((1, 1), (8, 1), (9, 2)):
         plan = replace(PLAN, work=replace(PLAN.work, sequences=sequences))
         data, tree = plan.row(DATA), plan.row(WHOLE)
         assert data.cache == own * cache and tree.cache == sequences * cache / 8
         alone = replace(PLAN, ranks=1).row(WHOLE).prefill.total
         assert data.prefill.total == own * alone
-    # By hand: all weights but the embedding, and all keys and values, at 4.8 TB/s.
-    read = 2 * (32 * 218_103_808 + 128256 * 4096) + 131072 * 32 * 4096
+    # By hand: matrices, norms and lm_head, and all keys and values, at 4.8 TB/s.
+    read = 2 * (32 * 218_103_808 + 65 * 4096 + 128256 * 4096) + 131072 * 32 * 4096
     assert PLAN.row(DATA).token.total == pytest.approx(read / 4.8e12)
 
 
@@ -168,7 +168,7 @@ def test_verdicts() -> None:
     large = replace(
         PLAN, model=NAMED["llama-3.1-70b"], hosts=replace(H200, machine=MACHINES["h100"])
     )
-    assert verdicts(large)[0].endswith("a whole model does not fit on a rank.")
+    assert verdicts(large)[0] == "Weights whole: a whole model does not fit on a rank."
     assert len(verdicts(replace(PLAN, ranks=12))) == 1
     assert verdicts(replace(PLAN, ranks=1)) == ["One rank has nobody to share a cache with."]
 

@@ -10,7 +10,8 @@ import pytest
 from benchmarks.simulation import planning
 from tree_attention.__main__ import main
 from tree_attention.planning.machines import LINKS, MACHINES
-from tree_attention.planning.models import KV_DTYPES, NAMED
+from tree_attention.planning.models import KV_DTYPES
+from tree_attention.planning.reading import NAMES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/planning.md").read_text()
@@ -46,7 +47,7 @@ def test_predictions_beside_measured_runs() -> None:
 
 @pytest.mark.parametrize("option", ["model", "machine", "link", "kv-dtype"])
 def test_every_choice_is_listed(option: str) -> None:
-    choices = {"model": NAMED, "machine": MACHINES, "link": LINKS, "kv-dtype": KV_DTYPES}[option]
+    choices = {"model": NAMES, "machine": MACHINES, "link": LINKS, "kv-dtype": KV_DTYPES}[option]
     (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| `--{option}`"))
     for choice in choices:
         assert f"`{choice}`" in row

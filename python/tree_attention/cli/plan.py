@@ -16,8 +16,9 @@ from ..exchange.choice import CostTable
 from ..planning import tables
 from ..planning.arithmetic import Work
 from ..planning.machines import LINKS, MACHINES, Hosts, Link, fitted_link, link_of
-from ..planning.models import KV_DTYPES, NAMED, find_model
+from ..planning.models import KV_DTYPES
 from ..planning.plans import MAX_CONTEXT, MAX_RANKS, Plan, verdicts
+from ..planning.reading import NAMES, find_model
 from .usage import UsageError, check_can_be_written
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
@@ -33,7 +34,7 @@ def main(arguments: list[str]) -> int:
         "--model",
         required=True,
         metavar="DIR|NAME",
-        help=f"directory with config.json, or a shape: {', '.join(NAMED)}",
+        help=f"directory with config.json, or a shape: {', '.join(NAMES)}",
     )
     parser.add_argument("--context", required=True, metavar="TOKENS", help="such as 131072 or 128k")
     parser.add_argument("--ranks", type=int, required=True, metavar="N")

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Shapes of dense models, by name or from config.json."""
+"""What the arithmetic needs to know of a model, and the shapes of some dense ones by name."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 BF16, FP32 = 2, 4  # bytes of a weight, an activation, a key; of a partial state
 # Bytes of a key's or value's element, and of the scale that goes with those of a token and head.
@@ -13,126 +12,167 @@ KV_DTYPES = {"bf16": (BF16, 0), "int8": (1, FP32), "fp8": (1, FP32)}
 
 
 @dataclass(frozen=True)
-class Model:
-    """A dense Llama: its shape, from config.json, and how its cache is kept."""
+class Attention:
+    """Layers that cache alike: keys and values, or the latents that these are made from.
 
-    name: str
+    A new token attends to latents as if they were one head of keys, whose first columns are the
+    values; for a prompt, keys and values of all heads are made from them.
+    """
+
     layers: int
-    hidden: int
-    intermediate: int
     heads: int
-    kv_heads: int
-    vocab: int
-    head_dim: int = 128
-    tied: bool = False  # the embedding is lm_head
-    kv_dtype: str = "bf16"
+    kv_heads: int  # in the cache: 1 for latents
+    key: int  # columns of a head of queries and keys
+    value: int  # columns of a head of values
+    window: int | None = None  # no query sees more tokens
+    margin: int = 0  # tokens behind the window that are kept as well
+    latent: tuple[int, int] | None = None  # kv_lora_rank, and columns of the key all heads share
+
+    def seen(self, context: int) -> int:
+        """How many of the tokens a new one sees."""
+        return context if self.window is None else min(context, self.window)
+
+    def kept(self, context: int) -> int:
+        return context if self.window is None else min(context, self.window + self.margin)
+
+    def pairs(self, context: int) -> float:
+        """How many pairs of a query and a key that it sees a prompt has."""
+        seen = self.seen(context)
+        return seen * context - seen * seen / 2
+
+    def token_bytes(self, kv_dtype: str) -> int:
+        """Size in bytes of what a layer keeps of a token."""
+        itemsize, scale = KV_DTYPES[kv_dtype]
+        columns = sum(self.latent or (self.kv_heads * self.key, self.kv_heads * self.value))
+        return columns * itemsize + 2 * self.kv_heads * scale
 
     @property
-    def layer_weights(self) -> int:
-        """Number of weights in the matrices of a layer."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
-
-    @property
-    def q_weights(self) -> int:
-        return self.hidden * self.head_dim * self.heads
-
-    @property
-    def kv_weights(self) -> int:
-        """Number of weights in k and v of a layer."""
-        return 2 * self.hidden * self.head_dim * self.kv_heads
-
-    @property
-    def end_weights(self) -> int:
-        """Number of weights in the embedding, and as many in lm_head."""
-        return self.vocab * self.hidden
-
-    @property
-    def kv_bytes(self) -> int:
-        """Size in bytes of a token's keys and values in a layer."""
-        itemsize, scale = KV_DTYPES[self.kv_dtype]
-        return 2 * self.kv_heads * (self.head_dim * itemsize + scale)
+    def step(self) -> tuple[int, int]:
+        """Columns of a head's query and of its result, of a new token."""
+        return (self.key, self.value) if self.latent is None else (sum(self.latent), self.latent[0])
 
     @property
     def state_bytes(self) -> int:
-        """Size in bytes of a token's partial state in a layer: float32 o and lse."""
-        return FP32 * self.heads * (self.head_dim + 1)
+        """Size in bytes of a new token's partial state in a layer: float32 o and lse."""
+        return FP32 * self.heads * (self.step[1] + 1)
+
+    @property
+    def prompt_state_bytes(self) -> int:
+        """Size in bytes of the partial state of a token of a prompt."""
+        return FP32 * self.heads * (self.value + 1)
 
     @property
     def query_bytes(self) -> int:
-        return BF16 * self.heads * self.head_dim
+        """Size in bytes of the queries of a token of a prompt."""
+        return BF16 * self.heads * self.key
+
+    @property
+    def expansion(self) -> int:
+        """Operations that make the keys and values of a token from its latent."""
+        if self.latent is None:
+            return 0
+        rank, shared = self.latent
+        return 2 * self.heads * rank * (self.key - shared + self.value)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How many weights a model has, by what becomes of them when it is split over ranks."""
+
+    q: int  # projections of queries: split by heads
+    kv: int  # projections of keys and values: split by heads, as far as these go
+    split: int  # other matrices in layers, of which every rank has a part
+    whole: int  # matrices that every rank has: those of layers with a state, of latents, of routers
+    vectors: int  # norms, and biases of these
+    head: int  # the matrix that makes logits, which the embedding may be as well
+    embedding: int = 0  # of which one row a token is read; 0: it is the head
+    experts: int = 0  # that every rank has
+    num_experts: int = 1  # in a layer
+    chosen: int = 1  # of these, by a token
+    itemsize: float = BF16  # bytes of a weight
+    expert_itemsize: float = BF16
+
+    @property
+    def dense(self) -> int:
+        """Number of weights in layers that all tokens need."""
+        return self.q + self.kv + self.split + self.whole + self.vectors
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts + self.head + self.embedding
+
+    @property
+    def active(self) -> float:
+        """How many weights a token is multiplied by."""
+        return self.dense + self.head + self.experts * self.chosen / self.num_experts
+
+    @property
+    def num_bytes(self) -> float:
+        return self.itemsize * (self.total - self.experts) + self.expert_itemsize * self.experts
+
+    def share_of_experts(self, tokens: int) -> float:
+        """The part of the experts that some token needs, if each chooses any of them alike."""
+        return 1 - (1 - self.chosen / self.num_experts) ** tokens
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder, and how its cache is kept."""
+
+    name: str
+    hidden: int
+    vocab: int
+    attention: tuple[Attention, ...]
+    weights: Weights
+    layers: int  # of all kinds
+    sums: int  # that ranks add up in a forward pass, beside the embedding, if weights are split
+    kv_dtype: str = "bf16"
+    state_layers: int = 0  # that keep a state in place of keys
+    states_bytes: int = 0  # of these layers, for a sequence of any length
+    may_be_chunked: bool = True  # a prompt may be read in chunks
+    not_split: str = ""  # why the weights cannot be split, in a sentence
+    not_dealt: str = ""  # why the tokens of a prompt cannot be dealt to ranks
+
+    @property
+    def kv_heads(self) -> int:
+        """The most ranks among which the heads of keys and values of every layer can be dealt."""
+        return math.gcd(*(layers.kv_heads for layers in self.attention))
+
+    @property
+    def cached_layers(self) -> int:
+        return sum(layers.layers for layers in self.attention)
+
+
+def llama(
+    name: str,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    head_dim: int = 128,
+    tied: bool = False,  # the embedding is lm_head
+) -> Model:
+    """A dense Llama."""
+    head = hidden * head_dim  # weights of a head in a projection
+    weights = Weights(
+        q=layers * head * heads,
+        kv=layers * head * kv_heads * 2,
+        split=layers * (head * heads + 3 * hidden * intermediate),
+        whole=0,
+        vectors=(2 * layers + 1) * hidden,
+        head=vocab * hidden,
+        embedding=0 if tied else vocab * hidden,
+    )
+    attention = Attention(layers, heads, kv_heads, head_dim, head_dim)
+    return Model(name, hidden, vocab, (attention,), weights, layers, sums=2 * layers)
 
 
 NAMED = {
-    "llama-3.2-1b": Model("Llama 3.2 1B", 16, 2048, 8192, 32, 8, 128256, 64, tied=True),
-    "llama-3.2-3b": Model("Llama 3.2 3B", 28, 3072, 8192, 24, 8, 128256, tied=True),
-    "llama-3.1-8b": Model("Llama 3.1 8B", 32, 4096, 14336, 32, 8, 128256),
-    "llama-3.1-70b": Model("Llama 3.1 70B", 80, 8192, 28672, 64, 8, 128256),
-    "llama-3.1-405b": Model("Llama 3.1 405B", 126, 16384, 53248, 128, 8, 128256),
+    "llama-3.2-1b": llama("Llama 3.2 1B", 16, 2048, 8192, 32, 8, 128256, 64, tied=True),
+    "llama-3.2-3b": llama("Llama 3.2 3B", 28, 3072, 8192, 24, 8, 128256, tied=True),
+    "llama-3.1-8b": llama("Llama 3.1 8B", 32, 4096, 14336, 32, 8, 128256),
+    "llama-3.1-70b": llama("Llama 3.1 70B", 80, 8192, 28672, 64, 8, 128256),
+    "llama-3.1-405b": llama("Llama 3.1 405B", 126, 16384, 53248, 128, 8, 128256),
 }
-# Families by `model_type` whose layers are four matrices of attention and three of an MLP.
-FAMILIES = (
-    *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "granite", "olmo", "olmo2"),
-    *("smollm3", "seed_oss", "helium", "glm", "glm4"),
-)
-_SIZES = (
-    *("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
-    *("num_attention_heads", "num_key_value_heads"),
-)
-
-
-def find_model(name: str) -> Model:
-    """The named shape, or that of a directory with config.json.
-
-    Raises:
-        ValueError: there is neither, or the model is of another kind; the message says which.
-    """
-    if name in NAMED:
-        return NAMED[name]
-    if not (Path(name) / "config.json").is_file():
-        raise ValueError(
-            f"{name} is no directory with config.json, and the named shapes are {', '.join(NAMED)}"
-        )
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise ValueError(
-            "reading config.json needs transformers: pip install 'tree-attention[hf]'"
-        ) from error
-    try:
-        config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the classes of transformers' checks are of many kinds
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{name}/config.json cannot be read: {reason}") from error
-    return from_config(Path(name).resolve().name, config)
-
-
-def from_config(name: str, config: Any) -> Model:
-    """The shape that a configuration of transformers describes.
-
-    Raises:
-        ValueError: it is none of a dense model whose layers all see the whole context.
-    """
-    if config.model_type not in FAMILIES:
-        raise ValueError(
-            f"{name} is of type {config.model_type!r}; known are dense models whose layers all "
-            f"see the whole context: {', '.join(FAMILIES)}"
-        )
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    # Mistral's window is that of all layers, and comes without layer_types.
-    if kinds or getattr(config, "sliding_window", None) is not None:
-        raise ValueError(f"{name} has layers that see a window: what they keep is not planned for")
-    for size in _SIZES:
-        if (getattr(config, size) or 0) < 1:
-            raise ValueError(f"{name}: {size} must be at least 1, got {getattr(config, size)}")
-    return Model(
-        name,
-        config.num_hidden_layers,
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.vocab_size,
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        tied=config.tie_word_embeddings,
-    )

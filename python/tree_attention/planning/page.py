@@ -105,8 +105,8 @@ def _draw(axes: Axes, what: str, xs: Sequence[int], plans: Sequence[Plan]) -> No
 
 
 def _value(row: Row, what: str) -> float:
+    if row.obstacle or (row.refusal and what != "GB per rank"):
+        return math.nan
     if what == "GB per rank":
         return row.held / 1e9
-    if row.refusal:
-        return math.nan
     return 1e3 * row.token.total if what == "ms per token" else row.prefill.total

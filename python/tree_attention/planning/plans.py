@@ -43,7 +43,12 @@ class Row:
     exchange: float
     token: Seconds
     prefill: Seconds
-    refusal: str  # why the ranks cannot take this form, or nothing
+    obstacle: str  # why the ranks cannot take this form, or nothing
+    fits: bool  # into the memory of a rank
+
+    @property
+    def refusal(self) -> str:
+        return self.obstacle or ("" if self.fits else "no room")
 
     @property
     def held(self) -> float:
@@ -68,11 +73,9 @@ class Plan:
         timed = self.model, self.hosts, form, self.ranks, self.work
         weights, cache = weights_bytes(*shape), cache_bytes(*shape, self.work)
         exchange = exchange_bytes(*shape, self.work)
-        refusal = obstacle(*shape)
-        if not refusal and weights + cache + exchange > self.hosts.machine.memory:
-            refusal = "no room"
         times = token_seconds(*timed), prefill_seconds(*timed)
-        return Row(form, weights, cache, exchange, *times, refusal)
+        fits = weights + cache + exchange <= self.hosts.machine.memory
+        return Row(form, weights, cache, exchange, *times, obstacle(*shape), fits)
 
     def rows(self) -> list[Row]:
         return [self.row(form) for form in ALL_FORMS]
@@ -119,15 +122,19 @@ def verdicts(plan: Plan) -> list[str]:
     """From which context on a sharded cache pays, in sentences."""
     if plan.ranks == 1:
         return ["One rank has nobody to share a cache with."]
-    longest = plan.longest(DATA)
-    fits = f"a whole model and cache fit on a rank up to {longest:,} tokens"
-    if longest == 0:
-        fits = "a whole model does not fit on a rank"
-    sentences = [f"Weights whole: {_pays(plan, WHOLE, DATA)}; {fits}."]
-    if tensor_parallel_size(plan.model, SPLIT_BY_HEADS, plan.ranks) == plan.ranks:
-        heads = f"{plan.ranks} ranks split the {plan.model.kv_heads} heads of keys and values"
+    model, longest = plan.model, plan.longest(DATA)
+    sentences = ["Weights whole: a whole model does not fit on a rank."]
+    if longest > 0:
+        fits = f"a whole model and cache fit on a rank up to {longest:,} tokens"
+        sentences = [f"Weights whole: {_pays(plan, WHOLE, DATA)}; {fits}."]
+    sentences += [f"Refused: {why}." for why in (model.not_split, model.not_dealt) if why]
+    if model.not_split:
+        return sentences
+    is_tensor = tensor_parallel_size(model, SPLIT_BY_HEADS, plan.ranks) == plan.ranks
+    if is_tensor and not model.weights.experts:
+        heads = f"{plan.ranks} ranks split the {model.kv_heads} heads of keys and values"
         sentences.append(f"Weights split: {heads}, and largest T is tensor parallel.")
-    elif not obstacle(plan.model, TENSOR, plan.ranks):
+    elif not obstacle(model, TENSOR, plan.ranks):
         sentences.append(f"Weights split: {_pays(plan, SPLIT_BY_HEADS, TENSOR)}.")
     return sentences
 

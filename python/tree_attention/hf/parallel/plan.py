@@ -20,10 +20,10 @@ from .mesh import Mesh
 
 # Styles of small modules, which stay whole, and of the embedding, which is split without a plan.
 _SKIPPED = {"replicated_with_grad_allreduce", "sequence_parallel", "embedding_rowwise"}
-_QUERY, _KEY_VALUE = "q_proj", ("k_proj", "v_proj")
+QUERY, KEY_VALUE = "q_proj", ("k_proj", "v_proj")
 # For families that plan their experts alone (GPT-OSS).
 _ATTENTION_PLAN = {
-    **{f"layers.*.self_attn.{name}": "colwise" for name in (_QUERY, *_KEY_VALUE)},
+    **{f"layers.*.self_attn.{name}": "colwise" for name in (QUERY, *KEY_VALUE)},
     "layers.*.self_attn.o_proj": "rowwise",
 }
 # A parameter of attention modules with one value for each query head (GPT-OSS).
@@ -108,7 +108,7 @@ class _Planner:
                     raise self._refusal(name, f"its weight is quantised: {type(weight).__name__}")
             (row,) = rows
             summed.append(row)
-            if f"{parent}.{_QUERY}" in columns:
+            if f"{parent}.{QUERY}" in columns:
                 attentions.append(parent)
                 self._cut_attention(parent, columns, row)
             else:
@@ -141,7 +141,7 @@ class _Planner:
 
     def _cut_attention(self, parent: str, columns: list[str], row: str) -> None:
         attention, mesh = self._modules[parent], self._mesh
-        if {name.rpartition(".")[2] for name in columns} != {_QUERY, *_KEY_VALUE}:
+        if {name.rpartition(".")[2] for name in columns} != {QUERY, *KEY_VALUE}:
             names = ", ".join(columns)
             raise self._refusal(
                 parent, f"its colwise modules are {names}, not q_proj, k_proj, v_proj"
@@ -158,8 +158,8 @@ class _Planner:
         # The query heads that attend to these, and those of them that are this rank's afterwards.
         first, last = (head * num_heads_q // num_heads_kv for head in kv)
         own = tuple(first + head for head in mesh.own_heads(last - first))
-        heads = {_QUERY: (num_heads_q, (first, last))}
-        heads |= dict.fromkeys(_KEY_VALUE, (num_heads_kv, kv))
+        heads = {QUERY: (num_heads_q, (first, last))}
+        heads |= dict.fromkeys(KEY_VALUE, (num_heads_kv, kv))
         for child, (count, part) in heads.items():
             size = self._modules[f"{parent}.{child}"].out_features // count
             self._cut_linear(f"{parent}.{child}", *(size * head for head in part))
