@@ -4,7 +4,7 @@
 
   A   6 minutes: known answers of the PTX, a smoke test, a quick benchmark, profiles
   B   9 minutes: all tests, graphs, several ranks, HuggingFace
-  C   8 minutes: compute-sanitizer, variants of the kernel
+  C   8 minutes: compute-sanitizer, tiles and workers
   D   9 minutes: the benchmark beside all peers
 
 The times are for 16 cores and include a build, which later calls do not repeat while the sources
@@ -14,7 +14,7 @@ as each stage ends,
 
   CALL.json, CALL.md       the stages, their results and what they measured
   CALL.logs.tar.gz         all output, and the profiler's report
-  decode_cuda*             of the benchmark, for benchmarks/results
+  decode_cuda*, tune_cuda* of the benchmarks, for benchmarks/results
   extension.tar.xz         in call A: what was built. Unpacked in this tree it saves another build
 
 Exit status 0: every stage passed. Environment: PYTHON (else .venv/bin/python, else python3),
@@ -114,6 +114,8 @@ ncu --clock-control none --profile-from-start off --set full -f -o "$1/profile" 
 MEASURED = ("a GPU", "build", "smoke")
 QUICK = ("{python}", "benchmarks/decode.py", "--device", "cuda", "--quick", "--budget", "45")
 FULL = ("{python}", "benchmarks/decode.py", "--device", "cuda", "--full", "--budget", "330")
+# A case takes three seconds or so, and one that has begun is ended.
+TUNE = ("{python}", "-m", "benchmarks.tune", "--device", "cuda", "--seconds", "1", "--budget", "40")
 OUT = ("--out", "{results}")
 
 CALLS = {
@@ -143,7 +145,7 @@ CALLS = {
     "C": Call(480, (
         (BUILD, ABLATIONS),
         (Stage("sanitizer", 250, ("env", "SANITIZER_SECONDS=235", "scripts/sanitize_cuda.sh")),),
-        (Stage("variants", 60, ("{python}", "-m", "benchmarks.cuda.variants", *OUT)),),
+        (Stage("tune_cuda", 60, (*TUNE, *OUT)),),
     )),
     "D": Call(540, (
         (BUILD, ABLATIONS),
@@ -288,7 +290,7 @@ class Run:
         ]
         lines += [f"| {r.stage} | {r.seconds} | {r.result} | {r.detail} |" for r in self.done]
         (self.out / f"{self.name}.md").write_text("\n".join(lines) + "\n")
-        for path in self.results.glob("decode_cuda*"):
+        for path in [*self.results.glob("decode_cuda*"), *self.results.glob("tune_cuda*")]:
             shutil.copyfile(path, self.out / path.name)
         for path in self.results.glob("extension.tar.xz"):
             path.replace(self.out / path.name)

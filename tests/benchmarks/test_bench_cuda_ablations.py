@@ -13,15 +13,17 @@ import emulator_build
 from bench_problems import SMALL, make_inputs
 from benchmarks.cuda import ablations, peers
 from benchmarks.cuda.cases import CudaCase
+from tree_attention import lean_decode
 from tree_attention.reference.accuracy import Float64Check
 
 
 @pytest.fixture(scope="module", autouse=True)
 def operators() -> None:
     """Of the sources that `ablations.build` compiles, but for those that need a driver."""
-    kernels, others = [ablations.FOLDER / "ablations.cu"], []
-    for name in ablations.PRODUCT_SOURCES:
-        (kernels if name.endswith(".cu") else others).append(ablations.ROOT / name)
+    kernels, others = [], []
+    own = [ablations.FOLDER / name for name in ablations.SOURCES if name != "ops.cpp"]
+    for path in [*own, *(ablations.ROOT / name for name in ablations.PRODUCT_SOURCES)]:
+        (kernels if path.suffix == ".cu" else others).append(path)
     others.remove(ablations.ROOT / "csrc/cuda/decode/workspaces.cpp")
     others.append(ablations.ROOT / "tests/cuda_emulator/ablations_extension.cpp")
     objects = emulator_build.COMPILER.compile([*emulator_build.EMULATOR, *map(relative, kernels)])
@@ -56,3 +58,23 @@ def test_operators_are_for_cuda_and_16_bits(op: str) -> None:
         getattr(torch.ops.tree_attention_ablations, op)(
             inputs.q, kv.k, kv.v, None, **inputs.options(0)
         )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles(head_dim: int) -> None:
+    """All are right, those of lean_decode's own size have its bits, and others cut elsewhere."""
+    case = CudaCase(heads=(4, 2), head_dim=head_dim, lengths=(700, 300))
+    inputs = make_inputs(case, 1)
+    kv, options = inputs.sets[0], inputs.options(0)
+    arguments = (inputs.q, kv.k, kv.v, inputs.key_ranges)
+    truth = Float64Check(*arguments, **options)
+    with emulated.emulated_operators(0):
+        own = lean_decode(*arguments, num_workers=3, **options)
+    for keys, stages in ablations.TILES:
+        if keys * head_dim > 1 << 14:
+            with pytest.raises(RuntimeError, match="error of CUDA"):
+                ablations.operator(keys, stages)(*arguments, num_workers=3, **options)
+            continue
+        result = ablations.operator(keys, stages)(*arguments, num_workers=3, **options)
+        assert truth.accuracy(*result).right
+        assert torch.equal(result[0], own[0]) == (keys * head_dim == 1 << 13)

@@ -91,20 +91,3 @@ void test_waiting_fixup_hangs() {
   }
   CHECK(hangs > 0, "no order of blocks made it wait for ever");
 }
-
-void test_two_stages() {
-  std::vector<uint32_t> counters;
-  for (const Shape& shape : kShapes) {
-    emulator::options() = {3, 4};
-    DecodeCase decode(shape, 1);
-    decode.check(3, launcher(ablations::plan_two_stages, ablations::launch_two_stages, counters));
-    const std::vector<float> o = decode.o();
-    decode.check(3, [&](const DecodeParams& params) {
-      CHECK(cuda::plan_lean_decode(params, kDevice).num_stages > 2, "no longer ring");
-      CHECK(ablations::plan_two_stages(params, kDevice).num_stages == 2, "another ring");
-      launcher(cuda::plan_lean_decode, cuda::launch_lean_decode, counters)(params);
-    });
-    CHECK(std::memcmp(o.data(), decode.o().data(), o.size() * sizeof(float)) == 0,
-          "the bits are not lean_decode's");
-  }
-}

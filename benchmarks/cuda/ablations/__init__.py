@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The published schedules over the inner loop of lean_decode, as operators of their own:
 torch.ops.tree_attention_ablations.equal_splits (FlashDecoding) and .waiting_fixup (LeanAttention);
-and .two_stages, lean_decode with the shortest ring.
+and lean_decode with tiles of so many keys in a ring of so many stages, as .keys_128_stages_2.
 
 `python -m benchmarks.cuda.ablations` builds them, for the GPU that torch finds or for
 TORCH_CUDA_ARCH_LIST; `load` takes what was built."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils import cpp_extension
@@ -15,6 +16,9 @@ NAME = "tree_attention_ablations"
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
 BUILD = ROOT / "build" / "ablations" / f"torch-{torch.__version__}"
+SOURCES = ("ablations.cu", "tiles.cu", "ops.cpp")
+# (keys, stages). Of 128 columns there are 64 and 128 keys; four stages may not fit.
+TILES = tuple((keys, stages) for keys in (64, 128, 256) for stages in (2, 3, 4))
 # What the operators need of the product beside its headers.
 PRODUCT_SOURCES = (
     "csrc/decode_args.cpp",
@@ -32,7 +36,7 @@ def build() -> None:
     cpp_extension.load(
         NAME,
         [
-            *(str(FOLDER / name) for name in ("ablations.cu", "ops.cpp")),
+            *(str(FOLDER / name) for name in SOURCES),
             *(str(ROOT / name) for name in PRODUCT_SOURCES),
         ],
         build_directory=str(BUILD),
@@ -51,3 +55,10 @@ def load() -> bool:
     if library.exists():
         torch.ops.load_library(library)
     return library.exists()
+
+
+def operator(tile: int, stages: int) -> Any:
+    """lean_decode with tiles of so many keys; the extension's own for 0."""
+    if tile == 0:
+        return torch.ops.tree_attention.lean_decode
+    return getattr(torch.ops.tree_attention_ablations, f"keys_{tile}_stages_{stages}")

@@ -54,22 +54,4 @@ cudaError_t launch_waiting_fixup(const DecodeParams& p, const Plan& plan,
   });
 }
 
-Plan plan_two_stages(const DecodeParams& p, const DeviceLimits& limits) {
-  Plan plan = plan_lean_decode(p, limits);
-  plan.num_stages = 2;
-  with_config(p, [&]<typename Config>() {
-    plan.shared_bytes = Config::shared_bytes(plan.num_stages);
-    return cudaSuccess;
-  });
-  return plan;
-}
-
-cudaError_t launch_two_stages(const DecodeParams& p, const Plan& plan, const Workspace& workspace,
-                              cudaStream_t stream) {
-  return with_config(p, [&]<typename Config>() {
-    return launch_kernel(lean_decode_kernel<BFloat16, Config>, plan.num_workers, Config::kThreads,
-                         plan.shared_bytes, stream, launch_params(p, plan, workspace));
-  });
-}
-
 }  // namespace tree_attention::ablations

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The published schedules over the inner loop of lean_decode_kernel, and a variant of the kernel
+// The published schedules over the inner loop of lean_decode_kernel, and variants of the kernel
 // itself, for comparison: bfloat16, head_dim up to 128, up to 16 packed rows.
 #pragma once
 
@@ -23,9 +23,11 @@ cudaError_t launch_equal_splits(const DecodeParams& params, const Plan& plan,
 cudaError_t launch_waiting_fixup(const DecodeParams& params, const Plan& plan,
                                  const Workspace& workspace, cudaStream_t stream);
 
-// lean_decode with a ring of two stages, the fewest there are.
-Plan plan_two_stages(const DecodeParams& params, const DeviceLimits& limits);
-cudaError_t launch_two_stages(const DecodeParams& params, const Plan& plan,
-                              const Workspace& workspace, cudaStream_t stream);
+// lean_decode with tiles of 64, 128 or 256 keys in a ring of `num_stages`. Of 96 columns it takes
+// the tiles of 128.
+Plan plan_tiles(const DecodeParams& params, const DeviceLimits& limits, int tile_keys,
+                int num_stages);
+cudaError_t launch_tiles(const DecodeParams& params, const Plan& plan, const Workspace& workspace,
+                         cudaStream_t stream, int tile_keys);
 
 }  // namespace tree_attention::ablations

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <string>
 
 #include "ablations.h"
 #include "cuda/checks.h"
@@ -45,18 +46,48 @@ void refuse_merge(const MergeParams&) {
 template <PlanFunction make_plan, LaunchFunction launch>
 using Ablation = LeanDecode<run<make_plan, launch>, refuse_merge>;
 
+template <int kTileKeys, int kNumStages>
+Plan plan_tile(const DecodeParams& p, const DeviceLimits& limits) {
+  return plan_tiles(p, limits, kTileKeys, kNumStages);
+}
+
+template <int kTileKeys>
+cudaError_t launch_tile(const DecodeParams& p, const Plan& plan, const Workspace& workspace,
+                        cudaStream_t stream) {
+  return launch_tiles(p, plan, workspace, stream, kTileKeys);
+}
+
+template <int kTileKeys, int kNumStages>
+using Tile = Ablation<plan_tile<kTileKeys, kNumStages>, launch_tile<kTileKeys>>;
+
+// Calls f(name, run) for each tile's operator.
+template <typename F>
+void for_each_tile(const F& f) {
+  const auto of_keys = [&]<int kTileKeys>() {
+    const std::string name = "keys_" + std::to_string(kTileKeys) + "_stages_";
+    f(name + "2", Tile<kTileKeys, 2>::run);
+    f(name + "3", Tile<kTileKeys, 3>::run);
+    f(name + "4", Tile<kTileKeys, 4>::run);
+  };
+  of_keys.template operator()<64>();
+  of_keys.template operator()<128>();
+  of_keys.template operator()<256>();
+}
+
 }  // namespace
 
 TORCH_LIBRARY(tree_attention_ablations, m) {
   m.def("equal_splits(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
   m.def("waiting_fixup(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
-  m.def("two_stages(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
+  for_each_tile([&](const std::string& name, auto) {
+    m.def((name + "(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)").c_str());
+  });
 }
 
 TORCH_LIBRARY_IMPL(tree_attention_ablations, CUDA, m) {
   m.impl("equal_splits", Ablation<plan_equal_splits, launch_equal_splits>::run);
   m.impl("waiting_fixup", Ablation<cuda::plan_lean_decode, launch_waiting_fixup>::run);
-  m.impl("two_stages", Ablation<plan_two_stages, launch_two_stages>::run);
+  for_each_tile([&](const std::string& name, auto run) { m.impl(name.c_str(), run); });
 }
 
 }  // namespace tree_attention::ablations
