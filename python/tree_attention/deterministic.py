@@ -58,12 +58,22 @@ def decode_by_blocks(
             *fields_of_options(options),
             *comm.fields(layout, exchange, q.device),
         )
-        # Where a rank's keys are may differ.
-        note = {"keys": (key_layout, seqlen_k)}
-        notes = comm.agree(signature, seconds, "tree_decode", note)
-        places = [note["keys"] for note in notes]
-        blocks = [_block_numbers(place[0], place[1], size) for place in places]
-        numbers = [number for own in blocks for number in own]
+        # Where a rank's keys are may differ, and changes while a cache grows. So it is no field of
+        # the signature, which would then be compared in every call.
+        place = torch.tensor([[*key_layout, seqlen_k]])
+
+        def gather(deadline: float) -> tuple[list[int], Tensor]:
+            places = comm.gather(place, (1,) * comm.world_size, 0, deadline).tolist()
+            blocks = [_block_numbers(own[:3], own[3], size) for own in places]
+            numbers = [number for own in blocks for number in own]
+            if len(set(numbers)) < len(numbers):
+                return numbers, states
+            return numbers, comm.gather(states, tuple(map(len, blocks)), 0, deadline)
+
+        if comm.world_size == 1:
+            numbers, gathered = _block_numbers(key_layout, seqlen_k, size), states
+        else:
+            numbers, gathered = comm.call("tree_decode", signature, gather, seconds, q.device)
         if len(set(numbers)) < len(numbers):
             raise ValueError(
                 f"tree_decode: with deterministic={size} no two ranks may hold keys of one block, "
@@ -71,9 +81,8 @@ def decode_by_blocks(
             )
         if not numbers:
             return empty
-        states = comm.all_gather(states, [len(own) for own in blocks], 0, timeout=seconds)
-        states = states[torch.tensor(numbers).argsort()]
-        return merge_states(states[..., :-1], states[..., -1], out_dtype=exchange.out_dtype)
+        gathered = gathered[torch.tensor(numbers).argsort()]
+        return merge_states(gathered[..., :-1], gathered[..., -1], out_dtype=exchange.out_dtype)
 
 
 def _check_cuts(key_layout: tuple[int, ...], seqlen_k: int, size: int) -> None:
@@ -105,16 +114,31 @@ def _attend_to_blocks(
 ) -> Tensor:
     """The states of a rank's blocks, float32 `[blocks, batch, num_heads_q, seqlen_q, head_dim + 1]`
     with `lse` in the last column."""
-    begins = range(0, seqlen_k, size)
     batch, num_heads_q, seqlen_q, _ = q.shape
-    states = q.new_empty(
-        (len(begins), batch, num_heads_q, seqlen_q, v.shape[3] + 1), dtype=torch.float32
-    )
+    num_blocks = -(-seqlen_k // size)
+    shape = (num_blocks, batch, num_heads_q, seqlen_q, v.shape[3] + 1)
+    states = q.new_empty(shape, dtype=torch.float32)
+    if num_blocks == 0:
+        return states
     if key_ranges is None:
-        everything = torch.tensor([0, seqlen_k], dtype=torch.int32, device=q.device)
+        everything = torch.tensor([0, seqlen_k], dtype=torch.int32)
         key_ranges = everything.expand(batch, seqlen_q, 2)
+    # Every block is a sequence of its own in one call. Without pages, a sequence's keys are a page.
     uncut: AttentionOptions = {**options, "num_workers": -1}
-    for begin, state in zip(begins, states, strict=True):
-        ranges = key_ranges.clamp(begin, min(begin + size, seqlen_k))
-        lean_decode(q, k, v, ranges, out=(state[..., :-1], state[..., -1]), **uncut)
+    page_table = options.get("page_table")
+    if page_table is None:
+        page_table = torch.arange(batch, dtype=torch.int32)[:, None]
+    uncut["page_table"] = _repeated(page_table, num_blocks)
+    query_positions = options.get("query_positions")
+    if query_positions is not None:
+        uncut["query_positions"] = _repeated(query_positions, num_blocks)
+    begins = torch.arange(0, seqlen_k, size).view(-1, *(1,) * key_ranges.dim())
+    ranges = key_ranges.clamp(begins, (begins + size).clamp(max=seqlen_k)).int()
+    flat = states.flatten(0, 1)
+    out = (flat[..., :-1], flat[..., -1])
+    lean_decode(_repeated(q, num_blocks), k, v, ranges.flatten(0, 1), out=out, **uncut)
     return states
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    return x.repeat(times, *(1,) * (x.dim() - 1))

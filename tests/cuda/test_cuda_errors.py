@@ -38,6 +38,13 @@ def test_head_dim(head_dim, cuda_kernels):
     assert message_of(problem.run) == f"lean_decode: head_dim of v {message}"
 
 
+def test_outputs_are_always_cut(cuda_kernels):
+    problem = make_problem().to(cuda_kernels)
+    assert message_of(lambda: problem.run(num_workers=-1)) == (
+        "lean_decode: num_workers must not be negative on CUDA, got -1"
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("argument", ["q", "k", "v"])
 def test_alignment(argument, dtype, cuda_kernels):

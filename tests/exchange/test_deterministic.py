@@ -120,6 +120,18 @@ def test_ranks_that_say_the_same_keys_are_refused(rank: int, world_size: int) ->
         tree_decode(problem.q, problem.k, problem.v, deterministic=SIZE)
 
 
+@on_ranks(2)
+def test_ranks_compare_once_while_the_cache_grows(rank: int, world_size: int) -> None:
+    comm, layout = Communicator(), BlockCyclic(world_size, SIZE)
+    whole = make_problem(seqlen_k=200)
+    epochs = set()
+    for length in (31, 32, 33, 100, 160, 200):
+        problem = Problem(whole.q, whole.k[:, :, :length], whole.v[:, :, :length])
+        decode(problem, layout, rank, group=comm)
+        epochs.add(comm._session._agreement._epoch)
+    assert len(epochs) == 1, "only the first call compares signatures through the store"
+
+
 DISAGREEMENTS = {
     "deterministic": ({"deterministic": 32}, {"deterministic": 64}),
     "softmax_scale": ({"softmax_scale": 0.5}, {}),

@@ -236,26 +236,29 @@ class Communicator(Calls):
                 counts, dim = check_gather(x, counts, dim, self.rank, self.world_size)
                 if self._session is None:
                     return x.clone(memory_format=torch.contiguous_format)
-                others = *x.shape[:dim], *x.shape[dim + 1 :]
-                result = x.new_empty((*x.shape[:dim], sum(counts), *x.shape[dim + 1 :]))
             signature = (
-                ("shape without dim", others),
+                ("shape without dim", (*x.shape[:dim], *x.shape[dim + 1 :])),
                 ("dim", dim),
                 ("counts", counts),
                 ("dtype", x.dtype),
                 ("device", x.device.type),
             )
-            self.call(
+            return self.call(
                 "all_gather",
                 signature,
-                lambda deadline: self._gathers.run(self.link, x, counts, dim, result, deadline),
+                lambda deadline: self.gather(x, counts, dim, deadline),
                 seconds,
                 x.device,
             )
-            return result
 
-    # What follows serves calls other than all_merge_states too: tree_decode in parts. It lends them
-    # memory.
+    # What follows serves calls other than those above too: tree_decode in parts, and with
+    # deterministic. It lends them memory.
+
+    def gather(self, x: Tensor, counts: tuple[int, ...], dim: int, deadline: float) -> Tensor:
+        """What `all_gather` returns, inside a call."""
+        result = x.new_empty((*x.shape[:dim], sum(counts), *x.shape[dim + 1 :]))
+        self._gathers.run(self.link, x, counts, dim, result, deadline)
+        return result
 
     def state(
         self,
