@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .deterministic import decode_by_blocks
+from .deterministic import check_size, decode_by_blocks
 from .exchange import Communicator, ExchangeOptions, check_options, get_communicator
 from .exchange.arguments import check_no_gradient, check_state
 from .exchange.graph import add_collective
@@ -170,10 +170,7 @@ def tree_decode(
 
 
 def _check_deterministic(size: int, exchange: ExchangeOptions, overlap: int, q: Tensor) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise ValueError(
-            f"tree_decode: deterministic must be an integer of at least 0, got {size!r}"
-        )
+    check_size("tree_decode", size)
     given = {
         "strategy": (exchange.strategy, "auto"),
         "payload_dtype": (exchange.payload_dtype, torch.float32),

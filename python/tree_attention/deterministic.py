@@ -85,6 +85,12 @@ def decode_by_blocks(
         return merge_states(gathered[..., :-1], gathered[..., -1], out_dtype=exchange.out_dtype)
 
 
+def check_size(op: str, size: int) -> None:
+    """Raises ValueError unless `size` is an integer of at least 0."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise ValueError(f"{op}: deterministic must be an integer of at least 0, got {size!r}")
+
+
 def _check_cuts(key_layout: tuple[int, ...], seqlen_k: int, size: int) -> None:
     first, block, stride = key_layout
     is_one_run = stride == block or seqlen_k <= block

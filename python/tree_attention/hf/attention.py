@@ -116,14 +116,24 @@ def _over_shard(
     shard = layer.shard
     deal = current_deal()
     if deal is not None:
+        if shard.deterministic:
+            raise ValueError(
+                f"tree_attention: a TreeCache with deterministic={shard.deterministic} needs a "
+                "model that was enabled with it, or with prefill='replicated'"
+            )
         return attend(deal, query, layer, ranges, out_dtype, keywords)
     keys, values, scales = layer.operands(layer.buffers())
     keywords = {**keywords, **scales}
-    if shard.world_size == 1:
+    if shard.world_size == 1 and not shard.deterministic:
         whole = ranges.whole(layer.dropped)
         return lean_decode(query, keys, values, whole, out_dtype=out_dtype, **keywords)
     local_ranges = ranges.local(shard.layout, shard.rank, layer.dropped)
     batch, num_heads_q, seqlen_q, _ = query.shape
+    num_states = 1  # of a query; the same on all ranks
+    if shard.deterministic:
+        num_states = -(-layer.kv_length // shard.deterministic)
+        keywords["deterministic"] = shard.deterministic
+        keywords["key_layout"] = shard.layout.key_layout(shard.rank)
 
     def merged(q: Tensor, q_ranges: Tensor) -> tuple[Tensor, Tensor]:
         return tree_decode(
@@ -139,7 +149,8 @@ def _over_shard(
             **keywords,
         )
 
-    step = max(1, _MAX_STATE_BYTES // (4 * batch * num_heads_q * (layer.head_dim_v + 1)))
+    state_bytes = 4 * batch * num_heads_q * (layer.head_dim_v + 1) * num_states
+    step = max(1, _MAX_STATE_BYTES // state_bytes)
     if seqlen_q <= step:
         return merged(query, local_ranges)
     pieces = zip(query.split(step, dim=2), local_ranges.split(step, dim=1), strict=True)

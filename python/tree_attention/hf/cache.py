@@ -50,11 +50,15 @@ class TreeCache(Cache):
         timeout: seconds after which a lost rank becomes an `ExchangeError`.
         growth: number of local slots by which the buffers of a layer grow, without `max_length`; at
             most 64 for a sliding window.
+        deterministic: see `tree_decode`: with a number of slots, for example 4096, which is then
+            also the block of the default layout, attention has the same bits on every number of
+            ranks. Not for latents, and for layers with a sliding window with `max_length` only.
 
     Raises:
         ValueError: the layers of the model cache anything but keys and values, latents or states of
             their own, `layout` is for another world size or ends before `max_length`, there is no
-            such kv_dtype or strategy, or `growth` or `max_length` is below 1.
+            such kv_dtype or strategy, `growth` or `max_length` is below 1, or `deterministic` is
+            below 0 or not for these layers.
     """
 
     layers: list[Any]
@@ -70,12 +74,13 @@ class TreeCache(Cache):
         strategy: str = "auto",
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         growth: int = 1024,
+        deterministic: int = 0,
     ) -> None:
         if growth < 1:
             raise ValueError(f"TreeCache: growth must be at least 1, got {growth}")
         if max_length is not None and max_length < 1:
             raise ValueError(f"TreeCache: max_length must be at least 1, got {max_length}")
-        self.shard = Shard(group, layout, strategy, timeout)
+        self.shard = Shard(group, layout, strategy, timeout, deterministic)
         self.model = describe_model(config)
         self.max_length = max_length
         dtype = dtype_of("TreeCache", kv_dtype)
@@ -175,6 +180,7 @@ class TreeCache(Cache):
         strategy: str = "auto",
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         growth: int = 1024,
+        deterministic: int = 0,
     ) -> "TreeCache":
         """A cache with the keys and values that `save` wrote, on any number of ranks.
 
@@ -189,8 +195,9 @@ class TreeCache(Cache):
 
         Args:
             directory: what `save` was given, at a path by which this rank reaches it.
-            config, group, layout, max_length, strategy, timeout, growth: see `TreeCache`; world
-                size, layout and max_length may differ from those of the saved cache.
+            config, group, layout, max_length, strategy, timeout, growth, deterministic: see
+                `TreeCache`; world size, layout and max_length may differ from those of the saved
+                cache.
             kv_dtype: "int8" or "fp8" quantises what was saved otherwise; None: as it was saved.
 
         Raises:
@@ -209,6 +216,7 @@ class TreeCache(Cache):
             strategy=strategy,
             timeout=timeout,
             growth=growth,
+            deterministic=deterministic,
         )
         snapshot.restore(cache, directory)
         return cache

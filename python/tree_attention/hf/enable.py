@@ -36,6 +36,7 @@ def enable(
     prefill_chunk_size: int | None = 2048,
     timeout: float | timedelta = DEFAULT_TIMEOUT,
     synchronize_logits: bool = False,
+    deterministic: int = 0,
 ) -> PreTrainedModel:
     """Makes `model.generate(...)` shard its key/value cache over the ranks of a group.
 
@@ -63,6 +64,9 @@ def enable(
         synchronize_logits: whether the first rank sends its logits to the others at every step,
             for ranks whose hardware rounds differently. Ranks of one kind of hardware compute the
             same bits without it.
+        deterministic: see `TreeCache`. Generation on the CPU then has the same bits on every number
+            of ranks, if the rest of the model has them: with as many threads for each rank. Prompts
+            are "replicated".
 
     Returns:
         `model` itself.
@@ -71,7 +75,8 @@ def enable(
         TypeError: `model` is no model of transformers, or is wrapped by another module.
         ValueError: the model has no `generate`, its attention cannot be chosen, its layers cache
             anything but keys and values, latents or states of their own, `prefill` is "split" and
-            the tokens of this model cannot be dealt, or an argument is out of range.
+            the tokens of this model cannot be dealt, `deterministic` is given with "split", split
+            weights or layers that it is not for, or an argument is out of range.
     """
     if prefill_chunk_size is not None and prefill_chunk_size < 1:
         raise ValueError(f"enable: prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
@@ -81,8 +86,20 @@ def enable(
         comm, cache_group = get_communicator(group), group
     else:
         _check_split(group, mesh, strategy)
+        if deterministic:
+            raise ValueError(
+                "enable: deterministic needs a model whose weights are whole, as the sums over "
+                "parts of them depend on the number of ranks"
+            )
         comm, cache_group = mesh.calls, mesh.context_group
     check_prefill(model, prefill)
+    if deterministic:
+        if prefill == "split":
+            raise ValueError(
+                f"enable: with deterministic={deterministic} prefill must be 'auto' or "
+                "'replicated', got 'split'"
+            )
+        prefill = "replicated"
     new_cache = functools.partial(
         TreeCache,
         model.config,
@@ -92,6 +109,7 @@ def enable(
         max_length=max_length,
         strategy=strategy,
         timeout=timeout,
+        deterministic=deterministic,
     )
     processor = SynchronizeLogits(comm, timeout) if synchronize_logits else None
     preparation = Preparation(comm, new_cache, prefill_chunk_size, processor, prefill)

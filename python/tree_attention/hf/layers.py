@@ -31,7 +31,8 @@ def new_layers(
 
     Raises:
         ValueError: the layers of the model cache anything but keys and values, latents, or states,
-            or the layout ends before `max_length`.
+            the layout ends before `max_length`, or the shard is deterministic and a layer cannot
+            be.
     """
     kinds = _layer_kinds(config)
     if max_length is None:
@@ -42,10 +43,25 @@ def new_layers(
     else:
         shard.check_holds(max_length)
         layers = _static_layers(config, kinds, shard, kv_dtype, Progress(max_length))
+    if shard.deterministic:
+        _check_deterministic(layers)
     return [
         new_state_layer(config, kind) if layer is None else layer
         for kind, layer in zip(kinds, layers, strict=True)
     ]
+
+
+def _check_deterministic(layers: list[Any]) -> None:
+    # A matrix product that makes keys of latents may round otherwise for another number of rows,
+    # and a window begins in the middle of a block.
+    for layer in layers:
+        if isinstance(layer, LatentLayer):
+            raise ValueError("TreeCache: deterministic is not supported with latent attention")
+        if isinstance(layer, WindowLayer):
+            raise ValueError(
+                "TreeCache: deterministic needs a max_length, as the model has layers with a "
+                f"sliding window of {layer.window}, got max_length=None"
+            )
 
 
 def _growing_layer(

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..deterministic import check_size
 from ..exchange import DEFAULT_TIMEOUT, Communicator, check_options, get_communicator
 from ..exchange.agreement import Signature
 from ..sharding import BlockCyclic, Contiguous, ShardLayout
+
+_BLOCK = 64  # slots
 
 
 class Write(NamedTuple):
@@ -32,17 +35,21 @@ class Shard:
         layout: ShardLayout | None = None,
         strategy: str = "auto",
         timeout: float | timedelta = DEFAULT_TIMEOUT,
+        deterministic: int = 0,
     ) -> None:
+        check_size("TreeCache", deterministic)
         self.comm = get_communicator(group)
         self.rank, self.world_size = self.comm.rank, self.comm.world_size
-        self.layout = BlockCyclic(self.world_size) if layout is None else layout
+        if layout is None:
+            layout = BlockCyclic(self.world_size, deterministic or _BLOCK)
+        self.layout = layout
         if self.layout.world_size != self.world_size:
             raise ValueError(
                 f"TreeCache: layout must have the group's world size {self.world_size}, "
                 f"got one of {self.layout.world_size}"
             )
         check_options("TreeCache", strategy)
-        self.strategy = strategy
+        self.strategy, self.deterministic = strategy, deterministic
         self.timeout = self.comm.seconds_of("TreeCache", timeout)
         self._last: tuple[Any, Write] | None = None
 

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""enable(model, deterministic=n): the same logits, bit for bit, on every number of ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import run_ranks
+
+pytest.importorskip("transformers")
+
+from hf_models import make_model, make_prompts
+from tree_attention import BlockCyclic, hf
+
+SIZE = 8  # prompts have 37 slots
+OPTIONS = {
+    "max_new_tokens": 24,
+    "min_new_tokens": 24,
+    "do_sample": False,
+    "output_logits": True,
+    "return_dict_in_generate": True,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "growing": ("llama", {}),
+    "chunks": ("llama", {"prefill_chunk_size": 16}),
+    "int8": ("llama", {"kv_dtype": "int8"}),
+    "fixed size, windows and sinks": ("gpt_oss", {"max_length": 70}),
+}
+
+
+def generate(rank: int, world_size: int, name: str, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    model = hf.enable(make_model(name), **options)
+    output = model.generate(**make_prompts(), **OPTIONS)
+    assert isinstance(output.past_key_values, hf.TreeCache)
+    return output.sequences, torch.stack(output.logits)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_tokens_and_logits_for_every_world(case: str) -> None:
+    name, options = CASES[case]
+    options = options | {"deterministic": SIZE}
+    expected = run_ranks(generate, 1, name, options)[0]
+    for world_size in (2, 3):
+        for result in run_ranks(generate, world_size, name, options):
+            assert all(map(torch.equal, result, expected))
+
+
+def test_otherwise_logits_depend_on_the_world() -> None:
+    """What the option is for."""
+    layouts = {n: {"layout": BlockCyclic(n, SIZE)} for n in (1, 2)}
+    (_, alone), (_, shared) = (run_ranks(generate, n, "llama", layouts[n])[0] for n in layouts)
+    assert not torch.equal(alone, shared)
+
+
+def test_a_resharded_cache_stays_deterministic() -> None:
+    cache = hf.TreeCache(make_model("llama").config, deterministic=SIZE)
+    assert cache.shard.layout == BlockCyclic(1, SIZE)
+    model = hf.enable(make_model("llama"), deterministic=SIZE)
+    with torch.no_grad():
+        model(**make_prompts(), past_key_values=cache)
+    cache.reshard(BlockCyclic(1, 2 * SIZE))
+    assert cache.shard.deterministic == SIZE
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("llama", {"deterministic": -1}, "TreeCache: deterministic must be an integer of at least"),
+        ("llama", {"deterministic": 8, "prefill": "split"}, "prefill must be 'auto' or 'replicat"),
+        (
+            "mistral_window",
+            {"deterministic": 8},
+            "deterministic needs a max_length, .* window of 8",
+        ),
+        ("deepseek", {"deterministic": 8}, "deterministic is not supported with latent atten"),
+    ],
+)
+def test_errors(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf.enable(make_model(name), **options)
+
+
+def dealt(rank: int, world_size: int) -> None:
+    model = hf.enable(make_model("llama"), prefill="split")
+    cache = hf.TreeCache(model.config, deterministic=SIZE)
+    ids = make_prompts()["input_ids"]
+    with torch.no_grad(), pytest.raises(ValueError, match="needs a model that was enabled with it"):
+        model(ids, past_key_values=cache, logits_to_keep=1)
+
+
+def test_a_dealt_prompt_is_refused() -> None:
+    run_ranks(dealt, 2)
