@@ -94,4 +94,4 @@ print(*openmp_runtimes(), sep="\\n")
     )
     runtimes = result.stdout.split()
     assert len(runtimes) == 1, runtimes
-    assert Path(torch.__file__).parent in Path(runtimes[0]).parents
+    assert Path(torch.__file__).resolve().parent in Path(runtimes[0]).parents
