@@ -55,7 +55,7 @@ def measure(length: int, sizes: Sequence[int], rounds: int, ranks: Ranks) -> lis
         functions[name] = partial(decode_set, tree_decode, q, sets, group=Communicator(), **options)
     samples = time_in_step(functions, num_sets=num_sets, rounds=rounds)
     check = Float64Check(q, k, v, None)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, sample in samples.items():
         slowest = slowest_rank(ranks, sample)
         accuracy = check.accuracy(*sample.result)

@@ -29,7 +29,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks.harness.plots import picture
-from benchmarks.harness.program import finish, parser_of
+from benchmarks.harness.program import add_device, check_device, finish, parser_of
 from benchmarks.harness.ranks import Ranks, joined_device
 from benchmarks.harness.report import Report, columns_of, environment, verdict
 from tree_attention.exchange import Communicator
@@ -213,8 +213,9 @@ def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__, "links")
     parser.add_argument("--largest", type=int, default=64 << 20, help="bytes (default 64 MiB)")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each size (default 0.5)")
-    parser.add_argument("--device", default="cpu", help="cpu (default, Gloo) or cuda (NCCL)")
+    add_device(parser)
     parsed = parser.parse_args(arguments)
+    check_device(parser, parsed.device)
     sizes = [SMALLEST]
     while sizes[-1] * FACTOR <= parsed.largest:
         sizes.append(sizes[-1] * FACTOR)

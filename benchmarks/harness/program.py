@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -45,6 +46,21 @@ def add_out(parser: argparse.ArgumentParser, name: str = "NAME") -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help=f"write {name}.json, .md and .png there"
     )
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cpu (default, Gloo) or cuda (NCCL)",
+    )
+
+
+def check_device(parser: argparse.ArgumentParser, device: str) -> None:
+    """Ends the program with a sentence where there is no such device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA driver or no device")
 
 
 def run_cases(

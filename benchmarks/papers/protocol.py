@@ -26,7 +26,7 @@ from tree_attention import hf, ring_decode, ring_pass_q_decode, tree_decode
 from tree_attention.exchange import Communicator
 
 from ..emulation.generation import by
-from ..harness.program import add_out, finish
+from ..harness.program import add_device, add_out, check_device, finish
 from ..harness.ranks import Ranks, joined_device
 from ..harness.report import Report, verdict
 from ..llama import make_model
@@ -181,9 +181,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--contexts", type=int, nargs="+", help="by default the paper's")
     parser.add_argument("--trials", type=int, default=10, help="(default 10)")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="new ones (default 10)")
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    add_device(parser)
     add_out(parser, "tree_protocol")
     parsed = parser.parse_args(arguments)
+    check_device(parser, parsed.device)
     layers = parsed.layers or LAYERS[parsed.shape]
     with joined_device(parsed.device) as (world, device), torch.inference_mode():
         model = make_model(layers, **SHAPES[parsed.shape]).to(device)
