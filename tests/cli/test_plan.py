@@ -26,7 +26,12 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_plan_prints_every_form(capsys: pytest.CaptureFixture[str]) -> None:
     output = printed(capsys)
-    assert output.startswith("Llama 3.1 8B, cache in bf16, 131,072 tokens, 8 ranks\nRank: 141 GB")
+    assert output.startswith(
+        "Llama 3.1 8B, cache in bf16, 131,072 tokens, 8 ranks\n"
+        "Model: 8.03 billion weights in 16.1 GB.\n"
+        "Cache: 131,072 bytes a token in 32 layers.\n"
+        "Rank: 141 GB"
+    )
     for form in ALL_FORMS:
         (line,) = (
             x
