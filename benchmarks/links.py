@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 from benchmarks.harness.plots import picture
 from benchmarks.harness.program import add_device, check_device, finish, parser_of
-from benchmarks.harness.ranks import Ranks, joined_device
+from benchmarks.harness.ranks import Ranks, joined_device, there_and_back
 from benchmarks.harness.report import Report, columns_of, environment, verdict
 from tree_attention.exchange import Communicator
 
@@ -57,7 +57,7 @@ def operations(rank: int, nodes: Sequence[Any]) -> list[Operation]:
         other = next(others, None)
         if other is not None:
             ours = 1.0 if rank in (0, other) else rank + 1.0
-            call = partial(_there_and_back, rank, other)
+            call = partial(there_and_back, rank, other)
             # After a barrier one would wait for the other, of which it heard later.
             meet = partial(call, torch.empty(1))
             found.append(Operation(f"send/recv {name}", call, (ours, ours), meet, trips=2))
@@ -67,16 +67,6 @@ def operations(rank: int, nodes: Sequence[Any]) -> list[Operation]:
         Operation("all-reduce", _all_reduce, (total, total), dist.barrier),
         Operation("all-gather", _all_gather, (1.0, float(world_size)), dist.barrier),
     ]
-
-
-def _there_and_back(rank: int, other: int, x: Tensor) -> Tensor:
-    if rank == 0:
-        dist.send(x, other)
-        dist.recv(x, other)
-    elif rank == other:
-        dist.recv(x, 0)
-        dist.send(x, 0)
-    return x
 
 
 def _all_reduce(x: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ python benchmarks/sparse.py --out DIR
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,8 +27,8 @@ from benchmarks.harness.measure import (
     pin_threads,
     time_alternating,
 )
-from benchmarks.harness.program import add_out, finish, progress_bar
-from benchmarks.harness.report import Report, columns_of, environment
+from benchmarks.harness.program import finish, parser_of, progress_bar, shown
+from benchmarks.harness.report import Columns, Report, columns_of, environment, verdict
 from tree_attention import lean_decode
 from tree_attention.patterns import dilated, first, page_lists, random_blocks, window
 from tree_attention.reference.accuracy import Float64Check
@@ -155,13 +154,8 @@ def paged(values: Tensor, table: Tensor, arena: InputArena, index: int) -> tuple
 def measure(cases: Sequence[SparseCase], seconds: float) -> Report:
     cpus = pin_threads()
     arena = InputArena(max(case.arena_bytes for case in cases))
-    rows = []
     with torch.inference_mode(), progress_bar(True) as progress:
-        task = progress.add_task("sparse", total=len(cases))
-        for case in cases:
-            progress.update(task, description=case.name)
-            rows.append(run_case(case, arena, seconds))
-            progress.advance(task)
+        rows = [run_case(case, arena, seconds) for case in shown(progress, cases)]
     return Report(
         name="sparse",
         title="Sparse attention as ranges of keys",
@@ -187,7 +181,7 @@ NOTES = (
     "plain PyTorch plus one rounding is WRONG.",
 )
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+COLUMNS: Columns = {
     "case": lambda row: row["name"],
     "ranges": lambda row: str(row["num_ranges"]),
     "keys": lambda row: f"{100 * row['keys_share']:.1f} %",
@@ -199,17 +193,16 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "SDPA, mask us": lambda row: f"{row['times'][MASKED]['median_us']:.0f}",
     "SDPA /ours": lambda row: f"{row['ratios'][MASKED]:.1f}",
     "error": lambda row: f"{max(x['o_error'] for x in row['accuracy'].values()):.1e}",
-    "right": lambda row: "WRONG" if row["wrong"] else "yes",
+    "right": verdict,
 }
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__, "sparse")
     parser.add_argument("--quick", action="store_true", help="a few tiny cases, to try it")
     parser.add_argument(
         "--seconds", type=float, default=2.0, help="timed seconds per case (default 2)"
     )
-    add_out(parser, "sparse")
     parsed = parser.parse_args(arguments)
     return finish(measure(QUICK if parsed.quick else STANDARD, parsed.seconds), parsed.out)
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tree_attention.cli.world import World, joined_world
 from tree_attention.exchange import Communicator, Topology, strategies
@@ -53,17 +54,23 @@ def round_trips() -> list[float]:
         samples = []
         for _ in range(1 + _ROUND_TRIPS):
             begin = time.perf_counter()
-            if rank == 0:
-                dist.send(byte, other)
-                dist.recv(byte, other)
-            elif rank == other:
-                dist.recv(byte, 0)
-                dist.send(byte, 0)
+            there_and_back(rank, other, byte)
             samples.append(time.perf_counter() - begin)
         times.append(statistics.median(samples[1:]))  # the first one connects
     box = [times]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def there_and_back(rank: int, other: int, x: Tensor) -> Tensor:
+    """Sends `x` from rank 0 to the other and back; collective for these two."""
+    if rank == 0:
+        dist.send(x, other)
+        dist.recv(x, other)
+    elif rank == other:
+        dist.recv(x, 0)
+        dist.send(x, 0)
+    return x
 
 
 def links_of(topology: Topology, times: Sequence[float], backend: str) -> str:
