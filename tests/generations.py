@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Prompts for tests of generation, and what transformers itself makes of them."""
+"""Prompts for tests of generation, what transformers makes of them, and the ways to read them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,3 +37,20 @@ def generated(
     logits = torch.stack(output.logits)
     best = logits.topk(2).values
     return output.sequences, logits, (best[..., 0] - best[..., 1]).min().item()
+
+
+@contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """torch.empty is filled with NaN: slots of a cache that nothing was written to are not read."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def ways_to_read(layout: Any) -> Iterator[dict[str, Any]]:
+    """Options of `enable`: this layout and the usual one, prompts split and not, whole and in
+    chunks."""
+    for each, prefill, size in product((layout, None), ("replicated", "split"), (None, 9)):
+        yield {"layout": each, "prefill": prefill, "prefill_chunk_size": size}

@@ -5,8 +5,6 @@ The mistakes these tests are for: a key on the wrong rank or in the wrong slot, 
 on some shard, a mask, window, softcap or sink that is lost on the way, ranks that part.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -19,6 +17,7 @@ from distributed import run_ranks
 
 pytest.importorskip("transformers")
 
+from generations import nan_in_new_memory
 from hf_models import CONFIGS, PAD, VOCAB_SIZE, make_model, make_prompts
 from tree_attention import BlockCyclic, ContiguousThenCyclic, ShardLayout, hf
 from tree_attention.hf import attention
@@ -43,16 +42,6 @@ plain_model = cache(make_model)
 @cache
 def _model_to_enable(name: str) -> Any:
     return make_model(name)
-
-
-@contextmanager
-def _nan_in_new_memory() -> Iterator[None]:
-    """torch.empty is filled with NaN: slots of a cache that nothing was written to are not read."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @cache
@@ -84,7 +73,7 @@ def _greedy(
     rank: int, world_size: int, name: str, tokens: Tensor, exact: Tensor, bound: float
 ) -> None:
     model = hf.enable(_model_to_enable(name), layout=_layout(world_size))
-    with _nan_in_new_memory():
+    with nan_in_new_memory():
         output = model.generate(**make_prompts(), **GREEDY, **LOGITS)
     assert isinstance(output.past_key_values, hf.TreeCache)
     assert torch.equal(output.sequences, tokens)
@@ -132,7 +121,7 @@ def _generate(rank: int, world_size: int, arguments: dict[str, Any], tokens: Ten
     model = hf.enable(_model_to_enable("llama"), layout=_layout(world_size))
     if arguments["do_sample"]:
         hf.seed_ranks(seed=SEED + rank)
-    with _nan_in_new_memory():
+    with nan_in_new_memory():
         assert torch.equal(model.generate(**make_prompts(), **arguments), tokens)
 
 

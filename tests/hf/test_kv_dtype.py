@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 import split_models
+from generations import nan_in_new_memory, ways_to_read
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import BlockCyclic, hf
 from tree_attention.hf.kv_dtypes import KV_DTYPES
@@ -78,22 +79,13 @@ def _expected(name: str, kv_dtype: str, way: str = "greedy") -> tuple[Tensor, Te
 def _generate(rank: int, world_size: int, name: str, kv_dtype: str, expected: Any) -> list[Tensor]:
     tokens, logits = expected
     model, found = make_model(name), []
-    torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
-    for layout in (BlockCyclic(world_size, 4), None):
-        for prefill in ("replicated", "split"):
-            for size in (None, 9):
-                hf.enable(
-                    model,
-                    layout=layout,
-                    kv_dtype=kv_dtype,
-                    prefill=prefill,
-                    prefill_chunk_size=size,
-                )
-                output = model.generate(**make_prompts(), **GREEDY, **LOGITS)
-                assert torch.equal(output.sequences, tokens), (layout, prefill, size)
-                torch.testing.assert_close(torch.stack(output.logits), logits, rtol=0, atol=0.01)
-                found += output.logits
-    torch.use_deterministic_algorithms(False)
+    with nan_in_new_memory():
+        for options in ways_to_read(BlockCyclic(world_size, 4)):
+            hf.enable(model, kv_dtype=kv_dtype, **options)
+            output = model.generate(**make_prompts(), **GREEDY, **LOGITS)
+            assert torch.equal(output.sequences, tokens), options
+            torch.testing.assert_close(torch.stack(output.logits), logits, rtol=0, atol=0.01)
+            found += output.logits
     return found
 
 

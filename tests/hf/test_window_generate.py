@@ -24,6 +24,7 @@ from distributed import run_ranks
 pytest.importorskip("transformers")
 
 import hf_families
+from generations import nan_in_new_memory, ways_to_read
 from hf_families import WORKING
 from hf_models import make_model, make_prompts
 from test_kv_dtype import _rounded_cache
@@ -50,10 +51,9 @@ def _small_margin() -> Iterator[None]:
     with (
         mock.patch.object(window_layer, "MARGIN", 6),
         mock.patch.object(window_layer, "STEP", 3),
+        nan_in_new_memory(),
     ):
-        torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
         yield
-        torch.use_deterministic_algorithms(False)
 
 
 def _check_dropped(found: hf.TreeCache) -> None:
@@ -76,18 +76,13 @@ def _generate(rank: int, world_size: int, name: str, expected: Any) -> list[Tens
     tokens, logits = expected
     model, found = make_model(name), []
     with _small_margin():
-        for layout in (BlockCyclic(world_size, 4), None):
-            for prefill in ("replicated", "split"):
-                for size in (None, 9):
-                    options = {"prefill": prefill, "prefill_chunk_size": size}
-                    hf.enable(model, layout=layout, **options)
-                    output = model.generate(**make_prompts(), **GREEDY, **LOGITS)
-                    assert torch.equal(output.sequences, tokens), (layout, options)
-                    torch.testing.assert_close(
-                        torch.stack(output.logits), logits, rtol=0, atol=1e-3
-                    )
-                    _check_dropped(output.past_key_values)
-                    found += output.logits
+        for options in ways_to_read(BlockCyclic(world_size, 4)):
+            hf.enable(model, **options)
+            output = model.generate(**make_prompts(), **GREEDY, **LOGITS)
+            assert torch.equal(output.sequences, tokens), options
+            torch.testing.assert_close(torch.stack(output.logits), logits, rtol=0, atol=1e-3)
+            _check_dropped(output.past_key_values)
+            found += output.logits
     return found
 
 
