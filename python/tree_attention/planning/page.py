@@ -20,7 +20,7 @@ _STYLE = """
 body { font: 15px/1.5 sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em }
 table { border-collapse: collapse; margin: 1em 0 }
 td, th { padding: .2em .8em; text-align: right; border-bottom: 1px solid #ddd }
-td:first-child, th:first-child { text-align: left }
+td:first-child, th:first-child { text-align: left; white-space: nowrap }
 tr.best { font-weight: bold }
 img { width: 100% }
 """
