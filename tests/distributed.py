@@ -32,6 +32,7 @@ import traceback
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest import mock
 
@@ -44,6 +45,13 @@ def preload(*modules: str) -> None:
     """Have the fork server import `modules` too. To be called while test modules are collected."""
     _preloaded.extend(modules)
     _context.set_forkserver_preload(_preloaded)
+
+
+def start_process(fn: Callable[..., Any], *args: Any) -> BaseProcess:
+    """Have the fork server start a process that calls `fn(*args)`."""
+    process = _context.Process(target=fn, args=args, daemon=True)
+    process.start()
+    return process
 
 
 class RankFailure(AssertionError):
@@ -124,14 +132,11 @@ def on_ranks(
 class _World:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.processes = []
+        self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
-            process = _context.Process(
-                target=_rank_main, args=(theirs, rank, world_size), daemon=True
-            )
-            process.start()
+            process = start_process(_rank_main, theirs, rank, world_size)
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)

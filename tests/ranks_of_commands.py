@@ -1,24 +1,35 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run a command on several ranks, in real processes that are started as torchrun starts them."""
+"""Run a command on several ranks, in real processes with the environment that torchrun gives them.
+
+They come from the fork server of `distributed`, which has imported what takes a command most of its
+time to import.
+"""
 
 from __future__ import annotations
 
+import io
 import os
+import runpy
 import signal
 import socket
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
 from torch.distributed import TCPStore
 
 import tree_attention
+from distributed import preload, start_process
 
-# To start, to import torch and transformers, and to end, on a machine with other work.
+preload("tree_attention.cli.generate", "tree_attention.hf")
+preload("transformers.generation.utils", "transformers.models.llama.modeling_llama")
+
+# To start and to end, on a machine with other work.
 AMPLE_SECONDS = 90.0
 
 
@@ -33,13 +44,26 @@ class Ended(NamedTuple):
 class Ranks:
     """The processes of one command, one a rank."""
 
-    def __init__(self, processes: Sequence[subprocess.Popen[str]], port: int) -> None:
-        self._processes = processes
+    def __init__(self, folder: Path, port: int) -> None:
+        self._folder = folder
         self._port = port
+        self._processes: list[BaseProcess] = []
+        self._num_read: list[int] = []  # characters of the standard output
+
+    def start(
+        self, program: str, arguments: list[str], environment: dict[str, str], own: bool
+    ) -> None:
+        outputs = self._outputs(len(self._processes))
+        for path in outputs:
+            path.touch()
+        self._processes.append(start_process(_run, program, arguments, environment, own, outputs))
+        self._num_read.append(0)
 
     def send(self, number: signal.Signals, *ranks: int) -> None:
         for rank in ranks:
-            self._processes[rank].send_signal(number)
+            pid = self._processes[rank].pid
+            assert pid is not None
+            os.kill(pid, number)
 
     def wait_for_store(self) -> None:
         """Returns when a rank serves the store."""
@@ -53,18 +77,31 @@ class Ranks:
                 time.sleep(0.05)
 
     def wait_for_output(self, rank: int, word: str) -> None:
-        """Reads what a rank prints until it has printed `word`."""
-        stream = self._processes[rank].stdout
-        assert stream is not None
-        text = ""
-        while word not in text:
-            char = stream.read(1)
-            assert char, f"rank {rank} has ended and printed only {text!r}"
-            text += char
+        """Returns when a rank has printed `word` after all that was waited for before."""
+        stdout, _ = self._outputs(rank)
+        while True:
+            has_ended = not self._processes[rank].is_alive()
+            before, found, _ = stdout.read_text()[self._num_read[rank] :].partition(word)
+            if found:
+                self._num_read[rank] += len(before + found)
+                return
+            assert not has_ended, f"rank {rank} has ended and printed only {before!r}"
+            time.sleep(0.01)
 
     def wait_for_end(self, rank: int, seconds: float = AMPLE_SECONDS) -> Ended:
-        stdout, stderr = self._processes[rank].communicate(timeout=seconds)
-        return Ended(self._processes[rank].returncode, stdout, stderr)
+        process = self._processes[rank]
+        process.join(seconds)
+        stdout, stderr = (path.read_text() for path in self._outputs(rank))
+        assert process.exitcode is not None, f"rank {rank} goes on: {stdout!r}, {stderr!r}"
+        return Ended(process.exitcode, stdout, stderr)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _outputs(self, rank: int) -> tuple[Path, Path]:
+        return self._folder / f"stdout-{rank}", self._folder / f"stderr-{rank}"
 
 
 @contextmanager
@@ -73,12 +110,14 @@ def started(
     world_size: int = 2,
     *,
     only: Sequence[int] | None = None,
-    program: Sequence[str] = ("-m", "tree_attention"),
+    program: str = "",
+    own_interpreter: bool = False,
     rank_0_serves: bool = False,
     arguments_of_last: Sequence[str] = (),
-    environment: dict[str, str] | None = None,
 ) -> Iterator[Ranks]:
-    """Starts `python -m tree_attention ARGUMENTS` on every rank, or on those in `only`.
+    """Starts `python -m tree_attention ARGUMENTS` on every rank, or on those in `only`; `program`
+    is the text of another program. With `own_interpreter` ranks import everything themselves: torch
+    reads the level of its log once.
 
     Whatever is left of them is killed at the end. The store is served by this process, as torchrun
     does, or by rank 0.
@@ -87,35 +126,45 @@ def started(
     port = store.port
     if rank_0_serves:
         del store  # which frees its port
-    package = str(Path(tree_attention.__file__).parents[1])
-    base = os.environ | {
-        "PYTHONPATH": os.pathsep.join((package, os.environ.get("PYTHONPATH", ""))),
-        "PYTHONUNBUFFERED": "1",
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(tree_attention.__file__).parents[1]),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "TORCHELASTIC_USE_AGENT_STORE": str(not rank_0_serves),
-        **(environment or {}),
     }
-    processes = []
-    try:
-        for rank in range(world_size) if only is None else only:
-            command = [sys.executable, *program, *arguments]
-            if rank == world_size - 1:
-                command += arguments_of_last
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        yield Ranks(processes, port)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = Ranks(Path(folder), port)
+        try:
+            for rank in range(world_size) if only is None else only:
+                last = arguments_of_last if rank == world_size - 1 else ()
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                command = [*arguments, *last]
+                ranks.start(program, command, environment | own, own_interpreter)
+            yield ranks
+        finally:
+            ranks.kill()
+
+
+def _run(
+    program: str, arguments: list[str], environment: dict[str, str], own_interpreter: bool,
+    outputs: Sequence[Path],
+) -> None:  # fmt: skip
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, (name, path) in enumerate(zip(("stdout", "stderr"), outputs, strict=True), 1):
+        os.dup2(os.open(path, os.O_WRONLY), number)
+        # As with PYTHONUNBUFFERED: a test reads along.
+        unbuffered = io.FileIO(number, "wb", closefd=False)
+        setattr(sys, name, io.TextIOWrapper(unbuffered, write_through=True))
+    if own_interpreter:
+        assert not program
+        # -u and -m in one, as people write them: the package looks at this command.
+        os.execv(sys.executable, [sys.executable, "-um", "tree_attention", *arguments])
+    sys.argv = ["a command", *arguments]
+    if program:
+        exec(program, {"__name__": "__main__"})
+    else:
+        runpy.run_module("tree_attention", run_name="__main__", alter_sys=True)

@@ -6,7 +6,8 @@ import os
 import sys
 from types import ModuleType
 
-if sys.argv[:1] == ["-m"] and sys.orig_argv[sys.orig_argv.index("-m") + 1] == "tree_attention":
+# Before a command's own arguments is the module's name, after -m or -um, say, or in one with -m.
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "tree_attention":
     # `python -m tree_attention` tells errors in sentences, and torch's C++ log would put its stack
     # in front of each that comes of a lost rank. torch reads this once, when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")

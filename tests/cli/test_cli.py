@@ -15,6 +15,7 @@ import torch
 
 import tree_attention
 from distributed import run_ranks
+from ranks_of_commands import started
 from tree_attention import lean_decode, strategies
 from tree_attention.__main__ import main
 from tree_attention.cli import generate, verify
@@ -211,43 +212,58 @@ def test_a_long_prompt_is_shown_by_its_beginning_and_its_end() -> None:
 TRAFFIC = {"replicated": (2 * 4 * (16 + 1) * 4, 0), "split": (2 * 2 * (16 + 1) * 4, 1280 + 512)}
 
 
+def two_ranks(checkpoint: Path, folder: Path, *options: str) -> list[str]:
+    """The arguments with which both write what they have done and find the tokens of one."""
+    one = folder / "one.json"
+    assert run_generate(checkpoint, "--prompt", PROMPT * 8, "--json", str(one)) == 0
+    files = "--same-tokens-as", str(one), "--json", str(folder / "both.json")
+    model = "--model", str(checkpoint), "--max-new-tokens", "9"
+    return ["generate", *model, "--prompt", PROMPT * 8, *files, *options]
+
+
+def check_two_ranks(folder: Path, output: str, weights: str) -> None:
+    assert "The same 9 tokens" in output
+    assert output.count("time to first token") == 1  # one rank speaks
+    one, both = (json.loads((folder / f"{name}.json").read_text()) for name in ("one", "both"))
+    assert both["world_size"] == 2
+    assert (both["merge_bytes_per_token"], both["sum_bytes_per_token"]) == TRAFFIC[weights]
+    share = both["weight_bytes_per_rank"] / one["weight_bytes_per_rank"]
+    assert share == 1 if weights == "replicated" else 0.5 < share < 0.6
+    assert 0 < both["exchange_share"] < 1
+
+
+def test_generate_under_torchrun(checkpoint: Path, tmp_path: Path) -> None:
+    """The real thing: two processes stream the tokens of one, each with its share."""
+    launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    arguments = two_ranks(checkpoint, tmp_path)
+    package = str(Path(tree_attention.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, "-m", "tree_attention", *arguments],
+        env=os.environ | {"PYTHONPATH": package, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_two_ranks(tmp_path, done.stdout, "split")
+
+
 @pytest.mark.parametrize(
     "weights, options",
     [
         ("replicated", ("--weights", "replicated")),
         ("split", ("--weights", "split")),
-        ("split", ()),
         ("replicated", ("--strategy", "butterfly")),  # which split weights cannot use
     ],
 )
-def test_generate_under_torchrun(
+def test_generate_on_two_ranks(
     checkpoint: Path, tmp_path: Path, weights: str, options: tuple[str, ...]
 ) -> None:
-    """The real thing: two processes stream the tokens of one, each with its share."""
-    file = tmp_path / "one.json"
-    assert run_generate(checkpoint, "--prompt", PROMPT * 8, "--json", str(file)) == 0
-    both = tmp_path / "both.json"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "tree_attention", "generate", "--model", str(checkpoint), "--prompt", PROMPT * 8),
-        *("--max-new-tokens", "9", "--same-tokens-as", str(file), "--json", str(both)),
-        *options,
-    ]
-    package = str(Path(tree_attention.__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "The same 9 tokens" in done.stdout
-    assert done.stdout.count("time to first token") == 1  # one rank speaks
-    content = json.loads(both.read_text())
-    assert content["world_size"] == 2
-    assert (content["merge_bytes_per_token"], content["sum_bytes_per_token"]) == TRAFFIC[weights]
-    whole = json.loads(file.read_text())["weight_bytes_per_rank"]
-    share = content["weight_bytes_per_rank"] / whole
-    assert share == 1 if weights == "replicated" else 0.5 < share < 0.6
-    assert 0 < content["exchange_share"] < 1
+    with started(two_ranks(checkpoint, tmp_path, *options)) as ranks:
+        ended = [ranks.wait_for_end(rank) for rank in range(2)]
+    assert [end.status for end in ended] == [0, 0], ended
+    check_two_ranks(tmp_path, ended[0].stdout + ended[1].stdout, weights)
 
 
 def test_joined_world_alone(monkeypatch: pytest.MonkeyPatch) -> None:

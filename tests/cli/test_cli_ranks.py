@@ -54,7 +54,7 @@ def assert_one_sentence(ended: Ended) -> None:
 def test_a_rank_that_never_comes(checkpoint: Path, present: int, sentence: str) -> None:
     """torch alone would wait for half an hour."""
     arguments = generate(checkpoint, *ENDLESS, "--timeout", "2")
-    with started(arguments, only=[present], rank_0_serves=True) as ranks:
+    with started(arguments, only=[present], rank_0_serves=True, own_interpreter=True) as ranks:
         ended = ranks.wait_for_end(0)
     assert ended.status == 1
     assert re.search(f"^generate: {sentence}", ended.stderr), ended.stderr
@@ -64,7 +64,7 @@ def test_a_rank_that_never_comes(checkpoint: Path, present: int, sentence: str) 
 def test_a_rank_lost_while_it_loads(checkpoint: Path) -> None:
     """The first agreement waits for as long as --timeout says, whatever the library's default."""
     arguments = generate(checkpoint, *ENDLESS, "--timeout", "3")
-    with started(arguments, program=("-c", DIES_WHILE_IT_LOADS)) as ranks:
+    with started(arguments, program=DIES_WHILE_IT_LOADS) as ranks:
         assert ranks.wait_for_end(1).status == 7
         ended = ranks.wait_for_end(0)
     assert ended.status == 1
@@ -76,7 +76,7 @@ def test_a_rank_lost_while_it_loads(checkpoint: Path) -> None:
 def test_a_rank_lost_in_generation(checkpoint: Path) -> None:
     """It takes the store with it, of which torch's log would say more than the sentence does."""
     arguments = generate(checkpoint, *ENDLESS, "--timeout", "20")
-    with started(arguments, rank_0_serves=True) as ranks:
+    with started(arguments, rank_0_serves=True, own_interpreter=True) as ranks:
         in_generation(ranks)
         ranks.send(signal.SIGKILL, 0)
         ended = ranks.wait_for_end(1)

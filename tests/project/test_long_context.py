@@ -6,26 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ranks_of_commands import started
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "examples" / "long_context.py"
 TINY = ("--context", "300", "--layers", "1", "--tokens", "2")
-
-
-def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join((str(ROOT / "python"), str(PROGRAM.parent))),
-        "OMP_NUM_THREADS": "1",
-        "COLUMNS": "200",
-    }
-    return subprocess.run(
-        [*launcher, "--nproc-per-node", "2", str(program), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
 
 
 def cells(output: str, name: str) -> list[str]:
@@ -34,7 +19,16 @@ def cells(output: str, name: str) -> list[str]:
 
 
 def test_every_row_is_measured_and_right() -> None:
-    done = run(PROGRAM, *TINY)
+    launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    environment = {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, str(PROGRAM), *TINY],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     sent = {}
     for name in ("sdpa, DynamicCache", "sdpa, StaticCache", "ours, 1 process"):
@@ -52,23 +46,26 @@ def test_every_row_is_measured_and_right() -> None:
         assert sentence in done.stdout
 
 
-def test_a_wrong_row_fails(tmp_path: Path) -> None:
+ONE_WRONG_RANK = f"""
+import os, sys
+sys.path.insert(0, {str(PROGRAM.parent)!r})
+os.environ["COLUMNS"] = "200"
+import long_context, tree_attention.decode as decode
+right = decode.lean_decode
+if os.environ["RANK"] == "1":
+    decode.lean_decode = lambda q, k, v, *args, **options: right(q, k, -v, *args, **options)
+sys.exit(long_context.main())
+"""
+
+
+def test_a_wrong_row_fails() -> None:
     """The two processes' exchange is right and one rank's attention is not."""
-    program = tmp_path / "one_wrong_rank.py"
-    program.write_text(
-        "import os, sys\n"
-        "import long_context, tree_attention.decode as decode\n"
-        "right = decode.lean_decode\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    decode.lean_decode = lambda q, k, v, *args, **options: "
-        "right(q, k, -v, *args, **options)\n"
-        "sys.exit(long_context.main())\n"
-    )
-    done = run(program, *TINY)
-    assert done.returncode != 0
-    assert cells(done.stdout, "ours, 1 process")[-1] == "yes"
-    assert cells(done.stdout, "ours, 2 processes")[-1] == "WRONG"
-    assert cells(done.stdout, "tree, one layer")[-1] == "WRONG"
+    with started(TINY, program=ONE_WRONG_RANK) as ranks:
+        root, other = (ranks.wait_for_end(rank) for rank in range(2))
+    assert (root.status, other.status) == (1, 0), (root, other)
+    assert cells(root.stdout, "ours, 1 process")[-1] == "yes"
+    assert cells(root.stdout, "ours, 2 processes")[-1] == "WRONG"
+    assert cells(root.stdout, "tree, one layer")[-1] == "WRONG"
 
 
 def test_one_process_is_told_to_start_two() -> None:
