@@ -2,6 +2,7 @@
 """Compiles C++ for tests: what has changed since the last time, and nothing else."""
 
 import fcntl
+import hashlib
 import os
 import subprocess
 import time
@@ -21,11 +22,25 @@ class Compiler:
     build: Path
     flags: Sequence[str]
     root: Path = ROOT  # of sources and of relative paths in the flags
+    header: Path | None = None  # in the repository; sources begin with it
 
-    def compile(self, sources: Sequence[Path], language: str = "c++") -> list[Path]:
+    def compile(self, sources: Sequence[Path]) -> list[Path]:
         """The objects of `sources`, which are relative to the root."""
+        flags = ["-xc++", "-MMD", *(self.precompiled_header() if self.header else ())]
         with self.lock(), ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(lambda source: self.compile_source(source, language), sources))
+            return list(pool.map(lambda source: self.compile_source(source, flags), sources))
+
+    def precompiled_header(self) -> list[str]:
+        """The flags with which g++ reads it. It is compiled once for all that share flags, as most
+        sources take less time than the headers of a library."""
+        assert self.header is not None
+        digest = hashlib.sha256("\n".join(self.flags).encode()).hexdigest()[:16]
+        folder = ROOT / "build" / "precompiled" / digest
+        # What g++ looks for where it is told that the header is; the name inside is arbitrary.
+        place = Compiler(folder / f"{self.header.name}.gch", self.flags)
+        with place.lock():
+            place.compile_source(self.header, ["-xc++-header", "-MD"])  # of the library, too
+        return ["-include", str(folder / self.header.name)]
 
     def link(self, name: str, objects: Sequence[Path], flags: Sequence[str] = ()) -> Path:
         target = self.build / name
@@ -34,11 +49,11 @@ class Compiler:
                 self.make(target, *objects, *flags)
         return target
 
-    def compile_source(self, source: Path, language: str) -> Path:
+    def compile_source(self, source: Path, flags: Sequence[str]) -> Path:
         target = self.build / f"{source.as_posix().replace('/', '_')}.o"
         if not is_newer(target, self.dependencies(target)):
             dependencies = target.with_suffix(".d")
-            self.make(target, "-MMD", "-MF", dependencies, "-c", f"-x{language}", source)
+            self.make(target, *flags, "-MF", dependencies, "-c", source)
         return target
 
     def dependencies(self, target: Path) -> list[Path]:

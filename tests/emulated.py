@@ -16,6 +16,7 @@ TORCH = Path(torch.__file__).parent
 COMPILER = Compiler(
     emulator_build.BUILD / f"torch-{torch.__version__}",
     [*emulator_build.FLAGS, f"-isystem{TORCH}/include"],
+    header=Path("tests/cuda_emulator/torch_headers.h"),
 )
 KERNELS = [*emulator_build.EMULATOR, *emulator_build.LAUNCHES, *emulator_build.INSTANCES]
 BRIDGE = [

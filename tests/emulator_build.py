@@ -11,7 +11,7 @@ FLAGS = [
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas"),
     *("-Itests/cuda_emulator", "-Itests/cpp", "-Icsrc", "-I."),
 ]
-COMPILER = Compiler(BUILD, FLAGS)
+COMPILER = Compiler(BUILD, FLAGS, header=Path("tests/cuda_emulator/standard_library.h"))
 # For programs with a part of the kernels only.
 PARTIAL_LINK_FLAGS = ["-no-pie", "-Wl,--unresolved-symbols=ignore-in-object-files"]
 

@@ -335,10 +335,9 @@ class Translation:
 
 
 def translate(ptx: str, name: str) -> str:
-    """The C++ of a module."""
+    """The C++ of a module, for after ptx_instructions.h."""
     translation = Translation(re.sub(r"//[^\n]*", "", ptx), name)
     matches = _FUNCTION.finditer(translation.ptx)
     parts = [part for match in matches for part in translation.function(match)]
     parts.sort(key=lambda part: "{" in part)  # declarations first
-    begin = '#include "ptx_instructions.h"\nnamespace tree_attention::emulator::ptx {'
-    return "\n".join([begin, *parts, "}\n"])
+    return "\n".join(["namespace tree_attention::emulator::ptx {", *parts, "}\n"])

@@ -5,9 +5,7 @@ the emulated device, some of them only under ThreadSanitizer."""
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -59,9 +57,10 @@ def has_fixed_addresses() -> bool:
 
 PLAIN = Kind(emulator_build.COMPILER)
 THREAD = Kind(
-    Compiler(
-        ROOT / "build" / "cuda_emulator_thread",
-        [*emulator_build.FLAGS, "-O1", "-fsanitize=thread"],
+    replace(
+        emulator_build.COMPILER,
+        build=ROOT / "build" / "cuda_emulator_thread",
+        flags=[*emulator_build.FLAGS, "-O1", "-fsanitize=thread"],
     ),
     # ThreadSanitizer's shadow memory collides with addresses that some kernels randomise.
     ("setarch", "-R") if has_fixed_addresses() else (),
@@ -88,15 +87,8 @@ def report(mutation: Mutation, folder: Path) -> str:
         f"-I{ROOT}/{flag[2:]}" if flag.startswith("-Itests") else flag
         for flag in kind.compiler.flags
     ]
-    mutant = Compiler(folder, [*flags, "-O0", "-g0"], root=folder)
+    mutant = replace(kind.compiler, build=folder, flags=[*flags, "-O0", "-g0"], root=folder)
     return kind.run(kind.build(mutant, "mutant", mutation.target), mutation.target)
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Mutation, Future[str]]]:
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {m: pool.submit(report, m, tmp_path_factory.mktemp("mutant")) for m in MUTATIONS}
-        pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +103,7 @@ def test_without_mutation(kind: Kind, target: Target) -> None:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_mutation(mutation: Mutation, reports: dict[Mutation, Future[str]]) -> None:
-    text = reports[mutation].result()
+def test_mutation(mutation: Mutation, tmp_path: Path) -> None:
+    text = report(mutation, tmp_path)
     assert text, "not found"
     assert ("data race" in text) == mutation.only_thread_sanitizer, text

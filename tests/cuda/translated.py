@@ -18,10 +18,7 @@ FLAGS = [
     *(re.sub("^-I", f"-I{ROOT}/", flag) for flag in emulator_build.FLAGS),
     *("-O0", "-g0", "-fwrapv", "-w"),
 ]
-# Precompiled, because g++ would spend most of its time on it. It looks for a folder of this name
-# beside the place of the header.
 HEADER = Path("tests/cuda_emulator/ptx_instructions.h")
-PRECOMPILED = emulator_build.BUILD / "precompiled"
 
 
 def ptx_of(source: Path, folder: Path, csrc: Path = ROOT / "csrc") -> str:
@@ -38,8 +35,7 @@ def build(ptx: str, name: str, folder: Path, sources: Sequence[Path] = ()) -> Pa
     what that program needs beside the emulator and the tests."""
     source = folder / f"{name}.cpp"
     source.write_text(translate(ptx, f"{name}.ptx"))
-    Compiler(PRECOMPILED / f"{HEADER.name}.gch", FLAGS).compile([HEADER], "c++-header")
-    compiler = Compiler(folder, [f"-I{PRECOMPILED}", *FLAGS], root=folder)
+    compiler = Compiler(folder, FLAGS, folder, HEADER)
     rest = [*emulator_build.EMULATOR, *emulator_build.TESTS, *sources]
     objects = [*compiler.compile([Path(source.name)]), *emulator_build.COMPILER.compile(rest)]
     return compiler.link(name, objects, emulator_build.PARTIAL_LINK_FLAGS)
