@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 
 import torch
@@ -51,6 +50,11 @@ def nan_in_new_memory() -> Iterator[None]:
 
 def ways_to_read(layout: Any) -> Iterator[dict[str, Any]]:
     """Options of `enable`: this layout and the usual one, prompts split and not, whole and in
-    chunks."""
-    for each, prefill, size in product((layout, None), ("replicated", "split"), (None, 9)):
+    chunks, of which every two meet."""
+    for each, prefill, size in (
+        (layout, "replicated", None),
+        (layout, "split", 9),
+        (None, "replicated", 9),
+        (None, "split", None),
+    ):
         yield {"layout": each, "prefill": prefill, "prefill_chunk_size": size}

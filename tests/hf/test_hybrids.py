@@ -26,7 +26,7 @@ from hf_families import HYBRIDS, VOCAB_SIZE, make_model
 from tree_attention import BlockCyclic, hf
 from tree_attention.hf.state_layer import may_be_chunked
 
-NUM_TOKENS = 12
+NUM_TOKENS = 8  # written by every rank of three: slots 29 to 36 are in blocks 7, 8 and 9
 GREEDY = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 NAMES = [name for name, family in HYBRIDS.items() if family.exists]
@@ -67,7 +67,7 @@ def _generate(rank: int, world_size: int, expected: dict[str, Any]) -> list[Tens
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_padding_chunks_and_beams(world_size: int) -> None:
     """Equal tokens, and the same bits on all ranks."""
     results = run_ranks(
