@@ -34,7 +34,7 @@ ALL_CASES = CASES | {
     "one step and one": {"seqlen_k": 33},
     "several flushes": {"seqlen_k": 5000, "batch": 1},
     "eight rows": {"group_size": 8, "num_heads_kv": 1},
-    "many rows": {"group_size": 4, "seqlen_q": 70, "ranges": "causal", "seqlen_k": 700},
+    "many rows": {"batch": 1, "group_size": 4, "seqlen_q": 70, "ranges": "causal", "seqlen_k": 700},
     "many rows, alibi, softcap": {"seqlen_q": 40, "alibi": 1 / 64, "softcap": 3.0},
     "head_dim 1": {"head_dim": 1},
     "head_dim 33": {"head_dim": 33, "head_dim_v": 37, "layout": "unaligned"},

@@ -18,11 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import ask
 import evaluate_passkey
 import passkey
 import passkey_text
 import train_passkey
 from passkey import Haystack, build_prompt
+from tree_attention.hf import attention
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "examples" / "passkey-llama"
@@ -294,51 +296,54 @@ def test_missing_text_package_is_explained(monkeypatch, tmp_path):
         passkey_text.find_package(tmp_path)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_ask_finds_the_key_with_the_tokens_of_transformers(world_size):
-    done = ask(world_size, CHECKPOINT / "ask.py", "--tokens", "600")
-    assert done.returncode == 0, done.stderr[-3000:]
+def check_answer(output, world_size):
     prompt = build_prompt(HAYSTACK, 600)
-    assert done.stdout.count(f": {prompt.key}.") == 2
-    assert "The hidden key, and the same tokens." in done.stdout
-    assert ("2 processes, 1/2 of the cache each" in done.stdout) == (world_size == 2)
+    assert output.count(f": {prompt.key}.") == 2
+    assert "The hidden key, and the same tokens." in output
+    assert ("2 processes, 1/2 of the cache each" in output) == (world_size == 2)
 
 
-def test_ask_fails_when_the_tokens_differ(tmp_path):
-    """A wrong sign in the attention must not pass for right."""
-    program = tmp_path / "ask_wrongly.py"
-    program.write_text(
-        "import sys\n"
-        f"sys.path.insert(0, {str(CHECKPOINT)!r})\n"
-        "import ask\n"
-        "import tree_attention.hf.attention as module\n"
-        "right = module.lean_decode\n"
-        "def wrong(q, k, v, ranges, **options):\n"
-        "    return right(q, k, -v, ranges, **options)\n"
-        "module.lean_decode = wrong\n"
-        "sys.exit(ask.main())\n"
-    )
-    done = ask(1, program, "--tokens", "300")
-    assert done.returncode == 1, done.stderr[-3000:]
-    assert "WRONG: the tokens differ" in done.stdout
+def test_ask_finds_the_key_with_the_tokens_of_transformers(monkeypatch, capsys):
+    assert run_ask(monkeypatch, "--tokens", "600") == 0
+    check_answer(capsys.readouterr().out, 1)
 
 
-def test_ask_refuses_an_impossible_prompt():
-    done = ask(1, CHECKPOINT / "ask.py", "--depth", "2")
-    assert done.returncode == 2 and "depth must be from 0 to 1, got 2.0" in done.stderr
-
-
-def ask(world_size, program, *arguments):
-    command = [sys.executable]
-    if world_size > 1:
-        command += ["-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(world_size)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, str(program), *arguments],
-        env=environment | {"COLUMNS": "200"},
+def test_two_processes_find_the_key():
+    launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    environment = {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, str(CHECKPOINT / "ask.py"), "--tokens", "600"],
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_answer(done.stdout, 2)
+
+
+def test_ask_fails_when_the_tokens_differ(monkeypatch, capsys):
+    """A wrong sign in the attention must not pass for right."""
+    right = attention.lean_decode
+
+    def wrong(q, k, v, ranges, **options):
+        return right(q, k, -v, ranges, **options)
+
+    monkeypatch.setattr(attention, "lean_decode", wrong)
+    assert run_ask(monkeypatch, "--tokens", "300") == 1
+    assert "WRONG: the tokens differ" in capsys.readouterr().out
+
+
+def test_ask_refuses_an_impossible_prompt(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as error:
+        run_ask(monkeypatch, "--depth", "2")
+    assert error.value.code == 2
+    assert "depth must be from 0 to 1, got 2.0" in capsys.readouterr().err
+
+
+def run_ask(monkeypatch, *arguments):
+    """The program in this process; its exit status."""
+    monkeypatch.setattr(sys, "argv", ["ask.py", *arguments])
+    monkeypatch.setenv("COLUMNS", "200")
+    return ask.main()
