@@ -213,7 +213,7 @@ def _weights(name: str, config: Any, model: Any) -> tuple[Weights, int, str]:
     from ..hf.parallel.mesh import Mesh
     from ..hf.parallel.plan import KEY_VALUE, QUERY, CannotSplitError, plan
 
-    cut, sums, not_split = frozenset(), 0, ""
+    cut, sums, not_split = frozenset[str](), 0, ""
     try:
         made = plan(model, Mesh(None, 1, op="plan"))
         cut, sums = frozenset(made.cuts), len(made.summed)
