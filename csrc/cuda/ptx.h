@@ -93,17 +93,45 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// 9.7.4.4 (fma): a b + c of two pairs of 16-bit elements, rounded to nearest even; subnormal
-// numbers are numbers.
-__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+// 9.7.4.1 (add) and 9.7.4.4 (fma): a + b and a b + c of two pairs of 16-bit elements, rounded to
+// nearest even; subnormal numbers are numbers.
+__device__ __forceinline__ uint32_t add_f16x2(uint32_t a, uint32_t b) {
   uint32_t d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 
 __device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+// 9.7.9.7 (prmt): byte i of the result is byte kSelectors >> 4 i & 7 of the eight of b and a.
+template <uint32_t kSelectors>
+__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "n"(kSelectors));
+  return d;
+}
+
+// 9.7.9.4 (mov): the halves of a register, the lower one first. A shift would be an instruction of
+// its own.
+__device__ __forceinline__ void mov_halves(uint16_t (&halves)[2], uint32_t x) {
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(halves[0]), "=h"(halves[1]) : "r"(x));
+}
+
+// 9.7.3.20 (lg2): the logarithm to base 2; lg2(0) = -inf, also of a subnormal number.
+__device__ __forceinline__ float lg2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 9.7.3.6 (fma): a b + c, but no less than 0, which NaN becomes, and no more than 1.
+__device__ __forceinline__ float fma_sat(float a, float b, float c) {
+  float d;
+  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
   return d;
 }
 
@@ -132,6 +160,18 @@ __device__ __forceinline__ float cvt_f32_f16(uint16_t bits) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
   return y;
+}
+
+// From compute capability 8.9 on: two numbers of float8_e4m3fn, without an error. NaN stays NaN.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+constexpr bool kConvertsFloat8 = true;
+#else
+constexpr bool kConvertsFloat8 = false;
+#endif
+__device__ __forceinline__ uint32_t cvt_f16x2_e4m3x2(uint16_t bytes) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(bytes));
+  return pair;
 }
 
 // 9.7.13.5 (atom), with the memory order of a release of what came before and an acquire of what

@@ -22,23 +22,19 @@ def of_8_bits(name: str, file: str, old: str, new: str, target: Target = INT8) -
 
 
 OF_8_BITS = [
-    of_8_bits(
-        "the scales of keys are dropped",
-        "softmax.cuh",
-        "if (params_.decode.k_scale != nullptr) scale_columns(s, scales);",
-        "if (params_.decode.k_scale == nullptr) scale_columns(s, scales);",
-    ),
-    of_8_bits(
-        "the scales of values are dropped",
-        "softmax.cuh",
-        "    scale_columns(s, scales);\n    hide(",
-        "    hide(",
-    ),
+    of_8_bits("the scales of keys are dropped", "lean_decode.cuh", "of_keys.multiply(s);", ""),
+    of_8_bits("the scales of values are dropped", "lean_decode.cuh", "of_values.multiply(s);", ""),
     of_8_bits(
         "NaN of a scale reaches rows that do not see it",
-        "softmax.cuh",
-        "    hide(s, first_key, 0.0f);\n",
+        "lean_decode.cuh",
+        "if (hides) row_scores.hide(s, first_key, 0.0f);",
         "",
+    ),
+    of_8_bits(
+        "weights are hidden where all keys are seen",
+        "softmax.cuh",
+        "    return hides;",
+        "    return !hides;",
     ),
     of_8_bits(
         "the scales of keys multiply the weights",
@@ -54,9 +50,31 @@ OF_8_BITS = [
     ),
     of_8_bits(
         "scales are those of the keys after",
-        "softmax.cuh",
+        "scales.cuh",
         "scales + 8 * n + threadIdx.x % 4 * 2",
         "scales + 8 * n + (threadIdx.x + 1) % 4 * 2",
+    ),
+    of_8_bits(
+        "weights are too large for float16", "scales.cuh", "kLeast - 14.0f", "kLeast - 24.0f"
+    ),
+    of_8_bits("negative scales have no magnitude", "scales.cuh", "lg2(fabsf(scale))", "lg2(scale)"),
+    of_8_bits(
+        "queries are too large for float16",
+        "tile_mma_8_bits.cuh",
+        "(exponent - 14) << 23",
+        "(exponent - 24) << 23",
+    ),
+    of_8_bits(
+        "queries are in other units than scores",
+        "tile_mma_8_bits.cuh",
+        "(254u << 23)",
+        "(255u << 23)",
+    ),
+    of_8_bits(
+        "the unit of a row is that of a part of its columns",
+        "tile_mma_8_bits.cuh",
+        "    largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 2));\n",
+        "",
     ),
     of_8_bits(
         "scales are fetched one key further",
@@ -71,16 +89,14 @@ OF_8_BITS = [
         "paged() ? places.value[i] % stride[0] :",
     ),
     of_8_bits(
-        "the scales of keys travel with the values",
+        "the scales of values travel with the values",
         "loader.cuh",
-        "    if constexpr (Config::kHasScales) {\n"
-        "      request_scales(tile + Config::kKeyScales, p.k_scale, p.k_scale_stride);\n"
+        "      request_scales(tile + Config::kValueScales, p.v_scale, p.v_scale_stride);\n"
         "    }\n"
         "    cp_async_commit_group();\n",
+        "    }\n"
         "    cp_async_commit_group();\n"
-        "    if constexpr (Config::kHasScales) {\n"
-        "      request_scales(tile + Config::kKeyScales, p.k_scale, p.k_scale_stride);\n"
-        "    }\n",
+        "    request_scales(tile + Config::kValueScales, p.v_scale, p.v_scale_stride);\n",
     ),
     of_8_bits(
         "a stage's scales lie in the next stage",
@@ -95,16 +111,16 @@ OF_8_BITS = [
         "q[matrix % 2], pairs[1], pairs[0]);",
     ),
     of_8_bits(
-        "queries are in the order of 16 bits",
+        "halves of queries are swapped",
         "tile_mma_8_bits.cuh",
-        "q[half] = (columns.low & 0xffff) | columns.high << 16;",
-        "q[half] = columns.low;",
+        "q[half] = to_float16(columns.low, half);",
+        "q[half] = to_float16(columns.high, half);",
     ),
     of_8_bits(
         "columns of values are swapped",
         "tile_mma_8_bits.cuh",
-        "a[term], low[odd], high[odd]);",
-        "a[term], low[1 - odd], high[1 - odd]);",
+        "a, low[odd], high[odd]);",
+        "a, low[1 - odd], high[1 - odd]);",
     ),
     of_8_bits(
         "columns of o are in the order of 16 bits",
@@ -112,20 +128,18 @@ OF_8_BITS = [
         "n / 2 * 16 + threadIdx.x % 4 * 4 + c % 2 * 2 + n % 2;",
         "n * 8 + threadIdx.x % 4 * 2 + c % 2;",
     ),
-    of_8_bits("bytes have no sign", "widen.cuh", "(bytes & both(0x80)) | ", ""),
+    of_8_bits("bytes have no sign", "widen.cuh", "bytes ^ 0x80808080", "bytes"),
+    of_8_bits("bytes are one too much", "widen.cuh", "both(0xe480)", "both(0xe47f)"),
+    of_8_bits("bytes are in another order", "widen.cuh", "pair<0, 1>(bytes)", "pair<0, 2>(bytes)"),
     of_8_bits("float8 has no sign", "widen.cuh", " | (upper & kSign);", ";", FLOAT8),
     of_8_bits(
         "the NaN of float8 is a number",
         "widen.cuh",
-        "return fma_pairs<Element>(beyond, 0, number);",
+        "return fma_f16x2(beyond, 0, number);",
         "return number;",
         FLOAT8,
     ),
     of_8_bits(
-        "the largest numbers of float8 are NaN",
-        "widen.cuh",
-        "kIsBFloat16 ? 0x7b10",
-        "kIsBFloat16 ? 0x7f00",
-        FLOAT8,
+        "the largest numbers of float8 are NaN", "widen.cuh", "both(0x5860)", "both(0x7bff)", FLOAT8
     ),
 ]

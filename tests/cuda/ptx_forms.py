@@ -44,7 +44,9 @@ EXPRESSIONS = {
     "fma.rm": ("f32", "fma_rounded({a}, {b}, {c}, FE_DOWNWARD)"),
     "add.rz": ("f32", "add_rounded({a}, {b}, FE_TOWARDZERO)"),
     "copysign": ("f32", "std::copysign({b}, {a})"),
+    "fma.rn.sat": ("f32", "fma_sat({a}, {b}, {c})"),
     "ex2.approx.ftz": ("f32", "ex2({a})"),
+    "lg2.approx.ftz": ("f32", "lg2({a})"),
 }
 # Opcodes that the table above does not cover in whole: types of operands, of the result, and it.
 WHOLE = {
@@ -70,7 +72,8 @@ WHOLE = {
     "cvt.f32.f16": ("u16", "f32", "cvt_f32_f16({a})"),
     "cvt.rn.bf16x2.f32": ("f32 f32", "b32", "cvt_bf16x2({b}, {a})"),
     "cvt.rn.f16x2.f32": ("f32 f32", "b32", "cvt_f16x2({b}, {a})"),
-    "fma.rn.bf16x2": ("b32 b32 b32", "b32", "fma_bf16x2({a}, {b}, {c})"),
+    "cvt.rn.f16x2.e4m3x2": ("b16", "b32", "cvt_f16x2_e4m3x2({a})"),
+    "add.rn.f16x2": ("b32 b32", "b32", "add_f16x2({a}, {b})"),
     "fma.rn.f16x2": ("b32 b32 b32", "b32", "fma_f16x2({a}, {b}, {c})"),
     "vote.sync.any.pred": ("pred b32", "pred", "__any_sync({b}, {a})"),
 }  # fmt: skip

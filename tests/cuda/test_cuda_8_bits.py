@@ -168,6 +168,17 @@ def test_scales_are_used_as_they_are(kv_dtype, dtype, cuda_kernels):
     assert (o[1, :4] == math.inf).all() and o[1, 4:].isfinite().all()
 
 
+@by_kv_dtype
+@pytest.mark.parametrize("exponent", [-40, 40])
+def test_queries_of_any_magnitude(exponent, kv_dtype, cuda_kernels):
+    """They are bfloat16, and products are taken of float16; powers of two change no digit."""
+    problem = make_problem(seqlen_k=100, kv_dtype=kv_dtype, dtype=torch.bfloat16)
+    expected = problem.to(cuda_kernels).run_and_check()
+    problem.q *= 2.0**exponent
+    problem.options["softmax_scale"] = problem.q.shape[-1] ** -0.5 * 2.0**-exponent
+    assert_same_bits(problem.to(cuda_kernels).run(), expected)
+
+
 @by_dtype
 def test_float8_without_scales(dtype, cuda_kernels):
     problem = make_problem(kv_dtype=FLOAT8, dtype=dtype, seqlen_k=500, seqlen_q=2, page_size=16)

@@ -94,8 +94,6 @@ def test_every_kernel_is_there(kernels):
 
 def allowed_stack(kernel):
     """Bytes that do not fit into 255 registers."""
-    if kernel.kv_dtype == torch.float8_e4m3fn and kernel.dtype == torch.float16:
-        return 8
     return 32 if (kernel.head_dim, kernel.row_tile) == (128, 128) else 0
 
 

@@ -13,12 +13,26 @@ SOURCES = (
     *("lean_decode_fp32_64", "lean_decode_fp32_256"),
 )
 # These also copy scales, of four bytes, and their code is larger.
-SOURCES_OF_8_BITS = ("lean_decode_bf16_int8_256", "lean_decode_bf16_float8_256")
+SOURCES_OF_8_BITS = tuple(
+    f"lean_decode_{queries}_{cached}_{columns}"
+    for queries, cached, columns in (
+        *(("bf16", "int8", 128), ("bf16", "float8", 128)),
+        *(("fp16", "float8", 128), ("bf16", "int8", 256)),
+    )
+)
 # More than the largest of them has, which is that of float32 and 256 columns.
 MAX_CODE_BYTES = 120 * 1024
 
 # By head_dim and rows: instructions per tile of contiguous keys, and of pages.
 TILE_BUDGETS = {"Li64ELi16E": (375, 426), "Li128ELi16E": (340, 392), "Li256ELi16E": (352, 404)}
+
+# The keys of a step and the instructions of one, from its scores to the next one's.
+STEP_BUDGETS = {
+    "lean_decode_bf16_int8_128": (16, 400),
+    "lean_decode_bf16_float8_128": (16, 318),
+    "lean_decode_fp16_float8_128": (32, 550),
+    "lean_decode_bf16_int8_256": (16, 420),
+}
 
 
 @pytest.fixture(scope="module", params=SOURCES)
@@ -36,8 +50,16 @@ def test_no_local_memory(kernels):
 
 
 @pytest.mark.parametrize("source", SOURCES_OF_8_BITS)
-def test_no_local_memory_with_8_bits(source, tmp_path):
-    test_no_local_memory(disassemble(source, "sm_90a", tmp_path))
+def test_8_bits(source, tmp_path):
+    """No local memory at all, float8 by the device's conversion, and the instructions of a step: a
+    value's scale takes one logarithm for each of the four keys of a thread and 16 keys."""
+    for kernel in disassemble(source, "sm_90a", tmp_path):
+        assert kernel.count(r"LDL|STL") == 0, kernel.name
+        assert (kernel.count(r"F2FP\.F16\.E4M3") > 0) == ("Float8" in kernel.name), kernel.name
+        keys, budget = STEP_BUDGETS[source]
+        needed = {"HMMA": 2 * keys, "MUFU.LG2": keys // 4, "LDS.64": keys // 4}
+        found = shortest_cycle(blocks_of(kernel.lines), "HMMA", needed)
+        assert found <= budget, (kernel.name, found)
 
 
 def test_no_indirect_branches(kernels):

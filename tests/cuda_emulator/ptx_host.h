@@ -57,6 +57,28 @@ inline float flush_to_zero(float x) {
   return std::fabs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
 }
 inline float ex2(float x) { return flush_to_zero(std::exp2(flush_to_zero(x))); }
+inline float lg2(float x) { return flush_to_zero(std::log2(flush_to_zero(x))); }
+inline float fma_sat(float a, float b, float c) {
+  const float d = std::fma(a, b, c);
+  return d > 0 ? std::fmin(d, 1.0f) : 0.0f;
+}
+
+// Bit 3 of a selector stands for copies of the byte's sign.
+inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selectors) {
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t selector = selectors >> (4 * i);
+    uint32_t byte = bytes >> (8 * (selector & 7)) & 0xff;
+    if (selector & 8) byte = byte & 0x80 ? 0xff : 0;
+    result |= byte << (8 * i);
+  }
+  return result;
+}
+template <uint32_t kSelectors>
+uint32_t prmt(uint32_t a, uint32_t b) {
+  return prmt(a, b, kSelectors);
+}
 
 // A NaN becomes the canonical one.
 inline uint16_t cvt_rn_bf16(float x) {
@@ -82,21 +104,41 @@ inline float cvt_f32_f16(uint16_t bits) {
                               std::bit_cast<uint32_t>(std::bit_cast<float>(rest) * 0x1p112f));
 }
 
-// Of numbers that double holds without an error, as it does every product.
-template <uint16_t (*round)(float), float (*value)(uint16_t)>
-uint32_t fma_pairs_on_host(uint32_t a, uint32_t b, uint32_t c) {
+inline void mov_halves(uint16_t (&halves)[2], uint32_t x) {
+  for (int i = 0; i < 2; ++i) halves[i] = static_cast<uint16_t>(x >> 16 * i);
+}
+
+// The emulated device is one of compute capability 8.0; the function is for nvcc's PTX.
+constexpr bool kConvertsFloat8 = false;
+inline uint16_t cvt_f16_e4m3(uint8_t bits) {
+  if ((bits & 0x7f) == 0x7f) return 0x7fff;
+  // Of the same exponents float16 has the one that is 8 more.
+  const uint16_t magnitude = static_cast<uint16_t>((bits & 0x7f) << 7);
+  return static_cast<uint16_t>((bits & 0x80) << 8 | cvt_rn_f16(cvt_f32_f16(magnitude) * 0x1p8f));
+}
+inline uint32_t cvt_f16x2_e4m3x2(uint16_t bytes) {
+  return uint32_t{cvt_f16_e4m3(static_cast<uint8_t>(bytes >> 8))} << 16 |
+         cvt_f16_e4m3(static_cast<uint8_t>(bytes));
+}
+
+// A function of pairs of float16, by numbers that double holds without an error, as it does every
+// product and every sum.
+template <typename Function>
+uint32_t of_pairs(Function function, auto... pairs) {
   const auto element = [&](int shift) {
-    const auto of = [&](uint32_t pair) { return value(static_cast<uint16_t>(pair >> shift)); };
-    return uint32_t{round(static_cast<float>(std::fma(double{of(a)}, double{of(b)}, of(c))))};
+    const auto of = [&](uint32_t pair) {
+      return double{cvt_f32_f16(static_cast<uint16_t>(pair >> shift))};
+    };
+    return uint32_t{cvt_rn_f16(static_cast<float>(function(of(pairs)...)))};
   };
   return element(16) << 16 | element(0);
 }
 inline float cvt_f32_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
-inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
-  return fma_pairs_on_host<cvt_rn_bf16, cvt_f32_bf16>(a, b, c);
+inline uint32_t add_f16x2(uint32_t a, uint32_t b) {
+  return of_pairs([](double x, double y) { return x + y; }, a, b);
 }
 inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
-  return fma_pairs_on_host<cvt_rn_f16, cvt_f32_f16>(a, b, c);
+  return of_pairs([](double x, double y, double z) { return std::fma(x, y, z); }, a, b, c);
 }
 
 inline uint32_t atomic_inc_acq_rel(uint32_t* counter, uint32_t limit,

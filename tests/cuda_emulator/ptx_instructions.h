@@ -88,20 +88,6 @@ T bfi(T field, T into, uint32_t position, uint32_t length,
   return static_cast<T>((field << position & mask) | (into & ~mask));
 }
 
-// 9.7.9.7 (prmt), in its default mode: four of the eight bytes of b and a; bit 3 of a selector
-// stands for copies of the byte's sign.
-inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selectors) {
-  const uint64_t bytes = uint64_t{b} << 32 | a;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t selector = selectors >> (4 * i);
-    uint32_t byte = bytes >> (8 * (selector & 7)) & 0xff;
-    if (selector & 8) byte = byte & 0x80 ? 0xff : 0;
-    result |= byte << (8 * i);
-  }
-  return result;
-}
-
 // 9.7.1.5 (mul.hi).
 inline int32_t mul_hi(int32_t a, int32_t b) {
   return static_cast<int32_t>(int64_t{a} * int64_t{b} >> 32);

@@ -15,6 +15,7 @@
 #include "check.h"
 #include "cuda/device.h"
 #include "known_answers_device.h"
+#include "ptx_known_pairs.cuh"
 
 namespace tree_attention::testing {
 
@@ -172,6 +173,8 @@ inline void test_mma(const Device& device) {
 struct FloatParams {
   const float* in;
   float* ex2;
+  float* lg2;
+  float* sat;      // x / 8 + 0.25
   uint32_t* bf16;  // cvt_bf16x2(1, x)
   uint32_t* f16;
 };
@@ -179,6 +182,8 @@ template <typename Params>
 __global__ void float_kernel(const Params p) {
   const float x = p.in[threadIdx.x];
   p.ex2[threadIdx.x] = cuda::ex2(x);
+  p.lg2[threadIdx.x] = cuda::lg2(x);
+  p.sat[threadIdx.x] = cuda::fma_sat(x, 0.125f, 0.25f);
   p.bf16[threadIdx.x] = cuda::cvt_bf16x2(1.0f, x);
   p.f16[threadIdx.x] = cuda::cvt_f16x2(1.0f, x);
 }
@@ -188,17 +193,18 @@ inline void test_floats(const Device& device) {
   const struct {
     float x, ex2;
     uint16_t bf16, f16;
+    float lg2 = kAny, sat = kAny;
   } answers[] = {
-      {0.0f, 1.0f, 0x0000, 0x0000},
+      {0.0f, 1.0f, 0x0000, 0x0000, -kInf, 0.25f},
       {-0.0f, 1.0f, 0x8000, 0x8000},
-      {1.0f, 2.0f, 0x3f80, 0x3c00},
-      {8.0f, 256.0f, 0x4100, 0x4800},
-      {-3.0f, 0.125f, 0xc040, 0xc200},
-      {kInf, kInf, 0x7f80, 0x7c00},
+      {1.0f, 2.0f, 0x3f80, 0x3c00, 0.0f, 0.375f},
+      {8.0f, 256.0f, 0x4100, 0x4800, 3.0f, 1.0f},
+      {-3.0f, 0.125f, 0xc040, 0xc200, NAN, 0.0f},
+      {kInf, kInf, 0x7f80, 0x7c00, kInf, 1.0f},
       {-kInf, 0.0f, 0xff80, 0xfc00},
-      {NAN, NAN, 0x7fff, 0x7fff},
-      {-127.0f, 0.0f, 0xc2fe, 0xd7f0},    // the result is not a normal number
-      {0x1p-140f, 1.0f, 0x0000, 0x0000},  // nor is the argument
+      {NAN, NAN, 0x7fff, 0x7fff, NAN, 0.0f},
+      {-127.0f, 0.0f, 0xc2fe, 0xd7f0},                  // the result is not a normal number
+      {0x1p-140f, 1.0f, 0x0000, 0x0000, -kInf, 0.25f},  // nor is the argument
       {128.0f, kInf, 0x4300, 0x5800},
       {0x1.01p0f, kAny, 0x3f80, 0x3c04},  // bf16: half way, to even
       {0x1.03p0f, kAny, 0x3f82, 0x3c0c},
@@ -206,10 +212,10 @@ inline void test_floats(const Device& device) {
       {0x1.002p0f, kAny, 0x3f80, 0x3c00},  // f16: half way, to even
       {0x1.006p0f, kAny, 0x3f80, 0x3c02},
       {65504.0f, kInf, 0x4780, 0x7bff},
-      {65520.0f, kInf, 0x4780, 0x7c00},  // the first that f16 rounds to infinity
-      {0x1p-24f, 1.0f, 0x3380, 0x0001},  // the least of f16
-      {0x1.fffffep127f, kInf, 0x7f80, 0x7c00},
-      {0.3f, 1.2311444133f, 0x3e9a, 0x34cd},
+      {65520.0f, kInf, 0x4780, 0x7c00},                 // the first that f16 rounds to infinity
+      {0x1p-24f, 1.0f, 0x3380, 0x0001, -24.0f, 0.25f},  // the least of f16
+      {0x1.fffffep127f, kInf, 0x7f80, 0x7c00, 128.0f, 1.0f},
+      {0.3f, 1.2311444133f, 0x3e9a, 0x34cd, -1.7369656f, 0.2875f},
       {-20.7f, 5.8706e-7f, 0xc1a6, 0xcd2d},
   };
   std::vector<float> in;
@@ -217,9 +223,12 @@ inline void test_floats(const Device& device) {
   const size_t n = in.size();
   in.resize(32);
   float* ex2 = device.array(std::vector<float>(32));
+  float* lg2 = device.array(std::vector<float>(32));
+  float* sat = device.array(std::vector<float>(32));
   uint32_t* bf16 = device.array(std::vector<uint32_t>(32));
   uint32_t* f16 = device.array(std::vector<uint32_t>(32));
-  device.run(float_kernel<FloatParams>, 1, 32, 0, FloatParams{device.array(in), ex2, bf16, f16});
+  device.run(float_kernel<FloatParams>, 1, 32, 0,
+             FloatParams{device.array(in), ex2, lg2, sat, bf16, f16});
   const auto close = [](float a, float b) {
     return b == kAny || a == b || (std::isnan(a) && std::isnan(b)) ||
            std::abs(a - b) <= 2e-5f * std::abs(b);
@@ -227,69 +236,13 @@ inline void test_floats(const Device& device) {
   for (size_t i = 0; i < n; ++i) {
     const auto& answer = answers[i];
     CHECK(close(ex2[i], answer.ex2), "ex2(", answer.x, ") is ", ex2[i]);
+    CHECK(close(lg2[i], answer.lg2) || std::abs(lg2[i] - answer.lg2) <= 0x1p-22f, "lg2(", answer.x,
+          ") is ", lg2[i]);
+    CHECK(close(sat[i], answer.sat), "of ", answer.x, ": ", sat[i]);
     CHECK(bf16[i] == (uint32_t{answer.bf16} << 16 | 0x3f80), "bf16 of ", answer.x, ": ", std::hex,
           bf16[i]);
     CHECK(f16[i] == (uint32_t{answer.f16} << 16 | 0x3c00), "f16 of ", answer.x, ": ", std::hex,
           f16[i]);
-  }
-}
-
-struct FmaParams {
-  const uint32_t* in;  // [32, 3]: pairs
-  uint32_t* bf16;      // [32]
-  uint32_t* f16;
-};
-template <typename Params>
-__global__ void fma_kernel(const Params p) {
-  const uint32_t* in = p.in + 3 * threadIdx.x;
-  p.bf16[threadIdx.x] = cuda::fma_bf16x2(in[0], in[1], in[2]);
-  p.f16[threadIdx.x] = cuda::fma_f16x2(in[0], in[1], in[2]);
-}
-
-inline void test_fma(const Device& device) {
-  const struct {
-    uint16_t a, b, c, bf16, f16;  // 1: not compared
-  } answers[] = {
-      {0x3f80, 0x4000, 0x4040, 0x40a0, 1},  // 1 * 2 + 3
-      {0x4380, 0xbf80, 0x437f, 0xbf80, 1},  // 256 * -1 + 255
-      {0x3f80, 0x3f80, 0x3b80, 0x3f80, 1},  // half way, to even
-      {0x3f83, 0x3f83, 0xbf80, 0x3d42, 1},  // the product is not rounded
-      {0x0010, 0x7b80, 0x8000, 0x3b00, 1},  // subnormal times 2^120
-      {0x43e0, 0x7b10, 0x8000, 0x7f7c, 1},  // 448 * 1.125 2^119
-      {0x43f0, 0x7b10, 0x8000, 0x7f80, 1},  // 480 * 1.125 2^119
-      {0x7f80, 0x0000, 0x3f80, 0x7fff, 1},  // infinity times zero
-      {0x8000, 0x4000, 0x8000, 0x8000, 0x8000},
-      {0x0000, 0x4000, 0x8000, 0x0000, 0x0000},
-      {0x3c00, 0x4000, 0x4200, 1, 0x4500},  // the same in float16
-      {0x64ff, 0x3c00, 0xe480, 1, 0x57f0},  // 1279 * 1 - 1152
-      {0x3c00, 0x3c00, 0x1000, 1, 0x3c00},
-      {0x3c01, 0x3c00, 0x1000, 1, 0x3c02},
-      {0x3c03, 0x3c03, 0xbc00, 1, 0x1e02},
-      {0x0080, 0x5c00, 0x8000, 1, 0x1800},  // subnormal times 2^8
-      {0x5f00, 0x5860, 0x8000, 1, 0x7ba8},  // 448 * 140
-      {0x5f80, 0x5860, 0x8000, 1, 0x7c00},  // 480 * 140
-      {0x7c00, 0x0000, 0x3c00, 1, 0x7fff},
-  };
-  const size_t n = std::size(answers);
-  const auto upper = [n](size_t i) { return (i + 1) % n; };  // whose answer is in the upper half
-  std::vector<uint32_t> in(32 * 3);
-  for (size_t i = 0; i < n; ++i) {
-    const auto &low = answers[i], &high = answers[upper(i)];
-    in[3 * i] = uint32_t{high.a} << 16 | low.a;
-    in[3 * i + 1] = uint32_t{high.b} << 16 | low.b;
-    in[3 * i + 2] = uint32_t{high.c} << 16 | low.c;
-  }
-  uint32_t* bf16 = device.array(std::vector<uint32_t>(32));
-  uint32_t* f16 = device.array(std::vector<uint32_t>(32));
-  device.run(fma_kernel<FmaParams>, 1, 32, 0, FmaParams{device.array(in), bf16, f16});
-  const auto check = [](uint32_t bits, uint16_t answer, size_t i, const char* format) {
-    CHECK(answer == 1 || bits == answer, format, " of ", i, ": ", std::hex, bits);
-  };
-  for (size_t i = 0; i < n; ++i) {
-    check(bf16[i] & 0xffff, answers[i].bf16, i, "bf16");
-    check(bf16[i] >> 16, answers[upper(i)].bf16, upper(i), "bf16");
-    check(f16[i] & 0xffff, answers[i].f16, i, "f16");
-    check(f16[i] >> 16, answers[upper(i)].f16, upper(i), "f16");
   }
 }
 
@@ -420,7 +373,8 @@ inline void test_known_answers(const Device& device) {
   test_matrix_loads(device);
   test_mma(device);
   test_floats(device);
-  test_fma(device);
+  test_pairs(device);
+  test_float8(device);
   test_half_to_float(device);
   test_counting(device);
   test_messages(device);

@@ -23,6 +23,13 @@ void test_ptx() {
     tree_attention::testing::test_known_answers({allocate, [] {}});
   }
   allocations.clear();
+  // The emulated device has no such instruction, but nvcc's PTX that is run on it has.
+  std::vector<uint32_t> of_float8(256);
+  for (uint32_t i = 0; i < 256; ++i) {
+    const auto bytes = static_cast<uint16_t>(i << 8 | (i + 255) % 256);
+    of_float8[i] = tree_attention::cuda::cvt_f16x2_e4m3x2(bytes);
+  }
+  tree_attention::testing::check_float8(of_float8.data());
 }
 
 // Sums by which the published measurements tell the devices apart.

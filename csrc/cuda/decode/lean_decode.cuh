@@ -66,20 +66,27 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
         add_other_columns<Config, kSteps>(s, step, has_rows);
       }
       if (has_rows) {
-        if constexpr (Config::kHasScales) row_scores.scale_products(s, ring.key_scales() + key);
-        row_scores.apply(s, output.first_key(i) + key);
-        softmax.update(s, tile);
+        const int first_key = output.first_key(i) + key;
+        if constexpr (Config::kHasScales) {
+          const StepScales<kStepKeys / 8> of_keys(params.decode.k_scale != nullptr,
+                                                  ring.key_scales() + key);
+          of_keys.multiply(s);
+          const bool hides = row_scores.apply(s, first_key, tile);
+          const StepScales<kStepKeys / 8> of_values(params.decode.v_scale != nullptr,
+                                                    ring.value_scales() + key);
+          softmax.update(s, tile, of_values);
+          of_values.multiply(s);
+          if (hides) row_scores.hide(s, first_key, 0.0f);  // the scale of what it hides may be NaN
+        } else {
+          row_scores.apply(s, first_key, tile);
+          softmax.update(s, tile);
+        }
       }
       if (step == 0) {
         ring.wait_for_values();
         sync_key_group<Config>();
       }
-      if (has_rows) {
-        if constexpr (Config::kHasScales) {
-          row_scores.scale_weights(s, ring.value_scales() + key, output.first_key(i) + key);
-        }
-        tile.value_block(s, ring.values() + first_column * sizeof(Cached), key);
-      }
+      if (has_rows) tile.value_block(s, ring.values() + first_column * sizeof(Cached), key);
     }
     ring.pop();
     ++i;
@@ -118,6 +125,7 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
 //     Ring               ring.cuh     stages, and the waits for what was requested
 //     Tile::score_block  tile_mma.cuh, tile_mma_8_bits.cuh, tile_fma.cuh  s = q k
 //     add_other_columns  column_groups.cuh  the sum of the column groups' products
+//     StepScales         scales.cuh   the scales of keys and values of 8 bits
 //     RowScores::apply   softmax.cuh  scale, softcap, ALiBi, mask
 //     OnlineSoftmax      softmax.cuh  weights, running maximum and sum
 //     Tile::value_block  the same  o += p v

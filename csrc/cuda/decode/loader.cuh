@@ -146,12 +146,10 @@ class Loader {
     request(0, k_, p.k_stride, p.head_dim);
     if constexpr (Config::kHasScales) {
       request_scales(tile + Config::kKeyScales, p.k_scale, p.k_scale_stride);
+      request_scales(tile + Config::kValueScales, p.v_scale, p.v_scale_stride);
     }
     cp_async_commit_group();
     request(Config::kTileBytes, v_, p.v_stride, p.head_dim_v);
-    if constexpr (Config::kHasScales) {
-      request_scales(tile + Config::kValueScales, p.v_scale, p.v_scale_stride);
-    }
     cp_async_commit_group();
   }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // The ring of K and V tiles in shared memory: which stage holds which tile, and the waits for
-// copies that are under way. A tile is two groups of copies (cp.async), its keys' and then its
-// values', each with the scales.
+// copies that are under way. A tile is two groups of copies (cp.async), its keys' with all scales
+// and then its values'.
 #pragma once
 
 #include "launch.h"

@@ -6,11 +6,11 @@
 // maximum is the same in all weights and in the state. Natural logarithms leave the kernel.
 #pragma once
 
+#include "scales.cuh"
 #include "units.cuh"
 
 namespace tree_attention::cuda {
 
-constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
 // Turns the products of the thread's two rows into scores.
@@ -38,64 +38,40 @@ class RowScores {
     }
   }
 
-  // Turns the products with the keys from `first_key` on into scores. A score is -inf where its row
-  // does not see the key.
-  template <int kBlocks>
-  __device__ void apply(float (&s)[kBlocks][4], int first_key) const {
+  // Turns the products of `tile` with the keys from `first_key` on into scores. A score is -inf
+  // where its row does not see the key. Returns whether there is such a row in the warp.
+  template <int kBlocks, typename Tile>
+  __device__ bool apply(float (&s)[kBlocks][4], int first_key, const Tile& tile) const {
     const DecodeParams& p = params_.decode;
-    const float scale = p.softmax_scale;
+    const float scale[2] = {p.softmax_scale * tile.product_unit(0),
+                            p.softmax_scale * tile.product_unit(1)};
     const int key = first_key + threadIdx.x % 4 * 2;
     if (p.softcap == 0.0f) {
-      for_each(s, [&](float x, int, int) { return x * scale; });
+      for_each(s, [&](float x, int row, int) { return x * scale[row]; });
     } else {
-      const float inner = scale / p.softcap, outer = p.softcap;
-      for_each(s, [&](float x, int, int) { return outer * tanhf(x * inner); });
+      const float inner[2] = {scale[0] / p.softcap, scale[1] / p.softcap}, outer = p.softcap;
+      for_each(s, [&](float x, int row, int) { return outer * tanhf(x * inner[row]); });
     }
     if (p.alibi_slopes != nullptr) add_alibi(s, key);
-    hide(s, first_key, -INFINITY);
+    const int last_key = first_key + 8 * kBlocks - 1;
+    const bool sees_all =
+        max(begin_[0], begin_[1]) <= first_key && last_key < min(end_[0], end_[1]);
+    const bool hides = __any_sync(0xffffffff, !sees_all);
+    if (hides) hide(s, first_key, -INFINITY);
+    return hides;
   }
 
-  // Multiplies the products by the scales of their keys, those at `scales`.
-  template <int kBlocks>
-  __device__ void scale_products(float (&s)[kBlocks][4], const float* scales) const {
-    if (params_.decode.k_scale != nullptr) scale_columns(s, scales);
-  }
-
-  // Multiplies the weights of the keys from `first_key` on by the scales of the values. A weight is
-  // zero where its row does not see the key, whose scale may be NaN.
-  template <int kBlocks>
-  __device__ void scale_weights(float (&s)[kBlocks][4], const float* scales, int first_key) const {
-    if (params_.decode.v_scale == nullptr) return;
-    scale_columns(s, scales);
-    hide(s, first_key, 0.0f);
-  }
-
- private:
   // Puts `nothing` where a row does not see the key.
   template <int kBlocks>
   __device__ void hide(float (&s)[kBlocks][4], int first_key, float nothing) const {
-    const int key = first_key + threadIdx.x % 4 * 2, last_key = first_key + 8 * kBlocks - 1;
-    const bool sees_all =
-        max(begin_[0], begin_[1]) <= first_key && last_key < min(end_[0], end_[1]);
-    if (__any_sync(0xffffffff, !sees_all)) {
-      for_each(s, [&](float x, int row, int column) {
-        const bool seen = begin_[row] <= key + column && key + column < end_[row];
-        return seen ? x : nothing;
-      });
-    }
+    const int key = first_key + threadIdx.x % 4 * 2;
+    for_each(s, [&](float x, int row, int column) {
+      const bool seen = begin_[row] <= key + column && key + column < end_[row];
+      return seen ? x : nothing;
+    });
   }
 
-  template <int kBlocks>
-  static __device__ void scale_columns(float (&s)[kBlocks][4], const float* scales) {
-    float of_key[kBlocks][2];
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-      const Float2 pair = load_float2(scales + 8 * n + threadIdx.x % 4 * 2);
-      for (int c = 0; c < 2; ++c) of_key[n][c] = pair.value[c];
-    }
-    for_each(s, [&](float x, int, int column) { return x * of_key[column / 8][column % 2]; });
-  }
-
+ private:
   template <int kBlocks, typename Function>
   static __device__ void for_each(float (&s)[kBlocks][4], Function function) {
 #pragma unroll
@@ -138,8 +114,9 @@ class RowScores {
 // The unnormalised state of the thread's two rows over the keys so far, without o, which the tile
 // has.
 struct OnlineSoftmax {
-  float maximum[2];  // of all of the row's scores in the warp, in units of log2
-  float sum[2];      // of the weights in this thread
+  // Of all of the row's scores in the warp, in units of log2, or ScaledScore's base.
+  float maximum[2];
+  float sum[2];  // of the weights in this thread
 
   __device__ void clear() {
     for (int i = 0; i < 2; ++i) {
@@ -152,28 +129,65 @@ struct OnlineSoftmax {
   // drops it from the maximum, but the sum keeps it.
   template <int kBlocks, typename Tile>
   __device__ void update(float (&s)[kBlocks][4], Tile& tile) {
-    float larger[2] = {-INFINITY, -INFINITY};
+    float larger[2];
+    find_maxima(larger, s, [](float score, int, int) { return score; });
+    raise({kLog2E * larger[0], kLog2E * larger[1]}, tile);
+    weigh(s);
+  }
+
+  // The same relative to the largest product of a weight and the scale of its value.
+  template <int kBlocks, typename Tile>
+  __device__ void update(float (&s)[kBlocks][4], Tile& tile, const StepScales<kBlocks>& scales) {
+    float larger[2];
+    find_maxima(larger, s, [&](float score, int n, int c) {
+      return ScaledScore(scales.of_key[n][c % 2]).of(score);
+    });
+    raise({ScaledScore::base(larger[0]), ScaledScore::base(larger[1])}, tile);
+    weigh(s);
+  }
+
+  // What exponents are relative to. The maximum of a row without keys is -inf, and -inf - -inf
+  // would be NaN; relative to 0 its weights are zero.
+  static __device__ float finite_base(float maximum) {
+    return maximum == -INFINITY ? 0.0f : maximum;
+  }
+
+ private:
+  // Of what(score, n, c) for the scores s[n][c] of each row.
+  template <int kBlocks, typename Function>
+  static __device__ void find_maxima(float (&largest)[2], const float (&s)[kBlocks][4],
+                                     Function what) {
+    largest[0] = largest[1] = -INFINITY;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) larger[c / 2] = fmaxf(larger[c / 2], s[n][c]);
+      for (int c = 0; c < 4; ++c) largest[c / 2] = fmaxf(largest[c / 2], what(s[n][c], n, c));
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      larger[i] = fmaxf(larger[i], __shfl_xor_sync(0xffffffff, larger[i], 1));
-      larger[i] = fmaxf(larger[i], __shfl_xor_sync(0xffffffff, larger[i], 2));
-      larger[i] = fmaxf(maximum[i], kLog2E * larger[i]);
+      largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffff, largest[i], 1));
+      largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffff, largest[i], 2));
     }
-    if (__any_sync(0xffffffff, larger[0] > maximum[0] || larger[1] > maximum[1])) {
+  }
+
+  // Raises the maxima to at least `least`.
+  template <typename Tile>
+  __device__ void raise(const float (&least)[2], Tile& tile) {
+    if (__any_sync(0xffffffff, least[0] > maximum[0] || least[1] > maximum[1])) {
       float factor[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        factor[i] = ex2(maximum[i] - finite_base(larger[i]));
-        maximum[i] = larger[i];
+        const float larger = fmaxf(maximum[i], least[i]);
+        factor[i] = ex2(maximum[i] - finite_base(larger));
+        maximum[i] = larger;
         sum[i] *= factor[i];
       }
       tile.rescale(factor);
     }
+  }
+
+  template <int kBlocks>
+  __device__ void weigh(float (&s)[kBlocks][4]) {
     const float base[2] = {finite_base(maximum[0]), finite_base(maximum[1])};
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
@@ -183,12 +197,6 @@ struct OnlineSoftmax {
         sum[c / 2] += s[n][c];
       }
     }
-  }
-
-  // What exponents are relative to. The maximum of a row without keys is -inf, and -inf - -inf
-  // would be NaN; relative to 0 its weights are zero.
-  static __device__ float finite_base(float maximum) {
-    return maximum == -INFINITY ? 0.0f : maximum;
   }
 };
 

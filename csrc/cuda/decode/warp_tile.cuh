@@ -27,6 +27,9 @@ class WarpTile {
     }
   }
 
+  // What the products of the thread's row `i` are multiples of, a power of two.
+  __device__ float product_unit(int) const { return 1.0f; }
+
   __device__ void clear() { clear(o_); }
 
   __device__ void rescale(const float (&factor)[2]) {

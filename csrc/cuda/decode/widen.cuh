@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Elements of 8 bits to elements of 16, without an error: four bytes of a register become the pairs
-// (byte 0, byte 2) and (byte 1, byte 3). Conversion instructions for float8 exist from compute
-// capability 8.9 on; this is arithmetic of pairs that 8.0 has.
+// Elements of 8 bits to pairs of float16, without an error: two of the four bytes of a register,
+// byte kFirst in the lower half of the result.
 #pragma once
-
-#include <type_traits>
 
 #include "cuda/element.cuh"
 
@@ -16,69 +13,60 @@ TREE_ATTENTION_HOST_DEVICE constexpr uint32_t both(uint32_t element) {
   return element << 16 | element;
 }
 
-// a b + c of pairs, rounded to nearest even.
-template <typename Element>
-__device__ __forceinline__ uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c);
-
-template <>
-__device__ __forceinline__ uint32_t fma_pairs<BFloat16>(uint32_t a, uint32_t b, uint32_t c) {
-  return fma_bf16x2(a, b, c);
-}
-template <>
-__device__ __forceinline__ uint32_t fma_pairs<Float16>(uint32_t a, uint32_t b, uint32_t c) {
-  return fma_f16x2(a, b, c);
-}
-
-// Bytes 0 and 2 of `bytes`, whose other bytes may be anything.
-template <typename Element, typename Cached>
+// `kConverts`: whether the device has an instruction that converts float8.
+template <typename Cached, bool kConverts = kConvertsFloat8>
 struct Widen;
 
-// bfloat16 has seven bits after the point. With 0x4300 above them the low seven bits of a byte x
-// are 128 + (x & 127), and with the sign, bit 7, in the exponent's last place the number is 128 or
-// 256. x is the difference.
+// float16 has ten bits after the point: with 0x64 above it, the byte of x + 128 is 1024 + x + 128.
+template <bool kConverts>
+struct Widen<Int8, kConverts> {
+  template <int kFirst, int kSecond>
+  static __device__ __forceinline__ uint32_t pair(uint32_t bytes) {
+    constexpr uint32_t kSelectors = 0x4040 | kSecond << 8 | kFirst;
+    const uint32_t with_exponent = prmt<kSelectors>(bytes ^ 0x80808080, 0x64646464);
+    return add_f16x2(with_exponent, both(0xe480));  // minus 1152
+  }
+};
+
 template <>
-struct Widen<BFloat16, Int8> {
+struct Widen<Float8, true> {
+  template <int kFirst, int kSecond>
   static __device__ __forceinline__ uint32_t pair(uint32_t bytes) {
-    const uint32_t low = (bytes & both(0x7f)) | both(0x4300);
-    const uint32_t sign = (bytes & both(0x80)) | both(0x4300);
-    return fma_bf16x2(sign, both(0xbf80), low);  // 0xbf80: -1
+    // One permutation for both pairs, or none.
+    uint16_t halves[2];
+    mov_halves(halves, kSecond == kFirst + 1 ? bytes : prmt<0x3120>(bytes, 0));
+    return cvt_f16x2_e4m3x2(halves[kFirst == 0 ? 0 : 1]);
   }
 };
 
-// float16 has ten: 0x6400 above x + 128 is 1024 + x + 128.
+// The bits of a float8 without its sign, moved to where float16 has the end of its exponent, are
+// the number times 2^-8, subnormal numbers as well. Only 0x7f, the NaN, would be a number: 480, and
+// times 140 it, unlike 448, is infinite; zero times infinity is NaN.
 template <>
-struct Widen<Float16, Int8> {
+struct Widen<Float8, false> {
+  template <int kFirst, int kSecond>
   static __device__ __forceinline__ uint32_t pair(uint32_t bytes) {
-    const uint32_t shifted = ((bytes ^ both(0x80)) & both(0xff)) | both(0x6400);
-    return fma_f16x2(shifted, both(0x3c00), both(0xe480));  // times 1, minus 1152
+    constexpr uint32_t kSelectors = 0x0404 | kSecond << 12 | kFirst << 4, kSign = both(0x8000);
+    const uint32_t upper = prmt<kSelectors>(bytes, 0);
+    const uint32_t moved = (upper >> 1 & both(0x3f80)) | (upper & kSign);
+    const uint32_t number = fma_f16x2(moved, both(0x5c00), kSign);   // times 2^8
+    const uint32_t beyond = fma_f16x2(number, both(0x5860), kSign);  // times 140
+    return fma_f16x2(beyond, 0, number);
   }
 };
 
-// The bits of a float8 without its sign, moved to where Element has the end of its exponent, are
-// the number times a power of two, subnormal numbers as well. Only 0x7f, the NaN, would be a
-// number: 480, and times kBeyond it, unlike 448, is infinite; zero times infinity is NaN.
-template <typename Element>
-struct Widen<Element, Float8> {
-  static constexpr bool kIsBFloat16 = std::is_same_v<Element, BFloat16>;
-  static constexpr int kShift = kIsBFloat16 ? 4 : 1;  // to the right, from the upper byte
-  static constexpr uint32_t kUnit = both(kIsBFloat16 ? 0x7b80 : 0x5c00);    // 2^120; 2^8
-  static constexpr uint32_t kBeyond = both(kIsBFloat16 ? 0x7b10 : 0x5860);  // 1.125 2^119; 140
-  static constexpr uint32_t kMagnitude = both(0x7f00 >> kShift), kSign = both(0x8000);
+// Bytes (0, 1) and (2, 3).
+template <typename Cached>
+__device__ __forceinline__ void widen_neighbours(uint32_t bytes, uint32_t (&pairs)[2]) {
+  pairs[0] = Widen<Cached>::template pair<0, 1>(bytes);
+  pairs[1] = Widen<Cached>::template pair<2, 3>(bytes);
+}
 
-  static __device__ __forceinline__ uint32_t pair(uint32_t bytes) {
-    const uint32_t upper = bytes << 8;
-    const uint32_t moved = (upper >> kShift & kMagnitude) | (upper & kSign);
-    const uint32_t number = fma_pairs<Element>(moved, kUnit, kSign);
-    const uint32_t beyond = fma_pairs<Element>(number, kBeyond, kSign);
-    return fma_pairs<Element>(beyond, 0, number);
-  }
-};
-
-template <typename Element, typename Cached>
-__device__ __forceinline__ void widen(uint32_t bytes, uint32_t (&pairs)[2]) {
-  using Pair = Widen<Element, Cached>;
-  pairs[0] = Pair::pair(bytes);
-  pairs[1] = Pair::pair(bytes >> 8);
+// Bytes (0, 2) and (1, 3).
+template <typename Cached>
+__device__ __forceinline__ void widen_alternate(uint32_t bytes, uint32_t (&pairs)[2]) {
+  pairs[0] = Widen<Cached>::template pair<0, 2>(bytes);
+  pairs[1] = Widen<Cached>::template pair<1, 3>(bytes);
 }
 
 }  // namespace tree_attention::cuda
