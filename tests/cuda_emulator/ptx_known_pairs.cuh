@@ -17,6 +17,7 @@ struct PairParams {
   uint32_t* fma;       // [32]
   uint32_t* add;       // of the first and the third
   uint32_t* bytes;     // likewise
+  uint32_t* swapped;   // the halves of the first
 };
 template <typename Params>
 __global__ void pair_kernel(const Params p) {
@@ -24,6 +25,9 @@ __global__ void pair_kernel(const Params p) {
   p.fma[threadIdx.x] = cuda::fma_f16x2(in[0], in[1], in[2]);
   p.add[threadIdx.x] = cuda::add_f16x2(in[0], in[2]);
   p.bytes[threadIdx.x] = cuda::prmt<0x2704>(in[0], in[2]);
+  uint16_t halves[2];
+  cuda::mov_halves(halves, in[0]);
+  p.swapped[threadIdx.x] = uint32_t{halves[0]} << 16 | halves[1];
 }
 
 inline void test_pairs(const Device& device) {
@@ -57,7 +61,9 @@ inline void test_pairs(const Device& device) {
   uint32_t* fma = device.array(std::vector<uint32_t>(32));
   uint32_t* add = device.array(std::vector<uint32_t>(32));
   uint32_t* bytes = device.array(std::vector<uint32_t>(32));
-  device.run(pair_kernel<PairParams>, 1, 32, 0, PairParams{device.array(in), fma, add, bytes});
+  uint32_t* swapped = device.array(std::vector<uint32_t>(32));
+  device.run(pair_kernel<PairParams>, 1, 32, 0,
+             PairParams{device.array(in), fma, add, bytes, swapped});
   for (size_t i = 0; i < n; ++i) {
     const auto &low = answers[i], &high = answers[upper(i)];
     CHECK(fma[i] == (uint32_t{high.fma} << 16 | low.fma), "fma of ", i, ": ", std::hex, fma[i]);
@@ -65,6 +71,8 @@ inline void test_pairs(const Device& device) {
     const uint32_t permuted =
         (low.c & 0xffu) | (low.a & 0xffu) << 8 | (high.c & 0xff00u) << 8 | (high.a & 0xffu) << 24;
     CHECK(bytes[i] == permuted, "bytes of ", i, ": ", std::hex, bytes[i]);
+    CHECK(swapped[i] == (uint32_t{low.a} << 16 | high.a), "halves of ", i, ": ", std::hex,
+          swapped[i]);
   }
 }
 
