@@ -53,7 +53,7 @@ struct RowCombination {
       sum = fmaf(factor[group], part.sum[row], sum);
     }
     inverse_sum = 1.0f / sum;
-    // The largest weight is one, or with values of 8 bits at least 2^-114, so that a sum of zero
+    // The largest weight is one, or with values of 8 bits at least 2^-126, so that a sum of zero
     // means no key.
     lse = sum == 0.0f ? -INFINITY : fmaf(maximum, kLn2, logf(sum));
   }

@@ -46,8 +46,8 @@ class ScaledScore {
   __device__ float of(float score) const { return fmaf(score, kLog2E / kRange, scale_); }
 
   // What the scores' exponents are to be relative to where `maximum` is the largest of the above:
-  // the largest product is then 2^14.
-  static __device__ float base(float maximum) { return fmaf(maximum, kRange, kLeast - 14.0f); }
+  // the largest product is then 4, and its weight at least 2^-126, which ex2 does not flush.
+  static __device__ float base(float maximum) { return fmaf(maximum, kRange, kLeast - 2.0f); }
 
  private:
   static constexpr float kLeast = -80.0f, kRange = 128.0f - kLeast;

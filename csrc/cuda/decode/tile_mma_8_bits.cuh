@@ -71,7 +71,8 @@ class TileMma8Bits : public WarpTile<Config, TileMma8Bits<Config, Element>> {
       uint32_t a[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        a[c] = cvt_f16x2(p[n + c / 2][c % 2 * 2], p[n + c / 2][c % 2 * 2 + 1]);
+        const float* pair = p[n + c / 2] + c % 2 * 2;
+        a[c] = cvt_f16x2(pair[0] * kWeightScale, pair[1] * kWeightScale);
       }
 #pragma unroll
       for (int i = 0; i < kChunks; i += 2) {
@@ -105,7 +106,10 @@ class TileMma8Bits : public WarpTile<Config, TileMma8Bits<Config, Element>> {
   using Rows = typename Config::CachedRows;
   using QueryRows = typename Config::QueryRows;
   static constexpr int kChunks = kColumns / 16;  // of 16 columns
-  static constexpr float kOutputScale = 1.0f;
+  // Products of weights and scales, which are at most 4 (scales.cuh), and with them o are scaled by
+  // this, as those of tile_mma.cuh are.
+  static constexpr float kWeightScale = 0x1p12f;
+  static constexpr float kOutputScale = 1.0f / kWeightScale;
 
   // The same in all column groups, whose products are added; `queries` are those of this one's.
   static __device__ float unit_of_row(const char* queries, int row) {
