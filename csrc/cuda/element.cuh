@@ -63,9 +63,12 @@ __device__ __forceinline__ Float4 load_float4(const float* aligned) {
   return *reinterpret_cast<const Float4*>(aligned);
 }
 
-// Into global memory.
-__device__ __forceinline__ void store_float4(float* aligned, const Float4& x) {
+__device__ __forceinline__ void store_global_float4(float* aligned, const Float4& x) {
   st_global_v4(aligned, x.value);
+}
+
+__device__ __forceinline__ void store_shared_float4(float* aligned, const Float4& x) {
+  *reinterpret_cast<Float4*>(aligned) = x;
 }
 
 }  // namespace tree_attention::cuda

@@ -32,6 +32,12 @@ OF_COLUMNS = [
         "",
     ),
     of_columns(
+        "products are stored into global memory",
+        "column_groups.cuh",
+        "store_shared_float4(place",
+        "store_global_float4(place",
+    ),
+    of_columns(
         "products are overwritten by those of the next step",
         "column_groups.cuh",
         "step % 2 * kBufferBytes",

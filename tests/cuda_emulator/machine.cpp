@@ -132,6 +132,14 @@ uint32_t shared_address(const void* pointer, const std::source_location& where) 
   return static_cast<uint32_t>(kSharedBase + offset);
 }
 
+void require_global(const void* pointer, const std::source_location& where) {
+  const Block& block = *Run::current->warp->block;
+  const int64_t offset = static_cast<const char*>(pointer) - block.shared.get();
+  if (0 <= offset && offset < static_cast<int64_t>(block.shared_bytes)) {
+    fail("an access to global memory with an address in shared memory", where);
+  }
+}
+
 char* shared_bytes(uint32_t address, int num_bytes, const std::source_location& where) {
   const Block& block = *Run::current->warp->block;
   const int64_t offset = int64_t{address} - kSharedBase;

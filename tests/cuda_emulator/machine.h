@@ -72,6 +72,9 @@ uint64_t clock();
 
 char* shared_memory();
 uint32_t shared_address(const void* pointer, const std::source_location& where);
+// Fails where a pointer to global memory is one into the block's shared memory, which a device
+// cannot reach by the same instructions.
+void require_global(const void* pointer, const std::source_location& where);
 // The bytes at a shared address, which must be aligned to their number and inside.
 char* shared_bytes(uint32_t address, int num_bytes, const std::source_location& where);
 

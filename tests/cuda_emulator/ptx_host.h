@@ -157,6 +157,7 @@ inline void st_global_v4(float* aligned, const float (&x)[4],
   if (reinterpret_cast<uintptr_t>(aligned) % 16 != 0) {
     emulator::fail("the destination of a store is no multiple of 16", where);
   }
+  emulator::require_global(aligned, where);
   for (int i = 0; i < 4; ++i) aligned[i] = x[i];
 }
 

@@ -114,6 +114,7 @@ void wrong_address(Params p) {
   if (p.which == 6) cuda::cp_async_16(begin, p.in, 16, 0);
   if (p.which == 7) cuda::shared_address(p.in);
   if (p.which == 8) cuda::st_global_v4(p.out + 2, {1, 2, 3, 4});
+  if (p.which == 9) cuda::st_global_v4(shared_floats(), {1, 2, 3, 4});
   cuda::cp_async_commit_group();
   cuda::cp_async_wait_group<0>();
 }
@@ -190,6 +191,7 @@ void test_addresses() {
   expect_error("not a cache policy", wrong_address, 6);
   expect_error("not an address in the block's shared memory", wrong_address, 7);
   expect_error("the destination of a store is no multiple of 16", wrong_address, 8);
+  expect_error("global memory with an address in shared memory", wrong_address, 9);
 }
 
 void test_shared_memory() {

@@ -30,7 +30,7 @@ class PartialStates {
     int head_dim;
 
     __device__ void store(int row, int column, const Float4& values) const {
-      store_float4(o + row * head_dim + column, values);
+      store_global_float4(o + row * head_dim + column, values);
     }
     __device__ void store_lse(int row, float value) const { lse[row] = value; }
   };
