@@ -10,11 +10,14 @@
 
 namespace tree_attention {
 
-struct KeyRange {
-  int64_t begin, end;
+// Keys [begin, end); the CUDA kernels count them in 32 bits.
+template <typename Index>
+struct BasicKeyRange {
+  Index begin, end;
 
   TREE_ATTENTION_HOST_DEVICE bool empty() const { return begin >= end; }
 };
+using KeyRange = BasicKeyRange<int64_t>;
 
 // Packed row r of a kv head is query token r / group_size and head r % group_size of its group, so
 // that the rows of a token are neighbours and share a key range. An output is a block of packed
@@ -52,9 +55,11 @@ TREE_ATTENTION_HOST_DEVICE RowPlace<int64_t> place_of_row(const DecodeParams& p,
 }
 
 // The range that the two numbers at `range` mean, clamped to the cache.
-TREE_ATTENTION_HOST_DEVICE KeyRange clamped_range(const int32_t* range, int64_t seqlen_k) {
-  const int64_t begin = range[0] < 0 ? 0 : range[0];
-  const int64_t end = range[1] > seqlen_k ? seqlen_k : range[1];
+template <typename Index>
+TREE_ATTENTION_HOST_DEVICE BasicKeyRange<Index> clamped_range(const int32_t* range,
+                                                              Index seqlen_k) {
+  const Index begin = range[0] < 0 ? 0 : range[0];
+  const Index end = range[1] > seqlen_k ? seqlen_k : range[1];
   return {begin, end < begin ? begin : end};
 }
 
@@ -65,13 +70,18 @@ TREE_ATTENTION_HOST_DEVICE const int32_t* place_of_key_range(const DecodeParams&
 }
 
 // The keys that a query token sees, clamped to the cache.
-TREE_ATTENTION_HOST_DEVICE KeyRange key_range(const DecodeParams& p, int64_t batch, int64_t token) {
-  if (p.key_ranges == nullptr) return {0, p.seqlen_k};
-  return clamped_range(place_of_key_range(p, batch, token), p.seqlen_k);
+template <typename Index = int64_t>
+TREE_ATTENTION_HOST_DEVICE BasicKeyRange<Index> key_range(const DecodeParams& p, int64_t batch,
+                                                          int64_t token) {
+  const Index seqlen_k = static_cast<Index>(p.seqlen_k);
+  if (p.key_ranges == nullptr) return {0, seqlen_k};
+  return clamped_range(place_of_key_range(p, batch, token), seqlen_k);
 }
 
 // The smallest range that holds the keys of both ranges; an empty range adds nothing.
-TREE_ATTENTION_HOST_DEVICE KeyRange hull(KeyRange a, KeyRange b) {
+template <typename Index>
+TREE_ATTENTION_HOST_DEVICE BasicKeyRange<Index> hull(BasicKeyRange<Index> a,
+                                                     BasicKeyRange<Index> b) {
   if (a.empty()) return b;
   if (b.empty()) return a;
   return {a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end};

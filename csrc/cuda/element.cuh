@@ -67,6 +67,10 @@ __device__ __forceinline__ void store_global_float4(float* aligned, const Float4
   st_global_v4(aligned, x.value);
 }
 
+__device__ __forceinline__ void store_shared_float2(float* aligned, const Float2& x) {
+  *reinterpret_cast<Float2*>(aligned) = x;
+}
+
 __device__ __forceinline__ void store_shared_float4(float* aligned, const Float4& x) {
   *reinterpret_cast<Float4*>(aligned) = x;
 }

@@ -115,8 +115,8 @@ OF_DECODE = [
     Mutation(
         "a copy is of the page of another key",
         "cuda/decode/tile_copies.cuh",
-        "held, Copies::key(i) % 32",
-        "held, Copies::key(i) / 2 % 32",
+        "held, static_cast<uint32_t>(Copies::key(i)) % 32",
+        "held, static_cast<uint32_t>(Copies::key(i)) / 2 % 32",
     ),
     Mutation(
         "whole tiles come from the page of their first keys",

@@ -125,8 +125,8 @@ OF_8_BITS = [
     of_8_bits(
         "columns of o are in the order of 16 bits",
         "tile_mma_8_bits.cuh",
-        "n / 2 * 16 + threadIdx.x % 4 * 4 + c % 2 * 2 + n % 2;",
-        "n * 8 + threadIdx.x % 4 * 2 + c % 2;",
+        "threadIdx.x % 4 * 4 + 2 * half;",
+        "8 * half + threadIdx.x % 4 * 2;",
     ),
     of_8_bits("bytes have no sign", "widen.cuh", "bytes ^ 0x80808080", "bytes"),
     of_8_bits("bytes are one too much", "widen.cuh", "both(0xe480)", "both(0xe47f)"),

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int head_dim_v = params.decode.head_dim_v;
   if (output.num_tiles() == 0) return store_empty<Config>(rows, head_dim_v, sink);
 
-  Loader<Element, Config> loader(params, range, shared);
+  Loader<Element, Config> loader(params, OutputCursor<Config>(params, range), shared);
   Ring<Config> ring(params, shared);
   TileOf<Element, Config> tile;
   OnlineSoftmax softmax;

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (!cut_line(params, schedule)) return;
   const int head_dim_v = params.decode.head_dim_v;
 
-  Loader<Element, Config> loader(params, schedule.range, shared);
+  Loader<Element, Config> loader(params, OutputCursor<Config>(params, schedule.range), shared);
   Ring<Config> ring(params, shared);
   TileOf<Element, Config> tile;
   OnlineSoftmax softmax;

@@ -81,6 +81,12 @@ class GroupOutputs {
     return reinterpret_cast<float*>(half) + row % kHalf * kColumns + (column ^ (row & 3) * 8);
   }
 
+  // The place 8 rows below one of the first 8 of 16, and columns further, a multiple of 32.
+  static __device__ float* moved(float* place, int rows, int columns) {
+    constexpr int kRow = Config::kRows == 16 ? Config::kTileBytes / 32 : kColumns;
+    return place + rows * kRow + columns;
+  }
+
  private:
   char* stage_;
 };
@@ -99,6 +105,13 @@ __device__ void combine_warps(const Tile& tile, const OnlineSoftmax& softmax,
   const GroupOutputs<Config> outputs(stage);
   const WarpGroups<Config> groups;
 
+  float* pairs[Tile::kPairs];  // of the first columns
+#pragma unroll
+  for (int i = 0; i < Tile::kPairs; ++i) {
+    const int row = 16 * groups.row + threadIdx.x % 32 / 4;
+    pairs[i] = outputs.at(groups.key, row, Tile::column_of_pair(i));
+  }
+
   store_statistics(softmax, statistics[threadIdx.x / 32]);
   sync_key_group<Config>();  // its keys and values in the stage have been read
 #pragma unroll
@@ -109,8 +122,8 @@ __device__ void combine_warps(const Tile& tile, const OnlineSoftmax& softmax,
     for (int own = 0; own < Config::kWarpColumns; own += 32) {
       const int block = groups.column * Config::kWarpColumns + own - begin;
       if (block < 0 || block >= num_columns) continue;
-      tile.for_each_value(own, [&](int row, int column, float o) {
-        *outputs.at(groups.key, 16 * groups.row + row, block + column) = o;
+      tile.for_each_pair(own, [&](int i, int row, const Float2& o) {
+        store_shared_float2(outputs.moved(pairs[i], 8 * row, block), o);
       });
     }
     __syncthreads();

@@ -65,26 +65,26 @@ class StepParts {
   int lse_offset_;
 };
 
-// Where a step's result goes: to the output, or in the place of the step's first part. One sink for
-// both, so that the merge is compiled once.
+// The caller's output, or a partial state of it: one sink for both, so that what stores a state is
+// compiled once.
 template <typename OutputSink>
-struct StepSink {
+struct StateSink {
   const OutputSink& output;
-  PartialStates::Sink first_part;
-  bool completes_output;
+  PartialStates::Sink partial;
+  bool is_output;
 
   __device__ void store(int row, int column, const Float4& values) const {
-    if (completes_output) {
+    if (is_output) {
       output.store(row, column, values);
     } else {
-      first_part.store(row, column, values);
+      partial.store(row, column, values);
     }
   }
   __device__ void store_lse(int row, float value) const {
-    if (completes_output) {
+    if (is_output) {
       output.store_lse(row, value);
     } else {
-      first_part.store_lse(row, value);
+      partial.store_lse(row, value);
     }
   }
 };
@@ -132,7 +132,7 @@ class PartsMerger {
     for (int first_row = 0; first_row < num_rows; first_row += rows_per_pass) {
       const int rows = min(num_rows - first_row, rows_per_pass);
       LoadedParts<Float4> chunk;
-      load_first_chunk(chunk, first_row, rows, threadIdx.x);
+      load_chunk(chunk, first_row, rows, threadIdx.x, 0);
       merge_lse(first_row, rows);
       merge_o(chunk, first_row, rows, sink);
       __syncthreads();  // before the scratch memory is written again
@@ -187,18 +187,16 @@ class PartsMerger {
     }
   }
 
-  static constexpr int kLevels = 3;
-  static_assert(kMaxMergedParts < kPartsInFlight << kLevels);
-
   // Part `part` of what a thread owns: item i of the rows from first_row on is four columns of one.
   __device__ Float4 load_o(int part, int first_row, int i) const {
     return load_float4(parts_.o(part) + first_row * head_dim_ + 4 * i);
   }
 
-  __device__ __forceinline__ void load_first_chunk(LoadedParts<Float4>& chunk, int first_row,
-                                                   int rows, int i) const {
+  // The parts of item i from part `first` on.
+  __device__ __forceinline__ void load_chunk(LoadedParts<Float4>& chunk, int first_row, int rows,
+                                             int i, int first) const {
     if (4 * i >= rows * head_dim_) return;
-    chunk.load(0, count_, [&](int part) { return load_o(part, first_row, i); });
+    chunk.load(first, count_, [&](int part) { return load_o(part, first_row, i); });
   }
 
   template <typename Sink>
@@ -214,14 +212,14 @@ class PartsMerger {
       };
       const auto merge_chunk = [&](int first) {
         const Float4 merged = chunk.merge_all(first, count_, merge_into);
-        chunk.load(first + kPartsInFlight, count_,
-                   [&](int part) { return load_o(part, first_row, i); });
+        const int next = first + kPartsInFlight;
+        const bool ends = next >= count_;  // the next chunk is the first of the thread's next item
+        load_chunk(chunk, first_row, rows, ends ? i + kThreads : i, ends ? 0 : next);
         return merged;
       };
       sink.store(first_row + row, column,
-                 merge_parts<kLevels, Float4>(count_, merge_chunk, merge_into));
+                 merge_parts<kMaxMergedParts, Float4>(count_, merge_chunk, merge_into));
       if (column == 0) sink.store_lse(first_row + row, lse_[row]);
-      load_first_chunk(chunk, first_row, rows, i + kThreads);
     }
   }
 
@@ -235,8 +233,9 @@ class PartsMerger {
 template <int kThreads, typename Sink>
 __device__ void merge_step(const PartialStates& states, const Contributors& workers,
                            const MergeStep& step, int num_rows, char* scratch, const Sink& sink) {
-  const StepSink<Sink> result{sink, states.sink(partial_slot(workers, step.first)),
-                              step.completes_output};
+  // A result that is no output takes the place of the step's first part.
+  const StateSink<Sink> result{sink, states.sink(partial_slot(workers, step.first)),
+                               step.completes_output};
   PartsMerger<kThreads>(states, workers, step, scratch).run(num_rows, result);
 }
 

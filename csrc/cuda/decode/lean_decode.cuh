@@ -132,6 +132,7 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
 //   combine_warps  combine_warps.cuh  the key groups' states become one (o, lse) in a sink:
 //     OutputSink           output.cuh   the caller's tensors, for an output of this block alone
 //     PartialStates::Sink  fixup.cuh    the workspace, for an output that blocks share
+//     StateSink            fixup.cuh    one of the two
 //   complete_output  fixup.cuh        the last block to arrive merges the partial states
 template <typename Element, typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
@@ -142,12 +143,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (!cut_line(params, schedule)) return;
   const int head_dim_v = params.decode.head_dim_v;
 
-  Loader<Element, Config> loader(params, schedule.range, shared);
+  OutputCursor<Config> output(params, schedule.range);
+  Loader<Element, Config> loader(params, output, shared);
   Ring<Config> ring(params, shared);
   TileOf<Element, Config> tile;
   OnlineSoftmax softmax;
   int number = 0;
-  for (OutputCursor<Config> output(params, schedule.range); !output.done(); output.next()) {
+  for (; !output.done(); output.next()) {
     const OutputRows rows = output.rows();
     const OutputSink sink(params, rows);
     if (output.num_tiles() == 0 && output.owns_first()) {
@@ -156,16 +158,20 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int num_tiles = output.tile_end() - output.tile_begin();
     if (num_tiles == 0) continue;
     attend(params, output, rows, number++, loader, ring, tile, softmax);
-    if (num_tiles == output.num_tiles()) {
-      combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(), sink);
+    const bool is_whole = num_tiles == output.num_tiles();
+    const PartialStates states(params.workspace.partials, Config::kRows, head_dim_v);
+    Contributors blocks{};
+    int64_t slot = 0;
+    if (!is_whole) {
+      blocks = output.contributors();
+      slot = partial_slot(blocks, blockIdx.x - blocks.first);
+    }
+    combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(),
+                          StateSink{sink, states.sink(slot), is_whole});
+    if (is_whole) {
       __syncthreads();  // before the stage is filled
       continue;
     }
-    const PartialStates states(params.workspace.partials, Config::kRows, head_dim_v);
-    const Contributors blocks = output.contributors();
-    const int64_t slot = partial_slot(blocks, blockIdx.x - blocks.first);
-    combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(),
-                          states.sink(slot));
     complete_output<Config::kThreads>(params.workspace.counters, states, blocks, rows.count,
                                       shared + Config::kScratch, sink);
   }

@@ -24,20 +24,19 @@ __device__ __forceinline__ void request_chunk(uint32_t destination, const Elemen
 template <typename Element, typename Config>
 class Loader {
  public:
-  __device__ Loader(const LaunchParams& params, const BlockRange& range, char* shared)
-      : params_(params), queries_(shared + Config::kQueries), next_(params, range) {
-    if (next_.done()) return;
-    enter_output();
-    enter_tile();
-  }
+  __device__ Loader(const LaunchParams& params, const OutputCursor<Config>& first, char* shared)
+      : params_(params), queries_(shared + Config::kQueries), next_(first) {}
 
   // Requests tiles into the ring's free stages, as far as those of output `last_output`, counted
   // over the outputs of which the block has tiles. There is room for the queries of no more than
   // the current output and the next. To be called by whole warps, whose lanes may come back apart.
   __device__ void fill(Ring<Config>& ring, int last_output) {
     while (ring.has_free_stage() && next_.output_number() <= last_output) {
-      request_tile(ring.free_stage());
-      ring.push();
+      if (!next_.begins_output() || begin_output()) {
+        request_tile(ring.free_stage());
+        ring.push();
+      }
+      enter_next_tile();
     }
   }
 
@@ -56,9 +55,14 @@ class Loader {
     return queries_ + output_number % Config::kQuerySlots * Config::kQueryBytes;
   }
 
-  // An output's queries travel with its first keys.
-  __device__ void request_tile(char* tile) {
-    if (next_.begins_output()) request_queries();
+  // An output's queries travel with its first keys. Returns whether there is an output: the first
+  // one is entered by the same code as the others.
+  __device__ bool begin_output() const {
+    if (next_.has_begun()) request_queries();
+    return next_.has_begun();
+  }
+
+  __device__ void request_tile(char* tile) const {
     if (next_.tile() >= num_whole_tiles_) {
       request_some_chunks(tile);
     } else if (paged()) {
@@ -66,6 +70,9 @@ class Loader {
     } else {
       request_rows(tile);
     }
+  }
+
+  __device__ void enter_next_tile() {
     if (next_.next()) {
       if (!paged()) {
         k_ += Config::kTileKeys * params_.decode.k_stride[2];
@@ -75,10 +82,6 @@ class Loader {
       if (next_.done()) return;
       enter_output();
     }
-    enter_tile();
-  }
-
-  __device__ void enter_tile() {
     if (next_.tile() >= num_whole_tiles_) find_seen_keys();
     if (paged()) read_pages();
   }

@@ -75,23 +75,26 @@ class OutputCursor {
   int num_tiles_;
 };
 
-// Walks the tiles of a block's range.
+// Walks the tiles of a block's range. It begins before the first one.
 template <typename Config>
 class TileCursor {
  public:
-  __device__ TileCursor(const LaunchParams& params, const BlockRange& range)
-      : output_(params, range) {
-    enter_output();
-  }
+  __device__ explicit TileCursor(const OutputCursor<Config>& first) : output_(first) {}
 
   __device__ bool done() const { return output_number_ == INT32_MAX; }
+  __device__ bool has_begun() const { return output_number_ >= 0; }
 
   // Returns whether the next tile is of the same output.
   __device__ bool next() {
     if (++tile_ < tile_end_) return true;
-    output_.next();
-    ++output_number_;
-    enter_output();
+    // The first output may be the one where the cursor begins.
+    for (bool leaves = has_begun(); leaves || (!output_.done() && !output_.has_tiles());
+         leaves = false) {
+      output_.next();
+    }
+    output_number_ = output_.done() ? INT32_MAX : output_number_ + 1;
+    tile_ = tile_begin_ = output_.tile_begin();
+    tile_end_ = output_.tile_end();
     return false;
   }
 
@@ -99,7 +102,8 @@ class TileCursor {
   __device__ int tile() const { return tile_; }
   __device__ int first_key() const { return output_.first_key(tile_); }
 
-  // Whether the tile is the first of those that the block computes of its output.
+  // Whether the tile is the first of those that the block computes of its output, or the cursor
+  // before all of them.
   __device__ bool begins_output() const { return tile_ == tile_begin_; }
 
   // The number of the tile's output among the outputs of which the block has tiles; beyond all
@@ -107,16 +111,9 @@ class TileCursor {
   __device__ int output_number() const { return output_number_; }
 
  private:
-  __device__ void enter_output() {
-    while (!output_.done() && !output_.has_tiles()) output_.next();
-    if (output_.done()) output_number_ = INT32_MAX;
-    tile_ = tile_begin_ = output_.tile_begin();
-    tile_end_ = output_.tile_end();
-  }
-
   OutputCursor<Config> output_;
-  int tile_, tile_begin_, tile_end_;
-  int output_number_ = 0;
+  int tile_ = 0, tile_begin_ = 0, tile_end_ = 0;
+  int output_number_ = -1;
 };
 
 }  // namespace tree_attention::cuda

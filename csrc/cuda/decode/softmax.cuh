@@ -31,9 +31,9 @@ class RowScores {
       end_[i] = keys.end;
       if (p.seqlen_q > 1) {
         const int token = place_of_row(params, rows, first_row_ + 8 * i).token;
-        const KeyRange seen = key_range(p, rows.batch, token);
-        begin_[i] = static_cast<int>(seen.begin);
-        end_[i] = static_cast<int>(seen.end);
+        const auto seen = key_range<int>(p, rows.batch, token);
+        begin_[i] = seen.begin;
+        end_[i] = seen.end;
       }
     }
   }

@@ -43,15 +43,18 @@ struct ChunkCopies {
   static_assert(kKeys * kChunks % 32 == 0 && kCount % kPeriod == 0);
 
   // The warp's first key in the tile; the number among the warp's keys of copy i, and its chunk.
-  static __device__ int first_key() { return static_cast<int>(threadIdx.x) / 32 * kKeys; }
-  static __device__ int key(int i) { return index(i % kPeriod) / kChunks + keys_below(i); }
-  static __device__ int chunk(int i) { return index(i % kPeriod) % kChunks; }
+  static __device__ int first_key() { return static_cast<int>(threadIdx.x / 32 * kKeys); }
+  static __device__ int key(int i) {
+    return static_cast<int>(index(i % kPeriod) / kChunks) + keys_below(i);
+  }
+  static __device__ int chunk(int i) { return static_cast<int>(index(i % kPeriod) % kChunks); }
 
   // How many keys copy i is below copy i % kPeriod.
   static constexpr __device__ int keys_below(int i) { return i / kPeriod * kPeriodKeys; }
 
  private:
-  static __device__ int index(int i) { return static_cast<int>(threadIdx.x) % 32 + 32 * i; }
+  // Quotients of unsigned numbers take fewer instructions.
+  static __device__ uint32_t index(int i) { return threadIdx.x % 32 + 32 * i; }
 };
 
 // The shared addresses of a thread's copies of keys.
@@ -91,7 +94,7 @@ struct WhatLanesKnow {
   T value[kCount];
 
   static __device__ int key(int i) {
-    return static_cast<int>(threadIdx.x) % 32 % Copies::kKeys + 32 * i;
+    return static_cast<int>(threadIdx.x % 32 % Copies::kKeys) + 32 * i;
   }
 
   // Whether no lane before this one knows the same.
@@ -100,7 +103,7 @@ struct WhatLanesKnow {
   // What is known of the key of copy i. To be called by all lanes.
   __device__ T of_copy(int i) const {
     const T& held = Copies::keys_below(i) < 32 ? value[0] : value[kCount - 1];
-    return __shfl_sync(0xffffffff, held, Copies::key(i) % 32);
+    return __shfl_sync(0xffffffff, held, static_cast<uint32_t>(Copies::key(i)) % 32);
   }
 };
 

@@ -78,8 +78,10 @@ class TileFma : public WarpTile<Config, TileFma<Config>> {
   using Rows = typename Config::QueryRows;  // those of keys and values, too
   static constexpr float kOutputScale = 1.0f;
 
-  static __device__ int column(int n, int c) {
-    return n / 2 * 16 + threadIdx.x % 4 * 4 + n % 2 * 2 + c % 2;
+  static __device__ int column(int half) { return threadIdx.x % 4 * 4 + 2 * half; }
+
+  __device__ Float2 pair(int n, int row, int half) const {
+    return {o_[n + half][2 * row], o_[n + half][2 * row + 1]};
   }
 
   static __device__ Float4 load(const char* memory, int row, int chunk) {

@@ -85,7 +85,11 @@ class TileMma : public WarpTile<Config, TileMma<Config, Element>> {
     return pack<Element>(low * kWeightScale, high * kWeightScale);
   }
 
-  static __device__ int column(int n, int c) { return 8 * n + threadIdx.x % 4 * 2 + c % 2; }
+  static __device__ int column(int half) { return 8 * half + threadIdx.x % 4 * 2; }
+
+  __device__ Float2 pair(int n, int row, int half) const {
+    return {o_[n + half][2 * row], o_[n + half][2 * row + 1]};
+  }
 
   __device__ void load_query(uint32_t (&q)[4], int i) const {
     const int lane = threadIdx.x % 32;

@@ -119,8 +119,7 @@ class TileMma8Bits : public WarpTile<Config, TileMma8Bits<Config, Element>> {
     for (int chunk = threadIdx.x % 4; chunk < QueryRows::kChunks; chunk += 4) {
       const Float4 pairs =
           load_float4(reinterpret_cast<const float*>(queries + QueryRows::offset(row, chunk)));
-      for (const float pair :
-           pairs.value) {  // the lower number only adds to the upper one's digits
+      for (const float pair : pairs.value) {  // the lower number only adds to the upper's digits
         const uint32_t bits = __builtin_bit_cast(uint32_t, pair);
         largest = fmaxf(largest, fabsf(pair));
         largest = fmaxf(largest, fabsf(__builtin_bit_cast(float, bits << 16)));
@@ -132,8 +131,10 @@ class TileMma8Bits : public WarpTile<Config, TileMma8Bits<Config, Element>> {
     return __builtin_bit_cast(float, (exponent - 14) << 23);
   }
 
-  static __device__ int column(int n, int c) {
-    return n / 2 * 16 + threadIdx.x % 4 * 4 + c % 2 * 2 + n % 2;
+  static __device__ int column(int half) { return threadIdx.x % 4 * 4 + 2 * half; }
+
+  __device__ Float2 pair(int n, int row, int half) const {
+    return {o_[n][2 * row + half], o_[n + 1][2 * row + half]};
   }
 
   // Columns 4 t and 4 t + 1 in the place of 2 t and 2 t + 1, the next two in that of 2 t + 8 and
@@ -151,14 +152,16 @@ class TileMma8Bits : public WarpTile<Config, TileMma8Bits<Config, Element>> {
     if constexpr (kHasUnits) __syncwarp();  // else all are loaded first, for which registers lack
   }
 
+  static __device__ float inverse_of_power(float power_of_two) {
+    return __builtin_bit_cast(float, (254u << 23) - __builtin_bit_cast(uint32_t, power_of_two));
+  }
+
   // A pair of queries of the thread's row `i`.
   __device__ uint32_t to_float16(uint32_t pair, int i) const {
     if constexpr (!kHasUnits) return pair;
-    const uint32_t inverse = (254u << 23) - __builtin_bit_cast(uint32_t, product_unit(i));
-    const auto scaled = [inverse](uint32_t bits) {
-      return __builtin_bit_cast(float, bits) * __builtin_bit_cast(float, inverse);
-    };
-    return cvt_f16x2(scaled(pair << 16), scaled(pair & 0xffff0000));
+    const float inverse = inverse_of_power(product_unit(i));
+    const BFloat16 low{static_cast<uint16_t>(pair)}, high{static_cast<uint16_t>(pair >> 16)};
+    return cvt_f16x2(to_float(low) * inverse, to_float(high) * inverse);
   }
 
   // Four neighbouring columns, which move in one 8-byte access.

@@ -48,8 +48,8 @@ class Units {
   __device__ Keys keys(int unit) const {
     const DecodeParams& p = params_.decode;
     if (p.seqlen_q > 1) return keys_by_call(unit);
-    const KeyRange keys = key_range(p, rows(unit, 0).batch, 0);
-    return {static_cast<int>(keys.begin), static_cast<int>(keys.end), false};
+    const auto [begin, end] = key_range<int>(p, rows(unit, 0).batch, 0);
+    return {begin, end, false};
   }
 
   // The same for where it is rare.
@@ -60,7 +60,7 @@ class Units {
     const int first_token = params_.group_size.quotient(rows.begin);
     const int last_token = params_.group_size.quotient(rows.begin + rows.count - 1);
     return hull_of_ranges(place_of_key_range(p, rows.batch, first_token), p.key_ranges_stride[1],
-                          last_token - first_token + 1, p.seqlen_k);
+                          last_token - first_token + 1, static_cast<int>(p.seqlen_k));
   }
 
   // Whether some of the rows sees the key, which is one of their hull.
@@ -69,7 +69,7 @@ class Units {
     const int last_token = params.group_size.quotient(rows.begin + rows.count - 1);
 #pragma unroll 1
     for (int token = first_token; token <= last_token; ++token) {
-      const KeyRange keys = key_range(params.decode, rows.batch, token);
+      const auto keys = key_range<int>(params.decode, rows.batch, token);
       if (keys.begin <= key && key < keys.end) return true;
     }
     return false;
@@ -80,21 +80,35 @@ class Units {
   }
 
  private:
+  static constexpr int kRangesInFlight = 4;  // loads of a thread
+
   // The keys of the tokens whose ranges are at `range`, `range + stride`, and so on. One copy is
   // enough for all callers; it takes values, because a function that is not inlined would read the
   // kernel's parameters as it reads global memory.
   static __device__ __noinline__ Keys hull_of_ranges(const int32_t* range, int64_t stride,
-                                                     int num_tokens, int64_t seqlen_k) {
-    KeyRange all{0, 0};
+                                                     int num_tokens, int seqlen_k) {
+    BasicKeyRange<int> all{0, 0};
     bool has_gaps = false;
-#pragma unroll 4
-    for (int token = 0; token < num_tokens; ++token) {
-      const KeyRange keys = clamped_range(range + token * stride, seqlen_k);
-      const bool apart = keys.end < all.begin || all.end < keys.begin;
-      has_gaps = has_gaps || (apart && !keys.empty() && !all.empty());
-      all = hull(all, keys);
+    const auto length = [](const auto& keys) {
+      return static_cast<uint32_t>(keys.end - keys.begin);
+    };
+#pragma unroll 1
+    for (int token = 0; token < num_tokens; token += kRangesInFlight) {
+      BasicKeyRange<int> keys[kRangesInFlight];
+#pragma unroll
+      for (int i = 0; i < kRangesInFlight; ++i) {
+        keys[i] = clamped_range(range, seqlen_k);
+        // Behind the last range comes the last again, which adds nothing.
+        if (token + i + 1 < num_tokens) range += stride;
+      }
+#pragma unroll
+      for (int i = 0; i < kRangesInFlight; ++i) {
+        const BasicKeyRange<int> both = hull(all, keys[i]);
+        has_gaps = has_gaps || length(both) > length(all) + length(keys[i]);
+        all = both;
+      }
     }
-    return {static_cast<int>(all.begin), static_cast<int>(all.end), has_gaps};
+    return {all.begin, all.end, has_gaps};
   }
 
   const LaunchParams& params_;

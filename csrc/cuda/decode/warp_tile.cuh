@@ -12,7 +12,9 @@ namespace tree_attention::cuda {
 
 // `Tile` is the class that derives from this one. It defines
 //   load_query(q, i)    columns 16 i to 16 i + 15 of the queries; not where they stay in memory
-//   column(n, c)        the column of o[n][c], counted from that of o[0][0] in thread 0
+//   pair(n, row, half)  the first or second two neighbouring columns of a row that the thread has
+//                       among the 16 of o[n] and o[n + 1], n being even
+//   column(half)        where they begin
 //   kOutputScale        what o is multiplied by when it is stored
 template <typename Config, typename Tile>
 class WarpTile {
@@ -39,19 +41,24 @@ class WarpTile {
     }
   }
 
-  // Calls store(row, column, o) for each of the thread's values in 32 columns from `begin`, a
-  // constant; rows are those of the warp, columns count from `begin`.
+  // Calls store(i, row, o) for each pair of neighbouring columns that the thread has in 32 columns
+  // from `begin`, a constant. Pair i begins at column_of_pair(i).
   template <typename Store>
-  __device__ __forceinline__ void for_each_value(int begin, Store store) const {
+  __device__ __forceinline__ void for_each_pair(int begin, Store store) const {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+    for (int i = 0; i < kPairs; ++i) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        store(threadIdx.x % 32 / 4 + c / 2 * 8, Tile::column(n, c),
-              o_[begin / 8 + n][c] * Tile::kOutputScale);
+      for (int row = 0; row < 2; ++row) {
+        Float2 pair = tile().pair(begin / 8 + i / 2 * 2, row, i % 2);
+        for (float& o : pair.value) o *= Tile::kOutputScale;
+        store(i, row, pair);
       }
     }
   }
+
+  static constexpr int kPairs = 4;  // in 32 columns of a row
+
+  static __device__ int column_of_pair(int i) { return i / 2 * 16 + Tile::column(i % 2); }
 
  protected:
   static constexpr int kColumns = Config::kWarpColumns;

@@ -3,6 +3,8 @@
 // The canonical order of softmax_state.h for a thread that merges in registers.
 #pragma once
 
+#include <bit>
+
 #include "common/softmax_state.h"
 #include "cuda/device.h"
 
@@ -57,40 +59,41 @@ struct LoadedParts {
   }
 };
 
-// Merges parts [0, num_parts), at least one and fewer than kPartsInFlight * 2^kLevels;
-// merge_chunk(first) is the merge of the chunk from `first` on. The stack of merged chunks is
-// indexed by constants, so that it stays in registers.
-template <int kLevels, typename State, typename MergeChunk, typename MergeInto>
+// The most merged chunks that wait for their right neighbours.
+template <unsigned kMaxParts>
+constexpr int kMaxWaitingChunks =
+    std::bit_width((kMaxParts + kPartsInFlight - 1) / kPartsInFlight) - 1;
+
+// Merges parts [0, num_parts), at least one and at most kMaxParts; merge_chunk(first) is the merge
+// of the chunk from `first` on, and merge(a, b, i) as above. The stack of merged chunks is shifted,
+// not indexed, so that it stays in registers; one copy of a merge does for all its levels.
+template <int kMaxParts, typename State, typename MergeChunk, typename MergeInto>
 __device__ __forceinline__ State merge_parts(int num_parts, const MergeChunk& merge_chunk,
                                              const MergeInto& merge) {
-  State merged[kLevels];  // merged[l]: 2^l chunks that wait for their right neighbours
-  int num_chunks = 0;
+  constexpr int kMost = kMaxWaitingChunks<kMaxParts>;
+  static_assert(kMost > 0);
+  State waiting[kMost];  // the last one first
+  State merged;
 #pragma unroll 1
-  for (int first = 0; first < num_parts; first += kPartsInFlight, ++num_chunks) {
-    State state = merge_chunk(first);
-    bool carries = true;
+  for (int chunk = 0, first = 0; first < num_parts; ++chunk, first += kPartsInFlight) {
+    merged = merge_chunk(first);
+    const bool is_last = first + kPartsInFlight >= num_parts;
+    // `merged` begins with chunk `begin`. It merges with left neighbours of as many chunks, and at
+    // the end with all; `begin` without its lowest bit is where the neighbour begins.
+    int begin = chunk;
+#pragma unroll 1
+    for (int size = 1; is_last ? begin != 0 : (begin & size) != 0; size *= 2) {
+      merge(waiting[0], merged, begin * kPartsInFlight);
+      merged = waiting[0];
+      begin &= begin - 1;
 #pragma unroll
-    for (int level = 0; level < kLevels; ++level) {
-      const bool waits = num_chunks >> level & 1;
-      if (carries && waits) {
-        merge(merged[level], state, (num_chunks >> level << level) * kPartsInFlight);
-        state = merged[level];
-      } else if (carries) {
-        merged[level] = state;
-        carries = false;
-      }
+      for (int i = 0; i + 1 < kMost; ++i) waiting[i] = waiting[i + 1];
     }
-  }
-  State result;
-  bool any = false;
 #pragma unroll
-  for (int level = 0; level < kLevels; ++level) {
-    if ((num_chunks >> level & 1) == 0) continue;
-    if (any) merge(merged[level], result, (num_chunks >> level << level) * kPartsInFlight);
-    result = merged[level];
-    any = true;
+    for (int i = kMost - 1; i > 0; --i) waiting[i] = waiting[i - 1];
+    waiting[0] = merged;
   }
-  return result;
+  return merged;
 }
 
 }  // namespace tree_attention::cuda

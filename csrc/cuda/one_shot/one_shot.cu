@@ -11,9 +11,6 @@ namespace tree_attention::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-// Levels of merge_parts, whose chunks hold kPartsInFlight ranks each.
-constexpr int kMergeLevels = 2;
-static_assert(kOneShotMaxRanks < kPartsInFlight << kMergeLevels);
 static_assert(kOneShotMaxRanks <= 32);  // a warp waits for all ranks
 // Polls of a flag between two looks at the deadline and at the abort word. A poll takes most of a
 // microsecond; those words are in host memory, which is further away.
@@ -117,7 +114,7 @@ class Exchange {
         return chunk.merge_all(first, p_.world_size, merge_into);
       };
       store<Out>(row, column,
-                 merge_parts<kMergeLevels, State>(p_.world_size, merge_chunk, merge_into));
+                 merge_parts<kOneShotMaxRanks, State>(p_.world_size, merge_chunk, merge_into));
     }
   }
 
