@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -189,6 +190,56 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
     next(tmp_path.glob("*.safetensors")).write_bytes(b"1234")
     with pytest.raises(ValueError, match="its safetensors files cannot be read: unpack requires"):
+        find_model(str(tmp_path))
+
+
+DEEP = b"[" * 100_000
+HEADERS = {
+    **{f"a length of {length}": (length, b"{}") for length in (3, 1 << 40, 1 << 62, (1 << 64) - 1)},
+    **{
+        text.decode()[:40]: (len(text), text)
+        for text in (
+            *(b"[]", b"null", b"3", b'{"a": 3}', DEEP),
+            *(
+                b'{"a": {"data_offsets": %b}}' % offsets
+                for offsets in (b"null", b'["0", "4"]', b"[4, 0]", b"[0, NaN]", b"[0, 1e300]")
+            ),
+            b'{"a": {"data_offsets": [0, 1%b]}}' % (b"0" * 400),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_damaged_headers_are_refused_in_one_line(tmp_path: Path, header: str) -> None:
+    tiny_checkpoint(tmp_path)
+    length, text = HEADERS[header]
+    next(tmp_path.glob("*.safetensors")).write_bytes(struct.pack("<Q", length) + text)
+    with pytest.raises(ValueError, match=r"its safetensors files cannot be read: .+\Z"):
+        find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        *("[]", "null", '{"weight_map": []}', '{"weight_map": {"a": 3}}', DEEP.decode()),
+        *(
+            f'{{"weight_map": {{"a": "b"}}, "metadata": {metadata}}}'
+            for metadata in ("null", '{"total_size": -1}', '{"total_size": Infinity}')
+        ),
+    ],
+)
+def test_damaged_indices_are_refused_in_one_line(tmp_path: Path, index: str) -> None:
+    tiny_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"its safetensors files cannot be read: .+\Z"):
+        find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "num_key_value_heads"])
+def test_absurd_sizes_are_refused_in_a_short_line(tmp_path: Path, field: str) -> None:
+    AutoConfig.for_model("llama", **TINY | {field: 10**18}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot be planned: .{3,200}\Z"):
         find_model(str(tmp_path))
 
 

@@ -65,6 +65,8 @@ NAMES = (*NAMED, *CONFIGS)
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _EXPERTS = ".experts"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_HEADER = 100_000_000  # bytes, of which the safetensors library reads no more
+_MAX_SIZE = 1 << 63  # of a file in bytes
 
 
 def find_model(name: str) -> Model:
@@ -100,8 +102,8 @@ def find_model(name: str) -> Model:
         raise ValueError(f"{name}/config.json cannot be read: {_one_line(error)}") from error
     try:
         stored = dict(_stored_bytes(path))
-    except (OSError, ValueError, KeyError, struct.error) as error:
-        reason = _one_line(error) or type(error).__name__
+    except Exception as error:  # damaged files are errors of every kind
+        reason = _one_line(error)
         raise ValueError(f"{name}: its safetensors files cannot be read: {reason}") from error
     return from_config(path.resolve().name, config, stored)
 
@@ -281,18 +283,29 @@ def _stored_bytes(path: Path) -> Iterator[tuple[str, int]]:
         content = json.loads(index.read_text())
         files = [path / file for file in sorted(set(content["weight_map"].values()))]
         if not all(file.is_file() for file in files):
-            yield "", int(content["metadata"]["total_size"])
+            yield "", _checked_size(int(content["metadata"]["total_size"]))
             return
     elif not files[0].is_file():
         return
     for file in files:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
+            most = min(_MAX_HEADER, file.stat().st_size - 8)
+            if length > most:
+                raise ValueError(
+                    f"{file.name} has a header of {length:,} bytes, of at most {most:,}"
+                )
             header = json.loads(opened.read(length))
         header.pop("__metadata__", None)
         for name, tensor in header.items():
             begin, end = tensor["data_offsets"]
-            yield name, end - begin
+            yield name, _checked_size(end - begin)
+
+
+def _checked_size(num_bytes: Any) -> int:
+    if type(num_bytes) is not int or not 0 <= num_bytes <= _MAX_SIZE:
+        raise ValueError(f"{num_bytes} is no size in bytes")
+    return num_bytes
 
 
 def _reason(error: ValueError) -> str:
@@ -301,4 +314,5 @@ def _reason(error: ValueError) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    text = str(error).partition("Exception raised from")[0]  # what follows is a C++ stack
+    return " ".join(text.split()) or type(error).__name__
