@@ -7,6 +7,7 @@ one run, and the states of all blocks are merged in the canonical order of their
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from .ops import (
     merge_states,
     ranges_without_keys,
 )
+from .sharding import ShardLayout
+
+_ALL_SLOTS = 1 << 62  # more than any cache has
 
 
 def decode_by_blocks(
@@ -91,10 +95,28 @@ def check_size(op: str, size: int) -> None:
         raise ValueError(f"{op}: deterministic must be an integer of at least 0, got {size!r}")
 
 
-def _check_cuts(key_layout: tuple[int, ...], seqlen_k: int, size: int) -> None:
+def check_layout(op: str, layout: ShardLayout, size: int) -> None:
+    """Raises ValueError unless no block of `size` slots is on several ranks."""
+    with suppress(ValueError):  # some layouts have no key_layout
+        ranks = range(layout.world_size)
+        if all(_is_cut(layout.key_layout(r), layout.count(r, _ALL_SLOTS), size) for r in ranks):
+            return
+    raise ValueError(
+        f"{op}: with deterministic={size} layout must be a BlockCyclic or a Contiguous that is cut "
+        f"at multiples of {size} slots, got {layout}"
+    )
+
+
+def _is_cut(key_layout: tuple[int, ...], seqlen_k: int, size: int) -> bool:
+    """Whether a rank's keys begin, and are cut, at multiples of `size` global slots."""
     first, block, stride = key_layout
     is_one_run = stride == block or seqlen_k <= block
-    if first % size or not (is_one_run or (block % size == 0 and stride % size == 0)):
+    is_cut = first % size == 0 and (is_one_run or (block % size == 0 and stride % size == 0))
+    return seqlen_k == 0 or is_cut
+
+
+def _check_cuts(key_layout: tuple[int, ...], seqlen_k: int, size: int) -> None:
+    if not _is_cut(key_layout, seqlen_k, size):
         raise ValueError(
             f"tree_decode: with deterministic={size} key_layout must cut at multiples of {size} "
             f"global slots, got {key_layout}"

@@ -2,6 +2,7 @@
 """tree_decode(deterministic=n): the same bits for every world size, thread count and batch."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +10,15 @@ import torch
 from distributed import on_ranks, run_ranks
 from faults import AMPLE, SLACK, TIMEOUT, failure
 from helpers import Problem, assert_same_bits, make_problem
-from tree_attention import BlockCyclic, Contiguous, lean_decode, tree_decode
+from tree_attention import (
+    BlockCyclic,
+    Contiguous,
+    ContiguousThenCyclic,
+    ShardLayout,
+    lean_decode,
+    tree_decode,
+)
+from tree_attention.deterministic import check_layout
 from tree_attention.exchange import Communicator, ExchangeError
 
 SIZE = 32
@@ -99,6 +108,31 @@ def test_empty_shards_and_no_keys() -> None:
     problem = make_problem(seqlen_k=0)
     o, lse = tree_decode(problem.q, problem.k, problem.v, deterministic=SIZE)
     assert (o == 0).all() and lse.isneginf().all()
+
+
+@on_ranks(3)
+def test_empty_shards_need_no_cut(rank: int, world_size: int) -> None:
+    problem = make_case("bf16 causal")
+    expected = decode(problem, BlockCyclic(world_size, SIZE), rank)
+    assert_same_bits(decode(problem, Contiguous((0, 0, 500, 500)), rank), expected)
+
+
+@pytest.mark.parametrize(
+    "layout, is_cut",
+    [
+        (BlockCyclic(2, 64), True),
+        (BlockCyclic(2, 48), False),
+        (BlockCyclic(1, 48), True),
+        (Contiguous((0, 64, 500)), True),
+        (Contiguous((0, 48, 500)), False),
+        (Contiguous((0, 500, 500)), True),
+        (ContiguousThenCyclic((0, 64, 128), 64), False),
+    ],
+)
+def test_layouts_are_cut_between_blocks(layout: ShardLayout, is_cut: bool) -> None:
+    refused = pytest.raises(ValueError, match=r"TreeCache: .* at multiples of 32 slots, got \w+\(")
+    with nullcontext() if is_cut else refused:
+        check_layout("TreeCache", layout, SIZE)
 
 
 def test_pages() -> None:

@@ -12,7 +12,7 @@ from distributed import run_ranks
 pytest.importorskip("transformers")
 
 from hf_models import make_model, make_prompts
-from tree_attention import BlockCyclic, hf
+from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, hf
 
 SIZE = 8  # prompts have 37 slots
 OPTIONS = {
@@ -47,6 +47,19 @@ def test_same_tokens_and_logits_for_every_world(case: str) -> None:
             assert all(map(torch.equal, result, expected))
 
 
+def generate_contiguous(rank: int, world_size: int) -> tuple[Tensor, ...]:
+    bounds = (*range(0, 2 * SIZE * world_size, 2 * SIZE), 208)
+    options = {"layout": Contiguous(bounds), "deterministic": SIZE}
+    return generate(rank, world_size, "llama", options)
+
+
+def test_room_that_is_not_in_use_is_no_block() -> None:
+    """Buffers grow by more slots than the first rank of a contiguous layout has."""
+    expected = run_ranks(generate_contiguous, 1)[0]
+    for result in run_ranks(generate_contiguous, 2):
+        assert all(map(torch.equal, result, expected))
+
+
 def test_otherwise_logits_depend_on_the_world() -> None:
     """What the option is for."""
     layouts = {n: {"layout": BlockCyclic(n, SIZE)} for n in (1, 2)}
@@ -68,6 +81,11 @@ def test_a_resharded_cache_stays_deterministic() -> None:
     "name, options, message",
     [
         ("llama", {"deterministic": -1}, "TreeCache: deterministic must be an integer of at least"),
+        (
+            "llama",
+            {"deterministic": 8, "layout": ContiguousThenCyclic((0, 16), 16)},
+            "TreeCache: with deterministic=8 layout must be a BlockCyclic or a Contiguous that is",
+        ),
         ("llama", {"deterministic": 8, "prefill": "split"}, "prefill must be 'auto' or 'replicat"),
         (
             "mistral_window",

@@ -122,7 +122,11 @@ def _over_shard(
                 "model that was enabled with it, or with prefill='replicated'"
             )
         return attend(deal, query, layer, ranges, out_dtype, keywords)
-    keys, values, scales = layer.operands(layer.buffers())
+    buffers = layer.buffers()
+    if shard.deterministic:  # what buffers have room for may be another rank's blocks
+        in_use = shard.count(layer.kv_length)
+        buffers = {name: x[:, :, :in_use] for name, x in buffers.items()}
+    keys, values, scales = layer.operands(buffers)
     keywords = {**keywords, **scales}
     if shard.world_size == 1 and not shard.deterministic:
         whole = ranges.whole(layer.dropped)

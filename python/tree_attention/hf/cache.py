@@ -58,7 +58,7 @@ class TreeCache(Cache):
         ValueError: the layers of the model cache anything but keys and values, latents or states of
             their own, `layout` is for another world size or ends before `max_length`, there is no
             such kv_dtype or strategy, `growth` or `max_length` is below 1, or `deterministic` is
-            below 0 or not for these layers.
+            below 0 or not for these layers or this layout.
     """
 
     layers: list[Any]

@@ -76,7 +76,7 @@ def enable(
         ValueError: the model has no `generate`, its attention cannot be chosen, its layers cache
             anything but keys and values, latents or states of their own, `prefill` is "split" and
             the tokens of this model cannot be dealt, `deterministic` is given with "split", split
-            weights or layers that it is not for, or an argument is out of range.
+            weights, or a layout or layers that it is not for, or an argument is out of range.
     """
     if prefill_chunk_size is not None and prefill_chunk_size < 1:
         raise ValueError(f"enable: prefill_chunk_size must be at least 1, got {prefill_chunk_size}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..deterministic import check_size
+from ..deterministic import check_layout, check_size
 from ..exchange import DEFAULT_TIMEOUT, Communicator, check_options, get_communicator
 from ..exchange.agreement import Signature
 from ..sharding import BlockCyclic, Contiguous, ShardLayout
@@ -48,6 +48,8 @@ class Shard:
                 f"TreeCache: layout must have the group's world size {self.world_size}, "
                 f"got one of {self.layout.world_size}"
             )
+        if deterministic:
+            check_layout("TreeCache", layout, deterministic)
         check_options("TreeCache", strategy)
         self.strategy, self.deterministic = strategy, deterministic
         self.timeout = self.comm.seconds_of("TreeCache", timeout)
