@@ -63,11 +63,14 @@ def global_tokens(slots: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
         `[batch, seqlen_q, len(ranges), 2]`.
 
     Raises:
-        ValueError: there is no range, or `slots` are not integers `[batch, seqlen_q]`.
+        ValueError: there is no range, a bound is no integer, or `slots` are not integers
+            `[batch, seqlen_q]`.
 
     Source: global attention, Longformer (arXiv:2004.05150), section 3.1.
     """
     slots = checked_slots("global_tokens", slots, **{"the number of ranges": len(ranges)})
+    if any(isinstance(bound, float) for bounds in ranges for bound in bounds):
+        raise ValueError(f"global_tokens: ranges must be of integers, got {list(ranges)}")
     is_global = torch.stack([(begin <= slots) & (slots < end) for begin, end in ranges]).any(0)
     begins = [torch.where(is_global, 0, begin) for begin, _ in ranges]
     ends = [torch.where(is_global, slots + 1, end) for _, end in ranges]
@@ -168,14 +171,13 @@ def page_lists(
     Raises:
         ValueError: a tensor has another shape or no integers, or `page_size` is below 1.
     """
-    batch, pages = page_table.shape[0], page_table.shape[-1]
-    if page_size < 1:
-        raise ValueError(f"page_lists: page_size must be at least 1, got {page_size}")
-    if page_table.dim() not in (2, 3):
+    _check_sizes("page_lists", page_size=page_size)
+    if not _are_integers(page_table) or page_table.dim() not in (2, 3):
         raise ValueError(
-            "page_lists: page_table must have shape [batch, pages] or [batch, num_heads_kv, "
-            f"pages], got {list(page_table.shape)}"
+            "page_lists: page_table must be integers of shape [batch, pages] or [batch, "
+            f"num_heads_kv, pages], got {page_table.dtype} of shape {list(page_table.shape)}"
         )
+    batch, pages = page_table.shape[0], page_table.shape[-1]
     if not _are_integers(page_ranges) or page_ranges.shape != (
         batch,
         1,
@@ -230,10 +232,15 @@ def checked_slots(function: str, slots: Tensor, **sizes: int) -> Tensor:
             f"{function}: slots must be integers of shape [batch, seqlen_q], got {slots.dtype} of "
             f"shape {list(slots.shape)}"
         )
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{function}: {name} must be at least 1, got {size}")
+    _check_sizes(function, **sizes)
     return slots.long()
+
+
+def _check_sizes(function: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        # Slots less a float are of float32, which has not every integer.
+        if isinstance(size, bool | float) or size < 1:
+            raise ValueError(f"{function}: {name} must be an integer of at least 1, got {size}")
 
 
 def _are_integers(x: Tensor) -> bool:
