@@ -103,7 +103,7 @@ def extrapolated(rows: Sequence[Row], prompt: int, tokens: int) -> Row:
     """A row for a prompt that was not run, from those of several.
 
     A prompt takes `a n + b n^2` seconds and a new token after n others `c + d n`; the coefficients
-    have the least squares of relative errors.
+    are at least 0 and have the least squares of relative errors.
     """
     prefills, totals = {}, {}
     for name in (OURS, THEIRS):
@@ -119,8 +119,14 @@ def extrapolated(rows: Sequence[Row], prompt: int, tokens: int) -> Row:
 
 
 def _fitted(seconds: Mapping[int, float], powers: Sequence[int]) -> Any:
-    terms = [[n**power / y for power in powers] for n, y in seconds.items()]
-    return np.linalg.lstsq(np.array(terms), np.ones(len(terms)), rcond=None)[0]
+    terms = np.array([[n**power / y for power in powers] for n, y in seconds.items()])
+    fits = []
+    for used in ([0, 1], [0], [1]):
+        fit = np.zeros(2)
+        fit[used] = np.linalg.lstsq(terms[:, used], np.ones(len(terms)), rcond=None)[0]
+        if min(fit) >= 0:  # below 0 is noise, which grows with the prompt
+            fits.append(fit)
+    return min(fits, key=lambda fit: np.linalg.norm(terms @ fit - 1))
 
 
 def _row(

@@ -56,3 +56,14 @@ def test_extrapolation_follows_the_laws_it_names() -> None:
     assert theirs == pytest.approx(2e-3 * 100_000 + 3e-7 * 100_000**2)
     assert row["totals"][shares.OURS] - ours == pytest.approx(999 * (0.01 + 0.0505))
     assert shares.extrapolated(rows, 50_000, 2_000)["published_speedup"] is None
+
+
+def test_extrapolation_is_of_no_negative_time() -> None:
+    """Short prompts, of which the longer one took hardly more, as noise has it."""
+    rows = []
+    for n, first in ((64, 0.030), (128, 0.031)):
+        times = dict.fromkeys((shares.OURS, shares.THEIRS), (first, [0.02 - 1e-5 * n] * 5))
+        rows += shares.rows_of(1, n, [3], times)
+    row = shares.extrapolated(rows, 50_000, 1_000)
+    for name in (shares.OURS, shares.THEIRS):
+        assert 0 < row["prefills"][name] < row["totals"][name]
