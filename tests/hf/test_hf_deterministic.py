@@ -110,3 +110,12 @@ def dealt(rank: int, world_size: int) -> None:
 
 def test_a_dealt_prompt_is_refused() -> None:
     run_ranks(dealt, 2)
+
+
+def test_a_given_cache_is_as_deterministic_as_the_model() -> None:
+    model = hf.enable(make_model("llama"), deterministic=SIZE)
+    cache = hf.TreeCache(model.config, layout=BlockCyclic(1, SIZE))
+    with pytest.raises(ValueError, match="cache has deterministic=0 and the model was enabled wi"):
+        model.generate(**make_prompts(), max_new_tokens=2, past_key_values=cache)
+    cache = hf.TreeCache(model.config, deterministic=SIZE)
+    model.generate(**make_prompts(), max_new_tokens=2, past_key_values=cache)

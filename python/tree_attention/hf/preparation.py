@@ -115,6 +115,12 @@ class Preparation:
                     f"enabled with {self.shard.layout}: call enable(model, layout=...) with the "
                     "cache's, or cache.reshard with the model's"
                 )
+            wanted = self.shard.deterministic
+            if wanted and cache.shard.deterministic != wanted:
+                raise ValueError(
+                    f"generate: the cache has deterministic={cache.shard.deterministic} and the "
+                    f"model was enabled with {wanted}: make or load the cache with it"
+                )
             num_cached, kv_dtype = int(cache.get_seq_length()), cache.kv_dtype
             max_length = cache.max_length
             self._refuse_cached_prompt(num_prompt, num_cached)
