@@ -164,7 +164,11 @@ def _attend_to_blocks(
     ranges = key_ranges.clamp(begins, (begins + size).clamp(max=seqlen_k)).int()
     flat = states.flatten(0, 1)
     out = (flat[..., :-1], flat[..., -1])
-    lean_decode(_repeated(q, num_blocks), k, v, ranges.flatten(0, 1), out=out, **uncut)
+    try:
+        lean_decode(_repeated(q, num_blocks), k, v, ranges.flatten(0, 1), out=out, **uncut)
+    except RuntimeError:  # about a page, of which it says the block and not the caller's sequence
+        lean_decode(q, k, v, key_ranges, **options)
+        raise
     return states
 
 

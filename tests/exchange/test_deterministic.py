@@ -145,6 +145,13 @@ def test_pages() -> None:
     problem.check(*result)
 
 
+def test_an_invalid_page_is_named_by_its_sequence() -> None:
+    problem = make_problem(batch=2, seqlen_k=200, page_size=16)
+    problem.options["page_table"][1, 9] = -1
+    with pytest.raises(RuntimeError, match=r"got -1 for page 9 of sequence 1$"):
+        tree_decode(problem.q, problem.k, problem.v, deterministic=SIZE, **problem.options)
+
+
 @on_ranks(2)
 def test_ranks_that_say_the_same_keys_are_refused(rank: int, world_size: int) -> None:
     problem = make_problem(seqlen_k=64)
