@@ -21,7 +21,7 @@ SOURCES_OF_8_BITS = tuple(
     )
 )
 # More than the largest of them has, which is that of float32 and 256 columns.
-MAX_CODE_BYTES = 120 * 1024
+MAX_CODE_BYTES = 100 * 1024
 
 # By head_dim and rows: instructions per tile of contiguous keys, and of pages.
 TILE_BUDGETS = {"Li64ELi16E": (375, 426), "Li128ELi16E": (340, 392), "Li256ELi16E": (352, 404)}
@@ -45,7 +45,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_no_local_memory(kernels):
     """Neither spills nor arrays that are indexed at run time, but for a few registers of the kernel
     with the most rows and columns (test_cuda_resources.py)."""
-    most = {k.name: 24 if "Li128ELi128E" in k.name else 0 for k in kernels}
+    most = {k.name: 28 if "Li128ELi128E" in k.name else 0 for k in kernels}
     assert [k.name for k in kernels if k.count(r"LDL|STL") > most[k.name]] == []
 
 
