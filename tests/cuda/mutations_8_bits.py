@@ -54,9 +54,7 @@ OF_8_BITS = [
         "scales + 8 * n + threadIdx.x % 4 * 2",
         "scales + 8 * n + (threadIdx.x + 1) % 4 * 2",
     ),
-    of_8_bits(
-        "weights are too large for float16", "scales.cuh", "kLeast - 2.0f", "kLeast - 12.0f"
-    ),
+    of_8_bits("weights are too large for float16", "scales.cuh", "kLeast - 2.0f", "kLeast - 12.0f"),
     of_8_bits("negative scales have no magnitude", "scales.cuh", "lg2(fabsf(scale))", "lg2(scale)"),
     of_8_bits(
         "queries are too large for float16",
