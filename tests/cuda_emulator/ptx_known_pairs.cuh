@@ -91,7 +91,7 @@ __global__ void float8_kernel(const Params p) {
 
 // The bits of float16 for a float8 without a sign that is not NaN.
 inline uint32_t float16_of_float8(uint32_t byte) {
-  if (byte >= 8) return (byte >> 3) + 8 << 10 | (byte & 7) << 7;
+  if (byte >= 8) return ((byte >> 3) + 8) << 10 | (byte & 7) << 7;
   uint32_t exponent = 9, digits = byte << 7;  // subnormal, but not in float16
   if (byte == 0) return 0;
   for (; digits < 1 << 10; digits *= 2) --exponent;
