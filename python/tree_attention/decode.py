@@ -134,6 +134,7 @@ def tree_decode(
                 f"tree_decode: overlap must be an integer of at least 1, got {overlap}"
             )
         exchange = ExchangeOptions(strategy, out_dtype or q.dtype, payload_dtype, head_sharded)
+        check_size("tree_decode", deterministic)
         if deterministic:
             _check_deterministic(deterministic, exchange, overlap, q)
         # lean_decode refuses tensors of other dimensions.
@@ -170,7 +171,6 @@ def tree_decode(
 
 
 def _check_deterministic(size: int, exchange: ExchangeOptions, overlap: int, q: Tensor) -> None:
-    check_size("tree_decode", size)
     given = {
         "strategy": (exchange.strategy, "auto"),
         "payload_dtype": (exchange.payload_dtype, torch.float32),

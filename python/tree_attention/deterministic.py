@@ -90,9 +90,11 @@ def decode_by_blocks(
 
 
 def check_size(op: str, size: int) -> None:
-    """Raises ValueError unless `size` is an integer of at least 0."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise ValueError(f"{op}: deterministic must be an integer of at least 0, got {size!r}")
+    """Raises ValueError unless `size` is an integer from 0 to _ALL_SLOTS."""
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= _ALL_SLOTS:
+        raise ValueError(
+            f"{op}: deterministic must be an integer from 0 to {_ALL_SLOTS}, got {size!r}"
+        )
 
 
 def check_layout(op: str, layout: ShardLayout, size: int) -> None:

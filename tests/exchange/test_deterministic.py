@@ -233,8 +233,10 @@ def test_what_lean_decode_refuses(options: dict, message: str) -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"deterministic": -1}, "deterministic must be an integer of at least 0, got -1"),
-        ({"deterministic": True}, "deterministic must be an integer of at least 0, got True"),
+        ({"deterministic": -1}, "must be an integer from 0 to 4611686018427387904, got -1"),
+        ({"deterministic": True}, "must be an integer from 0 to .*, got True"),
+        ({"deterministic": None}, "must be an integer from 0 to .*, got None"),
+        ({"deterministic": 2**63}, "must be an integer from 0 to .*, got 922337203685"),
         ({"strategy": "butterfly"}, "with deterministic=32 strategy must be auto, got butterfly"),
         ({"payload_dtype": torch.bfloat16}, "payload_dtype must be torch.float32, got torch.bfl"),
         ({"overlap": 2}, "overlap must be 1, got 2"),

@@ -80,7 +80,7 @@ def test_a_resharded_cache_stays_deterministic() -> None:
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("llama", {"deterministic": -1}, "TreeCache: deterministic must be an integer of at least"),
+        ("llama", {"deterministic": -1}, "TreeCache: deterministic must be an integer from 0 to"),
         (
             "llama",
             {"deterministic": 8, "layout": ContiguousThenCyclic((0, 16), 16)},
