@@ -40,7 +40,7 @@ def comparison(
 
 
 def draw(shown: str, report: Report, path: Path) -> None:
-    """Published and ours, a pair of bars for each row."""
+    """Published and ours, a pair of bars for each row; nothing published: one bar, from zero."""
     size = (9, 1.4 + 0.3 * len(report.rows))
     with picture(path, size, title=report.title) as ((axes,),):
         for place, key in ((-0.2, "published"), (0.2, "ours")):
@@ -50,8 +50,10 @@ def draw(shown: str, report: Report, path: Path) -> None:
         names = [row["name"] for row in report.rows]
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.invert_yaxis()
-        axes.set(xscale="log", xlabel=shown)
-        axes.legend(fontsize=8)
+        axes.set_xlabel(shown)
+        if any(row["published"] for row in report.rows):
+            axes.set_xscale("log")
+            axes.legend(fontsize=8)
         axes.grid(axis="x", alpha=0.3)
 
 
