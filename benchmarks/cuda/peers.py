@@ -33,7 +33,8 @@ TRITON = "Triton FlashDecoding"
 UNSPLIT, EQUAL_SPLIT, SPIN = "unsplit", "equal splits", "spin-wait"
 # Names of the published schedules by their operators.
 ABLATIONS = {"equal_splits": EQUAL_SPLIT, "waiting_fixup": SPIN}
-# Of the shortest row: 34 are a quarter of two blocks on each multiprocessor of an H200.
+# Numbers of workers that the shortest row tries: 34 are a quarter of two blocks on each of an
+# H200's multiprocessors.
 WORKERS = {f"{n} workers": n for n in (34, 68, 136, 264)}
 # Our own kernel with another schedule is no peer.
 SCHEDULES = (UNSPLIT, *ABLATIONS.values(), *WORKERS)

@@ -127,7 +127,7 @@ class Prediction:
 
 
 def instructions(case: CudaCase, tile: Tile, code: Code) -> float:
-    """Of one warp for one tile."""
+    """How many instructions one warp executes for one tile."""
     quarter = 4 / tile.warps
     steps = tile.keys * tile.row_groups // tile.warps / 16
     addresses = code.addresses + (code.page_addresses if case.page_size else 0)
@@ -176,7 +176,7 @@ def predict(case: CudaCase, code: Code = NOW, machine: Machine = H200) -> Predic
 
 
 def shapes() -> list[CudaCase]:
-    """Of the benchmark's, the quick ones and those that other parts of a multiprocessor bound."""
+    """The benchmark's quick cases, and those that other parts of a multiprocessor bound."""
     more = [CudaCase(QUERIES, lengths=(16 * K,) * 8, seqlen_q=n) for n in (8, 16)]
     more += [CudaCase(QUERIES, heads=(64, 8), lengths=(16 * K,) * 8, seqlen_q=16)]
     more += [CudaCase(EIGHT_BITS, kv_dtype="fp8", lengths=(8 * K,) * 8)]

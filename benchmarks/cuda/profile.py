@@ -25,7 +25,7 @@ CASES = [
     CudaCase(PAGES, lengths=(16 * K,) * 8, page_size=16),
     CudaCase(HEADS, heads=(64, 8), lengths=(16 * K,) * 8, seqlen_q=16),
 ]
-# Of the thousand and more: time, bytes, occupancy, and what warps wait for.
+# Metrics that are read, of more than a thousand: time, bytes, occupancy, and what warps wait for.
 CHOSEN = re.compile(
     r"gpu__time_duration\.sum|dram__(bytes_read\.sum|throughput\.avg)|lts__t_sector_hit_rate"
     r"|launch__|sm__(throughput|warps_active)\.avg|smsp__(issue_active\.avg|inst_executed\.sum)"

@@ -38,7 +38,7 @@ def play(case: Case, rank: int) -> str:
     module = importlib.import_module(f"adversary.{case.part}")
     try:
         return module.play(case, rank)
-    except Exception:
+    except Exception:  # whatever a case raises is a finding, and other ranks must be told of it
         return _FAULT + traceback.format_exc()
 
 

@@ -38,7 +38,7 @@ void run(const DecodeParams& p) {
   C10_CUDA_CHECK(launch(p, plan, workspace, stream));
 }
 
-// Of several ranges of a query, which are not compared.
+// Refuses several ranges of a query: the ablations compare schedules for one.
 void refuse_merge(const MergeParams&) {
   TORCH_CHECK(false, "lean_decode's ablations take one range of keys for each query");
 }

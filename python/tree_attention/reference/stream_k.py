@@ -19,6 +19,7 @@ lists of iteration numbers, with which `outcome` says what the arithmetic does a
 | `Balanced` | g I / G to (g + 1) I / G | the same, for shares that differ by at most one |
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(ABC):
     """`outputs` output tiles of `tile_iters` (C_n) iterations each over `ctas` (G) workers."""
 
     outputs: int
@@ -44,13 +45,13 @@ class Schedule:
         """How many CTAs are launched."""
         return self.ctas
 
+    @abstractmethod
     def start(self, cta: int) -> int:
         """The first iteration of a CTA, and the end of the one before it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def last_cta(self, tile_iter_end: int) -> int:
         """The last CTA whose part belongs to the output tile that ends before `tile_iter_end`."""
-        raise NotImplementedError
 
 
 class AsPrinted(Schedule):
