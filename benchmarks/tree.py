@@ -54,9 +54,6 @@ from tree_attention.exchange.strategies import STRATEGIES
 from tree_attention.reference.accuracy import check_against_float64, digest
 
 AUTO, RING, LOCAL = "auto", "ring", "local attention only"
-# Where a call has enough sequences: the exchange of one part beside the attention of the next.
-PARTS = 4
-OVERLAPPED = f"{AUTO}, overlap={PARTS}"
 
 
 @dataclass(frozen=True)
@@ -167,8 +164,6 @@ def run_case(case: ShardedCase, arena: InputArena, seconds: float, ranks: Ranks)
     options: dict[str, dict[str, Any]] = {
         method: {"strategy": method} for method in (*available_strategies(Communicator()), AUTO)
     }
-    if ranks.size > 1 and case.batch >= PARTS:
-        options[OVERLAPPED] = {"overlap": PARTS}
     # One communicator for each: changing the strategy would compare signatures again.
     comms = {method: Communicator() for method in (*options, RING)}
     functions: dict[str, Callable[[int], tuple[Tensor, Tensor]]] = {
@@ -220,11 +215,7 @@ def run_case(case: ShardedCase, arena: InputArena, seconds: float, ranks: Ranks)
         "world_size": ranks.size,
         "times": {name: sample.to_json() for name, sample in slowest.items()},
         "bytes_per_rank": {name: max(ranks.gather(n)) for name, n in bytes_sent.items()},
-        "predicted_bytes": {
-            name: predicted_bytes(case, name, comms[AUTO])
-            for name in functions
-            if name != OVERLAPPED
-        },
+        "predicted_bytes": {name: predicted_bytes(case, name, comms[AUTO]) for name in functions},
         "peak_memory": {name: most(ranks.gather(peak)) for name, peak in peaks.items()},
         "accuracy": accuracy,
         "ranks_agree": agree,
@@ -276,7 +267,6 @@ def run(
         rows = [run_case(case, arena, seconds, ranks) for case in shown(progress, cases)]
     summary = [world_of(ranks)] if ranks.size > 1 else []
     summary += [f"{row['name']}: {row['auto']}" for row in rows if row["auto"]]
-    summary += [overlap_of(row) for row in rows if OVERLAPPED in row["times"]]
     pinned = ranks.gather(cpus)
     header = environment(
         **{
@@ -310,22 +300,13 @@ def world_of(ranks: Ranks) -> str:
     return f"{comm.topology}: {hosts_of(ranks.gather(platform.node()))}; {links}"
 
 
-def overlap_of(row: dict[str, Any]) -> str:
-    whole, overlapped = (row["times"][name]["median_us"] for name in (AUTO, OVERLAPPED))
-    return (
-        f"{row['name']}: exchanging {PARTS} parts while others compute is "
-        f"{whole / overlapped:.2f} times as fast as one exchange"
-    )
-
-
 NOTES = (
     "A row is named dtype, query/kv heads, head_dim, batch, keys of all ranks together, spread "
     "block-cyclically. Each call is timed on every rank and the slowest counts; medians of "
     "alternating calls, p10 and p90 are in the JSON file. Inputs are cold.",
     "Within a node, strategies exchange in shared memory; rings and all-reduces go through the "
     "process group everywhere.",
-    "auto is tree_decode's default. overlap: the batch is cut into parts, of which one is "
-    "exchanged while the next computes.",
+    "auto is tree_decode's default.",
     "Bytes are what one rank sends per call, counted where they are sent. With p ranks, r = batch "
     "* query heads and d = head_dim: all_gather (p-1) * 4r(d+1); three_allreduce, of which Gloo "
     "makes rings of 2(p-1) steps, 2(p-1)/p * 4r(d+2); ring K and V of every shard but the next "

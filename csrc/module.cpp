@@ -2,13 +2,8 @@
 //
 // The functions of the module that are not tensor operators. Importing the module registers the
 // operators of ops.cpp.
-#include <ATen/Parallel.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #include <memory>
 #include <tuple>
@@ -100,12 +95,4 @@ PYBIND11_MODULE(_C, m) {
 #else
   m.def("reset_workspaces", [] {});
 #endif
-  // Parallel loops of the calling thread stay in it from now on. torch.set_num_threads would also
-  // hold for every thread that starts later.
-  m.def("use_one_thread", [] {
-    at::get_num_threads();  // without it the thread's first loop would set the number anew
-#ifdef _OPENMP
-    omp_set_num_threads(1);
-#endif
-  });
 }

@@ -51,7 +51,7 @@ NOTES = (
     "result is checked. What travels is real.",
     "auto: tree_decode's default strategy, with the table that `python -m tree_attention "
     "calibrate` measured on the same configuration just before; the name says what it took.",
-    "three_allreduce and max_then_sum are sums by Gloo, whose all-reduce is a ring of 2(p-1) "
+    "three_allreduce is sums by Gloo, whose all-reduce is a ring of 2(p-1) "
     "steps. Tree Attention counts on a tree of log p, which NCCL has and Gloo has not.",
     "Bytes and rounds (collectives and rounds of messages) are counted on the rank that has most; "
     "bytes equal the strategy's own formula, or the row is WRONG; wire is what left the host's "

@@ -23,7 +23,6 @@ from .ops import (
     lean_decode,
     takes_attention_options,
 )
-from .overlap import Parts, decode_in_parts
 
 
 @takes_attention_options
@@ -38,7 +37,6 @@ def tree_decode(
     out_dtype: torch.dtype | None = None,
     payload_dtype: torch.dtype = torch.float32,
     head_sharded: bool = False,
-    overlap: int = 1,
     deterministic: int = 0,
     explain: bool = False,
     timeout: float | timedelta | None = None,
@@ -67,20 +65,15 @@ def tree_decode(
             half as much and round every rank's part once.
         head_sharded: return to each rank the heads that `torch.tensor_split` would give it, for
             models whose next layer is split by heads.
-        overlap: into how many parts of sequences, or of heads, the call is cut so that one is
-            exchanged while the next computes; at least 1, which does not overlap. There are never
-            more parts than sequences, or heads of keys.
         deterministic: 0, the default, or a number of global slots, for example 4096. The bits are
             then the same for every number of ranks, of threads and of other sequences in the batch,
             on CPUs with the same instruction set. Keys are cut at multiples of so many slots, each
             rank's key_layout must cut there too, and ranks send a state for each of these blocks.
             A query has as many ranges on every rank.
-            Only with strategy "auto" and a float32 payload, on the CPU, without head_sharded and
-            overlap.
+            Only with strategy "auto" and a float32 payload, on the CPU, without head_sharded.
         explain: print on rank 0 which strategy was taken, and the row of a table that decided.
         timeout: seconds, or a `datetime.timedelta`, in which an exchange returns or raises, 30
-            unless the communicator says otherwise. Each part has as many. A number where
-            torch.compile traces the call.
+            unless the communicator says otherwise. A number where torch.compile traces the call.
         softmax_scale, softcap, alibi_slopes, query_positions, key_layout, page_table, k_scale,
             v_scale, num_workers: see `AttentionOptions`; key_layout, page_table and the scales are
             this rank's.
@@ -93,14 +86,12 @@ def tree_decode(
 
     Raises:
         ValueError: there is no such strategy, payload_dtype or out_dtype, the strategy cannot do
-            what the options ask for, overlap is below 1, or timeout is not above 0. Nothing was
-            sent.
+            what the options ask for, or timeout is not above 0. Nothing was sent.
         TypeError: q, k_local or v_local is no tensor, there is no such keyword argument, or timeout
             is neither a number nor a timedelta.
         RuntimeError: `lean_decode` refuses an argument. Nothing was sent.
-        ExchangeError: a rank was lost, stalled, or called with other arguments; another thread uses
-            the group (see `Communicator`); or a page_table has an invalid page in a part after the
-            first, which is found when parts have been sent.
+        ExchangeError: a rank was lost, stalled, or called with other arguments; or another thread
+            uses the group (see `Communicator`).
 
     Source: Tree Attention (arXiv:2408.04093), Algorithm 3.
     """
@@ -116,7 +107,6 @@ def tree_decode(
             out_dtype=out_dtype,
             payload_dtype=payload_dtype,
             head_sharded=head_sharded,
-            overlap=overlap,
             deterministic=deterministic,
             explain=explain,
             timeout=timeout,
@@ -129,14 +119,10 @@ def tree_decode(
         check_option_names("tree_decode", options)
         check_options("tree_decode", strategy, payload_dtype, head_sharded, out_dtype)
         seconds = comm.seconds_of("tree_decode", timeout)
-        if isinstance(overlap, bool) or not isinstance(overlap, int) or overlap < 1:
-            raise ValueError(
-                f"tree_decode: overlap must be an integer of at least 1, got {overlap}"
-            )
         exchange = ExchangeOptions(strategy, out_dtype or q.dtype, payload_dtype, head_sharded)
         check_size("tree_decode", deterministic)
         if deterministic:
-            _check_deterministic(deterministic, exchange, overlap, q)
+            _check_deterministic(deterministic, exchange, q)
         # lean_decode refuses tensors of other dimensions.
         is_refused = any(x.dim() != 4 for x in (q, k_local, v_local))
         if is_refused or (comm.world_size == 1 and not deterministic):
@@ -150,19 +136,10 @@ def tree_decode(
         ("num_heads_kv", k_local.shape[1]),
         ("head_dim", q.shape[3]),
         *fields_of_options(options),
-        ("overlap", overlap),
     )
     batch, num_heads_q, seqlen_q, _ = q.shape
     shape = (batch, num_heads_q, seqlen_q, v_local.shape[3])
     with comm.turn("tree_decode"):
-        if overlap > 1:
-            arguments = {"q": q, "k": k_local, "v": v_local, "key_ranges": key_ranges, **options}
-            parts = Parts.of(arguments, overlap, head_sharded)
-            signature += (("number of parts", len(parts)),)
-            if len(parts) > 1:
-                return decode_in_parts(
-                    comm, parts, arguments, exchange, signature, explain, seconds
-                )
         with comm.before_call():
             state = comm.state(shape, q.device, payload_dtype)
             lean_decode(q, k_local, v_local, key_ranges, out=(state.o, state.lse), **options)
@@ -170,12 +147,11 @@ def tree_decode(
         return comm.merge("tree_decode", signature, state, exchange, seconds, explain=explain)
 
 
-def _check_deterministic(size: int, exchange: ExchangeOptions, overlap: int, q: Tensor) -> None:
+def _check_deterministic(size: int, exchange: ExchangeOptions, q: Tensor) -> None:
     given = {
         "strategy": (exchange.strategy, "auto"),
         "payload_dtype": (exchange.payload_dtype, torch.float32),
         "head_sharded": (exchange.head_sharded, False),
-        "overlap": (overlap, 1),
         "the device": (q.device.type, "cpu"),
     }
     for name, (value, needed) in given.items():
@@ -210,7 +186,7 @@ def _fake(
 _in_graph = add_collective(
     "tree_decode(Tensor q, Tensor k_local, Tensor v_local, Tensor? key_ranges, str group, *, "
     "str strategy, ScalarType? out_dtype, ScalarType payload_dtype, bool head_sharded, "
-    "int overlap, int deterministic, bool explain, float? timeout, float? softmax_scale=None, "
+    "int deterministic, bool explain, float? timeout, float? softmax_scale=None, "
     "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? query_positions=None, "
     "int[] key_layout=[0, 1, 1], Tensor? page_table=None, Tensor? k_scale=None, "
     "Tensor? v_scale=None, int num_workers=0) -> (Tensor o, Tensor lse)",

@@ -44,7 +44,7 @@ def _draw_call(
         arguments = {"o": torch.ones(1, 2, 1, 8), "lse": torch.zeros(1, 2, 1)}
         return op, arguments, spoils.STATES + spoils.TREE
     problem = draw_problem(rng)
-    table = spoils.DECODE + (spoils.TREE + spoils.OVERLAP if op == "tree_decode" else [])
+    table = spoils.DECODE + (spoils.TREE if op == "tree_decode" else [])
     return op, decode_arguments(problem), table
 
 
@@ -117,7 +117,6 @@ _DIFFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "strategy": ("tree_decode", {"strategy": "three_allreduce"}),
     "payload_dtype": ("tree_decode", {"payload_dtype": torch.bfloat16}),
     "head_sharded": ("tree_decode", {"head_sharded": True}),
-    "overlap": ("tree_decode", {"overlap": 2}),
     "seqlen_q": ("tree_decode", {"q": torch.ones(2, 2, 3, 8)}),
     "a query more in a ring": ("ring_pass_q_decode", {"q": torch.ones(2, 2, 3, 8)}),
     "heads of q": ("tree_decode", {"q": torch.ones(2, 4, 1, 8)}),

@@ -71,7 +71,7 @@ def _decode(rng: Random) -> str:
     if wrong:
         table = spoils.DECODE + (spoils.OUT_DTYPE if op == "lean_decode" else [])
         if op == "tree_decode":
-            table = table + spoils.TREE + spoils.OVERLAP
+            table = table + spoils.TREE
         spoil = spoils.draw(rng, table, arguments)
         more, out_dtype = {}, None
     if into:

@@ -63,7 +63,7 @@ def _decode(case: Case, here: Place) -> str:
     local.options["num_workers"] = own_rng.choice([0, 1, 3])
     more: dict[str, Any] = {}
     if op == "tree_decode":
-        more = _tree_options(rng) | {"overlap": rng.choice([1, 1, 2, 3])}
+        more = _tree_options(rng)
     group = rng.choice([here.comm, here.comm, here.group, "new", None])
     with surroundings(rng.choice(SURROUNDINGS)):
         if group == "new":
@@ -156,7 +156,7 @@ def _compiled(case: Case, here: Place) -> str:
     problem = Problem(torch.randn(batch, 4, 1, 8), *torch.randn(2, batch, 2, length, 8))
     local = problem.shard(draw_layout(rng, here.world_size, length), here.rank)
     options = _tree_options(rng) | {"payload_dtype": torch.float32, "head_sharded": False}
-    options |= {"group": rng.choice([here.comm, None]), "overlap": rng.choice([1, 2])}
+    options |= {"group": rng.choice([here.comm, None])}
     options["timeout"] = rng.choice([None, AMPLE])  # a graph holds no timedelta
 
     def decode(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -151,7 +151,6 @@ TREE = [
     *_values("payload_dtype", torch.float16, torch.float64, torch.int8, "bfloat16", None, 1),
     *_values("group", "world", 1, object()),
 ]
-OVERLAP = _values("overlap", 0, -1, 1.5, "2", None, True)
 
 # Of all_merge_states and, with their own names, of merge_states.
 STATES = [

@@ -118,7 +118,7 @@ def test_links_between_ranks(tmp_path: Path) -> None:
             relay.cut(0, 1)
             relay.cut(0, 2)
 
-        assert_all_failed(ranks.exchange("max_then_sum", 0.8, cut_off_the_store))
+        assert_all_failed(ranks.exchange("three_allreduce", 0.8, cut_off_the_store))
         for host in (1, 2):
             relay.mend(0, host)
         ranks.close()

@@ -36,7 +36,7 @@ def test_tree_report_counts_the_bytes_of_its_formulas(world_size: int, tmp_path:
     for row in rows:
         assert all(row["ranks_agree"].values())
         manifests = MANIFEST_BYTES * (world_size - 1)
-        assert {"all_gather", "max_then_sum", tree.AUTO, tree.RING} <= set(row["bytes_per_rank"])
+        assert {"all_gather", "three_allreduce", tree.AUTO, tree.RING} <= set(row["bytes_per_rank"])
         for method, count in row["bytes_per_rank"].items():
             predicted = row["predicted_bytes"][method] + (manifests if method == tree.RING else 0)
             assert abs(count - predicted) <= 2, method  # an all-reduce may not divide evenly
@@ -83,23 +83,6 @@ def test_the_choice_is_told_with_its_reason(tmp_path: Path) -> None:
     (text,) = set(run_ranks(choice, 3, str(tmp_path / "costs.json"), fresh=True))
     assert text.startswith("auto takes two_phase for 16,512 bytes")
     assert "measured on these ranks: two_phase 16,125 us, all_gather 32,250 us" in text
-
-
-def overlapped_report(rank: int, world_size: int) -> report.Report:
-    measure.last_level_cache_bytes = lambda: 1 << 16
-    tree.pin_threads = lambda first: []
-    cases = [tree.ShardedCase(64, batch=16)]
-    with Progress(disable=True) as progress:
-        return tree.run(cases, progress, seconds=0.0, local_rank=rank)
-
-
-def test_large_batches_are_also_exchanged_in_parts() -> None:
-    result = run_ranks(overlapped_report, 2, fresh=True)[0]
-    (row,) = result.rows
-    assert tree.OVERLAPPED in row["times"] and not result.wrong
-    assert row["bytes_per_rank"][tree.OVERLAPPED] == row["bytes_per_rank"][tree.AUTO]
-    assert tree.OVERLAPPED not in row["predicted_bytes"]
-    assert f"{row['name']}: exchanging 4 parts while others compute is " in result.summary[-1]
 
 
 def tree_with_a_wrong_rank(rank: int, world_size: int) -> list[str]:

@@ -47,7 +47,7 @@ def decode(rank: int, world_size: int, backend: str, case: str) -> None:
             q, k, v, group=comm, head_sharded=True, out_dtype=torch.bfloat16, **options
         )
         third = tree_decode(
-            q, k, v, group=group, strategy="two_phase", overlap=2, timeout=COMPILING, **options
+            q, k, v, group=group, strategy="two_phase", timeout=COMPILING, **options
         )
         return *first, *second, *third
 
@@ -137,7 +137,7 @@ def test_schemas_and_fakes(rank: int, world_size: int) -> None:
         (
             ops.tree_decode,
             (q, k, k, None, ""),
-            {**exchange, "overlap": 1, "deterministic": 0, "explain": False},
+            {**exchange, "deterministic": 0, "explain": False},
         ),
         (ops.all_merge_states, (o, lse, ""), exchange),
         (ops.all_reduce, (o, ""), {"payload_dtype": None, "timeout": AMPLE}),

@@ -239,7 +239,6 @@ def test_what_lean_decode_refuses(options: dict, message: str) -> None:
         ({"deterministic": 2**63}, "must be an integer from 0 to .*, got 922337203685"),
         ({"strategy": "butterfly"}, "with deterministic=32 strategy must be auto, got butterfly"),
         ({"payload_dtype": torch.bfloat16}, "payload_dtype must be torch.float32, got torch.bfl"),
-        ({"overlap": 2}, "overlap must be 1, got 2"),
         ({"head_sharded": True}, "head_sharded must be False, got True"),
         ({"key_layout": (0, 48, 96)}, r"cut at multiples of 32 global slots, got \(0, 48, 96\)"),
         ({"key_layout": (16, 1, 1)}, r"cut at multiples of 32 global slots, got \(16, 1, 1\)"),

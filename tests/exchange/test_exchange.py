@@ -249,7 +249,7 @@ def test_refused_arguments(rank: int, world_size: int) -> None:
 
 def test_strategies() -> None:
     assert strategies() == (
-        "all_gather", "butterfly", "hierarchical", "max_then_sum", "three_allreduce", "two_phase",
+        "all_gather", "butterfly", "hierarchical", "three_allreduce", "two_phase",
     )  # fmt: skip
     canonical = [name for name in strategies() if STRATEGIES[name].is_canonical]
     assert canonical == ["all_gather", "butterfly", "hierarchical", "two_phase"]

@@ -281,7 +281,7 @@ def abort(rank: int, world_size: int, kind: str, first: bool) -> Outcome:
 
 @pytest.mark.parametrize(
     "kind,first",
-    [("all_gather", True), *((kind, False) for kind in ("all_gather", "max_then_sum", "ring"))],
+    [("all_gather", True), *((kind, False) for kind in ("all_gather", "three_allreduce", "ring"))],
 )
 def test_abort_from_another_thread(kind: str, first: bool) -> None:
     """While signatures are compared, amid messages, amid a collective, and around a ring."""

@@ -111,7 +111,7 @@ def explain_every_strategy(rank: int, world_size: int) -> dict[str, str]:
 def test_explanations_name_shared_memory_where_it_is_used() -> None:
     found, _ = run_ranks(explain_every_strategy, 2)
     through_group = [name for name, text in found.items() if "shared memory" not in text]
-    assert sorted(through_group) == ["max_then_sum", "three_allreduce"]
+    assert sorted(through_group) == ["three_allreduce"]
 
 
 def try_in_vain(rank: int, world_size: int, obstacle: str) -> str:

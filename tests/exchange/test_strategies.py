@@ -226,9 +226,8 @@ def test_bytes_of_collectives(world_size: int, payload: torch.dtype, out: torch.
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_number_of_all_reduces(world_size: int) -> None:
     nodes = "a" * world_size
-    for strategy, number in (("three_allreduce", 3), ("max_then_sum", 2)):
-        results = run_counting(world_size, nodes, strategy, (2, 4, 1, 16), {})
-        assert [calls for calls, _ in results] == [{"allreduce": number}] * world_size
+    results = run_counting(world_size, nodes, "three_allreduce", (2, 4, 1, 16), {})
+    assert [calls for calls, _ in results] == [{"allreduce": 3}] * world_size
 
 
 @pytest.mark.parametrize(
@@ -360,8 +359,8 @@ def test_refused_options(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"payload_dtype must be torch.float32 or torch.bf"):
         comm.all_merge_states(o, lse, payload_dtype=torch.float16)
     asked = "with payload_dtype torch.bfloat16, head_sharded False, strategy must be one of auto, "
-    with pytest.raises(ValueError, match=asked + ".*one_shot, two_phase, got 'max_then_sum'"):
-        comm.all_merge_states(o, lse, strategy="max_then_sum", payload_dtype=BF16)
+    with pytest.raises(ValueError, match=asked + ".*one_shot, two_phase, got 'three_allreduce'"):
+        comm.all_merge_states(o, lse, strategy="three_allreduce", payload_dtype=BF16)
     asked = "with payload_dtype torch.float32, head_sharded True, strategy must be one of auto, "
     with pytest.raises(ValueError, match=asked + "two_phase, got 'all_gather'"):
         comm.all_merge_states(o, lse, strategy="all_gather", head_sharded=True)

@@ -146,7 +146,6 @@ def call_amid(rank: int, world_size: int, call: str) -> tuple[str, float]:
     arguments, _ = problem(0, rank, world_size)
     calls = {
         "tree_decode": lambda: tree_decode(*arguments, group=comm),
-        "overlap": lambda: tree_decode(*arguments, group=comm, overlap=2),
         "ring_decode": lambda: ring_decode(*arguments, group=comm),
         "send_state": lambda: comm.send_state(shape),
         "all_reduce": lambda: comm.all_reduce(torch.ones(3)),
@@ -166,7 +165,6 @@ def call_amid(rank: int, world_size: int, call: str) -> tuple[str, float]:
     "call",
     [
         "tree_decode",
-        "overlap",
         "ring_decode",
         "send_state",
         "all_reduce",
@@ -175,9 +173,8 @@ def call_amid(rank: int, world_size: int, call: str) -> tuple[str, float]:
     ],
 )
 def test_views_of_send_state_are_not_overwritten_by_another_thread(call: str) -> None:
-    op = "tree_decode" if call == "overlap" else call
     for error, seconds in run_ranks(call_amid, 2, call):
-        assert error.startswith(f"{op}: thread 'caller 0' called while thread 'MainThread' has")
+        assert error.startswith(f"{call}: thread 'caller 0' called while thread 'MainThread' has")
         assert seconds < QUICK
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -78,7 +77,7 @@ class Communicator(Calls):
         nodes: Sequence[object] | None = None,
     ) -> None:
         super().__init__(group, timeout, nodes=nodes)
-        self._buffers: defaultdict[int, StateBuffers] = defaultdict(StateBuffers)
+        self._buffers = StateBuffers()
         self._sums, self._gathers = Sums(), Gathers()
         self.name = f"communicator {next(self._numbers)}"
         self.by_name[self.name] = self
@@ -265,13 +264,9 @@ class Communicator(Calls):
         shape: torch.Size | tuple[int, ...],
         device: torch.device,
         payload_dtype: torch.dtype = torch.float32,
-        part: int = 0,
     ) -> State:
-        """The send buffer of an `o` of `shape`, valid until the next exchange.
-
-        Buffers of other parts are in other memory, so that several may be in use.
-        """
-        return self._buffers[part].get(torch.Size(shape), payload_dtype, device)
+        """The send buffer of an `o` of `shape`, valid until the next exchange."""
+        return self._buffers.get(torch.Size(shape), payload_dtype, device)
 
     def outputs(
         self, layout: StateLayout, options: ExchangeOptions, device: torch.device

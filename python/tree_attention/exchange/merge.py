@@ -56,8 +56,8 @@ def all_merge_states(
 
     Returns:
         New tensors: the merged o and the float32 lse, with the same bits on every rank, and those
-        of `merge_states` of the ranks' states for all strategies but "three_allreduce" and
-        "max_then_sum"; `(0, -inf)` for a row that has no keys on any rank.
+        of `merge_states` of the ranks' states for all strategies but "three_allreduce"; `(0, -inf)`
+        for a row that has no keys on any rank.
 
     Raises:
         ValueError: there is no such strategy, it cannot do what the options ask for, or shapes or

@@ -17,8 +17,7 @@ from ..topology import Topology
 from . import Context, Exchange, Strategy, Traffic
 
 
-def prepare(context: Context, *, packed: bool = False) -> Exchange:
-    """`packed`: denominators and numerators in one sum."""
+def prepare(context: Context) -> Exchange:
     link, state = context.link, context.state
     layout = state.layout
     memory = state.buffer("sums", layout.num_bytes).view(torch.float32)
@@ -37,7 +36,7 @@ def prepare(context: Context, *, packed: bool = False) -> Exchange:
         # The o of an empty state may be uninitialised, and 0 * NaN is NaN.
         torch.isneginf(state.lse, out=is_empty)
         numerator.masked_fill_(is_empty[..., None], 0.0)
-        for tensor in (memory,) if packed else (denominator, numerator):
+        for tensor in (denominator, numerator):
             link.all_reduce(tensor, dist.ReduceOp.SUM, deadline)
         torch.log(denominator, out=lse).add_(largest)
         # The rank of the maximum adds 1, so only the denominator of an empty row is below.
