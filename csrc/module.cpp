@@ -4,13 +4,17 @@
 // operators of ops.cpp.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "cpu/decode.h"
+#include "cpu/digest.h"
 #include "cpu/shared_memory.h"
 #ifdef TREE_ATTENTION_WITH_CUDA
 #include "cuda/decode/workspaces.h"
@@ -65,6 +69,29 @@ void define_shared_memory(pybind11::module_& m) {
            });
 }
 
+// Of larger tensors every so manieth row is read, so that an exchange never waits long for it.
+constexpr int64_t kMaxDigestBytes = 64 << 10;
+
+void add_rows(tree_attention::cpu::Digest& digest, const at::Tensor& x) {
+  if (x.numel() * x.element_size() <= kMaxDigestBytes) {
+    const at::Tensor values = x.contiguous();
+    digest.add(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
+    return;
+  }
+  const at::Tensor rows = x.stride(-1) == 1 ? x : x.contiguous();
+  const int64_t row_bytes = rows.size(-1) * rows.element_size();
+  const int64_t num_rows = rows.numel() / rows.size(-1);
+  const int64_t step = (num_rows * row_bytes + kMaxDigestBytes - 1) / kMaxDigestBytes;
+  const char* data = static_cast<const char*>(rows.const_data_ptr());
+  for (int64_t row = 0; row < num_rows; row += step) {
+    int64_t offset = 0, rest = row;
+    for (int64_t dim = rows.dim() - 2; dim >= 0; rest /= rows.size(dim), --dim) {
+      offset += rest % rows.size(dim) * rows.stride(dim);
+    }
+    digest.add(data + offset * rows.element_size(), row_bytes);
+  }
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -85,6 +112,12 @@ PYBIND11_MODULE(_C, m) {
     info["cuda_architectures"] = pybind11::none();
 #endif
     return info;
+  });
+  // Of tensors of the CPU, of one dimension at least. Their values and sizes count, not their strides.
+  m.def("digest", [](const std::vector<at::Tensor>& tensors) {
+    tree_attention::cpu::Digest digest;
+    for (const at::Tensor& x : tensors) add_rows(digest, x);
+    return digest.value();
   });
   m.def("cpu_instruction_set", &tree_attention::cpu::instruction_set);
   m.def("set_cpu_instruction_set", &tree_attention::cpu::set_instruction_set);

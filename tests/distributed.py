@@ -270,7 +270,8 @@ def _rank_main(pipe: Connection, rank: int, world_size: int) -> None:
 def _without_shared_memory() -> AbstractContextManager[object]:
     from tree_attention.exchange import session
 
-    return mock.patch.object(session, "connect", return_value="not in this test")
+    # No Mock, which would keep the arguments of its calls, and with them the group.
+    return mock.patch.object(session, "connect", lambda *_: "not in this test")
 
 
 def _close_all() -> None:

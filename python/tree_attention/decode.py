@@ -21,6 +21,7 @@ from .ops import (
     check_tensors,
     fields_of_options,
     lean_decode,
+    queries_of,
     takes_attention_options,
 )
 
@@ -144,7 +145,15 @@ def tree_decode(
             state = comm.state(shape, q.device, payload_dtype)
             lean_decode(q, k_local, v_local, key_ranges, out=(state.o, state.lse), **options)
             check_state("tree_decode", state.o, state.lse)
-        return comm.merge("tree_decode", signature, state, exchange, seconds, explain=explain)
+        return comm.merge(
+            "tree_decode",
+            signature,
+            state,
+            exchange,
+            seconds,
+            explain=explain,
+            queries=queries_of(q, options),
+        )
 
 
 def _check_deterministic(size: int, exchange: ExchangeOptions, q: Tensor) -> None:

@@ -20,6 +20,7 @@ from .ops import (
     fields_of_options,
     lean_decode,
     merge_states,
+    queries_of,
     ranges_without_keys,
 )
 from .sharding import ShardLayout
@@ -66,8 +67,12 @@ def decode_by_blocks(
         # the signature, which would then be compared in every call.
         place = torch.tensor([[*key_layout, seqlen_k]])
 
+        def gather_places(deadline: float) -> list[list[int]]:
+            return comm.gather(place, (1,) * comm.world_size, 0, deadline).tolist()
+
         def gather(deadline: float) -> tuple[list[int], Tensor]:
-            places = comm.gather(place, (1,) * comm.world_size, 0, deadline).tolist()
+            places = gather_places(deadline)
+            comm.link.check_seal()
             blocks = [_block_numbers(own[:3], own[3], size) for own in places]
             numbers = [number for own in blocks for number in own]
             if len(set(numbers)) < len(numbers):
@@ -77,7 +82,15 @@ def decode_by_blocks(
         if comm.world_size == 1:
             numbers, gathered = _block_numbers(key_layout, seqlen_k, size), states
         else:
-            numbers, gathered = comm.call("tree_decode", signature, gather, seconds, q.device)
+            numbers, gathered = comm.call(
+                "tree_decode",
+                signature,
+                gather,
+                seconds,
+                q.device,
+                door=gather_places,
+                queries=queries_of(q, options),
+            )
         if len(set(numbers)) < len(numbers):
             raise ValueError(
                 f"tree_decode: with deterministic={size} no two ranks may hold keys of one block, "

@@ -97,6 +97,12 @@ def fields_of_options(options: AttentionOptions) -> tuple[tuple[str, object], ..
     )
 
 
+def queries_of(q: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
+    """The tensors whose values all ranks of one call have in common."""
+    positions = options.get("query_positions")
+    return (q,) if positions is None else (q, positions)
+
+
 _digests = WeakIdKeyDictionary()
 
 

@@ -34,7 +34,7 @@ from tree_attention.exchange import (
     get_communicator,
 )
 from tree_attention.exchange import state as exchange_state
-from tree_attention.exchange.state import StateBuffers
+from tree_attention.exchange.state import SEAL_BYTES, StateBuffers
 from tree_attention.exchange.strategies import STRATEGIES
 
 NAN, INF = torch.nan, torch.inf
@@ -113,14 +113,13 @@ def count_collectives(rank: int, world_size: int, strategy: str) -> int:
     group = dist.group.WORLD
     comm = Communicator()
     o, lse = random_states(0, world_size)
-    comm.all_merge_states(o[rank], lse[rank], strategy="two_phase")  # delivery is tested
+    comm.all_merge_states(o[rank], lse[rank], strategy=strategy)  # delivery is tested
     before = group._get_sequence_number_for_group()
     comm.all_merge_states(o[rank], lse[rank], strategy=strategy)
     return group._get_sequence_number_for_group() - before
 
 
 def test_number_of_collectives() -> None:
-    """Comparing signatures takes none, so a new exchange has as many as any other."""
     # Two messages sent and two received: a Gloo all-gather is no collective of the library.
     assert run_ranks(count_collectives, 3, "all_gather", shared_memory=False) == [4] * 3
     assert run_ranks(count_collectives, 3, "three_allreduce") == [3] * 3
@@ -311,7 +310,7 @@ def test_buffers_never_move() -> None:
     for size in range(2, 100):
         state = get(size)
         messages, o_parts, lse_parts = state.parts(3)
-        assert 3 * state.send.nbytes == messages.nbytes == 3 * size * 4 * 9 * 4
+        assert 3 * state.send.nbytes == messages.nbytes == 3 * (size * 4 * 9 * 4 + SEAL_BYTES)
         assert o_parts.shape == (3, size, 4, 1, 8) and lse_parts.shape == (3, size, 4, 1)
         assert get(size) is state
     assert get(1) is not first  # its memory is in use no more, but there

@@ -7,7 +7,6 @@ the communicator's.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import subprocess
@@ -40,6 +39,7 @@ from tree_attention.exchange import Communicator, agreement
 
 def lose_rank(rank: int, world_size: int, victim: int, how: str) -> Outcome:
     comm = Communicator(timeout=TIMEOUT)
+    dist.barrier()
     if rank == victim:
         end_or_stall(how)
     outcome = failure(call, "all_gather", comm)
@@ -140,36 +140,6 @@ def test_rank_that_serves_the_store_stays_until_all_know() -> None:
     for seconds, message in survivors(results):
         assert seconds < QUICK
         assert "softcap is 1.0 on rank 1, 2.0 on rank 0" in message
-
-
-def change_later(rank: int, world_size: int, kind: str, before: int, after: int) -> Outcome:
-    comm = Communicator(timeout=TIMEOUT)
-    for seqlen_q in (after, before):
-        for _ in range(2):
-            call(kind, comm, seqlen_q, timeout=AMPLE)
-    outcome = failure(call, kind, comm, after if rank == 1 else before)
-    assert_refuses_further_use(comm)
-    return outcome
-
-
-@pytest.mark.parametrize(
-    "kind,world_size",
-    [
-        *itertools.product(["all_gather", "three_allreduce", "ring"], [2, 3]),
-        *itertools.product(["two_phase", "hierarchical", "butterfly"], [3]),
-    ],
-)
-@pytest.mark.parametrize("before,after", [(1, 3), (3, 1)])
-def test_shape_changed_on_one_rank(kind: str, world_size: int, before: int, after: int) -> None:
-    """Gloo ends the process of a rank that receives more than it expects."""
-    results = run_ranks(change_later, world_size, kind, before, after, fresh=True)
-    for rank, (seconds, message) in enumerate(results):
-        assert seconds < TIMEOUT + SLACK
-        if rank == 1:
-            assert re.search(r"rank 0 has failed: no answer within|no word from rank", message)
-        elif "no answer within" in message:
-            assert f"(2, 4, {after}, 32) on rank 1" in message
-    assert any("on rank 1" in message for _, message in results)
 
 
 def raise_alone(rank: int, world_size: int, where: str) -> Outcome:

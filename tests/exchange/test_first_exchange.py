@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from distributed import on_ranks, run_ranks
+from distributed import on_ranks, run_ranks, start_process
 from fake_device import fake_cuda
 from helpers import assert_same_bits
 from test_exchange import INF, State, random_states
@@ -161,3 +163,27 @@ def test_digest_of_the_test_merge() -> None:
     assert digest(cpu) == merge_digest(cpu) == expected
     with mock.patch.object(self_test, "merge_states", rounds_up):
         assert digest(cpu) != expected
+
+
+def join_and_exchange(rank: int, stores: list[str]) -> None:
+    """In one group after the other, by a file that is the store of each."""
+    torch.set_num_threads(1)
+    for path in stores:
+        dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+        for _ in range(2):  # two communicators of the group
+            comm = Communicator(timeout=20.0)
+            total = comm.all_reduce(torch.tensor([1.0 + rank]))
+            assert total.tolist() == [3.0]
+        dist.destroy_process_group()
+
+
+def test_replaced_rank_meets_the_others(tmp_path: Path) -> None:
+    """Rank 0 goes on with a new process in place of rank 1, which has made no communicator yet."""
+    stores = [str(tmp_path / name) for name in ("first", "second")]
+    survivor = start_process(join_and_exchange, 0, stores)
+    for store in stores:
+        other = start_process(join_and_exchange, 1, [store])
+        other.join(60.0)
+        assert other.exitcode == 0
+    survivor.join(60.0)
+    assert survivor.exitcode == 0

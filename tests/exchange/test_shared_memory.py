@@ -12,7 +12,8 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stdout, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -157,6 +158,32 @@ def test_ranks_that_cannot_share_use_the_group(obstacle: str, reason: str) -> No
         assert found.startswith(reason), found
 
 
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_files_of_strangers_are_not_opened_for_writing(tmp_path: Path, kind: str) -> None:
+    """Another host's process of the same number may have any file behind the descriptor."""
+    with ExitStack() as files:
+        if kind == "file":
+            (tmp_path / "file").write_text("a line of a log of somebody else")
+            descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+        else:
+            descriptor, other = os.pipe()
+            files.callback(os.close, other)
+        files.callback(os.close, descriptor)
+        maker = {"host": "a", "process": os.getpid(), "file": descriptor, "key": "00" * 16}
+        modes: list[int] = []
+
+        def opened(path: str, mode: int, original: Any = os.open) -> int:
+            modes.append(mode & os.O_ACCMODE)
+            return original(path, mode)
+
+        with (
+            mock.patch.object(os, "open", opened),
+            pytest.raises(RuntimeError, match="what the first rank of the node has made is not"),
+        ):
+            shared_memory._open(1, {0: maker, 1: maker}, files, [])
+        assert modes == [os.O_RDONLY]
+
+
 def lose_neighbour(rank: int, world_size: int, how: str) -> tuple[float, str]:
     timeout = TIMEOUT if how == "stop" else AMPLE
     comm = Communicator(timeout=timeout)
@@ -190,14 +217,19 @@ def test_stopped_neighbour_is_lost_at_the_deadline(world_size: int) -> None:
 @on_ranks(2, lost=[1])
 def test_no_rank_goes_on_without_another(rank: int, world_size: int, how: str) -> None:
     comm = Communicator(timeout=TIMEOUT if how == "stop" else AMPLE)
-    counts = [100, 0]
-    x = torch.ones(counts[rank])
-    comm.all_gather(x, counts, timeout=AMPLE)
+    x = torch.ones(100, dtype=torch.uint8)
+    receive, send = ({0: x}, {}) if rank == 1 else ({}, {1: x})
+
+    def pass_on(deadline: float) -> None:
+        comm.link.messages(receive, send, x.device, sealed=False).run(deadline)
+
+    call("all_gather", comm, timeout=AMPLE)
+    comm.call("passed on", (), pass_on, AMPLE, door=pass_on)
     dist.barrier()
     if rank == 1:
         end_or_stall(how)
-    comm.all_gather(x, counts)  # which the lost rank might still come for
-    seconds, message = failure(comm.all_gather, x, counts)
+    comm.call("passed on", (), pass_on, door=pass_on)  # which the lost rank might still come for
+    seconds, message = failure(comm.call, "passed on", (), pass_on, door=pass_on)
     assert seconds < QUICK and "message to rank 1: " in message
 
 

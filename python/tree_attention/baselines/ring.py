@@ -20,6 +20,7 @@ from ..ops import (
     check_tensors,
     lean_decode,
     merge_states,
+    queries_of,
     ranges_without_keys,
     takes_attention_options,
 )
@@ -102,9 +103,11 @@ def ring_decode(
         # Refuses bad arguments before anything is sent; without keys it costs no more than that.
         attend(replace(own, key_ranges=no_keys), (state.o, state.lse))
 
+    link, manifest = comm.link, _Manifest.of(own)
+
     def run(deadline: float) -> tuple[Tensor, Tensor]:
-        link = comm.link
-        manifests = _gather_manifests(link, _Manifest.of(own), q.device, deadline)
+        manifests = _gather_manifests(link, manifest, deadline)
+        link.check_seal()
         transport = link.transport_device(q.device)
         num_bytes = max(m.num_bytes(q, own) for m in manifests)
         # Two, so that one is received while the other is read and sent.
@@ -127,7 +130,15 @@ def ring_decode(
         return merge_states(o_parts, lse_parts, out_dtype=q.dtype)
 
     signature = signature_of(q, v_local, options)
-    return comm.call("ring_decode", signature, run, seconds, q.device)
+    return comm.call(
+        "ring_decode",
+        signature,
+        run,
+        seconds,
+        q.device,
+        door=lambda deadline: _gather_manifests(link, manifest, deadline),
+        queries=queries_of(q, options),
+    )
 
 
 # Where shards are received, by number and device; kept with the communicator.
@@ -270,15 +281,13 @@ class _Manifest:
 MANIFEST_BYTES = 8 * len(fields(_Manifest))
 
 
-def _gather_manifests(
-    link: Link, own: _Manifest, device: torch.device, deadline: float
-) -> list[_Manifest]:
-    send = torch.tensor(astuple(own), dtype=torch.int64, device=device)
-    receive = send.new_empty(link.world_size * send.numel())
-    link.all_gather(receive, send, deadline)
-    # The one read on the host: receivers must know sizes, and any rank may have appended a key.
-    rows = receive.view(link.world_size, -1).tolist()
-    manifests = [_Manifest(*row) for row in rows]
+def _gather_manifests(link: Link, own: _Manifest, deadline: float) -> list[_Manifest]:
+    # Receivers must know sizes, and any rank may have appended a key. The last column is the seal.
+    host = torch.device("cpu")
+    send = torch.tensor((*astuple(own), 0), dtype=torch.int64, device=host)
+    receive = send.new_empty(link.world_size, send.numel())
+    link.gather(receive.view(torch.uint8), send.view(torch.uint8), host).run(deadline)
+    manifests = [_Manifest(*row[:-1]) for row in receive.tolist()]
     if len({m.num_threads for m in manifests}) == 1:
         return manifests
     # Every rank splits a shard as its owner does, or its state would differ in bits.

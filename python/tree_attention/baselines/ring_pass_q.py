@@ -3,6 +3,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -20,6 +21,7 @@ from ..ops import (
     check_tensors,
     lean_decode,
     merge_states,
+    queries_of,
     ranges_without_keys,
     takes_attention_options,
 )
@@ -69,9 +71,7 @@ def ring_pass_q_decode(
     """
     comm = get_communicator(group)
 
-    def attend(
-        part: "_Part", queries: Tensor, ranges: Tensor | None, out: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def attend(part: "_Part", queries: Tensor, out: tuple[Tensor, Tensor]) -> None:
         def of_sequences(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[part.sequences]
 
@@ -92,7 +92,7 @@ def ring_pass_q_decode(
             "v_scale": of_keys(options.get("v_scale")),
         }
         k, v = of_keys(k_local), of_keys(v_local)
-        return lean_decode(queries, k, v, of_sequences(ranges), out=out, **changed)
+        lean_decode(queries, k, v, of_sequences(key_ranges), out=out, **changed)
 
     with comm.before_call():
         check_tensors("ring_pass_q_decode", q=q, k_local=k_local, v_local=v_local)
@@ -107,14 +107,18 @@ def ring_pass_q_decode(
         # Refuses bad arguments before anything is sent; without keys it costs no more than that.
         lean_decode(q, k_local, v_local, no_keys, out=(state.o, state.lse), **options)
 
-    def run(deadline: float) -> tuple[Tensor, Tensor]:
+    # The door, which is kept, shall not keep the arguments.
+    shape, dtype, device = q.shape, q.dtype, q.device
+    num_heads_kv, head_dim_v = k_local.shape[1], v_local.shape[3]
+
+    def travel(q: Tensor, attend: Callable[..., object]) -> tuple[Tensor, Tensor]:
         link, rank, world_size = comm.link, comm.rank, comm.world_size
         o, lse = q.new_empty(state.o.shape), torch.empty_like(state.lse)
         if state.layout.num_bytes == 0:
             return o, lse
         transport = link.transport_device(q.device)
-        parts = _deal(q, k_local.shape[1], world_size)
-        states = [StateLayout(p.shape(q)[:3], v_local.shape[3], torch.float32) for p in parts]
+        parts = _deal(q, num_heads_kv, world_size)
+        states = [StateLayout(p.shape(q)[:3], head_dim_v, torch.float32) for p in parts]
         results = [replace(layout, dtype=q.dtype) for layout in states]
         room = _Room(state.arena, max(layout.num_bytes for layout in states))
         query_bytes = max(math.prod(part.shape(q)) for part in parts) * q.dtype.itemsize
@@ -122,7 +126,7 @@ def ring_pass_q_decode(
         queries = [room.named(f"queries {i}", transport, query_bytes) for i in range(2)]
         leaving, arriving = (room.named(name, transport) for name in ("leaving", "arriving"))
         merged, pair = room.named("merged", q.device), room.pair(q.device)
-        result = room.named("result", q.device, max(layout.num_bytes for layout in results))
+        result = room.named("result", q.device, max(layout.message_bytes for layout in results))
 
         def queries_of(index: int, hop: int) -> Tensor:
             shape = parts[index].shape(q)
@@ -146,14 +150,14 @@ def ring_pass_q_decode(
                 coming = shift(queries_of(index - 1, hop + 1).flatten(), here.flatten(), tag=0)
             if hop == 0:
                 if size:
-                    attend(own, here.to(q.device), key_ranges, state_here.views(merged[:size]))
+                    attend(own, here.to(q.device), state_here.views(merged[:size]))
                 continue
             size_sent = states[(index + 1) % world_size].num_bytes
             leaving[:size_sent].copy_(merged[:size_sent])
             works = shift(arriving[:size], leaving[:size_sent], tag=1)
             both = pair[:, :size]
             if size:
-                attend(parts[index], here.to(q.device), key_ranges, state_here.views(both[1]))
+                attend(parts[index], here.to(q.device), state_here.views(both[1]))
             link.finish(works, transport, deadline)
             both[0].copy_(arriving[:size])
             if hop == world_size - 1:
@@ -163,16 +167,26 @@ def ring_pass_q_decode(
             if size:
                 merge_states(*state_here.views(both), out=out)
 
-        gathered = room.named("results", q.device, world_size * result.numel())
-        link.all_gather(gathered, result, time.monotonic() + seconds)
-        for last_rank, memory in enumerate(gathered.view(world_size, -1)):
+        gathered = room.named("results", q.device, world_size * result.numel()).view(world_size, -1)
+        link.gather(gathered, result, q.device).run(time.monotonic() + seconds)
+        for last_rank, memory in enumerate(gathered):
             index = (last_rank + 1) % world_size  # of the part that ended its journey there
             place = parts[index].sequences, parts[index].heads_q
             o[place], lse[place] = results[index].views(memory[: results[index].num_bytes])
         return o, lse
 
     signature = signature_of(q, v_local, options)
-    return comm.call("ring_pass_q_decode", signature, run, seconds, q.device)
+    return comm.call(
+        "ring_pass_q_decode",
+        signature,
+        lambda deadline: travel(q, attend),
+        seconds,
+        device,
+        door=lambda deadline: travel(
+            torch.empty(shape, dtype=dtype, device=device), lambda *arguments: None
+        ),
+        queries=queries_of(q, options),
+    )
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@
 Gloo ends the process when a message is longer than its receiver expects, so shapes are compared
 before anything is sent. Each comparison is an *epoch*: every rank publishes its signature under a
 key of its own and reads those of all others. A rank whose signature changes opens the next epoch
-and waits there; peers that kept theirs meet nobody in their collective and run into the deadline.
-Both ends are exceptions.
+and waits there, after it has told peers that may have kept theirs (`Session.knock`).
 """
 
 from __future__ import annotations

@@ -137,12 +137,10 @@ class Clock:
         offset = 0.0
         for rank in range(1, link.world_size):
             is_0, is_rank = link.rank == 0, link.rank == rank
-            ask = link.messages(
-                to_or_from(rank, question, is_0), to_or_from(0, question, is_rank), device
-            )
-            reply = link.messages(
-                to_or_from(0, answer, is_rank), to_or_from(rank, answer, is_0), device, tag=1
-            )
+            asked, sent = to_or_from(rank, question, is_0), to_or_from(0, question, is_rank)
+            ask = link.messages(asked, sent, device, sealed=False)
+            told, sent = to_or_from(0, answer, is_rank), to_or_from(rank, answer, is_0)
+            reply = link.messages(told, sent, device, tag=1, sealed=False)
             quickest = float("inf")
             for _ in range(_NUM_QUESTIONS):
                 reply.post()

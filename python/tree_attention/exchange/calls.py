@@ -5,20 +5,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .agreement import Note, Signature
 from .arguments import check_timeout, resolve_group
 from .choice import CostTable, measured_costs
-from .errors import ExchangeError
+from .errors import ExchangeError, OtherCall
 from .link import Link
+from .queries import Queries
 from .resources import Resources
-from .session import Session
+from .rounds import SAME
+from .session import Door, Session
 from .topology import Topology, node_name
 from .turn import Turn, turn_of
 
@@ -54,10 +57,14 @@ class Calls:
         self._costs: CostTable | None = None
         if group is not None and self.world_size > 1:
             self._costs = measured_costs()  # before the session, which ranks count
-            self._session = Session(group, {"node": node_name()}, self._resources.abort)
+            note = {"node": node_name()}
+            self._session = Session(group, note, self._resources.abort, self.timeout)
         # What must be equal on all ranks in every call.
         digest = "shipped" if self._costs is None else self._costs.digest
         self._constants: Signature = (("nodes", self._nodes), ("exchange costs", digest))
+        self._queries = Queries()
+        # Whether the messages of the last call that ranks agreed upon are in the host's memory.
+        self._is_on_host = False
         # The thread that has the views of a send_state whose exchange is still to come.
         self._loading: threading.Thread | None = None
 
@@ -104,9 +111,12 @@ class Calls:
                 seconds = self.seconds_of(op, timeout)
             self._abandon_loaded_state()
             whole = self._whole(op, signature)
-            notes = session.before_deadline(
-                lambda deadline: session.compare(whole, deadline, note), seconds
-            )
+
+            def knock_and_compare(deadline: float) -> list[Note]:
+                session.knock(deadline)
+                return session.compare(whole, deadline, note)
+
+            notes = session.before_deadline(knock_and_compare, seconds)
             self._learn(notes)
             return notes
 
@@ -163,24 +173,44 @@ class Calls:
         run: Callable[[float], T],
         seconds: float | None = None,
         device: torch.device | None = None,
+        *,
+        door: Door | None = None,
+        queries: Sequence[Tensor] = (),
     ) -> T:
         """`run(deadline)` once all ranks are known to run the same; any error in it is final.
 
         `signature` names the kind of `device`. The first call with tensors of a kind of device
         tests how messages are delivered there, and sets up the strategies that need it.
+
+        Args:
+            door: sends and receives what `run` does, up to the first message that shows every rank
+                the seals of all. It runs after this call, for ranks that repeat it when this one
+                does not. Without a door the next call compares signatures, even if it is the same.
+            queries: tensors with the same values on every rank, which host tensors have to prove.
         """
-        session = self._session_of_several
+        session, link = self._session_of_several, self.link
 
         def agree_and_run(deadline: float) -> T:
-            notes = session.agree(self._whole(op, signature), deadline)
+            whole = self._whole(op, signature)
+            notes = session.agree(whole, deadline)
             if notes is not None:
                 self._learn(notes)
+                self._is_on_host = device is None or link.transport_device(device).type == "cpu"
                 if device is not None and not self._resources.are_known(device):
-                    is_on_host = session.link.transport_device(device).type == "cpu"
-                    if is_on_host and session.link.shared_memory is None:
+                    if self._is_on_host and link.shared_memory is None:
                         session.share_memory(self.topology, deadline)
                     session.test_delivery(device, deadline)
                     self._resources.set_up(session, device, self.topology, deadline)
+            session.leave_open(door if self._is_on_host else None, is_repeatable=door is not None)
+            link.seal = seal = self._queries.seal(queries)
+            with suppress(OtherCall):
+                result = run(deadline)
+                if link.seal == seal:
+                    return result
+            notes = session.compare(whole, deadline, self._queries.note(queries))
+            self._queries.check(notes)
+            # They differ by rounding, and from now on they are not compared.
+            link.seal = SAME
             return run(deadline)
 
         with self.turn(op):

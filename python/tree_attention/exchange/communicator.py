@@ -77,7 +77,8 @@ class Communicator(Calls):
         nodes: Sequence[object] | None = None,
     ) -> None:
         super().__init__(group, timeout, nodes=nodes)
-        self._buffers = StateBuffers()
+        # Doors have memory of their own: one is used while the next call's state is in the buffer.
+        self._buffers, self._doors = StateBuffers(), StateBuffers()
         self._sums, self._gathers = Sums(), Gathers()
         self.name = f"communicator {next(self._numbers)}"
         self.by_name[self.name] = self
@@ -180,6 +181,13 @@ class Communicator(Calls):
             if self._session is None:
                 return x.clone(memory_format=torch.contiguous_format)
             result = torch.empty_like(x, memory_format=torch.contiguous_format)
+
+            shape, dtype, device = x.shape, x.dtype, x.device  # as a door shall not keep x
+
+            def again(deadline: float) -> None:
+                nothing = torch.empty(shape, dtype=dtype, device=device)
+                self._sums.run(self.link, nothing, payload, torch.empty_like(nothing), deadline)
+
             signature = (
                 ("shape", tuple(x.shape)),
                 ("dtype", x.dtype),
@@ -191,7 +199,8 @@ class Communicator(Calls):
                 signature,
                 lambda deadline: self._sums.run(self.link, x, payload, result, deadline),
                 seconds,
-                x.device,
+                device,
+                door=again,
             )
             return result
 
@@ -235,6 +244,12 @@ class Communicator(Calls):
                 counts, dim = check_gather(x, counts, dim, self.rank, self.world_size)
                 if self._session is None:
                     return x.clone(memory_format=torch.contiguous_format)
+            shape, dtype, device = x.shape, x.dtype, x.device  # as a door shall not keep x
+
+            def again(deadline: float) -> None:
+                nothing = torch.empty(shape, dtype=dtype, device=device)
+                self.gather(nothing, counts, dim, deadline)
+
             signature = (
                 ("shape without dim", (*x.shape[:dim], *x.shape[dim + 1 :])),
                 ("dim", dim),
@@ -247,11 +262,11 @@ class Communicator(Calls):
                 signature,
                 lambda deadline: self.gather(x, counts, dim, deadline),
                 seconds,
-                x.device,
+                device,
+                door=again,
             )
 
-    # What follows serves calls other than those above too: tree_decode in parts, and with
-    # deterministic. It lends them memory.
+    # What follows serves calls other than those above too, and lends them memory.
 
     def gather(self, x: Tensor, counts: tuple[int, ...], dim: int, deadline: float) -> Tensor:
         """What `all_gather` returns, inside a call."""
@@ -288,17 +303,26 @@ class Communicator(Calls):
         seconds: float,
         *,
         explain: bool = False,
+        queries: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor]:
         """The merge of all ranks' `state`, as one call of `op` with the fields of `signature`."""
-        device = state.device
+        layout, device = state.layout, state.device
         with self.before_call():
-            outputs = self.outputs(state.layout, options, device)
+            outputs = self.outputs(layout, options, device)
+
+        def again(deadline: float) -> None:
+            shape = torch.Size((*layout.shape, layout.head_dim))
+            nothing = self._doors.get(shape, layout.dtype, device)
+            self.exchange(nothing, options, self.outputs(layout, options, device), deadline)
+
         self.call(
             op,
-            (*signature, *self.fields(state.layout, options, device)),
+            (*signature, *self.fields(layout, options, device)),
             lambda deadline: self.exchange(state, options, outputs, deadline, explain=explain),
             seconds,
             device,
+            door=again,
+            queries=queries,
         )
         return outputs
 

@@ -16,6 +16,10 @@ class ExchangeError(RuntimeError):
     """
 
 
+class OtherCall(Exception):
+    """A message is of another call; raised on every rank, before anything else is sent."""
+
+
 def sentence(error: BaseException) -> str:
     """What a library's error says, without its place in the source, the C++ stack and advice."""
     line = str(error).strip().partition("\n")[0] or type(error).__name__

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .link import Link
-from .state import Arena, Prepared
+from .state import SEAL_BYTES, Arena, Prepared
 
 # Concatenates all ranks' tensors, before a `time.monotonic` deadline: (this rank's, result,
 # deadline).
@@ -46,17 +46,22 @@ def _prepare(link: Link, arena: Arena, like: Tensor, counts: Sequence[int], dim:
     shape, dtype, device = like.shape, like.dtype, like.device
     shapes = [torch.Size((*shape[:dim], count, *shape[dim + 1 :])) for count in counts]
     sizes = [dtype.itemsize * shape.numel() for shape in shapes]
-    send = arena.bytes("send", sizes[link.rank], device)
-    received = arena.bytes("parts", sum(sizes), device)
-    parts = received.split(sizes)
+    # Behind a seal values begin where their dtype may, complex numbers of 16 bytes too.
+    widths = [size + max(SEAL_BYTES, dtype.itemsize) for size in sizes]
+    send = arena.bytes("send", widths[link.rank], device)
+    received = arena.bytes("parts", sum(widths), device)
+    parts = received.split(widths)
     if len(set(counts)) == 1:  # which over NCCL is one call of the library
         gather = link.gather(received.view(link.world_size, -1), send, device)
     else:
-        senders = {rank: part for rank, part in enumerate(parts) if part.numel()}
-        receivers = range(link.world_size if send.numel() else 0)
-        gather = link.messages(senders, dict.fromkeys(receivers, send), device)
-    own = send.view(dtype).view(shape)
-    values = [part.view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        everybody = dict.fromkeys(range(link.world_size), send)
+        gather = link.messages(dict(enumerate(parts)), everybody, device)
+
+    def values_of(message: Tensor, rank: int) -> Tensor:
+        return message[: sizes[rank]].view(dtype).view(shapes[rank])
+
+    own = values_of(send, link.rank)
+    values = [values_of(part, rank) for rank, part in enumerate(parts)]
 
     def run(x: Tensor, result: Tensor, deadline: float) -> None:
         own.copy_(x)

@@ -21,8 +21,9 @@ from torch.distributed.distributed_c10d import (
     BroadcastOptions,
 )
 
-from .rounds import LibraryCall, Messages, Round
-from .state import host_memory
+from .errors import OtherCall
+from .rounds import CHANGED, SAME, LibraryCall, Messages, Round
+from .state import SEAL_BYTES, host_memory
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -57,6 +58,8 @@ class Link:
         self.bytes_sent = 0
         self.num_operations = 0
         self.seconds = 0.0
+        # Of the call under way, which its messages carry (`rounds.Messages`).
+        self.seal = SAME
         # The way to the other ranks of this node, or why there is none; None before the first call.
         self.shared_memory: SharedMemory | str | None = None
         # Weak, so that a destroyed group is not kept alive by a cache.
@@ -64,12 +67,13 @@ class Link:
         backends = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._backends = dict(backends)
         self._host_buffers: dict[str, Tensor] = {}
+        self._meeting: Round | None = None
 
     def uncounted(self) -> Link:
         """The same group by a link with counters of its own."""
         link = copy.copy(self)
         link.bytes_sent, link.num_operations, link.seconds = 0, 0, 0.0
-        link._host_buffers = {}
+        link._host_buffers, link._meeting = {}, None
         return link
 
     def backend(self, device: torch.device) -> str:
@@ -80,23 +84,23 @@ class Link:
         return self._backends.get(device.type, "gloo")
 
     def gather(self, receive: Tensor, send: Tensor, device: torch.device, tag: int = 0) -> Round:
-        """A round in which every rank's `send` goes to all ranks.
+        """A round in which every rank's sealed `send` goes to all ranks.
 
         Row r of `receive` becomes what rank r sends. Over Gloo that is a message to each rank, one
         step where its own all-gather is a ring of `world_size - 1`.
         """
         if self.transport_device(device).type != "cpu":
-            return LibraryCall(lambda deadline: self.all_gather(receive, send, deadline))
+            return LibraryCall(self, lambda deadline: self.all_gather(receive, send, deadline))
         everybody = dict.fromkeys(range(self.world_size), send)
         return self.messages(dict(enumerate(receive)), everybody, device, tag)
 
     def transpose(self, receive: Tensor, send: Tensor, device: torch.device, tag: int = 0) -> Round:
-        """A round in which row r of every rank's `send` goes to rank r.
+        """A round in which row r of every rank's `send`, a sealed message, goes to rank r.
 
         Row r of `receive` becomes what rank r sends to this one.
         """
         if self.transport_device(device).type != "cpu":
-            return LibraryCall(lambda deadline: self.all_to_all(receive, send, deadline))
+            return LibraryCall(self, lambda deadline: self.all_to_all(receive, send, deadline))
         return self.messages(dict(enumerate(receive)), dict(enumerate(send)), device, tag)
 
     def messages(
@@ -105,9 +109,31 @@ class Link:
         send: Mapping[int, Tensor],
         device: torch.device,
         tag: int = 0,
+        *,
+        sealed: bool = True,
     ) -> Round:
         """A round in which this rank sends and receives byte tensors, by rank."""
-        return Messages(self, receive, send, device, tag)
+        return Messages(self, receive, send, device, tag, sealed)
+
+    def meet(self, deadline: float) -> None:
+        """Raises OtherCall on every rank unless all are in the same call, by their seals.
+
+        For calls whose own messages carry no seal. NCCL, whose host waits for no message, does not.
+        """
+        host = torch.device("cpu")
+        if self.transport_device(host) != host:
+            return
+        if self._meeting is None:
+            with torch.inference_mode(False):  # or nobody could write to it outside of it
+                parts = torch.zeros(self.world_size + 1, SEAL_BYTES, dtype=torch.uint8, device=host)
+            self._meeting = self.gather(parts[1:], parts[0], host)
+        self._meeting.run(deadline)
+        self.check_seal()
+
+    def check_seal(self) -> None:
+        """Raises OtherCall if a message of this call had another seal than this rank's."""
+        if self.seal == CHANGED:
+            raise OtherCall
 
     def all_gather(self, receive: Tensor, send: Tensor, deadline: float) -> None:
         """`receive` becomes the concatenation of every rank's `send`, in rank order."""

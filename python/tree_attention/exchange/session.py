@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -19,22 +19,23 @@ from .agreement import (
     Disagreement,
     Note,
     Signature,
+    call_before,
     ranks_text,
 )
-from .errors import ExchangeError, sentence
+from .errors import ExchangeError, OtherCall, sentence
 from .link import Link
+from .rounds import CHANGED
 from .self_test import delivery_fault
 from .shared_memory import connect
 from .topology import Topology
 
 T = TypeVar("T")
+# Sends and receives a call's messages, before a `time.monotonic` deadline, and drops the results.
+Door = Callable[[float], object]
 
 # Surviving ranks fail at about the same time. How many seconds one that failed waits to hear from
 # the others, so that its error can name the ranks that said nothing.
 _PATIENCE_SECONDS = 0.3
-
-# Sessions of one group are made in the same order on all ranks, so a number names them.
-_num_sessions: defaultdict[str, int] = defaultdict(int)
 
 
 class Session:
@@ -45,33 +46,63 @@ class Session:
         group: dist.ProcessGroup,
         note: Note,
         on_failure: Callable[[], None],
+        seconds: float,
     ) -> None:
         """`note` is for the other ranks to read, and may differ; `on_failure` ends waits elsewhere
-        and may come from any thread."""
+        and may come from any thread. A store that does not answer within `seconds` is a failure,
+        which the first call reports.
+        """
         self.rank, self.world_size = group.rank(), group.size()
         self.link = Link(group)
         self.failed: str | None = None
         self._failing = threading.Lock()
         self._agreed: Signature | None = None
+        # The last call's messages, in which peers that repeat it wait for this rank.
+        self.door: Door | None = None
         self._num_abandoned = 0
         self._note, self._on_failure = note, on_failure
-        # By name and never reset: a store may outlive the group and still hold its keys.
-        _num_sessions[group.group_name] += 1
-        name = f"tree_attention/{_num_sessions[group.group_name]}"
-        self._agreement = Agreement(group.get_group_store(), self.rank, self.world_size, name)
+        store = group.get_group_store()
+        name = ""
+        try:
+            name = f"tree_attention/{_number_of_session(store, self.rank, seconds)}"
+        except RuntimeError as error:
+            self.failed = f"the store of the process group is lost: {sentence(error)}"
+        self._agreement = Agreement(store, self.rank, self.world_size, name)
 
     def agree(self, signature: Signature, deadline: float) -> list[Note] | None:
         """Every rank's note once all are known to run the same call; None if they already were.
 
         Signatures are compared through the store when this rank's differs from its last one, so
-        they hold nothing that may change on one rank alone.
+        they hold nothing that may change on one rank alone without being an error.
         """
         if signature == self._agreed:
             return None
         self._agreed = None
+        self.knock(deadline)
         notes = self.compare(signature, deadline)
         self._agreed = signature
         return notes
+
+    def leave_open(self, door: Door | None, is_repeatable: bool) -> None:
+        """Notes how a rank that changes its call reaches peers which repeat the present one."""
+        self.door = door
+        if not is_repeatable:
+            self._agreed = None
+
+    def knock(self, deadline: float) -> None:
+        """Tells ranks that may be repeating the last call that this one is in another.
+
+        It sends them the messages that they wait for, sealed CHANGED, and they come to the store.
+        The link does not count these messages.
+        """
+        if self.door is None:
+            return
+        link = self.link
+        counted = link.bytes_sent, link.num_operations, link.seconds
+        link.seal = CHANGED
+        with suppress(OtherCall):
+            self.door(deadline)
+        link.bytes_sent, link.num_operations, link.seconds = counted
 
     def abandon(self) -> None:
         """Notes that this rank stopped on the way to a call, which its peers may have gone on with.
@@ -130,8 +161,8 @@ class Session:
             if self.failed is not None:
                 raise ExchangeError(self.failed)  # aborted as it ended
             return result
-        except Disagreement as error:  # known to every rank, and nothing was sent: not a failure
-            self._agreed = None
+        except Disagreement as error:  # known to every rank, and nobody waits: not a failure
+            self._agreed = self.door = None
             raise ExchangeError(f"{self._here()}: {error}") from error
         except RuntimeError as error:
             late = time.monotonic() >= deadline - 0.005  # timers count milliseconds
@@ -162,6 +193,17 @@ class Session:
 
     def _here(self) -> str:
         return f"rank {self.rank} of {self.world_size}"
+
+
+def _number_of_session(store: dist.Store, rank: int, seconds: float) -> int:
+    """Number of the sessions of this rank that the store has seen.
+
+    Ranks make the sessions of a group in the same order, so it is the same on all of them. The
+    store counts, as it may outlive a group, and a process that takes a lost one's place has made
+    no session yet.
+    """
+    deadline = time.monotonic() + seconds
+    return call_before(deadline, lambda: store.add(f"tree_attention/sessions/{rank}", 1))
 
 
 def _different_steps(num_abandoned: Sequence[int]) -> str:

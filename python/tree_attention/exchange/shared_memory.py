@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -117,11 +118,15 @@ def _open(
     # Between hosts of a node that are emulated on one, messages are to take the network.
     if len(hosts := {note["host"] for note in notes.values()}) > 1:
         raise RuntimeError(f"ranks of a node are on {len(hosts)} hosts")
-    file = os.open(f"/proc/{maker['process']:d}/fd/{maker['file']:d}", os.O_RDWR | os.O_CLOEXEC)
-    files.callback(os.close, file)
-    # Processes of another host, or of a container, have the same numbers.
-    if os.pread(file, _KEY_BYTES, 0).hex() != maker["key"]:
-        raise RuntimeError("what the first rank of the node has made is not seen here")
+    path = f"/proc/{maker['process']:d}/fd/{maker['file']:d}"
+    # Processes of another host, or of a container, have the same numbers, and this may be a
+    # stranger's file: it is not opened for writing before its key is known.
+    for access in (os.O_RDONLY | os.O_NONBLOCK, os.O_RDWR):
+        file = os.open(path, access | os.O_CLOEXEC)
+        files.callback(os.close, file)
+        is_regular = stat.S_ISREG(os.fstat(file).st_mode)
+        if not is_regular or os.pread(file, _KEY_BYTES, 0).hex() != maker["key"]:
+            raise RuntimeError("what the first rank of the node has made is not seen here")
     members = []
     with ExitStack() as processes:  # which the memory closes, if it comes into being
         for r, note in notes.items():

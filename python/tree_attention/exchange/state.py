@@ -15,6 +15,8 @@ from torch import Tensor
 T = TypeVar("T")
 
 _MAX_PREPARED = 64
+# A message ends in so many bytes that its link writes and reads (`rounds.Messages`).
+SEAL_BYTES = 8
 # The lse behind an o of 16-bit values, and every further state in a row, begins at such an address.
 _ALIGNMENT = 4
 
@@ -46,15 +48,20 @@ class StateLayout:
     def num_bytes(self) -> int:
         return self.o_bytes + 4 * self.num_rows
 
+    @property
+    def message_bytes(self) -> int:
+        """Size in bytes of a message with such a state, its seal included."""
+        return self.num_bytes + SEAL_BYTES
+
     def views(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Views `o` and `lse` of the bytes `[..., num_bytes]` of one state or of many."""
+        """Views `o` and `lse` of the bytes `[..., at least num_bytes]` of one state or of many."""
         leading = memory.shape[:-1]
         if self.num_bytes == 0:  # strides of no bytes need not be those of larger values
             o = memory.new_empty((*leading, *self.shape, self.head_dim), dtype=self.dtype)
             return o, memory.new_empty((*leading, *self.shape), dtype=torch.float32)
         o_size = self.num_rows * self.head_dim * self.dtype.itemsize
         o = memory[..., :o_size].view(self.dtype)
-        lse = memory[..., self.o_bytes :].view(torch.float32)
+        lse = memory[..., self.o_bytes : self.num_bytes].view(torch.float32)
         return o.view(*leading, *self.shape, self.head_dim), lse.view(*leading, *self.shape)
 
 
@@ -86,8 +93,8 @@ class Slices:
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes of all padded slices."""
-        return self.num_slices * self.layout.num_bytes
+        """Size in bytes of the messages of all padded slices."""
+        return self.num_slices * self.layout.message_bytes
 
     def to(self, dtype: torch.dtype) -> Slices:
         """The same slices with another dtype of o."""
@@ -98,8 +105,8 @@ class Slices:
         return share(self.count, self.num_slices, index)
 
     def rows_of(self, memory: Tensor) -> Tensor:
-        """`memory` as one row of bytes for each slice."""
-        return memory.view(self.num_slices, self.layout.num_bytes)
+        """`memory` as one message for each slice."""
+        return memory.view(self.num_slices, self.layout.message_bytes)
 
     def pairs(self, memory: Tensor, state: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Pairs of equally shaped views, the first of `memory`'s slices and the second of `state`,
@@ -173,7 +180,7 @@ class State:
 
     layout: StateLayout  # of [batch, num_heads_q, seqlen_q] rows
     device: torch.device
-    send: Tensor  # the bytes that travel
+    send: Tensor  # the message
     o: Tensor  # [batch, num_heads_q, seqlen_q, head_dim], a view of send
     lse: Tensor  # float32 [batch, num_heads_q, seqlen_q], a view of send
     arena: Arena
@@ -200,8 +207,8 @@ class State:
         return self.arena.bytes(name, num_bytes, self.device)
 
     def parts(self, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Room for `num_parts` such states: bytes `[num_parts, ...]` and views of o and lse."""
-        num_bytes = self.layout.num_bytes
+        """Room for `num_parts` such states: messages `[num_parts, ...]` and views of o and lse."""
+        num_bytes = self.layout.message_bytes
         memory = self.buffer("parts", num_parts * num_bytes).view(num_parts, num_bytes)
         return memory, *self.layout.views(memory)
 
@@ -218,7 +225,7 @@ class StateBuffers:
 
         def make() -> State:
             layout = StateLayout(tuple(shape[:-1]), shape[-1], dtype)
-            send = self.arena.bytes("send", layout.num_bytes, device)
+            send = self.arena.bytes("send", layout.message_bytes, device)
             return State(layout, device, send, *layout.views(send), self.arena)
 
         return self._states.get((shape, dtype, device), make)

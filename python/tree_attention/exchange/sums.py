@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from .link import Link
-from .state import Arena, Prepared
+from .state import SEAL_BYTES, Arena, Prepared
 
 # Below this size in bytes one round to every rank is faster than two with less to send.
 _MAX_DIRECT_BYTES = 64 << 10
@@ -50,13 +51,22 @@ class _Buffers:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self._arena.bytes(name, num_bytes, self.device).view(dtype).view(shape)
 
+    def messages(
+        self, name: str, num_messages: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Messages with values of `shape`: as bytes `[num_messages, ...]`, and their values."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        width = num_bytes + SEAL_BYTES
+        memory = self._arena.bytes(name, num_messages * width, self.device).view(-1, width)
+        return memory, memory[:, :num_bytes].view(dtype).view(num_messages, *shape)
+
 
 def _in_one_round(link: Link, buffers: _Buffers, shape: torch.Size, dtype: torch.dtype) -> Sum:
-    send = buffers.values("send", shape, dtype)
-    parts = buffers.values("parts", (link.world_size, *shape), dtype)
+    message, own = buffers.messages("send", 1, shape, dtype)
+    received, parts = buffers.messages("parts", link.world_size, shape, dtype)
     total = buffers.values("total", shape, torch.float32)
-    gather = link.gather(_bytes(parts, link.world_size), _bytes(send, 1)[0], buffers.device)
-    values = parts.unbind()
+    gather = link.gather(received, message[0], buffers.device)
+    send, values = own[0], parts.unbind()
 
     def run(x: Tensor, result: Tensor, deadline: float) -> None:
         send.copy_(x)
@@ -71,23 +81,25 @@ def _in_one_round(link: Link, buffers: _Buffers, shape: torch.Size, dtype: torch
 def _in_two_phases(link: Link, buffers: _Buffers, shape: torch.Size, dtype: torch.dtype) -> Sum:
     # Slices of equal length, the last ones padded.
     world_size, count = link.world_size, -(-shape.numel() // link.world_size)
-    send = buffers.values("send", (world_size, count), dtype)
-    parts = buffers.values("parts", (world_size, count), dtype)
+    outgoing, send = buffers.messages("send", world_size, (count,), dtype)
+    incoming, parts = buffers.messages("parts", world_size, (count,), dtype)
+    message, own = buffers.messages("own slice", 1, (count,), dtype)
     total = buffers.values("total", (count,), torch.float32)
-    own = buffers.values("own slice", (count,), dtype)
-    load, found = (x.view(-1)[: shape.numel()].view(shape) for x in (send, parts))
-    outgoing, incoming = _bytes(send, world_size), _bytes(parts, world_size)
     transpose = link.transpose(incoming, outgoing, buffers.device)
-    gather = link.gather(incoming, _bytes(own, 1)[0], buffers.device, tag=1)
-    values = parts.unbind()
+    gather = link.gather(incoming, message[0], buffers.device, tag=1)
+    values, bounds = parts.unbind(), [*range(0, shape.numel(), count), shape.numel()]
+    slices = [slice(begin, end) for begin, end in pairwise(bounds)]
 
     def run(x: Tensor, result: Tensor, deadline: float) -> None:
-        load.copy_(x)
+        x, flat = x.reshape(-1), result.view(-1)
+        for part, place in zip(send, slices, strict=False):
+            part[: place.stop - place.start].copy_(x[place])
         transpose.run(deadline)
         _add(values, total)
         own.copy_(total)
         gather.run(deadline)
-        result.copy_(found)
+        for part, place in zip(values, slices, strict=False):
+            flat[place].copy_(part[: place.stop - place.start])
 
     return run
 
@@ -96,7 +108,3 @@ def _add(parts: Sequence[Tensor], total: Tensor) -> None:
     total.copy_(parts[0])
     for part in parts[1:]:
         total.add_(part)
-
-
-def _bytes(x: Tensor, num_rows: int) -> Tensor:
-    return x.view(num_rows, -1).view(torch.uint8)

@@ -66,7 +66,11 @@ def _of_first_rank(comm: Communicator, tensor: Tensor, seconds: float) -> Tensor
         return tensor
     message = tensor.clone(memory_format=torch.contiguous_format)
     signature = (("dtype and shape", f"{tensor.dtype} {list(tensor.shape)}"),)
-    comm.call(
-        "broadcast", signature, lambda deadline: comm.link.broadcast(message, deadline), seconds
-    )
+    link = comm.link
+
+    def run(deadline: float) -> None:
+        link.meet(deadline)
+        link.broadcast(message, deadline)
+
+    comm.call("broadcast", signature, run, seconds, door=link.meet)
     return message

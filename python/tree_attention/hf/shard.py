@@ -108,13 +108,13 @@ class Shard:
         """
         received = {rank: _bytes(x) for rank, x in receive.items() if x.numel()}
         sent = {rank: _bytes(x) for rank, x in send.items() if x.numel()}
-        self.comm.call(
-            op,
-            signature,
-            lambda deadline: self.comm.link.messages(received, sent, device).run(deadline),
-            self.timeout,
-            device,
-        )
+        link = self.comm.link
+
+        def run(deadline: float) -> None:
+            link.meet(deadline)
+            link.messages(received, sent, device, sealed=False).run(deadline)
+
+        self.comm.call(op, signature, run, self.timeout, device, door=link.meet)
 
 
 def _bytes(x: Tensor) -> Tensor:

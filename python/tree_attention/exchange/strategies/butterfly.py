@@ -60,8 +60,8 @@ def prepare(context: Context) -> Exchange:
             # Only leaves travel with a 16-bit o.
             dtype = state.layout.dtype if level == 0 else torch.float32
             layout = replace(state.layout, dtype=dtype)
-            memory = state.buffer(f"pair of level {level}", 2 * layout.num_bytes)
-            pair = memory.view(2, layout.num_bytes)
+            memory = state.buffer(f"pair of level {level}", 2 * layout.message_bytes)
+            pair = memory.view(2, layout.message_bytes)
             mine, theirs = pair[int(step.is_upper)], pair[1 - step.is_upper]
             receive, send = {step.source: theirs}, dict.fromkeys(step.readers, mine)
             pairs[level] = layout.views(pair)

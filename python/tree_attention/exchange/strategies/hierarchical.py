@@ -43,8 +43,8 @@ def prepare(context: Context) -> Exchange:
     if num_nodes > 1:
         # The slice as each node merged it: rounded to a 16-bit o only as a leaf and as a result.
         partial = replace(slices.layout, dtype=torch.float32)
-        memory = state.buffer("slices of nodes", num_nodes * partial.num_bytes)
-        of_nodes = memory.view(num_nodes, partial.num_bytes)
+        memory = state.buffer("slices of nodes", num_nodes * partial.message_bytes)
+        of_nodes = memory.view(num_nodes, partial.message_bytes)
         merges.append((parts, partial.views(of_nodes[node])))
         parts = partial.views(of_nodes)
         rounds.append(_spread(context, counterparts, of_nodes, tag=1))

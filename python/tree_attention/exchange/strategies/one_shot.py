@@ -59,7 +59,7 @@ def prepare(context: Context) -> Exchange:
         memory.check()
         memory.run((state.o, state.lse), (o, lse), deadline - time.monotonic())
         link.num_operations += 1
-        link.bytes_sent += (link.world_size - 1) * state.send.nbytes
+        link.bytes_sent += (link.world_size - 1) * state.layout.num_bytes
 
     return exchange
 

@@ -12,9 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..state import StateLayout
+from ..rounds import CHANGED
+from ..state import SEAL_BYTES, StateLayout
 from ..topology import Topology
 from . import Context, Exchange, Strategy, Traffic
+
+# Integers below it are float32 values, exactly.
+_EXACT = 1 << 24
 
 
 def prepare(context: Context) -> Exchange:
@@ -22,13 +26,21 @@ def prepare(context: Context) -> Exchange:
     layout = state.layout
     memory = state.buffer("sums", layout.num_bytes).view(torch.float32)
     numerator, denominator = layout.views(memory.view(torch.uint8))
-    largest = state.buffer("maxima", 4 * layout.num_rows).view(torch.float32).view_as(state.lse)
+    # Behind the maxima of lse go the largest seal and the negative of the smallest one.
+    maxima = state.buffer("maxima", 4 * layout.num_rows + SEAL_BYTES).view(torch.float32)
+    largest, seals = maxima[:-2].view_as(state.lse), maxima[-2:]
+    is_host = state.device.type == "cpu"
     is_empty = state.buffer("empty rows", layout.num_rows).view(torch.bool).view_as(state.lse)
     lowest = torch.finfo(torch.float32).min
 
     def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
         largest.copy_(state.lse)
-        link.all_reduce(largest, dist.ReduceOp.MAX, deadline)
+        seal = float(link.seal % _EXACT)
+        if is_host:
+            seals[0], seals[1] = seal, -seal
+        link.all_reduce(maxima, dist.ReduceOp.MAX, deadline)
+        if is_host and seals.tolist() != [seal, -seal]:
+            link.seal = CHANGED
         # Empty on all ranks: any finite shift gives the denominator 0 and lse -inf.
         largest.clamp_(min=lowest)
         torch.sub(state.lse, largest, out=denominator).exp_()
@@ -57,7 +69,7 @@ def traffic(
     layout: StateLayout, topology: Topology, out_dtype: torch.dtype, head_sharded: bool
 ) -> Traffic:
     rows = 4 * layout.num_rows
-    return ring_all_reduces(topology, rows, rows, layout.o_bytes)
+    return ring_all_reduces(topology, rows + SEAL_BYTES, rows, layout.o_bytes)
 
 
 STRATEGY = Strategy(prepare, traffic, is_canonical=False, takes_16_bit=False)

@@ -45,7 +45,7 @@ def prepare(context: Context) -> Exchange:
         return exchange_heads
 
     results = slices.to(context.out_dtype)
-    result = state.buffer("merged slice", results.layout.num_bytes)
+    result = state.buffer("merged slice", results.layout.message_bytes)
     merged = results.layout.views(result)
     gathered = results.rows_of(state.buffer("merged slices", results.num_bytes))
     gather = link.gather(gathered, result, state.device, tag=1)
