@@ -113,7 +113,7 @@ PYBIND11_MODULE(_C, m) {
 #endif
     return info;
   });
-  // Of tensors of the CPU, of one dimension at least. Their values and sizes count, not their strides.
+  // A digest of values, whatever their strides, of tensors of the CPU with a dimension at least.
   m.def("digest", [](const std::vector<at::Tensor>& tensors) {
     tree_attention::cpu::Digest digest;
     for (const at::Tensor& x : tensors) add_rows(digest, x);
