@@ -26,6 +26,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -48,10 +49,16 @@ def preload(*modules: str) -> None:
 
 
 def start_process(fn: Callable[..., Any], *args: Any) -> BaseProcess:
-    """Have the fork server start a process that calls `fn(*args)`."""
-    process = _context.Process(target=fn, args=args, daemon=True)
+    """Have the fork server start a process that calls `fn(*args)`, and that Ctrl-C interrupts."""
+    process = _context.Process(target=_call, args=(fn, *args), daemon=True)
     process.start()
     return process
+
+
+def _call(fn: Callable[..., Any], *args: Any) -> None:
+    # A job in the background ignores SIGINT, and whatever it starts inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    fn(*args)
 
 
 class RankFailure(AssertionError):
