@@ -18,7 +18,7 @@ from distributed import run_ranks
 from ranks_of_commands import started
 from tree_attention import lean_decode, strategies
 from tree_attention.__main__ import main
-from tree_attention.cli import generate, verify
+from tree_attention.cli import generate, screen, verify
 from tree_attention.cli.usage import check_can_be_written
 from tree_attention.cli.world import World, joined_world
 
@@ -200,10 +200,10 @@ def test_only_the_root_needs_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_long_prompt_is_shown_by_its_beginning_and_its_end() -> None:
-    shown = generate.excerpt("Begin\nhere " + "a\nb " * 500 + "end there")
+    shown = screen.excerpt("Begin\nhere " + "a\nb " * 500 + "end there")
     assert shown.startswith("Begin here a b") and shown.endswith("a b end there")
     assert " [...] " in shown and len(shown) < 240
-    assert generate.excerpt("short\ntext") == "short text"
+    assert screen.excerpt("short\ntext") == "short text"
 
 
 # By the value of --weights: bytes a rank sends for a token's merges, and for its sums and logits.
