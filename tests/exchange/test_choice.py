@@ -168,23 +168,42 @@ def test_file_of_a_table(tmp_path: Path) -> None:
     assert CostTable.load(path) == table and CostTable.load(path).digest == table.digest
     content = json.loads(path.read_text())
     assert content["host"] == "here" and len(path.read_text().splitlines()) == 3
-    for change in (
-        {"format": 2},
-        {"backend": None, "nodes": None},
-        {"exchanges": [{"strategy": "all_gather"}]},
-        {"exchanges": [{"strategy": "all_gather", "num_bytes": 1, "seconds": math.inf}]},
-        {"exchanges": [{"strategy": "all_gather", "num_bytes": 1, "seconds": 0.0}]},
-        {"exchanges": [{"strategy": "all_gather", "num_bytes": math.inf, "seconds": 1.0}]},
+    row = {"strategy": "all_gather", "num_bytes": 1, "seconds": 1.0}
+    for change, says in (
+        ({"format": 2}, "it was written by another version"),
+        ({"backend": None}, "backend must be a string, got None"),
+        ({"nodes": None}, "nodes must be a list of integers, got None"),
+        ({"nodes": [0, "1"]}, r"nodes must be a list of integers, got \[0, '1'\]"),
+        ({"exchanges": None}, "exchanges must be a list, got None"),
+        ({"exchanges": [3]}, "seconds of 1e-09 to 10,000,000, got 3"),
+        ({"exchanges": [{"strategy": "all_gather"}]}, "must each have a strategy, num_bytes of"),
+        *(
+            ({"exchanges": [row | {name: value}]}, "num_bytes of 1 to 2.63 and seconds of")
+            for name, values in (
+                ("num_bytes", (0, -1, True, "1", math.inf, 1 << 70, 10**400)),
+                ("seconds", (0.0, -1, math.inf, math.nan, None, 1e-320, 10**400)),
+            )
+            for value in values
+        ),
     ):
         path.write_text(json.dumps(content | change))
-        with pytest.raises(ValueError, match=r"costs.json is no table of exchange costs .*; write"):
+        with pytest.raises(ValueError, match=rf"table of .* {path}: .*{says}.*; write a new one"):
             CostTable.load(path)
-    for text in ("", "[]", "3"):
+    for text in ("", "[]", "3", "[" * 100_000):
         path.write_text(text)
-        with pytest.raises(ValueError, match="is no table of exchange costs"):
+        with pytest.raises(ValueError, match=f"table of exchange costs {path}: .*; write a new"):
             CostTable.load(path)
-    with pytest.raises(ValueError, match="is no table of exchange costs"):
+    with pytest.raises(ValueError, match=r"nothing\.json: No such file or directory; write a new"):
         CostTable.load(tmp_path / "nothing.json")
+
+
+def test_an_interrupted_save_leaves_the_table(tmp_path: Path) -> None:
+    table = CostTable("gloo", (0, 1), (Measured("all_gather", 1024, 0.25),))
+    table.save(tmp_path / "costs.json", {})
+    with mock.patch("os.fsync", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        CostTable("nccl", (0, 1), ()).save(tmp_path / "costs.json", {})
+    assert CostTable.load(tmp_path / "costs.json") == table
+    assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
 
 
 def choose_by_file(rank: int, world_size: int, path: str) -> None:
@@ -221,7 +240,7 @@ def lack_a_file(rank: int, world_size: int, path: str) -> None:
     if rank == 1:
         with (
             mock.patch.dict(os.environ, {"TREE_ATTENTION_COSTS": path}),
-            pytest.raises(ValueError, match="is no table of exchange costs"),
+            pytest.raises(ValueError, match=r"nothing\.json: No such file"),
         ):
             tree_decode(q, kv, kv, group=group)
     else:

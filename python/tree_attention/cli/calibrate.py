@@ -18,7 +18,7 @@ from .._version import __version__
 from ..exchange import get_communicator
 from ..exchange.calibration import calibrate
 from ..exchange.choice import COSTS_VARIABLE, CostTable
-from .usage import UsageError, check_can_be_written, check_seconds
+from .usage import UsageError, check_can_be_written, check_seconds, writing
 from .world import World, joined_world
 
 
@@ -82,7 +82,8 @@ def run(world: World, device: torch.device, seconds: float, out: Path, console: 
             "device": device.type,
             "topology": str(comm.topology),
         }
-        costs.save(out, remarks)
+        with writing("--out", out):
+            costs.save(out, remarks)
         times = times_of(costs)
         console.print(table(times))
         console.print(f"wrote {out}; to use it: export {COSTS_VARIABLE}={out.resolve()}")
@@ -91,7 +92,8 @@ def run(world: World, device: torch.device, seconds: float, out: Path, console: 
             console.print(needed, markup=False)
         else:
             picture = out.with_suffix(".png")
-            draw(times, picture)
+            with writing("the picture of --out", picture):
+                draw(times, picture)
             console.print(f"drew {picture}")
 
 

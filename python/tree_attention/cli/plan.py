@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .._json import replace_file
 from ..exchange.choice import CostTable
 from ..planning import tables
 from ..planning.arithmetic import Work
@@ -19,7 +20,7 @@ from ..planning.machines import LINKS, MACHINES, Hosts, Link, fitted_link, link_
 from ..planning.models import KV_DTYPES
 from ..planning.plans import MAX_CONTEXT, MAX_RANKS, Plan, verdicts
 from ..planning.reading import NAMES, find_model
-from .usage import UsageError, check_can_be_written
+from .usage import UsageError, check_can_be_written, writing
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
@@ -61,7 +62,8 @@ def main(arguments: list[str]) -> int:
     if parsed.html is not None:
         from ..planning.page import page
 
-        parsed.html.write_text(page(plan), encoding="utf-8")
+        with writing("--html", parsed.html):
+            replace_file(parsed.html, page(plan))
         print(f"wrote {parsed.html}")
     return 0
 

@@ -3,10 +3,13 @@
 errors of all commands are told."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
+from .._json import probe_file
 from ..exchange.arguments import MAX_SECONDS
 
 
@@ -29,20 +32,21 @@ def check_can_be_written(option: str, path: Path) -> None:
     """Raises UsageError on the root, which writes, where the file of `option` cannot be created."""
     if not is_root():
         return
-    try:
+    with writing(option, path):
         if path.is_dir():
             raise UsageError(f"{option} {path}: this is a directory; name a file")
         if not path.parent.is_dir():
             raise UsageError(
                 f"{option} {path}: there is no directory {path.parent}; create it first"
             )
-        # Only trying tells: permissions do not hold for root, nor do they say all.
-        target = path.resolve()
-        if not target.exists():
-            target.open("a").close()
-            target.unlink()
-        elif target.is_file():  # a pipe would wait for its reader
-            target.open("a").close()
+        probe_file(path)
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Turns errors of writing the file of `option` into a sentence that names both."""
+    try:
+        yield
     except OSError as error:
         raise UsageError(
             f"{option} {path}: this file cannot be written ({error.strerror}); name another"

@@ -77,7 +77,7 @@ def joined_world(backend: str = "gloo", timeout: float | None = None) -> Iterato
     try:
         measured_costs()  # which the first exchange reads
     except ValueError as error:
-        raise UsageError(f"{COSTS_VARIABLE}={error}, or unset {COSTS_VARIABLE}") from error
+        raise UsageError(f"{COSTS_VARIABLE}: {error}, or unset {COSTS_VARIABLE}") from error
     _join(rank, size, backend, timeout)
     with _interrupts_passed_on():
         yield World(rank, size, local_rank)

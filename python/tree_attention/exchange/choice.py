@@ -10,14 +10,18 @@ import hashlib
 import json
 import math
 import os
+import reprlib
 from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from .._json import read_json_object, replace_file
+from .arguments import MAX_SECONDS
 from .state import StateLayout
 from .strategies import STRATEGIES, candidates
 from .topology import Topology
@@ -25,6 +29,7 @@ from .topology import Topology
 # Names a file that `python -m tree_attention calibrate` wrote.
 COSTS_VARIABLE = "TREE_ATTENTION_COSTS"
 _FORMAT = 3
+_MIN_SECONDS = 1e-9  # of an exchange: sizes and times are divided by each other
 
 # Where the ranks of a group are, as far as it matters to a choice: all on one node; on several
 # nodes whose ranks may merge first (`Topology.subtree_size`); or on nodes of one rank or of an odd
@@ -141,7 +146,7 @@ class CostTable:
         head = {"format": _FORMAT, "backend": self.backend, "nodes": self.nodes, **remarks}
         rows = ",\n".join(f"  {json.dumps(asdict(exchange))}" for exchange in self.exchanges)
         text = json.dumps(head)[:-1] + f', "exchanges": [\n{rows}\n]}}\n'
-        Path(path).write_text(text)
+        replace_file(path, text)
 
     @staticmethod
     def load(path: str | Path) -> CostTable:
@@ -150,22 +155,48 @@ class CostTable:
         Raises:
             ValueError: the file holds none, or one of another version.
         """
+        what = "table of exchange costs"
         try:
-            content = json.loads(Path(path).read_text())
-            if content["format"] != _FORMAT:
-                raise ValueError("it was written by another version")
-            exchanges = tuple(
-                Measured(str(row["strategy"]), int(row["num_bytes"]), float(row["seconds"]))
-                for row in content["exchanges"]
-            )
-            if not all(e.num_bytes > 0 and 0 < e.seconds < math.inf for e in exchanges):
-                raise ValueError("sizes and times must be positive and finite")
-            return CostTable(str(content["backend"]), tuple(map(int, content["nodes"])), exchanges)
-        except (OSError, TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
+            content = read_json_object(path, what)
+            if flaw := _flaw(content):
+                raise ValueError(f"{what} {path}: {flaw}")
+        except (OSError, ValueError) as error:
+            reason = f"{what} {path}: {error.strerror}" if isinstance(error, OSError) else error
             raise ValueError(
-                f"{path} is no table of exchange costs ({error!r}); write a new one with "
-                "`python -m tree_attention calibrate`"
+                f"{reason}; write a new one with `python -m tree_attention calibrate`"
             ) from error
+        exchanges = (
+            Measured(row["strategy"], row["num_bytes"], float(row["seconds"]))
+            for row in content["exchanges"]
+        )
+        return CostTable(content["backend"], tuple(content["nodes"]), tuple(exchanges))
+
+
+def _flaw(content: dict[str, Any]) -> str:
+    """Why this is no table that `CostTable.save` wrote, or nothing."""
+    backend, nodes, rows = (content.get(name) for name in ("backend", "nodes", "exchanges"))
+    if content.get("format") != _FORMAT:
+        return "it was written by another version"
+    if not isinstance(backend, str):
+        return f"backend must be a string, got {reprlib.repr(backend)}"
+    if not isinstance(nodes, list) or not all(type(node) is int for node in nodes):
+        return f"nodes must be a list of integers, got {reprlib.repr(nodes)}"
+    if not isinstance(rows, list):
+        return f"exchanges must be a list, got {reprlib.repr(rows)}"
+    for row in rows:
+        if not (
+            isinstance(row, dict)
+            and isinstance(row.get("strategy"), str)
+            and type(row.get("num_bytes")) is int
+            and type(row.get("seconds")) in (int, float)
+            and 1 <= row["num_bytes"] < 1 << 63
+            and _MIN_SECONDS <= row["seconds"] <= MAX_SECONDS
+        ):
+            return (
+                "exchanges must each have a strategy, num_bytes of 1 to 2^63 and seconds of "
+                f"{_MIN_SECONDS:g} to {MAX_SECONDS:,}, got {reprlib.repr(row)}"
+            )
+    return ""
 
 
 def measured_costs() -> CostTable | None:
