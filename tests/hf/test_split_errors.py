@@ -160,6 +160,13 @@ def test_a_cache_over_another_group_of_the_same_size(rank: int, world_size: int)
         model(make_prompts()["input_ids"], past_key_values=cache)
 
 
+# Two that the model has no place for, and those of older releases, which are left out.
+EXTRA = (
+    *("extra.weight", "extra.bias"),
+    *("model.layers.0.self_attn.rotary_emb.inv_freq", "model.position_ids"),
+)
+
+
 def _damage(path: Path) -> dict[str, tuple[str, str]]:
     """Copies of the checkpoint in `path` that are each damaged in one way: the kind of error and a
     part of the sentence, by the name of the copy."""
@@ -177,27 +184,40 @@ def _damage(path: Path) -> dict[str, tuple[str, str]]:
     file = copy("cut short") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     change_weights("a weight less", lambda w: w.pop("model.layers.1.mlp.up_proj.weight"))
+    change_weights("two weights more", lambda w: w.update({x: torch.ones(2) for x in EXTRA}))
     change_weights("a shape", lambda w: w.update({"model.norm.weight": torch.ones(7)}))
     (copy("no config") / "config.json").unlink()
     index = copy("bad index") / "model.safetensors.index.json"
     index.write_text("{}")
+    index = copy("deep index") / "model.safetensors.index.json"
+    index.write_text("[" * 100_000)
     index = copy("other files") / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../no weights/x"}}))
     index = copy("a file less") / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-2.safetensors"}}))
-    config = copy("quantized") / "config.json"
-    content = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
-    config.write_text(json.dumps(content))
-    config = copy("tied") / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    (copy("bad defaults") / "generation_config.json").write_text('{"eos_token_id": ')
+    for name, fields in (
+        ("quantized", {"quantization_config": {"quant_method": "fp8"}}),
+        ("tied", {"tie_word_embeddings": True}),
+        ("many layers", {"num_hidden_layers": 10**6}),
+    ):
+        config = copy(name) / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | fields))
     return {
         "no weights": ("OSError", "has neither model.safetensors nor"),
         "cut short": ("ValueError", "model.safetensors is damaged"),
         "a weight less": ("ValueError", "lacks the weights model.layers.1.mlp.up_proj.weight"),
         "a shape": ("ValueError", r"model.norm.weight has the shape \[7\].*config.json \[48\]"),
         "no config": ("OSError", "config.json"),
-        "bad index": ("ValueError", "is no index of safetensors files"),
-        "other files": ("ValueError", "is no index of safetensors files"),
+        "two weights more": (
+            "ValueError",
+            "of its config.json lacks: extra.bias, extra.weight; co",
+        ),
+        "many layers": ("ValueError", "num_hidden_layers must be an integer of 1 to 1,000, got 10"),
+        "bad defaults": ("ValueError", "generation_config.json: it is no JSON: Expecting value"),
+        "bad index": ("ValueError", "weight_map must name the file of each weight, .*, got None"),
+        "deep index": ("ValueError", "from_pretrained: the index .*json: it is nested too deeply"),
+        "other files": ("ValueError", "weight_map must name the file of each weight, in this dir"),
         "a file less": ("OSError", "lacks the file model-2.safetensors, which its index names"),
         "tied": ("ValueError", "embed_tokens.weight and lm_head.weight differ"),
         "quantized": ("ValueError", "are quantized, which is not supported"),

@@ -5,15 +5,15 @@ them: the model is built without memory for its weights, and enabled."""
 from __future__ import annotations
 
 import copy
-import json
 import re
-import struct
+import reprlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .._json import MAX_BYTES, open_regular, parse_json_object, read_json_object
 from .models import NAMED, Attention, Model, Weights
 
 # Fields of config.json for shapes by name; others are as transformers has them by default.
@@ -65,7 +65,6 @@ NAMES = (*NAMED, *CONFIGS)
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _EXPERTS = ".experts"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_MAX_HEADER = 100_000_000  # bytes, of which the safetensors library reads no more
 _MAX_SIZE = 1 << 63  # of a file in bytes
 
 
@@ -96,13 +95,19 @@ def find_model(name: str) -> Model:
         if "quantization_config" in fields:
             return replace(model, weights=replace(model.weights, expert_itemsize=_MXFP4))
         return model
+    from ..hf.checkpoint_files import check_config_file
+
+    try:
+        check_config_file(path / "config.json", "the configuration")
+    except OSError as error:
+        raise ValueError(f"the configuration {name}/config.json: {error.strerror}") from error
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the classes of transformers' checks are of many kinds
         raise ValueError(f"{name}/config.json cannot be read: {_one_line(error)}") from error
     try:
         stored = dict(_stored_bytes(path))
-    except Exception as error:  # damaged files are errors of every kind
+    except (OSError, ValueError) as error:
         reason = _one_line(error)
         raise ValueError(f"{name}: its safetensors files cannot be read: {reason}") from error
     return from_config(path.resolve().name, config, stored)
@@ -134,8 +139,13 @@ def from_config(name: str, config: Any, stored: dict[str, int] | None = None) ->
         model = _without_memory(config)
         hf.disable(hf.enable(model))  # this does what else cannot work
         filled = _fill_cache(model)
-    except Exception as error:  # of transformers, of many kinds, where sizes contradict each other
+    except ValueError as error:
         raise ValueError(f"{name} cannot be planned: {_one_line(error)}") from error
+    except Exception as error:  # of torch and transformers, of many kinds
+        raise ValueError(
+            f"{name} cannot be planned: fields of its configuration contradict each other: "
+            f"{_one_line(error)}"
+        ) from error
     try:
         check_prefill(model, "split")
     except ValueError as error:
@@ -278,33 +288,44 @@ def _as_stored(model: Any, weights: Weights, stored: dict[str, int] | None) -> W
 def _stored_bytes(path: Path) -> Iterator[tuple[str, int]]:
     """The tensors of a checkpoint and their sizes in bytes, from the headers of its files; where
     files are missing, one size of all of them from the index."""
+    from ..hf.checkpoint_files import files_of
+
     index, files = path / _INDEX, [path / _WEIGHTS]
     if index.is_file():
-        content = json.loads(index.read_text())
-        files = [path / file for file in sorted(set(content["weight_map"].values()))]
+        files = [path / file for file in files_of(index, "the index")]
         if not all(file.is_file() for file in files):
-            yield "", _checked_size(int(content["metadata"]["total_size"]))
+            metadata = read_json_object(index, "the index").get("metadata")
+            total = metadata.get("total_size") if isinstance(metadata, dict) else None
+            yield "", _checked_size(_INDEX, total)
             return
     elif not files[0].is_file():
         return
     for file in files:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            most = min(_MAX_HEADER, file.stat().st_size - 8)
+        with open_regular(file) as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            most = min(MAX_BYTES, max(0, file.stat().st_size - 8))
             if length > most:
                 raise ValueError(
                     f"{file.name} has a header of {length:,} bytes, of at most {most:,}"
                 )
-            header = json.loads(opened.read(length))
+            content = opened.read(length)
+        try:
+            header = parse_json_object(content)
+        except ValueError as error:
+            raise ValueError(f"the header of {file.name}: {error}") from None
         header.pop("__metadata__", None)
         for name, tensor in header.items():
-            begin, end = tensor["data_offsets"]
-            yield name, _checked_size(end - begin)
+            offsets = tensor.get("data_offsets") if isinstance(tensor, dict) else None
+            if not isinstance(offsets, list) or [*map(type, offsets)] != [int, int]:
+                raise ValueError(
+                    f"{file.name}: data_offsets must be two integers, got {reprlib.repr(offsets)}"
+                )
+            yield name, _checked_size(file.name, offsets[1] - offsets[0])
 
 
-def _checked_size(num_bytes: Any) -> int:
+def _checked_size(file: str, num_bytes: Any) -> int:
     if type(num_bytes) is not int or not 0 <= num_bytes <= _MAX_SIZE:
-        raise ValueError(f"{num_bytes} is no size in bytes")
+        raise ValueError(f"{file}: {reprlib.repr(num_bytes)} is no size in bytes")
     return num_bytes
 
 

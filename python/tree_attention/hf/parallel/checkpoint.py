@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ...exchange.errors import sentence
+from ..checkpoint_files import files_of
 from .plan import Cut
 from .split import set_tensor
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_NAMES = 3
+# Of older releases of transformers, and left out by it as well.
+_FORMER_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 class Checkpoint:
@@ -44,7 +47,7 @@ class Checkpoint:
         single = None if index is not None else find_file(path, _SINGLE)
         if index is None and single is None:
             raise OSError(f"from_pretrained: {path} has neither {_SINGLE} nor {_INDEX}")
-        names = [_SINGLE] if index is None else _files_of(index)
+        names = [_SINGLE] if index is None else files_of(index, "from_pretrained: the index")
         self._handles: dict[str, Any] = {}  # by the tensors that they hold
         for name in names:
             handle = _opened(path, name)
@@ -54,13 +57,15 @@ class Checkpoint:
         """The whole parameters and persistent buffers of `model`, by their names in it.
 
         Raises:
-            ValueError: one is missing, has another shape, or differs under two of its names.
+            ValueError: one is missing, has another shape, or differs under two of its names, or the
+                checkpoint has more.
         """
-        result, missing = {}, []
+        result, missing, unused = {}, [], {*self._handles}
         prefix = f"{model.base_model_prefix}."
         for names, expected in _named_tensors(model):
             # A checkpoint of the base model alone has its names, without the prefix.
             known = [x for n in names for x in (n, n.removeprefix(prefix)) if x in self._handles]
+            unused.difference_update(known)
             if not known:
                 missing.append(names[0])
                 continue
@@ -78,11 +83,16 @@ class Checkpoint:
                     )
             result[names[0]] = found
         if missing:
-            more = f" and {len(missing) - _MAX_NAMES} more" if len(missing) > _MAX_NAMES else ""
             raise ValueError(
-                f"from_pretrained: {self.path} lacks the weights "
-                f"{', '.join(missing[:_MAX_NAMES])}{more}; load the model with transformers, and "
-                "call parallelize(model)"
+                f"from_pretrained: {self.path} lacks the weights {some(missing)}; load the model "
+                "with transformers, and call parallelize(model)"
+            )
+        ignored = *(model._keys_to_ignore_on_load_unexpected or ()), *_FORMER_BUFFERS
+        extra = [x for x in sorted(unused) if not any(re.search(p, x) for p in ignored)]
+        if extra:
+            raise ValueError(
+                f"from_pretrained: {self.path} has weights that the model of its config.json lacks:"
+                f" {some(extra)}; copy or download both again"
             )
         return result
 
@@ -152,23 +162,16 @@ def _named_tensors(model: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]
         yield its_names, tensor
 
 
+def some(names: Sequence[str]) -> str:
+    """The first of the names, and the number of the others."""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
+
+
 def find_file(path: str | Path, name: str) -> Path | None:
     """A file of a checkpoint, from the Hub if need be; None if it has no such file."""
     file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     return None if file is None else Path(file)
-
-
-def _files_of(index: Path) -> list[str]:
-    try:
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        # Names of files of this checkpoint, not of any other.
-        if all(Path(file).name == file for file in files):
-            return files
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
-    raise ValueError(
-        f"from_pretrained: {index} is no index of safetensors files; copy or download it again"
-    )
 
 
 def _opened(path: str | Path, name: str) -> Any:

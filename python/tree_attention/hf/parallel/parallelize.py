@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +13,10 @@ import torch
 from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from ..._json import read_json_object
 from ...exchange import DEFAULT_TIMEOUT, check_timeout
 from ...exchange.agreement import Signature
+from ..checkpoint_files import check_config_file
 from ..digests import digest_parameters, digest_tensors
 from ..enable import check_model, disable, enable, is_enabled
 from ..outcome import on_every_rank
@@ -134,8 +135,10 @@ def _load(
     path: str | Path, mesh: Mesh, dtype: torch.dtype | None, device: torch.device
 ) -> tuple[str, PreTrainedModel]:
     """The digest of the whole weights of a checkpoint, and the model with this rank's parts."""
-    if find_file(path, "config.json") is None:
+    file = find_file(path, "config.json")
+    if file is None:
         raise OSError(f"from_pretrained: {path} has no config.json")
+    check_config_file(file, "from_pretrained: the configuration")
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
@@ -162,7 +165,10 @@ def _load(
     if made is not None:
         split(model, mesh, made)
     fill(model, tensors, {} if made is None else made.cuts, device, show=mesh.rank == 0)
-    with suppress(OSError):  # a checkpoint without generation_config.json
+    file = find_file(path, "generation_config.json")
+    if file is not None:
+        # transformers says of a damaged one that there is none.
+        read_json_object(file, "from_pretrained: the defaults of generation in")
         model.generation_config = GenerationConfig.from_pretrained(path)
     attach(model.to(device).eval(), mesh, made, digest)
     return digest, model
