@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,8 +43,32 @@ def break_the_config(directory: Path) -> None:
 
 
 def contradict_the_config(directory: Path) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    change_config(directory, intermediate_size=64)
+
+
+def change_config(directory: Path, **fields: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def lower_the_layers(directory: Path) -> None:
+    change_config(directory, num_hidden_layers=1)
+
+
+def raise_the_layers(directory: Path) -> None:
+    change_config(directory, num_hidden_layers=10**6)
+
+
+def lower_the_heads(directory: Path) -> None:
+    change_config(directory, num_attention_heads=0)
+
+
+def break_the_defaults(directory: Path) -> None:
+    (directory / "generation_config.json").write_text("{")
+
+
+def name_the_last_token(directory: Path) -> None:
+    (directory / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
 
 
 def remove_the_weights(directory: Path) -> None:
@@ -77,6 +102,11 @@ def lose_many_weights(directory: Path) -> None:
         (cut_the_tokenizer, "does not load: "),
         (break_the_config, "does not load: "),
         (contradict_the_config, "does not load: "),
+        (lower_the_layers, "the model of its config.json lacks: model.layers.1.input_layernorm"),
+        (raise_the_layers, "num_hidden_layers must be an integer of 1 to 1,000, got 1000000"),
+        (lower_the_heads, "num_attention_heads must be an integer of 1 to 10,000, got 0"),
+        (break_the_defaults, "/generation_config.json: it is no JSON: "),
+        (name_the_last_token, "eos_token_id of its defaults of generation must be the number of"),
         (remove_the_weights, "does not load: "),
         (remove_everything, "--model takes a directory with config.json"),
         (lose_weights, f"random numbers: {WEIGHT.format(0)}, {WEIGHT.format(1)}; copy or download"),

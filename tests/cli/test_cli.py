@@ -103,7 +103,10 @@ def test_generate_compares_tokens_with_another_run(
         (["--prompt", "x", "--json", "/no/x.json"], "--json /no/x.json: there is no directory /no"),
         (["--prompt", "x", "--json", "/"], "--json /: this is a directory; name a file"),
         (["--prompt", "x", "--json", "/proc/x.json"], "/proc/x.json: this file cannot be written"),
-        (["--prompt", "x", "--same-tokens-as", "/no.json"], "/no.json is not a file that --json"),
+        (
+            ["--prompt", "x", "--same-tokens-as", "/no.json"],
+            "--same-tokens-as /no.json: No such file",
+        ),
     ],
 )
 def test_generate_says_what_to_put_right(
@@ -181,7 +184,8 @@ def test_files_that_another_command_wrote(
     file.write_text(content)
     assert run_generate(checkpoint, "--prompt", PROMPT, "--same-tokens-as", str(file)) == 2
     output = capsys.readouterr()
-    assert output.err.startswith(f"generate: --same-tokens-as {file} is not a file that --json wro")
+    assert output.err.startswith(f"generate: --same-tokens-as {file}: ")
+    assert output.err.endswith("; name a file that --json wrote\n")
     assert output.out == "" and output.err.count("\n") == 1
 
 

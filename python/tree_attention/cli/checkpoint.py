@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Loading a checkpoint that a user names."""
 
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .._json import read_json_object
 from ..exchange import ExchangeError
 from ..exchange.errors import sentence
 from .usage import UsageError
 
-_MAX_NAMES = 3
+_TOKENS = "bos_token_id", "eos_token_id", "pad_token_id"
+# Of generation_config.json, beside those: what changes no token, and values that ask for nothing.
+_REMARKS = "_from_model_config", "transformers_version", "use_cache"
+_DEFAULTS = None, False, 1
 
 
 def load(path: Path, **options: Any) -> Any:
@@ -20,6 +25,8 @@ def load(path: Path, **options: Any) -> Any:
         UsageError: the checkpoint is damaged or incomplete.
     """
     from transformers import AutoModelForCausalLM
+
+    from ..hf.parallel.checkpoint import some
 
     with damages_named(path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -31,15 +38,52 @@ def load(path: Path, **options: Any) -> Any:
             **options,
         )
     model, info = loaded
-    missing = sorted(info["missing_keys"])
-    if missing:
-        names = ", ".join(missing[:_MAX_NAMES])
-        more = f" and {len(missing) - _MAX_NAMES} more" if len(missing) > _MAX_NAMES else ""
+    if missing := sorted(info["missing_keys"]):
         raise UsageError(
-            f"the checkpoint in {path} lacks weights, which would be random numbers: {names}{more};"
-            " copy or download it again"
+            f"the checkpoint in {path} lacks weights, which would be random numbers: "
+            f"{some(missing)}; copy or download it again"
+        )
+    if extra := sorted(info["unexpected_keys"]):
+        raise UsageError(
+            f"the checkpoint in {path} has weights that the model of its config.json lacks: "
+            f"{some(extra)}; copy or download both again"
         )
     return model.eval()
+
+
+def make_greedy(model: Any, path: Path) -> list[str]:
+    """Has a model generate the likeliest tokens of one sequence, whatever its checkpoint says.
+
+    Returns:
+        The names of the fields in generation_config.json that therefore count for nothing.
+
+    Raises:
+        UsageError: the file is damaged, or its special tokens are no numbers.
+    """
+    from transformers import GenerationConfig
+
+    file, fields = path / "generation_config.json", dict[str, Any]()
+    if file.is_file():
+        with damages_named(path):
+            fields = read_json_object(file, "the defaults of generation in")
+    kept = {name: getattr(model.generation_config, name) for name in _TOKENS}
+    for name, value in kept.items():
+        ids = value if isinstance(value, list) else [value]
+        if value is not None and not (ids and all(map(_is_token, ids))):
+            raise UsageError(
+                f"the checkpoint in {path}: {name} of its defaults of generation must be the "
+                f"number of a token or a list of them, got {reprlib.repr(value)}"
+            )
+    model.generation_config = GenerationConfig(**kept)
+    return sorted(
+        name
+        for name, value in fields.items()
+        if name not in (*_TOKENS, *_REMARKS) and (value is True or value not in _DEFAULTS)
+    )
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and -(1 << 63) <= value < 1 << 63
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -55,6 +99,8 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
+    from ..hf.checkpoint_files import check_config_file
+
     logging.disable_progress_bar()  # which transformers shows while it loads the weights
     if not (path / "config.json").exists():
         raise UsageError(
@@ -62,6 +108,7 @@ def load_tokenizer(path: Path) -> Any:
             "*.safetensors and a tokenizer"
         )
     with damages_named(path):
+        check_config_file(path / "config.json", "the configuration")
         # Nothing beside the weights is run: neither Python files nor pickles.
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 

@@ -4,6 +4,7 @@
 import argparse
 import json
 import os
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 from rich.console import Console
 
 from .. import ExchangeError, strategies
+from .._json import read_json_object, replace_file
 from ..exchange.strategies import candidates
-from .checkpoint import damages_named, load, load_tokenizer
+from .checkpoint import damages_named, load, load_tokenizer, make_greedy
 from .memory import keep_freed_memory
 from .screen import Screen, table
-from .usage import UsageError, check_can_be_written, check_seconds, report
+from .usage import UsageError, check_can_be_written, check_seconds, report, writing
 from .world import World, joined_world
 
 DTYPES = {
@@ -24,6 +26,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_WROTE = "name a file that --json wrote"
 
 
 def main(arguments: list[str]) -> int:
@@ -167,6 +170,10 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
     text = prompt_text(arguments)
     expected = None if arguments.same_tokens_as is None else read_tokens(arguments.same_tokens_as)
     tokenizer, model = load_model(arguments, world, device)
+    unused = make_greedy(model, arguments.model)
+    if unused and world.root:
+        names = ", ".join(unused)
+        report("generate", f"greedy: of generation_config.json, {names} count for nothing")
     from . import generation
 
     input_ids = tokenizer(text, return_tensors="pt")["input_ids"].to(device)
@@ -195,7 +202,8 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
             "completion": completion,
             **measured,
         }
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+        with writing("--json", arguments.json):
+            replace_file(arguments.json, json.dumps(content, indent=1) + "\n")
     if expected is None:
         return 0
     return compare_tokens(arguments.same_tokens_as, expected, result.tokens, screen.console)
@@ -291,9 +299,13 @@ def new_cache(arguments: argparse.Namespace, model: Any) -> Any:
 
 def prompt_text(arguments: argparse.Namespace) -> str:
     if arguments.prompt_file is None:
-        return arguments.prompt
+        try:
+            # Bytes of the command line that are no UTF-8 come as surrogates.
+            return arguments.prompt.encode("utf-8", "surrogateescape").decode()
+        except UnicodeError as error:
+            raise UsageError(f"--prompt must be UTF-8: {error}") from error
     try:
-        return arguments.prompt_file.read_text(encoding="utf-8")
+        return arguments.prompt_file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--prompt-file {arguments.prompt_file}: {error}") from error
 
@@ -325,10 +337,16 @@ def compare_tokens(
 
 
 def read_tokens(path: Path) -> list[int]:
+    """The tokens that another run wrote with --json."""
     try:
-        content = json.loads(path.read_text())
-        return [int(token) for token in content["tokens"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        tokens = read_json_object(path, "--same-tokens-as").get("tokens")
+    except OSError as error:
+        raise UsageError(f"--same-tokens-as {path}: {error.strerror}; {_WROTE}") from error
+    except ValueError as error:
+        raise UsageError(f"{error}; {_WROTE}") from error
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise UsageError(
-            f"--same-tokens-as {path} is not a file that --json wrote: {error!r}"
-        ) from error
+            f"--same-tokens-as {path}: tokens must be a list of integers, got "
+            f"{reprlib.repr(tokens)}; {_WROTE}"
+        )
+    return tokens

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from .. import hf
 from ..hf.parallel.plan import CannotSplitError
-from .checkpoint import load, load_tokenizer
+from .checkpoint import load, load_tokenizer, make_greedy
 
 Tokens = list[list[int]]
 _NEW_TOKENS = 24
@@ -31,6 +31,7 @@ def compare(path: Path | None) -> Iterator[tuple[str, Tokens, Tokens]]:
     if path is not None:
         # Tokens are compared in float32, since in bfloat16 HuggingFace's own attentions differ.
         tokenizer, model = load_tokenizer(path), load(path, dtype=torch.float32)
+        make_greedy(model, path)
         text = "The quick brown fox jumps over the lazy dog. " * 40
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         yield from _of_all_forms(path.name, model, ids, torch.ones_like(ids))
