@@ -5,6 +5,7 @@ import argparse
 import importlib
 import os
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 from .cli.usage import UsageError, is_root, report
@@ -35,7 +36,9 @@ def main(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     try:
         command = importlib.import_module(f"tree_attention.cli.{parsed.command}")
-        return command.main(parsed.arguments)
+        status = command.main(parsed.arguments)
+        sys.stdout.flush()
+        return status
     except UsageError as error:
         report(parsed.command, error)
         return 2
@@ -46,6 +49,9 @@ def main(arguments: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return interrupted(parsed.command)
+    except OSError as error:  # a full disk under the output, say
+        report(parsed.command, f"cannot go on: {error}")
+        return 1
 
 
 def interrupted(command: str) -> int:
@@ -61,10 +67,14 @@ def end(status: int) -> NoReturn:
         sys.exit(0)
     # At once: a thread that still waits in C++ for a lost rank would end in a SIGABRT when Python
     # takes itself down.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(status)
 
 
 if __name__ == "__main__":
+    # Python has none where the shell has closed it, and other files would take its number.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     end(main(sys.argv[1:]))

@@ -29,6 +29,24 @@ def test_info_prints_what_is_used():
     assert result.stdout.count(_loader.load().cpu_instruction_set()) >= 1
 
 
+@pytest.mark.parametrize(
+    ("output", "status", "error"),
+    [
+        ("> /dev/full", 1, "info: cannot go on: [Errno 28] No space left on device\n"),
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+    ],
+)
+def test_output_that_cannot_be_written(output, status, error):
+    result = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m tree_attention info {output}"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(_loader.PACKAGE.parent)},
+    )
+    assert (result.returncode, result.stderr) == (status, error)
+
+
 @pytest.mark.parametrize("command", __main__.COMMANDS)
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
