@@ -3,6 +3,7 @@
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from transformers import FalconH1Config, Gemma3nTextConfig, LlamaConfig, MambaCo
 from hf_caches import HEAD_DIM, HEADS, numbered_keys
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, ShardLayout, hf
-from tree_attention.hf.layer import TreeCacheLayer
+from tree_attention.hf import layer as layer_module
+from tree_attention.hf.latent import override_expansion
+from tree_attention.hf.layer import CROP_KEEPS, TreeCacheLayer
 
 CONFIG = CONFIGS["llama"]
 
@@ -100,7 +103,7 @@ def test_crop_takes_tokens_to_remove(as_tensor: bool) -> None:
     cache = hf.TreeCache(CONFIG, growth=8)
     _append(cache, 2, 20)
     for tokens, length in ((-3, 17), (-1, 16), (0, 16), (-99, 0)):
-        if tokens == 0 and _crop_keeps():
+        if tokens == 0 and CROP_KEEPS:
             continue
         cache.crop(torch.tensor(tokens) if as_tensor else tokens)
         assert type(cache.get_seq_length()) is int
@@ -113,7 +116,7 @@ def test_positive_crop() -> None:
     """Absolute in transformers before 5.17, without meaning since."""
     cache = hf.TreeCache(CONFIG)
     _append(cache, 1, 20)
-    if _crop_keeps():
+    if CROP_KEEPS:
         cache.crop(12)
         assert cache.get_seq_length() == 12
         cache.crop(15)
@@ -123,10 +126,66 @@ def test_positive_crop() -> None:
             cache.crop(12)
 
 
-def _crop_keeps() -> bool:
-    from transformers.cache_utils import DynamicLayer
+@pytest.mark.parametrize("max_length", [None, 64])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek"])
+@torch.no_grad()
+def test_an_interrupted_forward_pass_can_be_forgotten(name: str, max_length: int | None) -> None:
+    """By `crop`, which first cuts every layer to what all hold; until then nothing is appended."""
+    model = make_model(name, "tree_attention")
+    override_expansion(model)
+    ids = make_prompts(batch=1)["input_ids"]
+    expected = model(ids, past_key_values=hf.TreeCache(CONFIGS[name])).logits[:, -1]
 
-    return "max_length" in DynamicLayer.crop.__code__.co_varnames
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for removed in (0, 3):
+        cache = hf.TreeCache(CONFIGS[name], max_length=max_length)
+        model(ids[:, :20], past_key_values=cache)
+        hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 20:27], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(
+            RuntimeError, match="the last forward pass did not reach the last layer"
+        ):
+            model(ids[:, 20:], past_key_values=cache)
+        cache.crop(20 - removed if CROP_KEEPS else -removed)
+        assert {layer.length for layer in cache.layers} == {20 - removed}
+        found = model(ids[:, 20 - removed :], past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("max_length", [None, 64])
+def test_the_advice_keeps_all_whole_tokens_in_each_release(
+    max_length: int | None, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers before 5.17 passes the length to keep, so that crop(0) would keep nothing."""
+    monkeypatch.setattr(layer_module, "CROP_KEEPS", keeps)
+    cache = hf.TreeCache(CONFIG, max_length=max_length)
+    for _ in range(2):
+        keys = numbered_keys(0, 10, 1).contiguous()
+        for i in range(len(cache)):
+            cache.update(keys, -keys, i)
+    cache.update(keys, -keys, 0)
+    with pytest.raises(RuntimeError, match=r"forget it with cache\.crop") as caught:
+        cache.update(keys, -keys, 0)
+    eval(re.findall(r"cache\.crop\(.*?\)+", str(caught.value))[0])
+    assert {layer.length for layer in cache.layers} == {20}
+
+
+def test_a_long_pass_that_a_window_cannot_take_back_is_refused() -> None:
+    """It has forgotten what the next token sees; the other layers are not cut either."""
+    config = CONFIGS["gemma2"]
+    assert config.layer_types == ["sliding_attention", "full_attention"]
+    cache = hf.TreeCache(config)
+    _append(cache, 1, 20)
+    keys = numbered_keys(20, 220, 1)
+    cache.update(keys, -keys, 0)
+    with pytest.raises(ValueError, match="crop can remove 128 of these 220 tokens, got 200: layer"):
+        cache.crop(cache.get_seq_length() if CROP_KEEPS else 0)
+    assert [layer.length for layer in cache.layers] == [220, 20]
 
 
 def test_rows_are_reordered_repeated_and_selected() -> None:

@@ -24,6 +24,7 @@ pytest.importorskip("transformers")
 from generations import left_padded
 from hf_families import HYBRIDS, VOCAB_SIZE, make_model
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf.layer import CROP_KEEPS
 from tree_attention.hf.state_layer import may_be_chunked
 
 NUM_TOKENS = 8  # written by every rank of three: slots 29 to 36 are in blocks 7, 8 and 9
@@ -175,8 +176,9 @@ def test_decoding_that_takes_tokens_back_is_refused(name: str) -> None:
             model.generate(_prompts(1)["input_ids"], **GREEDY, **options)
 
 
-def test_states_of_an_interrupted_forward_pass_are_not_kept() -> None:
-    """With a fixed size crop(0) forgets such a pass, but the first state has its tokens."""
+@pytest.mark.parametrize("max_length", [None, 64])
+def test_states_of_an_interrupted_forward_pass_are_not_kept(max_length: int | None) -> None:
+    """`crop` forgets such a pass elsewhere, but the first state has its tokens."""
     if "Qwen3-Next" not in NAMES:
         pytest.skip("this release of transformers has no Qwen3-Next")
     family = HYBRIDS["Qwen3-Next"]
@@ -188,7 +190,7 @@ def test_states_of_an_interrupted_forward_pass_are_not_kept() -> None:
     with torch.no_grad():
         expected = model(ids).logits
         hf.enable(model)
-        held = hf.TreeCache(model.config, max_length=64)
+        held = hf.TreeCache(model.config, max_length=max_length)
         model(ids[:, :8], past_key_values=held)
 
         def interrupt(*_: object) -> None:
@@ -199,7 +201,7 @@ def test_states_of_an_interrupted_forward_pass_are_not_kept() -> None:
             model(ids[:, 8:], past_key_values=held)
         hook.remove()
         with pytest.raises(ValueError, match="some layers keep a state that has its tokens"):
-            held.crop(0)
+            held.crop(held.get_seq_length() if CROP_KEEPS else 0)
         held.reset()
         torch.testing.assert_close(
             model(ids, past_key_values=held).logits, expected, atol=1e-4, rtol=1e-4

@@ -15,7 +15,7 @@ from ..exchange import DEFAULT_TIMEOUT, Communicator
 from ..sharding import ShardLayout
 from . import reshard, snapshot
 from .kv_dtypes import dtype_of
-from .layer import TreeCacheLayer
+from .layer import TreeCacheLayer, cropped_length, interrupted
 from .layers import new_layers
 from .shard import Shard
 from .snapshot_index import describe_model
@@ -85,6 +85,8 @@ class TreeCache(Cache):
         self.max_length = max_length
         dtype = dtype_of("TreeCache", kv_dtype)
         super().__init__(layers=new_layers(config, self.shard, growth, dtype, max_length))
+        indices = [i for i, layer in enumerate(self.layers) if isinstance(layer, TreeCacheLayer)]
+        self._first_kv, self._last_kv = indices[0], indices[-1]
 
     @property
     def kv_layers(self) -> list[TreeCacheLayer]:
@@ -95,6 +97,17 @@ class TreeCache(Cache):
     def state_layers(self) -> list[Any]:
         """The layers that keep a state of all tokens."""
         return [layer for layer in self.layers if keeps_state(layer)]
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Before the first layer appends: after that nobody knows which tokens all layers hold. With
+        # max_length the first layer finds it out by itself.
+        if layer_idx == self._first_kv and self.max_length is None:
+            last = self.layers[self._last_kv]
+            if self.layers[layer_idx].length != last.length:
+                raise interrupted()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reserve(self, length: int) -> None:
         """Has the next allocation make room for `length` tokens, so that a prompt of known length
@@ -128,25 +141,33 @@ class TreeCache(Cache):
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forgets the last `-tokens_to_remove` tokens of every layer, or raises and keeps all.
 
+        A forward pass that did not reach the last layer is forgotten first: the tokens of the cache
+        are those that all layers hold.
+
         Raises:
             ValueError: layers with a sliding window have forgotten what would then be seen, or
                 layers keep a state, which does not tell what it was, or which has the tokens of a
                 forward pass that was interrupted.
         """
         layers = self.kv_layers
-        removed = max(layer.length - layer.cropped_length(tokens_to_remove) for layer in layers)
-        if self.state_layers and any(layer.is_interrupted for layer in layers):
+        lengths = [layer.length for layer in layers]
+        length = min(lengths)
+        kept = cropped_length(length, tokens_to_remove)
+        is_interrupted = max(lengths) > length or any(layer.is_interrupted for layer in layers)
+        if self.state_layers and is_interrupted:
             raise ValueError(
                 "TreeCache: crop cannot forget the forward pass that did not reach the last layer, "
                 "as some layers keep a state that has its tokens; forget all tokens with reset"
             )
-        if removed > 0 and self.state_layers:
+        if self.state_layers and kept < length:
             raise ValueError(
-                f"TreeCache: crop cannot take back {removed} tokens, as some layers keep a state "
-                "of all tokens and not the tokens; copy.deepcopy the cache to which you return"
+                f"TreeCache: crop cannot take back {length - kept} tokens, as some layers keep a "
+                "state of all tokens and not the tokens; copy.deepcopy the cache to which to return"
             )
         for layer in layers:
-            layer.crop(tokens_to_remove)
+            layer.check_cut(kept)
+        for layer in layers:
+            layer.cut(kept)
 
     def save(self, directory: str | PathLike[str]) -> None:
         """Writes the keys and values of all ranks to a directory, from which `load` reads them.

@@ -222,23 +222,16 @@ class TreeCacheLayer(CacheLayerMixin):
 
         With transformers before 5.17 a number >= 0 is the length to keep, as in its own caches.
         """
-        self.length = self.cropped_length(tokens_to_remove)
+        length = cropped_length(self.length, tokens_to_remove)
+        self.check_cut(length)
+        self.cut(length)
 
-    def cropped_length(self, tokens_to_remove: int | Tensor) -> int:
-        """What `crop` leaves.
+    def check_cut(self, length: int) -> None:
+        """Raises ValueError if the layer cannot go back to the first `length` tokens."""
 
-        Raises:
-            ValueError: it cannot remove so many tokens.
-        """
-        tokens = int(tokens_to_remove)
-        if tokens > 0 and not CROP_KEEPS:
-            raise ValueError(
-                f"TreeCache: crop takes the number of tokens to remove with a minus, got {tokens}; "
-                f"cache.crop({-tokens}) removes {tokens} tokens"
-            )
-        if tokens >= 0 and CROP_KEEPS:
-            return min(self.length, tokens)
-        return max(0, self.length + tokens)
+    def cut(self, length: int) -> None:
+        """Forgets all tokens but the first `length`."""
+        self.length = length
 
     def reset(self) -> None:
         """Forgets all tokens and keeps the buffers for the next batch of the same size."""
@@ -305,6 +298,28 @@ class TreeCacheLayer(CacheLayerMixin):
         with torch.inference_mode(False), torch.no_grad():
             for name, x in self.buffers().items():
                 self.hold(name, reallocate(x))
+
+
+def interrupted() -> RuntimeError:
+    """The error of a forward pass after one that was interrupted."""
+    forget = "crop(cache.get_seq_length())" if CROP_KEEPS else "crop(0)"
+    return RuntimeError(
+        "TreeCache: the last forward pass did not reach the last layer; forget it with "
+        f"cache.{forget}, or all tokens with reset"
+    )
+
+
+def cropped_length(length: int, tokens_to_remove: int | Tensor) -> int:
+    """Returns the number of tokens that `crop` leaves of `length`, or raises ValueError."""
+    tokens = int(tokens_to_remove)
+    if tokens > 0 and not CROP_KEEPS:
+        raise ValueError(
+            f"TreeCache: crop takes the number of tokens to remove with a minus, got {tokens}; "
+            f"cache.crop({-tokens}) removes {tokens} tokens"
+        )
+    if tokens >= 0 and CROP_KEEPS:
+        return min(length, tokens)
+    return max(0, length + tokens)
 
 
 def copy_slots(x: Tensor, out: Tensor) -> None:

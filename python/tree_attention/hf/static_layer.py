@@ -9,7 +9,7 @@ from torch import Tensor
 from ..ops import append_kv
 from .deal import current_deal
 from .latent import LatentLayer
-from .layer import KVShard, TreeCacheLayer, copy_slots
+from .layer import KVShard, TreeCacheLayer, copy_slots, interrupted
 from .shard import Shard
 
 
@@ -64,10 +64,7 @@ class Progress:
         assert self.length is not None
         device = self.length.device
         if self.slots is not None:
-            raise RuntimeError(
-                "TreeCache: the last forward pass did not reach the last layer; forget it with "
-                "crop(0), or all tokens with reset"
-            )
+            raise interrupted()
         if not torch.compiler.is_compiling() and (device.type == "cpu" or num_tokens > 1):
             self.check(int(self.length) + num_tokens)
         slots = torch.arange(num_tokens, device=device) + self.length
@@ -173,9 +170,9 @@ class StaticTreeCacheLayer(TreeCacheLayer):
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
-    def crop(self, tokens_to_remove: int | Tensor) -> None:
+    def cut(self, length: int) -> None:
         if self.is_last:  # the length is that of all layers
-            super().crop(tokens_to_remove)
+            super().cut(length)
 
 
 class StaticLatentLayer(LatentLayer, StaticTreeCacheLayer):

@@ -57,8 +57,7 @@ class WindowLayer(TreeCacheLayer):
         step = self.growth if torch.compiler.is_compiling() else min(self.growth, STEP)
         return -(-num_slots // step) * step
 
-    def cropped_length(self, tokens_to_remove: int | Tensor) -> int:
-        length = super().cropped_length(tokens_to_remove)
+    def check_cut(self, length: int) -> None:
         if self.first > 0 and length < self.first + self.window:
             raise ValueError(
                 f"TreeCache: crop can remove {self.length - self.first - self.window} of these "
@@ -66,7 +65,6 @@ class WindowLayer(TreeCacheLayer):
                 f"of {self.window} have forgotten the slots before {self.first}; copy.deepcopy the "
                 "cache where it must go back further, or forget all tokens with reset"
             )
-        return length
 
     def reserve(self, length: int) -> None:
         """Does nothing: the buffers have no room for more than the window."""
