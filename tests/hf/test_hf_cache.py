@@ -4,6 +4,7 @@
 import copy
 import itertools
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tree_attention import BlockCyclic, Contiguous, ShardLayout, hf
 from tree_attention.hf import layer as layer_module
 from tree_attention.hf.latent import override_expansion
 from tree_attention.hf.layer import CROP_KEEPS, TreeCacheLayer
+from tree_attention.hf.shard import Shard
 
 CONFIG = CONFIGS["llama"]
 
@@ -270,6 +272,16 @@ def test_a_full_contiguous_layout_is_refused() -> None:
     _append(cache, 1, 5)
     with pytest.raises(ValueError, match=r"has no rank for slot 5; use ContiguousThenCyclic"):
         _append(cache, 1, 1)
+
+
+def test_slots_are_those_asked_for_while_another_thread_asks_for_others() -> None:
+    """Copies of a cache share what is remembered of the last call."""
+    shard = Shard()
+    device = torch.device("cpu")
+    first, other = (((b, b + 3, device), shard.write(b, b + 3, device)) for b in (0, 7))
+    changing = mock.PropertyMock(side_effect=[first, other])
+    with mock.patch.object(Shard, "_last", changing, create=True):
+        assert shard.write(0, 3, device).begin == 0
 
 
 def test_offloading_is_refused() -> None:

@@ -78,8 +78,10 @@ class Shard:
         key = (begin, end, device)
         # A graph that looked at what is remembered would be compiled again for a call without it.
         is_remembered = not torch.compiler.is_compiling()
-        if is_remembered and self._last is not None and self._last[0] == key:
-            return self._last[1]
+        # Once: threads whose caches are copies of each other share this object.
+        last = self._last if is_remembered else None
+        if last is not None and last[0] == key:
+            return last[1]
         self.check_holds(end)
         layout = self.layout
         local_begin, local_end = self.count(begin), self.count(end)
