@@ -220,6 +220,27 @@ def test_reset_keeps_memory_for_the_same_batch_only() -> None:
     assert torch.equal(_stored(cache.layers[0]), numbered_keys(0, 3, 1))
 
 
+@pytest.mark.parametrize("max_length", [None, 16])
+def test_a_cache_without_tokens_follows_rows_of_any_batch(max_length: int | None) -> None:
+    """The buffers that a reset keeps may be of a smaller one."""
+    cache = hf.TreeCache(CONFIG, max_length=max_length)
+    keys = numbered_keys(0, 7).contiguous()
+    for _ in range(2):
+        for i in range(len(cache)):
+            cache.update(keys, -keys, i)
+        cache.reset()
+        cache.reorder_cache(torch.tensor([4, 3, 2]))
+        cache.batch_select_indices(torch.tensor([7]))
+        cache.batch_repeat_interleave(3)
+        assert cache.get_seq_length() == 0
+        keys = numbered_keys(0, 7, 5).contiguous()
+        for i in range(len(cache)):
+            cache.update(keys, -keys, i)
+        cache.reorder_cache(torch.tensor([4, 3]))
+        assert torch.equal(_stored(cache.layers[-1]), keys[[4, 3]])
+        cache.reset()
+
+
 def test_buffers_outlive_inference_mode() -> None:
     """In-place writes to tensors of an ended inference mode are errors."""
     model = make_model("llama", "tree_attention")

@@ -241,13 +241,14 @@ class TreeCacheLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.is_initialized:
+        length = self.length
+        if length > 0:  # after a reset the buffers may be of another batch
             rows = indices.to(self.keys.device)
 
             def select(x: Tensor, out: Tensor) -> None:
                 torch.index_select(x, 0, rows, out=out)
 
-            used = slice(0, self.held().stop)
+            used = slice(0, self.shard.count(length) - self.dropped)
             self._reallocate(len(rows), used, self.keys.shape[2], select)
 
     def offload(self) -> None:
