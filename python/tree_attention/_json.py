@@ -54,13 +54,20 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise ValueError(f"it is larger than {MAX_BYTES:,} bytes")
     try:
-        found = json.loads(content.decode())
+        found = json.loads(content.decode(), object_pairs_hook=_without_duplicates)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except ValueError as error:  # also of UTF-8, and of integers with thousands of digits
         raise ValueError(f"it is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"it must hold a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("it gives a name twice")
     return found
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import copy
 import os
-import resource
 import signal
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +30,6 @@ from tree_attention import (
     ShardLayout,
     hf,
 )
-from tree_attention.hf import snapshot
 from tree_attention.hf.kv_dtypes import KV_DTYPES
 from tree_attention.hf.layer import CROP_KEEPS
 from tree_attention.reference import quantise
@@ -42,7 +38,7 @@ CONFIG = CONFIGS["llama"]
 LENGTH = 77
 
 
-def _filled(layout: ShardLayout | None = None, **options: Any) -> hf.TreeCache:
+def filled(layout: ShardLayout | None = None, **options: Any) -> hf.TreeCache:
     cache = hf.TreeCache(CONFIG, layout=layout, **options)
     append(cache, LENGTH)
     return cache
@@ -58,10 +54,10 @@ def _layouts(world_size: int) -> list[ShardLayout]:
 
 
 def _save(rank: int, world_size: int, layout: ShardLayout, directory: Path) -> None:
-    _filled(layout).save(directory)
+    filled(layout).save(directory)
 
 
-def _check_load(rank: int, world_size: int, layout: ShardLayout, directory: Path) -> None:
+def check_load(rank: int, world_size: int, layout: ShardLayout, directory: Path) -> None:
     cache = hf.TreeCache.load(directory, CONFIG, layout=layout, growth=16)
     check_holds(cache, LENGTH)
     append(cache, 1)
@@ -75,7 +71,7 @@ def test_any_world_and_layout_loads_what_any_other_saved(saved_by: int, tmp_path
         run_ranks(_save, saved_by, layout, directory)
         for world_size in (1, 2, 3, 5):
             for target in _layouts(world_size):
-                run_ranks(_check_load, world_size, target, directory)
+                run_ranks(check_load, world_size, target, directory)
 
 
 def _generate(rank: int, world_size: int, name: str, directory: Path) -> list[list[int]]:
@@ -126,7 +122,7 @@ def test_a_model_in_half_precision_keeps_its_bits(tmp_path: Path) -> None:
 
 
 def test_buffers_that_move_in_inference_mode_can_be_written_outside_of_it(tmp_path: Path) -> None:
-    _filled().save(tmp_path)
+    filled().save(tmp_path)
     cache = hf.TreeCache.load(tmp_path, CONFIG)
     with torch.inference_mode():
         keys = numbered_keys(LENGTH, LENGTH + 1).to("meta")
@@ -137,14 +133,14 @@ def test_buffers_that_move_in_inference_mode_can_be_written_outside_of_it(tmp_pa
 
 
 def test_a_crop_is_saved(tmp_path: Path) -> None:
-    cache = _filled()
+    cache = filled()
     cache.crop(40 if CROP_KEEPS else 40 - LENGTH)
     cache.save(tmp_path)
     check_holds(hf.TreeCache.load(tmp_path, CONFIG), 40)
 
 
 def test_a_save_replaces_the_last_one_and_its_files(tmp_path: Path) -> None:
-    cache = _filled()
+    cache = filled()
     others = {"notes.txt", "cache-notes.txt", "cache-00000-of-00001.md"}
     for name in others:
         (tmp_path / name).write_text("of the user")
@@ -161,75 +157,6 @@ def test_a_save_replaces_the_last_one_and_its_files(tmp_path: Path) -> None:
     check_holds(hf.TreeCache.load(tmp_path, CONFIG), LENGTH + 3)
     cache.save(tmp_path)  # the same again
     assert set(os.listdir(tmp_path)) == second
-
-
-def _fail_to_write(rank: int, world_size: int, directory: Path, function: str) -> str:
-    cache = _filled(timeout=10)
-    cache.save(directory)
-    append(cache, 3)
-    failing = mock.patch.object(snapshot, function, side_effect=OSError("no space left on device"))
-    with pytest.raises((OSError, ExchangeError)) as caught:
-        if rank == 0:
-            with failing:
-                cache.save(directory)
-        else:
-            cache.save(directory)
-    check_holds(hf.TreeCache.load(directory, CONFIG), LENGTH)
-    cache.save(directory)  # the group is as it was
-    check_holds(hf.TreeCache.load(directory, CONFIG), LENGTH + 3)
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-@pytest.mark.parametrize("function", ["save_file", "write_index"])
-def test_a_save_that_fails_on_one_rank_leaves_the_last_one(function: str, tmp_path: Path) -> None:
-    errors = run_ranks(_fail_to_write, 2, tmp_path, function)
-    assert errors[0] == "OSError: no space left on device"
-    assert "ExchangeError: rank 1 of 2: outcome is success on rank 1, no space" in errors[1]
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-@pytest.mark.parametrize("at_index", [False, True])
-def test_a_full_disk_leaves_the_last_save_and_nothing_else(at_index: bool, tmp_path: Path) -> None:
-    """A limit on the size of a file stands for it."""
-    cache = _filled()
-    cache.save(tmp_path)
-    names = set(os.listdir(tmp_path))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    append(cache, 3)
-    written = mock.patch.object(snapshot, "_write_tensors") if at_index else nullcontext()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        with written as write, pytest.raises(OSError, match=r"(?i)file too large"):
-            if write is not None:
-                write.return_value = snapshot.File("cache-x", "")
-            cache.save(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert set(os.listdir(tmp_path)) == names
-    check_holds(hf.TreeCache.load(tmp_path, CONFIG), LENGTH)
-
-
-def _kill_itself(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _die_while_saving(rank: int, world_size: int, directory: Path) -> str:
-    cache = _filled(timeout=5)
-    cache.save(directory)
-    append(cache, 3)
-    with pytest.raises(ExchangeError) as caught:
-        if rank == 1:
-            with mock.patch.object(snapshot, "save_file", _kill_itself):
-                cache.save(directory)
-        cache.save(directory)
-    return str(caught.value)
-
-
-def test_a_rank_killed_while_saving_leaves_the_last_one(tmp_path: Path) -> None:
-    errors = run_ranks(_die_while_saving, 3, tmp_path, lost=[1])
-    assert all("rank 1" in errors[rank] for rank in (0, 2))
-    for world_size in (1, 2):
-        run_ranks(_check_load, world_size, BlockCyclic(world_size), tmp_path)
 
 
 def _survive(rank: int, world_size: int, directory: Path) -> list[list[int]]:
@@ -327,7 +254,7 @@ def test_8_bits_are_loaded_as_saved_or_as_asked(saved: str | None, tmp_path: Pat
 
 
 def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
-    _filled().save(tmp_path)
+    filled().save(tmp_path)
     for name, value in (("rope_parameters", {"rope_theta": 5.0}), ("head_dim", 16)):
         config = copy.deepcopy(CONFIG)
         setattr(config, name, value)
@@ -336,7 +263,7 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_layout_that_ends_before_is_refused(tmp_path: Path) -> None:
-    _filled().save(tmp_path)
+    filled().save(tmp_path)
     with pytest.raises(ValueError, match="has no rank for slot 76"):
         hf.TreeCache.load(tmp_path, CONFIG, layout=Contiguous((0, 76)))
 
@@ -345,16 +272,16 @@ def test_what_is_no_whole_cache_is_not_saved(tmp_path: Path) -> None:
     cache = hf.TreeCache(CONFIG)
     with pytest.raises(ValueError, match="holds no tokens yet"):
         cache.save(tmp_path)
-    cache = _filled()
+    cache = filled()
     cache.update(numbered_keys(LENGTH, LENGTH + 1), numbered_keys(LENGTH, LENGTH + 1), 0)
     with pytest.raises(ValueError, match="the layers hold 77 to 78 tokens"):
         cache.save(tmp_path)
-    cache = _filled(_OwnLayout(1))
+    cache = filled(_OwnLayout(1))
     with pytest.raises(ValueError, match=r"layout must be one of BlockCyclic, .* got _OwnLayout"):
         cache.save(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        _filled().save(tmp_path / "file")
+        filled().save(tmp_path / "file")
 
 
 class _OwnLayout(BlockCyclic):

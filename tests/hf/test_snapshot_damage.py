@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +18,19 @@ from distributed import run_ranks
 pytest.importorskip("transformers")
 
 from hf_caches import append
-from test_snapshot import CONFIG, LENGTH, _check_load, _filled
+from test_snapshot import CONFIG, LENGTH, check_load, filled
 from tree_attention import BlockCyclic, ExchangeError, hf
 from tree_attention.hf import snapshot
+from tree_attention.hf.snapshot_index import digest_of
 
 
-def _edit_index(**changes: Any) -> Callable[[Path], None]:
+def edit_index(**changes: Any) -> Callable[[Path], None]:
+    """As whoever can write the index can: with its digest."""
+
     def edit(directory: Path) -> None:
         file = directory / "index.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+        index = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps(index | {"sha256": digest_of(index)}))
 
     return edit
 
@@ -45,6 +51,38 @@ def _truncate(directory: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def _write_index(content: str) -> Callable[[Path], None]:
+    def write(directory: Path) -> None:
+        (directory / "index.json").write_text(content, errors="surrogateescape")
+
+    return write
+
+
+def _without_digest(directory: Path) -> None:
+    file = directory / "index.json"
+    index = json.loads(file.read_text())
+    del index["sha256"]
+    file.write_text(json.dumps(index))
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    return {"a": _nested(depth - 1)} if depth else {}
+
+
+def _replace_by_fifo(pattern: str) -> Callable[[Path], None]:
+    def replace(directory: Path) -> None:
+        (file,) = directory.glob(pattern)
+        file.unlink()
+        os.mkfifo(file)
+
+    return replace
+
+
+def _replace_by_directory(directory: Path) -> None:
+    (directory / "index.json").unlink()
+    (directory / "index.json").mkdir()
+
+
 def _layer_of(shape: list[int]) -> dict[str, Any]:
     return {name: {"dtype": "float32", "shape": shape} for name in ("keys", "values")}
 
@@ -53,64 +91,119 @@ _LAYER = _layer_of([2, 2, 8])
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "no index": (lambda d: (d / "index.json").unlink(), FileNotFoundError, "has no index.json"),
-    "no JSON": (lambda d: (d / "index.json").write_text("{"), ValueError, "cannot be used"),
-    "a list": (lambda d: (d / "index.json").write_text("[]"), ValueError, "its format is not"),
-    "another format": (_edit_index(format="x"), ValueError, "its format is not"),
-    "another version": (_edit_index(version=2), ValueError, "of version 2, and this release rea"),
-    "no layout": (_edit_index(layout={"kind": "x"}), ValueError, "cannot be used: 'x'"),
+    "no JSON": (_write_index("{"), ValueError, "index.json: Expecting property name"),
+    "no UTF-8": (_write_index('{"\udcff": 1}'), ValueError, "index.json: 'utf-8' codec can't"),
+    "a list": (_write_index("[]"), ValueError, "index.json: it must hold a JSON object, got list"),
+    "a name twice": (
+        _write_index('{"a": 1, "a": 2}'),
+        ValueError,
+        "index.json: it gives a name tw",
+    ),
+    "deep": (_write_index('{"a": ' + "[" * 100_000), ValueError, "its JSON is nested too deeply"),
+    "deep, yet JSON": (edit_index(model=_nested(400)), ValueError, "is of another model"),
+    "a FIFO": (_replace_by_fifo("index.json"), OSError, "index.json is no regular file"),
+    "a FIFO of tensors": (_replace_by_fifo("cache-0*"), OSError, ".safetensors is no regular file"),
+    "a directory": (_replace_by_directory, OSError, "index.json is no regular file"),
+    "another format": (edit_index(format="x"), ValueError, "its format is not"),
+    "the version before": (edit_index(version=1), ValueError, "of version 1, and this release rea"),
+    "no digest": (_without_digest, ValueError, "it is damaged: its sha256 is not that of the rest"),
+    "no layout": (edit_index(layout=None), ValueError, "layout must be a dict, got None"),
+    "an unknown layout": (
+        edit_index(layout={"kind": "x"}),
+        ValueError,
+        "kind of the layout must be one of BlockCyclic, Contiguous, ContiguousThenCyclic, got 'x'",
+    ),
+    "another argument": (
+        edit_index(layout={"kind": "BlockCyclic", "world_size": 1, "x": 1}),
+        ValueError,
+        "cannot be used: BlockCyclic.__init__() got an unexpected keyword argument 'x'",
+    ),
+    "a vast block": (
+        edit_index(layout={"kind": "BlockCyclic", "world_size": 1, "block": 1 << 70}),
+        ValueError,
+        "block must be an integer of at least 0 and below 2^63, got 1180591620717411303424",
+    ),
+    "vast cycles": (
+        edit_index(layout={"kind": "BlockCyclic", "world_size": 2, "block": 1 << 62}),
+        ValueError,
+        "number of slots in a cycle of the layout must be an integer",
+    ),
+    "bounds of bounds": (
+        edit_index(layout={"kind": "Contiguous", "bounds": [0, [1]]}),
+        ValueError,
+        "bounds must be an integer of at least 0 and below 2^63, got [1]",
+    ),
+    "a layout that ends before": (
+        edit_index(layout={"kind": "Contiguous", "bounds": [0, 50]}),
+        ValueError,
+        "Contiguous(bounds=(0, 50)) has no rank for slot 76",
+    ),
+    "another layout": (
+        edit_index(layout={"kind": "BlockCyclic", "world_size": 1, "block": 24}),
+        ValueError,
+        "was saved with the layout BlockCyclic(world_size=1, block=64), and by the index with",
+    ),
     "wrong world": (
-        _edit_index(layout={"kind": "BlockCyclic", "world_size": 3, "block": 64}),
+        edit_index(layout={"kind": "BlockCyclic", "world_size": 3, "block": 64}),
         ValueError,
         "names 1 files for 3 ranks",
     ),
-    "negative length": (_edit_index(length=-1), ValueError, "length must be an integer"),
-    "longer": (_edit_index(length=LENGTH + 1), ValueError, "bytes, and by the index at least"),
-    "far longer": (_edit_index(length=10**17), ValueError, "bytes, and by the index at least"),
+    "negative length": (edit_index(length=-1), ValueError, "length must be an integer"),
+    "length of another kind": (edit_index(length="1"), ValueError, "below 2^63, got '1'"),
+    "longer": (edit_index(length=LENGTH + 1), ValueError, "of them tensors"),
+    "far longer": (edit_index(length=10**17), ValueError, "of them tensors"),
+    "files of another kind": (edit_index(files=[1]), ValueError, "files must be a list of dict, g"),
+    "a file without a name": (edit_index(files=[{}]), ValueError, "name must be a str, got None"),
     "a foreign file": (
-        _edit_index(files=[{"name": "../x.safetensors", "sha256": ""}]),
+        edit_index(files=[{"name": "../x.safetensors", "sha256": "", "size": 1}]),
         ValueError,
         "is no name of a file",
     ),
-    "another model": (_edit_index(model={}), ValueError, "is of another model: its model_type"),
+    "another model": (edit_index(model={}), ValueError, "is of another model: its model_type"),
     "no dtype": (
-        _edit_index(layers=[{**_LAYER, "keys": {"dtype": "int64", "shape": [2, 2, 8]}}] * 2),
+        edit_index(layers=[{**_LAYER, "keys": {"dtype": "int64", "shape": [2, 2, 8]}}] * 2),
         ValueError,
-        "cannot be used: 'int64'",
+        "dtype of keys must be one of int8, float8_e4m3fn, float16, bfloat16, float32, float64, g",
     ),
     "other heads": (
-        _edit_index(layers=[_layer_of([1, 4, 8])] * 2),
+        edit_index(layers=[_layer_of([1, 4, 8])] * 2),
         ValueError,
         "by the index of torch.float32 and [1, 4, 77, 8]",
     ),
     "vast heads": (
-        _edit_index(layers=[_layer_of([10**9, 10**9, 8])] * 2),
+        edit_index(layers=[_layer_of([10**6, 10**6, 8])] * 2),
         ValueError,
-        "bytes, and by the index at least",
+        "of them tensors",
+    ),
+    "vaster heads": (
+        edit_index(layers=[_layer_of([10**9, 10**9, 8])] * 2),
+        ValueError,
+        "keys of a layer cannot have the sizes [1000000000, 1000000000, 8]",
     ),
     "negative heads": (
-        _edit_index(layers=[_layer_of([-2, -2, 8])] * 2),
+        edit_index(layers=[_layer_of([-2, -2, 8])] * 2),
         ValueError,
         "keys of a layer cannot have the sizes [-2, -2, 8]",
     ),
     "no head_dim": (
-        _edit_index(layers=[_layer_of([2, 2])] * 2),
+        edit_index(layers=[_layer_of([2, 2])] * 2),
         ValueError,
         "keys of a layer cannot have the sizes [2, 2]",
     ),
     "values of another dtype": (
-        _edit_index(layers=[{**_LAYER, "values": {"dtype": "int8", "shape": [2, 2, 8]}}] * 2),
+        edit_index(layers=[{**_LAYER, "values": {"dtype": "int8", "shape": [2, 2, 8]}}] * 2),
         ValueError,
         "values of a layer is of (torch.int8, [2, 2, 8]), expected (torch.float32, [2, 2, 8])",
     ),
     "no scales": (
-        _edit_index(layers=[{**_LAYER, "keys": {"dtype": "int8", "shape": [2, 2, 8]}}] * 2),
+        edit_index(layers=[{**_LAYER, "keys": {"dtype": "int8", "shape": [2, 2, 8]}}] * 2),
         ValueError,
         "a layer has ['keys', 'values'], expected ['k_scale', 'keys', 'v_scale', 'values']",
     ),
-    "a missing layer": (_edit_index(layers=[_LAYER]), ValueError, "holds 1 layers, and the model"),
+    "a missing layer": (edit_index(layers=[_LAYER]), ValueError, "holds 1 layers, and the model"),
     "a missing file": (lambda d: _tensors(d).unlink(), FileNotFoundError, "is missing, which the"),
     "a flipped bit": (_flip, ValueError, "is damaged: its SHA-256 is"),
-    "a truncated file": (_truncate, ValueError, "is damaged: its SHA-256 is"),
+    "a truncated file": (_truncate, ValueError, "is damaged: it has"),
     "an empty file": (
         lambda d: _tensors(d).write_bytes(b""),
         ValueError,
@@ -122,44 +215,62 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_directory_is_refused(damage: str, tmp_path: Path) -> None:
     apply, kind, message = DAMAGES[damage]
-    _filled().save(tmp_path)
+    filled().save(tmp_path)
     apply(tmp_path)
-    with pytest.raises(kind, match=r"TreeCache\.load: ") as caught:
+    with pytest.raises(kind) as caught:
         hf.TreeCache.load(tmp_path, CONFIG)
     assert message in str(caught.value)
     assert str(tmp_path) in str(caught.value)
 
 
+def test_any_flipped_bit_of_the_index_is_found(tmp_path: Path) -> None:
+    filled().save(tmp_path)
+    file = tmp_path / "index.json"
+    content = file.read_bytes()
+    assert b'"block": 64' in content
+    for i in range(0, len(content) - 1, 3):  # behind the last byte, white space is as good
+        flipped = bytearray(content)
+        flipped[i] ^= 1 << i % 8
+        file.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"TreeCache\.load: .*index\.json"):
+            hf.TreeCache.load(tmp_path, CONFIG)
+    file.write_bytes(content)
+    check_load(0, 1, BlockCyclic(1), tmp_path)
+
+
 def test_files_of_other_tensors_are_refused(tmp_path: Path) -> None:
     """Their digests may be right all the same."""
-    _filled().save(tmp_path)
+    filled().save(tmp_path)
     file = _tensors(tmp_path)
     for content, message in (
         (b"no tensors" * 10_000, "is damaged: (?!it has)"),
         (_saved_tensors(tmp_path), "lacks layers.0.keys"),
     ):
         file.write_bytes(content)
-        _edit_index(files=[{"name": file.name, "sha256": snapshot._digest(file)}])(tmp_path)
+        digest = hashlib.sha256(content).hexdigest()
+        entry = {"name": file.name, "sha256": digest, "size": len(content)}
+        edit_index(files=[entry])(tmp_path)
         with pytest.raises(ValueError, match=message):
             hf.TreeCache.load(tmp_path, CONFIG)
 
 
 def _saved_tensors(directory: Path) -> bytes:
     path = directory / "other"
-    snapshot.save_file({"x": torch.zeros(10_000)}, path)
+    layout = {"layout": str(BlockCyclic(1, 64))}
+    snapshot.save_file({"x": torch.zeros(10_000)}, path, layout)
     return path.read_bytes()
 
 
 def _load_elsewhere(rank: int, world_size: int, directories: list[Path]) -> str:
     with pytest.raises((OSError, ValueError, ExchangeError)) as caught:
         hf.TreeCache.load(directories[rank], CONFIG, timeout=10)
-    _check_load(rank, world_size, BlockCyclic(2), directories[0])  # the group is as it was
+    check_load(rank, world_size, BlockCyclic(2), directories[0])  # the group is as it was
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def test_damage_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    _filled().save(tmp_path / "a")
-    _filled().save(tmp_path / "b")
+    filled().save(tmp_path / "a")
+    filled().save(tmp_path / "b")
     _flip(tmp_path / "b")
     errors = run_ranks(_load_elsewhere, 2, [tmp_path / "a", tmp_path / "b"])
     assert errors[0].startswith("ExchangeError: rank 0 of 2: outcome is TreeCache.load: ")
@@ -167,8 +278,8 @@ def test_damage_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
 
 
 def test_ranks_that_load_different_saves_raise(tmp_path: Path) -> None:
-    _filled().save(tmp_path / "a")
-    cache = _filled()
+    filled().save(tmp_path / "a")
+    cache = filled()
     append(cache, 1)
     cache.save(tmp_path / "b")
     errors = run_ranks(_load_elsewhere, 2, [tmp_path / "a", tmp_path / "b"])
@@ -183,6 +294,6 @@ def _load_as(rank: int, world_size: int, directory: Path, kv_dtypes: list[str | 
 
 
 def test_ranks_that_load_different_kv_dtypes_raise(tmp_path: Path) -> None:
-    _filled().save(tmp_path)
+    filled().save(tmp_path)
     for error in run_ranks(_load_as, 2, tmp_path, [None, "int8"]):
         assert "kv_dtype is torch.int8 on rank 1, None on rank 0" in error

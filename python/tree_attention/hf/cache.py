@@ -98,7 +98,7 @@ class TreeCache(Cache):
         """The layers that keep a state of all tokens."""
         return [layer for layer in self.layers if keeps_state(layer)]
 
-    def update(  # type: ignore[override]
+    def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
         # Before the first layer appends: after that nobody knows which tokens all layers hold. With
@@ -183,7 +183,7 @@ class TreeCache(Cache):
         Raises:
             ValueError: the cache holds no tokens, is inside a forward pass, has layers that keep a
                 state, or has a layout that is none of this package.
-            OSError: a file cannot be written.
+            OSError: a file cannot be written, or the first rank does not find that of another.
             ExchangeError: one of that happened on another rank, or a rank was lost.
         """
         snapshot.save(self, directory)
@@ -222,10 +222,11 @@ class TreeCache(Cache):
             kv_dtype: "int8" or "fp8" quantises what was saved otherwise; None: as it was saved.
 
         Raises:
-            OSError: a file is missing.
-            ValueError: a file is damaged, or of another model or version; an argument is wrong, or
-                more tokens were saved than `max_length`, or with `max_length` only the last slots
-                of layers with a sliding window.
+            OSError: a file is missing, also where saves beside it replace the files again and
+                again, or is no regular file.
+            ValueError: a file is damaged, or of another model, version or part of the heads; an
+                argument is wrong, or more tokens were saved than `max_length`, or with `max_length`
+                only the last slots of layers with a sliding window.
             ExchangeError: one of that happened on another rank, or a rank was lost.
         """
         cache = cls(
@@ -239,8 +240,7 @@ class TreeCache(Cache):
             growth=growth,
             deterministic=deterministic,
         )
-        snapshot.restore(cache, directory)
-        return cache
+        return snapshot.restore(cache, directory)
 
     def reshard(self, layout: ShardLayout) -> None:
         """Moves the slots to the ranks that `layout` gives them, inside the group and in place.

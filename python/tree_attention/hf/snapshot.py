@@ -7,20 +7,23 @@ alone says what belongs together: whoever is interrupted leaves the last save wh
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .._json import open_regular
 from ..exchange.agreement import Signature
 from ..exchange.errors import sentence
+from ..sharding import ShardLayout
 from .outcome import on_every_rank
 from .snapshot_index import (
     INDEX,
@@ -29,10 +32,10 @@ from .snapshot_index import (
     File,
     Index,
     Kinds,
-    check_model,
     kv_dtype_of,
     layers_of,
     read_index,
+    remove_unless_named,
     to_disk,
     write_index,
 )
@@ -41,13 +44,18 @@ if TYPE_CHECKING:
     from .cache import TreeCache
     from .layer import TreeCacheLayer
 
+# How many times a cache is read while saves beside it remove the files of its index.
+_READINGS = 5
+
 
 def save(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
     """`TreeCache.save`."""
     shard, path = cache.shard, Path(directory)
     comm, rank, timeout = shard.comm, shard.rank, shard.timeout
+    file: File | None = None
 
     def write() -> tuple[Signature, File]:
+        nonlocal file
         length = cache.common_length("save")
         kind = type(shard.layout).__name__
         if type(shard.layout) is not LAYOUTS.get(kind):
@@ -62,40 +70,52 @@ def save(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
         if not all(layer.is_initialized for layer in cache.kv_layers):
             raise ValueError("TreeCache.save: the cache holds no tokens yet; run the model first")
         path.mkdir(parents=True, exist_ok=True)
+        file = _write_tensors(cache, path)
         return (
             ("length", length),
             ("layout", shard.layout),
             ("layers", layers_of(cache)),
             ("first slots of the layers", [layer.first for layer in cache.kv_layers]),
-        ), _write_tensors(cache, path)
+        ), file
 
-    file, notes = on_every_rank("TreeCache.save", comm, timeout, write, File.note)
+    try:
+        _, notes = on_every_rank("TreeCache.save", comm, timeout, write, File.note)
 
-    def name_files() -> tuple[Signature, None]:
-        if rank == 0:
-            files = [file._asdict()] if len(notes) == 1 else [note["file"] for note in notes]
-            write_index(cache, path, files)
-        return (), None
+        def name_files() -> tuple[Signature, None]:
+            if rank == 0:
+                write_index(cache, path, [File(**note["file"]) for note in notes])
+            return (), None
 
-    on_every_rank("TreeCache.save", comm, timeout, name_files)
+        on_every_rank("TreeCache.save", comm, timeout, name_files)
+    except Exception:
+        # An index that names the file may still come where this rank only waited in vain.
+        if file is not None and (rank == 0 or comm.failed is None):
+            remove_unless_named(path, file.name)
+        raise
 
 
-def restore(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
-    """Fills a new cache with what `save` wrote, of any world size and layout."""
-    shard = cache.shard
+def restore(empty: TreeCache, directory: str | os.PathLike[str]) -> TreeCache:
+    """A copy of an empty cache with what `save` wrote, of any world size and layout."""
+    shard, path = empty.shard, Path(directory)
 
-    def read() -> tuple[Signature, None]:
-        path = Path(directory)
-        index, digest = read_index(path)
-        check_model(path, index.model, cache.model)
-        _read_tensors(cache, path, index)
+    def read() -> tuple[Signature, TreeCache]:
+        for number in range(1, _READINGS + 1):
+            cache = copy.deepcopy(empty)
+            index = read_index(path, cache)
+            try:
+                _read_tensors(cache, path, index)
+                break
+            except FileNotFoundError:  # maybe a save beside it has replaced the index since
+                if number == _READINGS:
+                    raise
         return (
-            ("digest of the index", digest),
+            ("digest of the index", index.sha256[:16]),
             ("layout", shard.layout),
             ("kv_dtype", cache.kv_dtype),
-        ), None
+        ), cache
 
-    on_every_rank("TreeCache.load", shard.comm, shard.timeout, read)
+    cache, _ = on_every_rank("TreeCache.load", shard.comm, shard.timeout, read)
+    return cache
 
 
 def _write_tensors(cache: TreeCache, path: Path) -> File:
@@ -109,25 +129,26 @@ def _write_tensors(cache: TreeCache, path: Path) -> File:
     unfinished = path / f"{PREFIX}{place}.{os.getpid()}.tmp"
     try:
         try:
-            save_file(tensors, unfinished)
+            save_file(tensors, unfinished, {"layout": str(shard.layout)})
         except SafetensorError as error:  # also where the disk is full
             raise OSError(
                 f"TreeCache.save: {unfinished} cannot be written: {sentence(error)}"
             ) from error
         to_disk(unfinished)
-        digest = _digest(unfinished)
+        with open_regular(unfinished) as content:
+            digest, size = _digest(content), os.fstat(content.fileno()).st_size
         name = f"{PREFIX}{place}-{digest[:16]}.safetensors"
         unfinished.replace(path / name)
     finally:
         unfinished.unlink(missing_ok=True)
-    return File(name, digest)
+    to_disk(path)  # the name of the file, before an index that relies on it
+    return File(name, digest, size)
 
 
-def _digest(path: Path) -> str:
+def _digest(file: BinaryIO) -> str:
     sha, block = hashlib.sha256(), bytearray(1 << 20)
-    with path.open("rb") as file:
-        while size := file.readinto(block):
-            sha.update(memoryview(block)[:size])
+    while size := file.readinto(block):  # type: ignore[attr-defined]
+        sha.update(memoryview(block)[:size])
     return sha.hexdigest()
 
 
@@ -173,7 +194,7 @@ def _read_tensors(cache: TreeCache, path: Path, index: Index) -> None:
             if not any(len(found) for found in rows.values()):
                 continue
             place = path / file.name
-            with _opened(place, file.sha256) as handle:
+            with _opened(place, file.sha256, source) as handle:
                 for i, (layer, kinds, first) in enumerate(layers):
                     if len(rows[first]) == 0:
                         continue
@@ -203,17 +224,12 @@ def _check_sizes(path: Path, index: Index) -> None:
             (end - index.layout.count(rank, first)) * num_bytes
             for first, num_bytes in zip(index.first_slots, slot_bytes, strict=True)
         )
-        try:
-            size = place.stat().st_size
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"TreeCache.load: {place} is missing, which the index names; copy the whole "
-                "directory"
-            ) from None
-        if size < least:
+        with _regular(place) as content:
+            size = os.fstat(content.fileno()).st_size
+        if not least <= size == file.size:
             raise ValueError(
-                f"TreeCache.load: {place} is damaged: it has {size} bytes, and by the index at "
-                f"least {least}; copy or save it again"
+                f"TreeCache.load: {place} is damaged: it has {size} bytes, and by the index "
+                f"{file.size}, at least {least} of them tensors; copy or save it again"
             )
 
 
@@ -248,18 +264,38 @@ def _put(
     layer.quantise(keys, values, rows)
 
 
-def _opened(path: Path, digest: str) -> Any:
-    """A file that is as it was saved, mapped into memory."""
-    found = _digest(path)
-    if found != digest:
-        raise ValueError(
-            f"TreeCache.load: {path} is damaged: its SHA-256 is {found[:16]}..., and by the index "
-            f"{digest[:16]}...; copy or save it again"
-        )
+def _regular(path: Path) -> BinaryIO:
+    """A file that the index names, for reading."""
     try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"TreeCache.load: {path} is damaged: {sentence(error)}") from error
+        return open_regular(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"TreeCache.load: {path} is missing, which the index names; copy the whole directory, "
+            "or load it again if another save has just replaced it"
+        ) from None
+
+
+def _opened(path: Path, digest: str, layout: ShardLayout) -> Any:
+    """A file that is as it was saved, mapped into memory."""
+    with _regular(path) as content:
+        found = _digest(content)
+        if found != digest:
+            raise ValueError(
+                f"TreeCache.load: {path} is damaged: its SHA-256 is {found[:16]}..., and by the "
+                f"index {digest[:16]}...; copy or save it again"
+            )
+        try:
+            # The file of this digest, whatever has become of its name since.
+            handle: Any = safe_open(f"/dev/fd/{content.fileno()}", framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"TreeCache.load: {path} is damaged: {sentence(error)}") from error
+    saved = (handle.metadata() or {}).get("layout")
+    if saved != str(layout):
+        raise ValueError(
+            f"TreeCache.load: {path} was saved with the layout {saved}, and by the index with "
+            f"{layout}; copy or save it again"
+        )
+    return handle
 
 
 def _tensor(

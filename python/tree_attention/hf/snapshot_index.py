@@ -6,17 +6,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
+import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
+from .._json import open_regular, read_json_object
 from ..exchange.agreement import Note
 from ..sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
 from .kv_dtypes import KV_DTYPES
@@ -24,8 +27,10 @@ from .kv_dtypes import KV_DTYPES
 if TYPE_CHECKING:
     from .cache import TreeCache
 
+T = TypeVar("T")
+
 INDEX = "index.json"
-_FORMAT, _VERSION = "tree_attention.hf.TreeCache", 1
+_FORMAT, _VERSION = "tree_attention.hf.TreeCache", 2
 PREFIX = "cache-"
 # The names of the files beside the index, finished or not.
 _OWN_NAME = re.compile(
@@ -54,11 +59,15 @@ _MODEL_FIELDS = (
 )
 
 
+_BOUND = 1 << 63  # of integers in tensors
+
+
 class File(NamedTuple):
     """A rank's file: what its note tells the others, and the index of it."""
 
     name: str
     sha256: str
+    size: int  # in bytes
 
     def note(self) -> Note:
         return {"file": self._asdict()}
@@ -71,7 +80,7 @@ Kinds = dict[str, tuple[torch.dtype, list[int]]]
 class Index(NamedTuple):
     """What the index says."""
 
-    model: dict[str, Any]
+    sha256: str  # of all the rest
     length: int
     layout: ShardLayout
     layers: list[Kinds]
@@ -99,7 +108,14 @@ def layers_of(cache: TreeCache) -> list[dict[str, Any]]:
     ]
 
 
-def write_index(cache: TreeCache, path: Path, files: list[dict[str, Any]]) -> None:
+def write_index(cache: TreeCache, path: Path, files: list[File]) -> None:
+    for rank, file in enumerate(files):
+        place = path / file.name
+        if not place.exists() or place.stat().st_size != file.size:
+            raise OSError(
+                f"TreeCache.save: rank 0 does not find {place} with the {file.size} bytes that "
+                f"rank {rank} wrote; give all ranks a path at which they reach the same directory"
+            )
     layout = cache.shard.layout
     index = {
         "format": _FORMAT,
@@ -109,89 +125,154 @@ def write_index(cache: TreeCache, path: Path, files: list[dict[str, Any]]) -> No
         "layout": {"kind": type(layout).__name__, **dataclasses.asdict(layout)},  # type: ignore[call-overload]
         "layers": layers_of(cache),
         "first_slots": [layer.first for layer in cache.kv_layers],
-        "files": files,
+        "files": [file._asdict() for file in files],
     }
+    index["sha256"] = digest_of(index)
     unfinished = path / f"{PREFIX}index.{os.getpid()}.tmp"
     try:
         unfinished.write_text(json.dumps(index, indent=1) + "\n")
         to_disk(unfinished)
-        to_disk(path)  # the names of the files, before the index that relies on them
         unfinished.replace(path / INDEX)
     finally:
         unfinished.unlink(missing_ok=True)
     to_disk(path)
-    kept = {file["name"] for file in files}
+    kept = {file.name for file in files}
     for old in path.glob(f"{PREFIX}*"):
         if old.name not in kept and _OWN_NAME.fullmatch(old.name):
             with suppress(OSError):  # the save is whole, whether or not older files can be removed
                 old.unlink()
 
 
-def read_index(path: Path) -> tuple[Index, str]:
-    """The index of a directory, and its digest."""
+def remove_unless_named(path: Path, name: str) -> None:
+    """Removes a file of a save that failed, if the index of the directory does not name it."""
+    with suppress(OSError):
+        try:
+            with open_regular(path / INDEX) as file:
+                content = file.read()
+        except FileNotFoundError:
+            content = b""
+        if name.encode() not in content:
+            (path / name).unlink()
+
+
+def digest_of(index: Mapping[str, Any]) -> str:
+    """The SHA-256 of what an index says beside it, however its JSON is written."""
+    entries = {name: value for name, value in index.items() if name != "sha256"}
+    canonical = json.dumps(entries, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def read_index(path: Path, cache: TreeCache) -> Index:
+    """The index of a directory, if it is whole and of a cache such as this one."""
     file = path / INDEX
     try:
-        content = file.read_bytes()
+        entries = read_json_object(file, "TreeCache.load:")
     except FileNotFoundError:
         raise FileNotFoundError(
             f"TreeCache.load: {path} has no {INDEX}: no cache was saved there, or it never ended"
         ) from None
     try:
-        entries = json.loads(content)
-        if not isinstance(entries, Mapping) or entries.get("format") != _FORMAT:
+        if entries.get("format") != _FORMAT:
             raise ValueError(f"its format is not {_FORMAT!r}")
-        if entries["version"] != _VERSION:
-            raise ValueError(
-                f"it is of version {entries['version']}, and this release reads {_VERSION}"
-            )
-        index = _parsed(entries)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if entries.get("version") != _VERSION:
+            version = reprlib.repr(entries.get("version"))
+            raise ValueError(f"it is of version {version}, and this release reads {_VERSION}")
+        if entries.get("sha256") != digest_of(entries):
+            raise ValueError("it is damaged: its sha256 is not that of the rest")
+        _check_model(entries, cache)
+        return _parsed(entries)
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"TreeCache.load: {file} cannot be used: {error}") from error
-    return index, hashlib.sha256(content).hexdigest()[:16]
 
 
 def _parsed(entries: Mapping[str, Any]) -> Index:
-    arguments = dict(entries["layout"])
-    layout = LAYOUTS[arguments.pop("kind")](**arguments)
-    length = entries["length"]
-    files = [File(str(file["name"]), str(file["sha256"])) for file in entries["files"]]
-    layers = [_parsed_layer(layer) for layer in entries["layers"]]
-    if not isinstance(length, int) or length < 0:
-        raise ValueError(f"length must be an integer of at least 0, got {length!r}")
+    length = _integer("length", entries.get("length"))
+    layout = _parsed_layout(_entry(entries, "layout", dict))
+    files = [
+        File(
+            _entry(file, "name", str),
+            _entry(file, "sha256", str),
+            _integer("size of a file", file.get("size")),
+        )
+        for file in _entry(entries, "files", list, of=dict)
+    ]
     if len(files) != layout.world_size:
         raise ValueError(f"it names {len(files)} files for {layout.world_size} ranks")
     for file in files:
         if not _OWN_NAME.fullmatch(file.name):  # of this directory, not of any other
             raise ValueError(f"{file.name!r} is no name of a file")
-    model, first_slots = dict(entries["model"]), list(entries["first_slots"])
-    return Index(model, length, layout, layers, first_slots, files)
+    if sum(layout.count(rank, length) for rank in range(layout.world_size)) != length:
+        raise ValueError(f"{layout} has no rank for slot {length - 1}")
+    layers = [_parsed_layer(layer) for layer in _entry(entries, "layers", list, of=dict)]
+    first_slots = _entry(entries, "first_slots", list, of=int)
+    return Index(entries["sha256"], length, layout, layers, first_slots, files)
+
+
+def _parsed_layout(entries: Mapping[str, Any]) -> ShardLayout:
+    kind = _one_of("kind of the layout", entries.get("kind"), LAYOUTS)
+    arguments = {name: value for name, value in entries.items() if name != "kind"}
+    numbers = [0]
+    for name, value in arguments.items():
+        numbers += [_integer(name, x) for x in (value if isinstance(value, list) else [value])]
+    layout = kind(**arguments)
+    _integer("number of slots in a cycle of the layout", layout.world_size * max(numbers))
+    return layout
+
+
+def _entry(entries: Mapping[str, Any], name: str, kind: type[T], of: type | None = None) -> T:
+    """An entry of what the index says, which must be of this kind, and a list `of` another."""
+    found = entries.get(name)
+    if type(found) is not kind or (of and any(type(x) is not of for x in entries[name])):
+        expected = kind.__name__ + (f" of {of.__name__}" if of else "")
+        raise ValueError(f"{name} must be a {expected}, got {reprlib.repr(found)}")
+    return found
+
+
+def _integer(name: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _BOUND:
+        raise ValueError(
+            f"{name} must be an integer of at least 0 and below 2^63, got {reprlib.repr(value)}"
+        )
+    return value
+
+
+def _one_of(name: str, value: Any, known: Mapping[str, T]) -> T:
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {reprlib.repr(value)}")
+    return known[value]
 
 
 def _parsed_layer(entries: Mapping[str, Any]) -> Kinds:
-    kinds = {name: (_DTYPES[kind["dtype"]], [*kind["shape"]]) for name, kind in entries.items()}
-    names = {"keys", "values"} | ({"k_scale", "v_scale"} if kv_dtype_of(kinds) else set())
+    kinds = {}
+    for name in entries:
+        kind = _entry(entries, name, dict)
+        dtype = _one_of(f"dtype of {name}", kind.get("dtype"), _DTYPES)
+        kinds[name] = dtype, _entry(kind, "shape", list, of=int)
+    is_8_bits = "keys" in kinds and kv_dtype_of(kinds) is not None
+    names = {"keys", "values"} | ({"k_scale", "v_scale"} if is_8_bits else set())
     if set(kinds) != names:
         raise ValueError(f"a layer has {sorted(kinds)}, expected {sorted(names)}")
     dtype, (*batch_and_heads, _) = kinds["keys"]
-    for name, kind in kinds.items():
+    for name, (own, sizes) in kinds.items():
         is_scale = name.endswith("_scale")
-        width = [] if is_scale else kind[1][2:]
+        width = [] if is_scale else sizes[2:]
         least = int(name != "values")  # those of latents have no columns
-        is_size = all(type(size) is int and size >= least for size in kind[1])
+        is_size = min(sizes, default=0) >= least and math.prod(sizes) < _BOUND // 8  # bytes
         if len(width) != 1 - is_scale or not is_size:
-            raise ValueError(f"{name} of a layer cannot have the sizes {kind[1]}")
+            raise ValueError(f"{name} of a layer cannot have the sizes {sizes}")
         expected = (torch.float32 if is_scale else dtype, [*batch_and_heads, *width])
-        if kind != expected:
-            raise ValueError(f"{name} of a layer is of {kind}, expected {expected}")
+        if (own, sizes) != expected:
+            raise ValueError(f"{name} of a layer is of {(own, sizes)}, expected {expected}")
     return kinds
 
 
-def check_model(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    for name, value in own.items():
+def _check_model(entries: Mapping[str, Any], cache: TreeCache) -> None:
+    saved = _entry(entries, "model", dict)
+    for name, value in cache.model.items():
         if saved.get(name) != value:
             raise ValueError(
-                f"TreeCache.load: {path} is of another model: its {name} is {saved.get(name)!r}, "
-                f"and that of config {value!r}"
+                f"it is of another model: its {name} is {saved.get(name)!r}, and that of config "
+                f"{value!r}"
             )
 
 
