@@ -199,6 +199,30 @@ def _go_on_split(rank: int, world_size: int, size: int, directory: Path, expecte
     assert torch.equal(tokens, expected)
 
 
+def _swap_directories(rank: int, world_size: int, directory: Path) -> None:
+    model = hf.parallelize(split_models.make_model("llama"), tensor_parallel_size=2)
+    group = hf.mesh(model).context_group
+    cache = hf.TreeCache(model.config, group)
+    keys = torch.zeros(1, 2, 5, 8)
+    for i in range(len(cache)):
+        cache.update(keys, keys, i)
+    own, other = (directory / str(column) for column in (rank % 2, 1 - rank % 2))
+    cache.reshard(BlockCyclic(world_size // 2, 3))  # which keeps the heads where they are
+    cache.save(own)
+    dist.barrier()  # the other group's save
+    message = "heads of tensor rank {} of 2, and the group is of tensor rank {} of 2: load what"
+    with pytest.raises(ValueError, match=message.format(1 - rank % 2, rank % 2)):
+        hf.TreeCache.load(other, model.config, group)
+    with pytest.raises(ValueError, match=f"rank {rank % 2} of 2, and the group is of .* 0 of 1:"):
+        hf.TreeCache.load(own, model.config)  # into a cache of all heads
+    assert hf.TreeCache.load(own, model.config, group).get_seq_length() == 5
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_heads_of_another_tensor_rank_are_refused(world_size: int, tmp_path: Path) -> None:
+    run_ranks(_swap_directories, world_size, tmp_path)
+
+
 SHORT = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 
 

@@ -143,6 +143,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         ValueError,
         "was saved with the layout BlockCyclic(world_size=1, block=64), and by the index with",
     ),
+    "heads of another rank": (
+        edit_index(tensor_rank=1, tensor_parallel_size=2),
+        ValueError,
+        "it holds the heads of tensor rank 1 of 2, and the group is of tensor rank 0 of 1: load",
+    ),
     "wrong world": (
         edit_index(layout={"kind": "BlockCyclic", "world_size": 3, "block": 64}),
         ValueError,

@@ -26,6 +26,7 @@ def reshard(cache: TreeCache, layout: ShardLayout) -> None:
         """What every rank must have in common, before any of them moves a layer."""
         length = cache.common_length("reshard")
         new = Shard(old.comm, layout, old.strategy, old.timeout, old.deterministic)
+        new.column = old.column
         new.check_holds(cache.max_length or length)
         return (
             ("length", length),

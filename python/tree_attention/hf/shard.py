@@ -13,6 +13,7 @@ from ..deterministic import check_layout, check_size
 from ..exchange import DEFAULT_TIMEOUT, Communicator, check_options, get_communicator
 from ..exchange.agreement import Signature
 from ..sharding import BlockCyclic, Contiguous, ShardLayout
+from .parallel.mesh import column_of
 
 _BLOCK = 64  # slots
 
@@ -40,6 +41,7 @@ class Shard:
         check_size("TreeCache", deterministic)
         self.comm = get_communicator(group)
         self.rank, self.world_size = self.comm.rank, self.comm.world_size
+        self.column = column_of(group)  # of the heads that are on this rank
         if layout is None:
             layout = BlockCyclic(self.world_size, deterministic or _BLOCK)
         self.layout = layout

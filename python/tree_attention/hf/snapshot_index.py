@@ -117,10 +117,13 @@ def write_index(cache: TreeCache, path: Path, files: list[File]) -> None:
                 f"rank {rank} wrote; give all ranks a path at which they reach the same directory"
             )
     layout = cache.shard.layout
+    tensor_rank, tensor_parallel_size = cache.shard.column
     index = {
         "format": _FORMAT,
         "version": _VERSION,
         "model": cache.model,
+        "tensor_rank": tensor_rank,
+        "tensor_parallel_size": tensor_parallel_size,
         "length": cache.common_length("save"),
         "layout": {"kind": type(layout).__name__, **dataclasses.asdict(layout)},  # type: ignore[call-overload]
         "layers": layers_of(cache),
@@ -274,6 +277,13 @@ def _check_model(entries: Mapping[str, Any], cache: TreeCache) -> None:
                 f"it is of another model: its {name} is {saved.get(name)!r}, and that of config "
                 f"{value!r}"
             )
+    column = entries.get("tensor_rank"), entries.get("tensor_parallel_size")
+    if column != cache.shard.column:
+        texts = ["{!r} of {!r}".format(*place) for place in (column, cache.shard.column)]
+        raise ValueError(
+            f"it holds the heads of tensor rank {texts[0]}, and the group is of tensor rank "
+            f"{texts[1]}: load what the context group with the same heads saved"
+        )
 
 
 def kv_dtype_of(kinds: Kinds) -> torch.dtype | None:

@@ -23,6 +23,8 @@ Range = tuple[int, int]
 # the group and the sub-group's ranks in the world.
 _sub_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]]
 _sub_groups = WeakKeyDictionary()
+# The column of each context group of split heads, and the number of columns.
+_columns: WeakKeyDictionary[ProcessGroup, tuple[int, int]] = WeakKeyDictionary()
 
 
 class Mesh:
@@ -74,6 +76,8 @@ class Mesh:
             ranks, first = dist.get_process_group_ranks(self.group), self.rank - self.tensor_rank
             self.tensor_group = self._sub_group(self.group, ranks[first : first + size])
             self.context_group = self._sub_group(self.group, ranks[self.tensor_rank :: size])
+            if size > 1:
+                _columns[self.context_group] = self.tensor_rank, size
             self.sums, self.logits = (Communicator(self.group, timeout) for _ in range(2))
 
     @property
@@ -114,6 +118,13 @@ class Mesh:
                     f"{ranks} could not be made: {sentence(error)}"
                 ) from error
         return made
+
+
+def column_of(group: ProcessGroup | Communicator | None) -> tuple[int, int]:
+    """The tensor_rank and tensor_parallel_size of the heads in a cache over `group`."""
+    if isinstance(group, Communicator):
+        group = group.link.group if group.world_size > 1 else None
+    return (0, 1) if group is None else _columns.get(group, (0, 1))
 
 
 def _new_group(group: ProcessGroup, ranks: list[int], timeout: float) -> ProcessGroup:
