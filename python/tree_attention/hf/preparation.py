@@ -22,9 +22,8 @@ from .digests import (
     digest_random_state,
     settings_of,
 )
-from .prompts import is_dealt_in_generate
+from .prompts import is_dealt_in_generate, may_be_chunked
 from .sampling import SynchronizeLogits
-from .state_layer import may_be_chunked
 
 # Older releases prefill wrong tokens when a cache that holds some already is filled in chunks.
 _CHUNKS_AFTER_CACHED_TOKENS = Version(transformers.__version__) >= Version("5.23")

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
 
 from .cache import TreeCache
 from .deal import Deal, dealing
 from .digests import describe, digest_inputs
 from .masks import KeyRanges
 from .parallel.split import mesh_of
-from .state_layer import state_kinds
+from .state_layer import GO_ON_FROM_A_STATE, state_kinds
 
 _PREFILLS = ("auto", "split", "replicated")
 # Where "auto" splits: below so many tokens a rank, exchanges cost more than a rank saves.
@@ -36,6 +37,13 @@ _FOR_ALL_TOKENS = ("attention_mask", "past_key_values", "use_cache", "logits_to_
 _OUTPUTS_OF_TOKENS = ("output_hidden_states", "output_attentions", "output_router_logits")
 # Kinds of rotary embeddings whose frequencies depend on the largest position of the chunk.
 _ROPES_OF_ALL_POSITIONS = ("dynamic", "longrope")
+
+
+def may_be_chunked(config: PreTrainedConfig) -> bool:
+    """Whether a prompt that is read in chunks is known to give what it gives as a whole."""
+    if _rope_of_all_positions(config) is not None:
+        return False
+    return not state_kinds(config) or config.model_type in GO_ON_FROM_A_STATE
 
 
 def check_prefill(model: PreTrainedModel, prefill: str) -> None:
@@ -111,10 +119,16 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     for name in ("position_ids", "logits_to_keep"):
         if name not in parameters:
             return f"its forward takes no {name}"
-    for kind in _rope_types(getattr(model.config, "rope_parameters", None)):
-        if kind in _ROPES_OF_ALL_POSITIONS:
-            return f"its rotary embedding, {kind!r}, depends on all positions of a chunk"
+    kind = _rope_of_all_positions(model.config)
+    if kind is not None:
+        return f"its rotary embedding, {kind!r}, depends on all positions of a chunk"
     return None
+
+
+def _rope_of_all_positions(config: PreTrainedConfig) -> str | None:
+    """The type of a rotary embedding that turns a token otherwise in another chunk, or None."""
+    kinds = _rope_types(getattr(config, "rope_parameters", None))
+    return next((kind for kind in kinds if kind in _ROPES_OF_ALL_POSITIONS), None)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

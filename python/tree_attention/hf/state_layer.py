@@ -19,7 +19,7 @@ _NOTHING = ("moe", "mlp")
 # Models whose layers go on from a state with several tokens, so that prompts may be read in chunks.
 # The layers of other models, as Bamba and Jamba, forget the state with every chunk in transformers
 # 5.23.
-_GO_ON_FROM_A_STATE = {
+GO_ON_FROM_A_STATE = {
     "granitemoehybrid",
     "lfm2",
     "lfm2_moe",
@@ -56,8 +56,3 @@ def keeps_state(layer: Any) -> bool:
 def state_kinds(config: PreTrainedConfig) -> list[str]:
     """The kinds of layers that keep a state of all tokens before, in a model."""
     return sorted({*(getattr(config, "layer_types", None) or ())} & {*_STATES})
-
-
-def may_be_chunked(config: PreTrainedConfig) -> bool:
-    """Whether a prompt that is read in chunks is known to give what it gives as a whole."""
-    return not state_kinds(config) or config.model_type in _GO_ON_FROM_A_STATE

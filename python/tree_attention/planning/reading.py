@@ -125,8 +125,7 @@ def from_config(name: str, config: Any, stored: dict[str, int] | None = None) ->
     from .. import hf
     from ..hf.cache import TreeCache
     from ..hf.layer import TreeCacheLayer
-    from ..hf.prompts import check_prefill
-    from ..hf.state_layer import may_be_chunked
+    from ..hf.prompts import check_prefill, may_be_chunked
 
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         raise ValueError(
