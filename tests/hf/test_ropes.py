@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Models whose rotary embedding has other frequencies beyond a length of the text.
 
-The mistake these tests are for: keys of one prompt that are turned by the frequencies of several
-chunks.
+The mistakes these tests are for: keys of one prompt that are turned by the frequencies of several
+chunks, and a cache that the model drops, for one that is not sharded, where frequencies change.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 
 pytest.importorskip("transformers")
 
+from transformers import DynamicCache, LlamaForCausalLM
+
 from generations import left_padded
 from hf_families import VOCAB_SIZE, WORKING, Family, make_model
+from hf_models import make_model as make_llama
+from hf_models import make_prompts
 from tree_attention import BlockCyclic, hf
 
 SWITCH = 32  # tokens from which on frequencies differ
@@ -85,11 +89,64 @@ def _generate(rank: int, world_size: int, expected: dict[str, Any]) -> None:
         for way, (options, arguments) in WAYS.items():
             hf.enable(model, layout=layout, **options)
             for length in LENGTHS:
-                found = model.generate(**_prompts(length), **GREEDY, **arguments)
-                assert torch.equal(found, tokens[way, length]), (name, way, length)
+                output = model.generate(
+                    **_prompts(length), **GREEDY, **arguments, return_dict_in_generate=True
+                )
+                assert torch.equal(output.sequences, tokens[way, length]), (name, way, length)
+                held = output.past_key_values
+                assert isinstance(held, hf.TreeCache), (name, way)
+                assert int(held.get_seq_length()) == length + GREEDY["max_new_tokens"] - 1
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_tokens_equal_those_of_transformers(world_size: int) -> None:
-    """On every way there."""
+    """On every way there, and in a cache that is sharded."""
     run_ranks(_generate, world_size, {name: _expected(name) for name in NAMES})
+
+
+@on_ranks(2)
+def test_a_given_cache_is_filled_anew(rank: int, world_size: int) -> None:
+    """It is short of the length at which keys change, and the next turn is beyond."""
+    layout = BlockCyclic(world_size, 4)
+    plain = make_model(FAMILIES["Phi-3"])
+    model = hf.enable(make_model(FAMILIES["Phi-3"]), layout=layout)
+    held = hf.TreeCache(model.config, layout=layout)
+    prompts = _prompts(SWITCH + 10)
+    with torch.no_grad():
+        model(prompts["input_ids"][:, :20], prompts["attention_mask"][:, :20], past_key_values=held)
+    new = prompts | {"input_ids": prompts["input_ids"][:, 3:]}
+    with pytest.raises(ValueError, match="was not given the first 20, of which the cache holds"):
+        model.generate(**new, past_key_values=held, **GREEDY)
+    expected = plain.generate(**prompts, **GREEDY)
+    assert torch.equal(model.generate(**prompts, past_key_values=held, **GREEDY), expected)
+    assert held.get_seq_length() == expected.shape[1] - 1
+
+
+@pytest.mark.parametrize(
+    "changes,error",
+    [
+        (
+            {"past_key_values": DynamicCache},
+            "replaced the TreeCache of .* by a DynamicCache, which",
+        ),
+        (
+            {"next_sequence_length": lambda: 2},
+            "the cache must hold 38 tokens, .* and holds 39: transf",
+        ),
+    ],
+)
+def test_a_cache_of_other_tokens_is_an_error(
+    changes: dict[str, Any], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model takes another cache, or is fed a token twice."""
+    original = LlamaForCausalLM.prepare_inputs_for_generation
+
+    def prepare(self: LlamaForCausalLM, ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        if ids.shape[1] > 37:
+            kwargs |= {name: make() for name, make in changes.items()}
+        return original(self, ids, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "prepare_inputs_for_generation", prepare)
+    model = hf.enable(make_llama("llama"))
+    with pytest.raises(RuntimeError, match=error):
+        model.generate(**make_prompts(1), **GREEDY)

@@ -20,7 +20,13 @@ from .preparation import Preparation
 from .prompts import check_prefill, override_forward, restore_forward
 from .sampling import SynchronizeLogits
 
-_OVERRIDDEN = ("generate", "_prepare_cache_for_generation", "get_compiled_call")
+_OVERRIDDEN = (
+    "generate",
+    "_prepare_cache_for_generation",
+    "get_compiled_call",
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+)
 _PREVIOUS = "_attention_before_enable"
 
 
@@ -183,7 +189,7 @@ def _check_split(group: ProcessGroup | Communicator | None, mesh: Mesh, strategy
 
 def _override(model: PreTrainedModel, preparation: Preparation) -> None:
     # Bound methods on the instance, not closures over it: a deep copy of the model gets its own.
-    original, original_prepare, compiled_call_of = (
+    original, original_prepare, compiled_call_of, original_inputs, original_update = (
         getattr(type(model), name) for name in _OVERRIDDEN
     )
     signature = inspect.signature(original)
@@ -229,6 +235,17 @@ def _override(model: PreTrainedModel, preparation: Preparation) -> None:
 
         return call
 
-    overridden: tuple[Any, ...] = generate, prepare_cache, get_compiled_call
+    @functools.wraps(original_inputs)
+    def prepare_inputs(self: PreTrainedModel, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = original_inputs(self, *args, **kwargs)
+        return preparation.keep_cache(kwargs.get("past_key_values"), inputs)
+
+    @functools.wraps(original_update)
+    def update(self: PreTrainedModel, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        model_kwargs: dict[str, Any] = original_update(self, *args, **kwargs)
+        preparation.check_step(model_kwargs, kwargs.get("num_new_tokens", 1))
+        return model_kwargs
+
+    overridden = generate, prepare_cache, get_compiled_call, prepare_inputs, update
     for name, function in zip(_OVERRIDDEN, overridden, strict=True):
         vars(model)[name] = MethodType(function, model)

@@ -35,6 +35,8 @@ class _Call(threading.local):
     def __init__(self) -> None:
         self.arguments: dict[str, Any] = {}
         self.processors: list[Any] = []  # those that the caller gave
+        self.cache: TreeCache | None = None
+        self.length = 0  # tokens that it must hold after the steps so far
 
 
 class Preparation:
@@ -83,7 +85,7 @@ class Preparation:
         return arguments
 
     def end(self) -> None:
-        self.call.arguments, self.call.processors = {}, []
+        self.call.arguments, self.call.processors, self.call.cache = {}, [], None
 
     def prepare_cache(
         self,
@@ -141,8 +143,53 @@ class Preparation:
             cache = self.new_cache()
             cache.reserve(num_prompt)
             model_kwargs["past_key_values"] = cache
+        self.call.cache, self.call.length = cache, num_prompt - 1
+        if not self._is_whole_sequence(num_prompt):
+            self.call.length += num_cached
         if cache is not None:
             self._set_chunk_size(model, generation_config, model_kwargs, num_prompt, num_cached)
+
+    def keep_cache(self, given: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Puts the cache that a step was given into its inputs, emptied, where the model left it
+        out.
+
+        Phi-3 does so where the text grows beyond the length from which its rotary embedding has
+        other frequencies: all tokens are fed again, and transformers would make a cache that is not
+        sharded.
+        """
+        if not isinstance(given, TreeCache) or inputs.get("past_key_values") is not None:
+            return inputs
+        num_cached = int(given.get_seq_length())
+        if num_cached > 0 and not self._is_whole_sequence(self._prompt_length()):
+            raise ValueError(
+                "generate: at this length the model computes the keys of all tokens anew, and it "
+                f"was not given the first {num_cached}, of which the cache holds the keys; pass "
+                "all tokens"
+            )
+        given.reset()
+        return {**inputs, "past_key_values": given}
+
+    def check_step(self, model_kwargs: dict[str, Any], num_new_tokens: int = 1) -> None:
+        """Raises RuntimeError unless the cache, after a step, holds the text but its last token."""
+        call = self.call
+        if call.cache is None:
+            return
+        held: Any = model_kwargs.get("past_key_values")
+        if held is not call.cache:
+            raise RuntimeError(
+                "generate: transformers replaced the TreeCache of an enabled model by a "
+                f"{type(held).__name__}, which is not sharded; generate without enable"
+            )
+        call.length += num_new_tokens
+        length = held.get_seq_length()
+        # For a length that a GPU has, the host does not wait.
+        is_known = not isinstance(length, torch.Tensor) or length.device.type == "cpu"
+        if is_known and length != call.length:
+            raise RuntimeError(
+                f"generate: after this step the cache must hold {call.length} tokens, the text but "
+                f"its last one, and holds {int(length)}: transformers fed other tokens than those "
+                "that it lacked; generate without enable"
+            )
 
     def is_capturable(self, device: torch.device) -> bool:
         """Whether a CUDA graph can hold a step: not where states travel through the host."""
