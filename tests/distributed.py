@@ -61,6 +61,13 @@ def _call(fn: Callable[..., Any], *args: Any) -> None:
     fn(*args)
 
 
+def _start_interpreter(hash_seed: int, *args: Any) -> BaseProcess:
+    process = _interpreters.Process(target=_rank_main, args=args, daemon=True)
+    with mock.patch.dict(os.environ, PYTHONHASHSEED=str(hash_seed)):
+        process.start()
+    return process
+
+
 class RankFailure(AssertionError):
     """What went wrong on which rank of which world."""
 
@@ -80,6 +87,7 @@ def run_ranks(
     lost: Collection[int] = (),
     fresh: bool = False,
     shared_memory: bool = True,
+    hash_seed: int | None = None,
 ) -> list[Any]:
     """Return `[fn(rank, world_size, *args) for each rank]`, run in `world_size` processes.
 
@@ -90,15 +98,17 @@ def run_ranks(
         fresh: use processes of its own, ended afterwards; implied by `lost`. For tests that leave
             the process group unusable. Survivors must be able to exit by themselves.
         shared_memory: without it all messages go through the process group, as between hosts.
+        hash_seed: start an interpreter for each rank, with this and the rank as PYTHONHASHSEED: a
+            set of strings then has another order on every rank. Takes seconds.
 
     Raises:
         RankFailure: a rank raised, died, stalled, answered although it was meant to be lost, or
             did not exit when asked. Carries the traceback of every rank concerned.
     """
-    own = fresh or bool(lost)
+    own = fresh or bool(lost) or hash_seed is not None
     world = None if own else _worlds.pop(world_size, None)
     if world is None:
-        world = _World(world_size)
+        world = _World(world_size, hash_seed)
     done = False
     try:
         results = world.call(fn, args, timeout, frozenset(lost), shared_memory)
@@ -137,13 +147,16 @@ def on_ranks(
 
 
 class _World:
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, hash_seed: int | None = None) -> None:
         self.world_size = world_size
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
-            process = start_process(_rank_main, theirs, rank, world_size)
+            if hash_seed is None:
+                process = start_process(_rank_main, theirs, rank, world_size)
+            else:
+                process = _start_interpreter(hash_seed + rank, theirs, rank, world_size)
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
@@ -287,6 +300,7 @@ def _close_all() -> None:
 
 
 _context = multiprocessing.get_context("forkserver")
+_interpreters = multiprocessing.get_context("spawn")
 _preloaded: list[str] = []
 preload("torch", "torch.distributed", "pytest", "hypothesis")
 _worlds: dict[int, _World] = {}

@@ -8,14 +8,16 @@ import itertools
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")  # torch warns of torchao
 sys.path[0] = str(Path(__file__).parents[1])  # where `adversary` and the helpers of tests are
 
 
 def main() -> int:
-    from adversary.runner import PARTS, find
+    from adversary.runner import PARTS, find, summary
 
     parser = argparse.ArgumentParser(prog="python tests/adversary")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part; default: all")
@@ -43,19 +45,18 @@ def main() -> int:
         print(*findings or ["no fault"], sep="\n\n")
         return 1 if findings else 0
 
-    begin, num_cases, num_findings = time.monotonic(), 0, 0
+    begin, found_in = time.monotonic(), Counter[str]()
     for batch in itertools.count():
         for part in parts:
             if time.monotonic() - begin > arguments.seconds:
-                print(f"{num_cases} cases, {num_findings} faults")
-                return 1 if num_findings else 0
+                print(summary(found_in), flush=True)
+                return 1 if found_in else 0
             indices = range(batch * arguments.batch, (batch + 1) * arguments.batch)
             for finding in find(part, arguments.seed, indices, arguments.kind):
-                num_findings += 1
+                found_in[part] += 1
                 print(f"\n{finding}\n", flush=True)
-            num_cases += len(indices)
-            seconds = time.monotonic() - begin
-            print(f"{seconds:7.0f} s {part:12} to {indices[-1]}: {num_findings} faults", flush=True)
+            seconds, faults = time.monotonic() - begin, found_in.total()
+            print(f"{seconds:7.0f} s {part:12} to {indices[-1]}: {faults} faults", flush=True)
     raise AssertionError("unreachable")
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from helpers import Problem, make_problem, make_strided, paginate
 from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
 
 T = TypeVar("T")
+
+DRAWN: Counter[str] = Counter()  # by part and kind, in this process
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,7 +49,9 @@ class Case:
     def draw(self, kinds: Mapping[str, tuple[float, T]]) -> T:
         """One of some things with weights, or that of the case's kind."""
         drawn = self.rng.choices(list(kinds), [weight for weight, _ in kinds.values()])[0]
-        return kinds[self.kind or drawn][1]
+        kind = self.kind or drawn
+        DRAWN[f"{self.part} {kind}"] += 1
+        return kinds[kind][1]
 
     def __str__(self) -> str:
         kind = f" --kind {self.kind}" if self.kind else ""

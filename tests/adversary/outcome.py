@@ -14,6 +14,7 @@ from tree_attention import ExchangeError
 DOCUMENTED = (ValueError, TypeError, RuntimeError, NotImplementedError, ExchangeError)
 # Seconds after its deadline in which a call must have ended, on a machine with other work.
 SLACK = 5.0
+_FIELD_AND_RANK = re.compile(r"\S is .* on rank \d|ranks? [\d, ]+ abandoned more calls")
 AMPLE = 20.0  # the deadline of what must succeed
 SHORT = 0.6  # the deadline of what must fail by it
 
@@ -35,6 +36,12 @@ class Outcome:
         assert self.error is not None, f"a wrong call was accepted: {str(self.value)[:300]}"
         check_error(self.error, names, kinds)
         return str(self.error)
+
+    def disagreement(self, kinds: Collection[type] = (ExchangeError,)) -> str:
+        """What the error says, where ranks differed and it had to name a field and a rank."""
+        text = self.refusal(("rank", "ranks"), kinds)
+        assert _FIELD_AND_RANK.search(text), f"the error names no field and rank: {text[:300]}"
+        return text
 
 
 def attempt(function: Callable[..., Any], *args: Any, **options: Any) -> Outcome:

@@ -21,7 +21,7 @@ from tree_attention import (
     tree_decode,
 )
 
-from . import mistakes, model
+from . import changes, mistakes, model
 from .cases import DTYPES, SURROUNDINGS, Case, draw_layout, draw_problem, shard, surroundings
 from .ops import call_decoder, check_merged, decode_arguments, draw_states
 from .outcome import AMPLE, Outcome, attempt
@@ -192,4 +192,5 @@ KINDS_OF_SEVERAL: dict[str, tuple[float, Callable[[Case, Place], str]]] = {
     "differ": (6, mistakes.differ),
     "one_is_wrong": (1, mistakes.one_is_wrong),
     "garbage": (2, mistakes.garbage),
+    **changes.KINDS,
 }

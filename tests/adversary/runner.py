@@ -6,20 +6,22 @@ from __future__ import annotations
 import importlib
 import re
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distributed import RankFailure, preload, run_ranks
 
-from .cases import Case
+from .cases import DRAWN, Case
 
 # What torch imports when it compiles, or is told to be deterministic: once for all ranks.
 preload("torch._dynamo", "torch._inductor.config", "adversary.ranks", "adversary.threads")
 
-PARTS = ("ops", "layouts", "ranks", "threads", "huggingface")
-_CASE_SECONDS = 60.0
+PARTS = ("ops", "layouts", "ranks", "threads", "sessions")
+# Of one world, and of each case in it.
+_WORLD_SECONDS, _CASE_SECONDS = 60.0, 5.0
 _FAULT = "FAULT "
+_REASON = re.compile(rf"{_FAULT}.*")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,28 @@ class Finding:
     def __str__(self) -> str:
         first, last = self.cases[0], self.cases[-1]
         span = "" if first == last else f"-{last.index}"
-        return f"python tests/adversary {first}{span}\n{self.text}"
+        reasons = dict.fromkeys(_REASON.findall(self.text))
+        return "\n".join([f"python tests/adversary {first}{span}", *reasons, self.text])
+
+
+@dataclass(frozen=True)
+class _World:
+    size: int
+    hash_seed: int | None
+
+
+# By part and kind, of what was played on ranks that had no fault.
+counts: Counter[str] = Counter()
+
+
+def summary(found_in: Counter[str]) -> str:
+    """How often each kind was played, and how many faults each part has."""
+    lines = []
+    for part in PARTS:
+        kinds = [f"{kind.split()[1]} {n}" for kind, n in counts.items() if kind.split()[0] == part]
+        if kinds:
+            lines.append(f"{part}: {found_in[part]} faults; {', '.join(sorted(kinds))}")
+    return "\n".join([*lines, f"{found_in.total()} faults"])
 
 
 def play(case: Case, rank: int) -> str:
@@ -38,19 +61,23 @@ def play(case: Case, rank: int) -> str:
     module = importlib.import_module(f"adversary.{case.part}")
     try:
         return module.play(case, rank)
-    except Exception:  # whatever a case raises is a finding, and other ranks must be told of it
-        return _FAULT + traceback.format_exc()
+    except Exception as error:  # whatever it is, and other ranks must be told of it
+        return f"{_FAULT}{error}\n{traceback.format_exc()}"
 
 
-def play_all(rank: int, world_size: int, cases: Sequence[Case]) -> list[str]:
-    """Until the first fault, after which the ranks' states may be anything."""
+def play_all(
+    rank: int, world_size: int, cases: Sequence[Case]
+) -> tuple[list[str], dict[str, int]]:
+    """Until the first fault, after which the ranks' states may be anything; with the number of
+    times that each kind was drawn."""
+    DRAWN.clear()
     said = []
     for case in cases:
         said.append(play(case, rank))
         if said[-1].startswith(_FAULT):
             # The others are told by the ends of this rank's processes.
             raise AssertionError(f"case {case.index}: {said[-1]}")
-    return said
+    return said, dict(DRAWN)
 
 
 def find(
@@ -61,16 +88,17 @@ def find(
     Without `alone` that case is not looked for, nor are faults after the first of a world.
     """
     module = importlib.import_module(f"adversary.{part}")
-    by_world: defaultdict[int, list[Case]] = defaultdict(list)
+    by_world: defaultdict[_World, list[Case]] = defaultdict(list)
     for index in indices:
         case = Case(part, seed, index, kind)
-        by_world[module.world_size(case)].append(case)
-    for world_size, cases in by_world.items():
+        hash_seed = module.hash_seed(case) if hasattr(module, "hash_seed") else None
+        by_world[_World(module.world_size(case), hash_seed)].append(case)
+    for world, cases in by_world.items():
         while cases:
-            text = _fault(world_size, cases)
+            text = _fault(world, cases)
             if not text:
                 break
-            case, text_alone = _first_alone(world_size, cases, text) if alone else (None, "")
+            case, text_alone = _first_alone(world, cases, text) if alone else (None, "")
             if case is None:
                 yield Finding(cases, text)
                 break
@@ -78,23 +106,26 @@ def find(
             cases = cases[cases.index(case) + 1 :]
 
 
-def _first_alone(world_size: int, cases: Sequence[Case], text: str) -> tuple[Case | None, str]:
+def _first_alone(world: _World, cases: Sequence[Case], text: str) -> tuple[Case | None, str]:
     """The case that breaks a rule by itself; that which the ranks named is tried first."""
     named = {int(number) for number in re.findall(r"\bcase (\d+): FAULT", text)}
     for case in sorted(cases, key=lambda case: case.index not in named):
-        if said := _fault(world_size, [case]):
+        if said := _fault(world, [case]):
             return case, said
     return None, ""
 
 
-def _fault(world_size: int, cases: Sequence[Case]) -> str:
+def _fault(world: _World, cases: Sequence[Case]) -> str:
     """What is wrong with these cases, one after the other on the same ranks, or nothing."""
-    limit = _CASE_SECONDS + 2.0 * len(cases)
+    limit = _WORLD_SECONDS + _CASE_SECONDS * len(cases)
     try:
-        said = run_ranks(play_all, world_size, list(cases), timeout=limit)
+        ranks = run_ranks(
+            play_all, world.size, list(cases), timeout=limit, hash_seed=world.hash_seed
+        )
     except RankFailure as failure:
         return str(failure)
-    for case, *texts in zip(cases, *said, strict=True):
+    counts.update(ranks[0][1])
+    for case, *texts in zip(cases, *(said for said, _ in ranks), strict=True):
         if len(set(texts)) > 1:
             return f"case {case.index}: FAULT the ranks differ: {texts}"
     return ""

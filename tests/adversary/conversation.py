@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A conversation with an enabled model, and what whole sequences without any cache say of it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_models import EOS, PAD, VOCAB_SIZE, make_model
+from tree_attention import Communicator, ShardLayout, hf
+
+from .cases import draw_layout
+from .outcome import AMPLE
+
+NAMES = ("llama", "llama", "mistral_window", "mistral", "gemma2", "gpt_oss", "deepseek")
+# Logits are near 10; a key that is lost, doubled or foreign moves them by a tenth and more. In 8
+# bits a key that rounding puts on the other side of a step moves all that follow.
+LIMITS = {None: 2e-3, "int8": 0.1, "fp8": 0.6}
+MAX_LENGTH = 320  # slots that are used
+ROOM = 400  # slots of a layout that cannot grow, and of a cache of fixed size
+
+
+@cache
+def whole(name: str) -> PreTrainedModel:
+    return make_model(name)
+
+
+@cache
+def split(name: str, world_size: int, tensor_parallel_size: int) -> PreTrainedModel:
+    return hf.parallelize(
+        make_model(name), group=group(world_size), tensor_parallel_size=tensor_parallel_size
+    )
+
+
+@cache
+def exact(name: str) -> PreTrainedModel:
+    """In transformers' own attention and float64, in one process, without a cache."""
+    return make_model(name).double()
+
+
+@cache
+def alone(name: str) -> PreTrainedModel:
+    """For caches of 8 bits, which this process has for itself."""
+    return hf.enable(make_model(name), own_group(), prefill_chunk_size=None)
+
+
+@cache
+def group(world_size: int) -> dist.ProcessGroup:
+    """The first ranks. Every rank of the world asks for it, in the same order."""
+    return dist.new_group(range(world_size))
+
+
+@cache
+def own_group() -> dist.ProcessGroup:
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+@cache
+def communicator(world_size: int) -> Communicator:
+    return Communicator(group(world_size), AMPLE)
+
+
+@contextmanager
+def shared_folder(world_size: int) -> Iterator[Path]:
+    """An empty folder of these ranks, which is gone when all of them have left."""
+    path = [tempfile.mkdtemp(prefix="adversary-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(path, src=0, group=group(world_size))
+    try:
+        yield Path(path[0])
+        dist.barrier(group(world_size))
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(path[0], ignore_errors=True)
+
+
+@dataclass
+class Conversation:
+    """The cache under test, and which token stands where, padding included."""
+
+    name: str
+    world_size: int
+    model: PreTrainedModel
+    comm: Any  # of the ranks that share the slots
+    options: dict[str, Any]  # of enable
+    cache_options: dict[str, Any]  # of the cache, beside its layout
+    cache: hf.TreeCache
+    ids: Tensor  # [batch, slots]: what the cache holds
+    mask: Tensor  # [batch, slots]
+
+    @staticmethod
+    def begin(rng: Random, size: int) -> Conversation:
+        name = rng.choice(NAMES)
+        shared: dict[str, Any] = {
+            "timeout": AMPLE,
+            "kv_dtype": rng.choice([None, None, "int8", "fp8"]),
+            "max_length": rng.choice([None, None, ROOM]),
+        }
+        options = shared | {"prefill_chunk_size": rng.choice([None, 4, 50, 1024])}
+        comm: Any
+        # Of every other model the weights are split, into tensor groups of one rank or of all two.
+        tensor_parallel_size = rng.choice([0, 0, 1, 2 if size in (2, 4) else 1]) if size > 1 else 0
+        if tensor_parallel_size and name != "deepseek":
+            options["layout"] = draw_layout(rng, size // tensor_parallel_size, ROOM)
+            model = split(name, size, tensor_parallel_size)
+            hf.enable(model, **options)
+            comm = hf.mesh(model).context_group
+        else:
+            options["layout"] = draw_layout(rng, size, ROOM)
+            options["strategy"] = rng.choice(["auto", "all_gather", "butterfly", "three_allreduce"])
+            options["prefill"] = rng.choice(["auto", "split", "replicated"])
+            comm = communicator(size)
+            model = hf.enable(whole(name), comm, **options)
+        cache_options = shared | {"growth": rng.choice([1, 5, 64, 1024])}
+        cached = hf.TreeCache(model.config, comm, options["layout"], **cache_options)
+        empty = torch.zeros(rng.choice([1, 2, 3]), 0, dtype=torch.long)
+        return Conversation(name, size, model, comm, options, cache_options, cached, empty, empty)
+
+    def __str__(self) -> str:
+        shown = {name: x for name, x in (self.options | self.cache_options).items() if x != AMPLE}
+        how = "split" if self.is_split else "whole"
+        return f"{self.name} ({how}, world {self.world_size}, {shown})"
+
+    @property
+    def is_split(self) -> bool:
+        """Whether every rank has a part of the weights."""
+        return self.model is not whole(self.name)
+
+    @property
+    def context_size(self) -> int:
+        return self.cache.shard.world_size
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def forgets(self) -> bool:
+        """Whether layers drop the slots that their windows have left behind."""
+        windows = self.model.config.to_dict().get("sliding_window")
+        return windows is not None and self.cache.max_length is None
+
+    def move(self, layout: ShardLayout) -> None:
+        """Has the model go on with a cache that has this layout."""
+        self.options["layout"] = layout
+        hf.enable(self.model, None if self.is_split else self.comm, **self.options)
+
+    def draw_layout(self, rng: Random) -> ShardLayout:
+        return draw_layout(rng, self.context_size, ROOM)
+
+    def draw_tokens(self, rng: Random, *, padded: bool) -> tuple[Tensor, Tensor]:
+        batch, count = len(self.ids), rng.choice([1, 1, 1, 2, 2, 9, 9, 30, 30, 70, 200])
+        generator = torch.Generator().manual_seed(rng.getrandbits(31))
+        end = rng.choice([VOCAB_SIZE, VOCAB_SIZE, 6])  # few kinds of tokens repeat themselves
+        ids = torch.randint(3, end, (batch, count), generator=generator)
+        mask = torch.ones_like(ids)
+        if padded and not self.length:  # padding is on the left of everything
+            for row in range(batch):
+                padding = rng.randrange(count)
+                ids[row, :padding], mask[row, :padding] = PAD, 0
+        return torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
+
+    def keep(self, ids: Tensor, mask: Tensor) -> None:
+        self.ids, self.mask = ids, mask
+        length = int(self.cache.get_seq_length())
+        assert length == self.length, f"the cache says {length} tokens and holds {self.length}"
+
+    def empty(self, batch: int | None = None) -> None:
+        self.cache.reset()
+        none = torch.zeros(batch or len(self.ids), 0, dtype=torch.long)
+        self.keep(none, none)
+
+    def feed(self, ids: Tensor, mask: Tensor, **options: Any) -> Any:
+        """A forward pass over what the cache does not hold yet."""
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, self.length :]
+        return self.model(
+            ids[:, self.length :],
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            **options,
+        )
+
+    def logits(self, ids: Tensor, mask: Tensor, count: int) -> Tensor:
+        """Of the last `count` tokens: every row by itself, from its first token on."""
+        rows = []
+        for row, seen in zip(ids, mask, strict=True):
+            own = self._of_whole(row[seen.bool()][None])
+            missing = own.new_full((max(0, count - len(own)), VOCAB_SIZE), torch.nan)
+            rows.append(torch.cat([missing, own[-count:]]))
+        return torch.stack(rows)
+
+    def _of_whole(self, ids: Tensor) -> Tensor:
+        kv_dtype = self.cache_options["kv_dtype"]
+        if kv_dtype is None:
+            return exact(self.name)(ids, use_cache=False).logits[0]
+        # Attention reads what the cache holds, so one pass has the numbers of any other way there.
+        model = alone(self.name)
+        fresh = hf.TreeCache(model.config, own_group(), kv_dtype=kv_dtype)
+        return model(ids, past_key_values=fresh).logits[0].double()
+
+    @property
+    def limit(self) -> float:
+        return LIMITS[self.cache_options["kv_dtype"]]
+
+    def check(self, found: Tensor, ids: Tensor, mask: Tensor) -> None:
+        expected = self.logits(ids, mask, found.shape[1])
+        error = torch.where(expected.isfinite(), found.double() - expected, 0.0).abs().max().item()
+        assert error < self.limit, f"logits are off by {error:.3g}"  # which NaN fails, too
+
+    def check_greedy(self, sequences: Tensor, mask: Tensor, count: int) -> None:
+        """Of two tokens that are as good as equal, either may be taken."""
+        logits = self.logits(sequences, mask, count + 1)[:, :-1]
+        logits[..., EOS] = -torch.inf  # min_new_tokens rules it out
+        taken = logits.gather(2, sequences[:, -count:, None])[..., 0]
+        short = (logits.amax(-1) - taken).max().item()
+        assert short < self.limit, f"a token is {short:.3g} below the best"
