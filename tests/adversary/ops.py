@@ -23,7 +23,7 @@ from tree_attention import (
     tree_decode,
 )
 
-from . import model, spoils
+from . import model, overlaps, spoils
 from .cases import DTYPES, SURROUNDINGS, Case, draw_problem, surroundings
 from .outcome import attempt, check_error
 
@@ -219,4 +219,5 @@ KINDS: dict[str, tuple[float, Callable[[Random], str]]] = {
     "reduce": (1, _reduce),
     "schedule": (1, _schedule),
     "meta": (1, _tensors_elsewhere),
+    "overlap": (2, overlaps.play),
 }
