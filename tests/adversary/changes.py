@@ -37,8 +37,12 @@ class Call:
     def make(self, here: Place) -> Outcome:
         """A right result, or an error that names rank and field."""
         torch.manual_seed(self.seed)
-        call, check = {"all_reduce": self._sum, "all_gather": self._gather,
-                       "all_merge_states": self._merge}.get(self.op, self._decode)(here)  # fmt: skip
+        makers = {
+            "all_reduce": self._sum,
+            "all_gather": self._gather,
+            "all_merge_states": self._merge,
+        }
+        call, check = makers.get(self.op, self._decode)(here)
         outcome = attempt(call, timeout=_SECONDS)
         if outcome.error is None:
             check(outcome.value)
@@ -107,9 +111,7 @@ def _draw_call(rng: Random, ops: Sequence[str] = _OPS) -> Call:
 def _draw_calls(rng: Random, *, equal: bool) -> list[Call]:
     """Numbers differ in all of them, and shapes, options and operators in none if `equal`."""
     kinds = [_draw_call(rng) for _ in range(1 if equal else rng.choice([1, 2, 3]))]
-    return [
-        replace(rng.choice(kinds), seed=rng.getrandbits(31)) for _ in range(rng.randint(3, 12))
-    ]
+    return [replace(rng.choice(kinds), seed=rng.getrandbits(31)) for _ in range(rng.randint(3, 12))]
 
 
 def _changed(rng: Random, call: Call) -> Call:
@@ -157,7 +159,7 @@ def again(case: Case, here: Place) -> str:
 
 
 def _play(rng: Random, here: Place, calls: Sequence[Call], others: Sequence[Call]) -> str:
-    """Every rank has an error where one rank's calls are no longer those of all, and then goes on."""
+    """Every rank has an error where one rank's calls are no longer those of all, and goes on."""
     victim = rng.randrange(here.world_size)
     if rng.random() < 0.8:
         here.probe()  # what follows are calls in steady state

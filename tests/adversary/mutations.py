@@ -112,6 +112,21 @@ MUTATIONS = (
         "if least < 0:", "if False:",
         "layouts", "call", "owner below 0", 100,
     ),
+    Mutation(
+        "a saved file is not what the index says", "hf/snapshot.py",
+        "if found != digest:", "if False:",
+        "snapshots", "mix", "never saved was loaded", in_tests=True,
+    ),
+    Mutation(
+        "crop goes back to forgotten slots", "hf/window_layer.py",
+        "if self.first > 0 and length < self.first + self.window:", "if False:",
+        "sessions", "crop", "logits are off|the cache says", 60,
+    ),
+    Mutation(
+        "slots that a window forgot are not counted", "hf/reshard.py",
+        "layer.dropped = self._dropped", "pass",
+        "sessions", "reshard", "logits are off|rank", 60,
+    ),
 )  # fmt: skip
 
 

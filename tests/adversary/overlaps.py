@@ -40,14 +40,12 @@ class Arena:
             strides.insert(0, step)
             step *= size
         if x.dim() == 4 and not self._is_dense and rng.random() < 0.3:  # tokens before heads
-            batch, heads, tokens, _ = x.shape
+            _, heads, tokens, _ = x.shape
             strides[1:3] = [strides[2], strides[2] * heads]
             strides[0] = strides[2] * tokens
         begin = self._end if at is None else at
         begin -= begin % _ALIGNMENT
-        view = self.memory.view(x.dtype).as_strided(
-            x.shape, strides, begin // x.itemsize
-        )
+        view = self.memory.view(x.dtype).as_strided(x.shape, strides, begin // x.itemsize)
         view.copy_(x)
         self._end = max(self._end, begin + x.itemsize * (step + last) + _ALIGNMENT)
         return view

@@ -17,7 +17,7 @@ from .cases import DRAWN, Case
 # What torch imports when it compiles, or is told to be deterministic: once for all ranks.
 preload("torch._dynamo", "torch._inductor.config", "adversary.ranks", "adversary.threads")
 
-PARTS = ("ops", "layouts", "ranks", "threads", "sessions")
+PARTS = ("ops", "layouts", "ranks", "threads", "sessions", "differing", "snapshots")
 # Of one world, and of each case in it.
 _WORLD_SECONDS, _CASE_SECONDS = 60.0, 5.0
 _FAULT = "FAULT "
@@ -37,9 +37,17 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class _World:
+class World:
+    """Ranks that play cases one after the other; with a hash seed, in interpreters of their own."""
+
     size: int
     hash_seed: int | None
+
+
+def world_of(case: Case) -> World:
+    module = importlib.import_module(f"adversary.{case.part}")
+    hash_seed = module.hash_seed(case) if hasattr(module, "hash_seed") else None
+    return World(module.world_size(case), hash_seed)
 
 
 # By part and kind, of what was played on ranks that had no fault.
@@ -65,9 +73,7 @@ def play(case: Case, rank: int) -> str:
         return f"{_FAULT}{error}\n{traceback.format_exc()}"
 
 
-def play_all(
-    rank: int, world_size: int, cases: Sequence[Case]
-) -> tuple[list[str], dict[str, int]]:
+def play_all(rank: int, world_size: int, cases: Sequence[Case]) -> tuple[list[str], dict[str, int]]:
     """Until the first fault, after which the ranks' states may be anything; with the number of
     times that each kind was drawn."""
     DRAWN.clear()
@@ -87,12 +93,10 @@ def find(
 
     Without `alone` that case is not looked for, nor are faults after the first of a world.
     """
-    module = importlib.import_module(f"adversary.{part}")
-    by_world: defaultdict[_World, list[Case]] = defaultdict(list)
+    by_world: defaultdict[World, list[Case]] = defaultdict(list)
     for index in indices:
         case = Case(part, seed, index, kind)
-        hash_seed = module.hash_seed(case) if hasattr(module, "hash_seed") else None
-        by_world[_World(module.world_size(case), hash_seed)].append(case)
+        by_world[world_of(case)].append(case)
     for world, cases in by_world.items():
         while cases:
             text = _fault(world, cases)
@@ -106,7 +110,7 @@ def find(
             cases = cases[cases.index(case) + 1 :]
 
 
-def _first_alone(world: _World, cases: Sequence[Case], text: str) -> tuple[Case | None, str]:
+def _first_alone(world: World, cases: Sequence[Case], text: str) -> tuple[Case | None, str]:
     """The case that breaks a rule by itself; that which the ranks named is tried first."""
     named = {int(number) for number in re.findall(r"\bcase (\d+): FAULT", text)}
     for case in sorted(cases, key=lambda case: case.index not in named):
@@ -115,7 +119,7 @@ def _first_alone(world: _World, cases: Sequence[Case], text: str) -> tuple[Case 
     return None, ""
 
 
-def _fault(world: _World, cases: Sequence[Case]) -> str:
+def _fault(world: World, cases: Sequence[Case]) -> str:
     """What is wrong with these cases, one after the other on the same ranks, or nothing."""
     limit = _WORLD_SECONDS + _CASE_SECONDS * len(cases)
     try:

@@ -29,7 +29,9 @@ def play(case: Case, rank: int) -> str:
     begun, steps, digest = str(session), [], []
     try:
         for step in range(case.rng.randint(3, 9)):
-            act = case.draw(KINDS) if step or not case.kind else operations.forward
+            # What one kind of operation did is seen by the forward pass after it.
+            is_drawn = step % 2 == 1 or not case.kind
+            act = case.draw(KINDS) if is_drawn else operations.forward
             steps.append(act.__name__)
             with torch.no_grad():
                 digest.append(act(session, case.rng))
