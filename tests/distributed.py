@@ -39,7 +39,9 @@ from unittest import mock
 
 # A rank that fails leaves its peers inside a collective; they get this long to notice.
 _GRACE_SECONDS = 5.0
-_EXIT_SECONDS = 10.0
+_START_SECONDS, _EXIT_SECONDS = 60.0, 10.0
+# How many times longer it takes to start an interpreter, and to end one, than a forked process.
+_PATIENCE_WITH_INTERPRETERS = 6.0
 
 
 def preload(*modules: str) -> None:
@@ -149,6 +151,7 @@ def on_ranks(
 class _World:
     def __init__(self, world_size: int, hash_seed: int | None = None) -> None:
         self.world_size = world_size
+        self.patience = 1.0 if hash_seed is None else _PATIENCE_WITH_INTERPRETERS
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
         for rank in range(world_size):
@@ -160,7 +163,7 @@ class _World:
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + self.patience * _START_SECONDS
         try:
             port = self._receive(0, deadline)  # rank 0 serves the store
             for pipe in self.pipes[1:]:
@@ -231,7 +234,8 @@ class _World:
         for rank, pipe in enumerate(self.pipes):
             if rank not in lost:
                 pipe.close()
-        deadline = time.monotonic() + _EXIT_SECONDS
+        seconds = self.patience * _EXIT_SECONDS
+        deadline = time.monotonic() + seconds
         for rank, process in enumerate(self.processes):
             if rank in lost:
                 continue
@@ -239,7 +243,7 @@ class _World:
             if process.exitcode != 0:
                 raise RankFailure(
                     f"rank {rank} of world {self.world_size}: exit status {process.exitcode} "
-                    f"{_EXIT_SECONDS:g} s after its last case"
+                    f"{seconds:g} s after its last case"
                 )
         self.kill()
 

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")  # torch warns of torchao
 sys.path[0] = str(Path(__file__).parents[1])  # where `adversary` and the helpers of tests are
 

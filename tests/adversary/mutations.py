@@ -120,12 +120,12 @@ MUTATIONS = (
     Mutation(
         "crop goes back to forgotten slots", "hf/window_layer.py",
         "if self.first > 0 and length < self.first + self.window:", "if False:",
-        "sessions", "crop", "logits are off|the cache says", 60,
+        "sessions", "crop", "logits are off|negative dimension", 20,
     ),
     Mutation(
         "slots that a window forgot are not counted", "hf/reshard.py",
         "layer.dropped = self._dropped", "pass",
-        "sessions", "reshard", "logits are off|rank", 60,
+        "sessions", "reshard", "logits are off", 20,
     ),
 )  # fmt: skip
 
