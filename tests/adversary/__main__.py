@@ -7,8 +7,10 @@ import argparse
 import itertools
 import os
 import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -18,7 +20,7 @@ sys.path[0] = str(Path(__file__).parents[1])  # where `adversary` and the helper
 
 
 def main() -> int:
-    from adversary.runner import PARTS, find, summary
+    from adversary.runner import PARTS
 
     parser = argparse.ArgumentParser(prog="python tests/adversary")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part; default: all")
@@ -32,32 +34,49 @@ def main() -> int:
     parts = arguments.only or PARTS
     if arguments.kind and len(parts) > 1:
         parser.error("--kind needs --only and one part")
-    if arguments.case is not None:
-        first, _, last = arguments.case.partition("-")
-        indices = range(int(first), int(last or first) + 1)
-        found = (
-            finding
-            for part in parts
-            for finding in find(
-                part, arguments.seed, indices, arguments.kind, alone=not arguments.first
-            )
+    with tempfile.TemporaryDirectory(prefix="adversary-") as folder:
+        os.environ["TMPDIR"] = folder  # of the ranks, some of which are killed
+        return (
+            _play_cases(arguments, parts)
+            if arguments.case is not None
+            else _go_on(arguments, parts)
         )
-        findings = list(itertools.islice(found, 1 if arguments.first else None))
-        print(*findings or ["no fault"], sep="\n\n")
-        return 1 if findings else 0
+
+
+def _play_cases(arguments: argparse.Namespace, parts: Sequence[str]) -> int:
+    from adversary.runner import find
+
+    first, _, last = arguments.case.partition("-")
+    indices = range(int(first), int(last or first) + 1)
+    found = (
+        finding
+        for part in parts
+        for finding in find(
+            part, arguments.seed, indices, arguments.kind, alone=not arguments.first
+        )
+    )
+    findings = list(itertools.islice(found, 1 if arguments.first else None))
+    print(*findings or ["no fault"], sep="\n\n")
+    return 1 if findings else 0
+
+
+def _go_on(arguments: argparse.Namespace, parts: Sequence[str]) -> int:
+    """One batch of each part after the other, until the time is up."""
+    from adversary.runner import find, summary
 
     begin, found_in = time.monotonic(), Counter[str]()
+    end = begin + arguments.seconds
     for batch in itertools.count():
         for part in parts:
-            if time.monotonic() - begin > arguments.seconds:
-                print(summary(found_in), flush=True)
-                return 1 if found_in else 0
             indices = range(batch * arguments.batch, (batch + 1) * arguments.batch)
-            for finding in find(part, arguments.seed, indices, arguments.kind):
+            for finding in find(part, arguments.seed, indices, arguments.kind, end=end):
                 found_in[part] += 1
                 print(f"\n{finding}\n", flush=True)
-            seconds, faults = time.monotonic() - begin, found_in.total()
-            print(f"{seconds:7.0f} s {part:12} to {indices[-1]}: {faults} faults", flush=True)
+            now, faults = time.monotonic(), found_in.total()
+            print(f"{now - begin:7.0f} s {part:10} to {indices[-1]}: {faults} faults", flush=True)
+            if now > end:
+                print(summary(found_in), flush=True)
+                return 1 if found_in else 0
     raise AssertionError("unreachable")
 
 

@@ -160,7 +160,7 @@ class Conversation:
         return draw_layout(rng, self.context_size, ROOM)
 
     def draw_tokens(self, rng: Random, *, padded: bool) -> tuple[Tensor, Tensor]:
-        batch, count = len(self.ids), rng.choice([1, 1, 1, 2, 2, 9, 9, 30, 30, 70, 200])
+        batch, count = len(self.ids), rng.choice([1, 1, 2, 9, 30, 70, 150, 200])
         generator = torch.Generator().manual_seed(rng.getrandbits(31))
         end = rng.choice([VOCAB_SIZE, VOCAB_SIZE, 6])  # few kinds of tokens repeat themselves
         ids = torch.randint(3, end, (batch, count), generator=generator)

@@ -144,7 +144,7 @@ def report(mutation: Mutation, folder: Path) -> str:
         env=os.environ | {"PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=1200,
     )
     assert run.returncode in (0, 1) and run.stdout, run.stderr
     return run.stdout if run.returncode else ""

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
+import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,8 +20,8 @@ from .cases import DRAWN, Case
 preload("torch._dynamo", "torch._inductor.config", "adversary.ranks", "adversary.threads")
 
 PARTS = ("ops", "layouts", "ranks", "threads", "sessions", "differing", "snapshots")
-# Of one world, and of each case in it.
-_WORLD_SECONDS, _CASE_SECONDS = 60.0, 5.0
+# Of one world, of one that has to import everything, and of each case in it.
+_WORLD_SECONDS, _IMPORT_SECONDS, _CASE_SECONDS = 60.0, 240.0, 5.0
 _FAULT = "FAULT "
 _REASON = re.compile(rf"{_FAULT}.*")
 
@@ -87,18 +89,25 @@ def play_all(rank: int, world_size: int, cases: Sequence[Case]) -> tuple[list[st
 
 
 def find(
-    part: str, seed: int, indices: Sequence[int], kind: str = "", *, alone: bool = True
+    part: str,
+    seed: int,
+    indices: Sequence[int],
+    kind: str = "",
+    *,
+    alone: bool = True,
+    end: float = math.inf,
 ) -> Iterator[Finding]:
     """The faults of these cases, each with the one case that shows it if there is one.
 
-    Without `alone` that case is not looked for, nor are faults after the first of a world.
+    Without `alone` that case is not looked for, nor are faults after the first of a world. No other
+    world begins after `end`, a time of the monotonic clock.
     """
     by_world: defaultdict[World, list[Case]] = defaultdict(list)
     for index in indices:
         case = Case(part, seed, index, kind)
         by_world[world_of(case)].append(case)
     for world, cases in by_world.items():
-        while cases:
+        while cases and time.monotonic() < end:
             text = _fault(world, cases)
             if not text:
                 break
@@ -121,7 +130,8 @@ def _first_alone(world: World, cases: Sequence[Case], text: str) -> tuple[Case |
 
 def _fault(world: World, cases: Sequence[Case]) -> str:
     """What is wrong with these cases, one after the other on the same ranks, or nothing."""
-    limit = _WORLD_SECONDS + _CASE_SECONDS * len(cases)
+    limit = _WORLD_SECONDS if world.hash_seed is None else _IMPORT_SECONDS
+    limit += _CASE_SECONDS * len(cases)
     try:
         ranks = run_ranks(
             play_all, world.size, list(cases), timeout=limit, hash_seed=world.hash_seed
