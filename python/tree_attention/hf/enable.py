@@ -236,8 +236,9 @@ def _override(model: PreTrainedModel, preparation: Preparation) -> None:
         return call
 
     @functools.wraps(original_inputs)
-    def prepare_inputs(self: PreTrainedModel, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        inputs = original_inputs(self, *args, **kwargs)
+    def prepare_inputs(self: PreTrainedModel, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs = preparation.leave_out_cached(input_ids, kwargs)
+        inputs = original_inputs(self, input_ids, *args, **kwargs)
         return preparation.keep_cache(kwargs.get("past_key_values"), inputs)
 
     @functools.wraps(original_update)

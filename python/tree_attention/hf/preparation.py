@@ -24,6 +24,7 @@ from .digests import (
 )
 from .prompts import is_dealt_in_generate, may_be_chunked
 from .sampling import SynchronizeLogits
+from .window_layer import WindowLayer
 
 # Older releases prefill wrong tokens when a cache that holds some already is filled in chunks.
 _CHUNKS_AFTER_CACHED_TOKENS = Version(transformers.__version__) >= Version("5.23")
@@ -37,6 +38,7 @@ class _Call(threading.local):
         self.processors: list[Any] = []  # those that the caller gave
         self.cache: TreeCache | None = None
         self.length = 0  # tokens that it must hold after the steps so far
+        self.is_assisted = False  # steps feed candidates, too
 
 
 class Preparation:
@@ -144,10 +146,32 @@ class Preparation:
             cache.reserve(num_prompt)
             model_kwargs["past_key_values"] = cache
         self.call.cache, self.call.length = cache, num_prompt - 1
+        self.call.is_assisted = (
+            generation_config.prompt_lookup_num_tokens is not None
+            or self.call.arguments.get("assistant_model") is not None
+        )
+        for layer in () if cache is None else cache.layers:
+            if isinstance(layer, WindowLayer) and self.call.is_assisted:
+                layer.keeps_last_pass = True
         if not self._is_whole_sequence(num_prompt):
             self.call.length += num_cached
         if cache is not None:
             self._set_chunk_size(model, generation_config, model_kwargs, num_prompt, num_cached)
+
+    def leave_out_cached(self, input_ids: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        """Has the first step of assisted decoding feed no token that a given cache holds.
+
+        Other kinds of decoding leave them out by themselves, and transformers' assisted one feeds
+        the whole text behind them (5.23).
+        """
+        cache = options.get("past_key_values")
+        is_whole = options.get("next_sequence_length", 0) is None
+        if not (self.call.is_assisted and is_whole and isinstance(cache, TreeCache)):
+            return options
+        num_cached = int(cache.get_seq_length())
+        if num_cached == 0 or not self._is_whole_sequence(self._prompt_length()):
+            return options
+        return {**options, "next_sequence_length": input_ids.shape[1] - num_cached}
 
     def keep_cache(self, given: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         """Puts the cache that a step was given into its inputs, emptied, where the model left it

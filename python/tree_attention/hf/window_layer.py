@@ -23,7 +23,7 @@ class WindowLayer(TreeCacheLayer):
     """The keys and values of one layer with a sliding window that this rank holds.
 
     Between forward passes the buffers have room for this rank's slots of the last
-    `window + MARGIN` tokens and `STEP` more. A chunk's queries may see slots that are forgotten
+    `window + MARGIN` tokens, or of the window and a longer last pass, and `STEP` more. A chunk's queries may see slots that are forgotten
     after it: those are in buffers that live as long as what `update` returned. Compiled graphs
     forget nothing, as each case would be a graph of its own; the next forward pass that is none
     does.
@@ -31,6 +31,8 @@ class WindowLayer(TreeCacheLayer):
 
     is_sliding = True
     window: int
+    # Whether `crop` may take back the whole last pass, as assisted decoding does with candidates.
+    keeps_last_pass = False
 
     def __init__(
         self, shard: Shard, growth: int, window: int, kv_dtype: torch.dtype | None = None
@@ -41,10 +43,12 @@ class WindowLayer(TreeCacheLayer):
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[KVShard, KVShard]:
+        length = self.length
         handles = super().update(key_states, value_states, *args, **kwargs)
         if torch.compiler.is_compiling():
             return handles
-        self.first = max(self.first, self.length - self.window - MARGIN)
+        margin = max(MARGIN, self.length - length) if self.keeps_last_pass else MARGIN
+        self.first = max(self.first, self.length - self.window - margin)
         held = self.held()
         if self.keys.shape[2] > held.stop - held.start + STEP:
             # Not a handle that `seen` keeps: without a cycle its buffers are freed with the handle.

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Prompt lookup and assistants beside what transformers leaves to the cache: a second turn, and
+many candidates on layers with a sliding window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import on_ranks
+
+pytest.importorskip("transformers")
+
+from hf_models import make_model, make_prompts
+from tree_attention import BlockCyclic, hf
+
+GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+
+
+def _generate(model: Any, ids: Tensor, **options: Any) -> Any:
+    return model.generate(ids, return_dict_in_generate=True, **GREEDY, **options)
+
+
+@pytest.mark.parametrize("means", ["lookup", "assistant"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_second_turn(rank: int, world_size: int, means: str) -> None:
+    """The text of the first turn and 20 tokens more: only those, and candidates, are fed."""
+    prompt = make_prompts(1)["input_ids"]
+    more = torch.randint(3, 199, (1, 20), generator=torch.Generator().manual_seed(1))
+    for name in ("llama", "mistral_window"):
+        options: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
+        if means == "assistant":
+            options = {"assistant_model": make_model("mistral")}
+        plain = make_model(name)
+        model = hf.enable(make_model(name), layout=BlockCyclic(world_size, 4))
+        first = _generate(model, prompt, **options)
+        whole = torch.cat((first.sequences, more), 1)
+        mask = torch.ones_like(whole)
+        expected = _generate(plain, whole).sequences
+        found = _generate(model, whole, past_key_values=first.past_key_values, **options)
+        assert torch.equal(found.sequences, expected)
+        assert found.past_key_values.get_seq_length() == expected.shape[1] - 1
+        # The new tokens alone, with a mask over all.
+        cache = _generate(model, prompt, **options).past_key_values
+        new = whole[:, cache.get_seq_length() :]
+        found = _generate(model, new, attention_mask=mask, past_key_values=cache, **options)
+        assert torch.equal(found.sequences[:, new.shape[1] :], expected[:, whole.shape[1] :])
+
+
+@pytest.mark.parametrize("max_length", [None, 400])
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_more_candidates_than_windows_keep(
+    rank: int, world_size: int, max_length: int | None
+) -> None:
+    """145 candidates of a text that repeats itself, of which few are right."""
+    prompt = make_prompts(1)["input_ids"].repeat(1, 6)
+    expected = make_model("mistral_window").generate(prompt, **GREEDY)
+    model = hf.enable(
+        make_model("mistral_window"), layout=BlockCyclic(world_size, 4), max_length=max_length
+    )
+    found = model.generate(prompt, **GREEDY, prompt_lookup_num_tokens=145)
+    assert torch.equal(found, expected)
