@@ -22,11 +22,11 @@ STEP = 64
 class WindowLayer(TreeCacheLayer):
     """The keys and values of one layer with a sliding window that this rank holds.
 
-    Between forward passes the buffers have room for this rank's slots of the last
-    `window + MARGIN` tokens, or of the window and a longer last pass, and `STEP` more. A chunk's queries may see slots that are forgotten
-    after it: those are in buffers that live as long as what `update` returned. Compiled graphs
-    forget nothing, as each case would be a graph of its own; the next forward pass that is none
-    does.
+    Between forward passes the buffers have room for this rank's slots of the last `window +
+    MARGIN` tokens, or of the window and a longer last pass, and `STEP` more. A chunk's queries
+    may see slots that are forgotten after it: those are in buffers that live as long as what
+    `update` returned. Compiled graphs forget nothing, as each case would be a graph of its own;
+    the next forward pass that is none does.
     """
 
     is_sliding = True
