@@ -7,6 +7,7 @@
 void test_partition();
 void test_contributors();
 void test_line_with_overhead();
+void test_digest();
 void test_divisor();
 void test_dtype();
 void test_place_of_row();
@@ -29,6 +30,7 @@ int main() {
       {"partition", test_partition},
       {"contributors", test_contributors},
       {"line with overhead", test_line_with_overhead},
+      {"digest", test_digest},
       {"divisor", test_divisor},
       {"dtype", test_dtype},
       {"place of row", test_place_of_row},
