@@ -2,7 +2,6 @@
 #include "cpu/digest.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 namespace tree_attention::cpu {
@@ -12,7 +11,11 @@ namespace {
 // The fraction of the golden ratio in 64 bits, which is odd.
 constexpr uint64_t kMultiplier = 0x9E3779B97F4A7C15;
 
-uint64_t mixed(uint64_t lane, uint64_t word) { return std::rotl((lane ^ word) * kMultiplier, 29); }
+// The shift brings the highest bits, which change few bits of a product, to where they change many.
+uint64_t mixed(uint64_t lane, uint64_t word) {
+  const uint64_t product = (lane ^ word) * kMultiplier;
+  return product ^ (product >> 29);
+}
 
 }  // namespace
 
@@ -37,8 +40,7 @@ void Digest::add(const char* bytes, size_t count) {
 uint64_t Digest::value() const {
   uint64_t result = 0;
   for (const uint64_t lane : lanes_) result = mixed(result, lane);
-  // The high bits of a product depend on all bits of its factors.
-  return result ^ (result >> 32);
+  return result;
 }
 
 }  // namespace tree_attention::cpu

@@ -8,8 +8,8 @@
 
 namespace tree_attention::cpu {
 
-// Eight lanes of xor, multiplication by an odd number and rotation, so that multiplications do not
-// wait for one another: 8 KiB take half a microsecond. Not made to resist somebody who looks for
+// Eight lanes of xor, multiplication and shift, so that multiplications do not wait for one
+// another: 8 KiB take half a microsecond. Not made to resist somebody who looks for
 // equal digests.
 class Digest {
  public:
