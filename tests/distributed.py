@@ -13,9 +13,10 @@
 
     values = run_ranks(agree, 3, seed)     # [value of rank 0, of rank 1, of rank 2]
 
-Processes come from a fork server that has imported torch once and are kept per world size, so a
-call costs milliseconds. The default process group is that world and outlives the call. A failure
-names world, rank and case, and its processes are replaced.
+Processes come from fork servers that have imported torch once. The first four ranks have one each,
+with a hash seed of its own, as processes of several hosts have; others share them. Processes are
+kept per world size, so a call costs milliseconds. The default process group is that world and
+outlives the call. A failure names world, rank and case, and its processes are replaced.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -42,18 +44,22 @@ _GRACE_SECONDS = 5.0
 _START_SECONDS, _EXIT_SECONDS = 60.0, 10.0
 # How many times longer it takes to start an interpreter, and to end one, than a forked process.
 _PATIENCE_WITH_INTERPRETERS = 6.0
+# Each takes seconds to start and 0.4 GB.
+_NUM_SERVERS = 4
 
 
 def preload(*modules: str) -> None:
-    """Have the fork server import `modules` too. To be called while test modules are collected."""
+    """Have the fork servers import `modules` too. To be called while test modules are collected."""
     _preloaded.extend(modules)
-    _context.set_forkserver_preload(_preloaded)
 
 
-def start_process(fn: Callable[..., Any], *args: Any) -> BaseProcess:
-    """Have the fork server start a process that calls `fn(*args)`, and that Ctrl-C interrupts."""
+def start_process(rank: int, fn: Callable[..., Any], *args: Any) -> BaseProcess:
+    """Have the fork server of `rank` start a process that calls `fn(*args)` and that Ctrl-C
+    interrupts."""
     process = _context.Process(target=_call, args=(fn, *args), daemon=True)
-    process.start()
+    connect = _running_server(rank).connect_to_new_process
+    with mock.patch.object(forkserver, "connect_to_new_process", connect):
+        process.start()
     return process
 
 
@@ -61,6 +67,17 @@ def _call(fn: Callable[..., Any], *args: Any) -> None:
     # A job in the background ignores SIGINT, and whatever it starts inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     fn(*args)
+
+
+def _running_server(rank: int) -> forkserver.ForkServer:
+    seed = rank % _NUM_SERVERS + 1
+    if seed not in _servers:
+        _servers[seed] = forkserver.ForkServer()
+        _servers[seed].set_forkserver_preload(_preloaded)
+    # A seed of its own gives sets of strings an order of their own.
+    with mock.patch.dict(os.environ, PYTHONHASHSEED=str(seed)):
+        _servers[seed].ensure_running()
+    return _servers[seed]
 
 
 def _start_interpreter(hash_seed: int, *args: Any) -> BaseProcess:
@@ -154,10 +171,12 @@ class _World:
         self.patience = 1.0 if hash_seed is None else _PATIENCE_WITH_INTERPRETERS
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
+        for rank in range(world_size if hash_seed is None else 0):
+            _running_server(rank)  # all import at the same time
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
             if hash_seed is None:
-                process = start_process(_rank_main, theirs, rank, world_size)
+                process = start_process(rank, _rank_main, theirs, rank, world_size)
             else:
                 process = _start_interpreter(hash_seed + rank, theirs, rank, world_size)
             theirs.close()
@@ -306,6 +325,7 @@ def _close_all() -> None:
 _context = multiprocessing.get_context("forkserver")
 _interpreters = multiprocessing.get_context("spawn")
 _preloaded: list[str] = []
+_servers: dict[int, forkserver.ForkServer] = {}
 preload("torch", "torch.distributed", "pytest", "hypothesis")
 _worlds: dict[int, _World] = {}
 atexit.register(_close_all)

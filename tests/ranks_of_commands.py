@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Run a command on several ranks, in real processes with the environment that torchrun gives them.
 
-They come from the fork server of `distributed`, which has imported what takes a command most of its
-time to import.
+They come from the fork servers of `distributed`, which have imported what takes a command most of
+its time to import.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Ranks:
         outputs = self._outputs(len(self._processes))
         for path in outputs:
             path.touch()
-        self._processes.append(start_process(_run, program, arguments, environment, own, outputs))
+        rank = int(environment["RANK"])
+        self._processes.append(
+            start_process(rank, _run, program, arguments, environment, own, outputs)
+        )
         self._num_read.append(0)
 
     def send(self, number: signal.Signals, *ranks: int) -> None:

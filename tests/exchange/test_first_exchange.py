@@ -180,9 +180,9 @@ def join_and_exchange(rank: int, stores: list[str]) -> None:
 def test_replaced_rank_meets_the_others(tmp_path: Path) -> None:
     """Rank 0 goes on with a new process in place of rank 1, which has made no communicator yet."""
     stores = [str(tmp_path / name) for name in ("first", "second")]
-    survivor = start_process(join_and_exchange, 0, stores)
+    survivor = start_process(0, join_and_exchange, 0, stores)
     for store in stores:
-        other = start_process(join_and_exchange, 1, [store])
+        other = start_process(1, join_and_exchange, 1, [store])
         other.join(60.0)
         assert other.exitcode == 0
     survivor.join(60.0)

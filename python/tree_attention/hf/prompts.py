@@ -160,8 +160,12 @@ def _deal(
     tokens = per_token.get("input_ids", per_token.get("inputs_embeds"))
     if tokens is None or not _asks_for_the_last(model, arguments):
         return None
-    # A model with several kinds of layers has a mask for each, where `generate` made them.
-    masks = [*mask.values()] if isinstance(mask, Mapping) else [] if mask is None else [mask]
+    # A model with several kinds of layers has a mask for each, where `generate` made them, in the
+    # order of a set, which is another in each process.
+    if isinstance(mask, Mapping):
+        masks = [mask[name] for name in sorted(mask)]
+    else:
+        masks = [] if mask is None else [mask]
     batch, length = tokens.shape[:2]
     if (
         length < max(2, min_tokens * cache.shard.world_size)
