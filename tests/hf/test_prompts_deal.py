@@ -200,7 +200,8 @@ def test_chunks_are_counted_by_rank(rank: int, world_size: int) -> None:
     for prefill, options, expected in (
         ("split", {}, [8, 8, 2]),
         ("split", {"prefill_chunk_size": 20}, [10, 8]),
-        ("split", {"output_hidden_states": True, "return_dict_in_generate": True}, [8, 8, 8, 8, 4]),
+        ("split", {"output_hidden_states": True}, [36]),
+        ("split", {"output_hidden_states": True, "prefill_chunk_size": 20}, [20, 16]),
         ("replicated", {}, [8, 8, 8, 8, 4]),
     ):
         layout = BlockCyclic(world_size, 2)
@@ -208,6 +209,17 @@ def test_chunks_are_counted_by_rank(rank: int, world_size: int) -> None:
         counts.clear()
         model.generate(_ids(36), max_new_tokens=1, **options)
         assert counts == expected
+
+
+@on_ranks(2)
+def test_hidden_states_are_those_of_the_whole_prompt(rank: int, world_size: int) -> None:
+    model = make_model("llama")
+    wanted = {"max_new_tokens": 2, "output_hidden_states": True, "return_dict_in_generate": True}
+    expected = model.generate(_ids(36), **wanted).hidden_states
+    for prefill in ("auto", "split", "replicated"):
+        hf.enable(model, layout=BlockCyclic(2, 2), prefill=prefill, prefill_chunk_size=8)
+        found = model.generate(_ids(36), **wanted).hidden_states
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
 @on_ranks(2)

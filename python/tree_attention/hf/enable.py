@@ -65,9 +65,10 @@ def enable(
         prefill_chunk_size: number of prompt tokens that a rank computes in a forward pass, which
             bounds the memory of activations; None: the whole prompt at once, as always with layers
             that keep a state, unless they are known to go on from it with several tokens, and with
-            rotary embeddings that depend on the length of the text (longrope, dynamic). Chunks
-            whose tokens are split are as many times longer as there are ranks. The argument of the
-            same name to `generate`, the tokens of all ranks, takes precedence.
+            rotary embeddings that depend on the length of the text (longrope, dynamic) or where
+            `generate` is asked for hidden states. Chunks whose tokens are split are as many times
+            longer as there are ranks. The argument of the same name to `generate`, the tokens of
+            all ranks, takes precedence.
         synchronize_logits: whether the first rank sends its logits to the others at every step,
             for ranks whose hardware rounds differently. Ranks of one kind of hardware compute the
             same bits without it.

@@ -267,7 +267,9 @@ class Preparation:
         num_cached: int,
     ) -> None:
         size = self.prefill_chunk_size if may_be_chunked(model.config) else None
-        if size is not None and is_dealt_in_generate(model, generation_config, model_kwargs):
+        if generation_config.output_hidden_states:
+            size = None  # transformers returns those of the last chunk alone
+        if size is not None and is_dealt_in_generate(model, model_kwargs):
             size *= self.shard.world_size
         if generation_config.prefill_chunk_size is not None or size is None or num_prompt <= size:
             return

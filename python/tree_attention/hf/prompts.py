@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from .cache import TreeCache
@@ -93,12 +93,9 @@ def restore_forward(model: PreTrainedModel) -> None:
         del vars(model)["forward"]
 
 
-def is_dealt_in_generate(
-    model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]
-) -> bool:
+def is_dealt_in_generate(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> bool:
     """Whether `generate` deals the tokens of long prompts, if there are several ranks."""
-    wanted = {**model_kwargs, "output_hidden_states": generation_config.output_hidden_states}
-    return _has_own_forward(model) and _asks_for_the_last(model, wanted)
+    return _has_own_forward(model) and _asks_for_the_last(model, model_kwargs)
 
 
 def _has_own_forward(model: PreTrainedModel) -> bool:
