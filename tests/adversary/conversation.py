@@ -24,7 +24,7 @@ from tree_attention import Communicator, ShardLayout, hf
 from .cases import draw_layout
 from .outcome import AMPLE
 
-NAMES = ("llama", "llama", "mistral_window", "mistral", "gemma2", "gpt_oss", "deepseek")
+NAMES = ("llama", "mistral_window", "mistral", "gemma2", "gemma2", "gpt_oss", "deepseek")
 # Logits are near 10; a key that is lost, doubled or foreign moves them by a tenth and more. In 8
 # bits a key that rounding puts on the other side of a step moves all that follow.
 LIMITS = {None: 2e-3, "int8": 0.1, "fp8": 0.6}
@@ -105,7 +105,7 @@ class Conversation:
         shared: dict[str, Any] = {
             "timeout": AMPLE,
             "kv_dtype": rng.choice([None, None, "int8", "fp8"]),
-            "max_length": rng.choice([None, None, ROOM]),
+            "max_length": rng.choice([None, ROOM]),
         }
         options = shared | {"prefill_chunk_size": rng.choice([None, 4, 50, 1024])}
         comm: Any
@@ -119,7 +119,7 @@ class Conversation:
         else:
             options["layout"] = draw_layout(rng, size, ROOM)
             options["strategy"] = rng.choice(["auto", "all_gather", "butterfly", "three_allreduce"])
-            options["prefill"] = rng.choice(["auto", "split", "replicated"])
+            options["prefill"] = rng.choice(["auto", "split", "split", "replicated"])
             comm = communicator(size)
             model = hf.enable(whole(name), comm, **options)
         cache_options = shared | {"growth": rng.choice([1, 5, 64, 1024])}

@@ -114,6 +114,7 @@ def restore_elsewhere(session: Conversation, rng: Random) -> str:
     count = rng.randint(1, session.world_size)
     layout: ShardLayout = draw_layout(rng, count, ROOM)
     ids, mask = session.draw_tokens(rng, padded=False)
+    keep = rng.choice([0, 1])
     if session.is_split or not session.length or ids.shape[1] > MAX_LENGTH:
         return "not now"
     group(count)  # all ranks make it
@@ -125,7 +126,7 @@ def restore_elsewhere(session: Conversation, rng: Random) -> str:
             there.cache = hf.TreeCache.load(
                 folder, session.model.config, communicator(count), layout, **options
             )
-            there.check(there.feed(ids, mask, logits_to_keep=rng.choice([0, 1])).logits, ids, mask)
+            there.check(there.feed(ids, mask, logits_to_keep=keep).logits, ids, mask)
             there.keep(ids, mask)
     session.keep(session.ids, session.mask)
     return f"{count} ranks"
