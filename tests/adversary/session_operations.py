@@ -120,6 +120,8 @@ def generate_alone(session: Conversation, rng: Random) -> str:
     """With a cache that `generate` makes for itself."""
     ids, mask = session.draw_tokens(rng, padded=False)
     beams = rng.choice([1, 1, 2])
+    if ids.shape[1] > MAX_LENGTH:
+        return "not now"
     sequences = session.model.generate(
         ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False,
         num_beams=beams,
