@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed import on_ranks, run_ranks
+from distributed import on_ranks
 
 pytest.importorskip("transformers")
 
@@ -238,7 +238,8 @@ def test_a_long_description_is_cut_and_still_differs() -> None:
     assert len(text) < 300 and text != other and text.startswith("[0, 1, 2, ")
 
 
-def _cached_tokens_differ(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_caches_that_differ_are_found(rank: int, world_size: int) -> None:
     """Only the length of the cache differs, made without an exchange."""
     model = hf.enable(make_model("llama"))
     cache = hf.TreeCache(model.config)
@@ -248,18 +249,55 @@ def _cached_tokens_differ(rank: int, world_size: int) -> None:
         model.generate(**make_prompts(), **GREEDY, past_key_values=cache)
 
 
-def _weights_differ(rank: int, world_size: int) -> None:
+def _other_weight(model: Any) -> None:
+    model.model.norm.weight.mul_(2.0)
+
+
+def _other_frequencies(model: Any) -> None:
+    """In a buffer that is never saved."""
+    model.model.rotary_emb.inv_freq.mul_(2.0)
+
+
+def _other_config(model: Any) -> None:
+    model.config.rms_norm_eps = 1e-3
+
+
+def _other_origin(model: Any) -> None:
+    """No token depends on it."""
+    model.config._name_or_path, model.config.architectures = "/elsewhere", ["Llama"]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (_other_weight, "digest of the model's weights is .* on rank 1, .* on rank 0"),
+        (_other_frequencies, "digest of the model's buffers is .* on rank 1, .* on rank 0"),
+        (_other_config, "model setting rms_norm_eps is 0.001 on rank 1, 1e-06 on rank 0"),
+    ],
+)
+@on_ranks(2)
+def test_models_that_differ_are_found(
+    rank: int, world_size: int, change: Callable[[Any], None], sentence: str
+) -> None:
     model = hf.enable(make_model("llama"))
-    if rank == 1:
-        with torch.no_grad():
-            model.model.norm.weight.mul_(2.0)
-    with pytest.raises(ExchangeError, match=r"digest of the model's weights is .* on rank 1"):
+    with torch.no_grad():
+        (change if rank == 1 else _other_origin)(model)
+    with pytest.raises(ExchangeError, match=sentence):
         model.generate(**make_prompts(), **GREEDY)
 
 
-@pytest.mark.parametrize("function", [_cached_tokens_differ, _weights_differ])
-def test_other_differences_are_found(function: Callable[..., None]) -> None:
-    run_ranks(function, 2)
+@on_ranks(2)
+def test_what_makes_no_difference_is_accepted(rank: int, world_size: int) -> None:
+    """Where a model was read, and the parts of a split one."""
+    model = hf.parallelize(make_model("llama"))
+    if rank == 1:
+        _other_origin(model)
+    tokens = hf.enable(model).generate(**make_prompts(), **GREEDY)
+    assert torch.equal(tokens, make_model("llama").generate(**make_prompts(), **GREEDY))
+    if rank == 1:
+        _other_frequencies(model)
+    with pytest.raises(ExchangeError, match=r"digest of the model's buffers is .* on rank 1"):
+        model.generate(**make_prompts(), **GREEDY)
 
 
 @on_ranks(2, fresh=True)

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers.configuration_utils import PreTrainedConfig
 
 from ..exchange.agreement import Signature
-from .parallel.split import split_parameters
+from .parallel.split import split_tensors
 
 _SAMPLES_PER_PARAMETER = 8
 _HEX_DIGITS = 16
@@ -26,6 +27,8 @@ _MAX_TEXT = 200
 # them, as they are walked through in every generation: tenths of a second for so many numbers.
 _DEPTH = 6
 _MAX_ENTRIES = 100_000
+# Settings by which no token changes, or which other fields compare.
+_NOT_COMPARED = ("architectures", "dtype", "transformers_version")
 
 
 def digest_inputs(inputs: Mapping[str, Any]) -> str:
@@ -38,16 +41,30 @@ def digest_inputs(inputs: Mapping[str, Any]) -> str:
     return sha.hexdigest()[:_HEX_DIGITS]
 
 
-def settings_of(generation_config: GenerationConfig) -> Signature:
-    """The settings of a generation by name, for ranks to compare."""
-    settings = {
-        name: value
-        for name, value in generation_config.to_dict().items()
-        if not name.startswith("_")
-    }
+def settings_of(kind: str, config: GenerationConfig | PreTrainedConfig) -> Signature:
+    """The settings of a generation or a model by name, for ranks to compare."""
+    settings = _compared(config.to_dict())
     # The first one that differs is named, and lengths of sequences follow from those of new tokens.
     names = sorted(settings, key=lambda name: name in ("max_length", "min_length"))
-    return tuple((f"generation setting {name}", describe(settings[name])) for name in names)
+    return tuple((f"{kind} setting {name}", describe(settings[name])) for name in names)
+
+
+def _compared(settings: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The settings, also of configurations inside, but for where they were read."""
+    return {
+        name: _compared(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if not str(name).startswith("_") and name not in _NOT_COMPARED
+    }
+
+
+def model_signature(kind: str, model: PreTrainedModel) -> Signature:
+    """The configuration, weights and buffers of a model, for ranks to compare."""
+    return (
+        *settings_of(kind, model.config),
+        (f"digest of the {kind}'s weights", digest_parameters(model)),
+        (f"digest of the {kind}'s buffers", digest_buffers(model)),
+    )
 
 
 def describe_all(name: str, objects: Iterable[Any]) -> Signature:
@@ -154,14 +171,23 @@ def digest_parameters(model: torch.nn.Module) -> str:
     Of those of which this rank has a part only, the digest of the whole counts. Parameters that are
     DTensors are left out, as ranks hold different shards of them.
     """
-    split, digest = split_parameters(model)
-    whole = (
-        part
-        for name, parameter in model.named_parameters()
-        if name not in split and not isinstance(parameter, DTensor) and not parameter.is_meta
-        for part in _plain(name, parameter)
-    )
-    return digest + digest_tensors(whole)
+    split, digest = split_tensors(model)
+    return digest + digest_tensors(_whole(model.named_parameters(), split))
+
+
+def digest_buffers(model: torch.nn.Module) -> str:
+    """The digest of a model's buffers, also of those that are never saved."""
+    split, _ = split_tensors(model)
+    return digest_tensors(_whole(model.named_buffers(), split))
+
+
+def _whole(
+    tensors: Iterable[tuple[str, Tensor]], split: frozenset[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that every rank holds, with those that they are made of."""
+    for name, tensor in tensors:
+        if name not in split and not isinstance(tensor, DTensor) and not tensor.is_meta:
+            yield from _plain(name, tensor)
 
 
 def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -47,10 +47,11 @@ def enable(
     """Makes `model.generate(...)` shard its key/value cache over the ranks of a group.
 
     Every rank calls `enable`, and then `generate` with the same inputs. The attention of the model
-    becomes `"tree_attention"`. Each call of `generate` compares inputs, settings and weights over
-    the ranks, makes a `TreeCache` unless it is given one, and reads long prompts in chunks. Logits
-    processors and stopping criteria are compared by their kinds, and by those of their attributes
-    that are numbers, strings, tensors, functions or collections of these.
+    becomes `"tree_attention"`. Each call of `generate` compares inputs, settings and the model over
+    the ranks, makes a `TreeCache` unless it is given one, and reads long prompts in chunks. Of a
+    model, its configuration and samples of its weights and buffers are compared; of logits
+    processors and stopping criteria their kinds, and those of their attributes that are numbers,
+    strings, tensors, functions or collections of these.
     `disable` undoes it; `enable` on an enabled model replaces its options.
 
     Args:

@@ -18,8 +18,8 @@ from .digests import (
     describe,
     describe_all,
     digest_inputs,
-    digest_parameters,
     digest_random_state,
+    model_signature,
     settings_of,
 )
 from .prompts import is_dealt_in_generate, may_be_chunked
@@ -302,7 +302,7 @@ class Preparation:
             ("kv_dtype", kv_dtype),
             ("max_length of the cache", max_length),
             ("digest of the inputs", digest_inputs(self.call.arguments)),
-            *settings_of(generation_config),
+            *settings_of("generation", generation_config),
             ("synchronize_logits", self.synchronize_logits is not None),
             ("prefill", self.prefill),
             *describe_all("logits processor", self.call.processors),
@@ -311,7 +311,7 @@ class Preparation:
                 "prefix_allowed_tokens_fn",
                 describe(self.call.arguments.get("prefix_allowed_tokens_fn"), with_attributes=True),
             ),
-            ("digest of the model's weights", digest_parameters(model)),
+            *model_signature("model", model),
             (
                 "digest of the random state (see seed_ranks)",
                 digest_random_state(model.device) if sampling else None,

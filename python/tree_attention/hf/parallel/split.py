@@ -101,13 +101,15 @@ def mesh(model: PreTrainedModel) -> Mesh:
     return found
 
 
-def split_parameters(model: nn.Module) -> tuple[frozenset[str], str]:
-    """The names of the parameters that differ from rank to rank, and the digest of the whole."""
+def split_tensors(model: nn.Module) -> tuple[frozenset[str], str]:
+    """The names of the parameters and buffers that differ from rank to rank, and the digest of the
+    whole parameters."""
     made: Plan | None = vars(model).get(_PLAN)
     if made is None:
         return frozenset(), ""
     biases = (f"{name}.bias" for name in made.summed)
-    return frozenset((*made.cuts, *biases)), vars(model)[_DIGEST]
+    rows = f"{made.embedding}.{_ROWS}"
+    return frozenset((*made.cuts, *biases, rows)), vars(model)[_DIGEST]
 
 
 def _add_up(mesh: Mesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:
