@@ -295,6 +295,7 @@ class Preparation:
         """What must be equal on all ranks. Otherwise they would merge states that do not belong
         together, or stop at different tokens."""
         sampling = generation_config.do_sample
+        assistant = self.call.arguments.get("assistant_model")
         return (
             ("transformers version", transformers.__version__),
             ("layout", self.shard.layout),
@@ -312,11 +313,19 @@ class Preparation:
                 describe(self.call.arguments.get("prefix_allowed_tokens_fn"), with_attributes=True),
             ),
             *model_signature("model", model),
+            ("assistant_model", describe(assistant)),
+            *([] if assistant is None else _assistant_signature(assistant)),
             (
                 "digest of the random state (see seed_ranks)",
                 digest_random_state(model.device) if sampling else None,
             ),
         )
+
+
+def _assistant_signature(assistant: PreTrainedModel) -> Signature:
+    """What decides on the candidates of an assistant, which are a part of the queries."""
+    settings = settings_of("assistant's generation", assistant.generation_config)
+    return *settings, *model_signature("assistant", assistant)
 
 
 def _unsupported_cache(name: str) -> NotImplementedError:
