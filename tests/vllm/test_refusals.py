@@ -130,6 +130,33 @@ def test_transfers_of_the_cache() -> None:
         checks.check_layer("decoder", "auto", vllm.config.current)
 
 
+def test_attention_to_more_than_a_range_before() -> None:
+    import vllm.config
+
+    layer()
+    model = vllm.config.current.model_config
+    for name, neutral, value, sentence in (
+        (
+            "is_mm_prefix_lm",
+            False,
+            True,
+            r"later ones \(is_mm_prefix_lm\) are not .*--language-model-only",
+        ),
+        (
+            "rswa_window",
+            None,
+            128,
+            r"\(R-SWA\) is not supported, .*, got rswa_window = 128; serve another",
+        ),
+    ):
+        setattr(model, name, neutral)
+        checks.check_layer("decoder", "auto", vllm.config.current)
+        setattr(model, name, value)
+        with pytest.raises(ValueError, match=sentence):
+            checks.check_layer("decoder", "auto", vllm.config.current)
+        setattr(model, name, neutral)
+
+
 def test_attention_that_is_not_causal() -> None:
     engine = layer()
     engine.step({0: 4})

@@ -93,6 +93,17 @@ def check_layer(attn_type: str, kv_cache_dtype: str, config: Any) -> None:
             f"{PLUG_IN}: --kv-cache-dtype must be auto or that of the model, {model_dtype}, got "
             f"{kv_cache_dtype!r}"
         )
+    if getattr(config.model_config, "is_mm_prefix_lm", False):
+        raise ValueError(
+            f"{PLUG_IN}: models whose image tokens attend to later ones (is_mm_prefix_lm) are not "
+            "supported, as attention is causal; serve text alone with --language-model-only"
+        )
+    window = getattr(config.model_config, "rswa_window", None)
+    if window:
+        raise ValueError(
+            f"{PLUG_IN}: a window beside the whole prompt (R-SWA) is not supported, as a query "
+            f"sees one range of keys, got rswa_window = {window}; serve another model"
+        )
     if config.kv_transfer_config is not None:
         raise ValueError(
             f"{PLUG_IN}: --kv-transfer-config is not supported, as rows of the cache are in "
