@@ -118,7 +118,11 @@ def _arguments(rank: int, world_size: int, path: str) -> None:
         (NotImplementedError, f"^state_dict: {part}", model.lm_head.state_dict),
         (NotImplementedError, f"^load_state_dict: {part}", partial(model.load_state_dict, whole)),
         (NotImplementedError, f"train: {part}", model.train),
-        (NotImplementedError, "resize_token_embed", partial(model.resize_token_embeddings, 300)),
+        *(
+            (NotImplementedError, "resize_token_embed", partial(x.resize_token_embeddings, 300))
+            for x in (model, model.model)
+        ),
+        (NotImplementedError, "save_pretrained", partial(model.model.save_pretrained, path)),
     ]
     _check(refusals)
     model.eval()
@@ -150,6 +154,27 @@ def _check(refusals: list[tuple[type[Exception], str, Callable[[], object]]]) ->
 def test_arguments(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     run_ranks(_arguments, 3, str(tmp_path))
+
+
+class Linear(torch.nn.Module):
+    """Named and made as the layers of peft are."""
+
+    def __init__(self, base_layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+@on_ranks(2)
+def test_other_linear_layers_are_named(rank: int, world_size: int) -> None:
+    model = make_model("llama")
+    attention = model.model.layers[1].self_attn
+    found = rf"1.self_attn.q_proj: it is no torch.nn.Linear, but {__name__}.Linear; "
+    attention.q_proj = Linear(attention.q_proj)
+    with pytest.raises(ValueError, match=found + "merge the adapter .*with merge_and_unload; use"):
+        hf.parallelize(model)
+    del attention.q_proj.base_layer
+    with pytest.raises(ValueError, match=found + "use enable"):
+        hf.parallelize(model)
 
 
 @on_ranks(4)

@@ -100,10 +100,14 @@ class _Planner:
                     parent, f"of {', '.join(styles)} its plan makes {len(rows)} rowwise, not one"
                 )
             for name in (*columns, *rows):
-                kind = type(self._modules[name])
+                module = self._modules[name]
+                kind = type(module)
                 if kind is not nn.Linear:
-                    raise self._refusal(name, f"it is no torch.nn.Linear, but {kind.__name__}")
-                weight = self._modules[name].weight
+                    found = f"it is no torch.nn.Linear, but {kind.__module__}.{kind.__qualname__}"
+                    if hasattr(module, "base_layer"):
+                        found += "; merge the adapter into the weights first, with merge_and_unload"
+                    raise self._refusal(name, found)
+                weight = module.weight
                 if hasattr(weight, "__tensor_flatten__"):
                     raise self._refusal(name, f"its weight is quantised: {type(weight).__name__}")
             (row,) = rows

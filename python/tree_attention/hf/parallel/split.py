@@ -64,8 +64,10 @@ def attach(model: PreTrainedModel, mesh: Mesh, made: Plan | None, digest: str) -
     vars(model).update({_MESH: mesh, _PLAN: made, _DIGEST: digest})
     model.requires_grad_(False)
     if mesh.world_size > 1:
-        for name in _REFUSALS:
-            vars(model)[name] = MethodType(functools.partial(_refuse, name), model)
+        for module in model.modules():  # the model without its head can be asked, too
+            if isinstance(module, PreTrainedModel):
+                for name in _REFUSALS:
+                    vars(module)[name] = MethodType(functools.partial(_refuse, name), module)
         vars(model)["train"] = MethodType(_train, model)
     if made is not None:
         for parameter in made.cuts:  # also where a part of the model is asked alone
