@@ -249,6 +249,8 @@ def _override(model: PreTrainedModel, preparation: Preparation) -> None:
         preparation.check_step(model_kwargs, kwargs.get("num_new_tokens", 1))
         return model_kwargs
 
-    overridden = generate, prepare_cache, get_compiled_call, prepare_inputs, update
+    overridden: tuple[Any, ...] = (
+        generate, prepare_cache, get_compiled_call, prepare_inputs, update,
+    )  # fmt: skip
     for name, function in zip(_OVERRIDDEN, overridden, strict=True):
         vars(model)[name] = MethodType(function, model)
