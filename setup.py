@@ -20,6 +20,7 @@ CPU_SOURCES = [
     "csrc/merge_args.cpp",
     "csrc/range_parts.cpp",
     "csrc/append_args.cpp",
+    "csrc/memory_overlap.cpp",
     "csrc/schedule.cpp",
     "csrc/cpu/append.cpp",
     "csrc/cpu/decode.cpp",

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "append_args.h"
 
-#include <ATen/MemoryOverlap.h>
-
 #include "argument_checks.h"
+#include "memory_overlap.h"
 
 namespace tree_attention {
 namespace {
@@ -13,23 +12,6 @@ constexpr ArgumentChecks kCheck{kOp};
 
 // TORCH_CHECK with the name of the operator in front of the message.
 #define CHECK_ARG(condition, ...) TORCH_CHECK(condition, kOp, ": ", __VA_ARGS__)
-
-// The caches and scales are distinct memory, and none of it is read.
-void check_overlaps(const AppendArgs& args) {
-  const at::Tensor* outputs[4] = {&args.k_cache};
-  int count = 1;
-  for (const std::optional<at::Tensor>* other : {&args.v_cache, &args.k_scale, &args.v_scale}) {
-    if (*other) outputs[count++] = &**other;
-  }
-  for (int i = 0; i < count; ++i) {
-    at::assert_no_internal_overlap(*outputs[i]);
-    for (int j = 0; j < i; ++j) at::assert_no_overlap(*outputs[i], *outputs[j]);
-    for (const at::Tensor* input : {&args.k, &args.slot_mapping}) {
-      at::assert_no_overlap(*outputs[i], *input);
-    }
-    if (args.v) at::assert_no_overlap(*outputs[i], *args.v);
-  }
-}
 
 AppendTensor append_tensor(const at::Tensor& rows, const at::Tensor& cache,
                            const std::optional<at::Tensor>& scale) {
@@ -108,7 +90,9 @@ AppendParams prepare_append(const AppendArgs& args) {
   kCheck.last_axis("k_cache", k_cache);
   kCheck.scales(paged ? "[num_pages, num_heads_kv, page_size]" : "[batch, num_heads_kv, capacity]",
                 k_cache, k_scale, v ? v_scale : k_scale);
-  check_overlaps(args);
+  check_outputs(
+      kOp, {{"k_cache", k_cache}, {"v_cache", v_cache}, {"k_scale", k_scale}, {"v_scale", v_scale}},
+      {{"k", k}, {"v", v}, {"slot_mapping", slots}});
 
   params.k = append_tensor(k, k_cache, k_scale);
   if (v) params.v = append_tensor(*v, *v_cache, v_scale);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "decode_args.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <limits>
 
 #include "argument_checks.h"
+#include "memory_overlap.h"
 #include "scalar_type.h"
 
 namespace tree_attention {
@@ -181,6 +181,7 @@ DecodeParams check_inputs(const DecodeArgs& args) {
   params.out_dtype = data_type(out_dtype(args), kOp, "out_dtype");
   CHECK_ARG(args.num_workers >= -1, "num_workers must be at least -1, got ", args.num_workers);
   params.num_workers = kCheck.to_int32("num_workers", args.num_workers);
+  params.num_ranges = kCheck.to_int32("num_ranges", args.num_ranges);
   return params;
 }
 
@@ -206,16 +207,16 @@ void set_outputs(DecodeParams& params, const DecodeArgs& args, const at::Tensor&
   kCheck.device("o", o, "q", args.q);
   kCheck.device("lse", lse, "q", args.q);
   kCheck.last_axis("o", o);
-  for (const at::Tensor* output : {&o, &lse}) {
-    at::assert_no_internal_overlap(*output);
-    for (const at::Tensor* input : {&args.q, &args.k, &args.v}) {
-      at::assert_no_overlap(*output, *input);
-    }
-    for (const std::optional<at::Tensor>* scale : {&args.k_scale, &args.v_scale}) {
-      if (*scale) at::assert_no_overlap(*output, **scale);
-    }
-  }
-  at::assert_no_overlap(o, lse);
+  check_outputs(kOp, {{"o", o}, {"lse", lse}},
+                {{"q", args.q},
+                 {"k", args.k},
+                 {"v", args.v},
+                 {"key_ranges", args.key_ranges},
+                 {"alibi_slopes", args.alibi_slopes},
+                 {"query_positions", args.query_positions},
+                 {"page_table", args.page_table},
+                 {"k_scale", args.k_scale},
+                 {"v_scale", args.v_scale}});
 
   params.o = o.data_ptr();
   params.lse = lse.data_ptr<float>();

@@ -12,7 +12,8 @@
 
 namespace tree_attention {
 
-// Every argument of the schema except the outputs, as the dispatcher passes them.
+// Every argument of the schema except the outputs, as the dispatcher passes them, and the number of
+// ranges that each are a sequence (range_parts.h).
 struct DecodeArgs {
   const at::Tensor& q;
   const at::Tensor& k;
@@ -28,6 +29,7 @@ struct DecodeArgs {
   const std::optional<at::Tensor>& v_scale;
   std::optional<at::ScalarType> out_dtype;
   int64_t num_workers;
+  int64_t num_ranges = 1;
 };
 
 // Checks the inputs and returns params that lack only the outputs. An error names the argument,

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "merge_args.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 
+#include "memory_overlap.h"
 #include "scalar_type.h"
 
 namespace tree_attention {
@@ -31,15 +31,13 @@ void check_parts(const at::Tensor& o_parts, const at::Tensor& lse_parts) {
 }
 
 void check_output(const at::Tensor& output, const char* name, at::IntArrayRef sizes,
-                  const at::Tensor& o_parts, const at::Tensor& lse_parts) {
+                  const at::Tensor& o_parts) {
   TORCH_CHECK(output.sizes() == sizes, kOp, ": ", name, " must have shape ", sizes, ", got ",
               output.sizes());
   TORCH_CHECK(output.is_contiguous(), kOp, ": ", name, " must be contiguous, got strides ",
               output.strides());
   TORCH_CHECK(output.device() == o_parts.device(), kOp, ": ", name, " must be on o_parts' device ",
               o_parts.device(), ", got ", output.device());
-  at::assert_no_overlap(output, o_parts);
-  at::assert_no_overlap(output, lse_parts);
 }
 
 MergeCall prepare(const at::Tensor& o_parts, const at::Tensor& lse_parts, const at::Tensor& o,
@@ -83,11 +81,11 @@ MergeCall prepare_merge(const at::Tensor& o_parts, const at::Tensor& lse_parts,
 MergeCall prepare_merge(const at::Tensor& o_parts, const at::Tensor& lse_parts, const at::Tensor& o,
                         const at::Tensor& lse) {
   check_parts(o_parts, lse_parts);
-  check_output(o, "o", o_parts.sizes().slice(1), o_parts, lse_parts);
-  check_output(lse, "lse", lse_parts.sizes().slice(1), o_parts, lse_parts);
+  check_output(o, "o", o_parts.sizes().slice(1), o_parts);
+  check_output(lse, "lse", lse_parts.sizes().slice(1), o_parts);
   TORCH_CHECK(lse.scalar_type() == at::kFloat, kOp, ": lse must be float32, got ",
               dtype_name(lse.scalar_type()));
-  at::assert_no_overlap(o, lse);
+  check_outputs(kOp, {{"o", o}, {"lse", lse}}, {{"o_parts", o_parts}, {"lse_parts", lse_parts}});
   return prepare(o_parts, lse_parts, o, lse, o.scalar_type(), "o");
 }
 

@@ -27,7 +27,7 @@ DecodeArgs with(const DecodeArgs& args, const at::Tensor& q,
                 const std::optional<at::Tensor>& key_ranges,
                 const std::optional<at::Tensor>& query_positions,
                 const std::optional<at::Tensor>& page_table,
-                std::optional<at::ScalarType> out_dtype) {
+                std::optional<at::ScalarType> out_dtype, int64_t num_ranges) {
   return {q,
           args.k,
           args.v,
@@ -41,7 +41,8 @@ DecodeArgs with(const DecodeArgs& args, const at::Tensor& q,
           args.k_scale,
           args.v_scale,
           out_dtype,
-          args.num_workers};
+          args.num_workers,
+          num_ranges};
 }
 
 // What is wrong with an argument is wrong with it for the first range of each query too.
@@ -55,7 +56,7 @@ void check(const DecodeArgs& args) {
                  {args.q.size(0), args.q.size(2), ranges.size(2), 2});
   }
   const std::optional<at::Tensor> first = ranges.select(2, 0);
-  check_inputs(with(args, args.q, first, args.query_positions, args.page_table, args.out_dtype));
+  check_inputs(with(args, args.q, first, args.query_positions, args.page_table, args.out_dtype, 1));
 }
 
 }  // namespace
@@ -82,7 +83,7 @@ RangeParts::RangeParts(const DecodeArgs& args) : args_(args) {
 }
 
 DecodeArgs RangeParts::call() const {
-  return with(args_, q_, key_ranges_, query_positions_, page_table_, at::kFloat);
+  return with(args_, q_, key_ranges_, query_positions_, page_table_, at::kFloat, num_ranges_);
 }
 
 at::Tensor RangeParts::by_range(const at::Tensor& result) const {

@@ -27,6 +27,7 @@ BRIDGE = [
             "cuda/checks.cpp",
             "cuda/one_shot/one_shot_args.cpp",
             "append_args.cpp",
+            "memory_overlap.cpp",
             "decode_args.cpp",
             "merge_args.cpp",
             "range_parts.cpp",

@@ -242,6 +242,8 @@ def lists(page_ranges=PAGE_RANGES, lengths=SLOTS, table=TABLE, page_size=16):
         (lambda: patterns.random_blocks(SLOTS, 1, block=1, seed=-1), r"seed must be in \[0, 2"),
         (lambda: patterns.window(SLOTS[0], 4), r"integers of shape \[batch, seqlen_q\]"),
         (lambda: patterns.window(SLOTS.float(), 4), r"got torch.float32 of shape \[1, 40\]"),
+        (lambda: patterns.window(SLOTS + 2**31, 4), "window: slots must be below .* 2147483687;"),
+        (lambda: patterns.random_blocks(SLOTS + 2**31, 1, block=1, seed=0), r"below 2\^31"),
         (lambda: lists(page_size=0), "page_lists: page_size must be .* at least 1, got 0"),
         (lambda: lists(page_size=16.0), "page_size must be an integer of at least 1, got 16.0"),
         (lambda: lists(table=TABLE.float()), "page_table must be integers .*, got torch.float32"),

@@ -79,6 +79,14 @@ def test_t5_attention_on_shards(world_size: int, device: torch.device) -> None:
     assert (plain.double() - expected[0]).abs().max() > 0.1, "the bias matters"
 
 
+def test_slopes_whatever_the_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert alibi_slopes(6).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_errors() -> None:
     problem = make_problem(batch=1)
     ranges = t5_ranges(torch.tensor([[149]]))

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -35,14 +36,30 @@ void append_rows(const AppendParams& p) {
   const int64_t elements = p.num_heads_kv * (p.k.head_dim + p.v.head_dim);  // of a token
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements));
   const int64_t outer_size = p.page_size == 0 ? p.capacity : p.page_size;
-  parallel_for(0, p.batch * p.tokens, grain, [&](int64_t begin, int64_t end) {
+  // Counted over all sequences where there are no pages; -1 is not kept.
+  const auto slot_of = [&](int64_t i) {
+    const int64_t batch = i / p.tokens, token = i % p.tokens;
+    const int64_t slot = p.slots[batch * p.slots_stride[0] + token * p.slots_stride[1]];
+    return slot < 0 || p.page_size > 0 ? slot : batch * p.capacity + slot;
+  };
+  // The last token of each slot, the only one that is written where several threads might write to
+  // one row. Memory of slots that no token has is never touched.
+  std::unique_ptr<int64_t[]> last;
+  const int64_t num_tokens = p.batch * p.tokens;
+  if (num_tokens > grain) {
+    const int64_t num_slots = p.page_size == 0 ? p.batch * p.capacity : p.capacity;
+    last = std::make_unique_for_overwrite<int64_t[]>(num_slots);
+    for (int64_t i = 0; i < num_tokens; ++i) {
+      if (const int64_t slot = slot_of(i); slot >= 0) last[slot] = i;
+    }
+  }
+  parallel_for(0, num_tokens, grain, [&](int64_t begin, int64_t end) {
     std::vector<float> buffer(widest);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t batch = i / p.tokens, token = i % p.tokens;
-      const int64_t slot = p.slots[batch * p.slots_stride[0] + token * p.slots_stride[1]];
-      if (slot < 0) continue;
-      const int64_t outer = p.page_size == 0 ? batch : slot / outer_size;
-      const int64_t inner = p.page_size == 0 ? slot : slot % outer_size;
+      const int64_t slot = slot_of(i);
+      if (slot < 0 || (last != nullptr && last[slot] != i)) continue;
+      const int64_t outer = slot / outer_size, inner = slot % outer_size;
       for (const AppendTensor* x : {&p.k, &p.v}) {
         if (x->cache == nullptr) continue;
         for (int64_t head = 0; head < p.num_heads_kv; ++head) {

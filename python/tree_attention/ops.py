@@ -163,6 +163,7 @@ def lean_decode(
             `tree_attention.patterns`.
         out_dtype: dtype of `o`, default q's; float32 when the state will be merged.
         out: `(o, lse)` to write into instead of new tensors, for example views of a send buffer.
+            They share no memory with each other or another argument, but may interleave.
         softmax_scale, softcap, alibi_slopes, query_positions, key_layout, page_table, k_scale,
             v_scale, num_workers: see `AttentionOptions`.
 
@@ -237,7 +238,7 @@ def merge_states(
             it changes no bit of the result and its `o` is never read.
         out_dtype: dtype of `o`, default `o_parts`'. Arithmetic is float32.
         out: contiguous `(o, lse)` to write into instead of new tensors; `o`'s dtype is then the
-            out_dtype.
+            out_dtype. They share no memory with each other or the parts.
 
     Returns:
         o `[..., head_dim]` and lse `[...]`; `(0, -inf)` where every part is empty. n parts are
@@ -291,16 +292,17 @@ def append_kv(
             or float8_e4m3fn; with `paged` `[num_pages, num_heads_kv, page_size, head_dim]`.
         slot_mapping: int64 `[batch, tokens]`: the slot in the sequence's own row of the cache, or
             with `paged` `page * page_size + offset`; -1: not kept here. Of tokens with the same
-            slot one is kept.
+            slot the last is kept. On CUDA slots must differ: a row may become a mixture.
         k_scale, v_scale: float32, the caches' first three axes: required for int8, written with the
-            rows. float8_e4m3fn without them takes the numbers themselves, saturating.
+            rows. float8_e4m3fn without them takes the numbers themselves, where those beyond its
+            largest, infinite ones among them, become 448 or -448; NaN stays NaN.
         paged: whether the caches are pages.
 
     Raises:
-        RuntimeError: an argument breaks the rules above, a slot is out of range, or the caches
-            share memory. Nothing was written. On CUDA a slot out of range is not kept, or where
-            the environment variable TREE_ATTENTION_CHECK_PAGES is 1, for which the host waits, an
-            error.
+        RuntimeError: an argument breaks the rules above, a slot is out of range, or a cache or
+            scale shares memory with itself or another argument; views that interleave do not.
+            Nothing was written. On CUDA a slot out of range is not kept, or where the environment
+            variable TREE_ATTENTION_CHECK_PAGES is 1, for which the host waits, an error.
         TypeError: one of the first five arguments is no tensor; v and v_cache may be None.
     """
     check_tensors("append_kv", k=k, k_cache=k_cache, slot_mapping=slot_mapping)

@@ -3,8 +3,8 @@
 
 Every function takes the slots of the queries, an integer tensor `[batch, seqlen_q]`, and returns
 int32 `[batch, seqlen_q, num_ranges, 2]` on its device: half-open ranges of slots, none of which
-reaches behind the query's own. A query sees the union of its ranges, so patterns are put together
-by concatenation::
+reaches behind the query's own. Slots are below 2^31, which is checked on the CPU alone. A query
+sees the union of its ranges, so patterns are put together by concatenation::
 
     streaming_llm = torch.cat([first(slots, 4), window(slots, 2044)], dim=2)  # arXiv:2309.17453
     longformer = torch.cat([global_tokens(slots, [(0, 1)]), window(slots, 512)], dim=2)
@@ -15,7 +15,7 @@ by concatenation::
 
 Where a cache is split over ranks, `local` gives each rank its part of the ranges. Many small
 pieces are faster as a list of pages, which `page_lists` makes where the cache has pages. Nothing is
-read on the host, so that calls can be captured in CUDA graphs.
+read back from a GPU, so that calls can be captured in CUDA graphs.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def window(slots: Tensor, size: int) -> Tensor:
     """The last `size` slots up to the query's own; `[batch, seqlen_q, 1, 2]`.
 
     Raises:
-        ValueError: `size` is below 1, or `slots` are not integers `[batch, seqlen_q]`.
+        ValueError: `size` is below 1, or `slots` are not integers below 2^31 `[batch, seqlen_q]`.
 
     Source: sliding windows, Longformer (arXiv:2004.05150), section 3.1.
     """
@@ -44,7 +44,7 @@ def first(slots: Tensor, count: int) -> Tensor:
     """The first `count` slots of the sequence; `[batch, seqlen_q, 1, 2]`.
 
     Raises:
-        ValueError: `count` is below 1, or `slots` are not integers `[batch, seqlen_q]`.
+        ValueError: `count` is below 1, or `slots` are not integers below 2^31 `[batch, seqlen_q]`.
 
     Source: attention sinks, StreamingLLM (arXiv:2309.17453), section 3.2.
     """
@@ -64,7 +64,7 @@ def global_tokens(slots: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
 
     Raises:
         ValueError: there is no range, a bound is no integer, or `slots` are not integers
-            `[batch, seqlen_q]`.
+            below 2^31 `[batch, seqlen_q]`.
 
     Source: global attention, Longformer (arXiv:2004.05150), section 3.1.
     """
@@ -87,7 +87,7 @@ def dilated(slots: Tensor, count: int, *, dilation: int, block: int = 1) -> Tens
 
     Raises:
         ValueError: `count`, `dilation` or `block` is below 1, or `slots` are not integers
-            `[batch, seqlen_q]`.
+            below 2^31 `[batch, seqlen_q]`.
 
     Source: dilated windows, Longformer (arXiv:2004.05150), section 3.1; with a window of
         `dilation` slots the strided pattern of Sparse Transformers (arXiv:1904.10509), section 4.3.
@@ -108,7 +108,7 @@ def random_blocks(slots: Tensor, count: int, *, block: int, seed: int) -> Tensor
 
     Raises:
         ValueError: `count` or `block` is below 1, `seed` is not in [0, 2^31), or `slots` are not
-            integers `[batch, seqlen_q]`.
+            integers below 2^31 `[batch, seqlen_q]`.
 
     Source: random attention, BigBird (arXiv:2007.14062), section 2 and appendix D.
     """
@@ -226,13 +226,20 @@ def _hashed(x: Tensor) -> Tensor:
 
 
 def checked_slots(function: str, slots: Tensor, **sizes: int) -> Tensor:
-    """The slots in int64, in which no sum with a size overflows."""
+    """Returns the slots in int64, in which no sum with a size overflows."""
     if slots.dim() != 2 or not _are_integers(slots):
         raise ValueError(
             f"{function}: slots must be integers of shape [batch, seqlen_q], got {slots.dtype} of "
             f"shape {list(slots.shape)}"
         )
     _check_sizes(function, **sizes)
+    if slots.device.type == "cpu" and slots.numel() and not torch.compiler.is_compiling():
+        largest = int(slots.max())
+        if largest >= 2**31:
+            raise ValueError(
+                f"{function}: slots must be below 2^31, as key_ranges are int32, got {largest}; "
+                "give the index of each query's token in its cache"
+            )
     return slots.long()
 
 

@@ -34,7 +34,7 @@ def alibi_slopes(num_heads_q: int) -> Tensor:
     below = 1 << num_heads_q.bit_length() - 1
     exponents = [8.0 * i / below for i in range(1, below + 1)]
     exponents += [8.0 * i / (2 * below) for i in range(1, 2 * (num_heads_q - below), 2)]
-    return torch.tensor([2.0**-x for x in exponents])
+    return torch.tensor([2.0**-x for x in exponents], dtype=torch.float32)
 
 
 def t5_ranges(slots: Tensor, *, num_buckets: int = 32, max_distance: int = 128) -> Tensor:
@@ -51,7 +51,7 @@ def t5_ranges(slots: Tensor, *, num_buckets: int = 32, max_distance: int = 128) 
 
     Raises:
         ValueError: `num_buckets` is below 2, `max_distance` is not above half of it, or `slots` are
-            not integers `[batch, seqlen_q]`.
+            not integers below 2^31 `[batch, seqlen_q]`.
 
     Source: T5 (arXiv:1910.10683), section 2.1, and `_relative_position_bucket` of its code.
     """
@@ -63,12 +63,14 @@ def t5_ranges(slots: Tensor, *, num_buckets: int = 32, max_distance: int = 128) 
             f"{num_buckets} and {max_distance}"
         )
     # In float32 as in T5, where a distance at the edge of a bucket may be rounded across it.
-    distances = torch.arange(max_distance, dtype=torch.float32)
+    distances = torch.arange(max_distance, dtype=torch.float32, device="cpu")
     scale = (num_buckets - exact) / math.log(max_distance / exact)
     large = exact + ((distances / exact).log() * scale).clamp(min=0).long()
     buckets = torch.where(distances < exact, distances.long(), large.clamp(max=num_buckets - 1))
     # The first distance of every bucket, and the end of the last.
-    first = torch.searchsorted(buckets, torch.arange(num_buckets + 1)).to(slots.device)
+    first = torch.searchsorted(buckets, torch.arange(num_buckets + 1, device="cpu")).to(
+        slots.device
+    )
     ends = slots[..., None] + 1 - first[:-1]
     begins = slots[..., None] + 1 - first[1:]
     begins[..., -1] = 0

@@ -366,9 +366,16 @@ ERRORS = {
         lambda c: {"v": None, "v_cache": None, "k_scale": None, "v_scale": None},
         "k_scale must be given for int8 keys, got None",
     ),
-    "overlapping caches": (lambda c: {"v_cache": c.k_cache}, None),
-    "expanded cache": (lambda c: {"k_cache": c.k_cache[:1].expand(2, -1, -1, -1)}, None),
-    "overlapping scales": (lambda c: {"v_scale": c.options["k_scale"]}, None),
+    "overlapping caches": (
+        lambda c: {"v_cache": c.k_cache}, "v_cache must not share memory with k_cache"
+    ),
+    "expanded cache": (
+        lambda c: {"k_cache": c.k_cache[:1].expand(2, -1, -1, -1)},
+        "k_cache must not have two elements at one place in memory",
+    ),
+    "overlapping scales": (
+        lambda c: {"v_scale": c.options["k_scale"]}, "v_scale must not share memory with k_scale"
+    ),
 }  # fmt: skip
 
 
@@ -377,8 +384,6 @@ def test_errors(name):
     """Each names operator, argument, requirement and value, and nothing was written."""
     call = make_call(layout="BHSD")
     change, message = ERRORS[name]
-    # Of memory that is written twice torch's own checks tell, in its words.
-    message = "memory location" if message is None else f"append_kv: {message}"
     changed = change(call)
     k_cache, v_cache = call.k_cache, call.v_cache
     options = {n: changed.pop(n) for n in ("k_scale", "v_scale") if n in changed}
@@ -386,9 +391,28 @@ def test_errors(name):
         setattr(call, field, value)
     with pytest.raises(RuntimeError) as error:
         call.run(**options)
-    assert message in str(error.value).splitlines()[0]
+    assert f"append_kv: {message}" in str(error.value).splitlines()[0]
     assert (k_cache == 5).all() and (v_cache == 5).all()
     assert all((call.options[n] == 7).all() for n in ("k_scale", "v_scale"))
+
+
+@pytest.mark.parametrize("page_size", [0, 4], ids=["rows", "pages"])
+def test_of_tokens_with_one_slot_the_last_is_kept(page_size):
+    """Also where threads share the tokens, of which several write to one row."""
+    tokens, capacity, head_dim = 600, 12, 64
+    shape = (3, 2, 4, head_dim) if page_size else (1, 2, capacity, head_dim)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        slots = torch.randint(-1, 4, (1, tokens), generator=generator)
+        k = torch.arange(tokens, dtype=torch.float32)[None, None, :, None]
+        k = k.expand(1, 2, tokens, head_dim).contiguous()
+        k_cache, v_cache = torch.full((2, *shape), -1.0)
+        append_kv(k, k + 0.5, k_cache, v_cache, slots, paged=page_size > 0)
+        found = k_cache.transpose(0, 1).reshape(2, capacity, head_dim)
+        for slot in range(capacity):
+            last = (slots[0] == slot).nonzero()[:, 0].tolist()
+            assert (found[:, slot] == (last[-1] if last else -1)).all()
+        assert torch.equal(v_cache, torch.where(k_cache < 0, k_cache, k_cache + 0.5))
 
 
 def test_gradients_are_refused():

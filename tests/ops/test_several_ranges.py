@@ -109,3 +109,12 @@ def test_other_wrong_arguments_are_named_as_always(device):
     with pytest.raises(RuntimeError, match="lean_decode: o must be float32, bfloat16 or float16"):
         out = torch.empty(2, 8, 1, 64, dtype=torch.float64), torch.empty(2, 8, 1)
         problem.run(out=tuple(x.to(device) for x in out))
+
+
+def test_invalid_page_is_named_with_its_sequence():
+    """Each range of a query is a sequence of the call beneath."""
+    q, k = torch.randn(2, 1, 1, 8), torch.randn(3, 1, 4, 8)
+    table = torch.tensor([[0, 1], [2, 9]], dtype=torch.int32)
+    ranges = torch.tensor([[0, 1], [2, 3], [5, 8]], dtype=torch.int32).expand(2, 1, 3, 2)
+    with pytest.raises(RuntimeError, match=r"got 9 for page 1 of sequence 1"):
+        lean_decode(q, k, k, ranges, page_table=table)
