@@ -47,11 +47,10 @@ def enable(
     """Makes `model.generate(...)` shard its key/value cache over the ranks of a group.
 
     Every rank calls `enable`, and then `generate` with the same inputs. The attention of the model
-    becomes `"tree_attention"`. Each call of `generate` compares inputs, settings and the model over
-    the ranks, makes a `TreeCache` unless it is given one, and reads long prompts in chunks. Of a
-    model, its configuration and samples of its weights and buffers are compared; of logits
-    processors and stopping criteria their kinds, and those of their attributes that are numbers,
-    strings, tensors, functions or collections of these.
+    becomes `"tree_attention"`. Each call of `generate` makes a `TreeCache` unless it is given one,
+    and reads long prompts in chunks. Before the first step the ranks compare inputs, settings,
+    processors, stopping criteria, the model and its assistant, and at the end the tokens: what
+    differs, or a rank that raises, is an `ExchangeError` on the others (docs/security.md).
     `disable` undoes it; `enable` on an enabled model replaces its options.
 
     Args:
@@ -93,6 +92,7 @@ def enable(
     mesh = mesh_of(model)
     if mesh is None:
         comm, cache_group = get_communicator(group), group
+        logits_comm = comm
     else:
         _check_split(group, mesh, strategy)
         if deterministic:
@@ -100,7 +100,8 @@ def enable(
                 "enable: deterministic needs a model whose weights are whole, as the sums over "
                 "parts of them depend on the number of ranks"
             )
-        comm, cache_group = mesh.calls, mesh.context_group
+        comm, cache_group = mesh.sums, mesh.context_group
+        logits_comm = mesh.calls
     check_prefill(model, prefill)
     if deterministic:
         if prefill == "split":
@@ -120,7 +121,7 @@ def enable(
         timeout=timeout,
         deterministic=deterministic,
     )
-    processor = SynchronizeLogits(comm, timeout) if synchronize_logits else None
+    processor = SynchronizeLogits(logits_comm, timeout) if synchronize_logits else None
     preparation = Preparation(comm, new_cache, prefill_chunk_size, processor, prefill)
     check_latents(model)
     if is_enabled(model):  # until now, so that wrong options leave it as it was
@@ -201,11 +202,7 @@ def _override(model: PreTrainedModel, preparation: Preparation) -> None:
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)
         del arguments["self"]
         arguments.update(arguments.pop("kwargs", {}))
-        with preparation.turn():
-            try:
-                return original(self, **preparation.begin(arguments))
-            finally:
-                preparation.end()
+        return preparation.run(functools.partial(original, self), arguments)
 
     @functools.wraps(original_prepare)
     def prepare_cache(

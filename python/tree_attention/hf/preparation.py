@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an enabled model does before the first step of `generate`."""
+"""What an enabled model does before the first step of `generate`, between steps and at the end."""
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, MaxTimeCriteria, PreTrainedModel
 
-from ..exchange import Communicator
+from ..exchange import Communicator, ExchangeError
 from ..exchange.agreement import Signature
+from ..exchange.errors import sentence
 from .cache import TreeCache
 from .digests import (
     describe,
@@ -28,6 +31,8 @@ from .window_layer import WindowLayer
 
 # Older releases prefill wrong tokens when a cache that holds some already is filled in chunks.
 _CHUNKS_AFTER_CACHED_TOKENS = Version(transformers.__version__) >= Version("5.23")
+# Whether the thread is in a call of `generate` at whose end ranks meet: those of an assistant are.
+_is_inside = ContextVar("_is_inside", default=False)
 
 
 class _Call(threading.local):
@@ -42,8 +47,8 @@ class _Call(threading.local):
 
 
 class Preparation:
-    """What every call of `generate` of an enabled model begins with: it refuses what cannot work,
-    compares the ranks and makes the cache."""
+    """Calls of `generate` of an enabled model: refuses what cannot work, compares the ranks before
+    the first step and at the end, and makes the cache."""
 
     def __init__(
         self,
@@ -53,7 +58,7 @@ class Preparation:
         synchronize_logits: SynchronizeLogits | None,
         prefill: str,
     ) -> None:
-        self.comm = comm  # of all ranks that run the model
+        self.comm = comm  # of all ranks that run the model; a step's first exchange is on it
         self.new_cache = new_cache
         self.prefill_chunk_size = prefill_chunk_size
         self.synchronize_logits = synchronize_logits
@@ -62,8 +67,36 @@ class Preparation:
         self.shard, self.kv_dtype, self.max_length = cache.shard, cache.kv_dtype, cache.max_length
         self.call = _Call()
 
+    def run(self, generate: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """The output of `generate` for arguments by name, if it raised on no rank and all ranks
+        have the same tokens."""
+        is_inside, call = _is_inside.get(), vars(self.call)
+        meets, outer = self.comm.world_size > 1 and not is_inside, {**call}
+        with self._turn():
+            token = _is_inside.set(meets or is_inside)
+            try:
+                output = generate(**self._begin(arguments))
+            except ExchangeError:  # which the others have, too
+                raise
+            except Exception as error:
+                if meets:
+                    with suppress(ExchangeError):  # the others have it from this rank
+                        self._meet(f"end of generate by {type(error).__name__}: {sentence(error)}")
+                raise
+            finally:
+                _is_inside.reset(token)
+                call.update(outer)
+            if meets:
+                tokens = describe(getattr(output, "sequences", output))
+                self._meet("end of generate", ("digest of the tokens", tokens))
+            return output
+
+    def _meet(self, op: str, *signature: tuple[str, object]) -> None:
+        """Compares `op` with that of the other ranks, also of those that are still in a step."""
+        self.comm.agree(signature, self.shard.timeout, op)
+
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def _turn(self) -> Iterator[None]:
         """Surrounds a call of `generate`: over ranks, no other thread may use the group until it
         ends. Ranks may call it in threads of any name, as it compares inputs and settings itself.
         """
@@ -73,7 +106,7 @@ class Preparation:
         ):
             yield
 
-    def begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Takes the arguments of `generate` by name and returns those with which to go on."""
         if arguments.get("cache_implementation") == "paged":
             # `_refuse` would come too late: for a paged cache, transformers leaves `generate`
@@ -85,9 +118,6 @@ class Preparation:
             arguments = {**arguments, "logits_processor": processors}
         self.call.arguments = arguments
         return arguments
-
-    def end(self) -> None:
-        self.call.arguments, self.call.processors, self.call.cache = {}, [], None
 
     def prepare_cache(
         self,
@@ -140,6 +170,7 @@ class Preparation:
             self.comm.agree(
                 self._signature(model, generation_config, num_cached, kv_dtype, max_length),
                 self.shard.timeout,
+                "generate",
             )
         if makes_cache:
             cache = self.new_cache()
@@ -207,7 +238,7 @@ class Preparation:
         call.length += num_new_tokens
         length = held.get_seq_length()
         # For a length that a GPU has, the host does not wait.
-        is_known = not isinstance(length, torch.Tensor) or length.device.type == "cpu"
+        is_known = not isinstance(length, Tensor) or length.device.type == "cpu"
         if is_known and length != call.length:
             raise RuntimeError(
                 f"generate: after this step the cache must hold {call.length} tokens, the text but "
