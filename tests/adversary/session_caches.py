@@ -19,7 +19,8 @@ _MARGIN = 128  # tokens that layers with a sliding window can always give back
 
 
 def crop(session: Conversation, rng: Random) -> str:
-    count = rng.choice([0, 1, 5, rng.randint(0, session.length + 2)])
+    beyond = rng.randint(min(_MARGIN, session.length), session.length + 2)
+    count = rng.choice([0, 1, 5, rng.randint(0, session.length + 2), beyond])
     outcome = attempt(session.cache.crop, -count)
     if outcome.error is not None:
         assert session.forgets and count > _MARGIN, f"crop(-{count}) was refused: {outcome.error}"
