@@ -28,7 +28,7 @@ class Outcome:
     def result(self) -> Any:
         """What the call returned, where it had to return."""
         if self.error is not None:
-            raise AssertionError("a right call was refused") from self.error
+            raise AssertionError(f"a right call was refused: {self.error}") from self.error
         return self.value
 
     def refusal(self, names: Collection[str], kinds: Collection[type] = DOCUMENTED) -> str:
