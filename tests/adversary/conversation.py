@@ -109,8 +109,9 @@ class Conversation:
         }
         options = shared | {"prefill_chunk_size": rng.choice([None, 4, 50, 1024])}
         comm: Any
-        # Of every other model the weights are split, into tensor groups of one rank or of all two.
-        tensor_parallel_size = rng.choice([0, 0, 1, 2 if size in (2, 4) else 1]) if size > 1 else 0
+        # Of every third model the weights are split, into tensor groups of one rank or of two.
+        sizes = [0, 0, 0, 0, 1, 2 if size in (2, 4) else 1]
+        tensor_parallel_size = rng.choice(sizes) if size > 1 else 0
         if tensor_parallel_size and name != "deepseek":
             options["layout"] = draw_layout(rng, size // tensor_parallel_size, ROOM)
             model = split(name, size, tensor_parallel_size)
