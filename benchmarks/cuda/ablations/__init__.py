@@ -22,6 +22,7 @@ TILES = tuple((keys, stages) for keys in (64, 128, 256) for stages in (2, 3, 4))
 # What the operators need of the product beside its headers.
 PRODUCT_SOURCES = (
     "csrc/decode_args.cpp",
+    "csrc/memory_overlap.cpp",
     "csrc/merge_args.cpp",
     "csrc/range_parts.cpp",
     "csrc/cuda/checks.cpp",
