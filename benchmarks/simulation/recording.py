@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tree_attention.exchange.link import Link
-from tree_attention.exchange.state import Arena, State, StateLayout
+from tree_attention.exchange.rounds import SAME
+from tree_attention.exchange.state import SEAL_BYTES, Arena, State, StateLayout
 from tree_attention.exchange.strategies import Context, Strategy
 from tree_attention.exchange.topology import Topology
 
@@ -58,15 +59,16 @@ class RecordingLink:
         self.rank, self.world_size = rank, world_size
         self.operations: list[Operation] = []
         self.local_work = _LocalWork()
+        self.seal = SAME
         self._num_rounds = 0
 
     def gather(self, receive: Tensor, send: Tensor, device: torch.device, tag: int = 0) -> _Round:
-        return self._round(Operation("gather", num_bytes=send.nbytes))
+        return self._round(Operation("gather", num_bytes=send.nbytes - SEAL_BYTES))
 
     def transpose(
         self, receive: Tensor, send: Tensor, device: torch.device, tag: int = 0
     ) -> _Round:
-        return self._round(Operation("all_to_all", num_bytes=send[0].nbytes))
+        return self._round(Operation("all_to_all", num_bytes=send[0].nbytes - SEAL_BYTES))
 
     def messages(
         self,
@@ -77,7 +79,7 @@ class RecordingLink:
     ) -> _Round:
         # As `Messages` does: the next rank comes first.
         ranks = sorted(send, key=lambda rank: (rank - self.rank) % self.world_size)
-        sizes = tuple((rank, send[rank].nbytes) for rank in ranks if rank != self.rank)
+        sizes = tuple((rank, send[rank].nbytes - SEAL_BYTES) for rank in ranks if rank != self.rank)
         return self._round(Operation("messages", messages=sizes))
 
     def all_gather(self, receive: Tensor, send: Tensor, deadline: float) -> None:
@@ -196,7 +198,7 @@ def _record(
 ) -> tuple[list[Operation], int]:
     """The operations of one rank, and the bytes of its buffers."""
     link, arena = RecordingLink(rank, topology.world_size), _CountingArena()
-    send = arena.bytes("send", layout.num_bytes, META)
+    send = arena.bytes("send", layout.message_bytes, META)
     state = State(layout, META, send, *layout.views(send), arena)
     exchange = strategy.prepare(Context(cast(Link, link), topology, state, out_dtype))
     o = torch.empty((*layout.shape, layout.head_dim), dtype=out_dtype, device=META)

@@ -52,13 +52,14 @@ struct DecodeParams {
   int32_t batch, num_heads_q, num_heads_kv, seqlen_q;
   int64_t seqlen_k;  // with pages: pages_per_sequence * page_size
   int32_t head_dim, head_dim_v;
-  int32_t num_ranges;   // of a query: as many sequences here are one of the caller's, for messages
   int32_t num_workers;  // 0: the backend chooses; -1: it chooses, and cuts no output
   DataType dtype;       // of q
   DataType kv_dtype;    // of k and v: that of q, or one of 8 bits
   DataType out_dtype;   // of o
 
   TREE_ATTENTION_HOST_DEVICE int32_t group_size() const { return num_heads_q / num_heads_kv; }
+  // Ranges of a query: as many sequences here are one of the caller's, for messages.
+  int32_t num_ranges = 1;
 };
 
 }  // namespace tree_attention

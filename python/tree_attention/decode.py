@@ -133,11 +133,12 @@ def tree_decode(
         return decode_by_blocks(
             comm, q, k_local, v_local, key_ranges, deterministic, exchange, seconds, **options
         )  # fmt: skip
-    signature = (
+    fields = (
         ("num_heads_kv", k_local.shape[1]),
         ("head_dim", q.shape[3]),
         *fields_of_options(options),
     )
+    queries = queries_of(q, options)
     batch, num_heads_q, seqlen_q, _ = q.shape
     shape = (batch, num_heads_q, seqlen_q, v_local.shape[3])
     with comm.turn("tree_decode"):
@@ -145,15 +146,7 @@ def tree_decode(
             state = comm.state(shape, q.device, payload_dtype)
             lean_decode(q, k_local, v_local, key_ranges, out=(state.o, state.lse), **options)
             check_state("tree_decode", state.o, state.lse)
-        return comm.merge(
-            "tree_decode",
-            signature,
-            state,
-            exchange,
-            seconds,
-            explain=explain,
-            queries=queries_of(q, options),
-        )
+        return comm.merge("tree_decode", fields, state, exchange, seconds, queries, explain=explain)
 
 
 def _check_deterministic(size: int, exchange: ExchangeOptions, q: Tensor) -> None:

@@ -183,6 +183,7 @@ DISAGREEMENTS = {
 
 @on_ranks(2, fresh=True)
 def test_ranks_that_disagree_are_refused(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
     problem = make_problem(seqlen_k=64)
     for field, options in DISAGREEMENTS.items():
         shared = {"deterministic": SIZE, "key_layout": (64 * rank, 1, 1)}
@@ -191,6 +192,7 @@ def test_ranks_that_disagree_are_refused(rank: int, world_size: int) -> None:
 
 
 def lose_rank_1(rank: int, world_size: int) -> float:
+    torch.manual_seed(0)
     problem = make_problem(seqlen_k=64)
     comm = Communicator(timeout=TIMEOUT)
     options = {"deterministic": SIZE, "key_layout": (64 * rank, 1, 1), "group": comm}

@@ -91,23 +91,31 @@ _LAYER = _layer_of([2, 2, 8])
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "no index": (lambda d: (d / "index.json").unlink(), FileNotFoundError, "has no index.json"),
-    "no JSON": (_write_index("{"), ValueError, "index.json: Expecting property name"),
-    "no UTF-8": (_write_index('{"\udcff": 1}'), ValueError, "index.json: 'utf-8' codec can't"),
+    "no JSON": (
+        _write_index("{"),
+        ValueError,
+        "index.json: it is no JSON: Expecting property name",
+    ),
+    "no UTF-8": (
+        _write_index('{"\udcff": 1}'),
+        ValueError,
+        "index.json: it is no JSON: 'utf-8' codec can't",
+    ),
     "a list": (_write_index("[]"), ValueError, "index.json: it must hold a JSON object, got list"),
     "a name twice": (
         _write_index('{"a": 1, "a": 2}'),
         ValueError,
-        "index.json: it gives a name tw",
+        "index.json: it is no JSON: it gives a name tw",
     ),
     "deep": (_write_index('{"a": ' + "[" * 100_000), ValueError, "it is nested too deeply"),
     "deep, yet JSON": (edit_index(model=_nested(400)), ValueError, "is of another model"),
-    "a FIFO": (_replace_by_fifo("index.json"), OSError, r"it is no regular file: .*index.json"),
+    "a FIFO": (_replace_by_fifo("index.json"), OSError, "it is no regular file: '"),
     "a FIFO of tensors": (
         _replace_by_fifo("cache-0*"),
         OSError,
-        r"it is no regular file: .*.safetensors",
+        "it is no regular file: '",
     ),
-    "a directory": (_replace_by_directory, OSError, r"it is no regular file: .*index.json"),
+    "a directory": (_replace_by_directory, OSError, "it is no regular file: '"),
     "another format": (edit_index(format="x"), ValueError, "its format is not"),
     "the version before": (edit_index(version=1), ValueError, "of version 1, and this release rea"),
     "no digest": (_without_digest, ValueError, "it is damaged: its sha256 is not that of the rest"),

@@ -15,6 +15,7 @@ ROOT = FOLDER.parents[2]
 BUILD = ROOT / "build" / "tiles" / f"torch-{torch.__version__}"
 # What the operators need of the product beside its headers and csrc/cpu/decode.cpp.
 PRODUCT_SOURCES = (
+    "csrc/memory_overlap.cpp",
     *(f"csrc/{name}.cpp" for name in ("decode_args", "merge_args", "range_parts")),
     *(f"csrc/cpu/{name}.cpp" for name in ("instruction_set", "merge", "kernel/merge_rows")),
     *(f"csrc/cpu/kernel/decode_{name}.cpp" for name in ("amx", "avx2", "avx512", "portable")),

@@ -301,9 +301,9 @@ class Communicator(Calls):
         state: State,
         options: ExchangeOptions,
         seconds: float,
+        queries: Sequence[Tensor] = (),
         *,
         explain: bool = False,
-        queries: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor]:
         """The merge of all ranks' `state`, as one call of `op` with the fields of `signature`."""
         layout, device = state.layout, state.device

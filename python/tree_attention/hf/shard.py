@@ -44,6 +44,10 @@ class Shard:
         self.column = column_of(group)  # of the heads that are on this rank
         if layout is None:
             layout = BlockCyclic(self.world_size, deterministic or _BLOCK)
+        if not isinstance(layout, ShardLayout):
+            raise TypeError(
+                f"TreeCache: layout must be a ShardLayout, such as BlockCyclic, got {layout!r}"
+            )
         self.layout = layout
         if self.layout.world_size != self.world_size:
             raise ValueError(
