@@ -69,7 +69,7 @@ def _ring_bytes_sent(problem: Problem, world_size: int) -> int:
 
 def _ring_memory(problem: Problem, world_size: int) -> int:
     """Shards that arrive and leave, and a state for each."""
-    return min(2, world_size - 1) * problem.kv_bytes + world_size * problem.layout.num_bytes
+    return min(2, world_size - 1) * problem.kv_bytes + world_size * problem.layout.message_bytes
 
 
 @dataclass(frozen=True)

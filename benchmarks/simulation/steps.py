@@ -87,6 +87,6 @@ def step_bytes(method: str, problem: Problem, topology: Topology) -> int:
     layout = problem.layout
     outputs = layout.num_rows * (problem.head_dim * problem.dtype.itemsize + 4)
     if method in RINGS:
-        return RINGS[method].memory(problem, topology.world_size) + layout.num_bytes + outputs
+        return RINGS[method].memory(problem, topology.world_size) + layout.message_bytes + outputs
     program = program_of(STRATEGIES[method], layout, topology, problem.dtype)
     return int(program.buffer_bytes.max()) + outputs

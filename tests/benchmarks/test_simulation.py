@@ -107,7 +107,7 @@ def test_a_strategy_is_known_by_its_file(toy: str) -> None:
     assert run.bytes_sent.tolist() == [16] * 5
     assert bytes_of_formula(toy, problem, topology) == 16
     outputs = 32 * (128 * 2 + 4)
-    assert step_bytes(toy, problem, topology) == problem.layout.num_bytes + 20 + outputs
+    assert step_bytes(toy, problem, topology) == problem.layout.message_bytes + 20 + outputs
 
 
 def test_ranks_that_do_not_do_the_same_are_refused(toy: str) -> None:

@@ -62,7 +62,7 @@ class _Prompt:
         except ExchangeError as error:
             seconds = time.monotonic() - begin
             with pytest.raises(
-                RuntimeError, match="has failed before|did not reach the last layer"
+                RuntimeError, match=r"has failed before|did not reach the last layer"
             ):
                 self.read()
             return seconds, str(error)
