@@ -14,7 +14,7 @@ import torch
 from tree_attention.baselines.common import aligned
 from tree_attention.baselines.ring import MANIFEST_BYTES
 from tree_attention.baselines.ring_pass_q import _deal
-from tree_attention.exchange.state import StateLayout
+from tree_attention.exchange.state import SEAL_BYTES, StateLayout
 
 from .clusters import SimulatedCluster
 from .collectives import all_gather, shift
@@ -129,7 +129,7 @@ def _ring_pass_q_memory(problem: Problem, world_size: int) -> int:
     queries, state = int(parts.queries.max()), int(parts.states.max())
     # A state leaves, one arrives, one is merged from a pair.
     pair = 2 * aligned(state)
-    return 2 * queries + 3 * state + pair + (1 + world_size) * parts.result
+    return 2 * queries + 3 * state + pair + (1 + world_size) * (parts.result + SEAL_BYTES)
 
 
 @dataclass(frozen=True)
