@@ -247,8 +247,10 @@ def _child(here: Place, send: int, of_its_own: bool) -> None:
     faulthandler.enable()
     try:
         here.comm.timeout = SHORT
-        comm = Communicator(here.group, SHORT) if of_its_own else here.comm
-        outcome = _call("all_reduce", {"x": torch.ones(2)}, replace(here, comm=comm))
+        outcome = attempt(Communicator, here.group, SHORT) if of_its_own else Outcome(0.0)
+        if outcome.error is None:
+            comm = outcome.value or here.comm
+            outcome = _call("all_reduce", {"x": torch.ones(2)}, replace(here, comm=comm))
         if outcome.error is not None:
             outcome.refusal(("fork", "forked", "process"), (ExchangeError, RuntimeError))
         else:

@@ -14,7 +14,10 @@ from tree_attention import ExchangeError
 DOCUMENTED = (ValueError, TypeError, RuntimeError, NotImplementedError, ExchangeError)
 # Seconds after its deadline in which a call must have ended, on a machine with other work.
 SLACK = 5.0
-_FIELD_AND_RANK = re.compile(r"\S is .* on rank \d|ranks? [\d, ]+ abandoned more calls")
+_FIELD_AND_RANK = re.compile(
+    r"\S is .* on rank \d|(the queries|query_positions) of rank \d"
+    r"|ranks? [\d, ]+ abandoned more calls"
+)
 AMPLE = 20.0  # the deadline of what must succeed
 SHORT = 0.6  # the deadline of what must fail by it
 

@@ -21,10 +21,12 @@ from adversary.cases import Case
         ("ranks", 250),
         ("threads", 40),
         ("sessions", 20),
+        ("differing", 12),
+        ("snapshots", 40),
     ],
 )
 def test_no_rule_is_broken(part: str, count: int, seed: int) -> None:
-    if part == "sessions":
+    if part in ("sessions", "differing", "snapshots"):
         pytest.importorskip("transformers")
     cases = [Case(part, seed, index) for index in range(count)]
     if part == "sessions":  # interpreters take seconds to start

@@ -27,8 +27,9 @@ def test_formulas_are_what_ranks_allocate(tmp_path: Path) -> None:
     assert list(row["methods"]) == list(METHODS) and row["keys"] == KEYS
     for name, method in row["methods"].items():
         excess = method["allocated"] - memory.formula(name, 3, memory.problem_of(KEYS, HEADS))
-        # Manifests of the ring, and buffers of the tiny call that tests the communicator.
-        assert method["right"] and 0 <= excess < 10_000, name
+        # Manifests of the ring, and buffers of the tiny call that tests the communicator, of which
+        # another thread may free a part only now.
+        assert method["right"] and abs(excess) < 10_000, name
     assert row["methods"][RING]["allocated"] // SHARD == 2
     for name in STRATEGIES:
         assert row["methods"][name]["allocated"] < SHARD / 50

@@ -130,6 +130,15 @@ def test_a_layout_that_cannot_be_is_refused_and_nothing_moves() -> None:
         assert "layout is BlockCyclic(world_size=2, block=2) on rank 1" in error
 
 
+def test_what_is_no_layout_is_refused() -> None:
+    cache = hf.TreeCache(CONFIG)
+    append(cache, LENGTH)
+    for layout in (5, "cyclic", BlockCyclic):
+        with pytest.raises(TypeError, match="layout must be a ShardLayout, such as BlockCyclic"):
+            cache.reshard(layout)  # type: ignore[arg-type]
+    check_holds(cache, LENGTH, cache.shard.layout)
+
+
 def _die(rank: int, world_size: int) -> str:
     cache = hf.TreeCache(CONFIG, layout=BlockCyclic(3, 7), timeout=5)
     append(cache, LENGTH)

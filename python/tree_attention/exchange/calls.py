@@ -56,6 +56,7 @@ class Calls:
         self._session: Session | None = None
         self._costs: CostTable | None = None
         if group is not None and self.world_size > 1:
+            self._turn.check_process("Communicator")  # whose session the parent would count
             self._costs = measured_costs()  # before the session, which ranks count
             note = {"node": node_name()}
             self._session = Session(group, note, self._resources.abort, self.timeout)

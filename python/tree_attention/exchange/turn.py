@@ -42,12 +42,7 @@ class Turn:
         Raises:
             ExchangeError: another thread has it, or this is a forked process. Nothing was sent.
         """
-        if self.is_inherited:
-            raise ExchangeError(
-                f"{op}: the process group was made before this process was forked, and its "
-                "connections belong to the parent; start ranks with the methods 'spawn' or "
-                "'forkserver', or fork before init_process_group"
-            )
+        self.check_process(op)
         if not self._lock.acquire(blocking=False):
             raise ExchangeError(
                 f"{op}: thread {threading.current_thread().name!r} called while {self._holder[0]} "
@@ -70,6 +65,15 @@ class Turn:
             self._holder = op, thread.name
             self._name = name
         self._depth += 1
+
+    def check_process(self, op: str) -> None:
+        """Raises ExchangeError in a forked child."""
+        if self.is_inherited:
+            raise ExchangeError(
+                f"{op}: the process group was made before this process was forked, and its "
+                "connections belong to the parent; start ranks with the methods 'spawn' or "
+                "'forkserver', or fork before init_process_group"
+            )
 
     def give_back(self) -> None:
         self._depth -= 1

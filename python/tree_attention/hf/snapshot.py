@@ -101,13 +101,16 @@ def restore(empty: TreeCache, directory: str | os.PathLike[str]) -> TreeCache:
     def read() -> tuple[Signature, TreeCache]:
         for number in range(1, _READINGS + 1):
             cache = copy.deepcopy(empty)
-            index = read_index(path, cache)
             try:
+                index = read_index(path, cache)
                 _read_tensors(cache, path, index)
                 break
             except FileNotFoundError:  # maybe a save beside it has replaced the index since
                 if number == _READINGS:
                     raise
+            except OSError as error:  # of the system, which knows of no TreeCache
+                text = f"TreeCache.load: {error.strerror}"
+                raise OSError(error.errno, text, error.filename) from error
         return (
             ("digest of the index", index.sha256[:16]),
             ("layout", shard.layout),
