@@ -22,7 +22,7 @@ from tree_attention import Communicator, ExchangeError, all_merge_states
 from . import spoils
 from .cases import SURROUNDINGS, Case, draw_problem, surroundings
 from .ops import call_decoder, decode_arguments, is_right
-from .outcome import SHORT, Outcome, attempt
+from .outcome import AMPLE, SHORT, Outcome, attempt
 from .places import Place, leave
 
 # A rank whose error all know of does not wait for its deadline.
@@ -239,6 +239,7 @@ def fork(case: Case, here: Place) -> str:
         said = _last_words(child, receive)
         assert said == "fine", f"a forked child: {said}"
     here.probe()
+    replace(here, comm=Communicator(here.group, AMPLE)).probe()
     return "parents go on"
 
 

@@ -123,6 +123,51 @@ MUTATIONS = (
         "layer.dropped = self._dropped", "pass",
         "sessions", "reshard", "logits are off|must match the size", 1, first=2,
     ),
+    Mutation(
+        "queries are not compared", "exchange/queries.py",
+        "return max(load().digest(queries), SAME + 1)", "return SAME",
+        "ranks", "skip", "off by|did not notice", in_tests=True,
+    ),
+    Mutation(
+        "a rank whose call changed does not say so", "exchange/session.py",
+        "self.door(deadline)", "pass",
+        "ranks", "change", "no answer|no word|off by",
+    ),
+    Mutation(
+        "the tokens of ranks are not compared", "hf/preparation.py",
+        'self._meet("end of generate", ("digest of the tokens", tokens))', "pass",
+        "differing", "criteria", "other tokens|is off|nobody|accepted", 8,
+    ),
+    Mutation(
+        "an index may be damaged", "hf/snapshot_index.py",
+        'if entries.get("sha256") != digest_of(entries):', "if False:",
+        "snapshots", "damage", "KeyError|never saved was loaded", 24,
+    ),
+    Mutation(
+        "a pipe is waited for", "_json.py",
+        "os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC", "os.O_RDONLY | os.O_CLOEXEC",
+        "snapshots", "damage", "hangs", 40,
+    ),
+    Mutation(
+        "heads of another rank are loaded", "hf/snapshot_index.py",
+        "if column != cache.shard.column:", "if False:",
+        "snapshots", "swap_places", "never saved was loaded", 4,
+    ),
+    Mutation(
+        "a cropped cache keeps an interrupted pass", "hf/cache.py",
+        "length = min(lengths)", "length = max(lengths)",
+        "sessions", "interrupt", "the cache says", 2,
+    ),
+    Mutation(
+        "a second turn is fed twice", "hf/preparation.py",
+        "if not (self.call.is_assisted and is_whole and isinstance(cache, TreeCache)):", "if True:",
+        "sessions", "speculate", "must hold", 2,
+    ),
+    Mutation(
+        "a fork counts its parent's sessions", "exchange/calls.py",
+        'self._turn.check_process("Communicator")', "pass",
+        "ranks", "fork", "no answer|no word", 12,
+    ),
 )  # fmt: skip
 
 
