@@ -49,8 +49,8 @@ from tree_attention import BlockCyclic, lean_decode, ring_decode, tree_decode
 from tree_attention.baselines.ring import MANIFEST_BYTES
 from tree_attention.cli.world import joined_world
 from tree_attention.exchange import Communicator
-from tree_attention.exchange.state import StateLayout
 from tree_attention.exchange.strategies import STRATEGIES
+from tree_attention.exchange.transport.buffers import StateLayout
 from tree_attention.reference.accuracy import check_against_float64, digest
 
 AUTO, RING, LOCAL = "auto", "ring", "local attention only"

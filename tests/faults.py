@@ -23,7 +23,7 @@ from tree_attention import (
     tree_decode,
 )
 from tree_attention.exchange import Communicator, Link
-from tree_attention.exchange.rounds import Messages
+from tree_attention.exchange.transport.messages import Messages
 
 TIMEOUT = 0.5
 SLACK = 2.0

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tree_attention.exchange.choice import choose
+from tree_attention.exchange.auto.choose import choose
 from tree_attention.exchange.strategies import STRATEGIES, strategies
 
 from ..harness.plots import picture

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from tree_attention import lean_decode
-from tree_attention.exchange.choice import COSTS_VARIABLE
-from tree_attention.exchange.topology import Topology
+from tree_attention.exchange.auto.choose import COSTS_VARIABLE
+from tree_attention.exchange.transport.topology import Topology
 
 from ..harness.machine import softirq_seconds
 from ..harness.measure import Load, load_warnings

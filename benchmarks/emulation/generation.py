@@ -27,7 +27,7 @@ from tree_attention import ring_decode
 from tree_attention.cli.generation import generate
 from tree_attention.exchange import Communicator
 from tree_attention.hf import TreeCache
-from tree_attention.hf.layer import TreeCacheLayer
+from tree_attention.hf.cache.growing import TreeCacheLayer
 from tree_attention.hf.masks import KeyRanges
 
 from ..harness.plots import picture

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from tree_attention.cli.world import World, joined_world
 from tree_attention.exchange import Communicator, Topology, strategies
-from tree_attention.exchange.choice import Choice, choose, measured_costs
-from tree_attention.exchange.state import StateLayout
+from tree_attention.exchange.auto.choose import Choice, choose, measured_costs
+from tree_attention.exchange.transport.buffers import StateLayout
 
 _ROUND_TRIPS = 9
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tree_attention.exchange.topology import Topology
+from tree_attention.exchange.transport.topology import Topology
 
 from .fabric import EVERYBODY, Level, SimulatedNetwork
 

@@ -16,7 +16,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tree_attention.exchange.choice import CostTable, Measured
+from tree_attention.exchange.auto.choose import CostTable, Measured
 from tree_attention.planning.arithmetic import (
     PROMPTS,
     SPLIT,

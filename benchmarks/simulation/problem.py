@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tree_attention.exchange.state import StateLayout
+from tree_attention.exchange.transport.buffers import StateLayout
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tree_attention.exchange.link import Link
-from tree_attention.exchange.rounds import SAME
-from tree_attention.exchange.state import SEAL_BYTES, Arena, State, StateLayout
 from tree_attention.exchange.strategies import Context, Strategy
-from tree_attention.exchange.topology import Topology
+from tree_attention.exchange.transport.buffers import SEAL_BYTES, Arena, State, StateLayout
+from tree_attention.exchange.transport.messages import SAME
+from tree_attention.exchange.transport.process_group import Link
+from tree_attention.exchange.transport.topology import Topology
 
 from .collectives import Batch
 from .fabric import Ints

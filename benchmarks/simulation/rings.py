@@ -14,7 +14,7 @@ import torch
 from tree_attention.baselines.common import aligned
 from tree_attention.baselines.ring import MANIFEST_BYTES
 from tree_attention.baselines.ring_pass_q import _deal
-from tree_attention.exchange.state import SEAL_BYTES, StateLayout
+from tree_attention.exchange.transport.buffers import SEAL_BYTES, StateLayout
 
 from .clusters import SimulatedCluster
 from .collectives import all_gather, shift

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tree_attention.exchange.strategies import STRATEGIES, strategies
-from tree_attention.exchange.topology import Topology
+from tree_attention.exchange.transport.topology import Topology
 
 from .clusters import SimulatedCluster
 from .collectives import all_gather, all_reduce, all_to_all, messages, to_everybody

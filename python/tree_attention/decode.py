@@ -11,10 +11,10 @@ from typing_extensions import Unpack
 
 from .deterministic import check_size, decode_by_blocks
 from .exchange import Communicator, ExchangeOptions, check_options, get_communicator
-from .exchange.arguments import check_no_gradient, check_state
-from .exchange.graph import add_collective
+from .exchange.compile import add_collective
 from .exchange.groups import name_of, named
 from .exchange.merge import fake_merge
+from .exchange.options import check_no_gradient, check_state
 from .ops import (
     AttentionOptions,
     check_option_names,

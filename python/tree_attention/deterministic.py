@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .exchange import Communicator, ExchangeOptions
-from .exchange.state import StateLayout
+from .exchange.transport.buffers import StateLayout
 from .ops import (
     AttentionOptions,
     fields_of_options,

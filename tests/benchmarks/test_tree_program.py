@@ -14,7 +14,7 @@ from distributed import run_ranks
 from tree_attention import ring_decode
 from tree_attention.baselines.ring import MANIFEST_BYTES
 from tree_attention.exchange import Communicator, Topology
-from tree_attention.exchange.choice import COSTS_VARIABLE, CostTable, Measured
+from tree_attention.exchange.auto.choose import COSTS_VARIABLE, CostTable, Measured
 
 TIMES = {"all_gather": 2e-3, "two_phase": 1e-3}  # seconds of 1 KiB
 

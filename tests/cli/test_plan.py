@@ -11,7 +11,7 @@ import pytest
 
 from tree_attention.__main__ import main
 from tree_attention.cli.plan import tokens_of
-from tree_attention.exchange.choice import CostTable, Measured
+from tree_attention.exchange.auto.choose import CostTable, Measured
 from tree_attention.planning import tables
 from tree_attention.planning.plans import ALL_FORMS
 

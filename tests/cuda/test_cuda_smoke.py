@@ -7,7 +7,7 @@ import torch
 
 from helpers import assert_same_bits, make_problem
 from tree_attention import append_kv, merge_states, reference
-from tree_attention.exchange import symmetric
+from tree_attention.exchange.transport import symmetric_memory
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -115,8 +115,10 @@ def test_append(kv_dtype, page_size, cuda_kernels):
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_one_shot_of_one_rank(dtype, cuda_kernels):
     """Ranks that wait for each other are in test_one_shot.py: tools run one kernel at a time."""
-    buffer = torch.zeros(symmetric.buffer_bytes(1, 1 << 16), dtype=torch.uint8, device=cuda_kernels)
-    memory = symmetric.Memory(0, [buffer.data_ptr()], cuda_kernels, 1 << 16)
+    buffer = torch.zeros(
+        symmetric_memory.buffer_bytes(1, 1 << 16), dtype=torch.uint8, device=cuda_kernels
+    )
+    memory = symmetric_memory.Memory(0, [buffer.data_ptr()], cuda_kernels, 1 << 16)
     o, lse = torch.randn(2, 9, 1, 128, device=cuda_kernels), torch.randn(2, 9, 1).to(cuda_kernels)
     o = o.to(dtype)
     expected = merge_states(o[None], lse[None], out_dtype=FP32)

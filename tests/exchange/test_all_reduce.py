@@ -12,7 +12,7 @@ from torch import Tensor
 from distributed import on_ranks
 from helpers import assert_same_bits
 from tree_attention import Communicator, ExchangeError
-from tree_attention.exchange import sums
+from tree_attention.exchange.transport import sums
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -30,9 +30,9 @@ from tree_attention import (
     strategies,
     tree_decode,
 )
-from tree_attention.exchange import agreement
+from tree_attention.exchange.agreement import signatures
+from tree_attention.exchange.agreement.self_test import merge_digest
 from tree_attention.exchange.errors import sentence
-from tree_attention.exchange.self_test import merge_digest
 
 TIMEOUTS: list[tuple[object, type[Exception], str]] = [
     (math.inf, ValueError, "timeout must be above 0 and at most 10,000,000 seconds, got inf"),
@@ -86,7 +86,7 @@ def differ(rank: int, world_size: int, what: str) -> str:
     slopes = torch.tensor([0.5, 0.25 + 0.125 * (rank if what == "slopes" else 0)])
     options = {"alibi_slopes": slopes, "query_positions": torch.tensor([[7]])}
     version = "1.0+cpu" if what == "torch" and rank else torch.__version__
-    with mock.patch.object(agreement.torch, "__version__", version):
+    with mock.patch.object(signatures.torch, "__version__", version):
         seconds, message = failure(
             lambda: tree_decode(q, k, k, group=comm, **options)  # type: ignore[arg-type]
         )
@@ -109,8 +109,8 @@ def test_versions_of_torch_that_differ() -> None:
 
 def test_builds_of_one_release_may_work_together() -> None:
     for version in ("2.15.0+cpu", "2.15.0+cu132", "2.15.0"):
-        with mock.patch.object(agreement.torch, "__version__", version):
-            talk = agreement.Agreement(dist.HashStore(), 0, 1, "one rank")
+        with mock.patch.object(signatures.torch, "__version__", version):
+            talk = signatures.Agreement(dist.HashStore(), 0, 1, "one rank")
             talk.reach((), time.monotonic() + AMPLE)
             assert talk._own["torch version"] == "2.15.0"
 

@@ -25,8 +25,8 @@ from tree_attention import (
 )
 from tree_attention._loader import load
 from tree_attention.exchange import Communicator
+from tree_attention.hf.cache.shard import Shard
 from tree_attention.hf.sampling import SynchronizeLogits
-from tree_attention.hf.shard import Shard
 
 digest = load().digest
 

@@ -33,9 +33,9 @@ from tree_attention.exchange import (
     Communicator,
     get_communicator,
 )
-from tree_attention.exchange import state as exchange_state
-from tree_attention.exchange.state import SEAL_BYTES, StateBuffers
 from tree_attention.exchange.strategies import STRATEGIES
+from tree_attention.exchange.transport import buffers as exchange_state
+from tree_attention.exchange.transport.buffers import SEAL_BYTES, StateBuffers
 
 NAN, INF = torch.nan, torch.inf
 State = tuple[Tensor, Tensor]

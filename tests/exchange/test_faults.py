@@ -34,7 +34,8 @@ from faults import (
     end_or_stall,
     failure,
 )
-from tree_attention.exchange import Communicator, agreement
+from tree_attention.exchange import Communicator
+from tree_attention.exchange.agreement import signatures as agreement
 
 
 def lose_rank(rank: int, world_size: int, victim: int, how: str) -> Outcome:

@@ -21,17 +21,12 @@ from tree_attention import (
     ExchangeError,
     merge_states,
 )
-from tree_attention.exchange import (
-    Communicator,
-    Link,
-    choice,
-    communicator,
-    self_test,
-    session,
-)
-from tree_attention.exchange.rounds import Messages
-from tree_attention.exchange.self_test import merge_digest
+from tree_attention.exchange import Communicator, Link, communicator
+from tree_attention.exchange.agreement import self_test, session
+from tree_attention.exchange.agreement.self_test import merge_digest
+from tree_attention.exchange.auto import choose
 from tree_attention.exchange.strategies import STRATEGIES, Strategy, two_phase
+from tree_attention.exchange.transport.messages import Messages
 
 
 @on_ranks(3)
@@ -125,10 +120,10 @@ def test_strategy_that_cannot_be_set_up(rank: int, world_size: int) -> None:
         return f"there is no {device}"
 
     chosen = Strategy(two_phase.prepare, two_phase.traffic, set_up=set_up)
-    rules = (choice.Rule("gloo", 2, choice._ANYWHERE, math.inf, "two_phase"), *choice.RULES)
+    rules = (choose.Rule("gloo", 2, choose._ANYWHERE, math.inf, "two_phase"), *choose.RULES)
     with (
         mock.patch.dict(STRATEGIES, {"two_phase": chosen}),
-        mock.patch.object(choice, "RULES", rules),
+        mock.patch.object(choose, "RULES", rules),
     ):
         with pytest.raises(ExchangeError, match="two_phase is not available: there is no cpu"):
             comm.all_merge_states(*state, strategy="two_phase")

@@ -34,7 +34,8 @@ from faults import (
     resources,
     right_or_failed,
 )
-from tree_attention.exchange import Communicator, session
+from tree_attention.exchange import Communicator
+from tree_attention.exchange.agreement import session
 
 
 def stop_ranks(rank: int, world_size: int, kind: str, folder: Path) -> None:

@@ -19,9 +19,10 @@ from distributed import run_ranks
 from emulated import emulated_streams
 from helpers import INF, NAN, assert_same_bits
 from tree_attention import ExchangeError, merge_states, strategies
-from tree_attention.exchange import Communicator, Topology, symmetric
-from tree_attention.exchange.state import StateBuffers, StateLayout
+from tree_attention.exchange import Communicator, Topology
 from tree_attention.exchange.strategies import Context, one_shot
+from tree_attention.exchange.transport import symmetric_memory
+from tree_attention.exchange.transport.buffers import StateBuffers, StateLayout
 
 OP = "one_shot"
 CPU = torch.device("cpu")
@@ -34,12 +35,13 @@ class VirtualRanks:
     """Ranks of this process on one device, whose launches run side by side."""
 
     def __init__(self, world_size: int, device: torch.device, slot_bytes: int = 1 << 16) -> None:
-        num_bytes = symmetric.buffer_bytes(world_size, slot_bytes)
+        num_bytes = symmetric_memory.buffer_bytes(world_size, slot_bytes)
         self.device = device
         self.buffers = torch.zeros(world_size, num_bytes, dtype=torch.uint8, device=device)
         addresses = [buffer.data_ptr() for buffer in self.buffers]
         self.memories = [
-            symmetric.Memory(rank, addresses, device, slot_bytes) for rank in range(world_size)
+            symmetric_memory.Memory(rank, addresses, device, slot_bytes)
+            for rank in range(world_size)
         ]
         self.streams = [self.new_stream() for _ in range(world_size)]
 
@@ -191,7 +193,7 @@ def test_refused_arguments(cuda_kernels):
     with pytest.raises(
         RuntimeError, match=r"one_shot: buffers must hold the addresses of 1 to 16 .* got 17"
     ):
-        symmetric.Memory(0, [0] * 17, cuda_kernels).run((o, lse), (o, lse), 1.0)
+        symmetric_memory.Memory(0, [0] * 17, cuda_kernels).run((o, lse), (o, lse), 1.0)
 
 
 def test_refused_messages():
@@ -272,7 +274,7 @@ def exchange_in_shared_memory(rank: int, world_size: int) -> str:
 
 
 def test_processes_on_one_gpu_cuda(cuda, monkeypatch):
-    monkeypatch.setenv(symmetric.OVERLAPPING_VARIABLE, "1")
+    monkeypatch.setenv(symmetric_memory.OVERLAPPING_VARIABLE, "1")
     reasons = run_ranks(exchange_in_shared_memory, 2, timeout=120.0, fresh=True)
     assert reasons[0] == reasons[1]
     if reasons[0]:
@@ -299,9 +301,9 @@ def test_prepared_exchanges(cuda_kernels):
     for link, out in zip(links, outs, strict=True):
         assert_same_bits(out, merge_states(o.to(BF16), lse, out_dtype=FP16))
         assert (link.num_operations, link.bytes_sent) == (1, 2 * 8 * (2 * 64 + 4))
-    ranks.memories[1]._words[symmetric._ERRORS + 2] = 1
+    ranks.memories[1]._words[symmetric_memory._ERRORS + 2] = 1
     with pytest.raises(RuntimeError, match="one_shot: rank 2 did not come in time"):
         exchanges[1](time.monotonic() + 20.0, *outs[1])
-    elsewhere = replace(context, resource=symmetric.Memory(0, [0], torch.device("meta")))
+    elsewhere = replace(context, resource=symmetric_memory.Memory(0, [0], torch.device("meta")))
     with pytest.raises(RuntimeError, match="one_shot was set up on meta, not on"):
         one_shot.prepare(elsewhere)

@@ -35,7 +35,9 @@ from faults import (
 from helpers import assert_same_bits
 from tree_attention import strategies
 from tree_attention._loader import load
-from tree_attention.exchange import Communicator, ExchangeError, rounds, session, shared_memory
+from tree_attention.exchange import Communicator, ExchangeError
+from tree_attention.exchange.agreement import session
+from tree_attention.exchange.transport import messages, shared_memory
 
 CHANNEL = 256 << 10  # kChannelBytes of csrc/cpu/shared_memory.h
 
@@ -88,7 +90,7 @@ def watch_from_now_on(rank: int, world_size: int, nodes: str) -> None:
     x = torch.arange(1000.0) + rank
     expected = sum(torch.arange(1000.0) + r for r in range(world_size))
     assert torch.equal(comm.all_reduce(x), expected)
-    with mock.patch.object(rounds, "is_watched", lambda: True):
+    with mock.patch.object(messages, "is_watched", lambda: True):
         assert torch.equal(comm.all_reduce(2 * x), 2 * expected)
     assert torch.equal(comm.all_reduce(3 * x), 3 * expected)
 

@@ -22,9 +22,9 @@ from distributed import on_ranks, run_ranks
 from helpers import assert_same_bits
 from tree_attention import ExchangeError, merge_states, strategies
 from tree_attention.exchange import Communicator, Link
-from tree_attention.exchange.state import SEAL_BYTES
 from tree_attention.exchange.strategies import STRATEGIES
 from tree_attention.exchange.strategies.butterfly import levels
+from tree_attention.exchange.transport.buffers import SEAL_BYTES
 
 CPU = torch.device("cpu")
 NAN, INF = torch.nan, torch.inf

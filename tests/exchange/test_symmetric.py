@@ -21,8 +21,9 @@ from distributed import on_ranks
 from helpers import assert_same_bits
 from test_one_shot import CPU, FP32, states
 from tree_attention import ExchangeError, merge_states
-from tree_attention.exchange import Communicator, Topology, symmetric
-from tree_attention.exchange.agreement import Note
+from tree_attention.exchange import Communicator, Topology
+from tree_attention.exchange.agreement.signatures import Note
+from tree_attention.exchange.transport import symmetric_memory
 
 
 class Group(NamedTuple):
@@ -56,7 +57,7 @@ def test_connecting(fails, said, reason):
         def run(*arguments: object) -> object:
             if name == fails:
                 raise OSError("no such memory\nand a trace")
-            return symmetric.Memory(0, [0, 0], CPU)
+            return symmetric_memory.Memory(0, [0, 0], CPU)
 
         return run
 
@@ -67,21 +68,21 @@ def test_connecting(fails, said, reason):
 
     with ExitStack() as patches:
         for name in ("_allocate", "_rendezvous", "_try_out"):
-            patches.enter_context(mock.patch.object(symmetric, name, step(name)))
+            patches.enter_context(mock.patch.object(symmetric_memory, name, step(name)))
         patches.enter_context(mock.patch.object(socket, "gethostname", return_value="here"))
         properties = SimpleNamespace(uuid="a")
         patches.enter_context(
             mock.patch.object(torch.cuda, "get_device_properties", return_value=properties)
         )
         patches.enter_context(mock.patch.object(torch.cuda, "device", lambda device: nullcontext()))
-        found = symmetric.connect(
+        found = symmetric_memory.connect(
             Group(), CPU, Topology((0, 0)), "", gather, time.monotonic() + 5.0
         )
-    assert found == reason if reason else isinstance(found, symmetric.Memory)
+    assert found == reason if reason else isinstance(found, symmetric_memory.Memory)
 
 
 def test_connecting_nodes():
-    found = symmetric.connect(Group(), CPU, Topology((0, 1)), "", lambda name, note: [], 0.0)
+    found = symmetric_memory.connect(Group(), CPU, Topology((0, 1)), "", lambda name, note: [], 0.0)
     assert found == "ranks are on 2 nodes"
 
 
@@ -106,8 +107,8 @@ def test_memory_as_torch_gives_it(offsets: tuple[int | None, ...], reason: str) 
         mock.patch.object(_symmetric_memory, "rendezvous", return_value=handle),
         pytest.raises(RuntimeError, match=reason) if reason else nullcontext(),
     ):
-        memory = symmetric._rendezvous(buffer, group, time.monotonic() + 9.0)
-        assert memory.world_size == 2 and symmetric._kept[-1] == (handle, memory)
+        memory = symmetric_memory._rendezvous(buffer, group, time.monotonic() + 9.0)
+        assert memory.world_size == 2 and symmetric_memory._kept[-1] == (handle, memory)
     assert store.timeout == usual
 
 
@@ -125,15 +126,17 @@ def test_rendezvous_that_fails_on_one_rank(rank: int, world_size: int) -> None:
         return comm._session._agreement.reach((("step", step),), deadline, note)
 
     with (
-        mock.patch.object(symmetric, "_CONNECT_SECONDS", 0.3),
-        mock.patch.object(symmetric, "_allocate", lambda *arguments: torch.zeros(8)),
+        mock.patch.object(symmetric_memory, "_CONNECT_SECONDS", 0.3),
+        mock.patch.object(symmetric_memory, "_allocate", lambda *arguments: torch.zeros(8)),
         mock.patch.object(_symmetric_memory, "rendezvous", rendezvous),
         mock.patch.object(
             torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=rank)
         ),
         mock.patch.object(torch.cuda, "device", lambda device: nullcontext()),
     ):
-        found = symmetric.connect(comm.link.group, CPU, Topology((0, 0)), "", gather, deadline)
+        found = symmetric_memory.connect(
+            comm.link.group, CPU, Topology((0, 0)), "", gather, deadline
+        )
     assert isinstance(found, str) and time.monotonic() < deadline - 15.0
     assert found.startswith("rank 0: rendezvous: "), found
     o, lse = states(world_size, (1, 4, 1, 16), FP32)
@@ -143,13 +146,15 @@ def test_rendezvous_that_fails_on_one_rank(rank: int, world_size: int) -> None:
 @on_ranks(2, fresh=True)
 def test_failure_on_the_device_is_the_communicators(rank: int, world_size: int) -> None:
     comm = Communicator()
-    memory = comm._resources._resources["one_shot", "cuda"] = symmetric.Memory(rank, [0, 0], CPU)
+    memory = comm._resources._resources["one_shot", "cuda"] = symmetric_memory.Memory(
+        rank, [0, 0], CPU
+    )
     comm.check()
-    memory._words[symmetric._ERRORS + 1 - rank] = 1
+    memory._words[symmetric_memory._ERRORS + 1 - rank] = 1
     reason = f"rank {rank} of 2: one_shot: rank {1 - rank} did not come in time; outputs of that"
     with pytest.raises(ExchangeError, match=reason):
         comm.check()
-    assert comm.failed is not None and memory._words[symmetric._ABORTED] == 1
+    assert comm.failed is not None and memory._words[symmetric_memory._ABORTED] == 1
     with pytest.raises(ExchangeError, match="has failed before: one_shot: rank"):
         comm.all_merge_states(torch.ones(1, 1, 1, 8), torch.zeros(1, 1, 1))
 
@@ -157,6 +162,8 @@ def test_failure_on_the_device_is_the_communicators(rank: int, world_size: int) 
 @on_ranks(2, fresh=True)
 def test_aborts_reach_the_device(rank: int, world_size: int) -> None:
     comm = Communicator()
-    memory = comm._resources._resources["one_shot", "cuda"] = symmetric.Memory(rank, [0, 0], CPU)
+    memory = comm._resources._resources["one_shot", "cuda"] = symmetric_memory.Memory(
+        rank, [0, 0], CPU
+    )
     comm.abort()
-    assert memory._words[symmetric._ABORTED] == 1
+    assert memory._words[symmetric_memory._ABORTED] == 1

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distributed import on_ranks
 from tree_attention import ExchangeError
 from tree_attention.exchange import Communicator, Topology
-from tree_attention.exchange.topology import node_name
+from tree_attention.exchange.transport.topology import node_name
 
 
 @pytest.mark.parametrize(

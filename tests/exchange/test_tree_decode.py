@@ -13,7 +13,7 @@ from helpers import assert_same_bits, make_problem, paginate
 from sharded import CASES, LAYOUTS, WORLDS, make_case, merged
 from tree_attention import BlockCyclic, lean_decode, merge_states, strategies, tree_decode
 from tree_attention.exchange import Communicator
-from tree_attention.exchange.state import SEAL_BYTES
+from tree_attention.exchange.transport.buffers import SEAL_BYTES
 
 State = tuple[Tensor, Tensor]
 

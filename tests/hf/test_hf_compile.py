@@ -15,7 +15,7 @@ from transformers import CompileConfig
 from distributed import run_ranks
 from hf_models import make_model, make_prompts
 from tree_attention import hf
-from tree_attention.hf import window_layer
+from tree_attention.hf.cache import window
 
 # Ranks compile at their own pace, also at different steps.
 COMPILING = 200.0
@@ -33,7 +33,7 @@ def decode(rank: int, world_size: int, name: str, padded: bool, steps: int, back
         mask = torch.ones_like(mask)
     compiled = torch.compile(model.forward, fullgraph=True, backend=backend)
     # Windows whose prompt has left slots behind.
-    with torch.no_grad(), mock.patch.multiple(window_layer, MARGIN=6, STEP=16):
+    with torch.no_grad(), mock.patch.multiple(window, MARGIN=6, STEP=16):
         caches = [hf.TreeCache(model.config, timeout=COMPILING, growth=32) for _ in range(2)]
         for cache in caches:
             model(ids, past_key_values=cache, attention_mask=mask)

@@ -24,8 +24,8 @@ pytest.importorskip("transformers")
 from generations import left_padded
 from hf_families import HYBRIDS, VOCAB_SIZE, make_model
 from tree_attention import BlockCyclic, hf
-from tree_attention.hf.layer import CROP_KEEPS
-from tree_attention.hf.prompts import may_be_chunked
+from tree_attention.hf.cache.growing import CROP_KEEPS
+from tree_attention.hf.prompts.forward import may_be_chunked
 
 NUM_TOKENS = 8  # written by every rank of three: slots 29 to 36 are in blocks 7, 8 and 9
 GREEDY = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_models import CONFIGS, VOCAB_SIZE, make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, ExchangeError, hf
-from tree_attention.hf import dealt
+from tree_attention.hf.prompts import split_attention
 
 LAST = {"logits_to_keep": 1}
 
@@ -49,10 +49,10 @@ def _ways(rank: int, world_size: int, name: str, chunks: list[int]) -> list[Tens
     model = hf.enable(make_model(name), layout=layout, prefill="split")
     found = []
     for ways in ([True], [False], [False, True]):
-        for num_bytes in (dealt._MAX_PIECE_BYTES, 1000):
+        for num_bytes in (split_attention._MAX_PIECE_BYTES, 1000):
             with (
-                mock.patch.object(dealt, "_passes_queries", side_effect=cycle(ways)),
-                mock.patch.object(dealt, "_MAX_PIECE_BYTES", num_bytes),
+                mock.patch.object(split_attention, "_passes_queries", side_effect=cycle(ways)),
+                mock.patch.object(split_attention, "_MAX_PIECE_BYTES", num_bytes),
             ):
                 found.append(_logits_of_chunks(model, _ids(sum(chunks), 2), chunks, layout))
     return found
@@ -246,7 +246,7 @@ def test_compiled_forwards_are_not_split(rank: int, world_size: int) -> None:
     ids = _ids(37)
     expected = _logits_of_chunks(model, ids, [20, 17])
     model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
-    with mock.patch.object(dealt, "attend", side_effect=AssertionError):
+    with mock.patch.object(split_attention, "attend", side_effect=AssertionError):
         found = _logits_of_chunks(model, ids, [20, 17])
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     forward = model.forward

@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 from generations import generated, left_padded
 from hf_families import VOCAB_SIZE, WORKING, make_model
 from tree_attention import BlockCyclic, hf
-from tree_attention.hf.deal import Deal
+from tree_attention.hf.prompts.token_split import Deal
 
 PROMPT_LENGTH = 29
 GREEDY = {

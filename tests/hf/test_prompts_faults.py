@@ -25,7 +25,7 @@ pytest.importorskip("transformers")
 from faults import AMPLE, QUICK, SLACK, TIMEOUT, Once, before_operation
 from hf_models import VOCAB_SIZE, make_model
 from tree_attention import BlockCyclic, ExchangeError, hf
-from tree_attention.hf import dealt
+from tree_attention.hf.prompts import split_attention
 
 TOKENS = 8
 # Of two layers: rows to their owners, then queries and states or keys; and at last the logits.
@@ -34,7 +34,7 @@ OPERATIONS = {"queries": 2 * (2 * 3 + 1), "keys": 2 * (2 * 2 + 1)}
 
 @contextmanager
 def _passing(what: str) -> Iterator[None]:
-    with mock.patch.object(dealt, "_passes_queries", lambda *_: what == "queries"):
+    with mock.patch.object(split_attention, "_passes_queries", lambda *_: what == "queries"):
         yield
 
 

@@ -30,8 +30,8 @@ from tree_attention import (
     ShardLayout,
     hf,
 )
-from tree_attention.hf.kv_dtypes import KV_DTYPES
-from tree_attention.hf.layer import CROP_KEEPS
+from tree_attention.hf.cache.growing import CROP_KEEPS
+from tree_attention.hf.cache.kv_dtypes import KV_DTYPES
 from tree_attention.reference import quantise
 
 CONFIG = CONFIGS["llama"]

@@ -20,8 +20,8 @@ pytest.importorskip("transformers")
 from hf_caches import append
 from test_snapshot import CONFIG, LENGTH, check_load, filled
 from tree_attention import BlockCyclic, ExchangeError, hf
-from tree_attention.hf import snapshot
-from tree_attention.hf.snapshot_index import digest_of
+from tree_attention.hf.cache.snapshot import files as snapshot
+from tree_attention.hf.cache.snapshot.index import digest_of
 
 
 def edit_index(**changes: Any) -> Callable[[Path], None]:

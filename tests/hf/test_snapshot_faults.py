@@ -24,7 +24,7 @@ pytest.importorskip("transformers")
 from hf_caches import append, check_holds
 from test_snapshot import CONFIG, LENGTH, check_load, filled
 from tree_attention import BlockCyclic, ExchangeError, hf
-from tree_attention.hf import snapshot
+from tree_attention.hf.cache.snapshot import files as snapshot
 
 
 def _fail_to_write(rank: int, world_size: int, directory: Path, function: str) -> str:

@@ -24,7 +24,7 @@ pytest.importorskip("transformers")
 from faults import AMPLE, Once, before_operation
 from split_models import make_model, make_prompts
 from tree_attention import ExchangeError, hf
-from tree_attention.hf.parallel import parallelize
+from tree_attention.hf import parallelize
 
 TIMEOUT, SLACK = 2.0, 2.0
 # What the ranks exchange in a forward pass of two layers, by number: embedding, two times merge,

@@ -29,7 +29,7 @@ from hf_families import WORKING
 from hf_models import make_model, make_prompts
 from test_kv_dtype import _rounded_cache
 from tree_attention import BlockCyclic, hf
-from tree_attention.hf import window_layer
+from tree_attention.hf.cache import window
 
 WINDOW = 8
 NUM_TOKENS = 20
@@ -49,8 +49,8 @@ worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @contextmanager
 def _small_margin() -> Iterator[None]:
     with (
-        mock.patch.object(window_layer, "MARGIN", 6),
-        mock.patch.object(window_layer, "STEP", 3),
+        mock.patch.object(window, "MARGIN", 6),
+        mock.patch.object(window, "STEP", 3),
         nan_in_new_memory(),
     ):
         yield

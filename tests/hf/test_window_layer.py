@@ -28,8 +28,8 @@ from hf_caches import HEAD_DIM, HEADS, numbered_keys
 from hf_models import CONFIGS, make_model, make_prompts
 from test_snapshot_damage import edit_index
 from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout, hf
-from tree_attention.hf.layer import CROP_KEEPS, TreeCacheLayer
-from tree_attention.hf.window_layer import MARGIN, STEP, WindowLayer
+from tree_attention.hf.cache.growing import CROP_KEEPS, TreeCacheLayer
+from tree_attention.hf.cache.window import MARGIN, STEP, WindowLayer
 from tree_attention.reference import quantise
 
 CONFIG = CONFIGS["gemma2"]  # of two layers the first has a window

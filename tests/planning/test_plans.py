@@ -11,7 +11,7 @@ import torch
 from distributed import run_ranks
 from tree_attention import ring_decode
 from tree_attention.exchange import Communicator
-from tree_attention.exchange.choice import CostTable, Measured
+from tree_attention.exchange.auto.choose import CostTable, Measured
 from tree_attention.planning import arithmetic
 from tree_attention.planning.arithmetic import (
     DATA,

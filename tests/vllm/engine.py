@@ -16,7 +16,7 @@ from torch import Tensor
 import tree_attention.vllm
 from helpers import NAN
 from tree_attention import reference
-from tree_attention.vllm import slots
+from tree_attention.vllm import slot_mapping as slots
 
 STUB = Path(__file__).parent / "stub"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..exchange import Communicator, get_communicator
-from ..exchange.state import Arena, StateLayout
+from ..exchange.transport.buffers import Arena, StateLayout
 from ..ops import (
     AttentionOptions,
     check_option_names,

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from .._version import __version__
 from ..exchange import get_communicator
-from ..exchange.calibration import calibrate
-from ..exchange.choice import COSTS_VARIABLE, CostTable
+from ..exchange.auto.calibrate import calibrate
+from ..exchange.auto.choose import COSTS_VARIABLE, CostTable
 from .usage import UsageError, check_can_be_written, check_seconds, writing
 from .world import World, joined_world
 

@@ -26,7 +26,7 @@ def load(path: Path, **options: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    from ..hf.parallel.checkpoint import some
+    from ..hf.weights.checkpoint import some
 
     with damages_named(path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -99,7 +99,7 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from ..hf.checkpoint_files import check_config_file
+    from ..hf.weights.checkpoint_files import check_config_file
 
     logging.disable_progress_bar()  # which transformers shows while it loads the weights
     if not (path / "config.json").exists():
@@ -120,7 +120,7 @@ def damages_named(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # damaged files are errors of every kind, of three libraries
-        from ..hf.parallel.plan import CannotSplitError  # needs transformers, which is there now
+        from ..hf.weights.plan import CannotSplitError  # needs transformers, which is there now
 
         if isinstance(error, ExchangeError | CannotSplitError):
             raise

@@ -217,7 +217,7 @@ def load_model(
     path: Path = arguments.model
     tokenizer = load_tokenizer(path)
     from .. import hf
-    from ..hf.parallel.plan import CannotSplitError
+    from ..hf.weights.plan import CannotSplitError
 
     # Prompts are dealt to ranks which have all weights.
     can_split = arguments.weights != "replicated" and arguments.prefill != "split"
@@ -254,7 +254,7 @@ def load_model(
 def check_strategy(arguments: argparse.Namespace, world: World) -> None:
     """Raises CannotSplitError if the strategy cannot give each process the heads that are its own,
     as split weights need wherever several share a cache."""
-    from ..hf.parallel.plan import CannotSplitError
+    from ..hf.weights.plan import CannotSplitError
 
     able = ("auto", *candidates(torch.float32, head_sharded=True))
     if arguments.strategy not in able and arguments.tensor_parallel_size < world.size:
@@ -266,7 +266,7 @@ def check_strategy(arguments: argparse.Namespace, world: World) -> None:
 
 def advice(model: Any, cache: Any) -> str:
     """What to do after an exchange that failed."""
-    from ..hf.parallel.split import mesh_of
+    from ..hf.weights.split import mesh_of
 
     mesh = mesh_of(model)
     communicators = [cache.shard.comm, *(() if mesh is None else mesh.communicators)]
@@ -282,7 +282,7 @@ def new_cache(arguments: argparse.Namespace, model: Any) -> Any:
     from transformers import DynamicCache
 
     from ..hf import TreeCache
-    from ..hf.parallel.split import mesh_of
+    from ..hf.weights.split import mesh_of
 
     if arguments.attention == "sdpa":
         return DynamicCache(config=model.config)

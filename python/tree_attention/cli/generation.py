@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..exchange import Communicator
 from ..hf import TreeCache
-from ..hf.parallel.split import mesh_of
+from ..hf.weights.split import mesh_of
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from .. import hf
-from ..hf.parallel.plan import CannotSplitError
+from ..hf.weights.plan import CannotSplitError
 from .checkpoint import load, load_tokenizer, make_greedy
 
 Tokens = list[list[int]]

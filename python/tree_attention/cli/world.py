@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ..exchange import Communicator, ExchangeError
-from ..exchange.agreement import call_before, ranks_text
-from ..exchange.choice import COSTS_VARIABLE, measured_costs
+from ..exchange.agreement.signatures import call_before, ranks_text
+from ..exchange.auto.choose import COSTS_VARIABLE, measured_costs
 from ..exchange.errors import sentence
-from ..exchange.link import remaining
+from ..exchange.transport.process_group import remaining
 from .usage import UsageError
 
 # Processes of one job start within seconds, but a cold file system may take minutes to give each of

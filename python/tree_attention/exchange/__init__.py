@@ -11,14 +11,14 @@ that one thread does it at a time, and `self_test` that ranks round alike and me
 they should.
 """
 
-from .arguments import ExchangeOptions, check_options, check_timeout
 from .communicator import DEFAULT_TIMEOUT, Communicator
 from .errors import ExchangeError
 from .groups import get_communicator
-from .link import Link
 from .merge import all_merge_states
+from .options import ExchangeOptions, check_options, check_timeout
 from .strategies import strategies
-from .topology import Topology
+from .transport.process_group import Link
+from .transport.topology import Topology
 
 __all__ = [
     "DEFAULT_TIMEOUT",

@@ -15,8 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import merge_states
-from .agreement import Signature
-from .arguments import (
+from .agreement.call import DEFAULT_TIMEOUT, Calls
+from .agreement.self_test import merge_digest
+from .agreement.signatures import Signature
+from .auto.prepare import prepare
+from .options import (
     ExchangeOptions,
     check_gather,
     check_no_gradient,
@@ -24,12 +27,9 @@ from .arguments import (
     check_state,
     payload_of_sum,
 )
-from .calls import DEFAULT_TIMEOUT, Calls
-from .gathers import Gathers
-from .preparation import prepare
-from .self_test import merge_digest
-from .state import State, StateBuffers, StateLayout, share
-from .sums import Sums
+from .transport.buffers import State, StateBuffers, StateLayout, share
+from .transport.gathers import Gathers
+from .transport.sums import Sums
 
 
 class Communicator(Calls):

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from .arguments import resolve_group
 from .communicator import Communicator
+from .options import resolve_group
 
 _communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
 _making = threading.Lock()

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import ExchangeOptions, check_no_gradient
 from .communicator import Communicator
-from .graph import add_collective
+from .compile import add_collective
 from .groups import get_communicator, name_of, named
-from .state import StateLayout
+from .options import ExchangeOptions, check_no_gradient
+from .transport.buffers import StateLayout
 
 
 def all_merge_states(

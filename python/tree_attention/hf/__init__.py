@@ -32,13 +32,13 @@ if Version(transformers.__version__) < Version(MINIMUM_TRANSFORMERS):
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import tree_attention_forward
-from .cache import TreeCache
+from .cache.growing import WrongAttentionError
+from .cache.tree_cache import TreeCache
 from .enable import disable, enable
-from .layer import WrongAttentionError
 from .masks import tree_attention_mask
-from .parallel.parallelize import from_pretrained, parallelize
-from .parallel.split import mesh
+from .parallelize import from_pretrained, parallelize
 from .sampling import SynchronizeLogits, seed_ranks
+from .weights.split import mesh
 
 AttentionInterface.register("tree_attention", tree_attention_forward)
 AttentionMaskInterface.register("tree_attention", tree_attention_mask)

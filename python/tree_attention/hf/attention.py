@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ..decode import tree_decode
 from ..ops import lean_decode
-from .deal import current_deal
-from .dealt import attend
-from .latent import LatentLayer, attend_to_latents
-from .layer import KVShard, TreeCacheLayer
+from .cache.growing import KVShard, TreeCacheLayer
+from .cache.latent import LatentLayer, attend_to_latents
+from .cache.shard import Shard
 from .masks import KeyRanges
-from .parallel.mesh import Mesh
-from .parallel.split import mesh_of
-from .shard import Shard
+from .prompts.split_attention import attend
+from .prompts.token_split import current_deal
+from .weights.mesh import Mesh
+from .weights.split import mesh_of
 
 # Each rank keeps one send buffer as large as the largest state and world_size more to receive into.
 # The state of a forward pass over many queries is exchanged in pieces of at most this size.

@@ -12,13 +12,13 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ..exchange import DEFAULT_TIMEOUT, Communicator, check_options, get_communicator
 from ..sharding import ShardLayout
-from .cache import TreeCache
-from .latent import check_latents, override_expansion, restore_expansion
-from .parallel.mesh import Mesh
-from .parallel.split import mesh_of
-from .preparation import Preparation
-from .prompts import check_prefill, override_forward, restore_forward
+from .cache.latent import check_latents, override_expansion, restore_expansion
+from .cache.tree_cache import TreeCache
+from .checks.generate_checks import Preparation
+from .prompts.forward import check_prefill, override_forward, restore_forward
 from .sampling import SynchronizeLogits
+from .weights.mesh import Mesh
+from .weights.split import mesh_of
 
 _OVERRIDDEN = (
     "generate",

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from ..sharding import ShardLayout
-from .deal import Deal, current_deal
+from .prompts.token_split import Deal, current_deal
 
 _NO_RANGE = (
     "supports causal and sliding-window masks only, not chunked, packed, blockwise or "

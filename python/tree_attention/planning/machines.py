@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..exchange.choice import CostTable
+from ..exchange.auto.choose import CostTable
 
 
 @dataclass(frozen=True)

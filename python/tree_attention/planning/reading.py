@@ -95,7 +95,7 @@ def find_model(name: str) -> Model:
         if "quantization_config" in fields:
             return replace(model, weights=replace(model.weights, expert_itemsize=_MXFP4))
         return model
-    from ..hf.checkpoint_files import check_config_file
+    from ..hf.weights.checkpoint_files import check_config_file
 
     try:
         check_config_file(path / "config.json", "the configuration")
@@ -123,9 +123,9 @@ def from_config(name: str, config: Any, stored: dict[str, int] | None = None) ->
         ValueError: transformers or `hf` refuses the model, or a field that is needed is missing.
     """
     from .. import hf
-    from ..hf.cache import TreeCache
-    from ..hf.layer import TreeCacheLayer
-    from ..hf.prompts import check_prefill, may_be_chunked
+    from ..hf.cache.growing import TreeCacheLayer
+    from ..hf.cache.tree_cache import TreeCache
+    from ..hf.prompts.forward import check_prefill, may_be_chunked
 
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         raise ValueError(
@@ -202,8 +202,8 @@ def _state_bytes(layer: Any) -> int:
 
 def _attention(config: Any, layer: Any, filled: Any) -> Attention:
     """What one layer caches: `layer` of a `TreeCache`, and that of transformers with a token."""
-    from ..hf.latent import LatentLayer
-    from ..hf.window_layer import MARGIN
+    from ..hf.cache.latent import LatentLayer
+    from ..hf.cache.window import MARGIN
 
     heads, (_, kv_heads, _, key), value = (
         config.num_attention_heads,
@@ -221,8 +221,8 @@ def _weights(name: str, config: Any, model: Any) -> tuple[Weights, int, str]:
     """The weights, how many sums a split model has, and why it cannot be split."""
     from torch import nn
 
-    from ..hf.parallel.mesh import Mesh
-    from ..hf.parallel.plan import KEY_VALUE, QUERY, CannotSplitError, plan
+    from ..hf.weights.mesh import Mesh
+    from ..hf.weights.plan import KEY_VALUE, QUERY, CannotSplitError, plan
 
     cut, sums, not_split = frozenset[str](), 0, ""
     try:
@@ -287,7 +287,7 @@ def _as_stored(model: Any, weights: Weights, stored: dict[str, int] | None) -> W
 def _stored_bytes(path: Path) -> Iterator[tuple[str, int]]:
     """The tensors of a checkpoint and their sizes in bytes, from the headers of its files; where
     files are missing, one size of all of them from the index."""
-    from ..hf.checkpoint_files import files_of
+    from ..hf.weights.checkpoint_files import files_of
 
     index, files = path / _INDEX, [path / _WEIGHTS]
     if index.is_file():

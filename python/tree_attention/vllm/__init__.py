@@ -31,8 +31,8 @@ def register() -> None:
     # What follows imports vLLM's attention, which has to be there as it is expected.
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from . import slots
+    from . import slot_mapping
 
     for name, backend in _BACKENDS.items():
         register_backend(AttentionBackendEnum[name], f"{__name__}.backend.{backend}")
-    slots.replace()
+    slot_mapping.replace()

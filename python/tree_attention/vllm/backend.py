@@ -23,9 +23,10 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ..ops import AttentionOptions, append_kv
-from . import checks, slots
+from . import checks
+from . import slot_mapping as slots
 from .batches import Batch, attend, batches_of
-from .shards import Exchange, exchange_of
+from .context_parallel import Exchange, exchange_of
 
 
 @dataclass

@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..agreement import Gather
-from ..link import Link
-from ..state import State, StateLayout
-from ..topology import Topology
+from ..agreement.signatures import Gather
+from ..transport.buffers import State, StateLayout
+from ..transport.process_group import Link
+from ..transport.topology import Topology
 
 # Exchanges the state in the send buffer, before a `time.monotonic` deadline, and writes the merged
 # o and lse into contiguous tensors.

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ...ops import merge_states
-from ..state import StateLayout
-from ..topology import Topology
+from ..transport.buffers import StateLayout
+from ..transport.topology import Topology
 from . import Context, Exchange, Strategy, Traffic
 
 

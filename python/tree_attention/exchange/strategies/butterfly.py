@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ...ops import merge_states
-from ..rounds import Round
-from ..state import StateLayout
-from ..topology import Topology
+from ..transport.buffers import StateLayout
+from ..transport.messages import Round
+from ..transport.topology import Topology
 from . import Context, Exchange, Strategy, Traffic
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ...ops import merge_states
-from ..rounds import Round
-from ..state import Slices, StateLayout
-from ..topology import Topology
+from ..transport.buffers import Slices, StateLayout
+from ..transport.messages import Round
+from ..transport.topology import Topology
 from . import Context, Exchange, Strategy, Traffic, all_gather
 
 

@@ -11,10 +11,10 @@ import time
 import torch
 from torch import Tensor
 
-from ..link import Link
-from ..state import StateLayout
-from ..symmetric import ALIGNMENT, MAX_WORLD_SIZE, SLOT_BYTES, Memory, connect
-from ..topology import Topology
+from ..transport.buffers import StateLayout
+from ..transport.process_group import Link
+from ..transport.symmetric_memory import ALIGNMENT, MAX_WORLD_SIZE, SLOT_BYTES, Memory, connect
+from ..transport.topology import Topology
 from . import Context, Exchange, Gather, Strategy, Traffic
 
 HEAD_DIM_MULTIPLE = ALIGNMENT // 2

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..rounds import CHANGED
-from ..state import SEAL_BYTES, StateLayout
-from ..topology import Topology
+from ..transport.buffers import SEAL_BYTES, StateLayout
+from ..transport.messages import CHANGED
+from ..transport.topology import Topology
 from . import Context, Exchange, Strategy, Traffic
 
 # Integers below it are float32 values, exactly.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...ops import merge_states
-from ..state import Slices, StateLayout
-from ..topology import Topology
+from ..transport.buffers import Slices, StateLayout
+from ..transport.topology import Topology
 from . import Context, Exchange, Strategy, Traffic
 
 

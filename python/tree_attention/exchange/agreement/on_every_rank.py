@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Work that every rank does by itself, and that succeeds on all ranks or raises on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from .. import Communicator, ExchangeError
+from ..errors import sentence
+from .signatures import Note, Signature
+
+T = TypeVar("T")
+
+
+def on_every_rank(
+    op: str,
+    comm: Communicator,
+    timeout: float,
+    run: Callable[[], tuple[Signature, T]],
+    note_of: Callable[[T], Note] = lambda result: {},
+) -> tuple[T, list[Note]]:
+    """What `run` returns, if it raised on no rank and gave the same signature on all.
+
+    Returns:
+        Its result, and the notes that `note_of` makes of the results of all ranks, in rank order.
+
+    Raises:
+        ExchangeError: it raised on another rank, or the signatures differ.
+    """
+    try:
+        signature, result = run()
+    except Exception as error:
+        with suppress(ExchangeError):  # the others have it from this rank, and this one its own
+            comm.agree((("outcome", sentence(error)),), timeout, op)
+        raise
+    notes = comm.agree((("outcome", "success"), *signature), timeout, op, note_of(result))
+    return result, notes

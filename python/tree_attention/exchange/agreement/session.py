@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The ranks of a group in step: they agree before they exchange, return or raise in time, and end
+together when one fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ExchangeError, OtherCall, sentence
+from ..transport.messages import CHANGED
+from ..transport.process_group import Link
+from ..transport.shared_memory import connect
+from ..transport.topology import Topology
+from .self_test import delivery_fault
+from .signatures import ABANDONED, Agreement, Disagreement, Note, Signature, call_before, ranks_text
+
+T = TypeVar("T")
+# Sends and receives a call's messages, before a `time.monotonic` deadline, and drops the results.
+Door = Callable[[float], object]
+
+# Surviving ranks fail at about the same time. How many seconds one that failed waits to hear from
+# the others, so that its error can name the ranks that said nothing.
+_PATIENCE_SECONDS = 0.3
+
+
+class Session:
+    """A process group whose ranks agree on every call and fail together."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        note: Note,
+        on_failure: Callable[[], None],
+        seconds: float,
+    ) -> None:
+        """`note` is for the other ranks to read, and may differ; `on_failure` ends waits elsewhere
+        and may come from any thread. A store that does not answer within `seconds` is a failure,
+        which the first call reports.
+        """
+        self.rank, self.world_size = group.rank(), group.size()
+        self.link = Link(group)
+        self.failed: str | None = None
+        self._failing = threading.Lock()
+        self._agreed: Signature | None = None
+        # The last call's messages, in which peers that repeat it wait for this rank.
+        self.door: Door | None = None
+        self._num_abandoned = 0
+        self._note, self._on_failure = note, on_failure
+        store = group.get_group_store()
+        name = ""
+        try:
+            name = f"tree_attention/{_number_of_session(store, self.rank, seconds)}"
+        except RuntimeError as error:
+            self.failed = f"the store of the process group is lost: {sentence(error)}"
+        self._agreement = Agreement(store, self.rank, self.world_size, name)
+
+    def agree(self, signature: Signature, deadline: float) -> list[Note] | None:
+        """Every rank's note once all are known to run the same call; None if they already were.
+
+        Signatures are compared through the store when this rank's differs from its last one, so
+        they hold nothing that may change on one rank alone without being an error.
+        """
+        if signature == self._agreed:
+            return None
+        self._agreed = None
+        self.knock(deadline)
+        notes = self.compare(signature, deadline)
+        self._agreed = signature
+        return notes
+
+    def leave_open(self, door: Door | None, is_repeatable: bool) -> None:
+        """Notes how a rank that changes its call reaches peers which repeat the present one."""
+        self.door = door
+        if not is_repeatable:
+            self._agreed = None
+
+    def knock(self, deadline: float) -> None:
+        """Tells ranks that may be repeating the last call that this one is in another.
+
+        It sends them the messages that they wait for, sealed CHANGED, and they come to the store.
+        The link does not count these messages.
+        """
+        if self.door is None:
+            return
+        link = self.link
+        counted = link.bytes_sent, link.num_operations, link.seconds
+        link.seal = CHANGED
+        with suppress(OtherCall):
+            self.door(deadline)
+        link.bytes_sent, link.num_operations, link.seconds = counted
+
+    def abandon(self) -> None:
+        """Notes that this rank stopped on the way to a call, which its peers may have gone on with.
+
+        Its next call must not meet theirs of this step. So the next call compares signatures, in
+        which the number of abandoned calls is a field.
+        """
+        self._agreed = None
+        self._num_abandoned += 1
+
+    def compare(
+        self, signature: Signature, deadline: float, note: Note | None = None
+    ) -> list[Note]:
+        """Every rank's note once all have published the same signature."""
+        signature = ((ABANDONED, self._num_abandoned), *signature)
+        try:
+            return self._agreement.reach(signature, deadline, self._note | (note or {}))
+        except Disagreement as error:
+            if ABANDONED in error.values:  # ranks are at different steps, and nobody knows which
+                counts = [int(value or 0) for value in error.values[ABANDONED]]
+                raise ExchangeError(_different_steps(counts)) from error
+            raise
+
+    def share_memory(self, topology: Topology, deadline: float) -> None:
+        """Collective: from now on messages to ranks of the same node go through memory, if they
+        can."""
+
+        def gather(step: str, note: Note) -> Sequence[Note]:
+            return self.compare((("step", step),), deadline, note)
+
+        self.link.shared_memory = connect(self.rank, topology, gather)
+
+    def test_delivery(self, device: torch.device, deadline: float) -> None:
+        """Raises ExchangeError on every rank if messages arrive in a wrong order on any."""
+        fault = delivery_fault(self.link.uncounted(), device, deadline)
+        try:
+            self.compare((("delivery test", fault or "passed"),), deadline)
+        except Disagreement as error:  # which ends this communicator, unlike others
+            raise ExchangeError(str(error)) from error
+        if fault:
+            raise ExchangeError(fault)
+
+    def before_deadline(self, run: Callable[[float], T], seconds: float) -> T:
+        """`run(deadline)` in so many seconds; any error in it but a disagreement is final.
+
+        Raises:
+            ExchangeError: a RuntimeError in `run`, or the session has failed before.
+        """
+        if self.failed is not None:
+            raise ExchangeError(
+                f"{self._here()}: the communicator has failed before: {self.failed}"
+            )
+        deadline = time.monotonic() + seconds
+        try:
+            result = run(deadline)
+            if self.failed is not None:
+                raise ExchangeError(self.failed)  # aborted as it ended
+            return result
+        except Disagreement as error:  # known to every rank, and nobody waits: not a failure
+            self._agreed = self.door = None
+            raise ExchangeError(f"{self._here()}: {error}") from error
+        except RuntimeError as error:
+            late = time.monotonic() >= deadline - 0.005  # timers count milliseconds
+            reason = sentence(error)
+            if late:
+                reason = f"no answer within {seconds:g} s: {reason}"
+            self.fail(reason, patience=_PATIENCE_SECONDS)
+            raise ExchangeError(f"{self._here()}: {self.failed}") from error
+        except BaseException as error:
+            self.fail(f"interrupted by {error!r}")
+            raise
+
+    def fail(self, reason: str, patience: float = 0.0) -> None:
+        """Ends the operations under way on this rank, and refuses further calls.
+
+        The other ranks have `patience` seconds to say why they failed.
+        """
+        self._on_failure()
+        with self._failing:
+            if self.failed is not None:
+                return  # aborted, which is why the call has ended
+            self.failed = reason
+        self._agreement.interrupt()
+        self.link.close()
+        said = self._agreement.withdraw(reason, patience)
+        if said:
+            self.failed = f"{reason} ({said})"
+
+    def _here(self) -> str:
+        return f"rank {self.rank} of {self.world_size}"
+
+
+def _number_of_session(store: dist.Store, rank: int, seconds: float) -> int:
+    """Number of the sessions of this rank that the store has seen.
+
+    Ranks make the sessions of a group in the same order, so it is the same on all of them. The
+    store counts, as it may outlive a group, and a process that takes a lost one's place has made
+    no session yet.
+    """
+    deadline = time.monotonic() + seconds
+    return call_before(deadline, lambda: store.add(f"tree_attention/sessions/{rank}", 1))
+
+
+def _different_steps(num_abandoned: Sequence[int]) -> str:
+    most = max(num_abandoned)
+    behind = [rank for rank, count in enumerate(num_abandoned) if count == most]
+    others = [rank for rank, count in enumerate(num_abandoned) if count != most]
+    return (
+        f"{ranks_text(behind)} abandoned more calls before the exchange than {ranks_text(others)}; "
+        "ranks may be at different steps, so start again with a new process group"
+    )

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Do all ranks mean the same exchange? They ask through the group's store, never by a collective.
+
+Gloo ends the process when a message is longer than its receiver expects, so shapes are compared
+before anything is sent. Each comparison is an *epoch*: every rank publishes its signature under a
+key of its own and reads those of all others. A rank whose signature changes opens the next epoch
+and waits there, after it has told peers that may have kept theirs (`Session.knock`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import Store
+
+from ..._version import __version__
+from ..errors import ExchangeError, sentence
+
+T = TypeVar("T")
+Signature = tuple[tuple[str, object], ...]
+# What a rank tells the others about itself, in terms of JSON; it may differ from theirs.
+Note = dict[str, Any]
+# Collective: gives all ranks, for a step by this name, the notes of all ranks in rank order.
+Gather = Callable[[str, Note], Sequence[Note]]
+
+# The field of a signature that counts the calls which a rank abandoned on the way to them.
+ABANDONED = "abandoned calls"
+_SEPARATOR = "; "
+_QUOTE = re.compile(r"rank \d+ has failed: ")
+_FAILED = "failed"
+_NOTE = "note"
+# How long a rank that found a disagreement, and may serve the store, waits for the others to find
+# it too.
+_PARTING_SECONDS = 2.0
+# How long a wait for the store may go on after it was interrupted.
+_INTERRUPT_SECONDS = 0.05
+# How long the store may take to pass on what ranks have to say about a failure.
+_EXPLAIN_SECONDS = 0.3
+_SHORTEST_POLL_SECONDS = 0.0001
+_POLL_SECONDS = 0.01
+
+
+class Disagreement(RuntimeError):
+    """All ranks know that their signatures differ: nothing was sent, and nobody waits."""
+
+    def __init__(self, message: str, values: Mapping[str, Sequence[str | None]] = {}) -> None:
+        super().__init__(message)
+        # Every rank's value of each field that differs, in rank order.
+        self.values = values
+
+
+class Agreement:
+    """The signatures of a group's ranks, epoch after epoch."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, name: str) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._name = name
+        self._epoch = 0
+        self._own: dict[str, str] = {}
+        self._interrupted = threading.Event()
+
+    def reach(self, signature: Signature, deadline: float, note: Note | None = None) -> list[Note]:
+        """Every rank's note, in rank order, once all have published the same signature.
+
+        Raises:
+            Disagreement: some rank's differs; raised on all ranks, naming rank and field.
+            ExchangeError: a rank has failed or published none before the deadline, or the store
+                is lost.
+        """
+        self._epoch += 1
+        self._own = {
+            _NOTE: json.dumps(note or {}),
+            "tree_attention version": __version__,
+            # Builds of one release, for CPUs and GPUs, may work together.
+            "torch version": torch.__version__.partition("+")[0],
+        }
+        self._own.update((name, str(value)) for name, value in signature)
+        try:
+            published = call_before(
+                deadline, lambda: self._publish_and_read(deadline), self._interrupted
+            )
+        except ExchangeError:
+            raise
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"the store of the process group is lost: {sentence(error)}"
+            ) from error
+        remarks = [
+            self._remark(r, said, published[0], "rank 0") for r, said in enumerate(published)
+        ]
+        if any(_FAILED in said for said in published):
+            raise ExchangeError(_joined(remarks))
+        if any(remarks):
+            self._part(deadline)
+            fields = {field for said in published for field in _differing(said, published[0])}
+            values = {field: [said.get(field) for said in published] for field in fields}
+            raise Disagreement(_joined(remarks), values)
+        return [_note_of(said, rank) for rank, said in enumerate(published)]
+
+    def interrupt(self) -> None:
+        """Ends this rank's wait for the others' signatures."""
+        self._interrupted.set()
+
+    def withdraw(self, reason: str, patience: float = 0.0) -> str:
+        """Tells ranks that come to this epoch or the next why this rank does not.
+
+        Returns what they said in the next until `patience` seconds from now, and who was silent.
+        """
+        keys = self._keys(self._epoch + 1)
+        end = time.monotonic() + patience
+
+        def exchange_reasons() -> str:
+            failed = {_FAILED: reason}
+            self._store.set(self._keys(self._epoch)[self._rank], json.dumps(self._own | failed))
+            self._store.set(keys[self._rank], json.dumps(failed))
+            while not self._store.check(keys) and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+            remarks, silent = [], []
+            for rank, key in enumerate(keys):
+                if not self._store.check([key]):
+                    silent.append(rank)
+                elif rank != self._rank:
+                    said = _parsed(self._store.get(key), rank)
+                    remarks.append(self._remark(rank, said, self._own, "this rank"))
+            if silent and patience:
+                remarks.append(f"no word from {ranks_text(silent)}")
+            return _joined(remarks, known=reason)
+
+        try:
+            return call_before(end + _EXPLAIN_SECONDS, exchange_reasons)
+        except RuntimeError:  # the store went down with a rank: there is nobody to tell
+            return ""
+
+    def _publish_and_read(self, deadline: float) -> list[dict[str, str]]:
+        keys = self._keys(self._epoch)
+        self._store.set(keys[self._rank], json.dumps(self._own))
+        if not self._are_there(keys, deadline):
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if missing:  # still
+                raise ExchangeError(
+                    f"no word from {ranks_text(missing)} about this exchange: lost, stalled, or in "
+                    "another"
+                )
+        values = (
+            self._store.multi_get(keys)
+            if self._store.has_extended_api()  # type: ignore[attr-defined]
+            else [self._store.get(key) for key in keys]
+        )
+        # Whoever is in this epoch has read the last one, so the store need not keep it.
+        self._store.delete_key(self._keys(self._epoch - 1)[self._rank])
+        return [_parsed(value, rank) for rank, value in enumerate(values)]
+
+    def _are_there(self, keys: list[str], deadline: float) -> bool:
+        """Whether all keys are in the store before the deadline.
+
+        It asks again and again: `Store.wait` keeps the connection from the process's other threads,
+        of which one may have to publish what ends the wait on another rank.
+        """
+        begin = time.monotonic()
+        awaited = [] if self._store.check(keys) else keys
+        for key in awaited:  # one after the other, or many ranks would ask for many keys each time
+            while not self._store.check([key]):
+                now = time.monotonic()
+                if now >= deadline or self._interrupted.is_set():
+                    return False
+                # So that waiting is little longer than what is waited for, and long waits ask
+                # seldom.
+                time.sleep(min(max(_SHORTEST_POLL_SECONDS, 0.05 * (now - begin)), 0.05))
+        return True
+
+    def _remark(self, rank: int, said: dict[str, str], other: dict[str, str], who: str) -> str:
+        """What to say about a rank's publication: a difference, a failure, both, or nothing."""
+        remarks = []
+        if said.keys() != {_FAILED}:
+            for field in _differing(said, other)[:1]:
+                theirs, ours = said.get(field), other.get(field)
+                if field == ABANDONED:
+                    behind = f"rank {rank}" if int(theirs or 0) > int(ours or 0) else who
+                    remarks.append(f"{behind} abandoned a call before the exchange")
+                else:
+                    remarks.append(f"{field} is {theirs} on rank {rank}, {ours} on {who}")
+        if _FAILED in said:
+            reason = said[_FAILED]
+            # A rank that failed because of others quotes them, and they are named already.
+            quotes = _QUOTE.match(reason)
+            remarks.append(reason if quotes else f"rank {rank} has failed: {reason}")
+        return ", ".join(remarks)
+
+    def _part(self, deadline: float) -> None:
+        prefix = f"{self._name}/{self._epoch}"
+        deadline = min(deadline, time.monotonic() + _PARTING_SECONDS)
+
+        def wait_for_readers() -> None:
+            if self._store.add(f"{prefix}/readers", 1) == self._world_size:
+                self._store.set(f"{prefix}/read", "")
+            self._are_there([f"{prefix}/read"], deadline)
+
+        with suppress(RuntimeError):  # a peer left before it could read: it has its own error
+            call_before(deadline, wait_for_readers)
+
+    def _keys(self, epoch: int) -> list[str]:
+        return [f"{self._name}/{epoch}/{rank}" for rank in range(self._world_size)]
+
+
+def call_before(
+    deadline: float,
+    call: Callable[[], T],
+    interrupted: threading.Event | None = None,
+    who: str = "the store of the process group",
+) -> T:
+    """The result of `call()` in a thread of its own, before the deadline.
+
+    A store whose server has stalled answers no client and keeps no timeout (TCPStore blocks even in
+    cancelling a wait). The thread ends with the server.
+    """
+    outcome: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:  # raised again below, in the thread of the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="tree_attention.store", daemon=True)
+    thread.start()
+    # A wait that ends at the deadline has its answer a little later.
+    deadline += 0.2
+    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+        if interrupted is not None and interrupted.is_set():
+            raise ExchangeError("interrupted while it waited for the other ranks")
+        thread.join(min(left, _INTERRUPT_SECONDS))
+    if errors:
+        raise errors[0]
+    if not outcome:
+        raise ExchangeError(f"{who} does not answer")
+    return outcome[0]
+
+
+def _parsed(value: bytes, rank: int) -> dict[str, str]:
+    """What rank `rank` published, of which nothing is believed before it is checked."""
+    with suppress(ValueError, RecursionError):  # also of bytes that are no UTF-8
+        said = json.loads(value)
+        if isinstance(said, dict) and all(isinstance(text, str) for text in said.values()):
+            int(said.get(ABANDONED, 0))
+            return said
+    raise ExchangeError(
+        f"the store of the process group holds {value[:40]!r} where rank {rank} publishes what it "
+        "calls; something else writes to the store"
+    )
+
+
+def _joined(remarks: Sequence[str], known: str = "") -> str:
+    """The remarks as one text, each once, without those of `known`."""
+    parts = dict.fromkeys(part for remark in remarks for part in remark.split(_SEPARATOR) if part)
+    return _SEPARATOR.join(part for part in parts if part not in known.split(_SEPARATOR))
+
+
+def _note_of(said: dict[str, str], rank: int) -> Note:
+    with suppress(KeyError, ValueError, RecursionError):
+        note = json.loads(said[_NOTE])
+        if isinstance(note, dict):
+            return note
+    raise ExchangeError(
+        f"the store of the process group holds no note of rank {rank}; something else writes to "
+        "the store"
+    )
+
+
+def _differing(said: dict[str, str], other: dict[str, str]) -> list[str]:
+    fields = [field for field in other | said if field not in (_FAILED, _NOTE)]
+    return [field for field in fields if said.get(field) != other.get(field)]
+
+
+def first_reason(notes: Sequence[Note]) -> str:
+    """The first rank with a reason in its note and that reason, or nothing."""
+    reasons = (note.get("reason") for note in notes)
+    return next((f"rank {r}: {reason}" for r, reason in enumerate(reasons) if reason), "")
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What "auto" takes: by times that were measured on these very ranks, or else by a short rule.
+
+Both are functions of what all ranks share, so all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import reprlib
+from bisect import bisect
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..._json import read_json_object, replace_file
+from ..options import MAX_SECONDS
+from ..strategies import STRATEGIES, candidates
+from ..transport.buffers import StateLayout
+from ..transport.topology import Topology
+
+# Names a file that `python -m tree_attention calibrate` wrote.
+COSTS_VARIABLE = "TREE_ATTENTION_COSTS"
+_FORMAT = 3
+_MIN_SECONDS = 1e-9  # of an exchange: sizes and times are divided by each other
+
+# Where the ranks of a group are, as far as it matters to a choice: all on one node; on several
+# nodes whose ranks may merge first (`Topology.subtree_size`); or on nodes of one rank or of an odd
+# number of ranks.
+_ONE_NODE, _SHARED, _SINGLE = "one node", "nodes of several ranks", "nodes of one rank"
+_ANYWHERE = (_ONE_NODE, _SHARED, _SINGLE)
+
+
+def _placement(topology: Topology) -> str:
+    if topology.num_nodes == 1:
+        return _ONE_NODE
+    return _SHARED if topology.subtree_size > 1 else _SINGLE
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the shipped table: which strategy it takes for which groups and messages."""
+
+    backend: str  # "nccl"; "gloo" stands for all others
+    min_world_size: int
+    placements: tuple[str, ...]
+    max_bytes: float
+    strategy: str
+
+    def applies(self, backend: str, topology: Topology, num_bytes: int) -> bool:
+        return (
+            self.backend == ("nccl" if backend == "nccl" else "gloo")
+            and topology.world_size >= self.min_world_size
+            and _placement(topology) in self.placements
+            and num_bytes <= self.max_bytes
+        )
+
+    def __str__(self) -> str:
+        where = "anywhere" if self.placements == _ANYWHERE else "on " + " or ".join(self.placements)
+        is_bounded = self.max_bytes < math.inf
+        size = f"messages up to {self.max_bytes:,} bytes" if is_bounded else "any message"
+        return f"{self.backend}, {self.min_world_size} or more ranks {where}, {size}"
+
+
+# The first row that applies and whose strategy is available decides.
+# Gloo: benchmarks/results/cluster.md, measured on emulated clusters of 2 to 16 ranks.
+# NCCL: arithmetic, not measured on GPUs. By the latencies and bandwidths in NCCL's tuning tables a
+# further collective with its copies costs 30 us, which is what (p - 1) - 2 (p - 1) / p states of
+# 2 MiB take between 8 GPUs over NVLink 4 (360 GB/s), and of 128 KiB between 16 over InfiniBand NDR.
+RULES = (
+    Rule("gloo", 4, (_ONE_NODE, _SINGLE), 512 << 10, "butterfly"),
+    Rule("gloo", 4, (_ONE_NODE, _SINGLE), math.inf, "two_phase"),
+    Rule("gloo", 4, (_SHARED,), 128 << 10, "butterfly"),
+    Rule("gloo", 4, (_SHARED,), math.inf, "hierarchical"),
+    Rule("gloo", 2, _ANYWHERE, math.inf, "all_gather"),
+    Rule("nccl", 2, (_ONE_NODE,), 2 << 20, "one_shot"),
+    Rule("nccl", 2, (_ONE_NODE,), 2 << 20, "all_gather"),
+    Rule("nccl", 2, (_SINGLE,), 128 << 10, "all_gather"),
+    Rule("nccl", 2, (_SHARED,), math.inf, "hierarchical"),
+    Rule("nccl", 4, (_ONE_NODE, _SINGLE), math.inf, "two_phase"),
+    Rule("nccl", 2, _ANYWHERE, math.inf, "all_gather"),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A whole exchange of a float32 state that `calibrate` timed: the median of its seconds."""
+
+    strategy: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Measured exchanges of one group of ranks: its backend, and the node of each rank."""
+
+    backend: str
+    nodes: tuple[int, ...]
+    exchanges: tuple[Measured, ...]
+
+    def covers(self, backend: str, topology: Topology) -> bool:
+        return (backend, topology.nodes) == (self.backend, self.nodes)
+
+    def seconds(self, strategy: str, num_bytes: int) -> float | None:
+        """Time of an exchange, or None where the strategy was not measured.
+
+        Between two measured sizes the logarithm of the time is interpolated by that of the size.
+        Smaller messages take what the smallest took, larger ones as much longer as they are larger.
+        """
+        points = self._by_strategy.get(strategy)
+        if not points:
+            return None
+        sizes = [point.num_bytes for point in points]
+        above = bisect(sizes, num_bytes)
+        if above == 0:
+            return points[0].seconds
+        below = points[above - 1]
+        if above == len(points):
+            return below.seconds * num_bytes / below.num_bytes
+        share = math.log(num_bytes / below.num_bytes) / math.log(sizes[above] / below.num_bytes)
+        return float(below.seconds ** (1 - share) * points[above].seconds ** share)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal tables, and short enough for an error message."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:12]
+
+    @cached_property
+    def _by_strategy(self) -> dict[str, list[Measured]]:
+        """Increasing in size; of one size the last."""
+        found: dict[str, dict[int, Measured]] = {}
+        for exchange in self.exchanges:
+            found.setdefault(exchange.strategy, {})[exchange.num_bytes] = exchange
+        return {name: [sizes[n] for n in sorted(sizes)] for name, sizes in found.items()}
+
+    def save(self, path: str | Path, remarks: Mapping[str, object]) -> None:
+        """`remarks` say where the table comes from."""
+        head = {"format": _FORMAT, "backend": self.backend, "nodes": self.nodes, **remarks}
+        rows = ",\n".join(f"  {json.dumps(asdict(exchange))}" for exchange in self.exchanges)
+        text = json.dumps(head)[:-1] + f', "exchanges": [\n{rows}\n]}}\n'
+        replace_file(path, text)
+
+    @staticmethod
+    def load(path: str | Path) -> CostTable:
+        """The table that `save` wrote.
+
+        Raises:
+            ValueError: the file holds none, or one of another version.
+        """
+        what = "table of exchange costs"
+        try:
+            content = read_json_object(path, what)
+            if flaw := _flaw(content):
+                raise ValueError(f"{what} {path}: {flaw}")
+        except (OSError, ValueError) as error:
+            reason = f"{what} {path}: {error.strerror}" if isinstance(error, OSError) else error
+            raise ValueError(
+                f"{reason}; write a new one with `python -m tree_attention calibrate`"
+            ) from error
+        exchanges = (
+            Measured(row["strategy"], row["num_bytes"], float(row["seconds"]))
+            for row in content["exchanges"]
+        )
+        return CostTable(content["backend"], tuple(content["nodes"]), tuple(exchanges))
+
+
+def _flaw(content: dict[str, Any]) -> str:
+    """Why this is no table that `CostTable.save` wrote, or nothing."""
+    backend, nodes, rows = (content.get(name) for name in ("backend", "nodes", "exchanges"))
+    if content.get("format") != _FORMAT:
+        return "it was written by another version"
+    if not isinstance(backend, str):
+        return f"backend must be a string, got {reprlib.repr(backend)}"
+    if not isinstance(nodes, list) or not all(type(node) is int for node in nodes):
+        return f"nodes must be a list of integers, got {reprlib.repr(nodes)}"
+    if not isinstance(rows, list):
+        return f"exchanges must be a list, got {reprlib.repr(rows)}"
+    for row in rows:
+        if not (
+            isinstance(row, dict)
+            and isinstance(row.get("strategy"), str)
+            and type(row.get("num_bytes")) is int
+            and type(row.get("seconds")) in (int, float)
+            and 1 <= row["num_bytes"] < 1 << 63
+            and _MIN_SECONDS <= row["seconds"] <= MAX_SECONDS
+        ):
+            return (
+                "exchanges must each have a strategy, num_bytes of 1 to 2^63 and seconds of "
+                f"{_MIN_SECONDS:g} to {MAX_SECONDS:,}, got {reprlib.repr(row)}"
+            )
+    return ""
+
+
+def measured_costs() -> CostTable | None:
+    """The table in the file that TREE_ATTENTION_COSTS names, if it names one."""
+    path = os.environ.get(COSTS_VARIABLE)
+    return CostTable.load(path) if path else None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The strategy that "auto" takes, and the row of a table that decided."""
+
+    strategy: str
+    reason: str
+
+
+def choose(
+    layout: StateLayout,
+    topology: Topology,
+    backend: str,
+    *,
+    head_sharded: bool = False,
+    costs: CostTable | None = None,
+    unavailable: Mapping[str, str] | None = None,
+) -> Choice:
+    """The canonical strategy for a state, among those that can do what is asked for."""
+    able = candidates(layout.dtype, head_sharded, unavailable or {})
+    names = [name for name in able if STRATEGIES[name].is_canonical]
+    num_bytes = layout.num_bytes
+    if len(names) == 1:
+        return Choice(names[0], "the only strategy that can do it")
+    if costs is not None and costs.covers(backend, topology):
+        times = {name: costs.seconds(name, num_bytes) for name in names}
+        known = {name: seconds for name, seconds in times.items() if seconds is not None}
+        if known:
+            order = sorted(known, key=known.__getitem__)
+            row = ", ".join(f"{name} {1e6 * known[name]:,.0f} us" for name in order)
+            return Choice(order[0], f"measured on these ranks: {row}")
+    for rule in RULES:
+        if rule.strategy in names and rule.applies(backend, topology, num_bytes):
+            return Choice(rule.strategy, f"shipped rule: {rule}")
+    return Choice(names[0], "no shipped rule applies")
+
+
+def explain_choice(
+    choice: Choice,
+    layout: StateLayout,
+    topology: Topology,
+    out_dtype: torch.dtype,
+    head_sharded: bool,
+) -> str:
+    """What was chosen and why, for a person to read."""
+    traffic = STRATEGIES[choice.strategy].traffic(layout, topology, out_dtype, head_sharded)
+    return (
+        f"exchange of {layout.num_rows} rows of {layout.head_dim} ({layout.num_bytes:,} bytes) "
+        f"over {topology.world_size} ranks, {topology}: {choice.strategy} ({choice.reason}); "
+        f"{traffic.steps} steps, at most {traffic.bytes_sent:,} bytes sent per rank"
+    )

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A process group whose operations end in time and are counted."""
+
+from __future__ import annotations
+
+import copy
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+)
+
+from ..errors import OtherCall
+from .buffers import SEAL_BYTES, host_memory
+from .messages import CHANGED, SAME, LibraryCall, Messages, Round
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+    from .shared_memory import SharedMemory
+
+# The method behind dist.all_gather_into_tensor, which takes no timeout; renamed after torch 2.11.
+_ALL_GATHER = (
+    "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+)
+# The method behind dist.all_to_all_single, likewise.
+_ALL_TO_ALL = (
+    "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
+)
+# No operation uses this tag: a receive with it can only end by its timeout.
+_NOBODYS_TAG = 0x7A77
+# An operation that ends at the deadline reports why a little later.
+_REPORT_SECONDS = 0.3
+
+
+class Link:
+    """A process group as strategies see it: every byte they send goes through its methods.
+
+    Over NCCL, operations are queued on the current stream and the host waits for nothing; a lost
+    rank shows at the process group's watchdog. Gloo moves host memory: tensors of a device are
+    staged.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.bytes_sent = 0
+        self.num_operations = 0
+        self.seconds = 0.0
+        # Of the call under way, which its messages carry (`rounds.Messages`).
+        self.seal = SAME
+        # The way to the other ranks of this node, or why there is none; None before the first call.
+        self.shared_memory: SharedMemory | str | None = None
+        # Weak, so that a destroyed group is not kept alive by a cache.
+        self._group = weakref.ref(group)
+        backends = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        self._backends = dict(backends)
+        self._host_buffers: dict[str, Tensor] = {}
+        self._meeting: Round | None = None
+
+    def uncounted(self) -> Link:
+        """The same group by a link with counters of its own."""
+        link = copy.copy(self)
+        link.bytes_sent, link.num_operations, link.seconds = 0, 0, 0.0
+        link._host_buffers, link._meeting = {}, None
+        return link
+
+    def backend(self, device: torch.device) -> str:
+        """Name of the library that moves the tensors of `device`, through host memory or not."""
+        return self._library(self.transport_device(device))
+
+    def _library(self, device: torch.device) -> str:
+        return self._backends.get(device.type, "gloo")
+
+    def gather(self, receive: Tensor, send: Tensor, device: torch.device, tag: int = 0) -> Round:
+        """A round in which every rank's sealed `send` goes to all ranks.
+
+        Row r of `receive` becomes what rank r sends. Over Gloo that is a message to each rank, one
+        step where its own all-gather is a ring of `world_size - 1`.
+        """
+        if self.transport_device(device).type != "cpu":
+            return LibraryCall(self, lambda deadline: self.all_gather(receive, send, deadline))
+        everybody = dict.fromkeys(range(self.world_size), send)
+        return self.messages(dict(enumerate(receive)), everybody, device, tag)
+
+    def transpose(self, receive: Tensor, send: Tensor, device: torch.device, tag: int = 0) -> Round:
+        """A round in which row r of every rank's `send`, a sealed message, goes to rank r.
+
+        Row r of `receive` becomes what rank r sends to this one.
+        """
+        if self.transport_device(device).type != "cpu":
+            return LibraryCall(self, lambda deadline: self.all_to_all(receive, send, deadline))
+        return self.messages(dict(enumerate(receive)), dict(enumerate(send)), device, tag)
+
+    def messages(
+        self,
+        receive: Mapping[int, Tensor],
+        send: Mapping[int, Tensor],
+        device: torch.device,
+        tag: int = 0,
+        *,
+        sealed: bool = True,
+    ) -> Round:
+        """A round in which this rank sends and receives byte tensors, by rank."""
+        return Messages(self, receive, send, device, tag, sealed)
+
+    def meet(self, deadline: float) -> None:
+        """Raises OtherCall on every rank unless all are in the same call, by their seals.
+
+        For calls whose own messages carry no seal. NCCL, whose host waits for no message, does not.
+        """
+        host = torch.device("cpu")
+        if self.transport_device(host) != host:
+            return
+        if self._meeting is None:
+            with torch.inference_mode(False):  # or nobody could write to it outside of it
+                parts = torch.zeros(self.world_size + 1, SEAL_BYTES, dtype=torch.uint8, device=host)
+            self._meeting = self.gather(parts[1:], parts[0], host)
+        self._meeting.run(deadline)
+        self.check_seal()
+
+    def check_seal(self) -> None:
+        """Raises OtherCall if a message of this call had another seal than this rank's."""
+        if self.seal == CHANGED:
+            raise OtherCall
+
+    def all_gather(self, receive: Tensor, send: Tensor, deadline: float) -> None:
+        """`receive` becomes the concatenation of every rank's `send`, in rank order."""
+        options = AllgatherOptions()
+        options.timeout = remaining(deadline)
+        options.asyncOp = False
+        with self.operation(f"all_gather of {send.nbytes} bytes from each rank"):
+            source, target = self._stage(send), self._stage(receive, copy=False)
+            work = getattr(self.group, _ALL_GATHER)(target.view(-1), source.view(-1), options)
+            self._finish(work, receive, target, deadline)
+        self.bytes_sent += (self.world_size - 1) * send.nbytes
+
+    def all_to_all(self, receive: Tensor, send: Tensor, deadline: float) -> None:
+        """Equal parts: `receive[r]` becomes what rank r has in its `send` for this rank."""
+        options = _all_to_all_options(deadline)
+        num_bytes = send.nbytes // self.world_size
+        with self.operation(f"all_to_all of {num_bytes} bytes to each rank"):
+            source, target = self._stage(send), self._stage(receive, copy=False)
+            work = getattr(self.group, _ALL_TO_ALL)(target, source, [], [], options)
+            self._finish(work, receive, target, deadline)
+        self.bytes_sent += send.nbytes - num_bytes
+
+    def all_to_all_of(
+        self,
+        receive: Mapping[int, Tensor],
+        send: Mapping[int, Tensor],
+        device: torch.device,
+        deadline: float,
+    ) -> None:
+        """Messages of any length between some ranks as one all-to-all, uncounted.
+
+        `device` is where the byte tensors are. Over NCCL a message goes where it belongs; over
+        Gloo, whose all-to-all takes one tensor, through a copy.
+        """
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        received = [receive.get(rank, nothing) for rank in range(self.world_size)]
+        sent = [send.get(rank, nothing) for rank in range(self.world_size)]
+        options = _all_to_all_options(deadline)
+        if device.type != "cpu":
+            work = self.group.alltoall(received, sent, options)
+            self.wait(work, device, deadline, "messages of all ranks")
+            return
+        sizes = [[tensor.numel() for tensor in tensors] for tensors in (received, sent)]
+        target = torch.cat(received)
+        work = getattr(self.group, _ALL_TO_ALL)(target, torch.cat(sent), *sizes, options)
+        self.wait(work, device, deadline)
+        for tensor, part in zip(received, target.split(sizes[0]), strict=True):
+            tensor.copy_(part)
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, deadline: float) -> None:
+        """Reduces `tensor` over the ranks in place. The bytes counted are those of a ring."""
+        options = AllreduceOptions()
+        options.reduceOp = op
+        options.timeout = remaining(deadline)
+        options.asyncOp = False
+        with self.operation(f"all_reduce of {tensor.nbytes} bytes"):
+            target = self._stage(tensor)
+            work = self.group.allreduce([target], options)
+            self._finish(work, tensor, target, deadline)
+        self.bytes_sent += 2 * (self.world_size - 1) * tensor.nbytes // self.world_size
+
+    def broadcast(self, tensor: Tensor, deadline: float) -> None:
+        """`tensor` becomes rank 0's. The bytes counted are those of a message to every rank."""
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = remaining(deadline)
+        options.asyncOp = False
+        with self.operation(f"broadcast of {tensor.nbytes} bytes from rank 0"):
+            target = self._stage(tensor)
+            work = self.group.broadcast([target], options)
+            self._finish(work, tensor, target, deadline)
+        if self.rank == 0:
+            self.bytes_sent += (self.world_size - 1) * tensor.nbytes
+
+    def start_shift(
+        self, receive: Sequence[Tensor], send: Sequence[Tensor], tag: int = 0
+    ) -> list[Work]:
+        """Starts sending `send` to the next rank and receiving `receive` from the previous one.
+
+        Contiguous, without empty tensors, in memory that `transport_device` names. Shifts that are
+        under way at the same time differ in their tags, from `tag` on one for each tensor.
+        """
+        group = self.group
+        previous, following = self._neighbours()
+        with self.operation("start of a shift"):
+            try:
+                operations = [
+                    dist.P2POp(dist.isend, tensor, group=group, group_peer=following, tag=tag)
+                    for tag, tensor in enumerate(send, tag)
+                ]
+                operations += [
+                    dist.P2POp(dist.irecv, tensor, group=group, group_peer=previous, tag=tag)
+                    for tag, tensor in enumerate(receive, tag)
+                ]
+            except ValueError as error:  # as somebody else keeps the group
+                raise RuntimeError("the process group was destroyed") from error
+            works = dist.batch_isend_irecv(operations) if operations else []
+        self.bytes_sent += sum(tensor.nbytes for tensor in send)
+        return works
+
+    def finish(self, works: Sequence[Work], device: torch.device, deadline: float) -> None:
+        """Waits for what `start_shift` started."""
+        start = time.perf_counter()
+        previous, following = self._neighbours()
+        for work in works:
+            self.wait(work, device, deadline, f"shift from rank {previous} or to rank {following}")
+        self.seconds += time.perf_counter() - start
+
+    def operation(self, name: str) -> AbstractContextManager[None]:
+        """Counts and times what is done in it, and names it should it fail."""
+        return _Operation(self, name)
+
+    def is_staged(self, device: torch.device) -> bool:
+        """Whether tensors of `device` travel through host memory."""
+        return device.type != "cpu" and self._library(device) == "gloo"
+
+    def transport_device(self, device: torch.device) -> torch.device:
+        """Where tensors of `device` travel: NCCL alone, for one, moves none of the host's."""
+        if self.is_staged(device):
+            return torch.device("cpu")
+        if device.type not in self._backends and "cuda" in self._backends:
+            return torch.device("cuda", torch.cuda.current_device())
+        return device
+
+    def close(self) -> None:
+        """Ends the operations under way, here and on the ranks that wait for this one.
+
+        Gloo closes all connections of a group when a receive times out; there is no other way to
+        reach ranks that are not next to the lost one before their own deadline.
+        """
+        if self.shared_memory is not None and not isinstance(self.shared_memory, str):
+            self.shared_memory.close()
+        group = self._group()
+        if group is None or self._backends.get("cpu") != "gloo":
+            return
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                with suppress(RuntimeError):  # timed out, which closed all, or was closed before
+                    group.recv([nothing], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed")
+        return group
+
+    def wait(
+        self, work: Work | None, device: torch.device, deadline: float, name: str = ""
+    ) -> None:
+        """`name`: what it is that this waits for, should it fail."""
+        if work is None:
+            return
+        try:
+            if device.type == "cpu":
+                work.wait(remaining(deadline + _REPORT_SECONDS))
+            else:
+                work.wait()  # orders the stream; with a timeout it would block the host
+        except RuntimeError as error:
+            raise RuntimeError(f"{name}: {error}" if name else str(error)) from error
+
+    def _neighbours(self) -> tuple[int, int]:
+        return (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
+
+    def _stage(self, tensor: Tensor, copy: bool = True) -> Tensor:
+        """The tensor, or memory in its place that can travel: with what it holds, or to receive
+        into."""
+        if self.is_staged(tensor.device):
+            buffer = self._host_buffer("source" if copy else "target", tensor)
+            return buffer.copy_(tensor) if copy else buffer
+        device = self.transport_device(tensor.device)
+        if device == tensor.device:
+            return tensor
+        return tensor.to(device) if copy else torch.empty_like(tensor, device=device)
+
+    def _finish(self, work: Work | None, tensor: Tensor, staged: Tensor, deadline: float) -> None:
+        self.wait(work, staged.device, deadline)
+        if staged is not tensor:
+            tensor.copy_(staged)
+
+    def _host_buffer(self, name: str, like: Tensor) -> Tensor:
+        """All copies here are synchronous."""
+        buffer = self._host_buffers.get(name)
+        if buffer is None or buffer.nbytes < like.nbytes:
+            buffer = self._host_buffers[name] = host_memory(like.nbytes)
+        return buffer[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+class _Operation(AbstractContextManager[None]):
+    """A class, because a generator takes three times as long."""
+
+    def __init__(self, link: Link, name: str) -> None:
+        self._link, self._name = link, name
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if isinstance(error, RuntimeError):
+            raise RuntimeError(f"{self._name}: {error}") from error
+        if error is None:
+            self._link.num_operations += 1
+            self._link.seconds += time.perf_counter() - self._start
+
+
+def _all_to_all_options(deadline: float) -> AllToAllOptions:
+    options = AllToAllOptions()
+    options.timeout = remaining(deadline)
+    options.asyncOp = False
+    return options
+
+
+def remaining(deadline: float) -> timedelta:
+    """The time to a `time.monotonic` deadline, at least a millisecond: zero means no timeout."""
+    return timedelta(milliseconds=max(1, int(1e3 * (deadline - time.monotonic()))))

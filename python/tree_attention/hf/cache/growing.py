@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The keys and values of one layer that this rank holds."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from ...ops import append_kv
+from ..prompts.token_split import current_deal
+from .shard import Shard
+
+# transformers 5.5 passes `crop` the tokens to keep, later releases the tokens to remove, as a
+# number <= 0. The name of the parameter tells which.
+CROP_KEEPS = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+
+
+class WrongAttentionError(AttributeError):
+    """Keys of a `TreeCache` reached an attention function that cannot use them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "tree_attention: the keys and values of a TreeCache are spread over ranks and only "
+            "attn_implementation='tree_attention' can use them; load the model with it, or call "
+            "tree_attention.hf.enable(model) or model.set_attn_implementation('tree_attention'); "
+            "multi-head latent attention needs enable, and models that otherwise work on cached "
+            "keys themselves are not supported"
+        )
+
+
+class KVShard:
+    """Takes the place of a layer's keys, and of its values, on the way to the attention function.
+
+    It has none of a tensor's attributes, so any other attention function fails on it instead of
+    attending to the keys of one rank. The error is an AttributeError, so that `hasattr` works.
+    """
+
+    __slots__ = ("layer",)
+    layer: "TreeCacheLayer"
+
+    def __init__(self, layer: "TreeCacheLayer") -> None:
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise WrongAttentionError
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
+        raise WrongAttentionError
+
+
+class TreeCacheLayer(CacheLayerMixin):
+    """The keys and values of one layer that this rank holds, in buffers that grow in steps.
+
+    The slots in use are `keys[:, :, held()]`; the rest of a buffer is uninitialised, or of slots
+    that nothing needs, and no key range reaches it. Growing copies the layer once per `growth`
+    local slots, which is `2 / growth` of what attention reads in the meantime, and keeps the shard
+    one dense run of slots, which the kernel streams.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    window: int | None = None  # no query sees more slots than this; None: any
+    first = 0  # the global slot from which on this layer holds all slots, on all ranks together
+    dropped = 0  # number of local slots before the one at the beginning of the buffers
+
+    keys: Tensor  # [batch, num_heads_kv, capacity, head_dim]
+    values: Tensor  # [batch, num_heads_kv, capacity, head_dim_v]
+    k_scale: Tensor  # [batch, num_heads_kv, capacity], with kv_dtype only, like v_scale
+    v_scale: Tensor
+
+    def __init__(self, shard: Shard, growth: int, kv_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.shard = shard
+        self.growth = growth
+        self.kv_dtype = kv_dtype  # of 8 bits; None: that of the model's keys
+        self.length = 0  # of the sequence, on all ranks together
+        self.reserved = 0  # local slots for which the next allocation makes room
+        self.handle = KVShard(self)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        if self.kv_dtype is not None:
+            self.keys, self.values = (x.to(self.kv_dtype) for x in (self.keys, self.values))
+            self.k_scale, self.v_scale = (
+                x.new_empty(x.shape[:3], dtype=torch.float32) for x in (self.keys, self.values)
+            )
+        self.grow(self.dropped)
+        self.is_initialized = True
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What the layer holds, by the name of the attribute; the axis of the slots is 2."""
+        return {"keys": self.keys, "values": self.values, **self.scales()}
+
+    def hold(self, name: str, buffer: Tensor) -> None:
+        """Replaces one of the buffers."""
+        setattr(self, name, buffer)
+
+    def scales(self) -> dict[str, Any]:
+        """What the operators take beside keys and values of 8 bits, by the name of the argument."""
+        if self.kv_dtype is None:
+            return {}
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    def operands(self, buffers: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Keys, values and scales as the operators take them, of `buffers` or a part of each."""
+        scales = {name: buffers[name] for name in self.scales()}
+        return buffers["keys"], buffers["values"], scales
+
+    @property
+    def head_dim_v(self) -> int:
+        """Number of columns of the values."""
+        return self.values.shape[3]
+
+    def held(self) -> slice:
+        """Where the buffers have this rank's slots from `first` on that are in use."""
+        begin, end = self.shard.count(self.first), self.shard.count(self.length)
+        return slice(begin - self.dropped, end - self.dropped)
+
+    def capacity(self, num_slots: int) -> int:
+        """The local slots for which a buffer has room when it must hold so many."""
+        return -(-max(num_slots, self.reserved) // self.growth) * self.growth
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[KVShard, KVShard]:
+        """Appends those of the new tokens that this rank keeps.
+
+        Args:
+            key_states, value_states: `[batch, num_heads_kv, new tokens, head_dim]`, the same tokens
+                on every rank, or in a dealt forward pass those that this rank computes.
+
+        Returns:
+            The `KVShard` twice: for the keys and for the values.
+        """
+        self._prepare(key_states, value_states)
+        deal = current_deal()
+        end = self.length + (key_states.shape[2] if deal is None else deal.length)
+        write = self.shard.write(self.length, end, key_states.device)
+        if write.end - self.dropped > self.keys.shape[2]:
+            self.grow(write.end)
+        new_keys, new_values = key_states.detach(), value_states.detach()
+        if deal is not None:
+            new_keys, new_values = deal.rows_of_owner(new_keys, new_values)
+        count = write.end - write.begin
+        if count > 0:
+            if deal is None and write.tokens is not None:
+                new_keys = new_keys.index_select(2, write.tokens)
+                new_values = new_values.index_select(2, write.tokens)
+            if self.kv_dtype is None:
+                begin = write.begin - self.dropped
+                self.keys.narrow(2, begin, count).copy_(new_keys)
+                self.values.narrow(2, begin, count).copy_(new_values)
+            else:
+                slots = write.slots - self.dropped if self.dropped else write.slots
+                self.quantise(new_keys, new_values, slots)
+        self.length = end
+        return self.handle, self.handle
+
+    def _prepare(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Has the buffers take tokens such as these, or raises ValueError."""
+        if not self.is_initialized or (self._is_of_another(key_states) and self.length == 0):
+            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != self.keys.shape[0]:
+            raise ValueError(
+                f"TreeCache: the cache holds {self.keys.shape[0]} sequences, got new tokens of "
+                f"{key_states.shape[0]}; repeat the sequences with batch_repeat_interleave, or "
+                "forget them with reset"
+            )
+        pairs = {"keys": (key_states, self.keys), "values": (value_states, self.values)}
+        for name, (new, held) in pairs.items():
+            dtypes = (held.dtype, new.dtype) if self.kv_dtype is None else (None, None)
+            kinds = [
+                (dtype, x.shape[1], x.shape[3])
+                for dtype, x in zip(dtypes, (held, new), strict=True)
+            ]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"TreeCache: the cache holds {name} of (dtype, num_heads_kv, head_dim) = "
+                    f"{kinds[0]}, got {kinds[1]}; convert them, or forget the tokens with reset"
+                )
+        if self.keys.device != key_states.device:  # as `load` leaves them on the CPU
+            with torch.inference_mode(False):  # see _reallocate
+                for name, x in self.buffers().items():
+                    self.hold(name, x.to(key_states.device))
+
+    def quantise(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Writes tokens to these places of the buffers, in 8 bits."""
+        slot_mapping = slots.expand(keys.shape[0], -1)
+        append_kv(keys, values, self.keys, self.values, slot_mapping, **self.scales())
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the last forward pass is known not to have ended."""
+        return False
+
+    @property
+    def kv_length(self) -> int:
+        """The number of keys that masks are made for."""
+        return self.length
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        deal = current_deal()
+        return self.length + (int(query_length) if deal is None else deal.length), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:  # its name before transformers 5.17
+        return -1
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Forgets the last `-tokens_to_remove` tokens; nothing is moved or freed.
+
+        With transformers before 5.17 a number >= 0 is the length to keep, as in its own caches.
+        """
+        length = cropped_length(self.length, tokens_to_remove)
+        self.check_cut(length)
+        self.cut(length)
+
+    def check_cut(self, length: int) -> None:
+        """Raises ValueError if the layer cannot go back to the first `length` tokens."""
+
+    def cut(self, length: int) -> None:
+        """Forgets all tokens but the first `length`."""
+        self.length = length
+
+    def reset(self) -> None:
+        """Forgets all tokens and keeps the buffers for the next batch of the same size."""
+        self.length = self.first = self.dropped = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        length = self.length
+        if length > 0:  # after a reset the buffers may be of another batch
+            rows = indices.to(self.keys.device)
+
+            def select(x: Tensor, out: Tensor) -> None:
+                torch.index_select(x, 0, rows, out=out)
+
+            used = slice(0, self.shard.count(length) - self.dropped)
+            self._reallocate(len(rows), used, self.keys.shape[2], select)
+
+    def offload(self) -> None:
+        raise NotImplementedError(
+            "TreeCache: offloading is not supported; more ranks hold fewer keys each"
+        )
+
+    prefetch = offload
+
+    def reserve(self, length: int) -> None:
+        """Has the next allocation make room for `length` global slots."""
+        self.reserved = self.shard.count(length)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes of the buffers that this rank has allocated for the layer."""
+        return sum(x.nbytes for x in self.buffers().values()) if self.is_initialized else 0
+
+    def _is_of_another(self, key_states: Tensor) -> bool:
+        batch, num_heads_kv, _, head_dim = self.keys.shape
+        return (
+            key_states.shape[0] != batch
+            or key_states.shape[1] != num_heads_kv
+            or key_states.shape[3] != head_dim
+            or (self.kv_dtype is None and key_states.dtype != self.keys.dtype)
+            or key_states.device != self.keys.device
+        )
+
+    def grow(self, num_slots: int) -> None:
+        """Makes room for the first `num_slots` local slots, those before `first` aside."""
+        used = slice(0, self.held().stop)
+        self._reallocate(len(self.keys), used, self.capacity(num_slots), copy_slots)
+
+    def _reallocate(
+        self, batch: int, used: slice, capacity: int, fill: Callable[[Tensor, Tensor], object]
+    ) -> None:
+        def reallocate(x: Tensor) -> Tensor:
+            new = x.new_empty((batch, x.shape[1], capacity, *x.shape[3:]))
+            fill(x[:, :, used], new[:, :, : used.stop - used.start])
+            if not torch.compiler.is_compiling():
+                # A graph takes the size for a variable at once, not after the first time it grows.
+                torch._dynamo.maybe_mark_dynamic(new, 2)
+            return new
+
+        # Tensors made in inference mode could not be written to outside of it, and buffers live on
+        # there. They are copied one after the other, so that only one old buffer is alive beside
+        # the new ones.
+        with torch.inference_mode(False), torch.no_grad():
+            for name, x in self.buffers().items():
+                self.hold(name, reallocate(x))
+
+
+def interrupted() -> RuntimeError:
+    """The error of a forward pass after one that was interrupted."""
+    forget = "crop(cache.get_seq_length())" if CROP_KEEPS else "crop(0)"
+    return RuntimeError(
+        "TreeCache: the last forward pass did not reach the last layer; forget it with "
+        f"cache.{forget}, or all tokens with reset"
+    )
+
+
+def cropped_length(length: int, tokens_to_remove: int | Tensor) -> int:
+    """Returns the number of tokens that `crop` leaves of `length`, or raises ValueError."""
+    tokens = int(tokens_to_remove)
+    if tokens > 0 and not CROP_KEEPS:
+        raise ValueError(
+            f"TreeCache: crop takes the number of tokens to remove with a minus, got {tokens}; "
+            f"cache.crop({-tokens}) removes {tokens} tokens"
+        )
+    if tokens >= 0 and CROP_KEEPS:
+        return min(length, tokens)
+    return max(0, length + tokens)
+
+
+def copy_slots(x: Tensor, out: Tensor) -> None:
+    """What fills a new buffer from the slots in use of the old one."""
+    out.copy_(x)

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Multi-head latent attention over a sharded cache of latents.
+
+A layer caches one row for a token: its latent `c`, of kv_lora_rank columns, and a rotated key `r`
+that all heads share. Head `h` has the key `[K_h c, r]` and the value `V_h c`, where `K_h` and `V_h`
+are rows of kv_b_proj. Attention of few queries `[n, p]` never forms these, as it is
+
+    score = n . K_h c + p . r = (K_h^T n) . c + p . r
+    o     = sum_i weight_i V_h c_i = V_h (sum_i weight_i c_i)
+
+that is attention of all heads to one head of keys, the rows, whose first columns are the values.
+For many queries, as in a prompt, it is less work to form keys and values for as long as it lasts.
+
+Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...ops import lean_decode
+from ..prompts.token_split import current_deal
+from .growing import KVShard, TreeCacheLayer
+
+# The method of attention modules that makes keys and values of all heads from cached latents.
+_EXPAND = "expand_kv"
+# What keys and values of all heads take at most for the length of a layer's attention, in pieces
+# of so many heads.
+_MAX_EXPANDED_BYTES = 1 << 30
+
+
+class LatentLayer(TreeCacheLayer):
+    """The latents of one layer that this rank holds: rows of keys, and values without columns."""
+
+    def __init__(self, *args: Any, kv_lora_rank: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kv_lora_rank = kv_lora_rank
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[KVShard, KVShard]:
+        """Appends those of the new tokens that this rank keeps.
+
+        Args:
+            key_states: the latents `[batch, 1, new tokens, kv_lora_rank]`.
+            value_states: the keys that all heads share `[batch, 1, new tokens, qk_rope_head_dim]`.
+        """
+        if key_states.shape[1] != 1 or key_states.shape[3] != self.kv_lora_rank:
+            raise ValueError(
+                "TreeCache: of multi-head latent attention it takes latents [batch, 1, tokens, "
+                f"{self.kv_lora_rank}], got {list(key_states.shape)}; transformers >= 5.17 caches "
+                f"these, this is {transformers.__version__}"
+            )
+        rows = torch.cat((key_states, value_states), dim=3)
+        return super().update(rows, rows[..., :0])
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.kv_lora_rank
+
+    def operands(self, buffers: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        rows = buffers["keys"]
+        scales = {}
+        if self.kv_dtype is not None:  # one for the whole row
+            scales = dict.fromkeys(("k_scale", "v_scale"), buffers["k_scale"])
+        return rows, rows[..., : self.kv_lora_rank], scales
+
+
+def attend_to_latents(
+    module: Any,
+    query: Tensor,
+    layer: LatentLayer,
+    attend: Callable[[Tensor, Any], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Attention of one layer.
+
+    Args:
+        module: the attention module.
+        query: `[batch, num_heads_q, seqlen_q, qk_nope_head_dim + qk_rope_head_dim]`.
+        attend: attention of queries to a layer, over all its ranks.
+
+    Returns:
+        `o` `[batch, num_heads_q, seqlen_q, v_head_dim]` and `lse`.
+    """
+    if _pays_to_expand(module, query, layer):
+        heads = _heads_of_piece(module, query, layer)
+        pieces = [
+            attend(q, _ExpandedLayer(layer, module, weight, query.dtype))
+            for q, weight in zip(query.split(heads, 1), _weight(module).split(heads), strict=True)
+        ]
+        o, lse = (torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True))
+        return o, lse
+    o, lse = attend(_absorb(module, query), layer)
+    return _expand(module, o), lse
+
+
+class _ExpandedLayer:
+    """Stands for a layer of latents, with keys and values of some heads as the operands."""
+
+    def __init__(self, layer: LatentLayer, module: Any, weight: Tensor, dtype: torch.dtype) -> None:
+        self.shard, self.kv_length, self.keys = layer.shard, layer.kv_length, layer.keys
+        self.window, self.dropped = layer.window, layer.dropped
+        self.head_dim_v = module.v_head_dim
+        self._layer, self._weight, self._dtype = layer, weight, dtype
+
+    def buffers(self) -> dict[str, Tensor]:
+        used = self.shard.count(self.kv_length)
+        return {name: x[:, :, :used] for name, x in self._layer.buffers().items()}
+
+    def operands(self, buffers: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        rows, latents, scales = self._layer.operands(buffers)
+        if scales:
+            rows = (rows.float() * scales["k_scale"][..., None]).to(self._dtype)
+        latents, rope = rows.tensor_split((latents.shape[3],), dim=3)
+        num_heads, columns, _ = self._weight.shape
+        expanded = nn.functional.linear(latents[:, 0], self._weight.flatten(0, 1))
+        expanded = expanded.unflatten(2, (num_heads, columns)).transpose(1, 2)
+        nope, values = expanded.tensor_split((columns - self.head_dim_v,), dim=3)
+        keys = torch.cat((nope, rope.expand(-1, num_heads, -1, -1)), dim=3)
+        return keys, values, {}
+
+
+def _pays_to_expand(module: Any, query: Tensor, layer: LatentLayer) -> bool:
+    """Whether keys and values of all heads need fewer multiplications than absorbed queries do.
+
+    For a head and a slot these are, of `n` queries, `n * (nope + rope + v)` after the
+    `rank * (nope + v)` that make them, beside `n * (rank + rope + rank)`. The same on all ranks.
+    """
+    deal = current_deal()
+    num_queries = query.shape[2] if deal is None else deal.length // layer.shard.world_size
+    rank, columns = layer.kv_lora_rank, module.qk_nope_head_dim + module.v_head_dim
+    # By half, as keys and values are also written and read again. With the sizes of DeepSeek-V2 and
+    # V3 it pays from 342 queries on.
+    return num_queries * (2 * rank - columns) > 2 * rank * columns
+
+
+def _heads_of_piece(module: Any, query: Tensor, layer: LatentLayer) -> int:
+    # Columns of keys without a position are there twice: beside the values, and in the keys.
+    columns = 2 * module.qk_nope_head_dim + module.qk_rope_head_dim + module.v_head_dim
+    head_bytes = query.shape[0] * layer.kv_length * columns * query.itemsize
+    return max(1, _MAX_EXPANDED_BYTES // head_bytes)
+
+
+def _absorb(module: Any, query: Tensor) -> Tensor:
+    """The queries of rows of latents."""
+    batch, num_heads_q, seqlen_q, _ = query.shape
+    weight = _weight(module)[:, : module.qk_nope_head_dim]
+    nope, rope = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), dim=3)
+    product = torch.bmm(_by_head(nope), weight).view(num_heads_q, batch, seqlen_q, -1)
+    return torch.cat((product.transpose(0, 1), rope), dim=3)
+
+
+def _expand(module: Any, o: Tensor) -> Tensor:
+    """Sums of values from sums of latents `[batch, num_heads_q, seqlen_q, kv_lora_rank]`."""
+    batch, num_heads_q, seqlen_q, _ = o.shape
+    weight = _weight(module)[:, module.qk_nope_head_dim :]
+    # With the weight on the right, torch would transpose it in a copy in bfloat16 and float16.
+    product = torch.bmm(weight, _by_head(o).transpose(1, 2))
+    return product.view(num_heads_q, -1, batch, seqlen_q).permute(2, 0, 3, 1)
+
+
+def check_latents(model: PreTrainedModel) -> None:
+    """Refuses a model with multi-head latent attention in a form that is not known.
+
+    Raises:
+        ValueError: what its modules cache are no latents, their weights cannot be absorbed, or the
+            operator takes no rows as long as theirs on the device of the model.
+    """
+    if getattr(model.config, "kv_lora_rank", None) is None:
+        return
+    name, modules = type(model).__name__, list(_attentions(model))
+    if not modules:
+        raise ValueError(
+            f"enable: {name} has multi-head latent attention (kv_lora_rank "
+            f"{model.config.kv_lora_rank}), and no module of it has {_EXPAND}, where latents come "
+            f"from the cache; transformers >= 5.17 is needed, got {transformers.__version__}"
+        )
+    weights = [_weight(module) for module in modules]
+    rank, width = modules[0].kv_lora_rank, modules[0].kv_lora_rank + modules[0].qk_rope_head_dim
+    rows = weights[0].new_empty((1, 1, 1, width))
+    ranges = torch.zeros((1, 1, 2), dtype=torch.int32, device=rows.device)
+    try:
+        lean_decode(rows, rows, rows[..., :rank], ranges)
+    except RuntimeError as error:
+        raise ValueError(
+            f"enable: {name} caches latents of {width} columns, which attention does not take on "
+            f"{rows.device.type}: {error}"
+        ) from error
+
+
+def override_expansion(model: PreTrainedModel) -> None:
+    """Has the attention modules hand on latents that come from a `TreeCache` as they are."""
+    for module in _attentions(model):
+        vars(module)[_EXPAND] = MethodType(_expand_unless_sharded, module)
+
+
+def restore_expansion(model: PreTrainedModel) -> None:
+    """Undoes `override_expansion`."""
+    for module in _attentions(model):
+        vars(module).pop(_EXPAND, None)
+
+
+def _expand_unless_sharded(self: Any, kv_nope: Any, k_rot: Any) -> Any:
+    if isinstance(kv_nope, KVShard):
+        return kv_nope, k_rot
+    return getattr(type(self), _EXPAND)(self, kv_nope, k_rot)
+
+
+def _attentions(model: PreTrainedModel) -> Iterator[Any]:
+    return (module for module in model.modules() if hasattr(type(module), _EXPAND))
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """`[num_heads_q, batch * seqlen_q, columns]`, so that a product does not repeat the weight for
+    each sequence."""
+    return x.transpose(0, 1).reshape(x.shape[1], -1, x.shape[3])
+
+
+def _weight(module: Any) -> Tensor:
+    """`[num_heads_q, qk_nope_head_dim + v_head_dim, kv_lora_rank]`."""
+    projection = module.kv_b_proj
+    kind: type = type(projection)
+    weight: Any = getattr(projection, "weight", None)
+    if kind is not nn.Linear:
+        got = f"a {kind.__module__}.{kind.__name__}"
+    elif type(weight.data) is not Tensor or not weight.is_floating_point():
+        got = f"one whose weight is a {type(weight.data).__name__} of {weight.dtype}"
+    elif projection.bias is not None:
+        got = "one with a bias"
+    else:
+        return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])
+    raise ValueError(
+        f"tree_attention: kv_b_proj of {type(module).__name__} must be a torch.nn.Linear with "
+        f"numbers of floating point and no bias, as queries are multiplied with its weight, got "
+        f"{got}; do not quantise it, and merge adapters into it"
+    )

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One rank's place among the ranks that share a cache."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...deterministic import check_layout, check_size
+from ...exchange import DEFAULT_TIMEOUT, Communicator, check_options, get_communicator
+from ...exchange.agreement.signatures import Signature
+from ...sharding import BlockCyclic, Contiguous, ShardLayout
+from ..weights.mesh import column_of
+
+_BLOCK = 64  # slots
+
+
+class Write(NamedTuple):
+    """Which of the new tokens this rank keeps, and in which local slots [begin, end)."""
+
+    begin: int
+    end: int
+    tokens: Tensor | None  # indices of the tokens; None: all of them
+    slots: Tensor  # the same local slots, int64 on the device
+
+
+class Shard:
+    """This rank's place in the layout and its communicator; one object for all layers."""
+
+    def __init__(
+        self,
+        group: ProcessGroup | Communicator | None = None,
+        layout: ShardLayout | None = None,
+        strategy: str = "auto",
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
+        deterministic: int = 0,
+    ) -> None:
+        check_size("TreeCache", deterministic)
+        self.comm = get_communicator(group)
+        self.rank, self.world_size = self.comm.rank, self.comm.world_size
+        self.column = column_of(group)  # of the heads that are on this rank
+        if layout is None:
+            layout = BlockCyclic(self.world_size, deterministic or _BLOCK)
+        if not isinstance(layout, ShardLayout):
+            raise TypeError(
+                f"TreeCache: layout must be a ShardLayout, such as BlockCyclic, got {layout!r}"
+            )
+        self.layout = layout
+        if self.layout.world_size != self.world_size:
+            raise ValueError(
+                f"TreeCache: layout must have the group's world size {self.world_size}, "
+                f"got one of {self.layout.world_size}"
+            )
+        if deterministic:
+            check_layout("TreeCache", layout, deterministic)
+        check_options("TreeCache", strategy)
+        self.strategy, self.deterministic = strategy, deterministic
+        self.timeout = self.comm.seconds_of("TreeCache", timeout)
+        self._last: tuple[Any, Write] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Shard":
+        # A process group cannot be copied: a copied cache goes on in the same group.
+        return self
+
+    def count(self, length: int) -> int:
+        """How many of the first `length` global slots this rank keeps."""
+        return self.layout.count(self.rank, length)
+
+    def check_holds(self, length: int) -> None:
+        """Raises ValueError if one of the first `length` slots is on no rank."""
+        layout = self.layout
+        if isinstance(layout, Contiguous) and length > layout.bounds[-1]:
+            raise ValueError(
+                f"TreeCache: {layout} has no rank for slot {length - 1}; "
+                "use ContiguousThenCyclic for caches that grow"
+            )
+
+    def write(self, begin: int, end: int, device: torch.device) -> Write:
+        """Where this rank writes the tokens of the global slots [begin, end); computed once for
+        all layers."""
+        key = (begin, end, device)
+        # A graph that looked at what is remembered would be compiled again for a call without it.
+        is_remembered = not torch.compiler.is_compiling()
+        # Once: threads whose caches are copies of each other share this object.
+        last = self._last if is_remembered else None
+        if last is not None and last[0] == key:
+            return last[1]
+        self.check_holds(end)
+        layout = self.layout
+        local_begin, local_end = self.count(begin), self.count(end)
+        tokens = None
+        if 0 < local_end - local_begin < end - begin:
+            tokens = (layout.local_slots(self.rank, begin, end) - begin).to(device)
+        slots = torch.arange(local_begin, local_end, device=device)
+        write = Write(local_begin, local_end, tokens, slots)
+        if is_remembered:
+            self._last = (key, write)
+        return write
+
+    def exchange(
+        self,
+        op: str,
+        signature: Signature,
+        receive: Mapping[int, Tensor],
+        send: Mapping[int, Tensor],
+        device: torch.device,
+    ) -> None:
+        """Sends and receives contiguous tensors by rank, as a call of `op`. Empty ones are no
+        messages.
+
+        Raises:
+            ExchangeError: a rank was lost, stalled, or is at another call.
+        """
+        received = {rank: _bytes(x) for rank, x in receive.items() if x.numel()}
+        sent = {rank: _bytes(x) for rank, x in send.items() if x.numel()}
+        link = self.comm.link
+
+        def run(deadline: float) -> None:
+            link.meet(deadline)
+            link.messages(received, sent, device, sealed=False).run(deadline)
+
+        self.comm.call(op, signature, run, self.timeout, device, door=link.meet)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A cache in a directory, and a cache moved to another layout."""

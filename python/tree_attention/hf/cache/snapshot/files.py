@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A `TreeCache` in a directory: a safetensors file per rank, and an index that names them.
+
+A save writes files of new names beside those of the last one, and then replaces the index, which
+alone says what belongs together: whoever is interrupted leaves the last save whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...._json import open_regular
+from ....exchange.agreement.on_every_rank import on_every_rank
+from ....exchange.agreement.signatures import Signature
+from ....exchange.errors import sentence
+from ....sharding import ShardLayout
+from .index import (
+    INDEX,
+    LAYOUTS,
+    PREFIX,
+    File,
+    Index,
+    Kinds,
+    kv_dtype_of,
+    layers_of,
+    read_index,
+    remove_unless_named,
+    to_disk,
+    write_index,
+)
+
+if TYPE_CHECKING:
+    from ..growing import TreeCacheLayer
+    from ..tree_cache import TreeCache
+
+# How many times a cache is read while saves beside it remove the files of its index.
+_READINGS = 5
+
+
+def save(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
+    """`TreeCache.save`."""
+    shard, path = cache.shard, Path(directory)
+    comm, rank, timeout = shard.comm, shard.rank, shard.timeout
+    file: File | None = None
+
+    def write() -> tuple[Signature, File]:
+        nonlocal file
+        length = cache.common_length("save")
+        kind = type(shard.layout).__name__
+        if type(shard.layout) is not LAYOUTS.get(kind):
+            raise ValueError(
+                f"TreeCache.save: the layout must be one of {', '.join(LAYOUTS)}, got {kind}; "
+                "reshard the cache first"
+            )
+        if cache.state_layers:
+            raise ValueError(
+                "TreeCache.save: layers that keep a state are not saved; compute the cache again"
+            )
+        if not all(layer.is_initialized for layer in cache.kv_layers):
+            raise ValueError("TreeCache.save: the cache holds no tokens yet; run the model first")
+        path.mkdir(parents=True, exist_ok=True)
+        file = _write_tensors(cache, path)
+        return (
+            ("length", length),
+            ("layout", shard.layout),
+            ("layers", layers_of(cache)),
+            ("first slots of the layers", [layer.first for layer in cache.kv_layers]),
+        ), file
+
+    try:
+        _, notes = on_every_rank("TreeCache.save", comm, timeout, write, File.note)
+
+        def name_files() -> tuple[Signature, None]:
+            if rank == 0:
+                write_index(cache, path, [File(**note["file"]) for note in notes])
+            return (), None
+
+        on_every_rank("TreeCache.save", comm, timeout, name_files)
+    except Exception:
+        # An index that names the file may still come where this rank only waited in vain.
+        if file is not None and (rank == 0 or comm.failed is None):
+            remove_unless_named(path, file.name)
+        raise
+
+
+def restore(empty: TreeCache, directory: str | os.PathLike[str]) -> TreeCache:
+    """A copy of an empty cache with what `save` wrote, of any world size and layout."""
+    shard, path = empty.shard, Path(directory)
+
+    def read() -> tuple[Signature, TreeCache]:
+        for number in range(1, _READINGS + 1):
+            cache = copy.deepcopy(empty)
+            try:
+                index = read_index(path, cache)
+                _read_tensors(cache, path, index)
+                break
+            except FileNotFoundError:  # maybe a save beside it has replaced the index since
+                if number == _READINGS:
+                    raise
+            except OSError as error:  # of the system, which knows of no TreeCache
+                text = f"TreeCache.load: {error.strerror}"
+                raise OSError(error.errno, text, error.filename) from error
+        return (
+            ("digest of the index", index.sha256[:16]),
+            ("layout", shard.layout),
+            ("kv_dtype", cache.kv_dtype),
+        ), cache
+
+    cache, _ = on_every_rank("TreeCache.load", shard.comm, shard.timeout, read)
+    return cache
+
+
+def _write_tensors(cache: TreeCache, path: Path) -> File:
+    shard = cache.shard
+    tensors = {
+        f"layers.{i}.{name}": x[:, :, layer.held()].contiguous().cpu()
+        for i, layer in enumerate(cache.kv_layers)
+        for name, x in layer.buffers().items()
+    }
+    place = f"{shard.rank:05}-of-{shard.world_size:05}"
+    unfinished = path / f"{PREFIX}{place}.{os.getpid()}.tmp"
+    try:
+        try:
+            save_file(tensors, unfinished, {"layout": str(shard.layout)})
+        except SafetensorError as error:  # also where the disk is full
+            raise OSError(
+                f"TreeCache.save: {unfinished} cannot be written: {sentence(error)}"
+            ) from error
+        to_disk(unfinished)
+        with open_regular(unfinished) as content:
+            digest, size = _digest(content), os.fstat(content.fileno()).st_size
+        name = f"{PREFIX}{place}-{digest[:16]}.safetensors"
+        unfinished.replace(path / name)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    to_disk(path)  # the name of the file, before an index that relies on it
+    return File(name, digest, size)
+
+
+def _digest(file: BinaryIO) -> str:
+    sha, block = hashlib.sha256(), bytearray(1 << 20)
+    while size := file.readinto(block):  # type: ignore[attr-defined]
+        sha.update(memoryview(block)[:size])
+    return sha.hexdigest()
+
+
+def _read_tensors(cache: TreeCache, path: Path, index: Index) -> None:
+    shard, source = cache.shard, index.layout
+    if len(index.layers) != len(cache.kv_layers):
+        raise ValueError(
+            f"TreeCache.load: {path} holds {len(index.layers)} layers, and the model has "
+            f"{len(cache.kv_layers)}"
+        )
+    if cache.max_length is not None and any(index.first_slots):
+        raise ValueError(
+            f"TreeCache.load: {path} holds the last slots of layers with a sliding window, which "
+            "keep all slots in a cache with max_length; load it without"
+        )
+    # What the next token sees must be there: all slots, or those of its window.
+    most = [max(0, index.length - (layer.window or index.length)) for layer in cache.kv_layers]
+    if len(index.first_slots) != len(most) or not all(
+        type(first) is int and 0 <= first <= limit
+        for first, limit in zip(index.first_slots, most, strict=True)
+    ):
+        raise ValueError(
+            f"TreeCache.load: {path / INDEX} is damaged: first_slots of the layers must be slots "
+            f"up to {most}, got {index.first_slots}"
+        )
+    _check_sizes(path, index)
+    shard.check_holds(index.length)
+    if cache.max_length is not None and index.length > cache.max_length:
+        raise ValueError(
+            f"TreeCache.load: {path} holds {index.length} tokens, more than max_length = "
+            f"{cache.max_length}"
+        )
+    slots, owners = {}, {}
+    for first in {*index.first_slots}:
+        slots[first] = shard.layout.local_slots(shard.rank, first, index.length)
+        owners[first] = source.owner(slots[first])
+    with torch.inference_mode(False), torch.no_grad():
+        layers = [*zip(cache.kv_layers, index.layers, index.first_slots, strict=True)]
+        for layer, kinds, first in layers:
+            _allocate(layer, first, index.length, kinds)
+        for rank, file in enumerate(index.files):
+            rows = {first: (owner == rank).nonzero()[:, 0] for first, owner in owners.items()}
+            if not any(len(found) for found in rows.values()):
+                continue
+            place = path / file.name
+            with _opened(place, file.sha256, source) as handle:
+                for i, (layer, kinds, first) in enumerate(layers):
+                    if len(rows[first]) == 0:
+                        continue
+                    begin = source.count(rank, first)
+                    count = source.count(rank, index.length) - begin
+                    found = {
+                        name: _tensor(place, handle, f"layers.{i}.{name}", kind, count)
+                        for name, kind in kinds.items()
+                    }
+                    local = source.count(rank, slots[first][rows[first]]) - begin
+                    part = {name: x.index_select(2, local) for name, x in found.items()}
+                    _put(layer, rows[first], part, kv_dtype_of(kinds))
+    for layer in cache.kv_layers:
+        layer.length = index.length
+
+
+def _check_sizes(path: Path, index: Index) -> None:
+    """Before anything is allocated by what the index says."""
+    slot_bytes = [
+        sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
+        for kinds in index.layers
+    ]
+    for rank, file in enumerate(index.files):
+        place = path / file.name
+        end = index.layout.count(rank, index.length)
+        least = sum(
+            (end - index.layout.count(rank, first)) * num_bytes
+            for first, num_bytes in zip(index.first_slots, slot_bytes, strict=True)
+        )
+        with _regular(place) as content:
+            size = os.fstat(content.fileno()).st_size
+        if not least <= size == file.size:
+            raise ValueError(
+                f"TreeCache.load: {place} is damaged: it has {size} bytes, and by the index "
+                f"{file.size}, at least {least} of them tensors; copy or save it again"
+            )
+
+
+def _allocate(layer: TreeCacheLayer, first: int, length: int, kinds: Kinds) -> None:
+    saved = kv_dtype_of(kinds)
+    if layer.kv_dtype is None:
+        layer.kv_dtype = saved
+
+    def empty(name: str) -> Tensor:
+        dtype, (batch, num_heads_kv, head_dim) = kinds[name]
+        dtype = dtype if saved is None else torch.float32
+        return torch.empty((batch, num_heads_kv, 0, head_dim), dtype=dtype, device="cpu")
+
+    layer.first = layer.length = first
+    layer.dropped = layer.shard.count(first)
+    layer.lazy_initialization(empty("keys"), empty("values"))
+    layer.grow(layer.shard.count(length))
+
+
+def _put(
+    layer: TreeCacheLayer, rows: Tensor, part: Mapping[str, Tensor], saved: torch.dtype | None
+) -> None:
+    """Writes what was saved of some slots into these rows of a layer."""
+    if layer.kv_dtype == saved:
+        for name, target in layer.buffers().items():
+            target[:, :, rows] = part[name]
+        return
+    keys, values = part["keys"], part["values"]
+    if saved is not None:
+        keys = keys.float() * part["k_scale"][..., None]
+        values = values.float() * part["v_scale"][..., None]
+    layer.quantise(keys, values, rows)
+
+
+def _regular(path: Path) -> BinaryIO:
+    """A file that the index names, for reading."""
+    try:
+        return open_regular(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"TreeCache.load: {path} is missing, which the index names; copy the whole directory, "
+            "or load it again if another save has just replaced it"
+        ) from None
+
+
+def _opened(path: Path, digest: str, layout: ShardLayout) -> Any:
+    """A file that is as it was saved, mapped into memory."""
+    with _regular(path) as content:
+        found = _digest(content)
+        if found != digest:
+            raise ValueError(
+                f"TreeCache.load: {path} is damaged: its SHA-256 is {found[:16]}..., and by the "
+                f"index {digest[:16]}...; copy or save it again"
+            )
+        try:
+            # The file of this digest, whatever has become of its name since.
+            handle: Any = safe_open(f"/dev/fd/{content.fileno()}", framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"TreeCache.load: {path} is damaged: {sentence(error)}") from error
+    saved = (handle.metadata() or {}).get("layout")
+    if saved != str(layout):
+        raise ValueError(
+            f"TreeCache.load: {path} was saved with the layout {saved}, and by the index with "
+            f"{layout}; copy or save it again"
+        )
+    return handle
+
+
+def _tensor(
+    path: Path, handle: Any, name: str, kind: tuple[torch.dtype, list[int]], count: int
+) -> Tensor:
+    """A tensor of a file, of `count` slots."""
+    try:
+        found: Tensor = handle.get_tensor(name)
+    except SafetensorError as error:
+        raise ValueError(f"TreeCache.load: {path} lacks {name}: {sentence(error)}") from error
+    dtype, (batch, num_heads_kv, *width) = kind
+    shape = [batch, num_heads_kv, count, *width]
+    if (found.dtype, list(found.shape)) != (dtype, shape):
+        raise ValueError(
+            f"TreeCache.load: {path}: {name} is of {found.dtype} and shape {list(found.shape)}, "
+            f"and by the index of {dtype} and {shape}"
+        )
+    return found

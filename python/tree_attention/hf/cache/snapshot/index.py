@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The index of a saved `TreeCache`: what it says, how it is written, and what is refused of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import reprlib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from transformers.configuration_utils import PreTrainedConfig
+
+from ...._json import open_regular, read_json_object
+from ....exchange.agreement.signatures import Note
+from ....sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
+from ..kv_dtypes import KV_DTYPES
+
+if TYPE_CHECKING:
+    from ..tree_cache import TreeCache
+
+T = TypeVar("T")
+
+INDEX = "index.json"
+_FORMAT, _VERSION = "tree_attention.hf.TreeCache", 2
+PREFIX = "cache-"
+# The names of the files beside the index, finished or not.
+_OWN_NAME = re.compile(
+    rf"{PREFIX}(\d+-of-\d+-[0-9a-f]{{16}}\.safetensors|(\d+-of-\d+|index)\.\d+\.tmp)"
+)
+LAYOUTS = {kind.__name__: kind for kind in (BlockCyclic, Contiguous, ContiguousThenCyclic)}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (*KV_DTYPES.values(), torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+# What decides a model's keys and values, beside its weights.
+_MODEL_FIELDS = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "vocab_size",
+    "rope_parameters",
+    "layer_types",
+    "sliding_window",
+)
+
+
+_BOUND = 1 << 63  # of integers in tensors
+
+
+class File(NamedTuple):
+    """A rank's file: what its note tells the others, and the index of it."""
+
+    name: str
+    sha256: str
+    size: int  # in bytes
+
+    def note(self) -> Note:
+        return {"file": self._asdict()}
+
+
+# The dtype and the shape, without the axis of the slots, of each buffer of a layer.
+Kinds = dict[str, tuple[torch.dtype, list[int]]]
+
+
+class Index(NamedTuple):
+    """What the index says."""
+
+    sha256: str  # of all the rest
+    length: int
+    layout: ShardLayout
+    layers: list[Kinds]
+    first_slots: list[int]  # of the layers: a sliding window has forgotten those before
+    files: list[File]
+
+
+def describe_model(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a saved cache and the model that goes on with it must have in common."""
+    fields = config.to_dict()
+    known = {name: fields.get(name) for name in _MODEL_FIELDS}
+    described: dict[str, Any] = json.loads(json.dumps(known, default=str))
+    return described
+
+
+def layers_of(cache: TreeCache) -> list[dict[str, Any]]:
+    """`Kinds` of all layers, in terms of JSON."""
+
+    def described(x: Tensor) -> dict[str, Any]:
+        dtype = str(x.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "shape": [*x.shape[:2], *x.shape[3:]]}
+
+    return [
+        {name: described(x) for name, x in layer.buffers().items()} for layer in cache.kv_layers
+    ]
+
+
+def write_index(cache: TreeCache, path: Path, files: list[File]) -> None:
+    for rank, file in enumerate(files):
+        place = path / file.name
+        if not place.exists() or place.stat().st_size != file.size:
+            raise OSError(
+                f"TreeCache.save: rank 0 does not find {place} with the {file.size} bytes that "
+                f"rank {rank} wrote; give all ranks a path at which they reach the same directory"
+            )
+    layout = cache.shard.layout
+    tensor_rank, tensor_parallel_size = cache.shard.column
+    index = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "model": cache.model,
+        "tensor_rank": tensor_rank,
+        "tensor_parallel_size": tensor_parallel_size,
+        "length": cache.common_length("save"),
+        "layout": {"kind": type(layout).__name__, **dataclasses.asdict(layout)},  # type: ignore[call-overload]
+        "layers": layers_of(cache),
+        "first_slots": [layer.first for layer in cache.kv_layers],
+        "files": [file._asdict() for file in files],
+    }
+    index["sha256"] = digest_of(index)
+    unfinished = path / f"{PREFIX}index.{os.getpid()}.tmp"
+    try:
+        unfinished.write_text(json.dumps(index, indent=1) + "\n")
+        to_disk(unfinished)
+        unfinished.replace(path / INDEX)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    to_disk(path)
+    kept = {file.name for file in files}
+    for old in path.glob(f"{PREFIX}*"):
+        if old.name not in kept and _OWN_NAME.fullmatch(old.name):
+            with suppress(OSError):  # the save is whole, whether or not older files can be removed
+                old.unlink()
+
+
+def remove_unless_named(path: Path, name: str) -> None:
+    """Removes a file of a save that failed, if the index of the directory does not name it."""
+    with suppress(OSError):
+        try:
+            with open_regular(path / INDEX) as file:
+                content = file.read()
+        except FileNotFoundError:
+            content = b""
+        if name.encode() not in content:
+            (path / name).unlink()
+
+
+def digest_of(index: Mapping[str, Any]) -> str:
+    """The SHA-256 of what an index says beside it, however its JSON is written."""
+    entries = {name: value for name, value in index.items() if name != "sha256"}
+    canonical = json.dumps(entries, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def read_index(path: Path, cache: TreeCache) -> Index:
+    """The index of a directory, if it is whole and of a cache such as this one."""
+    file = path / INDEX
+    try:
+        entries = read_json_object(file, "TreeCache.load:")
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"TreeCache.load: {path} has no {INDEX}: no cache was saved there, or it never ended"
+        ) from None
+    try:
+        if entries.get("format") != _FORMAT:
+            raise ValueError(f"its format is not {_FORMAT!r}")
+        if entries.get("version") != _VERSION:
+            version = reprlib.repr(entries.get("version"))
+            raise ValueError(f"it is of version {version}, and this release reads {_VERSION}")
+        if entries.get("sha256") != digest_of(entries):
+            raise ValueError("it is damaged: its sha256 is not that of the rest")
+        _check_model(entries, cache)
+        return _parsed(entries)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"TreeCache.load: {file} cannot be used: {error}") from error
+
+
+def _parsed(entries: Mapping[str, Any]) -> Index:
+    length = _integer("length", entries.get("length"))
+    layout = _parsed_layout(_entry(entries, "layout", dict))
+    files = [
+        File(
+            _entry(file, "name", str),
+            _entry(file, "sha256", str),
+            _integer("size of a file", file.get("size")),
+        )
+        for file in _entry(entries, "files", list, of=dict)
+    ]
+    if len(files) != layout.world_size:
+        raise ValueError(f"it names {len(files)} files for {layout.world_size} ranks")
+    for file in files:
+        if not _OWN_NAME.fullmatch(file.name):  # of this directory, not of any other
+            raise ValueError(f"{file.name!r} is no name of a file")
+    if sum(layout.count(rank, length) for rank in range(layout.world_size)) != length:
+        raise ValueError(f"{layout} has no rank for slot {length - 1}")
+    layers = [_parsed_layer(layer) for layer in _entry(entries, "layers", list, of=dict)]
+    first_slots = _entry(entries, "first_slots", list, of=int)
+    return Index(entries["sha256"], length, layout, layers, first_slots, files)
+
+
+def _parsed_layout(entries: Mapping[str, Any]) -> ShardLayout:
+    kind = _one_of("kind of the layout", entries.get("kind"), LAYOUTS)
+    arguments = {name: value for name, value in entries.items() if name != "kind"}
+    numbers = [0]
+    for name, value in arguments.items():
+        numbers += [_integer(name, x) for x in (value if isinstance(value, list) else [value])]
+    layout = kind(**arguments)
+    _integer("number of slots in a cycle of the layout", layout.world_size * max(numbers))
+    return layout
+
+
+def _entry(entries: Mapping[str, Any], name: str, kind: type[T], of: type | None = None) -> T:
+    """An entry of what the index says, which must be of this kind, and a list `of` another."""
+    found = entries.get(name)
+    if type(found) is not kind or (of and any(type(x) is not of for x in entries[name])):
+        expected = kind.__name__ + (f" of {of.__name__}" if of else "")
+        raise ValueError(f"{name} must be a {expected}, got {reprlib.repr(found)}")
+    return found
+
+
+def _integer(name: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _BOUND:
+        raise ValueError(
+            f"{name} must be an integer of at least 0 and below 2^63, got {reprlib.repr(value)}"
+        )
+    return value
+
+
+def _one_of(name: str, value: Any, known: Mapping[str, T]) -> T:
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {reprlib.repr(value)}")
+    return known[value]
+
+
+def _parsed_layer(entries: Mapping[str, Any]) -> Kinds:
+    kinds = {}
+    for name in entries:
+        kind = _entry(entries, name, dict)
+        dtype = _one_of(f"dtype of {name}", kind.get("dtype"), _DTYPES)
+        kinds[name] = dtype, _entry(kind, "shape", list, of=int)
+    is_8_bits = "keys" in kinds and kv_dtype_of(kinds) is not None
+    names = {"keys", "values"} | ({"k_scale", "v_scale"} if is_8_bits else set())
+    if set(kinds) != names:
+        raise ValueError(f"a layer has {sorted(kinds)}, expected {sorted(names)}")
+    dtype, (*batch_and_heads, _) = kinds["keys"]
+    for name, (own, sizes) in kinds.items():
+        is_scale = name.endswith("_scale")
+        width = [] if is_scale else sizes[2:]
+        least = int(name != "values")  # those of latents have no columns
+        is_size = min(sizes, default=0) >= least and math.prod(sizes) < _BOUND // 8  # bytes
+        if len(width) != 1 - is_scale or not is_size:
+            raise ValueError(f"{name} of a layer cannot have the sizes {sizes}")
+        expected = (torch.float32 if is_scale else dtype, [*batch_and_heads, *width])
+        if (own, sizes) != expected:
+            raise ValueError(f"{name} of a layer is of {(own, sizes)}, expected {expected}")
+    return kinds
+
+
+def _check_model(entries: Mapping[str, Any], cache: TreeCache) -> None:
+    saved = _entry(entries, "model", dict)
+    for name, value in cache.model.items():
+        if saved.get(name) != value:
+            raise ValueError(
+                f"it is of another model: its {name} is {saved.get(name)!r}, and that of config "
+                f"{value!r}"
+            )
+    column = entries.get("tensor_rank"), entries.get("tensor_parallel_size")
+    if column != cache.shard.column:
+        texts = ["{!r} of {!r}".format(*place) for place in (column, cache.shard.column)]
+        raise ValueError(
+            f"it holds the heads of tensor rank {texts[0]}, and the group is of tensor rank "
+            f"{texts[1]}: load what the context group with the same heads saved"
+        )
+
+
+def kv_dtype_of(kinds: Kinds) -> torch.dtype | None:
+    """The dtype of a layer's keys where it is one of 8 bits."""
+    dtype = kinds["keys"][0]
+    return dtype if dtype in KV_DTYPES.values() else None
+
+
+def to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A transformers cache that is spread over ranks: each keeps its share of the slots."""
+
+from datetime import timedelta
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers.cache_utils import Cache
+from transformers.configuration_utils import PreTrainedConfig
+
+from ...exchange import DEFAULT_TIMEOUT, Communicator
+from ...sharding import ShardLayout
+from .build import new_layers
+from .growing import TreeCacheLayer, cropped_length, interrupted
+from .kv_dtypes import dtype_of
+from .recurrent import keeps_state
+from .shard import Shard
+from .snapshot import files as snapshot
+from .snapshot import reshard
+from .snapshot.index import describe_model
+
+
+class TreeCache(Cache):
+    """The key/value cache of a model, with its slots spread over the ranks of a group.
+
+    Every rank makes one and passes it as `past_key_values` to a model whose attention is
+    `"tree_attention"`; `enable` does both. All ranks run the same model on the same inputs, each
+    keeps the slots that `layout` gives it, and attention is merged over the group. A slot is a
+    position in the cache, left padding included. Layers with a sliding window keep the slots of the
+    last window and 128 more, by which `crop` can go back, and with `max_length` all slots. Of
+    multi-head latent attention it holds latents alone, and `enable` has the model attend to these.
+    Layers that keep a state, as those of linear attention do, are transformers' own, the same on
+    every rank; a cache with such layers cannot be cropped or saved. `copy.deepcopy` copies the keys
+    and values and keeps the group, so that a common prefix needs to be computed only once.
+
+    Args:
+        config: the configuration of the model, of which the number and kind of layers are read.
+        group: process group or `Communicator`, by default the world; where torch.distributed is
+            not initialised, a world of one.
+        layout: which rank holds which slot, by default `BlockCyclic(world_size, 64)`.
+        kv_dtype: "int8", or "fp8" (float8_e4m3fn), keeps keys and values in 8 bits with a float32
+            scale for each token and head; None: in the model's dtype.
+        max_length: allocates room for so many tokens, all ranks' together, at once, and keeps the
+            length on the device: a decoding step waits for nothing on the host, and is one graph
+            for torch.compile. None: buffers grow.
+        strategy: how ranks exchange their partial states, one of `tree_attention.strategies()` or
+            "auto".
+        timeout: seconds after which a lost rank becomes an `ExchangeError`.
+        growth: number of local slots by which the buffers of a layer grow, without `max_length`; at
+            most 64 for a sliding window.
+        deterministic: see `tree_decode`: with a number of slots, for example 4096, which is then
+            also the block of the default layout, attention has the same bits on every number of
+            ranks. Not for latents, and for layers with a sliding window with `max_length` only.
+
+    Raises:
+        ValueError: the layers of the model cache anything but keys and values, latents or states of
+            their own, `layout` is for another world size or ends before `max_length`, there is no
+            such kv_dtype or strategy, `growth` or `max_length` is below 1, or `deterministic` is
+            below 0 or not for these layers or this layout.
+    """
+
+    layers: list[Any]
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        group: ProcessGroup | Communicator | None = None,
+        layout: ShardLayout | None = None,
+        *,
+        kv_dtype: str | None = None,
+        max_length: int | None = None,
+        strategy: str = "auto",
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
+        growth: int = 1024,
+        deterministic: int = 0,
+    ) -> None:
+        if growth < 1:
+            raise ValueError(f"TreeCache: growth must be at least 1, got {growth}")
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"TreeCache: max_length must be at least 1, got {max_length}")
+        self.shard = Shard(group, layout, strategy, timeout, deterministic)
+        self.model = describe_model(config)
+        self.max_length = max_length
+        dtype = dtype_of("TreeCache", kv_dtype)
+        super().__init__(layers=new_layers(config, self.shard, growth, dtype, max_length))
+        indices = [i for i, layer in enumerate(self.layers) if isinstance(layer, TreeCacheLayer)]
+        self._first_kv, self._last_kv = indices[0], indices[-1]
+
+    @property
+    def kv_layers(self) -> list[TreeCacheLayer]:
+        """The layers that have keys and values, whose slots are spread over the ranks."""
+        return [layer for layer in self.layers if isinstance(layer, TreeCacheLayer)]
+
+    @property
+    def state_layers(self) -> list[Any]:
+        """The layers that keep a state of all tokens."""
+        return [layer for layer in self.layers if keeps_state(layer)]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Before the first layer appends: after that nobody knows which tokens all layers hold. With
+        # max_length the first layer finds it out by itself.
+        if layer_idx == self._first_kv and self.max_length is None:
+            last = self.layers[self._last_kv]
+            if self.layers[layer_idx].length != last.length:
+                raise interrupted()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def reserve(self, length: int) -> None:
+        """Has the next allocation make room for `length` tokens, so that a prompt of known length
+        is stored without growing step by step."""
+        for layer in self.kv_layers:
+            layer.reserve(length)
+
+    def reset(self) -> None:
+        super().reset()
+        for i, layer in enumerate(self.layers):
+            if keeps_state(layer):  # of any batch next time, as the others
+                self.layers[i] = type(layer)(number_of_states=layer.number_of_states)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)  # type: ignore[arg-type]  # the one that states have too
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        layer = self.kv_layers[0]
+        if layer.is_initialized:
+            rows = torch.arange(layer.keys.shape[0], device=layer.keys.device)
+            self.batch_select_indices(rows.repeat_interleave(int(repeats)))
+
+    def activate_past_recording(self) -> None:
+        """What transformers calls before decoding that takes tokens back."""
+        if self.state_layers:
+            raise NotImplementedError(
+                "generate: prompt lookup and assisted decoding take tokens back, and the layers of "
+                "this model that keep a state cannot; generate without them"
+            )
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Forgets the last `-tokens_to_remove` tokens of every layer, or raises and keeps all.
+
+        A forward pass that did not reach the last layer is forgotten first: the tokens of the cache
+        are those that all layers hold.
+
+        Raises:
+            ValueError: layers with a sliding window have forgotten what would then be seen, or
+                layers keep a state, which does not tell what it was, or which has the tokens of a
+                forward pass that was interrupted.
+        """
+        layers = self.kv_layers
+        lengths = [layer.length for layer in layers]
+        length = min(lengths)
+        kept = cropped_length(length, tokens_to_remove)
+        is_interrupted = max(lengths) > length or any(layer.is_interrupted for layer in layers)
+        if self.state_layers and is_interrupted:
+            raise ValueError(
+                "TreeCache: crop cannot forget the forward pass that did not reach the last layer, "
+                "as some layers keep a state that has its tokens; forget all tokens with reset"
+            )
+        if self.state_layers and kept < length:
+            raise ValueError(
+                f"TreeCache: crop cannot take back {length - kept} tokens, as some layers keep a "
+                "state of all tokens and not the tokens; copy.deepcopy the cache to which to return"
+            )
+        for layer in layers:
+            layer.check_cut(kept)
+        for layer in layers:
+            layer.cut(kept)
+
+    def save(self, directory: str | PathLike[str]) -> None:
+        """Writes the keys and values of all ranks to a directory, from which `load` reads them.
+
+        Collective. Each rank writes one safetensors file, the first one the index. What was saved
+        there before is replaced as a whole at the end, or stays if this does not get that far.
+        Needs memory on the host for a second copy of this rank's keys and values.
+
+        Args:
+            directory: a path at which all ranks of the group reach the same directory, and no
+                other group writes. It is made if need be.
+
+        Raises:
+            ValueError: the cache holds no tokens, is inside a forward pass, has layers that keep a
+                state, or has a layout that is none of this package.
+            OSError: a file cannot be written, or the first rank does not find that of another.
+            ExchangeError: one of that happened on another rank, or a rank was lost.
+        """
+        snapshot.save(self, directory)
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | PathLike[str],
+        config: PreTrainedConfig,
+        group: ProcessGroup | Communicator | None = None,
+        layout: ShardLayout | None = None,
+        *,
+        kv_dtype: str | None = None,
+        max_length: int | None = None,
+        strategy: str = "auto",
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
+        growth: int = 1024,
+        deterministic: int = 0,
+    ) -> "TreeCache":
+        """A cache with the keys and values that `save` wrote, on any number of ranks.
+
+        Collective. Each rank reads the files that hold its slots, and compares them with their
+        digests. They are on the CPU until a model on another device appends to them. The weights
+        of the model are not compared: they must be those that computed the keys.
+
+        Equivalent, with the model run again::
+
+            cache = TreeCache(config, group, layout)
+            model(input_ids, past_key_values=cache)
+
+        Args:
+            directory: what `save` was given, at a path by which this rank reaches it.
+            config, group, layout, max_length, strategy, timeout, growth, deterministic: see
+                `TreeCache`; world size, layout and max_length may differ from those of the saved
+                cache.
+            kv_dtype: "int8" or "fp8" quantises what was saved otherwise; None: as it was saved.
+
+        Raises:
+            OSError: a file is missing, also where saves beside it replace the files again and
+                again, or is no regular file.
+            ValueError: a file is damaged, or of another model, version or part of the heads; an
+                argument is wrong, or more tokens were saved than `max_length`, or with `max_length`
+                only the last slots of layers with a sliding window.
+            ExchangeError: one of that happened on another rank, or a rank was lost.
+        """
+        cache = cls(
+            config,
+            group,
+            layout,
+            kv_dtype=kv_dtype,
+            max_length=max_length,
+            strategy=strategy,
+            timeout=timeout,
+            growth=growth,
+            deterministic=deterministic,
+        )
+        return snapshot.restore(cache, directory)
+
+    def reshard(self, layout: ShardLayout) -> None:
+        """Moves the slots to the ranks that `layout` gives them, inside the group and in place.
+
+        Collective. Needs memory for three copies of one layer. An enabled model is told by
+        `enable(model, layout=layout)`. A lost rank makes the cache unusable: save it first where
+        that matters. For another world size, `save` and `load`.
+
+        Raises:
+            ValueError: `layout` is for another world size, or has no rank for a slot in use.
+            ExchangeError: the ranks differ, and nothing was moved; or a rank was lost.
+        """
+        reshard.reshard(self, layout)
+
+    def common_length(self, op: str) -> int:
+        """The number of slots in use, which all layers have in common between forward passes."""
+        lengths = {layer.length for layer in self.kv_layers}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"TreeCache.{op}: the layers hold {min(lengths)} to {max(lengths)} tokens; call it "
+                "between forward passes, after one that ended"
+            )
+        return max(lengths, default=0)
+
+    def place(self, shard: Shard) -> None:
+        """Has all layers go on at another place among the ranks, where their slots are already."""
+        self.shard = shard
+        for layer in self.kv_layers:
+            layer.shard = shard
+
+    @property
+    def kv_dtype(self) -> torch.dtype | None:
+        """The dtype of keys and values of 8 bits; None: that of the model."""
+        return self.kv_layers[0].kv_dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes of the buffers that this rank has allocated for keys and values."""
+        return sum(layer.num_bytes for layer in self.kv_layers)

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Digests and descriptions of what every rank must have in common before a generation begins."""
+
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from operator import itemgetter
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers.configuration_utils import PreTrainedConfig
+
+from ...exchange.agreement.signatures import Signature
+from ..weights.split import split_tensors
+
+_SAMPLES_PER_PARAMETER = 8
+_HEX_DIGITS = 16
+# Length of the beginning of a value's text that ranks publish and an error shows.
+_MAX_TEXT = 200
+# How deep collections are compared, as an object may hold itself, and how many entries of all of
+# them, as they are walked through in every generation: tenths of a second for so many numbers.
+_DEPTH = 6
+_MAX_ENTRIES = 100_000
+# Settings by which no token changes, or which other fields compare.
+_NOT_COMPARED = ("architectures", "dtype", "transformers_version")
+
+
+def digest_inputs(inputs: Mapping[str, Any]) -> str:
+    """The digest of the names, shapes, dtypes and bytes of all tensors in `inputs`."""
+    sha = hashlib.sha256()
+    for name, value in sorted(inputs.items()):
+        if isinstance(value, Tensor):
+            sha.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+            sha.update(to_bytes(value))
+    return sha.hexdigest()[:_HEX_DIGITS]
+
+
+def settings_of(kind: str, config: GenerationConfig | PreTrainedConfig) -> Signature:
+    """The settings of a generation or a model by name, for ranks to compare."""
+    settings = _compared(config.to_dict())
+    # The first one that differs is named, and lengths of sequences follow from those of new tokens.
+    names = sorted(settings, key=lambda name: name in ("max_length", "min_length"))
+    return tuple((f"{kind} setting {name}", describe(settings[name])) for name in names)
+
+
+def _compared(settings: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The settings, also of configurations inside, but for where they were read."""
+    return {
+        name: _compared(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if not str(name).startswith("_") and name not in _NOT_COMPARED
+    }
+
+
+def model_signature(kind: str, model: PreTrainedModel) -> Signature:
+    """The configuration, weights and buffers of a model, for ranks to compare."""
+    return (
+        *settings_of(kind, model.config),
+        (f"digest of the {kind}'s weights", digest_parameters(model)),
+        (f"digest of the {kind}'s buffers", digest_buffers(model)),
+    )
+
+
+def describe_all(name: str, objects: Iterable[Any]) -> Signature:
+    """What ranks compare of logits processors or stopping criteria: their kinds and attributes."""
+    return tuple((f"{name} {i}", describe(o, with_attributes=True)) for i, o in enumerate(objects))
+
+
+def describe(value: Any, with_attributes: bool = False) -> str:
+    """The same text on every rank that holds an equal value.
+
+    A value is a number, a string, a tensor, a function or a collection of these. Of any other
+    object only the kind counts, because a model or a process group differs from rank to rank; with
+    attributes, those of `value` itself count as well, but for names with a leading underscore.
+    """
+    return _shortened(_Description().of(value, _DEPTH, with_attributes))
+
+
+class _Description:
+    """The text of one value, of which it looks at `_MAX_ENTRIES` entries at most."""
+
+    def __init__(self) -> None:
+        self._entries_left = _MAX_ENTRIES
+
+    def of(self, value: Any, depth: int, with_attributes: bool = False) -> str:
+        kind = type(value).__qualname__
+        if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
+            return repr(value)
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            return f"{value.dtype} {list(value.shape)} {_digest(value.tobytes())}"
+        if isinstance(value, Tensor):
+            is_whole = not (isinstance(value, DTensor) or value.is_meta or value.is_sparse)
+            digest = _digest(to_bytes(value)) if is_whole else ""
+            return f"{value.dtype} {list(value.shape)} {digest}".rstrip()
+        if isinstance(value, Mapping | list | tuple | set | frozenset):
+            self._entries_left -= len(value)
+            if self._entries_left < 0:
+                return f"{kind} of {len(value)}"
+        if depth == 0:
+            return kind
+        if isinstance(value, Mapping):
+            pairs = zip(self._all(value, depth), self._all(value.values(), depth), strict=True)
+            return "{" + ", ".join(sorted(f"{key}: {text}" for key, text in pairs)) + "}"
+        if isinstance(value, list | tuple):
+            return "[" + ", ".join(self._all(value, depth)) + "]"
+        if isinstance(value, set | frozenset):
+            return "{" + ", ".join(sorted(self._all(value, depth))) + "}"
+        if isinstance(value, functools.partial):
+            bound = self._all(value.args, depth)
+            bound += [self._named(value.keywords, depth)] if value.keywords else []
+            return f"{self.of(value.func, depth - 1)}({', '.join(bound)})"
+        if isinstance(value, MethodType):
+            owner = self.of(value.__self__, depth - 1, with_attributes=True)
+            return f"{owner}.{value.__name__}"
+        if isinstance(value, FunctionType):
+            return f"{value.__module__}.{value.__qualname__}({self._function(value, depth)})"
+        if with_attributes or isinstance(value, LogitsProcessor | StoppingCriteria):
+            attributes = getattr(value, "__dict__", {})
+            public = {name: x for name, x in attributes.items() if not name.startswith("_")}
+            return f"{kind}({self._named(public, depth)})"
+        return kind
+
+    def _all(self, values: Iterable[Any], depth: int) -> list[str]:
+        return [self.of(part, depth - 1) for part in values]
+
+    def _named(self, values: Mapping[str, Any], depth: int) -> str:
+        texts = self._all(values.values(), depth)
+        return ", ".join(f"{n}={text}" for n, text in sorted(zip(values, texts, strict=True)))
+
+    def _function(self, function: FunctionType, depth: int) -> str:
+        """What a function computes with: its variables, defaults, constants and instructions."""
+        code = function.__code__
+        variables = {}
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # of a variable that has no value
+                variables[name] = cell.cell_contents
+        constants = [x for x in code.co_consts if not isinstance(x, CodeType)]
+        rest = self._all([function.__defaults__, function.__kwdefaults__, constants], depth)
+        digest = _digest(code.co_code + repr((code.co_names, rest)).encode())
+        return ", ".join(filter(None, [self._named(variables, depth), f"code {digest}"]))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_HEX_DIGITS]
+
+
+def _shortened(text: str) -> str:
+    """The text, or of a long one its beginning and its digest."""
+    if len(text) <= _MAX_TEXT:
+        return text
+    return f"{text[:_MAX_TEXT]}... ({len(text)} characters, digest {_digest(text.encode())})"
+
+
+def digest_random_state(device: torch.device) -> str:
+    """The digest of the states of the random generators that sampling draws from."""
+    sha = hashlib.sha256(to_bytes(torch.get_rng_state()))
+    if device.type == "cuda":
+        sha.update(to_bytes(torch.cuda.get_rng_state(device)))
+    return sha.hexdigest()[:_HEX_DIGITS]
+
+
+def digest_parameters(model: torch.nn.Module) -> str:
+    """The digest of a model's parameters, see `digest_tensors`.
+
+    Of those of which this rank has a part only, the digest of the whole counts. Parameters that are
+    DTensors are left out, as ranks hold different shards of them.
+    """
+    split, digest = split_tensors(model)
+    return digest + digest_tensors(_whole(model.named_parameters(), split))
+
+
+def digest_buffers(model: torch.nn.Module) -> str:
+    """The digest of a model's buffers, also of those that are never saved."""
+    split, _ = split_tensors(model)
+    return digest_tensors(_whole(model.named_buffers(), split))
+
+
+def _whole(
+    tensors: Iterable[tuple[str, Tensor]], split: frozenset[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that every rank holds, with those that they are made of."""
+    for name, tensor in tensors:
+        if name not in split and not isinstance(tensor, DTensor) and not tensor.is_meta:
+            yield from _plain(name, tensor)
+
+
+def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor, or those that a subclass is made of, as quantised weights are."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for inner in tensor.__tensor_flatten__()[0]:
+            yield from _plain(f"{name}.{inner}", getattr(tensor, inner))
+    else:
+        yield name, tensor
+
+
+@torch.no_grad()
+def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The digest of the names, shapes and a few evenly spaced elements of tensors.
+
+    It tells models apart that were initialised or loaded differently, but may miss a single changed
+    weight.
+    """
+    sha = hashlib.sha256()
+    samples = []
+    for name, tensor in sorted(tensors, key=itemgetter(0)):
+        sha.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        step = max(1, tensor.numel() // _SAMPLES_PER_PARAMETER)
+        samples.append(tensor.flatten()[::step][:_SAMPLES_PER_PARAMETER].cpu().float())
+    if samples:
+        sha.update(to_bytes(torch.cat(samples)))
+    return sha.hexdigest()[:_HEX_DIGITS]
+
+
+def to_bytes(x: Tensor) -> bytes:
+    """The elements of `x` as they lie in memory."""
+    return x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Models whose weights are split over ranks, from a checkpoint or from memory."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import ProcessGroup
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from .._json import read_json_object
+from ..exchange import DEFAULT_TIMEOUT, check_timeout
+from ..exchange.agreement.on_every_rank import on_every_rank
+from ..exchange.agreement.signatures import Signature
+from .checks.fingerprint import digest_parameters, digest_tensors
+from .enable import check_model, disable, enable, is_enabled
+from .weights.checkpoint import Checkpoint, fill, find_file
+from .weights.checkpoint_files import check_config_file
+from .weights.mesh import Mesh
+from .weights.plan import Plan, plan
+from .weights.split import attach, mesh_of, split
+
+T = TypeVar("T")
+
+
+def from_pretrained(
+    path: str | Path,
+    *,
+    group: ProcessGroup | None = None,
+    tensor_parallel_size: int = 1,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    **enable_options: Any,
+) -> PreTrainedModel:
+    """Loads a checkpoint whose weights are split over the ranks of a group, and enables it.
+
+    Equivalent, with the whole weights in memory for a while::
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(device)
+        enable(parallelize(model, group=group, tensor_parallel_size=...), **enable_options)
+
+    Collective. Each rank reads its parts alone: it needs memory for these and one more tensor.
+
+    Args:
+        path: a directory with config.json and safetensors files, or a name on the Hugging Face Hub.
+        group, tensor_parallel_size: see `parallelize`.
+        dtype: dtype of the weights, by default that of the checkpoint.
+        device: where the weights go, by default the CPU.
+        enable_options: see `enable`. Its `timeout` is also the longest that a rank waits for others
+            to have loaded theirs.
+
+    Returns:
+        The model in eval mode.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range, the model cannot be split, or a file is
+            damaged, lacks weights or contradicts config.json.
+        OSError: a file is missing.
+        ExchangeError: one of that happened on another rank, a rank was lost, or ranks read other
+            checkpoints.
+
+    Source: Helix parallelism (arXiv:2507.07120).
+    """
+    if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+        raise ValueError(
+            "from_pretrained: dtype must be a floating dtype of torch, or None for the "
+            f"checkpoint's, got {dtype!r}"
+        )
+    timeout = check_timeout("from_pretrained", enable_options.get("timeout", DEFAULT_TIMEOUT))
+    inspect.signature(enable).bind(None, **enable_options)  # TypeError for unknown names
+    mesh = Mesh(group, tensor_parallel_size, timeout, op="from_pretrained")
+
+    def load() -> tuple[str, PreTrainedModel]:
+        return _load(path, mesh, dtype, torch.device("cpu" if device is None else device))
+
+    return enable(_on_every_rank("from_pretrained", mesh, load), **enable_options)
+
+
+def parallelize(
+    model: PreTrainedModel,
+    *,
+    group: ProcessGroup | None = None,
+    tensor_parallel_size: int = 1,
+) -> PreTrainedModel:
+    """Splits the weights of a model in memory over the ranks of a group, in place.
+
+    Collective: every rank has the same whole model before, and its parts of it afterwards. World
+    size is tensor_parallel_size times the size of a context group. Heads of queries, keys and
+    values are split inside a tensor group, whose ranks are consecutive, and the slots of the cache
+    over a context group; o_proj, the MLP, the embedding and lm_head over all ranks. A forward pass
+    exchanges partial states of attention once a layer, and sums twice. Norms and experts of
+    mixtures stay whole. Call `enable(model)` afterwards, which takes its groups from here.
+
+    Args:
+        group: process group, by default the world.
+        tensor_parallel_size: number of ranks in a tensor group; divides the world size and the
+            number of heads of keys and values.
+
+    Returns:
+        `model` itself, in eval mode, its attention `"tree_attention"`.
+
+    Raises:
+        TypeError: the model is none of transformers, or tensor_parallel_size is no integer.
+        ValueError: tensor_parallel_size is out of range, or the model cannot be split or is split
+            already.
+        ExchangeError: a rank was lost, or ranks have other models or sizes.
+
+    Source: Helix parallelism (arXiv:2507.07120).
+    """
+    check_model("parallelize", model)
+    if mesh_of(model) is not None:
+        raise ValueError(f"parallelize: this {type(model).__name__} is split already")
+    mesh = Mesh(group, tensor_parallel_size)
+
+    def examine() -> tuple[str, tuple[Plan | None, str]]:
+        digest = digest_parameters(model)
+        return digest, (_plan(model, mesh), digest)
+
+    made, digest = _on_every_rank("parallelize", mesh, examine)
+    if is_enabled(model):
+        disable(model)
+    model.set_attn_implementation("tree_attention")
+    if made is not None:
+        split(model, mesh, made)
+    attach(model.eval(), mesh, made, digest)
+    return model
+
+
+def _load(
+    path: str | Path, mesh: Mesh, dtype: torch.dtype | None, device: torch.device
+) -> tuple[str, PreTrainedModel]:
+    """The digest of the whole weights of a checkpoint, and the model with this rank's parts."""
+    file = find_file(path, "config.json")
+    if file is None:
+        raise OSError(f"from_pretrained: {path} has no config.json")
+    check_config_file(file, "from_pretrained: the configuration")
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"from_pretrained: the weights in {path} are quantized, which is not supported; "
+            "quantize no weights, or load the model with transformers, and call enable(model)"
+        )
+    checkpoint = Checkpoint(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype or config.dtype or checkpoint.dtype,
+            attn_implementation="tree_attention",
+            trust_remote_code=False,
+        )
+    check_model("from_pretrained", model)
+    # As transformers does: some models keep norms in float32 when the others are float16.
+    for pattern, kept in model._get_dtype_plan(model.dtype).items():
+        for name, parameter in model.named_parameters():
+            if re.search(pattern, name):
+                parameter.data = parameter.data.to(kept)
+    tensors = checkpoint.tensors(model)
+    digest = digest_tensors(tensors.items())
+    made = _plan(model, mesh)
+    if made is not None:
+        split(model, mesh, made)
+    fill(model, tensors, {} if made is None else made.cuts, device, show=mesh.rank == 0)
+    file = find_file(path, "generation_config.json")
+    if file is not None:
+        # transformers says of a damaged one that there is none.
+        read_json_object(file, "from_pretrained: the defaults of generation in")
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    attach(model.to(device).eval(), mesh, made, digest)
+    return digest, model
+
+
+def _plan(model: PreTrainedModel, mesh: Mesh) -> Plan | None:
+    return None if mesh.world_size == 1 else plan(model, mesh)
+
+
+def _on_every_rank(op: str, mesh: Mesh, run: Callable[[], tuple[str, T]]) -> T:
+    """What `run` returns after the digest of the whole weights, which is the same on all ranks."""
+
+    def examine() -> tuple[Signature, T]:
+        digest, result = run()
+        return (("digest of the whole weights", digest),), result
+
+    return on_every_rank(op, mesh.calls, mesh.timeout, examine)[0]

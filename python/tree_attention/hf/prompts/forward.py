@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Prompts split over ranks: the forward pass of an enabled model, each rank on its own tokens."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+
+from ..cache.recurrent import GO_ON_FROM_A_STATE, state_kinds
+from ..cache.tree_cache import TreeCache
+from ..checks.fingerprint import describe, digest_inputs
+from ..masks import KeyRanges
+from ..weights.split import mesh_of
+from .token_split import Deal, dealing
+
+_PREFILLS = ("auto", "split", "replicated")
+# Where "auto" splits: below so many tokens a rank, exchanges cost more than a rank saves.
+_MIN_TOKENS_PER_RANK = 64
+# The axes along which arguments of a forward pass run over the tokens of the chunk.
+_AXES = {
+    "input_ids": 1,
+    "inputs_embeds": 1,
+    "position_ids": -1,
+    "cache_position": -1,
+    "token_type_ids": 1,
+}
+_FOR_ALL_TOKENS = ("attention_mask", "past_key_values", "use_cache", "logits_to_keep")
+# What ranks would have for their own tokens only.
+_OUTPUTS_OF_TOKENS = ("output_hidden_states", "output_attentions", "output_router_logits")
+# Kinds of rotary embeddings whose frequencies depend on the largest position of the chunk.
+_ROPES_OF_ALL_POSITIONS = ("dynamic", "longrope")
+
+
+def may_be_chunked(config: PreTrainedConfig) -> bool:
+    """Whether a prompt that is read in chunks is known to give what it gives as a whole."""
+    if _rope_of_all_positions(config) is not None:
+        return False
+    return not state_kinds(config) or config.model_type in GO_ON_FROM_A_STATE
+
+
+def check_prefill(model: PreTrainedModel, prefill: str) -> None:
+    """Refuses a `prefill` that `enable` cannot do with the model.
+
+    Raises:
+        ValueError: there is no such `prefill`, or the tokens of the model cannot be dealt.
+    """
+    if prefill not in _PREFILLS:
+        raise ValueError(f"enable: prefill must be one of {', '.join(_PREFILLS)}, got {prefill!r}")
+    obstacle = _obstacle(model)
+    if prefill == "split" and obstacle is not None:
+        raise ValueError(
+            f"enable: prefill='split' is not possible with {type(model).__name__}: {obstacle}; "
+            "use prefill='auto' or 'replicated'"
+        )
+
+
+def override_forward(model: PreTrainedModel, prefill: str) -> None:
+    """Has `model.forward` deal the tokens of prompts, where they may be dealt."""
+    if prefill == "replicated" or _obstacle(model) is not None:
+        return
+    original = type(model).forward
+    signature = inspect.signature(original)
+    min_tokens = 1 if prefill == "split" else _MIN_TOKENS_PER_RANK
+    sizes = _sizes(model)
+
+    @functools.wraps(original)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        del arguments["self"]
+        arguments.update(arguments.pop("kwargs", {}))
+        deal = _deal(self, arguments, min_tokens, sizes)
+        if deal is None:
+            return original(self, *args, **kwargs)
+        return _dealt_forward(original, self, arguments, deal)
+
+    vars(model)["forward"] = MethodType(forward, model)
+    forward._is_of_enable = True  # type: ignore[attr-defined]
+
+
+def restore_forward(model: PreTrainedModel) -> None:
+    """Undoes `override_forward`. A forward that somebody else put there stays."""
+    if _has_own_forward(model):
+        del vars(model)["forward"]
+
+
+def is_dealt_in_generate(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> bool:
+    """Whether `generate` deals the tokens of long prompts, if there are several ranks."""
+    return _has_own_forward(model) and _asks_for_the_last(model, model_kwargs)
+
+
+def _has_own_forward(model: PreTrainedModel) -> bool:
+    forward = vars(model).get("forward")
+    # A compiled one is a function that has the attributes of the method.
+    return isinstance(forward, MethodType) and hasattr(forward, "_is_of_enable")
+
+
+def _obstacle(model: PreTrainedModel) -> str | None:
+    """Why the tokens of this model cannot be dealt, or None."""
+    if mesh_of(model) is not None:
+        return "its weights are split, so that ranks need each other's tokens in every layer"
+    if "forward" in vars(model) and not _has_own_forward(model):
+        return "its forward was replaced, by torch.compile or by hooks"
+    if state_kinds(model.config):
+        return f"its layers of {' and '.join(state_kinds(model.config))} need every token in order"
+    parameters = inspect.signature(type(model).forward).parameters
+    for name in ("position_ids", "logits_to_keep"):
+        if name not in parameters:
+            return f"its forward takes no {name}"
+    kind = _rope_of_all_positions(model.config)
+    if kind is not None:
+        return f"its rotary embedding, {kind!r}, depends on all positions of a chunk"
+    return None
+
+
+def _rope_of_all_positions(config: PreTrainedConfig) -> str | None:
+    """The type of a rotary embedding that turns a token otherwise in another chunk, or None."""
+    kinds = _rope_types(getattr(config, "rope_parameters", None))
+    return next((kind for kind in kinds if kind in _ROPES_OF_ALL_POSITIONS), None)
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """The rope types of a configuration, which may have one for each type of layer."""
+    if isinstance(parameters, Mapping):
+        if isinstance(parameters.get("rope_type"), str):
+            yield parameters["rope_type"]
+        for value in parameters.values():
+            yield from _rope_types(value)
+
+
+def _sizes(model: PreTrainedModel) -> str:
+    """The numbers of the configuration: sizes of the messages follow from them."""
+    config = model.config.to_dict()
+    return describe({name: value for name, value in config.items() if isinstance(value, int)})
+
+
+def _deal(
+    model: PreTrainedModel, arguments: Mapping[str, Any], min_tokens: int, sizes: str
+) -> Deal | None:
+    """How to deal the tokens of a forward pass with these arguments; None: not at all.
+
+    All that decides is the same on all ranks, as far as their arguments are.
+    """
+    cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
+    if not isinstance(cache, TreeCache) or cache.shard.world_size == 1:
+        return None
+    per_token = {name: arguments[name] for name in _AXES if arguments.get(name) is not None}
+    tokens = per_token.get("input_ids", per_token.get("inputs_embeds"))
+    if tokens is None or not _asks_for_the_last(model, arguments):
+        return None
+    # A model with several kinds of layers has a mask for each, where `generate` made them, in the
+    # order of a set, which is another in each process.
+    if isinstance(mask, Mapping):
+        masks = [mask[name] for name in sorted(mask)]
+    else:
+        masks = [] if mask is None else [mask]
+    batch, length = tokens.shape[:2]
+    if (
+        length < max(2, min_tokens * cache.shard.world_size)
+        or any(x.shape[_AXES[name]] != length for name, x in per_token.items())
+        # The attention refuses other masks.
+        or not all(
+            isinstance(x, KeyRanges) or (isinstance(x, Tensor) and x.dim() == 2) for x in masks
+        )
+        # Without positions, models count padding in different ways.
+        or (
+            "position_ids" not in per_token
+            and not all(isinstance(x, Tensor) and x.all() for x in masks)
+        )
+    ):
+        return None
+    signature = (
+        ("batch", batch),
+        (
+            "digest of the padding mask",
+            digest_inputs({str(i): getattr(x, "ranges", x) for i, x in enumerate(masks)}),
+        ),
+        ("numbers of the model's configuration", sizes),
+        ("dtype", model.dtype),
+        ("device", tokens.device.type),
+    )
+    return Deal(cache.shard, int(cache.get_seq_length()), length, tokens.device, signature)
+
+
+def _asks_for_the_last(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
+    """Whether all that the caller wants is the logits of the last position."""
+    logits_to_keep = arguments.get("logits_to_keep")
+    if type(logits_to_keep) is not int or logits_to_keep != 1:
+        return False
+    for name in _OUTPUTS_OF_TOKENS:
+        if arguments.get(name, getattr(model.config, name, False)):
+            return False
+    if arguments.get("return_dict", model.config.return_dict) is False:
+        return False
+    known = {*_AXES, *_FOR_ALL_TOKENS, *_OUTPUTS_OF_TOKENS, "return_dict"}
+    return all(value is None or name in known for name, value in arguments.items())
+
+
+def _dealt_forward(
+    original: Any, model: PreTrainedModel, arguments: dict[str, Any], deal: Deal
+) -> Any:
+    if arguments.get("position_ids") is None:
+        positions = torch.arange(deal.length, device=deal.device) + deal.begin
+        arguments["position_ids"] = positions[None]
+    for name, axis in _AXES.items():
+        if arguments.get(name) is not None:
+            arguments[name] = arguments[name].index_select(axis, deal.own)
+    comm = deal.shard.comm
+    with comm.turn("prefill"), dealing(deal):
+        try:
+            output = original(model, **arguments)
+            # Each rank has the logits of the last of its own tokens.
+            output.logits = deal.of_last_rank(output.logits)
+        except BaseException:
+            comm.abandon_call()
+            raise
+    return output

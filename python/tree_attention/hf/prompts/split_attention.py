@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How queries meet keys in the layers of a dealt forward pass.
+
+Every rank has the queries of its own tokens, and the keys and values of its own slots. There are
+two ways to bring them together:
+
+- pass-Q: each rank gets all queries, attends with its own keys and sends partial states back.
+- pass-KV: each rank gets all keys and values that any query sees, and attends with its own queries.
+
+Either way a query has one state for each rank's keys, and these are merged in rank order. All ranks
+of p together send, in bytes,
+
+    pass-Q:  (p - 1) * batch * tokens * num_heads_q * (head_dim * itemsize + 4 * (head_dim_v + 1))
+    pass-KV: (p - 1) * batch * visible slots * num_heads_kv * (head_dim + head_dim_v) * itemsize
+
+and the way with the smaller number is taken, the same on all ranks. Both at once, pass-Q for the
+slots before the chunk and pass-KV for those of the chunk, would send all queries and states as
+pass-Q does, and keys and values on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...exchange.transport.buffers import StateLayout
+from ...ops import lean_decode, merge_states
+from ..masks import KeyRanges
+from .token_split import Deal
+
+if TYPE_CHECKING:
+    from ..cache.growing import TreeCacheLayer
+
+# What a layer holds at a time of the states of all ranks, or of their keys and values.
+_MAX_PIECE_BYTES = 32 << 20
+
+# Some heads and tokens of this rank's queries, and their states over each rank's keys:
+# o [world_size, batch, heads, tokens, head_dim_v] and lse.
+_Piece = tuple[slice, slice, Tensor, Tensor]
+
+
+def attend(
+    deal: Deal,
+    query: Tensor,
+    layer: TreeCacheLayer,
+    ranges: KeyRanges,
+    out_dtype: torch.dtype,
+    keywords: Mapping[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's tokens `[batch, num_heads_q, tokens, head_dim]` to all ranks' keys.
+
+    Returns:
+        `o` in `out_dtype` and the float32 `lse` of these tokens.
+    """
+    shape = (*query.shape[:3], layer.head_dim_v)
+    o = query.new_empty(shape, dtype=out_dtype)
+    lse = query.new_empty(shape[:3], dtype=torch.float32)
+    way = _pass_queries if _passes_queries(deal, query, layer, ranges) else _pass_keys
+    for heads, tokens, o_parts, lse_parts in way(deal, query, layer, ranges, keywords):
+        merged = merge_states(o_parts, lse_parts, out_dtype=out_dtype)
+        o[:, heads, tokens], lse[:, heads, tokens] = merged
+    return o, lse
+
+
+def _passes_queries(deal: Deal, query: Tensor, layer: TreeCacheLayer, ranges: KeyRanges) -> bool:
+    """Whether pass-Q sends less than pass-KV, by the bytes of one sequence to one rank."""
+    _, num_heads_q, _, head_dim = query.shape
+    state_bytes = 4 * (layer.head_dim_v + 1)
+    query_bytes = deal.length * num_heads_q * (head_dim * query.itemsize + state_bytes)
+    return query_bytes < (deal.end - ranges.first) * _bytes_per_slot(layer)
+
+
+def _pass_queries(
+    deal: Deal,
+    query: Tensor,
+    layer: TreeCacheLayer,
+    ranges: KeyRanges,
+    keywords: Mapping[str, Any],
+) -> Iterator[_Piece]:
+    rank, ranks = deal.shard.rank, range(deal.shard.world_size)
+    batch, num_heads_q, _, head_dim = query.shape
+    head_dim_v = layer.head_dim_v
+    keys, values, scales = layer.operands(layer.buffers())
+    step = _tokens_of_piece(deal, query, layer)
+    for begin in range(0, max(deal.counts), step):
+        tokens = slice(begin, begin + step)
+        counts = [len(range(count)[tokens]) for count in deal.counts]
+        own = query[:, :, tokens].contiguous()
+        queries = {
+            r: deal.room(f"queries of {r}", (batch, num_heads_q, counts[r], head_dim), own.dtype)
+            for r in ranks
+            if r != rank
+        }
+        deal.exchange(queries, dict.fromkeys(queries, own))
+        layout = StateLayout((batch, num_heads_q, counts[rank]), head_dim_v, torch.float32)
+        parts = deal.room("states", (len(ranks), layout.num_bytes), torch.uint8)
+        sent = {}
+        for r in ranks:
+            q, states, its_layout = own, parts[rank], layout
+            if r != rank:
+                q = queries[r]
+                its_layout = StateLayout(q.shape[:3], head_dim_v, torch.float32)
+                states = deal.room(f"states of {r}", (its_layout.num_bytes,), torch.uint8)
+                sent[r] = states
+            lean_decode(
+                q,
+                keys,
+                values,
+                ranges.in_shard(deal, rank, r, layer.dropped)[:, tokens],
+                out=its_layout.views(states),
+                **scales,
+                **keywords,
+            )
+        deal.exchange({r: parts[r] for r in sent}, sent)
+        yield slice(None), tokens, *layout.views(parts)
+
+
+def _pass_keys(
+    deal: Deal,
+    query: Tensor,
+    layer: TreeCacheLayer,
+    ranges: KeyRanges,
+    keywords: Mapping[str, Any],
+) -> Iterator[_Piece]:
+    shard, rank, ranks = deal.shard, deal.shard.rank, range(deal.shard.world_size)
+    batch, num_heads_q, num_tokens, _ = query.shape
+    num_heads_kv, head_dim_v = layer.keys.shape[1], layer.head_dim_v
+    buffers = layer.buffers()
+    # The local slots of each rank that any query sees.
+    begins = [shard.layout.count(r, ranges.first) for r in ranks]
+    ends = [shard.layout.count(r, deal.end) for r in ranks]
+    head_bytes = batch * (deal.end - ranges.first) * _bytes_per_slot(layer) // num_heads_kv
+    head_step = max(1, _MAX_PIECE_BYTES // max(1, head_bytes))
+    token_step = _tokens_of_piece(deal, query, layer)
+    group = num_heads_q // num_heads_kv
+    for head in range(0, num_heads_kv, head_step):
+        packed = _Rows({name: x[:, head : head + head_step] for name, x in buffers.items()})
+        num_heads = packed.num_heads_kv
+        heads = slice(head * group, (head + num_heads) * group)
+        gathered = {
+            r: deal.room(f"keys of {r}", packed.shape(ends[r] - begins[r]), torch.uint8)
+            for r in ranks
+        }
+        own = slice(begins[rank] - layer.dropped, ends[rank] - layer.dropped)
+        packed.pack(own, gathered[rank])
+        others = {r: x for r, x in gathered.items() if r != rank}
+        deal.exchange(others, dict.fromkeys(others, gathered[rank]))
+        operands = {r: layer.operands(packed.unpack(x)) for r, x in gathered.items()}
+        for token in range(0, num_tokens, token_step):
+            tokens = slice(token, token + token_step)
+            q = query[:, heads, tokens]
+            layout = StateLayout(tuple(q.shape[:3]), head_dim_v, torch.float32)
+            parts = deal.room("states", (len(ranks), layout.num_bytes), torch.uint8)
+            o_parts, lse_parts = layout.views(parts)
+            for r in ranks:
+                keys, values, scales = operands[r]
+                lean_decode(
+                    q,
+                    keys,
+                    values,
+                    ranges.in_shard(deal, r, rank, begins[r])[:, tokens],
+                    out=(o_parts[r], lse_parts[r]),
+                    **scales,
+                    **keywords,
+                )
+            yield heads, tokens, o_parts, lse_parts
+
+
+class _Rows:
+    """Keys and values as rows of bytes, one a slot, those of 8 bits behind their scales."""
+
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        # Wide elements first, so that all of them are aligned.
+        order = sorted(buffers, key=lambda name: -buffers[name].itemsize)
+        self._scales = {name for name, x in buffers.items() if x.dim() == 3}
+        self._columns = {
+            name: buffers[name][..., None] if name in self._scales else buffers[name]
+            for name in order
+        }
+        self._widths = {name: x.shape[3] * x.itemsize for name, x in self._columns.items()}
+        alignment = buffers[order[0]].itemsize
+        self.num_bytes = -(-sum(self._widths.values()) // alignment) * alignment
+        self.num_heads_kv = buffers["keys"].shape[1]
+
+    def shape(self, num_slots: int) -> tuple[int, int, int, int]:
+        return (*self._columns["keys"].shape[:2], num_slots, self.num_bytes)
+
+    def pack(self, slots: slice, out: Tensor) -> None:
+        for name, part in self._split(out).items():
+            part.copy_(self._columns[name][:, :, slots])
+
+    def unpack(self, rows: Tensor) -> dict[str, Tensor]:
+        """Views of the buffers."""
+        parts = self._split(rows)
+        return {name: x[..., 0] if name in self._scales else x for name, x in parts.items()}
+
+    def _split(self, rows: Tensor) -> dict[str, Tensor]:
+        begin, parts = 0, {}
+        for name, width in self._widths.items():
+            parts[name] = rows[..., begin : begin + width].view(self._columns[name].dtype)
+            begin += width
+        return parts
+
+
+def _bytes_per_slot(layer: TreeCacheLayer) -> int:
+    """Size in bytes of the keys and values of one sequence in one slot."""
+    return layer.keys.shape[1] * _Rows(layer.buffers()).num_bytes
+
+
+def _tokens_of_piece(deal: Deal, query: Tensor, layer: TreeCacheLayer) -> int:
+    """Number of a rank's tokens whose states over all ranks' keys are one piece."""
+    row_bytes = 4 * (layer.head_dim_v + 1)
+    num_bytes = deal.shard.world_size * query.shape[0] * query.shape[1] * row_bytes
+    return max(1, _MAX_PIECE_BYTES // num_bytes)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The JSON files of a checkpoint, checked before anything is built or opened by what they say."""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from pathlib import Path
+from typing import Any
+
+from ..._json import read_json_object
+
+# Fields that no model can have at 0 or below.
+_POSITIVE = {
+    *("num_hidden_layers", "n_layer", "n_layers", "num_attention_heads", "n_head", "n_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_size", "n_embd", "d_model"),
+    *("intermediate_size", "vocab_size"),
+}
+# The most that a field may say, by a part of its name. The deepest models that are published have
+# 126 layers. In these bounds the weights of a layer have less than the 2^63 bytes of any tensor.
+_MOST = {"layer": 1000, "head": 10_000, "expert": 10_000, **dict.fromkeys(_POSITIVE, 1 << 24)}
+_MOST_OF_OTHERS = (1 << 63) - 1
+
+
+def check_config_file(file: str | os.PathLike[str], what: str) -> None:
+    """Checks that a model can be built in the sizes that a config.json has.
+
+    Args:
+        what: the kind of file, with which an error begins.
+
+    Raises:
+        OSError: the file is no regular one, or cannot be read.
+        ValueError: it holds no JSON object, or a size that no model has.
+    """
+    remaining: list[tuple[str, Any]] = [("", read_json_object(file, what))]
+    while remaining:
+        name, value = remaining.pop()
+        if isinstance(value, dict):
+            remaining += value.items()
+        elif isinstance(value, list):
+            remaining += ((name, each) for each in value)
+        elif value is not None and (name in _POSITIVE or type(value) is int):
+            most = next((n for part, n in _MOST.items() if part in name), _MOST_OF_OTHERS)
+            least = 1 if name in _POSITIVE else -most
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(
+                    f"{what} {os.fspath(file)}: {name} must be an integer of {least:,} to "
+                    f"{most:,}, got {reprlib.repr(value)}"
+                )
+
+
+def files_of(index: str | os.PathLike[str], what: str) -> list[str]:
+    """The names of the safetensors files in the index of a checkpoint.
+
+    Args:
+        what: the kind of file, with which an error begins.
+
+    Raises:
+        OSError: the index is no regular file, or cannot be read.
+        ValueError: it names none, or files of another directory.
+    """
+    names = read_json_object(index, what).get("weight_map")
+    found: list[Any] = [*names.values()] if isinstance(names, dict) else [None]
+    if not all(isinstance(name, str) and name == Path(name).name for name in found):
+        raise ValueError(
+            f"{what} {os.fspath(index)}: weight_map must name the file of each weight, in this "
+            f"directory, got {reprlib.repr(names)}; copy or download it again"
+        )
+    return sorted({*found})

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How the ranks of a group share the weights and the cache of one model."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ...exchange import DEFAULT_TIMEOUT, Communicator, ExchangeError, get_communicator
+from ...exchange.errors import sentence
+from ...exchange.options import resolve_group
+
+# A slice of an axis begins at a multiple of this, so that rows of 16-bit values stay aligned.
+_GRANULE = 16
+
+Range = tuple[int, int]
+# Every sub-group has connections and threads of its own, so models share those of their group. By
+# the group and the sub-group's ranks in the world.
+_sub_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]]
+_sub_groups = WeakKeyDictionary()
+# The column of each context group of split heads, and the number of columns.
+_columns: WeakKeyDictionary[ProcessGroup, tuple[int, int]] = WeakKeyDictionary()
+
+
+class Mesh:
+    """The ranks of a group as a table: `tensor_parallel_size` columns, a row for each run of as
+    many consecutive ranks.
+
+    Ranks of a row, a tensor group, split the heads of keys and values. Ranks of a column, a context
+    group, hold the same heads and split the slots of the cache. All ranks of the group split the
+    other weights, as Helix does (arXiv:2507.07120).
+
+    Args:
+        group: the process group, by default the world; None without torch.distributed.
+        tensor_parallel_size: number of ranks in a tensor group.
+        timeout: seconds in which the sub-groups are made.
+        op: the function that errors name.
+
+    Attributes:
+        group, tensor_group, context_group: process groups, None in a world of one.
+        rank, world_size: this process's position in `group`, and its size.
+        tensor_rank, context_rank, context_size: this process's column, row and the number of rows.
+        timeout: seconds after which a lost rank becomes an `ExchangeError` in a forward pass.
+
+    Raises:
+        TypeError, ValueError: tensor_parallel_size does not divide the world size.
+        ExchangeError: a rank was lost, or asked for another tensor_parallel_size.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        tensor_parallel_size: int,
+        timeout: float = DEFAULT_TIMEOUT,
+        op: str = "parallelize",
+    ) -> None:
+        found = resolve_group(group)
+        self.group = None if found is None or dist.get_world_size() == 1 else found
+        self.timeout, self.op = timeout, op
+        self.calls = get_communicator(self.group)
+        self.rank, self.world_size = self.calls.rank, self.calls.world_size
+        size = self.tensor_parallel_size = _checked(op, tensor_parallel_size, self.world_size)
+        self.context_size = self.world_size // size
+        self.tensor_rank, self.context_rank = self.rank % size, self.rank // size
+        self.tensor_group: ProcessGroup | None = None
+        self.context_group: ProcessGroup | None = None
+        # A communicator compares ranks whenever the kind of call changes, so each kind has its own.
+        self.sums, self.logits = self.calls, self.calls
+        if self.group is not None:
+            self.calls.agree((("tensor_parallel_size", size),), timeout, op)
+            ranks, first = dist.get_process_group_ranks(self.group), self.rank - self.tensor_rank
+            self.tensor_group = self._sub_group(self.group, ranks[first : first + size])
+            self.context_group = self._sub_group(self.group, ranks[self.tensor_rank :: size])
+            if size > 1:
+                _columns[self.context_group] = self.tensor_rank, size
+            self.sums, self.logits = (Communicator(self.group, timeout) for _ in range(2))
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """The communicators of all ranks: to agree on calls, for sums, and for logits."""
+        return self.calls, self.sums, self.logits
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        # Process groups cannot be copied: a copied model goes on in the same ones.
+        return self
+
+    def slice(self, size: int) -> Range:
+        """This rank's part [begin, end) of an axis that all ranks of the group split."""
+        return slices(size, self.world_size)[self.rank]
+
+    def kv_heads(self, num_heads_kv: int) -> Range:
+        """This rank's heads of keys and values, which all ranks of its context group have."""
+        count = num_heads_kv // self.tensor_parallel_size
+        return self.tensor_rank * count, (self.tensor_rank + 1) * count
+
+    def own_heads(self, num_heads: int) -> Range:
+        """Which of the `num_heads` query heads of its tensor group's kv heads this rank goes on
+        with after attention: those that `torch.tensor_split` over the context group gives it."""
+        count, more = divmod(num_heads, self.context_size)
+        begin = self.context_rank * count + min(self.context_rank, more)
+        return begin, begin + count + (self.context_rank < more)
+
+    def _sub_group(self, group: ProcessGroup, ranks: list[int]) -> ProcessGroup:
+        if len(ranks) == self.world_size:
+            return group
+        known = _sub_groups.setdefault(group, {})
+        if (made := known.get(tuple(ranks))) is None:
+            try:
+                made = known[tuple(ranks)] = _new_group(group, ranks, self.timeout)
+            except RuntimeError as error:
+                raise ExchangeError(
+                    f"{self.op}: rank {self.rank} of {self.world_size}: the group of ranks "
+                    f"{ranks} could not be made: {sentence(error)}"
+                ) from error
+        return made
+
+
+def column_of(group: ProcessGroup | Communicator | None) -> tuple[int, int]:
+    """The tensor_rank and tensor_parallel_size of the heads in a cache over `group`."""
+    if isinstance(group, Communicator):
+        group = group.link.group if group.world_size > 1 else None
+    return (0, 1) if group is None else _columns.get(group, (0, 1))
+
+
+def _new_group(group: ProcessGroup, ranks: list[int], timeout: float) -> ProcessGroup:
+    """A group of some ranks of `group`, one of them this one; the others take no part.
+
+    `torch.distributed.new_group` names groups by how many the process has made, and ranks that have
+    made different numbers of them would never meet, here or in the next one of all ranks.
+    """
+    world = dist.distributed_c10d._world
+    made, _ = dist.distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.get_backend_config(group),
+        group.get_group_store(),
+        f"{group.group_name}/tree_attention/{'_'.join(map(str, ranks))}",  # type: ignore[arg-type]
+        timeout=timedelta(seconds=timeout),
+    )
+    assert isinstance(made, ProcessGroup)  # as this rank is one of them
+    world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made
+
+
+def slices(size: int, count: int) -> list[Range]:
+    """The parts [begin, end) of an axis of `size` for `count` ranks; sizes differ by at most 16."""
+    each, more = divmod(size // _GRANULE, count)
+    # The last rank has what is left of a granule, and no granule more than others.
+    bounds = [_GRANULE * (i * each + min(i, more)) for i in range(count)] + [size]
+    return list(pairwise(bounds))
+
+
+def _checked(op: str, tensor_parallel_size: int, world_size: int) -> int:
+    if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int):
+        raise TypeError(
+            f"{op}: tensor_parallel_size must be an integer, got {tensor_parallel_size!r}"
+        )
+    if tensor_parallel_size < 1 or world_size % tensor_parallel_size:
+        raise ValueError(
+            f"{op}: tensor_parallel_size must divide the group's world size {world_size}, "
+            f"got {tensor_parallel_size}"
+        )
+    return tensor_parallel_size
