@@ -10,11 +10,18 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .deterministic import check_size, decode_by_blocks
-from .exchange import Communicator, ExchangeOptions, check_options, get_communicator
-from .exchange.compile import add_collective
-from .exchange.groups import name_of, named
-from .exchange.merge import fake_merge
-from .exchange.options import check_no_gradient, check_state
+from .exchange import (
+    Communicator,
+    ExchangeOptions,
+    add_collective,
+    check_no_gradient,
+    check_options,
+    check_state,
+    fake_merge,
+    get_communicator,
+    name_of,
+    named,
+)
 from .ops import (
     AttentionOptions,
     check_option_names,

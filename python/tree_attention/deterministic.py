@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .exchange import Communicator, ExchangeOptions
-from .exchange.transport.buffers import StateLayout
+from .exchange import Communicator, ExchangeOptions, StateLayout
 from .ops import (
     AttentionOptions,
     fields_of_options,

@@ -17,8 +17,8 @@ from tree_attention.__main__ import main
 from tree_attention.cli import calibrate
 from tree_attention.cli.world import World
 from tree_attention.exchange import Topology
-from tree_attention.exchange.auto.calibrate import BATCHES
 from tree_attention.exchange.auto.choose import CostTable, Measured, choose
+from tree_attention.exchange.calibration import BATCHES
 from tree_attention.exchange.strategies import STRATEGIES
 from tree_attention.exchange.transport.buffers import StateLayout
 

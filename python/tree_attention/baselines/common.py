@@ -3,7 +3,7 @@
 
 from torch import Tensor
 
-from ..exchange.agreement.signatures import Signature
+from ..exchange import Signature
 from ..ops import AttentionOptions, fields_of_options
 
 # Tensors in received memory begin at addresses that any vector load or store can take.

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..exchange import Communicator, get_communicator
-from ..exchange.transport.buffers import Arena, StateLayout
+from ..exchange import Arena, Communicator, StateLayout, get_communicator
 from ..ops import (
     AttentionOptions,
     check_option_names,

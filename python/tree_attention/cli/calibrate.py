@@ -15,9 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from .._version import __version__
-from ..exchange import get_communicator
-from ..exchange.auto.calibrate import calibrate
-from ..exchange.auto.choose import COSTS_VARIABLE, CostTable
+from ..exchange import COSTS_VARIABLE, CostTable, calibrate, get_communicator
 from .usage import UsageError, check_can_be_written, check_seconds, writing
 from .world import World, joined_world
 

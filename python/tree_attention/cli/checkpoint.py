@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .._json import read_json_object
-from ..exchange import ExchangeError
-from ..exchange.errors import sentence
+from ..exchange import ExchangeError, sentence
 from .usage import UsageError
 
 _TOKENS = "bos_token_id", "eos_token_id", "pad_token_id"

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from .. import ExchangeError, strategies
 from .._json import read_json_object, replace_file
-from ..exchange.strategies import candidates
+from ..exchange import candidates
 from .checkpoint import damages_named, load, load_tokenizer, make_greedy
 from .memory import keep_freed_memory
 from .screen import Screen, table

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .._json import replace_file
-from ..exchange.auto.choose import CostTable
+from ..exchange import CostTable
 from ..planning import tables
 from ..planning.arithmetic import Work
 from ..planning.machines import LINKS, MACHINES, Hosts, Link, fitted_link, link_of

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from .._json import probe_file
-from ..exchange.options import MAX_SECONDS
+from ..exchange import MAX_SECONDS
 
 
 class UsageError(Exception):

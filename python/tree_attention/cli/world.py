@@ -15,11 +15,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..exchange import Communicator, ExchangeError
-from ..exchange.agreement.signatures import call_before, ranks_text
-from ..exchange.auto.choose import COSTS_VARIABLE, measured_costs
-from ..exchange.errors import sentence
-from ..exchange.transport.process_group import remaining
+from ..exchange import (
+    COSTS_VARIABLE,
+    Communicator,
+    ExchangeError,
+    call_before,
+    measured_costs,
+    ranks_text,
+    remaining,
+    sentence,
+)
 from .usage import UsageError
 
 # Processes of one job start within seconds, but a cold file system may take minutes to give each of

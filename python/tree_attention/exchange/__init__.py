@@ -1,35 +1,77 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Merging partial states over ranks: one small exchange, the same bits everywhere, or an error.
 
-`merge` is the door, `all_merge_states`, which `graph` makes an operator of compiled graphs;
-`communicator` is a process group prepared for it, `groups` finds the one that a caller means, and
-`arguments` checks what callers ask. A strategy is a file in `strategies/`; `choice` is how "auto"
-takes one, `calibration` measures what it goes by and `preparation` readies it for a state. `link`
-and `rounds` are the process group's operations with deadlines and counters, `state` is the memory
-that travels. `session` and `agreement` see to it that all ranks do the same or all fail, `turn`
-that one thread does it at a time, and `self_test` that ranks round alike and messages arrive where
-they should.
+Read from the door to the wire, each importing only what is below it:
+
+    merge           `all_merge_states`; `compile` makes it an operator of compiled graphs
+    groups          the communicator of a process group
+    communicator    calls over one process group, and the buffers behind them
+    agreement/      all ranks make the same call in time, or all raise
+    auto/           the strategy that "auto" takes, readied for a state
+    options         what callers ask for, checked
+    strategies/     one file for each route of the messages
+    transport/      messages between ranks, and the memory that travels
+
+Other packages import what this module names.
 """
 
-from .communicator import DEFAULT_TIMEOUT, Communicator
-from .errors import ExchangeError
-from .groups import get_communicator
-from .merge import all_merge_states
-from .options import ExchangeOptions, check_options, check_timeout
-from .strategies import strategies
+from .agreement.call import DEFAULT_TIMEOUT
+from .agreement.on_every_rank import on_every_rank
+from .auto.choose import COSTS_VARIABLE, CostTable, measured_costs
+from .calibration import calibrate
+from .communicator import Communicator
+from .compile import add_collective
+from .errors import ExchangeError, ranks_text, sentence
+from .groups import get_communicator, name_of, named
+from .merge import all_merge_states, fake_merge
+from .notes import Note, Signature
+from .options import (
+    MAX_SECONDS,
+    ExchangeOptions,
+    check_no_gradient,
+    check_options,
+    check_state,
+    check_timeout,
+    resolve_group,
+)
+from .strategies import candidates, strategies
+from .transport.buffers import Arena, StateLayout
+from .transport.deadlines import call_before, remaining
 from .transport.process_group import Link
 from .transport.topology import Topology
 
 __all__ = [
+    "COSTS_VARIABLE",
     "DEFAULT_TIMEOUT",
+    "MAX_SECONDS",
+    "Arena",
     "Communicator",
+    "CostTable",
     "ExchangeError",
     "ExchangeOptions",
     "Link",
+    "Note",
+    "Signature",
+    "StateLayout",
     "Topology",
+    "add_collective",
     "all_merge_states",
+    "calibrate",
+    "call_before",
+    "candidates",
+    "check_no_gradient",
     "check_options",
+    "check_state",
     "check_timeout",
+    "fake_merge",
     "get_communicator",
+    "measured_costs",
+    "name_of",
+    "named",
+    "on_every_rank",
+    "ranks_text",
+    "remaining",
+    "resolve_group",
+    "sentence",
     "strategies",
 ]

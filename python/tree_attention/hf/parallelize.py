@@ -14,9 +14,7 @@ from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from .._json import read_json_object
-from ..exchange import DEFAULT_TIMEOUT, check_timeout
-from ..exchange.agreement.on_every_rank import on_every_rank
-from ..exchange.agreement.signatures import Signature
+from ..exchange import DEFAULT_TIMEOUT, Signature, check_timeout, on_every_rank
 from .checks.fingerprint import digest_parameters, digest_tensors
 from .enable import check_model, disable, enable, is_enabled
 from .weights.checkpoint import Checkpoint, fill, find_file

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..exchange.auto.choose import CostTable
+from ..exchange import CostTable
 
 
 @dataclass(frozen=True)

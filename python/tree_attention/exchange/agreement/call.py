@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..auto.choose import CostTable, measured_costs
+from ..auto.setup import Resources
 from ..errors import ExchangeError, OtherCall
+from ..notes import Note, Signature
 from ..options import check_timeout, resolve_group
-from ..setup import Resources
 from ..transport.messages import SAME
 from ..transport.process_group import Link
 from ..transport.topology import Topology, node_name
 from .one_thread import Turn, turn_of
 from .queries import Queries
 from .session import Door, Session
-from .signatures import Note, Signature
 
 T = TypeVar("T")
 
@@ -201,7 +201,8 @@ class Calls:
                     if self._is_on_host and link.shared_memory is None:
                         session.share_memory(self.topology, deadline)
                     session.test_delivery(device, deadline)
-                    self._resources.set_up(session, device, self.topology, deadline)
+                    gather = session.gather(deadline)
+                    self._resources.set_up(link, device, self.topology, gather, deadline)
             session.leave_open(door if self._is_on_host else None, is_repeatable=door is not None)
             link.seal = seal = self._queries.seal(queries)
             with suppress(OtherCall):

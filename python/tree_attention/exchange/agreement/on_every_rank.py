@@ -7,16 +7,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from .. import Communicator, ExchangeError
-from ..errors import sentence
-from .signatures import Note, Signature
+from ..errors import ExchangeError, sentence
+from ..notes import Note, Signature
+from .call import Calls
 
 T = TypeVar("T")
 
 
 def on_every_rank(
     op: str,
-    comm: Communicator,
+    comm: Calls,
     timeout: float,
     run: Callable[[], tuple[Signature, T]],
     note_of: Callable[[T], Note] = lambda result: {},

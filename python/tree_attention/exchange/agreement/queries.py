@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..._loader import load
+from ..errors import Disagreement
+from ..notes import Note
 from ..transport.messages import SAME
-from .signatures import Disagreement, Note
 
 # Values of the queries that ranks tell one another when digests differ: all of 32 heads of 128.
 _NUM_SAMPLES = 4096

@@ -13,13 +13,15 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import ExchangeError, OtherCall, sentence
+from ..errors import Disagreement, ExchangeError, OtherCall, ranks_text, sentence
+from ..notes import Gather, Note, Signature
+from ..transport.deadlines import call_before
 from ..transport.messages import CHANGED
 from ..transport.process_group import Link
 from ..transport.shared_memory import connect
 from ..transport.topology import Topology
 from .self_test import delivery_fault
-from .signatures import ABANDONED, Agreement, Disagreement, Note, Signature, call_before, ranks_text
+from .signatures import ABANDONED, Agreement
 
 T = TypeVar("T")
 # Sends and receives a call's messages, before a `time.monotonic` deadline, and drops the results.
@@ -121,11 +123,11 @@ class Session:
     def share_memory(self, topology: Topology, deadline: float) -> None:
         """Collective: from now on messages to ranks of the same node go through memory, if they
         can."""
+        self.link.shared_memory = connect(self.rank, topology, self.gather(deadline))
 
-        def gather(step: str, note: Note) -> Sequence[Note]:
-            return self.compare((("step", step),), deadline, note)
-
-        self.link.shared_memory = connect(self.rank, topology, gather)
+    def gather(self, deadline: float) -> Gather:
+        """Compares steps of setting up by their names, and collects what ranks note on them."""
+        return lambda step, note: self.compare((("step", step),), deadline, note)
 
     def test_delivery(self, device: torch.device, deadline: float) -> None:
         """Raises ExchangeError on every rank if messages arrive in a wrong order on any."""

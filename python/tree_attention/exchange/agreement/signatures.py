@@ -13,22 +13,19 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.distributed import Store
 
 from ..._version import __version__
-from ..errors import ExchangeError, sentence
+from ..errors import Disagreement, ExchangeError, ranks_text, sentence
+from ..notes import Note, Signature
+from ..transport.deadlines import call_before
 
 T = TypeVar("T")
-Signature = tuple[tuple[str, object], ...]
-# What a rank tells the others about itself, in terms of JSON; it may differ from theirs.
-Note = dict[str, Any]
-# Collective: gives all ranks, for a step by this name, the notes of all ranks in rank order.
-Gather = Callable[[str, Note], Sequence[Note]]
 
 # The field of a signature that counts the calls which a rank abandoned on the way to them.
 ABANDONED = "abandoned calls"
@@ -39,21 +36,10 @@ _NOTE = "note"
 # How long a rank that found a disagreement, and may serve the store, waits for the others to find
 # it too.
 _PARTING_SECONDS = 2.0
-# How long a wait for the store may go on after it was interrupted.
-_INTERRUPT_SECONDS = 0.05
 # How long the store may take to pass on what ranks have to say about a failure.
 _EXPLAIN_SECONDS = 0.3
 _SHORTEST_POLL_SECONDS = 0.0001
 _POLL_SECONDS = 0.01
-
-
-class Disagreement(RuntimeError):
-    """All ranks know that their signatures differ: nothing was sent, and nobody waits."""
-
-    def __init__(self, message: str, values: Mapping[str, Sequence[str | None]] = {}) -> None:
-        super().__init__(message)
-        # Every rank's value of each field that differs, in rank order.
-        self.values = values
 
 
 class Agreement:
@@ -211,41 +197,6 @@ class Agreement:
         return [f"{self._name}/{epoch}/{rank}" for rank in range(self._world_size)]
 
 
-def call_before(
-    deadline: float,
-    call: Callable[[], T],
-    interrupted: threading.Event | None = None,
-    who: str = "the store of the process group",
-) -> T:
-    """The result of `call()` in a thread of its own, before the deadline.
-
-    A store whose server has stalled answers no client and keeps no timeout (TCPStore blocks even in
-    cancelling a wait). The thread ends with the server.
-    """
-    outcome: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(call())
-        except BaseException as error:  # raised again below, in the thread of the caller
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="tree_attention.store", daemon=True)
-    thread.start()
-    # A wait that ends at the deadline has its answer a little later.
-    deadline += 0.2
-    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
-        if interrupted is not None and interrupted.is_set():
-            raise ExchangeError("interrupted while it waited for the other ranks")
-        thread.join(min(left, _INTERRUPT_SECONDS))
-    if errors:
-        raise errors[0]
-    if not outcome:
-        raise ExchangeError(f"{who} does not answer")
-    return outcome[0]
-
-
 def _parsed(value: bytes, rank: int) -> dict[str, str]:
     """What rank `rank` published, of which nothing is believed before it is checked."""
     with suppress(ValueError, RecursionError):  # also of bytes that are no UTF-8
@@ -279,13 +230,3 @@ def _note_of(said: dict[str, str], rank: int) -> Note:
 def _differing(said: dict[str, str], other: dict[str, str]) -> list[str]:
     fields = [field for field in other | said if field not in (_FAILED, _NOTE)]
     return [field for field in fields if said.get(field) != other.get(field)]
-
-
-def first_reason(notes: Sequence[Note]) -> str:
-    """The first rank with a reason in its note and that reason, or nothing."""
-    reasons = (note.get("reason") for note in notes)
-    return next((f"rank {r}: {reason}" for r, reason in enumerate(reasons) if reason), "")
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

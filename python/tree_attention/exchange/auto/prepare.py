@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import torch
 
-from ..agreement.signatures import Disagreement
+from ..errors import Disagreement
 from ..options import ExchangeOptions
-from ..setup import Resources
 from ..strategies import STRATEGIES, Context, Exchange
 from ..transport.buffers import State
 from ..transport.process_group import Link
 from ..transport.topology import Topology
 from .choose import Choice, CostTable, choose, explain_choice
+from .setup import Resources
 
 
 def prepare(

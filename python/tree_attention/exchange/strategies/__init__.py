@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..agreement.signatures import Gather
+from ..notes import Gather
 from ..transport.buffers import State, StateLayout
 from ..transport.process_group import Link
 from ..transport.topology import Topology

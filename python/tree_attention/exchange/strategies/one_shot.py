@@ -11,11 +11,12 @@ import time
 import torch
 from torch import Tensor
 
+from ..notes import Gather
 from ..transport.buffers import StateLayout
 from ..transport.process_group import Link
 from ..transport.symmetric_memory import ALIGNMENT, MAX_WORLD_SIZE, SLOT_BYTES, Memory, connect
 from ..transport.topology import Topology
-from . import Context, Exchange, Gather, Strategy, Traffic
+from . import Context, Exchange, Strategy, Traffic
 
 HEAD_DIM_MULTIPLE = ALIGNMENT // 2
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .buffers import SEAL_BYTES, host_memory
+from .deadlines import is_watched
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -155,12 +155,3 @@ class Messages:
 def _seal(message: Tensor) -> ctypes.c_uint64:
     """The seal of a message as an integer in its memory, which `message` has to keep alive."""
     return ctypes.c_uint64.from_address(message.data_ptr() + message.nbytes - SEAL_BYTES)
-
-
-def is_watched() -> bool:
-    """Whether torch compares the ranks' collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL).
-
-    It counts the messages of each rank with them, and would refuse the next collective where ranks
-    have sent different numbers.
-    """
-    return dist.get_debug_level() == dist.DebugLevel.DETAIL

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import (
 
 from ..errors import OtherCall
 from .buffers import SEAL_BYTES, host_memory
+from .deadlines import remaining
 from .messages import CHANGED, SAME, LibraryCall, Messages, Round
 
 if TYPE_CHECKING:
@@ -348,8 +349,3 @@ def _all_to_all_options(deadline: float) -> AllToAllOptions:
     options.timeout = remaining(deadline)
     options.asyncOp = False
     return options
-
-
-def remaining(deadline: float) -> timedelta:
-    """The time to a `time.monotonic` deadline, at least a millisecond: zero means no timeout."""
-    return timedelta(milliseconds=max(1, int(1e3 * (deadline - time.monotonic()))))

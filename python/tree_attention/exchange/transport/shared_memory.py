@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..._loader import load
-from ..agreement.signatures import Gather, Note, first_reason
 from ..errors import sentence
-from .messages import is_watched
+from ..notes import Gather, Note, first_reason
+from .deadlines import is_watched
 
 if TYPE_CHECKING:
     from .topology import Topology

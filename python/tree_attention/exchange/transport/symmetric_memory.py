@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops import merge_states
-from ..agreement.signatures import Gather, Note, call_before, first_reason
 from ..errors import sentence
-from .process_group import remaining
+from ..notes import Gather, Note, first_reason
+from .deadlines import call_before, remaining
 from .topology import Topology
 
 T = TypeVar("T")

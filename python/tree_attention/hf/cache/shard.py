@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...deterministic import check_layout, check_size
-from ...exchange import DEFAULT_TIMEOUT, Communicator, check_options, get_communicator
-from ...exchange.agreement.signatures import Signature
+from ...exchange import DEFAULT_TIMEOUT, Communicator, Signature, check_options, get_communicator
 from ...sharding import BlockCyclic, Contiguous, ShardLayout
 from ..weights.mesh import column_of
 

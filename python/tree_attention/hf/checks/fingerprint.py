@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.configuration_utils import PreTrainedConfig
 
-from ...exchange.agreement.signatures import Signature
+from ...exchange import Signature
 from ..weights.split import split_tensors
 
 _SAMPLES_PER_PARAMETER = 8

@@ -13,9 +13,7 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, MaxTimeCriteria, PreTrainedModel
 
-from ...exchange import Communicator, ExchangeError
-from ...exchange.agreement.signatures import Signature
-from ...exchange.errors import sentence
+from ...exchange import Communicator, ExchangeError, Signature, sentence
 from ..cache.tree_cache import TreeCache
 from ..cache.window import WindowLayer
 from ..prompts.forward import is_dealt_in_generate, may_be_chunked

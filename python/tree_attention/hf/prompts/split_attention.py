@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...exchange.transport.buffers import StateLayout
+from ...exchange import StateLayout
 from ...ops import lean_decode, merge_states
 from ..masks import KeyRanges
 from .token_split import Deal

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...exchange.agreement.signatures import Signature
+from ...exchange import Signature
 from ..cache.shard import Shard
 
 # By how many tokens ranks may differ: a block of the default layout.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from ...exchange.errors import sentence
+from ...exchange import sentence
 from .checkpoint_files import files_of
 from .plan import Cut
 from .split import set_tensor

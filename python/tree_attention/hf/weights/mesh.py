@@ -11,9 +11,14 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ...exchange import DEFAULT_TIMEOUT, Communicator, ExchangeError, get_communicator
-from ...exchange.errors import sentence
-from ...exchange.options import resolve_group
+from ...exchange import (
+    DEFAULT_TIMEOUT,
+    Communicator,
+    ExchangeError,
+    get_communicator,
+    resolve_group,
+    sentence,
+)
 
 # A slice of an axis begins at a multiple of this, so that rows of 16-bit values stay aligned.
 _GRANULE = 16

@@ -21,9 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...._json import open_regular
-from ....exchange.agreement.on_every_rank import on_every_rank
-from ....exchange.agreement.signatures import Signature
-from ....exchange.errors import sentence
+from ....exchange import Signature, on_every_rank, sentence
 from ....sharding import ShardLayout
 from .index import (
     INDEX,

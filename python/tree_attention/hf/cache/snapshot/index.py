@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from ...._json import open_regular, read_json_object
-from ....exchange.agreement.signatures import Note
+from ....exchange import Note
 from ....sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
 from ..kv_dtypes import KV_DTYPES
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ....exchange.agreement.on_every_rank import on_every_rank
-from ....exchange.agreement.signatures import Signature
+from ....exchange import Signature, on_every_rank
 from ....sharding import ShardLayout
 from ..shard import Shard
 

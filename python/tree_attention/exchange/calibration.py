@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..communicator import Communicator
-from ..strategies import STRATEGIES
-from ..transport.buffers import StateLayout
-from ..transport.process_group import Link
-from .choose import CostTable, Measured
+from .auto.choose import CostTable, Measured
+from .communicator import Communicator
+from .strategies import STRATEGIES
+from .transport.buffers import StateLayout
+from .transport.process_group import Link
 
 # The ladder of states: sequences with one query of 32 heads each, from 16 KiB to 1 MiB.
 _HEAD_DIM, _NUM_HEADS = 128, 32

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from .agreement.session import Session
-from .agreement.signatures import Note
-from .strategies import STRATEGIES, Resource
-from .transport.buffers import StateLayout
-from .transport.topology import Topology
+from ..notes import Gather
+from ..strategies import STRATEGIES, Resource
+from ..transport.buffers import StateLayout
+from ..transport.process_group import Link
+from ..transport.topology import Topology
 
 
 class Resources:
@@ -25,18 +25,14 @@ class Resources:
         return device.type in self._unavailable
 
     def set_up(
-        self, session: Session, device: torch.device, topology: Topology, deadline: float
+        self, link: Link, device: torch.device, topology: Topology, gather: Gather, deadline: float
     ) -> None:
         """Collective: sets up the strategies that need it for tensors of `device`."""
-
-        def gather(step: str, note: Note) -> Sequence[Note]:
-            return session.compare((("step", step),), deadline, note)
-
         unavailable = {}
         for name, strategy in STRATEGIES.items():
             if strategy.set_up is None:
                 continue
-            found = strategy.set_up(session.link, device, topology, gather, deadline)
+            found = strategy.set_up(link, device, topology, gather, deadline)
             if isinstance(found, str):
                 unavailable[name] = found
             else:
