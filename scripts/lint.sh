@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Formatting, lint and types. `scripts/lint.sh --fix` formats instead of checking.
+# Formatting, lint, types and the layers of imports (.importlinter). `scripts/lint.sh --fix` formats instead of checking.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=.venv/bin
@@ -16,3 +16,4 @@ $bin/clang-format --dry-run -Werror "${cpp[@]}"
 $bin/ruff check .
 $bin/ruff format --check .
 $bin/mypy
+PYTHONPATH=python $bin/lint-imports --no-logo | sed -n '/BROKEN/,$p'

@@ -11,7 +11,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tree_attention.reference.stream_k import SCHEDULES, Balanced, CorrectedLast, Schedule, outcome
+from tree_attention.reference.papers.stream_k import (
+    SCHEDULES,
+    Balanced,
+    CorrectedLast,
+    Schedule,
+    outcome,
+)
 
 from ..harness.plots import picture
 from ..harness.program import finish, parser_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tree_attention.reference.lsh import hash_rounds, lsh_attention, seen_keys
+from tree_attention.reference.papers.lsh import hash_rounds, lsh_attention, seen_keys
 
 from ..harness.plots import picture
 from ..harness.program import finish, parser_of

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tree_attention.reference import attention
-from tree_attention.reference.flash import (
+from tree_attention.reference.papers.flash import (
     SlowMemory,
     flash_attention,
     flash_attention_2,

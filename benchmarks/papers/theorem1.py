@@ -13,8 +13,8 @@ import torch
 
 from tree_attention.reference import attention, merge
 from tree_attention.reference.counts import Counts
-from tree_attention.reference.ring import ring_steps
-from tree_attention.reference.tree import all_reduce
+from tree_attention.reference.papers.ring import ring_steps
+from tree_attention.reference.papers.tree import all_reduce
 
 from ..harness.plots import picture
 from ..harness.program import finish, parser_of

@@ -18,8 +18,10 @@ from distributed import run_ranks
 from ranks_of_commands import started
 from tree_attention import lean_decode, strategies
 from tree_attention.__main__ import main
-from tree_attention.cli import generate, screen, verify
+from tree_attention.cli import screen
+from tree_attention.cli.generate import command as generate
 from tree_attention.cli.usage import check_can_be_written
+from tree_attention.cli.verify import command as verify
 from tree_attention.cli.world import World, joined_world
 
 PROMPT = "Keys and values never move."
@@ -27,7 +29,7 @@ PROMPT = "Keys and values never move."
 
 _COUNT_FAULTS = """
 import resource, sys, torch
-from tree_attention.cli.memory import keep_freed_memory
+from tree_attention.cli.generate.memory import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()

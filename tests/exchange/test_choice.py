@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 from distributed import on_ranks, run_ranks
 from tree_attention import ExchangeError, strategies, tree_decode
-from tree_attention.exchange import Communicator, Topology
-from tree_attention.exchange import calibration
+from tree_attention.exchange import Communicator, Topology, calibration
 from tree_attention.exchange.auto.choose import RULES, CostTable, Measured, choose
 from tree_attention.exchange.calibration import Clock
 from tree_attention.exchange.strategies import STRATEGIES, candidates

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from tree_attention.reference import attention, merge
-from tree_attention.reference.flash import (
+from tree_attention.reference.papers.flash import (
     SlowMemory,
     chunked_attention,
     flash_attention,
@@ -20,9 +20,9 @@ from tree_attention.reference.flash import (
     flash_traffic,
     standard_attention,
 )
-from tree_attention.reference.lean import lean_attention, lean_attention_basic
+from tree_attention.reference.papers.lean import lean_attention, lean_attention_basic
+from tree_attention.reference.papers.stream_k import AsPrintedRoundedUp, CorrectedLast
 from tree_attention.reference.running import add_tile, empty_state, normalise, rescale
-from tree_attention.reference.stream_k import AsPrintedRoundedUp, CorrectedLast
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

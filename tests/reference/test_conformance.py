@@ -21,9 +21,13 @@ from tree_attention import (
     reference,
     tree_decode,
 )
-from tree_attention.reference import tree
-from tree_attention.reference.conformance import DecodeProblem, check_merge, check_sharded_decode
-from tree_attention.reference.conformance_cases import DECODE_CASES, MERGE_CASES
+from tree_attention.reference.conformance import (
+    DecodeProblem,
+    check_merge,
+    check_sharded_decode,
+)
+from tree_attention.reference.conformance.cases import DECODE_CASES, MERGE_CASES
+from tree_attention.reference.papers import tree
 
 OP = "merge_states"
 MERGE_NAMES = [case.name for case in MERGE_CASES]

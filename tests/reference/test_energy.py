@@ -11,14 +11,14 @@ from torch.autograd.functional import hessian
 from torch.testing import assert_close
 
 from tree_attention.reference import attention, merge
-from tree_attention.reference.energy import (
+from tree_attention.reference.papers.energy import (
     attention_from_energy,
     energy,
     energy_gradient,
     energy_hessian,
     safe_energy,
 )
-from tree_attention.reference.tree import (
+from tree_attention.reference.papers.tree import (
     Shard,
     all_reduce,
     tree_attention,

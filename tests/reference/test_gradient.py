@@ -12,13 +12,13 @@ from torch.testing import assert_close
 
 from distributed import run_ranks
 from tree_attention.reference import merge_states
-from tree_attention.reference.gradient import (
+from tree_attention.reference.papers.gradient import (
     merge_states_with_gradient,
     process_reduce,
     ring_attention_with_gradient,
     tree_attention_with_gradient,
 )
-from tree_attention.reference.tree import Shard
+from tree_attention.reference.papers.tree import Shard
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 

@@ -9,17 +9,20 @@ extension:
 - `tree_attention.reference.accuracy`: the error of a result against them, and its bound.
 - `tree_attention.reference.conformance`: whether the merge and the sharded decoding of any engine
   are right where such code often is not.
-- `tree_attention.reference.energy`: attention as the gradient of an energy, and `moments`: higher
+
+The papers' own algorithms are in `papers/`:
+
+- `papers.energy`: attention as the gradient of an energy, and `moments`: higher
   moments of the values, and the output projection inside them.
-- `tree_attention.reference.flash`: attention in blocks, from the formula and Rabe and Staats over
+- `papers.flash`: attention in blocks, from the formula and Rabe and Staats over
   FlashAttention and FlashAttention-2 to FlashDecoding, with counted slow-memory traffic.
-- `tree_attention.reference.gradient`: gradients through the merge and through attention over
+- `papers.gradient`: gradients through the merge and through attention over
   shards, by the tree and by the ring.
-- `tree_attention.reference.lean`: LeanAttention's Algorithms 2, 3 and 4, and `stream_k`: the index
+- `papers.lean`: LeanAttention's Algorithms 2, 3 and 4, and `stream_k`: the index
   arithmetic of the last, as printed and corrected, with a checker.
-- `tree_attention.reference.lsh`: Reformer's attention by hashing, whose rounds merge as shards do.
-- `tree_attention.reference.running`: the running softmax, in which those keep their states.
-- `tree_attention.reference.tree` and `ring`: Tree Attention's Algorithms 1, 2 and 3, reductions
+- `papers.lsh`: Reformer's attention by hashing, whose rounds merge as shards do.
+- `running`: the running softmax, in which those keep their states.
+- `papers.tree` and `ring`: Tree Attention's Algorithms 1, 2 and 3, reductions
   with any fan-in, and Ring Attention, over a list of shards, with `counts` of steps and bytes.
 """
 

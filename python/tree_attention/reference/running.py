@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tree_attention.reference.energy import finite, largest_score
+from tree_attention.reference.papers.energy import finite, largest_score
 
 
 class State(NamedTuple):

@@ -5,7 +5,7 @@ Tree Attention's Eq. 20: when key a is drawn with probability proportional to ex
 of the product of n components of `v_a` is the n-th derivative of Z(zeta) / Z at zeta = 0, where
 `Z(zeta) = exp(F(zeta))` and F is the energy. By Eq. 21 they are the coefficients of the Taylor
 series of Z. The derivatives of F itself are the cumulants: its gradient is the mean and its Hessian
-the covariance (`tree_attention.reference.energy`), and the paper's section 4, which calls F the
+the covariance (`reference.papers.energy`), and the paper's section 4, which calls F the
 moment generating function, means Z.
 """
 
@@ -14,7 +14,7 @@ from math import factorial
 import torch
 from torch import Tensor
 
-from tree_attention.reference.energy import energy, softmax_weights, tilted_scores
+from tree_attention.reference.papers.energy import energy, softmax_weights, tilted_scores
 
 
 def moment(q: Tensor, k: Tensor, v: Tensor, order: int, key_ranges: Tensor | None = None) -> Tensor:

@@ -16,9 +16,9 @@ from functools import reduce
 
 from torch import Tensor
 
-from tree_attention.reference.flash import blocks
+from tree_attention.reference.papers.flash import blocks
+from tree_attention.reference.papers.stream_k import Balanced, Schedule, run
 from tree_attention.reference.running import State, add_tile, empty_state, normalise, rescale
-from tree_attention.reference.stream_k import Balanced, Schedule, run
 
 
 def lean_attention_basic(

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from .. import hf
-from ..hf.weights.plan import CannotSplitError
-from .checkpoint import load, load_tokenizer, make_greedy
+from ... import hf
+from ...hf.weights.plan import CannotSplitError
+from ..generate.checkpoint import load, load_tokenizer, make_greedy
 
 Tokens = list[list[int]]
 _NEW_TOKENS = 24

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tree_attention.reference.attention import merge_states
-from tree_attention.reference.energy import finite, softmax_weights
+from tree_attention.reference.papers.energy import finite, softmax_weights
 from tree_attention.reference.running import State, add_tile, empty_state, normalise
 
 

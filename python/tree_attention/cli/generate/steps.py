@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from ..exchange import Communicator
-from ..hf import TreeCache
-from ..hf.weights.split import mesh_of
+from ...exchange import Communicator
+from ...hf import TreeCache
+from ...hf.weights.split import mesh_of
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from tree_attention.reference.accuracy import (
     row_error,
 )
 from tree_attention.reference.attention import attention, merge_states
-from tree_attention.reference.conformance_cases import (
+from tree_attention.reference.conformance.cases import (
     DECODE_CASES,
     MERGE_CASES,
     DecodeCase,

@@ -27,9 +27,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from tree_attention.reference.attention import merge_states
-from tree_attention.reference.energy import finite, mask_scores
-from tree_attention.reference.ring import Ranges, ranges_of, ring_attention, rotate
-from tree_attention.reference.tree import Reduce, Shard, all_reduce, tree_attention
+from tree_attention.reference.papers.energy import finite, mask_scores
+from tree_attention.reference.papers.ring import Ranges, ranges_of, ring_attention, rotate
+from tree_attention.reference.papers.tree import Reduce, Shard, all_reduce, tree_attention
 
 
 def merge_states_with_gradient(o_parts: Tensor, lse_parts: Tensor) -> tuple[Tensor, Tensor]:

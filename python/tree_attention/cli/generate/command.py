@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from .. import ExchangeError, strategies
-from .._json import read_json_object, replace_file
-from ..exchange import candidates
+from ... import ExchangeError, strategies
+from ..._json import read_json_object, replace_file
+from ...exchange import candidates
+from ..screen import Screen, table
+from ..usage import UsageError, check_can_be_written, check_seconds, report, writing
+from ..world import World, joined_world
 from .checkpoint import damages_named, load, load_tokenizer, make_greedy
 from .memory import keep_freed_memory
-from .screen import Screen, table
-from .usage import UsageError, check_can_be_written, check_seconds, report, writing
-from .world import World, joined_world
 
 DTYPES = {
     "float32": torch.float32,
@@ -174,7 +174,7 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
     if unused and world.root:
         names = ", ".join(unused)
         report("generate", f"greedy: of generation_config.json, {names} count for nothing")
-    from . import generation
+    from . import steps as generation
 
     input_ids = tokenizer(text, return_tensors="pt")["input_ids"].to(device)
     check_lengths(input_ids.shape[1], arguments.max_new_tokens, model.config)
@@ -216,8 +216,8 @@ def load_model(
     dtype = None if arguments.dtype == "auto" else DTYPES[arguments.dtype]
     path: Path = arguments.model
     tokenizer = load_tokenizer(path)
-    from .. import hf
-    from ..hf.weights.plan import CannotSplitError
+    from ... import hf
+    from ...hf.weights.plan import CannotSplitError
 
     # Prompts are dealt to ranks which have all weights.
     can_split = arguments.weights != "replicated" and arguments.prefill != "split"
@@ -254,7 +254,7 @@ def load_model(
 def check_strategy(arguments: argparse.Namespace, world: World) -> None:
     """Raises CannotSplitError if the strategy cannot give each process the heads that are its own,
     as split weights need wherever several share a cache."""
-    from ..hf.weights.plan import CannotSplitError
+    from ...hf.weights.plan import CannotSplitError
 
     able = ("auto", *candidates(torch.float32, head_sharded=True))
     if arguments.strategy not in able and arguments.tensor_parallel_size < world.size:
@@ -266,7 +266,7 @@ def check_strategy(arguments: argparse.Namespace, world: World) -> None:
 
 def advice(model: Any, cache: Any) -> str:
     """What to do after an exchange that failed."""
-    from ..hf.weights.split import mesh_of
+    from ...hf.weights.split import mesh_of
 
     mesh = mesh_of(model)
     communicators = [cache.shard.comm, *(() if mesh is None else mesh.communicators)]
@@ -281,8 +281,8 @@ def advice(model: Any, cache: Any) -> str:
 def new_cache(arguments: argparse.Namespace, model: Any) -> Any:
     from transformers import DynamicCache
 
-    from ..hf import TreeCache
-    from ..hf.weights.split import mesh_of
+    from ...hf import TreeCache
+    from ...hf.weights.split import mesh_of
 
     if arguments.attention == "sdpa":
         return DynamicCache(config=model.config)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tree_attention.reference.attention import attention, merge
 from tree_attention.reference.counts import Counts
-from tree_attention.reference.tree import Shard
+from tree_attention.reference.papers.tree import Shard
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tree_attention.reference.attention import attention
 from tree_attention.reference.counts import Counts
-from tree_attention.reference.energy import finite, largest_score, tilted_scores
+from tree_attention.reference.papers.energy import finite, largest_score, tilted_scores
 
 T = TypeVar("T")
 # What reduces a tensor over all ranks: the parts of the ranks that are here, and max or sum.

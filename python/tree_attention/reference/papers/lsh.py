@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tree_attention.reference.attention import merge_states
-from tree_attention.reference.energy import softmax_weights
+from tree_attention.reference.papers.energy import softmax_weights
 
 
 def hash_rounds(x: Tensor, num_buckets: int, num_rounds: int, generator: torch.Generator) -> Tensor:

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from .. import (
+from ... import (
     BlockCyclic,
     Contiguous,
     ShardLayout,
@@ -29,8 +29,8 @@ from .. import (
     strategies,
     tree_decode,
 )
-from ..reference.accuracy import Accuracy, check_against_float64, digest
-from .world import World, joined_world
+from ...reference.accuracy import Accuracy, check_against_float64, digest
+from ..world import World, joined_world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -231,9 +231,9 @@ def check_huggingface(path: Path | None) -> Iterator[Check]:
     if importlib.util.find_spec("transformers") is None:
         yield Check(name, None, "transformers is not installed: pip install 'tree-attention[hf]'")
         return
-    from . import verify_huggingface
+    from . import huggingface
 
-    for name, expected, got in verify_huggingface.compare(path):
+    for name, expected, got in huggingface.compare(path):
         right = expected == got
         detail = f"{sum(map(len, got))} tokens equal" if right else f"{got}, expected {expected}"
         yield Check(name, right, detail)
