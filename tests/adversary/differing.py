@@ -291,8 +291,11 @@ def play(case: Case, rank: int) -> str:
         outcome = _generate(scene, kind, here, options)
         try:
             if outcome.error is None:
-                assert torch.equal(outcome.value, expected), "other tokens, and no error"
-                return f"of no effect: {truth.bits(outcome.value)}"
+                # Where all take rank 0's logits, its model's last layers are right by definition.
+                is_rank_0s = options["synchronize_logits"] and victim == 0 and kind == "models"
+                is_equal = torch.equal(outcome.value, expected)
+                assert is_equal or is_rank_0s, "other tokens, and no error"
+                return f"accepted: {truth.bits(outcome.value)}"
             outcome.disagreement((ExchangeError, ValueError))
             here.probe()
         except AssertionError as error:

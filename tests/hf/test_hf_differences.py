@@ -253,6 +253,11 @@ def _other_weight(model: Any) -> None:
     model.model.norm.weight.mul_(2.0)
 
 
+def _one_other_key(model: Any) -> None:
+    """Which changes the keys of one rank, and the queries of all ranks alike."""
+    model.model.layers[0].self_attn.k_proj.weight.view(-1)[1].add_(1.0)
+
+
 def _other_frequencies(model: Any) -> None:
     """In a buffer that is never saved."""
     model.model.rotary_emb.inv_freq.mul_(2.0)
@@ -271,6 +276,7 @@ def _other_origin(model: Any) -> None:
     ("change", "sentence"),
     [
         (_other_weight, "digest of the model's weights is .* on rank 1, .* on rank 0"),
+        (_one_other_key, "digest of the model's weights is .* on rank 1, .* on rank 0"),
         (_other_frequencies, "digest of the model's buffers is .* on rank 1, .* on rank 0"),
         (_other_config, "model setting rms_norm_eps is 0.001 on rank 1, 1e-06 on rank 0"),
     ],
@@ -280,6 +286,7 @@ def test_models_that_differ_are_found(
     rank: int, world_size: int, change: Callable[[Any], None], sentence: str
 ) -> None:
     model = hf.enable(make_model("llama"))
+    model.generate(**make_prompts(), **GREEDY)
     with torch.no_grad():
         (change if rank == 1 else _other_origin)(model)
     with pytest.raises(ExchangeError, match=sentence):

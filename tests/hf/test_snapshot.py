@@ -297,6 +297,10 @@ def test_what_is_no_whole_cache_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no tokens yet"):
         cache.save(tmp_path)
     cache = filled()
+    cache.reset()
+    with pytest.raises(ValueError, match="holds no tokens yet"):
+        cache.save(tmp_path)
+    cache = filled()
     cache.update(numbered_keys(LENGTH, LENGTH + 1), numbered_keys(LENGTH, LENGTH + 1), 0)
     with pytest.raises(ValueError, match="the layers hold 77 to 78 tokens"):
         cache.save(tmp_path)

@@ -22,7 +22,8 @@ from ..transport.messages import SAME
 _NUM_SAMPLES = 4096
 # Processors and libraries of several kinds round a model's queries differently, and by less than
 # this, relative to the largest value. Queries of other tokens or steps are further apart.
-_ROUNDING = 0.05
+_ROUNDING = {torch.float16: 0.02, torch.bfloat16: 0.05}
+_ROUNDING_OF_32_BITS = 1e-3
 
 
 class Queries:
@@ -45,6 +46,7 @@ class Queries:
         step = max(1, -(-values.numel() // _NUM_SAMPLES))
         return {
             "queries": values[::step].double().tolist(),
+            "rounding": _ROUNDING.get(values.dtype, _ROUNDING_OF_32_BITS),
             "positions": load().digest(queries[1:]),
         }
 
@@ -56,7 +58,7 @@ class Queries:
         """
         samples = [torch.tensor(note["queries"], dtype=torch.float64) for note in notes]
         first = samples[0]
-        most = _ROUNDING * float(first.nan_to_num(0.0, 0.0, 0.0).abs().max())
+        most = notes[0]["rounding"] * float(first.nan_to_num(0.0, 0.0, 0.0).abs().max())
         for rank, (note, sample) in enumerate(zip(notes, samples, strict=True)):
             if note["positions"] != notes[0]["positions"]:
                 raise Disagreement(f"query_positions of rank {rank} are not those of rank 0")

@@ -3,7 +3,7 @@
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from operator import itemgetter
 from types import CodeType, FunctionType, MethodType
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -21,6 +22,8 @@ from ..weights.split import split_tensors
 
 _SAMPLES_PER_PARAMETER = 8
 _HEX_DIGITS = 16
+# The sums of tensors that were compared before, with their versions and addresses.
+_sums: MutableMapping[Tensor, tuple[tuple[int, int] | None, int]] = WeakIdKeyDictionary()
 # Length of the beginning of a value's text that ranks publish and an error shows.
 _MAX_TEXT = 200
 # How deep collections are compared, as an object may hold itself, and how many entries of all of
@@ -200,21 +203,39 @@ def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """The digest of the names, shapes and a few evenly spaced elements of tensors.
-
-    It tells models apart that were initialised or loaded differently, but may miss a single changed
-    weight.
-    """
+def digest_tensors(tensors: Iterable[tuple[str, Tensor]], *, reads_all: bool = True) -> str:
+    """The digest of the names, shapes and a few evenly spaced elements of tensors, and of their
+    sums unless not all of them is to be read."""
     sha = hashlib.sha256()
     samples = []
     for name, tensor in sorted(tensors, key=itemgetter(0)):
-        sha.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        total = _sum_of(tensor) if reads_all else ""
+        sha.update(f"{name} {tensor.dtype} {list(tensor.shape)} {total}".encode())
         step = max(1, tensor.numel() // _SAMPLES_PER_PARAMETER)
         samples.append(tensor.flatten()[::step][:_SAMPLES_PER_PARAMETER].cpu().float())
     if samples:
         sha.update(to_bytes(torch.cat(samples)))
     return sha.hexdigest()[:_HEX_DIGITS]
+
+
+def _sum_of(tensor: Tensor) -> int:
+    """The sum of a tensor's bytes as integers of 64 bits, which any single change changes.
+
+    Reading all weights of a model takes seconds, so a sum stands until the tensor was written to;
+    what is written through `.data` only the evenly spaced elements show.
+    """
+    is_tracked = not tensor.is_inference()
+    state = (tensor._version if is_tracked else 0, tensor.data_ptr())
+    known, total = _sums.get(tensor, (None, 0))
+    if known != state:
+        content = tensor.detach().contiguous().flatten().view(torch.uint8)
+        if content.storage_offset() % 8 > 0:  # where no integer of 64 bits begins
+            content = content.clone()
+        end = content.numel() // 8 * 8
+        total = int(content[:end].view(torch.int64).sum()) + int(content[end:].sum())
+        if is_tracked:
+            _sums[tensor] = state, total
+    return total
 
 
 def to_bytes(x: Tensor) -> bytes:

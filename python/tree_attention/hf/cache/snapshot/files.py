@@ -65,7 +65,7 @@ def save(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
             raise ValueError(
                 "TreeCache.save: layers that keep a state are not saved; compute the cache again"
             )
-        if not all(layer.is_initialized for layer in cache.kv_layers):
+        if length == 0 or not all(layer.is_initialized for layer in cache.kv_layers):
             raise ValueError("TreeCache.save: the cache holds no tokens yet; run the model first")
         path.mkdir(parents=True, exist_ok=True)
         file = _write_tensors(cache, path)
