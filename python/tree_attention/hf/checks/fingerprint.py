@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Digests and descriptions of what every rank must have in common before a generation begins."""
 
-import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import suppress
 from operator import itemgetter
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -78,9 +76,10 @@ def describe_all(name: str, objects: Iterable[Any]) -> Signature:
 def describe(value: Any, with_attributes: bool = False) -> str:
     """The same text on every rank that holds an equal value.
 
-    A value is a number, a string, a tensor, a function or a collection of these. Of any other
-    object only the kind counts, because a model or a process group differs from rank to rank; with
-    attributes, those of `value` itself count as well, but for names with a leading underscore.
+    A value is a number, a string, a tensor or a collection of these. Of a function only the name
+    counts, as ranks run one program, and what it does shows in the tokens; of any other object only
+    the kind, because a model or a process group differs from rank to rank. With attributes, those
+    of `value` itself count as well, but for names with a leading underscore.
     """
     return _shortened(_Description().of(value, _DEPTH, with_attributes))
 
@@ -114,15 +113,8 @@ class _Description:
             return "[" + ", ".join(self._all(value, depth)) + "]"
         if isinstance(value, set | frozenset):
             return "{" + ", ".join(sorted(self._all(value, depth))) + "}"
-        if isinstance(value, functools.partial):
-            bound = self._all(value.args, depth)
-            bound += [self._named(value.keywords, depth)] if value.keywords else []
-            return f"{self.of(value.func, depth - 1)}({', '.join(bound)})"
-        if isinstance(value, MethodType):
-            owner = self.of(value.__self__, depth - 1, with_attributes=True)
-            return f"{owner}.{value.__name__}"
-        if isinstance(value, FunctionType):
-            return f"{value.__module__}.{value.__qualname__}({self._function(value, depth)})"
+        if isinstance(value, FunctionType):  # ranks run one program: its code is the same
+            return f"{value.__module__}.{value.__qualname__}"
         if with_attributes or isinstance(value, LogitsProcessor | StoppingCriteria):
             attributes = getattr(value, "__dict__", {})
             public = {name: x for name, x in attributes.items() if not name.startswith("_")}
@@ -135,18 +127,6 @@ class _Description:
     def _named(self, values: Mapping[str, Any], depth: int) -> str:
         texts = self._all(values.values(), depth)
         return ", ".join(f"{n}={text}" for n, text in sorted(zip(values, texts, strict=True)))
-
-    def _function(self, function: FunctionType, depth: int) -> str:
-        """What a function computes with: its variables, defaults, constants and instructions."""
-        code = function.__code__
-        variables = {}
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            with suppress(ValueError):  # of a variable that has no value
-                variables[name] = cell.cell_contents
-        constants = [x for x in code.co_consts if not isinstance(x, CodeType)]
-        rest = self._all([function.__defaults__, function.__kwdefaults__, constants], depth)
-        digest = _digest(code.co_code + repr((code.co_names, rest)).encode())
-        return ", ".join(filter(None, [self._named(variables, depth), f"code {digest}"]))
 
 
 def _digest(content: bytes) -> str:
