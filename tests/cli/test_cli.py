@@ -236,6 +236,7 @@ def check_two_ranks(folder: Path, output: str, weights: str) -> None:
     assert 0 < both["exchange_share"] < 1
 
 
+@pytest.mark.deep
 def test_generate_under_torchrun(checkpoint: Path, tmp_path: Path) -> None:
     """The real thing: two processes stream the tokens of one, each with its share."""
     launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2"

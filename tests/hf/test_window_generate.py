@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
+from tiers import by_world
 
 pytest.importorskip("transformers")
 
@@ -43,7 +44,7 @@ FAMILIES = [
 ]
 assert len(FAMILIES) > 8
 
-worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+worlds = by_world([3], [1, 2, 4])
 
 
 @contextmanager
@@ -113,6 +114,7 @@ def _family_prompts() -> dict[str, Tensor]:
     return prompts | {"input_ids": prompts["input_ids"] % hf_families.VOCAB_SIZE}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_families_with_windows(world_size: int) -> None:
     expected = {

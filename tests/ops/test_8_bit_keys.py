@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cases_8_bits import (
+from cases_8_bit_keys import (
     CASES,
     FLOAT8,
     INT8,
