@@ -100,7 +100,10 @@ def test_generate_compares_tokens_with_another_run(
         (["--prompt", "x", "--timeout", "inf"], "10,000,000 seconds, got inf"),
         (["--prompt", "x", "--timeout", "nan"], "10,000,000 seconds, got nan"),
         (["--prompt", "x", "--timeout", "1e300"], "10,000,000 seconds, got 1e.300"),
-        (["--prompt", "x", "--json", "/no/x.json"], "--json /no/x.json: there is no directory /no"),
+        (
+            ["--prompt", "x", "--json", "/proc/no/x.json"],
+            "--json /proc/no/x.json: there is no directory /proc/no",
+        ),
         (["--prompt", "x", "--json", "/"], "--json /: this is a directory; name a file"),
         (["--prompt", "x", "--json", "/proc/x.json"], "/proc/x.json: this file cannot be written"),
         (
@@ -200,7 +203,7 @@ def test_a_file_that_can_be_written_is_left_alone(tmp_path: Path) -> None:
 def test_only_the_root_needs_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks may be on machines that do not have the directory."""
     monkeypatch.setenv("RANK", "1")
-    check_can_be_written("--json", Path("/no/such/directory/x.json"))
+    check_can_be_written("--json", Path("/proc/no/such/directory/x.json"))
 
 
 def test_a_long_prompt_is_shown_by_its_beginning_and_its_end() -> None:
