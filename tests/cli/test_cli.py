@@ -40,6 +40,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.deep
 def test_freed_memory_is_kept() -> None:
     def faults(how: str) -> int:
         command = [sys.executable, "-c", _COUNT_FAULTS, how]

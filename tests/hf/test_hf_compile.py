@@ -154,7 +154,8 @@ def generate_compiled(rank: int, world_size: int, name: str, expected: torch.Ten
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("world_size,name", tiers([(2, "llama")], [(1, "llama"), (2, "gemma2")]))
+@pytest.mark.deep
+@pytest.mark.parametrize("world_size,name", [(1, "llama"), (2, "llama"), (2, "gemma2")])
 def test_generate_compiles_decoding_once(world_size: int, name: str) -> None:
     expected = make_model(name).generate(**make_prompts(), **GREEDY)
     run_ranks(generate_compiled, world_size, name, expected, timeout=COMPILING)

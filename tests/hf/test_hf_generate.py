@@ -29,7 +29,7 @@ SAMPLED = GREEDY | {"do_sample": True, "temperature": 0.9, "top_k": 50}
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 SEED = 5
 
-worlds = by_world([1, 3], [2])
+worlds = by_world([3], [1, 2])
 
 
 def _layout(world_size: int) -> ShardLayout:

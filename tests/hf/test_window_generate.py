@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
-from tiers import by_world
+from tiers import by_world, tiers
 
 pytest.importorskip("transformers")
 
@@ -141,7 +141,7 @@ def _generate_in_ways(rank: int, world_size: int, kv_dtype: str | None, expected
 
 
 @worlds
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("kv_dtype", tiers([None], ["int8"]))
 def test_beams_lookup_and_assistants(kv_dtype: str | None, world_size: int) -> None:
     """Caches whose rows are reordered, repeated and cropped."""
     model, expected = make_model("gemma2"), {}
@@ -187,7 +187,7 @@ def _longer(length: int) -> Tensor:
     return said
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("kv_dtype", tiers([None], ["int8"]))
 def test_a_kept_cache_goes_on(kv_dtype: str | None, tmp_path: Path) -> None:
     """In the same world, in another one, after a reshard and as a copy."""
     directory = tmp_path / "cache"
