@@ -6,8 +6,10 @@ Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, DEBUG=0|1 (CONTR
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 from setuptools import setup
@@ -35,17 +37,7 @@ CPU_SOURCES = [
     "csrc/cpu/kernel/merge_rows.cpp",
     "csrc/cpu/kernel/quantise_row.cpp",
 ]
-DECODE_DTYPES = (  # of queries, and of keys and values where they have 8 bits
-    *("bf16", "fp16", "fp32"),
-    *("bf16_int8", "bf16_float8", "fp16_int8", "fp16_float8"),
-)
-CUDA_SOURCES = [
-    *(
-        f"csrc/cuda/instantiations/lean_decode_{dtypes}_{head_dim}.cu"
-        for head_dim in (256, 128, 96, 64)  # those that take longest first
-        for dtypes in DECODE_DTYPES
-        if "_" not in dtypes or head_dim != 96  # those for 128 serve
-    ),
+CUDA_SOURCES = [  # and those that csrc/cuda/decode/instances.py writes
     "csrc/cuda/ops_cuda.cpp",
     "csrc/cuda/checks.cpp",
     "csrc/cuda/decode/launch.cu",
@@ -128,9 +120,11 @@ def extension(use_cuda: bool):
     # -fmad=false is -ffp-contract=off: products and sums are fused only where the text says so, and
     # a merge has the same bits in every kernel.
     nvcc = ["-std=c++20", "-fmad=false", *(["-O0", "-g", "-G"] if debug else ["-O3", "-lineinfo"])]
+    write_instances = runpy.run_path("csrc/cuda/decode/instances.py")["write_instances"]
+    instances = map(str, write_instances(Path("build/instances")))
     return CUDAExtension(
         "tree_attention._C",
-        CPU_SOURCES + CUDA_SOURCES,
+        [*instances, *CPU_SOURCES, *CUDA_SOURCES],
         include_dirs=[os.path.abspath("csrc")],
         define_macros=macros,
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},

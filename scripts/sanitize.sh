@@ -9,14 +9,15 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=build/sanitize
+.venv/bin/python csrc/cuda/decode/instances.py build/instances >/dev/null
 
 cpu_sources=(tests/cpp/*.cpp csrc/cpu/{,kernel/}*.cpp)
 # Of the decode kernels those that the short cases use; the linker lets the others be missing.
 cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{append,decode,merge,one_shot}/*.cu
   csrc/cuda/decode/workspaces.cpp
   benchmarks/cuda/ablations/ablations.cu
-  csrc/cuda/instantiations/lean_decode_{bf16_64,bf16_96,bf16_128,fp16_256,fp32_64,fp32_256}.cu
-  csrc/cuda/instantiations/lean_decode_{bf16_int8_64,bf16_float8_64,bf16_int8_128,fp16_float8_128}.cu
+  build/instances/lean_decode_{bf16_64,bf16_96,bf16_128,fp16_256,fp32_64,fp32_256}.cu
+  build/instances/lean_decode_{bf16_int8_64,bf16_float8_64,bf16_int8_128,fp16_float8_128}.cu
   tests/cuda_emulator/{fiber,machine,main,ptx_host,test_*}.cpp)
 # c10's BFloat16 and Half are headers without a library.
 torch_include=$(.venv/bin/python -c \

@@ -2,6 +2,7 @@
 """Fixtures and settings shared by all tests."""
 
 import os
+import signal
 import sys
 import zlib
 
@@ -15,6 +16,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")
 
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,8 +28,33 @@ from emulated import emulated_operators
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("repeatable")
 
+# A job in the background ignores SIGINT, and so does whatever it starts; tests of Ctrl-C send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
-@pytest.fixture(params=["cpu", "emulated", "cuda"])
+TESTS = Path(__file__).parent
+# For scripts/test_deep.sh as a whole; the rest of that tier is marked where it stands.
+DEEP_FOLDERS = {TESTS / name for name in ("adversary", "benchmarks", "cuda")}
+# The emulated device takes a minute to compile. A GPU's cases are quick where there is one.
+EMULATED = pytest.param("emulated", marks=pytest.mark.deep)
+GPU = pytest.param("cuda", marks=() if torch.cuda.is_available() else pytest.mark.deep)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no module of a deep folder for the quick tier."""
+    is_quick = config.option.markexpr == "not deep"
+    return (is_quick and collection_path in DEEP_FOLDERS) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        in_deep_folder = not DEEP_FOLDERS.isdisjoint(item.path.parents)
+        needs_gpu = "cuda" in getattr(item, "fixturenames", ())
+        if in_deep_folder or (needs_gpu and not torch.cuda.is_available()):
+            item.add_marker(pytest.mark.deep)
+
+
+@pytest.fixture(params=["cpu", EMULATED, GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Runs a test on every backend that this machine and this build of the extension have for the
     operator `OP` of the test's module, by default lean_decode; and on CPU tensors with the CUDA
@@ -35,7 +62,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     yield from _device(request)
 
 
-@pytest.fixture(params=["emulated", "cuda"])
+@pytest.fixture(params=[EMULATED, GPU])
 def cuda_kernels(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Runs a test with the CUDA kernels wherever they run: emulated, and on a GPU."""
     yield from _device(request)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Compiles the kernels for the emulated CUDA device, and the program that tests both."""
 
+import runpy
 from pathlib import Path
 
 from compilation import ROOT, Compiler
@@ -25,9 +26,11 @@ TESTS = [
     Path("benchmarks/cuda/ablations/ablations.cu"),
     *sorted(path.relative_to(ROOT) for path in (ROOT / "tests/cuda_emulator").glob("test_*.cpp")),
 ]
-KERNELS = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc/cuda").rglob("*.cu"))
-INSTANCES = [path for path in KERNELS if path.parent.name == "instantiations"]
-LAUNCHES = [path for path in KERNELS if path not in INSTANCES]
+LAUNCHES = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc/cuda").rglob("*.cu"))
+# The decode kernels, which the build writes.
+INSTANCES_FOLDER = Path("build/instances")
+_write = runpy.run_path(str(ROOT / "csrc/cuda/decode/instances.py"))["write_instances"]
+INSTANCES = [path.relative_to(ROOT) for path in _write(ROOT / INSTANCES_FOLDER)]
 
 
 def program() -> Path:

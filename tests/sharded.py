@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from helpers import Problem, make_problem, make_strided
+from tiers import tiers
 from tree_attention import BlockCyclic, Contiguous, ShardLayout, lean_decode, merge_states
 
-WORLDS = (1, 2, 3, 5)
+WORLDS = tiers([1, 3], [2, 5])
 
 CASES: dict[str, dict[str, Any]] = {
     "one query": {},

@@ -183,14 +183,16 @@ def refuse(session: Conversation, rng: Random) -> str:
         "offload": layer.offload,
         "crop": lambda: cached.crop(3),
         "kv_dtype": lambda: hf.TreeCache(config, session.comm, kv_dtype="int4"),
-        "load": lambda: hf.TreeCache.load("/no/such/folder", config, session.comm, timeout=AMPLE),
+        "load": lambda: hf.TreeCache.load(
+            "/proc/no/such/folder", config, session.comm, timeout=AMPLE
+        ),
         "reshard": lambda: cached.reshard(5),
         "timeout": lambda: hf.TreeCache(config, session.comm, timeout=seconds),
         "timeout of enable": lambda: hf.enable(whole("mistral"), timeout=seconds),
         "timeout of seed_ranks": lambda: hf.seed_ranks(cached.shard.comm, timeout=seconds),
     }
     if not length:
-        calls["save"] = lambda: cached.save("/no/such/folder")
+        calls["save"] = lambda: cached.save("/proc/no/such/folder")
     if cached.max_length is not None:
         calls["max_length"] = lambda: model.generate(many, past_key_values=cached)
         calls["hold"] = lambda: model(many, past_key_values=cached)

@@ -42,6 +42,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.deep
 def test_freed_memory_is_kept() -> None:
     def faults(how: str) -> int:
         command = [sys.executable, "-c", _COUNT_FAULTS, how]
@@ -102,7 +103,10 @@ def test_generate_compares_tokens_with_another_run(
         (["--prompt", "x", "--timeout", "inf"], "10,000,000 seconds, got inf"),
         (["--prompt", "x", "--timeout", "nan"], "10,000,000 seconds, got nan"),
         (["--prompt", "x", "--timeout", "1e300"], "10,000,000 seconds, got 1e.300"),
-        (["--prompt", "x", "--json", "/no/x.json"], "--json /no/x.json: there is no directory /no"),
+        (
+            ["--prompt", "x", "--json", "/proc/no/x.json"],
+            "--json /proc/no/x.json: there is no directory /proc/no",
+        ),
         (["--prompt", "x", "--json", "/"], "--json /: this is a directory; name a file"),
         (["--prompt", "x", "--json", "/proc/x.json"], "/proc/x.json: this file cannot be written"),
         (
@@ -202,7 +206,7 @@ def test_a_file_that_can_be_written_is_left_alone(tmp_path: Path) -> None:
 def test_only_the_root_needs_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks may be on machines that do not have the directory."""
     monkeypatch.setenv("RANK", "1")
-    check_can_be_written("--json", Path("/no/such/directory/x.json"))
+    check_can_be_written("--json", Path("/proc/no/such/directory/x.json"))
 
 
 def test_a_long_prompt_is_shown_by_its_beginning_and_its_end() -> None:
@@ -238,6 +242,7 @@ def check_two_ranks(folder: Path, output: str, weights: str) -> None:
     assert 0 < both["exchange_share"] < 1
 
 
+@pytest.mark.deep
 def test_generate_under_torchrun(checkpoint: Path, tmp_path: Path) -> None:
     """The real thing: two processes stream the tokens of one, each with its share."""
     launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2"

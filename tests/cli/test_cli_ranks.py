@@ -99,7 +99,9 @@ def test_ranks_with_different_arguments(checkpoint: Path) -> None:
             assert_one_sentence(ended)
 
 
-@pytest.mark.parametrize("interrupted", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize(
+    "interrupted", [(0, 1), *(pytest.param((rank,), marks=pytest.mark.deep) for rank in range(2))]
+)
 def test_ctrl_c(checkpoint: Path, interrupted: tuple[int, ...]) -> None:
     arguments = generate(checkpoint, *ENDLESS, "--timeout", str(4 * AMPLE_SECONDS))
     with started(arguments) as ranks:

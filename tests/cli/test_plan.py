@@ -103,8 +103,14 @@ def test_nonsense_is_no_number_of_tokens(text: str, capsys: pytest.CaptureFixtur
         (["--ranks", "20000"], "--ranks must be 1 to 16,384, got 20,000"),
         (["--sequences", "-1"], "--sequences must be 1 to 16,384, got -1"),
         (["--model", "llama-9"], "--model: llama-9 is no directory with config.json, and the"),
-        (["--calibration", "/no/costs"], "--calibration: table of exchange costs /no/costs: No"),
-        (["--html", "/no/plan.html"], "--html /no/plan.html: there is no directory /no"),
+        (
+            ["--calibration", "/proc/no/costs"],
+            "--calibration: table of exchange costs /proc/no/costs: No",
+        ),
+        (
+            ["--html", "/proc/no/plan.html"],
+            "--html /proc/no/plan.html: there is no directory /proc/no",
+        ),
         (["--html", "/"], "--html /: this is a directory; name a file"),
     ],
 )

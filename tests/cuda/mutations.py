@@ -4,6 +4,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from emulator_build import INSTANCES_FOLDER
+
 
 @dataclass(frozen=True)
 class Target:
@@ -15,13 +17,9 @@ class Target:
 
 
 # Of the decode kernels the one that the short cases need.
-DECODE = Target(
-    Path("csrc/cuda/instantiations/lean_decode_bf16_64.cu"), ("decode_short",), ("decode_short",)
-)
+DECODE = Target(INSTANCES_FOLDER / "lean_decode_bf16_64.cu", ("decode_short",), ("decode_short",))
 # Of 128 columns and 128 rows, where o passes through shared memory in two parts.
-WIDE = Target(
-    Path("csrc/cuda/instantiations/lean_decode_bf16_128.cu"), ("decode_wide",), ("decode_wide",)
-)
+WIDE = Target(INSTANCES_FOLDER / "lean_decode_bf16_128.cu", ("decode_wide",), ("decode_wide",))
 # The fix-up alone, where rows need more scratch memory than there is.
 FIXUP = Target(Path("tests/cuda_emulator/test_fixup.cpp"), ("fixup_short",), ("fixup_short",))
 

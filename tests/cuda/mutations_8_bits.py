@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Mistakes in the kernels for keys and values of 8 bits."""
 
-from pathlib import Path
-
+from emulator_build import INSTANCES_FOLDER
 from mutations import Mutation, Target
 
 INT8 = Target(
-    Path("csrc/cuda/instantiations/lean_decode_bf16_int8_64.cu"),
+    INSTANCES_FOLDER / "lean_decode_bf16_int8_64.cu",
     ("decode_int8_short",),
     ("decode_int8_short",),
 )
 FLOAT8 = Target(
-    Path("csrc/cuda/instantiations/lean_decode_bf16_float8_64.cu"),
+    INSTANCES_FOLDER / "lean_decode_bf16_float8_64.cu",
     ("decode_float8_short",),
     ("decode_float8_short",),
 )

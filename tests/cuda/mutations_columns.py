@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Mistakes in the exchange between warps that split head_dim."""
 
-from pathlib import Path
-
+from emulator_build import INSTANCES_FOLDER
 from mutations import Mutation, Target
 
 COLUMNS = Target(
-    Path("csrc/cuda/instantiations/lean_decode_bf16_int8_256.cu"),
+    INSTANCES_FOLDER / "lean_decode_bf16_int8_256.cu",
     ("decode_columns_short",),
     ("decode_columns_short",),
 )

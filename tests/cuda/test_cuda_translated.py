@@ -73,7 +73,7 @@ def test_decode(kernel: Kernel, tmp_path: Path) -> None:
     source = tmp_path / "kernel.cu"
     source.write_text(kernel.instantiation())
     ptx = ptx_of(source, tmp_path)
-    instance = Path(f"csrc/cuda/instantiations/lean_decode_{kernel.dtypes}_64.cu")
+    instance = emulator_build.INSTANCES_FOLDER / f"lean_decode_{kernel.dtypes}_64.cu"
     sources = [*emulator_build.LAUNCHES, instance]
     # That it is the PTX that runs.
     trap = re.sub(r"^\{.*?^\}", "{\n\ttrap;\n\tret;\n}", ptx, flags=re.DOTALL | re.MULTILINE)

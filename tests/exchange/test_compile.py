@@ -62,6 +62,7 @@ def test_tree_decode(world_size: int, case: str) -> None:
     run_ranks(decode, world_size, "aot_eager", case, timeout=COMPILING)
 
 
+@pytest.mark.deep
 def test_tree_decode_by_inductor() -> None:
     run_ranks(decode, 2, "inductor", "plain", timeout=2 * COMPILING)
 

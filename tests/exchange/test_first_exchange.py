@@ -16,7 +16,7 @@ from torch import Tensor
 from distributed import on_ranks, run_ranks, start_process
 from fake_device import fake_cuda
 from helpers import assert_same_bits
-from test_exchange import INF, State, random_states
+from test_merge_over_ranks import INF, State, random_states
 from tree_attention import (
     ExchangeError,
     merge_states,

@@ -34,8 +34,12 @@ from faults import (
     resources,
     right_or_failed,
 )
+from tiers import tiers
 from tree_attention.exchange import Communicator
 from tree_attention.exchange.agreement import session
+
+# A collective, steps of which each needs another, and a ring.
+STOPPED = ("all_gather", "butterfly", "ring of queries")
 
 
 def stop_ranks(rank: int, world_size: int, kind: str, folder: Path) -> None:
@@ -81,7 +85,7 @@ def stop_ranks_quickly(rank: int, world_size: int, kind: str, folder: Path) -> N
         stop_ranks(rank, world_size, kind, folder)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiers(STOPPED, [kind for kind in KINDS if kind not in STOPPED]))
 def test_stopped_ranks(kind: str, tmp_path: Path) -> None:
     """All worlds at once: they wait most of the time."""
     with ThreadPoolExecutor() as pool:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from distributed import on_ranks, run_ranks
 from helpers import assert_same_bits
+from tiers import tiers
 from tree_attention import ExchangeError, merge_states, strategies
 from tree_attention.exchange import Communicator, Link
 from tree_attention.exchange.strategies import STRATEGIES
@@ -29,11 +30,12 @@ from tree_attention.exchange.transport.buffers import SEAL_BYTES
 CPU = torch.device("cpu")
 NAN, INF = torch.nan, torch.inf
 CANONICAL = [name for name in strategies() if STRATEGIES[name].is_canonical]
-# Worlds as the node of each rank.
-WORLDS = [
-    "a", "aa", "ab", "aaa", "aab", "aaaa", "aabb", "abab", "aaab", "aaaab", "abcde",
-    "aaaaaa", "aabbcc", "aaabbb", "aaaabb", "aaaaaaa", "aaaabbc",
-]  # fmt: skip
+# Worlds as the node of each rank. The quick ones: one node, a power of two or not, equal nodes, and
+# nodes of several sizes.
+WORLDS = tiers(
+    ["a", "aa", "aab", "aaaa", "aabb", "aaaab", "aaabbb"],
+    ["ab", "aaa", "abab", "aaab", "abcde", "aaaaaa", "aabbcc", "aaaabb", "aaaaaaa", "aaaabbc"],
+)
 SHAPES = [(1, 1, 1, 8), (2, 4, 1, 16), (1, 3, 2, 7), (3, 5, 1, 24), (2, 8, 3, 5)]
 
 State = tuple[Tensor, Tensor]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
+from tiers import tiers
 
 pytest.importorskip("transformers")
 
@@ -47,6 +48,14 @@ assert PROMPT_LENGTH - MAX_PADDING > WINDOW
 FAMILIES = WORKING | HYBRIDS
 REFUSALS = {name: refusal for refusal in REFUSED for name in refusal.families}
 
+# One rank alone: quick for a family of each kind of cache.
+KINDS_OF_CACHE = ("Llama", "Mistral", "GPT-OSS", "DeepSeek-V3", "Jamba", "Kimi Linear")
+assert FAMILIES.keys() >= set(KINDS_OF_CACHE)
+CASES = tiers(
+    [*((name, 2) for name in FAMILIES), *((name, 1) for name in KINDS_OF_CACHE)],
+    [(name, 1) for name in FAMILIES if name not in KINDS_OF_CACHE],
+)
+
 
 def _prompts() -> dict[str, Tensor]:
     """Three, padded on the left to one length."""
@@ -74,8 +83,7 @@ def _generate(
     assert error < margin / 10, f"logits differ by {error}, the best two by {margin}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name, world_size", CASES)
 def test_tokens_equal_those_of_transformers(name: str, world_size: int) -> None:
     _skip_unless_known(name, FAMILIES[name].exists)
     if world_size == 1:

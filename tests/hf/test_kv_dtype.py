@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
+from tiers import by_world
 
 pytest.importorskip("transformers")
 
@@ -32,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "lookup": GREEDY | {"prompt_lookup_num_tokens": 4},
 }
 
-worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
+worlds = by_world([2], [1, 3])
 kv_dtypes = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 
 
@@ -130,7 +131,7 @@ def _generate_split(rank: int, world_size: int, kv_dtype: str, tokens: Tensor) -
         assert torch.equal(found, tokens), size
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@by_world([2], [3, 4])
 @kv_dtypes
 def test_split_weights(kv_dtype: str, world_size: int) -> None:
     model = split_models.make_model("llama")

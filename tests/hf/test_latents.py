@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed import run_ranks
+from tiers import by_world
 
 pytest.importorskip("transformers")
 
@@ -33,7 +34,7 @@ from tree_attention.hf.cache import latent
 GREEDY = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
 SIZES = {"kv_lora_rank": 24, "qk_rope_head_dim": 4}  # of the model in hf_models
 
-worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
+worlds = by_world([3], [1, 2])
 
 
 def _prompts_of_family() -> dict[str, Tensor]:

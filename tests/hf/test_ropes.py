@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from distributed import on_ranks, run_ranks
+from tiers import by_world
 
 pytest.importorskip("transformers")
 
@@ -98,7 +99,7 @@ def _generate(rank: int, world_size: int, expected: dict[str, Any]) -> None:
                 assert int(held.get_seq_length()) == length + GREEDY["max_new_tokens"] - 1
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@by_world([2], [1])
 def test_tokens_equal_those_of_transformers(world_size: int) -> None:
     """On every way there, and in a cache that is sharded."""
     run_ranks(_generate, world_size, {name: _expected(name) for name in NAMES})

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed import on_ranks, run_ranks
+from tiers import by_world, tiers
 
 pytest.importorskip("transformers")
 
@@ -37,7 +38,7 @@ from split_models import (
 )
 from tree_attention import BlockCyclic, hf
 
-worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+worlds = by_world([2], [1, 3, 4])
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 SEED = 5
 
@@ -92,7 +93,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "without_cache": GREEDY | {"use_cache": False},
 }
 # (world size, tensor_parallel_size): context groups alone, tensor groups alone, and both.
-MESHES = pytest.mark.parametrize("world_size, size", [(3, 1), (2, 2), (4, 2)])
+MESHES = pytest.mark.parametrize("world_size, size", tiers([(2, 2)], [(3, 1), (4, 2)]))
 
 
 def _plain_ways() -> dict[str, Tensor]:

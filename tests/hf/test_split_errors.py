@@ -72,6 +72,7 @@ def _split_family(rank: int, world_size: int, names: list[str]) -> None:
         assert torch.equal(model.generate(**prompts, **PROMPT), tokens), name
 
 
+@pytest.mark.deep
 def test_every_family_is_split_or_refused() -> None:
     names = [name for name, family in WORKING.items() if family.exists]
     run_ranks(_split_family, 2, names, timeout=120.0)

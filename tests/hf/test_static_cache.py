@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from distributed import on_ranks, run_ranks
+from tiers import by_world
 
 pytest.importorskip("transformers")
 
@@ -75,7 +76,7 @@ def generate(rank: int, world_size: int, name: str, case: str, expected: Tensor)
     assert dealt_forward.called == (case == "prompts dealt" and world_size > 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@by_world([2], [1, 3])
 @pytest.mark.parametrize(
     "name,case",
     [("llama", case) for case in CASES]
@@ -180,7 +181,7 @@ def operate(rank: int, world_size: int, layouts: list[ShardLayout], directory: P
         load(max_length=34)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@by_world([2], [1, 3])
 def test_operations(world_size: int, tmp_path: Path) -> None:
     layouts = [
         BlockCyclic(world_size, 4),

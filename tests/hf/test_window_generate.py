@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
+from tiers import by_world, tiers
 
 pytest.importorskip("transformers")
 
@@ -43,7 +44,7 @@ FAMILIES = [
 ]
 assert len(FAMILIES) > 8
 
-worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+worlds = by_world([3], [1, 2, 4])
 
 
 @contextmanager
@@ -113,6 +114,7 @@ def _family_prompts() -> dict[str, Tensor]:
     return prompts | {"input_ids": prompts["input_ids"] % hf_families.VOCAB_SIZE}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_families_with_windows(world_size: int) -> None:
     expected = {
@@ -139,7 +141,7 @@ def _generate_in_ways(rank: int, world_size: int, kv_dtype: str | None, expected
 
 
 @worlds
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("kv_dtype", tiers([None], ["int8"]))
 def test_beams_lookup_and_assistants(kv_dtype: str | None, world_size: int) -> None:
     """Caches whose rows are reordered, repeated and cropped."""
     model, expected = make_model("gemma2"), {}
@@ -185,7 +187,7 @@ def _longer(length: int) -> Tensor:
     return said
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("kv_dtype", tiers([None], ["int8"]))
 def test_a_kept_cache_goes_on(kv_dtype: str | None, tmp_path: Path) -> None:
     """In the same world, in another one, after a reshard and as a copy."""
     directory = tmp_path / "cache"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from helpers import NAN, assert_same_bits, make_problem
 from test_lean_decode_properties import problems
+from tiers import tiers
 from tree_attention import _C
 from tree_attention.reference import attention
 
@@ -27,7 +28,12 @@ def supported() -> list[str]:
     return message[1].split(", ")
 
 
-@pytest.fixture(params=["amx", "avx512", "avx2", "neon", "portable"])
+NAMES = ("amx", "avx512", "avx2", "neon", "portable")
+# One text for all, over vectors: the widest and the narrowest find most of its mistakes.
+QUICK = (supported()[0], supported()[-1])
+
+
+@pytest.fixture(params=tiers(QUICK, [name for name in NAMES if name not in QUICK]))
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param not in supported():
         pytest.skip(f"no {request.param} on this CPU or in this build")

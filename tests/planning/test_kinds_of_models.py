@@ -158,6 +158,7 @@ def test_one_rank_is_refused_nothing() -> None:
     assert all(not row.obstacle for row in plan_of(LATENT, ranks=1).rows())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", NAMES)
 def test_a_form_that_is_sooner_stays_sooner(name: str) -> None:
     """The search for a break-even context halves an interval."""

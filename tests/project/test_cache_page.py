@@ -3,9 +3,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from test_readme import ROOT, TWO_RANKS, python_program, run
 
 
+@pytest.mark.deep
 def test_program_of_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "cache.py"
     program = python_program(ROOT / "docs/cache.md")

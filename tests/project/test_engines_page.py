@@ -16,6 +16,7 @@ SIZES = {"pages": 5, "heads": 3, "page_size": 4, "head_dim": 8}
 ROWS = re.findall(r"^\| ([^|]*`\[.*?\]`.*?) \| (.*?) \| (.*?) \|$", PAGE.read_text(), re.MULTILINE)
 
 
+@pytest.mark.deep
 def test_step_of_the_page_conforms_on_two_ranks(tmp_path):
     script = tmp_path / "check.py"
     script.write_text(python_program(PAGE))

@@ -48,6 +48,14 @@ def test_named_files_exist(page: Path) -> None:
     assert not [name for name in names if not (ROOT / name).exists()]
 
 
+def test_files_of_the_map_of_tests_exist() -> None:
+    tests = ROOT / "tests"
+    rows = [line for line in (tests / "README.md").read_text().splitlines() if line[0:1] == "|"]
+    names = [name for row in rows for name in re.findall(r"`([\w/*]+(?:\.py|/))`", row)]
+    assert len(names) > 30
+    assert not [name for name in names if not any(tests.rglob(name.strip("/")))]
+
+
 def test_broken_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     links = "[a](page.md) [b](#one-two) [c](https://x.org) [d](gone.md) [e](page.md#three) [f](#no)"

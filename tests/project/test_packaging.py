@@ -131,7 +131,9 @@ def test_every_source_is_built(run_setup):
         for suffix in ("cpp", "cu")
         for path in (ROOT / "csrc").rglob(f"*.{suffix}")
     ]
-    assert sorted(listed) == sorted(found)
+    decode_kernels = [path for path in listed if path.startswith("build/instances/")]
+    assert len(set(decode_kernels)) == 24 and all((ROOT / path).exists() for path in decode_kernels)
+    assert sorted(set(listed) - set(decode_kernels)) == sorted(found)
 
 
 def test_source_distribution_is_complete(tmp_path):

@@ -308,6 +308,7 @@ def test_ask_finds_the_key_with_the_tokens_of_transformers(monkeypatch, capsys):
     check_answer(capsys.readouterr().out, 1)
 
 
+@pytest.mark.deep
 def test_two_processes_find_the_key():
     launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     environment = {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}

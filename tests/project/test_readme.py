@@ -51,6 +51,7 @@ def run(script: Path, *launcher: str, **environment: str) -> str:
     return result.stdout
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_blocks_run(page, tmp_path):
     program = python_program(page)
@@ -61,6 +62,7 @@ def test_python_blocks_run(page, tmp_path):
     run(script, **WORLD_OF_ONE)
 
 
+@pytest.mark.deep
 def test_readme_is_right_on_two_ranks(tmp_path):
     script = tmp_path / "readme.py"
     checks = (

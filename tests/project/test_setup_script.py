@@ -53,3 +53,27 @@ def test_missing_compiler_names_the_package(checkout):
     error = setup_error(checkout, CXX="no-such-compiler")
     assert "no C++ compiler (no-such-compiler) was found" in error
     assert "apt install g++" in error
+
+
+@pytest.mark.parametrize(
+    ("driver", "chosen", "expected"),
+    [
+        ("echo 'GPU 0: a GPU (UUID: GPU-0)'", "", "auto"),
+        ("echo 'No devices were found'", "", "0"),
+        ("exit 9", "", "0"),
+        ("exit 9", "1", "1"),
+        ("echo 'GPU 0: a GPU (UUID: GPU-0)'", "0", "0"),
+    ],
+    ids=["gpu", "no gpu", "no driver", "asked for", "refused"],
+)
+def test_cuda_is_compiled_where_a_gpu_is_visible(checkout, driver, chosen, expected):
+    add_program(checkout / "bin" / "nvidia-smi", driver)
+    python = f'[ -z "$MAX_JOBS" ] || echo "USE_CUDA=$USE_CUDA" >>{checkout}/built; echo {checkout}'
+    add_program(checkout / ".venv" / "bin" / "python", python)
+    variables = {"PATH": f"{checkout}/bin:{os.environ['PATH']}", "USE_CUDA": chosen, "CXX": "true"}
+    environment = {k: v for k, v in os.environ.items() if k != "MAX_JOBS"} | variables
+    script = checkout / "scripts" / "setup"
+    result = subprocess.run([script], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert f"Building the extension (USE_CUDA={expected})" in result.stderr
+    assert (checkout / "built").read_text() == f"USE_CUDA={expected}\n"

@@ -64,8 +64,8 @@ LaunchParams launch_params(const DecodeParams& params, const Plan& plan,
                            const Workspace& workspace);
 
 // Launches the kernel for the element types of queries and of keys and values, a head_dim bucket
-// and the plan's row tile. It is defined in lean_decode.cuh and instantiated once in each file of
-// instantiations/.
+// and the plan's row tile. It is defined in lean_decode.cuh and instantiated once in each file that
+// instances.py writes.
 template <typename Element, int kHeadDim, typename Cached>
 cudaError_t launch_instance(const LaunchParams& params, const Plan& plan, cudaStream_t stream);
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cases_8_bits import (
+from cases_8_bit_keys import (
     CASES,
     FLOAT8,
     INT8,
@@ -22,11 +22,14 @@ from cases_8_bits import (
 )
 from helpers import NAN, assert_same_bits, make_problem
 from test_instruction_sets import instruction_set  # noqa: F401
+from tiers import tiers
 from tree_attention import reference
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
 by_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:]
+    "dtype",
+    tiers([torch.float32, torch.bfloat16], [torch.float16]),
+    ids=lambda dtype: str(dtype)[6:],
 )
 
 ALL_CASES = CASES | {

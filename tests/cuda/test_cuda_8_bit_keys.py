@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keys and values of 8 bits on CUDA: the same meaning and bounds as on the CPU (test_8_bits.py)."""
+"""Keys and values of 8 bits on CUDA: the bounds of the CPU (test_8_bit_keys.py)."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cases_8_bits import (
+from cases_8_bit_keys import (
     CASES,
     FLOAT8,
     INT8,

@@ -239,6 +239,7 @@ def test_copies_compute_with_their_own_weights(rank: int, world_size: int) -> No
     assert not torch.allclose(_logits_of_chunks(model, ids, [37], layout)[0], expected, atol=1e-1)
 
 
+@pytest.mark.deep
 @on_ranks(2)
 def test_compiled_forwards_are_not_split(rank: int, world_size: int) -> None:
     """A compiled forward is not split, whatever it is given."""

@@ -1,7 +1,0 @@
-// SPDX-License-Identifier: BSD-3-Clause
-#include "cuda/decode/lean_decode.cuh"
-
-namespace tree_attention::cuda {
-template cudaError_t launch_instance<BFloat16, 64, BFloat16>(const LaunchParams&, const Plan&,
-                                                             cudaStream_t);
-}
