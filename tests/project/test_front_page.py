@@ -62,7 +62,7 @@ def test_lines_of_a_page(page):
 def test_line_of_the_plan(capsys):
     """The plan prints the line that README shows."""
     (found,) = re.findall(
-        r"^(python -m tree_attention plan [^#]*?) +#.*\n  (.*)$", README, re.MULTILINE
+        r"^(python -m tree_attention plan [^#]*?) +#.*\n#   (.*)$", README, re.MULTILINE
     )
     command, shown = found
     assert main(shlex.split(command)[3:]) == 0
