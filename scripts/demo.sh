@@ -9,6 +9,9 @@ source "$(dirname "$0")/setup"
 
 # Each rank takes its share of the cores whatever this says, but torchrun warns where it is unset.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# transformers imports torchao where it is installed, whose enums make torch's pytree warn of a call
+# that a later torch will refuse: lines of every process that are not about this program.
+export TORCH_LOGS=${TORCH_LOGS:--torch.utils._pytree}
 two_processes() {
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 "$@"
 }

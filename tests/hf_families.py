@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The model families that work and those that are refused: README's lists and the tests' tables.
+"""Model families: those that work, those that are refused, and their lists in docs/models.md.
 
 Each is made tiny and random from its configuration class in transformers, by name, as releases
 differ in the families that they have.
@@ -8,6 +8,7 @@ differ in the families that they have.
 from __future__ import annotations
 
 import copy
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,7 +236,7 @@ HYBRIDS: dict[str, Family] = {
 class Refusal:
     """Families that are refused for one reason."""
 
-    why: str  # in README
+    why: str  # in docs/models.md
     says: str  # a piece of the sentence that the user gets
     families: dict[str, Family]
 
@@ -335,20 +336,26 @@ REFUSED: tuple[Refusal, ...] = (
 )
 
 
-def readme_lists() -> str:
-    """What README says of models."""
+def page_lists() -> str:
+    """Return what docs/models.md says of families."""
     rows = [f"| {', '.join(refusal.families)} | {refusal.why} |" for refusal in REFUSED]
     return "\n".join(
         [
-            ", ".join(WORKING) + ".",
+            _wrapped(f"{', '.join(WORKING)}."),
             "",
-            f"With layers that keep a state, the same on every rank: {', '.join(HYBRIDS)}.",
+            _wrapped(
+                f"With layers that keep a state, the same on every rank: {', '.join(HYBRIDS)}."
+            ),
             "",
             "| refused | because |",
             "| --- | --- |",
             *rows,
         ]
     )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_on_hyphens=False)
 
 
 def make_model(family: Family) -> PreTrainedModel:

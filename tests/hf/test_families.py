@@ -28,11 +28,11 @@ from hf_families import (
     WORKING,
     Refusal,
     make_model,
-    readme_lists,
+    page_lists,
 )
 from tree_attention import BlockCyclic, hf
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
 PROMPT_LENGTH = 29
 NUM_TOKENS = 20
 GREEDY = {
@@ -105,9 +105,11 @@ def test_refused_with_the_reason(name: str) -> None:
         hf.enable(model).generate(**_prompts(), max_new_tokens=1)
 
 
-def test_readme_lists_the_families() -> None:
-    text = readme_lists()
-    assert text in README.read_text(), f"README.md does not contain:\n\n{text}"
+def test_page_lists_the_families() -> None:
+    text = page_lists()
+    page = ROOT / "docs/models.md"
+    assert text in page.read_text(), f"docs/models.md does not contain:\n\n{text}"
+    assert f"[{len(FAMILIES)} families](docs/models.md)" in (ROOT / "README.md").read_text()
     assert not FAMILIES.keys() & REFUSALS.keys()
 
 

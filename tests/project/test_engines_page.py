@@ -3,11 +3,14 @@
 lines that it shows are ones that are printed."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import tree_attention
 from test_readme import TWO_RANKS, python_program, run
 from tree_attention.reference.conformance.cases import DECODE_CASES, MERGE_CASES
 
@@ -19,19 +22,31 @@ ROWS = re.findall(r"^\| ([^|]*`\[.*?\]`.*?) \| (.*?) \| (.*?) \|$", PAGE.read_te
 @pytest.mark.deep
 def test_step_of_the_page_conforms_on_two_ranks(tmp_path):
     script = tmp_path / "check.py"
-    script.write_text(python_program(PAGE))
+    checks = "import test_engines_page\n\ntest_engines_page.check_one_call(globals())"
+    script.write_text(f"{python_program(PAGE)}\n\n{checks}\n")
     printed = run(script, *TWO_RANKS, OMP_NUM_THREADS="1")
     assert [line.split(":")[0] for line in printed.splitlines()] == [
         f"{'ok':<12}{case.name}" for case in (*MERGE_CASES, *DECODE_CASES)
     ]
 
 
+def check_one_call(page: dict[str, Any]) -> None:
+    """Compare the last block's result with that of all keys, on every rank."""
+    o, lse = tree_attention.lean_decode(page["q"], page["k"], page["v"])
+    assert 0 < len(page["mine"]) < page["k"].shape[2]
+    torch.testing.assert_close(page["o"], o)
+    torch.testing.assert_close(page["lse"], lse)
+
+
 def test_lines_of_the_page_are_printed():
     shown = re.search(r"```\n(ok .*?)```", PAGE.read_text(), re.DOTALL)[1]
-    passed, failed, meaning = shown.splitlines()
+    passed, failed, *meaning = shown.splitlines()
     cases = {case.name: case.meaning for case in DECODE_CASES}
     assert re.fullmatch(r"ok {10}(.*): o .*, lse .*", passed)[1] in cases
-    assert meaning.strip() == cases[re.fullmatch(r"FAILED {6}(.*): o .*, lse .*", failed)[1]]
+    assert (
+        " ".join(line.strip() for line in meaning)
+        == cases[re.fullmatch(r"FAILED {6}(.*): o .*, lse .*", failed)[1]]
+    )
 
 
 def cache_of(axes: list[str], k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -71,3 +86,18 @@ def test_views_of_a_latent_cache():
     k, v = (eval(text.strip("`"), names) for text in (keys, values))
     assert k.shape == (5, 1, 4, 576) and v.shape == (5, 1, 4, 512)
     assert torch.equal(k[..., :512], v) and k.data_ptr() == v.data_ptr()
+
+
+def test_packed_keys():
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (block,) = (block for block in blocks if block.startswith("cu_seqlens_k"))
+    page: dict[str, Any] = {"torch": torch, "tree_attention": tree_attention}
+    exec(block, page)
+    bounds = page["cu_seqlens_k"].tolist()
+    assert len(bounds) == 3
+    for sequence, (begin, end) in enumerate(pairwise(bounds)):
+        own = (page[name][sequence : sequence + 1] for name in "qkv")
+        q, k, v = next(own), *(x[:, :, begin:end] for x in own)
+        o, lse = tree_attention.lean_decode(q, k, v)
+        torch.testing.assert_close(page["o"][sequence], o[0])
+        torch.testing.assert_close(page["lse"][sequence], lse[0])

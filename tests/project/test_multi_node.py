@@ -15,6 +15,8 @@ from tree_attention.__main__ import COMMANDS, main
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/multi_node.md").read_text()
 README = (ROOT / "README.md").read_text()
+(RUN,) = re.findall(r'^run="(.*)"\n', README, re.MULTILINE)
+README = README.replace(f'run="{RUN}"\n', "").replace("$run", RUN)
 OF_SEVERAL_HOSTS = r"torchrun --nnodes(?:[^\n]|(?<=\\)\n)*"
 LINES = re.findall(OF_SEVERAL_HOSTS, PAGE) + re.findall(OF_SEVERAL_HOSTS, README)
 

@@ -14,12 +14,15 @@ PAGE = (ROOT / "docs/papers.md").read_text()
 REFERENCE = {path.stem for path in (ROOT / "python/tree_attention/reference").glob("*.py")}
 
 
-def test_every_row_has_all_cells():
-    rows = [line for line in PAGE.splitlines() if line.startswith("| ")]
-    assert len(rows) > 25
-    for row in rows:
-        cells = [cell.strip() for cell in row.strip("|").split(" | ")]
-        assert len(cells) == 4 and all(cells), row
+def test_every_entry_has_all_parts():
+    """A line in bold is followed by the code, what runs it, and what was published."""
+    entries = re.split(r"^- (?=\*\*)", PAGE, flags=re.MULTILINE)[1:]
+    assert len(entries) > 50
+    for entry in entries:
+        parts = re.findall(r"^  - ([^:]*): ?(.*(?:\n    \S.*)*)", entry, re.MULTILINE)
+        names = [name for name, _ in parts]
+        assert names[0] == "code" and names[1] in ("test or command", "command"), entry
+        assert names[2:] == ["result"] and all(text for _, text in parts), entry
 
 
 @pytest.mark.parametrize(

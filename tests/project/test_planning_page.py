@@ -49,6 +49,7 @@ def test_predictions_beside_measured_runs() -> None:
 @pytest.mark.parametrize("option", ["model", "machine", "link", "kv-dtype"])
 def test_every_choice_is_listed(option: str) -> None:
     choices = {"model": NAMES, "machine": MACHINES, "link": LINKS, "kv-dtype": KV_DTYPES}[option]
-    (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| `--{option}`"))
+    entries = re.split(r"^- ", PAGE, flags=re.MULTILINE)
+    (row,) = (entry for entry in entries if entry.startswith(f"`--{option}`"))
     for choice in choices:
         assert f"`{choice}`" in row

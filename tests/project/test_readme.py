@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import tree_attention
 from tree_attention.reference import attention
 
 ROOT = Path(__file__).parents[2]
@@ -69,27 +67,25 @@ def test_readme_is_right_on_two_ranks(tmp_path):
         "import test_readme\n\ntest_readme.check_readme(globals())\ndist.destroy_process_group()"
     )
     script.write_text(f"{python_program(README)}\n\n{checks}\n")
-    run(script, *TWO_RANKS, OMP_NUM_THREADS="1")
+    # The number that the page says, once: one rank prints.
+    shown = re.search(r"# (\d+)$", README.read_text(), re.MULTILINE)
+    assert shown and run(script, *TWO_RANKS, OMP_NUM_THREADS="1").strip() == shown[1]
 
 
 def check_readme(page: dict[str, Any]) -> None:
-    """What the blocks of README.md have defined is right, on every rank. `page`: its globals."""
+    """Check what the blocks of README.md have defined, on every rank. `page`: its globals."""
     assert dist.get_world_size() == 2
     check_generated_text(page)
     for interleave in (1, 16):
         check_engine(page["decode_attention"], interleave)
-    o, lse = tree_attention.lean_decode(page["q"], page["k"], page["v"])
-    assert 0 < len(page["mine"]) < page["k"].shape[2]
-    torch.testing.assert_close(page["o"], o)
-    torch.testing.assert_close(page["lse"], lse)
 
 
 def check_generated_text(page: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(page["path"], attn_implementation="sdpa")
-    tokens = plain.generate(**page["inputs"], max_new_tokens=8)[0]
-    assert page["text"] == page["tokenizer"].decode(tokens)
+    tokens = plain.generate(**page["inputs"], max_new_tokens=6)[0]
+    assert page["text"] == page["tokenizer"].decode(tokens, skip_special_tokens=True)
 
 
 def check_engine(decode_attention: Any, interleave: int) -> None:
@@ -115,7 +111,9 @@ def check_engine(decode_attention: Any, interleave: int) -> None:
             for cache, x in zip(caches, (k, v), strict=True):
                 cache[place] = x[sequence, i]
 
-    o, lse = decode_attention(q, *caches, block_table, seq_lens, None, interleave)
+    caches = [cache.transpose(1, 2) for cache in caches]
+    o, lse = decode_attention(q.unsqueeze(2), *caches, block_table, seq_lens, interleave)
+    o, lse = o.squeeze(2), lse.squeeze(2)
     for sequence, length in enumerate(seq_lens.tolist()):
         keys, values = (x[sequence, :length].transpose(0, 1)[None] for x in (k, v))
         expected_o, expected_lse = attention(q[sequence, None, :, None], keys, values)
@@ -124,18 +122,3 @@ def check_engine(decode_attention: Any, interleave: int) -> None:
     both = [torch.empty_like(o) for _ in range(world_size)]
     dist.all_gather(both, o)
     assert torch.equal(*both)
-
-
-def test_packed_keys_of_the_readme():
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    (block,) = (block for block in blocks if block.startswith("cu_seqlens_k"))
-    page: dict[str, Any] = {"torch": torch, "tree_attention": tree_attention}
-    exec(block, page)
-    bounds = page["cu_seqlens_k"].tolist()
-    assert len(bounds) == 3
-    for sequence, (begin, end) in enumerate(pairwise(bounds)):
-        own = (page[name][sequence : sequence + 1] for name in "qkv")
-        q, k, v = next(own), *(x[:, :, begin:end] for x in own)
-        o, lse = tree_attention.lean_decode(q, k, v)
-        torch.testing.assert_close(page["o"][sequence], o[0])
-        torch.testing.assert_close(page["lse"][sequence], lse[0])

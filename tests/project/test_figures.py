@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The figures in the tables of README.md and docs/measured.md are those of benchmarks/results.
+
+`PAGES` says for every row of these tables, in order, which cells of which results it shows: our
+value, those beside it, and then how many times as long they take. When something was measured
+anew, the failing row says what it should show.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.results import number, read_table
+from benchmarks.picture_values import contexts
+
+ROOT = Path(__file__).parents[2]
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w.])")
+
+
+def value(file: str, row: dict[str, str], column: str, unit: float = 1) -> float:
+    """Return a cell of benchmarks/results/FILE.md, of the only row with these cells."""
+    found = [x for x in read_table(file).rows if row.items() <= x.items()]
+    assert len(found) == 1, f"{file}.md has {len(found)} rows with {row}"
+    return number(found[0][column]) / unit
+
+
+def decode(case: str, *columns: str) -> list[float]:
+    cells = {"case": f"bf16 32/8 d128 {case}"}
+    return [value("decode", cells, f"{column} us", 1000) for column in ("ours", *columns)]
+
+
+def engines(context: int, *names: str, column: str = "decode ms") -> list[float]:
+    return [value("engines", {"context": str(context), "engine": x}, column) for x in names]
+
+
+def llama(*methods: str) -> list[float]:
+    names = ("tree_attention, world 1", *methods)
+    return [value("llama", {"context": "65536 tokens", "method": x}, "ms /token") for x in names]
+
+
+def serving(batch: int, *names: str) -> list[float]:
+    cells = {"context": "4096", "batch": str(batch)}
+    return [value("serving", {**cells, "engine": x}, "between tokens ms") for x in names]
+
+
+def scaling(column: str, ours: str, form: str) -> list[float]:
+    rows = {"place/ranks": ours, "form": SPLIT}, {"place/ranks": "bare/1", "form": form}
+    return [value("scaling", row, column) for row in rows]
+
+
+def methods(file: str, case: str, *names: str, column: str = "ms", unit: int = 1) -> list[float]:
+    return [value(file, {"case": case, "method": x}, column, unit) for x in names]
+
+
+TOKEN, PROMPT = "ms /token", "prefill s"
+ONE, TWO = "1 process, 1 thread", "1 process, 2 threads"
+SPLIT = "weights split, tensor_parallel_size 2"
+HOSTS = "metro p=8 B=1 n=65536"
+TREE, PASS_Q = "auto: butterfly", "ring, passing queries"
+DYNAMIC, STATIC = "sdpa, DynamicCache", "sdpa, StaticCache"
+RAGGED = "B=8 ragged 1076-28930"
+
+
+def line_rate() -> float:
+    """Return ms of the ring of 64k keys on 8 hosts at line rate, from the notes of contexts.md."""
+    return contexts()["metro p=8"]["ring at line rate"][-1][1]
+
+
+def slower(values: list[float]) -> list[float]:
+    """Append how many times as long the others take as ours, the first."""
+    return values + [x / values[0] for x in values[1:]]
+
+
+def fewer(values: list[float]) -> list[float]:
+    """Append how many times as many tokens a second ours has, the first."""
+    return values + [values[0] / x for x in values[1:]]
+
+
+def step(*names: str) -> list[float]:
+    return methods("contexts", HOSTS, TREE, *names)
+
+
+def memory() -> list[float]:
+    names = ("two_phase", "all_gather", "ring")
+    ours, gather, ring = methods("memory", "p=4 n=131072", *names, column="allocated bytes")
+    return [ours, gather, ring, ring / ours, ring / gather]
+
+
+def prompts(context: int, name: str) -> list[float]:
+    return fewer(engines(context, "ours", name, column="prefill tokens/s"))
+
+
+Rows = list[Callable[[], list[float]]]
+
+PAGES: dict[str, Rows] = {
+    "README.md": [
+        lambda: slower(decode("B=1 32768", "vLLM", "SDPA")),
+        lambda: slower(decode("keys int8 B=1 32768", "16-bit")),
+        lambda: slower(llama(STATIC, DYNAMIC)),
+        lambda: slower(engines(4096, "ours", "openvino")),
+        lambda: slower(scaling(TOKEN, "bare/2", ONE)),
+        lambda: slower([*step(PASS_Q), line_rate()]),
+    ],
+    "docs/measured.md": [
+        lambda: slower(decode("B=1 32768", "vLLM", "SDPA")),
+        lambda: slower(decode("B=1 32768 pages of 128", "vLLM")),
+        lambda: slower(decode("B=1 32768 pages of 16", "vLLM")),
+        lambda: slower(decode(RAGGED, "vLLM", "SDPA")),
+        lambda: slower(decode(f"{RAGGED} pages of 128", "vLLM")),
+        lambda: slower(decode("B=1 2048 q=2048", "vLLM", "SDPA")),
+        lambda: slower(decode("B=1 512 warm", "vLLM", "SDPA")),
+        lambda: slower(decode("keys int8 B=1 32768", "16-bit", "vLLM", "SDPA")),
+        lambda: slower(decode(f"keys int8 {RAGGED}", "16-bit", "vLLM", "SDPA")),
+        *(
+            lambda name=name: slower(engines(4096, "ours", name))
+            for name in ("openvino", "huggingface", "vllm", "llama_cpp_flash")
+        ),
+        lambda: slower(engines(131072, "ours", "vllm")),
+        lambda: slower(llama(STATIC)),
+        lambda: slower(llama(DYNAMIC)),
+        *(
+            lambda name=name: prompts(4096, name)
+            for name in ("vllm", "openvino", "huggingface", "llama_cpp_flash")
+        ),
+        lambda: prompts(131072, "vllm"),
+        lambda: slower(serving(1, "ours, blocks of 32", "vllm, blocks of 32")),
+        lambda: slower(serving(8, "ours, blocks of 32", "vllm, blocks of 32")),
+        lambda: slower(serving(1, "ours, TP 2, DCP 2", "ours, TP 2")),
+        lambda: slower(scaling(TOKEN, "bare/2", ONE)),
+        lambda: slower(scaling(PROMPT, "bare/2", ONE)),
+        lambda: slower(scaling(TOKEN, "bare/2", TWO)),
+        lambda: slower(scaling(PROMPT, "bare/2", TWO)),
+        lambda: slower(scaling(TOKEN, "lan/2", ONE)),
+        lambda: slower(scaling(PROMPT, "lan/2", ONE)),
+        lambda: slower(step(PASS_Q)),
+        lambda: slower([*step(), line_rate()]),
+        lambda: slower(step("ring")),
+        lambda: slower(
+            methods("tree_2", "bf16 32/8 d128 B=1 65536", "auto", "ring", column="us", unit=1000)
+        ),
+        lambda: slower(methods("cluster", "metro p=8 B=1 n=256", "butterfly", "three_allreduce")),
+        lambda: slower(
+            methods("generation", "metro p=4 L=32768", "tree", "ring", column="ms /token")
+        ),
+        memory,
+    ],
+}
+
+
+def table_rows(page: str) -> list[str]:
+    """Return the rows of a page's tables but for their headings."""
+    lines = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]
+    heads = {i for i, line in enumerate(lines) if set(line) <= set("|-: ")}
+    return [line for i, line in enumerate(lines) if not {i, i + 1} & heads]
+
+
+def shown(row: str) -> list[str]:
+    """Return the numbers of all cells but the first, without those in links and code."""
+    cells = row.strip().strip("|").split("|")[1:]
+    return NUMBER.findall(re.sub(r"\[[^\]]*\]\([^)]*\)|`[^`]*`|\*\*", "", "|".join(cells)))
+
+
+def rounds_to(number: float, text: str) -> bool:
+    """Say whether a number with as many decimals is the text: 1,297 or 0.93."""
+    plain = text.replace(",", "")
+    decimals = len(plain.partition(".")[2])
+    return abs(float(plain) - number) <= 0.5000001 * 10.0**-decimals
+
+
+def misfits(row: str, values: Iterable[float]) -> list[tuple[str, float]]:
+    return [
+        (text, found)
+        for text, found in zip(shown(row), values, strict=True)
+        if not rounds_to(found, text)
+    ]
+
+
+@pytest.mark.parametrize(
+    "page, index", [(page, i) for page, rows in PAGES.items() for i in range(len(rows))]
+)
+def test_row_shows_its_results(page: str, index: int) -> None:
+    row, values = table_rows(page)[index], PAGES[page][index]()
+    assert len(shown(row)) == len(values), f"{row} shows {shown(row)}, its results are {values}"
+    assert not misfits(row, values), f"{row} does not show {values}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_row_is_compared(page: str) -> None:
+    assert len(table_rows(page)) == len(PAGES[page])
+
+
+def test_a_wrong_figure_is_found() -> None:
+    row = "| 32k keys | 5.0 | vLLM **5.9** | 1.16 | [16 and `17`](18.md) |"
+    assert not misfits(row, [5.04, 5.851, 1.162])
+    assert misfits(row, [5.06, 5.851, 1.162]) == [("5.0", 5.06)]
+    assert misfits(row, [5.04, 6.0, 1.166]) == [("5.9", 6.0), ("1.16", 1.166)]
+    assert rounds_to(1297.04, "1,297") and not rounds_to(1297.6, "1,297")
