@@ -2,7 +2,6 @@
 """Fixtures and settings shared by all tests."""
 
 import os
-import signal
 import sys
 import zlib
 
@@ -27,9 +26,6 @@ from emulated import emulated_operators
 # The same examples in every run and no deadline: a busy machine fails no test.
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("repeatable")
-
-# A job in the background ignores SIGINT, and so does whatever it starts; tests of Ctrl-C send it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 # For scripts/test_deep.sh as a whole; the rest of that tier is marked where it stands.

@@ -34,18 +34,3 @@ def test_ctrl_c_interrupts_ranks_of_a_parent_that_ignores_it() -> None:
         check=False,
     )
     assert done.stdout == "[True]\n", done.stderr
-
-
-def test_ctrl_c_interrupts_programs_of_tests_whose_parent_ignores_it() -> None:
-    program = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    tests = f"import conftest, subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}])"
-    done = subprocess.run(
-        ["bash", "-c", "trap '' INT; exec \"$@\"", "-", sys.executable, "-c", tests],
-        cwd=Path(__file__).parents[1],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.stdout == "True\n", done.stderr
