@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tree_attention.reference.counts import Counts
 
 from tree_attention.reference import attention, merge
+from tree_attention.reference.counts import Counts
 from tree_attention.reference.papers.ring import ring_steps
 from tree_attention.reference.papers.tree import all_reduce
 

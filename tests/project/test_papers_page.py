@@ -11,7 +11,10 @@ from benchmarks.papers.__main__ import FIGURES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/papers.md").read_text()
-REFERENCE = {path.stem for path in (ROOT / "python/tree_attention/reference").glob("*.py")}
+REFERENCE = {
+    path.stem: ".".join(path.relative_to(ROOT / "python").with_suffix("").parts)
+    for path in (ROOT / "python/tree_attention/reference").rglob("*.py")
+}
 
 
 def test_every_entry_has_all_parts():
@@ -30,8 +33,8 @@ def test_every_entry_has_all_parts():
 )
 def test_named_code_exists(module, name):
     """Names begin in a module of the reference, or in the package."""
-    assert module in REFERENCE | {"tree_attention"}
-    package = module if module == "tree_attention" else f"tree_attention.reference.{module}"
+    assert module in {*REFERENCE, "tree_attention"}
+    package = "tree_attention" if module == "tree_attention" else REFERENCE[module]
     assert hasattr(importlib.import_module(package), name)
 
 

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
-from tree_attention.reference.running import add_tile, empty_state, normalise, rescale
 
 from tree_attention.reference import attention, merge
 from tree_attention.reference.papers.flash import (
@@ -23,6 +22,7 @@ from tree_attention.reference.papers.flash import (
 )
 from tree_attention.reference.papers.lean import lean_attention, lean_attention_basic
 from tree_attention.reference.papers.stream_k import AsPrintedRoundedUp, CorrectedLast
+from tree_attention.reference.running import add_tile, empty_state, normalise, rescale
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

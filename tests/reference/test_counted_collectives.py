@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
-from tree_attention.reference.counts import Counts
 
 from tree_attention.reference import attention, merge
+from tree_attention.reference.counts import Counts
 from tree_attention.reference.papers.ring import ring_attention, ring_steps
 from tree_attention.reference.papers.tree import Shard, all_reduce, tree_attention
 
