@@ -311,7 +311,7 @@ def _rank_main(pipe: Connection, rank: int, world_size: int) -> None:
 
 
 def _without_shared_memory() -> AbstractContextManager[object]:
-    from tree_attention.exchange.agreement.signatures import session
+    from tree_attention.exchange.agreement import session
 
     # No Mock, which would keep the arguments of its calls, and with them the group.
     return mock.patch.object(session, "connect", lambda *_: "not in this test")

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 from rich.console import Console
-from tree_attention.exchange.auto.calibrate import BATCHES
 
 from distributed import run_ranks
 from tree_attention import strategies
@@ -19,6 +18,7 @@ from tree_attention.cli import calibrate
 from tree_attention.cli.world import World
 from tree_attention.exchange import Topology
 from tree_attention.exchange.auto.choose import CostTable, Measured, choose
+from tree_attention.exchange.calibration import BATCHES
 from tree_attention.exchange.strategies import STRATEGIES
 from tree_attention.exchange.transport.buffers import StateLayout
 

@@ -19,9 +19,9 @@ from ranks_of_commands import started
 from tree_attention import lean_decode, strategies
 from tree_attention.__main__ import main
 from tree_attention.cli import screen
-from tree_attention.cli.generate.command import command as generate
+from tree_attention.cli.generate import command as generate
 from tree_attention.cli.usage import check_can_be_written
-from tree_attention.cli.verify.command import command as verify
+from tree_attention.cli.verify import command as verify
 from tree_attention.cli.world import World, joined_world
 
 PROMPT = "Keys and values never move."

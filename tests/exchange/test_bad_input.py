@@ -30,8 +30,8 @@ from tree_attention import (
     strategies,
     tree_decode,
 )
+from tree_attention.exchange.agreement import signatures
 from tree_attention.exchange.agreement.self_test import merge_digest
-from tree_attention.exchange.agreement.signatures import signatures
 from tree_attention.exchange.errors import sentence
 
 TIMEOUTS: list[tuple[object, type[Exception], str]] = [

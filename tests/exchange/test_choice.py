@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from tree_attention.exchange.auto.calibrate import Clock
 
 from distributed import on_ranks, run_ranks
 from tree_attention import ExchangeError, strategies, tree_decode
-from tree_attention.exchange import Communicator, Topology
-from tree_attention.exchange.auto import calibrate
+from tree_attention.exchange import Communicator, Topology, calibration
 from tree_attention.exchange.auto.choose import RULES, CostTable, Measured, choose
+from tree_attention.exchange.calibration import Clock
 from tree_attention.exchange.strategies import STRATEGIES, candidates
 from tree_attention.exchange.transport.buffers import StateLayout
 
@@ -278,5 +277,5 @@ def test_ranks_agree_on_the_time(rank: int, world_size: int) -> None:
 def test_ranks_measure_for_the_same_time(rank: int, world_size: int) -> None:
     comm = Communicator()
     with pytest.raises(ExchangeError, match=r"seconds is 0.5 on rank 1, 0.1 on rank 0"):
-        calibrate.calibrate(comm, CPU, [0.1, 0.5][rank])
+        calibration.calibrate(comm, CPU, [0.1, 0.5][rank])
     assert comm.failed is None and comm.bytes_sent == 0

@@ -35,7 +35,7 @@ from faults import (
     failure,
 )
 from tree_attention.exchange import Communicator
-from tree_attention.exchange.agreement.signatures import signatures as agreement
+from tree_attention.exchange.agreement import signatures as agreement
 
 
 def lose_rank(rank: int, world_size: int, victim: int, how: str) -> Outcome:

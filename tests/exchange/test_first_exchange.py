@@ -22,8 +22,8 @@ from tree_attention import (
     merge_states,
 )
 from tree_attention.exchange import Communicator, Link, communicator
+from tree_attention.exchange.agreement import self_test, session
 from tree_attention.exchange.agreement.self_test import merge_digest
-from tree_attention.exchange.agreement.signatures import self_test, session
 from tree_attention.exchange.auto import choose
 from tree_attention.exchange.strategies import STRATEGIES, Strategy, two_phase
 from tree_attention.exchange.transport.messages import Messages

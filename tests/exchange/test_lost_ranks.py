@@ -36,7 +36,7 @@ from faults import (
 )
 from tiers import tiers
 from tree_attention.exchange import Communicator
-from tree_attention.exchange.agreement.signatures import session
+from tree_attention.exchange.agreement import session
 
 # A collective, steps of which each needs another, and a ring.
 STOPPED = ("all_gather", "butterfly", "ring of queries")

@@ -36,7 +36,7 @@ from helpers import assert_same_bits
 from tree_attention import strategies
 from tree_attention._loader import load
 from tree_attention.exchange import Communicator, ExchangeError
-from tree_attention.exchange.agreement.signatures import session
+from tree_attention.exchange.agreement import session
 from tree_attention.exchange.transport import messages, shared_memory
 
 CHANNEL = 256 << 10  # kChannelBytes of csrc/cpu/shared_memory.h

@@ -19,10 +19,10 @@ from transformers import FalconH1Config, Gemma3nTextConfig, LlamaConfig, MambaCo
 from hf_caches import HEAD_DIM, HEADS, numbered_keys
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, ShardLayout, hf
+from tree_attention.hf.cache import growing as layer_module
 from tree_attention.hf.cache.growing import CROP_KEEPS, TreeCacheLayer
 from tree_attention.hf.cache.latent import override_expansion
 from tree_attention.hf.cache.shard import Shard
-from tree_attention.hf.cache.tree_cache import growing as layer_module
 
 CONFIG = CONFIGS["llama"]
 

@@ -16,7 +16,7 @@ from distributed import run_ranks
 from hf_models import make_model, make_prompts
 from tiers import tiers
 from tree_attention import hf
-from tree_attention.hf.cache.tree_cache import window
+from tree_attention.hf.cache import window
 
 # Ranks compile at their own pace, also at different steps.
 COMPILING = 200.0

@@ -29,7 +29,7 @@ from hf_families import LATENT, WORKING
 from hf_families import make_model as make_family
 from hf_models import make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, hf
-from tree_attention.hf.cache.tree_cache import latent
+from tree_attention.hf.cache import latent
 
 GREEDY = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
 SIZES = {"kv_lora_rank": 24, "qk_rope_head_dim": 4}  # of the model in hf_models

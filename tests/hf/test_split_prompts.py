@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_models import CONFIGS, VOCAB_SIZE, make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, ExchangeError, hf
-from tree_attention.hf.prompts.forward import split_attention
+from tree_attention.hf.prompts import split_attention
 
 LAST = {"logits_to_keep": 1}
 

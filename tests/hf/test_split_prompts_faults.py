@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 from faults import AMPLE, QUICK, SLACK, TIMEOUT, Once, before_operation
 from hf_models import VOCAB_SIZE, make_model
 from tree_attention import BlockCyclic, ExchangeError, hf
-from tree_attention.hf.prompts.forward import split_attention
+from tree_attention.hf.prompts import split_attention
 
 TOKENS = 8
 # Of two layers: rows to their owners, then queries and states or keys; and at last the logits.

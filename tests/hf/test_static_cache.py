@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout, hf
 from tree_attention.hf.cache.growing import CROP_KEEPS
-from tree_attention.hf.prompts.forward import forward as prompts
+from tree_attention.hf.prompts import forward as prompts
 
 LENGTH = 37  # of the prompts
 GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}

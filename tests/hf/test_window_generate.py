@@ -30,7 +30,7 @@ from hf_families import WORKING
 from hf_models import make_model, make_prompts
 from test_kv_dtype import _rounded_cache
 from tree_attention import BlockCyclic, hf
-from tree_attention.hf.cache.tree_cache import window
+from tree_attention.hf.cache import window
 
 WINDOW = 8
 NUM_TOKENS = 20

@@ -21,12 +21,12 @@ from tree_attention import (
     reference,
     tree_decode,
 )
-from tree_attention.reference.conformance.cases import DECODE_CASES, MERGE_CASES
-from tree_attention.reference.conformance.checks import (
+from tree_attention.reference.conformance import (
     DecodeProblem,
     check_merge,
     check_sharded_decode,
 )
+from tree_attention.reference.conformance.cases import DECODE_CASES, MERGE_CASES
 from tree_attention.reference.papers import tree
 
 OP = "merge_states"
