@@ -291,8 +291,10 @@ def play(case: Case, rank: int) -> str:
         outcome = _generate(scene, kind, here, options)
         try:
             if outcome.error is None:
-                # Where all take rank 0's logits, its model's last layers are right by definition.
-                is_rank_0s = options["synchronize_logits"] and victim == 0 and kind == "models"
+                # Where all take rank 0's logits, its last layers and processors are right by
+                # definition.
+                is_rank_0s = options["synchronize_logits"] and victim == 0
+                is_rank_0s = is_rank_0s and kind in ("models", "processors")
                 is_equal = torch.equal(outcome.value, expected)
                 assert is_equal or is_rank_0s, "other tokens, and no error"
                 return f"accepted: {truth.bits(outcome.value)}"
