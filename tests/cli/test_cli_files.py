@@ -39,14 +39,10 @@ def test_a_byte_order_mark_is_no_part_of_the_prompt(checkpoint: Path, tmp_path: 
     assert json.loads(out.read_text())["prompt_tokens"] == 3
 
 
-PLAN = ["plan", "--model", "llama-3.1-8b", "--context", "1k", "--ranks", "1", "--gpu", "h200"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "option"),
     [
         (["generate", "--model", "/nowhere", "--prompt", "a"], "--json"),
-        (PLAN, "--html"),
         (["calibrate"], "--out"),
     ],
 )

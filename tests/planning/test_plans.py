@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Plans: links that are fitted, forms beside one another, break-even contexts and changes."""
+"""Plans: links that are fitted, forms beside one another and break-even contexts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ from tree_attention.planning.machines import LINKS, MACHINES, Hosts, fitted_link
 from tree_attention.planning.models import NAMED, llama
 from tree_attention.planning.plans import (
     ALL_FORMS,
-    AS_IT_IS,
     MAX_CONTEXT,
     Plan,
-    changes,
     verdicts,
 )
 
@@ -181,32 +179,6 @@ def test_best_form_is_the_soonest_that_fits() -> None:
     soonest = slow.at(1 << 24).best()
     # Of two with the same token the one with the sooner prompt.
     assert soonest is not None and soonest.form == PROMPTS
-
-
-def test_changes_are_in_the_order_of_their_tokens() -> None:
-    found = changes(PLAN)
-    times = [row.token.total for _, row in found if row is not None]
-    assert times == sorted(times) and len(times) == len(found)
-    assert {text for text, _ in found} == {
-        AS_IT_IS,
-        "cache in int8",
-        "16 ranks on this link",
-        "4 ranks",
-        "a link of twice the bandwidth",
-        "rounds in half the time",
-    }
-    assert dict(found)[AS_IT_IS] == PLAN.best()
-    half = replace(PLAN, model=replace(MODEL, kv_dtype="int8"), ranks=1)
-    assert [text for text, _ in changes(half)] == ["2 ranks on this link", AS_IT_IS]
-
-
-def test_changes_name_the_ranks_on_which_something_fits() -> None:
-    large = replace(PLAN, model=NAMED["llama-3.1-405b"], ranks=2)
-    assert large.best() is None
-    text, row = changes(large)[0]
-    assert text == "8 ranks on this link" and row is not None
-    assert replace(large, ranks=4).best() is None
-    assert dict(changes(large))[AS_IT_IS] is None
 
 
 def test_every_tree_form_says_so() -> None:

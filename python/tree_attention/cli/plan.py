@@ -2,7 +2,6 @@
 """`python -m tree_attention plan`: what a model on several ranks keeps and takes, by arithmetic."""
 
 import argparse
-import importlib.util
 import re
 import sys
 from dataclasses import replace
@@ -12,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .._json import replace_file
 from ..exchange import CostTable
 from ..planning import tables
 from ..planning.arithmetic import Work
@@ -20,7 +18,7 @@ from ..planning.machines import LINKS, MACHINES, Hosts, Link, fitted_link, link_
 from ..planning.models import KV_DTYPES
 from ..planning.plans import MAX_CONTEXT, MAX_RANKS, Plan, verdicts
 from ..planning.reading import NAMES, find_model
-from .usage import UsageError, check_can_be_written, writing
+from .usage import UsageError
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
@@ -51,20 +49,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--sequences", type=int, default=1, metavar="N", help="in all, that decode at once"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
     parsed = parser.parse_args(arguments)
-    plan = plan_of(parsed)
-    if parsed.html is not None:
-        check_can_be_written("--html", parsed.html)
-        if importlib.util.find_spec("matplotlib") is None:
-            raise UsageError("--html needs matplotlib: pip install 'tree-attention[bench]'")
-    show(plan, Console() if sys.stdout.isatty() else Console(width=120))
-    if parsed.html is not None:
-        from ..planning.page import page
-
-        with writing("--html", parsed.html):
-            replace_file(parsed.html, page(plan))
-        print(f"wrote {parsed.html}")
+    show(plan_of(parsed), Console() if sys.stdout.isatty() else Console(width=120))
     return 0
 
 
@@ -111,8 +97,7 @@ def show(plan: Plan, console: Console) -> None:
 
     print_lines(tables.title(plan), *tables.sources(plan), "")
     console.print(table(tables.FORMS_HEADINGS, tables.forms(plan)))
-    print_lines("", *verdicts(plan), "", "What to change first, by the time of a token:")
-    console.print(table(tables.CHANGES_HEADINGS, tables.change_rows(plan)))
+    print_lines("", *verdicts(plan))
 
 
 def table(headings: tuple[str, ...], rows: list[tuple[bool, list[str]]]) -> Table:

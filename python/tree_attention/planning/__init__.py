@@ -3,5 +3,5 @@
 
 `models` and `machines` hold shapes and data sheets; `reading` makes shapes of configurations, with
 transformers; `arithmetic` has the formulas of docs/parallelism.md; `plans` compares the forms of a
-split and tries changes; `page` draws them.
+split, and `tables` puts them into words.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The forms of a split side by side, where one overtakes another, and what a change would do."""
+"""The forms of a split side by side, and where one overtakes another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from .models import Model
 ALL_FORMS = (*FORMS, RING, TENSOR, DATA)
 MAX_CONTEXT = 1 << 26
 MAX_RANKS = 1 << 14
-AS_IT_IS = "as it is"
 
 
 @dataclass(frozen=True)
@@ -145,26 +144,3 @@ def _pays(plan: Plan, sharded: str, other: str) -> str:
         return f"a sharded cache gives a token no sooner than {other} at any context"
     where = f"from {context:,} tokens on" if context > 0 else "at any context"
     return f"a sharded cache gives a token sooner than {other} {where}"
-
-
-def changes(plan: Plan) -> list[tuple[str, Row | None]]:
-    """What single changes would do: the best form with each, the soonest token first."""
-    link = plan.hosts.link
-    tried = {AS_IT_IS: plan}
-    if plan.model.kv_dtype == "bf16":
-        tried["cache in int8"] = replace(plan, model=replace(plan.model, kv_dtype="int8"))
-    fewest = plan.ranks * 2
-    while fewest < MAX_RANKS and replace(plan, ranks=fewest).best() is None:
-        fewest *= 2
-    tried[f"{fewest:,} ranks on this link"] = replace(plan, ranks=fewest)
-    if plan.ranks % 2 == 0:
-        half = plan.ranks // 2
-        tried[f"{half:,} rank{'s' * (half > 1)}"] = replace(plan, ranks=half)
-    if plan.ranks > 1:
-        for text, faster in (
-            ("a link of twice the bandwidth", replace(link, bandwidth=2 * link.bandwidth)),
-            ("rounds in half the time", replace(link, round_seconds=link.round_seconds / 2)),
-        ):
-            tried[text] = replace(plan, hosts=replace(plan.hosts, link=faster))
-    found = [(text, changed.best()) for text, changed in tried.items()]
-    return sorted(found, key=lambda each: each[1].token.total if each[1] else float("inf"))

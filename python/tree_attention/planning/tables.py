@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A plan in words and numbers, for the terminal and for the page alike."""
+"""A plan in words and numbers."""
 
 from __future__ import annotations
 
 from .models import Attention, Model
-from .plans import AS_IT_IS, MAX_CONTEXT, Plan, Row, changes
+from .plans import MAX_CONTEXT, Plan, Row
 
 FORMS_HEADINGS = (
     *("form", "weights GB", "cache GB", "exchange GB", "longest context"),
     *("ms per token", "of it exchange", "prefill s", "of it exchange"),
 )
 NOTHING = "-"  # in a cell
-CHANGES_HEADINGS = ("with", "best form", "GB per rank", "ms per token", "prefill s")
 
 
 def title(plan: Plan) -> str:
@@ -90,22 +89,6 @@ def _form_cells(plan: Plan, row: Row) -> list[str]:
         f"{longest >> 10:,}k{'+' * (longest == MAX_CONTEXT)}" if longest else "none",
         *times,
     ]
-
-
-def change_rows(plan: Plan) -> list[tuple[bool, list[str]]]:
-    """The cells of every change, and whether it is none."""
-    return [
-        (
-            text == AS_IT_IS,
-            [text, *(["nothing fits", *[NOTHING] * 3] if row is None else _best_cells(row))],
-        )
-        for text, row in changes(plan)
-    ]
-
-
-def _best_cells(row: Row) -> list[str]:
-    times = number(1e3 * row.token.total), number(row.prefill.total)
-    return [row.name, number(row.held / 1e9), *times]
 
 
 def number(value: float) -> str:
