@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is recorded: one page a measurement, few pictures, and data where a program reads them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Programs that go on from what was measured before, or compare their arithmetic with it.
+READ_BACK = {
+    "cluster": "benchmarks/emulation/clusters.py",
+    "contexts": "benchmarks/emulation/contexts.py",
+    "engines": "benchmarks/engines/__main__.py",
+    "generation": "benchmarks/emulation/generation.py",
+    "latent_model": "benchmarks/simulation/planning.py",
+    "lean_figure_3": "benchmarks/papers/shares.py",
+    "scaling": "benchmarks/simulation/planning.py",
+    "serving": "benchmarks/engines/serving.py",
+}
+
+
+def tracked(pattern: str) -> list[str]:
+    found = subprocess.run(
+        ["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return found.stdout.split()
+
+
+def test_pictures_are_few() -> None:
+    assert 0 < len(tracked("*.png")) <= 10
+
+
+def test_data_are_those_that_a_program_reads() -> None:
+    found = {Path(name).stem for name in tracked("benchmarks/results/*.json")}
+    assert found == READ_BACK.keys()
+    for name, program in READ_BACK.items():
+        text = (ROOT / program).read_text()
+        assert name in text and (ROOT / f"benchmarks/results/{name}.md").is_file()
