@@ -132,10 +132,10 @@ def test_a_rank_that_raises_in_an_assistant(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_one_weight_that_no_sample_has(rank: int, world_size: int) -> None:
-    """Ranks choose other tokens, and would merge states of different texts."""
+    """Ranks would choose other tokens, and merge states of different texts."""
     model = hf.enable(make_model("mistral"))
     if rank == 1:
         with torch.no_grad():
             model.lm_head.weight[5, 1] += 50.0
-    with pytest.raises(ExchangeError, match=r"the queries of rank 1|digest of the tokens is"):
+    with pytest.raises(ExchangeError, match="digest of the model's weights is"):
         model.generate(**make_prompts(), **GREEDY)

@@ -24,7 +24,7 @@ pytest.importorskip("transformers")
 from faults import AMPLE, Once, before_operation
 from split_models import make_model, make_prompts
 from tree_attention import ExchangeError, hf
-from tree_attention.hf import parallelize
+from tree_attention.hf import tensor_parallel
 
 TIMEOUT, SLACK = 2.0, 2.0
 # What the ranks exchange in a forward pass of two layers, by number: embedding, two times merge,
@@ -55,14 +55,14 @@ def _run(
     # What is imported and set up once is, now, however long it takes.
     model = hf.from_pretrained(path, tensor_parallel_size=size, timeout=AMPLE)
     if where == "loading":
-        load = parallelize.fill
+        load = tensor_parallel.fill
 
         def lost_in_loading(*args: object, **options: object) -> None:
             load(*args, **options)
             if rank == victim:
                 _lose(how)
 
-        with mock.patch.object(parallelize, "fill", lost_in_loading):
+        with mock.patch.object(tensor_parallel, "fill", lost_in_loading):
             begin = time.monotonic()
             with pytest.raises(ExchangeError) as raised:
                 hf.from_pretrained(path, tensor_parallel_size=size, timeout=TIMEOUT)

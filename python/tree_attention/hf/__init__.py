@@ -36,8 +36,8 @@ from .cache.growing import WrongAttentionError
 from .cache.tree_cache import TreeCache
 from .enable import disable, enable
 from .masks import tree_attention_mask
-from .parallelize import from_pretrained, parallelize
 from .sampling import SynchronizeLogits, seed_ranks
+from .tensor_parallel import from_pretrained, parallelize
 from .weights.split import mesh
 
 AttentionInterface.register("tree_attention", tree_attention_forward)
