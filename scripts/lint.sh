@@ -18,5 +18,8 @@ $bin/ruff check .
 $bin/ruff format --check .
 $bin/mypy
 if [[ -x $bin/lint-imports ]]; then # needs Python >= 3.11
-  PYTHONPATH=python $bin/lint-imports --no-logo | sed -n '/BROKEN/,$p'
+  PYTHONPATH=python $bin/lint-imports --no-logo >/dev/null || {
+    PYTHONPATH=python $bin/lint-imports --no-logo
+    exit 1
+  }
 fi

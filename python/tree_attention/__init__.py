@@ -12,7 +12,7 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") =
     # in front of each that comes of a lost rank. torch reads this once, when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
-from ._version import __version__
+from ._loader import __version__
 from .baselines import ring_decode, ring_pass_q_decode
 from .decode import tree_decode
 from .exchange import Communicator, ExchangeError, all_merge_states, strategies

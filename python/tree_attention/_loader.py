@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loads the compiled extension, or says what is wrong and how to repair it."""
+"""Versions, and the compiled extension: loads it, or says what is wrong and how to repair it."""
 
 import importlib.util
 import mmap
@@ -11,6 +11,8 @@ from types import ModuleType
 
 import torch
 
+__version__ = "0.1.0"  # which the build reads without importing the package
+MINIMUM_TRANSFORMERS = "5.5"
 PACKAGE = Path(__file__).parent
 NAME = "tree_attention._C"
 

@@ -1,39 +1,52 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Tree decoding: every rank attends to the keys it holds, then the partial states are merged."""
 
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
 from .deterministic import check_size, decode_by_blocks
 from .exchange import (
+    MERGE_DEFAULTS,
+    MERGE_SCHEMA,
     Communicator,
     ExchangeOptions,
-    add_collective,
-    check_no_gradient,
-    check_options,
+    MergeOptions,
     check_state,
+    collective,
     fake_merge,
     get_communicator,
-    name_of,
-    named,
 )
 from .ops import (
+    ATTENTION_DEFAULTS,
+    ATTENTION_SCHEMA,
     AttentionOptions,
-    check_option_names,
-    check_tensors,
+    check_q_k_v,
     fields_of_options,
     lean_decode,
     queries_of,
-    takes_attention_options,
 )
+from .signatures import lists_options, split_options
 
 
-@takes_attention_options
+class DecodeOptions(AttentionOptions, MergeOptions, total=False):
+    """Keyword arguments of `tree_decode` that other functions have too."""
+
+
+def _fake(q: Tensor, v_local: Tensor, group: Communicator, **options: Any) -> tuple[Tensor, Tensor]:
+    merge, _ = split_options(options, MERGE_DEFAULTS)
+    return fake_merge(q, v_local.shape[3], group, merge)
+
+
+@lists_options(DecodeOptions, {**MERGE_DEFAULTS, **ATTENTION_DEFAULTS})
+@collective(
+    "(Tensor q, Tensor k_local, Tensor v_local, Tensor? key_ranges=None, *, str? group=None, "
+    f"int deterministic=0, bool explain=False, {MERGE_SCHEMA}, {ATTENTION_SCHEMA}) "
+    "-> (Tensor o, Tensor lse)",
+    _fake,
+)
 def tree_decode(
     q: Tensor,
     k_local: Tensor,
@@ -41,14 +54,9 @@ def tree_decode(
     key_ranges: Tensor | None = None,
     *,
     group: dist.ProcessGroup | Communicator | None = None,
-    strategy: str = "auto",
-    out_dtype: torch.dtype | None = None,
-    payload_dtype: torch.dtype = torch.float32,
-    head_sharded: bool = False,
     deterministic: int = 0,
     explain: bool = False,
-    timeout: float | timedelta | None = None,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[DecodeOptions],
 ) -> tuple[Tensor, Tensor]:
     """Exact attention over keys and values that are split over ranks and stay where they are.
 
@@ -103,102 +111,27 @@ def tree_decode(
 
     Source: Tree Attention (arXiv:2408.04093), Algorithm 3.
     """
-    if torch.compiler.is_compiling():
-        check_no_gradient("tree_decode", "q, k and v", q, k_local, v_local)
-        result: tuple[Tensor, Tensor] = _in_graph(
-            q,
-            k_local,
-            v_local,
-            key_ranges,
-            name_of(group),
-            strategy=strategy,
-            out_dtype=out_dtype,
-            payload_dtype=payload_dtype,
-            head_sharded=head_sharded,
-            deterministic=deterministic,
-            explain=explain,
-            timeout=timeout,
-            **options,
-        )
-        return result
+    merging, attention = split_options(options, MERGE_DEFAULTS)
     comm = get_communicator(group)
-    with comm.before_call():
-        check_tensors("tree_decode", q=q, k_local=k_local, v_local=v_local)
-        check_option_names("tree_decode", options)
-        check_options("tree_decode", strategy, payload_dtype, head_sharded, out_dtype)
-        seconds = comm.seconds_of("tree_decode", timeout)
-        exchange = ExchangeOptions(strategy, out_dtype or q.dtype, payload_dtype, head_sharded)
+    with comm.begin("tree_decode", merging.pop("timeout", None)) as call:
+        check_q_k_v("tree_decode", q, k_local, v_local, attention)
+        exchange = ExchangeOptions.of("tree_decode", merging, q.dtype)
         check_size("tree_decode", deterministic)
         if deterministic:
-            _check_deterministic(deterministic, exchange, q)
-        # lean_decode refuses tensors of other dimensions.
-        is_refused = any(x.dim() != 4 for x in (q, k_local, v_local))
-        if is_refused or (comm.world_size == 1 and not deterministic):
-            dtype = exchange.out_dtype
-            return lean_decode(q, k_local, v_local, key_ranges, out_dtype=dtype, **options)
-    if deterministic:
-        return decode_by_blocks(
-            comm, q, k_local, v_local, key_ranges, deterministic, exchange, seconds, **options
-        )  # fmt: skip
-    fields = (
-        ("num_heads_kv", k_local.shape[1]),
-        ("head_dim", q.shape[3]),
-        *fields_of_options(options),
-    )
-    queries = queries_of(q, options)
-    batch, num_heads_q, seqlen_q, _ = q.shape
-    shape = (batch, num_heads_q, seqlen_q, v_local.shape[3])
-    with comm.turn("tree_decode"):
-        with comm.before_call():
-            state = comm.state(shape, q.device, payload_dtype)
-            lean_decode(q, k_local, v_local, key_ranges, out=(state.o, state.lse), **options)
-            check_state("tree_decode", state.o, state.lse)
-        return comm.merge("tree_decode", fields, state, exchange, seconds, queries, explain=explain)
-
-
-def _check_deterministic(size: int, exchange: ExchangeOptions, q: Tensor) -> None:
-    given = {
-        "strategy": (exchange.strategy, "auto"),
-        "payload_dtype": (exchange.payload_dtype, torch.float32),
-        "head_sharded": (exchange.head_sharded, False),
-        "the device": (q.device.type, "cpu"),
-    }
-    for name, (value, needed) in given.items():
-        if value != needed:
-            raise ValueError(
-                f"tree_decode: with deterministic={size} {name} must be {needed}, got {value}"
+            return decode_by_blocks(
+                comm, call, q, k_local, v_local, key_ranges, deterministic, exchange, attention
             )
-
-
-def _run(
-    q: Tensor,
-    k_local: Tensor,
-    v_local: Tensor,
-    key_ranges: Tensor | None,
-    group: str,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    return tree_decode(q, k_local, v_local, key_ranges, group=named(group), **options)
-
-
-def _fake(
-    q: Tensor,
-    k_local: Tensor,
-    v_local: Tensor,
-    key_ranges: Tensor | None,
-    group: str,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    return fake_merge(q, v_local.shape[3], group, **options)
-
-
-_in_graph = add_collective(
-    "tree_decode(Tensor q, Tensor k_local, Tensor v_local, Tensor? key_ranges, str group, *, "
-    "str strategy, ScalarType? out_dtype, ScalarType payload_dtype, bool head_sharded, "
-    "int deterministic, bool explain, float? timeout, float? softmax_scale=None, "
-    "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? query_positions=None, "
-    "int[] key_layout=[0, 1, 1], Tensor? page_table=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None, int num_workers=0) -> (Tensor o, Tensor lse)",
-    _run,
-    _fake,
-)
+        if comm.world_size == 1:
+            return lean_decode(
+                q, k_local, v_local, key_ranges, out_dtype=exchange.out_dtype, **attention
+            )
+        state = comm.state((*q.shape[:3], v_local.shape[3]), q.device, exchange.payload_dtype)
+        lean_decode(q, k_local, v_local, key_ranges, out=(state.o, state.lse), **attention)
+        check_state("tree_decode", state.o, state.lse)
+        fields = (
+            ("num_heads_kv", k_local.shape[1]),
+            ("head_dim", q.shape[3]),
+            *fields_of_options(attention),
+        )
+        queries = queries_of(q, attention)
+        return comm.merge(call, fields, state, exchange, queries, explain=explain)

@@ -11,9 +11,8 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from .exchange import Communicator, ExchangeOptions, StateLayout
+from .exchange import Call, Communicator, ExchangeOptions, StateLayout
 from .ops import (
     AttentionOptions,
     fields_of_options,
@@ -29,14 +28,14 @@ _ALL_SLOTS = 1 << 62  # more than any cache has
 
 def decode_by_blocks(
     comm: Communicator,
+    call: Call,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     key_ranges: Tensor | None,
     size: int,
     exchange: ExchangeOptions,
-    seconds: float,
-    **options: Unpack[AttentionOptions],
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
     """`tree_decode` with blocks of `size` global slots, whose states all ranks gather.
 
@@ -44,61 +43,68 @@ def decode_by_blocks(
         ValueError: a block would lie on several ranks, or a rank's key_layout does not say where
             its keys are.
     """
-    with comm.turn("tree_decode"):
-        with comm.before_call():
-            # Refuses bad arguments, and is the result where no rank has a key.
-            no_keys = ranges_without_keys(q, key_ranges)
-            empty = lean_decode(q, k, v, no_keys, out_dtype=exchange.out_dtype, **options)
-            page_table = options.get("page_table")
-            seqlen_k = k.shape[2] if page_table is None else k.shape[2] * page_table.shape[-1]
-            key_layout = tuple(map(int, options.get("key_layout", (0, 1, 1))))
-            _check_cuts(key_layout, seqlen_k, size)
-            states = _attend_to_blocks(q, k, v, key_ranges, seqlen_k, size, options)
-        layout = StateLayout(tuple(q.shape[:3]), v.shape[3], exchange.payload_dtype)
-        signature = (
-            ("deterministic", size),
-            ("num_heads_kv", k.shape[1]),
-            ("head_dim", q.shape[3]),
-            *fields_of_options(options),
-            *comm.fields(layout, exchange, q.device),
-        )
-        # Where a rank's keys are may differ, and changes while a cache grows. So it is no field of
-        # the signature, which would then be compared in every call.
-        place = torch.tensor([[*key_layout, seqlen_k]])
+    _check_exchange(size, exchange, q)
+    # Refuses bad arguments, and is the result where no rank has a key.
+    no_keys = ranges_without_keys(q, key_ranges)
+    empty = lean_decode(q, k, v, no_keys, out_dtype=exchange.out_dtype, **options)
+    page_table = options.get("page_table")
+    seqlen_k = k.shape[2] if page_table is None else k.shape[2] * page_table.shape[-1]
+    key_layout = tuple(map(int, options.get("key_layout", (0, 1, 1))))
+    _check_cuts(key_layout, seqlen_k, size)
+    states = _attend_to_blocks(q, k, v, key_ranges, seqlen_k, size, options)
+    layout = StateLayout(tuple(q.shape[:3]), v.shape[3], exchange.payload_dtype)
+    signature = (
+        ("deterministic", size),
+        ("num_heads_kv", k.shape[1]),
+        ("head_dim", q.shape[3]),
+        *fields_of_options(options),
+        *comm.fields(layout, exchange, q.device),
+    )
+    # Where a rank's keys are may differ, and changes while a cache grows. So it is no field of
+    # the signature, which would then be compared in every call.
+    place = torch.tensor([[*key_layout, seqlen_k]])
 
-        def gather_places(deadline: float) -> list[list[int]]:
-            return comm.gather(place, (1,) * comm.world_size, 0, deadline).tolist()
+    def gather_places(deadline: float) -> list[list[int]]:
+        return comm.gather(place, (1,) * comm.world_size, 0, deadline).tolist()
 
-        def gather(deadline: float) -> tuple[list[int], Tensor]:
-            places = gather_places(deadline)
-            comm.link.check_seal()
-            blocks = [_block_numbers(own[:3], own[3], size) for own in places]
-            numbers = [number for own in blocks for number in own]
-            if len(set(numbers)) < len(numbers):
-                return numbers, states
-            return numbers, comm.gather(states, tuple(map(len, blocks)), 0, deadline)
-
-        if comm.world_size == 1:
-            numbers, gathered = _block_numbers(key_layout, seqlen_k, size), states
-        else:
-            numbers, gathered = comm.call(
-                "tree_decode",
-                signature,
-                gather,
-                seconds,
-                q.device,
-                door=gather_places,
-                queries=queries_of(q, options),
-            )
+    def gather(deadline: float) -> tuple[list[int], Tensor]:
+        places = gather_places(deadline)
+        comm.link.check_seal()
+        blocks = [_block_numbers(own[:3], own[3], size) for own in places]
+        numbers = [number for own in blocks for number in own]
         if len(set(numbers)) < len(numbers):
+            return numbers, states
+        return numbers, comm.gather(states, tuple(map(len, blocks)), 0, deadline)
+
+    numbers, gathered = _block_numbers(key_layout, seqlen_k, size), states
+    if comm.world_size > 1:
+        queries = queries_of(q, options)
+        numbers, gathered = call.run(
+            signature, gather, q.device, door=gather_places, queries=queries
+        )
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"tree_decode: with deterministic={size} no two ranks may hold keys of one block, "
+            f"got the blocks {numbers} of all ranks: give each rank its key_layout"
+        )
+    if not numbers:
+        return empty
+    gathered = gathered[torch.tensor(numbers).argsort()]
+    return merge_states(gathered[..., :-1], gathered[..., -1], out_dtype=exchange.out_dtype)
+
+
+def _check_exchange(size: int, exchange: ExchangeOptions, q: Tensor) -> None:
+    given = {
+        "strategy": (exchange.strategy, "auto"),
+        "payload_dtype": (exchange.payload_dtype, torch.float32),
+        "head_sharded": (exchange.head_sharded, False),
+        "the device": (q.device.type, "cpu"),
+    }
+    for name, (value, needed) in given.items():
+        if value != needed:
             raise ValueError(
-                f"tree_decode: with deterministic={size} no two ranks may hold keys of one block, "
-                f"got the blocks {numbers} of all ranks: give each rank its key_layout"
+                f"tree_decode: with deterministic={size} {name} must be {needed}, got {value}"
             )
-        if not numbers:
-            return empty
-        gathered = gathered[torch.tensor(numbers).argsort()]
-        return merge_states(gathered[..., :-1], gathered[..., -1], out_dtype=exchange.out_dtype)
 
 
 def check_size(op: str, size: int) -> None:

@@ -2,9 +2,8 @@
 """The local operators: documentation and fake kernels (schemas and kernels: csrc/ops.cpp)."""
 
 import hashlib
-import inspect
-from collections.abc import Callable, Sequence
-from typing import TypedDict, TypeVar
+from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Unpack
 
 from . import _loader
+from .signatures import lists_options
 
 _extension = _loader.load()
 _ops = torch.ops.tree_attention
@@ -54,24 +54,18 @@ class AttentionOptions(TypedDict, total=False):
 
 
 _OPTION_NAMES = frozenset(AttentionOptions.__annotations__)
-_Function = TypeVar("_Function", bound=Callable[..., object])
-
-
-def takes_attention_options(function: _Function) -> _Function:
-    """Lists the `AttentionOptions` by name in the signature that `help` and `inspect` show."""
-    signature = inspect.signature(function)
-    *own, _ = signature.parameters.values()
-    defaults = {
-        argument.name: argument.default_value for argument in _lean_decode._schema.arguments
-    }
-    shared = (
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=defaults[name]
-        )
-        for name, kind in AttentionOptions.__annotations__.items()
-    )
-    function.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
-    return function
+ATTENTION_DEFAULTS = {
+    argument.name: argument.default_value
+    for argument in _lean_decode._schema.arguments
+    if argument.name in _OPTION_NAMES
+}
+# The same options as operators of graphs have them.
+ATTENTION_SCHEMA = (
+    "float? softmax_scale=None, float softcap=0.0, Tensor? alibi_slopes=None, "
+    "Tensor? query_positions=None, int[] key_layout=[0, 1, 1], Tensor? page_table=None, "
+    "Tensor? k_scale=None, Tensor? v_scale=None, int num_workers=0"
+)
+takes_attention_options = lists_options(AttentionOptions, ATTENTION_DEFAULTS)
 
 
 def check_tensors(op: str, **arguments: object) -> None:
@@ -86,6 +80,16 @@ def check_option_names(op: str, options: AttentionOptions) -> None:
     for name in options:
         if name not in _OPTION_NAMES:
             raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+
+
+def check_q_k_v(
+    op: str, q: Tensor, k_local: Tensor, v_local: Tensor, options: AttentionOptions
+) -> None:
+    """Refuses what `op` cannot take the sizes of, and options that it does not have."""
+    check_tensors(op, q=q, k_local=k_local, v_local=v_local)
+    check_option_names(op, options)
+    if any(x.dim() != 4 for x in (q, k_local, v_local)):
+        lean_decode(q, k_local, v_local, **options)  # raises
 
 
 def fields_of_options(options: AttentionOptions) -> tuple[tuple[str, object], ...]:

@@ -124,7 +124,7 @@ def _gathers(case: Case, here: Place) -> str:
 
 
 def _states(case: Case, here: Place) -> str:
-    """Both doors: a state of the caller's, and one written into the send buffer."""
+    """By the function and by the method."""
     rng = case.rng
     o, lse = draw_states(rng, here.world_size)
     o = o.to(rng.choice(DTYPES))
@@ -132,10 +132,6 @@ def _states(case: Case, here: Place) -> str:
     own: tuple[Tensor, Tensor] = (o[here.rank], lse[here.rank])
     with surroundings(rng.choice(SURROUNDINGS)):
         if rng.random() < 0.4:
-            buffers = here.comm.send_state(tuple(own[0].shape), "cpu", options["payload_dtype"])
-            for buffer, x in zip(buffers, own, strict=True):
-                buffer.copy_(x)
-            own = buffers
             outcome = attempt(here.comm.all_merge_states, *own, **options)
         else:
             outcome = attempt(all_merge_states, *own, group=here.comm, **options)

@@ -218,9 +218,6 @@ def test_default_device_is_not_the_tensors_device(rank: int, world_size: int) ->
             assert torch.allclose(lse, whole[1], atol=1e-5)
         for ring in (ring_decode, ring_pass_q_decode):
             assert torch.allclose(ring(q, own, own, group=comm)[0], whole[0], atol=1e-5)
-        sent = comm.send_state((2, 4, 1, 32))
-        assert all(x.device.type == "cpu" for x in sent)
-        comm.abandon_call()
         sums = Communicator(timeout=AMPLE)
         for size in (3, 100_000):
             assert torch.equal(sums.all_reduce(q.new_ones(size)), q.new_full((size,), world_size))

@@ -138,11 +138,11 @@ def test_schemas_and_fakes(rank: int, world_size: int) -> None:
     for op, arguments, options in (
         (
             ops.tree_decode,
-            (q, k, k, None, ""),
+            (q, k, k, None),
             {**exchange, "deterministic": 0, "explain": False},
         ),
-        (ops.all_merge_states, (o, lse, ""), exchange),
-        (ops.all_reduce, (o, ""), {"payload_dtype": None, "timeout": AMPLE}),
-        (ops.all_gather, (o, "", [4] * world_size, 1), {"timeout": AMPLE}),
+        (ops.all_merge_states, (o, lse, None), exchange),
+        (ops.all_reduce, (None, o), {"payload_dtype": None, "timeout": AMPLE}),
+        (ops.all_gather, (None, o, [4] * world_size, 1), {"timeout": AMPLE}),
     ):
         torch.library.opcheck(op.default, arguments, options, test_utils=tests)

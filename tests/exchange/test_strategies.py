@@ -315,17 +315,14 @@ def allocations(comm: Communicator, o: Tensor, lse: Tensor, **options: Any) -> l
 
 def exchange_in_steady_state(rank: int, world_size: int, nodes: str) -> None:
     comm = Communicator(nodes=nodes)
+    o, lse = torch.full((2, 4, 1, 17), float(rank)), torch.full((2, 4, 1), float(rank))
     for strategy in strategies():
         for payload_dtype in (torch.float32, BF16):
             if payload_dtype == BF16 and strategy not in CANONICAL:
                 continue
             options = {"strategy": strategy, "payload_dtype": payload_dtype, "out_dtype": BF16}
-            o, lse = comm.send_state((2, 4, 1, 17), payload_dtype=payload_dtype)
-            o.fill_(rank), lse.fill_(rank)
             comm.all_merge_states(o, lse, **options)
-            o, lse = comm.send_state((2, 4, 1, 17), payload_dtype=payload_dtype)
             assert allocations(comm, o, lse, **options) == [8 * 4, 8 * 17 * 2], strategy
-    o, lse = comm.send_state((2, 4, 1, 17))
     comm.all_merge_states(o, lse, head_sharded=True)
     heads = len(torch.arange(4).tensor_split(world_size)[rank])
     sizes = allocations(comm, o, lse, head_sharded=True)

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +15,12 @@ import torch
 import torch.distributed as dist
 
 from distributed import on_ranks, run_ranks
-from faults import AMPLE, QUICK
+from faults import AMPLE
 from tree_attention import (
     Communicator,
     ExchangeError,
     all_merge_states,
     lean_decode,
-    ring_decode,
     tree_decode,
 )
 from tree_attention.exchange import get_communicator
@@ -137,47 +135,6 @@ def test_threads_may_follow_one_another(rank: int, world_size: int) -> None:
         torch.testing.assert_close(o, expected)
 
 
-def call_amid(rank: int, world_size: int, call: str) -> tuple[str, float]:
-    """A thread calls while the main thread is between `send_state` and its merge."""
-    comm = Communicator(timeout=AMPLE)
-    shape = (1, 4, 1, 16)
-    o, lse = comm.send_state(shape)
-    o.fill_(rank), lse.zero_()
-    arguments, _ = problem(0, rank, world_size)
-    calls = {
-        "tree_decode": lambda: tree_decode(*arguments, group=comm),
-        "ring_decode": lambda: ring_decode(*arguments, group=comm),
-        "send_state": lambda: comm.send_state(shape),
-        "all_reduce": lambda: comm.all_reduce(torch.ones(3)),
-        "all_gather": lambda: comm.all_gather(torch.ones(3), [3] * world_size),
-        "all_merge_states": lambda: comm.all_merge_states(o, lse),
-    }
-    begin = time.monotonic()
-    [error] = in_threads(calls[call])
-    seconds = time.monotonic() - begin
-    assert isinstance(error, ExchangeError), error
-    merged, _ = comm.all_merge_states(o, lse)  # which nobody has overwritten
-    assert torch.allclose(merged, torch.tensor((world_size - 1) / 2))
-    return str(error), seconds
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "tree_decode",
-        "ring_decode",
-        "send_state",
-        "all_reduce",
-        "all_gather",
-        "all_merge_states",
-    ],
-)
-def test_views_of_send_state_are_not_overwritten_by_another_thread(call: str) -> None:
-    for error, seconds in run_ranks(call_amid, 2, call):
-        assert error.startswith(f"{call}: thread 'caller 0' called while thread 'MainThread' has")
-        assert seconds < QUICK
-
-
 def share_a_name(rank: int, world_size: int) -> str:
     """Rank 1's second thread calls while its first one, which called before, has nothing to do."""
     arguments, _ = problem(0, rank, world_size)
@@ -217,7 +174,6 @@ def test_living_threads_of_one_name_cannot_be_told_apart() -> None:
 
 @on_ranks(2)
 def test_a_refused_call_keeps_no_thread_out(rank: int, world_size: int) -> None:
-    """What lean_decode refuses leaves no views behind."""
     arguments, expected = problem(0, rank, world_size)
     wrong = torch.zeros(7, 7)
     refused, called = threading.Event(), threading.Event()
@@ -234,14 +190,6 @@ def test_a_refused_call_keeps_no_thread_out(rank: int, world_size: int) -> None:
     torch.testing.assert_close(tree_decode(*arguments)[0], expected)
     called.set()
     thread.join()
-
-
-@on_ranks(2)
-def test_a_thread_that_ended_between_the_two_is_not_waited_for(rank: int, world_size: int) -> None:
-    comm = Communicator(timeout=AMPLE)
-    in_threads(lambda: comm.send_state((1, 4, 1, 16)))
-    arguments, expected = problem(0, rank, world_size)
-    torch.testing.assert_close(tree_decode(*arguments, group=comm)[0], expected)
 
 
 def two_communicators(rank: int, world_size: int) -> str:
@@ -271,9 +219,6 @@ def test_a_world_of_one_takes_no_turns(rank: int, world_size: int) -> None:
             assert torch.equal(comm.all_reduce(o), o)
 
     assert in_threads(body, body) == [None, None]
-    comm.send_state((1, 4, 1, 16))
-    [error] = in_threads(lambda: comm.send_state((1, 4, 1, 16)))
-    assert "has the views of send_state" in str(error)
 
 
 @on_ranks(2, fresh=True)

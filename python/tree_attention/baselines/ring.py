@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from datetime import timedelta
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,8 +17,7 @@ from typing_extensions import Unpack
 from ..exchange import Communicator, Link, get_communicator
 from ..ops import (
     AttentionOptions,
-    check_option_names,
-    check_tensors,
+    check_q_k_v,
     lean_decode,
     merge_states,
     queries_of,
@@ -67,53 +67,60 @@ def ring_decode(
     Source: Ring Attention (arXiv:2310.01889), as the baseline of Tree Attention section 6.
     """
     comm = get_communicator(group)
+    with comm.begin("ring_decode", timeout) as call:
+        check_q_k_v("ring_decode", q, k_local, v_local, options)
+        if comm.world_size == 1:
+            return lean_decode(q, k_local, v_local, key_ranges, **options)
+        ring = _Ring(comm, q, _Shard.of(k_local, v_local, key_ranges, options), options)
+        ring.refuse_bad_arguments()
+        manifest = _Manifest.of(ring.own)
+        return call.run(
+            signature_of(q, v_local, options),
+            lambda deadline: ring.run(manifest, call.seconds, deadline),
+            q.device,
+            door=partial(_gather_manifests, comm.link, manifest),
+            queries=queries_of(q, options),
+        )
 
-    def attend(shard: _Shard, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+
+class _Ring:
+    """One pass of all shards around the ranks."""
+
+    def __init__(
+        self, comm: Communicator, q: Tensor, own: "_Shard", options: AttentionOptions
+    ) -> None:
+        self.comm, self.q, self.own, self.options = comm, q, own, options
+        self.state = comm.state((*q.shape[:3], own.v.shape[3]), q.device)
+
+    def refuse_bad_arguments(self) -> None:
+        """Before anything is sent; without keys it costs no more than that."""
+        no_keys = ranges_without_keys(self.q, self.own.key_ranges)
+        self.attend(replace(self.own, key_ranges=no_keys), (self.state.o, self.state.lse))
+
+    def attend(self, shard: "_Shard", out: tuple[Tensor, Tensor]) -> None:
         changed: AttentionOptions = {
-            **options,
+            **self.options,
             "key_layout": shard.key_layout,
             "page_table": shard.page_table,
             "k_scale": shard.k_scale,
             "v_scale": shard.v_scale,
             "num_workers": shard.num_workers,
         }
-        return lean_decode(q, shard.k, shard.v, shard.key_ranges, out=out, **changed)
+        lean_decode(self.q, shard.k, shard.v, shard.key_ranges, out=out, **changed)
 
-    with comm.before_call():
-        check_tensors("ring_decode", q=q, k_local=k_local, v_local=v_local)
-        check_option_names("ring_decode", options)
-        seconds = comm.seconds_of("ring_decode", timeout)
-        # lean_decode refuses tensors of other dimensions.
-        if comm.world_size == 1 or any(x.dim() != 4 for x in (q, k_local, v_local)):
-            return lean_decode(q, k_local, v_local, key_ranges, **options)
-    own = _Shard(
-        k_local,
-        v_local,
-        options.get("k_scale"),
-        options.get("v_scale"),
-        key_ranges,
-        options.get("page_table"),
-        options.get("key_layout", (0, 1, 1)),
-        options.get("num_workers", 0),
-    )
-    with comm.turn("ring_decode"), comm.before_call():
-        state = comm.state((*q.shape[:3], v_local.shape[3]), q.device)
-        _, o_parts, lse_parts = state.parts(comm.world_size)
-        no_keys = ranges_without_keys(q, key_ranges)
-        # Refuses bad arguments before anything is sent; without keys it costs no more than that.
-        attend(replace(own, key_ranges=no_keys), (state.o, state.lse))
-
-    link, manifest = comm.link, _Manifest.of(own)
-
-    def run(deadline: float) -> tuple[Tensor, Tensor]:
+    def run(self, manifest: "_Manifest", seconds: float, deadline: float) -> tuple[Tensor, Tensor]:
+        """Each hop has `seconds`, and the exchange of sizes before them the deadline."""
+        link, q, own = self.comm.link, self.q, self.own
         manifests = _gather_manifests(link, manifest, deadline)
         link.check_seal()
         transport = link.transport_device(q.device)
         num_bytes = max(m.num_bytes(q, own) for m in manifests)
         # Two, so that one is received while the other is read and sent.
         buffers = [
-            _shard_buffer(comm, i, num_bytes, transport) for i in range(min(2, link.world_size - 1))
+            _shard_buffer(self.comm, i, num_bytes, transport)
+            for i in range(min(2, link.world_size - 1))
         ]
+        _, o_parts, lse_parts = self.state.parts(link.world_size)
         travelling = own.to(transport).contiguous()
         shard = replace(own, num_workers=manifests[link.rank].num_workers)
         for hop in range(link.world_size):
@@ -123,22 +130,11 @@ def ring_decode(
             if not is_last:
                 arriving = manifests[owner - 1].lay_out(buffers[hop % 2], q, own)
                 works = link.start_shift(arriving.tensors(), travelling.tensors())
-            attend(shard, (o_parts[owner], lse_parts[owner]))
+            self.attend(shard, (o_parts[owner], lse_parts[owner]))
             if not is_last:
                 link.finish(works, transport, deadline)
                 travelling, shard = arriving, arriving.to(q.device)
         return merge_states(o_parts, lse_parts, out_dtype=q.dtype)
-
-    signature = signature_of(q, v_local, options)
-    return comm.call(
-        "ring_decode",
-        signature,
-        run,
-        seconds,
-        q.device,
-        door=lambda deadline: _gather_manifests(link, manifest, deadline),
-        queries=queries_of(q, options),
-    )
 
 
 # Where shards are received, by number and device; kept with the communicator.
@@ -170,6 +166,19 @@ class _Shard:
     page_table: Tensor | None
     key_layout: Sequence[int]
     num_workers: int
+
+    @staticmethod
+    def of(k: Tensor, v: Tensor, key_ranges: Tensor | None, options: AttentionOptions) -> "_Shard":
+        return _Shard(
+            k,
+            v,
+            options.get("k_scale"),
+            options.get("v_scale"),
+            key_ranges,
+            options.get("page_table"),
+            options.get("key_layout", (0, 1, 1)),
+            options.get("num_workers", 0),
+        )
 
     def tensors(self) -> list[Tensor]:
         """What travels; the rest is in the manifest."""

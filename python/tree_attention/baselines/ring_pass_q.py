@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..exchange import Arena, Communicator, StateLayout, get_communicator
+from ..exchange import Communicator, State, StateLayout, get_communicator
 from ..ops import (
     AttentionOptions,
-    check_option_names,
-    check_tensors,
+    check_q_k_v,
     lean_decode,
     merge_states,
     queries_of,
@@ -69,123 +68,135 @@ def ring_pass_q_decode(
     Source: Context Parallelism for Scalable Million-Token Inference (arXiv:2411.01783), pass-Q.
     """
     comm = get_communicator(group)
-
-    def attend(part: "_Part", queries: Tensor, out: tuple[Tensor, Tensor]) -> None:
-        def of_sequences(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[part.sequences]
-
-        table, slopes = of_sequences(options.get("page_table")), options.get("alibi_slopes")
-        rows = part.sequences if table is None else _ALL  # pages belong to no sequence
-
-        def of_keys(x: _OptionalTensor) -> _OptionalTensor:
-            return None if x is None else x[rows, part.heads_kv]
-
-        if table is not None and table.dim() == 3:
-            table = table[:, part.heads_kv]
-        changed: AttentionOptions = {
-            **options,
-            "alibi_slopes": None if slopes is None else slopes[part.heads_q],
-            "query_positions": of_sequences(options.get("query_positions")),
-            "page_table": table,
-            "k_scale": of_keys(options.get("k_scale")),
-            "v_scale": of_keys(options.get("v_scale")),
-        }
-        k, v = of_keys(k_local), of_keys(v_local)
-        lean_decode(queries, k, v, of_sequences(key_ranges), out=out, **changed)
-
-    with comm.before_call():
-        check_tensors("ring_pass_q_decode", q=q, k_local=k_local, v_local=v_local)
-        check_option_names("ring_pass_q_decode", options)
-        seconds = comm.seconds_of("ring_pass_q_decode", timeout)
-        # lean_decode refuses tensors of other dimensions.
-        if comm.world_size == 1 or any(x.dim() != 4 for x in (q, k_local, v_local)):
+    with comm.begin("ring_pass_q_decode", timeout) as call:
+        check_q_k_v("ring_pass_q_decode", q, k_local, v_local, options)
+        if comm.world_size == 1:
             return lean_decode(q, k_local, v_local, key_ranges, **options)
-    with comm.turn("ring_pass_q_decode"), comm.before_call():
         state = comm.state((*q.shape[:3], v_local.shape[3]), q.device)
         no_keys = ranges_without_keys(q, key_ranges)
         # Refuses bad arguments before anything is sent; without keys it costs no more than that.
         lean_decode(q, k_local, v_local, no_keys, out=(state.o, state.lse), **options)
 
-    # The door, which is kept, shall not keep the arguments.
-    shape, dtype, device = q.shape, q.dtype, q.device
-    num_heads_kv, head_dim_v = k_local.shape[1], v_local.shape[3]
+        def attend(part: _Part, queries: Tensor, out: tuple[Tensor, Tensor]) -> None:
+            k, v, ranges, changed = part.of(k_local, v_local, key_ranges, options)
+            lean_decode(queries, k, v, ranges, out=out, **changed)
 
-    def travel(q: Tensor, attend: Callable[..., object]) -> tuple[Tensor, Tensor]:
-        link, rank, world_size = comm.link, comm.rank, comm.world_size
-        o, lse = q.new_empty(state.o.shape), torch.empty_like(state.lse)
-        if state.layout.num_bytes == 0:
-            return o, lse
-        transport = link.transport_device(q.device)
-        parts = _deal(q, num_heads_kv, world_size)
-        states = [StateLayout(p.shape(q)[:3], head_dim_v, torch.float32) for p in parts]
-        results = [replace(layout, dtype=q.dtype) for layout in states]
-        room = _Room(state.arena, max(layout.num_bytes for layout in states))
-        query_bytes = max(math.prod(part.shape(q)) for part in parts) * q.dtype.itemsize
-        # Two, as one is received while the other is read and sent.
-        queries = [room.named(f"queries {i}", transport, query_bytes) for i in range(2)]
-        leaving, arriving = (room.named(name, transport) for name in ("leaving", "arriving"))
-        merged, pair = room.named("merged", q.device), room.pair(q.device)
-        result = room.named("result", q.device, max(layout.message_bytes for layout in results))
+        # The door, which is kept, shall not keep the arguments.
+        shape, dtype, device = q.shape, q.dtype, q.device
+        ring = _PassQ(comm, state, k_local.shape[1], call.seconds)
+        return call.run(
+            signature_of(q, v_local, options),
+            lambda deadline: ring.run(q, attend),
+            device,
+            door=lambda deadline: ring.run(
+                torch.empty(shape, dtype=dtype, device=device), lambda *arguments: None
+            ),
+            queries=queries_of(q, options),
+        )
 
-        def queries_of(index: int, hop: int) -> Tensor:
-            shape = parts[index].shape(q)
-            memory = queries[hop % 2][: math.prod(shape) * q.dtype.itemsize]
-            return memory.view(q.dtype).view(shape)
 
-        def shift(receive: Tensor, send: Tensor, tag: int) -> list[dist.Work]:
-            some = ([x] if x.numel() else [] for x in (receive, send))
-            return link.start_shift(next(some), next(some), tag)
+# Attends to this rank's keys with a part's queries, into the part's (o, lse).
+_Attend = Callable[["_Part", Tensor, tuple[Tensor, Tensor]], object]
 
-        own = parts[rank]
-        queries_of(rank, 0).copy_(q[own.sequences, own.heads_q])
+
+class _PassQ:
+    """One pass of all parts around the ranks, in memory of the communicator."""
+
+    def __init__(self, comm: Communicator, state: State, num_heads_kv: int, seconds: float) -> None:
+        self.link, self.state, self.seconds = comm.link, state, seconds
+        self.num_heads_kv = num_heads_kv
+
+    def run(self, q: Tensor, attend: _Attend) -> tuple[Tensor, Tensor]:
+        """All results, on every rank; each hop has `seconds`."""
+        if self.state.layout.num_bytes == 0:
+            return q.new_empty(self.state.o.shape), torch.empty_like(self.state.lse)
+        link, world_size = self.link, self.link.world_size
+        self.lay_out(q)
+        self.queries(link.rank, 0).copy_(q[self.parts[link.rank].place])
         coming: list[dist.Work] = []
         for hop in range(world_size):
-            index = (rank - hop) % world_size  # of the part that is here
-            state_here, here = states[index], queries_of(index, hop)
-            size = state_here.num_bytes
-            deadline = time.monotonic() + seconds
-            link.finish(coming, transport, deadline)
+            index = (link.rank - hop) % world_size  # of the part that is here
+            here = self.queries(index, hop)
+            deadline = time.monotonic() + self.seconds
+            link.finish(coming, self.transport, deadline)
             if hop < world_size - 1:
-                coming = shift(queries_of(index - 1, hop + 1).flatten(), here.flatten(), tag=0)
+                following = self.queries(index - 1, hop + 1)
+                coming = self.shift(following.flatten(), here.flatten(), tag=0)
             if hop == 0:
-                if size:
-                    attend(own, here.to(q.device), state_here.views(merged[:size]))
-                continue
-            size_sent = states[(index + 1) % world_size].num_bytes
-            leaving[:size_sent].copy_(merged[:size_sent])
-            works = shift(arriving[:size], leaving[:size_sent], tag=1)
-            both = pair[:, :size]
-            if size:
-                attend(parts[index], here.to(q.device), state_here.views(both[1]))
-            link.finish(works, transport, deadline)
-            both[0].copy_(arriving[:size])
-            if hop == world_size - 1:
-                out = results[index].views(result[: results[index].num_bytes])
+                state = self.states[index].views(self.merged)
+                self.attend(attend, index, here, state)
             else:
-                out = state_here.views(merged[:size])
-            if size:
-                merge_states(*state_here.views(both), out=out)
+                self.merge_in(attend, index, here, deadline, is_last=hop == world_size - 1)
+        return self.gather_results(q)
 
-        gathered = room.named("results", q.device, world_size * result.numel()).view(world_size, -1)
-        link.gather(gathered, result, q.device).run(time.monotonic() + seconds)
-        for last_rank, memory in enumerate(gathered):
+    def lay_out(self, q: Tensor) -> None:
+        """The parts, and the memory that they travel in."""
+        self.device, self.transport = q.device, self.link.transport_device(q.device)
+        self.parts = _deal(q, self.num_heads_kv, self.link.world_size)
+        head_dim = self.state.layout.head_dim
+        self.states = [StateLayout(p.shape(q)[:3], head_dim, torch.float32) for p in self.parts]
+        self.results = [replace(layout, dtype=q.dtype) for layout in self.states]
+        self.shapes = [part.shape(q) for part in self.parts]
+        self.dtype = q.dtype
+        state_bytes = aligned(max(layout.num_bytes for layout in self.states))
+        query_bytes = max(map(math.prod, self.shapes)) * q.dtype.itemsize
+        # Two, as one is received while the other is read and sent.
+        self.travelling = [self.room(f"queries {i}", query_bytes, self.transport) for i in range(2)]
+        self.leaving = self.room("leaving", state_bytes, self.transport)
+        self.arriving = self.room("arriving", state_bytes, self.transport)
+        self.merged = self.room("merged", state_bytes, q.device)
+        self.pair = self.room("pair", 2 * state_bytes, q.device).view(2, -1)
+        result_bytes = max(layout.message_bytes for layout in self.results)
+        self.result = self.room("result", result_bytes, q.device)
+
+    def room(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
+        return self.state.arena.bytes(f"{name} of a part", num_bytes, device)
+
+    def queries(self, index: int, hop: int) -> Tensor:
+        """Memory of a part's queries, on the way to this rank or from it."""
+        num_bytes = math.prod(self.shapes[index]) * self.dtype.itemsize
+        return self.travelling[hop % 2][:num_bytes].view(self.dtype).view(self.shapes[index])
+
+    def attend(
+        self, attend: _Attend, index: int, queries: Tensor, out: tuple[Tensor, Tensor]
+    ) -> None:
+        if self.states[index].num_bytes:
+            attend(self.parts[index], queries.to(self.device), out)
+
+    def merge_in(
+        self, attend: _Attend, index: int, queries: Tensor, deadline: float, is_last: bool
+    ) -> None:
+        """Passes the last part's state on, and merges this rank's into the one that comes."""
+        size = self.states[index].num_bytes
+        size_sent = self.states[(index + 1) % len(self.states)].num_bytes
+        self.leaving[:size_sent].copy_(self.merged[:size_sent])
+        works = self.shift(self.arriving[:size], self.leaving[:size_sent], tag=1)
+        both = self.pair[:, :size]
+        self.attend(attend, index, queries, self.states[index].views(both[1]))
+        self.link.finish(works, self.transport, deadline)
+        both[0].copy_(self.arriving[:size])
+        layout, memory = self.states[index], self.merged
+        if is_last:
+            layout, memory = self.results[index], self.result
+        if size:
+            merge_states(*self.states[index].views(both), out=layout.views(memory))
+
+    def shift(self, receive: Tensor, send: Tensor, tag: int) -> list[dist.Work]:
+        some = ([x] if x.numel() else [] for x in (receive, send))
+        return self.link.start_shift(next(some), next(some), tag)
+
+    def gather_results(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        o, lse = q.new_empty(self.state.o.shape), torch.empty_like(self.state.lse)
+        world_size = self.link.world_size
+        memory = self.room("results", world_size * self.result.numel(), q.device)
+        gathered = memory.view(world_size, -1)
+        gather = self.link.gather(gathered, self.result, q.device)
+        gather.run(time.monotonic() + self.seconds)
+        for last_rank, message in enumerate(gathered):
             index = (last_rank + 1) % world_size  # of the part that ended its journey there
-            place = parts[index].sequences, parts[index].heads_q
-            o[place], lse[place] = results[index].views(memory[: results[index].num_bytes])
+            place = self.parts[index].place
+            o[place], lse[place] = self.results[index].views(message)
         return o, lse
-
-    signature = signature_of(q, v_local, options)
-    return comm.call(
-        "ring_pass_q_decode",
-        signature,
-        lambda deadline: travel(q, attend),
-        seconds,
-        device,
-        door=lambda deadline: travel(
-            torch.empty(shape, dtype=dtype, device=device), lambda *arguments: None
-        ),
-        queries=queries_of(q, options),
-    )
 
 
 @dataclass(frozen=True)
@@ -196,10 +207,41 @@ class _Part:
     heads_kv: slice
     heads_q: slice
 
+    @property
+    def place(self) -> tuple[slice, slice]:
+        """Index of the part in `[batch, num_heads_q, ...]`."""
+        return self.sequences, self.heads_q
+
     def shape(self, q: Tensor) -> tuple[int, int, int, int]:
         batch, num_heads, seqlen_q, head_dim = q.shape
         counts = (len(range(n)[s]) for n, s in ((batch, self.sequences), (num_heads, self.heads_q)))
         return (*counts, seqlen_q, head_dim)  # type: ignore[return-value]
+
+    def of(
+        self, k: Tensor, v: Tensor, key_ranges: Tensor | None, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor, Tensor | None, AttentionOptions]:
+        """The part's arguments of `lean_decode`, of those of the whole."""
+
+        def of_sequences(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[self.sequences]
+
+        table, slopes = of_sequences(options.get("page_table")), options.get("alibi_slopes")
+        rows = self.sequences if table is None else _ALL  # pages belong to no sequence
+
+        def of_keys(x: _OptionalTensor) -> _OptionalTensor:
+            return None if x is None else x[rows, self.heads_kv]
+
+        if table is not None and table.dim() == 3:
+            table = table[:, self.heads_kv]
+        changed: AttentionOptions = {
+            **options,
+            "alibi_slopes": None if slopes is None else slopes[self.heads_q],
+            "query_positions": of_sequences(options.get("query_positions")),
+            "page_table": table,
+            "k_scale": of_keys(options.get("k_scale")),
+            "v_scale": of_keys(options.get("v_scale")),
+        }
+        return of_keys(k), of_keys(v), of_sequences(key_ranges), changed
 
 
 _ALL = slice(None)
@@ -216,20 +258,3 @@ def _deal(q: Tensor, num_heads_kv: int, world_size: int) -> list[_Part]:
         return [_Part(slice(begin, end), _ALL, _ALL) for begin, end in bounds]
     group = num_heads_q // num_heads_kv
     return [_Part(_ALL, slice(b, e), slice(b * group, e * group)) for b, e in bounds]
-
-
-@dataclass(frozen=True)
-class _Room:
-    """Memory for the states of parts."""
-
-    arena: Arena
-    state_bytes: int
-
-    def named(self, name: str, device: torch.device, num_bytes: int | None = None) -> Tensor:
-        num_bytes = self.state_bytes if num_bytes is None else num_bytes
-        return self.arena.bytes(f"{name} of a part", num_bytes, device)
-
-    def pair(self, device: torch.device) -> Tensor:
-        """Two in a row, at addresses that any vector store can take."""
-        stride = aligned(self.state_bytes)
-        return self.named("pair", device, 2 * stride).view(2, stride)

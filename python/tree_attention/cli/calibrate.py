@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from .._version import __version__
+from .._loader import __version__
 from ..exchange import COSTS_VARIABLE, CostTable, calibrate, get_communicator
 from .usage import UsageError, check_can_be_written, check_seconds, writing
 from .world import World, joined_world

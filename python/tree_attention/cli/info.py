@@ -16,7 +16,7 @@ from rich.table import Table
 
 import tree_attention
 from tree_attention import _loader
-from tree_attention._version import MINIMUM_TRANSFORMERS
+from tree_attention._loader import MINIMUM_TRANSFORMERS
 
 
 def main(arguments: list[str]) -> int:

@@ -15,27 +15,29 @@ Read from the door to the wire, each importing only what is below it:
 Other packages import what this module names.
 """
 
-from .agreement.call import DEFAULT_TIMEOUT
+from .agreement.call import DEFAULT_TIMEOUT, Call
 from .agreement.on_every_rank import on_every_rank
 from .auto.choose import COSTS_VARIABLE, CostTable, measured_costs
 from .calibration import calibrate
 from .communicator import Communicator
-from .compile import add_collective
+from .compile import collective
 from .errors import ExchangeError, ranks_text, sentence
-from .groups import get_communicator, name_of, named
+from .groups import get_communicator
 from .merge import all_merge_states, fake_merge
 from .notes import Note, Signature
 from .options import (
     MAX_SECONDS,
+    MERGE_DEFAULTS,
+    MERGE_SCHEMA,
     ExchangeOptions,
-    check_no_gradient,
+    MergeOptions,
     check_options,
     check_state,
     check_timeout,
     resolve_group,
 )
 from .strategies import candidates, strategies
-from .transport.buffers import Arena, StateLayout
+from .transport.buffers import State, StateLayout
 from .transport.deadlines import call_before, remaining
 from .transport.process_group import Link
 from .transport.topology import Topology
@@ -44,30 +46,31 @@ __all__ = [
     "COSTS_VARIABLE",
     "DEFAULT_TIMEOUT",
     "MAX_SECONDS",
-    "Arena",
+    "MERGE_DEFAULTS",
+    "MERGE_SCHEMA",
+    "Call",
     "Communicator",
     "CostTable",
     "ExchangeError",
     "ExchangeOptions",
     "Link",
+    "MergeOptions",
     "Note",
     "Signature",
+    "State",
     "StateLayout",
     "Topology",
-    "add_collective",
     "all_merge_states",
     "calibrate",
     "call_before",
     "candidates",
-    "check_no_gradient",
     "check_options",
     "check_state",
     "check_timeout",
+    "collective",
     "fake_merge",
     "get_communicator",
     "measured_costs",
-    "name_of",
-    "named",
     "on_every_rank",
     "ranks_text",
     "remaining",

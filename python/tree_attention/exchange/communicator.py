@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -13,17 +12,18 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..ops import merge_states
-from .agreement.call import DEFAULT_TIMEOUT, Calls
+from .agreement.call import DEFAULT_TIMEOUT, Call, Calls
 from .agreement.self_test import merge_digest
-from .agreement.signatures import Signature
 from .auto.prepare import prepare
+from .notes import Signature
 from .options import (
     ExchangeOptions,
+    MergeOptions,
     check_gather,
     check_no_gradient,
-    check_options,
     check_state,
     payload_of_sum,
 )
@@ -35,18 +35,17 @@ from .transport.sums import Sums
 class Communicator(Calls):
     """A process group that merges partial states.
 
-        o, lse = comm.send_state((batch, num_heads_q, seqlen_q, head_dim), q.device)
-        lean_decode(q, k_local, v_local, key_ranges, out=(o, lse))
+        o, lse = lean_decode(q, k_local, v_local, key_ranges, out_dtype=torch.float32)
         o, lse = comm.all_merge_states(o, lse, out_dtype=q.dtype)    # the same bits on every rank
 
     Calls are collective: the same calls in the same order on every rank. After a rank was lost or
     stalled, every further call raises at once and the group can be used no more.
 
     A process group serves one thread at a time: a call raises ExchangeError, and sends nothing,
-    while one of another thread is under way, or between that thread's `send_state` and its merge.
-    Ranks compare the names of the calling threads, so that threads which enter in different orders
-    are an error: threads that call together have the same name on all ranks, and no two threads of
-    a process have the same. A forked child cannot use the groups of its parent.
+    while one of another thread is under way. Ranks compare the names of the calling threads, so
+    that threads which enter in different orders are an error: threads that call together have the
+    same name on all ranks, and no two threads of a process have the same. A forked child cannot
+    use the groups of its parent.
 
     Args:
         group: the process group, by default the world; a world of one where torch.distributed
@@ -83,59 +82,19 @@ class Communicator(Calls):
         self.name = f"communicator {next(self._numbers)}"
         self.by_name[self.name] = self
 
-    def send_state(
-        self,
-        shape: tuple[int, int, int, int],
-        device: torch.device | str = "cpu",
-        payload_dtype: torch.dtype = torch.float32,
-    ) -> tuple[Tensor, Tensor]:
-        """Views `(o, lse)` of the send buffer, for the kernel to write into.
-
-        `o` has `shape` `[batch, num_heads_q, seqlen_q, head_dim]`, with the head_dim of `v`, and
-        the payload's dtype; `lse [batch, num_heads_q, seqlen_q]` is float32. The next exchange
-        overwrites both.
-        """
-        with self.turn("send_state"):
-            self._refuse_views_of_others("send_state")  # also in a world of one
-            self._abandon_loaded_state()
-            if not isinstance(device, torch.device) or device.type != "cpu":
-                device = torch.empty(0, device=device).device  # with an index, as the merge sees it
-            state = self.state(shape, device, payload_dtype)
-            self._loading = threading.current_thread()
-            return state.o, state.lse
-
     def all_merge_states(
-        self,
-        o: Tensor,
-        lse: Tensor,
-        *,
-        strategy: str = "auto",
-        out_dtype: torch.dtype | None = None,
-        payload_dtype: torch.dtype = torch.float32,
-        head_sharded: bool = False,
-        explain: bool = False,
-        timeout: float | timedelta | None = None,
+        self, o: Tensor, lse: Tensor, *, explain: bool = False, **options: Unpack[MergeOptions]
     ) -> tuple[Tensor, Tensor]:
-        """`tree_attention.all_merge_states` over this communicator.
-
-        An `(o, lse)` that `send_state` gave is not copied.
-        """
+        """`tree_attention.all_merge_states` over this communicator."""
         op = "all_merge_states"
-        with self.turn(op):
-            with self.before_call():
-                seconds = self.seconds_of(op, timeout)
-                check_options(op, strategy, payload_dtype, head_sharded, out_dtype)
-                check_state(op, o, lse)
-                dtype = o.dtype if out_dtype is None else out_dtype
-                if self._session is None:
-                    self._loading = None
-                    return merge_states(o[None], lse[None], out_dtype=dtype)
-                state = self.state(o.shape, o.device, payload_dtype)
-                if not state.holds(o, lse):
-                    state.load(o, lse)
-                options = ExchangeOptions(strategy, dtype, payload_dtype, head_sharded)
-            self._loading = None
-            return self.merge(op, (), state, options, seconds, explain=explain)
+        with self.begin(op, options.pop("timeout", None)) as call:
+            check_state(op, o, lse)
+            exchange = ExchangeOptions.of(op, options, o.dtype)
+            if self.world_size == 1:
+                return merge_states(o[None], lse[None], out_dtype=exchange.out_dtype)
+            state = self.state(o.shape, o.device, exchange.payload_dtype)
+            state.load(o, lse)
+            return self.merge(call, (), state, exchange, explain=explain)
 
     def all_reduce(
         self,
@@ -170,18 +129,14 @@ class Communicator(Calls):
         """
         if torch.compiler.is_compiling():
             check_no_gradient("all_reduce", "x", x)
-            total: Tensor = torch.ops.tree_attention.all_reduce(
-                x, self.name, payload_dtype=payload_dtype, timeout=timeout
-            )
+            operator = torch.ops.tree_attention.all_reduce
+            total: Tensor = operator(self.name, x, payload_dtype=payload_dtype, timeout=timeout)
             return total
-        with self.turn("all_reduce"):
-            with self.before_call():
-                seconds = self.seconds_of("all_reduce", timeout)
-                payload = payload_of_sum(x, payload_dtype)
-            if self._session is None:
+        with self.begin("all_reduce", timeout) as call:
+            payload = payload_of_sum(x, payload_dtype)
+            if self.world_size == 1:
                 return x.clone(memory_format=torch.contiguous_format)
             result = torch.empty_like(x, memory_format=torch.contiguous_format)
-
             shape, dtype, device = x.shape, x.dtype, x.device  # as a door shall not keep x
 
             def again(deadline: float) -> None:
@@ -189,16 +144,14 @@ class Communicator(Calls):
                 self._sums.run(self.link, nothing, payload, torch.empty_like(nothing), deadline)
 
             signature = (
-                ("shape", tuple(x.shape)),
-                ("dtype", x.dtype),
+                ("shape", tuple(shape)),
+                ("dtype", dtype),
                 ("payload_dtype", payload),
-                ("device", x.device.type),
+                ("device", device.type),
             )
-            self.call(
-                "all_reduce",
+            call.run(
                 signature,
                 lambda deadline: self._sums.run(self.link, x, payload, result, deadline),
-                seconds,
                 device,
                 door=again,
             )
@@ -234,16 +187,13 @@ class Communicator(Calls):
         """
         if torch.compiler.is_compiling():
             check_no_gradient("all_gather", "x", x)
-            gathered: Tensor = torch.ops.tree_attention.all_gather(
-                x, self.name, counts, dim, timeout=timeout
-            )
+            operator = torch.ops.tree_attention.all_gather
+            gathered: Tensor = operator(self.name, x, counts, dim, timeout=timeout)
             return gathered
-        with self.turn("all_gather"):
-            with self.before_call():
-                seconds = self.seconds_of("all_gather", timeout)
-                counts, dim = check_gather(x, counts, dim, self.rank, self.world_size)
-                if self._session is None:
-                    return x.clone(memory_format=torch.contiguous_format)
+        with self.begin("all_gather", timeout) as call:
+            counts, dim = check_gather(x, counts, dim, self.rank, self.world_size)
+            if self.world_size == 1:
+                return x.clone(memory_format=torch.contiguous_format)
             shape, dtype, device = x.shape, x.dtype, x.device  # as a door shall not keep x
 
             def again(deadline: float) -> None:
@@ -251,25 +201,23 @@ class Communicator(Calls):
                 self.gather(nothing, counts, dim, deadline)
 
             signature = (
-                ("shape without dim", (*x.shape[:dim], *x.shape[dim + 1 :])),
+                ("shape without dim", (*shape[:dim], *shape[dim + 1 :])),
                 ("dim", dim),
                 ("counts", counts),
-                ("dtype", x.dtype),
-                ("device", x.device.type),
+                ("dtype", dtype),
+                ("device", device.type),
             )
-            return self.call(
-                "all_gather",
+            return call.run(
                 signature,
                 lambda deadline: self.gather(x, counts, dim, deadline),
-                seconds,
                 device,
                 door=again,
             )
 
-    # What follows serves calls other than those above too, and lends them memory.
+    # The methods below serve other collective functions too, and lend them memory.
 
     def gather(self, x: Tensor, counts: tuple[int, ...], dim: int, deadline: float) -> Tensor:
-        """What `all_gather` returns, inside a call."""
+        """`all_gather`, inside a call."""
         result = x.new_empty((*x.shape[:dim], sum(counts), *x.shape[dim + 1 :]))
         self._gathers.run(self.link, x, counts, dim, result, deadline)
         return result
@@ -296,30 +244,27 @@ class Communicator(Calls):
 
     def merge(
         self,
-        op: str,
+        call: Call,
         signature: Signature,
         state: State,
         options: ExchangeOptions,
-        seconds: float,
         queries: Sequence[Tensor] = (),
         *,
         explain: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The merge of all ranks' `state`, as one call of `op` with the fields of `signature`."""
+        """Merges all ranks' `state` as `call`, in which ranks have the fields of `signature` in
+        common."""
         layout, device = state.layout, state.device
-        with self.before_call():
-            outputs = self.outputs(layout, options, device)
+        outputs = self.outputs(layout, options, device)
 
         def again(deadline: float) -> None:
             shape = torch.Size((*layout.shape, layout.head_dim))
             nothing = self._doors.get(shape, layout.dtype, device)
             self.exchange(nothing, options, self.outputs(layout, options, device), deadline)
 
-        self.call(
-            op,
+        call.run(
             (*signature, *self.fields(layout, options, device)),
             lambda deadline: self.exchange(state, options, outputs, deadline, explain=explain),
-            seconds,
             device,
             door=again,
             queries=queries,
@@ -329,7 +274,7 @@ class Communicator(Calls):
     def fields(
         self, layout: StateLayout, options: ExchangeOptions, device: torch.device
     ) -> Signature:
-        """What ranks must have in common to exchange states."""
+        """Fields that ranks must have in common to exchange states."""
         return (
             ("strategy", options.strategy),
             ("batch, num_heads_q, seqlen_q, head_dim", (*layout.shape, layout.head_dim)),

@@ -9,22 +9,74 @@ program.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .communicator import Communicator
+from .groups import name_of, named
+from .options import check_no_gradient
 
 _library = torch.library.Library("tree_attention", "FRAGMENT")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def add_collective(
-    schema: str, function: Callable[..., object], fake: Callable[..., object]
+def collective(schema: str, fake: Callable[..., object]) -> Callable[[_Function], _Function]:
+    """Makes a function with an argument `group` one that compiled graphs can call.
+
+    Args:
+        schema: the function's arguments and results as an operator has them, its group a
+            `str? group=None`.
+        fake: makes outputs from shapes alone. It has the function's arguments by name, with a
+            Communicator for the group.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        name = function.__name__
+        op = add_operator(schema, function, fake)
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                return function(*args, **options)
+            tensors = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
+            check_no_gradient(name, "its tensors", *tensors)
+            return op(*map(_in_graph, args), **{n: _in_graph(x) for n, x in options.items()})
+
+        return cast("_Function", call)
+
+    return decorate
+
+
+def add_operator(
+    schema: str, function: Callable[..., object], fake: Callable[..., object], group: str = "group"
 ) -> Any:
-    """The operator of a schema, which calls `function`; `fake` makes outputs from shapes alone."""
-    _library.define(schema)
-    name = schema.partition("(")[0]
-    _library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tree_attention::{name}", fake, lib=_library)
+    """The operator that calls `function` in graphs, as `collective` has it; `group` is the name of
+    the argument that is a group."""
+    name, signature = function.__name__, inspect.signature(function)
+
+    def with_group(call: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object, **options: object) -> object:
+            given = signature.bind(*args, **options).arguments
+            given |= given.pop("options", {})
+            return call(**given | {group: named(given.get(group))})
+
+        return run
+
+    _library.define(f"{name}{schema}")
+    _library.impl(name, with_group(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tree_attention::{name}", with_group(fake), lib=_library)
     op = getattr(torch.ops.tree_attention, name).default
     torch.library._register_effectful_op(op, torch.library.EffectType.ORDERED, lib=_library)
     return op
+
+
+def _in_graph(x: Any) -> Any:
+    if isinstance(x, Tensor):  # of which torch.compile asks no more
+        return x
+    return name_of(x) if isinstance(x, (Communicator, dist.ProcessGroup)) else x

@@ -39,18 +39,16 @@ def get_communicator(group: dist.ProcessGroup | Communicator | None = None) -> C
         return comm
 
 
-def name_of(group: dist.ProcessGroup | Communicator | None) -> str:
+def name_of(group: dist.ProcessGroup | Communicator) -> str:
     """The string that stands for `group` in a compiled graph."""
-    if group is None:
-        return ""
     return group.name if isinstance(group, Communicator) else group.group_name
 
 
-def named(name: str) -> Communicator:
-    """The communicator of the group that `name_of` named."""
+def named(name: str | None) -> Communicator:
+    """The communicator of the group that `name_of` named; None is the world."""
+    if name is None:
+        return get_communicator()
     comm = Communicator.by_name.get(name)
     if comm is not None:
         return comm
-    if not name:
-        return get_communicator()
     return get_communicator(dist.distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type]

@@ -3,31 +3,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ..signatures import lists_options
 from .communicator import Communicator
-from .compile import add_collective
-from .groups import get_communicator, name_of, named
-from .options import ExchangeOptions, check_no_gradient
+from .compile import add_operator, collective
+from .groups import get_communicator
+from .options import MERGE_DEFAULTS, MERGE_SCHEMA, ExchangeOptions, MergeOptions
 from .transport.buffers import StateLayout
 
 
+def fake_merge(
+    like: Tensor, head_dim: int, group: Communicator, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Outputs of a merge of states with the rows and on the device of `like`."""
+    exchange = ExchangeOptions.of("merge", options, like.dtype)
+    layout = StateLayout(like.shape[:3], head_dim, exchange.payload_dtype)
+    return group.outputs(layout, exchange, like.device)
+
+
+def _fake(o: Tensor, lse: Tensor, group: Communicator, **options: Any) -> tuple[Tensor, Tensor]:
+    return fake_merge(o, o.shape[3], group, options)
+
+
+@lists_options(MergeOptions, MERGE_DEFAULTS)
+@collective(
+    f"(Tensor o, Tensor lse, str? group=None, *, {MERGE_SCHEMA}) -> (Tensor o, Tensor lse)", _fake
+)
 def all_merge_states(
     o: Tensor,
     lse: Tensor,
     group: dist.ProcessGroup | Communicator | None = None,
-    *,
-    strategy: str = "auto",
-    out_dtype: torch.dtype | None = None,
-    payload_dtype: torch.dtype = torch.float32,
-    head_sharded: bool = False,
-    timeout: float | timedelta | None = None,
+    **options: Unpack[MergeOptions],
 ) -> tuple[Tensor, Tensor]:
     """An all-reduce of partial attention states whose operation is `merge_states`.
 
@@ -69,77 +82,28 @@ def all_merge_states(
 
     Source: Tree Attention (arXiv:2408.04093), section 5.
     """
-    if torch.compiler.is_compiling():
-        check_no_gradient("all_merge_states", "o and lse", o, lse)
-        result: tuple[Tensor, Tensor] = _in_graph(
-            o,
-            lse,
-            name_of(group),
-            strategy=strategy,
-            out_dtype=out_dtype,
-            payload_dtype=payload_dtype,
-            head_sharded=head_sharded,
-            timeout=timeout,
-        )
-        return result
-    return get_communicator(group).all_merge_states(
-        o,
-        lse,
-        strategy=strategy,
-        out_dtype=out_dtype,
-        payload_dtype=payload_dtype,
-        head_sharded=head_sharded,
-        timeout=timeout,
-    )
+    return get_communicator(group).all_merge_states(o, lse, **options)
 
 
-def fake_merge(
-    like: Tensor,
-    head_dim: int,
-    group: str,
-    *,
-    strategy: str,
-    out_dtype: torch.dtype | None,
-    payload_dtype: torch.dtype,
-    head_sharded: bool,
-    **_: object,
-) -> tuple[Tensor, Tensor]:
-    """Outputs of a merge of states with the rows and on the device of `like`."""
-    options = ExchangeOptions(strategy, out_dtype or like.dtype, payload_dtype, head_sharded)
-    layout = StateLayout(like.shape[:3], head_dim, payload_dtype)
-    return named(group).outputs(layout, options, like.device)
+def _fake_sum(x: Tensor, **_: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _run(o: Tensor, lse: Tensor, group: str, **options: Any) -> tuple[Tensor, Tensor]:
-    return named(group).all_merge_states(o, lse, **options)
-
-
-def _fake(o: Tensor, lse: Tensor, group: str, **options: Any) -> tuple[Tensor, Tensor]:
-    return fake_merge(o, o.shape[3], group, **options)
-
-
-_in_graph = add_collective(
-    "all_merge_states(Tensor o, Tensor lse, str group, *, str strategy, ScalarType? out_dtype, "
-    "ScalarType payload_dtype, bool head_sharded, float? timeout) -> (Tensor o, Tensor lse)",
-    _run,
-    _fake,
-)
-
-add_collective(
-    "all_reduce(Tensor x, str group, *, ScalarType? payload_dtype, float? timeout) -> Tensor",
-    lambda x, group, **options: named(group).all_reduce(x, **options),
-    lambda x, group, **_: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
-
-
-def _fake_gather(x: Tensor, group: str, counts: Sequence[int], dim: int, **_: object) -> Tensor:
+def _fake_gather(x: Tensor, counts: list[int], dim: int = -1, **_: object) -> Tensor:
     shape = list(x.shape)
     shape[dim] = sum(counts)
     return x.new_empty(shape)
 
 
-add_collective(
-    "all_gather(Tensor x, str group, SymInt[] counts, int dim, *, float? timeout) -> Tensor",
-    lambda x, group, counts, dim, **options: named(group).all_gather(x, counts, dim, **options),
+add_operator(
+    "(str? self, Tensor x, *, ScalarType? payload_dtype=None, float? timeout=None) -> Tensor",
+    Communicator.all_reduce,
+    _fake_sum,
+    group="self",
+)
+add_operator(
+    "(str? self, Tensor x, SymInt[] counts, int dim=-1, *, float? timeout=None) -> Tensor",
+    Communicator.all_gather,
     _fake_gather,
+    group="self",
 )

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from numbers import Real
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,35 @@ MAX_SECONDS = 10_000_000  # 115 days
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class MergeOptions(TypedDict, total=False):
+    """Keyword arguments that `tree_decode` and `all_merge_states` have in common."""
+
+    strategy: str
+    """"auto", the default, or one of `strategies()`."""
+    out_dtype: torch.dtype | None
+    """dtype of the merged `o`. Arithmetic is float32."""
+    payload_dtype: torch.dtype
+    """dtype in which each rank's `o` travels: float32, the default, or bfloat16."""
+    head_sharded: bool
+    """Return to each rank its heads only."""
+    timeout: float | timedelta | None
+    """Seconds in which the call returns or raises, by default the communicator's."""
+
+
+MERGE_DEFAULTS: MergeOptions = {
+    "strategy": "auto",
+    "out_dtype": None,
+    "payload_dtype": torch.float32,
+    "head_sharded": False,
+    "timeout": None,
+}
+# The same options as operators of graphs have them.
+MERGE_SCHEMA = (
+    'str strategy="auto", ScalarType? out_dtype=None, ScalarType payload_dtype=float32, '
+    "bool head_sharded=False, float? timeout=None"
+)
+
+
 @dataclass(frozen=True)
 class ExchangeOptions:
     """What a caller asks of an exchange."""
@@ -29,6 +59,24 @@ class ExchangeOptions:
     out_dtype: torch.dtype
     payload_dtype: torch.dtype = torch.float32
     head_sharded: bool = False
+
+    @staticmethod
+    def of(op: str, options: Mapping[str, Any], dtype: torch.dtype) -> ExchangeOptions:
+        """The `MergeOptions` of a call of `op`, checked; `dtype` is the default out_dtype."""
+        for name in options:
+            if name not in MERGE_DEFAULTS:
+                raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+        out_dtype = options.get("out_dtype")
+        exchange = ExchangeOptions(
+            options.get("strategy", "auto"),
+            dtype if out_dtype is None else out_dtype,
+            options.get("payload_dtype", torch.float32),
+            options.get("head_sharded", False),
+        )
+        check_options(op, exchange.strategy, exchange.payload_dtype, exchange.head_sharded)
+        if out_dtype is not None:
+            _check_state_dtype(op, "out_dtype", out_dtype)
+        return exchange
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -47,7 +95,6 @@ def check_options(
     strategy: str,
     payload_dtype: torch.dtype = torch.float32,
     head_sharded: bool = False,
-    out_dtype: torch.dtype | None = None,
 ) -> None:
     """Refuses options of `op` that no rank could follow.
 
@@ -58,8 +105,6 @@ def check_options(
         names = ", ".join(("auto", *STRATEGIES))
         raise ValueError(f"{op}: strategy must be one of {names}, got {strategy!r}")
     _check_payload(op, payload_dtype)
-    if out_dtype is not None:
-        _check_state_dtype(op, "out_dtype", out_dtype)
     if strategy != "auto" and strategy not in (able := candidates(payload_dtype, head_sharded)):
         asked = f"payload_dtype {payload_dtype}, head_sharded {head_sharded}"
         names = ", ".join(("auto", *able))

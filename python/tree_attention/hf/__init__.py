@@ -12,7 +12,7 @@ Importing this module registers the attention implementation `"tree_attention"`:
 Works with transformers 5.5 and later; tested with 5.17 and 5.23.
 """
 
-from .._version import MINIMUM_TRANSFORMERS
+from .._loader import MINIMUM_TRANSFORMERS
 
 try:
     import transformers

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from vllm.distributed.parallel_state import get_dcp_group
@@ -33,8 +34,8 @@ class Exchange:
     def state(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """`o` of `shape` `[tokens, heads, head_dim]` and `lse`, to be written and merged."""
         tokens, heads, head_dim = shape
-        o, lse = self._merges.send_state((1, heads, tokens, head_dim))
-        return o[0].transpose(0, 1), lse[0].transpose(0, 1)
+        o = torch.empty((heads, tokens, head_dim), dtype=torch.float32)
+        return o.transpose(0, 1), torch.empty(o.shape[:2], dtype=torch.float32).transpose(0, 1)
 
     def merge(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """The state over the keys of all ranks, of this rank's heads, in float32."""

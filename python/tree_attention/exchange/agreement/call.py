@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from ..auto.choose import CostTable, measured_costs
 from ..auto.setup import Resources
-from ..errors import ExchangeError, OtherCall
+from ..errors import OtherCall
 from ..notes import Note, Signature
 from ..options import check_timeout, resolve_group
 from ..transport.messages import SAME
 from ..transport.process_group import Link
 from ..transport.topology import Topology, node_name
-from .one_thread import Turn, turn_of
+from .one_thread import NoTurns, Turn, turn_of
 from .queries import Queries
-from .session import Door, Session
+from .session import Alone, Door, Session
 
 T = TypeVar("T")
 
@@ -43,7 +43,6 @@ class Calls:
     ) -> None:
         self.timeout = check_timeout("Communicator", timeout)
         group = resolve_group(group)
-        self._turn = Turn() if group is None else turn_of(group)
         self.rank, self.world_size = (0, 1) if group is None else (group.rank(), group.size())
         if nodes is not None and len(nodes) != self.world_size:
             raise ValueError(
@@ -53,9 +52,11 @@ class Calls:
         self._nodes = None if nodes is None else Topology.of(nodes).nodes
         self.topology = Topology(self._nodes or (0,) * self.world_size)
         self._resources = Resources()
-        self._session: Session | None = None
         self._costs: CostTable | None = None
+        self._turn: Turn = NoTurns()
+        self._session: Session | Alone = Alone()
         if group is not None and self.world_size > 1:
+            self._turn = turn_of(group)
             self._turn.check_process("Communicator")  # whose session the parent would count
             self._costs = measured_costs()  # before the session, which ranks count
             note = {"node": node_name()}
@@ -66,31 +67,49 @@ class Calls:
         self._queries = Queries()
         # Whether the messages of the last call that ranks agreed upon are in the host's memory.
         self._is_on_host = False
-        # The thread that has the views of a send_state whose exchange is still to come.
-        self._loading: threading.Thread | None = None
 
     @property
     def link(self) -> Link:
-        """The operations of the group, of which there are none in a world of one."""
-        return self._session_of_several.link
+        """Operations of the group, of which there are none in a world of one."""
+        return self._session.link
 
     @property
     def failed(self) -> str | None:
-        return None if self._session is None else self._session.failed
+        return self._session.failed
 
     @property
     def bytes_sent(self) -> int:
-        return 0 if self._session is None else self._session.link.bytes_sent
+        return self._session.bytes_sent
 
     @property
     def seconds(self) -> float:
-        return 0.0 if self._session is None else self._session.link.seconds
+        return self._session.seconds
 
-    @property
-    def _session_of_several(self) -> Session:
-        if self._session is None:
-            raise ValueError("Communicator: a world of one rank sends nothing and has no link")
-        return self._session
+    def begin(self, op: str, timeout: float | timedelta | None = None) -> Call:
+        """The one way into a collective call of `op`: `with comm.begin(op) as call: ... call.run`.
+
+        No other thread may use the group inside. An error before `call.run` abandons the call, so
+        that this rank's next one does not meet the others' of this step.
+        """
+        return Call(self, op, timeout)
+
+    def turn(self, op: str, name: str | None = None) -> AbstractContextManager[None]:
+        """Surrounds calls between which no other thread may use the group (see `Turn.take`)."""
+        return _InTurn(self._turn, op, name)
+
+    def call(
+        self,
+        op: str,
+        signature: Signature,
+        run: Callable[[float], T],
+        timeout: float | None = None,
+        device: torch.device | None = None,
+        *,
+        door: Door | None = None,
+    ) -> T:
+        """`Call.run` of a call that needs nothing before it."""
+        with self.begin(op, timeout) as call:
+            return call.run(signature, run, device, door=door)
 
     def agree(
         self,
@@ -104,22 +123,8 @@ class Calls:
         Returns:
             The notes of all ranks, which may differ, in rank order.
         """
-        if self._session is None:
-            return [note or {}]
-        session = self._session
-        with self.turn(op):
-            with self.before_call():
-                seconds = self.seconds_of(op, timeout)
-            self._abandon_loaded_state()
-            whole = self._whole(op, signature)
-
-            def knock_and_compare(deadline: float) -> list[Note]:
-                session.knock(deadline)
-                return session.compare(whole, deadline, note)
-
-            notes = session.before_deadline(knock_and_compare, seconds)
-            self._learn(notes)
-            return notes
+        with self.begin(op, timeout) as call:
+            return call.compare(signature, note)
 
     def abort(self, reason: str = "no reason given") -> None:
         """Ends the call under way, which raises ExchangeError, and refuses further ones.
@@ -127,8 +132,7 @@ class Calls:
         From any thread, any number of times. Other ranks fail when they wait for this one, and at
         their deadlines otherwise. Over NCCL, what was queued ends with the group's watchdog.
         """
-        if self._session is not None:
-            self._session.fail(f"aborted: {reason}")
+        self._session.fail(f"aborted: {reason}")
 
     def check(self) -> None:
         """Raises ExchangeError if an exchange is known to have failed. Waits for nothing.
@@ -136,43 +140,100 @@ class Calls:
         With "one_shot" GPUs wait for each other without the host, whose next call or check has the
         error; until then there is NaN for o and lse, also from replayed graphs.
         """
-        if self._session is not None:
-            self._session.before_deadline(lambda deadline: self._resources.check(), self.timeout)
-
-    def turn(self, op: str, name: str | None = None) -> AbstractContextManager[None]:
-        """Surrounds `op`, in which no other thread may use the group (see `Turn.take`).
-
-        In a world of one, which sends nothing, threads need no turn.
-        """
-        return nullcontext() if self._session is None else _InTurn(self, op, name)
-
-    def _take_turn(self, op: str, name: str | None) -> None:
-        self._turn.take(op, name)
-        try:
-            self._refuse_views_of_others(op)
-        except BaseException:
-            self._turn.give_back()
-            raise
-
-    def _refuse_views_of_others(self, op: str) -> None:
-        loading, caller = self._loading, threading.current_thread()
-        if loading is not None and loading is not caller and loading.is_alive():
-            raise ExchangeError(
-                f"{op}: thread {caller.name!r} called while thread {loading.name!r} has the views "
-                "of send_state, which this call would overwrite; give each thread a process group "
-                "of its own"
-            )
+        self._session.before_deadline(lambda deadline: self._resources.check(), self.timeout)
 
     def seconds_of(self, op: str, timeout: float | timedelta | None) -> float:
         """The seconds that an argument `timeout` of `op` stands for."""
         return self.timeout if timeout is None else check_timeout(op, timeout)
 
-    def call(
+    def unavailable(self, device: torch.device) -> Mapping[str, str]:
+        """Strategies that cannot be used with tensors of `device`, and why; known after a call."""
+        return self._resources.unavailable(device)
+
+    def abandon_call(self) -> None:
+        """Notes that this rank stopped on the way to a call (see `Session.abandon`)."""
+        self._session.abandon()
+
+    def _agree_and_run(
         self,
-        op: str,
+        whole: Signature,
+        run: Callable[[float], T],
+        device: torch.device | None,
+        door: Door | None,
+        queries: Sequence[Tensor],
+        deadline: float,
+    ) -> T:
+        link, session = self.link, self._session
+        assert isinstance(session, Session)  # as there is a link
+        notes = session.agree(whole, deadline)
+        if notes is not None:
+            self._learn(notes)
+            self._is_on_host = device is None or link.transport_device(device).type == "cpu"
+            if device is not None and not self._resources.are_known(device):
+                self._set_up(session, device, deadline)
+        session.leave_open(door if self._is_on_host else None, is_repeatable=door is not None)
+        link.seal = seal = self._queries.seal(queries)
+        with suppress(OtherCall):
+            result = run(deadline)
+            if link.seal == seal:
+                return result
+        self._queries.check(session.compare(whole, deadline, self._queries.note(queries)))
+        # They differ by rounding, and from now on they are not compared.
+        link.seal = SAME
+        return run(deadline)
+
+    def _set_up(self, session: Session, device: torch.device, deadline: float) -> None:
+        """Collective: makes what calls with tensors of this kind of device need."""
+        link = session.link
+        if self._is_on_host and link.shared_memory is None:
+            session.share_memory(self.topology, deadline)
+        session.test_delivery(device, deadline)
+        gather = session.gather(deadline)
+        self._resources.set_up(link, device, self.topology, gather, deadline)
+
+    def _learn(self, notes: Sequence[Note]) -> None:
+        if self._nodes is None:
+            self.topology = Topology.of([str(note.get("node")) for note in notes])
+
+
+# Classes, because every call enters one, and generators take three times as long.
+
+
+class Call(AbstractContextManager["Call"]):
+    """One collective call on its way: other threads stay out, and an error on the way abandons it.
+
+    Attributes:
+        op: the function that is called.
+        seconds: in which `run` returns or raises.
+    """
+
+    def __init__(self, comm: Calls, op: str, timeout: float | timedelta | None) -> None:
+        self.comm, self.op, self._timeout = comm, op, timeout
+
+    def __enter__(self) -> Call:
+        self.comm._turn.take(self.op)
+        self._is_on_the_way = True
+        try:
+            self.seconds = self.comm.seconds_of(self.op, self._timeout)
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        if kind is not None and self._is_on_the_way:
+            self.comm.abandon_call()
+        self.comm._turn.give_back()
+
+    def run(
+        self,
         signature: Signature,
         run: Callable[[float], T],
-        seconds: float | None = None,
         device: torch.device | None = None,
         *,
         door: Door | None = None,
@@ -189,89 +250,43 @@ class Calls:
                 does not. Without a door the next call compares signatures, even if it is the same.
             queries: tensors with the same values on every rank, which host tensors have to prove.
         """
-        session, link = self._session_of_several, self.link
-
-        def agree_and_run(deadline: float) -> T:
-            whole = self._whole(op, signature)
-            notes = session.agree(whole, deadline)
-            if notes is not None:
-                self._learn(notes)
-                self._is_on_host = device is None or link.transport_device(device).type == "cpu"
-                if device is not None and not self._resources.are_known(device):
-                    if self._is_on_host and link.shared_memory is None:
-                        session.share_memory(self.topology, deadline)
-                    session.test_delivery(device, deadline)
-                    gather = session.gather(deadline)
-                    self._resources.set_up(link, device, self.topology, gather, deadline)
-            session.leave_open(door if self._is_on_host else None, is_repeatable=door is not None)
-            link.seal = seal = self._queries.seal(queries)
-            with suppress(OtherCall):
-                result = run(deadline)
-                if link.seal == seal:
-                    return result
-            notes = session.compare(whole, deadline, self._queries.note(queries))
-            self._queries.check(notes)
-            # They differ by rounding, and from now on they are not compared.
-            link.seal = SAME
-            return run(deadline)
-
-        with self.turn(op):
-            self._abandon_loaded_state()
-            return session.before_deadline(agree_and_run, seconds or self.timeout)
-
-    def unavailable(self, device: torch.device) -> Mapping[str, str]:
-        """Strategies that cannot be used with tensors of `device`, and why; known after a call."""
-        return self._resources.unavailable(device)
-
-    def abandon_call(self) -> None:
-        """Notes that this rank stopped on the way to a call (see `Session.abandon`)."""
-        self._loading = None
-        if self._session is not None:
-            self._session.abandon()
-
-    def before_call(self) -> AbstractContextManager[None]:
-        """Surrounds what this rank does on the way to a call; an error there abandons the call."""
-        return _BeforeCall(self)
-
-    def _whole(self, op: str, signature: Signature) -> Signature:
-        """All that must be equal on all ranks in a call of `op`."""
-        return (
-            ("call", op),
-            ("name of the calling thread", self._turn.name),
-            *signature,
-            *self._constants,
+        comm, whole = self.comm, self._whole(signature)
+        self._is_on_the_way = False
+        return comm._session.before_deadline(
+            lambda deadline: comm._agree_and_run(whole, run, device, door, queries, deadline),
+            self.seconds,
         )
 
-    def _learn(self, notes: Sequence[Note]) -> None:
-        if self._nodes is None:
-            self.topology = Topology.of([str(note.get("node")) for note in notes])
+    def compare(self, signature: Signature, note: Note | None = None) -> list[Note]:
+        """`Calls.agree`, as this call."""
+        session, whole = self.comm._session, self._whole(signature)
+        self._is_on_the_way = False
 
-    def _abandon_loaded_state(self) -> None:
-        if self._loading is not None:  # a state of send_state never came to its exchange
-            self.abandon_call()
+        def knock_and_compare(deadline: float) -> list[Note]:
+            session.knock(deadline)
+            return session.compare(whole, deadline, note)
 
+        notes = session.before_deadline(knock_and_compare, self.seconds)
+        self.comm._learn(notes)
+        return notes
 
-# Classes, because every call enters several, and generators take three times as long.
+    def _whole(self, signature: Signature) -> Signature:
+        """All that must be equal on all ranks."""
+        comm = self.comm
+        return (
+            ("call", self.op),
+            ("name of the calling thread", comm._turn.name),
+            *signature,
+            *comm._constants,
+        )
 
 
 class _InTurn(AbstractContextManager[None]):
-    def __init__(self, calls: Calls, op: str, name: str | None) -> None:
-        self._calls, self._op, self._name = calls, op, name
+    def __init__(self, turn: Turn, op: str, name: str | None) -> None:
+        self._turn, self._op, self._name = turn, op, name
 
     def __enter__(self) -> None:
-        self._calls._take_turn(self._op, self._name)
+        self._turn.take(self._op, self._name)
 
     def __exit__(self, *error: object) -> None:
-        self._calls._turn.give_back()
-
-
-class _BeforeCall(AbstractContextManager[None]):
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:
-            self._calls.abandon_call()
+        self._turn.give_back()

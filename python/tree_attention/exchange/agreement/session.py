@@ -63,6 +63,14 @@ class Session:
             self.failed = f"the store of the process group is lost: {sentence(error)}"
         self._agreement = Agreement(store, self.rank, self.world_size, name)
 
+    @property
+    def bytes_sent(self) -> int:
+        return self.link.bytes_sent
+
+    @property
+    def seconds(self) -> float:
+        return self.link.seconds
+
     def agree(self, signature: Signature, deadline: float) -> list[Note] | None:
         """Every rank's note once all are known to run the same call; None if they already were.
 
@@ -187,6 +195,35 @@ class Session:
 
     def _here(self) -> str:
         return f"rank {self.rank} of {self.world_size}"
+
+
+class Alone:
+    """The session of a world of one, which sends nothing and never fails."""
+
+    failed = None
+    bytes_sent = 0
+    seconds = 0.0
+
+    @property
+    def link(self) -> Link:
+        raise ValueError("Communicator: a world of one rank sends nothing and has no link")
+
+    def before_deadline(self, run: Callable[[float], T], seconds: float) -> T:
+        return run(time.monotonic() + seconds)
+
+    def knock(self, deadline: float) -> None:
+        pass
+
+    def compare(
+        self, signature: Signature, deadline: float, note: Note | None = None
+    ) -> list[Note]:
+        return [note or {}]
+
+    def abandon(self) -> None:
+        pass
+
+    def fail(self, reason: str, patience: float = 0.0) -> None:
+        pass
 
 
 def _number_of_session(store: dist.Store, rank: int, seconds: float) -> int:

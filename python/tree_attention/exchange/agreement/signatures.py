@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch.distributed import Store
 
-from ..._version import __version__
+from ..._loader import __version__
 from ..errors import Disagreement, ExchangeError, ranks_text, sentence
 from ..notes import Note, Signature
 from ..transport.deadlines import call_before
