@@ -16,14 +16,8 @@ from ._loader import __version__
 from .baselines import ring_decode, ring_pass_q_decode
 from .decode import tree_decode
 from .exchange import Communicator, ExchangeError, all_merge_states, strategies
-from .ops import (
-    AttentionOptions,
-    append_kv,
-    lean_decode,
-    lean_schedule,
-    merge_states,
-    reset_workspaces,
-)
+from .ops import append_kv, lean_decode, lean_schedule, merge_states, reset_workspaces
+from .options import AttentionOptions
 from .sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
 
 __all__ = [

@@ -19,16 +19,16 @@ from .exchange import (
     fake_merge,
     get_communicator,
 )
-from .ops import (
+from .ops import check_q_k_v, lean_decode
+from .options import (
     ATTENTION_DEFAULTS,
     ATTENTION_SCHEMA,
     AttentionOptions,
-    check_q_k_v,
     fields_of_options,
-    lean_decode,
+    lists_options,
     queries_of,
+    split_options,
 )
-from .signatures import lists_options, split_options
 
 
 class DecodeOptions(AttentionOptions, MergeOptions, total=False):

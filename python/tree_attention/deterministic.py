@@ -13,14 +13,8 @@ import torch
 from torch import Tensor
 
 from .exchange import Call, Communicator, ExchangeOptions, StateLayout
-from .ops import (
-    AttentionOptions,
-    fields_of_options,
-    lean_decode,
-    merge_states,
-    queries_of,
-    ranges_without_keys,
-)
+from .ops import lean_decode, merge_states, ranges_without_keys
+from .options import AttentionOptions, fields_of_options, queries_of
 from .sharding import ShardLayout
 
 _ALL_SLOTS = 1 << 62  # more than any cache has

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .ops import AttentionOptions, lean_decode, merge_states
+from .ops import lean_decode, merge_states
+from .options import AttentionOptions
 from .patterns import checked_slots
 
 

@@ -4,7 +4,7 @@
 from torch import Tensor
 
 from ..exchange import Signature
-from ..ops import AttentionOptions, fields_of_options
+from ..options import AttentionOptions, fields_of_options
 
 # Tensors in received memory begin at addresses that any vector load or store can take.
 _ALIGNMENT = 64

@@ -15,15 +15,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..exchange import Communicator, Link, get_communicator
-from ..ops import (
-    AttentionOptions,
-    check_q_k_v,
-    lean_decode,
-    merge_states,
-    queries_of,
-    ranges_without_keys,
-    takes_attention_options,
-)
+from ..ops import check_q_k_v, lean_decode, merge_states, ranges_without_keys
+from ..options import AttentionOptions, queries_of, takes_attention_options
 from .common import aligned, signature_of
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..signatures import lists_options
+from ..options import lists_options
 from .communicator import Communicator
 from .compile import add_operator, collective
 from .groups import get_communicator

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops import check_tensors
+from ..options import check_tensors
 from .strategies import STRATEGIES, candidates
 
 _PAYLOAD_DTYPES = (torch.float32, torch.bfloat16)

@@ -22,7 +22,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from ..ops import AttentionOptions, append_kv
+from ..ops import append_kv
+from ..options import AttentionOptions
 from . import checks
 from . import slot_mapping as slots
 from .batches import Batch, attend, batches_of

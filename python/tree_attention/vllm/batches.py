@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..ops import AttentionOptions, lean_decode
+from ..ops import lean_decode
+from ..options import AttentionOptions
 from ..sharding import BlockCyclic
 
 BLOCK = 64

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Keyword arguments that several functions have in common, each set from one typed dictionary."""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ._loader import load
+
+load()  # registers the operator whose defaults these options have
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def lists_options(kind: type, defaults: Mapping[str, object]) -> Callable[[_Function], _Function]:
+    """Lists a typed dictionary's keys in the signature that `help` and `inspect` show."""
+    shared = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=defaults[name]
+        )
+        for name, hint in get_type_hints(kind).items()
+    ]
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        own = [
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind != inspect.Parameter.VAR_KEYWORD
+        ]
+        shown: Any = function
+        shown.__signature__ = signature.replace(parameters=[*own, *shared])
+        return function
+
+    return decorate
+
+
+def split_options(options: Mapping[str, object], names: Container[str]) -> tuple[Any, Any]:
+    """Two dictionaries: the options that have one of the names, and the others."""
+    named: dict[str, object] = {}
+    others: dict[str, object] = {}
+    for name, value in options.items():
+        (named if name in names else others)[name] = value
+    return named, others
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The keyword arguments that `lean_decode`, `tree_decode` and the rings have in common."""
+
+    softmax_scale: float | None
+    """What scores are multiplied by; default `head_dim ** -0.5`."""
+    softcap: float
+    """0 is off, the default; else scores become `softcap * tanh(score / softcap)`."""
+    alibi_slopes: Tensor | None
+    """float32 `[num_heads_q]`: adds `-slope * (query_position - key_position)` to scores."""
+    query_positions: Tensor | None
+    """int64 `[batch, seqlen_q]`, required with `alibi_slopes`."""
+    key_layout: Sequence[int]
+    """`(first, block, stride)`, default `(0, 1, 1)`: local key j is at position
+    `first + (j // block) * stride + j % block`. `ShardLayout.key_layout` gives a shard's."""
+    page_table: Tensor | None
+    """int32 `[batch, pages]` or `[batch, num_heads_kv, pages]`; `key_ranges` then index the
+    concatenated pages. Entries that no range reaches are never read."""
+    k_scale: Tensor | None
+    """float32 `[batch, num_heads_kv, seqlen_k]`, with pages `[num_pages, num_heads_kv, page_size]`,
+    for keys of 8 bits: what each token's is multiplied by. Required for int8, default 1 for
+    float8_e4m3fn, and given together with `v_scale`."""
+    v_scale: Tensor | None
+    """Likewise for values."""
+    num_workers: int
+    """0, the default, is one to eight workers per thread, the more the more keys there are, or one
+    per resident block of a GPU. A fixed number splits the keys in the same way, and so gives the
+    same bits, on any number of threads. With -1, on the CPU, no two workers share the keys of a
+    sequence and head: its bits do not depend on the rest of the batch either."""
+
+
+_OPTION_NAMES = frozenset(AttentionOptions.__annotations__)
+ATTENTION_DEFAULTS = {
+    argument.name: argument.default_value
+    for argument in torch.ops.tree_attention.lean_decode.default._schema.arguments
+    if argument.name in _OPTION_NAMES
+}
+# The same options as operators of graphs have them.
+ATTENTION_SCHEMA = (
+    "float? softmax_scale=None, float softcap=0.0, Tensor? alibi_slopes=None, "
+    "Tensor? query_positions=None, int[] key_layout=[0, 1, 1], Tensor? page_table=None, "
+    "Tensor? k_scale=None, Tensor? v_scale=None, int num_workers=0"
+)
+takes_attention_options = lists_options(AttentionOptions, ATTENTION_DEFAULTS)
+
+
+def check_tensors(op: str, **arguments: object) -> None:
+    """Raises TypeError for an argument of `op` that is no tensor."""
+    for name, argument in arguments.items():
+        if not isinstance(argument, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {argument!r:.80}")
+
+
+def check_option_names(op: str, options: AttentionOptions) -> None:
+    """Raises TypeError, as Python does, for a keyword argument that `op` does not have."""
+    for name in options:
+        if name not in _OPTION_NAMES:
+            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+
+
+def fields_of_options(options: AttentionOptions) -> tuple[tuple[str, object], ...]:
+    """What ranks of one call must have in common of its options, as `(name, value)` pairs."""
+    return (
+        ("softmax_scale", options.get("softmax_scale")),
+        ("softcap", options.get("softcap", 0.0)),
+        ("digest of alibi_slopes", _digest(options.get("alibi_slopes"))),
+    )
+
+
+def queries_of(q: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
+    """The tensors whose values all ranks of one call have in common."""
+    positions = options.get("query_positions")
+    return (q,) if positions is None else (q, positions)
+
+
+_digests = WeakIdKeyDictionary()
+
+
+def _digest(x: Tensor | None) -> str | None:
+    """Equal for tensors of equal values.
+
+    A GPU's is read once, as the host waits for it, and not while a CUDA graph is captured.
+    """
+    if not isinstance(x, Tensor) or x.is_meta:
+        return None
+    if x.device.type == "cpu":
+        return _digest_of_values(x)
+    if x not in _digests:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return "not read in a capture"
+        _digests[x] = _digest_of_values(x)
+    found: str = _digests[x]
+    return found
+
+
+def _digest_of_values(x: Tensor) -> str:
+    values = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(values.tobytes()).hexdigest()[:12]
