@@ -115,7 +115,7 @@ MEASURED = ("a GPU", "build", "smoke")
 QUICK = ("{python}", "benchmarks/decode.py", "--device", "cuda", "--quick", "--budget", "45")
 FULL = ("{python}", "benchmarks/decode.py", "--device", "cuda", "--full", "--budget", "330")
 # A case takes three seconds or so, and one that has begun is ended.
-TUNE = ("{python}", "-m", "benchmarks.tune", "--device", "cuda", "--seconds", "1", "--budget", "40")
+TUNE = ("{python}", "-m", "benchmarks.cuda.tune", "--seconds", "1", "--budget", "40")
 OUT = ("--out", "{results}")
 
 CALLS = {
