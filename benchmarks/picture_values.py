@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.harness.results import number, read_table
 from tree_attention import lean_schedule
-from tree_attention.planning.arithmetic import SPLIT_BY_HEADS, Work, cache_bytes, weights_bytes
+from tree_attention.planning.arithmetic import SPLIT_BY_HEADS, Split, Work
 from tree_attention.planning.models import NAMED
 from tree_attention.reference.papers.stream_k import AsPrinted, outcome
 
@@ -96,9 +96,9 @@ def cache_memory() -> dict[str, list[float]]:
     work = Work(context=CONTEXT)
     shapes = {name: replace(MODEL, kv_dtype=name) for name in ("bf16", "int8")}
     return {
-        "weights": [weights_bytes(MODEL, SPLIT_BY_HEADS, p) / 1e9 for p in RANKS],
+        "weights": [Split(MODEL, SPLIT_BY_HEADS, p, work).weights_bytes / 1e9 for p in RANKS],
         **{
-            name: [cache_bytes(shape, SPLIT_BY_HEADS, p, work) / 1e9 for p in RANKS]
+            name: [Split(shape, SPLIT_BY_HEADS, p, work).cache_bytes / 1e9 for p in RANKS]
             for name, shape in shapes.items()
         },
     }

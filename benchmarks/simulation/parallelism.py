@@ -21,10 +21,8 @@ from tree_attention.planning.arithmetic import (
     SPLIT,
     SPLIT_BY_HEADS,
     WHOLE,
+    Split,
     Work,
-    held_bytes,
-    prefill_seconds,
-    token_seconds,
 )
 from tree_attention.planning.machines import LINKS, MACHINES, Hosts
 from tree_attention.planning.models import NAMED
@@ -46,25 +44,23 @@ def rows() -> Iterator[list[str]]:
     for model in MODELS:
         for link, hosts in HOSTS.items():
             for p in WORLDS:
-                held = {form: held_bytes(model, form, p, WORK) for form in FORMS}
-                fits = {form: held[form] <= hosts.machine.memory for form in FORMS}
-                token, prefill = (
-                    {
-                        form: seconds(model, hosts, form, p, WORK).total if fits[form] else math.inf
-                        for form in forms
-                    }
-                    for seconds, forms in ((token_seconds, DECODING), (prefill_seconds, FORMS))
-                )
+                splits = {form: Split(model, form, p, WORK) for form in FORMS}
+                token, prefill = {}, {}
+                for form, split in splits.items():
+                    fits = split.held_bytes <= hosts.machine.memory
+                    prefill[form] = split.prefill_seconds(hosts).total if fits else math.inf
+                    if form in DECODING:
+                        token[form] = 1e3 * split.token_seconds(hosts).total if fits else math.inf
                 yield [
                     *(model.name, link, str(p)),
-                    *(f"{held[form] / 1e9:,.0f}" for form in DECODING),
-                    *_marked({form: 1e3 * seconds for form, seconds in token.items()}),
+                    *(f"{splits[form].held_bytes / 1e9:,.0f}" for form in DECODING),
+                    *_marked(token),
                     *_marked(prefill),
                 ]
 
 
 def _marked(times: dict[str, float]) -> list[str]:
-    """The times, that of the best form in bold: of those within 1 % of the least the first."""
+    """Return the times, the first of those within 1 % of the least in bold."""
     least = min(times.values())
     winner = next(form for form, time in times.items() if time <= 1.01 * least)
     texts = {form: _text(time) for form, time in times.items()}
@@ -93,7 +89,7 @@ def _text(value: float) -> str:
 
 
 def pieces(p: int, rank: int, size: int | None) -> dict[str, tuple[int, int]]:
-    """Into how many pieces each thing that a rank holds is cut, and which of them the rank has.
+    """Return the number of pieces of each thing that a rank holds, and the rank's piece.
 
     `size` is tensor_parallel_size; None: weights are whole.
     """
@@ -111,7 +107,7 @@ def pieces(p: int, rank: int, size: int | None) -> dict[str, tuple[int, int]]:
 
 
 def draw_who_holds_what(path: Path, p: int = 4) -> None:
-    """Ranks and, for each form, the part of every tensor that each of them holds."""
+    """Draw ranks and, for each form, the part of every tensor that each of them holds."""
     names: dict[int | None, str] = {None: "weights whole"}
     names |= {size: f"weights split, tensor_parallel_size {size}" for size in (1, 2, 4)}
     with picture(path, (13, 4), (1, len(names)), sharey=True) as (panels,):

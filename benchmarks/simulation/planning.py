@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `tree_attention.planning` predicts, beside what was measured.
+"""Predictions of `tree_attention.planning` beside measured runs.
 
     python -m benchmarks.simulation.planning
 
@@ -22,11 +22,8 @@ from tree_attention.planning.arithmetic import (
     SPLIT,
     SPLIT_BY_HEADS,
     WHOLE,
+    Split,
     Work,
-    cache_bytes,
-    held_bytes,
-    prefill_seconds,
-    token_seconds,
 )
 from tree_attention.planning.machines import Hosts, Link, Machine, fitted_link
 from tree_attention.planning.models import Model, llama
@@ -52,14 +49,14 @@ LATENT_HEADINGS = ("tokens", "cache MB: measured", "predicted", "error", *_TIMES
 
 
 def fitted_machine(model: Model, work: Work, row: dict[str, Any]) -> Machine:
-    """The machine on which one process takes what was measured."""
-    free = Hosts(Machine(1.0, math.inf, math.inf, "", ""), SHARED_MEMORY)
-    slow = Hosts(Machine(math.inf, 1.0, math.inf, "", ""), SHARED_MEMORY)
-    read = token_seconds(model, free, WHOLE, 1, work).total
-    operations = prefill_seconds(model, slow, WHOLE, 1, work).total
-    return Machine(
-        read / row["token_seconds"], operations / row["prefill_seconds"], math.inf, "fitted", ""
-    )
+    """Return the machine on which one process takes what was measured."""
+    unit = Machine("unit", 1.0, math.inf, math.inf, "")
+    alone = Split(model, WHOLE, 1, work)
+    read = alone.token_seconds(Hosts(unit, SHARED_MEMORY)).total
+    unit = Machine("unit", math.inf, 1.0, math.inf, "")
+    # At the peak of which the planner takes SUSTAINED, as the time for one operation does.
+    peak = alone.prefill_seconds(Hosts(unit, SHARED_MEMORY)).total / row["prefill_seconds"]
+    return Machine("fitted", read / row["token_seconds"], peak, math.inf, "")
 
 
 def rows() -> list[list[str]]:
@@ -72,11 +69,11 @@ def rows() -> list[list[str]]:
         costs = measured["configurations"][place].get("costs")
         hosts = Hosts(machine, SHARED_MEMORY if costs is None else _link(costs))
         form = FORMS[row["weights"], row["tensor_parallel_size"], row["prefill"]]
-        split = form, row["world_size"], work
+        split = Split(model, form, row["world_size"], work)
         cells = _cells(
-            (1e-6 * (row["weights_bytes"] + row["kv_bytes"]), 1e-6 * held_bytes(model, *split)),
-            (1e3 * row["token_seconds"], 1e3 * token_seconds(model, hosts, *split).total),
-            (row["prefill_seconds"], prefill_seconds(model, hosts, *split).total),
+            (1e-6 * (row["weights_bytes"] + row["kv_bytes"]), 1e-6 * split.held_bytes),
+            (1e3 * row["token_seconds"], 1e3 * split.token_seconds(hosts).total),
+            (row["prefill_seconds"], split.prefill_seconds(hosts).total),
         )
         found.append([place, form, *cells])
     return found
@@ -89,14 +86,12 @@ def latent_rows() -> list[list[str]]:
     found = []
     for row in json.loads((RESULTS / "latent_model.json").read_text())["rows"]:
         context = int(row["name"].removesuffix(" tokens").replace(",", ""))
-        alone = WHOLE, 1, Work(context, chunk=CHUNK)
+        alone = Split(model, WHOLE, 1, Work(context, chunk=CHUNK))
+        token = row["times"][OURS]["median_us"]
         cells = _cells(
-            (1e-6 * context * row["bytes_per_token"], 1e-6 * cache_bytes(model, *alone)),
-            (
-                1e-3 * row["times"][OURS]["median_us"],
-                1e3 * token_seconds(model, hosts, *alone).total,
-            ),
-            (row["prefill_seconds"][OURS], prefill_seconds(model, hosts, *alone).total),
+            (1e-6 * context * row["bytes_per_token"], 1e-6 * alone.cache_bytes),
+            (1e-3 * token, 1e3 * alone.token_seconds(hosts).total),
+            (row["prefill_seconds"][OURS], alone.prefill_seconds(hosts).total),
         )
         found.append([f"{context:,}", *cells])
     return found

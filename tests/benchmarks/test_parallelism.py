@@ -15,8 +15,7 @@ from benchmarks.simulation import parallelism
 from distributed import preload, run_ranks
 from hf_families import HYBRIDS, WORKING, make_model
 from tree_attention import hf
-from tree_attention.planning import arithmetic
-from tree_attention.planning.arithmetic import SPLIT, SPLIT_BY_HEADS, WHOLE, Work
+from tree_attention.planning.arithmetic import SPLIT, SPLIT_BY_HEADS, WHOLE, Split, Work
 from tree_attention.planning.models import llama
 from tree_attention.planning.reading import from_config
 
@@ -44,9 +43,9 @@ def tiny() -> LlamaForCausalLM:
 def run_tiny(rank: int, world_size: int, form: str) -> tuple[int, int, list[int]]:
     """Bytes that a new token sends, bytes of the parameters, and the tokens of the rank."""
     model = tiny()
-    if arithmetic.IS_SPLIT[form]:
-        size = arithmetic.tensor_parallel_size(MODEL, form, world_size)
-        hf.parallelize(model, tensor_parallel_size=size)
+    split = Split(MODEL, form, world_size, WORK)
+    if split.has_split_weights:
+        hf.parallelize(model, tensor_parallel_size=split.tensor_parallel_size)
     hf.enable(model, synchronize_logits=False)
     found = generate(model, torch.arange(40)[None], 5)
     return found["bytes"], weights_bytes(model), found["tokens"]
@@ -56,13 +55,11 @@ def run_tiny(rank: int, world_size: int, form: str) -> tuple[int, int, list[int]
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_formulas_are_what_a_model_sends_and_holds(form: str, world_size: int) -> None:
     sent, held, tokens = zip(*run_ranks(run_tiny, world_size, form, timeout=120.0), strict=True)
-    by_formula = arithmetic.token_bytes(MODEL, form, world_size, WORK)
+    split = Split(MODEL, form, world_size, WORK)
     if form != WHOLE or world_size == 2:  # of more ranks, auto takes a strategy with less to send
-        assert max(sent) == by_formula
+        assert max(sent) == split.token_bytes
     # A part of the embedding has a row of zeros for the tokens of other ranks.
-    rows = int(arithmetic.IS_SPLIT[form])
-    weights = arithmetic.weights_bytes(MODEL, form, world_size)
-    assert max(held) == weights + 2 * MODEL.hidden * rows
+    assert max(held) == split.weights_bytes + 2 * MODEL.hidden * split.has_split_weights
     assert len({*map(tuple, tokens)}) == 1
 
 
@@ -76,14 +73,12 @@ def run_family(rank: int, world_size: int, name: str, form: str) -> tuple[int, f
     # A vocabulary that ranks can split evenly.
     model = make_model(replace(family, options={**family.options, "vocab_size": 512})).bfloat16()
     planned = from_config(name, model.config)
-    if arithmetic.IS_SPLIT[form]:
-        size = arithmetic.tensor_parallel_size(planned, form, world_size)
-        hf.parallelize(model, tensor_parallel_size=size)
+    split = Split(planned, form, world_size, WORK)
+    if split.has_split_weights:
+        hf.parallelize(model, tensor_parallel_size=split.tensor_parallel_size)
     hf.enable(model, synchronize_logits=False)
     sent = generate(model, torch.arange(40)[None], 5)["bytes"]
-    by_formula = arithmetic.token_bytes(planned, form, world_size, WORK)
-    held = arithmetic.weights_bytes(planned, form, world_size)
-    return sent, by_formula, weights_bytes(model), held
+    return sent, split.token_bytes, weights_bytes(model), split.weights_bytes
 
 
 @pytest.mark.parametrize(
@@ -97,7 +92,7 @@ def run_family(rank: int, world_size: int, name: str, form: str) -> tuple[int, f
 def test_formulas_hold_for_experts_windows_latents_and_states(name: str, form: str) -> None:
     for sent, by_formula, held, planned in run_ranks(run_family, 2, name, form, timeout=120.0):
         assert sent == by_formula
-        zeros = 2 * 64 * arithmetic.IS_SPLIT[form]  # a row of the embedding
+        zeros = 2 * 64 * (form != WHOLE)  # a row of the embedding
         # Biases of sums are the first rank's, and the formula gives each its part.
         assert abs(held - planned - zeros) <= 2 * 2 * 64
 

@@ -6,31 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
-from distributed import run_ranks
-from tree_attention import ring_decode
-from tree_attention.exchange import Communicator
 from tree_attention.exchange.auto.choose import CostTable, Measured
-from tree_attention.planning import arithmetic
-from tree_attention.planning.arithmetic import (
-    DATA,
-    FORMS,
-    PROMPTS,
-    RING,
-    SPLIT_BY_HEADS,
-    TENSOR,
-    WHOLE,
-    Work,
-)
+from tree_attention.planning.arithmetic import PROMPTS, SPLIT_BY_HEADS, TENSOR, WHOLE, Work
 from tree_attention.planning.machines import LINKS, MACHINES, Hosts, fitted_link, link_of
 from tree_attention.planning.models import NAMED, llama
-from tree_attention.planning.plans import (
-    ALL_FORMS,
-    MAX_CONTEXT,
-    Plan,
-    verdicts,
-)
+from tree_attention.planning.plans import ALL_FORMS, DATA, MAX_CONTEXT, Plan
 
 MODEL = NAMED["llama-3.1-8b"]
 H200 = Hosts(MACHINES["h200"], LINKS["nvlink"])
@@ -72,56 +53,39 @@ def test_gpus_of_several_nodes_have_a_slower_link() -> None:
 TINY = llama("tiny", 1, 64, 128, 8, 4, 512, head_dim=16)
 
 
-def run_ring(rank: int, world_size: int, sequences: int, keys: int) -> int:
-    """Bytes that a second call sends."""
-    q = torch.ones(sequences, 8, 1, 16, dtype=torch.bfloat16)
-    k = torch.ones(sequences, TINY.kv_heads, keys, 16, dtype=torch.bfloat16)
-    comm = Communicator()
-    ring_decode(q, k, k, group=comm)
-    before = comm.bytes_sent
-    ring_decode(q, k, k, group=comm)
-    return comm.bytes_sent - before
-
-
-def test_ring_sends_what_the_formula_says() -> None:
-    sent = run_ranks(run_ring, 3, 2, 1000)
-    work = Work(context=3000, sequences=2)
-    by_formula = arithmetic.token_bytes(TINY, RING, 3, work)
-    manifests = sent[0] - by_formula
-    assert sent == [sent[0]] * 3 and 0 <= manifests < 1000 < by_formula
-
-
 def test_one_rank_sends_nothing_and_all_forms_are_one() -> None:
-    rows = [replace(PLAN, ranks=1).row(form) for form in ALL_FORMS]
-    assert len({(row.held, row.token.total, row.prefill.total) for row in rows}) == 1
-    assert rows[0].token.exchange == rows[0].prefill.exchange == rows[0].exchange == 0
+    splits = [replace(PLAN, ranks=1).split(form) for form in ALL_FORMS]
+    times = [(x.token_seconds(H200), x.prefill_seconds(H200)) for x in splits]
+    assert len({(x.held_bytes, *each) for x, each in zip(splits, times, strict=True)}) == 1
+    assert times[0][0].exchange == times[0][1].exchange == 0
 
 
 def test_tensor_parallel_copies_what_it_has_no_heads_for() -> None:
-    same = [PLAN.row(form) for form in (SPLIT_BY_HEADS, TENSOR)]
-    assert same[0].held == same[1].held and same[0].token == same[1].token
-    tree, tensor = (replace(PLAN, ranks=16).row(form) for form in (SPLIT_BY_HEADS, TENSOR))
-    assert tensor.cache == 2 * tree.cache == PLAN.row(TENSOR).cache
-    assert replace(PLAN, ranks=12).row(TENSOR).refusal == "uneven"
+    same = [PLAN.split(form) for form in (SPLIT_BY_HEADS, TENSOR)]
+    assert same[0].cache_bytes == same[1].cache_bytes
+    assert same[0].token_seconds(H200) == same[1].token_seconds(H200)
+    tree, tensor = (replace(PLAN, ranks=16).split(form) for form in (SPLIT_BY_HEADS, TENSOR))
+    assert tensor.cache_bytes == 2 * tree.cache_bytes == PLAN.split(TENSOR).cache_bytes
+    assert replace(PLAN, ranks=12).refusal(TENSOR) == "uneven"
 
 
 def test_data_parallel_ranks_have_sequences_of_their_own() -> None:
     cache = PLAN.model.layers * MODEL.attention[0].token_bytes("bf16") * PLAN.work.context
     for sequences, own in ((1, 1), (8, 1), (9, 2)):
         plan = replace(PLAN, work=replace(PLAN.work, sequences=sequences))
-        data, tree = plan.row(DATA), plan.row(WHOLE)
-        assert data.cache == own * cache and tree.cache == sequences * cache / 8
-        alone = replace(PLAN, ranks=1).row(WHOLE).prefill.total
-        assert data.prefill.total == own * alone
+        data, tree = plan.split(DATA), plan.split(WHOLE)
+        assert data.cache_bytes == own * cache and tree.cache_bytes == sequences * cache / 8
+        alone = replace(PLAN, ranks=1).split(WHOLE).prefill_seconds(H200).total
+        assert data.prefill_seconds(H200).total == own * alone
     # By hand: matrices, norms and lm_head, and all keys and values, at 4.8 TB/s.
     read = 2 * (32 * 218_103_808 + 65 * 4096 + 128256 * 4096) + 131072 * 32 * 4096
-    assert PLAN.row(DATA).token.total == pytest.approx(read / 4.8e12)
+    assert PLAN.split(DATA).token_seconds(H200).total == pytest.approx(read / 4.8e12)
 
 
 def test_many_sequences_take_arithmetic() -> None:
     def local(sequences: int) -> float:
         work = Work(context=1, sequences=sequences)
-        return replace(PLAN, work=work).row(WHOLE).token.local
+        return replace(PLAN, work=work).split(WHOLE).token_seconds(H200).local
 
     assert local(2) == pytest.approx(local(1), rel=1e-5)  # all weights are read once
     assert local(4000) == pytest.approx(2 * local(2000), rel=1e-2)
@@ -131,8 +95,11 @@ def test_many_sequences_take_arithmetic() -> None:
 def test_longest_context_fits_and_the_next_does_not(form: str) -> None:
     longest = PLAN.longest(form)
     assert 0 < longest < MAX_CONTEXT
-    assert PLAN.at(longest).row(form).refusal == ""
-    assert PLAN.at(longest + 1).row(form).refusal == "no room"
+    memory = H200.machine.memory
+    held = [PLAN.split(form, longest + more).held_bytes for more in (0, 1)]
+    assert held[0] <= memory < held[1]
+    work = replace(PLAN.work, context=longest + 1)
+    assert replace(PLAN, work=work).refusal(form) == "no room"
 
 
 def test_longest_context_has_bounds() -> None:
@@ -146,8 +113,8 @@ def test_break_even_is_the_first_context_that_pays() -> None:
     assert context is not None and context > 1
 
     def gain(context: int) -> float:
-        rows = (PLAN.at(context).row(form) for form in (DATA, WHOLE))
-        data, tree = (row.token.total for row in rows)
+        splits = (PLAN.split(form, context) for form in (DATA, WHOLE))
+        data, tree = (split.token_seconds(H200).total for split in splits)
         return data - tree
 
     assert gain(context - 1) <= 0 < gain(context)
@@ -156,30 +123,27 @@ def test_break_even_is_the_first_context_that_pays() -> None:
 
 
 def test_verdicts() -> None:
-    eight = verdicts(PLAN)
+    eight = PLAN.verdicts()
     assert f"from {PLAN.break_even(WHOLE, DATA):,} tokens on; a whole model and" in eight[0]
-    assert "8 ranks split the 8 heads" in eight[1]
+    # 8 ranks split the 8 heads: the largest T is tensor parallel.
+    assert "no sooner than tensor parallel at any context" in eight[1]
     sixteen = replace(PLAN, ranks=16)
-    assert f"from {sixteen.break_even(SPLIT_BY_HEADS, TENSOR):,}" in verdicts(sixteen)[1]
+    assert f"from {sixteen.break_even(SPLIT_BY_HEADS, TENSOR):,}" in sixteen.verdicts()[1]
     busy = replace(PLAN, work=replace(PLAN.work, sequences=8))
-    assert "no sooner than data parallel at any context" in verdicts(busy)[0]
+    assert "no sooner than data parallel at any context" in busy.verdicts()[0]
     large = replace(
         PLAN, model=NAMED["llama-3.1-70b"], hosts=replace(H200, machine=MACHINES["h100"])
     )
-    assert verdicts(large)[0] == "Weights whole: a whole model does not fit on a rank."
-    assert len(verdicts(replace(PLAN, ranks=12))) == 1
-    assert verdicts(replace(PLAN, ranks=1)) == ["One rank has nobody to share a cache with."]
+    assert large.verdicts()[0] == "Weights whole: a whole model does not fit on a rank."
+    assert len(replace(PLAN, ranks=12).verdicts()) == 1
+    assert replace(PLAN, ranks=1).verdicts() == ["One rank has nobody to share a cache with."]
 
 
 def test_best_form_is_the_soonest_that_fits() -> None:
-    best = PLAN.best()
-    assert best is not None and best.form == SPLIT_BY_HEADS
-    assert best.token.total == min(row.token.total for row in PLAN.rows() if not row.refusal)
-    slow = replace(PLAN, model=NAMED["llama-3.2-1b"], hosts=Hosts(H200.machine, LINKS["1gbe"]))
-    soonest = slow.at(1 << 24).best()
+    able = [PLAN.split(form) for form in ALL_FORMS if not PLAN.refusal(form)]
+    soonest = min(able, key=lambda split: split.token_seconds(H200).total)
+    assert PLAN.best() == soonest.form == SPLIT_BY_HEADS
     # Of two with the same token the one with the sooner prompt.
-    assert soonest is not None and soonest.form == PROMPTS
-
-
-def test_every_tree_form_says_so() -> None:
-    assert {row.form for row in PLAN.rows() if row.name.startswith("tree, ")} == set(FORMS)
+    hosts, work = Hosts(H200.machine, LINKS["1gbe"]), replace(PLAN.work, context=1 << 24)
+    assert Plan(NAMED["llama-3.2-1b"], hosts, 8, work).best() == PROMPTS
+    assert replace(PLAN, model=NAMED["llama-3.1-405b"], ranks=2).best() is None

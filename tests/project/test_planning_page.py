@@ -10,8 +10,7 @@ import pytest
 from benchmarks.simulation import planning
 from tree_attention.__main__ import main
 from tree_attention.planning.machines import LINKS, MACHINES
-from tree_attention.planning.models import KV_DTYPES
-from tree_attention.planning.reading import NAMES
+from tree_attention.planning.models import KV_DTYPES, NAMED
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/planning.md").read_text()
@@ -48,7 +47,7 @@ def test_predictions_beside_measured_runs() -> None:
 
 @pytest.mark.parametrize("option", ["model", "machine", "link", "kv-dtype"])
 def test_every_choice_is_listed(option: str) -> None:
-    choices = {"model": NAMES, "machine": MACHINES, "link": LINKS, "kv-dtype": KV_DTYPES}[option]
+    choices = {"model": NAMED, "machine": MACHINES, "link": LINKS, "kv-dtype": KV_DTYPES}[option]
     entries = re.split(r"^- ", PAGE, flags=re.MULTILINE)
     (row,) = (entry for entry in entries if entry.startswith(f"`--{option}`"))
     for choice in choices:

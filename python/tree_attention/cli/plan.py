@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`python -m tree_attention plan`: what a model on several ranks keeps and takes, by arithmetic."""
+"""`python -m tree_attention plan`: memory and time of a model on several ranks, by arithmetic."""
 
 import argparse
 import re
@@ -12,14 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from ..exchange import CostTable
-from ..planning import tables
-from ..planning.arithmetic import Work
-from ..planning.machines import LINKS, MACHINES, Hosts, Link, fitted_link, link_of
-from ..planning.models import KV_DTYPES
-from ..planning.plans import MAX_CONTEXT, MAX_RANKS, Plan, verdicts
-from ..planning.reading import NAMES, find_model
+from ..planning.arithmetic import FORMS, Seconds, Work
+from ..planning.machines import LINKS, MACHINES, SUSTAINED, Hosts, Link, fitted_link, link_of
+from ..planning.models import KV_DTYPES, NAMED, Attention
+from ..planning.plans import ALL_FORMS, MAX_CONTEXT, MAX_RANKS, Plan
+from ..planning.reading import find_model
 from .usage import UsageError
 
+HEADINGS = (
+    *("form", "weights GB", "cache GB", "longest context"),
+    *("ms per token", "of it exchange", "prefill s", "of it exchange"),
+)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
@@ -29,17 +32,11 @@ def main(arguments: list[str]) -> int:
         description="Memory of a rank, time of a token and time of a prompt for every way to split "
         "a model over ranks, from bandwidths and rounds of messages; nothing is loaded or run.",
     )
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="DIR|NAME",
-        help=f"directory with config.json, or a shape: {', '.join(NAMES)}",
-    )
+    shapes = f"directory with config.json, or a shape: {', '.join(NAMED)}"
+    parser.add_argument("--model", required=True, metavar="DIR|NAME", help=shapes)
     parser.add_argument("--context", required=True, metavar="TOKENS", help="such as 131072 or 128k")
     parser.add_argument("--ranks", type=int, required=True, metavar="N")
-    parser.add_argument(
-        "--machine", "--gpu", choices=MACHINES, required=True, help="what every rank runs on"
-    )
+    parser.add_argument("--machine", "--gpu", choices=MACHINES, required=True, help="of every rank")
     link = parser.add_mutually_exclusive_group()
     link.add_argument("--link", choices=LINKS, help="between ranks (default: that of the machine)")
     link.add_argument(
@@ -49,8 +46,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--sequences", type=int, default=1, metavar="N", help="in all, that decode at once"
     )
-    parsed = parser.parse_args(arguments)
-    show(plan_of(parsed), Console() if sys.stdout.isatty() else Console(width=120))
+    show(plan_of(parser.parse_args(arguments)))
     return 0
 
 
@@ -73,14 +69,13 @@ def find_link(arguments: argparse.Namespace, default: str) -> Link:
     if arguments.calibration is None:
         return LINKS[arguments.link or default]
     try:
-        costs = CostTable.load(arguments.calibration)
-        return fitted_link(costs, arguments.calibration.name)
+        return fitted_link(CostTable.load(arguments.calibration), arguments.calibration.name)
     except ValueError as error:
         raise UsageError(f"--calibration: {error}") from error
 
 
 def tokens_of(option: str, text: str) -> int:
-    """A number of tokens: 131072, 128k, 1M or 1.5M, of 1,024 and 1,048,576 tokens."""
+    """Return a number of tokens: 131072, 128k, 1M or 1.5M, of 1,024 and 1,048,576 tokens."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.lower())
     tokens = float(parts[1]) * _UNITS[parts[2]] if parts else 0.0
     if not 1 <= tokens <= MAX_CONTEXT or not tokens.is_integer():
@@ -91,20 +86,68 @@ def tokens_of(option: str, text: str) -> int:
     return int(tokens)
 
 
-def show(plan: Plan, console: Console) -> None:
-    def print_lines(*lines: str) -> None:
+def show(plan: Plan) -> None:
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    table, best = Table(box=None, header_style=""), plan.best()
+    for i, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if i else "left", no_wrap=not i)
+    for form in ALL_FORMS:
+        table.add_row(*map(Text, cells(plan, form)), style="bold" if form == best else "")
+    for part in ([*sources(plan), ""], table, ["", *plan.verdicts()]):
+        lines = part if isinstance(part, list) else [part]
         console.print(*lines, sep="\n", markup=False, highlight=False)
 
-    print_lines(tables.title(plan), *tables.sources(plan), "")
-    console.print(table(tables.FORMS_HEADINGS, tables.forms(plan)))
-    print_lines("", *verdicts(plan))
+
+def sources(plan: Plan) -> list[str]:
+    """Return what the numbers are made from: the work, the model, the machine and the link."""
+    model, work, machine, link = plan.model, plan.work, plan.hosts.machine, plan.hosts.link
+    weights, several = model.weights, f"{work.sequences} sequences of " * (work.sequences > 1)
+    experts = f", {weights.chosen} of {weights.num_experts} experts for a token"
+    caches = [_cache(layers, model.kv_dtype) for layers in model.attention]
+    if model.states_bytes:
+        caches.append(f"{model.states_bytes / 1e6:,.3g} MB for states of any context")
+    return [
+        f"{model.name}, cache in {model.kv_dtype}, {several}{_count(work.context, 'token')}, "
+        f"{_count(plan.ranks, 'rank')}",
+        f"Model: {weights.total / 1e9:,.3g} billion weights in {number(weights.num_bytes / 1e9)} GB"
+        f"{experts if weights.experts else ''}.",
+        f"Cache: {'; '.join(caches)}.",
+        f"Rank: {machine.memory / 1e9:,.0f} GB at {machine.memory_bandwidth / 1e9:,.0f} GB/s, "
+        f"{SUSTAINED:.0%} of {machine.arithmetic / 1e12:,.0f} TFLOP/s ({machine.name}, "
+        f"{machine.source}).",
+        f"Link: {link.bandwidth / 1e9:,.3g} GB/s, {1e6 * link.round_seconds:,.3g} us a round "
+        f"({link.source}).",
+    ]
 
 
-def table(headings: tuple[str, ...], rows: list[tuple[bool, list[str]]]) -> Table:
-    """With some rows in bold."""
-    result = Table(box=None, header_style="")
-    for i, heading in enumerate(headings):
-        result.add_column(heading, justify="left" if i == 0 else "right", no_wrap=i == 0)
-    for is_bold, cells in rows:
-        result.add_row(*map(Text, cells), style="bold" if is_bold else "")
-    return result
+def _cache(layers: Attention, kv_dtype: str) -> str:
+    num_bytes = layers.layers * layers.token_bytes(kv_dtype)
+    tokens = f"for each of the last {layers.window:,} tokens" if layers.window else "a token"
+    return f"{num_bytes:,} bytes {tokens} in {_count(layers.layers, 'layer')}"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def cells(plan: Plan, form: str) -> list[str]:
+    """Return the row of a form: its numbers, or where it has none the reason."""
+    split, refusal = plan.split(form), plan.refusal(form)
+    name = f"tree, {form}" if form in FORMS else form
+    if split.obstacle:
+        return [name, *"---", refusal, *"---"]
+    longest = plan.longest(form)
+    fits = f"{longest >> 10:,}k{'+' * (longest == MAX_CONTEXT)}" if longest else "none"
+    sizes = [number(size / 1e9) for size in (split.weights_bytes, split.cache_bytes)]
+    if refusal:
+        return [name, *sizes, fits, refusal, *"---"]
+    token, prefill = split.token_seconds(plan.hosts), split.prefill_seconds(plan.hosts)
+    return [name, *sizes, fits, *_times(token, 1e3), *_times(prefill, 1)]
+
+
+def _times(seconds: Seconds, factor: float) -> list[str]:
+    return [number(factor * seconds.total), f"{seconds.exchange / seconds.total:.0%}"]
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

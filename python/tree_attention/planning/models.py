@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the arithmetic needs to know of a model, and the shapes of some dense ones by name."""
+"""Shapes of models as the arithmetic needs them, and some dense ones by name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ KV_DTYPES = {"bf16": (BF16, 0), "int8": (1, FP32), "fp8": (1, FP32)}
 class Attention:
     """Layers that cache alike: keys and values, or the latents that these are made from.
 
-    A new token attends to latents as if they were one head of keys, whose first columns are the
-    values; for a prompt, keys and values of all heads are made from them.
+    A new token attends to latents as if they were one head; a prompt to keys made from them.
     """
 
     layers: int
@@ -25,23 +24,19 @@ class Attention:
     key: int  # columns of a head of queries and keys
     value: int  # columns of a head of values
     window: int | None = None  # no query sees more tokens
-    margin: int = 0  # tokens behind the window that are kept as well
     latent: tuple[int, int] | None = None  # kv_lora_rank, and columns of the key all heads share
 
     def seen(self, context: int) -> int:
-        """How many of the tokens a new one sees."""
+        """Number of tokens that a new one sees; some more behind a window are kept."""
         return context if self.window is None else min(context, self.window)
 
-    def kept(self, context: int) -> int:
-        return context if self.window is None else min(context, self.window + self.margin)
-
     def pairs(self, context: int) -> float:
-        """How many pairs of a query and a key that it sees a prompt has."""
+        """Number of (query, visible key) pairs in a prompt."""
         seen = self.seen(context)
         return seen * context - seen * seen / 2
 
     def token_bytes(self, kv_dtype: str) -> int:
-        """Size in bytes of what a layer keeps of a token."""
+        """Bytes that a layer keeps of a token."""
         itemsize, scale = KV_DTYPES[kv_dtype]
         columns = sum(self.latent or (self.kv_heads * self.key, self.kv_heads * self.value))
         return columns * itemsize + 2 * self.kv_heads * scale
@@ -51,20 +46,9 @@ class Attention:
         """Columns of a head's query and of its result, of a new token."""
         return (self.key, self.value) if self.latent is None else (sum(self.latent), self.latent[0])
 
-    @property
-    def state_bytes(self) -> int:
-        """Size in bytes of a new token's partial state in a layer: float32 o and lse."""
-        return FP32 * self.heads * (self.step[1] + 1)
-
-    @property
-    def prompt_state_bytes(self) -> int:
-        """Size in bytes of the partial state of a token of a prompt."""
-        return FP32 * self.heads * (self.value + 1)
-
-    @property
-    def query_bytes(self) -> int:
-        """Size in bytes of the queries of a token of a prompt."""
-        return BF16 * self.heads * self.key
+    def state_bytes(self, columns: int) -> int:
+        """Bytes of a token's partial state in a layer: float32 o of so many columns, and lse."""
+        return FP32 * self.heads * (columns + 1)
 
     @property
     def expansion(self) -> int:
@@ -77,12 +61,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class Weights:
-    """How many weights a model has, by what becomes of them when it is split over ranks."""
+    """Numbers of weights, by what becomes of them when a model is split over ranks."""
 
     q: int  # projections of queries: split by heads
     kv: int  # projections of keys and values: split by heads, as far as these go
     split: int  # other matrices in layers, of which every rank has a part
-    whole: int  # matrices that every rank has: those of layers with a state, of latents, of routers
+    whole: int  # matrices that every rank has: of layers with a state, of latents, of routers
     vectors: int  # norms, and biases of these
     head: int  # the matrix that makes logits, which the embedding may be as well
     embedding: int = 0  # of which one row a token is read; 0: it is the head
@@ -102,16 +86,11 @@ class Weights:
         return self.dense + self.experts + self.head + self.embedding
 
     @property
-    def active(self) -> float:
-        """How many weights a token is multiplied by."""
-        return self.dense + self.head + self.experts * self.chosen / self.num_experts
-
-    @property
     def num_bytes(self) -> float:
         return self.itemsize * (self.total - self.experts) + self.expert_itemsize * self.experts
 
     def share_of_experts(self, tokens: int) -> float:
-        """The part of the experts that some token needs, if each chooses any of them alike."""
+        """Part of the experts that some token needs, if each chooses any of them alike."""
         return 1 - (1 - self.chosen / self.num_experts) ** tokens
 
 
@@ -127,9 +106,7 @@ class Model:
     layers: int  # of all kinds
     sums: int  # that ranks add up in a forward pass, beside the embedding, if weights are split
     kv_dtype: str = "bf16"
-    state_layers: int = 0  # that keep a state in place of keys
-    states_bytes: int = 0  # of these layers, for a sequence of any length
-    may_be_chunked: bool = True  # a prompt may be read in chunks
+    states_bytes: int = 0  # of layers with a state in place of keys, for a sequence of any length
     not_split: str = ""  # why the weights cannot be split, in a sentence
     not_dealt: str = ""  # why the tokens of a prompt cannot be dealt to ranks
 
@@ -137,10 +114,6 @@ class Model:
     def kv_heads(self) -> int:
         """The most ranks among which the heads of keys and values of every layer can be dealt."""
         return math.gcd(*(layers.kv_heads for layers in self.attention))
-
-    @property
-    def cached_layers(self) -> int:
-        return sum(layers.layers for layers in self.attention)
 
 
 def llama(
@@ -154,7 +127,7 @@ def llama(
     head_dim: int = 128,
     tied: bool = False,  # the embedding is lm_head
 ) -> Model:
-    """A dense Llama."""
+    """Return the shape of a dense Llama."""
     head = hidden * head_dim  # weights of a head in a projection
     weights = Weights(
         q=layers * head * heads,

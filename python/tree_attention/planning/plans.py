@@ -7,140 +7,80 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .arithmetic import (
-    DATA,
-    FORMS,
-    RING,
-    SPLIT_BY_HEADS,
-    TENSOR,
-    WHOLE,
-    Seconds,
-    Work,
-    cache_bytes,
-    exchange_bytes,
-    obstacle,
-    prefill_seconds,
-    tensor_parallel_size,
-    token_seconds,
-    weights_bytes,
-)
+from .arithmetic import FORMS, SPLIT_BY_HEADS, TENSOR, WHOLE, Split, Work
 from .machines import Hosts
 from .models import Model
 
-ALL_FORMS = (*FORMS, RING, TENSOR, DATA)
-MAX_CONTEXT = 1 << 26
-MAX_RANKS = 1 << 14
-
-
-@dataclass(frozen=True)
-class Row:
-    """A form, and what a rank keeps and takes in it."""
-
-    form: str
-    weights: float  # bytes
-    cache: float
-    exchange: float
-    token: Seconds
-    prefill: Seconds
-    obstacle: str  # why the ranks cannot take this form, or nothing
-    fits: bool  # into the memory of a rank
-
-    @property
-    def refusal(self) -> str:
-        return self.obstacle or ("" if self.fits else "no room")
-
-    @property
-    def held(self) -> float:
-        return self.weights + self.cache + self.exchange
-
-    @property
-    def name(self) -> str:
-        return f"tree, {self.form}" if self.form in FORMS else self.form
+DATA = "data parallel"  # others': ranks have a whole model and sequences of their own
+ALL_FORMS = (*FORMS, TENSOR, DATA)
+MAX_CONTEXT, MAX_RANKS = 1 << 26, 1 << 14
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model on equal ranks, and what they have to do."""
+    """A model on equal ranks, and their work."""
 
     model: Model
     hosts: Hosts
     ranks: int
     work: Work
 
-    def row(self, form: str) -> Row:
-        shape = self.model, form, self.ranks
-        timed = self.model, self.hosts, form, self.ranks, self.work
-        weights, cache = weights_bytes(*shape), cache_bytes(*shape, self.work)
-        exchange = exchange_bytes(*shape, self.work)
-        times = token_seconds(*timed), prefill_seconds(*timed)
-        fits = weights + cache + exchange <= self.hosts.machine.memory
-        return Row(form, weights, cache, exchange, *times, obstacle(*shape), fits)
+    def split(self, form: str, context: int | None = None) -> Split:
+        work = replace(self.work, context=self.work.context if context is None else context)
+        if form != DATA:
+            return Split(self.model, form, self.ranks, work)
+        most = -(-work.sequences // self.ranks)
+        return Split(self.model, WHOLE, 1, replace(work, sequences=most))
 
-    def rows(self) -> list[Row]:
-        return [self.row(form) for form in ALL_FORMS]
+    def refusal(self, form: str) -> str:
+        """Reason why the ranks cannot take this form, in few words, or nothing."""
+        is_too_large = self.split(form).held_bytes > self.hosts.machine.memory
+        return self.split(form).obstacle or "no room" * is_too_large
 
-    def best(self) -> Row | None:
+    def best(self) -> str | None:
         """The form that gives new tokens soonest, of equal ones the one with the sooner prompt."""
-        able = [row for row in self.rows() if not row.refusal]
-        return min(able, key=lambda row: (row.token.total, row.prefill.total), default=None)
-
-    def at(self, context: int) -> Plan:
-        return replace(self, work=replace(self.work, context=context))
+        able = {form: self.split(form) for form in ALL_FORMS if not self.refusal(form)}
+        times = {
+            x: (s.token_seconds(self.hosts), s.prefill_seconds(self.hosts)) for x, s in able.items()
+        }
+        return min(times, key=lambda form: [x.total for x in times[form]], default=None)
 
     def longest(self, form: str) -> int:
         """The longest context that fits into memory, at most MAX_CONTEXT; 0: none does."""
-
-        def is_too_long(context: int) -> bool:
-            shape, work = (self.model, form, self.ranks), self.at(context).work
-            held = weights_bytes(*shape) + cache_bytes(*shape, work) + exchange_bytes(*shape, work)
-            return held > self.hosts.machine.memory
-
-        return max(0, _first(is_too_long) - 1)
+        memory = self.hosts.machine.memory
+        return max(0, _first(lambda n: self.split(form, n).held_bytes > memory) - 1)
 
     def break_even(self, sharded: str, other: str) -> int | None:
         """The shortest context behind which `sharded` gives a token sooner than `other` does."""
 
-        def is_sooner(context: int) -> bool:
-            plan = self.at(context)
-            timed = plan.model, plan.hosts
-            own, others = (
-                token_seconds(*timed, f, plan.ranks, plan.work) for f in (sharded, other)
-            )
-            return own.total < others.total
+        def seconds(form: str, context: int) -> float:
+            return self.split(form, context).token_seconds(self.hosts).total
 
-        found = _first(is_sooner)
+        found = _first(lambda n: seconds(sharded, n) < seconds(other, n))
         return found if found <= MAX_CONTEXT else None
+
+    def verdicts(self) -> list[str]:
+        """Return in sentences what is refused, and from which context on a sharded cache pays."""
+        model, longest = self.model, self.longest(DATA)
+        if self.ranks == 1:
+            return ["One rank has nobody to share a cache with."]
+        sentences = ["Weights whole: a whole model does not fit on a rank."]
+        if longest > 0:
+            fits = f"a whole model and cache fit on a rank up to {longest:,} tokens"
+            sentences = [f"Weights whole: {self._pays(WHOLE, DATA)}; {fits}."]
+        sentences += [f"Refused: {why}." for why in (model.not_split, model.not_dealt) if why]
+        if not model.not_split and not self.split(TENSOR).obstacle:
+            sentences.append(f"Weights split: {self._pays(SPLIT_BY_HEADS, TENSOR)}.")
+        return sentences
+
+    def _pays(self, sharded: str, other: str) -> str:
+        context = self.break_even(sharded, other)
+        if context is None:
+            return f"a sharded cache gives a token no sooner than {other} at any context"
+        where = f"from {context:,} tokens on" if context > 0 else "at any context"
+        return f"a sharded cache gives a token sooner than {other} {where}"
 
 
 def _first(holds: Callable[[int], bool]) -> int:
-    """The least context for which `holds`, and so for all longer ones; else MAX_CONTEXT + 1."""
+    """Return the least context for which `holds`, and so for all longer ones, or one too many."""
     return bisect_left(range(MAX_CONTEXT + 1), True, key=holds)
-
-
-def verdicts(plan: Plan) -> list[str]:
-    """From which context on a sharded cache pays, in sentences."""
-    if plan.ranks == 1:
-        return ["One rank has nobody to share a cache with."]
-    model, longest = plan.model, plan.longest(DATA)
-    sentences = ["Weights whole: a whole model does not fit on a rank."]
-    if longest > 0:
-        fits = f"a whole model and cache fit on a rank up to {longest:,} tokens"
-        sentences = [f"Weights whole: {_pays(plan, WHOLE, DATA)}; {fits}."]
-    sentences += [f"Refused: {why}." for why in (model.not_split, model.not_dealt) if why]
-    if model.not_split:
-        return sentences
-    is_tensor = tensor_parallel_size(model, SPLIT_BY_HEADS, plan.ranks) == plan.ranks
-    if is_tensor and not model.weights.experts:
-        heads = f"{plan.ranks} ranks split the {model.kv_heads} heads of keys and values"
-        sentences.append(f"Weights split: {heads}, and largest T is tensor parallel.")
-    elif not obstacle(model, TENSOR, plan.ranks):
-        sentences.append(f"Weights split: {_pays(plan, SPLIT_BY_HEADS, TENSOR)}.")
-    return sentences
-
-
-def _pays(plan: Plan, sharded: str, other: str) -> str:
-    context = plan.break_even(sharded, other)
-    if context is None:
-        return f"a sharded cache gives a token no sooner than {other} at any context"
-    where = f"from {context:,} tokens on" if context > 0 else "at any context"
-    return f"a sharded cache gives a token sooner than {other} {where}"
