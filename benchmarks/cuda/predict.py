@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `lean_decode` should take on a GPU, by arithmetic alone, beside what was measured.
+"""Predicted times of `lean_decode` on a GPU, by arithmetic alone, beside measured ones.
 
     python -m benchmarks.cuda.predict            # the table of docs/cuda_kernel.md
     python -m benchmarks.cuda.predict --write    # puts it there, with what benchmarks/results has
@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tree_attention.planning.machines import MACHINES
+
 from ..harness.report import ROOT
 from .cases import EIGHT_BITS, OURS, PAPERS, QUERIES, CudaCase, K, quick_cases
 
@@ -29,10 +31,9 @@ MAX_MERGED_PARTS, RADIX = 36, 16  # csrc/common/fixup.h
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A GPU. What begins with `read_efficiency` is assumed: profiles are to correct it."""
+class Gpu:
+    """A GPU. All from `read_efficiency` on is assumed: profiles are to correct it."""
 
-    name: str
     multiprocessors: int
     clock: float  # under load, Hz
     read_bandwidth: float  # of a kernel that only reads, bytes per second
@@ -49,8 +50,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Code:
-    """What the machine code for sm_90a has, in instructions of one warp that masks nothing, and
-    the serial steps of a launch."""
+    """Instructions of one warp that masks nothing, for sm_90a, and the serial steps of a launch."""
 
     addresses: int  # for a quarter of the requests of a tile
     page_addresses: int  # what pages add
@@ -64,7 +64,14 @@ class Code:
     softmax: int = 124  # of 16 rows and 16 keys
 
 
-H200 = Machine("H200", multiprocessors=132, clock=1.755e9, read_bandwidth=4.3e12)
+# Of the peak, which a kernel that only reads reaches: 4.3 of 4.8 TB/s, an assumption until the
+# probe of `python benchmarks/decode.py --device cuda` has run.
+READ_SHARE = 4.3 / 4.8
+H200 = Gpu(
+    MACHINES["h200"].multiprocessors,
+    clock=1.755e9,
+    read_bandwidth=READ_SHARE * MACHINES["h200"].memory_bandwidth,
+)
 # The shortest way around the tile loop that copies and multiplies: 468 instructions, and 646 with
 # pages (tests/cuda/sass_paths.py).
 BEFORE = Code(
@@ -127,7 +134,7 @@ class Prediction:
 
 
 def instructions(case: CudaCase, tile: Tile, code: Code) -> float:
-    """How many instructions one warp executes for one tile."""
+    """Return the number of instructions that one warp executes for one tile."""
     quarter = 4 / tile.warps
     steps = tile.keys * tile.row_groups // tile.warps / 16
     addresses = code.addresses + (code.page_addresses if case.page_size else 0)
@@ -136,14 +143,14 @@ def instructions(case: CudaCase, tile: Tile, code: Code) -> float:
     return quarter * (addresses + code.requests) + code.loop + steps * step
 
 
-def fixup_us(parts: int, code: Code, machine: Machine) -> float:
+def fixup_us(parts: int, code: Code, machine: Gpu) -> float:
     """Merging the parts of one output: their lse, then their o; many parts in two levels."""
     levels = [parts] if parts <= MAX_MERGED_PARTS else [RADIX, -(-parts // RADIX)]
     trips = sum(code.lse_trips + -(-n // code.merge_loads) for n in levels)
     return len(levels) * machine.publish_us + trips * machine.l2_us
 
 
-def predict(case: CudaCase, code: Code = NOW, machine: Machine = H200) -> Prediction:
+def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction:
     tile = Tile.of(case)
     row_blocks = -(-packed_rows(case) // tile.rows)
     outputs = case.heads[1] * row_blocks  # of a sequence

@@ -15,13 +15,13 @@ from ..simulation.schedule import (
     FLASH_ATTENTION_2,
     FLASH_DECODING,
     FLASH_INFER,
-    GPUS,
     LEAN,
     SCHEDULERS,
     TILES,
     Gpu,
     Work,
     fixed_split,
+    gpu_of,
     mean_lone_share,
     ratios_to_lean,
     schedules,
@@ -29,7 +29,7 @@ from ..simulation.schedule import (
 )
 from .comparison import Row, comparison, number
 
-A100 = GPUS["A100-80GB"]
+A100, H200 = gpu_of("A100"), gpu_of("H200")
 K = 1024
 CONTEXTS = tuple(K << exponent for exponent in range(10))  # 1k to 512k
 
@@ -155,12 +155,11 @@ def speedups(figure: str, cases: Sequence[Case]) -> Report:
         },
         NOTES,
         summary_of(rows) if figure == "7" else (),
-        shown="speedup over FlashAttention-2",
     )
 
 
 def summary_of(rows: Sequence[Row]) -> list[str]:
-    """What the model says of the whole paper."""
+    """Say what the model says of the whole paper."""
     (more,) = (c for c in FIGURE_7 if c.over_flash_decoding == 1.71)
     known = [row_of(case) for case in (*KNOWN, more)]
     worst, worst_of_all = (
@@ -235,7 +234,6 @@ def figure_1() -> Report:
             "occupancy": lambda row: f"{100 * row['occupancy']:.0f} %",
         },
         ("FlashDecoding also needs a second kernel, which merges.",),
-        shown="tiles until the end",
     )
 
 
@@ -249,12 +247,11 @@ def figure_4(heads: Sequence[int] = (8, 16, 24, 32, 40, 56, 64, 96, 128)) -> Rep
         rows,
         occupancy_columns(),
         ("The paper gives curves without numbers; 128 heads on 864 SMs is its example in III-B.",),
-        shown="occupancy by FlashAttention-2",
     )
 
 
-def advantage(gpu: Gpu = GPUS["H200"]) -> Report:
-    """Where no fixed number of parts that the host can choose is as fast."""
+def advantage(gpu: Gpu = H200) -> Report:
+    """Show cases in which no fixed number of parts that the host can choose is as fast."""
     ragged = Work(log_uniform_lengths(16, 512, 128 * K), 8, 128)
     room = uniform(128 * K, 8, 16, head_dim=128)
     cases: dict[str, tuple[Work, Work | None]] = {
@@ -289,7 +286,6 @@ def advantage(gpu: Gpu = GPUS["H200"]) -> Report:
             "The best fixed number of parts is searched with the lengths known, which a server "
             "would have to do at every step.",
         ),
-        shown="best fixed split, times as long",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tree_attention.exchange.transport.topology import Topology
+from tree_attention.planning.machines import MACHINES
 
 from .fabric import EVERYBODY, Level, SimulatedNetwork
 
@@ -26,7 +27,7 @@ class SimulatedCluster:
     networks: tuple[SimulatedNetwork, ...]
     exchange: float  # seconds per call of ours
     local_operation: float  # seconds per kernel or copy
-    local_bandwidth: float  # bytes per second of merges and copies
+    local_bandwidth: float  # bytes per second of merges and copies, an assumption for GPUs
     key_bandwidth: float  # bytes per second of attention
 
     def topology(self, world_size: int) -> Topology:
@@ -92,7 +93,7 @@ CLUSTERS = {
             exchange=5 * _US,
             local_operation=3 * _US,
             local_bandwidth=2000 * _GB,
-            key_bandwidth=3350 * _GB,
+            key_bandwidth=MACHINES["h100"].memory_bandwidth,
         ),
         SimulatedCluster(
             "pcie_4090",
@@ -103,7 +104,7 @@ CLUSTERS = {
             exchange=5 * _US,
             local_operation=3 * _US,
             local_bandwidth=700 * _GB,
-            key_bandwidth=1000 * _GB,
+            key_bandwidth=MACHINES["rtx4090"].memory_bandwidth,
         ),
         _hosts("lan", "0.1 ms and 10 Gb/s between hosts by definition; Gloo measured", _LAN),
         _hosts("metro", "1 ms and 1 Gb/s between hosts by definition; Gloo measured", _METRO),
@@ -130,7 +131,7 @@ CLUSTERS = {
 def _fitted(
     name: str,
     gb_per_second: float,
-    key_bandwidth: float,
+    machine: str,
     *,
     collective: float = 0.0,
     hop: float = 0.0,
@@ -140,7 +141,7 @@ def _fitted(
         "fitted", (Level(EVERYBODY, 0.0, gb_per_second * _GB),), call=collective, round=hop
     )
     source = "fitted to the paper's ring - tree; device memory by the data sheet"
-    key_bandwidth *= _GB
+    key_bandwidth = MACHINES[machine].memory_bandwidth
     return SimulatedCluster(
         f"fitted_{name}", source, 8, (network,), 0.0, 0.0, key_bandwidth, key_bandwidth
     )
@@ -159,12 +160,12 @@ OF_PAPER = {
             exchange=5 * _US,
             local_operation=3 * _US,
             local_bandwidth=2000 * _GB,
-            key_bandwidth=5300 * _GB,
+            key_bandwidth=MACHINES["mi300x"].memory_bandwidth,
         ),
         # The tree has two collectives more than the ring, which begins with one.
-        _fitted("4090", 4.63, 1000, collective=0.549e-3 / 2),
+        _fitted("4090", 4.63, "rtx4090", collective=0.549e-3 / 2),
         # Three hops, and seven.
-        _fitted("mi300x", 50.9, 5300, hop=0.144e-3 / 3),
-        _fitted("h100", 346.0, 3350, hop=6.21e-3 / 7),
+        _fitted("mi300x", 50.9, "mi300x", hop=0.144e-3 / 3),
+        _fitted("h100", 346.0, "h100", hop=6.21e-3 / 7),
     )
 }

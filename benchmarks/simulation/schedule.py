@@ -15,12 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tree_attention.planning.machines import MACHINES
+
 from .fabric import Floats, Ints
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a schedule depends on; counts and bandwidths are those of data sheets."""
+    """A GPU as a schedule sees it."""
 
     name: str
     multiprocessors: int
@@ -28,14 +30,9 @@ class Gpu:
     resident: int = 2  # blocks at once on an SM
 
 
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("A100-80GB", 108, 2.039e12),
-        Gpu("H100", 132, 3.35e12),
-        Gpu("H200", 132, 4.8e12),
-    )
-}
+def gpu_of(name: str) -> Gpu:
+    machine = MACHINES[name.lower()]
+    return Gpu(name, machine.multiprocessors, machine.memory_bandwidth)
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class Schedule:
 
 
 def makespan(blocks: Floats, multiprocessors: int) -> float:
-    """When the last block ends, of blocks that take so long each."""
+    """Return when the last block ends, of blocks that take so long each."""
     if (blocks == blocks[0]).all():
         return float(-(-len(blocks) // multiprocessors) * blocks[0])
     ends = [0.0] * multiprocessors
@@ -223,7 +220,7 @@ def schedules(
 def ratios_to_lean(
     work: Work, gpu: Gpu, costs: Costs, known: Work | None = None
 ) -> dict[str, float]:
-    """How many times as long as LeanAttention every schedule takes."""
+    """Return the times of all schedules over that of LeanAttention."""
     seconds = {
         name: schedule.seconds(work, gpu, costs)
         for name, schedule in schedules(work, gpu, costs, known).items()
@@ -239,7 +236,7 @@ def uniform(keys: int, heads: int, batch: int = 1, gpus: int = 1, head_dim: int 
 
 
 def mean_lone_share(cases: Sequence[tuple[Work, float]], gpu: Gpu) -> float:
-    """Which `Costs.lone` explains speedups over FlashAttention-2 best, in the geometric mean."""
+    """Return the `Costs.lone` that explains speedups over FlashAttention-2 best, geometrically."""
     logs = [
         np.log(ratios_to_lean(work, gpu, TILES)[FLASH_ATTENTION_2] / published)
         for work, published in cases

@@ -16,7 +16,6 @@ from benchmarks.simulation.schedule import (
     FLASH_ATTENTION_2,
     FLASH_DECODING,
     FLASH_INFER,
-    GPUS,
     LEAN,
     TILES,
     Costs,
@@ -24,6 +23,7 @@ from benchmarks.simulation.schedule import (
     Work,
     fixed_split,
     flash_decoding,
+    gpu_of,
     makespan,
     ratios_to_lean,
     schedules,
@@ -31,7 +31,7 @@ from benchmarks.simulation.schedule import (
     uniform,
 )
 
-A100 = GPUS["A100-80GB"]
+A100 = gpu_of("A100")
 FIVE = Gpu("five", 5, 5e6, resident=1)
 
 
@@ -112,7 +112,7 @@ def test_every_schedule_reads_every_tile_once(
 
 def test_lengths_unknown_at_launch_cost_fixed_parts_alone() -> None:
     room, work = uniform(128 << 10, 8, 4, head_dim=128), uniform(2 << 10, 8, 4, head_dim=128)
-    gpu = GPUS["H200"]
+    gpu = gpu_of("H200")
     known, unknown = schedules(work, gpu), schedules(work, gpu, known=room)
     assert known[FLASH_INFER].parts > unknown[FLASH_INFER].parts == 1
     for name in (LEAN, FLASH_ATTENTION_2):
@@ -140,7 +140,7 @@ def test_papers_arithmetic() -> None:
 
 def test_ragged_batches_are_where_lean_wins() -> None:
     lengths = (128 << 10, *[2 << 10] * 15)
-    ratios = ratios_to_lean(Work(lengths, 8, 128), GPUS["H200"], ASSUMED)
+    ratios = ratios_to_lean(Work(lengths, 8, 128), gpu_of("H200"), ASSUMED)
     assert ratios[FLASH_DECODING] > 3 and ratios[BEST_SPLIT] < 1.1
 
 
