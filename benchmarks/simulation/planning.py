@@ -3,7 +3,7 @@
 
     python -m benchmarks.simulation.planning
 
-Measured by `benchmarks/scaling.py` over two ranks, and by `benchmarks/latent_model.py` in one
+Measured by `benchmarks/scaling.py` over two ranks, and by `benchmarks/latent` in one
 process, of a mixture of experts with latents. The row of `scaling.py` with one process and one
 thread says how fast a rank reads memory and computes. The other rows are predicted from that and
 from the link, which is what `calibrate` measured between the ranks.
@@ -29,7 +29,7 @@ from tree_attention.planning.machines import Hosts, Link, Machine, fitted_link
 from tree_attention.planning.models import Model, llama
 from tree_attention.planning.reading import from_config
 
-from ..latent_model import CHUNK, OURS, configuration
+from ..latent.model import CHUNK, OURS, configuration
 
 RESULTS = Path(__file__).parents[1] / "results"
 FORMS = {

@@ -9,9 +9,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import kv_dtype, latent_model, latent_operator, restore, step_cost
+from benchmarks import kv_dtype, restore, step_cost
 from benchmarks.harness import measure
 from benchmarks.harness.measure import Samples
+from benchmarks.latent import model as latent_model
+from benchmarks.latent import operator as latent_operator
 from hf_models import make_model
 from tree_attention import lean_decode
 

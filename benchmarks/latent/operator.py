@@ -1,28 +1,26 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Latent attention (MLA) in absorbed form, beside keys and values expanded from the latents.
 
-    python benchmarks/latent_operator.py --out DIR
+    python -m benchmarks.latent operator --out DIR
 
 A step of one token in the shapes of DeepSeek-V3 (128 heads) and DeepSeek-V2-Lite (16 heads).
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Started by its path: `benchmarks` is found from the root of the checkout.
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parents[1])
+from tree_attention import lean_decode
+from tree_attention.reference import quantise
+from tree_attention.reference.accuracy import Float64Check
 
-from benchmarks.harness.measure import (
+from ..harness.measure import (
     InputArena,
     Load,
     amx_peak,
@@ -31,11 +29,8 @@ from benchmarks.harness.measure import (
     read_memory,
     time_alternating,
 )
-from benchmarks.harness.program import finish, parser_of, progress_bar, shown
-from benchmarks.harness.report import Columns, Report, columns_of, environment, verdict
-from tree_attention import lean_decode
-from tree_attention.reference import quantise
-from tree_attention.reference.accuracy import Float64Check
+from ..harness.program import finish, parser_of, progress_bar, shown
+from ..harness.report import Columns, Report, columns_of, environment, verdict
 
 RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128  # columns of a latent, and of a head
 OURS, ABSORBED, EXPANSION, SDPA, PROBE = (
@@ -249,7 +244,3 @@ def main(arguments: list[str]) -> int:
     )
     parsed = parser.parse_args(arguments)
     return finish(measure(QUICK if parsed.quick else STANDARD, parsed.seconds), parsed.out)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

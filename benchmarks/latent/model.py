@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Multi-head latent attention in a whole model: transformers' cache of latents beside ours.
 
-    python benchmarks/latent_model.py --out DIR
+    python -m benchmarks.latent model --out DIR
 
 The model has the attention of DeepSeek-V2-Lite (16 heads, latents of 512 + 64 columns), 2 layers,
 small experts and random weights. Both caches hold latents; transformers makes keys and values of
@@ -11,23 +11,18 @@ all heads from all of them for every token.
 from __future__ import annotations
 
 import copy
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DynamicCache
 
-# Started by its path: `benchmarks` is found from the root of the checkout.
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parents[1])
-
-from benchmarks.harness import measure
-from benchmarks.harness.program import finish, parser_of, progress_bar
-from benchmarks.harness.report import Report, columns_of, environment, verdict
 from tree_attention import hf
+
+from ..harness import measure
+from ..harness.program import finish, parser_of, progress_bar
+from ..harness.report import Report, columns_of, environment, verdict
 
 CONTEXTS = (4096, 8192)
 CHUNK = 2048
@@ -64,21 +59,21 @@ class Decoder:
         self.model, self.cache = model, cache
 
     def prefill(self, ids: Tensor) -> float:
-        """Seconds."""
+        """Return the seconds that it takes."""
         begin = time.perf_counter()
         for chunk in ids.split(CHUNK, dim=1):
             self.model(chunk, past_key_values=self.cache, logits_to_keep=1)
         return time.perf_counter() - begin
 
     def step(self, _: int = 0) -> Tensor:
-        """The logits after one token, the same one for every decoder."""
+        """Return the logits after one token, the same one for every decoder."""
         token = self.cache.get_seq_length() * 7919 % self.model.config.vocab_size
         logits: Tensor = self.model(torch.tensor([[token]]), past_key_values=self.cache).logits
         return logits.float()
 
 
 def exact_step(decoder: Decoder) -> Tensor:
-    """What the next step of one with transformers' cache would return in float32."""
+    """Return what the next step of one with transformers' cache would in float32."""
     cache = copy.deepcopy(decoder.cache)
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys.float(), layer.values.float()
@@ -145,6 +140,7 @@ def report_of(rows: list[dict[str, Any]]) -> Report:
 
     return Report(
         name="latent_model",
+        is_read_back=True,
         title="Multi-head latent attention, transformers' cache beside ours",
         notes=NOTES,
         environment=environment(threads=torch.get_num_threads()),
@@ -173,7 +169,3 @@ def main(arguments: list[str]) -> int:
     measure.pin_threads()
     rows = run(configuration(), parsed.contexts, parsed.tokens)
     return finish(report_of(rows), parsed.out)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
