@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the same bits for every number of ranks cost: tree_decode with and without deterministic.
+"""Cost of the same bits for every number of ranks: tree_decode with and without deterministic.
 
 python benchmarks/deterministic.py
 torchrun --nproc-per-node 2 benchmarks/deterministic.py

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What caches of 8 bits cost in accuracy: passkeys, perplexity and divergence by kv_dtype.
+"""Accuracy with caches of 8 bits: passkeys, perplexity and divergence by kv_dtype.
 
     python benchmarks/kv_dtype.py --out DIR [--checkpoint DIR]
 
@@ -27,7 +27,6 @@ if __name__ == "__main__":
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "passkey-llama"))
 
 import passkey  # type: ignore[import-not-found]
-from benchmarks.harness.plots import picture
 from benchmarks.harness.program import finish, parser_of, progress_bar
 from benchmarks.harness.report import Report, columns_of, environment, verdict
 from tree_attention.hf import TreeCache
@@ -45,7 +44,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass
 class Row:
-    """What one kv_dtype has done with the prompts of one length."""
+    """Results of one kv_dtype with the prompts of one length."""
 
     right: int = 0
     prompts: int = 0
@@ -163,23 +162,7 @@ def report_of(rows: Sequence[dict[str, Any]], checkpoint: Path = CHECKPOINT) -> 
                 "right": verdict,
             },
         ),
-        draw=draw,
     )
-
-
-def draw(report: Report, path: Path) -> None:
-    """Divergence by length of the prompt, a line for each dtype of 8 bits."""
-    with picture(path, (6, 4), title=report.title) as ((axes,),):
-        for kv_dtype in KV_DTYPES[1:]:
-            rows = [row for row in report.rows if row["kv_dtype"] == kv_dtype]
-            tokens = [int(row["name"].split()[0].replace(",", "")) for row in rows]
-            for name, style in (("kld_mean", "o-"), ("kld_p99", "o:")):
-                label = f"{kv_dtype}, {'mean' if name == 'kld_mean' else '99th percentile'}"
-                color = f"C{KV_DTYPES.index(kv_dtype)}"
-                axes.plot(tokens, [row[name] for row in rows], style, label=label, color=color)
-        axes.set(yscale="log", xlabel="tokens of the prompt", ylabel="KLD in nats")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
 
 
 def main(arguments: list[str]) -> int:

@@ -28,7 +28,6 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks.harness.plots import picture
 from benchmarks.harness.program import add_device, check_device, finish, parser_of
 from benchmarks.harness.ranks import Ranks, joined_device, there_and_back
 from benchmarks.harness.report import Report, columns_of, environment, verdict
@@ -183,20 +182,7 @@ def report_of(rows: Sequence[dict[str, Any]], world: str) -> Report:
             },
         ),
         summary=summary,
-        draw=draw,
     )
-
-
-def draw(report: Report, path: Path) -> None:
-    with picture(path, (7, 5), title=report.title) as ((axes,),):
-        for i, name in enumerate(dict.fromkeys(row["operation"] for row in report.rows)):
-            rows = [row for row in report.rows if row["operation"] == name]
-            sizes = [row["bytes"] for row in rows]
-            axes.plot(sizes, [1e6 * row["seconds"] for row in rows], "o", color=f"C{i}", label=name)
-            axes.plot(sizes, [1e6 * row["fitted"] for row in rows], "-", color=f"C{i}")
-        axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="microseconds (line: fitted)")
-        axes.legend(fontsize=8)
-        axes.grid(alpha=0.3)
 
 
 def main(arguments: list[str]) -> int:

@@ -37,7 +37,6 @@ from benchmarks.emulation.fake_attention import (
 )
 from benchmarks.harness.machine import available_bytes
 from benchmarks.harness.measure import peak_memory_of
-from benchmarks.harness.plots import picture
 from benchmarks.harness.program import finish, parser_of
 from benchmarks.harness.ranks import Ranks, run_rank, start_ranks
 from benchmarks.harness.report import Column, Report, columns_of, environment
@@ -76,7 +75,7 @@ def formula(method: str, world_size: int, problem: Problem) -> int:
 
 
 def published_formula(method: str, problem: Problem) -> int | None:
-    """What the Tree Attention paper says for its two methods: Eq. 8 and 9 without the shard, with
+    """Return what the Tree Attention paper says of its methods: Eq. 8, 9 without the shard, with
     its elements as those of the keys and values. None for other methods."""
     if method not in (PUBLISHED, RING):
         return None
@@ -243,7 +242,6 @@ def report_of(rows: Sequence[dict[str, Any]]) -> Report:
         environment=environment(**{"query and key heads": rows[0]["heads"]}),
         rows=named,
         columns=columns(named),
-        draw=draw,
     )
 
 
@@ -272,26 +270,6 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
             "right": lambda row, name, method: "yes" if method["right"] else "WRONG",
         },
     )
-
-
-def draw(report: Report, path: Path) -> None:
-    """Peak by context, a panel for each world; the formula as a dotted line."""
-    worlds = sorted({row["world_size"] for row in report.rows})
-    size = (4.5 * len(worlds), 4.5)
-    with picture(path, size, (1, len(worlds)), report.title, sharey=True) as (panels,):
-        for axes, world_size in zip(panels, worlds, strict=True):
-            rows = [row for row in report.rows if row["world_size"] == world_size]
-            keys = [row["keys"] for row in rows]
-            for i, name in enumerate(METHODS):
-                peaks = [row["methods"][name]["allocated"] / 2**20 for row in rows]
-                formulas = [row["methods"][name]["formula"] / 2**20 for row in rows]
-                axes.plot(keys, peaks, "o", color=f"C{i}", label=name)
-                axes.plot(keys, formulas, ":", color=f"C{i}")
-            axes.set(yscale="log", xlabel="keys per rank", title=f"{world_size} ranks")
-            axes.set_xscale("log", base=2)
-            axes.grid(alpha=0.3)
-        panels[0].set_ylabel("MiB beside the shard (dotted: formula)")
-        panels[0].legend(fontsize=8)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the pictures of `benchmarks/pictures.py` show, as plain values.
+"""Plain values that the pictures of `benchmarks/pictures.py` show.
 
 Times are read from the tables in benchmarks/results; memory and schedules are computed.
 """

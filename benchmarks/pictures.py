@@ -68,7 +68,7 @@ def picture(
 
 @dataclass(frozen=True)
 class Style:
-    """How a curve is drawn, and where its name stands from its last point."""
+    """Style of a curve, and the place of its name from its last point."""
 
     color: str
     name_at: tuple[int, int] = (8, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a second rank is worth: a prompt and new tokens of a 1B-shaped Llama, by weights and prompts
+"""Gain of a second rank: a prompt and new tokens of a 1B-shaped Llama, by weights and prompts
 that are split over ranks or not.
 
     sudo .venv/bin/python -m benchmarks.scaling --out benchmarks/results
@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from benchmarks.emulation.configuration import BARE, cluster_report, measure, pa
 from benchmarks.emulation.tables import link_sentences, milliseconds
 from benchmarks.emulation.wiring import LINKS
 from benchmarks.harness.measure import Load
-from benchmarks.harness.plots import picture
 from benchmarks.harness.ranks import Ranks, run_rank, start_ranks
 from benchmarks.harness.report import Column, Report, columns_of, environment, verdict
 from benchmarks.llama import make_model
@@ -166,7 +164,7 @@ def run_on_rank(specification: Path, out: Path) -> None:
 
 
 def run_bare(world_size: int, program: Sequence[str], spec: dict[str, Any]) -> dict[str, Any]:
-    """What the ranks report that torchrun starts on this machine, as `run` of emulated hosts."""
+    """Return what ranks that torchrun starts here report, as `run` of emulated hosts."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, Load() as load:
         file = Path(folder) / "spec.json"
@@ -268,7 +266,6 @@ def report_of(measured: dict[str, Any]) -> Report:
         rows=rows,
         columns=columns(rows),
         summary=link_sentences(measured),
-        draw=draw,
     )
 
 
@@ -334,31 +331,6 @@ def columns(rows: list[dict[str, Any]]) -> list[Column]:
             "right": verdict,
         },
     )
-
-
-def draw(report: Report, path: Path) -> None:
-    """Prompt and token of every row, and where the ideal is."""
-    rows = [row for row in report.rows if row["gaps"]]
-    size = (13, 1.6 + 0.32 * len(rows))
-    with picture(path, size, (1, 2), report.title, sharey=True) as (panels,):
-        places = list(dict.fromkeys(row["link"] for row in rows))
-        for axes, field, scale, label in (
-            (panels[0], "prefill", 1.0, "prefill, seconds"),
-            (panels[1], "token", 1e3, "milliseconds per new token"),
-        ):
-            times = [scale * row[f"{field}_seconds"] for row in rows]
-            colors = [f"C{places.index(row['link'])}" for row in rows]
-            axes.barh(range(len(rows)), times, color=colors)
-            ideal = [
-                time * row.get(f"{field}_of_ideal", nan)
-                for time, row in zip(times, rows, strict=True)
-            ]
-            axes.plot(ideal, range(len(rows)), "k|", markersize=14, label="ideal")
-            axes.set_xlabel(label)
-            axes.grid(axis="x", alpha=0.3)
-        panels[0].set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
-        panels[0].invert_yaxis()
-        panels[1].legend(fontsize=8)
 
 
 if __name__ == "__main__":

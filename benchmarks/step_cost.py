@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a decoding step costs beside its arithmetic: a model so small that Python is most of it.
+"""Cost of a decoding step beside its arithmetic: in a model so small that Python is most of it.
 
     python benchmarks/step_cost.py --out DIR
 

@@ -75,7 +75,7 @@ class DecodeCase:
 
 
 def pages_of(lengths: Sequence[int], page_size: int) -> list[int]:
-    """How many pages hold each sequence."""
+    """Return the number of pages of each sequence."""
     return [-(-length // page_size) for length in lengths]
 
 
@@ -248,7 +248,7 @@ def kv_set_bytes(case: DecodeCase) -> int:
 
 
 def visible(case: DecodeCase, *tensors: Tensor) -> list[Tensor]:
-    """What must be read of K and V, as contiguous pieces; of pages all, also of last ones."""
+    """Return what must be read of K and V, as contiguous pieces; pages as a whole."""
     if case.page_size or len(set(case.lengths)) == 1:
         return list(tensors)
     heads = range(case.heads[1])

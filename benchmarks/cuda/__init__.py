@@ -18,7 +18,7 @@ def unavailable() -> str | None:
 
 
 def has_cuda_kernel(op: str) -> bool:
-    """Whether the extension implements this operator for CUDA."""
+    """Tell if the extension implements this operator for CUDA."""
     name = f"tree_attention::{op}"
     return hasattr(torch.ops.tree_attention, op) and torch._C._dispatch_has_kernel_for_dispatch_key(
         name, "CUDA"

@@ -78,7 +78,7 @@ class CudaCase:
 
     @property
     def lengths_on_device(self) -> bool:
-        """Whether the host is not to know the lengths, as in a captured graph."""
+        """The host is not to know the lengths, as in a captured graph."""
         return self.ragged or self.slots > max(self.lengths) or self.page_size > 0
 
     def first_key(self, length: int) -> int:

@@ -15,7 +15,7 @@ from tree_attention.reference.accuracy import Float64Check
 from ..harness.measure import InputArena
 from ..harness.report import Report, environment, json_text
 from . import cases as shapes
-from . import machine, merge, plots, targets, timing
+from . import machine, merge, targets, timing
 from .cases import OURS, CudaCase
 from .inputs import SPARE_BYTES, Inputs, num_sets
 from .peers import implementations
@@ -117,8 +117,8 @@ def run(
         columns=columns(rows),
         warnings=[f"left out: {text}" for text in skipped],
         summary=[target.text for target in found],
+        is_read_back=True,
         more={"targets": [asdict(target) for target in found]},
-        draw=plots.draw,
     )
 
 

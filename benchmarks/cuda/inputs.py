@@ -158,6 +158,6 @@ class Inputs:
 
     @cached_property
     def all_keys(self) -> bool:
-        """Whether every query sees every slot."""
+        """Every query sees every slot."""
         case = self.case
         return case.seqlen_q == 1 and not case.lengths_on_device and not case.window

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What Nsight Compute counts in one launch for each of a few shapes.
+"""Counts of Nsight Compute in one launch for each of a few shapes.
 
 ncu --profile-from-start off --set full -o REPORT python -m benchmarks.cuda.profile
 python -m benchmarks.cuda.profile REPORT        # writes REPORT.json

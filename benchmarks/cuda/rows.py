@@ -100,7 +100,7 @@ def best_peer(row: Mapping[str, Any]) -> tuple[str, float] | None:
 
 
 def ratio(row: Mapping[str, Any], name: str) -> float | None:
-    """How many times as long as ours this implementation takes."""
+    """Return the time of this implementation over ours."""
     times = row["times"]
     if name not in times or OURS not in times:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What people read of the rows: the columns, a line while it runs, and how it was measured."""
+"""Rows for people: the columns, a line while it runs, and the conditions of the measurement."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -74,7 +74,7 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """What is printed as soon as a row is there: a run that is ended early has shown these."""
+    """Return the line to print as soon as a row is there, in case the run is ended early."""
     verdict = "WRONG " if row["wrong"] else ""
     if OURS not in row["times"]:
         return f"{row['name']}: {verdict}{row['unavailable'].get(OURS, '')}"

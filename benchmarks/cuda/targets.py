@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the CUDA kernel is meant to reach, and whether the rows of a run show it."""
+"""Targets of the CUDA kernel, met or missed by the rows of a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -86,7 +86,7 @@ def measure(calls: Mapping[str, Call], num_sets: int, seconds: float) -> Measure
 
 
 def device_is_lost() -> bool:
-    """Whether every later call on the device fails as well, as after an illegal access."""
+    """Tell if every later call on the device fails as well, as after an illegal access."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How the size of a tile, the stages of the ring and the number of workers change the time of
+"""Effect of the size of a tile, the stages of the ring and the number of workers on the time of
 lean_decode on a GPU.
 
     python -m benchmarks.cuda.tune --out DIR

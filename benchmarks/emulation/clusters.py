@@ -11,13 +11,11 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from tree_attention.exchange.auto.choose import choose
 from tree_attention.exchange.strategies import STRATEGIES, strategies
 
-from ..harness.plots import picture
 from ..harness.report import Report
 from ..simulation import RINGS
 from .configuration import (
@@ -98,7 +96,6 @@ def report_of(measured: dict[str, Any]) -> Report:
         rows=rows,
         columns=columns(rows),
         summary=summary(rows, measured),
-        draw=draw,
     )
 
 
@@ -115,7 +112,7 @@ def summary(rows: Sequence[dict[str, Any]], measured: dict[str, Any]) -> list[st
 
 
 def choice_of(row: dict[str, Any]) -> dict[str, Any] | None:
-    """How auto and the shipped rule did, beside the canonical strategy with the least median.
+    """Compare auto and the shipped rule with the canonical strategy of the least median.
 
     None: auto was not timed.
     """
@@ -161,53 +158,6 @@ def sentence_of(choice: dict[str, Any]) -> str:
         f"({spread}), in that strategy's own row {choice['chosen_ratio']:.2f}; the shipped rule "
         f"takes {choice['rule']}: {choice['rule_ratio']:.2f}"
     )
-
-
-def draw(report: Report, path: Path) -> None:
-    """A panel for each link: the time of every method over that of the fastest strategy."""
-    links = list(dict.fromkeys(row["link"] for row in report.rows))
-    size = (6 * len(links), 5.5)
-    title = f"{report.title}\n{report.environment['cpu']}"
-    with picture(path, size, (1, len(links)), title) as panels:
-        for axes, link in zip(panels[0], links, strict=True):
-            _draw_link(axes, [row for row in report.rows if row["link"] == link])
-            axes.set_title(f"{link}: beside the fastest strategy", fontsize=10)
-        panels[0][0].legend(fontsize=8)
-
-
-def _draw_link(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
-    """A line for each row, a mark for each method; auto in black with its spread."""
-    rows = [row for row in rows if AUTO in row["methods"]]
-    bests = [choice["best_seconds"] for row in rows if (choice := choice_of(row)) is not None]
-    names = dict.fromkeys(name for row in rows for name in row["methods"])
-    for i, name in enumerate(sorted(names, key=AUTO.__eq__)):
-        points = [
-            (place, best, row["methods"][name])
-            for place, (row, best) in enumerate(zip(rows, bests, strict=True))
-            if name in row["methods"]
-        ]
-        spreads = [
-            [(method["median"] - method["p10"]) / best for _, best, method in points],
-            [(method["p90"] - method["median"]) / best for _, best, method in points],
-        ]
-        is_auto = name == AUTO
-        axes.errorbar(
-            [method["median"] / best for _, best, method in points],
-            [place for place, _, _ in points],
-            xerr=spreads if is_auto else None,
-            fmt="o" if is_auto else "|",
-            color="k" if is_auto else f"C{i}",
-            markersize=7 if is_auto else 9,
-            markerfacecolor="none",
-            elinewidth=0.8,
-            label=name,
-        )
-    labels = [f"{row['world_size']} ranks, B={row['batch']}" for row in rows]
-    axes.set_yticks(range(len(rows)), labels, fontsize=8)
-    axes.invert_yaxis()
-    axes.axvspan(1.0, NEAR, color="k", alpha=0.08, linewidth=0)
-    axes.set(xscale="log", xlabel="time / fastest strategy's (band: 10 %; bars: auto's p10 to p90)")
-    axes.grid(axis="x", alpha=0.3)
 
 
 if __name__ == "__main__":

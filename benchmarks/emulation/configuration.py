@@ -39,7 +39,7 @@ CALIBRATION_SECONDS = 1.0  # for each strategy and size
 def run(
     wiring: Wiring, world_size: int, program: Sequence[str], specification: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the ranks of a configuration report, as "results", and what it is like.
+    """Return what the ranks of a configuration report, as "results", and what it is like.
 
     `tree_attention calibrate` runs there first, and every rank goes by what it measured. `program`
     is a module, and its options, that is given the files of its specification and for rank 0's
@@ -119,7 +119,7 @@ def topology_of(link: str, world_size: int) -> Topology:
 
 
 def load_parts(path: Path) -> dict[str, Any]:
-    """What earlier runs measured, by configuration; nothing where there is no file."""
+    """Return measurements of earlier runs by configuration; none where there is no file."""
     if not path.exists():
         return {}
     content = json.loads(path.read_text())
@@ -144,6 +144,7 @@ def cluster_report(measured: dict[str, Any], **content: Any) -> Report:
         environment=environment(**header),
         warnings=load_warnings([part["other_load"] for part in measured.values()]),
         more={"configurations": parts},
+        is_read_back=True,
     )
 
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ..harness.machine import available_bytes
-from ..harness.plots import picture
 from ..harness.report import Report
 from ..simulation import RING, RINGS
 from .configuration import (
@@ -126,12 +124,11 @@ def report_of(measured: dict[str, Any]) -> Report:
         rows=rows,
         columns=columns(rows),
         summary=link_sentences(measured) + [s for name in measured for s in ratios_of(name, rows)],
-        draw=draw,
     )
 
 
 def ratios_of(configuration: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """How many times as fast the tree is as the ring, measured and with the ring at line rate."""
+    """Return the ring's time over the tree's, measured and with the ring at line rate."""
     chosen = [row for row in rows if f"{row['link']}/{row['world_size']}" == configuration]
     if not chosen:
         return []
@@ -160,51 +157,6 @@ def line_rate_seconds(row: dict[str, Any]) -> float:
     attention = row["seconds_per_key"] * row["batch"] * row["keys"]
     transfer = 8 * problem.kv_bytes / LINKS[row["link"]].between.rate
     return float((row["world_size"] - 1) * max(transfer, attention) + attention)
-
-
-def draw(report: Report, path: Path) -> None:
-    """For each link: times of the largest world by context; and the ratio, for every world."""
-    links = list(dict.fromkeys(row["link"] for row in report.rows))
-    title = f"{report.title}\n{report.environment['cpu']}"
-    with picture(path, (7 * len(links), 9), (2, len(links)), title) as grid:
-        for above, below, link in zip(*grid, links, strict=True):
-            rows = [row for row in report.rows if row["link"] == link]
-            worlds = sorted({row["world_size"] for row in rows})
-            _draw_times(above, [row for row in rows if row["world_size"] == worlds[-1]])
-            above.set_title(f"{link}, {worlds[-1]} ranks", fontsize=10)
-            for i, world in enumerate(worlds):
-                points = [row for row in rows if row["world_size"] == world]
-                for seconds, style in ((ring_seconds, "-o"), (line_rate_seconds, ":")):
-                    below.plot(
-                        [row["keys"] for row in points],
-                        [seconds(row) / row["methods"][AUTO]["median"] for row in points],
-                        style,
-                        color=f"C{i}",
-                        label=f"{world} ranks" if style == "-o" else None,
-                    )
-            below.axhline(1.0, color="k", linewidth=0.6)
-            below.set(yscale="log", xlabel="keys per rank", ylabel="ring / tree")
-            below.set_title(f"{link}: ratio, dotted: with the ring at line rate", fontsize=10)
-            for axes in (above, below):
-                axes.set_xscale("log", base=2)
-                axes.legend(fontsize=8)
-                axes.grid(alpha=0.3)
-
-
-def _draw_times(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
-    for name in rows[0]["methods"]:
-        methods = [row["methods"][name] for row in rows]
-        axes.errorbar(
-            [row["keys"] for row in rows],
-            [1e3 * method["median"] for method in methods],
-            [
-                [1e3 * (method["median"] - method["p10"]) for method in methods],
-                [1e3 * (method["p90"] - method["median"]) for method in methods],
-            ],
-            fmt="o-",
-            label="tree" if name == AUTO else name,
-        )
-    axes.set(yscale="log", xlabel="keys per rank", ylabel="ms per step")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def shard_of(rank: int, batch: int, keys: int, one_memory: bool) -> tuple[Tensor
 
 
 def merged(q: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
-    """What all ranks together make of it."""
+    """Return what all ranks together make of it."""
     lse = torch.arange(world_size) / 4.0
     factor = (torch.softmax(lse.double(), 0) * torch.arange(1, world_size + 1)).sum()
     return q.float() * factor.float(), lse.logsumexp(0).expand(q.shape[:3])

@@ -30,7 +30,6 @@ from tree_attention.hf import TreeCache
 from tree_attention.hf.cache.growing import TreeCacheLayer
 from tree_attention.hf.masks import KeyRanges
 
-from ..harness.plots import picture
 from ..harness.ranks import Ranks, run_rank
 from ..harness.report import Column, Report, columns_of
 from ..llama import fill, make_model
@@ -123,7 +122,6 @@ def report_of(measured: dict[str, Any]) -> Report:
         rows=rows,
         columns=columns(rows),
         summary=link_sentences(measured),
-        draw=draw,
     )
 
 
@@ -147,28 +145,6 @@ def columns(rows: list[dict[str, Any]]) -> list[Column]:
             "right": lambda row, name, method: "WRONG" if row["wrong"] else "yes",
         },
     )
-
-
-def draw(report: Report, path: Path) -> None:
-    """Tokens per second of both methods, a group of bars for each row."""
-    size = (4 + 1.0 * len(report.rows), 5)
-    with picture(path, size, title=report.title) as ((axes,),):
-        for i, name in enumerate((TREE, RING)):
-            methods = [row["methods"][name] for row in report.rows]
-            rates = [1 / method["median"] for method in methods]
-            spreads = [
-                [1 / method["median"] - 1 / method["p90"] for method in methods],
-                [1 / method["p10"] - 1 / method["median"] for method in methods],
-            ]
-            places = [place + 0.4 * (i - 0.5) for place in range(len(methods))]
-            bars = axes.bar(
-                places, rates, 0.4, yerr=spreads, label=name, error_kw={"linewidth": 0.8}
-            )
-            axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
-        labels = [row["name"].replace(" L=", "\nL=") for row in report.rows]
-        axes.set_xticks(range(len(labels)), labels, fontsize=8)
-        axes.set_ylabel("tokens per second, median and p10 to p90")
-        axes.legend()
 
 
 @contextmanager

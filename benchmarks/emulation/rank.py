@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What clusters.py and contexts.py run on every host: one rank, which times exchanges
+"""One rank, which clusters.py and contexts.py run on every host, and which times exchanges
 and rings over the real network, with fake attention."""
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _largest(values: Sequence[float]) -> list[float]:
 
 
 def _wire_bytes() -> int:
-    """What this host has sent, with all headers and acknowledgements."""
+    """Return the bytes that this host has sent, with all headers and acknowledgements."""
     lines = (line.split(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:])
     return sum(int(f.split()[8]) for name, f in lines if name.strip() in ("net0", "node0"))
 

@@ -19,13 +19,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 
-from ..harness.plots import picture
 from ..harness.program import add_out, finish, progress_bar
 from ..harness.report import Report, columns_of, environment
 from .hosts import EmulatedCluster, exit_on_sigterm
@@ -155,18 +153,7 @@ def report_of(record: Record, seed: int) -> Report:
         rows=rows,
         columns=columns_of(rows, texts),
         more={"faults": [asdict(outcome) for outcome in record.outcomes], "memory": memory},
-        draw=draw,
     )
-
-
-def draw(report: Report, path: Path) -> None:
-    """Resident memory of every process over its life."""
-    with picture(path, (9, 4), title=report.title) as ((axes,),):
-        for line in report.more["memory"]:
-            seconds, resident, _ = zip(*line["samples"], strict=True)
-            axes.plot(seconds, [size / 1e6 for size in resident], linewidth=0.8)
-        axes.set(xlabel="seconds since the process began", ylabel="resident memory, MB")
-        axes.grid(alpha=0.3)
 
 
 def main(arguments: list[str]) -> int:

@@ -37,7 +37,7 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """What a fault did: seconds until each rank raised, and the ranks that did not as they must."""
+    """Effect of a fault: seconds until each rank raised, and ranks that did not as they must."""
 
     fault: Fault
     at: float
@@ -55,7 +55,7 @@ class Sample(NamedTuple):
 
 @dataclass
 class Record:
-    """What happened so far."""
+    """Events so far."""
 
     results: int = 0
     wrong: int = 0
@@ -87,7 +87,7 @@ class Job:
     def wait(
         self, word: str | None, ranks: Iterable[int], seconds: float, since: float | None = None
     ) -> tuple[dict[int, float], dict[int, str]]:
-        """How many seconds after `since`, by default now, each rank said `word`, and what others of
+        """Return the seconds after `since` (now) at which each rank said `word`, and others of
         them said instead. Ends when every rank has said either, or after so many seconds."""
         since = time.monotonic() if since is None else since
         waiting, times, instead = set(ranks), {}, {}
@@ -109,7 +109,7 @@ class Job:
         return times, instead
 
     def need(self, word: str, seconds: float) -> dict[int, str]:
-        """What the ranks said instead that did not say `word` in time; empty where all did."""
+        """Return what the ranks said that did not say `word` in time; empty where all did."""
         times, instead = self.wait(word, range(WORLD), seconds)
         return {rank: instead.get(rank, "nothing") for rank in range(WORLD) if rank not in times}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What soak.py runs on every host: one rank, which decodes sequences and checks every result.
+"""One rank, which soak.py runs on every host: it decodes sequences and checks every result.
 
 It says "ready" for every group, about twice a second "done RESULTS WRONG BYTES" with its resident
 memory, and "error SENTENCE" when a call raised. Then it waits to be told to form the next group.
@@ -75,7 +75,7 @@ def decode_sequences(comm: Communicator, seed: str, counter: Counter) -> None:
 
 
 def is_right(result: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
-    """Whether o and lse are those of the reference in float64."""
+    """Tell if o and lse are the reference's in float64."""
     errors = ((x - y).abs().max().item() for x, y in zip(result, expected, strict=True))
     return all(error <= _TOLERANCE for error in errors)  # false of NaN
 

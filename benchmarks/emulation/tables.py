@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What reports of emulated clusters share: columns, and sentences about links."""
+"""Columns, and sentences about links, for all reports of emulated clusters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def spread_of(method: dict[str, Any]) -> str:
 
 
 def link_sentences(measured: dict[str, Any]) -> list[str]:
-    """How the links of each configuration measured, median and spread."""
+    """Describe the measured links of each configuration, median and spread."""
     sentences = []
     for name, part in measured.items():
         for link in part["links"]:

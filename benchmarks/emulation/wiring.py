@@ -15,7 +15,7 @@ MAX_NODES = 255
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """What a packet meets on its way out of a host."""
+    """Delay and rate that a packet meets on its way out of a host."""
 
     delay: float  # seconds, one way
     rate: float  # bits per second

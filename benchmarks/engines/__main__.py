@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from ..harness import measure
-from ..harness.plots import picture
 from ..harness.program import add_out, finish, progress_bar
 from ..harness.report import ROOT, Report, columns_of, environment, write
 from . import checkpoint
@@ -39,7 +38,7 @@ KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshol
 
 @dataclass(frozen=True)
 class Engine:
-    """How one is started: the module in `drivers`, its form, and the environment that it needs."""
+    """An engine to start: the module in `drivers`, its form, and the environment that it needs."""
 
     driver: str
     form: str
@@ -216,13 +215,13 @@ def report_of(rows: dict[str, Any], cpus: Sequence[int]) -> Report:
     versions = {row["engine"]: row["version"] for row, _ in lines}
     return Report(
         name="engines",
+        is_read_back=True,
         title=f"Generation by inference engines, {checkpoint.LAYERS} layers of a 1B-shaped Llama",
         notes=NOTES,
         environment=environment(**{"CPUs of the engines": list(cpus[:THREADS]), **versions}),
         rows=ordered,
         columns=columns_of(lines, COLUMNS),
         warnings=[f"{row['name']}: {row['reason']}" for row in ordered if "reason" in row],
-        draw=draw,
     )
 
 
@@ -264,28 +263,6 @@ COLUMNS = {
     ),
     "right": lambda row, _: "WRONG" if row["wrong"] else "yes",
 }
-
-
-def draw(report: Report, path: Path) -> None:
-    """Decode and prefill of every engine over the contexts."""
-    measured = [row for row in report.rows if "reason" not in row]
-    scale = "log" if measured else "linear"  # a logarithmic axis without a point is an error
-    with picture(path, (10, 4), (1, 2), report.title) as axes:
-        for engine in ENGINES:
-            rows = [row for row in measured if row["engine"] == engine]
-            if not rows:
-                continue
-            contexts = [row["context"] for row in rows]
-            decode = [1e3 * min(row["token_seconds"]) for row in rows]
-            prefill = [row["context"] / min(row["prefill_seconds"]) for row in rows]
-            for axis, values in zip(axes[0], (decode, prefill), strict=True):
-                axis.plot(contexts, values, marker="o", label=engine)
-        for axis, label in zip(axes[0], ("ms per new token", "prompt tokens/s"), strict=True):
-            axis.set(xscale=scale, yscale=scale, xlabel="tokens of context", ylabel=label)
-            axis.set_xticks(CONTEXTS, [f"{n >> 10}k" for n in CONTEXTS])
-            axis.grid(alpha=0.3, which="both")
-        if measured:
-            axes[0][0].legend(fontsize=8)
 
 
 if __name__ == "__main__":

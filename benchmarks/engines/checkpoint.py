@@ -37,7 +37,7 @@ def make(directory: Path) -> None:
 
 
 def weights_bytes() -> int:
-    """What a step reads of the weights: all matrices, of which the embedding is the output too."""
+    """Return bytes of weights that a step reads: all matrices, the embedding as output."""
     config: Any = configuration()
     heads = config.num_attention_heads + config.num_key_value_heads
     layer = 2 * config.head_dim * heads + 3 * config.intermediate_size

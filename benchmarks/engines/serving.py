@@ -20,7 +20,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from .. import llama
-from ..harness.plots import picture
 from ..harness.program import add_out, finish, progress_bar
 from ..harness.report import ROOT, Report, columns_of, environment, write
 from .__main__ import ENVIRONMENTS, on, reason_of, rows_before
@@ -222,13 +221,13 @@ def report_of(rows: dict[str, Any]) -> Report:
     measured = [row for row in ordered if "reason" not in row]
     return Report(
         name="serving",
+        is_read_back=True,
         title=f"vLLM with its own attention and with ours, {LAYERS} layers of a 1B-shaped Llama",
         notes=NOTES,
         environment=environment(vllm=", ".join(sorted({row["version"] for row in measured}))),
         rows=ordered,
         columns=columns_of([(row, rival_of(row, rows)) for row in measured], COLUMNS),
         warnings=[f"{row['name']}: {row['reason']}" for row in ordered if "reason" in row],
-        draw=draw,
     )
 
 
@@ -277,26 +276,6 @@ COLUMNS = {
     ),
     "right": lambda row, _: "WRONG" if row["wrong"] else "yes",
 }
-
-
-def draw(report: Report, path: Path) -> None:
-    """The time between tokens of every case, relative to the rival's."""
-    rows = {row["name"]: row for row in report.rows}
-    compared = [
-        (row, rival)
-        for row in report.rows
-        if "reason" not in row
-        for rival in [rival_of(row, rows)]
-        if rival is not None
-    ]
-    with picture(path, (9, 1.5 + 0.3 * len(compared)), (1, 1), report.title) as axes:
-        axis = axes[0][0]
-        names = [row["name"] for row, _ in compared]
-        speeds = [rival["token_seconds"] / row["token_seconds"] for row, rival in compared]
-        axis.barh(names, speeds)
-        axis.axvline(1, color="black", linewidth=0.8)
-        axis.set(xlabel="speed of decoding relative to the rival's")
-        axis.invert_yaxis()
 
 
 if __name__ == "__main__":

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What all benchmarks share: timing, shapes, ranks, options and the report."""
+"""Timing, shapes, ranks, options and the report, for all benchmarks."""

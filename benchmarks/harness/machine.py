@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What this machine has."""
+"""Memory and interrupts of this machine."""
 
 from __future__ import annotations
 

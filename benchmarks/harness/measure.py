@@ -129,7 +129,7 @@ def time_in_step(
 
 
 def waiting_seconds() -> float:
-    """How long the threads of this process have been ready to run while others had the cores.
+    """Return how long threads of this process were ready to run while others had the cores.
 
     Zero where the system does not tell (only Linux does).
     """
@@ -197,7 +197,7 @@ def _best_rate(multiply_add: Callable[[int], float], repeats: int) -> float:
 
 
 def last_level_cache_bytes() -> int:
-    """What the system reports for the largest cache; 32 MiB where it reports nothing."""
+    """Return the size of the largest cache; 32 MiB where the system reports nothing."""
     sizes = [32 << 20]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -258,7 +258,7 @@ class Load:
 
 
 def load_warnings(shares: Sequence[float | None]) -> list[str]:
-    """What to tell the user when other processes took `shares` of the CPU time during the rows."""
+    """Warn when other processes took `shares` of the CPU time during the rows."""
     largest = max((share for share in shares if share is not None), default=0.0)
     if largest <= 0.02:
         return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the programs share: options, the choice of cases, a progress bar, the report's way out."""
+"""Options, the choice of cases, a progress bar and the report's way out, for all programs."""
 
 import argparse
 import sys
@@ -43,9 +43,7 @@ def parser_of(documentation: str | None, name: str) -> argparse.ArgumentParser:
 
 
 def add_out(parser: argparse.ArgumentParser, name: str = "NAME") -> None:
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help=f"write {name}.json, .md and .png there"
-    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"write {name}.md there")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -97,7 +97,7 @@ def available_strategies(comm: Communicator) -> list[str]:
 
 
 def choice_of(comm: Communicator, layout: StateLayout) -> Choice:
-    """What "auto" takes for states of `layout` on a communicator that has been used, and why."""
+    """Return what "auto" takes for states of `layout` on a used communicator, and why."""
     return choose(
         layout,
         comm.topology,
@@ -124,7 +124,7 @@ class Ranks:
         return values
 
     def from_root(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, where alone it is called."""
+        """Return the result of `make`, which is called on rank 0 alone."""
         box = [make() if self.rank == 0 else None]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0)
@@ -143,7 +143,7 @@ def joined_device(name: str) -> Iterator[tuple[World, torch.device]]:
 
 
 def start_ranks(world_size: int, program: Sequence[str], **variables: str) -> Any:
-    """What `run_rank` writes on ranks that torchrun starts on this machine, with a thread each.
+    """Return what `run_rank` writes on ranks of a thread that torchrun starts on this machine.
 
     `program` is a file, or -m and a module, and its options, of which the last takes the file.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A benchmark's result as a terminal table, JSON, Markdown and a picture, with its environment."""
+"""Result of a benchmark: a table for the terminal and Markdown, with its environment, and JSON."""
 
 import datetime
 import json
@@ -19,8 +19,6 @@ from rich.table import Table
 
 from tree_attention import __version__, _loader
 from tree_attention.cli.info import cpu_name
-
-from .plots import picture
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ("csrc", "python", "setup.py", "benchmarks")  # what a result depends on
@@ -51,7 +49,7 @@ def verdict(row: Mapping[str, Any]) -> str:
 
 @dataclass
 class Report:
-    """What a benchmark hands over; `rows` are plain JSON values, `columns` what people read."""
+    """Result of a benchmark; `rows` are plain JSON values, `columns` what people read."""
 
     name: str
     title: str
@@ -62,7 +60,7 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     summary: list[str] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)  # further entries of the JSON file
-    draw: "Callable[[Report, Path], None] | None" = None  # None: every time as a bar
+    is_read_back: bool = False  # a program goes on from NAME.json, or compares with it
 
     @property
     def wrong(self) -> list[str]:
@@ -115,9 +113,12 @@ def print_report(console: Console, report: Report) -> None:
 
 
 def write(report: Report, directory: Path) -> list[Path]:
-    """Writes NAME.json, NAME.md and NAME.png; returns their paths."""
+    """Write NAME.md, and where a program reads it back NAME.json; return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / f"{report.name}{suffix}" for suffix in (".json", ".md", ".png")]
+    page, data = (directory / f"{report.name}{suffix}" for suffix in (".md", ".json"))
+    page.write_text(markdown(report))
+    if not report.is_read_back:
+        return [page]
     content = {
         "environment": report.environment,
         "warnings": report.warnings,
@@ -125,10 +126,8 @@ def write(report: Report, directory: Path) -> list[Path]:
         **report.more,
         "rows": report.rows,
     }
-    paths[0].write_text(json_text(content))
-    paths[1].write_text(markdown(report))
-    (report.draw or _draw)(report, paths[2])
-    return paths
+    data.write_text(json_text(content))
+    return [page, data]
 
 
 def json_text(content: Mapping[str, Any]) -> str:
@@ -160,44 +159,15 @@ def markdown(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _draw(report: Report, path: Path) -> None:
-    """Median and p10 to p90 of every implementation in every row, on a logarithmic axis."""
-    names = list(dict.fromkeys(name for row in report.rows for name in row["times"]))
-    height = 0.8 / len(names)
-    title = f"{report.title}\n{report.environment['cpu']}"
-    size = (9, 1.2 + 0.16 * (len(names) + 1) * len(report.rows))
-    with picture(path, size, title=title) as ((axes,),):
-        for position, name in enumerate(names):
-            rows = [
-                (i, row["times"][name]) for i, row in enumerate(report.rows) if name in row["times"]
-            ]
-            medians = [times["median_us"] for _, times in rows]
-            spread = [
-                [times["median_us"] - times["p10_us"] for _, times in rows],
-                [times["p90_us"] - times["median_us"] for _, times in rows],
-            ]
-            axes.barh(
-                [i + (position - (len(names) - 1) / 2) * height for i, _ in rows],
-                medians,
-                height,
-                xerr=spread,
-                error_kw={"elinewidth": 0.6, "alpha": 0.6},
-                label=name,
-            )
-        axes.set_yticks(range(len(report.rows)), [row["name"] for row in report.rows], fontsize=8)
-        axes.invert_yaxis()
-        axes.set(xscale="log", xlabel="microseconds, median and p10 to p90")
-        axes.legend(fontsize=8)
-        axes.grid(axis="x", alpha=0.3)
-
-
 def _git(*arguments: str) -> str:
     command = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _command() -> list[str]:
-    """The command line as a user would type it in the checkout, without places of this machine."""
+    """Return what a user would type in the checkout, without places of this machine."""
     program = Path(sys.argv[0]).absolute()
     shown = program.relative_to(ROOT) if program.is_relative_to(ROOT) else Path(program.name)
-    return [str(shown), *("DIR" if Path(x).is_absolute() else x for x in sys.argv[1:])]
+    module = getattr(sys.modules["__main__"], "__spec__", None)  # as -m has found it
+    started = ["-m", module.name.removesuffix(".__main__")] if module else [str(shown)]
+    return [*started, *("DIR" if Path(x).is_absolute() else x for x in sys.argv[1:])]

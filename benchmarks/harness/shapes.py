@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the lists of cases are made of."""
+"""Parts of lists of cases."""
 
 from typing import Protocol
 

@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from tree_attention.reference.papers.stream_k import (
@@ -19,7 +18,6 @@ from tree_attention.reference.papers.stream_k import (
     outcome,
 )
 
-from ..harness.plots import picture
 from ..harness.program import finish, parser_of
 from ..harness.report import Columns, Report, columns_of, environment
 
@@ -64,20 +62,7 @@ def run(outputs: int, iterations: int, ctas: int) -> Report:
         environment(),
         rows,
         columns_of(rows, COLUMNS),
-        draw=draw,
     )
-
-
-def draw(report: Report, path: Path) -> None:
-    with picture(path, (7, 3), title=report.title) as ((axes,),):
-        left = [0] * len(report.rows)
-        for kind, key in (("right", "right"), ("loses or mixes tiles", "lost"), ("hangs", "hangs")):
-            values = [row[key] for row in report.rows]
-            axes.barh([row["name"] for row in report.rows], values, left=left, label=kind)
-            left = [a + b for a, b in zip(left, values, strict=True)]
-        axes.invert_yaxis()
-        axes.set_xlabel("sizes")
-        axes.legend(fontsize=8)
 
 
 def main(arguments: list[str]) -> int:

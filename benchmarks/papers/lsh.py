@@ -5,14 +5,12 @@ python -m benchmarks.papers.lsh --out DIR
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tree_attention.reference.papers.lsh import hash_rounds, lsh_attention, seen_keys
 
-from ..harness.plots import picture
 from ..harness.program import finish, parser_of
 from ..harness.report import Columns, Report, columns_of, environment, verdict
 
@@ -75,19 +73,7 @@ def run(seqlen: int) -> Report:
         environment(),
         rows,
         columns_of(rows, COLUMNS),
-        draw=draw,
     )
-
-
-def draw(report: Report, path: Path) -> None:
-    with picture(path, (6, 4), title=report.title) as ((axes,),):
-        for num_buckets in BUCKETS[1:]:
-            rows = [row for row in report.rows if row["buckets"] == num_buckets]
-            errors = [row["error"] for row in rows]
-            axes.plot(ROUNDS, errors, marker="o", label=f"{num_buckets} buckets")
-        axes.set(xscale="log", yscale="log", xlabel="hashing rounds", ylabel="relative error of o")
-        axes.legend(fontsize=8)
-        axes.grid(alpha=0.3)
 
 
 def main(arguments: list[str]) -> int:

@@ -170,7 +170,6 @@ def report_of(rows: Sequence[Row], title: str, table: Table | None, layers: int)
             "Random weights. right: all ranks made the same tokens, those of ours where the method "
             "has its bits.",
         ),
-        shown="seconds per new token",
     )
 
 

@@ -6,7 +6,6 @@ python -m benchmarks.papers.slow_memory --out DIR
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from tree_attention.reference.papers.flash import (
     standard_attention,
 )
 
-from ..harness.plots import picture
 from ..harness.program import finish, parser_of
 from ..harness.report import Columns, Report, columns_of, environment, verdict
 
@@ -94,24 +92,7 @@ def run(shapes: Sequence[tuple[int, int, int]]) -> Report:
         environment(),
         rows,
         columns_of(rows, COLUMNS),
-        draw=draw,
     )
-
-
-def draw(report: Report, path: Path) -> None:
-    with picture(path, (6, 4), title=report.title) as ((axes,),):
-        rows = sorted(report.rows, key=lambda row: row["theta"])
-        theta = [row["theta"] for row in rows]
-        for name, label in (
-            ("flash", "FlashAttention"),
-            ("flash_2", "FlashAttention-2"),
-            ("standard", "standard"),
-        ):
-            axes.plot(theta, [row[name] for row in rows], "o", label=label)
-        axes.plot(theta, [12 * x for x in theta], "k--", label="12 N^2 d^2 / M")
-        axes.set(xscale="log", yscale="log", xlabel="N^2 d^2 / M", ylabel="elements")
-        axes.legend(fontsize=8)
-        axes.grid(alpha=0.3)
 
 
 def main(arguments: list[str]) -> int:

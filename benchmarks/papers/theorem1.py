@@ -6,7 +6,6 @@ python -m benchmarks.papers.theorem1 --out DIR
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from tree_attention.reference.counts import Counts
 from tree_attention.reference.papers.ring import ring_steps
 from tree_attention.reference.papers.tree import all_reduce
 
-from ..harness.plots import picture
 from ..harness.program import finish, parser_of
 from ..harness.report import Columns, Report, columns_of, environment, verdict
 
@@ -101,24 +99,7 @@ def run(ranks: Sequence[int]) -> Report:
         environment(),
         rows,
         columns_of(rows, COLUMNS),
-        draw=draw,
     )
-
-
-def draw(report: Report, path: Path) -> None:
-    ranks = [row["ranks"] for row in report.rows]
-    with picture(path, (10, 4), (1, 2), title=report.title) as ((steps, volume),):
-        for axes, key, label in (
-            (steps, "steps", "steps"),
-            (volume, "busiest_elements", "elements that the busiest rank sends"),
-        ):
-            for fan_in in FAN_INS:
-                values = [row["tree"][fan_in][key] for row in report.rows]
-                axes.plot(ranks, values, marker=".", label=f"tree, fan-in {fan_in}")
-            axes.plot(ranks, [row["ring"][key] for row in report.rows], "k--", label="ring")
-            axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel=label)
-            axes.grid(alpha=0.3)
-        steps.legend(fontsize=8)
 
 
 def main(arguments: list[str]) -> int:

@@ -171,7 +171,6 @@ def table_report(name: str) -> Report:
             f"{100 * worst:.1f} % of the paper. {alone / 1e9:.2f} GB/s alone are within "
             f"{100 * error:.1f} %."
         ],
-        shown="ring - tree, ms per layer and token",
     )
 
 
@@ -216,7 +215,6 @@ def figure_3(contexts: Sequence[int] = FIGURE_3_CONTEXTS) -> Report:
             "ms for x8: what both would have to take longer for the ratio to be the published 8. "
             "It would have to grow with the context, so no fixed cost explains the figure.",
         ),
-        shown="ring / tree",
     )
 
 
@@ -277,7 +275,6 @@ def figure_4() -> Report:
             "Eq. 8 has one shard beside the rank's own. A ring that receives while it attends to "
             "one shard and sends it on needs two, as ours does from three ranks on.",
         ),
-        shown="ring - tree, MB",
     )
 
 
@@ -335,7 +332,6 @@ def communication(
             "A ring of p ranks needs p - 1 hops, where Eq. 10 has p. Our states travel in float32, "
             "so that Eq. 14's bytes are doubled.",
         ),
-        shown="bytes of the busiest rank",
     )
 
 

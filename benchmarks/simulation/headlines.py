@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the study says first: the paper's cases, and who wins where."""
+"""Headlines of the study: the paper's cases, and who wins where."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the ranks of a simulated cluster decode."""
+"""Problem that the ranks of a simulated cluster decode."""
 
 from __future__ import annotations
 

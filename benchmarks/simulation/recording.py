@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a strategy does on every rank, as a link saw it that records instead of sending.
+"""Messages of a strategy on every rank, as seen by a link that records instead of sending.
 
 Each rank's own `prepare` and exchange run, on tensors of the meta device, which have sizes and no
 memory. So the simulator knows every strategy by its file alone.
@@ -33,7 +33,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Operation:
-    """What one rank does at once: local work, then something with the other ranks.
+    """Step of one rank: local work, then something with the other ranks.
 
     Attributes:
         name: method of the link, or "post", or "return" at the end.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What every rank does in a step of `ring_decode` and of `ring_pass_q_decode`: messages, copies and
+"""Steps of every rank in `ring_decode` and `ring_pass_q_decode`: messages, copies and
 merges in their order, with the bytes and the memory that these take."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _ring_memory(problem: Problem, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What travels for each part of the queries, in bytes."""
+    """Return the bytes that travel for each part of the queries."""
 
     queries: Ints
     states: Ints

@@ -55,7 +55,7 @@ def simulate(method: str, problem: Problem, cluster: SimulatedCluster, world_siz
 
 
 def replay(program: Program, ranks: SimulatedRanks) -> None:
-    """What a recording link saw, over the links of a fabric."""
+    """Move what a recording link saw over the links of a fabric."""
     fabric, awaited = ranks.fabric, dict[int, Floats]()
     collectives = {"all_gather": all_gather, "all_to_all": all_to_all, "all_reduce": all_reduce}
     for step in program.steps:

@@ -13,7 +13,6 @@ from rich.progress import Progress
 from tree_attention.exchange.strategies import STRATEGIES, strategies
 
 from ..harness.report import Column, Report, columns_of, environment, verdict
-from . import pictures
 from .clusters import CLUSTERS
 from .headlines import FIGURE_3, FIGURE_3_KEYS, TITLE, headline_columns, sentences
 from .problem import Problem
@@ -109,7 +108,6 @@ def run(chosen: Sequence[Setting], progress: Progress) -> tuple[Report, Report]:
             *(f"{name}: {CLUSTERS[name].source}." for name in names),
             f"Simulated in {time.perf_counter() - begin:.0f} s.",
         ],
-        draw=lambda report, path: pictures.draw_contexts(rows, path),
     )
     return main, strategies_report(rows)
 
@@ -136,7 +134,6 @@ def strategies_report(rows: list[dict[str, Any]]) -> Report:
         environment=environment(),
         rows=rows,
         columns=columns(rows),
-        draw=lambda report, path: pictures.draw_strategies(rows, path),
     )
 
 

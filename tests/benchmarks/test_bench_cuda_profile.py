@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is read of a profile, without a GPU."""
+"""Reading a profile, without a GPU."""
 
 import pytest
 

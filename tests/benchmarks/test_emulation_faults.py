@@ -60,7 +60,7 @@ class Ranks:
         self, strategy: str, timeout: float, break_link: Callable[[], None], rows: int = 8,
         after: float | None = None,
     ) -> list[str]:  # fmt: skip
-        """What each rank says of an exchange after `break_link`, or while it is called in it."""
+        """Return what ranks say of an exchange after `break_link`, or while it is called in it."""
         self._tell(f"{strategy} {rows} {timeout}")
         assert [rank.stdout.readline() for rank in self._ranks] == ["2 nodes of 1 or 2 ranks\n"] * 3
         if after is None:

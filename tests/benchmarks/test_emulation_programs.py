@@ -134,7 +134,6 @@ def test_report_keeps_rows_of_other_runs(tmp_path: Path) -> None:
     ) in report.summary
     assert any(sentence.startswith("lan/2, link a link: round") for sentence in report.summary)
     write(report, tmp_path)
-    assert (tmp_path / "cluster.png").stat().st_size > 1000
     table = (tmp_path / "cluster.md").read_text()
     assert "| lan p=2 B=1 n=8 | butterfly | 1.00 | 0.92 to 1.16 (3) | 16,512 | 9 | 1 |" in table
     assert "| lan p=2 B=1 n=8 | auto: all_gather | 2.00 |" in table
@@ -157,7 +156,6 @@ def test_rings_are_also_told_at_line_rate(tmp_path: Path) -> None:
         f"{expected / 1e-2:.1f} at 65,536 (there 2.15 s for the longest instead of 7.00 s)"
     ) in report.summary
     write(report, tmp_path)
-    assert (tmp_path / "contexts.png").stat().st_size > 1000
     assert load_parts(tmp_path / "contexts.json")["metro/2"]["rows"] == [row]
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The harness of the benchmarks: what is timed, probed and counted."""
 
+import importlib.machinery
 import json
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -179,4 +181,8 @@ def test_json_has_a_line_for_each_row() -> None:
 
 def test_command_names_no_place_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/home/me/run.py", "--out", "/home/me/out", "--only", "a/b"])
-    assert report.environment()["command"] == "python run.py --out DIR --only a/b"
+    started = sys.modules["__main__"]
+    for name, shown in ((None, "run.py"), ("a.b.__main__", "-m a.b"), ("a.b", "-m a.b")):
+        spec = None if name is None else importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setattr(started, "__spec__", spec)
+        assert report.environment()["command"] == f"python {shown} --out DIR --only a/b"

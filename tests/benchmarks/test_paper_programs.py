@@ -2,6 +2,7 @@
 """The programs of benchmarks/papers in a small form: they end well and write their files."""
 
 import json
+from unittest import mock
 
 import pytest
 
@@ -17,10 +18,16 @@ PROGRAMS = {
 
 def rows_of(name, tmp_path):
     program, arguments = PROGRAMS[name]
-    assert program.main([*arguments, "--out", str(tmp_path)]) == 0
+    found, finish = [], program.finish
+
+    def finish_and_keep(report, *options):
+        found.extend(json.loads(json.dumps(report.rows)))
+        return finish(report, *options)
+
+    with mock.patch.object(program, "finish", finish_and_keep):
+        assert program.main([*arguments, "--out", str(tmp_path)]) == 0
     assert (tmp_path / f"{name}.md").read_text().count("\n| ") > 2
-    assert (tmp_path / f"{name}.png").stat().st_size > 5000
-    return json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+    return found
 
 
 def test_theorem_1_program_has_the_ring_beside_every_tree(tmp_path):

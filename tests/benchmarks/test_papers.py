@@ -29,7 +29,6 @@ def test_nothing_is_wrong_and_all_can_be_written(
         "| LeanAttention | 2 2 2 2 2 | 2 | 2 | 100 % |"
         in (tmp_path / "lean_figure_1.md").read_text()
     )
-    assert (tmp_path / "lean_figure_1.png").stat().st_size > 10_000
 
 
 def test_program(capsys: pytest.CaptureFixture[str]) -> None:

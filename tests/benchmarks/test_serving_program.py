@@ -62,7 +62,6 @@ def test_rows_are_compared_with_their_rivals(start, tmp_path: Path) -> None:
     assert gib == 2 * rows(tmp_path)["ours, TP 2"]["tokens_per_gib"]
     table = (tmp_path / "serving.md").read_text()
     assert "40.0 (1.25)" in table and "67 %" in table
-    assert (tmp_path / "serving.png").exists()
 
 
 def test_no_token_in_common_is_wrong(start, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a driver is asked for, and what it says."""
+"""Requests to a driver, and its answers."""
 
 import argparse
 import json
