@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The implementations that a case is timed with: ours, its ablations, PyTorch's, Triton's.
+"""The implementations that a case is timed with: ours, its ablations, PyTorch's.
 
 Each is given the same problem at its best: no mask where it needs none, slices where the host may
 know the lengths. What cannot do a case says why.
@@ -22,14 +22,12 @@ from . import ablations
 from .cases import LATENCY, OURS, CudaCase
 from .inputs import Inputs
 from .timing import Call
-from .triton_flash_decoding import flash_decoding
 
 FLASH = "torch flash"
 VARLEN = "torch flash varlen"  # lengths on the device, as ours
 EACH = "torch flash per sequence"  # lengths on the host
 CUDNN = "cuDNN"
 FLEX = "FlexDecoding"
-TRITON = "Triton FlashDecoding"
 UNSPLIT, EQUAL_SPLIT, SPIN = "unsplit", "equal splits", "spin-wait"
 # Names of the published schedules by their operators.
 ABLATIONS = {"equal_splits": EQUAL_SPLIT, "waiting_fixup": SPIN}
@@ -56,7 +54,6 @@ def implementations(case: CudaCase, inputs: Inputs) -> tuple[dict[str, Call], di
         EACH: flash_each,
         CUDNN: cudnn,
         FLEX: flex,
-        TRITON: triton,
         UNSPLIT: unsplit,
     }
     for op, name in ABLATIONS.items():
@@ -99,15 +96,6 @@ def ablation(name: str, case: CudaCase, inputs: Inputs) -> Call:
     ranges = None if inputs.all_keys else inputs.key_ranges
     q, sets, table = inputs.q, inputs.sets, inputs.page_table
     return lambda i: op(q, sets[i].k, sets[i].v, ranges, page_table=table)
-
-
-def triton(case: CudaCase, inputs: Inputs) -> Call:
-    _require_plain(case)
-    multiprocessors = torch.cuda.get_device_properties(inputs.device).multi_processor_count
-    q, sets, table, ranges = inputs.q, inputs.sets, inputs.page_table, inputs.key_ranges
-    return lambda i: flash_decoding(
-        q, sets[i].k, sets[i].v, ranges, table, multiprocessors=multiprocessors
-    )
 
 
 def flash(case: CudaCase, inputs: Inputs) -> Call:

@@ -28,8 +28,8 @@ NOTES = (
     "WRONG. Peers that are wrong count as not available.",
     "torch flash and cuDNN get keys that the host slices to the length, if there is one for all; "
     "varlen gets the lengths in a tensor, as lean_decode does; per_seq is a call of torch flash "
-    "for each sequence, lengths on the host. Triton is a FlashDecoding of our own with packed "
-    "query heads. unsplit (a block for each output, as in FlashAttention-2), equal (splits, as in "
+    "for each sequence, lengths on the host. "
+    "unsplit (a block for each output, as in FlashAttention-2), equal (splits, as in "
     "FlashDecoding) and spin (as in LeanAttention) are lean_decode's own inner loop under other "
     "schedules.",
 )
@@ -39,7 +39,6 @@ HEADINGS = {
     peers.EACH: "per_seq us",
     peers.CUDNN: "cuDNN us",
     peers.FLEX: "flex us",
-    peers.TRITON: "Triton us",
     peers.UNSPLIT: "unsplit us",
     peers.EQUAL_SPLIT: "equal us",
     peers.SPIN: "spin us",

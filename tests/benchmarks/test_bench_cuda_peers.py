@@ -94,7 +94,6 @@ def result_of(call: Any) -> Any:
 
 MAKERS = {
     "unsplit": lambda case, inputs: result_of(peers.unsplit(case, inputs)),
-    "triton": peers.triton,
     "flash": peers.flash,
     "varlen": peers.flash_varlen,
     "each": peers.flash_each,
@@ -157,7 +156,7 @@ def test_peers_are_given_the_same_problem(name: str, case: CudaCase) -> None:
         ("varlen", UNIFORM, "for lengths on the device only"),
         ("varlen", SMALL[7], "pages of 256 slots only"),
         ("flash", SMALL[9], "no keys and values of 8 bits"),
-        ("triton", SMALL[13], "no latent attention"),
+        ("flex", SMALL[13], "not compiled for this row"),
         ("unsplit", RAGGED, "for one length of all sequences"),
         (
             "unsplit",
@@ -209,10 +208,10 @@ def test_implementations_are_calls_or_reasons(monkeypatch: pytest.MonkeyPatch) -
     inputs = make_inputs(RAGGED)
     calls, unavailable = peers.implementations(RAGGED, inputs)
     names = {peers.OURS, peers.FLASH, peers.VARLEN, peers.EACH, peers.CUDNN, peers.FLEX}
-    names |= {peers.TRITON, peers.UNSPLIT, *peers.ABLATIONS.values()}
+    names |= {peers.UNSPLIT, *peers.ABLATIONS.values()}
     assert {*calls, *unavailable} == names
     assert not {*calls} & {*unavailable}
-    assert {peers.OURS, peers.VARLEN, peers.EACH, peers.TRITON} == {*calls}
+    assert {peers.OURS, peers.VARLEN, peers.EACH} == {*calls}
     for name in (peers.OURS, peers.VARLEN, peers.EACH):
         call = calls[name]
         assert_same_problem(RAGGED, inputs, result_of(call) if name == peers.OURS else call)
