@@ -49,7 +49,6 @@ from tree_attention import BlockCyclic, lean_decode, ring_decode, tree_decode
 from tree_attention.baselines.ring import MANIFEST_BYTES
 from tree_attention.cli.world import joined_world
 from tree_attention.exchange import Communicator
-from tree_attention.exchange.strategies import STRATEGIES
 from tree_attention.exchange.transport.buffers import StateLayout
 from tree_attention.reference.accuracy import check_against_float64, digest
 
@@ -107,22 +106,6 @@ def full_cases() -> list[ShardedCase]:
         + more
         + [ShardedCase(65536, heads=(8, 1)), ShardedCase(16384, head_dim=64)]
     )
-
-
-def predicted_bytes(case: ShardedCase, method: str, comm: Communicator) -> int:
-    """Bytes that a rank sends per call, of the ranks the one that sends most.
-
-    Every strategy by its `traffic`; the ring passes on every shard but the next rank's.
-    """
-    if method == RING:
-        # The smallest.
-        next_shard = BlockCyclic(comm.world_size).count(comm.world_size - 1, case.length)
-        return case.kv_bytes(case.length - next_shard)
-    if comm.world_size == 1:
-        return 0
-    name = choice_of(comm, case.state_layout).strategy if method == AUTO else method
-    traffic = STRATEGIES[name].traffic(case.state_layout, comm.topology, DTYPES[case.dtype], False)
-    return traffic.bytes_sent
 
 
 def fill(case: ShardedCase, layout: BlockCyclic, rank: int, k: Tensor, v: Tensor) -> None:
@@ -215,7 +198,6 @@ def run_case(case: ShardedCase, arena: InputArena, seconds: float, ranks: Ranks)
         "world_size": ranks.size,
         "times": {name: sample.to_json() for name, sample in slowest.items()},
         "bytes_per_rank": {name: max(ranks.gather(n)) for name, n in bytes_sent.items()},
-        "predicted_bytes": {name: predicted_bytes(case, name, comms[AUTO]) for name in functions},
         "peak_memory": {name: most(ranks.gather(peak)) for name, peak in peaks.items()},
         "accuracy": accuracy,
         "ranks_agree": agree,
@@ -303,7 +285,7 @@ def world_of(ranks: Ranks) -> str:
 NOTES = (
     "A row is named dtype, query/kv heads, head_dim, batch, keys of all ranks together, spread "
     "block-cyclically. Each call is timed on every rank and the slowest counts; medians of "
-    "alternating calls, p10 and p90 are in the JSON file. Inputs are cold.",
+    "alternating calls. Inputs are cold.",
     "Within a node, strategies exchange in shared memory; rings and all-reduces go through the "
     "process group everywhere.",
     "auto is tree_decode's default.",

@@ -168,8 +168,7 @@ def run(cases: Sequence[DecodeCase], progress: Progress, *, seconds: float) -> R
 
 NOTES = (
     "A row is named dtype, query/kv heads, head_dim, batch, keys, queries. Medians of alternating "
-    "runs (ours, SDPA, probe, ...) through Python, allocation of the outputs included; p10 and p90 "
-    "of all are in the JSON file.",
+    "runs (ours, SDPA, probe, ...) through Python, allocation of the outputs included.",
     "Cold: every call reads a set of K and V that was read longest ago, twice the last-level cache "
     "in between. Warm: the call before it read the same set.",
     "GB/s counts K and V up to each length, q and o, once. % BW is the share of a probe that only "

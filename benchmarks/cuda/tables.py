@@ -16,7 +16,7 @@ NOTES = (
     "it is not [batch, heads, slots, dim].",
     "us: one call, by replays of a captured graph of back-to-back calls; median of interleaved "
     "replays, p10 to p90 beside it. eager: one call on an idle device, between two events, with "
-    "all that the host does. The JSON file has the numbers of samples.",
+    "all that the host does.",
     "Cold L2: the calls rotate over so many sets of K and V that twice the L2 is read before one "
     "comes again; a set of 32 times the L2 is alone.",
     "GB/s counts K and V that the key ranges cover, q and o, once. % read is the share of a kernel "

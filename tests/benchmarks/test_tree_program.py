@@ -10,20 +10,44 @@ from torch import Tensor
 
 from benchmarks import tree
 from benchmarks.harness import measure, ranks, report
+from benchmarks.harness.shapes import DTYPES
 from distributed import run_ranks
-from tree_attention import ring_decode
+from tree_attention import BlockCyclic, ring_decode
 from tree_attention.baselines.ring import MANIFEST_BYTES
-from tree_attention.exchange import Communicator, Topology
+from tree_attention.exchange import Communicator
 from tree_attention.exchange.auto.choose import COSTS_VARIABLE, CostTable, Measured
+from tree_attention.exchange.strategies import STRATEGIES, Topology
 
 TIMES = {"all_gather": 2e-3, "two_phase": 1e-3}  # seconds of 1 KiB
+
+
+def predicted_bytes(case: tree.ShardedCase, method: str, comm: Communicator) -> int:
+    """Return the bytes that the rank which sends most sends per call.
+
+    Every strategy by its `traffic`; the ring passes on every shard but the next rank's.
+    """
+    if method == tree.RING:
+        # The smallest.
+        next_shard = BlockCyclic(comm.world_size).count(comm.world_size - 1, case.length)
+        return case.kv_bytes(case.length - next_shard)
+    if comm.world_size == 1:
+        return 0
+    name = ranks.choice_of(comm, case.state_layout).strategy if method == tree.AUTO else method
+    traffic = STRATEGIES[name].traffic(case.state_layout, comm.topology, DTYPES[case.dtype], False)
+    return traffic.bytes_sent
 
 
 def tree_report(rank: int, world_size: int) -> report.Report:
     measure.last_level_cache_bytes = lambda: 1 << 16  # in a process of its own
     tree.pin_threads = lambda first: []
     with Progress(disable=True) as progress:
-        return tree.run(tree.quick_cases(), progress, seconds=0.0, local_rank=rank)
+        result = tree.run(tree.quick_cases(), progress, seconds=0.0, local_rank=rank)
+    comm = Communicator()
+    ranks.available_strategies(comm)
+    for row, case in zip(result.rows, tree.quick_cases(), strict=True):
+        methods = row["bytes_per_rank"]
+        row["predicted_bytes"] = {name: predicted_bytes(case, name, comm) for name in methods}
+    return result
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
