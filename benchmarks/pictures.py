@@ -22,8 +22,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks.harness.results import digest
-from benchmarks.picture_values import (
+from benchmarks.harness.picture_values import (
     CLUSTERS,
     CONTEXT,
     CTAS,
@@ -38,6 +37,7 @@ from benchmarks.picture_values import (
     tokens,
     two_ranks,
 )
+from benchmarks.harness.results import digest
 
 DOCS = Path(__file__).parents[1] / "docs"
 

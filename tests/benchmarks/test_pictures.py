@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from benchmarks import pictures
+from benchmarks.harness.picture_values import algorithm_4, cache_memory, contexts, schedules
 from benchmarks.harness.results import digest, read_table
-from benchmarks.picture_values import algorithm_4, cache_memory, contexts, schedules
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
