@@ -122,7 +122,7 @@ def check_layout(op: str, layout: ShardLayout, size: int) -> None:
 
 
 def _is_cut(key_layout: tuple[int, ...], seqlen_k: int, size: int) -> bool:
-    """Whether a rank's keys begin, and are cut, at multiples of `size` global slots."""
+    """True where a rank's keys begin, and are cut, at multiples of `size` global slots."""
     first, block, stride = key_layout
     is_one_run = stride == block or seqlen_k <= block
     is_cut = first % size == 0 and (is_one_run or (block % size == 0 and stride % size == 0))

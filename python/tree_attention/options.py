@@ -108,7 +108,7 @@ def check_option_names(op: str, options: AttentionOptions) -> None:
 
 
 def fields_of_options(options: AttentionOptions) -> tuple[tuple[str, object], ...]:
-    """What ranks of one call must have in common of its options, as `(name, value)` pairs."""
+    """Options that ranks of one call must have in common, as `(name, value)` pairs."""
     return (
         ("softmax_scale", options.get("softmax_scale")),
         ("softcap", options.get("softcap", 0.0)),

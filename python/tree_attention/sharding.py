@@ -49,7 +49,7 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def count(self, rank: int, length: Slots) -> Slots:
-        """How many of the first `length` global slots `rank` holds.
+        """Number of the first `length` global slots that `rank` holds.
 
         Raises:
             ValueError: there is no such rank. All methods that take a rank raise it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What both rings do before anything travels, and how what travels is laid out."""
+"""Checks that both rings do before anything travels, and the layout of what travels."""
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def signature_of(q: Tensor, v_local: Tensor, options: AttentionOptions) -> Signature:
-    """What ranks must have in common to call a ring together."""
+    """Fields that ranks must have in common to call a ring together."""
     return (
         ("batch, num_heads_q, seqlen_q, head_dim", tuple(q.shape)),
         ("dtype", q.dtype),

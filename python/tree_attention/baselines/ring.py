@@ -174,7 +174,7 @@ class _Shard:
         )
 
     def tensors(self) -> list[Tensor]:
-        """What travels; the rest is in the manifest."""
+        """The tensors that travel; the rest is in the manifest."""
         candidates = (
             self.k, self.v, self.k_scale, self.v_scale, self.key_ranges, self.page_table,
         )  # fmt: skip
@@ -203,7 +203,7 @@ class _Shard:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """What ranks must know of a shard before it comes: a row of int64 that each rank publishes."""
+    """Facts of a shard that ranks need before it comes: a row of int64 that each rank publishes."""
 
     k_shape_0: int  # batch, or pages
     k_shape_2: int  # keys, or the size of a page

@@ -31,7 +31,7 @@ class OtherCall(Exception):
 
 
 def sentence(error: BaseException) -> str:
-    """What a library's error says, without its place in the source, the C++ stack and advice."""
+    """Message of a library's error, without its place in the source, the C++ stack and advice."""
     line = str(error).strip().partition("\n")[0] or type(error).__name__
     return _PLACE_IN_SOURCE.sub("", line).partition(" This is typically")[0]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ranks tell one another beside their states."""
+"""Short messages that ranks tell one another beside their states."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ MERGE_SCHEMA = (
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """What a caller asks of an exchange."""
+    """Options of one exchange."""
 
     strategy: str  # or "auto"
     out_dtype: torch.dtype

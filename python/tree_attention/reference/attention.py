@@ -24,7 +24,7 @@ def attention(
     v_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """What `lean_decode` computes, one query at a time and with the same arguments.
+    """Compute `lean_decode` one query at a time, with the same arguments.
 
     Args:
         dtype: dtype of every step and of the results. With q's own dtype this is plain PyTorch, by

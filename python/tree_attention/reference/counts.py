@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a collective over simulated ranks sends: steps, messages, bytes, and the merges between."""
+"""Counts of a collective over simulated ranks: steps, messages, bytes, and merges between."""
 
 from collections import Counter
 from typing import Any

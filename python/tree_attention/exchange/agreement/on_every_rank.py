@@ -21,7 +21,7 @@ def on_every_rank(
     run: Callable[[], tuple[Signature, T]],
     note_of: Callable[[T], Note] = lambda result: {},
 ) -> tuple[T, list[Note]]:
-    """What `run` returns, if it raised on no rank and gave the same signature on all.
+    """Return what `run` does, if it raised on no rank and gave the same signature on all.
 
     Returns:
         Its result, and the notes that `note_of` makes of the results of all ranks, in rank order.

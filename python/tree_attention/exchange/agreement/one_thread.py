@@ -30,7 +30,7 @@ class Turn:
 
     @property
     def name(self) -> str:
-        """What ranks compare, as each must be in a call of the same thread: its name."""
+        """Name of the calling thread, which ranks compare: each must call from the same one."""
         return self._name or self._holder[1]
 
     def take(self, op: str, name: str | None = None) -> None:

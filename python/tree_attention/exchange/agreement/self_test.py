@@ -38,7 +38,7 @@ def merge_digest(device: torch.device) -> str:
 
 
 def delivery_fault(link: Link, device: torch.device, deadline: float) -> str:
-    """What came in a wrong order when every rank sent its id by each operation that moves states.
+    """Describe what came in a wrong order when ranks sent their ids by each operation of states.
 
     NCCL 2.26.2 gathered ranks in the order of their devices (its issue 1906): a merge would be of
     the right states in a wrong order, and slices would go to the wrong places.

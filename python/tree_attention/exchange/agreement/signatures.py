@@ -146,7 +146,7 @@ class Agreement:
         return [_parsed(value, rank) for rank, value in enumerate(values)]
 
     def _are_there(self, keys: list[str], deadline: float) -> bool:
-        """Whether all keys are in the store before the deadline.
+        """Wait until all keys are in the store; False where the deadline comes first.
 
         It asks again and again: `Store.wait` keeps the connection from the process's other threads,
         of which one may have to publish what ends the wait on another rank.
@@ -164,7 +164,7 @@ class Agreement:
         return True
 
     def _remark(self, rank: int, said: dict[str, str], other: dict[str, str], who: str) -> str:
-        """What to say about a rank's publication: a difference, a failure, both, or nothing."""
+        """Sentence about a rank's publication: a difference, a failure, both, or nothing."""
         remarks = []
         if said.keys() != {_FAILED}:
             for field in _differing(said, other)[:1]:
@@ -198,7 +198,7 @@ class Agreement:
 
 
 def _parsed(value: bytes, rank: int) -> dict[str, str]:
-    """What rank `rank` published, of which nothing is believed before it is checked."""
+    """Parse a rank's publication, of which nothing is believed before it is checked."""
     with suppress(ValueError, RecursionError):  # also of bytes that are no UTF-8
         said = json.loads(value)
         if isinstance(said, dict) and all(isinstance(text, str) for text in said.values()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What "auto" takes: by times that were measured on these very ranks, or else by a short rule.
+"""The choice of "auto": by times measured on these very ranks, or else by a short rule.
 
 Both are functions of what all ranks share, so all ranks choose alike.
 """
@@ -248,7 +248,7 @@ def explain_choice(
     out_dtype: torch.dtype,
     head_sharded: bool,
 ) -> str:
-    """What was chosen and why, for a person to read."""
+    """Say for a person to read what was chosen and why."""
     traffic = STRATEGIES[choice.strategy].traffic(layout, topology, out_dtype, head_sharded)
     return (
         f"exchange of {layout.num_rows} rows of {layout.head_dim} ({layout.num_bytes:,} bytes) "

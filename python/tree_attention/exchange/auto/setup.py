@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What strategies have set up for a group, by kind of device, and which ones could not."""
+"""Resources that strategies set up for a group by kind of device, and those that could not."""
 
 from __future__ import annotations
 

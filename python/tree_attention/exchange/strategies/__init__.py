@@ -27,7 +27,7 @@ Exchange = Callable[[float, Tensor, Tensor], None]
 
 
 class Resource(Protocol):
-    """What a strategy set up once for a group and a kind of device, and keeps."""
+    """A thing that a strategy sets up once for a group and a kind of device, and keeps."""
 
     def check(self) -> None:
         """Raises RuntimeError if an exchange is known to have failed. Waits for nothing."""
@@ -38,7 +38,7 @@ class Resource(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """What an exchange is prepared for, once."""
+    """Everything that preparing an exchange depends on."""
 
     link: Link
     topology: Topology
@@ -52,7 +52,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What an exchange costs on a network, from sizes alone.
+    """Cost of an exchange on a network, from sizes alone.
 
     Attributes:
         steps: trips over a link of which each waits for the one before it.
@@ -70,7 +70,7 @@ SetUp = Callable[[Link, torch.device, Topology, Gather, float], Resource | str]
 
 @dataclass(frozen=True)
 class Strategy:
-    """How ranks exchange and merge their states.
+    """A way in which ranks exchange and merge their states.
 
     `prepare(context)` makes buffers and views. The exchange that it returns finds this rank's state
     in `state.send`, may use all of `state` as scratch and writes the merged `o` in `out_dtype` and

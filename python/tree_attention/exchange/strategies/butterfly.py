@@ -23,7 +23,7 @@ from . import Context, Exchange, Strategy, Traffic
 
 @dataclass(frozen=True)
 class Level:
-    """What a rank does to merge its block of 2^level ranks with the block beside it."""
+    """Step in which a rank merges its block of 2^level ranks with the block beside it."""
 
     level: int
     source: int  # whose state of the other block it reads

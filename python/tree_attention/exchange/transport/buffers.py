@@ -127,7 +127,7 @@ class Slices:
 
 
 def share(count: int, num_slices: int, index: int) -> int:
-    """How many of `count` things slice `index` has, as `torch.tensor_split` deals them."""
+    """Number of `count` things that slice `index` has, as `torch.tensor_split` deals them."""
     return count // num_slices + (index < count % num_slices)
 
 
@@ -155,7 +155,7 @@ class Arena:
 
 
 class Prepared(Generic[T]):
-    """What is made once for a kind of call, and the memory that all of it shares."""
+    """Objects made once for each kind of call, and the memory that all of them share."""
 
     def __init__(self) -> None:
         self.arena = Arena()
@@ -188,7 +188,7 @@ class State:
     prepared: dict[Any, Callable[[float, Tensor, Tensor], None]] = field(default_factory=dict)
 
     def holds(self, o: Tensor, lse: Tensor) -> bool:
-        """Whether they are the views of this state, so that nothing need be copied."""
+        """True where they are the views of this state, so that nothing need be copied."""
         return all(
             x.data_ptr() == own.data_ptr() and x.dtype == own.dtype and x.stride() == own.stride()
             for x, own in ((o, self.o), (lse, self.lse))

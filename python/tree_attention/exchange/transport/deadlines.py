@@ -59,7 +59,7 @@ def call_before(
 
 
 def is_watched() -> bool:
-    """Whether torch compares the ranks' collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL).
+    """True where torch compares the ranks' collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL).
 
     It counts the messages of each rank with them, and would refuse the next collective where ranks
     have sent different numbers.

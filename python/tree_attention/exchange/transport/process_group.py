@@ -249,7 +249,7 @@ class Link:
         return _Operation(self, name)
 
     def is_staged(self, device: torch.device) -> bool:
-        """Whether tensors of `device` travel through host memory."""
+        """True where tensors of `device` travel through host memory."""
         return device.type != "cpu" and self._library(device) == "gloo"
 
     def transport_device(self, device: torch.device) -> torch.device:

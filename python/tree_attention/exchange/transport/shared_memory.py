@@ -90,7 +90,7 @@ def connect(rank: int, topology: Topology, gather: Gather) -> SharedMemory | str
 
 
 def _attempt(step: Callable[[], Note]) -> Note:
-    """What `step` has to tell the other ranks, or why it failed."""
+    """Return the note of `step` for the other ranks, or the reason why it failed."""
     try:
         return step()
     except (AttributeError, OSError, RuntimeError) as error:  # the first where it is not Linux

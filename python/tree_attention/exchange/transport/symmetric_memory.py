@@ -126,7 +126,7 @@ def connect(
         return f"ranks are on {topology.num_nodes} nodes"
 
     def attempt(name: str, step: Callable[[float], T]) -> T | str:
-        """What `step(limit)` gives if it succeeds everywhere, or why it does not."""
+        """Return `step(limit)` if it succeeds everywhere, or the reason why it does not."""
         note: Note = {}
         now = time.monotonic()
         # The rest of the time is left for other strategies.

@@ -64,7 +64,7 @@ class Topology:
 
 
 def node_name() -> str:
-    """What this process has in common with the ranks of its node and no others.
+    """Name that this process shares with the ranks of its node and with no others.
 
     `TREE_ATTENTION_NODE` if set. Else the host's name, which containers on several hosts may share,
     and the first rank that torchrun started beside this one (LOCAL_RANK, LOCAL_WORLD_SIZE).

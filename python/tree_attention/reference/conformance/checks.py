@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether an engine's merge, and its decoding over shards, are right where such code often is not.
+"""Checks of an engine's merge, and of its decoding over shards, where such code is often wrong.
 
 `check_merge` and `check_sharded_decode` call a function of any engine on cases that are known to go
 wrong, compare with float64 and return a `Report`, which prints one line per case. The first cases
@@ -44,7 +44,7 @@ State = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Line:
-    """What one case has shown."""
+    """Outcome of one case."""
 
     case: str
     passed: bool | None  # None: the function raised NotImplementedError
@@ -163,7 +163,7 @@ def _merge_line(
 
 
 def _plain_merge(o_parts: Tensor, lse_parts: Tensor) -> tuple[Tensor, Tensor]:
-    """What the documentation of `tree_attention.merge_states` says, in the dtype of the parts."""
+    """Merge as `tree_attention.merge_states` documents it, in the dtype of the parts."""
     empty = lse_parts == -math.inf
     lse = lse_parts.logsumexp(0)
     weights = (lse_parts - lse).exp().masked_fill(empty, 0)
@@ -236,7 +236,7 @@ def _mistaken_base(
     judge: Callable[[Tensor, Tensor | None], Accuracy],
     parts: tuple[Tensor, Tensor],
 ) -> str | None:
-    """What the result looks like where natural logarithms were confused with those to base 2."""
+    """Say where the result looks as if natural logarithms were confused with those to base 2."""
     o_parts, lse_parts = parts
     known = ~lse_parts.isnan().any(0)
     if not accuracy.o_error <= accuracy.o_bound:

@@ -32,7 +32,7 @@ def rotate(held: Sequence[T], counts: Counts | None = None) -> list[T]:
 
 
 def ring_steps(shards: Sequence[T], counts: Counts | None = None) -> Iterator[list[T]]:
-    """What each rank holds in each of the `world_size` steps, after `world_size - 1` rotations."""
+    """Yield what each rank holds in each of `world_size` steps, with a rotation between two."""
     held = list(shards)
     for step in range(len(shards)):
         if step:

@@ -42,7 +42,7 @@ class Schedule(ABC):
 
     @property
     def grid(self) -> int:
-        """How many CTAs are launched."""
+        """Number of CTAs that are launched."""
         return self.ctas
 
     @abstractmethod
@@ -173,7 +173,7 @@ Outcome = Literal["right", "wrong", "hangs"]
 
 
 def outcome(schedule: Schedule, order: Sequence[int] | None = None) -> Outcome:
-    """What a schedule does: whether each output tile gets each of its iterations once, in order."""
+    """Check that a schedule gives each output tile each of its iterations once, in order."""
     outputs, waiting = run(
         schedule,
         lambda tile, begin, end: [(tile, i) for i in range(begin, end)],
