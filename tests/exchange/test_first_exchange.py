@@ -26,7 +26,7 @@ from tree_attention.exchange.agreement import self_test, session
 from tree_attention.exchange.agreement.self_test import merge_digest
 from tree_attention.exchange.auto import choose
 from tree_attention.exchange.strategies import STRATEGIES, Strategy, two_phase
-from tree_attention.exchange.transport.messages import Messages
+from tree_attention.exchange.transport.messages import PointToPoint
 
 
 @on_ranks(3)
@@ -56,12 +56,12 @@ def test_processors_that_round_differently_are_refused(rank: int, world_size: in
 
 def misdeliver(rank: int, world_size: int, operation: str) -> str:
     """Rank 1 finds the messages of its peers in another order."""
-    owner = Messages if operation == "run" else Link
+    owner = PointToPoint if operation == "finish" else Link
     original = getattr(owner, operation)
 
-    def permuted(self: Link | Messages, *args: Any) -> None:
+    def permuted(self: Link | PointToPoint, *args: Any) -> None:
         original(self, *args)
-        if isinstance(self, Messages):
+        if isinstance(self, PointToPoint):
             first, second = self._receive.values()
         else:
             first, second = args[0].unbind()[1:]
@@ -86,7 +86,10 @@ def misdeliver(rank: int, world_size: int, operation: str) -> str:
     [
         ("all_gather", "all_gather brought rank 1 messages 0, 2, 1 instead of 0, 1, 2"),
         ("all_to_all", "0 to 1, 2 to 1, 1 to 1 instead of 0 to 1, 1 to 1, 2 to 1"),
-        ("run", "messages brought rank 1 messages 2 to 1, 1 to 1, 0 to 1 instead of 0 to 1, 1 to"),
+        (
+            "finish",
+            "messages brought rank 1 messages 2 to 1, 1 to 1, 0 to 1 instead of 0 to 1, 1 to",
+        ),
     ],
 )
 def test_messages_in_another_order_are_refused(operation: str, found: str) -> None:

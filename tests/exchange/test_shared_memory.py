@@ -37,7 +37,7 @@ from tree_attention import strategies
 from tree_attention._loader import load
 from tree_attention.exchange import Communicator, ExchangeError
 from tree_attention.exchange.agreement import session
-from tree_attention.exchange.transport import messages, shared_memory
+from tree_attention.exchange.transport import shared_memory
 
 CHANNEL = 256 << 10  # kChannelBytes of csrc/cpu/shared_memory.h
 
@@ -83,21 +83,6 @@ def test_ranks_of_a_node_need_no_network(rank: int, world_size: int) -> None:
     with mock.patch.object(dist.ProcessGroup, "send", side_effect=AssertionError("a message")):
         call("all_gather", comm)
         comm.all_reduce(torch.ones(3 * CHANNEL))
-
-
-def watch_from_now_on(rank: int, world_size: int, nodes: str) -> None:
-    comm = Communicator(nodes=nodes)
-    x = torch.arange(1000.0) + rank
-    expected = sum(torch.arange(1000.0) + r for r in range(world_size))
-    assert torch.equal(comm.all_reduce(x), expected)
-    with mock.patch.object(messages, "is_watched", lambda: True):
-        assert torch.equal(comm.all_reduce(2 * x), 2 * expected)
-    assert torch.equal(comm.all_reduce(3 * x), 3 * expected)
-
-
-@pytest.mark.parametrize("nodes", ["aa", "aab"])
-def test_messages_arrive_when_torch_begins_to_watch(nodes: str) -> None:
-    run_ranks(watch_from_now_on, len(nodes), nodes)
 
 
 def explain_every_strategy(rank: int, world_size: int) -> dict[str, str]:
@@ -313,7 +298,7 @@ def connected(count: int = 2) -> tuple[int, list[Any]]:
 def wait_when_the_interpreter_ends() -> None:
     _, (first, _) = connected()
     x = torch.zeros(1, dtype=torch.uint8)
-    wait = shared_memory.SharedMemory([0, 1], first).round({1: x}, {}).run
+    wait = shared_memory.SharedMemory([0, 1], first).round({1: x}, {}).start
     threading.Thread(target=wait, args=[time.monotonic() + AMPLE], daemon=True).start()
     time.sleep(0.1)
 

@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
     from .process_group import Link
-    from .shared_memory import SharedRound
+
+ByRank = Mapping[int, Tensor]
 
 # Seals: what the bytes at the end of a message say of the sender's call. Other numbers are digests.
 CHANGED = 0  # it is another call than the last one, or some rank's message said so or differed
 SAME = 1  # it is the same, and there is nothing more to compare
+
+_HOST = torch.device("cpu")
 
 
 class Round(Protocol):
@@ -52,6 +55,64 @@ class LibraryCall:
         self._link.bytes_sent -= SEAL_BYTES * (self._link.world_size - 1)  # as in `Messages`
 
 
+class Transport:
+    """A way for messages of contiguous byte tensors, prepared once."""
+
+    def post(self) -> None:
+        """Tells senders that their messages may come. Optional."""
+
+    def start(self, deadline: float) -> None:
+        """Begins to send and to receive."""
+        raise NotImplementedError
+
+    def finish(self, deadline: float) -> None:
+        """Waits for what `start` began, if it did not."""
+
+
+class PointToPoint(Transport):
+    """Messages of the process group, each by itself."""
+
+    def __init__(self, link: Link, receive: ByRank, send: ByRank, tag: int) -> None:
+        self._link, self._receive, self._send, self._tag = link, receive, send, tag
+        self._names = [f"message to rank {rank}" for rank in send]
+        self._names += [f"message from rank {rank}" for rank in receive]
+        self._received: list[Work] = []
+        self._sent: list[Work] = []
+
+    def post(self) -> None:
+        # A Gloo sender asks its receiver first, which costs a trip there and back.
+        group = self._link.group
+        self._received = [group.recv([t], rank, self._tag) for rank, t in self._receive.items()]
+
+    def start(self, deadline: float) -> None:
+        if not self._received:
+            self.post()
+        group = self._link.group
+        self._sent = [group.send([t], rank, self._tag) for rank, t in self._send.items()]
+
+    def finish(self, deadline: float) -> None:
+        for work, name in zip([*self._sent, *self._received], self._names, strict=True):
+            self._link.wait(work, _HOST, deadline, name)
+        self._received = []
+
+
+class AllToAll(Transport):
+    """Messages of any length as one all-to-all of the process group.
+
+    Over NCCL it queues them together; where torch watches the collectives of ranks, it would take
+    messages of some of them for collectives that the others lack.
+    """
+
+    def __init__(self, link: Link, receive: ByRank, send: ByRank, device: torch.device) -> None:
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        self._link, self._device = link, device
+        self._receive = [receive.get(rank, nothing) for rank in range(link.world_size)]
+        self._send = [send.get(rank, nothing) for rank in range(link.world_size)]
+
+    def start(self, deadline: float) -> None:
+        self._link.all_to_all_of(self._receive, self._send, self._device, deadline)
+
+
 class Messages:
     """A round of messages: this rank sends tensors to some ranks and receives from some.
 
@@ -74,20 +135,19 @@ class Messages:
     def __init__(
         self,
         link: Link,
-        receive: Mapping[int, Tensor],
-        send: Mapping[int, Tensor],
+        receive: ByRank,
+        send: ByRank,
         device: torch.device,
         tag: int,
         sealed: bool,
     ) -> None:
-        self._link, self._tag = link, tag
+        self._link = link
         self._own = (receive[link.rank], send[link.rank]) if link.rank in receive else None
         following = sorted(send, key=lambda rank: (rank - link.rank) % link.world_size)
         preceding = sorted(receive, key=lambda rank: (link.rank - rank) % link.world_size)
         receive = {rank: receive[rank] for rank in preceding if rank != link.rank}
         send = {rank: send[rank] for rank in following if rank != link.rank}
         self.bytes_sent = sum(tensor.nbytes - SEAL_BYTES * sealed for tensor in send.values())
-        self._device = link.transport_device(device)
         self._uploads: list[tuple[Tensor, Tensor]] = []  # (host memory, tensor to send)
         self._downloads: list[tuple[Tensor, Tensor]] = []  # (received tensor, host memory)
         if link.is_staged(device):
@@ -97,30 +157,16 @@ class Messages:
             self._downloads = [(tensor, hosts[id(tensor)]) for tensor in receive.values()]
             receive = {rank: hosts[id(tensor)] for rank, tensor in receive.items()}
             send = {rank: hosts[id(tensor)] for rank, tensor in send.items()}
-        is_read = sealed and self._device.type == "cpu"
+        device = link.transport_device(device)
+        is_read = sealed and device.type == "cpu"
         outgoing = {id(tensor): tensor for tensor in send.values()}
         self._seals_sent = [_seal(tensor) for tensor in outgoing.values() if is_read]
         self._seals_received = [_seal(tensor) for tensor in receive.values() if is_read]
-        memory = link.shared_memory
-        self._near: SharedRound | None = None
-        if self._device.type == "cpu" and memory is not None and not isinstance(memory, str):
-            near = [{r: t for r, t in side.items() if r in memory} for side in (receive, send)]
-            self._near = memory.round(*near)
-            receive = {r: t for r, t in receive.items() if r not in memory}
-            send = {r: t for r, t in send.items() if r not in memory}
-        self._receive, self._send = receive, send
-        self._names = [f"message to rank {rank}" for rank in send]
-        self._names += [f"message from rank {rank}" for rank in receive]
-        self._posted: list[Work] = []
+        self._transports = _transports(link, receive, send, device, tag)
 
     def post(self) -> None:
-        # A Gloo sender asks its receiver first, which costs a trip there and back.
-        if self._device.type == "cpu" and not is_watched():
-            self._post()
-
-    def _post(self) -> None:
-        group = self._link.group
-        self._posted = [group.recv([t], r, self._tag) for r, t in self._receive.items()]
+        for transport in self._transports:
+            transport.post()
 
     def run(self, deadline: float) -> None:
         with self._link.operation("round of messages"):
@@ -128,20 +174,10 @@ class Messages:
                 host.copy_(tensor)
             for seal in self._seals_sent:
                 seal.value = self._link.seal
-            works: list[Work] = []
-            if self._device.type != "cpu" or is_watched():
-                self._link.all_to_all_of(self._receive, self._send, self._device, deadline)
-            else:
-                if not self._posted:
-                    self._post()
-                group = self._link.group
-                works = [group.send([t], r, self._tag) for r, t in self._send.items()]
-                works += self._posted
-            if self._near is not None:
-                self._near.run(deadline)
-            for work, name in zip(works, self._names, strict=False):
-                self._link.wait(work, self._device, deadline, name)
-            self._posted = []
+            for transport in self._transports:
+                transport.start(deadline)
+            for transport in self._transports:
+                transport.finish(deadline)
             for seal in self._seals_received:
                 if seal.value != self._link.seal:
                     self._link.seal = CHANGED
@@ -150,6 +186,21 @@ class Messages:
             for tensor, host in self._downloads:
                 tensor.copy_(host)
         self._link.bytes_sent += self.bytes_sent
+
+
+def _transports(
+    link: Link, receive: ByRank, send: ByRank, device: torch.device, tag: int
+) -> list[Transport]:
+    """Transports of the messages between this rank and others, prepared."""
+    if device.type != "cpu" or is_watched():
+        return [AllToAll(link, receive, send, device)]
+    memory = link.shared_memory
+    if memory is None or isinstance(memory, str):
+        return [PointToPoint(link, receive, send, tag)]
+    far = [{r: t for r, t in side.items() if r not in memory} for side in (receive, send)]
+    near = [{r: t for r, t in side.items() if r in memory} for side in (receive, send)]
+    # The network sends while this rank is busy with the memory.
+    return [PointToPoint(link, far[0], far[1], tag), memory.round(near[0], near[1])]
 
 
 def _seal(message: Tensor) -> ctypes.c_uint64:

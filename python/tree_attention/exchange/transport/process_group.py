@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ _ALL_GATHER = (
 # The method behind dist.all_to_all_single, likewise.
 _ALL_TO_ALL = (
     "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
+)
+_Options = TypeVar(
+    "_Options", AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 )
 # No operation uses this tag: a receive with it can only end by its timeout.
 _NOBODYS_TAG = 0x7A77
@@ -138,9 +141,7 @@ class Link:
 
     def all_gather(self, receive: Tensor, send: Tensor, deadline: float) -> None:
         """`receive` becomes the concatenation of every rank's `send`, in rank order."""
-        options = AllgatherOptions()
-        options.timeout = remaining(deadline)
-        options.asyncOp = False
+        options = _with_timeout(AllgatherOptions(), deadline)
         with self.operation(f"all_gather of {send.nbytes} bytes from each rank"):
             source, target = self._stage(send), self._stage(receive, copy=False)
             work = getattr(self.group, _ALL_GATHER)(target.view(-1), source.view(-1), options)
@@ -149,7 +150,7 @@ class Link:
 
     def all_to_all(self, receive: Tensor, send: Tensor, deadline: float) -> None:
         """Equal parts: `receive[r]` becomes what rank r has in its `send` for this rank."""
-        options = _all_to_all_options(deadline)
+        options = _with_timeout(AllToAllOptions(), deadline)
         num_bytes = send.nbytes // self.world_size
         with self.operation(f"all_to_all of {num_bytes} bytes to each rank"):
             source, target = self._stage(send), self._stage(receive, copy=False)
@@ -159,37 +160,32 @@ class Link:
 
     def all_to_all_of(
         self,
-        receive: Mapping[int, Tensor],
-        send: Mapping[int, Tensor],
+        receive: list[Tensor],
+        send: list[Tensor],
         device: torch.device,
         deadline: float,
     ) -> None:
-        """Messages of any length between some ranks as one all-to-all, uncounted.
+        """Messages of any length, one for each rank and perhaps empty, uncounted.
 
         `device` is where the byte tensors are. Over NCCL a message goes where it belongs; over
         Gloo, whose all-to-all takes one tensor, through a copy.
         """
-        nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        received = [receive.get(rank, nothing) for rank in range(self.world_size)]
-        sent = [send.get(rank, nothing) for rank in range(self.world_size)]
-        options = _all_to_all_options(deadline)
+        options = _with_timeout(AllToAllOptions(), deadline)
         if device.type != "cpu":
-            work = self.group.alltoall(received, sent, options)
+            work = self.group.alltoall(receive, send, options)
             self.wait(work, device, deadline, "messages of all ranks")
             return
-        sizes = [[tensor.numel() for tensor in tensors] for tensors in (received, sent)]
-        target = torch.cat(received)
-        work = getattr(self.group, _ALL_TO_ALL)(target, torch.cat(sent), *sizes, options)
+        sizes = [[tensor.numel() for tensor in tensors] for tensors in (receive, send)]
+        target = torch.cat(receive)
+        work = getattr(self.group, _ALL_TO_ALL)(target, torch.cat(send), *sizes, options)
         self.wait(work, device, deadline)
-        for tensor, part in zip(received, target.split(sizes[0]), strict=True):
+        for tensor, part in zip(receive, target.split(sizes[0]), strict=True):
             tensor.copy_(part)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, deadline: float) -> None:
         """Reduces `tensor` over the ranks in place. The bytes counted are those of a ring."""
-        options = AllreduceOptions()
+        options = _with_timeout(AllreduceOptions(), deadline)
         options.reduceOp = op
-        options.timeout = remaining(deadline)
-        options.asyncOp = False
         with self.operation(f"all_reduce of {tensor.nbytes} bytes"):
             target = self._stage(tensor)
             work = self.group.allreduce([target], options)
@@ -198,11 +194,9 @@ class Link:
 
     def broadcast(self, tensor: Tensor, deadline: float) -> None:
         """`tensor` becomes rank 0's. The bytes counted are those of a message to every rank."""
-        options = BroadcastOptions()
+        options = _with_timeout(BroadcastOptions(), deadline)
         options.rootRank = 0
         options.rootTensor = 0
-        options.timeout = remaining(deadline)
-        options.asyncOp = False
         with self.operation(f"broadcast of {tensor.nbytes} bytes from rank 0"):
             target = self._stage(tensor)
             work = self.group.broadcast([target], options)
@@ -344,8 +338,7 @@ class _Operation(AbstractContextManager[None]):
             self._link.seconds += time.perf_counter() - self._start
 
 
-def _all_to_all_options(deadline: float) -> AllToAllOptions:
-    options = AllToAllOptions()
+def _with_timeout(options: _Options, deadline: float) -> _Options:
     options.timeout = remaining(deadline)
     options.asyncOp = False
     return options

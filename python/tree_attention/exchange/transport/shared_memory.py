@@ -23,6 +23,7 @@ from ..._loader import load
 from ..errors import sentence
 from ..notes import Gather, Note, first_reason
 from .deadlines import is_watched
+from .messages import Transport
 
 if TYPE_CHECKING:
     from .topology import Topology
@@ -55,7 +56,7 @@ class SharedMemory:
         return [(self._members[r], t.data_ptr(), t.nbytes) for r, t in tensors.items()]
 
 
-class SharedRound:
+class SharedRound(Transport):
     """Messages through shared memory, of which each is as long where it is sent as where it is
     received."""
 
@@ -65,8 +66,8 @@ class SharedRound:
         self._messages = messages
         self._kept = receive, send  # as `messages` has addresses only
 
-    def run(self, deadline: float) -> None:
-        """Raises RuntimeError after the deadline, or when a rank has failed or ended."""
+    def start(self, deadline: float) -> None:
+        """Sends and receives. Raises RuntimeError after the deadline, or when a rank has ended."""
         is_main_thread = threading.current_thread() is threading.main_thread()
         self._messages.run(deadline - time.monotonic(), is_main_thread)
 
