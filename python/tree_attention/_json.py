@@ -15,11 +15,7 @@ MAX_BYTES = 100_000_000  # as many as safetensors allows the header of a file
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a regular file for reading; a pipe would wait for its writer, and a device never end.
-
-    Raises:
-        OSError: it is no regular file, or cannot be read.
-    """
+    """Opens a file, but no pipe, which would wait for its writer, and no device."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -32,10 +28,6 @@ def read_json_object(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
 
     Args:
         what: the kind of file, with which an error begins.
-
-    Raises:
-        OSError: it is no regular file, or cannot be read.
-        ValueError: it holds no JSON object.
     """
     with open_regular(path) as file:
         content = file.read(MAX_BYTES + 1)
@@ -46,11 +38,7 @@ def read_json_object(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
 
 
 def parse_json_object(content: bytes) -> dict[str, Any]:
-    """Parses a JSON object.
-
-    Raises:
-        ValueError: it is none; the message says why.
-    """
+    """Parses a JSON object; the ValueError of bad content says why it is none."""
     if len(content) > MAX_BYTES:
         raise ValueError(f"it is larger than {MAX_BYTES:,} bytes")
     try:
@@ -75,9 +63,6 @@ def replace_file(path: str | os.PathLike[str], text: str) -> None:
     """Writes a text to a file as a whole: an interrupted write leaves what was there.
 
     What is no regular file, such as a pipe or a terminal, is written to.
-
-    Raises:
-        OSError: it cannot be written.
     """
     path = Path(path)
     if not _is_replaced(path):

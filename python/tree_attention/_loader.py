@@ -25,12 +25,7 @@ def load() -> ModuleType:
 
 
 def load_from(directory: Path) -> ModuleType:
-    """Loads the extension that lies in `directory`.
-
-    Raises:
-        ImportError: the extension is missing, was built for another Python or another torch, or
-            does not load. The message names both versions and the command that rebuilds it.
-    """
+    """Loads the extension in `directory`; its ImportError says how to rebuild it."""
     path = _find(directory)
     built_for = torch_version_of(path)
     # A torch release keeps its C++ interface over patch releases and CUDA flavours, which therefore

@@ -31,12 +31,7 @@ def decode_by_blocks(
     exchange: ExchangeOptions,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
-    """`tree_decode` with blocks of `size` global slots, whose states all ranks gather.
-
-    Raises:
-        ValueError: a block would lie on several ranks, or a rank's key_layout does not say where
-            its keys are.
-    """
+    """`tree_decode` with blocks of `size` global slots, whose states all ranks gather."""
     _check_exchange(size, exchange, q)
     # Refuses bad arguments, and is the result where no rank has a key.
     no_keys = ranges_without_keys(q, key_ranges)

@@ -96,11 +96,7 @@ def check_options(
     payload_dtype: torch.dtype = torch.float32,
     head_sharded: bool = False,
 ) -> None:
-    """Refuses options of `op` that no rank could follow.
-
-    Raises:
-        ValueError: there is no such strategy, or it cannot do what the options ask for.
-    """
+    """Refuses options of `op` that no rank could follow."""
     if strategy not in ("auto", *STRATEGIES):
         names = ", ".join(("auto", *STRATEGIES))
         raise ValueError(f"{op}: strategy must be one of {names}, got {strategy!r}")
@@ -132,12 +128,7 @@ def _shapes(o: Tensor, lse: Tensor) -> str:
 
 
 def check_timeout(op: str, timeout: float | timedelta) -> float:
-    """The seconds of an argument `timeout` of `op`.
-
-    Raises:
-        TypeError: it is neither a number nor a timedelta.
-        ValueError: it is not above 0, or longer than any clock of the libraries below.
-    """
+    """The seconds of an argument `timeout` of `op`."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, bool) or not isinstance(seconds, Real):
         raise TypeError(
@@ -151,11 +142,7 @@ def check_timeout(op: str, timeout: float | timedelta) -> float:
 
 
 def payload_of_sum(x: Tensor, payload_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which ranks send `x` to be summed.
-
-    Raises:
-        ValueError: `x` cannot be summed, or not with such a payload.
-    """
+    """The dtype in which ranks send `x` to be summed."""
     check_tensors("all_reduce", x=x)
     if not x.dtype.is_floating_point:
         raise ValueError(f"all_reduce: x must have a floating dtype, got {x.dtype}")
@@ -171,11 +158,7 @@ def payload_of_sum(x: Tensor, payload_dtype: torch.dtype | None) -> torch.dtype:
 def check_gather(
     x: Tensor, counts: Sequence[int], dim: int, rank: int, world_size: int
 ) -> tuple[tuple[int, ...], int]:
-    """The counts and the dim, from 0 on, of an all_gather in which this is rank `rank`.
-
-    Raises:
-        ValueError: they do not describe `x`, or it cannot be sent.
-    """
+    """The counts and the dim, from 0 on, of an all_gather in which this is rank `rank`."""
     check_tensors("all_gather", x=x)
     _check_values("all_gather", "x", x)
     check_no_gradient("all_gather", "x", x)

@@ -25,9 +25,6 @@ def on_every_rank(
 
     Returns:
         Its result, and the notes that `note_of` makes of the results of all ranks, in rank order.
-
-    Raises:
-        ExchangeError: it raised on another rank, or the signatures differ.
     """
     try:
         signature, result = run()

@@ -38,9 +38,6 @@ class Turn:
 
         `name`: what ranks compare in place of the thread's name, where `op` itself compares enough
         to tell two calls of it apart.
-
-        Raises:
-            ExchangeError: another thread has it, or this is a forked process. Nothing was sent.
         """
         self.check_process(op)
         if not self._lock.acquire(blocking=False):

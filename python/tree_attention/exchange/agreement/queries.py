@@ -51,11 +51,7 @@ class Queries:
         }
 
     def check(self, notes: Sequence[Note]) -> None:
-        """Compares the notes of ranks whose digests differ.
-
-        Raises:
-            Disagreement: the queries differ by more than rounding.
-        """
+        """Raises Disagreement if the queries of ranks differ by more than rounding."""
         samples = [torch.tensor(note["queries"], dtype=torch.float64) for note in notes]
         first = samples[0]
         most = notes[0]["rounding"] * float(first.nan_to_num(0.0, 0.0, 0.0).abs().max())

@@ -148,11 +148,7 @@ class Session:
             raise ExchangeError(fault)
 
     def before_deadline(self, run: Callable[[float], T], seconds: float) -> T:
-        """`run(deadline)` in so many seconds; any error in it but a disagreement is final.
-
-        Raises:
-            ExchangeError: a RuntimeError in `run`, or the session has failed before.
-        """
+        """`run(deadline)` in so many seconds; any error in it but a disagreement is final."""
         if self.failed is not None:
             raise ExchangeError(
                 f"{self._here()}: the communicator has failed before: {self.failed}"

@@ -55,13 +55,7 @@ class Agreement:
         self._interrupted = threading.Event()
 
     def reach(self, signature: Signature, deadline: float, note: Note | None = None) -> list[Note]:
-        """Every rank's note, in rank order, once all have published the same signature.
-
-        Raises:
-            Disagreement: some rank's differs; raised on all ranks, naming rank and field.
-            ExchangeError: a rank has failed or published none before the deadline, or the store
-                is lost.
-        """
+        """Every rank's note, once all publish the same signature; or all raise Disagreement."""
         self._epoch += 1
         self._own = {
             _NOTE: json.dumps(note or {}),

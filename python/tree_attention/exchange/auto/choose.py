@@ -150,11 +150,7 @@ class CostTable:
 
     @staticmethod
     def load(path: str | Path) -> CostTable:
-        """The table that `save` wrote.
-
-        Raises:
-            ValueError: the file holds none, or one of another version.
-        """
+        """The table that `save` wrote."""
         what = "table of exchange costs"
         try:
             content = read_json_object(path, what)

@@ -27,9 +27,6 @@ def prepare(
     """The exchange of `state` by the strategy that `options` name, or that "auto" takes.
 
     `explain`: print on rank 0 which one that is, and why.
-
-    Raises:
-        Disagreement: the strategy is not available to these ranks. All of them raise it.
     """
     layout = state.layout
     if layout.num_bytes == 0:
