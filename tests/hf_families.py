@@ -8,7 +8,6 @@ differ in the families that they have.
 from __future__ import annotations
 
 import copy
-import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -334,28 +333,6 @@ REFUSED: tuple[Refusal, ...] = (
         },
     ),
 )
-
-
-def page_lists() -> str:
-    """Return what docs/models.md says of families."""
-    rows = [f"| {', '.join(refusal.families)} | {refusal.why} |" for refusal in REFUSED]
-    return "\n".join(
-        [
-            _wrapped(f"{', '.join(WORKING)}."),
-            "",
-            _wrapped(
-                f"With layers that keep a state, the same on every rank: {', '.join(HYBRIDS)}."
-            ),
-            "",
-            "| refused | because |",
-            "| --- | --- |",
-            *rows,
-        ]
-    )
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 120, break_on_hyphens=False)
 
 
 def make_model(family: Family) -> PreTrainedModel:

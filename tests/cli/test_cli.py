@@ -14,14 +14,11 @@ import pytest
 import torch
 
 import tree_attention
-from distributed import run_ranks
 from ranks_of_commands import started
-from tree_attention import lean_decode, strategies
 from tree_attention.__main__ import main
 from tree_attention.cli import screen
 from tree_attention.cli.generate import command as generate
 from tree_attention.cli.usage import check_can_be_written
-from tree_attention.cli.verify import command as verify
 from tree_attention.cli.world import World, joined_world
 
 PROMPT = "Keys and values never move."
@@ -282,61 +279,6 @@ def test_joined_world_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with joined_world() as world:
         assert world == World(0, 1) and world.root
     assert not torch.distributed.is_initialized()
-
-
-def test_verify_passes(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--model", str(checkpoint)]) == 0
-    output = capsys.readouterr().out
-    assert "FAILED" not in output and "checks passed." in output
-    assert f"HuggingFace tokens: {checkpoint.name}" in output
-
-
-def test_verify_fails_with_a_wrong_operator(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def forgets_a_key(q, k, v, *args, **kwargs):
-        return lean_decode(q, k[:, :, :-1], v[:, :, :-1], *args, **kwargs)
-
-    monkeypatch.setattr(verify, "lean_decode", forgets_a_key)
-    monkeypatch.setattr(verify, "check_huggingface", lambda *_: iter(()))
-    assert main(["verify"]) == 1
-    output = capsys.readouterr().out
-    assert "FAILED" in output and "checks failed" in output
-
-
-def test_verify_skips_without_transformers(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verify.importlib.util, "find_spec", lambda name: None)
-    (check,) = verify.check_huggingface(None)
-    assert check.passed is None
-    verify.show([check], World())
-    assert "'tree-attention[hf]'" in capsys.readouterr().out
-
-
-def verify_on_ranks(rank: int, world_size: int, wrong_rank: int | None) -> list[verify.Check]:
-    world = World(rank, world_size)
-    if rank == wrong_rank:
-
-        def forgets_a_key(q, k, v, *args, **options):
-            return lean_decode(q, k[:, :, 1:], v[:, :, 1:], *args, **options)
-
-        verify.lean_decode = forgets_a_key
-    checks = [*verify.check_operator(), *verify.check_ranks(world)]
-    return [verify.in_all_ranks(check, world) for check in checks]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_verify_ranks(world_size: int) -> None:
-    for checks in run_ranks(verify_on_ranks, world_size, None):
-        assert all(check.passed for check in checks)
-        same = sum("same bits on all ranks" in check.detail for check in checks)
-        assert same == 2 * (len(strategies()) + 2)  # two layouts; the rings are two more ways
-
-
-def test_verify_reports_the_rank_that_fails() -> None:
-    for checks in run_ranks(verify_on_ranks, 2, 1, fresh=True):
-        assert checks[0].passed is False and checks[0].detail.startswith("rank 1: ")
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ mask or a cache that the operator does not have, and whose tokens are wrong with
 
 from __future__ import annotations
 
+import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -28,7 +29,6 @@ from hf_families import (
     WORKING,
     Refusal,
     make_model,
-    page_lists,
 )
 from tree_attention import BlockCyclic, hf
 
@@ -103,6 +103,28 @@ def test_refused_with_the_reason(name: str) -> None:
         (ValueError, NotImplementedError, hf.WrongAttentionError), match=refusal.says
     ):
         hf.enable(model).generate(**_prompts(), max_new_tokens=1)
+
+
+def page_lists() -> str:
+    """Return what docs/models.md says of families."""
+    rows = [f"| {', '.join(refusal.families)} | {refusal.why} |" for refusal in REFUSED]
+    return "\n".join(
+        [
+            _wrapped(f"{', '.join(WORKING)}."),
+            "",
+            _wrapped(
+                f"With layers that keep a state, the same on every rank: {', '.join(HYBRIDS)}."
+            ),
+            "",
+            "| refused | because |",
+            "| --- | --- |",
+            *rows,
+        ]
+    )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_on_hyphens=False)
 
 
 def test_page_lists_the_families() -> None:

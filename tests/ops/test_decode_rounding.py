@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Large scores and many keys: errors of rounding stay within their bounds."""
+
+import math
+
+import pytest
+import torch
+
+from helpers import make_problem
+from test_lean_decode import by_dtype
+
+
+@pytest.mark.parametrize("seed", [6, 12, 25])  # where two sums per score are outside the bound
+def test_scores_of_long_queries(seed, device):
+    torch.manual_seed(seed)
+    problem = make_problem(
+        num_heads_kv=3, group_size=2, seqlen_q=3, seqlen_k=512, head_dim=128, softmax_scale=0.3
+    )
+    problem.to(device).run_and_check()
+
+
+@by_dtype
+def test_many_keys_far_below_one(dtype, device):
+    """Their weights, 1e-8 of the largest, are all there is of the output: float16 has no such
+    number."""
+    problem = make_problem(seqlen_k=2000, dtype=dtype, out_dtype=torch.float32)
+    problem.q[:], problem.k[:], problem.v[:] = 1.0, 0.0, 1.0
+    problem.k[:, :, 1234, 0], problem.v[:, :, 1234] = 8 * 18.5, 0.0
+    o, _ = problem.to(device).run(num_workers=1)
+    torch.testing.assert_close(o, torch.full_like(o, 1999 * math.exp(-18.5)), rtol=2e-3, atol=0)
+
+
+def test_infinite_scores_drop_keys(device):
+    problem = make_problem(seqlen_k=130)
+    problem.q[..., 0] = 1.0
+    problem.k[:, :, 10:120, 0] = -math.inf
+    o, lse = problem.to(device).run_and_check(num_workers=3)
+    assert lse.isfinite().all()
+    problem.k[..., 0] = -math.inf  # every score is -inf: the state of no keys
+    o, lse = problem.to(device).run_and_check(num_workers=3)
+    assert (o == 0).all() and (lse == -math.inf).all()
+
+
+def test_inputs_are_not_modified(device):
+    problem = make_problem(seqlen_q=2, ranges="causal", alibi=1 / 64, page_size=16).to(device)
+    inputs = [problem.q, problem.k, problem.v, problem.key_ranges, *problem.options.values()]
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    before = [x.clone() for x in tensors]
+    problem.run(num_workers=4)
+    for x, y in zip(tensors, before, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("score_size", [0.1, 1.0, 20.0], ids=["flat", "normal", "peaked"])
+@pytest.mark.parametrize("num_workers", [1, 7])
+def test_rounding_errors_do_not_grow_with_length(num_workers, score_size):
+    """One float32 sum over all keys would have ten times the error of a blocked one here."""
+    problem = make_problem(
+        batch=1, num_heads_kv=1, group_size=8, seqlen_k=100_000, score_size=score_size
+    )
+    problem.run_and_check(num_workers=num_workers)
+
+
+def test_rounding_errors_do_not_grow_beside_an_empty_query():
+    """Keys that not all queries of a step see are summed in levels, too."""
+    problem = make_problem(
+        batch=1, num_heads_kv=1, group_size=1, seqlen_q=2, seqlen_k=200_000, score_size=0.5
+    )
+    problem.v += 0.5
+    errors = []
+    for others_end in (200_000, 0):
+        problem.key_ranges = torch.tensor([[[0, 200_000], [0, others_end]]], dtype=torch.int32)
+        o, lse = problem.run(num_workers=1)
+        true_o, _ = problem.check(o, lse)
+        errors.append((o.double() - true_o)[0, 0, 0].abs().max().item())
+    assert errors[1] <= 2 * errors[0]
