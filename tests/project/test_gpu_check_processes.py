@@ -11,6 +11,8 @@ import pytest
 
 from test_gpu_check_script import ROOT, load
 
+pytestmark = pytest.mark.deep
+
 TESTS = """
 import os, time
 import pytest
@@ -64,8 +66,6 @@ def test_a_process_that_ignores_the_limit_of_its_tests_ends(tmp_path, monkeypatc
 
 LOST = """
 import torch
-
-pytestmark = pytest.mark.deep
 
 def test_first(): pass
 
