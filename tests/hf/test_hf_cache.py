@@ -20,6 +20,7 @@ from hf_caches import HEAD_DIM, HEADS, numbered_keys
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, ShardLayout, hf
 from tree_attention.hf.cache import growing as layer_module
+from tree_attention.hf.cache import window as window_module
 from tree_attention.hf.cache.growing import CROP_KEEPS, TreeCacheLayer
 from tree_attention.hf.cache.latent import override_expansion
 from tree_attention.hf.cache.shard import Shard
@@ -97,6 +98,37 @@ def test_growing_is_rare_and_reserved_room_is_not_grown() -> None:
     address = cache.layers[0].keys.data_ptr()
     _append(cache, 1, 249)
     assert cache.layers[0].keys.data_ptr() == address
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("name", ["llama", "mistral_window"])
+def test_an_interrupted_reallocation_changes_nothing(name: str, kv_dtype: str | None) -> None:
+    """Ctrl-C while values are copied must not leave them smaller than the keys."""
+    cache = hf.TreeCache(CONFIGS[name], growth=8, kv_dtype=kv_dtype)
+    layer, keys = cache.layers[0], numbered_keys(0, 200).contiguous()
+    layer.update(keys, -keys)
+    before, dropped = layer.buffers(), layer.dropped
+    for number in range(len(before)):
+        copied: list[Tensor] = []
+
+        def copy_slots(
+            x: Tensor, out: Tensor, last: int = number, seen: list[Tensor] = copied
+        ) -> None:
+            if len(seen) == last:
+                raise KeyboardInterrupt
+            seen.append(out.copy_(x))
+
+        with (
+            mock.patch.object(layer_module, "copy_slots", copy_slots),
+            mock.patch.object(window_module, "copy_slots", copy_slots),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            layer.update(keys, -keys)
+        assert len(copied) == number
+        assert all(x is before[key] for key, x in layer.buffers().items())
+        assert layer.dropped == dropped and layer.length == 200
+    layer.update(keys, -keys)
+    assert layer.length == 400
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

@@ -208,3 +208,34 @@ def test_states_of_an_interrupted_forward_pass_are_not_kept(max_length: int | No
         torch.testing.assert_close(
             model(ids, past_key_values=held).logits, expected, atol=1e-4, rtol=1e-4
         )
+
+
+@pytest.mark.parametrize("max_length", [None, 64])
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_a_pass_that_moved_on_states_alone_is_refused(name: str, max_length: int | None) -> None:
+    """It was interrupted before the first layer with keys, whose lengths do not show it."""
+    model = hf.enable(make_model(HYBRIDS[name]))
+    ids = _prompts(1)["input_ids"]
+    held = hf.TreeCache(model.config, max_length=max_length)
+    expected = model(ids, past_key_values=held).logits
+    held.reset()
+    model(ids[:, :8], past_key_values=held)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    index = next(i for i, layer in enumerate(held.layers) if layer in held.kv_layers)
+    assert index > 0
+    hook = model.model.layers[index].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(ids[:, 8:], past_key_values=held)
+    hook.remove()
+    for interrupted in (held, copy.deepcopy(held)):
+        with pytest.raises(RuntimeError, match="did not reach the last layer, and some layers kee"):
+            model(ids[:, 8:], past_key_values=interrupted)
+        with pytest.raises(ValueError, match="some layers keep a state that has its tokens"):
+            interrupted.crop(interrupted.get_seq_length() if CROP_KEEPS else 0)
+    held.reset()
+    found = model(ids, past_key_values=held).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

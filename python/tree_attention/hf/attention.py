@@ -15,7 +15,7 @@ from .cache.growing import KVShard, TreeCacheLayer
 from .cache.latent import LatentLayer, attend_to_latents
 from .cache.shard import Shard
 from .masks import KeyRanges
-from .prompts.split_attention import attend
+from .prompts.split_attention import attend_split
 from .prompts.token_split import current_deal
 from .weights.mesh import Mesh
 from .weights.split import mesh_of
@@ -42,11 +42,11 @@ def tree_attention_forward(
     """Attends to the keys of a `TreeCache` on all its ranks, or to plain tensors on this one alone.
 
     Args:
-        query: `[batch, num_heads_q, seqlen_q, head_dim]`; in a dealt forward pass of the tokens
+        query: `[batch, num_heads_q, seqlen_q, head_dim]`; in a split forward pass of the tokens
             that this rank computes.
-        key, value: what `TreeCache.update` returned, or tensors
+        key, value: the results of `TreeCache.update`, or tensors
             `[batch, num_heads_kv, seqlen_k, head_dim]`.
-        attention_mask: what `tree_attention_mask` returned.
+        attention_mask: the result of `tree_attention_mask`.
         scaling: the factor of the scores; None: `head_dim ** -0.5`.
         softcap: bound of the scores, None or 0 for none.
         s_aux: attention sinks `[num_heads_q]`: a score per query head which enters only the
@@ -60,42 +60,53 @@ def tree_attention_forward(
     Raises:
         NotImplementedError: the model asks for what the operator does not compute.
     """
-    ranges = _checked(attention_mask, dropout, kwargs)
-    if query.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "tree_attention: computes no gradients; call the model under torch.no_grad()"
-        )
+    ranges = _checked(query, attention_mask, dropout, kwargs)
+    mesh = mesh_of(module)
     # A sink scales the result that is merged over all ranks; it is rounded to query's dtype once,
     # after that.
     out_dtype = query.dtype if s_aux is None else torch.float32
     keywords: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
-    mesh = mesh_of(module)
-    is_head_sharded = mesh is not None and mesh.context_size > 1
-    if isinstance(key, KVShard):
-        layer = key.layer
-        if mesh is not None:
-            _check_place(layer.shard, mesh)
-
-        def over_shard(query: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
-            return _over_shard(query, layer, ranges, is_head_sharded, out_dtype, keywords)
-
-        if isinstance(layer, LatentLayer):
-            o, lse = attend_to_latents(module, query, layer, over_shard)
-        else:
-            o, lse = over_shard(query, layer)
+    if not isinstance(key, KVShard):
+        o, lse = _unsharded(query, key, value, ranges, mesh, out_dtype, keywords)
     else:
-        if ranges.kv_length != key.shape[2]:
-            raise _wrong_length(ranges, key.shape[2])
-        if not torch.compiler.is_compiling() and dist.is_initialized():
-            _warn_if_not_sharded(dist.get_world_size())
-        o, lse = lean_decode(query, key, value, ranges.whole(), out_dtype=out_dtype, **keywords)
-        if mesh is not None and is_head_sharded:
-            begin, end = mesh.own_heads(query.shape[1])
-            o, lse = o[:, begin:end], lse[:, begin:end]
+        if mesh is not None:
+            _check_place(key.layer.shard, mesh)
+        attend = functools.partial(
+            _over_shard,
+            ranges=ranges,
+            is_head_sharded=mesh is not None and mesh.context_size > 1,
+            out_dtype=out_dtype,
+            keywords=keywords,
+        )
+        if isinstance(key.layer, LatentLayer):
+            o, lse = attend_to_latents(module, query, key.layer, attend)
+        else:
+            o, lse = attend(query, key.layer)
     if s_aux is not None:
         weight = torch.sigmoid(lse - s_aux.to(lse.dtype)[None, :, None])
         o = (o * weight[..., None]).to(query.dtype)
     return o.transpose(1, 2).contiguous(), None
+
+
+def _unsharded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ranges: KeyRanges,
+    mesh: Mesh | None,
+    out_dtype: torch.dtype,
+    keywords: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Attention to plain tensors, with the heads that this rank goes on with."""
+    if ranges.kv_length != key.shape[2]:
+        raise _wrong_length(ranges, key.shape[2])
+    if not torch.compiler.is_compiling() and dist.is_initialized():
+        _warn_if_not_sharded(dist.get_world_size())
+    o, lse = lean_decode(query, key, value, ranges.whole(), out_dtype=out_dtype, **keywords)
+    if mesh is None or mesh.context_size == 1:
+        return o, lse
+    begin, end = mesh.own_heads(query.shape[1])
+    return o[:, begin:end], lse[:, begin:end]
 
 
 def _over_shard(
@@ -106,6 +117,39 @@ def _over_shard(
     out_dtype: torch.dtype,
     keywords: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
+    """Attention to the keys of a layer on all ranks of its cache."""
+    _check_layer(layer, ranges)
+    shard, deal = layer.shard, current_deal()
+    if deal is not None:
+        return attend_split(deal, query, layer, ranges, out_dtype, keywords)
+    buffers = layer.buffers()
+    if shard.deterministic:  # what buffers have room for may be another rank's blocks
+        in_use = shard.count(layer.kv_length)
+        buffers = {name: x[:, :, :in_use] for name, x in buffers.items()}
+    keys, values, scales = layer.operands(buffers)
+    keywords = {**keywords, **scales, "out_dtype": out_dtype}
+    if shard.world_size == 1 and not shard.deterministic:
+        return lean_decode(query, keys, values, ranges.whole(layer.dropped), **keywords)
+    keywords |= {"head_sharded": is_head_sharded, "strategy": shard.strategy}
+    keywords |= {"group": shard.comm, "timeout": shard.timeout}
+    num_states = 1  # of a query; the same on all ranks
+    if shard.deterministic:
+        num_states = -(-layer.kv_length // shard.deterministic)
+        keywords["deterministic"] = shard.deterministic
+        keywords["key_layout"] = shard.layout.key_layout(shard.rank)
+    local_ranges = ranges.local(shard.layout, shard.rank, layer.dropped)
+    batch, num_heads_q, seqlen_q, _ = query.shape
+    state_bytes = 4 * batch * num_heads_q * (layer.head_dim_v + 1) * num_states
+    step = max(1, _MAX_STATE_BYTES // state_bytes)
+    if seqlen_q <= step:
+        return tree_decode(query, keys, values, local_ranges, **keywords)
+    pieces = zip(query.split(step, dim=2), local_ranges.split(step, dim=1), strict=True)
+    parts = [tree_decode(q, keys, values, its_ranges, **keywords) for q, its_ranges in pieces]
+    o, lse = zip(*parts, strict=True)
+    return torch.cat(o, dim=2), torch.cat(lse, dim=2)
+
+
+def _check_layer(layer: TreeCacheLayer, ranges: KeyRanges) -> None:
     if ranges.kv_length != layer.kv_length:
         raise _wrong_length(ranges, layer.kv_length)
     if layer.window is not None and (ranges.window is None or ranges.window > layer.window):
@@ -113,58 +157,21 @@ def _over_shard(
             f"tree_attention: the layer keeps the keys of a sliding window of {layer.window}, as "
             f"the configuration says, and its mask has the window {ranges.window}"
         )
-    shard = layer.shard
-    deal = current_deal()
-    if deal is not None:
-        if shard.deterministic:
-            raise ValueError(
-                f"tree_attention: a TreeCache with deterministic={shard.deterministic} needs a "
-                "model that was enabled with it, or with prefill='replicated'"
-            )
-        return attend(deal, query, layer, ranges, out_dtype, keywords)
-    buffers = layer.buffers()
-    if shard.deterministic:  # what buffers have room for may be another rank's blocks
-        in_use = shard.count(layer.kv_length)
-        buffers = {name: x[:, :, :in_use] for name, x in buffers.items()}
-    keys, values, scales = layer.operands(buffers)
-    keywords = {**keywords, **scales}
-    if shard.world_size == 1 and not shard.deterministic:
-        whole = ranges.whole(layer.dropped)
-        return lean_decode(query, keys, values, whole, out_dtype=out_dtype, **keywords)
-    local_ranges = ranges.local(shard.layout, shard.rank, layer.dropped)
-    batch, num_heads_q, seqlen_q, _ = query.shape
-    num_states = 1  # of a query; the same on all ranks
-    if shard.deterministic:
-        num_states = -(-layer.kv_length // shard.deterministic)
-        keywords["deterministic"] = shard.deterministic
-        keywords["key_layout"] = shard.layout.key_layout(shard.rank)
-
-    def merged(q: Tensor, q_ranges: Tensor) -> tuple[Tensor, Tensor]:
-        return tree_decode(
-            q,
-            keys,
-            values,
-            q_ranges,
-            group=shard.comm,
-            strategy=shard.strategy,
-            out_dtype=out_dtype,
-            head_sharded=is_head_sharded,
-            timeout=shard.timeout,
-            **keywords,
+    deterministic = layer.shard.deterministic
+    if deterministic and current_deal() is not None:
+        raise ValueError(
+            f"tree_attention: a TreeCache with deterministic={deterministic} needs a model that "
+            "was enabled with it, or with prefill='replicated'"
         )
-
-    state_bytes = 4 * batch * num_heads_q * (layer.head_dim_v + 1) * num_states
-    step = max(1, _MAX_STATE_BYTES // state_bytes)
-    if seqlen_q <= step:
-        return merged(query, local_ranges)
-    pieces = zip(query.split(step, dim=2), local_ranges.split(step, dim=1), strict=True)
-    o, lse = zip(*(merged(*piece) for piece in pieces), strict=True)
-    return torch.cat(o, dim=2), torch.cat(lse, dim=2)
 
 
 def _check_place(shard: Shard, mesh: Mesh) -> None:
+    """Refuses a cache over other ranks than the model's, and notes which heads it holds."""
     sizes = shard.world_size, mesh.context_size
     if sizes == (1, 1) or (sizes[0] == sizes[1] and shard.comm.link.group is mesh.context_group):
+        # A communicator of one rank does not know its group.
+        if shard.column != mesh.column:
+            shard.column = mesh.column
         return
     raise ValueError(
         f"tree_attention: the cache is rank {shard.rank} of {shard.world_size} in its group and "
@@ -175,12 +182,12 @@ def _check_place(shard: Shard, mesh: Mesh) -> None:
 
 
 def _checked(
-    attention_mask: KeyRanges | Tensor | None, dropout: float, kwargs: dict[str, Any]
+    query: Tensor, attention_mask: KeyRanges | Tensor | None, dropout: float, kwargs: dict[str, Any]
 ) -> KeyRanges:
+    """The mask, if attention under it and the other arguments is supported."""
     if not isinstance(attention_mask, KeyRanges):
-        got = (
-            "None" if attention_mask is None else f"a tensor of shape {list(attention_mask.shape)}"
-        )
+        shape = None if attention_mask is None else list(attention_mask.shape)
+        got = "None" if shape is None else f"a tensor of shape {shape}"
         raise NotImplementedError(
             "tree_attention: needs the mask that transformers makes from a 2-D padding mask, got "
             f"{got}; pass the model the 2-D padding mask, or none"
@@ -200,12 +207,16 @@ def _checked(
     for name in _UNSUPPORTED_KEYWORDS:
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"tree_attention: {name} is not supported")
+    if query.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "tree_attention: computes no gradients; call the model under torch.no_grad()"
+        )
     return attention_mask
 
 
 @functools.cache
 def _warn_if_not_sharded(world_size: int) -> None:
-    """Once in a process: a replicated cache may be meant, but gains nothing from the ranks."""
+    """Warns once in a process: a replicated cache may be meant, but gains nothing from ranks."""
     if world_size > 1:
         warnings.warn(
             f"tree_attention: each of {world_size} ranks attends to all keys by itself, as they "

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The layers of a cache of fixed size: in a decoding step, the host neither waits nor chooses."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,24 +15,22 @@ from .shard import Shard
 
 
 class Progress:
-    """How many slots are in use, in tensors on the device; one object for all layers.
+    """The number of slots in use, in tensors on the device; one object for all layers.
 
     The first layer finds the slots of the new tokens, and the last one counts the tokens: what a
     forward pass that was interrupted has written is not in use.
-
-    Attributes:
-        length: int64 `[]`, of the sequence, on all ranks together; None before there are buffers.
-        slots: int64 `[batch, tokens]`, the local slots of the new tokens, -1 for those of other
-            ranks; None between forward passes.
     """
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
+        # int64 [], of the sequence, on all ranks together; None before there are buffers.
         self.length: Tensor | None = None
+        # int64 [batch, tokens], the local slots of the new tokens, -1 for those of other ranks;
+        # None between forward passes.
         self.slots: Tensor | None = None
 
     def place(self, device: torch.device) -> None:
-        """Has the length on `device`."""
+        """Moves the length to `device`."""
         if self.length is None or self.length.device != device:
             self.length = _static(torch.tensor(self.read(), dtype=torch.int64, device=device))
 
@@ -74,19 +73,13 @@ class Progress:
         self.slots = slots.expand(batch, -1)
 
     def end(self, num_tokens: int) -> None:
-        """Counts the new tokens."""
         assert self.length is not None
         self.length.add_(num_tokens)
         self.slots = None
 
 
 class StaticTreeCacheLayer(TreeCacheLayer):
-    """The keys and values of one layer that this rank holds, in buffers for `max_length` tokens.
-
-    Args:
-        progress: of all layers of the cache.
-        is_first, is_last: whether it is the first, or the last, of them in a forward pass.
-    """
+    """The keys and values of one layer that this rank holds, in buffers for `max_length` tokens."""
 
     is_compileable = True
 
@@ -105,7 +98,7 @@ class StaticTreeCacheLayer(TreeCacheLayer):
 
     @property
     def length(self) -> int:
-        """The host waits for it: nothing in a decoding step asks."""
+        """The number of tokens, for which the host waits: nothing in a decoding step asks."""
         return self.progress.read()
 
     @length.setter
@@ -129,12 +122,13 @@ class StaticTreeCacheLayer(TreeCacheLayer):
         return self.shard.count(self.progress.max_length)
 
     def grow(self, num_slots: int) -> None:
-        """Makes buffers for all slots, without the host's knowing how many are in use: none."""
-        self._reallocate(len(self.keys), slice(0, 0), self.capacity(num_slots), copy_slots)
+        """Makes buffers for all slots, without asking how many are in use: none."""
+        capacity = self.capacity(num_slots)
+        self._reallocate(len(self.keys), slice(0, 0), capacity, copy_slots, self.dropped)
 
-    def hold(self, name: str, buffer: Tensor) -> None:
-        self.progress.place(buffer.device)
-        super().hold(name, _static(buffer))
+    def hold(self, buffers: Mapping[str, Tensor], dropped: int) -> None:
+        self.progress.place(buffers["keys"].device)
+        super().hold({name: _static(x) for name, x in buffers.items()}, dropped)
 
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any

@@ -94,15 +94,19 @@ class TreeCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def buffers(self) -> dict[str, Tensor]:
-        """What the layer holds, by the name of the attribute; the axis of the slots is 2."""
+        """All tensors of the layer by the name of the attribute; the axis of the slots is 2."""
         return {"keys": self.keys, "values": self.values, **self.scales()}
 
-    def hold(self, name: str, buffer: Tensor) -> None:
-        """Replaces one of the buffers."""
-        setattr(self, name, buffer)
+    def hold(self, buffers: Mapping[str, Tensor], dropped: int) -> None:
+        """Replaces all buffers by some that begin at the local slot with the number `dropped`."""
+        # Ctrl-C is raised where functions are called and loops go on, not between these statements:
+        # keys, values and scales always have equally many slots.
+        self.keys, self.values, self.dropped = buffers["keys"], buffers["values"], dropped
+        if self.kv_dtype is not None:
+            self.k_scale, self.v_scale = buffers["k_scale"], buffers["v_scale"]
 
     def scales(self) -> dict[str, Any]:
-        """What the operators take beside keys and values of 8 bits, by the name of the argument."""
+        """The operators' arguments `k_scale` and `v_scale`, where keys have 8 bits."""
         if self.kv_dtype is None:
             return {}
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
@@ -114,30 +118,22 @@ class TreeCacheLayer(CacheLayerMixin):
 
     @property
     def head_dim_v(self) -> int:
-        """Number of columns of the values."""
         return self.values.shape[3]
 
     def held(self) -> slice:
-        """Where the buffers have this rank's slots from `first` on that are in use."""
+        """The part of the buffers with this rank's slots from `first` on that are in use."""
         begin, end = self.shard.count(self.first), self.shard.count(self.length)
         return slice(begin - self.dropped, end - self.dropped)
 
     def capacity(self, num_slots: int) -> int:
-        """The local slots for which a buffer has room when it must hold so many."""
+        """The number of local slots to allocate where `num_slots` must be held."""
         return -(-max(num_slots, self.reserved) // self.growth) * self.growth
 
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[KVShard, KVShard]:
-        """Appends those of the new tokens that this rank keeps.
-
-        Args:
-            key_states, value_states: `[batch, num_heads_kv, new tokens, head_dim]`, the same tokens
-                on every rank, or in a dealt forward pass those that this rank computes.
-
-        Returns:
-            The `KVShard` twice: for the keys and for the values.
-        """
+        """Appends the new tokens that this rank keeps; the arguments are `[batch, num_heads_kv,
+        new tokens, head_dim]` of all of them, or in a split forward pass of those computed here."""
         self._prepare(key_states, value_states)
         deal = current_deal()
         end = self.length + (key_states.shape[2] if deal is None else deal.length)
@@ -163,10 +159,10 @@ class TreeCacheLayer(CacheLayerMixin):
         return self.handle, self.handle
 
     def _prepare(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Has the buffers take tokens such as these, or raises ValueError."""
+        """Makes the buffers fit tokens such as these, or raises ValueError."""
         if not self.is_initialized or (self._is_of_another(key_states) and self.length == 0):
             self.lazy_initialization(key_states, value_states)
-        if key_states.shape[0] != self.keys.shape[0]:
+        if len(key_states) != len(self.keys):
             raise ValueError(
                 f"TreeCache: the cache holds {self.keys.shape[0]} sequences, got new tokens of "
                 f"{key_states.shape[0]}; repeat the sequences with batch_repeat_interleave, or "
@@ -174,20 +170,27 @@ class TreeCacheLayer(CacheLayerMixin):
             )
         pairs = {"keys": (key_states, self.keys), "values": (value_states, self.values)}
         for name, (new, held) in pairs.items():
-            dtypes = (held.dtype, new.dtype) if self.kv_dtype is None else (None, None)
-            kinds = [
-                (dtype, x.shape[1], x.shape[3])
-                for dtype, x in zip(dtypes, (held, new), strict=True)
-            ]
-            if kinds[0] != kinds[1]:
+            if self._kind(new) != self._kind(held):
                 raise ValueError(
                     f"TreeCache: the cache holds {name} of (dtype, num_heads_kv, head_dim) = "
-                    f"{kinds[0]}, got {kinds[1]}; convert them, or forget the tokens with reset"
+                    f"{self._kind(held)}, got {self._kind(new)}; convert them, or forget the "
+                    "tokens with reset"
                 )
         if self.keys.device != key_states.device:  # as `load` leaves them on the CPU
             with torch.inference_mode(False):  # see _reallocate
-                for name, x in self.buffers().items():
-                    self.hold(name, x.to(key_states.device))
+                moved = {name: x.to(key_states.device) for name, x in self.buffers().items()}
+                self.hold(moved, self.dropped)
+
+    def _kind(self, x: Tensor) -> tuple[torch.dtype | None, int, int]:
+        """The dtype, unless it is converted to 8 bits, num_heads_kv and head_dim."""
+        return x.dtype if self.kv_dtype is None else None, x.shape[1], x.shape[3]
+
+    def _is_of_another(self, key_states: Tensor) -> bool:
+        return (
+            len(key_states) != len(self.keys)
+            or self._kind(key_states) != self._kind(self.keys)
+            or key_states.device != self.keys.device
+        )
 
     def quantise(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Writes tokens to these places of the buffers, in 8 bits."""
@@ -196,7 +199,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the last forward pass is known not to have ended."""
+        """True where the last forward pass is known not to have ended."""
         return False
 
     @property
@@ -214,17 +217,7 @@ class TreeCacheLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:  # its name before transformers 5.17
-        return -1
-
-    def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Forgets the last `-tokens_to_remove` tokens; nothing is moved or freed.
-
-        With transformers before 5.17 a number >= 0 is the length to keep, as in its own caches.
-        """
-        length = cropped_length(self.length, tokens_to_remove)
-        self.check_cut(length)
-        self.cut(length)
+    get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
     def check_cut(self, length: int) -> None:
         """Raises ValueError if the layer cannot go back to the first `length` tokens."""
@@ -249,7 +242,7 @@ class TreeCacheLayer(CacheLayerMixin):
                 torch.index_select(x, 0, rows, out=out)
 
             used = slice(0, self.shard.count(length) - self.dropped)
-            self._reallocate(len(rows), used, self.keys.shape[2], select)
+            self._reallocate(len(rows), used, self.keys.shape[2], select, self.dropped)
 
     def offload(self) -> None:
         raise NotImplementedError(
@@ -259,7 +252,7 @@ class TreeCacheLayer(CacheLayerMixin):
     prefetch = offload
 
     def reserve(self, length: int) -> None:
-        """Has the next allocation make room for `length` global slots."""
+        """Makes room for `length` global slots at the next allocation."""
         self.reserved = self.shard.count(length)
 
     @property
@@ -267,24 +260,21 @@ class TreeCacheLayer(CacheLayerMixin):
         """Size in bytes of the buffers that this rank has allocated for the layer."""
         return sum(x.nbytes for x in self.buffers().values()) if self.is_initialized else 0
 
-    def _is_of_another(self, key_states: Tensor) -> bool:
-        batch, num_heads_kv, _, head_dim = self.keys.shape
-        return (
-            key_states.shape[0] != batch
-            or key_states.shape[1] != num_heads_kv
-            or key_states.shape[3] != head_dim
-            or (self.kv_dtype is None and key_states.dtype != self.keys.dtype)
-            or key_states.device != self.keys.device
-        )
-
     def grow(self, num_slots: int) -> None:
         """Makes room for the first `num_slots` local slots, those before `first` aside."""
         used = slice(0, self.held().stop)
-        self._reallocate(len(self.keys), used, self.capacity(num_slots), copy_slots)
+        self._reallocate(len(self.keys), used, self.capacity(num_slots), copy_slots, self.dropped)
 
     def _reallocate(
-        self, batch: int, used: slice, capacity: int, fill: Callable[[Tensor, Tensor], object]
+        self,
+        batch: int,
+        used: slice,
+        capacity: int,
+        fill: Callable[[Tensor, Tensor], object],
+        dropped: int,
     ) -> None:
+        """Replaces the buffers by some for `capacity` slots, which `fill` copies from `used`."""
+
         def reallocate(x: Tensor) -> Tensor:
             new = x.new_empty((batch, x.shape[1], capacity, *x.shape[3:]))
             fill(x[:, :, used], new[:, :, : used.stop - used.start])
@@ -294,11 +284,10 @@ class TreeCacheLayer(CacheLayerMixin):
             return new
 
         # Tensors made in inference mode could not be written to outside of it, and buffers live on
-        # there. They are copied one after the other, so that only one old buffer is alive beside
-        # the new ones.
+        # there.
         with torch.inference_mode(False), torch.no_grad():
-            for name, x in self.buffers().items():
-                self.hold(name, reallocate(x))
+            new = {name: reallocate(x) for name, x in self.buffers().items()}
+            self.hold(new, dropped)
 
 
 def interrupted() -> RuntimeError:
@@ -311,7 +300,7 @@ def interrupted() -> RuntimeError:
 
 
 def cropped_length(length: int, tokens_to_remove: int | Tensor) -> int:
-    """Returns the number of tokens that `crop` leaves of `length`, or raises ValueError."""
+    """The length after `crop`, or ValueError."""
     tokens = int(tokens_to_remove)
     if tokens > 0 and not CROP_KEEPS:
         raise ValueError(
@@ -324,5 +313,5 @@ def cropped_length(length: int, tokens_to_remove: int | Tensor) -> int:
 
 
 def copy_slots(x: Tensor, out: Tensor) -> None:
-    """What fills a new buffer from the slots in use of the old one."""
+    """Fills a new buffer from the slots in use of the old one."""
     out.copy_(x)

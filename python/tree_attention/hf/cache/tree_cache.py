@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A transformers cache that is spread over ranks: each keeps its share of the slots."""
 
-from datetime import timedelta
 from os import PathLike
 from typing import Any
 
@@ -10,9 +9,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
+from typing_extensions import Unpack
 
-from ...exchange import DEFAULT_TIMEOUT, Communicator
+from ...exchange import Communicator
 from ...sharding import ShardLayout
+from ..options import CacheOptions, takes_cache_options, with_defaults
 from .build import new_layers
 from .growing import TreeCacheLayer, cropped_length, interrupted
 from .kv_dtypes import dtype_of
@@ -41,21 +42,12 @@ class TreeCache(Cache):
         group: process group or `Communicator`, by default the world; where torch.distributed is
             not initialised, a world of one.
         layout: which rank holds which slot, by default `BlockCyclic(world_size, 64)`.
-        kv_dtype: "int8", or "fp8" (float8_e4m3fn), keeps keys and values in 8 bits with a float32
-            scale for each token and head; None: in the model's dtype.
-        max_length: allocates room for so many tokens, all ranks' together, at once, and keeps the
-            length on the device: a decoding step waits for nothing on the host, and is one graph
-            for torch.compile. None: buffers grow.
-        strategy: how ranks exchange their partial states, one of `tree_attention.strategies()` or
-            "auto".
-        timeout: seconds after which a lost rank becomes an `ExchangeError`.
         growth: number of local slots by which the buffers of a layer grow, without `max_length`; at
             most 64 for a sliding window.
-        deterministic: see `tree_decode`: with a number of slots, for example 4096, which is then
-            also the block of the default layout, attention has the same bits on every number of
-            ranks. Not for latents, and for layers with a sliding window with `max_length` only.
+        kv_dtype, max_length, strategy, timeout, deterministic: see `CacheOptions`.
 
     Raises:
+        TypeError: there is no such option, or `layout` is no layout.
         ValueError: the layers of the model cache anything but keys and values, latents or states of
             their own, `layout` is for another world size or ends before `max_length`, there is no
             such kv_dtype or strategy, `growth` or `max_length` is below 1, or `deterministic` is
@@ -64,30 +56,36 @@ class TreeCache(Cache):
 
     layers: list[Any]
 
+    @takes_cache_options
     def __init__(
         self,
         config: PreTrainedConfig,
         group: ProcessGroup | Communicator | None = None,
         layout: ShardLayout | None = None,
         *,
-        kv_dtype: str | None = None,
-        max_length: int | None = None,
-        strategy: str = "auto",
-        timeout: float | timedelta = DEFAULT_TIMEOUT,
         growth: int = 1024,
-        deterministic: int = 0,
+        **options: Unpack[CacheOptions],
     ) -> None:
+        options = with_defaults("TreeCache", options)
+        self.max_length = max_length = options["max_length"]
         if growth < 1:
             raise ValueError(f"TreeCache: growth must be at least 1, got {growth}")
         if max_length is not None and max_length < 1:
             raise ValueError(f"TreeCache: max_length must be at least 1, got {max_length}")
-        self.shard = Shard(group, layout, strategy, timeout, deterministic)
+        kv_dtype = dtype_of("TreeCache", options["kv_dtype"])
+        self.shard = Shard(
+            group, layout, options["strategy"], options["timeout"], options["deterministic"]
+        )
         self.model = describe_model(config)
-        self.max_length = max_length
-        dtype = dtype_of("TreeCache", kv_dtype)
-        super().__init__(layers=new_layers(config, self.shard, growth, dtype, max_length))
-        indices = [i for i, layer in enumerate(self.layers) if isinstance(layer, TreeCacheLayer)]
-        self._first_kv, self._last_kv = indices[0], indices[-1]
+        super().__init__(layers=new_layers(config, self.shard, growth, kv_dtype, max_length))
+        kv = [i for i, layer in enumerate(self.layers) if isinstance(layer, TreeCacheLayer)]
+        states = [i for i, layer in enumerate(self.layers) if keeps_state(layer)]
+        self._first_kv, self._last_kv = kv[0], kv[-1]
+        self._first, self._last = min(kv + states), max(kv + states)
+        self._has_states = len(states) > 0
+        # With states: whether a forward pass has reached some layers and not yet the last one.
+        self._is_in_pass = False
+        self._ends_with_recurrent_state = False
 
     @property
     def kv_layers(self) -> list[TreeCacheLayer]:
@@ -108,16 +106,51 @@ class TreeCache(Cache):
             last = self.layers[self._last_kv]
             if self.layers[layer_idx].length != last.length:
                 raise interrupted()
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._check_begin(layer_idx)
+        handles = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._note(layer_idx)
+        return handles
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if kwargs.get("state_idx", args[0] if args else 0) == 0:  # the first of this layer
+            self._check_begin(layer_idx)
+        states = super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+        self._note(layer_idx, is_end=not self._ends_with_recurrent_state)
+        return states
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        states = super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+        self._ends_with_recurrent_state = layer_idx == self._last
+        self._note(layer_idx)
+        return states
+
+    def _check_begin(self, layer_idx: int) -> None:
+        """Refuses a forward pass after one that moved on only a part of the states."""
+        if self._is_in_pass and layer_idx == self._first and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "TreeCache: the last forward pass did not reach the last layer, and some layers "
+                "keep a state that has its tokens; forget all tokens with reset"
+            )
+
+    def _note(self, layer_idx: int, is_end: bool = True) -> None:
+        """Notes that a layer has the tokens of this forward pass."""
+        # A graph is a whole pass, and would be compiled again wherever this changes.
+        if self._has_states and not torch.compiler.is_compiling():
+            self._is_in_pass = not (is_end and layer_idx == self._last)
 
     def reserve(self, length: int) -> None:
-        """Has the next allocation make room for `length` tokens, so that a prompt of known length
+        """Makes room for `length` tokens at the next allocation, so that a prompt of known length
         is stored without growing step by step."""
         for layer in self.kv_layers:
             layer.reserve(length)
 
     def reset(self) -> None:
         super().reset()
+        self._is_in_pass = False
         for i, layer in enumerate(self.layers):
             if keeps_state(layer):  # of any batch next time, as the others
                 self.layers[i] = type(layer)(number_of_states=layer.number_of_states)
@@ -132,7 +165,7 @@ class TreeCache(Cache):
             self.batch_select_indices(rows.repeat_interleave(int(repeats)))
 
     def activate_past_recording(self) -> None:
-        """What transformers calls before decoding that takes tokens back."""
+        """Refuses decoding that takes tokens back, before which transformers calls this."""
         if self.state_layers:
             raise NotImplementedError(
                 "generate: prompt lookup and assisted decoding take tokens back, and the layers of "
@@ -155,7 +188,7 @@ class TreeCache(Cache):
         length = min(lengths)
         kept = cropped_length(length, tokens_to_remove)
         is_interrupted = max(lengths) > length or any(layer.is_interrupted for layer in layers)
-        if self.state_layers and is_interrupted:
+        if self.state_layers and (is_interrupted or self._is_in_pass):
             raise ValueError(
                 "TreeCache: crop cannot forget the forward pass that did not reach the last layer, "
                 "as some layers keep a state that has its tokens; forget all tokens with reset"
@@ -190,6 +223,7 @@ class TreeCache(Cache):
         snapshot.save(self, directory)
 
     @classmethod
+    @takes_cache_options
     def load(
         cls,
         directory: str | PathLike[str],
@@ -197,12 +231,8 @@ class TreeCache(Cache):
         group: ProcessGroup | Communicator | None = None,
         layout: ShardLayout | None = None,
         *,
-        kv_dtype: str | None = None,
-        max_length: int | None = None,
-        strategy: str = "auto",
-        timeout: float | timedelta = DEFAULT_TIMEOUT,
         growth: int = 1024,
-        deterministic: int = 0,
+        **options: Unpack[CacheOptions],
     ) -> "TreeCache":
         """A cache with the keys and values that `save` wrote, on any number of ranks.
 
@@ -217,9 +247,9 @@ class TreeCache(Cache):
 
         Args:
             directory: what `save` was given, at a path by which this rank reaches it.
-            config, group, layout, max_length, strategy, timeout, growth, deterministic: see
-                `TreeCache`; world size, layout and max_length may differ from those of the saved
-                cache.
+            config, group, layout, growth: see `TreeCache`; world size and layout may differ from
+                those of the saved cache.
+            max_length, strategy, timeout, deterministic: see `CacheOptions`.
             kv_dtype: "int8" or "fp8" quantises what was saved otherwise; None: as it was saved.
 
         Raises:
@@ -230,17 +260,7 @@ class TreeCache(Cache):
                 only the last slots of layers with a sliding window.
             ExchangeError: one of that happened on another rank, or a rank was lost.
         """
-        cache = cls(
-            config,
-            group,
-            layout,
-            kv_dtype=kv_dtype,
-            max_length=max_length,
-            strategy=strategy,
-            timeout=timeout,
-            growth=growth,
-            deterministic=deterministic,
-        )
+        cache = cls(config, group, layout, growth=growth, **options)
         return snapshot.restore(cache, directory)
 
     def reshard(self, layout: ShardLayout) -> None:
@@ -267,7 +287,7 @@ class TreeCache(Cache):
         return max(lengths, default=0)
 
     def place(self, shard: Shard) -> None:
-        """Has all layers go on at another place among the ranks, where their slots are already."""
+        """Moves all layers to another place among the ranks, where their slots are already."""
         self.shard = shard
         for layer in self.kv_layers:
             layer.shard = shard

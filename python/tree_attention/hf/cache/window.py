@@ -10,8 +10,8 @@ from torch import Tensor
 from .growing import KVShard, TreeCacheLayer, copy_slots
 from .shard import Shard
 
-# How many tokens `crop` can always take back: prompt lookup and assisted decoding remove the
-# candidates that the model did not choose.
+# The number of tokens that `crop` can always take back: prompt lookup and assisted decoding remove
+# the candidates that the model did not choose.
 MARGIN = 128
 # Buffers end at a local slot that is a multiple of it. Every so many the window moves to new ones,
 # which is 2 * (window + MARGIN) / (STEP * window) of what attention reads in the meantime. With
@@ -31,8 +31,7 @@ class WindowLayer(TreeCacheLayer):
 
     is_sliding = True
     window: int
-    # Whether `crop` may take back the whole last pass, as assisted decoding does with candidates.
-    keeps_last_pass = False
+    keeps_last_pass = False  # for assisted decoding, which takes back all candidates of a pass
 
     def __init__(
         self, shard: Shard, growth: int, window: int, kv_dtype: torch.dtype | None = None
@@ -71,7 +70,7 @@ class WindowLayer(TreeCacheLayer):
             )
 
     def reserve(self, length: int) -> None:
-        """Does nothing: the buffers have no room for more than the window."""
+        """Does nothing, as the buffers hold little more than the window."""
 
     def grow(self, num_slots: int) -> None:
         self._move(self.capacity(num_slots))
@@ -80,5 +79,4 @@ class WindowLayer(TreeCacheLayer):
         """Moves the slots from `first` on to the beginning of buffers that end at a local slot."""
         held = self.held()
         dropped = self.dropped + held.start
-        self._reallocate(len(self.keys), held, end - dropped, copy_slots)
-        self.dropped = dropped
+        self._reallocate(len(self.keys), held, end - dropped, copy_slots, dropped)

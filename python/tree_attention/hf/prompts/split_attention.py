@@ -42,7 +42,7 @@ _MAX_PIECE_BYTES = 32 << 20
 _Piece = tuple[slice, slice, Tensor, Tensor]
 
 
-def attend(
+def attend_split(
     deal: Deal,
     query: Tensor,
     layer: TreeCacheLayer,

@@ -82,8 +82,13 @@ class Mesh:
             self.tensor_group = self._sub_group(self.group, ranks[first : first + size])
             self.context_group = self._sub_group(self.group, ranks[self.tensor_rank :: size])
             if size > 1:
-                _columns[self.context_group] = self.tensor_rank, size
+                _columns[self.context_group] = self.column
             self.sums, self.logits = (Communicator(self.group, timeout) for _ in range(2))
+
+    @property
+    def column(self) -> tuple[int, int]:
+        """The place of this rank's heads: tensor_rank and tensor_parallel_size."""
+        return self.tensor_rank, self.tensor_parallel_size
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:

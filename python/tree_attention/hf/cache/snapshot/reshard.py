@@ -22,7 +22,6 @@ def reshard(cache: TreeCache, layout: ShardLayout) -> None:
     old = cache.shard
 
     def check() -> tuple[Signature, tuple[Shard, int]]:
-        """What every rank must have in common, before any of them moves a layer."""
         length = cache.common_length("reshard")
         new = Shard(old.comm, layout, old.strategy, old.timeout, old.deterministic)
         new.column = old.column
@@ -71,8 +70,8 @@ class _Moves:
         """Collective: gives a layer the slots of its new place."""
         held = slice(*(count - layer.dropped for count in self._held))
         capacity = layer.capacity(self._count) - self._dropped
-        for name, x in layer.buffers().items():
-            layer.hold(name, self._moved(x[:, :, held], capacity))
+        moved = {name: self._moved(x[:, :, held], capacity) for name, x in layer.buffers().items()}
+        layer.hold(moved, layer.dropped)
         layer.dropped = self._dropped
 
     def _moved(self, x: Tensor, capacity: int) -> Tensor:

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The options of a cache, defined once for all functions that make one."""
+
+import inspect
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypedDict, TypeVar
+
+from ..exchange import DEFAULT_TIMEOUT
+
+
+class CacheOptions(TypedDict, total=False):
+    """The keyword arguments that `TreeCache`, `TreeCache.load` and `enable` have in common.
+
+    Args:
+        kv_dtype: "int8", or "fp8" (float8_e4m3fn), keeps keys and values in 8 bits with a float32
+            scale for each token and head; None: in the model's dtype.
+        max_length: allocates room for so many tokens, all ranks' together, at once, and keeps the
+            length on the device: a decoding step waits for nothing on the host, and is one graph
+            for torch.compile. None: buffers grow.
+        strategy: how ranks exchange their partial states, one of `tree_attention.strategies()` or
+            "auto".
+        timeout: seconds after which a lost rank becomes an `ExchangeError`.
+        deterministic: see `tree_decode`: with a number of slots, for example 4096, which is then
+            also the block of the default layout, attention has the same bits on every number of
+            ranks. Not for latents, and for layers with a sliding window with `max_length` only.
+    """
+
+    kv_dtype: str | None
+    max_length: int | None
+    strategy: str
+    timeout: float | timedelta
+    deterministic: int
+
+
+_DEFAULTS: CacheOptions = {
+    "kv_dtype": None,
+    "max_length": None,
+    "strategy": "auto",
+    "timeout": DEFAULT_TIMEOUT,
+    "deterministic": 0,
+}
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def takes_cache_options(function: _Function) -> _Function:
+    """Lists the `CacheOptions` by name in the signature that `help` and `inspect` show."""
+    signature = inspect.signature(function)
+    *own, _ = signature.parameters.values()
+    defaults = dict(_DEFAULTS)
+    shared = (
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=defaults[name]
+        )
+        for name, kind in CacheOptions.__annotations__.items()
+    )
+    function.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    return function
+
+
+def with_defaults(op: str, options: CacheOptions) -> CacheOptions:
+    """All options of a call of `op`; TypeError, as Python raises it, for names that are none."""
+    for name in options:
+        if name not in _DEFAULTS:
+            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+    return {**_DEFAULTS, **options}
