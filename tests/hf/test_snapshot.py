@@ -24,6 +24,7 @@ from hf_caches import HEAD_DIM, HEADS, append, check_holds, numbered_keys
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import (
     BlockCyclic,
+    Communicator,
     Contiguous,
     ContiguousThenCyclic,
     ExchangeError,
@@ -221,6 +222,29 @@ def _swap_directories(rank: int, world_size: int, directory: Path) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_heads_of_another_tensor_rank_are_refused(world_size: int, tmp_path: Path) -> None:
     run_ranks(_swap_directories, world_size, tmp_path)
+
+
+def _save_with_a_communicator(rank: int, world_size: int, directory: Path) -> None:
+    model = hf.parallelize(split_models.make_model("llama"), tensor_parallel_size=2)
+    group = hf.mesh(model).context_group
+    cache = hf.TreeCache(model.config, Communicator(group))
+    ids = split_models.make_prompts()["input_ids"]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    own, other = (directory / str(column) for column in (rank % 2, 1 - rank % 2))
+    cache.save(own)
+    dist.barrier()  # the other group's save
+    assert hf.TreeCache.load(own, model.config, group).get_seq_length() == ids.shape[1]
+    with pytest.raises(ValueError, match=f"the heads of tensor rank {1 - rank % 2} of 2, and"):
+        hf.TreeCache.load(other, model.config, group)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_model_says_which_heads_a_communicator_of_the_user_holds(
+    world_size: int, tmp_path: Path
+) -> None:
+    """A communicator over one rank does not know its group, and so not the rank's heads."""
+    run_ranks(_save_with_a_communicator, world_size, tmp_path)
 
 
 SHORT = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}

@@ -247,7 +247,7 @@ def test_compiled_forwards_are_not_split(rank: int, world_size: int) -> None:
     ids = _ids(37)
     expected = _logits_of_chunks(model, ids, [20, 17])
     model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
-    with mock.patch.object(split_attention, "attend", side_effect=AssertionError):
+    with mock.patch("tree_attention.hf.attention.attend_split", side_effect=AssertionError):
         found = _logits_of_chunks(model, ids, [20, 17])
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     forward = model.forward

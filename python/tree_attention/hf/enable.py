@@ -3,19 +3,20 @@
 
 import functools
 import inspect
-from datetime import timedelta
 from types import MethodType
 from typing import Any
 
 from torch.distributed import ProcessGroup
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from typing_extensions import Unpack
 
-from ..exchange import DEFAULT_TIMEOUT, Communicator, check_options, get_communicator
+from ..exchange import Communicator, check_options, get_communicator
 from ..sharding import ShardLayout
 from .cache.latent import check_latents, override_expansion, restore_expansion
 from .cache.tree_cache import TreeCache
 from .checks.generate_checks import Preparation
-from .prompts.forward import check_prefill, override_forward, restore_forward
+from .options import CacheOptions, takes_cache_options, with_defaults
+from .prompts.forward import checked_prefill, override_forward, restore_forward
 from .sampling import SynchronizeLogits
 from .weights.mesh import Mesh
 from .weights.split import mesh_of
@@ -30,19 +31,16 @@ _OVERRIDDEN = (
 _PREVIOUS = "_attention_before_enable"
 
 
+@takes_cache_options
 def enable(
     model: PreTrainedModel,
     group: ProcessGroup | Communicator | None = None,
     layout: ShardLayout | None = None,
     *,
-    kv_dtype: str | None = None,
-    max_length: int | None = None,
-    strategy: str = "auto",
     prefill: str = "auto",
     prefill_chunk_size: int | None = 2048,
-    timeout: float | timedelta = DEFAULT_TIMEOUT,
     synchronize_logits: bool = False,
-    deterministic: int = 0,
+    **options: Unpack[CacheOptions],
 ) -> PreTrainedModel:
     """Makes `model.generate(...)` shard its key/value cache over the ranks of a group.
 
@@ -54,9 +52,8 @@ def enable(
     `disable` undoes it; `enable` on an enabled model replaces its options.
 
     Args:
-        group, layout, kv_dtype, max_length, strategy, timeout: see `TreeCache`. A model whose
-            weights are split has its groups from there: `group` is None, and `layout` is over its
-            context group.
+        group, layout: see `TreeCache`. A model whose weights are split has its groups from there:
+            `group` is None, and `layout` is over its context group.
         prefill: "split" deals the tokens of a prompt to the ranks, each of which runs the model on
             its own; "replicated" has every rank run it on all of them; "auto" splits a chunk of 64
             tokens or more for each rank. Split are forward passes over several tokens that ask for
@@ -69,59 +66,38 @@ def enable(
             `generate` is asked for hidden states. Chunks whose tokens are split are as many times
             longer as there are ranks. The argument of the same name to `generate`, the tokens of
             all ranks, takes precedence.
-        synchronize_logits: whether the first rank sends its logits to the others at every step,
-            for ranks whose hardware rounds differently. Ranks of one kind of hardware compute the
-            same bits without it.
-        deterministic: see `TreeCache`. Generation on the CPU then has the same bits on every number
-            of ranks, if the rest of the model has them: with as many threads for each rank. Prompts
-            are "replicated".
+        synchronize_logits: the first rank sends its logits to the others at every step, for ranks
+            whose hardware rounds differently. Ranks of one kind of hardware compute the same bits
+            without it.
+        kv_dtype, max_length, strategy, timeout: see `CacheOptions`.
+        deterministic: see `CacheOptions`. Generation on the CPU then has the same bits on every
+            number of ranks, if the rest of the model has them: with as many threads for each rank.
+            Prompts are "replicated".
 
     Returns:
         `model` itself.
 
     Raises:
-        TypeError: `model` is no model of transformers, or is wrapped by another module.
+        TypeError: `model` is no model of transformers, or is wrapped by another module, or there is
+            no such option.
         ValueError: the model has no `generate`, its attention cannot be chosen, its layers cache
             anything but keys and values, latents or states of their own, `prefill` is "split" and
             the tokens of this model cannot be dealt, `deterministic` is given with "split", split
             weights, or a layout or layers that it is not for, or an argument is out of range.
     """
+    options = with_defaults("enable", options)
     if prefill_chunk_size is not None and prefill_chunk_size < 1:
         raise ValueError(f"enable: prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
     check_model("enable", model)
     mesh = mesh_of(model)
     if mesh is None:
-        comm, cache_group = get_communicator(group), group
-        logits_comm = comm
+        comm = logits_comm = get_communicator(group)
     else:
-        _check_split(group, mesh, strategy)
-        if deterministic:
-            raise ValueError(
-                "enable: deterministic needs a model whose weights are whole, as the sums over "
-                "parts of them depend on the number of ranks"
-            )
-        comm, cache_group = mesh.sums, mesh.context_group
-        logits_comm = mesh.calls
-    check_prefill(model, prefill)
-    if deterministic:
-        if prefill == "split":
-            raise ValueError(
-                f"enable: with deterministic={deterministic} prefill must be 'auto' or "
-                "'replicated', got 'split'"
-            )
-        prefill = "replicated"
-    new_cache = functools.partial(
-        TreeCache,
-        model.config,
-        cache_group,
-        layout,
-        kv_dtype=kv_dtype,
-        max_length=max_length,
-        strategy=strategy,
-        timeout=timeout,
-        deterministic=deterministic,
-    )
-    processor = SynchronizeLogits(logits_comm, timeout) if synchronize_logits else None
+        _check_split(group, mesh, options)
+        comm, logits_comm, group = mesh.sums, mesh.calls, mesh.context_group
+    prefill = checked_prefill(model, prefill, options["deterministic"])
+    new_cache = functools.partial(TreeCache, model.config, group, layout, **options)
+    processor = SynchronizeLogits(logits_comm, options["timeout"]) if synchronize_logits else None
     preparation = Preparation(comm, new_cache, prefill_chunk_size, processor, prefill)
     check_latents(model)
     if is_enabled(model):  # until now, so that wrong options leave it as it was
@@ -160,7 +136,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def is_enabled(model: PreTrainedModel) -> bool:
-    """Whether `enable` is in force."""
+    """True where `enable` is in force."""
     return _PREVIOUS in vars(model)
 
 
@@ -181,13 +157,20 @@ def check_model(op: str, model: Any) -> None:
         )
 
 
-def _check_split(group: ProcessGroup | Communicator | None, mesh: Mesh, strategy: str) -> None:
+def _check_split(
+    group: ProcessGroup | Communicator | None, mesh: Mesh, options: CacheOptions
+) -> None:
     if group is not None:
         raise ValueError(
             "enable: a model whose weights are split has its groups from parallelize or "
             f"from_pretrained, and group must be None, got {group!r}"
         )
-    check_options("enable", strategy, head_sharded=mesh.context_size > 1)
+    check_options("enable", options["strategy"], head_sharded=mesh.context_size > 1)
+    if options["deterministic"]:
+        raise ValueError(
+            "enable: deterministic needs a model whose weights are whole, as the sums over "
+            "parts of them depend on the number of ranks"
+        )
 
 
 def _override(model: PreTrainedModel, preparation: Preparation) -> None:
@@ -209,16 +192,13 @@ def _override(model: PreTrainedModel, preparation: Preparation) -> None:
         self: PreTrainedModel,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
+        *others: Any,
     ) -> Any:
         is_given = model_kwargs.get("past_key_values") is not None
+        *_, max_cache_length = others
         preparation.prepare_cache(self, generation_config, model_kwargs, max_cache_length)
         if is_given or model_kwargs.get("past_key_values") is None:
-            return original_prepare(
-                self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-            )
+            return original_prepare(self, generation_config, model_kwargs, *others)
         return None
 
     @functools.wraps(compiled_call_of)

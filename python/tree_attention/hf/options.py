@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The options of a cache, defined once for all functions that make one."""
 
-import inspect
-from collections.abc import Callable
 from datetime import timedelta
-from typing import TypedDict, TypeVar
+from typing import TypedDict
 
 from ..exchange import DEFAULT_TIMEOUT
+from ..options import lists_options
 
 
 class CacheOptions(TypedDict, total=False):
@@ -40,22 +39,7 @@ _DEFAULTS: CacheOptions = {
     "timeout": DEFAULT_TIMEOUT,
     "deterministic": 0,
 }
-_Function = TypeVar("_Function", bound=Callable[..., object])
-
-
-def takes_cache_options(function: _Function) -> _Function:
-    """Lists the `CacheOptions` by name in the signature that `help` and `inspect` show."""
-    signature = inspect.signature(function)
-    *own, _ = signature.parameters.values()
-    defaults = dict(_DEFAULTS)
-    shared = (
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=defaults[name]
-        )
-        for name, kind in CacheOptions.__annotations__.items()
-    )
-    function.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
-    return function
+takes_cache_options = lists_options(CacheOptions, _DEFAULTS)
 
 
 def with_defaults(op: str, options: CacheOptions) -> CacheOptions:

@@ -43,7 +43,7 @@ def from_config(name: str, config: Any, stored: int = 0) -> Model:
     """Return the shape of a configuration's model; without `stored` bytes, weights are bf16."""
     from ..hf.cache.growing import TreeCacheLayer
     from ..hf.cache.tree_cache import TreeCache
-    from ..hf.prompts.forward import check_prefill
+    from ..hf.prompts.forward import checked_prefill
 
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         raise ValueError(f"{name} cannot be planned: 'chunked_attention' ends texts at a chunk")
@@ -55,7 +55,7 @@ def from_config(name: str, config: Any, stored: int = 0) -> Model:
         raise ValueError(f"{name} cannot be planned: {_one_line(error)}") from error
     not_dealt = ""
     try:
-        check_prefill(built, "split")
+        checked_prefill(built, "split", deterministic=0)
     except ValueError as error:
         not_dealt = _reason(error)
     kinds = Counter(

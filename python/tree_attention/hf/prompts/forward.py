@@ -46,12 +46,8 @@ def may_be_chunked(config: PreTrainedConfig) -> bool:
     return not state_kinds(config) or config.model_type in GO_ON_FROM_A_STATE
 
 
-def check_prefill(model: PreTrainedModel, prefill: str) -> None:
-    """Refuses a `prefill` that `enable` cannot do with the model.
-
-    Raises:
-        ValueError: there is no such `prefill`, or the tokens of the model cannot be dealt.
-    """
+def checked_prefill(model: PreTrainedModel, prefill: str, deterministic: int) -> str:
+    """The `prefill` that `enable` takes with these options, or ValueError."""
     if prefill not in _PREFILLS:
         raise ValueError(f"enable: prefill must be one of {', '.join(_PREFILLS)}, got {prefill!r}")
     obstacle = _obstacle(model)
@@ -60,6 +56,12 @@ def check_prefill(model: PreTrainedModel, prefill: str) -> None:
             f"enable: prefill='split' is not possible with {type(model).__name__}: {obstacle}; "
             "use prefill='auto' or 'replicated'"
         )
+    if prefill == "split" and deterministic:
+        raise ValueError(
+            f"enable: with deterministic={deterministic} prefill must be 'auto' or "
+            "'replicated', got 'split'"
+        )
+    return "replicated" if deterministic else prefill
 
 
 def override_forward(model: PreTrainedModel, prefill: str) -> None:
