@@ -69,7 +69,7 @@ def model_signature(kind: str, model: PreTrainedModel) -> Signature:
 
 
 def describe_all(name: str, objects: Iterable[Any]) -> Signature:
-    """What ranks compare of logits processors or stopping criteria: their kinds and attributes."""
+    """Kinds and attributes of logits processors or stopping criteria, which ranks compare."""
     return tuple((f"{name} {i}", describe(o, with_attributes=True)) for i, o in enumerate(objects))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an enabled model does before the first step of `generate`, between steps and at the end."""
+"""Work of an enabled model before the first step of `generate`, between steps and at its end."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.version import Version
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, MaxTimeCriteria, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ...exchange import Communicator, ExchangeError, Signature, sentence
 from ..cache.tree_cache import TreeCache
@@ -26,10 +25,17 @@ from .fingerprint import (
     model_signature,
     settings_of,
 )
+from .refusals import (
+    CHUNKS_AFTER_CACHED_TOKENS,
+    check_cached_prompt,
+    check_given_cache,
+    check_settings,
+    has_whole_text,
+    prompt_length,
+    unsupported_cache,
+)
 
-# Older releases prefill wrong tokens when a cache that holds some already is filled in chunks.
-_CHUNKS_AFTER_CACHED_TOKENS = Version(transformers.__version__) >= Version("5.23")
-# Whether the thread is in a call of `generate` at whose end ranks meet: those of an assistant are.
+# True in calls of `generate` at whose end ranks meet, and in an assistant's calls inside them.
 _is_inside = ContextVar("_is_inside", default=False)
 
 
@@ -107,9 +113,9 @@ class Preparation:
     def _begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Takes the arguments of `generate` by name and returns those with which to go on."""
         if arguments.get("cache_implementation") == "paged":
-            # `_refuse` would come too late: for a paged cache, transformers leaves `generate`
+            # `check_settings` comes too late: for a paged cache, transformers leaves `generate`
             # before it asks for a cache.
-            raise _unsupported_cache("paged")
+            raise unsupported_cache("paged")
         self.call.processors = [*(arguments.get("logits_processor") or ())]
         if self.synchronize_logits is not None:
             processors = LogitsProcessorList([*self.call.processors, self.synchronize_logits])
@@ -129,36 +135,19 @@ class Preparation:
 
         `num_slots`: of the prompt and all new tokens but the last, which is never fed.
         """
-        self._refuse(generation_config)
-        cache = model_kwargs.get("past_key_values")
+        arguments, cache = self.call.arguments, model_kwargs.get("past_key_values")
+        check_settings(generation_config, arguments, self.comm.world_size)
         makes_cache = cache is None and generation_config.use_cache is not False
-        num_prompt, num_cached = self._prompt_length(), 0
+        num_prompt, num_cached, num_left_out = prompt_length(arguments), 0, 0
         kv_dtype, max_length = self.kv_dtype, self.max_length if makes_cache else None
         if cache is not None:
-            if not isinstance(cache, TreeCache):
-                raise ValueError(
-                    "generate: past_key_values of an enabled model must be a TreeCache, "
-                    f"got {type(cache).__name__}"
-                )
-            if self.shard.world_size > 1 and cache.shard.layout != self.shard.layout:
-                raise ValueError(
-                    f"generate: the cache has the layout {cache.shard.layout} and the model was "
-                    f"enabled with {self.shard.layout}: call enable(model, layout=...) with the "
-                    "cache's, or cache.reshard with the model's"
-                )
-            wanted = self.shard.deterministic
-            if wanted and cache.shard.deterministic != wanted:
-                raise ValueError(
-                    f"generate: the cache has deterministic={cache.shard.deterministic} and the "
-                    f"model was enabled with {wanted}: make or load the cache with it"
-                )
+            check_given_cache(cache, self.shard)
             num_cached, kv_dtype = int(cache.get_seq_length()), cache.kv_dtype
             max_length = cache.max_length
-            self._refuse_cached_prompt(num_prompt, num_cached)
-            if not self._is_whole_sequence(num_prompt):
-                num_slots += num_cached
+            check_cached_prompt(arguments, num_prompt, num_cached)
+            num_left_out = 0 if has_whole_text(arguments, num_prompt) else num_cached
         # A prompt lookup also feeds candidates that are more than the tokens asked for.
-        num_slots += (generation_config.prompt_lookup_num_tokens or 1) - 1
+        num_slots += num_left_out + (generation_config.prompt_lookup_num_tokens or 1) - 1
         if max_length is not None and num_slots > max_length:
             raise ValueError(
                 f"generate: the cache has max_length {max_length}, and the prompt and the new "
@@ -171,24 +160,21 @@ class Preparation:
                 "generate",
             )
         if makes_cache:
-            cache = self.new_cache()
+            cache = model_kwargs["past_key_values"] = self.new_cache()
             cache.reserve(num_prompt)
-            model_kwargs["past_key_values"] = cache
-        self.call.cache, self.call.length = cache, num_prompt - 1
+        self.call.cache, self.call.length = cache, num_left_out + num_prompt - 1
         self.call.is_assisted = (
             generation_config.prompt_lookup_num_tokens is not None
-            or self.call.arguments.get("assistant_model") is not None
+            or arguments.get("assistant_model") is not None
         )
-        for layer in () if cache is None else cache.layers:
-            if isinstance(layer, WindowLayer) and self.call.is_assisted:
-                layer.keeps_last_pass = True
-        if not self._is_whole_sequence(num_prompt):
-            self.call.length += num_cached
         if cache is not None:
+            for layer in cache.layers if self.call.is_assisted else ():
+                if isinstance(layer, WindowLayer):
+                    layer.keeps_last_pass = True
             self._set_chunk_size(model, generation_config, model_kwargs, num_prompt, num_cached)
 
     def leave_out_cached(self, input_ids: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        """Has the first step of assisted decoding feed no token that a given cache holds.
+        """Keeps the first step of assisted decoding from feeding tokens that a given cache holds.
 
         Other kinds of decoding leave them out by themselves, and transformers' assisted one feeds
         the whole text behind them (5.23).
@@ -198,7 +184,7 @@ class Preparation:
         if not (self.call.is_assisted and is_whole and isinstance(cache, TreeCache)):
             return options
         num_cached = int(cache.get_seq_length())
-        if num_cached == 0 or not self._is_whole_sequence(self._prompt_length()):
+        if num_cached == 0 or not self._has_whole_text():
             return options
         return {**options, "next_sequence_length": input_ids.shape[1] - num_cached}
 
@@ -213,7 +199,7 @@ class Preparation:
         if not isinstance(given, TreeCache) or inputs.get("past_key_values") is not None:
             return inputs
         num_cached = int(given.get_seq_length())
-        if num_cached > 0 and not self._is_whole_sequence(self._prompt_length()):
+        if num_cached > 0 and not self._has_whole_text():
             raise ValueError(
                 "generate: at this length the model computes the keys of all tokens anew, and it "
                 f"was not given the first {num_cached}, of which the cache holds the keys; pass "
@@ -245,47 +231,13 @@ class Preparation:
             )
 
     def is_capturable(self, device: torch.device) -> bool:
-        """Whether a CUDA graph can hold a step: not where states travel through the host."""
+        """True where a CUDA graph can hold a step: not where states travel through the host."""
         if self.comm.world_size == 1:
             return True
         return self.comm.link.transport_device(device).type == device.type
 
-    def _refuse(self, generation_config: GenerationConfig) -> None:
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise _unsupported_cache(generation_config.cache_implementation)
-        if generation_config.output_attentions:
-            raise NotImplementedError(
-                "generate: output_attentions is not supported, as the attention weights are never "
-                "formed; use attn_implementation='eager' without enable"
-            )
-        criteria = self.call.arguments.get("stopping_criteria") or ()
-        if self.comm.world_size > 1 and (
-            generation_config.max_time is not None
-            or any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria)
-        ):
-            raise NotImplementedError(
-                "generate: max_time is not supported over several ranks: their clocks differ, and "
-                "a rank that stops alone leaves the others waiting; use max_new_tokens"
-            )
-
-    def _refuse_cached_prompt(self, num_prompt: int, num_cached: int) -> None:
-        if num_cached > 0 and self._is_whole_sequence(num_prompt) and num_cached >= num_prompt:
-            raise ValueError(
-                f"generate: the cache holds {num_cached} tokens and the prompt has {num_prompt}; "
-                "at least one token must be new: call cache.crop(-1), or pass only the new tokens "
-                "with an attention_mask over all tokens"
-            )
-        size = self.call.arguments.get("prefill_chunk_size")
-        if num_cached > 0 and size is not None and not _CHUNKS_AFTER_CACHED_TOKENS:
-            raise NotImplementedError(
-                "generate: prefill_chunk_size with a cache that holds tokens needs transformers "
-                f">= 5.23, got {transformers.__version__}"
-            )
-
-    def _is_whole_sequence(self, num_prompt: int) -> bool:
-        """Whether the prompt has the tokens that a given cache holds, too."""
-        mask = self.call.arguments.get("attention_mask")
-        return mask is None or mask.shape[1] == num_prompt
+    def _has_whole_text(self) -> bool:
+        return has_whole_text(self.call.arguments, prompt_length(self.call.arguments))
 
     def _set_chunk_size(
         self,
@@ -302,16 +254,10 @@ class Preparation:
             size *= self.shard.world_size
         if generation_config.prefill_chunk_size is not None or size is None or num_prompt <= size:
             return
-        if num_cached > 0 and not _CHUNKS_AFTER_CACHED_TOKENS:
+        if num_cached > 0 and not CHUNKS_AFTER_CACHED_TOKENS:
             return
         if model_kwargs.get("inputs_embeds") is None:  # only token ids are split into chunks
             generation_config.prefill_chunk_size = size
-
-    def _prompt_length(self) -> int:
-        for name in ("inputs", "input_ids", "inputs_embeds"):
-            if self.call.arguments.get(name) is not None:
-                return self.call.arguments[name].shape[1]
-        return 1  # without a prompt, generate begins with the bos token
 
     def _signature(
         self,
@@ -321,8 +267,8 @@ class Preparation:
         kv_dtype: torch.dtype | None,
         max_length: int | None,
     ) -> Signature:
-        """What must be equal on all ranks. Otherwise they would merge states that do not belong
-        together, or stop at different tokens."""
+        """Fields that must be equal on all ranks. Otherwise they would merge states that do not
+        belong together, or stop at different tokens."""
         sampling = generation_config.do_sample
         assistant = self.call.arguments.get("assistant_model")
         return (
@@ -352,13 +298,6 @@ class Preparation:
 
 
 def _assistant_signature(assistant: PreTrainedModel) -> Signature:
-    """What decides on the candidates of an assistant, which are a part of the queries."""
+    """Fields that decide on the candidates of an assistant, which are a part of the queries."""
     settings = settings_of("assistant's generation", assistant.generation_config)
     return *settings, *model_signature("assistant", assistant)
-
-
-def _unsupported_cache(name: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"generate: cache_implementation={name!r} is not supported by an enabled model, whose "
-        "cache is a TreeCache; static, quantized, offloaded and paged caches are not sharded"
-    )

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Calls of `generate` that an enabled model refuses before the first step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from transformers import GenerationConfig, MaxTimeCriteria
+
+from ..cache.shard import Shard
+from ..cache.tree_cache import TreeCache
+
+# Older releases prefill wrong tokens when a cache that holds some already is filled in chunks.
+CHUNKS_AFTER_CACHED_TOKENS = Version(transformers.__version__) >= Version("5.23")
+
+
+def prompt_length(arguments: Mapping[str, Any]) -> int:
+    """Number of tokens of the prompt among the arguments of `generate`."""
+    for name in ("inputs", "input_ids", "inputs_embeds"):
+        if arguments.get(name) is not None:
+            return int(arguments[name].shape[1])
+    return 1  # without a prompt, generate begins with the bos token
+
+
+def has_whole_text(arguments: Mapping[str, Any], num_prompt: int) -> bool:
+    """True where the prompt has the tokens that a given cache holds, too."""
+    mask = arguments.get("attention_mask")
+    return mask is None or mask.shape[1] == num_prompt
+
+
+def check_settings(config: GenerationConfig, arguments: Mapping[str, Any], world_size: int) -> None:
+    """Refuses caches of transformers, attention weights, and clocks that differ by rank."""
+    if config.cache_implementation not in (None, "dynamic"):
+        raise unsupported_cache(config.cache_implementation)
+    if config.output_attentions:
+        raise NotImplementedError(
+            "generate: output_attentions is not supported, as the attention weights are never "
+            "formed; use attn_implementation='eager' without enable"
+        )
+    criteria = arguments.get("stopping_criteria") or ()
+    if world_size > 1 and (
+        config.max_time is not None
+        or any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria)
+    ):
+        raise NotImplementedError(
+            "generate: max_time is not supported over several ranks: their clocks differ, and "
+            "a rank that stops alone leaves the others waiting; use max_new_tokens"
+        )
+
+
+def check_given_cache(cache: object, shard: Shard) -> None:
+    """Refuses a cache that the caller gives and that is not for the model's `shard`."""
+    if not isinstance(cache, TreeCache):
+        raise ValueError(
+            "generate: past_key_values of an enabled model must be a TreeCache, "
+            f"got {type(cache).__name__}"
+        )
+    if shard.world_size > 1 and cache.shard.layout != shard.layout:
+        raise ValueError(
+            f"generate: the cache has the layout {cache.shard.layout} and the model was "
+            f"enabled with {shard.layout}: call enable(model, layout=...) with the "
+            "cache's, or cache.reshard with the model's"
+        )
+    if shard.deterministic and cache.shard.deterministic != shard.deterministic:
+        raise ValueError(
+            f"generate: the cache has deterministic={cache.shard.deterministic} and the "
+            f"model was enabled with {shard.deterministic}: make or load the cache with it"
+        )
+
+
+def check_cached_prompt(arguments: Mapping[str, Any], num_prompt: int, num_cached: int) -> None:
+    """Refuses a prompt without a new token, and chunks where transformers has them wrong."""
+    if num_cached > 0 and has_whole_text(arguments, num_prompt) and num_cached >= num_prompt:
+        raise ValueError(
+            f"generate: the cache holds {num_cached} tokens and the prompt has {num_prompt}; "
+            "at least one token must be new: call cache.crop(-1), or pass only the new tokens "
+            "with an attention_mask over all tokens"
+        )
+    size = arguments.get("prefill_chunk_size")
+    if num_cached > 0 and size is not None and not CHUNKS_AFTER_CACHED_TOKENS:
+        raise NotImplementedError(
+            "generate: prefill_chunk_size with a cache that holds tokens needs transformers "
+            f">= 5.23, got {transformers.__version__}"
+        )
+
+
+def unsupported_cache(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"generate: cache_implementation={name!r} is not supported by an enabled model, whose "
+        "cache is a TreeCache; static, quantized, offloaded and paged caches are not sharded"
+    )
