@@ -15,7 +15,7 @@ def excerpt(text: str) -> str:
 
 
 class Screen:
-    """What the user sees during a generation: the prompt, a bar during prefill, then the text.
+    """The screen during a generation: the prompt, a bar during prefill, then the text.
 
     Only the root rank shows anything; the other ranks run the same code in silence.
     """

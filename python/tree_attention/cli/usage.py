@@ -24,7 +24,7 @@ def report(command: str, message: object) -> None:
 
 
 def is_root() -> bool:
-    """Whether this process talks to the user: rank 0 of torchrun's, or a process alone."""
+    """True where this process talks to the user: rank 0 of torchrun's, or a process alone."""
     return os.environ.get("RANK", "0") == "0"
 
 

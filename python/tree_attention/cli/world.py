@@ -47,7 +47,7 @@ class World:
 
     @property
     def root(self) -> bool:
-        """Whether this rank talks to the user."""
+        """True where this rank talks to the user."""
         return self.rank == 0
 
 
@@ -141,7 +141,7 @@ def _join(rank: int, size: int, backend: str, timeout: float | None) -> None:
 
 @contextmanager
 def _interrupts_passed_on() -> Iterator[None]:
-    """Has Ctrl-C end this rank's wait for others, and tell them.
+    """Makes Ctrl-C end this rank's wait for others, and tells them.
 
     Python raises KeyboardInterrupt between two of its own instructions, to which a thread that
     waits in C++ does not come. So another thread hears of the signal and aborts the exchange.

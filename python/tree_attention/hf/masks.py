@@ -25,7 +25,7 @@ _WIDTH = "the padding mask must have shape [batch, cached + new tokens]"
 
 
 class KeyRanges:
-    """What `tree_attention_mask` returns, and transformers hands to every layer, for a mask.
+    """The mask that `tree_attention_mask` returns and transformers hands to every layer.
 
     Query `i` of sequence `b` sees the global slots `[ranges[b, i, 0], ranges[b, i, 1])`. A mask
     that is no such range has the reason in `unsupported`, and the layer that is given it raises:
@@ -203,7 +203,7 @@ def _agrees(
     kv_offset: int,
     kv_length: int,
 ) -> Tensor:
-    """Whether `mask_function` is true inside [begin, end) and false outside.
+    """True where `mask_function` is true inside [begin, end) and false outside.
 
     It is evaluated at the range's four edges and in its middle only, O(batch * seqlen_q) in place
     of a full mask. Every mask of transformers that is no such range (chunked, packed, blockwise,
@@ -218,7 +218,7 @@ def _agrees(
 
 
 def _holds(condition: Tensor, otherwise: str, waits: bool = True) -> bool:
-    """Whether a tensor is true. What cannot ask, as a compiled graph, raises where it is not."""
+    """True where a tensor is. Code that cannot ask, as a compiled graph, raises where it is not."""
     if torch.compiler.is_compiling() or not waits:
         torch._assert_async(condition, f"tree_attention: {otherwise}")
         return True

@@ -177,7 +177,7 @@ def _plan(model: PreTrainedModel, mesh: Mesh) -> Plan | None:
 
 
 def _on_every_rank(op: str, mesh: Mesh, run: Callable[[], tuple[str, T]]) -> T:
-    """What `run` returns after the digest of the whole weights, which is the same on all ranks."""
+    """Return the second result of `run`; the first is a digest that is the same on all ranks."""
 
     def examine() -> tuple[Signature, T]:
         digest, result = run()

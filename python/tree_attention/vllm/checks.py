@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What vLLM has to be, and what may be asked of it: all refusals."""
+"""All refusals: of releases of vLLM, and of what it is asked for."""
 
 import importlib
 import inspect
@@ -67,8 +67,7 @@ def check_engine() -> None:
 
 
 def faults_of(module: str, name: str, parameters: str) -> list[str]:
-    """How the function `name` of `module` differs from one with these parameters; [] if it does
-    not."""
+    """Differences of the function `name` of `module` from one with these parameters."""
     try:
         function: Callable[..., object] = importlib.import_module(module)  # type: ignore[assignment]
         for part in name.split("."):

@@ -45,7 +45,7 @@ class Exchange:
 
 
 def exchange_of(parallel_config: Any) -> Exchange:
-    """That of all layers of this process; collective where it is the first."""
+    """Return this process's exchange; the first call is collective."""
     timeout = parallel_config.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT
     group = get_dcp_group().cpu_group
     return _exchange(group, parallel_config.cp_kv_cache_interleave_size, timeout)

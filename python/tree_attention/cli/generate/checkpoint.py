@@ -51,7 +51,7 @@ def load(path: Path, **options: Any) -> Any:
 
 
 def make_greedy(model: Any, path: Path) -> list[str]:
-    """Has a model generate the likeliest tokens of one sequence, whatever its checkpoint says.
+    """Makes a model generate the likeliest tokens of one sequence, whatever its checkpoint says.
 
     Returns:
         The names of the fields in generation_config.json that therefore count for nothing.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How the process of a command keeps memory."""
+"""Memory that the process of a command keeps."""
 
 import ctypes
 from contextlib import suppress
@@ -10,7 +10,7 @@ _LARGE = (1 << 31) - 1
 
 
 def keep_freed_memory() -> None:
-    """Has malloc keep what is freed, where it is glibc's.
+    """Makes malloc keep what is freed, where it is glibc's.
 
     Otherwise large tensors go back to the system, which clears pages for the next ones. A prompt
     took an eighth longer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a generation costs: when each token arrives, the exchange between ranks and the memory."""
+"""Costs of a generation: when each token arrives, the exchange between ranks and the memory."""
 
 import statistics
 import time

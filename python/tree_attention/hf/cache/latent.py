@@ -128,7 +128,7 @@ class _ExpandedLayer:
 
 
 def _pays_to_expand(module: Any, query: Tensor, layer: LatentLayer) -> bool:
-    """Whether keys and values of all heads need fewer multiplications than absorbed queries do.
+    """True where keys and values of all heads need fewer multiplications than absorbed queries.
 
     For a head and a slot these are, of `n` queries, `n * (nope + rope + v)` after the
     `rank * (nope + v)` that make them, beside `n * (rank + rope + rank)`. The same on all ranks.
@@ -196,7 +196,7 @@ def check_latents(model: PreTrainedModel) -> None:
 
 
 def override_expansion(model: PreTrainedModel) -> None:
-    """Has the attention modules hand on latents that come from a `TreeCache` as they are."""
+    """Makes the attention modules hand on latents that come from a `TreeCache` as they are."""
     for module in _attentions(model):
         vars(module)[_EXPAND] = MethodType(_expand_unless_sharded, module)
 

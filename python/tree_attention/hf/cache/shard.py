@@ -65,7 +65,7 @@ class Shard:
         return self
 
     def count(self, length: int) -> int:
-        """How many of the first `length` global slots this rank keeps."""
+        """Number of the first `length` global slots that this rank keeps."""
         return self.layout.count(self.rank, length)
 
     def check_holds(self, length: int) -> None:

@@ -40,7 +40,7 @@ _ROPES_OF_ALL_POSITIONS = ("dynamic", "longrope")
 
 
 def may_be_chunked(config: PreTrainedConfig) -> bool:
-    """Whether a prompt that is read in chunks is known to give what it gives as a whole."""
+    """True where a prompt in chunks is known to give the same as the whole prompt."""
     if _rope_of_all_positions(config) is not None:
         return False
     return not state_kinds(config) or config.model_type in GO_ON_FROM_A_STATE
@@ -65,7 +65,7 @@ def checked_prefill(model: PreTrainedModel, prefill: str, deterministic: int) ->
 
 
 def override_forward(model: PreTrainedModel, prefill: str) -> None:
-    """Has `model.forward` deal the tokens of prompts, where they may be dealt."""
+    """Makes `model.forward` deal the tokens of prompts, where they may be dealt."""
     if prefill == "replicated" or _obstacle(model) is not None:
         return
     original = type(model).forward
@@ -96,7 +96,7 @@ def restore_forward(model: PreTrainedModel) -> None:
 
 
 def is_dealt_in_generate(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> bool:
-    """Whether `generate` deals the tokens of long prompts, if there are several ranks."""
+    """True where `generate` deals the tokens of long prompts, if there are several ranks."""
     return _has_own_forward(model) and _asks_for_the_last(model, model_kwargs)
 
 
@@ -148,7 +148,7 @@ def _sizes(model: PreTrainedModel) -> str:
 def _deal(
     model: PreTrainedModel, arguments: Mapping[str, Any], min_tokens: int, sizes: str
 ) -> Deal | None:
-    """How to deal the tokens of a forward pass with these arguments; None: not at all.
+    """The deal of the tokens of a forward pass with these arguments; None: they are not dealt.
 
     All that decides is the same on all ranks, as far as their arguments are.
     """
@@ -194,7 +194,7 @@ def _deal(
 
 
 def _asks_for_the_last(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
-    """Whether all that the caller wants is the logits of the last position."""
+    """True where the caller wants the logits of the last position alone."""
     logits_to_keep = arguments.get("logits_to_keep")
     if type(logits_to_keep) is not int or logits_to_keep != 1:
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How queries meet keys in the layers of a dealt forward pass.
+"""Attention in a dealt forward pass: queries travel to keys, or keys to queries.
 
 Every rank has the queries of its own tokens, and the keys and values of its own slots. There are
 two ways to bring them together:
@@ -66,7 +66,7 @@ def attend_split(
 
 
 def _passes_queries(deal: Deal, query: Tensor, layer: TreeCacheLayer, ranges: KeyRanges) -> bool:
-    """Whether pass-Q sends less than pass-KV, by the bytes of one sequence to one rank."""
+    """True where pass-Q sends less than pass-KV, by the bytes of one sequence to one rank."""
     _, num_heads_q, _, head_dim = query.shape
     state_bytes = 4 * (layer.head_dim_v + 1)
     query_bytes = deal.length * num_heads_q * (head_dim * query.itemsize + state_bytes)

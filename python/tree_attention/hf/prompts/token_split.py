@@ -133,7 +133,7 @@ class Deal:
         return kept[..., : keys.shape[3]], kept[..., keys.shape[3] :]
 
     def of_last_rank(self, x: Tensor) -> Tensor:
-        """What `x` is on the rank of the last token, the same bits on every rank."""
+        """Return the `x` of the rank of the last token, with the same bits on every rank."""
         x = x.contiguous()
         if self.shard.rank == self.last_rank:
             others = set(range(self.shard.world_size)) - {self.last_rank}

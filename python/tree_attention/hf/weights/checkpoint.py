@@ -145,12 +145,12 @@ def _part(whole: Tensor, cut: Cut | None, dtype: torch.dtype, device: torch.devi
 
 
 def _mark(x: Tensor) -> None:
-    """Has transformers leave the values of `x` as they are."""
+    """Marks `x` as filled, so that transformers leaves its values as they are."""
     x._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def _named_tensors(model: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]:
-    """What a checkpoint holds of a model: each tensor with all its names."""
+    """Yield each tensor of a model that a checkpoint holds, with all its names."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

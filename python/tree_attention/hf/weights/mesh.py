@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How the ranks of a group share the weights and the cache of one model."""
+"""Groups of the ranks that share the weights and the cache of one model."""
 
 from __future__ import annotations
 

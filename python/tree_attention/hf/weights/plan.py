@@ -56,7 +56,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a model's modules, by their names.
+    """The part of each module that every rank gets, by the module's name.
 
     Attributes:
         cuts: the part of each parameter that this rank keeps; all of those not in it.
@@ -73,7 +73,7 @@ class Plan:
 
 
 def plan(model: PreTrainedModel, mesh: Mesh) -> Plan:
-    """How `model`, which is whole, is split over the ranks of `mesh`.
+    """Plan the split of `model`, which is whole, over the ranks of `mesh`.
 
     Raises:
         CannotSplitError: a module cannot be split.

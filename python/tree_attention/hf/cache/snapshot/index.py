@@ -78,7 +78,7 @@ Kinds = dict[str, tuple[torch.dtype, list[int]]]
 
 
 class Index(NamedTuple):
-    """What the index says."""
+    """Contents of an index."""
 
     sha256: str  # of all the rest
     length: int
@@ -89,7 +89,7 @@ class Index(NamedTuple):
 
 
 def describe_model(config: PreTrainedConfig) -> dict[str, Any]:
-    """What a saved cache and the model that goes on with it must have in common."""
+    """Facts that a saved cache and the model that goes on with it must have in common."""
     fields = config.to_dict()
     known = {name: fields.get(name) for name in _MODEL_FIELDS}
     described: dict[str, Any] = json.loads(json.dumps(known, default=str))
