@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -26,3 +27,28 @@ def test_the_exchange_is_used_through_what_it_names(module: Path) -> None:
         return
     found = _FROM_INSIDE.findall(module.read_text())
     assert not found, "import from tree_attention.exchange itself"
+
+
+REPOSITORY = PACKAGE.parents[1]
+SOURCES = [*MODULES, *sorted((REPOSITORY / "benchmarks").rglob("*.py"))]
+SOURCES += sorted((REPOSITORY / "tests").rglob("*.py"))
+_QUESTIONS = ("What ", "Whether ", "How ", "Has ", "That of ", "Those of ")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_files_and_functions_are_short(path: Path) -> None:
+    source = path.read_text()
+    assert source.count("\n") <= 350
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            documented = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno
+            lines = node.end_lineno - documented
+            assert lines <= 80, f"{node.name} has {lines} lines below its docstring"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(PACKAGE.parent)))
+def test_docstrings_say_what_a_thing_is_or_does(module: Path) -> None:
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            text = ast.get_docstring(node) or ""
+            assert not text.startswith(_QUESTIONS), text.splitlines()[0]
