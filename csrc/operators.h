@@ -6,10 +6,10 @@
 
 #include <c10/core/DeviceGuard.h>
 
-#include "append_args.h"
-#include "decode_args.h"
-#include "merge_args.h"
-#include "range_parts.h"
+#include "args/append.h"
+#include "args/decode.h"
+#include "args/merge.h"
+#include "args/ranges.h"
 
 namespace tree_attention {
 

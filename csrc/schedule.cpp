@@ -8,8 +8,8 @@
 #include <limits>
 #include <vector>
 
+#include "args/checks.h"
 #include "common/partition.h"
-#include "scalar_type.h"
 
 namespace tree_attention {
 

@@ -26,11 +26,11 @@ BRIDGE = [
         for name in (
             "cuda/checks.cpp",
             "cuda/one_shot/one_shot_args.cpp",
-            "append_args.cpp",
-            "memory_overlap.cpp",
-            "decode_args.cpp",
-            "merge_args.cpp",
-            "range_parts.cpp",
+            "args/append.cpp",
+            "args/memory_overlap.cpp",
+            "args/decode.cpp",
+            "args/merge.cpp",
+            "args/ranges.cpp",
         )
     ),
 ]

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// What append_kv is given, validated (append_args.cpp). Strides are in elements; the last axes of
+// What append_kv is given, validated (args/append.cpp). Strides are in elements; the last axes of
 // k, v and the caches are contiguous.
 #pragma once
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// What a decode kernel is given: plain pointers and sizes, already validated (decode_args.cpp).
+// What a decode kernel is given: plain pointers and sizes, already validated (args/decode.cpp).
 // Strides are in elements; the last axis of q, k, v and o is contiguous.
 #pragma once
 

@@ -7,10 +7,10 @@
 #include <type_traits>
 #include <vector>
 
+#include "args/host_values.h"
 #include "cpu/converting.h"
 #include "cpu/kernel/quantise_row.h"
 #include "cpu/parallel.h"
-#include "slots.h"
 
 namespace tree_attention::cpu {
 namespace {

@@ -13,6 +13,7 @@
 #include <new>
 #include <vector>
 
+#include "args/host_values.h"
 #include "common/fixup.h"
 #include "common/partition.h"
 #include "common/softmax_state.h"
@@ -20,7 +21,6 @@
 #include "cpu/kernel/merge_rows.h"
 #include "cpu/parallel.h"
 #include "cpu/shares.h"
-#include "page_ids.h"
 
 namespace tree_attention::cpu {
 namespace {

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "page_ids.h"
+#include "args/host_values.h"
 
 namespace tree_attention::cuda {
 namespace {

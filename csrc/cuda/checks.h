@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// What the CUDA kernels ask of arguments beyond decode_args.cpp.
+// What the CUDA kernels ask of arguments beyond args/decode.cpp.
 #pragma once
 
 #include "common/decode_params.h"

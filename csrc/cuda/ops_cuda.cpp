@@ -12,11 +12,11 @@
 #include <algorithm>
 
 #include "append/append_kv.cuh"
+#include "args/host_values.h"
 #include "checks.h"
 #include "decode/check_pages.cuh"
 #include "decode/workspaces.h"
 #include "merge/merge_states.cuh"
-#include "slots.h"
 
 namespace tree_attention::cuda {
 namespace {

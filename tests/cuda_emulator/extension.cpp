@@ -9,6 +9,8 @@
 #include <memory>
 #include <vector>
 
+#include "args/checks.h"
+#include "args/host_values.h"
 #include "cuda/append/append_kv.cuh"
 #include "cuda/checks.h"
 #include "cuda/decode/launch.h"
@@ -16,8 +18,6 @@
 #include "cuda/one_shot/one_shot_args.h"
 #include "machine.h"
 #include "operators.h"
-#include "scalar_type.h"
-#include "slots.h"
 #include "tensor_core.h"
 
 namespace tree_attention {

@@ -21,10 +21,10 @@ SOURCES = ("ablations.cu", "tiles.cu", "ops.cpp")
 TILES = tuple((keys, stages) for keys in (64, 128, 256) for stages in (2, 3, 4))
 # What the operators need of the product beside its headers.
 PRODUCT_SOURCES = (
-    "csrc/decode_args.cpp",
-    "csrc/memory_overlap.cpp",
-    "csrc/merge_args.cpp",
-    "csrc/range_parts.cpp",
+    "csrc/args/decode.cpp",
+    "csrc/args/memory_overlap.cpp",
+    "csrc/args/merge.cpp",
+    "csrc/args/ranges.cpp",
     "csrc/cuda/checks.cpp",
     "csrc/cuda/decode/plan.cu",
     "csrc/cuda/decode/workspaces.cpp",

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "one_shot_args.h"
 
-#include "scalar_type.h"
+#include "args/checks.h"
 
 namespace tree_attention::cuda {
 namespace {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "merge_args.h"
+#include "args/merge.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 
-#include "memory_overlap.h"
-#include "scalar_type.h"
+#include "args/checks.h"
+#include "args/memory_overlap.h"
 
 namespace tree_attention {
 

@@ -13,20 +13,15 @@
 namespace tree_attention {
 
 // Every argument of the schema except the outputs, as the dispatcher passes them, and the number of
-// ranges that each are a sequence (range_parts.h).
+// ranges that each are a sequence (ranges.h).
 struct DecodeArgs {
-  const at::Tensor& q;
-  const at::Tensor& k;
-  const at::Tensor& v;
-  const std::optional<at::Tensor>& key_ranges;
+  at::Tensor q, k, v;
+  std::optional<at::Tensor> key_ranges;
   std::optional<double> softmax_scale;
   double softcap;
-  const std::optional<at::Tensor>& alibi_slopes;
-  const std::optional<at::Tensor>& query_positions;
+  std::optional<at::Tensor> alibi_slopes, query_positions;
   at::IntArrayRef key_layout;
-  const std::optional<at::Tensor>& page_table;
-  const std::optional<at::Tensor>& k_scale;
-  const std::optional<at::Tensor>& v_scale;
+  std::optional<at::Tensor> page_table, k_scale, v_scale;
   std::optional<at::ScalarType> out_dtype;
   int64_t num_workers;
   int64_t num_ranges = 1;

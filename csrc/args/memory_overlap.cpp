@@ -3,7 +3,7 @@
 // Whether elements of strided tensors meet is a question about sums of multiples of their strides,
 // a bounded Diophantine equation, as in numpy.shares_memory. at::assert_no_overlap passes every
 // pair of which one has gaps.
-#include "memory_overlap.h"
+#include "args/memory_overlap.h"
 
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>

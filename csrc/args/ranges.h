@@ -7,9 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
-
-#include "decode_args.h"
+#include "args/decode.h"
 
 namespace tree_attention {
 
@@ -18,22 +16,17 @@ bool has_several_ranges(const DecodeArgs& args);
 
 class RangeParts {
  public:
-  // Checks the arguments, which must outlive this.
+  // Checks the arguments.
   explicit RangeParts(const DecodeArgs& args);
 
   // The call of which the ranges are the sequences. Its states are float32.
-  DecodeArgs call() const;
+  const DecodeArgs& call() const { return call_; }
 
   // A result of that call, [batch * num_ranges, ...], by range: [num_ranges, batch, ...].
   at::Tensor by_range(const at::Tensor& result) const;
 
  private:
-  at::Tensor repeated(const at::Tensor& x) const;
-
-  const DecodeArgs& args_;
-  int64_t num_ranges_ = 0;
-  at::Tensor q_;
-  std::optional<at::Tensor> key_ranges_, page_table_, query_positions_;
+  DecodeArgs call_;
 };
 
 }  // namespace tree_attention

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "append_args.h"
+#include "args/append.h"
 
-#include "argument_checks.h"
-#include "memory_overlap.h"
+#include "args/checks.h"
+#include "args/memory_overlap.h"
 
 namespace tree_attention {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "decode_args.h"
+#include "args/decode.h"
 
 #include <ATen/ops/empty.h>
 
@@ -7,9 +7,8 @@
 #include <cmath>
 #include <limits>
 
-#include "argument_checks.h"
-#include "memory_overlap.h"
-#include "scalar_type.h"
+#include "args/checks.h"
+#include "args/memory_overlap.h"
 
 namespace tree_attention {
 namespace {
