@@ -21,6 +21,12 @@ def tiers(quick: Iterable[Any], deep: Iterable[Any]) -> list[Any]:
     return [*quick, *marked]
 
 
+def tiers_of(cases: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
+    """Return parameters of both tiers, of which `quick` names those that are not deep."""
+    quick = list(quick)
+    return tiers(quick, [case for case in cases if case not in quick])
+
+
 def by_world(quick: Iterable[int], deep: Iterable[int]) -> pytest.MarkDecorator:
     """Parametrise `world_size`."""
     return pytest.mark.parametrize("world_size", tiers(quick, deep))

@@ -18,6 +18,7 @@ from tree_attention.exchange import Communicator
 State = tuple[Tensor, Tensor]
 
 
+@pytest.mark.deep
 @on_ranks(3)
 def test_shards_that_differ_in_kind(rank: int, world_size: int) -> None:
     """Ranks differ in what may differ: pages per head, shared or none, key ranges or none."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distributed import on_ranks, run_ranks
 from helpers import make_problem, paginate
+from tiers import by_world
 from tree_attention import BlockCyclic, ring_pass_q_decode
 from tree_attention.baselines import ring_pass_q
 from tree_attention.exchange import Communicator
@@ -18,7 +19,7 @@ from tree_attention.exchange import Communicator
 State = tuple[Tensor, Tensor]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@by_world([3], [2, 5])
 @on_ranks()
 def test_any_split(rank: int, world_size: int) -> None:
     """More sequences than heads or the other way round, fewer than ranks, pages, two ranks."""

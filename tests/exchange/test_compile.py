@@ -13,6 +13,7 @@ from torch import Tensor
 from distributed import on_ranks, run_ranks
 from faults import AMPLE
 from helpers import make_problem
+from tiers import by_world
 from tree_attention import Communicator, ExchangeError, all_merge_states, tree_decode
 
 # Ranks compile at their own pace, which the timeout of a call has to allow for.
@@ -57,7 +58,7 @@ def decode(rank: int, world_size: int, backend: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@by_world([1, 2], [3])
 def test_tree_decode(world_size: int, case: str) -> None:
     run_ranks(decode, world_size, "aot_eager", case, timeout=COMPILING)
 

@@ -32,6 +32,7 @@ from faults import (
     failure,
 )
 from helpers import assert_same_bits
+from tiers import tiers
 from tree_attention import strategies
 from tree_attention._loader import load
 from tree_attention.exchange import Communicator, ExchangeError
@@ -70,7 +71,7 @@ def compare_ways(rank: int, world_size: int, nodes: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("nodes", ["aa", "aaa", "aab", "abbb", "aabb", "abab", "aaaaa"])
+@pytest.mark.parametrize("nodes", tiers(["aa", "aab", "abab"], ["aaa", "abbb", "aabb", "aaaaa"]))
 def test_same_bits_and_bytes_as_through_the_group(nodes: str) -> None:
     run_ranks(compare_ways, len(nodes), nodes)
 
@@ -257,6 +258,7 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), mappings
 
 
+@pytest.mark.deep
 @on_ranks(3)
 def test_memory_goes_with_its_communicator(rank: int, world_size: int) -> None:
     before = held()

@@ -31,8 +31,22 @@ CANONICAL = [name for name in strategies() if STRATEGIES[name].is_canonical]
 # Worlds as the node of each rank. The quick ones: one node, a power of two or not, equal nodes, and
 # nodes of several sizes.
 WORLDS = tiers(
-    ["a", "aa", "aab", "aaaa", "aabb", "aaaab", "aaabbb"],
-    ["ab", "aaa", "abab", "aaab", "abcde", "aaaaaa", "aabbcc", "aaaabb", "aaaaaaa", "aaaabbc"],
+    ["a", "aa", "aab", "aabb"],
+    [
+        "ab",
+        "aaa",
+        "aaaa",
+        "aaaab",
+        "aaabbb",
+        "abab",
+        "aaab",
+        "abcde",
+        "aaaaaa",
+        "aabbcc",
+        "aaaabb",
+        "aaaaaaa",
+        "aaaabbc",
+    ],
 )
 SHAPES = [(1, 1, 1, 8), (2, 4, 1, 16), (1, 3, 2, 7), (3, 5, 1, 24), (2, 8, 3, 5)]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from distributed import on_ranks
+from tiers import by_world
 
 pytest.importorskip("transformers")
 
@@ -25,7 +26,7 @@ def _generate(model: Any, ids: Tensor, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("means", ["lookup", "assistant"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@by_world([2], [1])
 @on_ranks()
 def test_second_turn(rank: int, world_size: int, means: str) -> None:
     """The text of the first turn and 20 tokens more: only those, and candidates, are fed."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
+from tiers import tiers_of
 
 pytest.importorskip("transformers")
 
@@ -37,7 +38,7 @@ def generate(rank: int, world_size: int, name: str, options: dict[str, Any]) -> 
     return output.sequences, torch.stack(output.logits)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers_of(CASES, quick=["growing", "int8"]))
 def test_same_tokens_and_logits_for_every_world(case: str) -> None:
     name, options = CASES[case]
     options = options | {"deterministic": SIZE}

@@ -207,6 +207,7 @@ def test_what_cannot_be_enabled(
     assert "generate" not in vars(model)
 
 
+@pytest.mark.deep
 def test_the_way_to_compile(model: PreTrainedModel) -> None:
     """The one that the refusal of a compiled model names."""
     expected = model.generate(**make_prompts(), **GREEDY)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
-from tiers import by_world
+from tiers import by_world, tiers_of
 
 pytest.importorskip("transformers")
 
@@ -127,7 +127,9 @@ def _generate(rank: int, world_size: int, arguments: dict[str, Any], tokens: Ten
 
 
 @worlds
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", tiers_of(CASES, quick=["beams", "sampling", "chunks_of_7", "without_cache"])
+)
 def test_ways_to_generate(case: str, world_size: int) -> None:
     run_ranks(_generate, world_size, CASES[case], _expected_tokens(case))
 

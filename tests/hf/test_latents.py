@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed import run_ranks
-from tiers import by_world
+from tiers import by_world, tiers_of
 
 pytest.importorskip("transformers")
 
@@ -49,7 +49,7 @@ def _generate_family(rank: int, world_size: int, name: str, tokens: Tensor) -> N
         assert torch.equal(model.generate(**_prompts_of_family(), **GREEDY), tokens), prefill
 
 
-@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize("name", tiers_of(LATENT, quick=LATENT[:2]))
 def test_families_over_three_ranks(name: str) -> None:
     if not WORKING[name].exists:
         pytest.skip(f"this release of transformers has no {name}")
@@ -125,7 +125,7 @@ def _in_pieces(rank: int, world_size: int, tokens: Tensor) -> None:
                 assert num_heads == expected * 2  # layers, and in the prompt alone
 
 
-@worlds
+@by_world([2], [1, 3])
 def test_prompts_are_expanded_in_pieces_of_heads(world_size: int) -> None:
     """Also where all slots of the prompt are on the first rank."""
     tokens = make_model("deepseek").generate(**make_prompts(3, LONG), **GREEDY)

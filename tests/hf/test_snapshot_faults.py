@@ -108,6 +108,7 @@ def _wait_in_vain(rank: int, world_size: int, directory: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.deep
 def test_files_of_an_index_that_comes_late_are_kept(tmp_path: Path) -> None:
     """A rank that only ran out of time does not know that the first one failed."""
     errors = run_ranks(_wait_in_vain, 2, tmp_path, fresh=True)

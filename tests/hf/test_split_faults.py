@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 
 from distributed import Lost, run_ranks
+from tiers import tiers_of
 
 pytest.importorskip("transformers")
 
@@ -32,16 +33,19 @@ TIMEOUT, SLACK = 2.0, 2.0
 EXCHANGES = {"embedding": 0, "merge": 1, "sum": 2, "logits": 7}
 DECODING = 8  # exchanges of the prefill
 
-CASES = [
-    (2, 1, "kill", "loading"),
-    (3, 1, "stop", "loading"),
-    (2, 1, "stop", "merge"),
-    (4, 2, "kill", "merge"),
-    (4, 2, "stop", "sum"),
-    (2, 2, "kill", "logits"),
-    (3, 1, "stop", "decoding merge"),
-    (4, 2, "kill", "decoding sum"),
-]
+CASES = tiers_of(
+    [
+        (2, 1, "kill", "loading"),
+        (3, 1, "stop", "loading"),
+        (2, 1, "stop", "merge"),
+        (4, 2, "kill", "merge"),
+        (4, 2, "stop", "sum"),
+        (2, 2, "kill", "logits"),
+        (3, 1, "stop", "decoding merge"),
+        (4, 2, "kill", "decoding sum"),
+    ],
+    quick=[(2, 1, "stop", "merge"), (3, 1, "stop", "loading"), (4, 2, "kill", "decoding sum")],
+)
 
 
 def _lose(how: str) -> None:

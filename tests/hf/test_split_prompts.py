@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from distributed import on_ranks, run_ranks
+from tiers import by_world
 
 pytest.importorskip("transformers")
 
@@ -91,7 +92,7 @@ def _shares(rank: int, world_size: int, prefill: str, chunks: list[int]) -> list
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@by_world([3], [2, 4])
 @pytest.mark.parametrize("prefill", ["auto", "split", "replicated"])
 def test_ranks_share_the_work(world_size: int, prefill: str) -> None:
     threshold = {"auto": 64 * world_size, "split": world_size, "replicated": 10**6}[prefill]

@@ -97,9 +97,7 @@ def _stop(rank: int, world_size: int, what: str, folder: Path) -> None:
             os.kill(pids[victim], signal.SIGCONT)
 
 
-@pytest.mark.parametrize(
-    "what, worlds", tiers([("keys", (3,))], [("keys", (2, 4)), ("queries", (2, 3, 4))])
-)
+@pytest.mark.parametrize("what, worlds", tiers([], [("keys", (2, 3, 4)), ("queries", (2, 3, 4))]))
 def test_stopped_ranks(what: str, worlds: tuple[int, ...], tmp_path: Path) -> None:
     """All worlds at once: they wait most of the time."""
     with ThreadPoolExecutor() as pool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
-from tiers import by_world, tiers
+from tiers import by_world, tiers, tiers_of
 
 pytest.importorskip("transformers")
 
@@ -88,7 +88,7 @@ def _generate(rank: int, world_size: int, name: str, expected: Any) -> list[Tens
 
 
 @worlds
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiers_of(NAMES, quick=["gemma2"]))
 def test_padding_chunks_and_split_prompts(name: str, world_size: int) -> None:
     """Equal tokens, and the same bits on all ranks."""
     results = run_ranks(_generate, world_size, name, _expected(name))

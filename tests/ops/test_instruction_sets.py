@@ -173,7 +173,7 @@ MANY_ROWS = {
 }
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", tiers([3], [1]))
 @pytest.mark.parametrize("name", MANY_ROWS)
 def test_many_rows(instruction_set, name, num_workers):
     problem = make_problem(dtype=torch.bfloat16, **MANY_ROWS[name])

@@ -12,6 +12,7 @@ import pytest
 DEMO = (Path(__file__).parents[2] / "scripts/demo.sh").read_text()
 
 
+@pytest.mark.deep
 def test_warnings_of_torchao_are_not_shown():
     pytest.importorskip("torchao")
     (quiet,) = re.findall(r"^export TORCH_LOGS=\$\{TORCH_LOGS:-(.*)\}$", DEMO, re.MULTILINE)

@@ -136,6 +136,7 @@ def test_every_source_is_built(run_setup):
     assert sorted(set(listed) - set(decode_kernels)) == sorted(found)
 
 
+@pytest.mark.deep
 def test_source_distribution_is_complete(tmp_path):
     commands = f"--quiet egg_info --egg-base {tmp_path} sdist --dist-dir {tmp_path}"
     subprocess.run(

@@ -41,6 +41,7 @@ def listening(program: str, folder: Path) -> list[str]:
     return result.stdout.split()
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells which sockets listen")
 def test_the_store_listens_on_one_address(tmp_path: Path) -> None:
     addresses = listening(python_program(PAGE), tmp_path)

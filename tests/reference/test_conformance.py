@@ -12,6 +12,7 @@ import torch
 
 from distributed import run_ranks
 from helpers import INF
+from tiers import by_world
 from tree_attention import (
     BlockCyclic,
     all_merge_states,
@@ -86,7 +87,7 @@ def conform(rank, world_size):
         assert report.passed and lines(report, True) == DECODE_NAMES, f"\n{report}"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@by_world([3], [2])
 def test_ranks_conform(world_size):
     run_ranks(conform, world_size)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from distributed import on_ranks
 from engine import Engine, stub_of_vllm
+from tiers import tiers
 from tree_attention import ExchangeError
 from tree_attention.vllm import batches
 
@@ -66,7 +67,7 @@ def test_steps_in_bfloat16() -> None:
     check_steps(Engine(dtype=torch.bfloat16, head_dim=32))
 
 
-@pytest.mark.parametrize("world_size, interleave", [(2, 1), (2, 16), (3, 4)])
+@pytest.mark.parametrize("world_size, interleave", tiers([(2, 16), (3, 4)], [(2, 1)]))
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @on_ranks()
 def test_steps_with_context_parallelism(
