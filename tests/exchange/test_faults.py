@@ -35,7 +35,7 @@ from faults import (
     failure,
 )
 from tiers import tiers
-from tree_attention.exchange import Communicator
+from tree_attention.exchange import Communicator, ExchangeError
 from tree_attention.exchange.agreement import signatures as agreement
 
 
@@ -337,3 +337,13 @@ def test_process_of_a_survivor_exits(tmp_path: Path) -> None:
             process.wait()
     assert "caught rank 1 of 2: no answer within 0.5 s" in output
     assert processes[1].returncode == 0
+
+
+def test_a_rank_that_only_failed_is_not_compared() -> None:
+    """It has withdrawn from a call that it did not come to, and has no fields to differ in."""
+    store = dist.HashStore()
+    lost, other = (agreement.Agreement(store, rank, 2, "group") for rank in range(2))
+    lost.withdraw("interrupted")
+    with pytest.raises(ExchangeError) as caught:
+        other.reach((("call", "all_reduce"),), time.monotonic() + 5.0)
+    assert str(caught.value) == "rank 0 has failed: interrupted"

@@ -160,7 +160,7 @@ class Agreement:
     def _remark(self, rank: int, said: dict[str, str], other: dict[str, str], who: str) -> str:
         """Sentence about a rank's publication: a difference, a failure, both, or nothing."""
         remarks = []
-        if said.keys() != {_FAILED}:
+        if {_FAILED} not in (said.keys(), other.keys()):  # each has said what it calls
             for field in _differing(said, other)[:1]:
                 theirs, ours = said.get(field), other.get(field)
                 if field == ABANDONED:
