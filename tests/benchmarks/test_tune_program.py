@@ -64,7 +64,7 @@ def test_program_on_a_gpu(
     options = ["--quick", "--seconds", "0.01", "--out", str(tmp_path)]
     assert tune.main(options) == wrong
     content = json.loads((tmp_path / "tune_cuda.json").read_text())
-    assert content["environment"]["gpu"] == "none"
+    assert "gpu: none" in (tmp_path / "tune_cuda.md").read_text()
     for row in content["rows"]:
         assert row["wrong"] == (["64 keys, 2 stages"] if wrong else [])
         assert row["failed"] == {"256 keys, 4 stages": "RuntimeError: too large"}

@@ -56,7 +56,12 @@ STRATEGY = Strategy(prepare, traffic)
 def test_a_new_strategy_is_a_file(tmp_path: Path) -> None:
     """In a copy of the package the tests' own parameters, formulas and calibration know it."""
     (copy_package(tmp_path) / "exchange" / "strategies" / "toy.py").write_text(TOY)
-    names = "test_merge_over_ranks.py", "test_choice.py", "test_strategies.py"
+    names = (
+        "test_merge_over_ranks.py",
+        "test_choice.py",
+        "test_strategies.py",
+        "test_strategy_memory.py",
+    )
     # Of the worlds those of 1, 2, 3 and 7 ranks: most of the time is their processes'.
     wanted = "toy and not (toy-4 or toy-5 or toy-6) or test_calibration or nothing_but_outputs"
     wanted += " or (formulas or same_bits_in_every_way) and aaaabbc"
