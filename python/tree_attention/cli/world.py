@@ -58,15 +58,8 @@ def joined_world(backend: str = "gloo", timeout: float | None = None) -> Iterato
     Each rank also gets its share of the machine's CPUs as threads, because torchrun sets
     OMP_NUM_THREADS to 1 whatever the machine has; any other value of OMP_NUM_THREADS is kept.
     Without torchrun, the world is this process alone. Inside of it, Ctrl-C on one rank ends the
-    waits of all.
-
-    Args:
-        timeout: seconds in which all ranks must come, and the group's own timeout; by default
-            `RENDEZVOUS_SECONDS` and torch's.
-
-    Raises:
-        UsageError: the environment names what cannot be used.
-        ExchangeError: not all ranks came in time.
+    waits of all. `timeout` is the seconds in which all ranks must come, by default
+    `RENDEZVOUS_SECONDS`, and the group's own, by default torch's.
     """
     variables = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     if None in variables.values():

@@ -41,24 +41,11 @@ def tree_attention_forward(
 ) -> tuple[Tensor, None]:
     """Attends to the keys of a `TreeCache` on all its ranks, or to plain tensors on this one alone.
 
-    Args:
-        query: `[batch, num_heads_q, seqlen_q, head_dim]`; in a split forward pass of the tokens
-            that this rank computes.
-        key, value: the results of `TreeCache.update`, or tensors
-            `[batch, num_heads_kv, seqlen_k, head_dim]`.
-        attention_mask: the result of `tree_attention_mask`.
-        scaling: the factor of the scores; None: `head_dim ** -0.5`.
-        softcap: bound of the scores, None or 0 for none.
-        s_aux: attention sinks `[num_heads_q]`: a score per query head which enters only the
-            denominator of the softmax.
-
-    Returns:
-        `[batch, seqlen_q, num_heads_q, head_dim]` in query's dtype, of a model whose weights are
-        split this rank's heads only, and None in place of the attention weights, which are never
-        formed.
-
-    Raises:
-        NotImplementedError: the model asks for what the operator does not compute.
+    Like every attention function of transformers, it takes `query [batch, num_heads_q, seqlen_q,
+    head_dim]`, in a split forward pass of this rank's tokens, and returns `[batch, seqlen_q,
+    num_heads_q, head_dim]`, of a model whose weights are split this rank's heads, and no weights.
+    `s_aux [num_heads_q]` are attention sinks: scores that enter only the denominator of the
+    softmax.
     """
     ranges = _checked(query, attention_mask, dropout, kwargs)
     mesh = mesh_of(module)

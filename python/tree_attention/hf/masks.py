@@ -118,18 +118,12 @@ def tree_attention_mask(
 ) -> KeyRanges:
     """Builds the `KeyRanges` of causal attention under a sliding window and a padding mask.
 
-    transformers calls it in place of `sdpa_mask`, once per forward pass and kind of mask.
-
-    Args:
-        q_length: number of new queries, which are the global slots from `q_offset` on.
-        q_offset: a tensor where the cache has a fixed size, of which the host then knows no length.
-        kv_length: number of keys, which are the global slots from `kv_offset` on; those beyond the
-            queries are hidden.
-        mask_function: the predicate of transformers for query and key.
-        attention_mask: padding mask `[batch, cached + new tokens]`, or `[batch, kv_length]`, 0 for
-            hidden slots; None: no slot is hidden. What this function has returned before the
-            forward pass is returned again.
-        local_size: number of keys in the sliding window, None for no window.
+    transformers calls it in place of `sdpa_mask`, once per forward pass and kind of mask. Queries
+    are the global slots from `q_offset` on, which is a tensor where the cache has a fixed size and
+    the host knows no length, and keys those from `kv_offset` on; keys beyond the queries are
+    hidden. `attention_mask` is a padding mask `[batch, cached + new tokens]` or `[batch,
+    kv_length]`, 0 for hidden slots, or what this function returned before the forward pass, which
+    is returned again.
     """
     if isinstance(attention_mask, KeyRanges):
         return attention_mask

@@ -35,11 +35,7 @@ def asked_for() -> bool:
 
 
 def check_engine() -> None:
-    """Warns of a vLLM that was not tested.
-
-    Raises:
-        RuntimeError: vLLM does not run on a CPU, or is not what the plug-in was written for.
-    """
+    """Warns of a vLLM that was not tested; RuntimeError where it lacks what the plug-in uses."""
     import vllm
     from vllm.logger import init_logger
     from vllm.platforms import current_platform

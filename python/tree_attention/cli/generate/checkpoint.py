@@ -18,11 +18,7 @@ _DEFAULTS = None, False, 1
 
 
 def load(path: Path, **options: Any) -> Any:
-    """The model of a checkpoint, loaded with `options` of transformers' `from_pretrained`.
-
-    Raises:
-        UsageError: the checkpoint is damaged or incomplete.
-    """
+    """The model of a checkpoint, loaded with `options` of `from_pretrained`, or UsageError."""
     from transformers import AutoModelForCausalLM
 
     from ...hf.weights.checkpoint import some
@@ -51,14 +47,8 @@ def load(path: Path, **options: Any) -> Any:
 
 
 def make_greedy(model: Any, path: Path) -> list[str]:
-    """Makes a model generate the likeliest tokens of one sequence, whatever its checkpoint says.
-
-    Returns:
-        The names of the fields in generation_config.json that therefore count for nothing.
-
-    Raises:
-        UsageError: the file is damaged, or its special tokens are no numbers.
-    """
+    """Makes a model generate the likeliest tokens of one sequence, whatever its checkpoint says;
+    returns the fields of generation_config.json that therefore count for nothing."""
     from transformers import GenerationConfig
 
     file, fields = path / "generation_config.json", dict[str, Any]()
@@ -86,11 +76,7 @@ def _is_token(value: Any) -> bool:
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a checkpoint.
-
-    Raises:
-        UsageError: transformers is not installed, or the checkpoint is damaged or incomplete.
-    """
+    """The tokenizer of a checkpoint, or UsageError."""
     try:
         from ... import hf  # noqa: F401  before transformers itself, as it says what to install
     except ImportError as error:

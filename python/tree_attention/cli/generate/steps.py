@@ -113,14 +113,8 @@ def generate(
     streamer: BaseStreamer | None = None,
     **options: Any,
 ) -> Generation:
-    """Generates one sequence greedily into `cache`; to be called on every rank of its group.
-
-    Args:
-        model: a transformers model.
-        input_ids: `[1, tokens]`, the prompt.
-        streamer: is given each token when it arrives.
-        options: keyword arguments of the model's `generate`, for example `max_new_tokens`.
-    """
+    """Generates one sequence greedily into `cache`, on every rank of its group; each token goes to
+    `streamer` when it arrives."""
     mesh = mesh_of(model)
     recorder = ArrivalRecorder(
         (cache.shard.comm,) if isinstance(cache, TreeCache) else (),

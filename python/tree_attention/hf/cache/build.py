@@ -27,13 +27,7 @@ def new_layers(
     kv_dtype: torch.dtype | None,
     max_length: int | None,
 ) -> list[Any]:
-    """The layers of a `TreeCache`, whose arguments these are.
-
-    Raises:
-        ValueError: the layers of the model cache anything but keys and values, latents, or states,
-            the layout ends before `max_length`, or the shard is deterministic and a layer cannot
-            be.
-    """
+    """The layers of a `TreeCache` with these arguments, or ValueError."""
     kinds = _layer_kinds(config)
     if max_length is None:
         layers: list[Any] = [

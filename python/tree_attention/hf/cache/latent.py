@@ -46,12 +46,8 @@ class LatentLayer(TreeCacheLayer):
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[KVShard, KVShard]:
-        """Appends those of the new tokens that this rank keeps.
-
-        Args:
-            key_states: the latents `[batch, 1, new tokens, kv_lora_rank]`.
-            value_states: the keys that all heads share `[batch, 1, new tokens, qk_rope_head_dim]`.
-        """
+        """Appends the tokens that this rank keeps of latents `[batch, 1, tokens, kv_lora_rank]` and
+        the keys that all heads share `[batch, 1, tokens, qk_rope_head_dim]`."""
         if key_states.shape[1] != 1 or key_states.shape[3] != self.kv_lora_rank:
             raise ValueError(
                 "TreeCache: of multi-head latent attention it takes latents [batch, 1, tokens, "
@@ -79,16 +75,8 @@ def attend_to_latents(
     layer: LatentLayer,
     attend: Callable[[Tensor, Any], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one layer.
-
-    Args:
-        module: the attention module.
-        query: `[batch, num_heads_q, seqlen_q, qk_nope_head_dim + qk_rope_head_dim]`.
-        attend: attention of queries to a layer, over all its ranks.
-
-    Returns:
-        `o` `[batch, num_heads_q, seqlen_q, v_head_dim]` and `lse`.
-    """
+    """Attention of one module, by `attend` of queries to a layer over all its ranks; `o [batch,
+    num_heads_q, seqlen_q, v_head_dim]` and `lse`."""
     if _pays_to_expand(module, query, layer):
         heads = _heads_of_piece(module, query, layer)
         pieces = [
@@ -167,12 +155,8 @@ def _expand(module: Any, o: Tensor) -> Tensor:
 
 
 def check_latents(model: PreTrainedModel) -> None:
-    """Refuses a model with multi-head latent attention in a form that is not known.
-
-    Raises:
-        ValueError: what its modules cache are no latents, their weights cannot be absorbed, or the
-            operator takes no rows as long as theirs on the device of the model.
-    """
+    """Refuses a model with multi-head latent attention in a form that is not known, or with rows
+    that the operator does not take on the model's device."""
     if getattr(model.config, "kv_lora_rank", None) is None:
         return
     name, modules = type(model).__name__, list(_attentions(model))

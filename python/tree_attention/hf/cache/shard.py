@@ -18,7 +18,7 @@ _BLOCK = 64  # slots
 
 
 class Write(NamedTuple):
-    """Which of the new tokens this rank keeps, and in which local slots [begin, end)."""
+    """The new tokens that this rank keeps, and their local slots [begin, end)."""
 
     begin: int
     end: int
@@ -78,8 +78,7 @@ class Shard:
             )
 
     def write(self, begin: int, end: int, device: torch.device) -> Write:
-        """Where this rank writes the tokens of the global slots [begin, end); computed once for
-        all layers."""
+        """The tokens of slots [begin, end) that this rank writes; computed once for all layers."""
         key = (begin, end, device)
         # A graph that looked at what is remembered would be compiled again for a call without it.
         is_remembered = not torch.compiler.is_compiling()
@@ -107,12 +106,8 @@ class Shard:
         send: Mapping[int, Tensor],
         device: torch.device,
     ) -> None:
-        """Sends and receives contiguous tensors by rank, as a call of `op`. Empty ones are no
-        messages.
-
-        Raises:
-            ExchangeError: a rank was lost, stalled, or is at another call.
-        """
+        """Sends and receives contiguous tensors by rank, as a call of `op`; empty ones are
+        skipped."""
         received = {rank: _bytes(x) for rank, x in receive.items() if x.numel()}
         sent = {rank: _bytes(x) for rank, x in send.items() if x.numel()}
         link = self.comm.link

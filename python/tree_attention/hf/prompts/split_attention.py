@@ -50,11 +50,8 @@ def attend_split(
     out_dtype: torch.dtype,
     keywords: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's tokens `[batch, num_heads_q, tokens, head_dim]` to all ranks' keys.
-
-    Returns:
-        `o` in `out_dtype` and the float32 `lse` of these tokens.
-    """
+    """Attention of this rank's tokens `[batch, num_heads_q, tokens, head_dim]` to all ranks' keys:
+    `o` in `out_dtype` and the float32 `lse`."""
     shape = (*query.shape[:3], layer.head_dim_v)
     o = query.new_empty(shape, dtype=out_dtype)
     lse = query.new_empty(shape[:3], dtype=torch.float32)

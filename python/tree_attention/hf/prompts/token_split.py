@@ -21,7 +21,7 @@ _MAX_DIFFERENCE = 64
 
 
 class Moves(NamedTuple):
-    """Where keys and values go that a rank computed for others, by the other rank."""
+    """Destinations of keys and values that a rank computed for others, by the other rank."""
 
     outgoing: dict[int, Tensor]  # indices among the tokens that this rank computes
     incoming: dict[int, Tensor]  # indices among the slots of the chunk that this rank keeps
@@ -33,11 +33,6 @@ class Deal:
     A rank computes the tokens whose slots it keeps, so that keys and values need not move, where
     that gives every rank one or more and their numbers differ by at most a block. Otherwise tokens
     are dealt in turn: token `i` of the chunk to rank `i % world_size`.
-
-    Attributes:
-        begin, length, end: the chunk's first slot, its number of tokens, and the slot after it.
-        counts: number of tokens of each rank.
-        is_by_owner: whether each rank computes the tokens whose slots it keeps.
     """
 
     def __init__(
@@ -51,7 +46,7 @@ class Deal:
         is_whole = sum(kept) == length
         self.is_by_owner = is_whole and min(kept) > 0 and max(kept) - min(kept) <= _MAX_DIFFERENCE
         dealt = [len(range(r, length, len(ranks))) for r in ranks]
-        self.counts = kept if self.is_by_owner else dealt
+        self.counts = kept if self.is_by_owner else dealt  # of tokens, by rank
         # The sizes of all messages follow from it, the layout and the model: the ranks compare it
         # before the first message of a chunk, and the others pass without.
         self._signature: Signature = (
@@ -83,7 +78,7 @@ class Deal:
 
     @cached_property
     def moves(self) -> Moves:
-        """Where keys and values go that are not computed where they are kept."""
+        """The keys and values that are not computed where they are kept."""
         rank, ranks = self.shard.rank, range(self.shard.world_size)
         slots = torch.arange(self.begin, self.end, device="cpu")
         owners = self.shard.layout.owner(slots).to(self.device)
@@ -103,19 +98,12 @@ class Deal:
         return block[:num_bytes].view(dtype).view(*shape)
 
     def exchange(self, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> None:
-        """Sends and receives contiguous tensors by rank. Empty ones are no messages.
-
-        Raises:
-            ExchangeError: a rank was lost, stalled, or is at another chunk or call.
-        """
+        """Sends and receives contiguous tensors by rank; empty ones are skipped."""
         self.shard.exchange("prefill", self._signature, receive, send, self.device)
 
     def rows_of_owner(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of those slots of the chunk that this rank keeps, in order.
-
-        Args:
-            keys, values: `[batch, num_heads_kv, tokens, head_dim]` of the tokens that it computed.
-        """
+        """The keys and values of the chunk's slots that this rank keeps, in order, from those of
+        the tokens that it computed, `[batch, num_heads_kv, tokens, head_dim]`."""
         if self.is_by_owner:
             return keys, values
         rows = torch.cat((keys, values), dim=3)

@@ -32,13 +32,6 @@ class Checkpoint:
 
     Pages of a mapped file are read when they are needed, and can be dropped at any time: they are
     no memory of this process.
-
-    Args:
-        path: directory, or name of a repository on the Hugging Face Hub.
-
-    Raises:
-        OSError: a file is missing.
-        ValueError: a file is damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -54,12 +47,8 @@ class Checkpoint:
             self._handles.update(dict.fromkeys(handle.keys(), handle))
 
     def tensors(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """The whole parameters and persistent buffers of `model`, by their names in it.
-
-        Raises:
-            ValueError: one is missing, has another shape, or differs under two of its names, or the
-                checkpoint has more.
-        """
+        """The whole parameters and persistent buffers of `model` by their names in it; ValueError
+        unless the checkpoint has all of these and no more."""
         result, missing, unused = {}, [], {*self._handles}
         prefix = f"{model.base_model_prefix}."
         for names, expected in _named_tensors(model):
@@ -113,11 +102,7 @@ def fill(
     device: torch.device,
     show: bool,
 ) -> None:
-    """Gives a model on the meta device, its parameters cut as `cuts` says, the values of `tensors`.
-
-    Args:
-        show: whether to show the progress on a terminal.
-    """
+    """Fills a model on the meta device, its parameters cut by `cuts`, from `tensors`."""
     filled: dict[nn.Parameter, nn.Parameter] = {}  # by those on the meta device
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     errors = Console(stderr=True)

@@ -23,15 +23,7 @@ _MOST_OF_OTHERS = (1 << 63) - 1
 
 
 def check_config_file(file: str | os.PathLike[str], what: str) -> None:
-    """Checks that a model can be built in the sizes that a config.json has.
-
-    Args:
-        what: the kind of file, with which an error begins.
-
-    Raises:
-        OSError: the file is no regular one, or cannot be read.
-        ValueError: it holds no JSON object, or a size that no model has.
-    """
+    """Raises ValueError, beginning with `what`, if a size in a config.json is that of no model."""
     remaining: list[tuple[str, Any]] = [("", read_json_object(file, what))]
     while remaining:
         name, value = remaining.pop()
@@ -50,15 +42,7 @@ def check_config_file(file: str | os.PathLike[str], what: str) -> None:
 
 
 def files_of(index: str | os.PathLike[str], what: str) -> list[str]:
-    """The names of the safetensors files in the index of a checkpoint.
-
-    Args:
-        what: the kind of file, with which an error begins.
-
-    Raises:
-        OSError: the index is no regular file, or cannot be read.
-        ValueError: it names none, or files of another directory.
-    """
+    """The names of the safetensors files in the index of a checkpoint; errors begin with `what`."""
     names = read_json_object(index, what).get("weight_map")
     found: list[Any] = [*names.values()] if isinstance(names, dict) else [None]
     if not all(isinstance(name, str) and name == Path(name).name for name in found):

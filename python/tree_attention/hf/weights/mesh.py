@@ -38,23 +38,7 @@ class Mesh:
 
     Ranks of a row, a tensor group, split the heads of keys and values. Ranks of a column, a context
     group, hold the same heads and split the slots of the cache. All ranks of the group split the
-    other weights, as Helix does (arXiv:2507.07120).
-
-    Args:
-        group: the process group, by default the world; None without torch.distributed.
-        tensor_parallel_size: number of ranks in a tensor group.
-        timeout: seconds in which the sub-groups are made.
-        op: the function that errors name.
-
-    Attributes:
-        group, tensor_group, context_group: process groups, None in a world of one.
-        rank, world_size: this process's position in `group`, and its size.
-        tensor_rank, context_rank, context_size: this process's column, row and the number of rows.
-        timeout: seconds after which a lost rank becomes an `ExchangeError` in a forward pass.
-
-    Raises:
-        TypeError, ValueError: tensor_parallel_size does not divide the world size.
-        ExchangeError: a rank was lost, or asked for another tensor_parallel_size.
+    other weights, as Helix does (arXiv:2507.07120). `op` is the function that errors name.
     """
 
     def __init__(
@@ -109,8 +93,8 @@ class Mesh:
         return self.tensor_rank * count, (self.tensor_rank + 1) * count
 
     def own_heads(self, num_heads: int) -> Range:
-        """Which of the `num_heads` query heads of its tensor group's kv heads this rank goes on
-        with after attention: those that `torch.tensor_split` over the context group gives it."""
+        """The query heads, of the `num_heads` of its tensor group's kv heads, that this rank goes
+        on with after attention: those that `torch.tensor_split` over the context group gives it."""
         count, more = divmod(num_heads, self.context_size)
         begin = self.context_rank * count + min(self.context_rank, more)
         return begin, begin + count + (self.context_rank < more)

@@ -56,29 +56,17 @@ class Cut:
 
 @dataclass(frozen=True)
 class Plan:
-    """The part of each module that every rank gets, by the module's name.
+    """The part of each module that every rank gets, by the module's name."""
 
-    Attributes:
-        cuts: the part of each parameter that this rank keeps; all of those not in it.
-        attentions: the attention modules.
-        summed: the linear layers whose results are added over the ranks.
-        embedding, head: the token embedding and the layer that makes logits.
-    """
-
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, Cut]  # by parameter; of others, all
     attentions: tuple[str, ...]
-    summed: tuple[str, ...]
+    summed: tuple[str, ...]  # linear layers whose results are added over the ranks
     embedding: str
     head: str
 
 
 def plan(model: PreTrainedModel, mesh: Mesh) -> Plan:
-    """Plan the split of `model`, which is whole, over the ranks of `mesh`.
-
-    Raises:
-        CannotSplitError: a module cannot be split.
-        ValueError: tensor_parallel_size does not divide the heads of keys and values.
-    """
+    """The split of `model`, which is whole, over the ranks of `mesh`, or CannotSplitError."""
     return _Planner(model, mesh).plan()
 
 

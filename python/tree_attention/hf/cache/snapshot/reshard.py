@@ -49,7 +49,7 @@ def reshard(cache: TreeCache, layout: ShardLayout) -> None:
 
 
 class _Moves:
-    """Which of the slots [first, length) go to which rank, and where those of others arrive."""
+    """The slots of [first, length) that go to each rank, and the places of those that arrive."""
 
     def __init__(self, old: Shard, new: Shard, first: int, length: int) -> None:
         self._old, self._held = old, (old.count(first), old.count(length))
