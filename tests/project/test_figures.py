@@ -128,6 +128,7 @@ PAGES: dict[str, Rows] = {
         lambda: slower(serving(1, "ours, blocks of 32", "vllm, blocks of 32")),
         lambda: slower(serving(8, "ours, blocks of 32", "vllm, blocks of 32")),
         lambda: slower(serving(1, "ours, TP 2, DCP 2", "ours, TP 2")),
+        lambda: slower(serving(8, "ours, TP 2, DCP 2", "ours, TP 2")),
         lambda: slower(scaling(TOKEN, "bare/2", ONE)),
         lambda: slower(scaling(PROMPT, "bare/2", ONE)),
         lambda: slower(scaling(TOKEN, "bare/2", TWO)),
