@@ -124,7 +124,7 @@ def draw_tokens(path: Path) -> None:
 def draw_contexts(path: Path) -> None:
     data = contexts()
     styles = {
-        "tree": Style(OURS, (8, -8)),
+        "ours": Style(OURS, (8, -8)),
         "pass-Q": Style(THIRD, (8, 6)),
         "ring": Style(SECOND, (8, 2)),
         "ring at line rate": Style(SECOND, (8, -4), ":", ""),
@@ -134,7 +134,7 @@ def draw_contexts(path: Path) -> None:
             draw_lines(axes, lines, styles)
             axes.set(xlabel="keys per rank", yscale="log")
             axes.set_title(CLUSTERS[cluster], fontsize=11)
-            axes.set_xlim(right=max(x for x, _ in lines["tree"]) * 11)
+            axes.set_xlim(right=max(x for x, _ in lines["ours"]) * 11)
             axes.set_yticks([1, 10, 100, 1000, 10000], ["1 ms", "10 ms", "0.1 s", "1 s", "10 s"])
             axes.minorticks_off()
         both[0].set_ylabel("time of a step")

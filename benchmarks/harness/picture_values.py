@@ -45,7 +45,7 @@ CLUSTERS = {
 
 
 def contexts() -> dict[str, dict[str, Line]]:
-    """Return ms per step by keys per rank: tree, pass-Q, ring, and the ring at line rate."""
+    """Return ms per step by keys per rank: ours, pass-Q, ring, and the ring at line rate."""
     table = read_table("contexts")
     clusters: dict[str, dict[str, Line]] = {}
     for cluster in CLUSTERS:
@@ -55,14 +55,14 @@ def contexts() -> dict[str, dict[str, Line]]:
             if found:
                 name = {"ring": "ring", "ring, passing queries": "pass-Q"}.get(row["method"])
                 point = float(found[1]), number(row["ms"])
-                methods.setdefault(name or "tree", []).append(point)
+                methods.setdefault(name or "ours", []).append(point)
         place = cluster.replace(" p=", "/")
         (note,) = (x for x in table.notes if x.startswith(f"{place}: ring / tree"))
         rate = {
             float(keys.replace(",", "")): float(ratio.replace(",", ""))
             for ratio, keys in re.findall(r"([\d.,]+) at ([\d,]*\d)", note.split("line rate: ")[1])
         }
-        methods["ring at line rate"] = [(n, ms * rate[n]) for n, ms in methods["tree"]]
+        methods["ring at line rate"] = [(n, ms * rate[n]) for n, ms in methods["ours"]]
         clusters[cluster] = methods
     return clusters
 
