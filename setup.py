@@ -33,6 +33,7 @@ CPU_SOURCES = [
     "csrc/cpu/kernel/decode_amx.cpp",
     "csrc/cpu/kernel/decode_avx2.cpp",
     "csrc/cpu/kernel/decode_avx512.cpp",
+    "csrc/cpu/kernel/decode_avx512_bf16.cpp",
     "csrc/cpu/kernel/decode_portable.cpp",
     "csrc/cpu/kernel/merge_rows.cpp",
     "csrc/cpu/kernel/quantise_row.cpp",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tree_attention import reference
+from tree_attention import _C, reference
 
 NAN, INF = math.nan, math.inf
 
@@ -92,6 +92,12 @@ def assert_same_bits(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
         integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
         differ = x.contiguous().view(integer) != y.contiguous().view(integer)
         assert not differ.any(), f"{name}: {differ.sum()} elements differ in bits"
+
+
+def rounds_weights(o: Tensor) -> bool:
+    """True where `o` has no more digits than the weights of its values (docs/numerics.md)."""
+    in_pairs = not o.is_cuda and _C.cpu_instruction_set() == "avx512_bf16"
+    return in_pairs and o.dtype == torch.bfloat16
 
 
 def make_strided(x: Tensor, layout: str) -> Tensor:

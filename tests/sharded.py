@@ -65,7 +65,11 @@ def make_case(case: str, layout: str, world_size: int) -> tuple[Problem, list[Pr
 
 
 def merged(shards: list[Problem], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What ranks must agree on to the bit: the canonical merge of all shards' states."""
+    """What ranks must agree on to the bit: the canonical merge of all shards' states, and of one
+    shard the local kernel's result."""
+    if len(shards) == 1:
+        (own,) = shards
+        return lean_decode(own.q, own.k, own.v, own.key_ranges, **own.options, out_dtype=dtype)
     states = [
         lean_decode(s.q, s.k, s.v, s.key_ranges, **s.options, out_dtype=torch.float32)
         for s in shards

@@ -138,7 +138,7 @@ def eight_bit_cases() -> list[DecodeCase]:
 
 def narrower_cases() -> list[DecodeCase]:
     """The instruction sets below the one in use, each of which every x86-64 that has it has."""
-    names = ["amx", "avx512", "avx2"]
+    names = ["amx", "avx512_bf16", "avx512", "avx2"]
     used = _C.cpu_instruction_set()
     narrower = names[names.index(used) + 1 :] if used in names else []
     return [

@@ -45,6 +45,7 @@ std::vector<const Kernels*> supported_kernels() {
   const bool avx512_bf16 =
       avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
   if (avx512_bf16 && has_amx()) supported.push_back(&amx_kernels);
+  if (avx512_bf16) supported.push_back(&avx512_bf16_kernels);
   if (avx512) supported.push_back(&avx512_kernels);
   if (avx2) supported.push_back(&avx2_kernels);
 #endif

@@ -28,7 +28,7 @@ def supported() -> list[str]:
     return message[1].split(", ")
 
 
-NAMES = ("amx", "avx512", "avx2", "neon", "portable")
+NAMES = ("amx", "avx512_bf16", "avx512", "avx2", "neon", "portable")
 # One text for all, over vectors: the widest and the narrowest find most of its mistakes.
 QUICK = (supported()[0], supported()[-1])
 
@@ -133,7 +133,10 @@ def test_half_precision_extremes(instruction_set):
         problem.q.zero_()
         problem.v[:] = torch.tensor(values, dtype=dtype)
         o, _ = problem.run(out_dtype=torch.float32)
-        assert o.flatten().tolist() == problem.v.float().flatten().tolist()
+        expected = problem.v.float().flatten()
+        if instruction_set == "avx512_bf16" and dtype == torch.bfloat16:
+            expected[expected.abs() < info.smallest_normal] = 0.0  # as products of pairs take them
+        assert o.flatten().tolist() == expected.tolist()
 
 
 def test_instruction_sets_agree(instruction_set):

@@ -82,8 +82,8 @@ def test_any_sharding_equals_the_whole(sharded, num_workers):
 @given(sharded_problems())
 def test_one_shard_is_the_local_kernel(sharded):
     problem, _ = sharded
-    o, lse = merged(problem, BlockCyclic(1))
-    assert_same_bits((o, lse), problem.run())
+    o, lse = problem.run(out_dtype=torch.float32)
+    assert_same_bits(merged(problem, BlockCyclic(1)), (o.to(problem.q.dtype), lse))
 
 
 small = {

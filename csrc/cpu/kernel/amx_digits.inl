@@ -28,9 +28,7 @@ inline bool pack_digits(const DecodeParams& p, const Rows& rows, int8_t* out, fl
   const int64_t num_tiles = (p.head_dim + kTileBytes - 1) / kTileBytes;
   __builtin_memset(out, 0, kColumns / kGroupRows * num_tiles * kDigitTile);
   for (int64_t row = 0; row < rows.count; ++row) {
-    const auto [token, head] = place_of_row(p, rows, row);
-    const BFloat16* source = static_cast<const BFloat16*>(p.q) + rows.batch * p.q_stride[0] +
-                             head * p.q_stride[1] + token * p.q_stride[2];
+    const BFloat16* source = query(p, rows, row);
     const auto load_query = [&](int64_t d) {
       const auto* bits = reinterpret_cast<const __m256i*>(source + d);
       return _mm512_castsi512_ps(

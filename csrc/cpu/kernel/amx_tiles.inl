@@ -64,23 +64,13 @@ struct Matrices {
   }
 };
 
-// Elements i and 16 + i become pair i.
-inline __m512i interleave_halves(__m512i x) {
-  const __m512i interleave =
-      _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                       21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  return _mm512_permutexvar_epi16(interleave, x);
-}
-
 // The queries of `rows` as Matrices::q, in blocks of `columns` rows, paired as keys of type T are.
 template <typename T>
 inline void pack_queries(const DecodeParams& p, const Rows& rows, int columns, uint32_t* out) {
   const int64_t num_pairs = p.head_dim / 2, block_size = num_pairs * columns;
   __builtin_memset(out, 0, Matrices::row_blocks(rows.count) * block_size * sizeof(uint32_t));
   for (int64_t row = 0; row < rows.count; ++row) {
-    const auto [token, head] = place_of_row(p, rows, row);
-    const BFloat16* source = static_cast<const BFloat16*>(p.q) + rows.batch * p.q_stride[0] +
-                             head * p.q_stride[1] + token * p.q_stride[2];
+    const BFloat16* source = query(p, rows, row);
     uint32_t* column = out + row / columns * block_size + row % columns;
     for (int64_t d = 0; d < p.head_dim; d += kTilePair) {
       const BFloat16* pairs = source + d;
@@ -114,21 +104,6 @@ inline const T* key_matrix(const DecodeParams& p, const Step<T>& step, int first
                      stride * sizeof(T));
   }
   return copy;
-}
-
-// Keys [key, key_end) of 8 bits, an even number of them, as bfloat16, in dims [d, d_end).
-template <typename T>
-inline void convert_keys(const Step<T>& step, int key, int key_end, int64_t d, int64_t d_end,
-                         int64_t head_dim, BFloat16* out) {
-  for (; key < key_end; key += 2) {
-    BFloat16* row = out + key * head_dim;
-    for (int64_t i = d; i < d_end; i += kTilePair) {
-      __m512i first, second;
-      pair_halves(step.k[key] + i, step.k[key + 1] + i, first, second);
-      _mm512_storeu_si512(row + i, first);
-      _mm512_storeu_si512(row + head_dim + i, second);
-    }
-  }
 }
 
 // Fetches the keys and values of the next step, and as many lines of the window, while a step is
@@ -275,31 +250,6 @@ inline void value_tiles(const Matrices& m, int64_t head_dim, float* acc, Prefetc
   finish_stores();
 }
 
-// Transposes a 16 x 16 matrix of 32-bit elements in place.
-inline void transpose(__m512i (&x)[16]) {
-  __m512i y[16];
-  for (int i = 0; i < 16; i += 2) {
-    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-  }
-  for (int i = 0; i < 16; i += 8) {
-    for (int j = 0; j < 4; ++j) {
-      y[i + j] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0x88);
-      y[i + j + 4] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0xdd);
-    }
-  }
-  for (int j = 0; j < 8; ++j) {
-    x[j] = _mm512_shuffle_i32x4(y[j], y[j + 8], 0x88);
-    x[j + 8] = _mm512_shuffle_i32x4(y[j], y[j + 8], 0xdd);
-  }
-}
-
 // The pair (a, b) of each lane, rounded to bfloat16.
 inline __m512i round_pairs(Vec a, Vec b) {
   return interleave_halves(reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
@@ -433,12 +383,4 @@ inline Vec sum_of_keys(Vec x) {
   if constexpr (kColumns <= 8) x = add(x, _mm512_shuffle_f32x4(x, x, 0x4e));
   if constexpr (kColumns == 4) x = add(x, _mm512_shuffle_f32x4(x, x, 0xb1));
   return x;
-}
-
-inline bool has_nan(const float* x, int64_t size) {
-  __mmask16 nan = 0;
-  for (int64_t i = 0; i < size; i += kLanes) {
-    nan |= _mm512_cmp_ps_mask(load(x + i), load(x + i), _CMP_UNORD_Q);
-  }
-  return nan != 0;
 }

@@ -7,44 +7,6 @@
 // takes V as pairs of keys. P is split into two bfloat16 terms (relative error 2^-17): rounding it
 // to one, as the matrix unit wants it, would cost half of the digits of o.
 
-// adjust_scores for scores [kStepKeys, kColumns] as they come from the matrix unit.
-template <int kColumns>
-inline void adjust_columns(const DecodeParams& p, const Rows& rows, int64_t first, int64_t last,
-                           int64_t key, int num_keys, float* scores) {
-  constexpr int kSize = kStepKeys * kColumns, kVectorKeys = kLanes / kColumns;
-  const Vec scale = broadcast(score_scale(p)), factor = broadcast(p.softcap * kLog2E);
-  for (int i = 0; i < kSize; i += kLanes) {
-    Vec score = mul(load(scores + i), scale);
-    if (p.softcap != 0.0f) score = mul(tanh(score), factor);
-    store(scores + i, score);
-  }
-  if (p.alibi_slopes == nullptr) return;
-  float slopes[kLanes] = {};
-  int64_t positions[kLanes] = {}, key_of_lane[kLanes];
-  for (int lane = 0; lane < kLanes; ++lane) {
-    key_of_lane[lane] = lane / kColumns;
-    if (first + lane % kColumns >= last) continue;
-    const auto [token, head] = place_of_row(p, rows, first + lane % kColumns);
-    slopes[lane] = -kLog2E * p.alibi_slopes[head];
-    positions[lane] = query_position(p, rows.batch, token);
-  }
-  int64_t key_positions[kStepKeys + kLanes] = {};
-  locate_positions(p.key_layout, key, key_positions);
-  // Repeated keys keep repeating the last one, or they could set the maximum.
-  for (int i = num_keys; i < kStepKeys; ++i) key_positions[i] = key_positions[num_keys - 1];
-  const auto distances = [&](int i, int begin) {
-    const __m512i of_keys =
-        _mm512_permutexvar_epi64(_mm512_loadu_si512(key_of_lane + begin),
-                                 _mm512_loadu_si512(key_positions + i * kVectorKeys));
-    return _mm512_cvtepi64_ps(_mm512_sub_epi64(_mm512_loadu_si512(positions + begin), of_keys));
-  };
-  for (int i = 0; i < kSize / kLanes; ++i) {
-    const Vec distance =
-        _mm512_insertf32x8(_mm512_castps256_ps512(distances(i, 0)), distances(i, 8), 1);
-    store(scores + i * kLanes, fma(load(slopes), distance, load(scores + i * kLanes)));
-  }
-}
-
 template <typename T>
 struct MatrixKeys {
   static void attend(const DecodeParams& p, const Rows& rows, const RowState& state, int64_t begin,
@@ -108,18 +70,18 @@ struct MatrixKeys {
     _tile_loadconfig(&config);
     [[maybe_unused]] int buffer = 0;  // of the keys of the step
     bool is_first = true;
-    for_steps<T>(p, rows, begin, end, limit,
-                 [&](int64_t key, const Step<T>& step, const Step<T>& next, Window<T>* window) {
-                   if constexpr (kIsScaled<T>) {
-                     if (is_first && weights == nullptr) {
-                       convert_keys(step, 0, kStepKeys, 0, p.head_dim, p.head_dim, m.k);
-                     }
-                   }
-                   is_first = false;
-                   attend_step<kColumns>(p, rows, state, m, key, step, next, window, buffer,
-                                         weights);
-                   buffer = 1 - buffer;
-                 });
+    for_steps<T, Window<T>>(
+        p, rows, begin, end, limit,
+        [&](int64_t key, const Step<T>& step, const Step<T>& next, Window<T>* window) {
+          if constexpr (kIsScaled<T>) {
+            if (is_first && weights == nullptr) {
+              convert_keys(step, 0, kStepKeys, 0, p.head_dim, p.head_dim, m.k);
+            }
+          }
+          is_first = false;
+          attend_step<kColumns>(p, rows, state, m, key, step, next, window, buffer, weights);
+          buffer = 1 - buffer;
+        });
     _tile_release();
   }
 

@@ -4,13 +4,6 @@
 // head_dim. Keys come in steps small enough for their K and V rows to stay in the first-level cache
 // while all query rows use them; every element of K and V is loaded from memory once.
 
-// scores [kStepKeys] of one row times the scales [kStepKeys] of their keys.
-inline void scale_row(const float* scales, float* scores) {
-  for (int i = 0; i < kStepKeys; i += kLanes) {
-    store(scores + i, mul(load(scores + i), load(scales + i)));
-  }
-}
-
 // Adds the keys of `step`, which begins at key_begin, to rows [row_begin, row_end), all of which
 // see all of them. Values are fetched while scores are computed, the next step's keys while values
 // are summed.
@@ -31,14 +24,7 @@ inline void attend_step_with(const DecodeParams& p, const Rows& rows, const RowS
     });
   }
   float rescale[kMaxRows];
-  const bool adjusted = p.softcap != 0.0f || p.alibi_slopes != nullptr;
-  for (int64_t row = row_begin; row < row_end; ++row) {
-    float* scores = state.scores + row * kStepKeys;
-    if constexpr (kIsScaled<T>) scale_row(step.k_scale, scores);
-    if (adjusted) adjust_scores(p, rows, row, key_begin, scores);
-    rescale[row] = softmax_row(step.count, scores, state.max[row], state.sum[row]);
-    if constexpr (kIsScaled<T>) scale_row(step.v_scale, scores);
-  }
+  weigh_step(p, rows, state, row_begin, row_end, key_begin, step, 1.0f, rescale);
   for_row_blocks(row_begin, row_end, [&]<int kRows>(int64_t row) {
     const float* weights = state.scores + row * kStepKeys;
     float* acc = state.acc + row * padded(p.head_dim_v);
@@ -73,10 +59,11 @@ inline void attend_step(const DecodeParams& p, const Rows& rows, const RowState&
 template <typename T>
 inline void attend_vectors(const DecodeParams& p, const Rows& rows, const RowState& state,
                            int64_t begin, int64_t end, int64_t limit) {
-  for_steps<T>(p, rows, begin, end, limit,
-               [&](int64_t key, const Step<T>& step, const Step<T>& next, Window<T>* window) {
-                 attend_step<T>(p, rows, state, 0, rows.count, key, step, next, window);
-               });
+  for_steps<T, Window<T>>(
+      p, rows, begin, end, limit,
+      [&](int64_t key, const Step<T>& step, const Step<T>& next, Window<T>* window) {
+        attend_step<T>(p, rows, state, 0, rows.count, key, step, next, window);
+      });
 }
 
 // attend_vectors right after a flush; an instruction set with matrices specialises it.
@@ -88,12 +75,17 @@ struct SharedKeys {
   }
 };
 
-// The partial state of `rows` over their keys in `keys`: see Kernels::attend.
-template <typename T>
+// The partial state of `rows` over their keys in `keys`: see Kernels::attend. kDots: with products
+// of pairs of bfloat16 (bf16_few_rows.inl), for bfloat16 queries.
+template <typename T, bool kDots>
 void attend_rows(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace, float* o,
                  float* lse) {
   const RowState state = carve(p, rows.count, workspace);
-  with_dtype(p.dtype, [&]<typename Q>() { load_queries<Q, T>(p, rows, state.q); });
+  if constexpr (kDots) {
+    Dots<T>::load_queries(p, rows, state.q);
+  } else {
+    with_dtype(p.dtype, [&]<typename Q>() { load_queries<Q, T>(p, rows, state.q); });
+  }
   for (int64_t i = 0; i < rows.count * padded(p.head_dim_v); ++i) {
     state.acc[i] = state.total[i] = 0.0f;
   }
@@ -126,14 +118,27 @@ void attend_rows(const DecodeParams& p, const Rows& rows, KeyRange keys, void* w
         const int64_t row = token * group_size - rows.begin;
         Step<T> step;
         locate(p, rows, low, high, step);
-        attend_step<T>(p, rows, state, row < 0 ? 0 : row,
-                       row + group_size < rows.count ? row + group_size : rows.count, low, step,
-                       step, nullptr);
+        const int64_t first = row < 0 ? 0 : row;
+        const int64_t last = row + group_size < rows.count ? row + group_size : rows.count;
+        if constexpr (kDots) {
+          Dots<T>::attend_step(p, rows, state, first, last, low, step, nullptr);
+        } else {
+          attend_step<T>(p, rows, state, first, last, low, step, step, nullptr);
+        }
       }
     }
   };
   const auto attend_shared = [&](int64_t begin, int64_t end) {
-    SharedKeys<T>::attend(p, rows, state, begin, end, common.end);
+    if constexpr (kDots) {
+      using Ahead = typename Dots<T>::Ahead;
+      for_steps<T, Ahead>(
+          p, rows, begin, end, common.end,
+          [&](int64_t key, const Step<T>& step, const Step<T>&, const Ahead* ahead) {
+            Dots<T>::attend_step(p, rows, state, 0, rows.count, key, step, ahead);
+          });
+    } else {
+      SharedKeys<T>::attend(p, rows, state, begin, end, common.end);
+    }
   };
   const auto flushed = [&](int64_t begin, int64_t end, const auto& attend) {
     for (int64_t next; begin < end; begin = next) {
@@ -145,5 +150,9 @@ void attend_rows(const DecodeParams& p, const Rows& rows, KeyRange keys, void* w
   flushed(keys.begin, common.begin, attend_tokens);
   flushed(common.begin, common.end, attend_shared);
   flushed(common.end, keys.end, attend_tokens);
-  normalise<T>(p, rows, state, o, lse);
+  if constexpr (kDots) {
+    normalise<BFloat16>(p, rows, state, o, lse);
+  } else {
+    normalise<T>(p, rows, state, o, lse);
+  }
 }

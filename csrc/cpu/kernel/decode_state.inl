@@ -110,3 +110,31 @@ inline void normalise(const DecodeParams& p, const Rows& rows, const RowState& s
     }
   }
 }
+
+// scores [kStepKeys] of one row times the scales [kStepKeys] of their keys.
+inline void scale_row(const float* scales, float* scores) {
+  for (int i = 0; i < kStepKeys; i += kLanes) {
+    store(scores + i, mul(load(scores + i), load(scales + i)));
+  }
+}
+
+// Scores of a step to the weights of its values, for rows [row_begin, row_end), and the factors by
+// which their sums so far are to be multiplied. Scores are multiplied by `scale` first.
+template <typename T>
+inline void weigh_step(const DecodeParams& p, const Rows& rows, const RowState& state,
+                       int64_t row_begin, int64_t row_end, int64_t key_begin, const Step<T>& step,
+                       float scale, float* rescale) {
+  const bool adjusted = p.softcap != 0.0f || p.alibi_slopes != nullptr;
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    float* scores = state.scores + row * kStepKeys;
+    if constexpr (kIsScaled<T>) scale_row(step.k_scale, scores);
+    if (scale != 1.0f) {
+      for (int i = 0; i < kStepKeys; i += kLanes) {
+        store(scores + i, mul(load(scores + i), broadcast(scale)));
+      }
+    }
+    if (adjusted) adjust_scores(p, rows, row, key_begin, scores);
+    rescale[row] = softmax_row(step.count, scores, state.max[row], state.sum[row]);
+    if constexpr (kIsScaled<T>) scale_row(step.v_scale, scores);
+  }
+}

@@ -196,12 +196,13 @@ inline int64_t end_of_step(int64_t begin, int64_t end) {
 
 // Calls body(first key, step, next step, window) for the steps of [begin, end). The step after the
 // last one is that of the keys up to `limit`, or itself where there are none. The window begins
-// more than a window's keys later; it is null where there are few keys or none so far.
-template <typename T, typename Body>
+// more than a window's keys later; it is null where there are few keys or none so far. Window: a
+// Window<T>, or what an instruction set fetches instead.
+template <typename T, typename Window, typename Body>
 inline void for_steps(const DecodeParams& p, const Rows& rows, int64_t begin, int64_t end,
                       int64_t limit, const Body& body) {
   Step<T> steps[2];
-  Window<T> window(p);
+  Window window(p);
   bool has_window = false;
   int64_t next_window = limit - begin < kManyKeys ? limit : begin;
   locate(p, rows, begin, end_of_step(begin, end), steps[0]);

@@ -21,7 +21,7 @@ class PrefillCall {
   // Whether o and lse are what they should be. Otherwise, and for what this cannot do, the vectors
   // have to compute them.
   bool run(float* o, float* lse) {
-    if (!locate_ranges()) return false;
+    if (!locate_ranges(p_, rows_, keys_, num_rows_, m_)) return false;
     pack_query_tiles<T>(p_, rows_, num_rows_, m_.q);
     for (int64_t i = 0; i < num_rows_ * p_.head_dim_v; i += kLanes) {
       store(m_.acc + i, zero());
@@ -41,57 +41,6 @@ class PrefillCall {
   }
 
  private:
-  // Whether every key is seen by some row, so that it may be read.
-  bool locate_ranges() {
-    const int64_t group_size = p_.group_size();
-    KeyRange seen{0, 0};
-    for (int64_t row = 0; row < num_rows_; ++row) {
-      const int64_t packed = rows_.begin + (row < rows_.count ? row : rows_.count - 1);
-      if (row > 0 && packed % group_size != 0) {  // a neighbour of the same token
-        m_.begin[row] = m_.begin[row - 1];
-        m_.end[row] = m_.end[row - 1];
-        continue;
-      }
-      KeyRange range = key_range(p_, rows_.batch, packed / group_size);
-      if (range.begin < keys_.begin) range.begin = keys_.begin;
-      if (range.end > keys_.end) range.end = keys_.end;
-      if (range.empty()) range = {keys_.begin, keys_.begin};
-      m_.begin[row] = static_cast<int32_t>(range.begin - keys_.begin);
-      m_.end[row] = static_cast<int32_t>(range.end - keys_.begin);
-      if (range.empty()) continue;
-      const bool gap = !seen.empty() && (range.begin > seen.end || range.end < seen.begin);
-      if (gap) return false;
-      seen = hull(seen, range);
-    }
-    return seen.begin == keys_.begin && seen.end == keys_.end;
-  }
-
-  // Where the rows of a block meet the packed keys [key, key + num_keys), if any of them do.
-  bool meet(int64_t row, int64_t key, int64_t num_keys, Meeting& meeting) const {
-    int32_t first_begin = m_.begin[row], last_begin = first_begin;
-    int32_t first_end = m_.end[row], last_end = first_end;
-    bool some = false;
-    for (int64_t i = row; i < row + kBlockRows; ++i) {
-      const int32_t begin = m_.begin[i], end = m_.end[i];
-      if (begin > last_begin) last_begin = begin;
-      if (end < first_end) first_end = end;
-      if (begin == end) continue;
-      if (!some || begin < first_begin) first_begin = begin;
-      if (!some || end > last_end) last_end = end;
-      some = true;
-    }
-    const int64_t begin = first_begin > key ? first_begin - key : 0;
-    const int64_t end = last_end < key + num_keys ? last_end - key : num_keys;
-    if (!some || begin >= end) return false;
-    meeting.row = row;
-    meeting.key = key;
-    meeting.first_step = static_cast<int>(begin / kStepKeys);
-    meeting.last_step = static_cast<int>((end + kStepKeys - 1) / kStepKeys);
-    meeting.masked = last_begin > key + meeting.first_step * kStepKeys ||
-                     first_end < key + meeting.last_step * kStepKeys;
-    return true;
-  }
-
   int64_t num_keys() const { return keys_.end - keys_.begin; }
   static int64_t place_of(int64_t key) { return key / kPackedKeys % kPlaces; }
   Step<T>* steps_of(int64_t key) { return steps_[key / kPackedKeys % kLocated]; }
@@ -146,8 +95,8 @@ class PrefillCall {
   // computed. The first meeting's scores have brought the keys into the second-level cache, and in
   // latent attention the values with them, which are packed then.
   void attend_keys() {
-    Meeting meetings[3];
-    const Meeting *previous = nullptr, *current = nullptr;
+    TileMeeting meetings[3];
+    const TileMeeting *previous = nullptr, *current = nullptr;
     int64_t count = 0;
     const int64_t num_beats =
         num_rows_ / kBlockRows * kPackedSteps * (p_.head_dim + 2 * p_.head_dim_v) / kTilePair;
@@ -161,8 +110,9 @@ class PrefillCall {
       lines_per_beat_ = (ahead_.lines() + num_beats - 1) / num_beats;
       bool is_first = true;
       for (int64_t row = 0; row < num_rows_; row += kBlockRows) {
-        Meeting& next = meetings[count % 3];
-        if (!meet(row, key, left < kPackedKeys ? left : kPackedKeys, next)) continue;
+        TileMeeting& next = meetings[count % 3];
+        const int64_t met = left < kPackedKeys ? left : kPackedKeys;
+        if (!meet(m_, row, kBlockRows, key, met, next)) continue;
         next.k = tiles_[place];
         next.v = m_.v + place * kPackedKeys * p_.head_dim_v / 2;
         next.k_scale = m_.k_scale + place * kPackedKeys;
@@ -180,7 +130,7 @@ class PrefillCall {
     advance(current, nullptr, nullptr);
   }
 
-  void advance(const Meeting* previous, const Meeting* current, const Meeting* next) {
+  void advance(const TileMeeting* previous, const TileMeeting* current, const TileMeeting* next) {
     int64_t beats = (previous == nullptr ? 0 : value_beats(p_, *previous)) +
                     (next == nullptr ? 0 : score_beats(p_, *next));
     finish_stores();
@@ -237,7 +187,7 @@ class PrefillCall {
 
   // Scores to weights: kGroupKeys keys of a tile of rows.
   void weigh_group() {
-    const Meeting& meeting = *weighed_;
+    const TileMeeting& meeting = *weighed_;
     const int first = meeting.first_step * kStepKeys, last = meeting.last_step * kStepKeys;
     const int64_t row = meeting.row + weighed_tile_ * kTileRows;
     float* scores = meeting.scores + weighed_tile_ * kPackedKeys * kTileRows;
@@ -249,8 +199,9 @@ class PrefillCall {
         }
       }
       if (adjusted_) adjust(meeting, row, scores);
-      if (meeting.masked) mask(meeting, row, scores);
-      follow_scores(row, first, last, scores);
+      if (meeting.masked) mask_scores(m_, meeting, row, scores, kTileRows);
+      too_large_ |= !follow_scores(p_, m_, meeting, row, scores, broadcast(scale_),
+                                   m_.acc + row * p_.head_dim_v, kTileRows);
       store(sums_, zero());
       store(sums_ + kLanes, zero());
     }
@@ -267,23 +218,18 @@ class PrefillCall {
         a = mul(a, broadcast(meeting.v_scale[weighed_key_ + i]));
         b = mul(b, broadcast(meeting.v_scale[weighed_key_ + i + 1]));
       }
-      store_weight_pairs(a, b, pair);
+      store_weight_pairs<2>(a, b, pair, kTileRows);
     }
     store(sums_, sums[0]);
     store(sums_ + kLanes, sums[1]);
     weighed_key_ += kGroupKeys;
     if (weighed_key_ < last) return;
-    const Vec sum = add(sums[0], sums[1]);
-    double* total = m_.sum + row;
-    _mm512_storeu_pd(
-        total, _mm512_add_pd(_mm512_loadu_pd(total), _mm512_cvtps_pd(_mm512_castps512_ps256(sum))));
-    _mm512_storeu_pd(total + 8, _mm512_add_pd(_mm512_loadu_pd(total + 8),
-                                              _mm512_cvtps_pd(_mm512_extractf32x8_ps(sum, 1))));
+    add_to_sums(m_.sum + row, add(sums[0], sums[1]));
     weighed_key_ = first;
     if (++weighed_tile_ == 2) weighed_ = nullptr;
   }
 
-  void adjust(const Meeting& meeting, int64_t row, float* scores) const {
+  void adjust(const TileMeeting& meeting, int64_t row, float* scores) const {
     const int64_t last_row = row + kTileRows < rows_.count ? row + kTileRows : rows_.count;
     for (int step = meeting.first_step; step < meeting.last_step; ++step) {
       const int64_t key = keys_.begin + meeting.key + step * kStepKeys;
@@ -293,99 +239,28 @@ class PrefillCall {
     }
   }
 
-  void mask(const Meeting& meeting, int64_t row, float* scores) const {
-    const __m512i begin = _mm512_loadu_si512(m_.begin + row),
-                  end = _mm512_loadu_si512(m_.end + row);
-    const Vec nothing = broadcast(-INFINITY);
-    for (int i = meeting.first_step * kStepKeys; i < meeting.last_step * kStepKeys; ++i) {
-      const __m512i key = _mm512_set1_epi32(static_cast<int>(meeting.key + i));
-      const __mmask16 seen =
-          _mm512_cmple_epi32_mask(begin, key) & _mm512_cmplt_epi32_mask(key, end);
-      float* score = scores + i * kTileRows;
-      store(score, _mm512_mask_mov_ps(nothing, seen, load(score)));
-    }
-  }
-
-  // Raises the bases of a tile of rows where its largest scores exceed them by too much.
-  void follow_scores(int64_t row, int first, int last, const float* scores) {
-    Vec largest[4];
-    for (int i = 0; i < 4; ++i) largest[i] = load(scores + (first + i) * kTileRows);
-    for (int key = first + 4; key < last; key += 4) {
-      for (int i = 0; i < 4; ++i) {
-        largest[i] = max_keep_nan(largest[i], load(scores + (key + i) * kTileRows));
-      }
-    }
-    const Vec top = mul(
-        max_keep_nan(max_keep_nan(largest[0], largest[1]), max_keep_nan(largest[2], largest[3])),
-        broadcast(scale_));
-    const Vec base = load(m_.base + row);
-    const __mmask16 above = _mm512_cmp_ps_mask(top, add(base, broadcast(kBaseSlack)), _CMP_NLE_UQ);
-    if (above == 0) return;
-    const Vec new_base =
-        _mm512_mask_roundscale_ps(base, above, top, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
-    too_large_ |=
-        _mm512_mask_cmp_ps_mask(above, abs(top), broadcast(kLargestScore), _CMP_NLT_UQ) != 0;
-    store(m_.base + row, new_base);
-    const Vec factor = _mm512_scalef_ps(broadcast(1.0f), sub(base, new_base));
-    float* acc = m_.acc + row * p_.head_dim_v;
-    for (int64_t i = 0; i < p_.head_dim_v * kTileRows; i += kLanes) {
-      store(acc + i, mul(load(acc + i), factor));
-    }
-    double* sum = m_.sum + row;
-    _mm512_storeu_pd(
-        sum, _mm512_mul_pd(_mm512_loadu_pd(sum), _mm512_cvtps_pd(_mm512_castps512_ps256(factor))));
-    _mm512_storeu_pd(sum + 8, _mm512_mul_pd(_mm512_loadu_pd(sum + 8),
-                                            _mm512_cvtps_pd(_mm512_extractf32x8_ps(factor, 1))));
-  }
-
   // Adds a block's sums since the last flush to its totals.
   void flush_block(int64_t block) {
     for (int64_t row = block; row < block + kBlockRows; row += kTileRows) {
-      const Vec base = load(m_.base + row);
-      const Vec factor = _mm512_scalef_ps(broadcast(1.0f), sub(load(m_.total_base + row), base));
-      float *total = m_.total + row * p_.head_dim_v, *acc = m_.acc + row * p_.head_dim_v;
-      for (int64_t i = 0; i < p_.head_dim_v * kTileRows; i += kLanes) {
-        store(total + i, fma(load(total + i), factor, load(acc + i)));
-        store(acc + i, zero());
-      }
-      store(m_.total_base + row, base);
+      flush_sums(p_, m_, row, m_.acc + row * p_.head_dim_v, m_.total + row * p_.head_dim_v,
+                 kTileRows);
     }
   }
 
   // o [rows, head_dim_v], in the order of memory, and lse [rows]; false if o is not finite.
   bool normalise_prefill(float* o, float* lse) const {
-    __mmask16 not_finite = 0;
-    for (int64_t first = 0; first < rows_.count; first += kTileRows) {
-      const int64_t count = first + kTileRows < rows_.count ? kTileRows : rows_.count - first;
-      float factor[kTileRows];
-      for (int64_t i = 0; i < count; ++i) {
-        const float sum = static_cast<float>(m_.sum[first + i]);
-        factor[i] = sum == 0.0f ? 0.0f : 1.0f / sum;
-        lse[first + i] = sum == 0.0f ? -INFINITY : m_.base[first + i] * kLn2 + __builtin_logf(sum);
-      }
-      const float* total = m_.total + first * p_.head_dim_v;
-      for (int64_t d = 0; d < p_.head_dim_v; d += kTilePair) {
-        __m512i even[kTileRows], odd[kTileRows];
-        for (int i = 0; i < kTileRows; ++i) {
-          even[i] = _mm512_load_si512(total + (d + i) * kTileRows);
-          odd[i] = _mm512_load_si512(total + (d + kTileRows + i) * kTileRows);
-        }
-        transpose(even);
-        transpose(odd);
-        for (int64_t i = 0; i < count; ++i) {
-          Vec a = mul(_mm512_castsi512_ps(even[i]), broadcast(factor[i]));
-          Vec b = mul(_mm512_castsi512_ps(odd[i]), broadcast(factor[i]));
-          constexpr int kNotFinite = 0x99;  // quiet NaN, +-infinity, signalling NaN
-          not_finite |=
-              _mm512_fpclass_ps_mask(a, kNotFinite) | _mm512_fpclass_ps_mask(b, kNotFinite);
-          to_memory_order(static_cast<const T*>(nullptr), a, b);
-          float* out = o + (first + i) * p_.head_dim_v + d;
-          store(out, a);
-          store(out + kLanes, b);
-        }
-      }
+    bool finite = true;
+    // The even dims of 32 lie before the odd ones, but those of 8 bits lie in order.
+    const auto place_of_dim = [](int64_t d) {
+      const int64_t i = d % kTilePair;
+      return kIsScaled<T> ? d : d - i + i / 2 + i % 2 * kTileRows;
+    };
+    for (int64_t row = 0; row < rows_.count; row += kTileRows) {
+      const int64_t count = row + kTileRows < rows_.count ? kTileRows : rows_.count - row;
+      finite &= normalise_sums(p_, m_, row, count, m_.total + row * p_.head_dim_v, kTileRows,
+                               place_of_dim, o + row * p_.head_dim_v, lse + row);
     }
-    return not_finite == 0;
+    return finite;
   }
 
   const DecodeParams& p_;
@@ -402,13 +277,12 @@ class PrefillCall {
   static constexpr int kLocated = 3;  // the next keys, those in use, and those to be packed
   Step<T> steps_[kLocated][kPackedSteps];
   KeyTile tiles_[kPlaces][2 * kPackedSteps];
-  int64_t chunks_[kPrefillRows / kBlockRows] =
-      {};  // of kFlushKeys keys: the last one of each block
+  int64_t chunks_[kManyRows / kBlockRows] = {};  // of kFlushKeys keys: the last one of each block
 
   // The vector units' work of an advance, and how it is spread over the matrix unit's.
   static constexpr int64_t kPieceCost = 3;  // of packing a piece, in groups of keys
   static constexpr int64_t kNothingLeft = 1 << 30;
-  const Meeting *weighed_ = nullptr, *packed_ = nullptr;
+  const TileMeeting *weighed_ = nullptr, *packed_ = nullptr;
   int64_t weighed_tile_ = 0, pack_d_ = 0, cost_ = 0, beats_ = 0, credit_ = 0;
   int weighed_key_ = 0, pack_step_ = 0;
   alignas(64) float sums_[2 * kLanes];

@@ -1,34 +1,21 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Operands, products and weights of many rows, included before prefill_amx.inl. Keys are packed
-// once, kPackedKeys at a time, and meet all rows of the output, kBlockRows at a time:
-//   S^T [keys, rows] = K Q^T,   P^T = 2^(S^T - base),   O^T [dims, rows] += V^T P^T.
-// Lanes are rows from the first product to the last, so that nothing is shuffled between them.
+// Operands, products and weights of many rows in AMX tiles, included after many_rows.inl and before
+// prefill_amx.inl. Packed keys meet kBlockRows rows at a time.
 
-constexpr int kPackedKeys = 256;  // keys that are packed at a time
-constexpr int kPackedSteps = kPackedKeys / kStepKeys;
 constexpr int kPlaces = 2;  // of packed keys: those whose scores and those whose values are in use
 constexpr int kBlockRows = 2 * kTileRows;                 // rows that meet them at a time
 constexpr int kTileWords = kTileRows * kTileRows;         // 32-bit words of a tile
 constexpr int kGroupKeys = 8;                             // keys weighed between tile products
 constexpr int kScoreWords = 2 * kPackedKeys * kTileRows;  // of a block of rows
 
-constexpr int kPrefillRows = 512;       // rows of an output
 constexpr int kFewestPrefillRows = 64;  // with fewer, packing keys costs more than it saves
 
-inline bool suits_prefill(const DecodeParams& p) {
+inline bool suits_many_rows(const DecodeParams& p) {
   return p.dtype == DataType::kBFloat16 && p.head_dim % kTilePair == 0 &&
          p.head_dim_v % kTilePair == 0 &&
          int64_t{p.group_size()} * p.seqlen_q >= kFewestPrefillRows;
 }
-
-// Scores beyond it are left to the vectors: rounding errors would exceed every exponent.
-constexpr float kLargestScore = 1 << 21;
-// base [row] of no key so far: below the score of any key.
-constexpr float kNoBase = -FLT_MAX;
-// A base follows the largest score only when that exceeds it by this much, because then everything
-// summed so far has to be rescaled. Weights up to 2^16 cost no digits: float32 has the exponents.
-constexpr float kBaseSlack = 16;
 
 // Memory of one call.
 struct Prefill {
@@ -81,13 +68,7 @@ inline void pack_query_tiles(const DecodeParams& p, const Rows& rows, int64_t nu
   for (int64_t first = 0; first < num_rows; first += kTileRows) {
     const BFloat16* sources[kTileRows];
     for (int i = 0; i < kTileRows; ++i) {
-      if (first + i >= rows.count) {
-        sources[i] = nullptr;
-        continue;
-      }
-      const auto [token, head] = place_of_row(p, rows, first + i);
-      sources[i] = static_cast<const BFloat16*>(p.q) + rows.batch * p.q_stride[0] +
-                   head * p.q_stride[1] + token * p.q_stride[2];
+      sources[i] = first + i < rows.count ? query(p, rows, first + i) : nullptr;
     }
     for (int64_t d = 0; d < p.head_dim; d += kTilePair, out += kTileWords) {
       __m512i pairs[kTileRows];
@@ -179,19 +160,12 @@ struct KeyTile {
   int64_t stride;  // in bytes
 };
 
-// One meeting of a block of rows with packed keys.
-struct Meeting {
-  int64_t row;                // the first of the block
-  int64_t key;                // the first packed one, counted from the first one of the call
-  int first_step, last_step;  // of the packed keys: those that some row sees
-  bool masked;                // some row does not see all of their keys
+struct TileMeeting : Meeting {
   const KeyTile* k;
   const uint32_t* v;
   const float *k_scale, *v_scale;  // of the packed keys
   float* scores;
   int located_steps;  // of the packed keys, in the first meeting with them; else 0
-
-  int num_steps() const { return last_step - first_step; }
 };
 
 // Four tile products, which is what the matrix unit is given between two beats: calls of beat(), in
@@ -204,7 +178,7 @@ inline void multiply_tiles() {
 }
 
 template <typename Beat>
-inline void score_products(const DecodeParams& p, const Prefill& m, const Meeting& meeting,
+inline void score_products(const DecodeParams& p, const Prefill& m, const TileMeeting& meeting,
                            const Beat& beat) {
   const uint32_t* block = m.q + meeting.row * p.head_dim / 2;
   for (int step = meeting.first_step; step < meeting.last_step; ++step) {
@@ -231,7 +205,7 @@ inline void score_products(const DecodeParams& p, const Prefill& m, const Meetin
 }
 
 template <typename Beat>
-inline void value_products(const DecodeParams& p, const Prefill& m, const Meeting& meeting,
+inline void value_products(const DecodeParams& p, const Prefill& m, const TileMeeting& meeting,
                            const Beat& beat) {
   const int64_t block = p.head_dim_v * kTileRows;  // of acc
   for (int64_t d = 0; d < p.head_dim_v; d += kTilePair) {
@@ -267,46 +241,9 @@ inline void value_products(const DecodeParams& p, const Prefill& m, const Meetin
 }
 
 // The beats of the products of a meeting's scores, and of its values.
-inline int64_t score_beats(const DecodeParams& p, const Meeting& meeting) {
+inline int64_t score_beats(const DecodeParams& p, const TileMeeting& meeting) {
   return meeting.num_steps() * (p.head_dim / kTilePair);
 }
-inline int64_t value_beats(const DecodeParams& p, const Meeting& meeting) {
+inline int64_t value_beats(const DecodeParams& p, const TileMeeting& meeting) {
   return int64_t{2} * meeting.num_steps() * (p.head_dim_v / kTilePair);
-}
-
-// 2^(x - base), for integer bases and offset = kRoundToInteger - base: what is added to a small
-// number to round it to an integer, which then is in the low bits. 0 below 2^-125. Relative error
-// below 2e-7 (a minimax polynomial).
-constexpr float kRoundToInteger = 3 << 22;
-inline Vec exp2_above(Vec score, Vec scale, Vec offset) {
-  const Vec shifted = fma(score, scale, offset);
-  const Vec f = _mm512_fmsub_ps(score, scale, sub(shifted, offset));
-  Vec p = broadcast(0.0013264728477224708f);
-  p = fma(p, f, broadcast(0.009671513922512531f));
-  p = fma(p, f, broadcast(0.05550733581185341f));
-  p = fma(p, f, broadcast(0.24022242426872253f));
-  p = fma(p, f, broadcast(0.6931470036506653f));
-  p = fma(p, f, broadcast(1.0f));
-  const __mmask16 normal =
-      _mm512_cmp_ps_mask(shifted, broadcast(kRoundToInteger - 125), _CMP_NLT_UQ);
-  return _mm512_castsi512_ps(_mm512_maskz_add_epi32(
-      normal, _mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
-}
-
-// Two terms of the weights of two keys, each as pairs in the order of keys.
-inline void store_weight_pairs(Vec a, Vec b, float* out) {
-  const __m512i half = _mm512_set1_epi32(0x8000);
-  const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  const auto pair = [&](__m512i low, __m512i high) {
-    return _mm512_ternarylogic_epi32(mask, high, _mm512_srli_epi32(low, 16), 0xca);
-  };
-  const __m512i high_a = _mm512_add_epi32(_mm512_castps_si512(a), half);
-  const __m512i high_b = _mm512_add_epi32(_mm512_castps_si512(b), half);
-  const auto rest = [&](Vec x, __m512i rounded) {
-    return _mm512_castps_si512(sub(x, _mm512_castsi512_ps(_mm512_and_si512(rounded, mask))));
-  };
-  const __m512i low_a = _mm512_add_epi32(rest(a, high_a), half);
-  const __m512i low_b = _mm512_add_epi32(rest(b, high_b), half);
-  _mm512_store_si512(out, pair(high_a, high_b));
-  _mm512_store_si512(out + kTileRows, pair(low_a, low_b));
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Elements of 8 bits to pairs of bfloat16, without an error, included before amx_tiles.inl. a and b
-// are kTilePair elements:
+// Elements of 8 bits to pairs of bfloat16, without an error, included before bf16_pairs.inl. a and
+// b are kTilePair elements:
 //   pair_rows:   pair i of `low` is (a[i], b[i]), of `high` (a[16 + i], b[16 + i])
 //   pair_halves: pair i of `first` is (a[i], a[16 + i]), of `second` (b[i], b[16 + i])
 
