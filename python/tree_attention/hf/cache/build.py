@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The layers of a cache, by what the layers of a model keep."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,20 +27,23 @@ def new_layers(
 ) -> list[Any]:
     """The layers of a `TreeCache` with these arguments, or ValueError."""
     kinds = _layer_kinds(config)
-    if max_length is None:
-        layers: list[Any] = [
-            None if kind in STATE_LAYERS else _growing_layer(config, kind, shard, growth, kv_dtype)
-            for kind in kinds
-        ]
-    else:
+    kv = [i for i, kind in enumerate(kinds) if kind not in STATE_LAYERS]
+    progress = None
+    if max_length is not None:
         shard.check_holds(max_length)
-        layers = _static_layers(config, kinds, shard, kv_dtype, Progress(max_length))
+        progress = Progress(max_length)
+    layers: list[Any] = []
+    for i, kind in enumerate(kinds):
+        if kind in STATE_LAYERS:
+            layers.append(new_state_layer(config, kind))
+        elif progress is None:
+            layers.append(_growing_layer(config, kind, shard, growth, kv_dtype))
+        else:
+            ends = {"is_first": i == kv[0], "is_last": i == kv[-1]}
+            layers.append(_static_layer(config, shard, progress, kv_dtype, **ends))
     if shard.deterministic:
         _check_deterministic(layers)
-    return [
-        new_state_layer(config, kind) if layer is None else layer
-        for kind, layer in zip(kinds, layers, strict=True)
-    ]
+    return layers
 
 
 def _check_deterministic(layers: list[Any]) -> None:
@@ -70,25 +71,17 @@ def _growing_layer(
     return TreeCacheLayer(shard, growth, kv_dtype)
 
 
-def _static_layers(
+def _static_layer(
     config: PreTrainedConfig,
-    kinds: list[str],
     shard: Shard,
-    kv_dtype: torch.dtype | None,
     progress: Progress,
-) -> list[StaticTreeCacheLayer | None]:
-    """None in the place of a layer that keeps a state."""
-    new: Callable[..., StaticTreeCacheLayer] = StaticTreeCacheLayer
+    kv_dtype: torch.dtype | None,
+    **ends: bool,
+) -> StaticTreeCacheLayer:
     kv_lora_rank = getattr(config, "kv_lora_rank", None)
     if kv_lora_rank is not None:
-        new = functools.partial(StaticLatentLayer, kv_lora_rank=kv_lora_rank)
-    indices = [i for i, kind in enumerate(kinds) if kind not in STATE_LAYERS]
-    return [
-        new(shard, progress, kv_dtype, is_first=i == indices[0], is_last=i == indices[-1])
-        if i in indices
-        else None
-        for i in range(len(kinds))
-    ]
+        return StaticLatentLayer(shard, progress, kv_dtype, kv_lora_rank=kv_lora_rank, **ends)
+    return StaticTreeCacheLayer(shard, progress, kv_dtype, **ends)
 
 
 def _layer_kinds(config: PreTrainedConfig) -> list[str]:

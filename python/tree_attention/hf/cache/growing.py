@@ -231,18 +231,17 @@ class TreeCacheLayer(CacheLayerMixin):
         self.length = self.first = self.dropped = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
         length = self.length
         if length > 0:  # after a reset the buffers may be of another batch
-            rows = indices.to(self.keys.device)
+            rows = beam_idx.to(self.keys.device)
 
             def select(x: Tensor, out: Tensor) -> None:
                 torch.index_select(x, 0, rows, out=out)
 
             used = slice(0, self.shard.count(length) - self.dropped)
             self._reallocate(len(rows), used, self.keys.shape[2], select, self.dropped)
+
+    batch_select_indices = reorder_cache
 
     def offload(self) -> None:
         raise NotImplementedError(

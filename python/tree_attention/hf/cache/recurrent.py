@@ -34,14 +34,10 @@ GO_ON_FROM_A_STATE = {
 OF_THEIR_OWN = {"minimax"}
 
 
-def _known() -> dict[str, type[Any]]:
-    """The class of transformers for each kind, of those that this release has."""
-    classes: dict[str, type[Any]] = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
-    names = {kind: kind for kind in _STATES} | dict.fromkeys(_NOTHING, "dummy")
-    return {kind: classes[name] for kind, name in names.items() if name in classes}
-
-
-STATE_LAYERS = _known()
+_CLASSES: dict[str, type[Any]] = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
+_NAMES = {kind: kind for kind in _STATES} | dict.fromkeys(_NOTHING, "dummy")
+# The class of transformers for each kind, of those that this release has.
+STATE_LAYERS = {kind: _CLASSES[name] for kind, name in _NAMES.items() if name in _CLASSES}
 
 
 def new_state_layer(config: PreTrainedConfig, kind: str) -> Any:

@@ -71,8 +71,7 @@ class _Moves:
         held = slice(*(count - layer.dropped for count in self._held))
         capacity = layer.capacity(self._count) - self._dropped
         moved = {name: self._moved(x[:, :, held], capacity) for name, x in layer.buffers().items()}
-        layer.hold(moved, layer.dropped)
-        layer.dropped = self._dropped
+        layer.hold(moved, self._dropped)
 
     def _moved(self, x: Tensor, capacity: int) -> Tensor:
         batch, num_heads_kv, _, *width = x.shape
