@@ -117,16 +117,13 @@ class _Description:
             return f"{value.__module__}.{value.__qualname__}"
         if with_attributes or isinstance(value, LogitsProcessor | StoppingCriteria):
             attributes = getattr(value, "__dict__", {})
-            public = {name: x for name, x in attributes.items() if not name.startswith("_")}
-            return f"{kind}({self._named(public, depth)})"
+            public = {n: x for n, x in sorted(attributes.items()) if not n.startswith("_")}
+            texts = zip(public, self._all(public.values(), depth), strict=True)
+            return f"{kind}({', '.join(f'{name}={text}' for name, text in texts)})"
         return kind
 
     def _all(self, values: Iterable[Any], depth: int) -> list[str]:
         return [self.of(part, depth - 1) for part in values]
-
-    def _named(self, values: Mapping[str, Any], depth: int) -> str:
-        texts = self._all(values.values(), depth)
-        return ", ".join(f"{n}={text}" for n, text in sorted(zip(values, texts, strict=True)))
 
 
 def _digest(content: bytes) -> str:
@@ -142,10 +139,10 @@ def _shortened(text: str) -> str:
 
 def digest_random_state(device: torch.device) -> str:
     """The digest of the states of the random generators that sampling draws from."""
-    sha = hashlib.sha256(to_bytes(torch.get_rng_state()))
+    state = to_bytes(torch.get_rng_state())
     if device.type == "cuda":
-        sha.update(to_bytes(torch.cuda.get_rng_state(device)))
-    return sha.hexdigest()[:_HEX_DIGITS]
+        state += to_bytes(torch.cuda.get_rng_state(device))
+    return _digest(state)
 
 
 def digest_parameters(model: torch.nn.Module) -> str:

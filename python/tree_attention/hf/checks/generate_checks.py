@@ -2,8 +2,8 @@
 """Work of an enabled model before the first step of `generate`, between steps and at its end."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -43,8 +43,8 @@ class _Call(threading.local):
     """The call of `generate` in progress in this thread."""
 
     def __init__(self) -> None:
-        self.arguments: dict[str, Any] = {}
-        self.processors: list[Any] = []  # those that the caller gave
+        self.arguments: dict[str, Any] = {}  # as the caller gave them
+        self.has_whole_text = True  # see refusals.has_whole_text
         self.cache: TreeCache | None = None
         self.length = 0  # tokens that it must hold after the steps so far
         self.is_assisted = False  # steps feed candidates, too
@@ -76,7 +76,12 @@ class Preparation:
         have the same tokens."""
         is_inside, call = _is_inside.get(), vars(self.call)
         meets, outer = self.comm.world_size > 1 and not is_inside, {**call}
-        with self._turn():
+        # Over ranks, no other thread may use the groups until it ends. Ranks may call it in threads
+        # of any name, as it compares inputs and settings itself.
+        with (
+            self.comm.turn("generate", name="generate"),
+            self.shard.comm.turn("generate", name="generate"),
+        ):
             token = _is_inside.set(meets or is_inside)
             try:
                 output = generate(**self._begin(arguments))
@@ -99,29 +104,18 @@ class Preparation:
         """Compares `op` with that of the other ranks, also of those that are still in a step."""
         self.comm.agree(signature, self.shard.timeout, op)
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Surrounds a call of `generate`: over ranks, no other thread may use the group until it
-        ends. Ranks may call it in threads of any name, as it compares inputs and settings itself.
-        """
-        with (
-            self.comm.turn("generate", name="generate"),
-            self.shard.comm.turn("generate", name="generate"),
-        ):
-            yield
-
     def _begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Takes the arguments of `generate` by name and returns those with which to go on."""
         if arguments.get("cache_implementation") == "paged":
             # `check_settings` comes too late: for a paged cache, transformers leaves `generate`
             # before it asks for a cache.
             raise unsupported_cache("paged")
-        self.call.processors = [*(arguments.get("logits_processor") or ())]
-        if self.synchronize_logits is not None:
-            processors = LogitsProcessorList([*self.call.processors, self.synchronize_logits])
-            arguments = {**arguments, "logits_processor": processors}
         self.call.arguments = arguments
-        return arguments
+        if self.synchronize_logits is None:
+            return arguments
+        given = arguments.get("logits_processor") or ()
+        processors = LogitsProcessorList([*given, self.synchronize_logits])
+        return {**arguments, "logits_processor": processors}
 
     def prepare_cache(
         self,
@@ -139,13 +133,14 @@ class Preparation:
         check_settings(generation_config, arguments, self.comm.world_size)
         makes_cache = cache is None and generation_config.use_cache is not False
         num_prompt, num_cached, num_left_out = prompt_length(arguments), 0, 0
+        self.call.has_whole_text = has_whole_text(arguments, num_prompt)
         kv_dtype, max_length = self.kv_dtype, self.max_length if makes_cache else None
         if cache is not None:
             check_given_cache(cache, self.shard)
             num_cached, kv_dtype = int(cache.get_seq_length()), cache.kv_dtype
             max_length = cache.max_length
             check_cached_prompt(arguments, num_prompt, num_cached)
-            num_left_out = 0 if has_whole_text(arguments, num_prompt) else num_cached
+            num_left_out = 0 if self.call.has_whole_text else num_cached
         # A prompt lookup also feeds candidates that are more than the tokens asked for.
         num_slots += num_left_out + (generation_config.prompt_lookup_num_tokens or 1) - 1
         if max_length is not None and num_slots > max_length:
@@ -184,7 +179,7 @@ class Preparation:
         if not (self.call.is_assisted and is_whole and isinstance(cache, TreeCache)):
             return options
         num_cached = int(cache.get_seq_length())
-        if num_cached == 0 or not self._has_whole_text():
+        if num_cached == 0 or not self.call.has_whole_text:
             return options
         return {**options, "next_sequence_length": input_ids.shape[1] - num_cached}
 
@@ -199,7 +194,7 @@ class Preparation:
         if not isinstance(given, TreeCache) or inputs.get("past_key_values") is not None:
             return inputs
         num_cached = int(given.get_seq_length())
-        if num_cached > 0 and not self._has_whole_text():
+        if num_cached > 0 and not self.call.has_whole_text:
             raise ValueError(
                 "generate: at this length the model computes the keys of all tokens anew, and it "
                 f"was not given the first {num_cached}, of which the cache holds the keys; pass "
@@ -236,9 +231,6 @@ class Preparation:
             return True
         return self.comm.link.transport_device(device).type == device.type
 
-    def _has_whole_text(self) -> bool:
-        return has_whole_text(self.call.arguments, prompt_length(self.call.arguments))
-
     def _set_chunk_size(
         self,
         model: PreTrainedModel,
@@ -269,30 +261,28 @@ class Preparation:
     ) -> Signature:
         """Fields that must be equal on all ranks. Otherwise they would merge states that do not
         belong together, or stop at different tokens."""
-        sampling = generation_config.do_sample
-        assistant = self.call.arguments.get("assistant_model")
+        arguments = self.call.arguments
+        assistant = arguments.get("assistant_model")
+        prefix_function = arguments.get("prefix_allowed_tokens_fn")
         return (
             ("transformers version", transformers.__version__),
             ("layout", self.shard.layout),
             ("number of cached tokens", num_cached),
             ("kv_dtype", kv_dtype),
             ("max_length of the cache", max_length),
-            ("digest of the inputs", digest_inputs(self.call.arguments)),
+            ("digest of the inputs", digest_inputs(arguments)),
             *settings_of("generation", generation_config),
             ("synchronize_logits", self.synchronize_logits is not None),
             ("prefill", self.prefill),
-            *describe_all("logits processor", self.call.processors),
-            *describe_all("stopping criterion", self.call.arguments.get("stopping_criteria") or ()),
-            (
-                "prefix_allowed_tokens_fn",
-                describe(self.call.arguments.get("prefix_allowed_tokens_fn"), with_attributes=True),
-            ),
+            *describe_all("logits processor", arguments.get("logits_processor") or ()),
+            *describe_all("stopping criterion", arguments.get("stopping_criteria") or ()),
+            ("prefix_allowed_tokens_fn", describe(prefix_function, with_attributes=True)),
             *model_signature("model", model),
             ("assistant_model", describe(assistant)),
             *([] if assistant is None else _assistant_signature(assistant)),
             (
                 "digest of the random state (see seed_ranks)",
-                digest_random_state(model.device) if sampling else None,
+                digest_random_state(model.device) if generation_config.do_sample else None,
             ),
         )
 
