@@ -110,7 +110,11 @@ def fill(
     for name in track(names, "weights", console=errors, transient=True, disable=not is_shown):
         old = model.get_parameter(name)
         if old not in filled:
-            new = _part(tensors[name], cuts.get(name), old.dtype, device)
+            whole, cut = tensors[name], cuts.get(name)
+            if cut is None:
+                new = whole.to(device, old.dtype, copy=True)
+            else:
+                new = cut.of(whole, old.dtype, device)
             filled[old] = nn.Parameter(new, requires_grad=old.requires_grad)
             _mark(filled[old])
         set_tensor(model, name, filled[old])
@@ -121,12 +125,6 @@ def fill(
                 _mark(value.copy_(tensors[name]))
             set_tensor(model, name, value)
     model.init_weights()  # of what is not marked: buffers that are computed
-
-
-def _part(whole: Tensor, cut: Cut | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if cut is None:
-        return whole.to(device, dtype, copy=True)
-    return cut.of(whole, dtype, device)
 
 
 def _mark(x: Tensor) -> None:
