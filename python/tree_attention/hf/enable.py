@@ -16,7 +16,12 @@ from .cache.latent import check_latents, override_expansion, restore_expansion
 from .cache.tree_cache import TreeCache
 from .checks.generate_checks import Preparation
 from .options import CacheOptions, takes_cache_options, with_defaults
-from .prompts.forward import checked_prefill, override_forward, restore_forward
+from .prompts.forward import (
+    arguments_by_name,
+    checked_prefill,
+    override_forward,
+    restore_forward,
+)
 from .sampling import SynchronizeLogits
 from .weights.mesh import Mesh
 from .weights.split import mesh_of
@@ -182,9 +187,7 @@ def _override(model: PreTrainedModel, preparation: Preparation) -> None:
 
     @functools.wraps(original)
     def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
-        del arguments["self"]
-        arguments.update(arguments.pop("kwargs", {}))
+        arguments = arguments_by_name(signature, self, *args, **kwargs)
         return preparation.run(functools.partial(original, self), arguments)
 
     @functools.wraps(original_prepare)

@@ -2,6 +2,7 @@
 """The mask function: what each query may see, as one half-open range of global cache slots."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -52,7 +53,6 @@ class KeyRanges:
         self.window = window  # no range is longer; None: any
         self._of: tuple[object, ...] | None = None  # which slots those of _local are
         self._local: Tensor | None = None
-        self._first: int | None = None
         self._in_shards: dict[tuple[int, int, int], Tensor] = {}
 
     def contiguous(self) -> "KeyRanges":
@@ -79,12 +79,10 @@ class KeyRanges:
             self._of = of
         return self._local
 
-    @property
+    @cached_property
     def first(self) -> int:
         """The first slot that any query sees."""
-        if self._first is None:
-            self._first = int(self.ranges[..., 0].min())
-        return self._first
+        return int(self.ranges[..., 0].min())
 
     def in_shard(self, deal: Deal, holder: int, computer: int, first: int = 0) -> Tensor:
         """The ranges of the tokens that the rank `computer` computes, in local slots of `holder`

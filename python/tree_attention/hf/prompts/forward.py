@@ -64,6 +64,14 @@ def checked_prefill(model: PreTrainedModel, prefill: str, deterministic: int) ->
     return "replicated" if deterministic else prefill
 
 
+def arguments_by_name(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a method's call but `self`, also those in its `**kwargs`."""
+    arguments = signature.bind(*args, **kwargs).arguments
+    del arguments["self"]
+    others = arguments.pop("kwargs", {})
+    return {**arguments, **others}
+
+
 def override_forward(model: PreTrainedModel, prefill: str) -> None:
     """Makes `model.forward` deal the tokens of prompts, where they may be dealt."""
     if prefill == "replicated" or _obstacle(model) is not None:
@@ -71,15 +79,15 @@ def override_forward(model: PreTrainedModel, prefill: str) -> None:
     original = type(model).forward
     signature = inspect.signature(original)
     min_tokens = 1 if prefill == "split" else _MIN_TOKENS_PER_RANK
-    sizes = _sizes(model)
+    # The numbers of the configuration: sizes of the messages follow from them.
+    config = model.config.to_dict()
+    sizes = describe({name: value for name, value in config.items() if isinstance(value, int)})
 
     @functools.wraps(original)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
-        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
-        del arguments["self"]
-        arguments.update(arguments.pop("kwargs", {}))
+        arguments = arguments_by_name(signature, self, *args, **kwargs)
         deal = _deal(self, arguments, min_tokens, sizes)
         if deal is None:
             return original(self, *args, **kwargs)
@@ -137,12 +145,6 @@ def _rope_types(parameters: Any) -> Iterator[str]:
             yield parameters["rope_type"]
         for value in parameters.values():
             yield from _rope_types(value)
-
-
-def _sizes(model: PreTrainedModel) -> str:
-    """The numbers of the configuration: sizes of the messages follow from them."""
-    config = model.config.to_dict()
-    return describe({name: value for name, value in config.items() if isinstance(value, int)})
 
 
 def _deal(

@@ -78,6 +78,7 @@ def _pass_queries(
     keywords: Mapping[str, Any],
 ) -> Iterator[_Piece]:
     rank, ranks = deal.shard.rank, range(deal.shard.world_size)
+    others = [r for r in ranks if r != rank]
     batch, num_heads_q, _, head_dim = query.shape
     head_dim_v = layer.head_dim_v
     keys, values, scales = layer.operands(layer.buffers())
@@ -88,31 +89,26 @@ def _pass_queries(
         own = query[:, :, tokens].contiguous()
         queries = {
             r: deal.room(f"queries of {r}", (batch, num_heads_q, counts[r], head_dim), own.dtype)
-            for r in ranks
-            if r != rank
+            for r in others
         }
-        deal.exchange(queries, dict.fromkeys(queries, own))
-        layout = StateLayout((batch, num_heads_q, counts[rank]), head_dim_v, torch.float32)
-        parts = deal.room("states", (len(ranks), layout.num_bytes), torch.uint8)
-        sent = {}
+        deal.exchange(queries, dict.fromkeys(others, own))
+        layouts = [StateLayout((batch, num_heads_q, n), head_dim_v, torch.float32) for n in counts]
+        parts = deal.room("states", (len(ranks), layouts[rank].num_bytes), torch.uint8)
+        sent = {
+            r: deal.room(f"states of {r}", (layouts[r].num_bytes,), torch.uint8) for r in others
+        }
         for r in ranks:
-            q, states, its_layout = own, parts[rank], layout
-            if r != rank:
-                q = queries[r]
-                its_layout = StateLayout(q.shape[:3], head_dim_v, torch.float32)
-                states = deal.room(f"states of {r}", (its_layout.num_bytes,), torch.uint8)
-                sent[r] = states
             lean_decode(
-                q,
+                queries.get(r, own),
                 keys,
                 values,
                 ranges.in_shard(deal, rank, r, layer.dropped)[:, tokens],
-                out=its_layout.views(states),
+                out=layouts[r].views(sent.get(r, parts[rank])),
                 **scales,
                 **keywords,
             )
-        deal.exchange({r: parts[r] for r in sent}, sent)
-        yield slice(None), tokens, *layout.views(parts)
+        deal.exchange({r: parts[r] for r in others}, sent)
+        yield slice(None), tokens, *layouts[rank].views(parts)
 
 
 def _pass_keys(
