@@ -51,48 +51,46 @@ class KeyRanges:
         self.kv_offset = kv_offset  # global slot of the first of them, where keys are not sharded
         self.unsupported = unsupported
         self.window = window  # no range is longer; None: any
-        self._of: tuple[object, ...] | None = None  # which slots those of _local are
-        self._local: Tensor | None = None
-        self._in_shards: dict[tuple[int, int, int], Tensor] = {}
+        self._known: dict[tuple[object, ...], Tensor] = {}  # see _once
 
     def contiguous(self) -> "KeyRanges":
         return self
 
     def local(self, layout: ShardLayout, rank: int, dropped: int = 0) -> Tensor:
-        """The ranges in local slots of `rank`, counted from the one with the number `dropped`,
-        int32; computed once for all layers."""
-        of = (layout, rank, dropped)
-        if self._local is None or self._of != of:
-            # This is `layout.local_range` for the begins and the ends in one call: the local begin
-            # is the number of slots that the rank holds before the range, and the end likewise.
-            slots = layout.count(rank, self.ranges)
-            self._local = (slots - dropped if dropped else slots).to(torch.int32)
-            self._of = of
-        return self._local
+        """The ranges in local slots of `rank`, counted from the one with the number `dropped`."""
+
+        # This is `layout.local_range` for the begins and the ends in one call: the local begin is
+        # the number of slots that the rank holds before the range, and the end likewise.
+        def ranges() -> Tensor:
+            return layout.count(rank, self.ranges) - dropped
+
+        return self._once((layout, rank, dropped), ranges)
 
     def whole(self, dropped: int = 0) -> Tensor:
-        """The ranges in slots of unsharded keys, the first of which is `kv_offset + dropped`;
-        int32."""
-        of = (self.kv_offset + dropped,)
-        if self._local is None or self._of != of:
-            self._local = (self.ranges - of[0]).clamp_(min=0).to(torch.int32)
-            self._of = of
-        return self._local
+        """The ranges in slots of unsharded keys, the first of which is `kv_offset + dropped`."""
+        first = self.kv_offset + dropped
+        return self._once((first,), lambda: (self.ranges - first).clamp_(min=0))
+
+    def in_shard(self, deal: Deal, holder: int, computer: int, first: int = 0) -> Tensor:
+        """The ranges of the tokens that the rank `computer` computes, in local slots of `holder`
+        counted from `first`."""
+
+        def ranges() -> Tensor:
+            own = self.ranges.index_select(1, deal.tokens(computer))
+            return deal.shard.layout.count(holder, own) - first
+
+        return self._once(("dealt", holder, computer, first), ranges)
+
+    def _once(self, key: tuple[object, ...], ranges: Callable[[], Tensor]) -> Tensor:
+        """The ranges in int32, computed once for all layers."""
+        if key not in self._known:
+            self._known[key] = ranges().to(torch.int32)
+        return self._known[key]
 
     @cached_property
     def first(self) -> int:
         """The first slot that any query sees."""
         return int(self.ranges[..., 0].min())
-
-    def in_shard(self, deal: Deal, holder: int, computer: int, first: int = 0) -> Tensor:
-        """The ranges of the tokens that the rank `computer` computes, in local slots of `holder`
-        counted from `first`, int32; computed once for all layers."""
-        ranges = self._in_shards.get((holder, computer, first))
-        if ranges is None:
-            own = self.ranges.index_select(1, deal.tokens(computer))
-            ranges = (deal.shard.layout.count(holder, own) - first).to(torch.int32)
-            self._in_shards[holder, computer, first] = ranges
-        return ranges
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
