@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -134,17 +134,12 @@ def _obstacle(model: PreTrainedModel) -> str | None:
 
 def _rope_of_all_positions(config: PreTrainedConfig) -> str | None:
     """The type of a rotary embedding that turns a token otherwise in another chunk, or None."""
-    kinds = _rope_types(getattr(config, "rope_parameters", None))
-    return next((kind for kind in kinds if kind in _ROPES_OF_ALL_POSITIONS), None)
-
-
-def _rope_types(parameters: Any) -> Iterator[str]:
-    """The rope types of a configuration, which may have one for each type of layer."""
-    if isinstance(parameters, Mapping):
-        if isinstance(parameters.get("rope_type"), str):
-            yield parameters["rope_type"]
-        for value in parameters.values():
-            yield from _rope_types(value)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # A configuration may have those of each type of layer.
+    for each in (parameters, *parameters.values()):
+        if isinstance(each, Mapping) and each.get("rope_type") in _ROPES_OF_ALL_POSITIONS:
+            return str(each["rope_type"])
+    return None
 
 
 def _deal(

@@ -20,6 +20,7 @@ pass-Q does, and keys and values on top.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ def _passes_queries(deal: Deal, query: Tensor, layer: TreeCacheLayer, ranges: Ke
     _, num_heads_q, _, head_dim = query.shape
     state_bytes = 4 * (layer.head_dim_v + 1)
     query_bytes = deal.length * num_heads_q * (head_dim * query.itemsize + state_bytes)
-    return query_bytes < (deal.end - ranges.first) * _bytes_per_slot(layer)
+    return query_bytes < (deal.end - ranges.first) * _bytes_per_slot(layer.buffers())
 
 
 def _pass_queries(
@@ -124,30 +125,29 @@ def _pass_keys(
     buffers = layer.buffers()
     # The local slots of each rank that any query sees.
     begins = [shard.layout.count(r, ranges.first) for r in ranks]
-    ends = [shard.layout.count(r, deal.end) for r in ranks]
-    head_bytes = batch * (deal.end - ranges.first) * _bytes_per_slot(layer) // num_heads_kv
+    counts = [shard.layout.count(r, deal.end) - begins[r] for r in ranks]
+    head_bytes = batch * (deal.end - ranges.first) * _bytes_per_slot(buffers) // num_heads_kv
     head_step = max(1, _MAX_PIECE_BYTES // max(1, head_bytes))
     token_step = _tokens_of_piece(deal, query, layer)
     group = num_heads_q // num_heads_kv
     for head in range(0, num_heads_kv, head_step):
-        packed = _Rows({name: x[:, head : head + head_step] for name, x in buffers.items()})
-        num_heads = packed.num_heads_kv
-        heads = slice(head * group, (head + num_heads) * group)
+        parts = {name: x[:, head : head + head_step] for name, x in buffers.items()}
+        heads = slice(head * group, min(head + head_step, num_heads_kv) * group)
+        slot_bytes = batch * _bytes_per_slot(parts)
         gathered = {
-            r: deal.room(f"keys of {r}", packed.shape(ends[r] - begins[r]), torch.uint8)
-            for r in ranks
+            r: deal.room(f"keys of {r}", (counts[r] * slot_bytes,), torch.uint8) for r in ranks
         }
-        own = slice(begins[rank] - layer.dropped, ends[rank] - layer.dropped)
-        packed.pack(own, gathered[rank])
+        for name, x in _views(gathered[rank], parts, counts[rank]).items():
+            x.copy_(parts[name].narrow(2, begins[rank] - layer.dropped, counts[rank]))
         others = {r: x for r, x in gathered.items() if r != rank}
         deal.exchange(others, dict.fromkeys(others, gathered[rank]))
-        operands = {r: layer.operands(packed.unpack(x)) for r, x in gathered.items()}
+        operands = {r: layer.operands(_views(x, parts, counts[r])) for r, x in gathered.items()}
         for token in range(0, num_tokens, token_step):
             tokens = slice(token, token + token_step)
             q = query[:, heads, tokens]
             layout = StateLayout(tuple(q.shape[:3]), head_dim_v, torch.float32)
-            parts = deal.room("states", (len(ranks), layout.num_bytes), torch.uint8)
-            o_parts, lse_parts = layout.views(parts)
+            states = deal.room("states", (len(ranks), layout.num_bytes), torch.uint8)
+            o_parts, lse_parts = layout.views(states)
             for r in ranks:
                 keys, values, scales = operands[r]
                 lean_decode(
@@ -162,45 +162,21 @@ def _pass_keys(
             yield heads, tokens, o_parts, lse_parts
 
 
-class _Rows:
-    """Keys and values as rows of bytes, one a slot, those of 8 bits behind their scales."""
-
-    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
-        # Wide elements first, so that all of them are aligned.
-        order = sorted(buffers, key=lambda name: -buffers[name].itemsize)
-        self._scales = {name for name, x in buffers.items() if x.dim() == 3}
-        self._columns = {
-            name: buffers[name][..., None] if name in self._scales else buffers[name]
-            for name in order
-        }
-        self._widths = {name: x.shape[3] * x.itemsize for name, x in self._columns.items()}
-        alignment = buffers[order[0]].itemsize
-        self.num_bytes = -(-sum(self._widths.values()) // alignment) * alignment
-        self.num_heads_kv = buffers["keys"].shape[1]
-
-    def shape(self, num_slots: int) -> tuple[int, int, int, int]:
-        return (*self._columns["keys"].shape[:2], num_slots, self.num_bytes)
-
-    def pack(self, slots: slice, out: Tensor) -> None:
-        for name, part in self._split(out).items():
-            part.copy_(self._columns[name][:, :, slots])
-
-    def unpack(self, rows: Tensor) -> dict[str, Tensor]:
-        """Views of the buffers."""
-        parts = self._split(rows)
-        return {name: x[..., 0] if name in self._scales else x for name, x in parts.items()}
-
-    def _split(self, rows: Tensor) -> dict[str, Tensor]:
-        begin, parts = 0, {}
-        for name, width in self._widths.items():
-            parts[name] = rows[..., begin : begin + width].view(self._columns[name].dtype)
-            begin += width
-        return parts
+def _views(block: Tensor, buffers: Mapping[str, Tensor], num_slots: int) -> dict[str, Tensor]:
+    """Parts of a block of bytes with room for so many slots of each buffer."""
+    views, begin = {}, 0
+    # Wide elements first, so that all of them are aligned.
+    for name, x in sorted(buffers.items(), key=lambda item: -item[1].itemsize):
+        shape = (*x.shape[:2], num_slots, *x.shape[3:])
+        end = begin + math.prod(shape) * x.itemsize
+        views[name] = block[begin:end].view(x.dtype).view(shape)
+        begin = end
+    return views
 
 
-def _bytes_per_slot(layer: TreeCacheLayer) -> int:
+def _bytes_per_slot(buffers: Mapping[str, Tensor]) -> int:
     """Size in bytes of the keys and values of one sequence in one slot."""
-    return layer.keys.shape[1] * _Rows(layer.buffers()).num_bytes
+    return sum(x.itemsize * x.shape[1] * math.prod(x.shape[3:]) for x in buffers.values())
 
 
 def _tokens_of_piece(deal: Deal, query: Tensor, layer: TreeCacheLayer) -> int:

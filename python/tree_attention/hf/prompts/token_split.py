@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +17,6 @@ from ..cache.shard import Shard
 
 # By how many tokens ranks may differ: a block of the default layout.
 _MAX_DIFFERENCE = 64
-
-
-class Moves(NamedTuple):
-    """Destinations of keys and values that a rank computed for others, by the other rank."""
-
-    outgoing: dict[int, Tensor]  # indices among the tokens that this rank computes
-    incoming: dict[int, Tensor]  # indices among the slots of the chunk that this rank keeps
 
 
 class Deal:
@@ -77,13 +69,14 @@ class Deal:
         return (self.length - 1) % self.shard.world_size
 
     @cached_property
-    def moves(self) -> Moves:
-        """The keys and values that are not computed where they are kept."""
+    def moves(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Which of the tokens that this rank computes each rank keeps, as indices among them, and
+        which of the chunk's slots that this rank keeps each rank computes, likewise."""
         rank, ranks = self.shard.rank, range(self.shard.world_size)
         slots = torch.arange(self.begin, self.end, device="cpu")
         owners = self.shard.layout.owner(slots).to(self.device)
         kept = (owners == rank).nonzero()[:, 0]
-        return Moves(
+        return (
             {r: (owners[self.own] == r).nonzero()[:, 0] for r in ranks},
             {r: (kept % len(ranks) == r).nonzero()[:, 0] for r in ranks},
         )
@@ -106,17 +99,18 @@ class Deal:
         the tokens that it computed, `[batch, num_heads_kv, tokens, head_dim]`."""
         if self.is_by_owner:
             return keys, values
+        outgoing, incoming = self.moves
         rows = torch.cat((keys, values), dim=3)
         batch, num_heads_kv, _, width = rows.shape
-        sent = {r: rows.index_select(2, tokens) for r, tokens in self.moves.outgoing.items()}
+        sent = {r: rows.index_select(2, tokens) for r, tokens in outgoing.items()}
         received = {
             r: self.room(f"rows of {r}", (batch, num_heads_kv, len(slots), width), rows.dtype)
-            for r, slots in self.moves.incoming.items()
+            for r, slots in incoming.items()
         }
         self.exchange(received, sent)
-        num_kept = sum(len(slots) for slots in self.moves.incoming.values())
+        num_kept = sum(len(slots) for slots in incoming.values())
         kept = self.room("kept rows", (batch, num_heads_kv, num_kept, width), rows.dtype)
-        for r, slots in self.moves.incoming.items():
+        for r, slots in incoming.items():
             kept.index_copy_(2, slots, received[r])
         return kept[..., : keys.shape[3]], kept[..., keys.shape[3] :]
 
