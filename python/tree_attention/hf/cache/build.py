@@ -32,15 +32,25 @@ def new_layers(
     if max_length is not None:
         shard.check_holds(max_length)
         progress = Progress(max_length)
+    kv_lora_rank = getattr(config, "kv_lora_rank", None)
+    window = getattr(config, "sliding_window", None)
     layers: list[Any] = []
     for i, kind in enumerate(kinds):
+        ends = {"is_first": i == kv[0], "is_last": i == kv[-1]}
+        layer: Any
         if kind in STATE_LAYERS:
-            layers.append(new_state_layer(config, kind))
-        elif progress is None:
-            layers.append(_growing_layer(config, kind, shard, growth, kv_dtype))
+            layer = new_state_layer(config, kind)
+        elif progress is not None and kv_lora_rank is not None:
+            layer = StaticLatentLayer(shard, progress, kv_dtype, kv_lora_rank=kv_lora_rank, **ends)
+        elif progress is not None:
+            layer = StaticTreeCacheLayer(shard, progress, kv_dtype, **ends)
+        elif kv_lora_rank is not None:
+            layer = LatentLayer(shard, growth, kv_dtype, kv_lora_rank=kv_lora_rank)
+        elif kind == "sliding_attention" and window is not None:
+            layer = WindowLayer(shard, growth, window, kv_dtype)
         else:
-            ends = {"is_first": i == kv[0], "is_last": i == kv[-1]}
-            layers.append(_static_layer(config, shard, progress, kv_dtype, **ends))
+            layer = TreeCacheLayer(shard, growth, kv_dtype)
+        layers.append(layer)
     if shard.deterministic:
         _check_deterministic(layers)
     return layers
@@ -57,31 +67,6 @@ def _check_deterministic(layers: list[Any]) -> None:
                 "TreeCache: deterministic needs a max_length, as the model has layers with a "
                 f"sliding window of {layer.window}, got max_length=None"
             )
-
-
-def _growing_layer(
-    config: PreTrainedConfig, kind: str, shard: Shard, growth: int, kv_dtype: torch.dtype | None
-) -> TreeCacheLayer:
-    kv_lora_rank = getattr(config, "kv_lora_rank", None)
-    if kv_lora_rank is not None:
-        return LatentLayer(shard, growth, kv_dtype, kv_lora_rank=kv_lora_rank)
-    window = getattr(config, "sliding_window", None)
-    if kind == "sliding_attention" and window is not None:
-        return WindowLayer(shard, growth, window, kv_dtype)
-    return TreeCacheLayer(shard, growth, kv_dtype)
-
-
-def _static_layer(
-    config: PreTrainedConfig,
-    shard: Shard,
-    progress: Progress,
-    kv_dtype: torch.dtype | None,
-    **ends: bool,
-) -> StaticTreeCacheLayer:
-    kv_lora_rank = getattr(config, "kv_lora_rank", None)
-    if kv_lora_rank is not None:
-        return StaticLatentLayer(shard, progress, kv_dtype, kv_lora_rank=kv_lora_rank, **ends)
-    return StaticTreeCacheLayer(shard, progress, kv_dtype, **ends)
 
 
 def _layer_kinds(config: PreTrainedConfig) -> list[str]:
