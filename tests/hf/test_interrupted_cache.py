@@ -13,9 +13,10 @@ from hf_models import CONFIGS, make_model, make_prompts
 from test_hf_cache import CONFIG, _append, _stored
 from tree_attention import hf
 from tree_attention.hf.cache import growing as layer_module
-from tree_attention.hf.cache import window as window_module
 from tree_attention.hf.cache.growing import CROP_KEEPS
 from tree_attention.hf.cache.latent import override_expansion
+
+COPY = Tensor.copy_
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
@@ -29,18 +30,13 @@ def test_an_interrupted_reallocation_changes_nothing(name: str, kv_dtype: str | 
     for number in range(len(before)):
         copied: list[Tensor] = []
 
-        def copy_slots(
-            x: Tensor, out: Tensor, last: int = number, seen: list[Tensor] = copied
-        ) -> None:
+        def copy(out: Tensor, x: Tensor, last: int = number, seen: list[Tensor] = copied) -> Tensor:
             if len(seen) == last:
                 raise KeyboardInterrupt
-            seen.append(out.copy_(x))
+            seen.append(COPY(out, x))
+            return out
 
-        with (
-            mock.patch.object(layer_module, "copy_slots", copy_slots),
-            mock.patch.object(window_module, "copy_slots", copy_slots),
-            pytest.raises(KeyboardInterrupt),
-        ):
+        with mock.patch.object(Tensor, "copy_", copy), pytest.raises(KeyboardInterrupt):
             layer.update(keys, -keys)
         assert len(copied) == number
         assert all(x is before[key] for key, x in layer.buffers().items())

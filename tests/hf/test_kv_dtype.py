@@ -22,7 +22,7 @@ import split_models
 from generations import nan_in_new_memory, ways_to_read
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import BlockCyclic, hf
-from tree_attention.hf.cache.kv_dtypes import KV_DTYPES
+from tree_attention.hf.options import KV_DTYPES
 from tree_attention.reference import quantise
 
 GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}

@@ -32,7 +32,7 @@ from tree_attention import (
     hf,
 )
 from tree_attention.hf.cache.growing import CROP_KEEPS
-from tree_attention.hf.cache.kv_dtypes import KV_DTYPES
+from tree_attention.hf.options import KV_DTYPES
 from tree_attention.reference import quantise
 
 CONFIG = CONFIGS["llama"]

@@ -15,8 +15,8 @@ from transformers import AutoConfig
 
 from hf_families import HYBRIDS, REFUSED, WORKING, Family, make_model
 from tree_attention import hf
-from tree_attention.hf.cache.kv_dtypes import KV_DTYPES as OF_8_BITS
 from tree_attention.hf.cache.window import MARGIN, STEP
+from tree_attention.hf.options import KV_DTYPES as OF_8_BITS
 from tree_attention.planning.models import KV_DTYPES, NAMED
 from tree_attention.planning.reading import find_model, from_config
 from tree_attention.reference import quantise

@@ -4,8 +4,13 @@
 from datetime import timedelta
 from typing import TypedDict
 
+import torch
+
 from ..exchange import DEFAULT_TIMEOUT
 from ..options import lists_options
+
+# Dtypes of 8 bits by the names that `kv_dtype` takes.
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class CacheOptions(TypedDict, total=False):

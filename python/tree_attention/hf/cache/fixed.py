@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...ops import append_kv
 from ..prompts.token_split import current_deal
-from .growing import KVShard, TreeCacheLayer, copy_slots, interrupted
+from .growing import KVShard, TreeCacheLayer, interrupted
 from .latent import LatentLayer
 from .shard import Shard
 
@@ -113,18 +113,12 @@ class StaticTreeCacheLayer(TreeCacheLayer):
     def kv_length(self) -> int:
         return self.progress.max_length
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        with torch.inference_mode(False):  # see _reallocate
-            self.progress.place(key_states.device)
-        super().lazy_initialization(key_states, value_states)
-
     def capacity(self, num_slots: int) -> int:
         return self.shard.count(self.progress.max_length)
 
     def grow(self, num_slots: int) -> None:
         """Makes buffers for all slots, without asking how many are in use: none."""
-        capacity = self.capacity(num_slots)
-        self._reallocate(len(self.keys), slice(0, 0), capacity, copy_slots, self.dropped)
+        self._reallocate(slice(0, 0), self.capacity(num_slots), self.dropped)
 
     def hold(self, buffers: Mapping[str, Tensor], dropped: int) -> None:
         self.progress.place(buffers["keys"].device)

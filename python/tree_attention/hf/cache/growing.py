@@ -2,7 +2,7 @@
 """The keys and values of one layer that this rank holds."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -233,13 +233,9 @@ class TreeCacheLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         length = self.length
         if length > 0:  # after a reset the buffers may be of another batch
-            rows = beam_idx.to(self.keys.device)
-
-            def select(x: Tensor, out: Tensor) -> None:
-                torch.index_select(x, 0, rows, out=out)
-
             used = slice(0, self.shard.count(length) - self.dropped)
-            self._reallocate(len(rows), used, self.keys.shape[2], select, self.dropped)
+            rows = beam_idx.to(self.keys.device)
+            self._reallocate(used, self.keys.shape[2], self.dropped, rows)
 
     batch_select_indices = reorder_cache
 
@@ -262,21 +258,21 @@ class TreeCacheLayer(CacheLayerMixin):
     def grow(self, num_slots: int) -> None:
         """Makes room for the first `num_slots` local slots, those before `first` aside."""
         used = slice(0, self.held().stop)
-        self._reallocate(len(self.keys), used, self.capacity(num_slots), copy_slots, self.dropped)
+        self._reallocate(used, self.capacity(num_slots), self.dropped)
 
     def _reallocate(
-        self,
-        batch: int,
-        used: slice,
-        capacity: int,
-        fill: Callable[[Tensor, Tensor], object],
-        dropped: int,
+        self, used: slice, capacity: int, dropped: int, rows: Tensor | None = None
     ) -> None:
-        """Replaces the buffers by some for `capacity` slots, which `fill` copies from `used`."""
+        """Replaces the buffers by some for `capacity` slots, with those `used`, of these rows."""
 
         def reallocate(x: Tensor) -> Tensor:
+            batch = len(x) if rows is None else len(rows)
             new = x.new_empty((batch, x.shape[1], capacity, *x.shape[3:]))
-            fill(x[:, :, used], new[:, :, : used.stop - used.start])
+            begin = new[:, :, : used.stop - used.start]
+            if rows is None:
+                begin.copy_(x[:, :, used])
+            else:
+                torch.index_select(x[:, :, used], 0, rows, out=begin)
             if not torch.compiler.is_compiling():
                 # A graph takes the size for a variable at once, not after the first time it grows.
                 torch._dynamo.maybe_mark_dynamic(new, 2)
@@ -309,8 +305,3 @@ def cropped_length(length: int, tokens_to_remove: int | Tensor) -> int:
     if tokens >= 0 and CROP_KEEPS:
         return min(length, tokens)
     return max(0, length + tokens)
-
-
-def copy_slots(x: Tensor, out: Tensor) -> None:
-    """Fills a new buffer from the slots in use of the old one."""
-    out.copy_(x)

@@ -13,10 +13,9 @@ from typing_extensions import Unpack
 
 from ...exchange import Communicator
 from ...sharding import ShardLayout
-from ..options import CacheOptions, takes_cache_options, with_defaults
+from ..options import KV_DTYPES, CacheOptions, takes_cache_options, with_defaults
 from .build import new_layers
 from .growing import TreeCacheLayer, cropped_length, interrupted
-from .kv_dtypes import dtype_of
 from .recurrent import keeps_state
 from .shard import Shard
 from .snapshot import files as snapshot
@@ -72,7 +71,11 @@ class TreeCache(Cache):
             raise ValueError(f"TreeCache: growth must be at least 1, got {growth}")
         if max_length is not None and max_length < 1:
             raise ValueError(f"TreeCache: max_length must be at least 1, got {max_length}")
-        kv_dtype = dtype_of("TreeCache", options["kv_dtype"])
+        name = options["kv_dtype"]
+        if name is not None and name not in KV_DTYPES:
+            names = ", ".join(map(repr, KV_DTYPES))
+            raise ValueError(f"TreeCache: kv_dtype must be None or one of {names}, got {name!r}")
+        kv_dtype = None if name is None else KV_DTYPES[name]
         self.shard = Shard(
             group, layout, options["strategy"], options["timeout"], options["deterministic"]
         )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .growing import KVShard, TreeCacheLayer, copy_slots
+from .growing import KVShard, TreeCacheLayer
 from .shard import Shard
 
 # The number of tokens that `crop` can always take back: prompt lookup and assisted decoding remove
@@ -79,4 +79,4 @@ class WindowLayer(TreeCacheLayer):
         """Moves the slots from `first` on to the beginning of buffers that end at a local slot."""
         held = self.held()
         dropped = self.dropped + held.start
-        self._reallocate(len(self.keys), held, end - dropped, copy_slots, dropped)
+        self._reallocate(held, end - dropped, dropped)

@@ -61,10 +61,13 @@ def _compared(settings: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def model_signature(kind: str, model: PreTrainedModel) -> Signature:
     """The configuration, weights and buffers of a model, for ranks to compare."""
+    split, _ = split_tensors(model)
+    # Also of those that are never saved.
+    buffers = digest_tensors(_whole(model.named_buffers(), split))
     return (
         *settings_of(kind, model.config),
         (f"digest of the {kind}'s weights", digest_parameters(model)),
-        (f"digest of the {kind}'s buffers", digest_buffers(model)),
+        (f"digest of the {kind}'s buffers", buffers),
     )
 
 
@@ -153,12 +156,6 @@ def digest_parameters(model: torch.nn.Module) -> str:
     """
     split, digest = split_tensors(model)
     return digest + digest_tensors(_whole(model.named_parameters(), split))
-
-
-def digest_buffers(model: torch.nn.Module) -> str:
-    """The digest of a model's buffers, also of those that are never saved."""
-    split, _ = split_tensors(model)
-    return digest_tensors(_whole(model.named_buffers(), split))
 
 
 def _whole(

@@ -263,6 +263,13 @@ class Preparation:
         belong together, or stop at different tokens."""
         arguments = self.call.arguments
         assistant = arguments.get("assistant_model")
+        # Its candidates are a part of the queries.
+        of_assistant: Signature = ()
+        if assistant is not None:
+            of_assistant = (
+                *settings_of("assistant's generation", assistant.generation_config),
+                *model_signature("assistant", assistant),
+            )
         prefix_function = arguments.get("prefix_allowed_tokens_fn")
         return (
             ("transformers version", transformers.__version__),
@@ -279,15 +286,9 @@ class Preparation:
             ("prefix_allowed_tokens_fn", describe(prefix_function, with_attributes=True)),
             *model_signature("model", model),
             ("assistant_model", describe(assistant)),
-            *([] if assistant is None else _assistant_signature(assistant)),
+            *of_assistant,
             (
                 "digest of the random state (see seed_ranks)",
                 digest_random_state(model.device) if generation_config.do_sample else None,
             ),
         )
-
-
-def _assistant_signature(assistant: PreTrainedModel) -> Signature:
-    """Fields that decide on the candidates of an assistant, which are a part of the queries."""
-    settings = settings_of("assistant's generation", assistant.generation_config)
-    return *settings, *model_signature("assistant", assistant)

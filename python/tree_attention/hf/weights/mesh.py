@@ -87,11 +87,6 @@ class Mesh:
         """This rank's part [begin, end) of an axis that all ranks of the group split."""
         return slices(size, self.world_size)[self.rank]
 
-    def kv_heads(self, num_heads_kv: int) -> Range:
-        """This rank's heads of keys and values, which all ranks of its context group have."""
-        count = num_heads_kv // self.tensor_parallel_size
-        return self.tensor_rank * count, (self.tensor_rank + 1) * count
-
     def own_heads(self, num_heads: int) -> Range:
         """The query heads, of the `num_heads` of its tensor group's kv heads, that this rank goes
         on with after attention: those that `torch.tensor_split` over the context group gives it."""

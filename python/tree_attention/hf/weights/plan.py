@@ -146,14 +146,16 @@ class _Planner:
                 f"{mesh.op}: tensor_parallel_size must divide the {num_heads_kv} heads of keys "
                 f"and values of {type(self._model).__name__}, got {mesh.tensor_parallel_size}"
             )
-        kv = mesh.kv_heads(num_heads_kv)
+        # All ranks of a context group have the same heads of keys and values.
+        count = num_heads_kv // mesh.tensor_parallel_size
+        kv = mesh.tensor_rank * count, (mesh.tensor_rank + 1) * count
         # The query heads that attend to these, and those of them that are this rank's afterwards.
         first, last = (head * num_heads_q // num_heads_kv for head in kv)
         own = tuple(first + head for head in mesh.own_heads(last - first))
         heads = {QUERY: (num_heads_q, (first, last))}
         heads |= dict.fromkeys(KEY_VALUE, (num_heads_kv, kv))
-        for child, (count, part) in heads.items():
-            size = self._modules[f"{parent}.{child}"].out_features // count
+        for child, (num_heads, part) in heads.items():
+            size = self._modules[f"{parent}.{child}"].out_features // num_heads
             self._cut_linear(f"{parent}.{child}", *(size * head for head in part))
         size = self._modules[row].in_features // num_heads_q
         self._cuts[f"{row}.weight"] = Cut(1, *(size * head for head in own))

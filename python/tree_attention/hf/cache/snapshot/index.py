@@ -22,7 +22,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from ...._json import open_regular, read_json_object
 from ....exchange import Note
 from ....sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
-from ..kv_dtypes import KV_DTYPES
+from ...options import KV_DTYPES
 
 if TYPE_CHECKING:
     from ..tree_cache import TreeCache
@@ -96,15 +96,18 @@ def describe_model(config: PreTrainedConfig) -> dict[str, Any]:
     return described
 
 
-def layers_of(cache: TreeCache) -> list[dict[str, Any]]:
-    """`Kinds` of all layers, in terms of JSON."""
+def layers_of(cache: TreeCache) -> list[dict[str, Any] | None]:
+    """`Kinds` of all layers, in terms of JSON; None of a layer without buffers."""
 
     def described(x: Tensor) -> dict[str, Any]:
         dtype = str(x.dtype).removeprefix("torch.")
         return {"dtype": dtype, "shape": [*x.shape[:2], *x.shape[3:]]}
 
     return [
-        {name: described(x) for name, x in layer.buffers().items()} for layer in cache.kv_layers
+        {name: described(x) for name, x in layer.buffers().items()}
+        if layer.is_initialized
+        else None
+        for layer in cache.kv_layers
     ]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ....exchange import Signature, on_every_rank
 from ....sharding import ShardLayout
 from ..shard import Shard
+from .index import layers_of
 
 if TYPE_CHECKING:
     from ..growing import TreeCacheLayer
@@ -30,7 +31,7 @@ def reshard(cache: TreeCache, layout: ShardLayout) -> None:
             ("length", length),
             ("layout of the cache", old.layout),
             ("layout", layout),
-            ("layers", [_kind(layer) for layer in cache.kv_layers]),
+            ("layers", layers_of(cache)),
             ("first slots of the layers", [layer.first for layer in cache.kv_layers]),
         ), (new, length)
 
@@ -86,9 +87,3 @@ class _Moves:
         for r, rows in self._incoming.items():
             moved[:, :, rows.to(x.device)] = received[r]
         return moved
-
-
-def _kind(layer: TreeCacheLayer) -> object:
-    if not layer.is_initialized:
-        return None
-    return [(name, x.dtype, x.shape[:2], x.shape[3:]) for name, x in layer.buffers().items()]
