@@ -2,12 +2,12 @@
 """`enable`: plain `model.generate(...)` with the cache sharded over ranks."""
 
 import functools
-import inspect
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 from torch.distributed import ProcessGroup
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from typing_extensions import Unpack
 
 from ..exchange import Communicator, check_options, get_communicator
@@ -16,23 +16,18 @@ from .cache.latent import check_latents, override_expansion, restore_expansion
 from .cache.tree_cache import TreeCache
 from .checks.generate_checks import Preparation
 from .options import CacheOptions, takes_cache_options, with_defaults
-from .prompts.forward import (
-    arguments_by_name,
-    checked_prefill,
-    override_forward,
-    restore_forward,
-)
+from .prompts.forward import checked_prefill, override_forward, restore_forward
 from .sampling import SynchronizeLogits
 from .weights.mesh import Mesh
 from .weights.split import mesh_of
 
-_OVERRIDDEN = (
-    "generate",
-    "_prepare_cache_for_generation",
-    "get_compiled_call",
-    "prepare_inputs_for_generation",
-    "_update_model_kwargs_for_generation",
-)
+_OVERRIDES: dict[str, Callable[..., Any]] = {
+    "generate": Preparation.generate,
+    "_prepare_cache_for_generation": Preparation.prepare_cache,
+    "get_compiled_call": Preparation.get_compiled_call,
+    "prepare_inputs_for_generation": Preparation.prepare_inputs,
+    "_update_model_kwargs_for_generation": Preparation.check_step,
+}
 _PREVIOUS = "_attention_before_enable"
 
 
@@ -132,7 +127,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     if not is_enabled(model):
         raise ValueError("disable: the model is not enabled; call enable(model) first")
     attributes = vars(model)
-    for name in _OVERRIDDEN:
+    for name in _OVERRIDES:
         del attributes[name]
     restore_forward(model)
     restore_expansion(model)
@@ -180,57 +175,7 @@ def _check_split(
 
 def _override(model: PreTrainedModel, preparation: Preparation) -> None:
     # Bound methods on the instance, not closures over it: a deep copy of the model gets its own.
-    original, original_prepare, compiled_call_of, original_inputs, original_update = (
-        getattr(type(model), name) for name in _OVERRIDDEN
-    )
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        arguments = arguments_by_name(signature, self, *args, **kwargs)
-        return preparation.run(functools.partial(original, self), arguments)
-
-    @functools.wraps(original_prepare)
-    def prepare_cache(
-        self: PreTrainedModel,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        *others: Any,
-    ) -> Any:
-        is_given = model_kwargs.get("past_key_values") is not None
-        *_, max_cache_length = others
-        preparation.prepare_cache(self, generation_config, model_kwargs, max_cache_length)
-        if is_given or model_kwargs.get("past_key_values") is None:
-            return original_prepare(self, generation_config, model_kwargs, *others)
-        return None
-
-    @functools.wraps(compiled_call_of)
-    def get_compiled_call(self: PreTrainedModel, compile_config: Any) -> Any:
-        if not preparation.is_capturable(self.device):
-            return self.__call__
-        compiled = compiled_call_of(self, compile_config)
-
-        # A chunk of a prompt would be a graph of its own, which takes minutes, and not be dealt.
-        def call(**inputs: Any) -> Any:
-            ids = inputs.get("input_ids")
-            return (compiled if ids is not None and ids.shape[1] == 1 else self)(**inputs)
-
-        return call
-
-    @functools.wraps(original_inputs)
-    def prepare_inputs(self: PreTrainedModel, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs = preparation.leave_out_cached(input_ids, kwargs)
-        inputs = original_inputs(self, input_ids, *args, **kwargs)
-        return preparation.keep_cache(kwargs.get("past_key_values"), inputs)
-
-    @functools.wraps(original_update)
-    def update(self: PreTrainedModel, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        model_kwargs: dict[str, Any] = original_update(self, *args, **kwargs)
-        preparation.check_step(model_kwargs, kwargs.get("num_new_tokens", 1))
-        return model_kwargs
-
-    overridden: tuple[Any, ...] = (
-        generate, prepare_cache, get_compiled_call, prepare_inputs, update,
-    )  # fmt: skip
-    for name, function in zip(_OVERRIDDEN, overridden, strict=True):
-        vars(model)[name] = MethodType(function, model)
+    for name, override in _OVERRIDES.items():
+        original = getattr(type(model), name)
+        function = functools.partial(override, preparation, original)
+        vars(model)[name] = MethodType(functools.update_wrapper(function, original), model)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Work of an enabled model before the first step of `generate`, between steps and at its end."""
 
+import inspect
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from ...exchange import Communicator, ExchangeError, Signature, sentence
 from ..cache.tree_cache import TreeCache
 from ..cache.window import WindowLayer
-from ..prompts.forward import is_dealt_in_generate, may_be_chunked
+from ..prompts.forward import arguments_by_name, is_dealt_in_generate, may_be_chunked
 from ..sampling import SynchronizeLogits
 from .fingerprint import (
     describe,
@@ -52,7 +53,10 @@ class _Call(threading.local):
 
 class Preparation:
     """Calls of `generate` of an enabled model: refuses what cannot work, compares the ranks before
-    the first step and at the end, and makes the cache."""
+    the first step and at the end, and makes the cache.
+
+    Its public methods take the place of methods of the model, which they are given first.
+    """
 
     def __init__(
         self,
@@ -71,9 +75,11 @@ class Preparation:
         self.shard, self.kv_dtype, self.max_length = cache.shard, cache.kv_dtype, cache.max_length
         self.call = _Call()
 
-    def run(self, generate: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """The output of `generate` for arguments by name, if it raised on no rank and all ranks
-        have the same tokens."""
+    def generate(
+        self, original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The output of `generate`, if it raised on no rank and all ranks have the same tokens."""
+        arguments = arguments_by_name(inspect.signature(original), model, *args, **kwargs)
         is_inside, call = _is_inside.get(), vars(self.call)
         meets, outer = self.comm.world_size > 1 and not is_inside, {**call}
         # Over ranks, no other thread may use the groups until it ends. Ranks may call it in threads
@@ -84,7 +90,7 @@ class Preparation:
         ):
             token = _is_inside.set(meets or is_inside)
             try:
-                output = generate(**self._begin(arguments))
+                output = original(model, **self._begin(arguments))
             except ExchangeError:  # which the others have, too
                 raise
             except Exception as error:
@@ -119,16 +125,15 @@ class Preparation:
 
     def prepare_cache(
         self,
+        original: Callable[..., Any],
         model: PreTrainedModel,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
-        num_slots: int,
-    ) -> None:
+        *others: Any,
+    ) -> Any:
         """Puts a cache into `model_kwargs` and a chunk size into `generation_config`, which belongs
-        to this call alone, and has every rank raise if the ranks differ.
-
-        `num_slots`: of the prompt and all new tokens but the last, which is never fed.
-        """
+        to this call alone, and has every rank raise if the ranks differ."""
+        *_, num_slots = others  # of the prompt and all new tokens but the last, which is never fed
         arguments, cache = self.call.arguments, model_kwargs.get("past_key_values")
         check_settings(generation_config, arguments, self.comm.world_size)
         makes_cache = cache is None and generation_config.use_cache is not False
@@ -167,8 +172,22 @@ class Preparation:
                 if isinstance(layer, WindowLayer):
                     layer.keeps_last_pass = True
             self._set_chunk_size(model, generation_config, model_kwargs, num_prompt, num_cached)
+        return None if makes_cache else original(model, generation_config, model_kwargs, *others)
 
-    def leave_out_cached(self, input_ids: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    def prepare_inputs(
+        self,
+        original: Callable[..., Any],
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The inputs of a step, with the cache and without the tokens that it holds."""
+        kwargs = self._leave_out_cached(input_ids, kwargs)
+        inputs: dict[str, Any] = original(model, input_ids, *args, **kwargs)
+        return self._keep_cache(kwargs.get("past_key_values"), inputs)
+
+    def _leave_out_cached(self, input_ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
         """Keeps the first step of assisted decoding from feeding tokens that a given cache holds.
 
         Other kinds of decoding leave them out by themselves, and transformers' assisted one feeds
@@ -183,7 +202,7 @@ class Preparation:
             return options
         return {**options, "next_sequence_length": input_ids.shape[1] - num_cached}
 
-    def keep_cache(self, given: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _keep_cache(self, given: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         """Puts the cache that a step was given into its inputs, emptied, where the model left it
         out.
 
@@ -203,18 +222,21 @@ class Preparation:
         given.reset()
         return {**inputs, "past_key_values": given}
 
-    def check_step(self, model_kwargs: dict[str, Any], num_new_tokens: int = 1) -> None:
+    def check_step(
+        self, original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """Raises RuntimeError unless the cache, after a step, holds the text but its last token."""
+        model_kwargs: dict[str, Any] = original(model, *args, **kwargs)
         call = self.call
         if call.cache is None:
-            return
+            return model_kwargs
         held: Any = model_kwargs.get("past_key_values")
         if held is not call.cache:
             raise RuntimeError(
                 "generate: transformers replaced the TreeCache of an enabled model by a "
                 f"{type(held).__name__}, which is not sharded; generate without enable"
             )
-        call.length += num_new_tokens
+        call.length += kwargs.get("num_new_tokens", 1)
         length = held.get_seq_length()
         # For a length that a GPU has, the host does not wait.
         is_known = not isinstance(length, Tensor) or length.device.type == "cpu"
@@ -224,12 +246,24 @@ class Preparation:
                 f"its last one, and holds {int(length)}: transformers fed other tokens than those "
                 "that it lacked; generate without enable"
             )
+        return model_kwargs
 
-    def is_capturable(self, device: torch.device) -> bool:
-        """True where a CUDA graph can hold a step: not where states travel through the host."""
-        if self.comm.world_size == 1:
-            return True
-        return self.comm.link.transport_device(device).type == device.type
+    def get_compiled_call(
+        self, original: Callable[..., Any], model: PreTrainedModel, compile_config: Any
+    ) -> Callable[..., Any]:
+        """The compiled forward pass, for steps that a CUDA graph can hold."""
+        if self.comm.world_size > 1:
+            device = self.comm.link.transport_device(model.device)
+            if device.type != model.device.type:  # states travel through the host
+                return model.__call__
+        compiled = original(model, compile_config)
+
+        # A chunk of a prompt would be a graph of its own, which takes minutes, and not be dealt.
+        def call(**inputs: Any) -> Any:
+            ids = inputs.get("input_ids")
+            return (compiled if ids is not None and ids.shape[1] == 1 else model)(**inputs)
+
+        return call
 
     def _set_chunk_size(
         self,

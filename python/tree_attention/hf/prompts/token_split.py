@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 
 import torch
@@ -126,23 +126,20 @@ class Deal:
         return result
 
 
-class _Active(threading.local):
-    deal: Deal | None = None
-
-
-_active = _Active()
+# A thread begins without one.
+_active: ContextVar[Deal | None] = ContextVar("_active", default=None)
 
 
 @contextmanager
 def dealing(deal: Deal) -> Iterator[None]:
     """Surrounds a forward pass of this thread over this rank's tokens of a chunk."""
-    _active.deal = deal
+    token = _active.set(deal)
     try:
         yield
     finally:
-        _active.deal = None
+        _active.reset(token)
 
 
 def current_deal() -> Deal | None:
     """The deal of the forward pass that this thread is in. Compiled graphs are never dealt."""
-    return None if torch.compiler.is_compiling() else _active.deal
+    return None if torch.compiler.is_compiling() else _active.get()
