@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -22,8 +21,6 @@ from .weights.checkpoint_files import check_config_file
 from .weights.mesh import Mesh
 from .weights.plan import Plan, plan
 from .weights.split import attach, mesh_of, split
-
-T = TypeVar("T")
 
 
 def from_pretrained(
@@ -73,10 +70,11 @@ def from_pretrained(
     inspect.signature(enable).bind(None, **enable_options)  # TypeError for unknown names
     mesh = Mesh(group, tensor_parallel_size, timeout, op="from_pretrained")
 
-    def load() -> tuple[str, PreTrainedModel]:
+    def load() -> tuple[Signature, PreTrainedModel]:
         return _load(path, mesh, dtype, torch.device("cpu" if device is None else device))
 
-    return enable(_on_every_rank("from_pretrained", mesh, load), **enable_options)
+    model, _ = on_every_rank("from_pretrained", mesh.calls, timeout, load)
+    return enable(model, **enable_options)
 
 
 def parallelize(
@@ -115,11 +113,11 @@ def parallelize(
         raise ValueError(f"parallelize: this {type(model).__name__} is split already")
     mesh = Mesh(group, tensor_parallel_size)
 
-    def examine() -> tuple[str, tuple[Plan | None, str]]:
+    def examine() -> tuple[Signature, tuple[Plan | None, str]]:
         digest = digest_parameters(model)
-        return digest, (_plan(model, mesh), digest)
+        return _signature(digest), (_plan(model, mesh), digest)
 
-    made, digest = _on_every_rank("parallelize", mesh, examine)
+    (made, digest), _ = on_every_rank("parallelize", mesh.calls, mesh.timeout, examine)
     if is_enabled(model):
         disable(model)
     model.set_attn_implementation("tree_attention")
@@ -131,8 +129,8 @@ def parallelize(
 
 def _load(
     path: str | Path, mesh: Mesh, dtype: torch.dtype | None, device: torch.device
-) -> tuple[str, PreTrainedModel]:
-    """The digest of the whole weights of a checkpoint, and the model with this rank's parts."""
+) -> tuple[Signature, PreTrainedModel]:
+    """The signature of the whole weights of a checkpoint, and the model with this rank's parts."""
     file = find_file(path, "config.json")
     if file is None:
         raise OSError(f"from_pretrained: {path} has no config.json")
@@ -169,18 +167,12 @@ def _load(
         read_json_object(file, "from_pretrained: the defaults of generation in")
         model.generation_config = GenerationConfig.from_pretrained(path)
     attach(model.to(device).eval(), mesh, made, digest)
-    return digest, model
+    return _signature(digest), model
 
 
 def _plan(model: PreTrainedModel, mesh: Mesh) -> Plan | None:
     return None if mesh.world_size == 1 else plan(model, mesh)
 
 
-def _on_every_rank(op: str, mesh: Mesh, run: Callable[[], tuple[str, T]]) -> T:
-    """Return the second result of `run`; the first is a digest that is the same on all ranks."""
-
-    def examine() -> tuple[Signature, T]:
-        digest, result = run()
-        return (("digest of the whole weights", digest),), result
-
-    return on_every_rank(op, mesh.calls, mesh.timeout, examine)[0]
+def _signature(digest: str) -> Signature:
+    return (("digest of the whole weights", digest),)

@@ -78,7 +78,10 @@ def attend_to_latents(
     """Attention of one module, by `attend` of queries to a layer over all its ranks; `o [batch,
     num_heads_q, seqlen_q, v_head_dim]` and `lse`."""
     if _pays_to_expand(module, query, layer):
-        heads = _heads_of_piece(module, query, layer)
+        # Columns of keys without a position are there twice: beside the values, and in the keys.
+        columns = 2 * module.qk_nope_head_dim + module.qk_rope_head_dim + module.v_head_dim
+        head_bytes = query.shape[0] * layer.kv_length * columns * query.itemsize
+        heads = max(1, _MAX_EXPANDED_BYTES // head_bytes)
         pieces = [
             attend(q, _ExpandedLayer(layer, module, weight, query.dtype))
             for q, weight in zip(query.split(heads, 1), _weight(module).split(heads), strict=True)
@@ -127,13 +130,6 @@ def _pays_to_expand(module: Any, query: Tensor, layer: LatentLayer) -> bool:
     # By half, as keys and values are also written and read again. With the sizes of DeepSeek-V2 and
     # V3 it pays from 342 queries on.
     return num_queries * (2 * rank - columns) > 2 * rank * columns
-
-
-def _heads_of_piece(module: Any, query: Tensor, layer: LatentLayer) -> int:
-    # Columns of keys without a position are there twice: beside the values, and in the keys.
-    columns = 2 * module.qk_nope_head_dim + module.qk_rope_head_dim + module.v_head_dim
-    head_bytes = query.shape[0] * layer.kv_length * columns * query.itemsize
-    return max(1, _MAX_EXPANDED_BYTES // head_bytes)
 
 
 def _absorb(module: Any, query: Tensor) -> Tensor:

@@ -289,12 +289,6 @@ class TreeCache(Cache):
             )
         return max(lengths, default=0)
 
-    def place(self, shard: Shard) -> None:
-        """Moves all layers to another place among the ranks, where their slots are already."""
-        self.shard = shard
-        for layer in self.kv_layers:
-            layer.shard = shard
-
     @property
     def kv_dtype(self) -> torch.dtype | None:
         """The dtype of keys and values of 8 bits; None: that of the model."""

@@ -84,7 +84,10 @@ def describe(value: Any, with_attributes: bool = False) -> str:
     the kind, because a model or a process group differs from rank to rank. With attributes, those
     of `value` itself count as well, but for names with a leading underscore.
     """
-    return _shortened(_Description().of(value, _DEPTH, with_attributes))
+    text = _Description().of(value, _DEPTH, with_attributes)
+    if len(text) <= _MAX_TEXT:
+        return text
+    return f"{text[:_MAX_TEXT]}... ({len(text)} characters, digest {_digest(text.encode())})"
 
 
 class _Description:
@@ -131,13 +134,6 @@ class _Description:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:_HEX_DIGITS]
-
-
-def _shortened(text: str) -> str:
-    """The text, or of a long one its beginning and its digest."""
-    if len(text) <= _MAX_TEXT:
-        return text
-    return f"{text[:_MAX_TEXT]}... ({len(text)} characters, digest {_digest(text.encode())})"
 
 
 def digest_random_state(device: torch.device) -> str:

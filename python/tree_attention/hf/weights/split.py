@@ -43,7 +43,11 @@ def split(model: PreTrainedModel, mesh: Mesh, made: Plan) -> None:
             linear.bias = None  # the first rank adds it
         linear.register_forward_hook(functools.partial(_add_up, mesh))
     parts = slices(embedding.num_embeddings, mesh.world_size)
-    embedding.register_buffer(_ROWS, _rows_of_tokens(*parts[mesh.rank], parts[-1][1]), False)
+    begin, end = parts[mesh.rank]
+    # The row of each token in this rank's part; that of other ranks' tokens is one of zeros.
+    rows = torch.full((embedding.num_embeddings,), end - begin, device="cpu")
+    rows[begin:end] = torch.arange(end - begin, device="cpu")
+    embedding.register_buffer(_ROWS, rows, persistent=False)
     embedding.padding_idx = None  # which matters to gradients alone, and may be another rank's
     embedding.register_forward_pre_hook(_own_tokens)
     embedding.register_forward_hook(functools.partial(_add_up, mesh))
@@ -116,14 +120,6 @@ def split_tensors(model: nn.Module) -> tuple[frozenset[str], str]:
 
 def _add_up(mesh: Mesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return mesh.sums.all_reduce(output, timeout=mesh.timeout)
-
-
-def _rows_of_tokens(begin: int, end: int, vocab_size: int) -> Tensor:
-    """The row of each token in this rank's part of the embedding, which ends in a row of zeros for
-    the tokens of other ranks."""
-    rows = torch.full((vocab_size,), end - begin, device="cpu")
-    rows[begin:end] = torch.arange(end - begin, device="cpu")
-    return rows
 
 
 def _own_tokens(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

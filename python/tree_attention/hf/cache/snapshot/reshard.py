@@ -36,7 +36,9 @@ def reshard(cache: TreeCache, layout: ShardLayout) -> None:
         ), (new, length)
 
     (new, length), _ = on_every_rank("TreeCache.reshard", old.comm, old.timeout, check)
-    cache.place(new)  # whose buffers the layers make
+    cache.shard = new
+    for layer in cache.kv_layers:
+        layer.shard = new  # for which it makes its buffers
     if old.world_size > 1:
         moves = {
             first: _Moves(old, new, first, length)
