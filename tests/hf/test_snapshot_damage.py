@@ -83,11 +83,9 @@ def _replace_by_directory(directory: Path) -> None:
     (directory / "index.json").mkdir()
 
 
-def _layer_of(shape: list[int]) -> dict[str, Any]:
-    return {name: {"dtype": "float32", "shape": shape} for name in ("keys", "values")}
+def _layers_of(*shape: int, dtype: str = "float32") -> Callable[[Path], None]:
+    return edit_index(layers=[{"dtype": dtype, "shape": shape}] * 2)
 
-
-_LAYER = _layer_of([2, 2, 8])
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "no index": (lambda d: (d / "index.json").unlink(), FileNotFoundError, "has no index.json"),
@@ -178,46 +176,38 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     ),
     "another model": (edit_index(model={}), ValueError, "is of another model: its model_type"),
     "no dtype": (
-        edit_index(layers=[{**_LAYER, "keys": {"dtype": "int64", "shape": [2, 2, 8]}}] * 2),
+        _layers_of(2, 2, 8, 8, dtype="int64"),
         ValueError,
-        "dtype of keys must be one of int8, float8_e4m3fn, float16, bfloat16, float32, float64, g",
+        "dtype of a layer must be one of int8, float8_e4m3fn, float16, bfloat16, float32, float64",
     ),
+    "another dtype": (
+        _layers_of(2, 2, 8, 8, dtype="float16"),
+        ValueError,
+        "layers.0.keys is of torch.float32 and shape [2, 2, 77, 8], and by the index of torch.flo",
+    ),
+    "no scales": (_layers_of(2, 2, 8, 8, dtype="int8"), ValueError, "by the index of torch.int8"),
     "other heads": (
-        edit_index(layers=[_layer_of([1, 4, 8])] * 2),
+        _layers_of(1, 4, 8, 8),
         ValueError,
         "by the index of torch.float32 and [1, 4, 77, 8]",
     ),
-    "vast heads": (
-        edit_index(layers=[_layer_of([10**6, 10**6, 8])] * 2),
-        ValueError,
-        "of them tensors",
-    ),
+    "vast heads": (_layers_of(10**6, 10**6, 8, 8), ValueError, "of them tensors"),
     "vaster heads": (
-        edit_index(layers=[_layer_of([10**9, 10**9, 8])] * 2),
+        _layers_of(10**9, 10**9, 8, 8),
         ValueError,
-        "keys of a layer cannot have the sizes [1000000000, 1000000000, 8]",
+        "a layer cannot have the sizes [1000000000, 1000000000, 8, 8]",
     ),
     "negative heads": (
-        edit_index(layers=[_layer_of([-2, -2, 8])] * 2),
+        _layers_of(-2, -2, 8, 8),
         ValueError,
-        "keys of a layer cannot have the sizes [-2, -2, 8]",
+        "a layer cannot have the sizes [-2, -2, 8, 8]",
     ),
-    "no head_dim": (
-        edit_index(layers=[_layer_of([2, 2])] * 2),
+    "no head_dim": (_layers_of(2, 2), ValueError, "a layer cannot have the sizes [2, 2]"),
+    "a missing layer": (
+        edit_index(layers=[{"dtype": "float32", "shape": [2, 2, 8, 8]}]),
         ValueError,
-        "keys of a layer cannot have the sizes [2, 2]",
+        "holds 1 layers, and the model",
     ),
-    "values of another dtype": (
-        edit_index(layers=[{**_LAYER, "values": {"dtype": "int8", "shape": [2, 2, 8]}}] * 2),
-        ValueError,
-        "values of a layer is of (torch.int8, [2, 2, 8]), expected (torch.float32, [2, 2, 8])",
-    ),
-    "no scales": (
-        edit_index(layers=[{**_LAYER, "keys": {"dtype": "int8", "shape": [2, 2, 8]}}] * 2),
-        ValueError,
-        "a layer has ['keys', 'values'], expected ['k_scale', 'keys', 'v_scale', 'values']",
-    ),
-    "a missing layer": (edit_index(layers=[_LAYER]), ValueError, "holds 1 layers, and the model"),
     "a missing file": (lambda d: _tensors(d).unlink(), FileNotFoundError, "is missing, which the"),
     "a flipped bit": (_flip, ValueError, "is damaged: its SHA-256 is"),
     "a truncated file": (_truncate, ValueError, "is damaged: it has"),

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from ...._json import open_regular, read_json_object
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 INDEX = "index.json"
-_FORMAT, _VERSION = "tree_attention.hf.TreeCache", 2
+_FORMAT, _VERSION = "tree_attention.hf.TreeCache", 3
 PREFIX = "cache-"
 # The names of the files beside the index, finished or not.
 _OWN_NAME = re.compile(
@@ -97,14 +96,12 @@ def describe_model(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def layers_of(cache: TreeCache) -> list[dict[str, Any] | None]:
-    """`Kinds` of all layers, in terms of JSON; None of a layer without buffers."""
-
-    def described(x: Tensor) -> dict[str, Any]:
-        dtype = str(x.dtype).removeprefix("torch.")
-        return {"dtype": dtype, "shape": [*x.shape[:2], *x.shape[3:]]}
-
+    """The keys and values of all layers but for their slots, in terms of JSON; None before any."""
     return [
-        {name: described(x) for name, x in layer.buffers().items()}
+        {
+            "dtype": str(layer.keys.dtype).removeprefix("torch."),
+            "shape": [*layer.keys.shape[:2], layer.keys.shape[3], layer.values.shape[3]],
+        }
         if layer.is_initialized
         else None
         for layer in cache.kv_layers
@@ -249,26 +246,17 @@ def _one_of(name: str, value: Any, known: Mapping[str, T]) -> T:
 
 
 def _parsed_layer(entries: Mapping[str, Any]) -> Kinds:
-    kinds = {}
-    for name in entries:
-        kind = _entry(entries, name, dict)
-        dtype = _one_of(f"dtype of {name}", kind.get("dtype"), _DTYPES)
-        kinds[name] = dtype, _entry(kind, "shape", list, of=int)
-    is_8_bits = "keys" in kinds and kv_dtype_of(kinds) is not None
-    names = {"keys", "values"} | ({"k_scale", "v_scale"} if is_8_bits else set())
-    if set(kinds) != names:
-        raise ValueError(f"a layer has {sorted(kinds)}, expected {sorted(names)}")
-    dtype, (*batch_and_heads, _) = kinds["keys"]
-    for name, (own, sizes) in kinds.items():
-        is_scale = name.endswith("_scale")
-        width = [] if is_scale else sizes[2:]
-        least = int(name != "values")  # those of latents have no columns
-        is_size = min(sizes, default=0) >= least and math.prod(sizes) < _BOUND // 8  # bytes
-        if len(width) != 1 - is_scale or not is_size:
-            raise ValueError(f"{name} of a layer cannot have the sizes {sizes}")
-        expected = (torch.float32 if is_scale else dtype, [*batch_and_heads, *width])
-        if (own, sizes) != expected:
-            raise ValueError(f"{name} of a layer is of {(own, sizes)}, expected {expected}")
+    dtype = _one_of("dtype of a layer", entries.get("dtype"), _DTYPES)
+    shape = _entry(entries, "shape", list, of=int)
+    if len(shape) != 4 or min(shape) < 0 or math.prod(size + 1 for size in shape) >= _BOUND // 8:
+        raise ValueError(f"a layer cannot have the sizes {shape}")
+    *batch_and_heads, head_dim, head_dim_v = shape
+    kinds = {
+        "keys": (dtype, [*batch_and_heads, head_dim]),
+        "values": (dtype, [*batch_and_heads, head_dim_v]),
+    }
+    if dtype in KV_DTYPES.values():
+        kinds |= dict.fromkeys(("k_scale", "v_scale"), (torch.float32, batch_and_heads))
     return kinds
 
 
