@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 # What a layer holds at a time of the states of all ranks, or of their keys and values.
 _MAX_PIECE_BYTES = 32 << 20
+# Keys and values begin at a multiple of so many bytes, as the kernels for CUDA need it.
+_ALIGNMENT = 16
 
 # Some heads and tokens of this rank's queries, and their states over each rank's keys:
 # o [world_size, batch, heads, tokens, head_dim_v] and lse.
@@ -133,10 +135,8 @@ def _pass_keys(
     for head in range(0, num_heads_kv, head_step):
         parts = {name: x[:, head : head + head_step] for name, x in buffers.items()}
         heads = slice(head * group, min(head + head_step, num_heads_kv) * group)
-        slot_bytes = batch * _bytes_per_slot(parts)
-        gathered = {
-            r: deal.room(f"keys of {r}", (counts[r] * slot_bytes,), torch.uint8) for r in ranks
-        }
+        sizes = [sum(_num_bytes(x, count) for x in parts.values()) for count in counts]
+        gathered = {r: deal.room(f"keys of {r}", (sizes[r],), torch.uint8) for r in ranks}
         for name, x in _views(gathered[rank], parts, counts[rank]).items():
             x.copy_(parts[name].narrow(2, begins[rank] - layer.dropped, counts[rank]))
         others = {r: x for r, x in gathered.items() if r != rank}
@@ -164,14 +164,18 @@ def _pass_keys(
 
 def _views(block: Tensor, buffers: Mapping[str, Tensor], num_slots: int) -> dict[str, Tensor]:
     """Parts of a block of bytes with room for so many slots of each buffer."""
-    views, begin = {}, 0
-    # Wide elements first, so that all of them are aligned.
-    for name, x in sorted(buffers.items(), key=lambda item: -item[1].itemsize):
+    views = {}
+    for name, x in buffers.items():
         shape = (*x.shape[:2], num_slots, *x.shape[3:])
-        end = begin + math.prod(shape) * x.itemsize
-        views[name] = block[begin:end].view(x.dtype).view(shape)
-        begin = end
+        views[name] = block[: math.prod(shape) * x.itemsize].view(x.dtype).view(shape)
+        block = block[_num_bytes(x, num_slots) :]
     return views
+
+
+def _num_bytes(x: Tensor, num_slots: int) -> int:
+    """Size in bytes of so many slots of a buffer, up to where another one may begin."""
+    num_bytes = x.itemsize * num_slots * math.prod((*x.shape[:2], *x.shape[3:]))
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _bytes_per_slot(buffers: Mapping[str, Tensor]) -> int:
