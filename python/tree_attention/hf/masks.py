@@ -175,8 +175,7 @@ def _refuse_padding(
 
 
 def _visible_run(attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The first visible slot of each row, the end of its visible slots, and whether any row has a
-    hidden slot between them."""
+    """The first visible slot of each row, the end of these, and whether one has a hole there."""
     visible = attention_mask.to(torch.uint8)
     count = attention_mask.sum(-1)
     first = visible.argmax(-1)
@@ -193,12 +192,10 @@ def _agrees(
     kv_offset: int,
     kv_length: int,
 ) -> Tensor:
-    """True where `mask_function` is true inside [begin, end) and false outside.
-
-    It is evaluated at the range's four edges and in its middle only, O(batch * seqlen_q) in place
-    of a full mask. Every mask of transformers that is no such range (chunked, packed, blockwise,
-    bidirectional) differs at one of these places.
-    """
+    """True where `mask_function` is true inside [begin, end) and false outside."""
+    # It is evaluated at the range's four edges and in its middle only, O(batch * seqlen_q) in place
+    # of a full mask. Every mask of transformers that is no such range (chunked, packed, blockwise,
+    # bidirectional) differs at one of these places.
     probes = torch.stack((begin - 1, begin, (begin + end) // 2, end - 1, end), dim=-1)
     probes = probes.clamp_(kv_offset, kv_offset + kv_length - 1)
     expected = (begin[:, None] <= probes) & (probes < end[:, None])

@@ -54,12 +54,10 @@ class Progress:
             )
 
     def begin(self, shard: Shard, batch: int, num_tokens: int) -> None:
-        """Finds the slots of new tokens; ValueError if there are too many.
-
-        The host asks for their number only where it need not wait, or has a prompt. Otherwise a
-        token beyond `max_length` gets a slot that no buffer has, on every rank: `append_kv` refuses
-        it on the CPU and drops it on CUDA, where `read` says so later.
-        """
+        """Finds the slots of new tokens; ValueError if there are too many."""
+        # The host asks for their number only where it need not wait, or has a prompt. Otherwise a
+        # token beyond `max_length` gets a slot that no buffer has, on every rank: `append_kv`
+        # refuses it on the CPU and drops it on CUDA, where `read` says so later.
         assert self.length is not None
         device = self.length.device
         if self.slots is not None:

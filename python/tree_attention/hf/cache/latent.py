@@ -119,11 +119,9 @@ class _ExpandedLayer:
 
 
 def _pays_to_expand(module: Any, query: Tensor, layer: LatentLayer) -> bool:
-    """True where keys and values of all heads need fewer multiplications than absorbed queries.
-
-    For a head and a slot these are, of `n` queries, `n * (nope + rope + v)` after the
-    `rank * (nope + v)` that make them, beside `n * (rank + rope + rank)`. The same on all ranks.
-    """
+    """True where keys and values of all heads need fewer multiplications than absorbed queries."""
+    # For a head and a slot these are, of `n` queries, `n * (nope + rope + v)` after the
+    # `rank * (nope + v)` that make them, beside `n * (rank + rope + rank)`. The same on all ranks.
     deal = current_deal()
     num_queries = query.shape[2] if deal is None else deal.length // layer.shard.world_size
     rank, columns = layer.kv_lora_rank, module.qk_nope_head_dim + module.v_head_dim

@@ -106,8 +106,7 @@ class Shard:
         send: Mapping[int, Tensor],
         device: torch.device,
     ) -> None:
-        """Sends and receives contiguous tensors by rank, as a call of `op`; empty ones are
-        skipped."""
+        """Sends and receives contiguous tensors by rank, as a call of `op`; skips empty ones."""
         received = {rank: _bytes(x) for rank, x in receive.items() if x.numel()}
         sent = {rank: _bytes(x) for rank, x in send.items() if x.numel()}
         link = self.comm.link

@@ -145,11 +145,7 @@ def digest_random_state(device: torch.device) -> str:
 
 
 def digest_parameters(model: torch.nn.Module) -> str:
-    """The digest of a model's parameters, see `digest_tensors`.
-
-    Of those of which this rank has a part only, the digest of the whole counts. Parameters that are
-    DTensors are left out, as ranks hold different shards of them.
-    """
+    """The digest of a model's parameters, see `digest_tensors`; of split ones, of the whole."""
     split, digest = split_tensors(model)
     return digest + digest_tensors(_whole(model.named_parameters(), split))
 
@@ -157,7 +153,7 @@ def digest_parameters(model: torch.nn.Module) -> str:
 def _whole(
     tensors: Iterable[tuple[str, Tensor]], split: frozenset[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that every rank holds, with those that they are made of."""
+    """The tensors that every rank holds, with those that they are made of; no shards (DTensor)."""
     for name, tensor in tensors:
         if name not in split and not isinstance(tensor, DTensor) and not tensor.is_meta:
             yield from _plain(name, tensor)
@@ -189,11 +185,9 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]], *, reads_all: bool = T
 
 
 def _sum_of(tensor: Tensor) -> int:
-    """The sum of a tensor's bytes as integers of 64 bits, which any single change changes.
-
-    Reading all weights of a model takes seconds, so a sum stands until the tensor was written to;
-    what is written through `.data` only the evenly spaced elements show.
-    """
+    """The sum of a tensor's bytes as integers of 64 bits, which any single change changes."""
+    # Reading all weights of a model takes seconds, so a sum stands until the tensor was written to;
+    # what is written through `.data` only the evenly spaced elements show.
     is_tracked = not tensor.is_inference()
     state = (tensor._version if is_tracked else 0, tensor.data_ptr())
     known, total = _sums.get(tensor, (None, 0))

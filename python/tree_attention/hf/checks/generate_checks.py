@@ -188,11 +188,9 @@ class Preparation:
         return self._keep_cache(kwargs.get("past_key_values"), inputs)
 
     def _leave_out_cached(self, input_ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        """Keeps the first step of assisted decoding from feeding tokens that a given cache holds.
-
-        Other kinds of decoding leave them out by themselves, and transformers' assisted one feeds
-        the whole text behind them (5.23).
-        """
+        """Keeps the first step of assisted decoding from feeding what a given cache holds."""
+        # Other kinds of decoding leave them out by themselves, and transformers' assisted one feeds
+        # the whole text behind them (5.23).
         cache = options.get("past_key_values")
         is_whole = options.get("next_sequence_length", 0) is None
         if not (self.call.is_assisted and is_whole and isinstance(cache, TreeCache)):
@@ -203,13 +201,10 @@ class Preparation:
         return {**options, "next_sequence_length": input_ids.shape[1] - num_cached}
 
     def _keep_cache(self, given: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Puts the cache that a step was given into its inputs, emptied, where the model left it
-        out.
-
-        Phi-3 does so where the text grows beyond the length from which its rotary embedding has
-        other frequencies: all tokens are fed again, and transformers would make a cache that is not
-        sharded.
-        """
+        """Puts the cache of a step into its inputs, emptied, where the model left it out."""
+        # Phi-3 does so where the text grows beyond the length from which its rotary embedding has
+        # other frequencies: all tokens are fed again, and transformers would make a cache that is
+        # not sharded.
         if not isinstance(given, TreeCache) or inputs.get("past_key_values") is not None:
             return inputs
         num_cached = int(given.get_seq_length())

@@ -145,10 +145,8 @@ def _rope_of_all_positions(config: PreTrainedConfig) -> str | None:
 def _deal(
     model: PreTrainedModel, arguments: Mapping[str, Any], min_tokens: int, sizes: str
 ) -> Deal | None:
-    """The deal of the tokens of a forward pass with these arguments; None: they are not dealt.
-
-    All that decides is the same on all ranks, as far as their arguments are.
-    """
+    """The deal of the tokens of a forward pass; None: they are not dealt."""
+    # All that decides is the same on all ranks, as far as their arguments are.
     cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
     if not isinstance(cache, TreeCache) or cache.shard.world_size == 1:
         return None

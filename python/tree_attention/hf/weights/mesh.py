@@ -117,11 +117,9 @@ def column_of(group: ProcessGroup | Communicator | None) -> tuple[int, int]:
 
 
 def _new_group(group: ProcessGroup, ranks: list[int], timeout: float) -> ProcessGroup:
-    """A group of some ranks of `group`, one of them this one; the others take no part.
-
-    `torch.distributed.new_group` names groups by how many the process has made, and ranks that have
-    made different numbers of them would never meet, here or in the next one of all ranks.
-    """
+    """A group of some ranks of `group`, one of them this one; the others take no part."""
+    # `torch.distributed.new_group` names groups by how many the process has made, and ranks that
+    # have made different numbers of them would never meet, here or in the next one of all ranks.
     world = dist.distributed_c10d._world
     made, _ = dist.distributed_c10d._new_process_group_helper(
         len(ranks),
