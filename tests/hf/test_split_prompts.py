@@ -70,19 +70,6 @@ def test_passing_queries_or_keys(name: str) -> None:
         assert all(torch.equal(found, ways[number]) for ways in by_rank)
 
 
-def test_gathered_keys_begin_where_cuda_reads_them() -> None:
-    """Its kernels take keys and values at multiples of 16 bytes."""
-    rows, scales = torch.zeros(1, 3, 9, 16, dtype=torch.int8), torch.zeros(1, 3, 9)
-    buffers = {"k_scale": scales, "v_scale": scales, "keys": rows, "values": rows}
-    for count in (1, 5):
-        num_bytes = sum(split_attention._num_bytes(x, count) for x in buffers.values())
-        views = split_attention._views(torch.zeros(num_bytes, dtype=torch.uint8), buffers, count)
-        assert all(x.data_ptr() % 16 == 0 for x in views.values())
-        for number, x in enumerate(views.values()):
-            x.fill_(number)
-        assert [x.double().mean() for x in views.values()] == [0, 1, 2, 3]
-
-
 def _shares(rank: int, world_size: int, prefill: str, chunks: list[int]) -> list[list[int]]:
     """How many tokens of each chunk the layers of this rank compute, by layout."""
     model = make_model("llama")

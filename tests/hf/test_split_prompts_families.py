@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 from generations import generated, left_padded
 from hf_families import VOCAB_SIZE, WORKING, make_model
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf.prompts import split_attention
 from tree_attention.hf.prompts.token_split import Deal
 
 PROMPT_LENGTH = 29
@@ -70,3 +71,16 @@ def _generate(
 def test_tokens_equal_those_of_transformers(first: int) -> None:
     names = FAMILIES[first : first + 8]
     run_ranks(_generate, 2, {name: _expected(name) for name in names}, timeout=120)
+
+
+def test_gathered_keys_begin_where_cuda_reads_them() -> None:
+    """Its kernels take keys and values at multiples of 16 bytes."""
+    rows, scales = torch.zeros(1, 3, 9, 16, dtype=torch.int8), torch.zeros(1, 3, 9)
+    buffers = {"k_scale": scales, "v_scale": scales, "keys": rows, "values": rows}
+    for count in (1, 5):
+        num_bytes = sum(split_attention._num_bytes(x, count) for x in buffers.values())
+        views = split_attention._views(torch.zeros(num_bytes, dtype=torch.uint8), buffers, count)
+        assert all(x.data_ptr() % 16 == 0 for x in views.values())
+        for number, x in enumerate(views.values()):
+            x.fill_(number)
+        assert [x.double().mean() for x in views.values()] == [0, 1, 2, 3]
