@@ -156,7 +156,7 @@ def run(cases: Sequence[DecodeCase], progress: Progress, *, seconds: float) -> R
         }
     )
     return Report(
-        name="decode",
+        name=name_of_results(),
         title="lean_decode on one process",
         notes=NOTES,
         environment=header,
@@ -164,6 +164,12 @@ def run(cases: Sequence[DecodeCase], progress: Progress, *, seconds: float) -> R
         columns=columns(rows),
         warnings=warnings(rows, cpus),
     )
+
+
+def name_of_results() -> str:
+    """Return the results' name: those of CPUs with and without AMX stand side by side."""
+    instruction_set = _C.cpu_instruction_set()
+    return "decode" if instruction_set == "amx" else f"decode_{instruction_set}"
 
 
 NOTES = (

@@ -140,7 +140,7 @@ def test_decode_report_is_right_and_written(
     result = run_quick(monkeypatch)
     assert not result.wrong
     paths = report.write(result, tmp_path)
-    assert [path.name for path in paths] == ["decode.md"]
+    assert [path.name for path in paths] == [f"{decode.name_of_results()}.md"]
     assert {"commit", "torch", "cpu", "threads", "command"} <= set(result.environment)
     assert len(result.rows) == len(cases.quick_cases())
     for row, case in zip(result.rows, cases.quick_cases(), strict=True):
