@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=.venv/bin
-mapfile -t cpp < <(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' '*.inl')
+mapfile -t cpp < <(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 if [[ ${1:-} == --fix ]]; then
   $bin/clang-format -i "${cpp[@]}"

@@ -36,7 +36,8 @@ TREE_ATTENTION_HOST_DEVICE int32_t element_size(DataType dtype) {
                                                                   : 2;
 }
 
-[[noreturn]] inline void refuse_dtype(DataType dtype) {
+// static: the linker might keep the copy of a unit that is compiled for other instructions.
+[[noreturn]] static inline void refuse_dtype(DataType dtype) {
   char message[80];
   std::snprintf(message, sizeof(message),
                 "dtype must be float32 (0), bfloat16 (1) or float16 (2), got the value %d",

@@ -9,8 +9,8 @@
 
 #include "args/host_values.h"
 #include "cpu/converting.h"
-#include "cpu/kernel/quantise_row.h"
 #include "cpu/parallel.h"
+#include "cpu/quantise_row.h"
 
 namespace tree_attention::cpu {
 namespace {

@@ -17,8 +17,8 @@
 #include "common/fixup.h"
 #include "common/partition.h"
 #include "common/softmax_state.h"
-#include "cpu/kernel/decode_kernel.h"
-#include "cpu/kernel/merge_rows.h"
+#include "cpu/kernels.h"
+#include "cpu/merge_rows.h"
 #include "cpu/parallel.h"
 #include "cpu/shares.h"
 

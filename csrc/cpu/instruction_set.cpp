@@ -11,7 +11,7 @@
 #endif
 #endif
 
-#include "cpu/kernel/decode_kernel.h"
+#include "cpu/kernels.h"
 #include "decode.h"
 
 namespace tree_attention::cpu {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "cpu/converting.h"
-#include "cpu/kernel/merge_rows.h"
+#include "cpu/merge_rows.h"
 #include "cpu/parallel.h"
 
 namespace tree_attention::cpu {

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#if defined(__x86_64__)
+
+#include "cpu/vector/before_target.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(                                                                                   \
+    __attribute__((target(                                                                                      \
+        "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,amx-tile,amx-bf16,amx-int8"))), \
+    apply_to = function)
+#else
+// GCC bug 105593: intrinsics that leave lanes undefined on purpose.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC target( \
+    "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,amx-tile,amx-bf16,amx-int8")
+#endif
+
+#define TREE_ATTENTION_SIMD "cpu/vector/simd_avx512.h"
+#include "cpu/amx/few_rows.h"
+#include "cpu/amx/many_rows.h"
+#include "cpu/bf16/kernels.h"
+
+namespace tree_attention::cpu {
+namespace {
+
+struct FewRows {
+  static size_t bytes(const DecodeParams& p, int64_t num_rows) {
+    return row_state_bytes(p, num_rows) +
+           (p.dtype == DataType::kBFloat16 ? Matrices::bytes(p, num_rows) : 0);
+  }
+
+  template <typename T>
+  static void attend(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace,
+                     float* o, float* lse) {
+    if constexpr (kIsBfloat16<T>) {
+      if (p.dtype == DataType::kBFloat16) {
+        TileAttention<T>(p, rows, workspace).run(keys, o, lse);
+        return;
+      }
+    }
+    avx512_kernels.attend(p, rows, keys, workspace, o, lse);
+  }
+};
+
+}  // namespace
+}  // namespace tree_attention::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+namespace tree_attention::cpu {
+constinit const Kernels amx_kernels =
+    Bfloat16Kernels<FewRows, ManyRowsMemory, ManyRowsAttention>::named("amx");
+}
+
+#endif

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#define TREE_ATTENTION_SIMD "cpu/vector/simd_portable.h"
+#include "cpu/vector/kernels.h"
+
+namespace tree_attention::cpu {
+
+#if defined(__ARM_NEON)
+constinit const Kernels portable_kernels = vector_kernels("neon");
+#else
+constinit const Kernels portable_kernels = vector_kernels("portable");
+#endif
+
+}  // namespace tree_attention::cpu

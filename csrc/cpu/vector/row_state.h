@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// What a call knows of its rows, from their scaled queries to their partial state (o, lse).
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/decode_params.h"
+#include "common/dtype.h"
+#include "common/rows.h"
+#include "cpu/vector/keys.h"
+#include "cpu/vector/simd.h"
+#include "cpu/vector/softmax.h"
+
+namespace tree_attention::cpu {
+namespace {
+
+// Rows that share one pass over K and V.
+constexpr int kMaxRows = 128;
+
+// Keys between two flushes.
+constexpr int64_t kFlushKeys = 64 * kStepKeys;
+
+constexpr int64_t kLine = kLineBytes / sizeof(float);  // of a cache line, where arrays begin
+
+// The number of rows that instructions work on; rows beyond num_rows are computed and never used.
+inline int64_t padded_rows(int64_t num_rows) { return (num_rows + kLine - 1) / kLine * kLine; }
+
+inline size_t row_state_bytes(const DecodeParams& p, int64_t num_rows) {
+  return padded_rows(num_rows) * (padded(p.head_dim) + 2 * padded(p.head_dim_v) + kStepKeys + 4) *
+         sizeof(float);
+}
+
+// The query of a row, of elements Q.
+template <typename Q>
+inline const Q* query_of_row(const DecodeParams& p, const Rows& rows, int64_t row) {
+  const auto [token, head] = place_of_row(p, rows, row);
+  return static_cast<const Q*>(p.q) + rows.batch * p.q_stride[0] + head * p.q_stride[1] +
+         token * p.q_stride[2];
+}
+
+// Arrays of one call, in float32 and in the lane order of load_pair. Products of weights and values
+// are summed in three levels: over a step, over up to kFlushKeys keys (acc) and over all keys
+// (total). At 256k keys one chain of additions has ten times the rounding error of a blocked matrix
+// product, three levels have less than it.
+class RowState {
+ public:
+  // Cuts the workspace into the arrays.
+  RowState(const DecodeParams& p, const Rows& rows, void* workspace) : p_(p), rows_(rows) {
+    const int64_t num_rows = padded_rows(rows.count);
+    q = static_cast<float*>(workspace);
+    acc = q + num_rows * padded(p.head_dim);
+    total = acc + num_rows * padded(p.head_dim_v);
+    scores = total + num_rows * padded(p.head_dim_v);
+    sum = reinterpret_cast<double*>(scores + num_rows * kStepKeys);
+    max = reinterpret_cast<float*>(sum + num_rows);
+    total_max = max + num_rows;
+    end = reinterpret_cast<char*>(total_max + num_rows);
+  }
+
+  // The state of no keys, but for q.
+  void clear() const {
+    for (int64_t i = 0; i < rows_.count * padded(p_.head_dim_v); ++i) acc[i] = total[i] = 0.0f;
+    for (int64_t row = 0; row < padded_rows(rows_.count); ++row) {
+      max[row] = total_max[row] = -INFINITY;
+      sum[row] = 0.0;
+    }
+  }
+
+  // q = the rows' queries times score_scale, in the lane order of keys of type T.
+  template <typename T>
+  void load_queries() const {
+    with_dtype(p_.dtype, [&]<typename Q>() {
+      const Vec scale = broadcast(score_scale(p_));
+      float* of_row = q;
+      for (int64_t row = 0; row < rows_.count; ++row, of_row += padded(p_.head_dim)) {
+        const Q* source = query_of_row<Q>(p_, rows_, row);
+        for (int64_t d = 0; d < p_.head_dim; d += kPair) {
+          Vec a, b;
+          if (d + kPair <= p_.head_dim) {
+            load_pair(source + d, a, b);
+          } else {
+            load_pair(source + d, static_cast<int>(p_.head_dim - d), a, b);
+          }
+          if constexpr (kIsScaled<T>) to_memory_order(source, a, b);  // that of 8 bits
+          store(of_row + d, mul(a, scale));
+          store(of_row + d + kLanes, mul(b, scale));
+        }
+      }
+    });
+  }
+
+  // Adds the rows' sums since the last flush to their totals.
+  void flush() const {
+    const int64_t stride = padded(p_.head_dim_v);
+    for (int64_t row = 0; row < rows_.count; ++row) {
+      const float new_max = max[row], old_max = total_max[row];
+      const Vec factor = broadcast(new_max == old_max ? 1.0f : __builtin_exp2f(old_max - new_max));
+      float *of_total = total + row * stride, *of_acc = acc + row * stride;
+      for (int64_t d = 0; d < stride; d += kLanes) {
+        store(of_total + d, fma(load(of_total + d), factor, load(of_acc + d)));
+        store(of_acc + d, zero());
+      }
+      total_max[row] = new_max;
+    }
+  }
+
+  // o [rows.count, head_dim_v] in the order of memory, from totals in that of values of type T, and
+  // lse [rows.count].
+  template <typename T>
+  void normalise(float* o, float* lse) const {
+    for (int64_t row = 0; row < rows_.count; ++row) {
+      const float of_row = static_cast<float>(sum[row]);
+      const bool empty = of_row == 0.0f;
+      lse[row] = empty ? -INFINITY : max[row] * kLn2 + __builtin_logf(of_row);
+      const Vec factor = broadcast(empty ? 0.0f : 1.0f / of_row);
+      const float* of_total = total + row * padded(p_.head_dim_v);
+      float* out = o + row * p_.head_dim_v;
+      for (int64_t d = 0; d < p_.head_dim_v; d += kPair) {
+        Vec a = mul(load(of_total + d), factor), b = mul(load(of_total + d + kLanes), factor);
+        to_memory_order(static_cast<const T*>(nullptr), a, b);
+        if (d + kPair <= p_.head_dim_v) {
+          store(out + d, a);
+          store(out + d + kLanes, b);
+        } else {
+          float tail[kPair];
+          store(tail, a);
+          store(tail + kLanes, b);
+          __builtin_memcpy(out + d, tail, (p_.head_dim_v - d) * sizeof(float));
+        }
+      }
+    }
+  }
+
+  float* q;          // [rows, padded(head_dim)], scaled by score_scale
+  float* acc;        // [rows, padded(head_dim_v)], of the keys since the last flush
+  float* total;      // [rows, padded(head_dim_v)], of the keys before it
+  float* scores;     // [rows, kStepKeys]
+  double* sum;       // [rows], of all weights
+  float* max;        // [rows], the largest score
+  float* total_max;  // [rows], the largest score up to the last flush
+  char* end;         // of the arrays: where an instruction set with matrices keeps them
+
+ private:
+  const DecodeParams& p_;
+  const Rows& rows_;
+};
+
+}  // namespace
+}  // namespace tree_attention::cpu

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The softmax of one row, step by step, and what scores are made of. Scores are in base 2.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/decode_params.h"
+#include "common/rows.h"
+#include "cpu/vector/keys.h"
+#include "cpu/vector/simd.h"
+#include "cpu/vector/simd_math.h"
+
+namespace tree_attention::cpu {
+namespace {
+
+constexpr float kLog2E = 1.44269504088896340736f;
+constexpr float kLn2 = 0.693147180559945309417f;
+
+// What queries are multiplied by before their product with keys: the rest of the way to a score in
+// base 2 follows in adjust_scores.
+inline float score_scale(const DecodeParams& p) {
+  return p.softcap == 0.0f ? p.softmax_scale * kLog2E : p.softmax_scale / p.softcap;
+}
+
+// positions [kStepKeys]: the global positions of the keys from key_begin on.
+inline void locate_positions(const KeyLayout& layout, int64_t key_begin, int64_t* positions) {
+  int64_t offset = key_begin % layout.block;
+  int64_t position = key_position(layout, key_begin);
+  for (int i = 0; i < kStepKeys; ++i) {
+    positions[i] = position++;
+    if (++offset == layout.block) {
+      offset = 0;
+      position += layout.stride - layout.block;
+    }
+  }
+}
+
+// scores [kStepKeys] of one row, from key_begin on: the soft-cap, then ALiBi, both in base 2.
+inline void adjust_scores(const DecodeParams& p, const Rows& rows, int64_t row, int64_t key_begin,
+                          float* scores) {
+  if (p.softcap != 0.0f) {  // q was scaled by softmax_scale / softcap
+    const Vec factor = broadcast(p.softcap * kLog2E);
+    for (int i = 0; i < kStepKeys; i += kLanes) {
+      store(scores + i, mul(tanh(load(scores + i)), factor));
+    }
+  }
+  if (p.alibi_slopes != nullptr) {
+    const auto [token, head] = place_of_row(p, rows, row);
+    const float slope = -kLog2E * p.alibi_slopes[head];
+    const int64_t position = query_position(p, rows.batch, token);
+    int64_t key_positions[kStepKeys];
+    locate_positions(p.key_layout, key_begin, key_positions);
+    // The difference is exact in integers; positions in the millions are not, in float32.
+    float distances[kStepKeys];
+    for (int i = 0; i < kStepKeys; ++i) {
+      distances[i] = static_cast<float>(position - key_positions[i]);
+    }
+    for (int i = 0; i < kStepKeys; i += kLanes) {
+      store(scores + i, fma(broadcast(slope), load(distances + i), load(scores + i)));
+    }
+  }
+}
+
+// scores [kStepKeys] of one row become weights (online softmax), of which those from `count` on are
+// 0. Returns the factor by which the row's sums so far are to be multiplied.
+inline float softmax_row(int count, float* scores, float& max, double& sum) {
+  for (int i = count; i < kStepKeys; ++i) scores[i] = -INFINITY;
+  Vec step_max = load(scores);
+  for (int i = kLanes; i < kStepKeys; i += kLanes) {
+    step_max = max_keep_nan(step_max, load(scores + i));
+  }
+  const float old_max = max;
+  const float largest = reduce_max(step_max);
+  if (largest > max) max = largest;
+  const float base = max == -INFINITY ? 0.0f : max;  // -inf - -inf would be NaN
+  Vec step_sum = zero();
+  for (int i = 0; i < kStepKeys; i += kLanes) {
+    const Vec weight = exp2_nonpositive(sub(load(scores + i), broadcast(base)));
+    step_sum = add(step_sum, weight);
+    store(scores + i, weight);
+  }
+  const float rescale = max == old_max ? 1.0f : __builtin_exp2f(old_max - base);
+  sum = sum * rescale + reduce_add(step_sum);
+  return rescale;
+}
+
+}  // namespace
+}  // namespace tree_attention::cpu
