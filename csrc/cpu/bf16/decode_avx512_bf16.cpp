@@ -25,7 +25,7 @@ namespace {
 
 struct FewRows {
   static size_t bytes(const DecodeParams& p, int64_t num_rows) {
-    return row_state_bytes(p, num_rows);
+    return PairAttention<BFloat16>::workspace_bytes(p, num_rows);
   }
 
   template <typename T>
