@@ -48,8 +48,7 @@ def _one_part_empty(o: Tensor, lse: Tensor, content: float) -> tuple[Tensor, Ten
 
 def _all_parts_empty(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Every other row is empty in all parts."""
-    empty = torch.zeros_like(lse, dtype=torch.bool)
-    empty[..., ::2] = True
+    empty = (torch.arange(lse.shape[-1]) % 2 == 0).expand_as(lse)
     return o.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -math.inf)
 
 
@@ -122,11 +121,7 @@ MERGE_CASES = (
         "the NaN of a part must reach its own row, or a broken rank goes unnoticed, and no other",
         _nan,
     ),
-    MergeCase(
-        "views with strides",
-        "the inputs are taken to be contiguous, and their strides ignored",
-        views=True,
-    ),
+    MergeCase("views with strides", CONTIGUOUS, views=True),
 )
 
 
@@ -157,12 +152,6 @@ class DecodeProblem:
         return torch.stack([begin, end], -1).int()
 
 
-def _uneven(world_size: int, slots: int) -> ShardLayout:
-    """The first rank has nothing, each following one a larger share of consecutive slots."""
-    shares = [rank * (rank + 1) // 2 for rank in range(world_size)]
-    return Contiguous((0, *(slots * share // shares[-1] for share in shares)))
-
-
 @dataclass(frozen=True)
 class DecodeCase:
     name: str
@@ -170,7 +159,7 @@ class DecodeCase:
     seq_lens: tuple[int, ...] = (37, 300, 128)
     seqlen_q: int = 1
     window: int | None = None
-    layout: Callable[[int, int], ShardLayout] = lambda world_size, _: BlockCyclic(world_size, 1)
+    block: int | None = 1  # of a block-cyclic layout; None: uneven shards
     dtype: torch.dtype | None = None  # None: what the caller asks for
     padding: float = 30.0  # times a random number
     score: float | None = None  # near which all scores lie, with either sign
@@ -182,9 +171,8 @@ class DecodeCase:
     ) -> tuple[DecodeProblem, Tensor, Tensor]:
         """The problem, and the whole keys and values on the CPU."""
         generator = torch.Generator().manual_seed(0)
-        dtype = self.dtype or dtype
+        dtype, seq_lens = self.dtype or dtype, torch.tensor(self.seq_lens)
         head_dim, slots = 64, max(self.seq_lens)
-        seq_lens = torch.tensor(self.seq_lens)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator)
@@ -194,7 +182,13 @@ class DecodeCase:
         if self.score is not None:
             signs = torch.tensor([1.0, -1.0]).repeat(NUM_HEADS_Q // 2)[:, None, None]
             q, k = signs * self.score * head_dim**-0.5 * torch.ones_like(q), 1 + k / 100
-        layout = self.layout(world_size, slots)
+        layout: ShardLayout
+        if self.block is None:
+            # The first rank has nothing, each following one a larger share of consecutive slots.
+            shares = [rank * (rank + 1) // 2 for rank in range(world_size)]
+            layout = Contiguous((0, *(slots * share // shares[-1] for share in shares)))
+        else:
+            layout = BlockCyclic(world_size, self.block)
         if self.cancel:
             # Ranks in turn have values of either sign, and the last one of an odd number has none.
             owner = layout.owner(torch.arange(slots))[:, None]
@@ -212,10 +206,6 @@ class DecodeCase:
         return DecodeProblem(place(q), k_shards, v_shards, seq_lens, self.window, layout), k, v
 
 
-def _blocks(world_size: int, _: int) -> ShardLayout:
-    return BlockCyclic(world_size, 16)
-
-
 DECODE_CASES = (
     DecodeCase(
         "one query token",
@@ -225,18 +215,18 @@ DECODE_CASES = (
         "blocks of 16 slots",
         "slot i of a sequence is on rank i // 16 % world_size, whose shard has it at "
         "i // (16 * world_size) * 16 + i % 16",
-        layout=_blocks,
+        block=16,
     ),
     DecodeCase(
         "uneven and empty shards",
         "the length of a shard is not that of the others: the first one has no slots at all",
-        layout=_uneven,
+        block=None,
     ),
     DecodeCase(
         "sequences with keys on one rank only",
         "a rank without keys of a sequence has the state (0, -inf), which its peers must leave out",
         seq_lens=(1, 5, 16),
-        layout=_blocks,
+        block=16,
     ),
     DecodeCase(
         "a sequence without keys",
@@ -262,13 +252,13 @@ DECODE_CASES = (
         seq_lens=(37, 300, 20),
         seqlen_q=5,
         window=12,
-        layout=_blocks,
+        block=16,
     ),
     DecodeCase(
         "lengths of 1, 700 and 20,000",
         "the split of the work has lost or repeated keys of the long or of the short sequence",
         seq_lens=(1, 20_000, 700),
-        layout=_blocks,
+        block=16,
     ),
     DecodeCase(
         "scores near 2,000 and -2,000",
@@ -287,9 +277,5 @@ DECODE_CASES = (
         "0 * NaN is NaN: unused slots must not be read, or values selected away with their keys",
         padding=math.nan,
     ),
-    DecodeCase(
-        "views with strides",
-        "the inputs are taken to be contiguous, and their strides ignored",
-        views=True,
-    ),
+    DecodeCase("views with strides", CONTIGUOUS, views=True),
 )

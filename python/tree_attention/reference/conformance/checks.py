@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checks of an engine's merge, and of its decoding over shards, where such code is often wrong.
 
-`check_merge` and `check_sharded_decode` call a function of any engine on cases that are known to go
-wrong, compare with float64 and return a `Report`, which prints one line per case. The first cases
-are the plain ones: mend the first failure first, since it may be the cause of others. ::
+Both call a function of any engine on cases that are known to go wrong, compare with float64 and
+return a `Report`, which prints one line per case. Mend the first failure first, since it may be the
+cause of others. ::
 
     report = check_merge(tree_attention.merge_states)
     print(report)
@@ -36,8 +36,6 @@ from tree_attention.reference.conformance.cases import (
     MergeCase,
     views,
 )
-
-__all__ = ["DecodeProblem", "Line", "Report", "check_merge", "check_sharded_decode"]
 
 State = tuple[Tensor, Tensor | None]
 
@@ -97,7 +95,41 @@ def check_merge(
     """
     if num_parts < 2:
         raise ValueError(f"check_merge: num_parts must be at least 2, got {num_parts}")
-    return Report(tuple(_merge_line(c, merge, num_parts, lse_base, device) for c in MERGE_CASES))
+
+    def line(case: MergeCase) -> Line:
+        o_parts, lse_parts = case.parts(num_parts)
+        natural = math.log(lse_base) * lse_parts.double()
+        o_true, lse_true = merge_states(o_parts, natural)
+        # A row that is NaN must be NaN in o; it takes no part in the comparison of numbers.
+        known = ~lse_true.isnan()
+        # What `tree_attention.merge_states` documents, in float32.
+        empty, lse_plain = (natural == -math.inf)[..., None], natural.float().logsumexp(0)
+        weights = (natural.float() - lse_plain).exp()[..., None].masked_fill(empty, 0)
+        o_plain = (weights * o_parts.float().masked_fill(empty, 0)).sum(0)
+        # A merge rounds its lse, which moves weights by that much; and plain PyTorch is wrong where
+        # lse is huge. Neither may widen the bounds beyond what the coarsest dtype resolves.
+        size = lse_true.masked_fill(~lse_true.isfinite(), 0).abs().max().item()
+        rounding = torch.finfo(torch.float32).eps * size
+        limit = torch.finfo(torch.bfloat16).eps
+        plain_error = min(max(row_error(o_plain[known], o_true[known]), rounding), limit)
+        lse_plain_error = min(lse_error(lse_plain[known], lse_true[known]), limit)
+
+        def judge(o: Tensor, lse: Tensor | None) -> Accuracy:
+            lost = o.isfinite().all(-1)[~known].any()  # a NaN that has not arrived
+            coarser = max(o.dtype, o_parts.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+            return Accuracy(
+                math.nan if lost else row_error(o[known], o_true[known]),
+                bound_of_o(plain_error, coarser),
+                0.0 if lse is None else lse_error(lse[known], lse_true[known]),
+                bound_of_lse(lse_plain_error),
+            )
+
+        inputs = o_parts.to(device, copy=True), lse_parts.to(device, copy=True)
+        if case.views:
+            inputs = views(inputs[0]), views(inputs[1][..., None])[..., 0]
+        return _line(case, lambda: merge(*inputs), lse_base, judge, (o_parts, natural), o_true)
+
+    return Report(tuple(map(line, MERGE_CASES)))
 
 
 def check_sharded_decode(
@@ -120,82 +152,27 @@ def check_sharded_decode(
     """
     if world_size < 2:
         raise ValueError(f"check_sharded_decode: world_size must be at least 2, got {world_size}")
-    return Report(
-        tuple(_decode_line(c, decode, world_size, lse_base, dtype, device) for c in DECODE_CASES)
-    )
 
+    def line(case: DecodeCase) -> Line:
+        problem, k, v = case.make(world_size, dtype, device)
+        q = problem.q.cpu()
+        check = Float64Check(q, k, v, problem.key_ranges())
+        shards = zip(problem.k_shards, problem.v_shards, strict=True)
+        states = [
+            attention(q, k_shard.cpu(), v_shard.cpu(), problem.key_ranges(rank))
+            for rank, (k_shard, v_shard) in enumerate(shards)
+        ]
+        o_parts, lse_parts = (torch.stack(parts) for parts in zip(*states, strict=True))
 
-def _merge_line(
-    case: MergeCase,
-    merge: Callable[[Tensor, Tensor], State],
-    num_parts: int,
-    lse_base: float,
-    device: torch.device | str,
-) -> Line:
-    o_parts, lse_parts = case.parts(num_parts)
-    natural = math.log(lse_base) * lse_parts.double()
-    o_true, lse_true = merge_states(o_parts, natural)
-    # A row that is NaN must be NaN in o; it takes no part in the comparison of numbers.
-    known = ~lse_true.isnan()
-    o_plain, lse_plain = _plain_merge(o_parts.float(), natural.float())
-    # A merge rounds its lse, which moves weights by that much; and plain PyTorch is wrong where lse
-    # is huge. Neither may widen the bounds beyond what the coarsest dtype resolves.
-    size = lse_true.masked_fill(~lse_true.isfinite(), 0).abs().max().item()
-    rounding = torch.finfo(torch.float32).eps * size
-    limit = torch.finfo(torch.bfloat16).eps
-    plain_error = min(max(row_error(o_plain[known], o_true[known]), rounding), limit)
-    lse_plain_error = min(lse_error(lse_plain[known], lse_true[known]), limit)
+        def judge(o: Tensor, lse: Tensor | None) -> Accuracy:
+            # Plain PyTorch in 16 bits can be so wrong that its bound would accept anything.
+            accuracy = check.accuracy(o, lse)
+            return replace(accuracy, o_bound=min(accuracy.o_bound, 1 / 16))
 
-    def judge(o: Tensor, lse: Tensor | None) -> Accuracy:
-        lost = o.isfinite().all(-1)[~known].any()  # a NaN that has not arrived
-        coarser = max(o.dtype, o_parts.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        return Accuracy(
-            math.nan if lost else row_error(o[known], o_true[known]),
-            bound_of_o(plain_error, coarser),
-            0.0 if lse is None else lse_error(lse[known], lse_true[known]),
-            bound_of_lse(lse_plain_error),
-        )
+        parts = o_parts, lse_parts
+        return _line(case, lambda: decode(problem), lse_base, judge, parts, check.o_true)
 
-    inputs = o_parts.to(device, copy=True), lse_parts.to(device, copy=True)
-    if case.views:
-        inputs = views(inputs[0]), views(inputs[1][..., None])[..., 0]
-    return _line(case, lambda: merge(*inputs), lse_base, judge, (o_parts, natural), o_true)
-
-
-def _plain_merge(o_parts: Tensor, lse_parts: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge as `tree_attention.merge_states` documents it, in the dtype of the parts."""
-    empty = lse_parts == -math.inf
-    lse = lse_parts.logsumexp(0)
-    weights = (lse_parts - lse).exp().masked_fill(empty, 0)
-    return (weights[..., None] * o_parts.masked_fill(empty[..., None], 0)).sum(0), lse
-
-
-def _decode_line(
-    case: DecodeCase,
-    decode: Callable[[DecodeProblem], State],
-    world_size: int,
-    lse_base: float,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> Line:
-    problem, k, v = case.make(world_size, dtype, device)
-    q = problem.q.cpu()
-    check = Float64Check(q, k, v, problem.key_ranges())
-    states = [
-        attention(q, k_shard.cpu(), v_shard.cpu(), problem.key_ranges(rank))
-        for rank, (k_shard, v_shard) in enumerate(
-            zip(problem.k_shards, problem.v_shards, strict=True)
-        )
-    ]
-    o_parts, lse_parts = (torch.stack(parts) for parts in zip(*states, strict=True))
-
-    def judge(o: Tensor, lse: Tensor | None) -> Accuracy:
-        # Plain PyTorch in 16 bits can be so wrong that its bound would accept anything.
-        accuracy = check.accuracy(o, lse)
-        return replace(accuracy, o_bound=min(accuracy.o_bound, 1 / 16))
-
-    parts = o_parts, lse_parts
-    return _line(case, lambda: decode(problem), lse_base, judge, parts, check.o_true)
+    return Report(tuple(map(line, DECODE_CASES)))
 
 
 def _line(
@@ -225,20 +202,8 @@ def _line(
     )
     if accuracy.right:
         return Line(case.name, True, measured, "")
-    mistaken = _mistaken_base(o, lse, accuracy, judge, parts)
-    return Line(case.name, False, measured, mistaken or case.meaning)
-
-
-def _mistaken_base(
-    o: Tensor,
-    lse: Tensor | None,
-    accuracy: Accuracy,
-    judge: Callable[[Tensor, Tensor | None], Accuracy],
-    parts: tuple[Tensor, Tensor],
-) -> str | None:
-    """Say where the result looks as if natural logarithms were confused with those to base 2."""
     o_parts, lse_parts = parts
-    known = ~lse_parts.isnan().any(0)
+    known, meaning = ~lse_parts.isnan().any(0), case.meaning
     if not accuracy.o_error <= accuracy.o_bound:
         for factor, sentence in (
             (math.log(2), "natural logarithms look merged as if their base were 2"),
@@ -246,7 +211,8 @@ def _mistaken_base(
         ):
             o_mistaken, _ = merge_states(o_parts, factor * lse_parts)
             if row_error(o[known], o_mistaken[known]) <= accuracy.o_bound:
-                return sentence
+                meaning = sentence
+                break
     elif lse is not None and judge(o, math.log(2) * lse).right:
-        return "lse looks like a logarithm to base 2: multiply it by log(2)"
-    return None
+        meaning = "lse looks like a logarithm to base 2: multiply it by log(2)"
+    return Line(case.name, False, measured, meaning)
