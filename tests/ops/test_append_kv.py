@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers import make_strided, to_device
 from tree_attention import append_kv, lean_decode, reference
+from tree_attention.reference.attention import LARGEST
 
 OP = "append_kv"
 INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
@@ -197,7 +198,7 @@ def test_every_float16_is_rounded_to_even(kv_dtype, device):
     """All numbers of a format, ties among them, in rows whose scale is a power of two."""
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     numbers = numbers[numbers.isfinite()].float()
-    largest = reference.quantisation.LARGEST[kv_dtype]
+    largest = LARGEST[kv_dtype]
     numbers = numbers[numbers.abs() <= largest]
     x = torch.cat([torch.full((len(numbers), 1), float(largest)), numbers[:, None]], 1)
     x = x.view(1, 1, -1, 2)

@@ -52,17 +52,20 @@ class Float64Check:
         **options: Any,
     ) -> None:
         self._queries = list(range(q.shape[2]) if queries is None else queries)
-        truths, self._o_plain_error, self._lse_plain_error = [], 0.0, 0.0
-        for inputs, part in self._parts(q, k, v, key_ranges, options):
-            o_true, lse_true = attention(*inputs, **part)
-            _, lse_plain = attention(*inputs, **part, dtype=torch.float32)
-            o_plain, _ = attention(*inputs, **part, dtype=q.dtype)
-            self._o_plain_error = _max(self._o_plain_error, row_error(o_plain, o_true))
-            self._lse_plain_error = _max(self._lse_plain_error, lse_error(lse_plain, lse_true))
-            truths.append((o_true, lse_true))
-        shape = (q.shape[0], q.shape[1], len(self._queries))
-        self.o_true = torch.cat([o.flatten(0, 1) for o, _ in truths]).view(*shape, -1)
-        self.lse_true = torch.cat([lse.flatten(0, 1) for _, lse in truths]).view(shape)
+        parts = [
+            (
+                *attention(*inputs, **part),
+                attention(*inputs, **part, dtype=q.dtype)[0],
+                attention(*inputs, **part, dtype=torch.float32)[1],
+            )
+            for inputs, part in self._parts(q, k, v, key_ranges, options)
+        ]
+        self.o_true, self.lse_true, o_plain, lse_plain = (
+            torch.cat([x.flatten(0, 1) for x in results]).unflatten(0, q.shape[:2])
+            for results in zip(*parts, strict=True)
+        )
+        self._o_plain_error = row_error(o_plain, self.o_true)
+        self._lse_bound = bound_of_lse(lse_error(lse_plain, self.lse_true))
 
     def _parts(
         self, q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor | None, options: dict[str, Any]
@@ -100,7 +103,7 @@ class Float64Check:
             row_error(o[:, :, self._queries], self.o_true),
             bound_of_o(self._o_plain_error, o.dtype),
             error,
-            bound_of_lse(self._lse_plain_error),
+            self._lse_bound,
         )
 
 
@@ -135,11 +138,6 @@ def digest(tensors: Sequence[Tensor]) -> str:
     for tensor in tensors:
         sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
-
-
-def _max(a: float, b: float) -> float:
-    """max() that keeps a NaN, which Python's drops or keeps by operand order."""
-    return b if b != b or b > a else a
 
 
 def row_error(o: Tensor, o_true: Tensor) -> float:

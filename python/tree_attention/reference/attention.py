@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention and the merge of partial states in float64: what every kernel is tested against."""
+"""Attention, the merge of states and 8-bit keys: what every kernel is tested against."""
 
 import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+# The largest magnitude of a row that is quantised becomes this number.
+LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
 
 
 def attention(
@@ -136,3 +139,21 @@ def merge_states(o_parts: Tensor, lse_parts: Tensor) -> tuple[Tensor, Tensor]:
     middle = 1 << (n - 1).bit_length() - 1
     lower = merge_states(o_parts[:middle], lse_parts[:middle])
     return merge(lower, merge_states(o_parts[middle:], lse_parts[middle:]))
+
+
+def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The rows of `x` `[..., head_dim]` as `dtype`, int8 or float8_e4m3fn, and their scales.
+
+    Returns:
+        values: `[..., head_dim]`; zeros for a row with the scale 0, and for one with a NaN or an
+            infinity.
+        scale: float32 `[...]`, the largest magnitude of the row divided by 127 or 448; NaN for a
+            row with a NaN or an infinity. `values * scale` is the row up to rounding.
+    """
+    x = x.float()
+    scale = x.abs().amax(-1) / LARGEST[dtype]
+    scale = torch.where(x.isfinite().all(-1), scale, torch.nan)
+    # Where the scale is subnormal, its own rounding could take the quotient beyond the largest.
+    quotient = (x / scale[..., None]).clamp(-LARGEST[dtype], LARGEST[dtype])
+    quotient = quotient.masked_fill(~(scale > 0)[..., None], 0.0)
+    return (quotient.round() if dtype == torch.int8 else quotient).to(dtype), scale
