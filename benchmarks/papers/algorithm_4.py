@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from tree_attention.reference.papers.stream_k import (
+from tree_attention.reference.papers.lean import (
     SCHEDULES,
+    AsPrinted,
     Balanced,
     CorrectedLast,
-    Schedule,
     outcome,
 )
 
@@ -24,7 +24,7 @@ from ..harness.report import Columns, Report, columns_of, environment
 CORRECTED = (CorrectedLast, Balanced)
 
 
-def row_of(schedule: type[Schedule], sizes: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+def row_of(schedule: type[AsPrinted], sizes: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
     counted = Counter(outcome(schedule(*size)) for size in sizes)
     return {
         "name": schedule.__name__,

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from tree_attention.reference import attention, merge
-from tree_attention.reference.counts import Counts
-from tree_attention.reference.papers.ring import ring_steps
-from tree_attention.reference.papers.tree import all_reduce
+from tree_attention.reference.papers.tree import Counts, all_reduce, ring_steps
 
 from ..harness.program import finish, parser_of
 from ..harness.report import Columns, Report, columns_of, environment, verdict

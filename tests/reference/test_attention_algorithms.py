@@ -12,17 +12,24 @@ from torch.testing import assert_close
 from tree_attention.reference import attention, merge
 from tree_attention.reference.papers.flash import (
     SlowMemory,
+    add_tile,
     chunked_attention,
+    empty_state,
     flash_attention,
     flash_attention_2,
     flash_block_sizes,
     flash_decoding,
     flash_traffic,
+    normalise,
+    rescale,
     standard_attention,
 )
-from tree_attention.reference.papers.lean import lean_attention, lean_attention_basic
-from tree_attention.reference.papers.stream_k import AsPrintedRoundedUp, CorrectedLast
-from tree_attention.reference.running import add_tile, empty_state, normalise, rescale
+from tree_attention.reference.papers.lean import (
+    AsPrintedRoundedUp,
+    CorrectedLast,
+    lean_attention,
+    lean_attention_basic,
+)
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from tree_attention.reference import attention, merge
-from tree_attention.reference.counts import Counts
-from tree_attention.reference.papers.ring import ring_attention, ring_steps
-from tree_attention.reference.papers.tree import Shard, all_reduce, tree_attention
+from tree_attention.reference.papers.tree import (
+    Counts,
+    Shard,
+    all_reduce,
+    ring_attention,
+    ring_steps,
+    tree_attention,
+)
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

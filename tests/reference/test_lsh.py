@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tree_attention.reference.papers.lsh import hash_rounds, lsh_attention, seen_keys
+from benchmarks.papers.lsh import hash_rounds, lsh_attention, seen_keys
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

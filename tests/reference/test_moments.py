@@ -10,8 +10,9 @@ from torch.autograd.functional import hessian
 from torch.testing import assert_close
 
 from tree_attention.reference import attention, merge
-from tree_attention.reference.papers.energy import energy, energy_hessian
-from tree_attention.reference.papers.moments import (
+from tree_attention.reference.papers.energy import (
+    energy,
+    energy_hessian,
     fold_output_projection,
     moment,
     moment_from_energy,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tree_attention.reference.papers.stream_k import (
+from tree_attention.reference.papers.lean import (
     SCHEDULES,
     AsPrinted,
     AsPrintedRoundedUp,

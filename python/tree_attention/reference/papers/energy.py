@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention as the gradient of an energy.
+"""Attention as the gradient of an energy, and the moments of the values, of which it is the first.
 
 Give every query row a source `zeta` in the space of values and define its energy
 
@@ -7,15 +7,13 @@ Give every query row a source `zeta` in the space of values and define its energ
 
 F is the cumulant generating function of the value `v_a` when key `a` is drawn with probability
 proportional to exp(score): its gradient at `zeta = 0` is the mean of v, which is attention, and
-its Hessian is the covariance of v, hence F is convex. At any other `zeta` the gradient is attention
-with the *tilted* scores `scale * q.k_a + zeta.v_a`.
-
-Why this matters for a sharded cache: F needs only a maximum and a logarithm of a sum of
-exponentials, both associative, so a tree of ranks computes it in a logarithmic number of steps,
-and its gradient comes at the same cost (Tree Attention, Observation 1 and Theorem 1). The energy
-of many rows and heads is the sum of theirs, and each row's source receives that row's attention;
-restricted to `key_ranges` this holds for causal attention too (Tree Attention, Eq. 25 to 28).
+its Hessian is the covariance of v. At any other `zeta` these are of the *tilted* scores
+`scale * q.k_a + zeta.v_a`. The derivatives of `Z = exp(F)` are the moments (Eq. 20).
+F needs only a maximum and a logarithm of a sum of exponentials, both associative, so a tree of
+ranks computes it in a logarithmic number of steps, and its gradient at the same cost.
 """
+
+from math import factorial
 
 import torch
 from torch import Tensor
@@ -37,10 +35,8 @@ def tilted_scores(
     Returns:
         `[batch, num_heads_q, seqlen_q, seqlen_k]`.
     """
-    scale = q.shape[-1] ** -0.5
-    group_size = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group_size, dim=1) for x in (k, v))
-    return mask_scores(scale * (q @ k.mT) + zeta @ v.mT, key_ranges)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return mask_scores(q.shape[-1] ** -0.5 * (q @ k.mT) + zeta @ v.mT, key_ranges)
 
 
 def mask_scores(scores: Tensor, key_ranges: Tensor | None) -> Tensor:
@@ -73,12 +69,11 @@ def softmax_weights(scores: Tensor) -> Tensor:
 def energy(
     q: Tensor, k: Tensor, v: Tensor, zeta: Tensor, key_ranges: Tensor | None = None
 ) -> Tensor:
-    """The energy of each query row, `[batch, num_heads_q, seqlen_q]`.
+    """The energy of each query row of `tilted_scores`, `[batch, num_heads_q, seqlen_q]`.
 
-    At `zeta = 0` it is lse. The arguments are those of `tilted_scores`.
+    At `zeta = 0` it is lse.
     """
-    scores = tilted_scores(q, k, v, zeta, key_ranges)
-    return torch.logsumexp(scores, dim=-1)
+    return torch.logsumexp(tilted_scores(q, k, v, zeta, key_ranges), dim=-1)
 
 
 def safe_energy(
@@ -87,8 +82,7 @@ def safe_energy(
     """The energy as a sum of two parts that cannot overflow: `F = shift + relative`.
 
     The shift is the largest score. Automatic differentiation must see it as a constant; then
-    `relative` alone has the gradient of F (Tree Attention, Eq. 35 to 38). The arguments are those
-    of `tilted_scores`.
+    `relative` alone has the gradient of F (Tree Attention, Eq. 35 to 38).
 
     Returns:
         shift, relative: each `[batch, num_heads_q, seqlen_q]`; 0 and -inf for a row without keys.
@@ -98,18 +92,37 @@ def safe_energy(
     return shift, torch.exp(scores - shift[..., None]).sum(dim=-1).log()
 
 
+def moment(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    order: int,
+    key_ranges: Tensor | None = None,
+    zeta: Tensor | None = None,
+) -> Tensor:
+    """The mean of `v_a (x) ... (x) v_a` with `order` factors, by its definition.
+
+    Args:
+        zeta: tilts the scores; None: 0.
+
+    Returns:
+        `[batch, num_heads_q, seqlen_q, head_dim_v, ..., head_dim_v]`; zero for a row without keys.
+    """
+    if zeta is None:
+        zeta = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    weights = softmax_weights(tilted_scores(q, k, v, zeta, key_ranges))
+    v = v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    powers = torch.ones_like(v[..., 0])
+    for n in range(order):
+        powers = powers[..., None] * v.reshape(*v.shape[:3], *[1] * n, -1)
+    return torch.einsum("bhia,bha...->bhi...", weights, powers)
+
+
 def energy_gradient(
     q: Tensor, k: Tensor, v: Tensor, zeta: Tensor, key_ranges: Tensor | None = None
 ) -> Tensor:
-    """The gradient of F in zeta by its formula: for each row, the mean of v under its weights.
-
-    The arguments are those of `tilted_scores`.
-
-    Returns:
-        `[batch, num_heads_q, seqlen_q, head_dim_v]`; zero for a row without keys.
-    """
-    weights = softmax_weights(tilted_scores(q, k, v, zeta, key_ranges))
-    return weights @ v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    """The gradient of F in zeta by its formula: for each row, the mean of v under its weights."""
+    return moment(q, k, v, 1, key_ranges, zeta)
 
 
 def energy_hessian(
@@ -117,16 +130,12 @@ def energy_hessian(
 ) -> Tensor:
     """The Hessian of F in zeta by its formula: for each row, the covariance of v.
 
-    The mixed derivatives for two different rows are zero and are left out. The arguments are those
-    of `tilted_scores`.
+    The mixed derivatives for two different rows are zero and are left out.
 
     Returns:
         `[batch, num_heads_q, seqlen_q, head_dim_v, head_dim_v]`; zero for a row without keys.
     """
-    weights = softmax_weights(tilted_scores(q, k, v, zeta, key_ranges))
-    v = v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    mean = weights @ v
-    second_moment = torch.einsum("bhia,bhac,bhad->bhicd", weights, v, v)
+    mean, second_moment = (moment(q, k, v, order, key_ranges, zeta) for order in (1, 2))
     return second_moment - mean[..., :, None] * mean[..., None, :]
 
 
@@ -144,3 +153,56 @@ def attention_from_energy(
         lse = energy(q, k, v, zeta, key_ranges)
         (o,) = torch.autograd.grad(lse.sum(), zeta)
     return o, lse.detach()
+
+
+def moment_from_energy(
+    q: Tensor, k: Tensor, v: Tensor, order: int, key_ranges: Tensor | None = None
+) -> Tensor:
+    """`moment` by Eq. 20: `order` derivatives of `Z(zeta) / Z = exp(F(zeta) - F(0))`.
+
+    Every row must see a key. The difference of the energies keeps Z from overflowing.
+    """
+    zeta = q.new_zeros(*q.shape[:-1], v.shape[-1], requires_grad=True)
+    with torch.enable_grad():
+        value = energy(q, k, v, zeta, key_ranges)
+        value = torch.exp(value - value.detach())
+        for _ in range(order):
+            components = value.reshape(*zeta.shape[:3], -1).unbind(-1)
+            value = torch.stack(
+                [torch.autograd.grad(c.sum(), zeta, create_graph=True)[0] for c in components], -2
+            ).reshape(*value.shape, -1)
+    return value.detach()
+
+
+def partition_series(
+    q: Tensor, k: Tensor, v: Tensor, zeta: Tensor, order: int, key_ranges: Tensor | None = None
+) -> Tensor:
+    """`Z(zeta) / Z` up to the `order`-th term of Eq. 21, `[batch, num_heads_q, seqlen_q]`.
+
+    It is the sum of the moments, contracted with zeta and divided by n!.
+    """
+    total = torch.zeros_like(zeta[..., 0])
+    for n in range(order + 1):
+        term = moment(q, k, v, n, key_ranges)
+        for axes in reversed(range(n)):
+            term = (term * zeta.reshape(*zeta.shape[:3], *[1] * axes, -1)).sum(-1)
+        total = total + term / factorial(n)
+    return total
+
+
+def fold_output_projection(v: Tensor, w_o: Tensor) -> Tensor:
+    """Eq. 29: values that contain the output projection, of which the heads' attention is summed.
+
+        torch.einsum("bhie,hec->bic", attention(q, k, v)[0], w_o)
+        == attention(q, k, fold_output_projection(v, w_o))[0].sum(1)
+
+    A rank may so reduce vectors of the embedding in place of each head's.
+
+    Args:
+        v: `[batch, num_heads_q, seqlen_k, head_dim_v]`, for grouped heads repeated.
+        w_o: `[num_heads_q, head_dim_v, embedding]`, the rows of W_O that a head's output meets.
+
+    Returns:
+        `[batch, num_heads_q, seqlen_k, embedding]`.
+    """
+    return torch.einsum("bhad,hde->bhae", v, w_o)

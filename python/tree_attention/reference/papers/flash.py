@@ -16,14 +16,63 @@ return `o` and `lse` as `attention` does. Scores are scaled, which no printed al
 A processor computes on what it has loaded from slow memory, and `SlowMemory` counts what passes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tree_attention.reference.attention import merge_states
-from tree_attention.reference.papers.energy import finite, softmax_weights
-from tree_attention.reference.running import State, add_tile, empty_state, normalise
+from tree_attention.reference.papers.energy import finite, largest_score, softmax_weights
+
+
+class State(NamedTuple):
+    """The running softmax: a partial state before its division, as a worker keeps it in its loop.
+
+    `(o, lse)`, which `merge` and everything that crosses ranks take, is the same after it. Leading
+    axes, such as batch and heads, are those of the queries.
+    """
+
+    largest: Tensor  # [..., seqlen_q], the largest score; -inf without keys
+    denominator: Tensor  # [..., seqlen_q], in [1, number of keys]; 0 without keys
+    numerator: Tensor  # [..., seqlen_q, head_dim_v]
+
+
+def empty_state(q: Tensor, v: Tensor) -> State:
+    """The state of no keys, for queries `q` and values of the width and dtype of `v`."""
+    rows = q.shape[:-1]
+    return State(v.new_full(rows, -torch.inf), v.new_zeros(rows), v.new_zeros(*rows, v.shape[-1]))
+
+
+def add_tile(state: State, q: Tensor, k: Tensor, v: Tensor, scale: float) -> State:
+    """Adds the keys `k` and values `v` of one tile: the body of FlashAttention-2's inner loop."""
+    scores = scale * (q @ k.mT)
+    largest = torch.maximum(state.largest, largest_score(scores))
+    weights = torch.exp(scores - finite(largest)[..., None])
+    kept = torch.exp(state.largest - finite(largest))
+    return State(
+        largest,
+        kept * state.denominator + weights.sum(-1),
+        weights @ v + kept[..., None] * state.numerator,
+    )
+
+
+def rescale(a: State, b: State) -> State:
+    """The state of the union of two disjoint sets of keys (LeanAttention, section IV-A)."""
+    largest = torch.maximum(a.largest, b.largest)
+    weight_a, weight_b = (torch.exp(x.largest - finite(largest)) for x in (a, b))
+    return State(
+        largest,
+        weight_a * a.denominator + weight_b * b.denominator,
+        weight_a[..., None] * a.numerator + weight_b[..., None] * b.numerator,
+    )
+
+
+def normalise(state: State) -> tuple[Tensor, Tensor]:
+    """Divides, once and at the end; returns o and lse, which are 0 and -inf without keys."""
+    empty = state.denominator == 0
+    o = state.numerator / state.denominator.masked_fill(empty, 1)[..., None]
+    return o, state.largest + state.denominator.log()
 
 
 class SlowMemory:
@@ -70,6 +119,27 @@ def standard_attention(
     return o, torch.logsumexp(scores, dim=-1)
 
 
+def tile_by_tile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tile_m: int,
+    tile_n: int,
+    combine: Callable[[list[State]], State],
+) -> tuple[Tensor, Tensor]:
+    """For each `tile_m` queries, `combine` of the states of no keys and of each `tile_n` keys."""
+    scale = q.shape[-1] ** -0.5
+    o, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
+    for rows in blocks(q.shape[-2], tile_m):
+        empty = empty_state(q[..., rows, :], v)
+        tiles = [
+            add_tile(empty, q[..., rows, :], k[..., keys, :], v[..., keys, :], scale)
+            for keys in blocks(k.shape[-2], tile_n)
+        ]
+        o[..., rows, :], lse[..., rows] = normalise(combine([empty, *tiles]))
+    return o, lse
+
+
 def chunked_attention(
     q: Tensor, k: Tensor, v: Tensor, *, query_chunk: int, key_chunk: int
 ) -> tuple[Tensor, Tensor]:
@@ -78,26 +148,15 @@ def chunked_attention(
     Tree Attention's Eq. 1 to 3 are its sums for one key per chunk, without the largest score, which
     keeps them from overflowing.
     """
-    scale = q.shape[-1] ** -0.5
-    o, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
-    for rows in blocks(q.shape[-2], query_chunk):
-        empty = empty_state(q[..., rows, :], v)
-        summaries = [empty] + [
-            add_tile(empty, q[..., rows, :], k[..., keys, :], v[..., keys, :], scale)
-            for keys in blocks(k.shape[-2], key_chunk)
-        ]
-        largest = torch.stack([s.largest for s in summaries])
+
+    def combine(summaries: list[State]) -> State:
+        largest, denominator, numerator = map(torch.stack, zip(*summaries, strict=True))
         weights = torch.exp(largest - finite(largest.amax(0)))
-        denominators = torch.stack([s.denominator for s in summaries])
-        numerators = torch.stack([s.numerator for s in summaries])
-        o[..., rows, :], lse[..., rows] = normalise(
-            State(
-                largest.amax(0),
-                (weights * denominators).sum(0),
-                (weights[..., None] * numerators).sum(0),
-            )
+        return State(
+            largest.amax(0), (weights * denominator).sum(0), (weights[..., None] * numerator).sum(0)
         )
-    return o, lse
+
+    return tile_by_tile(q, k, v, query_chunk, key_chunk, combine)
 
 
 def flash_block_sizes(fast_memory: int, head_dim: int) -> tuple[int, int]:
@@ -160,10 +219,7 @@ def flash_traffic(seqlen: int, head_dim: int, fast_memory: int) -> int:
 def flash_attention_2(
     q: Tensor, k: Tensor, v: Tensor, *, block_q: int, block_k: int, memory: SlowMemory | None = None
 ) -> tuple[Tensor, Tensor]:
-    """FlashAttention-2 as LeanAttention's Algorithm 1: one block of queries is one worker's output.
-
-    The state stays in fast memory until its only division, so O and L are written once.
-    """
+    """FlashAttention-2, whose state stays in fast memory until its only division."""
     scale, memory = q.shape[-1] ** -0.5, memory or SlowMemory()
     o, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     for rows in blocks(q.shape[-2], block_q):
@@ -196,16 +252,10 @@ def flash_decoding(
     memory = memory or SlowMemory()
     key_blocks = -(-k.shape[-2] // block_k)
     split = max(1, -(-key_blocks // num_splits)) * block_k
+    sizes = {"block_q": block_q, "block_k": block_k}
     parts = [
-        flash_attention_2(
-            q,
-            k[..., begin : begin + split, :],
-            v[..., begin : begin + split, :],
-            block_q=block_q,
-            block_k=block_k,
-            memory=memory,
-        )
-        for begin in range(0, num_splits * split, split)
+        flash_attention_2(q, k[..., keys, :], v[..., keys, :], memory=memory, **sizes)
+        for keys in (slice(i * split, (i + 1) * split) for i in range(num_splits))
     ]
     o_parts, lse_parts = (memory.load(torch.stack(x)) for x in zip(*parts, strict=True))
     o, lse = torch.empty_like(o_parts[0]), torch.empty_like(lse_parts[0])

@@ -1,20 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gradients through the merge and through attention over shards, for those who train.
 
-`lean_decode`, `tree_decode` and the rings refuse tensors that require a gradient. These functions
-are differentiable in float64, with backward passes written by hand:
-
-- `merge_states_with_gradient`: with the weight `w_r = exp(lse_r - lse)` of part r,
-  `do_r = w_r do` and `dlse_r = w_r (dlse + do.(o_r - o))`.
-- `tree_attention_with_gradient`: queries on all ranks. With the o and lse of the whole, every rank
-  computes the gradients of its own keys and values, which stay there, and a part of that of the
-  queries: one more reduction, of Algorithm 2's kind, sums it.
-- `ring_attention_with_gradient`: each rank has queries of its own, as in training. Backward, the
-  gradients of a shard travel the whole ring with it, and what the queries get stays.
-
-The gradients of the scores are FlashAttention-2's (arXiv:2307.08691, Algorithm 2):
-`P = exp(S - lse)`, `dV = P^T dO` and `dS = P (dO V^T - delta)` with `delta = do.o - dlse`, where
-the paper, which returns no lse, has no dlse.
+These functions are differentiable in float64, with backward passes written by hand. The gradients
+of the scores are FlashAttention-2's (arXiv:2307.08691, Algorithm 2): `P = exp(S - lse)`,
+`dV = P^T dO` and `dS = P (dO V^T - delta)` with `delta = do.o - dlse`, where the paper, which
+returns no lse, has no dlse.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,14 +18,24 @@ from torch.autograd.function import once_differentiable
 
 from tree_attention.reference.attention import merge_states
 from tree_attention.reference.papers.energy import finite, mask_scores
-from tree_attention.reference.papers.ring import Ranges, ranges_of, ring_attention, rotate
-from tree_attention.reference.papers.tree import Reduce, Shard, all_reduce, tree_attention
+from tree_attention.reference.papers.tree import (
+    Ranges,
+    Reduce,
+    Shard,
+    all_reduce,
+    ranges_of,
+    ring_attention,
+    rotate,
+    tree_attention,
+)
 
 
 def merge_states_with_gradient(o_parts: Tensor, lse_parts: Tensor) -> tuple[Tensor, Tensor]:
     """`merge_states` in float64, differentiable in both arguments.
 
-    A part with `lse = -inf` gets no gradient, and its o may be anything.
+    With the weight `w_r = exp(lse_r - lse)` of part r, the gradients are `do_r = w_r do` and
+    `dlse_r = w_r (dlse + do.(o_r - o))`. A part with `lse = -inf` gets no gradient, and its o may
+    be anything.
     """
     return _MergeStates.apply(o_parts, lse_parts)
 
@@ -48,6 +48,9 @@ def tree_attention_with_gradient(
     reduce: Reduce = all_reduce,
 ) -> tuple[Tensor, Tensor]:
     """`tree.tree_attention`, differentiable in q and in the keys and values of all shards.
+
+    With the o and lse of the whole, every rank computes the gradients of its own keys and values
+    and a part of that of the queries, which one more reduction sums.
 
     Args:
         reduce: `process_reduce(group)` where each process holds one shard. o and lse are then on
@@ -66,11 +69,14 @@ def ring_attention_with_gradient(
     *,
     softmax_scale: float | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """`ring.ring_attention`, differentiable in the queries, keys and values of all ranks."""
+    """`tree.ring_attention`, differentiable in the queries, keys and values of all ranks.
+
+    Backward, the gradients of a shard travel the whole ring with it; those of queries stay.
+    """
     scale = queries[0].shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    tensors = [x for q, (k, v, _) in zip(queries, shards, strict=True) for x in (q, k, v)]
-    states = _RingAttention.apply(scale, key_ranges, *tensors)
-    return _pairs(states)
+    keys, values, _ = zip(*shards, strict=True)
+    o, lse = _slices(_RingAttention.apply(scale, key_ranges, *queries, *keys, *values), 2)
+    return list(zip(o, lse, strict=True))
 
 
 def process_reduce(group: dist.ProcessGroup | None = None) -> Reduce:
@@ -115,9 +121,10 @@ def attention_gradient(
     return scale * (grad_scores @ k_all), grad_k, grad_v
 
 
-def _pairs(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """o and lse of each rank, of tensors in which they alternate."""
-    return list(zip(tensors[::2], tensors[1::2], strict=True))
+def _slices(tensors: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
+    """Splits into `count` slices of one tensor for each rank."""
+    ranks = len(tensors) // count
+    return [tensors[i * ranks : (i + 1) * ranks] for i in range(count)]
 
 
 class _MergeStates(Function):
@@ -170,30 +177,26 @@ class _TreeAttention(Function):
 class _RingAttention(Function):
     @staticmethod
     def forward(ctx: Any, scale: float, key_ranges: Ranges, *tensors: Tensor) -> tuple[Tensor, ...]:
-        queries, keys, values = tensors[::3], tensors[1::3], tensors[2::3]
+        queries, keys, values = _slices(tensors, 3)
         shards = [Shard(*kv) for kv in zip(keys, values, strict=True)]
         states = ring_attention(queries, shards, key_ranges, softmax_scale=scale)
-        results = [x for state in states for x in state]
-        ctx.save_for_backward(*results, *tensors)
+        o, lse = zip(*states, strict=True)
+        ctx.save_for_backward(*o, *lse, *tensors)
         ctx.scale, ctx.key_ranges = scale, key_ranges
-        return tuple(results)
+        return *o, *lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *state_gradients: Tensor) -> tuple[Tensor | None, ...]:
-        world_size, saved = len(state_gradients) // 2, ctx.saved_tensors
-        states, tensors = _pairs(saved[: 2 * world_size]), saved[2 * world_size :]
-        gradients_of_states = _pairs(state_gradients)
-        queries, keys, values = tensors[::3], tensors[1::3], tensors[2::3]
+        o, lse, queries, keys, values = _slices(ctx.saved_tensors, 5)
+        states = list(zip(o, lse, strict=True))
+        gradients_of_states = list(zip(*_slices(state_gradients, 2), strict=True))
         grad_queries = [torch.zeros_like(q) for q in queries]
         # What travels: a shard and the gradients that it has gathered so far.
-        held = [
-            (k, v, torch.zeros_like(k), torch.zeros_like(v))
-            for k, v in zip(keys, values, strict=True)
-        ]
-        for step in range(world_size):
+        held = [(*kv, *map(torch.zeros_like, kv)) for kv in zip(keys, values, strict=True)]
+        for step in range(len(held)):
             for rank, (k, v, grad_k, grad_v) in enumerate(held):
-                ranges = ranges_of(ctx.key_ranges, rank, (rank - step) % world_size)
+                ranges = ranges_of(ctx.key_ranges, rank, (rank - step) % len(held))
                 state, state_gradient = states[rank], gradients_of_states[rank]
                 gradients = attention_gradient(
                     queries[rank], k, v, ranges, ctx.scale, state, state_gradient
@@ -201,5 +204,5 @@ class _RingAttention(Function):
                 grad_queries[rank] += gradients[0]
                 held[rank] = k, v, grad_k + gradients[1], grad_v + gradients[2]
             held = rotate(held)  # the last rotation brings the gradients home
-        home = zip(grad_queries, held, strict=True)
-        return None, None, *(x for grad_q, (_, _, *own) in home for x in (grad_q, *own))
+        _, _, grad_keys, grad_values = zip(*held, strict=True)
+        return None, None, *grad_queries, *grad_keys, *grad_values

@@ -1,40 +1,195 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""LeanAttention's Algorithms 2, 3 and 4 (arXiv:2405.10480).
+"""LeanAttention's Algorithms 2, 3 and 4 (arXiv:2405.10480), and a checker of their indices.
 
-They take `q [..., seqlen_q, head_dim]`, `k [..., seqlen_k, head_dim]` and
-`v [..., seqlen_k, head_dim_v]`, whose leading axes are equal, and every query sees every key. They
-return `o` and `lse` as `attention` does. Queries are cut into blocks of `tile_m` rows and keys into
-LeanTiles of `tile_n`; the paper takes 256 keys for a head_dim of 64 and 128 for one of 128.
+Tensors are those of `flash`. Queries are cut into blocks of `tile_m` rows and keys into LeanTiles
+of `tile_n`. The LeanTile iterations of all output tiles lie end to end on one line, and each CTA (a
+worker) runs a contiguous range of it, which may cross output tiles. The CTA with the first
+iteration of an output tile is its *host*. If the host's range ends before the tile does, it waits
+for the parts of the CTAs after it, up to the last one that has iterations of the tile, and merges
+them. Algorithm 4 prints the share of a CTA and the number of that last CTA wrongly; `cta` runs its
+lines 9 to 42 with the arithmetic of any schedule:
 
-Beside the indices of Algorithm 4 (`stream_k`) they mend what the paper misprints: the fold of
-Algorithm 2 begins with the empty state and has all C_n tiles (its line 20 ends at C_n - 1, and its
-line 24 does not assign O); LeanTile finds the head of its output tile (the column offset of line 11
-is always 0); lines 34 and 35 of Algorithm 4 assign O; and scores are scaled.
+| schedule | share of a CTA (line 7) | last CTA of a tile (line 26) |
+| --- | --- | --- |
+| `AsPrinted` | I / G, rounded down | tile_iter_end / C_n, which is the number of a tile |
+| `AsPrintedRoundedUp` | I / G, rounded up | the same |
+| `LastByShare` | rounded up | tile_iter_end / I_G, a CTA too far where the tile ends with a range |
+| `CorrectedLast` | rounded up | (tile_iter_end - 1) / I_G: whoever runs the tile's last iteration |
+| `Balanced` | g I / G to (g + 1) I / G | the same, for shares that differ by at most one |
+
+docs/papers.md says what else is misprinted and mended here.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import reduce
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
-from tree_attention.reference.papers.flash import blocks
-from tree_attention.reference.papers.stream_k import Balanced, Schedule, run
-from tree_attention.reference.running import State, add_tile, empty_state, normalise, rescale
+from tree_attention.reference.papers.flash import (
+    State,
+    add_tile,
+    blocks,
+    empty_state,
+    normalise,
+    rescale,
+    tile_by_tile,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class AsPrinted:
+    """`outputs` output tiles of `tile_iters` (C_n) iterations each over `ctas` (G) workers."""
+
+    outputs: int
+    tile_iters: int
+    ctas: int
+
+    @property
+    def iters(self) -> int:
+        """I of line 6, whose printed product C_m C_n lacks the heads and the batch."""
+        return self.outputs * self.tile_iters
+
+    @property
+    def grid(self) -> int:
+        """Number of CTAs that are launched."""
+        return self.ctas
+
+    @property
+    def share(self) -> int:
+        return self.iters // self.ctas
+
+    def start(self, cta: int) -> int:
+        """The first iteration of a CTA, and the end of the one before it."""
+        return min(cta * self.share, self.iters)
+
+    def last_cta(self, tile_iter_end: int) -> int:
+        """The last CTA whose part belongs to the output tile that ends before `tile_iter_end`."""
+        return tile_iter_end // self.tile_iters
+
+
+class AsPrintedRoundedUp(AsPrinted):
+    @property
+    def share(self) -> int:
+        return -(-self.iters // self.ctas)
+
+
+class LastByShare(AsPrintedRoundedUp):
+    def last_cta(self, tile_iter_end: int) -> int:
+        return tile_iter_end // self.share
+
+
+class CorrectedLast(AsPrintedRoundedUp):
+    def last_cta(self, tile_iter_end: int) -> int:
+        return (tile_iter_end - 1) // self.share
+
+
+class Balanced(AsPrinted):
+    """Every launched CTA has an iteration: a host would wait forever for one that has none."""
+
+    @property
+    def grid(self) -> int:
+        return min(self.ctas, self.iters)
+
+    def start(self, cta: int) -> int:
+        return cta * self.iters // self.grid
+
+    def last_cta(self, tile_iter_end: int) -> int:
+        return (tile_iter_end * self.grid - 1) // self.iters
+
+
+SCHEDULES = (AsPrinted, AsPrintedRoundedUp, LastByShare, CorrectedLast, Balanced)
+
+
+def cta(
+    g: int,
+    schedule: AsPrinted,
+    lean_tile: Callable[[int, int, int], T],
+    merge: Callable[[T, T], T],
+    parts: dict[int, T],
+    outputs: dict[int, T],
+) -> Iterator[int]:
+    """Lines 9 to 42 of Algorithm 4 for CTA `g`; yields the CTA that it waits for.
+
+    Args:
+        lean_tile: the state of the iterations `[begin, end)` of an output tile.
+        merge: the state of two of them, of which the first has the lower keys.
+        parts: the workspace in slow memory. An entry is part and flag at once (lines 20 to 23); on
+            a GPU a fence keeps the flag from being seen before the part.
+        outputs: the merged state of each output tile.
+    """
+    iteration, cta_end = schedule.start(g), schedule.start(g + 1)
+    while iteration < cta_end:
+        tile = iteration // schedule.tile_iters
+        tile_iter = tile * schedule.tile_iters
+        tile_iter_end = tile_iter + schedule.tile_iters
+        state = lean_tile(tile, iteration - tile_iter, min(tile_iter_end, cta_end) - tile_iter)
+        if iteration != tile_iter:
+            parts[g] = state
+        else:
+            if cta_end < tile_iter_end:
+                for other in range(g + 1, schedule.last_cta(tile_iter_end) + 1):
+                    while other not in parts:
+                        yield other
+                    state = merge(state, parts[other])
+            outputs[tile] = state
+        iteration = tile_iter_end
+
+
+def run(
+    schedule: AsPrinted,
+    lean_tile: Callable[[int, int, int], T],
+    merge: Callable[[T, T], T],
+    order: Sequence[int] | None = None,
+) -> tuple[dict[int, T], list[int]]:
+    """Runs all CTAs, in turns of the given order, until each has ended or waits forever.
+
+    The order decides nothing: a CTA writes at most one part, for the first tile of its range,
+    nobody erases it, and what a CTA waits for does not depend on who came first.
+
+    Returns:
+        outputs: the state of each output tile that was written.
+        waiting: the CTAs that wait for a part that nobody will leave.
+    """
+    parts: dict[int, T] = {}
+    outputs: dict[int, T] = {}
+    running = {
+        g: cta(g, schedule, lean_tile, merge, parts, outputs)
+        for g in (range(schedule.grid) if order is None else order)
+    }
+    while running:
+        waiting_for = {g: next(program, None) for g, program in running.items()}
+        running = {g: program for g, program in running.items() if waiting_for[g] is not None}
+        if not any(waiting_for[g] is None or waiting_for[g] in parts for g in waiting_for):
+            break
+    return outputs, list(running)
+
+
+Outcome = Literal["right", "wrong", "hangs"]
+
+
+def outcome(schedule: AsPrinted, order: Sequence[int] | None = None) -> Outcome:
+    """Check that a schedule gives each output tile each of its iterations once, in order."""
+
+    def tiles(tile: int, begin: int, end: int) -> list[tuple[int, int]]:
+        return [(tile, i) for i in range(begin, end)]
+
+    outputs, waiting = run(schedule, tiles, lambda a, b: a + b, order)
+    if waiting:
+        return "hangs"
+    written = range(schedule.outputs if schedule.tile_iters else 0)
+    expected = {tile: tiles(tile, 0, schedule.tile_iters) for tile in written}
+    return "right" if outputs == expected else "wrong"
 
 
 def lean_attention_basic(
     q: Tensor, k: Tensor, v: Tensor, *, tile_m: int, tile_n: int
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 2: every tile (i, j) of the scores for itself, then a fold over j for each i."""
-    scale = q.shape[-1] ** -0.5
-    o, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
-    for rows in blocks(q.shape[-2], tile_m):
-        empty = empty_state(q[..., rows, :], v)
-        tiles = [
-            add_tile(empty, q[..., rows, :], k[..., keys, :], v[..., keys, :], scale)
-            for keys in blocks(k.shape[-2], tile_n)
-        ]
-        o[..., rows, :], lse[..., rows] = normalise(reduce(rescale, tiles, empty))
-    return o, lse
+    return tile_by_tile(q, k, v, tile_m, tile_n, lambda tiles: reduce(rescale, tiles))
 
 
 def lean_tile(
@@ -59,7 +214,7 @@ def lean_attention(
     tile_m: int,
     tile_n: int,
     ctas: int,
-    schedule: type[Schedule] = Balanced,
+    schedule: type[AsPrinted] = Balanced,
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 4: equal ranges of the LeanTiles of all heads and query blocks, on `ctas` workers.
 
@@ -67,7 +222,7 @@ def lean_attention(
     divides C_n, `flash_decoding`.
 
     Args:
-        schedule: the index arithmetic, for instance `stream_k.AsPrinted`.
+        schedule: the index arithmetic, one of `SCHEDULES`.
 
     Raises:
         RuntimeError: the schedule makes a CTA wait for a part that nobody leaves.

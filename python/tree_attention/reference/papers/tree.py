@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tree Attention's three algorithms over a world of ranks that is a list with a shard for each.
+"""Tree Attention's three algorithms, and the ring, over ranks that are a list of shards.
 
 Each statement that loops over the shards is work that the ranks do at the same time, and each call
 of `all_reduce` is one collective whose result every rank receives; nothing else crosses ranks.
-Keys and values stay where they are: what travels is one number or one value vector per query row.
-Shards may be uneven and empty. `tree_attention.tree_decode` is Algorithm 3 on processes, with
-another exchange: it gathers the partial states and merges them in the canonical order, so that all
-ranks hold the same bits.
+Shards may be uneven and empty. In Ring Attention (arXiv:2310.01889), with which the paper compares,
+the shards travel around a ring of ranks while the queries stay.
 
 They differ from the paper as printed (arXiv:2408.04093) in four places: scores are scaled;
 Algorithm 1 returns the shift as well as the logarithm relative to it, since Algorithm 2 needs both;
@@ -14,19 +12,22 @@ an empty shard is the identity of every reduction; and lse has the shape of the 
 that batches of more than one sequence are right.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from tree_attention.reference.attention import attention
-from tree_attention.reference.counts import Counts
+from tree_attention.reference.attention import attention, merge
 from tree_attention.reference.papers.energy import finite, largest_score, tilted_scores
 
 T = TypeVar("T")
 # What reduces a tensor over all ranks: the parts of the ranks that are here, and max or sum.
 Reduce = Callable[[Sequence[Tensor], Callable[[Tensor, Tensor], Tensor]], Tensor]
+# The ranges of the keys of each rank's shard that the queries of each rank see, by rank of the
+# queries, then of the keys: [batch, seqlen_q, 2] in local keys. None: all keys.
+Ranges = Sequence[Sequence[Tensor | None]] | None
 
 
 class Shard(NamedTuple):
@@ -35,6 +36,35 @@ class Shard(NamedTuple):
     k: Tensor  # [batch, num_heads_kv, local length, head_dim]
     v: Tensor  # [batch, num_heads_kv, local length, head_dim_v]
     key_ranges: Tensor | None = None  # [batch, seqlen_q, 2] in local keys; None: all keys
+
+
+class Counts:
+    """Steps, messages and bytes, which the collectives that it is handed to add up.
+
+    A step is a round of messages of which none needs another one of the same round.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.merges = 0  # along the longest path: each waits for the one before it
+        self.messages = 0
+        self.bytes_sent: Counter[int] = Counter()  # by rank
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that all ranks send together."""
+        return self.bytes_sent.total()
+
+    @property
+    def busiest(self) -> int:
+        """Bytes that the busiest rank sends."""
+        return max(self.bytes_sent.values(), default=0)
+
+    def message(self, source: int, content: Any) -> None:
+        """Counts a message: a tensor, or a tuple of tensors and of what is sent for nothing."""
+        contents = content if isinstance(content, tuple) else (content,)
+        self.messages += 1
+        self.bytes_sent[source] += sum(x.nbytes for x in contents if isinstance(x, Tensor))
 
 
 def all_reduce(
@@ -139,3 +169,56 @@ def tree_attention(
     empty = largest == -torch.inf
     o = numerator / denominator.masked_fill(empty, 1)[..., None]
     return o, shift + denominator.log()
+
+
+def rotate(held: Sequence[T], counts: Counts | None = None) -> list[T]:
+    """One step of the ring: every rank sends what it holds to the next one."""
+    if counts is not None:
+        counts.steps += 1
+        for rank, content in enumerate(held):
+            counts.message(rank, content)
+    return [held[-1], *held[:-1]]
+
+
+def ring_steps(shards: Sequence[T], counts: Counts | None = None) -> Iterator[list[T]]:
+    """Yield what each rank holds in each of `world_size` steps, with a rotation between two."""
+    held = list(shards)
+    for step in range(len(shards)):
+        if step:
+            held = rotate(held, counts)
+        yield held
+
+
+def ranges_of(ranges: Ranges, query_rank: int, key_rank: int) -> Tensor | None:
+    return None if ranges is None else ranges[query_rank][key_rank]
+
+
+def ring_attention(
+    queries: Sequence[Tensor],
+    shards: Sequence[Shard],
+    key_ranges: Ranges = None,
+    *,
+    softmax_scale: float | None = None,
+    counts: Counts | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Attends to one shard after another as they pass, and merges.
+
+    Args:
+        queries: `[batch, num_heads_q, seqlen_q, head_dim]` of each rank: in decoding the same on
+            all of them, in training and in a prompt each rank's own.
+        shards: keys and values of each rank; `key_ranges` holds in place of theirs.
+
+    Returns:
+        o and lse of each rank's queries.
+    """
+    states: list[tuple[Tensor, Tensor]] = []
+    for step, held in enumerate(ring_steps(shards, counts)):
+        for rank, q in enumerate(queries):
+            ranges = ranges_of(key_ranges, rank, (rank - step) % len(shards))
+            k, v, _ = held[rank]
+            local = attention(q, k, v, ranges, softmax_scale=softmax_scale)
+            if step:
+                states[rank] = merge(states[rank], local)
+            else:
+                states.append(local)
+    return states
