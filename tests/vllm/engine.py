@@ -16,7 +16,7 @@ from torch import Tensor
 import tree_attention.vllm
 from helpers import NAN
 from tree_attention import reference
-from tree_attention.vllm import slot_mapping as slots
+from tree_attention.vllm.context_parallel import replace_slot_mapping
 
 STUB = Path(__file__).parent / "stub"
 
@@ -32,9 +32,8 @@ def stub_of_vllm() -> Iterator[None]:
         sys.path.remove(str(STUB))
         for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
             del sys.modules[name]
-        for name in ("backend", "shards"):  # which import it
-            if sys.modules.pop(f"tree_attention.vllm.{name}", None) is not None:
-                delattr(tree_attention.vllm, name)
+        if sys.modules.pop("tree_attention.vllm.backend", None) is not None:  # which imports it
+            del tree_attention.vllm.backend
 
 
 @dataclass
@@ -67,7 +66,7 @@ class Engine:
             ),
             kv_transfer_config=None,
         )
-        slots.replace()
+        replace_slot_mapping()
         self.world_size, self.rank = 1, 0
         if self.group is not None:
             self.world_size, self.rank = self.group.world_size, self.group.rank

@@ -2,9 +2,7 @@
 """`lean_decode` as vLLM's attention on a CPU, and decode context parallelism there.
 
 vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins`.
-`checks` says what is refused, `backend` is what vLLM calls, `batches` makes its steps calls of
-`lean_decode`, `shards` is context parallelism, and `slots` the function of vLLM that is replaced
-for it. docs/vllm.md is for users.
+docs/vllm.md is for users.
 """
 
 from . import checks
@@ -31,8 +29,8 @@ def register() -> None:
     # What follows imports vLLM's attention, which has to be there as it is expected.
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from . import slot_mapping
+    from . import context_parallel
 
     for name, backend in _BACKENDS.items():
         register_backend(AttentionBackendEnum[name], f"{__name__}.backend.{backend}")
-    slot_mapping.replace()
+    context_parallel.replace_slot_mapping()

@@ -25,9 +25,8 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from ..ops import append_kv
 from ..options import AttentionOptions
 from . import checks
-from . import slot_mapping as slots
 from .batches import Batch, attend, batches_of
-from .context_parallel import Exchange, exchange_of
+from .context_parallel import Exchange, check_slot_mapping, exchange_of
 
 
 @dataclass
@@ -96,7 +95,7 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.exchange: Exchange | None = None
         if self.dcp_world_size > 1:
-            slots.check_replaced()
+            check_slot_mapping()
             self.exchange = exchange_of(config.parallel_config)
             self.options["key_layout"] = self.exchange.shard.key_layout
             if slopes is not None:

@@ -3,21 +3,33 @@
 
 The ranks have the same key heads and different query heads. Each attends with the query heads of
 all ranks over its own keys; the states are merged, and each rank keeps the heads that are its own.
+
+vLLM's CPU worker computes the slots of a step by a function that asserts that there is no context
+parallelism, which its arguments describe. It is replaced, for more than one rank, if it is there
+with the parameters that are known, or else context parallelism is refused. Plug-ins are loaded
+before `CpuPlatform.register_triton_kernel_overrides` takes it from its module.
 """
 
-from __future__ import annotations
-
-from functools import cache
+import functools
+import importlib
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from vllm.distributed.parallel_state import get_dcp_group
 
 from ..exchange import DEFAULT_TIMEOUT, Communicator
 from ..sharding import BlockCyclic
+from . import checks
 from .batches import Shard
+
+MODULE, NAME = "vllm.utils.cpu_triton_utils", "_compute_slot_mapping_kernel_impl"
+PARAMETERS = (
+    "num_tokens max_num_tokens query_start_loc positions block_table block_table_stride "
+    "slot_mapping KV_CACHE_BLOCK_SIZE TOTAL_CP_WORLD_SIZE TOTAL_CP_RANK "
+    "CP_KV_CACHE_INTERLEAVE_SIZE PAD_ID BLOCK_SIZE"
+)
 
 
 class Exchange:
@@ -47,8 +59,65 @@ class Exchange:
 def exchange_of(parallel_config: Any) -> Exchange:
     """Return this process's exchange; the first call is collective."""
     timeout = parallel_config.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT
+    from vllm.distributed.parallel_state import get_dcp_group
+
     group = get_dcp_group().cpu_group
     return _exchange(group, parallel_config.cp_kv_cache_interleave_size, timeout)
 
 
-_exchange = cache(Exchange)
+_exchange = functools.cache(Exchange)
+
+
+def replace_slot_mapping() -> None:
+    """Replaces vLLM's function, unless it is not the one that is known."""
+    if checks.faults_of(MODULE, NAME, PARAMETERS):
+        return
+    module = importlib.import_module(MODULE)
+    original = getattr(module, NAME)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def slot_mapping(*arguments: object, **named: object) -> None:
+        given = signature.bind(*arguments, **named)
+        given.apply_defaults()
+        if given.arguments["TOTAL_CP_WORLD_SIZE"] == 1:
+            original(*arguments, **named)
+        else:
+            write_slots(**given.arguments)
+
+    setattr(module, NAME, slot_mapping)
+
+
+def check_slot_mapping() -> None:
+    """Raises RuntimeError if the function was not replaced."""
+    faults = checks.faults_of(MODULE, NAME, PARAMETERS)
+    if faults:
+        raise RuntimeError(
+            f"{checks.PLUG_IN} does --decode-context-parallel-size with vLLM "
+            f"{', '.join(checks.TESTED)}, and this one differs: {faults[0]}"
+        )
+
+
+def write_slots(
+    query_start_loc: Tensor,  # int32 [requests + 1]: where each request's tokens begin
+    positions: Tensor,  # int64 [tokens], in their sequences
+    block_table: Tensor,  # int32 [requests, blocks]
+    slot_mapping: Tensor,  # int64, to be written
+    KV_CACHE_BLOCK_SIZE: int,
+    TOTAL_CP_WORLD_SIZE: int,
+    TOTAL_CP_RANK: int,
+    CP_KV_CACHE_INTERLEAVE_SIZE: int,
+    PAD_ID: int,
+    **others: object,
+) -> None:
+    """Writes `block * block_size + offset` of each new token, PAD_ID for those of other ranks."""
+    layout = BlockCyclic(TOTAL_CP_WORLD_SIZE, CP_KV_CACHE_INTERLEAVE_SIZE)
+    lens = query_start_loc.long().diff()
+    request = torch.arange(len(lens)).repeat_interleave(lens)
+    position = positions[: len(request)].long()
+    # A rank fills the blocks of a sequence with its own slots in turn.
+    local = layout.count(TOTAL_CP_RANK, position)
+    block, offset = local // KV_CACHE_BLOCK_SIZE, local % KV_CACHE_BLOCK_SIZE
+    slots = block_table[request, block] * KV_CACHE_BLOCK_SIZE + offset
+    is_here = layout.owner(position) == TOTAL_CP_RANK
+    slot_mapping.fill_(PAD_ID)[: len(request)] = torch.where(is_here, slots, PAD_ID)

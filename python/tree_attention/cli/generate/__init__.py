@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: BSD-3-Clause
-"""`python -m tree_attention generate`."""
-
-from .command import main
-
-__all__ = ["main"]
