@@ -39,7 +39,7 @@ from benchmarks.harness.ranks import Ranks, run_rank, start_ranks
 from benchmarks.harness.report import Column, Report, columns_of, environment, verdict
 from benchmarks.llama import make_model
 from tree_attention import hf
-from tree_attention.cli.generate.steps import ArrivalRecorder
+from tree_attention.cli.generation import ArrivalRecorder
 from tree_attention.exchange import Communicator
 
 WIRINGS = {

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Static
 
 import tree_attention
 from tree_attention import Communicator
-from tree_attention.cli.generate.steps import cache_bytes
+from tree_attention.cli.generation import cache_bytes
 from tree_attention.cli.info import cpu_name
 from tree_attention.cli.world import World, joined_world
 from tree_attention.hf import TreeCache

@@ -26,7 +26,7 @@ from torch.distributed import TCPStore
 import tree_attention
 from distributed import preload, start_process
 
-preload("tree_attention.cli.generate.command", "tree_attention.hf")
+preload("tree_attention.cli.generate", "tree_attention.hf")
 preload("transformers.generation.utils", "transformers.models.llama.modeling_llama")
 
 # To start and to end, on a machine with other work.

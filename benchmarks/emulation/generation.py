@@ -24,7 +24,7 @@ from torch import Tensor
 
 import tree_attention.hf.attention as attention_module
 from tree_attention import ring_decode
-from tree_attention.cli.generate.steps import generate
+from tree_attention.cli.generation import generate
 from tree_attention.exchange import Communicator
 from tree_attention.hf import TreeCache
 from tree_attention.hf.cache.growing import TreeCacheLayer

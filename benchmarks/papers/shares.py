@@ -25,7 +25,7 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from tree_attention import hf
-from tree_attention.cli.generate.steps import ArrivalRecorder
+from tree_attention.cli.generation import ArrivalRecorder
 
 from ..harness.measure import Load, load_warnings
 from ..harness.program import add_out, finish

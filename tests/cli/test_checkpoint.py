@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tree_attention.__main__ import main
-from tree_attention.cli.generate.checkpoint import load
+from tree_attention.cli.checkpoint import load
 
 WEIGHT = "model.layers.{}.mlp.down_proj.weight"
 

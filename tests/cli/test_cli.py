@@ -16,8 +16,7 @@ import torch
 import tree_attention
 from ranks_of_commands import started
 from tree_attention.__main__ import main
-from tree_attention.cli import screen
-from tree_attention.cli.generate import command as generate
+from tree_attention.cli import generate, generation
 from tree_attention.cli.usage import check_can_be_written
 from tree_attention.cli.world import World, joined_world
 
@@ -26,7 +25,7 @@ PROMPT = "Keys and values never move."
 
 _COUNT_FAULTS = """
 import resource, sys, torch
-from tree_attention.cli.generate.memory import keep_freed_memory
+from tree_attention.cli.generate import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()
@@ -207,10 +206,10 @@ def test_only_the_root_needs_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_long_prompt_is_shown_by_its_beginning_and_its_end() -> None:
-    shown = screen.excerpt("Begin\nhere " + "a\nb " * 500 + "end there")
+    shown = generation.excerpt("Begin\nhere " + "a\nb " * 500 + "end there")
     assert shown.startswith("Begin here a b") and shown.endswith("a b end there")
     assert " [...] " in shown and len(shown) < 240
-    assert screen.excerpt("short\ntext") == "short text"
+    assert generation.excerpt("short\ntext") == "short text"
 
 
 # By the value of --weights: bytes a rank sends for a token's merges, and for its sums and logits.

@@ -21,9 +21,9 @@ ENDLESS = ("--prompt", "a", "--max-new-tokens", "8000")
 DIES_WHILE_IT_LOADS = """
 import os, sys
 from tree_attention.__main__ import end, main
-from tree_attention.cli.generate import command
+from tree_attention.cli import generate
 if os.environ["RANK"] == "1":
-    command.load_tokenizer = lambda path: os._exit(7)
+    generate.load_tokenizer = lambda path: os._exit(7)
 end(main(sys.argv[1:]))
 """
 

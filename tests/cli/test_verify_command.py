@@ -8,7 +8,7 @@ import pytest
 from distributed import run_ranks
 from tree_attention import lean_decode, strategies
 from tree_attention.__main__ import main
-from tree_attention.cli.verify import command as verify
+from tree_attention.cli import verify
 from tree_attention.cli.world import World
 
 

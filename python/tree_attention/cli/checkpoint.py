@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..._json import read_json_object
-from ...exchange import ExchangeError, sentence
-from ..usage import UsageError
+from .._json import read_json_object
+from ..exchange import ExchangeError, sentence
+from .usage import UsageError
 
 _TOKENS = "bos_token_id", "eos_token_id", "pad_token_id"
 # Of generation_config.json, beside those: what changes no token, and values that ask for nothing.
@@ -21,7 +21,7 @@ def load(path: Path, **options: Any) -> Any:
     """The model of a checkpoint, loaded with `options` of `from_pretrained`, or UsageError."""
     from transformers import AutoModelForCausalLM
 
-    from ...hf.weights.checkpoint import some
+    from ..hf.weights.checkpoint import some
 
     with damages_named(path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -78,13 +78,13 @@ def _is_token(value: Any) -> bool:
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer of a checkpoint, or UsageError."""
     try:
-        from ... import hf  # noqa: F401  before transformers itself, as it says what to install
+        from .. import hf  # noqa: F401  before transformers itself, as it says what to install
     except ImportError as error:
         raise UsageError(str(error)) from error
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from ...hf.weights.checkpoint_files import check_config_file
+    from ..hf.weights.checkpoint_files import check_config_file
 
     logging.disable_progress_bar()  # which transformers shows while it loads the weights
     if not (path / "config.json").exists():
@@ -105,7 +105,7 @@ def damages_named(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # damaged files are errors of every kind, of three libraries
-        from ...hf.weights.plan import CannotSplitError  # needs transformers, which is there now
+        from ..hf.weights.plan import CannotSplitError  # needs transformers, which is there now
 
         if isinstance(error, ExchangeError | CannotSplitError):
             raise

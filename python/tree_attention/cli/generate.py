@@ -2,26 +2,45 @@
 """`python -m tree_attention generate`: text from a checkpoint, its cache sharded over the ranks."""
 
 import argparse
+import ctypes
 import json
 import os
 import reprlib
-from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from ... import ExchangeError
-from ..._json import read_json_object, replace_file
-from ...exchange import candidates
-from ..screen import Screen, table
-from ..usage import UsageError, report, writing
-from ..world import World, joined_world
-from .arguments import DTYPES, parse
+from .. import ExchangeError, strategies
+from .._json import read_json_object, replace_file
+from ..exchange import candidates
 from .checkpoint import damages_named, load, load_tokenizer, make_greedy
-from .memory import keep_freed_memory
+from .usage import UsageError, check_can_be_written, check_seconds, report, writing
+from .world import World, joined_world
 
+# Options that also take "auto", which is the default.
+_CHOICES = {
+    "device": (("cpu", "cuda"), "auto takes CUDA where every process of this machine has a GPU"),
+    "dtype": (
+        ("float32", "bfloat16", "float16"),
+        "of the weights; auto takes the checkpoint's",
+    ),
+    "kv-dtype": (
+        ("int8", "fp8"),
+        "of the cache; auto takes --dtype's, the others 8 bits and a scale for each token and head",
+    ),
+    "weights": (
+        ("split", "replicated"),
+        "auto splits them over the processes if the model can be split",
+    ),
+    "prefill": (
+        ("split", "replicated"),
+        "with replicated weights: split deals the prompt's tokens to the processes, auto does so "
+        "with long ones",
+    ),
+    "strategy": (strategies(), "how the ranks exchange their partial results"),
+}
 _WROTE = "name a file that --json wrote"
 
 
@@ -32,6 +51,88 @@ def main(arguments: list[str]) -> int:
     backend = "nccl" if device.type == "cuda" else "gloo"
     with joined_world(backend, timeout=parsed.timeout) as world:
         return run(parsed, world, device)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tree_attention generate",
+        description="Greedy text from a checkpoint. Under torchrun every process keeps its share "
+        "of the key/value cache, and of the weights if they are split.",
+    )
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, help="tokens to generate (default 64)"
+    )
+    parser.add_argument(
+        "--attention",
+        choices=("tree_attention", "sdpa"),
+        default="tree_attention",
+        help="sdpa is plain HuggingFace in one process, for comparison",
+    )
+    for name, (choices, text) in _CHOICES.items():
+        named, text = ("auto", *choices), f"{text} (default auto)"
+        parser.add_argument(f"--{name}", choices=named, default="auto", help=text)
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="split heads over N neighbouring processes, and the cache over the rest (default 1)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        help="seconds to wait for another rank to start, to load or to answer (default 30)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write tokens and measurements")
+    parser.add_argument(
+        "--same-tokens-as",
+        type=Path,
+        metavar="FILE",
+        help="fail unless the new tokens equal those in the --json file of another run",
+    )
+    parsed = parser.parse_args(arguments)
+    check(parsed)
+    return parsed
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raises UsageError for options that are wrong, or wrong together."""
+    size = arguments.tensor_parallel_size
+    if arguments.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
+    if size < 1:
+        raise UsageError(f"--tensor-parallel-size must be at least 1, got {size}")
+    if size != 1 and (arguments.weights == "replicated" or arguments.prefill == "split"):
+        raise UsageError(
+            f"--tensor-parallel-size {size} splits weights: leave --weights replicated and "
+            "--prefill split out"
+        )
+    if arguments.prefill == "split" and arguments.weights == "split":
+        raise UsageError(
+            "--prefill split deals the prompt to processes that have all weights: leave it out, or "
+            "take --weights replicated"
+        )
+    if arguments.kv_dtype != "auto" and arguments.attention == "sdpa":
+        raise UsageError(
+            f"--kv-dtype {arguments.kv_dtype} needs --attention tree_attention: plain HuggingFace "
+            "attends to keys in the dtype of the weights"
+        )
+    check_seconds("--timeout", arguments.timeout)
+    if arguments.json is not None:
+        check_can_be_written("--json", arguments.json)
+
+
+def keep_freed_memory() -> None:
+    """Makes malloc keep what is freed, where it is glibc's (docs/design.md, large tensors)."""
+    with suppress(AttributeError, OSError):
+        library, large = ctypes.CDLL(None), (1 << 31) - 1
+        library.mallopt(-3, large)  # M_MMAP_THRESHOLD
+        library.mallopt(-1, large)  # M_TRIM_THRESHOLD
 
 
 def choose_device(name: str) -> torch.device:
@@ -65,19 +166,33 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
     if unused and world.root:
         names = ", ".join(unused)
         report("generate", f"greedy: of generation_config.json, {names} count for nothing")
-    from . import steps as generation
+    from transformers import DynamicCache
+
+    from .. import hf
+    from ..hf.weights.split import mesh_of
+    from . import generation
 
     input_ids = tokenizer(text, return_tensors="pt")["input_ids"].to(device)
     check_lengths(input_ids.shape[1], arguments.max_new_tokens, model.config)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    cache = new_cache(arguments, model)
-    with Screen(world.root, text, input_ids.shape[1], model, tokenizer) as screen:
+    if arguments.attention == "sdpa":
+        cache: Any = DynamicCache(config=model.config)
+    else:
+        mesh = mesh_of(model)
+        cache = hf.TreeCache(
+            model.config,
+            None if mesh is None else mesh.context_group,
+            kv_dtype=None if arguments.kv_dtype == "auto" else arguments.kv_dtype,
+            strategy=arguments.strategy,
+            timeout=arguments.timeout,
+        )
+    with generation.Screen(world.root, text, input_ids.shape[1], model, tokenizer) as screen:
         try:
             result = generation.generate(
                 model,
                 input_ids,
                 cache,
-                streamer=screen.streamer,
+                streamer=screen,
                 max_new_tokens=arguments.max_new_tokens,
                 pad_token_id=pad,
             )
@@ -85,36 +200,44 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
             raise ExchangeError(f"{error}. {advice(model, cache)}") from error
     measured = result.to_json()
     completion = tokenizer.decode(result.tokens, skip_special_tokens=True)
-    screen.console.print(table(measured, arguments.attention, world.size))
+    screen.console.print(generation.table(measured, arguments.attention, world.size))
     if world.root and arguments.json is not None:
-        content = {
-            "attention": arguments.attention,
-            "world_size": world.size,
-            "completion": completion,
-            **measured,
-        }
+        named = {"attention": arguments.attention, "world_size": world.size}
+        content = {**named, "completion": completion, **measured}
         with writing("--json", arguments.json):
             replace_file(arguments.json, json.dumps(content, indent=1) + "\n")
     if expected is None:
         return 0
-    return compare_tokens(arguments.same_tokens_as, expected, result.tokens, screen.console)
+    path = arguments.same_tokens_as
+    if result.tokens == expected:
+        screen.console.print(f"The same {len(expected)} tokens as in {path}.", markup=False)
+        return 0
+    different = f"Other tokens than in {path}: {result.tokens}, there {expected}"
+    screen.console.print(different, style="red", markup=False)
+    return 1
 
 
 def load_model(
     arguments: argparse.Namespace, world: World, device: torch.device
 ) -> tuple[Any, Any]:
     """The tokenizer and the model, enabled, with this rank's part of the weights or all of them."""
-    dtype = None if arguments.dtype == "auto" else DTYPES[arguments.dtype]
+    dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
     path: Path = arguments.model
     tokenizer = load_tokenizer(path)
-    from ... import hf
-    from ...hf.weights.plan import CannotSplitError
+    from .. import hf
+    from ..hf.weights.plan import CannotSplitError
 
     # Prompts are dealt to ranks which have all weights.
     can_split = arguments.weights != "replicated" and arguments.prefill != "split"
     if world.size > 1 and can_split:
         try:
-            check_strategy(arguments, world)
+            # Each process must get the heads that are its own wherever several share a cache.
+            able = ("auto", *candidates(torch.float32, head_sharded=True))
+            if arguments.strategy not in able and arguments.tensor_parallel_size < world.size:
+                raise CannotSplitError(
+                    f"with split weights --strategy must be one of {', '.join(able)}, got "
+                    f"{arguments.strategy}"
+                )
             with damages_named(path):
                 return tokenizer, hf.from_pretrained(
                     path,
@@ -136,28 +259,14 @@ def load_model(
         try:
             hf.enable(model, prefill=arguments.prefill, timeout=arguments.timeout)
         except ValueError as error:
-            raise UsageError(
-                f"--model {path}: {error}; --attention sdpa generates in one process"
-            ) from error
+            sdpa = "--attention sdpa generates in one process"
+            raise UsageError(f"--model {path}: {error}; {sdpa}") from error
     return tokenizer, model
-
-
-def check_strategy(arguments: argparse.Namespace, world: World) -> None:
-    """Raises CannotSplitError if the strategy cannot give each process the heads that are its own,
-    as split weights need wherever several share a cache."""
-    from ...hf.weights.plan import CannotSplitError
-
-    able = ("auto", *candidates(torch.float32, head_sharded=True))
-    if arguments.strategy not in able and arguments.tensor_parallel_size < world.size:
-        raise CannotSplitError(
-            f"with split weights --strategy must be one of {', '.join(able)}, got "
-            f"{arguments.strategy}"
-        )
 
 
 def advice(model: Any, cache: Any) -> str:
     """Sentence on what to do after an exchange that failed."""
-    from ...hf.weights.split import mesh_of
+    from ..hf.weights.split import mesh_of
 
     mesh = mesh_of(model)
     communicators = [cache.shard.comm, *(() if mesh is None else mesh.communicators)]
@@ -167,25 +276,6 @@ def advice(model: Any, cache: Any) -> str:
     if cache.get_seq_length() == 0:
         return "Start all ranks again."
     return "A part of the cache is lost with the rank that held it: start all ranks again."
-
-
-def new_cache(arguments: argparse.Namespace, model: Any) -> Any:
-    from transformers import DynamicCache
-
-    from ...hf import TreeCache
-    from ...hf.weights.split import mesh_of
-
-    if arguments.attention == "sdpa":
-        return DynamicCache(config=model.config)
-    mesh = mesh_of(model)
-    group = None if mesh is None else mesh.context_group
-    return TreeCache(
-        model.config,
-        group,
-        kv_dtype=None if arguments.kv_dtype == "auto" else arguments.kv_dtype,
-        strategy=arguments.strategy,
-        timeout=arguments.timeout,
-    )
 
 
 def prompt_text(arguments: argparse.Namespace) -> str:
@@ -210,21 +300,6 @@ def check_lengths(prompt_tokens: int, new_tokens: int, config: Any) -> None:
             f"the prompt has {prompt_tokens} tokens and {new_tokens} are to follow, but the model "
             f"has {limit} positions: shorten the prompt or --max-new-tokens"
         )
-
-
-def compare_tokens(
-    path: Path, expected: Sequence[int], tokens: Sequence[int], console: Console
-) -> int:
-    """Says whether the new tokens are those that another run wrote; returns the exit status."""
-    if list(tokens) == list(expected):
-        console.print(f"The same {len(expected)} tokens as in {path}.", markup=False)
-        return 0
-    console.print(
-        f"Other tokens than in {path}: {list(tokens)}, there {expected}",
-        style="red",
-        markup=False,
-    )
-    return 1
 
 
 def read_tokens(path: Path) -> list[int]:

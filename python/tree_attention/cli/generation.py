@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Costs of a generation: when each token arrives, the exchange between ranks and the memory."""
+"""A generation: when each token arrives, what it costs, and how the terminal shows it."""
 
 import statistics
 import time
@@ -9,13 +9,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from ...exchange import Communicator
-from ...hf import TreeCache
-from ...hf.weights.split import mesh_of
+from ..exchange import Communicator
+from ..hf import TreeCache
+from ..hf.weights.split import mesh_of
 
 
 @dataclass(frozen=True)
@@ -142,3 +145,82 @@ def cache_bytes(cache: TreeCache | DynamicCache) -> int:
     return sum(
         x.nbytes for layer in layers if layer.is_initialized for x in (layer.keys, layer.values)
     )
+
+
+class Screen(TextStreamer):
+    """The screen during a generation: the prompt, a bar during prefill, then the text.
+
+    Only the root rank shows anything; the other ranks run the same code in silence.
+    """
+
+    def __init__(
+        self, root: bool, text: str, prompt_tokens: int, model: Any, tokenizer: Any
+    ) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.console = Console(quiet=not root, highlight=False)
+        self._text, self._prompt_tokens, self._model = text, prompt_tokens, model
+        # The bar goes to stderr, so that a redirected stdout holds the text alone.
+        errors = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("prefill"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            console=errors,
+            transient=True,
+            disable=not (root and errors.is_terminal),
+        )
+
+    def __enter__(self) -> "Screen":
+        text = f"Prompt ({self._prompt_tokens:,} tokens): {excerpt(self._text)}"
+        self.console.print(text, style="dim", markup=False)
+        task = self._progress.add_task("prefill", total=self._prompt_tokens)
+
+        def advance(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            self._progress.advance(task, kwargs["input_ids"].shape[1])
+
+        self._hook = self._model.register_forward_hook(advance, with_kwargs=True)
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hook.remove()
+        self._end_progress()
+
+    def _end_progress(self) -> None:
+        if self._progress.live.is_started:
+            self._progress.stop()
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._end_progress()  # the first token ends the prefill
+        self.console.out(text, end="\n" if stream_end else "")
+
+
+def excerpt(text: str) -> str:
+    """The text on one line, and of a long one its beginning and its end."""
+    text = " ".join(text.split())
+    return text if len(text) <= 240 else f"{text[:110]} [...] {text[-110:]}"
+
+
+def table(measured: dict[str, Any], attention: str, world_size: int) -> Table:
+    processes = f"{world_size} process{'es' if world_size > 1 else ''}"
+    result = Table(title=f"{attention}, {processes}", title_justify="left", show_header=False)
+    formats = {
+        "prompt, new tokens": "{prompt_tokens:,}, {new_tokens}",
+        "time to first token": "{ttft_s:.3f} s",
+        "prefill": "{prefill_tokens_per_s:,.0f} tokens/s",
+    }
+    if "tokens_per_s" in measured:
+        formats |= {
+            "inter-token latency p50, p99": "{inter_token_p50_ms:.2f}, {inter_token_p99_ms:.2f} ms",
+            "decode": "{tokens_per_s:.1f} tokens/s",
+            "bytes sent per token and rank": "{merge_bytes_per_token:,.0f} merge, "
+            "{sum_bytes_per_token:,.0f} sums",
+            "exchange's share of decode time": f"{100 * measured['exchange_share']:.0f} %",
+        }
+    for name, text in formats.items():
+        result.add_row(name, text.format(**measured))
+    for name, what in (("weights", "weight"), ("key/value cache", "kv")):
+        mebibytes = measured[f"{what}_bytes_per_rank"] / 2**20
+        result.add_row(f"{name} per rank", f"{mebibytes:.2f} MiB")
+    return result

@@ -2,12 +2,14 @@
 """`python -m tree_attention verify`: whether the library is right on this machine and ranks."""
 
 import argparse
+import copy
 import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from ... import (
+from .. import (
     BlockCyclic,
     Contiguous,
     ShardLayout,
@@ -29,8 +31,9 @@ from ... import (
     strategies,
     tree_decode,
 )
-from ...reference.accuracy import Accuracy, check_against_float64, digest
-from ..world import World, joined_world
+from ..reference.accuracy import check_against_float64, digest
+from .checkpoint import load, load_tokenizer, make_greedy
+from .world import World, joined_world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,19 +56,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="a checkpoint whose tokens are checked as well"
     )
-    parsed = parser.parse_args(arguments)
+    model = parser.parse_args(arguments).model
     with joined_world() as world, torch.inference_mode():
-        checks = [in_all_ranks(check, world) for check in run(world, parsed.model)]
+        made = chain(check_operator(), check_merge(), check_ranks(world), check_huggingface(model))
+        checks = [in_all_ranks(check, world) for check in made]
     if world.root:
         show(checks, world)
     return 1 if any(check.passed is False for check in checks) else 0
-
-
-def run(world: World, model: Path | None) -> Iterator[Check]:
-    yield from check_operator()
-    yield from check_merge()
-    yield from check_ranks(world)
-    yield from check_huggingface(model)
 
 
 def in_all_ranks(check: Check, world: World) -> Check:
@@ -95,9 +92,8 @@ def texts_of_ranks(text: str, world: World) -> list[str]:
 
 def show(checks: list[Check], world: World) -> None:
     console = Console(highlight=False) if sys.stdout.isatty() else Console(width=120)
-    table = Table(title=f"tree_attention verify, world size {world.size}", title_justify="left")
-    for heading in ("check", "result", "detail"):
-        table.add_column(heading)
+    title = f"tree_attention verify, world size {world.size}"
+    table = Table("check", "result", "detail", title=title, title_justify="left")
     words = {
         True: "[green]ok[/green]",
         False: "[bold red]FAILED[/bold red]",
@@ -117,8 +113,14 @@ def show(checks: list[Check], world: World) -> None:
         console.print(f"All {sum(check.passed is True for check in checks)} checks passed.")
 
 
-def judged(name: str, accuracy: Accuracy) -> Check:
-    """The check that a result's errors are within their bounds."""
+def judged(
+    name: str,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    result: tuple[Tensor, Tensor],
+    **options: Any,
+) -> Check:
+    """Checks that the errors of a result of `q, k, v, key_ranges` are within their bounds."""
+    accuracy = check_against_float64(*inputs, *result, **options)
     detail = f"error {accuracy.o_error:.1e} (bound {accuracy.o_bound:.1e})"
     return Check(name, accuracy.right, f"{detail}, lse {accuracy.lse_error:.1e}")
 
@@ -128,12 +130,8 @@ def random_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v whose scores have a standard deviation of 3, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    q = 3.0 * normal(batch, heads[0], seqlen_q, d)
-    k, v = normal(batch, heads[1], keys, d), normal(batch, heads[1], keys, d)
+    q = 3.0 * torch.randn(batch, heads[0], seqlen_q, d, generator=generator)
+    k, v = (torch.randn(batch, heads[1], keys, d, generator=generator) for _ in range(2))
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
@@ -141,38 +139,31 @@ def check_operator() -> Iterator[Check]:
     """Checks `lean_decode` with every kind of argument, in every dtype."""
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
-        q, k, v = random_inputs(dtype, batch=1, heads=(8, 2), seqlen_q=1, keys=3000, d=128)
-        result = lean_decode(q, k, v)
-        yield judged(f"{name}: 8/2 heads, 3000 keys", check_against_float64(q, k, v, None, *result))
+        inputs = random_inputs(dtype, batch=1, heads=(8, 2), seqlen_q=1, keys=3000, d=128)
+        yield judged(f"{name}: 8/2 heads, 3000 keys", (*inputs, None), lean_decode(*inputs))
 
         q, k, v = random_inputs(dtype, batch=3, heads=(6, 2), seqlen_q=5, keys=200, d=80)
         ends = torch.tensor([200, 7, 64])[:, None] - torch.arange(4, -1, -1)
         begins = torch.tensor([0, 2, 60])[:, None].expand_as(ends)
         ranges = torch.stack([begins, ends], -1).int()
-        slopes = 2.0 ** -torch.arange(1.0, 7.0)
         options: dict[str, Any] = {
             "softcap": 20.0,
-            "alibi_slopes": slopes,
+            "alibi_slopes": 2.0 ** -torch.arange(1.0, 7.0),
             "query_positions": ends - 1,
             "key_layout": (0, 1, 1),
         }
         result = lean_decode(q, k, v, ranges, **options)
-        yield judged(
-            f"{name}: ragged, causal, padded, softcap, ALiBi",
-            check_against_float64(q, k, v, ranges, *result, **options),
-        )
+        kinds = f"{name}: ragged, causal, padded, softcap, ALiBi"
+        yield judged(kinds, (q, k, v, ranges), result, **options)
 
         pages = torch.randperm(3 * 13, generator=torch.Generator().manual_seed(0)).view(3, 13)
         k_pages, v_pages = k.new_zeros(39, 2, 16, 80), v.new_zeros(39, 2, 16, 80)
         for x, pool in ((k, k_pages), (v, v_pages)):
             padded = torch.cat([x, x.new_zeros(3, 2, 8, 80)], 2).unflatten(2, (13, 16))
             pool[pages.flatten()] = padded.transpose(1, 2).flatten(0, 1)
-        table = pages.int()
-        result = lean_decode(q, k_pages, v_pages, ranges, page_table=table)
-        yield judged(
-            f"{name}: paged",
-            check_against_float64(q, k_pages, v_pages, ranges, *result, page_table=table),
-        )
+        paged, table = (q, k_pages, v_pages, ranges), pages.int()
+        result = lean_decode(*paged, page_table=table)
+        yield judged(f"{name}: paged", paged, result, page_table=table)
 
 
 def check_merge() -> Iterator[Check]:
@@ -180,8 +171,8 @@ def check_merge() -> Iterator[Check]:
     q, k, v = random_inputs(torch.float32, batch=2, heads=(4, 2), seqlen_q=2, keys=500, d=64)
     cuts = [0, 3, 3, 250, 500]
     parts = [lean_decode(q, k[:, :, a:b], v[:, :, a:b]) for a, b in pairwise(cuts)]
-    o, lse = merge_states(*(torch.stack(part) for part in zip(*parts, strict=True)))
-    yield judged("merge of 4 parts, one empty", check_against_float64(q, k, v, None, o, lse))
+    merged = merge_states(*(torch.stack(part) for part in zip(*parts, strict=True)))
+    yield judged("merge of 4 parts, one empty", (q, k, v, None), merged)
     empty = merge_states(torch.full((2, 1, 4), torch.nan), torch.full((2, 1), -torch.inf))
     right = bool((empty[0] == 0).all() and (empty[1] == -torch.inf).all())
     yield Check("merge of empty parts is empty", right, "o = 0, lse = -inf")
@@ -202,19 +193,13 @@ def check_ranks(world: World) -> Iterator[Check]:
         "ring_pass_q_decode": ring_pass_q_decode,
     }
     for strategy in strategies():
-
-        def decode(*inputs: Tensor, strategy: str = strategy) -> tuple[Tensor, Tensor]:
-            return tree_decode(*inputs, strategy=strategy)
-
-        decoders[f"tree_decode, {strategy}"] = decode
+        decoders[f"tree_decode, {strategy}"] = partial(tree_decode, strategy=strategy)
     for layout_name, layout in layouts.items():
         slots = layout.local_slots(world.rank, 0, keys)
         for name, decoder in decoders.items():
-            o, lse = decoder(q, k[:, :, slots], v[:, :, slots])
-            check = judged(
-                f"{name}: {layout_name} shards", check_against_float64(q, k, v, None, o, lse)
-            )
-            if world.size > 1 and not same_on_all_ranks(world, o, lse):
+            result = decoder(q, k[:, :, slots], v[:, :, slots])
+            check = judged(f"{name}: {layout_name} shards", (q, k, v, None), result)
+            if world.size > 1 and not same_on_all_ranks(world, *result):
                 check = Check(check.name, False, "the ranks hold different bits")
             elif world.size > 1:
                 check = Check(check.name, check.passed, check.detail + ", same bits on all ranks")
@@ -226,14 +211,75 @@ def same_on_all_ranks(world: World, *tensors: Tensor) -> bool:
 
 
 def check_huggingface(path: Path | None) -> Iterator[Check]:
-    """Checks that greedy tokens equal those of plain HuggingFace, which every rank computes too."""
-    name = "HuggingFace tokens: random Llama, padded batch"
-    if importlib.util.find_spec("transformers") is None:
-        yield Check(name, None, "transformers is not installed: pip install 'tree-attention[hf]'")
-        return
-    from . import huggingface
+    """Checks that greedy tokens equal those of plain HuggingFace, which every rank computes too.
 
-    for name, expected, got in huggingface.compare(path):
+    They are of a random model, then of the checkpoint in `path`, if any.
+    """
+    name = "random Llama, padded batch"
+    if importlib.util.find_spec("transformers") is None:
+        missing = "transformers is not installed: pip install 'tree-attention[hf]'"
+        yield Check(f"HuggingFace tokens: {name}", None, missing)
+        return
+    model = random_llama()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, model.config.vocab_size, (3, 200), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :50] = mask[2, :199] = 0  # left padding
+    yield from check_tokens(name, model, ids, mask)
+    if path is not None:
+        # Tokens are compared in float32, since in bfloat16 HuggingFace's own attentions differ.
+        tokenizer, model = load_tokenizer(path), load(path, dtype=torch.float32)
+        make_greedy(model, path)
+        text = "The quick brown fox jumps over the lazy dog. " * 40
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        yield from check_tokens(path.name, model, ids, torch.ones_like(ids))
+
+
+def check_tokens(name: str, model: Any, ids: Tensor, mask: Tensor) -> Iterator[Check]:
+    """Checks 24 tokens of a model with whole weights and with split ones."""
+    from .. import hf
+    from ..hf.weights.plan import CannotSplitError
+
+    def generate(model: Any) -> list[list[int]]:
+        output = model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=24, do_sample=False
+        )
+        return output[:, ids.shape[1] :].tolist()
+
+    def check(form: str, got: list[list[int]]) -> Check:
         right = expected == got
         detail = f"{sum(map(len, got))} tokens equal" if right else f"{got}, expected {expected}"
-        yield Check(name, right, detail)
+        return Check(f"HuggingFace tokens: {name}{form}", right, detail)
+
+    model.set_attn_implementation("sdpa")
+    expected = generate(model)
+    yield check("", generate(hf.enable(model)))
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    sizes = [n for n in (1, 2) if world_size % n == 0 and model.config.num_key_value_heads % n == 0]
+    for size in sizes if world_size > 1 else ():
+        try:
+            split = hf.parallelize(copy.deepcopy(model), tensor_parallel_size=size)
+        except CannotSplitError:
+            return
+        form = f", weights split, tensor_parallel_size {size}"
+        yield check(form, generate(hf.enable(split)))
+
+
+def random_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.2,  # scores and logits far from ties
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval()
