@@ -11,7 +11,7 @@ import pytest
 from tree_attention.__main__ import main
 from tree_attention.cli.plan import number
 from tree_attention.exchange.auto.choose import CostTable, Measured
-from tree_attention.planning.plans import ALL_FORMS
+from tree_attention.planning.arithmetic import ALL_FORMS
 
 MODEL = ("plan", "--model", "llama-3.1-8b")
 ARGUMENTS = (*MODEL, "--context", "128k", "--ranks", "8", "--gpu", "h200")

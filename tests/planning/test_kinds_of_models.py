@@ -9,17 +9,20 @@ import pytest
 
 from tree_attention.cli.plan import cells, sources
 from tree_attention.planning.arithmetic import (
+    ALL_FORMS,
+    DATA,
+    MAX_CONTEXT,
     PROMPTS,
     SPLIT,
     SPLIT_BY_HEADS,
     TENSOR,
     WHOLE,
+    Plan,
     Split,
     Work,
 )
 from tree_attention.planning.machines import LINKS, MACHINES, SUSTAINED, Hosts
 from tree_attention.planning.models import NAMED, Attention, Model
-from tree_attention.planning.plans import ALL_FORMS, DATA, MAX_CONTEXT, Plan
 
 H200 = Hosts(MACHINES["h200"], LINKS["nvlink"])
 OPERATIONS = SUSTAINED * H200.machine.arithmetic  # in a second

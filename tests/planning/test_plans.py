@@ -8,10 +8,19 @@ from dataclasses import replace
 import pytest
 
 from tree_attention.exchange.auto.choose import CostTable, Measured
-from tree_attention.planning.arithmetic import PROMPTS, SPLIT_BY_HEADS, TENSOR, WHOLE, Work
+from tree_attention.planning.arithmetic import (
+    ALL_FORMS,
+    DATA,
+    MAX_CONTEXT,
+    PROMPTS,
+    SPLIT_BY_HEADS,
+    TENSOR,
+    WHOLE,
+    Plan,
+    Work,
+)
 from tree_attention.planning.machines import LINKS, MACHINES, Hosts, fitted_link, link_of
 from tree_attention.planning.models import NAMED, llama
-from tree_attention.planning.plans import ALL_FORMS, DATA, MAX_CONTEXT, Plan
 
 MODEL = NAMED["llama-3.1-8b"]
 H200 = Hosts(MACHINES["h200"], LINKS["nvlink"])

@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..exchange import CostTable
-from ..planning.arithmetic import FORMS, Seconds, Work
+from ..planning.arithmetic import ALL_FORMS, FORMS, MAX_CONTEXT, MAX_RANKS, Plan, Work
 from ..planning.machines import LINKS, MACHINES, SUSTAINED, Hosts, Link, fitted_link, link_of
 from ..planning.models import KV_DTYPES, NAMED, Attention
-from ..planning.plans import ALL_FORMS, MAX_CONTEXT, MAX_RANKS, Plan
 from ..planning.reading import find_model
 from .usage import UsageError
 
@@ -142,11 +141,12 @@ def cells(plan: Plan, form: str) -> list[str]:
     if refusal:
         return [name, *sizes, fits, refusal, *"---"]
     token, prefill = split.token_seconds(plan.hosts), split.prefill_seconds(plan.hosts)
-    return [name, *sizes, fits, *_times(token, 1e3), *_times(prefill, 1)]
-
-
-def _times(seconds: Seconds, factor: float) -> list[str]:
-    return [number(factor * seconds.total), f"{seconds.exchange / seconds.total:.0%}"]
+    times = [
+        text
+        for seconds, factor in ((token, 1e3), (prefill, 1))
+        for text in (number(factor * seconds.total), f"{seconds.exchange / seconds.total:.0%}")
+    ]
+    return [name, *sizes, fits, *times]
 
 
 def number(value: float) -> str:

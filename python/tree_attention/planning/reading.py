@@ -65,7 +65,13 @@ def from_config(name: str, config: Any, stored: int = 0) -> Model:
     )
     attention = tuple(replace(kind, layers=count) for kind, count in kinds.items())
     sizes = config.hidden_size, config.vocab_size, attention, weights, len(layers), sums
-    states = sum(map(_state_bytes, filled))
+    states = sum(
+        state.nbytes
+        for layer in filled
+        for name in ("conv_states", "recurrent_states")
+        for state in getattr(layer, name, {}).values()
+        if state is not None
+    )
     return Model(name, *sizes, states_bytes=states, not_split=not_split, not_dealt=not_dealt)
 
 
@@ -84,12 +90,6 @@ def _build(config: Any) -> tuple[Any, list[Any]]:
         cache = DynamicCache(config=model.config)
         model(input_ids=torch.zeros((1, 1), dtype=torch.long), past_key_values=cache)
     return model, cache.layers
-
-
-def _state_bytes(layer: Any) -> int:
-    names = ("conv_states", "recurrent_states")
-    states = [state for name in names for state in getattr(layer, name, {}).values()]
-    return sum(state.nbytes for state in states if state is not None)
 
 
 def _attention(config: Any, layer: Any, filled: Any) -> Attention:
@@ -129,7 +129,12 @@ def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str]:
         elif isinstance(model.get_submodule(module), nn.Embedding):
             kind = "embedding"
         elif ".experts" in path:
-            kind, num_experts, chosen = "experts", parameter.shape[0], _chosen_experts(config)
+            kind, num_experts = "experts", parameter.shape[0]
+            fields = [field for field in _CHOSEN if hasattr(config, field)]
+            if not fields:
+                named = ", ".join(_CHOSEN)
+                raise ValueError(f"it has experts, and of {named} its config.json has none")
+            chosen = int(getattr(config, fields[0]))
         elif path in cut:
             child = module.rpartition(".")[2]
             kind = {QUERY: "q", **dict.fromkeys(KEY_VALUE, "kv")}.get(child, "split")
@@ -144,13 +149,6 @@ def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str]:
             each = BF16, (stored - others) / weights.experts
         weights = replace(weights, itemsize=each[0], expert_itemsize=each[1])
     return weights, sums, not_split
-
-
-def _chosen_experts(config: Any) -> int:
-    for field in _CHOSEN:
-        if hasattr(config, field):
-            return int(getattr(config, field))
-    raise ValueError(f"it has experts, and of {', '.join(_CHOSEN)} its config.json has none")
 
 
 def _reason(error: ValueError) -> str:
