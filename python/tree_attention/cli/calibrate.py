@@ -13,9 +13,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 from .._loader import __version__
-from ..exchange import COSTS_VARIABLE, CostTable, calibrate, get_communicator
+from ..exchange import COSTS_VARIABLE, calibrate, get_communicator
 from .usage import UsageError, check_can_be_written, check_seconds, writing
 from .world import World, joined_world
 
@@ -33,8 +34,16 @@ def main(arguments: list[str]) -> int:
         "--seconds", type=float, default=1.0, help="for each strategy and size (default 1)"
     )
     parsed = parser.parse_args(arguments)
+    check_can_be_written("--out", parsed.out)
+    if parsed.out.suffix == ".png":
+        raise UsageError(f"--out {parsed.out}: name the table; its picture gets the suffix .png")
+    check_seconds("--seconds", parsed.seconds)
+    if parsed.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "--device cuda needs a GPU, and torch finds none; "
+            "`python -m tree_attention info` says why"
+        )
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    check_arguments(parsed)
     os.environ.pop(COSTS_VARIABLE, None)  # an earlier table, which may be why somebody calibrates
     with joined_world("nccl" if parsed.device == "cuda" else "gloo") as world:
         if world.size == 1:
@@ -50,28 +59,14 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def check_arguments(arguments: argparse.Namespace) -> None:
-    check_can_be_written("--out", arguments.out)
-    if arguments.out.suffix == ".png":
-        raise UsageError(f"--out {arguments.out}: name the table; its picture gets the suffix .png")
-    check_seconds("--seconds", arguments.seconds)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            "--device cuda needs a GPU, and torch finds none; "
-            "`python -m tree_attention info` says why"
-        )
-
-
 def run(world: World, device: torch.device, seconds: float, out: Path, console: Console) -> None:
     """Measures; rank 0 writes `out` and, where matplotlib is installed, a picture beside it."""
     comm = get_communicator()
     with Progress(console=console, transient=True, disable=not world.root) as bar:
         task = bar.add_task("measuring", total=None)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        costs = calibrate(comm, device, seconds, progress)
+        costs = calibrate(
+            comm, device, seconds, lambda n, total: bar.update(task, completed=n, total=total)
+        )
     if world.root:
         remarks = {
             "tree_attention": __version__,
@@ -82,7 +77,9 @@ def run(world: World, device: torch.device, seconds: float, out: Path, console: 
         }
         with writing("--out", out):
             costs.save(out, remarks)
-        times = times_of(costs)
+        times: dict[str, dict[int, float]] = {}
+        for row in costs.exchanges:
+            times.setdefault(row.strategy, {})[row.num_bytes] = row.seconds
         console.print(table(times))
         console.print(f"wrote {out}; to use it: export {COSTS_VARIABLE}={out.resolve()}")
         if importlib.util.find_spec("matplotlib") is None:
@@ -98,32 +95,16 @@ def run(world: World, device: torch.device, seconds: float, out: Path, console: 
 Times = Mapping[str, Mapping[int, float]]  # seconds by strategy and bytes of a state
 
 
-def times_of(costs: CostTable) -> Times:
-    times: dict[str, dict[int, float]] = {}
-    for row in costs.exchanges:
-        times.setdefault(row.strategy, {})[row.num_bytes] = row.seconds
-    return times
-
-
 def table(times: Times) -> Table:
     sizes = sorted({size for row in times.values() for size in row})
     best = {size: min(row[size] for row in times.values()) for size in sizes}
-    result = Table(
-        title="Exchanges in us, until the last rank is done; bold: what auto takes",
-        title_justify="left",
-        box=None,
-    )
-    result.add_column("strategy")
+    title = "Exchanges in us, until the last rank is done; bold: what auto takes"
+    result = Table("strategy", title=title, title_justify="left", box=None)
     for size in sizes:
         result.add_column(f"{size:,} bytes", justify="right")
     for name, row in times.items():
-        cells = (
-            f"[bold]{1e6 * row[size]:,.0f}[/]"
-            if row[size] == best[size]
-            else f"{1e6 * row[size]:,.0f}"
-            for size in sizes
-        )
-        result.add_row(name, *cells)
+        styles = {size: "bold" if row[size] == best[size] else "" for size in sizes}
+        result.add_row(name, *(Text(f"{1e6 * row[size]:,.0f}", styles[size]) for size in sizes))
     return result
 
 

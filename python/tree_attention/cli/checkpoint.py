@@ -58,7 +58,8 @@ def make_greedy(model: Any, path: Path) -> list[str]:
     kept = {name: getattr(model.generation_config, name) for name in _TOKENS}
     for name, value in kept.items():
         ids = value if isinstance(value, list) else [value]
-        if value is not None and not (ids and all(map(_is_token, ids))):
+        are_tokens = ids and all(type(x) is int and -(1 << 63) <= x < 1 << 63 for x in ids)
+        if value is not None and not are_tokens:
             raise UsageError(
                 f"the checkpoint in {path}: {name} of its defaults of generation must be the "
                 f"number of a token or a list of them, got {reprlib.repr(value)}"
@@ -69,10 +70,6 @@ def make_greedy(model: Any, path: Path) -> list[str]:
         for name, value in fields.items()
         if name not in (*_TOKENS, *_REMARKS) and (value is True or value not in _DEFAULTS)
     )
-
-
-def _is_token(value: Any) -> bool:
-    return type(value) is int and -(1 << 63) <= value < 1 << 63
 
 
 def load_tokenizer(path: Path) -> Any:

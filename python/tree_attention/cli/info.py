@@ -16,7 +16,8 @@ from rich.table import Table
 
 import tree_attention
 from tree_attention import _loader
-from tree_attention._loader import MINIMUM_TRANSFORMERS
+
+NOT_BUILT = f"unavailable: torch {torch.__version__} is built without it"
 
 
 def main(arguments: list[str]) -> int:
@@ -47,7 +48,8 @@ def rows() -> Iterator[tuple[str, str]]:
     yield "threads", f"{torch.get_num_threads()}; OpenMP runtime {', '.join(openmp_runtimes())}"
     yield "cuda kernels", cuda_kernels(build["cuda_version"], build["cuda_architectures"])
     yield "cuda devices", cuda_devices()
-    yield "gloo", available_if(dist.is_available() and dist.is_gloo_available())
+    gloo = dist.is_available() and dist.is_gloo_available()
+    yield "gloo", "available" if gloo else NOT_BUILT
     yield "nccl", nccl()
     yield "strategies", ", ".join(tree_attention.strategies())
     yield "transformers", transformers()
@@ -91,15 +93,9 @@ def cuda_devices() -> str:
     )
 
 
-def available_if(available: bool) -> str:
-    return (
-        "available" if available else f"unavailable: torch {torch.__version__} is built without it"
-    )
-
-
 def nccl() -> str:
     if not (dist.is_available() and dist.is_nccl_available()):
-        return available_if(False)
+        return NOT_BUILT
     version = ".".join(map(str, torch.cuda.nccl.version()))
     return version if torch.cuda.is_available() else f"{version}, without a CUDA device to use it"
 
@@ -107,11 +103,10 @@ def nccl() -> str:
 def transformers() -> str:
     if importlib.util.find_spec("transformers") is None:
         return "not installed: pip install 'tree-attention[hf]'"
+    from packaging.version import Version
+
     version = importlib.metadata.version("transformers")
-    release, minimum = (tuple(map(int, v.split(".")[:2])) for v in (version, MINIMUM_TRANSFORMERS))
-    if release < minimum:
-        return (
-            f"{version} is too old: >= {MINIMUM_TRANSFORMERS} is required, "
-            "pip install 'tree-attention[hf]'"
-        )
+    if Version(version) < Version(_loader.MINIMUM_TRANSFORMERS):
+        required = f">= {_loader.MINIMUM_TRANSFORMERS} is required"
+        return f"{version} is too old: {required}, pip install 'tree-attention[hf]'"
     return version
