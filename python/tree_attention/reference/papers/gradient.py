@@ -17,17 +17,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from tree_attention.reference.attention import merge_states
+from tree_attention.reference.papers import tree
 from tree_attention.reference.papers.energy import finite, mask_scores
-from tree_attention.reference.papers.tree import (
-    Ranges,
-    Reduce,
-    Shard,
-    all_reduce,
-    ranges_of,
-    ring_attention,
-    rotate,
-    tree_attention,
-)
+from tree_attention.reference.papers.tree import Ranges, Reduce, Shard, all_reduce
 
 
 def merge_states_with_gradient(o_parts: Tensor, lse_parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,7 +29,15 @@ def merge_states_with_gradient(o_parts: Tensor, lse_parts: Tensor) -> tuple[Tens
     `dlse_r = w_r (dlse + do.(o_r - o))`. A part with `lse = -inf` gets no gradient, and its o may
     be anything.
     """
-    return _MergeStates.apply(o_parts, lse_parts)
+    o, lse = merge_states(o_parts.detach(), lse_parts.detach())
+
+    def backward(grad_o: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.exp(lse_parts - finite(lse))
+        grad_lse_parts = weights * (grad_lse + (grad_o * (o_parts - o)).sum(-1))
+        # Selected, since the o of a part without keys may be NaN.
+        return weights[..., None] * grad_o, grad_lse_parts.masked_fill(lse_parts == -torch.inf, 0)
+
+    return _WithBackward.apply(backward, (o, lse), o_parts, lse_parts)
 
 
 def tree_attention_with_gradient(
@@ -57,9 +57,18 @@ def tree_attention_with_gradient(
             every rank, and so must be the loss: every rank gets the whole gradient of q.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    ranges = [shard.key_ranges for shard in shards]
-    tensors = [x for shard in shards for x in (shard.k, shard.v)]
-    return _TreeAttention.apply(scale, ranges, reduce, q, *tensors)
+    with torch.no_grad():
+        state = tree.tree_attention(q, shards, softmax_scale=scale, reduce=reduce)
+
+    def backward(*grad_state: Tensor) -> tuple[Tensor, ...]:
+        gradients = [
+            attention_gradient(q, k, v, ranges, scale, state, grad_state) for k, v, ranges in shards
+        ]
+        grad_q = reduce([of_queries for of_queries, _, _ in gradients], torch.add)
+        return grad_q, *(x for _, *own in gradients for x in own)
+
+    keys_and_values = (x for k, v, _ in shards for x in (k, v))
+    return _WithBackward.apply(backward, state, q, *keys_and_values)
 
 
 def ring_attention_with_gradient(
@@ -74,9 +83,29 @@ def ring_attention_with_gradient(
     Backward, the gradients of a shard travel the whole ring with it; those of queries stay.
     """
     scale = queries[0].shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    keys, values, _ = zip(*shards, strict=True)
-    o, lse = _slices(_RingAttention.apply(scale, key_ranges, *queries, *keys, *values), 2)
-    return list(zip(o, lse, strict=True))
+    with torch.no_grad():
+        states = tree.ring_attention(queries, shards, key_ranges, softmax_scale=scale)
+
+    def backward(*grad_states: Tensor) -> tuple[Tensor, ...]:
+        grad_queries = [torch.zeros_like(q) for q in queries]
+        # What travels: a shard and the gradients that it has gathered so far.
+        held = [(k, v, torch.zeros_like(k), torch.zeros_like(v)) for k, v, _ in shards]
+        for step in range(len(held)):
+            for rank, (k, v, grad_k, grad_v) in enumerate(held):
+                ranges = tree.ranges_of(key_ranges, rank, (rank - step) % len(held))
+                own = grad_states[2 * rank : 2 * rank + 2]
+                of_q, of_k, of_v = attention_gradient(
+                    queries[rank], k, v, ranges, scale, states[rank], own
+                )
+                grad_queries[rank] += of_q
+                held[rank] = k, v, grad_k + of_k, grad_v + of_v
+            held = tree.rotate(held)  # the last rotation brings the gradients home
+        return *grad_queries, *(x for _, _, *own in held for x in own)
+
+    keys_and_values = (x for k, v, _ in shards for x in (k, v))
+    results = tuple(x for state in states for x in state)
+    flat = _WithBackward.apply(backward, results, *queries, *keys_and_values)
+    return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def process_reduce(group: dist.ProcessGroup | None = None) -> Reduce:
@@ -99,110 +128,42 @@ def attention_gradient(
     key_ranges: Tensor | None,
     scale: float,
     state: tuple[Tensor, Tensor],
-    state_gradient: tuple[Tensor, Tensor],
+    grad_state: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from some of the keys.
 
     Args:
         state: o and lse over all keys, wherever they are; so the parts of several shards add up.
-        state_gradient: the gradients of the loss by o and lse.
+        grad_state: the gradients of the loss by o and lse.
     """
-    (o, lse), (grad_o, grad_lse) = state, state_gradient
-    num_heads_kv, group_size = k.shape[1], q.shape[1] // k.shape[1]
+    (o, lse), (grad_o, grad_lse) = state, grad_state
+    group_size = q.shape[1] // k.shape[1]
     k_all, v_all = (x.repeat_interleave(group_size, dim=1) for x in (k, v))
     scores = mask_scores(scale * (q @ k_all.mT), key_ranges)
     weights = torch.exp(scores - finite(lse)[..., None])
     delta = (grad_o * o).sum(-1) - grad_lse
     grad_scores = weights * (grad_o @ v_all.mT - delta[..., None])
     grad_k, grad_v = (
-        x.unflatten(1, (num_heads_kv, group_size)).sum(2)
+        x.unflatten(1, (-1, group_size)).sum(2)
         for x in (scale * (grad_scores.mT @ q), weights.mT @ grad_o)
     )
     return scale * (grad_scores @ k_all), grad_k, grad_v
 
 
-def _slices(tensors: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
-    """Splits into `count` slices of one tensor for each rank."""
-    ranks = len(tensors) // count
-    return [tensors[i * ranks : (i + 1) * ranks] for i in range(count)]
+class _WithBackward(Function):
+    """Results that were computed from tensors, with a function that takes gradients back."""
 
-
-class _MergeStates(Function):
-    @staticmethod
-    def forward(ctx: Any, o_parts: Tensor, lse_parts: Tensor) -> tuple[Tensor, Tensor]:
-        o, lse = merge_states(o_parts, lse_parts)
-        ctx.save_for_backward(o_parts, lse_parts, o, lse)
-        return o, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_o: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
-        o_parts, lse_parts, o, lse = ctx.saved_tensors
-        weights = torch.exp(lse_parts - finite(lse))
-        grad_lse_parts = weights * (grad_lse + (grad_o * (o_parts - o)).sum(-1))
-        # Selected, since the o of a part without keys may be NaN.
-        empty = lse_parts == -torch.inf
-        return weights[..., None] * grad_o, grad_lse_parts.masked_fill(empty, 0)
-
-
-class _TreeAttention(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        scale: float,
-        ranges: Sequence[Tensor | None],
-        reduce: Reduce,
-        q: Tensor,
+        backward: Callable[..., tuple[Tensor, ...]],
+        results: tuple[Tensor, ...],
         *tensors: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        shards = [Shard(*x) for x in zip(tensors[::2], tensors[1::2], ranges, strict=True)]
-        o, lse = tree_attention(q, shards, softmax_scale=scale, reduce=reduce)
-        ctx.save_for_backward(o, lse, q, *tensors)
-        ctx.scale, ctx.ranges, ctx.reduce = scale, ranges, reduce
-        return o, lse
+    ) -> tuple[Tensor, ...]:
+        ctx.by_hand = backward
+        return tuple(x.clone() for x in results)  # of which `backward` has others: no cycle
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_o: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        o, lse, q, *tensors = ctx.saved_tensors
-        gradients = [
-            attention_gradient(q, k, v, ranges, ctx.scale, (o, lse), (grad_o, grad_lse))
-            for k, v, ranges in zip(tensors[::2], tensors[1::2], ctx.ranges, strict=True)
-        ]
-        grad_q = ctx.reduce([of_queries for of_queries, _, _ in gradients], torch.add)
-        own = [x for _, grad_k, grad_v in gradients for x in (grad_k, grad_v)]
-        return None, None, None, grad_q, *own
-
-
-class _RingAttention(Function):
-    @staticmethod
-    def forward(ctx: Any, scale: float, key_ranges: Ranges, *tensors: Tensor) -> tuple[Tensor, ...]:
-        queries, keys, values = _slices(tensors, 3)
-        shards = [Shard(*kv) for kv in zip(keys, values, strict=True)]
-        states = ring_attention(queries, shards, key_ranges, softmax_scale=scale)
-        o, lse = zip(*states, strict=True)
-        ctx.save_for_backward(*o, *lse, *tensors)
-        ctx.scale, ctx.key_ranges = scale, key_ranges
-        return *o, *lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *state_gradients: Tensor) -> tuple[Tensor | None, ...]:
-        o, lse, queries, keys, values = _slices(ctx.saved_tensors, 5)
-        states = list(zip(o, lse, strict=True))
-        gradients_of_states = list(zip(*_slices(state_gradients, 2), strict=True))
-        grad_queries = [torch.zeros_like(q) for q in queries]
-        # What travels: a shard and the gradients that it has gathered so far.
-        held = [(*kv, *map(torch.zeros_like, kv)) for kv in zip(keys, values, strict=True)]
-        for step in range(len(held)):
-            for rank, (k, v, grad_k, grad_v) in enumerate(held):
-                ranges = ranges_of(ctx.key_ranges, rank, (rank - step) % len(held))
-                state, state_gradient = states[rank], gradients_of_states[rank]
-                gradients = attention_gradient(
-                    queries[rank], k, v, ranges, ctx.scale, state, state_gradient
-                )
-                grad_queries[rank] += gradients[0]
-                held[rank] = k, v, grad_k + gradients[1], grad_v + gradients[2]
-            held = rotate(held)  # the last rotation brings the gradients home
-        _, _, grad_keys, grad_values = zip(*held, strict=True)
-        return None, None, *grad_queries, *grad_keys, *grad_values
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.by_hand(*gradients)
