@@ -12,9 +12,7 @@ from torch.testing import assert_close
 from tree_attention.reference import attention, merge
 from tree_attention.reference.papers.flash import (
     SlowMemory,
-    add_tile,
     chunked_attention,
-    empty_state,
     flash_attention,
     flash_attention_2,
     flash_block_sizes,
@@ -23,6 +21,7 @@ from tree_attention.reference.papers.flash import (
     normalise,
     rescale,
     standard_attention,
+    tile_state,
 )
 from tree_attention.reference.papers.lean import (
     AsPrintedRoundedUp,
@@ -131,9 +130,8 @@ def test_no_keys_give_zero_and_minus_infinity(algorithm):
 def test_rescaling_is_associative_and_equals_the_merge(seed, sizes):
     """LeanAttention section IV-A; a part without keys is the identity."""
     q, k, v = inputs(seed, seqlen_k=sum(sizes))
-    empty = empty_state(q, v)
     parts = [
-        add_tile(empty, q, k_part, v_part, 0.7)
+        tile_state(q, k_part, v_part, 0.7)
         for k_part, v_part in zip(k.split(sizes, 2), v.split(sizes, 2), strict=True)
     ]
     left = rescale(rescale(*parts[:2]), parts[2])

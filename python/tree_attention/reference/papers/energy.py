@@ -69,10 +69,7 @@ def softmax_weights(scores: Tensor) -> Tensor:
 def energy(
     q: Tensor, k: Tensor, v: Tensor, zeta: Tensor, key_ranges: Tensor | None = None
 ) -> Tensor:
-    """The energy of each query row of `tilted_scores`, `[batch, num_heads_q, seqlen_q]`.
-
-    At `zeta = 0` it is lse.
-    """
+    """The energy of each query row, `[batch, num_heads_q, seqlen_q]`; at `zeta = 0` it is lse."""
     return torch.logsumexp(tilted_scores(q, k, v, zeta, key_ranges), dim=-1)
 
 
@@ -130,10 +127,7 @@ def energy_hessian(
 ) -> Tensor:
     """The Hessian of F in zeta by its formula: for each row, the covariance of v.
 
-    The mixed derivatives for two different rows are zero and are left out.
-
-    Returns:
-        `[batch, num_heads_q, seqlen_q, head_dim_v, head_dim_v]`; zero for a row without keys.
+    It has the shape of `moment`: mixed derivatives for two different rows are zero, and left out.
     """
     mean, second_moment = (moment(q, k, v, order, key_ranges, zeta) for order in (1, 2))
     return second_moment - mean[..., :, None] * mean[..., None, :]
@@ -142,12 +136,7 @@ def energy_hessian(
 def attention_from_energy(
     q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention by one backward pass through the energy at `zeta = 0`.
-
-    Returns:
-        o: `[batch, num_heads_q, seqlen_q, head_dim_v]`, the gradient dF/dzeta.
-        lse: `[batch, num_heads_q, seqlen_q]`, the energy F; natural logarithm.
-    """
+    """Attention by one backward pass at `zeta = 0`: the gradient of the energy, which is lse."""
     zeta = q.new_zeros(*q.shape[:-1], v.shape[-1], requires_grad=True)
     with torch.enable_grad():
         lse = energy(q, k, v, zeta, key_ranges)
@@ -177,10 +166,7 @@ def moment_from_energy(
 def partition_series(
     q: Tensor, k: Tensor, v: Tensor, zeta: Tensor, order: int, key_ranges: Tensor | None = None
 ) -> Tensor:
-    """`Z(zeta) / Z` up to the `order`-th term of Eq. 21, `[batch, num_heads_q, seqlen_q]`.
-
-    It is the sum of the moments, contracted with zeta and divided by n!.
-    """
+    """`Z(zeta) / Z` by Eq. 21: the sum of the moments, contracted with zeta and divided by n!."""
     total = torch.zeros_like(zeta[..., 0])
     for n in range(order + 1):
         term = moment(q, k, v, n, key_ranges)

@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Attention in blocks, from the formula to FlashDecoding, with the slow-memory traffic of each way.
 
-| function | source |
-| --- | --- |
-| `standard_attention` | Algorithm 0 of FlashAttention (arXiv:2205.14135) |
-| `chunked_attention` | Rabe and Staats (arXiv:2112.05682) |
-| `flash_attention` | Algorithm 1 of FlashAttention |
-| `flash_attention_2` | arXiv:2307.08691, as Algorithm 1 of LeanAttention (arXiv:2405.10480) |
-| `flash_decoding` | FlashDecoding, LeanAttention section III-C |
-
 They take `q [..., seqlen_q, head_dim]`, `k [..., seqlen_k, head_dim]` and
 `v [..., seqlen_k, head_dim_v]`, whose leading axes are equal, and every query sees every key. They
-return `o` and `lse` as `attention` does. Scores are scaled, which no printed algorithm does.
-
-A processor computes on what it has loaded from slow memory, and `SlowMemory` counts what passes.
+return `o` and `lse` as `attention` does. A processor computes on what it has loaded from slow
+memory, and `SlowMemory` counts what passes. FlashAttention is arXiv:2205.14135, FlashAttention-2
+arXiv:2307.08691; LeanAttention (arXiv:2405.10480) prints the latter and FlashDecoding as well.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -38,34 +30,25 @@ class State(NamedTuple):
     numerator: Tensor  # [..., seqlen_q, head_dim_v]
 
 
-def empty_state(q: Tensor, v: Tensor) -> State:
-    """The state of no keys, for queries `q` and values of the width and dtype of `v`."""
-    rows = q.shape[:-1]
-    return State(v.new_full(rows, -torch.inf), v.new_zeros(rows), v.new_zeros(*rows, v.shape[-1]))
-
-
-def add_tile(state: State, q: Tensor, k: Tensor, v: Tensor, scale: float) -> State:
-    """Adds the keys `k` and values `v` of one tile: the body of FlashAttention-2's inner loop."""
+def tile_state(q: Tensor, k: Tensor, v: Tensor, scale: float) -> State:
+    """The state of the keys `k` and values `v` of one tile."""
     scores = scale * (q @ k.mT)
-    largest = torch.maximum(state.largest, largest_score(scores))
+    largest = largest_score(scores)
     weights = torch.exp(scores - finite(largest)[..., None])
-    kept = torch.exp(state.largest - finite(largest))
-    return State(
-        largest,
-        kept * state.denominator + weights.sum(-1),
-        weights @ v + kept[..., None] * state.numerator,
-    )
+    return State(largest, weights.sum(-1), weights @ v)
 
 
-def rescale(a: State, b: State) -> State:
-    """The state of the union of two disjoint sets of keys (LeanAttention, section IV-A)."""
-    largest = torch.maximum(a.largest, b.largest)
-    weight_a, weight_b = (torch.exp(x.largest - finite(largest)) for x in (a, b))
-    return State(
-        largest,
-        weight_a * a.denominator + weight_b * b.denominator,
-        weight_a[..., None] * a.numerator + weight_b[..., None] * b.numerator,
-    )
+def empty_state(q: Tensor, v: Tensor) -> State:
+    """The state of no keys, for queries `q` and values of the width of `v`."""
+    return tile_state(q, q[..., :0, :], v[..., :0, :], 1.0)
+
+
+def rescale(*states: State) -> State:
+    """The state of the union of disjoint sets of keys (LeanAttention, section IV-A)."""
+    largest, denominator, numerator = map(torch.stack, zip(*states, strict=True))
+    weights = torch.exp(largest - finite(largest.amax(0)))
+    numerator = (weights[..., None] * numerator).sum(0)
+    return State(largest.amax(0), (weights * denominator).sum(0), numerator)
 
 
 def normalise(state: State) -> tuple[Tensor, Tensor]:
@@ -95,10 +78,9 @@ class SlowMemory:
         place.copy_(x)
 
 
-def blocks(length: int, size: int) -> Iterator[slice]:
+def blocks(length: int, size: int) -> list[slice]:
     """The positions `[0, length)` in blocks of `size`, of which the last may be shorter."""
-    for begin in range(0, length, size):
-        yield slice(begin, min(begin + size, length))
+    return [slice(begin, min(begin + size, length)) for begin in range(0, length, size)]
 
 
 def standard_attention(
@@ -133,7 +115,7 @@ def tile_by_tile(
     for rows in blocks(q.shape[-2], tile_m):
         empty = empty_state(q[..., rows, :], v)
         tiles = [
-            add_tile(empty, q[..., rows, :], k[..., keys, :], v[..., keys, :], scale)
+            tile_state(q[..., rows, :], k[..., keys, :], v[..., keys, :], scale)
             for keys in blocks(k.shape[-2], tile_n)
         ]
         o[..., rows, :], lse[..., rows] = normalise(combine([empty, *tiles]))
@@ -143,20 +125,12 @@ def tile_by_tile(
 def chunked_attention(
     q: Tensor, k: Tensor, v: Tensor, *, query_chunk: int, key_chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Rabe and Staats: each chunk of keys is summarised alone, then all summaries are combined.
+    """Rabe and Staats (arXiv:2112.05682): chunks of keys are summarised alone, then combined.
 
     Tree Attention's Eq. 1 to 3 are its sums for one key per chunk, without the largest score, which
     keeps them from overflowing.
     """
-
-    def combine(summaries: list[State]) -> State:
-        largest, denominator, numerator = map(torch.stack, zip(*summaries, strict=True))
-        weights = torch.exp(largest - finite(largest.amax(0)))
-        return State(
-            largest.amax(0), (weights * denominator).sum(0), (weights[..., None] * numerator).sum(0)
-        )
-
-    return tile_by_tile(q, k, v, query_chunk, key_chunk, combine)
+    return tile_by_tile(q, k, v, query_chunk, key_chunk, lambda states: rescale(*states))
 
 
 def flash_block_sizes(fast_memory: int, head_dim: int) -> tuple[int, int]:
@@ -170,12 +144,8 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1 of FlashAttention: key blocks outside, query blocks inside.
 
-    O, l and m live in slow memory and are read and written once for each key block, and O is
-    normalised at every step. The traffic is Theta(N^2 d^2 / M) for d <= M <= N d (Theorem 2);
-    `flash_traffic` has all of it. Scores must be finite.
-
-    Args:
-        fast_memory: M, in elements.
+    O, l and m live in slow memory and are read and written once for each key block. The traffic is
+    Theta(N^2 d^2 / M) for d <= M <= N d elements of fast memory (Theorem 2). Scores must be finite.
     """
     scale, memory = q.shape[-1] ** -0.5, memory or SlowMemory()
     block_q, block_k = flash_block_sizes(fast_memory, q.shape[-1])
@@ -227,7 +197,7 @@ def flash_attention_2(
         state = empty_state(q_i, v)
         for keys in blocks(k.shape[-2], block_k):
             k_j, v_j = memory.load(k[..., keys, :]), memory.load(v[..., keys, :])
-            state = add_tile(state, q_i, k_j, v_j, scale)
+            state = rescale(state, tile_state(q_i, k_j, v_j, scale))
         o_i, lse_i = normalise(state)
         memory.store(o[..., rows, :], o_i)
         memory.store(lse[..., rows], lse_i)

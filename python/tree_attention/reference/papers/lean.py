@@ -29,12 +29,12 @@ from torch import Tensor
 
 from tree_attention.reference.papers.flash import (
     State,
-    add_tile,
     blocks,
     empty_state,
     normalise,
     rescale,
     tile_by_tile,
+    tile_state,
 )
 
 T = TypeVar("T")
@@ -117,8 +117,7 @@ def cta(
     Args:
         lean_tile: the state of the iterations `[begin, end)` of an output tile.
         merge: the state of two of them, of which the first has the lower keys.
-        parts: the workspace in slow memory. An entry is part and flag at once (lines 20 to 23); on
-            a GPU a fence keeps the flag from being seen before the part.
+        parts: the workspace in slow memory, where an entry is part and flag at once.
         outputs: the merged state of each output tile.
     """
     iteration, cta_end = schedule.start(g), schedule.start(g + 1)
@@ -200,9 +199,8 @@ def lean_tile(
     q has the rows of that output tile, k and v all keys of its head.
     """
     state = empty_state(q, v)
-    for i in range(begin, end):
-        keys = slice(i * tile_n, (i + 1) * tile_n)
-        state = add_tile(state, q, k[keys], v[keys], scale)
+    for keys in blocks(end * tile_n, tile_n)[begin:]:
+        state = rescale(state, tile_state(q, k[keys], v[keys], scale))
     return state
 
 

@@ -6,10 +6,7 @@ of `all_reduce` is one collective whose result every rank receives; nothing else
 Shards may be uneven and empty. In Ring Attention (arXiv:2310.01889), with which the paper compares,
 the shards travel around a ring of ranks while the queries stay.
 
-They differ from the paper as printed (arXiv:2408.04093) in four places: scores are scaled;
-Algorithm 1 returns the shift as well as the logarithm relative to it, since Algorithm 2 needs both;
-an empty shard is the identity of every reduction; and lse has the shape of the output's rows, so
-that batches of more than one sequence are right.
+docs/papers.md has the places in which they differ from the paper as printed (arXiv:2408.04093).
 """
 
 from collections import Counter
@@ -61,7 +58,7 @@ class Counts:
         return max(self.bytes_sent.values(), default=0)
 
     def message(self, source: int, content: Any) -> None:
-        """Counts a message: a tensor, or a tuple of tensors and of what is sent for nothing."""
+        """Counts a tensor that is sent, or a tuple of tensors and of what is sent for nothing."""
         contents = content if isinstance(content, tuple) else (content,)
         self.messages += 1
         self.bytes_sent[source] += sum(x.nbytes for x in contents if isinstance(x, Tensor))
@@ -79,13 +76,8 @@ def all_reduce(
     Groups of `fan_in` neighbours combine at their first rank, then groups of these, in
     `ceil(log(ranks) / log(fan_in))` levels; the result goes back down the same tree. With `fan_in`
     2 the order is the canonical one of `merge_states`.
-
-    Args:
-        counts: gets the two steps of each level, a message up and one down for every rank but the
-            first, and the merges of the largest group of each level, which follow each other.
     """
-    parts, counts, step = list(parts), counts or Counts(), 1
-    links = []
+    parts, links, counts, step = list(parts), [], counts or Counts(), 1
     while step < len(parts):
         merges = 0
         for parent in range(0, len(parts), fan_in * step):
@@ -104,12 +96,7 @@ def all_reduce(
 
 
 def tree_energy(q: Tensor, zeta: Tensor, shards: Sequence[Shard]) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: the energy F of every query row, by two reductions of one number per row.
-
-    Returns:
-        shift, relative: each `[batch, num_heads_q, seqlen_q]`, with `F = shift + relative`; 0 and
-        -inf for a row without keys on any rank.
-    """
+    """Algorithm 1: `energy.safe_energy` of every row, by two reductions of one number per row."""
     scores = [tilted_scores(q, k, v, zeta, key_ranges) for k, v, key_ranges in shards]
     shift = finite(all_reduce([largest_score(s) for s in scores], torch.maximum))
     relative = all_reduce(
@@ -119,13 +106,7 @@ def tree_energy(q: Tensor, zeta: Tensor, shards: Sequence[Shard]) -> tuple[Tenso
 
 
 def tree_gradient(q: Tensor, zeta: Tensor, shards: Sequence[Shard]) -> Tensor:
-    """Algorithm 2: the gradient of the energy, by one more reduction of a value vector per row.
-
-    At `zeta = 0` it is attention.
-
-    Returns:
-        `[batch, num_heads_q, seqlen_q, head_dim_v]`; zero for a row without keys.
-    """
+    """Algorithm 2: `energy.energy_gradient`, by one more reduction of a value vector per row."""
     shift, relative = tree_energy(q, zeta, shards)
     relative = finite(relative)
     sums = []
@@ -152,8 +133,7 @@ def tree_attention(
             it gets the part of its own rank alone, and `shards` has that rank's shard.
 
     Returns:
-        o: `[batch, num_heads_q, seqlen_q, head_dim_v]`; zero for a row without keys.
-        lse: `[batch, num_heads_q, seqlen_q]`, natural logarithm; -inf for a row without keys.
+        o and lse of `attention` to all shards.
     """
     states = [
         attention(q, k, v, key_ranges, softmax_scale=softmax_scale) for k, v, key_ranges in shards
