@@ -41,7 +41,6 @@ _CHOICES = {
     ),
     "strategy": (strategies(), "how the ranks exchange their partial results"),
 }
-_WROTE = "name a file that --json wrote"
 
 
 def main(arguments: list[str]) -> int:
@@ -173,7 +172,14 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
     from . import generation
 
     input_ids = tokenizer(text, return_tensors="pt")["input_ids"].to(device)
-    check_lengths(input_ids.shape[1], arguments.max_new_tokens, model.config)
+    num_tokens, limit = input_ids.shape[1], getattr(model.config, "max_position_embeddings", None)
+    if num_tokens == 0:
+        raise UsageError("the prompt is empty: the model needs at least one token to begin with")
+    if limit is not None and num_tokens + arguments.max_new_tokens > limit:
+        raise UsageError(
+            f"the prompt has {num_tokens} tokens and {arguments.max_new_tokens} are to follow, but "
+            f"the model has {limit} positions: shorten the prompt or --max-new-tokens"
+        )
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     if arguments.attention == "sdpa":
         cache: Any = DynamicCache(config=model.config)
@@ -186,7 +192,7 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
             strategy=arguments.strategy,
             timeout=arguments.timeout,
         )
-    with generation.Screen(world.root, text, input_ids.shape[1], model, tokenizer) as screen:
+    with generation.Screen(world.root, text, num_tokens, model, tokenizer) as screen:
         try:
             result = generation.generate(
                 model,
@@ -291,28 +297,15 @@ def prompt_text(arguments: argparse.Namespace) -> str:
         raise UsageError(f"--prompt-file {arguments.prompt_file}: {error}") from error
 
 
-def check_lengths(prompt_tokens: int, new_tokens: int, config: Any) -> None:
-    if prompt_tokens == 0:
-        raise UsageError("the prompt is empty: the model needs at least one token to begin with")
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and prompt_tokens + new_tokens > limit:
-        raise UsageError(
-            f"the prompt has {prompt_tokens} tokens and {new_tokens} are to follow, but the model "
-            f"has {limit} positions: shorten the prompt or --max-new-tokens"
-        )
-
-
 def read_tokens(path: Path) -> list[int]:
     """The tokens that another run wrote with --json."""
     try:
         tokens = read_json_object(path, "--same-tokens-as").get("tokens")
-    except OSError as error:
-        raise UsageError(f"--same-tokens-as {path}: {error.strerror}; {_WROTE}") from error
-    except ValueError as error:
-        raise UsageError(f"{error}; {_WROTE}") from error
-    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise UsageError(
-            f"--same-tokens-as {path}: tokens must be a list of integers, got "
-            f"{reprlib.repr(tokens)}; {_WROTE}"
-        )
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            wrong = f"tokens must be a list of integers, got {reprlib.repr(tokens)}"
+            raise ValueError(f"--same-tokens-as {path}: {wrong}")
+    except (OSError, ValueError) as error:
+        strerror = getattr(error, "strerror", None)
+        reason = f"--same-tokens-as {path}: {strerror}" if strerror else error
+        raise UsageError(f"{reason}; name a file that --json wrote") from error
     return tokens

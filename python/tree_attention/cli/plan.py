@@ -13,8 +13,8 @@ from rich.text import Text
 
 from ..exchange import CostTable
 from ..planning.arithmetic import ALL_FORMS, FORMS, MAX_CONTEXT, MAX_RANKS, Plan, Work
-from ..planning.machines import LINKS, MACHINES, SUSTAINED, Hosts, Link, fitted_link, link_of
-from ..planning.models import KV_DTYPES, NAMED, Attention
+from ..planning.machines import LINKS, MACHINES, SUSTAINED, Hosts, fitted_link, link_of
+from ..planning.models import KV_DTYPES, NAMED
 from ..planning.reading import find_model
 from .usage import UsageError
 
@@ -59,18 +59,15 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     except ValueError as error:
         raise UsageError(f"--model: {error}") from error
     machine = MACHINES[arguments.machine]
-    hosts = Hosts(machine, find_link(arguments, link_of(machine, arguments.ranks)))
+    link = LINKS[arguments.link or link_of(machine, arguments.ranks)]
+    if arguments.calibration is not None:
+        try:
+            link = fitted_link(CostTable.load(arguments.calibration), arguments.calibration.name)
+        except ValueError as error:
+            raise UsageError(f"--calibration: {error}") from error
     model = replace(model, kv_dtype=arguments.kv_dtype)
-    return Plan(model, hosts, arguments.ranks, Work(context, arguments.sequences))
-
-
-def find_link(arguments: argparse.Namespace, default: str) -> Link:
-    if arguments.calibration is None:
-        return LINKS[arguments.link or default]
-    try:
-        return fitted_link(CostTable.load(arguments.calibration), arguments.calibration.name)
-    except ValueError as error:
-        raise UsageError(f"--calibration: {error}") from error
+    work = Work(context, arguments.sequences)
+    return Plan(model, Hosts(machine, link), arguments.ranks, work)
 
 
 def tokens_of(option: str, text: str) -> int:
@@ -102,7 +99,11 @@ def sources(plan: Plan) -> list[str]:
     model, work, machine, link = plan.model, plan.work, plan.hosts.machine, plan.hosts.link
     weights, several = model.weights, f"{work.sequences} sequences of " * (work.sequences > 1)
     experts = f", {weights.chosen} of {weights.num_experts} experts for a token"
-    caches = [_cache(layers, model.kv_dtype) for layers in model.attention]
+    caches = []
+    for x in model.attention:
+        tokens = f"for each of the last {x.window:,} tokens" if x.window else "a token"
+        num_bytes = x.layers * x.token_bytes(model.kv_dtype)
+        caches.append(f"{num_bytes:,} bytes {tokens} in {_count(x.layers, 'layer')}")
     if model.states_bytes:
         caches.append(f"{model.states_bytes / 1e6:,.3g} MB for states of any context")
     return [
@@ -117,12 +118,6 @@ def sources(plan: Plan) -> list[str]:
         f"Link: {link.bandwidth / 1e9:,.3g} GB/s, {1e6 * link.round_seconds:,.3g} us a round "
         f"({link.source}).",
     ]
-
-
-def _cache(layers: Attention, kv_dtype: str) -> str:
-    num_bytes = layers.layers * layers.token_bytes(kv_dtype)
-    tokens = f"for each of the last {layers.window:,} tokens" if layers.window else "a token"
-    return f"{num_bytes:,} bytes {tokens} in {_count(layers.layers, 'layer')}"
 
 
 def _count(count: int, what: str) -> str:

@@ -220,9 +220,25 @@ def check_huggingface(path: Path | None) -> Iterator[Check]:
         missing = "transformers is not installed: pip install 'tree-attention[hf]'"
         yield Check(f"HuggingFace tokens: {name}", None, missing)
         return
-    model = random_llama()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.2,  # scores and logits far from ties
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM(config).eval()
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, model.config.vocab_size, (3, 200), generator=generator)
+    ids = torch.randint(3, 256, (3, 200), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, :50] = mask[2, :199] = 0  # left padding
     yield from check_tokens(name, model, ids, mask)
@@ -263,23 +279,3 @@ def check_tokens(name: str, model: Any, ids: Tensor, mask: Tensor) -> Iterator[C
             return
         form = f", weights split, tensor_parallel_size {size}"
         yield check(form, generate(hf.enable(split)))
-
-
-def random_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=16,
-        initializer_range=0.2,  # scores and logits far from ties
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config).eval()

@@ -68,7 +68,8 @@ def joined_world(backend: str = "gloo", timeout: float | None = None) -> Iterato
     rank, size, local_rank = (int(value) for value in variables.values() if value is not None)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if os.environ.get("OMP_NUM_THREADS") in (None, "1"):
-        torch.set_num_threads(max(1, num_cpus() // local_size))
+        usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+        torch.set_num_threads(max(1, len(usable) // local_size))
     if local_size == size and sys.platform == "linux":
         # On one machine, whose host name need not resolve to an address that can be reached.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -161,10 +162,3 @@ def _interrupts_passed_on() -> Iterator[None]:
         writer.close()
         thread.join()
         reader.close()
-
-
-def num_cpus() -> int:
-    """The number of CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -5,6 +5,8 @@ vLLM calls `register` in each of its processes, through the entry point `vllm.ge
 docs/vllm.md is for users.
 """
 
+import os
+
 from . import checks
 
 __all__ = ["register"]
@@ -23,7 +25,10 @@ def register() -> None:
         ValueError: TREE_ATTENTION_VLLM has a value that means nothing.
         RuntimeError: vLLM does not run on a CPU, or lacks what the plug-in uses.
     """
-    if not checks.asked_for():
+    value = os.environ.get(checks.VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{checks.VARIABLE} must be 1, 0 or unset, got {value!r}")
+    if value != "1":
         return
     checks.check_engine()
     # What follows imports vLLM's attention, which has to be there as it is expected.

@@ -3,7 +3,6 @@
 
 import importlib
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,13 +24,6 @@ CALLED = {
     "AttentionMetadataBuilder.build": "self common_prefix_len common_attn_metadata fast_build",
     "AttentionBackend.supported_kv_cache_layouts": "",
 }
-
-
-def asked_for() -> bool:
-    value = os.environ.get(VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{VARIABLE} must be 1, 0 or unset, got {value!r}")
-    return value == "1"
 
 
 def check_engine() -> None:
