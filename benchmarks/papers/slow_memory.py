@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The slow-memory traffic of FlashAttention, counted, beside Theta(N^2 d^2 / M).
+"""The slow-memory traffic of FlashAttention (arXiv:2205.14135), beside Theta(N^2 d^2 / M).
 
 python -m benchmarks.papers.slow_memory --out DIR
 """
@@ -9,16 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tree_attention.reference import attention
-from tree_attention.reference.papers.flash import (
-    SlowMemory,
-    flash_attention,
-    flash_attention_2,
-    flash_block_sizes,
-    flash_traffic,
-    standard_attention,
-)
+from tree_attention.reference.papers.energy import softmax_weights
+from tree_attention.reference.papers.flash import SlowMemory, blocks, flash_attention_2
 
 from ..harness.program import finish, parser_of
 from ..harness.report import Columns, Report, columns_of, environment, verdict
@@ -35,6 +30,77 @@ SHAPES = (
     (2048, 128, 98304),
     (4096, 64, 98304),
 )
+
+
+def standard_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, memory: SlowMemory | None = None
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 0 of FlashAttention: the matrices S and P go to slow memory and come back.
+
+    Each of its three steps is counted as if it loaded every matrix once, whatever the size of the
+    fast memory, as FlashAttention's Theorem 2 counts it: `4 N^2 + 4 N d` elements.
+    """
+    scale, memory = q.shape[-1] ** -0.5, memory or SlowMemory()
+    scores, weights = (q.new_empty(*q.shape[:-1], k.shape[-2]) for _ in range(2))
+    o = q.new_empty(*q.shape[:-1], v.shape[-1])
+
+    memory.store(scores, scale * memory.load(q) @ memory.load(k).mT)
+    memory.store(weights, softmax_weights(memory.load(scores)))
+    memory.store(o, memory.load(weights) @ memory.load(v))
+    return o, torch.logsumexp(scores, dim=-1)
+
+
+def flash_block_sizes(fast_memory: int, head_dim: int) -> tuple[int, int]:
+    """Rows of a query block and keys of a key block by line 1 of FlashAttention's Algorithm 1."""
+    keys = -(-fast_memory // (4 * head_dim))
+    return min(keys, head_dim), keys
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, fast_memory: int, memory: SlowMemory | None = None
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 1 of FlashAttention: key blocks outside, query blocks inside.
+
+    O, l and m live in slow memory and are read and written once for each key block. The traffic is
+    Theta(N^2 d^2 / M) for d <= M <= N d elements of fast memory (Theorem 2). Scores must be finite.
+    """
+    scale, memory = q.shape[-1] ** -0.5, memory or SlowMemory()
+    block_q, block_k = flash_block_sizes(fast_memory, q.shape[-1])
+    o, l_sum, m = q.new_empty(*q.shape[:-1], v.shape[-1]), *q.new_empty(2, *q.shape[:-1])
+    memory.store(o, torch.zeros_like(o))
+    memory.store(l_sum, torch.zeros_like(l_sum))
+    memory.store(m, torch.full_like(m, -torch.inf))
+
+    for keys in blocks(k.shape[-2], block_k):
+        k_j, v_j = memory.load(k[..., keys, :]), memory.load(v[..., keys, :])
+        for rows in blocks(q.shape[-2], block_q):
+            q_i, o_i = memory.load(q[..., rows, :]), memory.load(o[..., rows, :])
+            l_i, m_i = memory.load(l_sum[..., rows]), memory.load(m[..., rows])
+            scores = scale * q_i @ k_j.mT
+            m_tile = scores.amax(-1)
+            p_tile = torch.exp(scores - m_tile[..., None])
+            l_tile = p_tile.sum(-1)
+            m_new = torch.maximum(m_i, m_tile)
+            before, now = torch.exp(m_i - m_new), torch.exp(m_tile - m_new)
+            l_new = before * l_i + now * l_tile
+            o_new = (l_i * before)[..., None] * o_i + now[..., None] * (p_tile @ v_j)
+            memory.store(o[..., rows, :], o_new / l_new[..., None])
+            memory.store(l_sum[..., rows], l_new)
+            memory.store(m[..., rows], m_new)
+    return o, m + l_sum.log()
+
+
+def flash_traffic(seqlen: int, head_dim: int, fast_memory: int) -> int:
+    """The elements that `flash_attention` moves for `seqlen` queries and as many keys.
+
+    K and V pass once. O, l and m are initialised, and each of the T_c key blocks loads Q and
+    exchanges O, l and m: `3 N d + 2 N + T_c (3 N d + 4 N)` elements with `T_c = N / (M / 4 d)`,
+    so 12 N^2 d^2 / M for large d and N.
+    """
+    _, block_k = flash_block_sizes(fast_memory, head_dim)
+    key_blocks = -(-seqlen // block_k)
+    n_d = seqlen * head_dim
+    return 3 * n_d + 2 * seqlen + key_blocks * (3 * n_d + 4 * seqlen)
 
 
 def row_of(seqlen: int, head_dim: int, fast_memory: int) -> dict[str, Any]:

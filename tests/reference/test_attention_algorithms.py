@@ -9,18 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from benchmarks.papers.slow_memory import (
+    flash_attention,
+    flash_block_sizes,
+    flash_traffic,
+    standard_attention,
+)
 from tree_attention.reference import attention, merge
 from tree_attention.reference.papers.flash import (
     SlowMemory,
     chunked_attention,
-    flash_attention,
     flash_attention_2,
-    flash_block_sizes,
     flash_decoding,
-    flash_traffic,
     normalise,
     rescale,
-    standard_attention,
     tile_state,
 )
 from tree_attention.reference.papers.lean import (

@@ -6,6 +6,6 @@ extension. `accuracy` has the error of a result against them and its bound, `con
 merge and the sharded decoding of any engine, and `papers` has the algorithms of docs/papers.md.
 """
 
-from tree_attention.reference.attention import attention, merge, merge_states, quantise
+from .attention import attention, merge, merge_states, quantise
 
 __all__ = ["attention", "merge", "merge_states", "quantise"]

@@ -2,7 +2,7 @@
 """Attention, the merge of states and 8-bit keys: what every kernel is tested against."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -48,7 +48,10 @@ def attention(
     for b in range(batch):
         for i in range(seqlen_q):
             ranges = [[0, seqlen_k]] if key_ranges is None else key_ranges[b, i].reshape(-1, 2)
-            j = _union(ranges, seqlen_k).to(q.device)
+            is_visible = torch.zeros(seqlen_k, dtype=torch.bool, device=q.device)
+            for begin, end in ranges:
+                is_visible[max(begin, 0) : max(end, 0)] = True
+            j = is_visible.nonzero().flatten()
             if not len(j):
                 continue
             q_i = q[b, :, i].to(dtype).reshape(num_heads_kv, group_size, head_dim)
@@ -76,14 +79,6 @@ def attention(
             weights = torch.softmax(scores, dim=-1).masked_fill(lse_i[..., None] == -math.inf, 0)
             o[b, :, i] = torch.einsum("hgn,hnd->hgd", weights, values).flatten(0, 1)
     return o, lse
-
-
-def _union(ranges: Iterable[Sequence[int]], seqlen_k: int) -> Tensor:
-    """The keys below `seqlen_k` that are in any of the half-open ranges."""
-    is_visible = torch.zeros(seqlen_k, dtype=torch.bool)
-    for begin, end in ranges:
-        is_visible[max(begin, 0) : max(end, 0)] = True
-    return is_visible.nonzero().flatten()
 
 
 def _tokens(x: Tensor, b: int, j: Tensor, page_table: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tree_attention.sharding import BlockCyclic, Contiguous, ShardLayout
+from ...sharding import BlockCyclic, Contiguous, ShardLayout
 
 BATCH, NUM_HEADS_Q, NUM_HEADS_KV = 3, 8, 2
 CONTIGUOUS = "the inputs are taken to be contiguous, and their strides ignored"

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from tree_attention.reference.attention import merge_states
-from tree_attention.reference.papers import tree
-from tree_attention.reference.papers.energy import finite, mask_scores
-from tree_attention.reference.papers.tree import Ranges, Reduce, Shard, all_reduce
+from ..attention import merge_states
+from . import tree
+from .energy import finite, mask_scores
+from .tree import Ranges, Reduce, Shard, all_reduce
 
 
 def merge_states_with_gradient(o_parts: Tensor, lse_parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,7 @@ def ring_attention_with_gradient(
         held = [(k, v, torch.zeros_like(k), torch.zeros_like(v)) for k, v, _ in shards]
         for step in range(len(held)):
             for rank, (k, v, grad_k, grad_v) in enumerate(held):
-                ranges = tree.ranges_of(key_ranges, rank, (rank - step) % len(held))
+                ranges = key_ranges[rank][(rank - step) % len(held)] if key_ranges else None
                 own = grad_states[2 * rank : 2 * rank + 2]
                 of_q, of_k, of_v = attention_gradient(
                     queries[rank], k, v, ranges, scale, states[rank], own

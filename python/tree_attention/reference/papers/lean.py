@@ -6,36 +6,18 @@ of `tile_n`. The LeanTile iterations of all output tiles lie end to end on one l
 worker) runs a contiguous range of it, which may cross output tiles. The CTA with the first
 iteration of an output tile is its *host*. If the host's range ends before the tile does, it waits
 for the parts of the CTAs after it, up to the last one that has iterations of the tile, and merges
-them. Algorithm 4 prints the share of a CTA and the number of that last CTA wrongly; `cta` runs its
-lines 9 to 42 with the arithmetic of any schedule:
-
-| schedule | share of a CTA (line 7) | last CTA of a tile (line 26) |
-| --- | --- | --- |
-| `AsPrinted` | I / G, rounded down | tile_iter_end / C_n, which is the number of a tile |
-| `AsPrintedRoundedUp` | I / G, rounded up | the same |
-| `LastByShare` | rounded up | tile_iter_end / I_G, a CTA too far where the tile ends with a range |
-| `CorrectedLast` | rounded up | (tile_iter_end - 1) / I_G: whoever runs the tile's last iteration |
-| `Balanced` | g I / G to (g + 1) I / G | the same, for shares that differ by at most one |
-
-docs/papers.md says what else is misprinted and mended here.
+them. Algorithm 4 prints the share of a CTA (line 7) and the number of that last CTA (line 26)
+wrongly; `run` takes the arithmetic of any schedule. docs/papers.md has what else is mended here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
-from tree_attention.reference.papers.flash import (
-    State,
-    blocks,
-    empty_state,
-    normalise,
-    rescale,
-    tile_by_tile,
-    tile_state,
-)
+from .flash import State, blocks, empty_state, normalise, rescale, tile_by_tile, tile_state
 
 T = TypeVar("T")
 
@@ -72,23 +54,29 @@ class AsPrinted:
 
 
 class AsPrintedRoundedUp(AsPrinted):
+    """With the share of a CTA rounded up."""
+
     @property
     def share(self) -> int:
         return -(-self.iters // self.ctas)
 
 
 class LastByShare(AsPrintedRoundedUp):
+    """With a CTA too far where an output tile ends with the range of a CTA."""
+
     def last_cta(self, tile_iter_end: int) -> int:
         return tile_iter_end // self.share
 
 
 class CorrectedLast(AsPrintedRoundedUp):
+    """With the CTA that runs the last iteration of the output tile."""
+
     def last_cta(self, tile_iter_end: int) -> int:
         return (tile_iter_end - 1) // self.share
 
 
 class Balanced(AsPrinted):
-    """Every launched CTA has an iteration: a host would wait forever for one that has none."""
+    """With shares that differ by one at most, and are never empty: a host would wait forever."""
 
     @property
     def grid(self) -> int:
@@ -104,40 +92,6 @@ class Balanced(AsPrinted):
 SCHEDULES = (AsPrinted, AsPrintedRoundedUp, LastByShare, CorrectedLast, Balanced)
 
 
-def cta(
-    g: int,
-    schedule: AsPrinted,
-    lean_tile: Callable[[int, int, int], T],
-    merge: Callable[[T, T], T],
-    parts: dict[int, T],
-    outputs: dict[int, T],
-) -> Iterator[int]:
-    """Lines 9 to 42 of Algorithm 4 for CTA `g`; yields the CTA that it waits for.
-
-    Args:
-        lean_tile: the state of the iterations `[begin, end)` of an output tile.
-        merge: the state of two of them, of which the first has the lower keys.
-        parts: the workspace in slow memory, where an entry is part and flag at once.
-        outputs: the merged state of each output tile.
-    """
-    iteration, cta_end = schedule.start(g), schedule.start(g + 1)
-    while iteration < cta_end:
-        tile = iteration // schedule.tile_iters
-        tile_iter = tile * schedule.tile_iters
-        tile_iter_end = tile_iter + schedule.tile_iters
-        state = lean_tile(tile, iteration - tile_iter, min(tile_iter_end, cta_end) - tile_iter)
-        if iteration != tile_iter:
-            parts[g] = state
-        else:
-            if cta_end < tile_iter_end:
-                for other in range(g + 1, schedule.last_cta(tile_iter_end) + 1):
-                    while other not in parts:
-                        yield other
-                    state = merge(state, parts[other])
-            outputs[tile] = state
-        iteration = tile_iter_end
-
-
 def run(
     schedule: AsPrinted,
     lean_tile: Callable[[int, int, int], T],
@@ -149,16 +103,37 @@ def run(
     The order decides nothing: a CTA writes at most one part, for the first tile of its range,
     nobody erases it, and what a CTA waits for does not depend on who came first.
 
+    Args:
+        lean_tile: the state of the iterations `[begin, end)` of an output tile.
+        merge: the state of two of them, of which the first has the lower keys.
+
     Returns:
         outputs: the state of each output tile that was written.
         waiting: the CTAs that wait for a part that nobody will leave.
     """
-    parts: dict[int, T] = {}
+    parts: dict[int, T] = {}  # in slow memory: an entry is part and flag at once
     outputs: dict[int, T] = {}
-    running = {
-        g: cta(g, schedule, lean_tile, merge, parts, outputs)
-        for g in (range(schedule.grid) if order is None else order)
-    }
+
+    def cta(g: int) -> Iterator[int]:
+        """Lines 9 to 42 of Algorithm 4 for CTA `g`; yields the CTA that it waits for."""
+        iteration, cta_end = schedule.start(g), schedule.start(g + 1)
+        while iteration < cta_end:
+            tile = iteration // schedule.tile_iters
+            tile_iter = tile * schedule.tile_iters
+            tile_iter_end = tile_iter + schedule.tile_iters
+            state = lean_tile(tile, iteration - tile_iter, min(tile_iter_end, cta_end) - tile_iter)
+            if iteration != tile_iter:
+                parts[g] = state
+            else:
+                if cta_end < tile_iter_end:
+                    for other in range(g + 1, schedule.last_cta(tile_iter_end) + 1):
+                        while other not in parts:
+                            yield other
+                        state = merge(state, parts[other])
+                outputs[tile] = state
+            iteration = tile_iter_end
+
+    running = {g: cta(g) for g in (range(schedule.grid) if order is None else order)}
     while running:
         waiting_for = {g: next(program, None) for g, program in running.items()}
         running = {g: program for g, program in running.items() if waiting_for[g] is not None}
@@ -167,11 +142,8 @@ def run(
     return outputs, list(running)
 
 
-Outcome = Literal["right", "wrong", "hangs"]
-
-
-def outcome(schedule: AsPrinted, order: Sequence[int] | None = None) -> Outcome:
-    """Check that a schedule gives each output tile each of its iterations once, in order."""
+def outcome(schedule: AsPrinted, order: Sequence[int] | None = None) -> str:
+    """Check that each output tile gets each iteration once, in order: right, wrong or hangs."""
 
     def tiles(tile: int, begin: int, end: int) -> list[tuple[int, int]]:
         return [(tile, i) for i in range(begin, end)]
@@ -226,13 +198,12 @@ def lean_attention(
         RuntimeError: the schedule makes a CTA wait for a part that nobody leaves.
     """
     scale = q.shape[-1] ** -0.5
-    heads = [x[None].flatten(0, -3) for x in (q, k, v)]
-    tiles = [(head, rows) for head in range(len(heads[0])) for rows in blocks(q.shape[-2], tile_m)]
+    q_heads, k_heads, v_heads = (x[None].flatten(0, -3) for x in (q, k, v))
+    tiles = [(head, rows) for head in range(len(q_heads)) for rows in blocks(q.shape[-2], tile_m)]
 
     def part(tile: int, begin: int, end: int) -> State:
-        head, rows = tiles[tile]
-        q_tile, k_head, v_head = heads[0][head, rows], heads[1][head], heads[2][head]
-        return lean_tile(q_tile, k_head, v_head, begin, end, tile_n=tile_n, scale=scale)
+        inputs = q_heads[tiles[tile]], k_heads[tiles[tile][0]], v_heads[tiles[tile][0]]
+        return lean_tile(*inputs, begin, end, tile_n=tile_n, scale=scale)
 
     indices = schedule(len(tiles), -(-k.shape[-2] // tile_n), ctas)
     outputs, waiting = run(indices, part, rescale)
@@ -241,8 +212,8 @@ def lean_attention(
             f"lean_attention: schedule must be one whose CTAs all end, got {schedule.__name__}, "
             f"in which CTA {waiting[0]} waits forever"
         )
-    o = q.new_zeros(*heads[0].shape[:-1], v.shape[-1])
-    lse = q.new_full(heads[0].shape[:-1], float("-inf"))
+    o = q.new_zeros(*q_heads.shape[:-1], v.shape[-1])
+    lse = q.new_full(q_heads.shape[:-1], float("-inf"))
     for tile, state in outputs.items():
         o[tiles[tile]], lse[tiles[tile]] = normalise(state)
     return o.view(*q.shape[:-1], v.shape[-1]), lse.view(q.shape[:-1])

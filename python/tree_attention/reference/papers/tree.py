@@ -11,13 +11,14 @@ docs/papers.md has the places in which they differ from the paper as printed (ar
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from tree_attention.reference.attention import attention, merge
-from tree_attention.reference.papers.energy import finite, largest_score, tilted_scores
+from ..attention import attention, merge
+from .energy import finite, largest_score, tilted_scores
 
 T = TypeVar("T")
 # What reduces a tensor over all ranks: the parts of the ranks that are here, and max or sum.
@@ -35,17 +36,14 @@ class Shard(NamedTuple):
     key_ranges: Tensor | None = None  # [batch, seqlen_q, 2] in local keys; None: all keys
 
 
+@dataclass
 class Counts:
-    """Steps, messages and bytes, which the collectives that it is handed to add up.
+    """Steps, messages and bytes, which the collectives that it is handed to add up."""
 
-    A step is a round of messages of which none needs another one of the same round.
-    """
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.merges = 0  # along the longest path: each waits for the one before it
-        self.messages = 0
-        self.bytes_sent: Counter[int] = Counter()  # by rank
+    steps: int = 0  # rounds of messages of which none needs another one of the same round
+    merges: int = 0  # along the longest path: each waits for the one before it
+    messages: int = 0
+    bytes_sent: Counter[int] = field(default_factory=Counter)  # by rank
 
     @property
     def num_bytes(self) -> int:
@@ -169,10 +167,6 @@ def ring_steps(shards: Sequence[T], counts: Counts | None = None) -> Iterator[li
         yield held
 
 
-def ranges_of(ranges: Ranges, query_rank: int, key_rank: int) -> Tensor | None:
-    return None if ranges is None else ranges[query_rank][key_rank]
-
-
 def ring_attention(
     queries: Sequence[Tensor],
     shards: Sequence[Shard],
@@ -194,7 +188,7 @@ def ring_attention(
     states: list[tuple[Tensor, Tensor]] = []
     for step, held in enumerate(ring_steps(shards, counts)):
         for rank, q in enumerate(queries):
-            ranges = ranges_of(key_ranges, rank, (rank - step) % len(shards))
+            ranges = key_ranges[rank][(rank - step) % len(shards)] if key_ranges else None
             k, v, _ = held[rank]
             local = attention(q, k, v, ranges, softmax_scale=softmax_scale)
             if step:
