@@ -26,7 +26,7 @@ from tree_attention.reference.conformance import (
     check_merge,
     check_sharded_decode,
 )
-from tree_attention.reference.conformance.cases import DECODE_CASES, MERGE_CASES
+from tree_attention.reference.conformance_cases import DECODE_CASES, MERGE_CASES
 from tree_attention.reference.papers import tree
 
 OP = "merge_states"

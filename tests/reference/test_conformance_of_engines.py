@@ -28,7 +28,7 @@ from tree_attention.reference.conformance import (
     check_merge,
     check_sharded_decode,
 )
-from tree_attention.reference.conformance.cases import MERGE_CASES
+from tree_attention.reference.conformance_cases import MERGE_CASES
 
 PEERS = {
     "vLLM": (correct_and_sum, math.e, [UNINITIALISED, SAME, CANCELLING]),

@@ -45,6 +45,7 @@ _CHOICES = {
 
 def main(arguments: list[str]) -> int:
     parsed = parse(arguments)
+    check(parsed)
     keep_freed_memory()
     device = choose_device(parsed.device)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -94,9 +95,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="FILE",
         help="fail unless the new tokens equal those in the --json file of another run",
     )
-    parsed = parser.parse_args(arguments)
-    check(parsed)
-    return parsed
+    return parser.parse_args(arguments)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -154,10 +153,8 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
     if arguments.attention == "sdpa" and world.size > 1:
         raise UsageError("--attention sdpa runs in one process: start it without torchrun")
     if world.size % arguments.tensor_parallel_size:
-        raise UsageError(
-            f"--tensor-parallel-size must divide the number of processes {world.size}, got "
-            f"{arguments.tensor_parallel_size}"
-        )
+        divides = f"must divide the number of processes {world.size}"
+        raise UsageError(f"--tensor-parallel-size {divides}, got {arguments.tensor_parallel_size}")
     text = prompt_text(arguments)
     expected = None if arguments.same_tokens_as is None else read_tokens(arguments.same_tokens_as)
     tokenizer, model = load_model(arguments, world, device)
@@ -194,14 +191,8 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
         )
     with generation.Screen(world.root, text, num_tokens, model, tokenizer) as screen:
         try:
-            result = generation.generate(
-                model,
-                input_ids,
-                cache,
-                streamer=screen,
-                max_new_tokens=arguments.max_new_tokens,
-                pad_token_id=pad,
-            )
+            ends = {"max_new_tokens": arguments.max_new_tokens, "pad_token_id": pad}
+            result = generation.generate(model, input_ids, cache, streamer=screen, **ends)
         except ExchangeError as error:
             raise ExchangeError(f"{error}. {advice(model, cache)}") from error
     measured = result.to_json()
@@ -228,7 +219,8 @@ def load_model(
 ) -> tuple[Any, Any]:
     """The tokenizer and the model, enabled, with this rank's part of the weights or all of them."""
     dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-    path: Path = arguments.model
+    path, size = arguments.model, arguments.tensor_parallel_size
+    options = {"prefill": arguments.prefill, "timeout": arguments.timeout}
     tokenizer = load_tokenizer(path)
     from .. import hf
     from ..hf.weights.plan import CannotSplitError
@@ -239,19 +231,12 @@ def load_model(
         try:
             # Each process must get the heads that are its own wherever several share a cache.
             able = ("auto", *candidates(torch.float32, head_sharded=True))
-            if arguments.strategy not in able and arguments.tensor_parallel_size < world.size:
-                raise CannotSplitError(
-                    f"with split weights --strategy must be one of {', '.join(able)}, got "
-                    f"{arguments.strategy}"
-                )
+            if arguments.strategy not in able and size < world.size:
+                one_of = f"--strategy must be one of {', '.join(able)}"
+                raise CannotSplitError(f"with split weights {one_of}, got {arguments.strategy}")
             with damages_named(path):
                 return tokenizer, hf.from_pretrained(
-                    path,
-                    tensor_parallel_size=arguments.tensor_parallel_size,
-                    dtype=dtype,
-                    device=device,
-                    prefill=arguments.prefill,
-                    timeout=arguments.timeout,
+                    path, tensor_parallel_size=size, dtype=dtype, device=device, **options
                 )
         except ExchangeError as error:
             raise ExchangeError(f"{error}. Start all ranks again.") from error
@@ -263,7 +248,7 @@ def load_model(
     model = load(path, attn_implementation=arguments.attention, dtype=dtype or "auto").to(device)
     if arguments.attention == "tree_attention":
         try:
-            hf.enable(model, prefill=arguments.prefill, timeout=arguments.timeout)
+            hf.enable(model, **options)
         except ValueError as error:
             sdpa = "--attention sdpa generates in one process"
             raise UsageError(f"--model {path}: {error}; {sdpa}") from error

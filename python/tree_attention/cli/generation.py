@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache, TextStreamer
@@ -161,15 +161,9 @@ class Screen(TextStreamer):
         self._text, self._prompt_tokens, self._model = text, prompt_tokens, model
         # The bar goes to stderr, so that a redirected stdout holds the text alone.
         errors = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("prefill"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            console=errors,
-            transient=True,
-            disable=not (root and errors.is_terminal),
-        )
+        columns = "prefill", BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+        hidden = not (root and errors.is_terminal)
+        self._progress = Progress(*columns, console=errors, transient=True, disable=hidden)
 
     def __enter__(self) -> "Screen":
         text = f"Prompt ({self._prompt_tokens:,} tokens): {excerpt(self._text)}"

@@ -54,11 +54,11 @@ class Float64Check:
         self._queries = list(range(q.shape[2]) if queries is None else queries)
         parts = [
             (
-                *attention(*inputs, **part),
-                attention(*inputs, **part, dtype=q.dtype)[0],
-                attention(*inputs, **part, dtype=torch.float32)[1],
+                *attention(**part),
+                attention(**part, dtype=q.dtype)[0],
+                attention(**part, dtype=torch.float32)[1],
             )
-            for inputs, part in self._parts(q, k, v, key_ranges, options)
+            for part in self._parts(q, k, v, key_ranges, options)
         ]
         self.o_true, self.lse_true, o_plain, lse_plain = (
             torch.cat([x.flatten(0, 1) for x in results]).unflatten(0, q.shape[:2])
@@ -69,7 +69,7 @@ class Float64Check:
 
     def _parts(
         self, q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor | None, options: dict[str, Any]
-    ) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], dict[str, Any]]]:
+    ) -> Iterator[dict[str, Any]]:
         """Arguments of `attention` for some kv heads of one sequence, in the order of the rows."""
         paged = options.get("page_table") is not None
         seqlen_k = options["page_table"].shape[-1] * k.shape[2] if paged else k.shape[2]
@@ -83,7 +83,8 @@ class Float64Check:
             for head in range(0, k.shape[1], step):
                 heads = slice(head, head + step)
                 rows = slice(head * group_size, (head + step) * group_size)
-                part = dict(options)
+                part = dict(options, q=q[one, rows, self._queries], key_ranges=ranges)
+                part |= {"k": k[pages, heads], "v": v[pages, heads]}
                 if options.get("alibi_slopes") is not None:
                     part["alibi_slopes"] = options["alibi_slopes"][rows]
                     part["query_positions"] = options["query_positions"][one, self._queries]
@@ -93,8 +94,7 @@ class Float64Check:
                 if paged:
                     table = options["page_table"][one]
                     part["page_table"] = table if table.dim() == 2 else table[:, heads]
-                q_part = q[one, rows, self._queries]
-                yield (q_part, k[pages, heads], v[pages, heads], ranges), part
+                yield part
 
     def accuracy(self, o: Tensor, lse: Tensor | None = None) -> Accuracy:
         """The errors of a result; the error of `lse` counts as 0 where none is given."""

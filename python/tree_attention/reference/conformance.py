@@ -19,9 +19,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..accuracy import Accuracy, Float64Check, bound_of_lse, bound_of_o, lse_error, row_error
-from ..attention import attention, merge_states
-from .cases import DECODE_CASES, MERGE_CASES, DecodeCase, DecodeProblem, MergeCase, views
+from .accuracy import Accuracy, Float64Check, bound_of_lse, bound_of_o, lse_error, row_error
+from .attention import attention, merge_states
+from .conformance_cases import (
+    DECODE_CASES,
+    MERGE_CASES,
+    DecodeCase,
+    DecodeProblem,
+    MergeCase,
+    views,
+)
 
 State = tuple[Tensor, Tensor | None]
 

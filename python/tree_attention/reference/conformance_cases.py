@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The cases of `tree_attention.reference.conformance`: what each is, and what failing it means."""
+"""The cases of `conformance`: what each is, and what failing it means."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...sharding import BlockCyclic, Contiguous, ShardLayout
+from ..sharding import BlockCyclic, Contiguous, ShardLayout
 
 BATCH, NUM_HEADS_Q, NUM_HEADS_KV = 3, 8, 2
 CONTIGUOUS = "the inputs are taken to be contiguous, and their strides ignored"
