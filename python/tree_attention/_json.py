@@ -29,26 +29,19 @@ def read_json_object(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
     Args:
         what: the kind of file, with which an error begins.
     """
+    where = f"{what} {os.fspath(path)}"
     with open_regular(path) as file:
         content = file.read(MAX_BYTES + 1)
-    try:
-        return parse_json_object(content)
-    except ValueError as error:
-        raise ValueError(f"{what} {os.fspath(path)}: {error}") from None
-
-
-def parse_json_object(content: bytes) -> dict[str, Any]:
-    """Parses a JSON object; the ValueError of bad content says why it is none."""
     if len(content) > MAX_BYTES:
-        raise ValueError(f"it is larger than {MAX_BYTES:,} bytes")
+        raise ValueError(f"{where}: it is larger than {MAX_BYTES:,} bytes")
     try:
         found = json.loads(content.decode(), object_pairs_hook=_without_duplicates)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError(f"{where}: it is nested too deeply") from None
     except ValueError as error:  # also of UTF-8, and of integers with thousands of digits
-        raise ValueError(f"it is no JSON: {error}") from None
+        raise ValueError(f"{where}: it is no JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"it must hold a JSON object, got {type(found).__name__}")
+        raise ValueError(f"{where}: it must hold a JSON object, got {type(found).__name__}")
     return found
 
 

@@ -89,9 +89,8 @@ def show(plan: Plan) -> None:
         table.add_column(heading, justify="right" if i else "left", no_wrap=not i)
     for form in ALL_FORMS:
         table.add_row(*map(Text, cells(plan, form)), style="bold" if form == best else "")
-    for part in ([*sources(plan), ""], table, ["", *plan.verdicts()]):
-        lines = part if isinstance(part, list) else [part]
-        console.print(*lines, sep="\n", markup=False, highlight=False)
+    lines = *sources(plan), "", table, "", *plan.verdicts()
+    console.print(*lines, sep="\n", markup=False, highlight=False)
 
 
 def sources(plan: Plan) -> list[str]:
@@ -136,11 +135,8 @@ def cells(plan: Plan, form: str) -> list[str]:
     if refusal:
         return [name, *sizes, fits, refusal, *"---"]
     token, prefill = split.token_seconds(plan.hosts), split.prefill_seconds(plan.hosts)
-    times = [
-        text
-        for seconds, factor in ((token, 1e3), (prefill, 1))
-        for text in (number(factor * seconds.total), f"{seconds.exchange / seconds.total:.0%}")
-    ]
+    of_token, of_prefill = (f"{x.exchange / x.total:.0%}" for x in (token, prefill))
+    times = [number(1e3 * token.total), of_token, number(prefill.total), of_prefill]
     return [name, *sizes, fits, *times]
 
 

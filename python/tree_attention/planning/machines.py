@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Machines and links by their data sheets: the one table of the planner and of the benchmarks.
-
-Machines have peak figures. The share of a peak that a program reaches is a constant of its own.
-"""
+"""Machines and links by their data sheets: the one table of the planner and of the benchmarks."""
 
 from __future__ import annotations
 

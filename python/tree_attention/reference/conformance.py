@@ -3,13 +3,7 @@
 
 Both call a function of any engine on cases that are known to go wrong, compare with float64 and
 return a `Report`, which prints one line per case. Mend the first failure first, since it may be the
-cause of others. ::
-
-    report = check_merge(tree_attention.merge_states)
-    print(report)
-    assert report.passed
-
-Where the function is a collective, every rank makes the same call: the cases are the same on all.
+cause of others. Where the function is a collective, every rank makes the same call.
 """
 
 import math

@@ -97,7 +97,8 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
         if self.dcp_world_size > 1:
             check_slot_mapping()
             self.exchange = exchange_of(config.parallel_config)
-            self.options["key_layout"] = self.exchange.shard.key_layout
+            layout, rank = self.exchange.shard
+            self.options["key_layout"] = layout.key_layout(rank)
             if slopes is not None:
                 slopes = self.exchange.gather_heads(slopes[None])[0]
         self.options["alibi_slopes"] = slopes

@@ -19,18 +19,7 @@ from ..options import AttentionOptions
 from ..sharding import BlockCyclic
 
 BLOCK = 64
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The keys of each sequence that the cache of this rank holds."""
-
-    layout: BlockCyclic
-    rank: int
-
-    @property
-    def key_layout(self) -> tuple[int, int, int]:
-        return self.layout.key_layout(self.rank)
+Shard = tuple[BlockCyclic, int]  # the keys of each sequence in the cache of this rank
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,8 @@ class Batch:
             begins = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
             ranges = torch.stack((begins, ends), dim=-1)
             if shard is not None:
-                ranges = shard.layout.count(shard.rank, ranges)
+                layout, rank = shard
+                ranges = layout.count(rank, ranges)
             found = self._ranges[window, shard] = ranges.int()
         return found
 

@@ -37,7 +37,7 @@ class Exchange:
         # Two, as ranks compare what they call wherever it differs from the last call of the same.
         self._gathers, self._merges = (Communicator(group, timeout) for _ in range(2))
         self.world_size, rank = self._merges.world_size, self._merges.rank
-        self.shard = Shard(BlockCyclic(self.world_size, interleave), rank)
+        self.shard: Shard = BlockCyclic(self.world_size, interleave), rank
 
     def gather_heads(self, x: Tensor) -> Tensor:
         """`[tokens, heads, ...]` with the heads of all ranks, in rank order."""
@@ -58,9 +58,9 @@ class Exchange:
 
 def exchange_of(parallel_config: Any) -> Exchange:
     """Return this process's exchange; the first call is collective."""
-    timeout = parallel_config.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT
     from vllm.distributed.parallel_state import get_dcp_group
 
+    timeout = parallel_config.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT
     group = get_dcp_group().cpu_group
     return _exchange(group, parallel_config.cp_kv_cache_interleave_size, timeout)
 

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Attention as the gradient of an energy, and the moments of the values, of which it is the first.
 
-Give every query row a source `zeta` in the space of values and define its energy
+With a source `zeta` in the space of values, the energy of a query row is
 
     F(zeta) = log sum_a exp(scale * q.k_a + zeta.v_a),    scale = head_dim ** -0.5.
 
 F is the cumulant generating function of the value `v_a` when key `a` is drawn with probability
 proportional to exp(score): its gradient at `zeta = 0` is the mean of v, which is attention, and
-its Hessian is the covariance of v. At any other `zeta` these are of the *tilted* scores
-`scale * q.k_a + zeta.v_a`. The derivatives of `Z = exp(F)` are the moments (Eq. 20).
-F needs only a maximum and a logarithm of a sum of exponentials, both associative, so a tree of
-ranks computes it in a logarithmic number of steps, and its gradient at the same cost.
+its Hessian is the covariance of v. The derivatives of `Z = exp(F)` are the moments. docs/papers.md
+has the equations of Tree Attention that the functions name.
 """
 
 from math import factorial
