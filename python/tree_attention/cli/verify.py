@@ -79,15 +79,12 @@ def in_all_ranks(check: Check, world: World) -> Check:
 def texts_of_ranks(text: str, world: World) -> list[str]:
     """Every rank's text, in rank order. It travels as UTF-8: nothing that is received is run."""
     own = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(world.size)]
-    dist.all_gather(sizes, torch.tensor([own.numel()]))
-    longest = int(max(sizes))
-    received = [torch.empty(longest, dtype=torch.uint8) for _ in range(world.size)]
-    dist.all_gather(received, torch.nn.functional.pad(own, (0, longest - own.numel())))
-    return [
-        bytes(content[: int(size)].tolist()).decode()
-        for content, size in zip(received, sizes, strict=True)
-    ]
+    longest = torch.tensor(own.numel())
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    padded = torch.nn.functional.pad(own, (0, int(longest) - own.numel()))
+    received = [torch.empty_like(padded) for _ in range(world.size)]
+    dist.all_gather(received, padded)
+    return [bytes(content.tolist()).rstrip(b"\0").decode() for content in received]
 
 
 def show(checks: list[Check], world: World) -> None:
