@@ -5,6 +5,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,11 +58,9 @@ def rows() -> Iterator[tuple[str, str]]:
 
 def cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def openmp_runtimes() -> list[str]:

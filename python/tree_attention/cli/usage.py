@@ -32,13 +32,11 @@ def check_can_be_written(option: str, path: Path) -> None:
     """Raises UsageError on the root, which writes, where the file of `option` cannot be created."""
     if not is_root():
         return
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: this is a directory; name a file")
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no directory {path.parent}; create it first")
     with writing(option, path):
-        if path.is_dir():
-            raise UsageError(f"{option} {path}: this is a directory; name a file")
-        if not path.parent.is_dir():
-            raise UsageError(
-                f"{option} {path}: there is no directory {path.parent}; create it first"
-            )
         probe_file(path)
 
 
@@ -48,9 +46,8 @@ def writing(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(
-            f"{option} {path}: this file cannot be written ({error.strerror}); name another"
-        ) from error
+        reason = f"this file cannot be written ({error.strerror})"
+        raise UsageError(f"{option} {path}: {reason}; name another") from error
 
 
 def check_seconds(option: str, seconds: float) -> None:
