@@ -12,7 +12,7 @@ from torch import Tensor
 from distributed import on_ranks
 from helpers import assert_same_bits
 from tree_attention import Communicator, ExchangeError
-from tree_attention.exchange.transport import sums
+from tree_attention.exchange.transport import collectives
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -48,7 +48,7 @@ def test_sums_have_the_bits_of_rank_order(rank: int, world_size: int) -> None:
             direct, *routes = (
                 comm.all_reduce(parts[rank], payload_dtype=payload) for _ in range(2)
             )
-            with mock.patch.object(sums, "_MAX_DIRECT_BYTES", 0):
+            with mock.patch.object(collectives, "_MAX_DIRECT_BYTES", 0):
                 routes += [comm.all_reduce(parts[rank], payload_dtype=payload) for _ in range(2)]
             for result in (direct, *routes):
                 assert_same_bits((result,), (expected,))

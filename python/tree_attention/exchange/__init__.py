@@ -4,7 +4,6 @@
 Read from the door to the wire, each importing only what is below it:
 
     merge           `all_merge_states`; `compile` makes it an operator of compiled graphs
-    groups          the communicator of a process group
     communicator    calls over one process group, and the buffers behind them
     agreement/      all ranks make the same call in time, or all raise
     auto/           the strategy that "auto" takes, readied for a state
@@ -19,10 +18,9 @@ from .agreement.call import DEFAULT_TIMEOUT, Call
 from .agreement.on_every_rank import on_every_rank
 from .auto.choose import COSTS_VARIABLE, CostTable, measured_costs
 from .calibration import calibrate
-from .communicator import Communicator
+from .communicator import Communicator, get_communicator
 from .compile import collective
 from .errors import ExchangeError, ranks_text, sentence
-from .groups import get_communicator
 from .merge import all_merge_states, fake_merge
 from .notes import Note, Signature
 from .options import (

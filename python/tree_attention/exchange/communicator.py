@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A process group prepared for exchanges: `all_merge_states` and the buffers behind it."""
+"""A process group prepared for exchanges: `all_merge_states` and the buffers behind it.
+
+A group has one communicator, made at first use (`get_communicator`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import ClassVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,7 +22,6 @@ from typing_extensions import Unpack
 from ..ops import merge_states
 from .agreement.call import DEFAULT_TIMEOUT, Call, Calls
 from .agreement.self_test import merge_digest
-from .auto.prepare import prepare
 from .notes import Signature
 from .options import (
     ExchangeOptions,
@@ -26,10 +30,10 @@ from .options import (
     check_no_gradient,
     check_state,
     payload_of_sum,
+    resolve_group,
 )
 from .transport.buffers import State, StateBuffers, StateLayout, share
-from .transport.gathers import Gathers
-from .transport.sums import Sums
+from .transport.collectives import Collectives
 
 
 class Communicator(Calls):
@@ -78,7 +82,7 @@ class Communicator(Calls):
         super().__init__(group, timeout, nodes=nodes)
         # Doors have memory of their own: one is used while the next call's state is in the buffer.
         self._buffers, self._doors = StateBuffers(), StateBuffers()
-        self._sums, self._gathers = Sums(), Gathers()
+        self._collectives = Collectives()
         self.name = f"communicator {next(self._numbers)}"
         self.by_name[self.name] = self
 
@@ -136,26 +140,13 @@ class Communicator(Calls):
             payload = payload_of_sum(x, payload_dtype)
             if self.world_size == 1:
                 return x.clone(memory_format=torch.contiguous_format)
-            result = torch.empty_like(x, memory_format=torch.contiguous_format)
-            shape, dtype, device = x.shape, x.dtype, x.device  # as a door shall not keep x
-
-            def again(deadline: float) -> None:
-                nothing = torch.empty(shape, dtype=dtype, device=device)
-                self._sums.run(self.link, nothing, payload, torch.empty_like(nothing), deadline)
-
             signature = (
-                ("shape", tuple(shape)),
-                ("dtype", dtype),
+                ("shape", tuple(x.shape)),
+                ("dtype", x.dtype),
                 ("payload_dtype", payload),
-                ("device", device.type),
+                ("device", x.device.type),
             )
-            call.run(
-                signature,
-                lambda deadline: self._sums.run(self.link, x, payload, result, deadline),
-                device,
-                door=again,
-            )
-            return result
+            return self._collect(call, signature, x, self._collectives.all_reduce, payload)
 
     def all_gather(
         self,
@@ -194,33 +185,34 @@ class Communicator(Calls):
             counts, dim = check_gather(x, counts, dim, self.rank, self.world_size)
             if self.world_size == 1:
                 return x.clone(memory_format=torch.contiguous_format)
-            shape, dtype, device = x.shape, x.dtype, x.device  # as a door shall not keep x
-
-            def again(deadline: float) -> None:
-                nothing = torch.empty(shape, dtype=dtype, device=device)
-                self.gather(nothing, counts, dim, deadline)
-
             signature = (
-                ("shape without dim", (*shape[:dim], *shape[dim + 1 :])),
+                ("shape without dim", (*x.shape[:dim], *x.shape[dim + 1 :])),
                 ("dim", dim),
                 ("counts", counts),
-                ("dtype", dtype),
-                ("device", device.type),
+                ("dtype", x.dtype),
+                ("device", x.device.type),
             )
-            return call.run(
-                signature,
-                lambda deadline: self.gather(x, counts, dim, deadline),
-                device,
-                door=again,
-            )
+            return self._collect(call, signature, x, self._collectives.all_gather, counts, dim)
+
+    def _collect(
+        self, call: Call, signature: Signature, x: Tensor, run: Callable[..., Tensor], *how: object
+    ) -> Tensor:
+        """`run` for all ranks' `x`, as `call`."""
+        link, shape, dtype, device = self.link, x.shape, x.dtype, x.device  # a door keeps no x
+        return call.run(
+            signature,
+            lambda deadline: run(link, x, *how, deadline),
+            device,
+            door=lambda deadline: run(
+                link, torch.empty(shape, dtype=dtype, device=device), *how, deadline
+            ),
+        )
 
     # The methods below serve other collective functions too, and lend them memory.
 
     def gather(self, x: Tensor, counts: tuple[int, ...], dim: int, deadline: float) -> Tensor:
         """`all_gather`, inside a call."""
-        result = x.new_empty((*x.shape[:dim], sum(counts), *x.shape[dim + 1 :]))
-        self._gathers.run(self.link, x, counts, dim, result, deadline)
-        return result
+        return self._collectives.all_gather(self.link, x, counts, dim, deadline)
 
     def state(
         self,
@@ -297,7 +289,34 @@ class Communicator(Calls):
         """Merges `state` with those of all ranks, inside a call."""
         prepared = state.prepared.get(options)
         if prepared is None or explain:
-            prepared = state.prepared[options] = prepare(
-                state, options, self.link, self.topology, self._resources, self._costs, explain
+            prepared = state.prepared[options] = self._resources.prepare(
+                state, options, self.link, self.topology, self._costs, explain
             )
         prepared(deadline, *outputs)
+
+
+_communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def _free_lock() -> None:
+    """In a forked child, where the thread that held the lock does not exist."""
+    global _making
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_free_lock)
+
+
+def get_communicator(group: dist.ProcessGroup | Communicator | None = None) -> Communicator:
+    """The communicator of `group`, by default the world: made at first use, kept with the group."""
+    if isinstance(group, Communicator):
+        return group
+    group = resolve_group(group)
+    if group is None:
+        return Communicator()
+    with _making:  # or two threads would make two, and ranks count them
+        comm = _communicators.get(group)
+        if comm is None:
+            comm = _communicators[group] = Communicator(group)
+        return comm

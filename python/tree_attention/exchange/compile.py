@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .communicator import Communicator
-from .groups import name_of, named
+from .communicator import Communicator, get_communicator
 from .options import check_no_gradient
 
 _library = torch.library.Library("tree_attention", "FRAGMENT")
@@ -64,7 +63,7 @@ def add_operator(
         def run(*args: object, **options: object) -> object:
             given = signature.bind(*args, **options).arguments
             given |= given.pop("options", {})
-            return call(**given | {group: named(given.get(group))})
+            return call(**given | {group: _named(given.get(group))})
 
         return run
 
@@ -77,6 +76,19 @@ def add_operator(
 
 
 def _in_graph(x: Any) -> Any:
+    """The argument as a graph has it: of a group its name."""
     if isinstance(x, Tensor):  # of which torch.compile asks no more
         return x
-    return name_of(x) if isinstance(x, (Communicator, dist.ProcessGroup)) else x
+    if isinstance(x, Communicator):
+        return x.name
+    return x.group_name if isinstance(x, dist.ProcessGroup) else x
+
+
+def _named(name: str | None) -> Communicator:
+    """The communicator of a name that `_in_graph` gave; None is the world."""
+    if name is None:
+        return get_communicator()
+    comm = Communicator.by_name.get(name)
+    if comm is not None:
+        return comm
+    return get_communicator(dist.distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type]

@@ -12,9 +12,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..options import lists_options
-from .communicator import Communicator
+from .communicator import Communicator, get_communicator
 from .compile import add_operator, collective
-from .groups import get_communicator
 from .options import MERGE_DEFAULTS, MERGE_SCHEMA, ExchangeOptions, MergeOptions
 from .transport.buffers import StateLayout
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Resources that strategies set up for a group by kind of device, and those that could not."""
+"""Strategies made ready: set up for a group by kind of device, and prepared for a state."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Mapping
 
 import torch
 
+from ..errors import Disagreement
 from ..notes import Gather
-from ..strategies import STRATEGIES, Resource
-from ..transport.buffers import StateLayout
+from ..options import ExchangeOptions
+from ..strategies import STRATEGIES, Context, Exchange, Resource
+from ..transport.buffers import State, StateLayout
 from ..transport.process_group import Link
 from ..transport.topology import Topology
+from .choose import Choice, CostTable, choose, explain_choice
 
 
 class Resources:
@@ -39,9 +42,6 @@ class Resources:
                 self._resources[name, device.type] = found
         self._unavailable[device.type] = unavailable
 
-    def of(self, strategy: str, device: torch.device) -> Resource | None:
-        return self._resources.get((strategy, device.type))
-
     def unavailable(
         self, device: torch.device, layout: StateLayout | None = None
     ) -> Mapping[str, str]:
@@ -54,6 +54,52 @@ class Resources:
             refusals = {name: strategy.refusal(layout) for name, strategy in STRATEGIES.items()}
             found = {name: reason for name, reason in refusals.items() if reason} | found
         return found
+
+    def prepare(
+        self,
+        state: State,
+        options: ExchangeOptions,
+        link: Link,
+        topology: Topology,
+        costs: CostTable | None,
+        explain: bool,
+    ) -> Exchange:
+        """The exchange of `state` by the strategy that `options` name, or that "auto" takes.
+
+        `explain`: print on rank 0 which one that is, and why.
+        """
+        layout, device, out_dtype = state.layout, state.device, options.out_dtype
+        if layout.num_bytes == 0:
+            return lambda deadline, o, lse: None
+        unavailable, sharded = self.unavailable(device, layout), options.head_sharded
+        choice = Choice(options.strategy, "asked for")
+        if options.strategy == "auto":
+            backend = link.backend(device)
+            choice = choose(
+                layout,
+                topology,
+                backend,
+                head_sharded=sharded,
+                costs=costs,
+                unavailable=unavailable,
+            )
+        name = choice.strategy
+        if name in unavailable:
+            raise Disagreement(f"{name} is not available: {unavailable[name]}")
+        if explain and link.rank == 0:
+            text = explain_choice(choice, layout, topology, out_dtype, sharded)
+            is_on_host = link.transport_device(device).type == "cpu"
+            if is_on_host and STRATEGIES[name].is_canonical:  # others' all-reduces are the group's
+                if isinstance(link.shared_memory, str):
+                    text += f"; no shared memory: {link.shared_memory}"
+                elif link.shared_memory is not None:
+                    text += "; within a node through shared memory"
+            print(text, flush=True)
+        resource = self._resources.get((name, device.type))
+        context = Context(link, topology, state, out_dtype, sharded, resource)
+        # Views that are made in inference mode cannot be written to outside of it.
+        with torch.inference_mode(False):
+            return STRATEGIES[name].prepare(context)
 
     def check(self) -> None:
         """Raises RuntimeError if an exchange is known to have failed. Waits for nothing."""

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Sums and concatenations over ranks, whose bits do not depend on the route of the messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .buffers import SEAL_BYTES, Arena, Prepared
+from .process_group import Link
+
+# Below this size in bytes one round to every rank is faster than two with less to send.
+_MAX_DIRECT_BYTES = 64 << 10
+
+# This rank's tensor, the result to write and a `time.monotonic` deadline.
+_Collective = Callable[[Tensor, Tensor, float], None]
+
+
+class Collectives:
+    """The all-reduces and all-gathers of a communicator, in buffers that stay."""
+
+    def __init__(self) -> None:
+        self._prepared: Prepared[_Collective] = Prepared()
+
+    def all_reduce(
+        self, link: Link, x: Tensor, payload_dtype: torch.dtype, deadline: float
+    ) -> Tensor:
+        """The float32 sum of all ranks' `x`, left to right in rank order."""
+        result = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if x.numel():
+            is_direct = x.numel() * payload_dtype.itemsize <= _MAX_DIRECT_BYTES
+            prepare = _in_one_round if is_direct else _in_two_phases
+            run = self._prepared.get(
+                (prepare, x.shape, payload_dtype, x.device),
+                lambda: prepare(link, self._prepared.arena, x.shape, payload_dtype, x.device),
+            )
+            run(x, result, deadline)
+        return result
+
+    def all_gather(
+        self, link: Link, x: Tensor, counts: tuple[int, ...], dim: int, deadline: float
+    ) -> Tensor:
+        """All ranks' `x`, of `counts` along `dim`, one behind the other."""
+        result = x.new_empty((*x.shape[:dim], sum(counts), *x.shape[dim + 1 :]))
+        if result.numel():
+            run = self._prepared.get(
+                (x.shape, counts, dim, x.dtype, x.device),
+                lambda: _gather(link, self._prepared.arena, x, counts, dim),
+            )
+            run(x, result, deadline)
+        return result
+
+
+def _messages(
+    arena: Arena,
+    name: str,
+    num_messages: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Sealed messages with values of `shape`: their bytes `[num_messages, ...]`, and the values."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    width = num_bytes + SEAL_BYTES
+    memory = arena.bytes(name, num_messages * width, device).view(-1, width)
+    return memory, memory[:, :num_bytes].view(dtype).view(num_messages, *shape)
+
+
+def _in_one_round(
+    link: Link, arena: Arena, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> _Collective:
+    message, own = _messages(arena, "send", 1, shape, dtype, device)
+    received, parts = _messages(arena, "parts", link.world_size, shape, dtype, device)
+    total = arena.bytes("total", 4 * shape.numel(), device).view(torch.float32).view(shape)
+    gather = link.gather(received, message[0], device)
+    send, values = own[0], parts.unbind()
+
+    def run(x: Tensor, result: Tensor, deadline: float) -> None:
+        send.copy_(x)
+        gather.run(deadline)
+        _add(values, total)
+        # Rounded to the payload's dtype, and from that to the result's.
+        result.copy_(total if result.dtype == dtype else total.to(dtype))
+
+    return run
+
+
+def _in_two_phases(
+    link: Link, arena: Arena, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> _Collective:
+    # Slices of equal length, the last ones padded.
+    world_size, count = link.world_size, -(-shape.numel() // link.world_size)
+    outgoing, send = _messages(arena, "send", world_size, (count,), dtype, device)
+    incoming, parts = _messages(arena, "parts", world_size, (count,), dtype, device)
+    message, own = _messages(arena, "own slice", 1, (count,), dtype, device)
+    total = arena.bytes("total", 4 * count, device).view(torch.float32)
+    transpose = link.transpose(incoming, outgoing, device)
+    gather = link.gather(incoming, message[0], device, tag=1)
+    values, bounds = parts.unbind(), [*range(0, shape.numel(), count), shape.numel()]
+    slices = [slice(begin, end) for begin, end in pairwise(bounds)]
+
+    def run(x: Tensor, result: Tensor, deadline: float) -> None:
+        x, flat = x.reshape(-1), result.view(-1)
+        for part, place in zip(send, slices, strict=False):
+            part[: place.stop - place.start].copy_(x[place])
+        transpose.run(deadline)
+        _add(values, total)
+        own.copy_(total)
+        gather.run(deadline)
+        for part, place in zip(values, slices, strict=False):
+            flat[place].copy_(part[: place.stop - place.start])
+
+    return run
+
+
+def _add(parts: Sequence[Tensor], total: Tensor) -> None:
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        total.add_(part)
+
+
+def _gather(link: Link, arena: Arena, like: Tensor, counts: Sequence[int], dim: int) -> _Collective:
+    """One round to every rank at any size, as Gloo's own all-gather is slower at all of them."""
+    shape, dtype, device = like.shape, like.dtype, like.device
+    shapes = [torch.Size((*shape[:dim], count, *shape[dim + 1 :])) for count in counts]
+    sizes = [dtype.itemsize * shape.numel() for shape in shapes]
+    # Behind a seal values begin where their dtype may, complex numbers of 16 bytes too.
+    widths = [size + max(SEAL_BYTES, dtype.itemsize) for size in sizes]
+    send = arena.bytes("send", widths[link.rank], device)
+    received = arena.bytes("parts", sum(widths), device)
+    parts = received.split(widths)
+    if len(set(counts)) == 1:  # which over NCCL is one call of the library
+        gather = link.gather(received.view(link.world_size, -1), send, device)
+    else:
+        everybody = dict.fromkeys(range(link.world_size), send)
+        gather = link.messages(dict(enumerate(parts)), everybody, device)
+
+    def values_of(message: Tensor, rank: int) -> Tensor:
+        return message[: sizes[rank]].view(dtype).view(shapes[rank])
+
+    own = values_of(send, link.rank)
+    values = [values_of(part, rank) for rank, part in enumerate(parts)]
+
+    def run(x: Tensor, result: Tensor, deadline: float) -> None:
+        own.copy_(x)
+        gather.run(deadline)
+        torch.cat(values, dim, out=result)
+
+    return run
