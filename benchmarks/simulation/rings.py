@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tree_attention.baselines.common import aligned
-from tree_attention.baselines.ring import MANIFEST_BYTES
+from tree_attention.baselines.ring import MANIFEST_BYTES, aligned
 from tree_attention.baselines.ring_pass_q import _deal
 from tree_attention.exchange.transport.buffers import SEAL_BYTES, StateLayout
 

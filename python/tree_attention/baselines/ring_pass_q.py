@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from ..exchange import Communicator, State, StateLayout, get_communicator
 from ..ops import check_q_k_v, lean_decode, merge_states, ranges_without_keys
 from ..options import AttentionOptions, queries_of, takes_attention_options
-from .common import aligned, signature_of
+from .ring import aligned, signature_of
 
 
 @takes_attention_options
@@ -32,10 +32,7 @@ def ring_pass_q_decode(
 ) -> tuple[Tensor, Tensor]:
     """`tree_decode` by a ring of queries: each rank begins with a part of them and passes it on.
 
-    Equivalent PyTorch, with the shards of all ranks in one place::
-
-        k, v = torch.cat(k_shards, 2), torch.cat(v_shards, 2)
-        o, lse = lean_decode(q, k, v, key_ranges_of_the_whole, ...)
+    Equivalent PyTorch: as of `tree_decode`.
 
     The sequences, or the key heads if there are more of them, are dealt to the ranks. In each of
     `world_size - 1` hops a rank attends to its own keys with the part that it has, while the next
@@ -46,17 +43,12 @@ def ring_pass_q_decode(
     Args:
         timeout: seconds in which each hop returns or raises, 30 unless the communicator says
             otherwise.
-        Everything else: as in `tree_decode`, local to this rank where it is there. Ranges of keys
-            stay with the keys: only queries and states travel.
+        Everything else, and what is raised: as in `tree_decode`. Ranges of keys stay with the keys:
+            only queries and states travel.
 
     Returns:
         o and lse as `tree_decode` does, with the same bits on every rank, which are not those of
         `tree_decode`: the states of a part are merged in the order of its travel.
-
-    Raises:
-        RuntimeError: `lean_decode` refuses an argument. Nothing was sent.
-        TypeError: q, k_local or v_local is no tensor, or there is no such keyword argument.
-        ExchangeError: a rank was lost, stalled, or called with other arguments.
 
     Source: Context Parallelism for Scalable Million-Token Inference (arXiv:2411.01783), pass-Q.
     """
@@ -74,9 +66,8 @@ def ring_pass_q_decode(
             k, v, ranges, changed = part.of(k_local, v_local, key_ranges, options)
             lean_decode(queries, k, v, ranges, out=out, **changed)
 
-        # The door, which is kept, shall not keep the arguments.
-        shape, dtype, device = q.shape, q.dtype, q.device
-        ring = _PassQ(comm, state, k_local.shape[1], call.seconds)
+        ring = _PassQ(comm, state, q, k_local.shape[1], call.seconds)
+        shape, dtype, device = q.shape, q.dtype, q.device  # as a door shall not keep q
         return call.run(
             signature_of(q, v_local, options),
             lambda deadline: ring.run(q, attend),
@@ -95,16 +86,41 @@ _Attend = Callable[["_Part", Tensor, tuple[Tensor, Tensor]], object]
 class _PassQ:
     """One pass of all parts around the ranks, in memory of the communicator."""
 
-    def __init__(self, comm: Communicator, state: State, num_heads_kv: int, seconds: float) -> None:
+    def __init__(
+        self, comm: Communicator, state: State, q: Tensor, num_heads_kv: int, seconds: float
+    ) -> None:
         self.link, self.state, self.seconds = comm.link, state, seconds
-        self.num_heads_kv = num_heads_kv
+        self.device, self.transport = q.device, comm.link.transport_device(q.device)
+        self.dtype, head_dim = q.dtype, state.layout.head_dim
+        self.parts = _deal(q, num_heads_kv, comm.world_size)
+        self.shapes = [part.shape(q) for part in self.parts]
+        self.states = [StateLayout(shape[:3], head_dim, torch.float32) for shape in self.shapes]
+        self.results = [replace(layout, dtype=q.dtype) for layout in self.states]
+        state_bytes = aligned(max(layout.num_bytes for layout in self.states))
+        query_bytes = max(map(math.prod, self.shapes)) * q.dtype.itemsize
+        # Two, as one is received while the other is read and sent.
+        self.travelling = [self.room(f"queries {i}", query_bytes, self.transport) for i in range(2)]
+        self.leaving = self.room("leaving", state_bytes, self.transport)
+        self.arriving = self.room("arriving", state_bytes, self.transport)
+        self.merged = self.room("merged", state_bytes, q.device)
+        self.pair = self.room("pair", 2 * state_bytes, q.device).view(2, state_bytes)
+        result_bytes = max(layout.message_bytes for layout in self.results)
+        self.result = self.room("result", result_bytes, q.device)
+
+    def room(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
+        return self.state.arena.bytes(f"{name} of a part", num_bytes, device)
+
+    def queries(self, index: int, hop: int) -> Tensor:
+        """Memory of a part's queries, on the way to this rank or from it."""
+        num_bytes = math.prod(self.shapes[index]) * self.dtype.itemsize
+        return self.travelling[hop % 2][:num_bytes].view(self.dtype).view(self.shapes[index])
 
     def run(self, q: Tensor, attend: _Attend) -> tuple[Tensor, Tensor]:
         """All results, on every rank; each hop has `seconds`."""
+        o, lse = q.new_empty(self.state.o.shape), torch.empty_like(self.state.lse)
         if self.state.layout.num_bytes == 0:
-            return q.new_empty(self.state.o.shape), torch.empty_like(self.state.lse)
+            return o, lse
         link, world_size = self.link, self.link.world_size
-        self.lay_out(q)
         self.queries(link.rank, 0).copy_(q[self.parts[link.rank].place])
         coming: list[dist.Work] = []
         for hop in range(world_size):
@@ -116,39 +132,18 @@ class _PassQ:
                 following = self.queries(index - 1, hop + 1)
                 coming = self.shift(following.flatten(), here.flatten(), tag=0)
             if hop == 0:
-                state = self.states[index].views(self.merged)
-                self.attend(attend, index, here, state)
+                self.attend(attend, index, here, self.states[index].views(self.merged))
             else:
                 self.merge_in(attend, index, here, deadline, is_last=hop == world_size - 1)
-        return self.gather_results(q)
-
-    def lay_out(self, q: Tensor) -> None:
-        """The parts, and the memory that they travel in."""
-        self.device, self.transport = q.device, self.link.transport_device(q.device)
-        self.parts = _deal(q, self.num_heads_kv, self.link.world_size)
-        head_dim = self.state.layout.head_dim
-        self.states = [StateLayout(p.shape(q)[:3], head_dim, torch.float32) for p in self.parts]
-        self.results = [replace(layout, dtype=q.dtype) for layout in self.states]
-        self.shapes = [part.shape(q) for part in self.parts]
-        self.dtype = q.dtype
-        state_bytes = aligned(max(layout.num_bytes for layout in self.states))
-        query_bytes = max(map(math.prod, self.shapes)) * q.dtype.itemsize
-        # Two, as one is received while the other is read and sent.
-        self.travelling = [self.room(f"queries {i}", query_bytes, self.transport) for i in range(2)]
-        self.leaving = self.room("leaving", state_bytes, self.transport)
-        self.arriving = self.room("arriving", state_bytes, self.transport)
-        self.merged = self.room("merged", state_bytes, q.device)
-        self.pair = self.room("pair", 2 * state_bytes, q.device).view(2, -1)
-        result_bytes = max(layout.message_bytes for layout in self.results)
-        self.result = self.room("result", result_bytes, q.device)
-
-    def room(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
-        return self.state.arena.bytes(f"{name} of a part", num_bytes, device)
-
-    def queries(self, index: int, hop: int) -> Tensor:
-        """Memory of a part's queries, on the way to this rank or from it."""
-        num_bytes = math.prod(self.shapes[index]) * self.dtype.itemsize
-        return self.travelling[hop % 2][:num_bytes].view(self.dtype).view(self.shapes[index])
+        gathered = self.room("results", world_size * self.result.numel(), q.device)
+        gathered = gathered.view(world_size, -1)
+        gather = link.gather(gathered, self.result, q.device)
+        gather.run(time.monotonic() + self.seconds)
+        for last_rank, message in enumerate(gathered):
+            index = (last_rank + 1) % world_size  # of the part that ended its journey there
+            place = self.parts[index].place
+            o[place], lse[place] = self.results[index].views(message)
+        return o, lse
 
     def attend(
         self, attend: _Attend, index: int, queries: Tensor, out: tuple[Tensor, Tensor]
@@ -177,19 +172,6 @@ class _PassQ:
     def shift(self, receive: Tensor, send: Tensor, tag: int) -> list[dist.Work]:
         some = ([x] if x.numel() else [] for x in (receive, send))
         return self.link.start_shift(next(some), next(some), tag)
-
-    def gather_results(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        o, lse = q.new_empty(self.state.o.shape), torch.empty_like(self.state.lse)
-        world_size = self.link.world_size
-        memory = self.room("results", world_size * self.result.numel(), q.device)
-        gathered = memory.view(world_size, -1)
-        gather = self.link.gather(gathered, self.result, q.device)
-        gather.run(time.monotonic() + self.seconds)
-        for last_rank, message in enumerate(gathered):
-            index = (last_rank + 1) % world_size  # of the part that ended its journey there
-            place = self.parts[index].place
-            o[place], lse[place] = self.results[index].views(message)
-        return o, lse
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def prepare(context: Context) -> Exchange:
     neighbours = [node * size + i for i in range(size)]
     counterparts = [i * size + place for i in range(num_nodes)]
 
-    slices = Slices.of_rows(state.layout, size)
+    slices = Slices.of(state.layout, size)
     outgoing = slices.rows_of(state.buffer("slices to send", slices.num_bytes))
     incoming = slices.rows_of(state.buffer("slices received", slices.num_bytes))
     loads = slices.pairs(outgoing, (state.o, state.lse))
@@ -84,7 +84,7 @@ def traffic(
     if size == 1:
         return all_gather.traffic(layout, topology, out_dtype, head_sharded)
     num_nodes = topology.world_size // size
-    slices = Slices.of_rows(layout, size)
+    slices = Slices.of(layout, size)
     leaf, partial, result = (
         slices.to(dtype).layout.num_bytes for dtype in (layout.dtype, torch.float32, out_dtype)
     )

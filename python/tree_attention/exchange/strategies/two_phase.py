@@ -16,13 +16,9 @@ from ..transport.topology import Topology
 from . import Context, Exchange, Strategy, Traffic
 
 
-def _slices(layout: StateLayout, num_slices: int, head_sharded: bool) -> Slices:
-    return (Slices.of_heads if head_sharded else Slices.of_rows)(layout, num_slices)
-
-
 def prepare(context: Context) -> Exchange:
     link, state = context.link, context.state
-    slices = _slices(state.layout, link.world_size, context.head_sharded)
+    slices = Slices.of(state.layout, link.world_size, context.head_sharded)
     outgoing = slices.rows_of(state.buffer("slices to send", slices.num_bytes))
     incoming = slices.rows_of(state.buffer("slices received", slices.num_bytes))
     loads = slices.pairs(outgoing, (state.o, state.lse))
@@ -64,7 +60,7 @@ def prepare(context: Context) -> Exchange:
 def traffic(
     layout: StateLayout, topology: Topology, out_dtype: torch.dtype, head_sharded: bool
 ) -> Traffic:
-    slices = _slices(layout, topology.world_size, head_sharded)
+    slices = Slices.of(layout, topology.world_size, head_sharded)
     num_bytes = slices.layout.num_bytes
     if not head_sharded:
         num_bytes += slices.to(out_dtype).layout.num_bytes

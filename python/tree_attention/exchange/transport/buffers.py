@@ -15,7 +15,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 _MAX_PREPARED = 64
-# A message ends in so many bytes that its link writes and reads (`rounds.Messages`).
+# A message ends in so many bytes that its link writes and reads (`messages.Messages`).
 SEAL_BYTES = 8
 # The lse behind an o of 16-bit values, and every further state in a row, begins at such an address.
 _ALIGNMENT = 4
@@ -55,14 +55,14 @@ class StateLayout:
 
     def views(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Views `o` and `lse` of the bytes `[..., at least num_bytes]` of one state or of many."""
-        leading = memory.shape[:-1]
+        rows = (*memory.shape[:-1], *self.shape)
         if self.num_bytes == 0:  # strides of no bytes need not be those of larger values
-            o = memory.new_empty((*leading, *self.shape, self.head_dim), dtype=self.dtype)
-            return o, memory.new_empty((*leading, *self.shape), dtype=torch.float32)
+            o = memory.new_empty((*rows, self.head_dim), dtype=self.dtype)
+            return o, memory.new_empty(rows, dtype=torch.float32)
         o_size = self.num_rows * self.head_dim * self.dtype.itemsize
         o = memory[..., :o_size].view(self.dtype)
         lse = memory[..., self.o_bytes : self.num_bytes].view(torch.float32)
-        return o.view(*leading, *self.shape, self.head_dim), lse.view(*leading, *self.shape)
+        return o.view(*rows, self.head_dim), lse.view(rows)
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,8 @@ class Slices:
     count: int
 
     @staticmethod
-    def of_rows(layout: StateLayout, num_slices: int) -> Slices:
-        count = layout.num_rows
-        return Slices(replace(layout, shape=(1, -(-count // num_slices))), num_slices, count)
-
-    @staticmethod
-    def of_heads(layout: StateLayout, num_slices: int) -> Slices:
-        batch, count, *rest = layout.shape
+    def of(layout: StateLayout, num_slices: int, by_head: bool = False) -> Slices:
+        batch, count, *rest = layout.shape if by_head else (1, layout.num_rows)
         shape = (batch, -(-count // num_slices), *rest)
         return Slices(replace(layout, shape=shape), num_slices, count)
 
@@ -186,13 +181,6 @@ class State:
     arena: Arena
     # Prepared exchanges by their options.
     prepared: dict[Any, Callable[[float, Tensor, Tensor], None]] = field(default_factory=dict)
-
-    def holds(self, o: Tensor, lse: Tensor) -> bool:
-        """True where they are the views of this state, so that nothing need be copied."""
-        return all(
-            x.data_ptr() == own.data_ptr() and x.dtype == own.dtype and x.stride() == own.stride()
-            for x, own in ((o, self.o), (lse, self.lse))
-        )
 
     def load(self, o: Tensor, lse: Tensor) -> None:
         """Copies a state into the send buffer, of which it may be other views."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,10 +28,8 @@ ByRank = Mapping[int, Tensor]
 CHANGED = 0  # it is another call than the last one, or some rank's message said so or differed
 SAME = 1  # it is the same, and there is nothing more to compare
 
-_HOST = torch.device("cpu")
 
-
-class Round(Protocol):
+class Round:
     """One step in which all ranks of a group send and receive together, prepared once."""
 
     def post(self) -> None:
@@ -39,16 +37,14 @@ class Round(Protocol):
 
     def run(self, deadline: float) -> None:
         """Sends and receives. The host waits for both on the CPU only."""
+        raise NotImplementedError
 
 
-class LibraryCall:
-    """A collective of the library as a round, with a message to every other rank."""
+class LibraryCall(Round):
+    """A collective of the library, which posts by itself, with a message to every other rank."""
 
     def __init__(self, link: Link, run: Callable[[float], None]) -> None:
         self._link, self._run = link, run
-
-    def post(self) -> None:
-        pass  # the library does that itself
 
     def run(self, deadline: float) -> None:
         self._run(deadline)
@@ -92,16 +88,13 @@ class PointToPoint(Transport):
 
     def finish(self, deadline: float) -> None:
         for work, name in zip([*self._sent, *self._received], self._names, strict=True):
-            self._link.wait(work, _HOST, deadline, name)
+            self._link.wait(work, torch.device("cpu"), deadline, name)
         self._received = []
 
 
 class AllToAll(Transport):
-    """Messages of any length as one all-to-all of the process group.
-
-    Over NCCL it queues them together; where torch watches the collectives of ranks, it would take
-    messages of some of them for collectives that the others lack.
-    """
+    """Messages of any length as one all-to-all: NCCL queues them together, and where torch watches
+    collectives, it would take messages of some ranks for collectives that the others lack."""
 
     def __init__(self, link: Link, receive: ByRank, send: ByRank, device: torch.device) -> None:
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
@@ -113,7 +106,7 @@ class AllToAll(Transport):
         self._link.all_to_all_of(self._receive, self._send, self._device, deadline)
 
 
-class Messages:
+class Messages(Round):
     """A round of messages: this rank sends tensors to some ranks and receives from some.
 
     Ranks that share memory leave their messages there; the others' go through the process group.

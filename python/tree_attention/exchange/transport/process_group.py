@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
 
     from .shared_memory import SharedMemory
 
-# The method behind dist.all_gather_into_tensor, which takes no timeout; renamed after torch 2.11.
-_ALL_GATHER = (
-    "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
-)
-# The method behind dist.all_to_all_single, likewise.
-_ALL_TO_ALL = (
-    "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
+# The methods behind dist.all_gather_into_tensor and dist.all_to_all_single, which take no timeout;
+# renamed after torch 2.11.
+_ALL_GATHER, _ALL_TO_ALL = (
+    new if hasattr(dist.ProcessGroup, new) else old
+    for new, old in (
+        ("all_gather_single", "_allgather_base"),
+        ("all_to_all_single", "alltoall_base"),
+    )
 )
 _Options = TypeVar(
     "_Options", AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
@@ -62,14 +64,14 @@ class Link:
         self.bytes_sent = 0
         self.num_operations = 0
         self.seconds = 0.0
-        # Of the call under way, which its messages carry (`rounds.Messages`).
+        # Of the call under way, which its messages carry (`Messages`).
         self.seal = SAME
         # The way to the other ranks of this node, or why there is none; None before the first call.
         self.shared_memory: SharedMemory | str | None = None
         # Weak, so that a destroyed group is not kept alive by a cache.
         self._group = weakref.ref(group)
-        backends = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        self._backends = dict(backends)
+        config = dist.get_backend_config(group)
+        self._backends = dict(pair.split(":") for pair in config.split(","))
         self._host_buffers: dict[str, Tensor] = {}
         self._meeting: Round | None = None
 
@@ -82,10 +84,7 @@ class Link:
 
     def backend(self, device: torch.device) -> str:
         """Name of the library that moves the tensors of `device`, through host memory or not."""
-        return self._library(self.transport_device(device))
-
-    def _library(self, device: torch.device) -> str:
-        return self._backends.get(device.type, "gloo")
+        return self._backends.get(self.transport_device(device).type, "gloo")
 
     def gather(self, receive: Tensor, send: Tensor, device: torch.device, tag: int = 0) -> Round:
         """A round in which every rank's sealed `send` goes to all ranks.
@@ -94,7 +93,7 @@ class Link:
         step where its own all-gather is a ring of `world_size - 1`.
         """
         if self.transport_device(device).type != "cpu":
-            return LibraryCall(self, lambda deadline: self.all_gather(receive, send, deadline))
+            return LibraryCall(self, partial(self.all_gather, receive, send))
         everybody = dict.fromkeys(range(self.world_size), send)
         return self.messages(dict(enumerate(receive)), everybody, device, tag)
 
@@ -104,7 +103,7 @@ class Link:
         Row r of `receive` becomes what rank r sends to this one.
         """
         if self.transport_device(device).type != "cpu":
-            return LibraryCall(self, lambda deadline: self.all_to_all(receive, send, deadline))
+            return LibraryCall(self, partial(self.all_to_all, receive, send))
         return self.messages(dict(enumerate(receive)), dict(enumerate(send)), device, tag)
 
     def messages(
@@ -159,16 +158,12 @@ class Link:
         self.bytes_sent += send.nbytes - num_bytes
 
     def all_to_all_of(
-        self,
-        receive: list[Tensor],
-        send: list[Tensor],
-        device: torch.device,
-        deadline: float,
+        self, receive: list[Tensor], send: list[Tensor], device: torch.device, deadline: float
     ) -> None:
-        """Messages of any length, one for each rank and perhaps empty, uncounted.
+        """Byte messages of any length on `device`, one for each rank and perhaps empty, uncounted.
 
-        `device` is where the byte tensors are. Over NCCL a message goes where it belongs; over
-        Gloo, whose all-to-all takes one tensor, through a copy.
+        Over NCCL a message goes where it belongs; over Gloo, whose all-to-all takes one tensor,
+        through a copy.
         """
         options = _with_timeout(AllToAllOptions(), deadline)
         if device.type != "cpu":
@@ -217,12 +212,12 @@ class Link:
         with self.operation("start of a shift"):
             try:
                 operations = [
-                    dist.P2POp(dist.isend, tensor, group=group, group_peer=following, tag=tag)
-                    for tag, tensor in enumerate(send, tag)
-                ]
-                operations += [
-                    dist.P2POp(dist.irecv, tensor, group=group, group_peer=previous, tag=tag)
-                    for tag, tensor in enumerate(receive, tag)
+                    dist.P2POp(start, tensor, group=group, group_peer=peer, tag=number)
+                    for start, tensors, peer in (
+                        (dist.isend, send, following),
+                        (dist.irecv, receive, previous),
+                    )
+                    for number, tensor in enumerate(tensors, tag)
                 ]
             except ValueError as error:  # as somebody else keeps the group
                 raise RuntimeError("the process group was destroyed") from error
@@ -244,7 +239,7 @@ class Link:
 
     def is_staged(self, device: torch.device) -> bool:
         """True where tensors of `device` travel through host memory."""
-        return device.type != "cpu" and self._library(device) == "gloo"
+        return device.type != "cpu" and self._backends.get(device.type, "gloo") == "gloo"
 
     def transport_device(self, device: torch.device) -> torch.device:
         """Where tensors of `device` travel: NCCL alone, for one, moves none of the host's."""
@@ -296,27 +291,24 @@ class Link:
         return (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
 
     def _stage(self, tensor: Tensor, copy: bool = True) -> Tensor:
-        """The tensor, or memory in its place that can travel: with what it holds, or to receive
-        into."""
-        if self.is_staged(tensor.device):
-            buffer = self._host_buffer("source" if copy else "target", tensor)
-            return buffer.copy_(tensor) if copy else buffer
-        device = self.transport_device(tensor.device)
-        if device == tensor.device:
-            return tensor
-        return tensor.to(device) if copy else torch.empty_like(tensor, device=device)
+        """The tensor, or memory in its place that can travel: with its values, or to receive in."""
+        if self.is_staged(tensor.device):  # through buffers that stay, as all copies end at once
+            name, num_bytes = "source" if copy else "target", tensor.nbytes
+            buffer = self._host_buffers.get(name)
+            if buffer is None or buffer.nbytes < num_bytes:
+                buffer = self._host_buffers[name] = host_memory(num_bytes)
+            staged = buffer[:num_bytes].view(tensor.dtype).view(tensor.shape)
+        else:
+            device = self.transport_device(tensor.device)
+            if device == tensor.device:
+                return tensor
+            staged = torch.empty_like(tensor, device=device)
+        return staged.copy_(tensor) if copy else staged
 
     def _finish(self, work: Work | None, tensor: Tensor, staged: Tensor, deadline: float) -> None:
         self.wait(work, staged.device, deadline)
         if staged is not tensor:
             tensor.copy_(staged)
-
-    def _host_buffer(self, name: str, like: Tensor) -> Tensor:
-        """All copies here are synchronous."""
-        buffer = self._host_buffers.get(name)
-        if buffer is None or buffer.nbytes < like.nbytes:
-            buffer = self._host_buffers[name] = host_memory(like.nbytes)
-        return buffer[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 class _Operation(AbstractContextManager[None]):

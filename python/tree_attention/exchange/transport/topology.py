@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch.distributed as dist
 
@@ -49,12 +50,9 @@ class Topology:
         the world and lies within a node everywhere. A node of 4 + 2 ranks is three runs of two; an
         odd node forwards every state by itself.
         """
-        boundaries = [rank for rank in range(1, self.world_size) if self._begins_node(rank)]
+        boundaries = [i for i, (a, b) in enumerate(pairwise(self.nodes), 1) if a != b]
         divisor = math.gcd(self.world_size, *boundaries)
         return divisor & -divisor
-
-    def _begins_node(self, rank: int) -> bool:
-        return self.nodes[rank] != self.nodes[rank - 1]
 
     def __str__(self) -> str:
         sizes = sorted(set(self.node_sizes))
@@ -69,18 +67,13 @@ def node_name() -> str:
     `TREE_ATTENTION_NODE` if set. Else the host's name, which containers on several hosts may share,
     and the first rank that torchrun started beside this one (LOCAL_RANK, LOCAL_WORLD_SIZE).
     """
-    named = os.environ.get(NODE_VARIABLE)
-    if named:
+    if named := os.environ.get(NODE_VARIABLE):
         return named
-    return f"{socket.gethostname()}/{_first_rank_of_node()}"
-
-
-def _first_rank_of_node() -> int | None:
+    first_rank = None
     local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not (local_size.isdecimal() and int(local_size) and dist.is_initialized()):
-        return None
-    rank = dist.get_rank()
-    local_rank = os.environ.get("LOCAL_RANK", "")
-    if local_rank.isdecimal() and int(local_rank) < int(local_size):
-        return rank - int(local_rank)
-    return rank - rank % int(local_size)
+    if local_size.isdecimal() and int(local_size) and dist.is_initialized():
+        rank, local_rank = dist.get_rank(), os.environ.get("LOCAL_RANK", "")
+        if not (local_rank.isdecimal() and int(local_rank) < int(local_size)):
+            local_rank = str(rank % int(local_size))
+        first_rank = rank - int(local_rank)
+    return f"{socket.gethostname()}/{first_rank}"
