@@ -311,10 +311,10 @@ def _rank_main(pipe: Connection, rank: int, world_size: int) -> None:
 
 
 def _without_shared_memory() -> AbstractContextManager[object]:
-    from tree_attention.exchange.agreement import session
+    from tree_attention.exchange.agreement import call as agreement
 
     # No Mock, which would keep the arguments of its calls, and with them the group.
-    return mock.patch.object(session, "connect", lambda *_: "not in this test")
+    return mock.patch.object(agreement, "connect", lambda *_: "not in this test")
 
 
 def _close_all() -> None:

@@ -14,8 +14,7 @@ Read from the door to the wire, each importing only what is below it:
 Other packages import what this module names.
 """
 
-from .agreement.call import DEFAULT_TIMEOUT, Call
-from .agreement.on_every_rank import on_every_rank
+from .agreement.call import DEFAULT_TIMEOUT, Call, on_every_rank
 from .auto.choose import COSTS_VARIABLE, CostTable, measured_costs
 from .calibration import calibrate
 from .communicator import Communicator, get_communicator

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -15,15 +14,16 @@ from torch import Tensor
 
 from ..auto.choose import CostTable, measured_costs
 from ..auto.setup import Resources
-from ..errors import OtherCall
+from ..errors import ExchangeError, OtherCall, sentence
 from ..notes import Note, Signature
 from ..options import check_timeout, resolve_group
 from ..transport.messages import SAME
 from ..transport.process_group import Link
+from ..transport.shared_memory import connect
 from ..transport.topology import Topology, node_name
 from .one_thread import NoTurns, Turn, turn_of
 from .queries import Queries
-from .session import Alone, Door, Session
+from .session import Door, Session
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Calls:
         self._resources = Resources()
         self._costs: CostTable | None = None
         self._turn: Turn = NoTurns()
-        self._session: Session | Alone = Alone()
+        self._session: Session | None = None  # in a world of one, which sends nothing
         if group is not None and self.world_size > 1:
             self._turn = turn_of(group)
             self._turn.check_process("Communicator")  # whose session the parent would count
@@ -71,19 +71,24 @@ class Calls:
     @property
     def link(self) -> Link:
         """Operations of the group, of which there are none in a world of one."""
-        return self._session.link
+        return self._require_session().link
+
+    def _require_session(self) -> Session:
+        if self._session is None:
+            raise ValueError("Communicator: a world of one rank sends nothing and has no link")
+        return self._session
 
     @property
     def failed(self) -> str | None:
-        return self._session.failed
+        return None if self._session is None else self._session.failed
 
     @property
     def bytes_sent(self) -> int:
-        return self._session.bytes_sent
+        return 0 if self._session is None else self.link.bytes_sent
 
     @property
     def seconds(self) -> float:
-        return self._session.seconds
+        return 0.0 if self._session is None else self.link.seconds
 
     def begin(self, op: str, timeout: float | timedelta | None = None) -> Call:
         """The one way into a collective call of `op`: `with comm.begin(op) as call: ... call.run`.
@@ -93,9 +98,14 @@ class Calls:
         """
         return Call(self, op, timeout)
 
-    def turn(self, op: str, name: str | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def turn(self, op: str, name: str | None = None) -> Iterator[None]:
         """Surrounds calls between which no other thread may use the group (see `Turn.take`)."""
-        return _InTurn(self._turn, op, name)
+        self._turn.take(op, name)
+        try:
+            yield
+        finally:
+            self._turn.give_back()
 
     def call(
         self,
@@ -132,7 +142,8 @@ class Calls:
         From any thread, any number of times. Other ranks fail when they wait for this one, and at
         their deadlines otherwise. Over NCCL, what was queued ends with the group's watchdog.
         """
-        self._session.fail(f"aborted: {reason}")
+        if self._session is not None:
+            self._session.fail(f"aborted: {reason}")
 
     def check(self) -> None:
         """Raises ExchangeError if an exchange is known to have failed. Waits for nothing.
@@ -140,7 +151,8 @@ class Calls:
         With "one_shot" GPUs wait for each other without the host, whose next call or check has the
         error; until then there is NaN for o and lse, also from replayed graphs.
         """
-        self._session.before_deadline(lambda deadline: self._resources.check(), self.timeout)
+        if self._session is not None:
+            self._session.before_deadline(lambda deadline: self._resources.check(), self.timeout)
 
     def seconds_of(self, op: str, timeout: float | timedelta | None) -> float:
         """The seconds that an argument `timeout` of `op` stands for."""
@@ -152,7 +164,8 @@ class Calls:
 
     def abandon_call(self) -> None:
         """Notes that this rank stopped on the way to a call (see `Session.abandon`)."""
-        self._session.abandon()
+        if self._session is not None:
+            self._session.abandon()
 
     def _agree_and_run(
         self,
@@ -163,15 +176,16 @@ class Calls:
         queries: Sequence[Tensor],
         deadline: float,
     ) -> T:
-        link, session = self.link, self._session
-        assert isinstance(session, Session)  # as there is a link
+        session, link = self._require_session(), self.link
         notes = session.agree(whole, deadline)
         if notes is not None:
             self._learn(notes)
             self._is_on_host = device is None or link.transport_device(device).type == "cpu"
             if device is not None and not self._resources.are_known(device):
                 self._set_up(session, device, deadline)
-        session.leave_open(door if self._is_on_host else None, is_repeatable=door is not None)
+        session.door = door if self._is_on_host else None
+        if door is None:
+            session.agreed = None
         link.seal = seal = self._queries.seal(queries)
         with suppress(OtherCall):
             result = run(deadline)
@@ -185,10 +199,13 @@ class Calls:
     def _set_up(self, session: Session, device: torch.device, deadline: float) -> None:
         """Collective: makes what calls with tensors of this kind of device need."""
         link = session.link
+
+        def gather(step: str, note: Note) -> list[Note]:
+            return session.compare((("step", step),), deadline, note)
+
         if self._is_on_host and link.shared_memory is None:
-            session.share_memory(self.topology, deadline)
+            link.shared_memory = connect(self.rank, self.topology, gather)
         session.test_delivery(device, deadline)
-        gather = session.gather(deadline)
         self._resources.set_up(link, device, self.topology, gather, deadline)
 
     def _learn(self, notes: Sequence[Note]) -> None:
@@ -196,11 +213,10 @@ class Calls:
             self.topology = Topology.of([str(note.get("node")) for note in notes])
 
 
-# Classes, because every call enters one, and generators take three times as long.
-
-
 class Call(AbstractContextManager["Call"]):
     """One collective call on its way: other threads stay out, and an error on the way abandons it.
+
+    A class, because every call enters one, and generators take three times as long.
 
     Attributes:
         op: the function that is called.
@@ -220,12 +236,7 @@ class Call(AbstractContextManager["Call"]):
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None and self._is_on_the_way:
             self.comm.abandon_call()
         self.comm._turn.give_back()
@@ -252,7 +263,7 @@ class Call(AbstractContextManager["Call"]):
         """
         comm, whole = self.comm, self._whole(signature)
         self._is_on_the_way = False
-        return comm._session.before_deadline(
+        return comm._require_session().before_deadline(
             lambda deadline: comm._agree_and_run(whole, run, device, door, queries, deadline),
             self.seconds,
         )
@@ -261,6 +272,8 @@ class Call(AbstractContextManager["Call"]):
         """`Calls.agree`, as this call."""
         session, whole = self.comm._session, self._whole(signature)
         self._is_on_the_way = False
+        if session is None:
+            return [note or {}]
 
         def knock_and_compare(deadline: float) -> list[Note]:
             session.knock(deadline)
@@ -281,12 +294,23 @@ class Call(AbstractContextManager["Call"]):
         )
 
 
-class _InTurn(AbstractContextManager[None]):
-    def __init__(self, turn: Turn, op: str, name: str | None) -> None:
-        self._turn, self._op, self._name = turn, op, name
+def on_every_rank(
+    op: str,
+    comm: Calls,
+    timeout: float,
+    run: Callable[[], tuple[Signature, T]],
+    note_of: Callable[[T], Note] = lambda result: {},
+) -> tuple[T, list[Note]]:
+    """Return what `run` does, if it raised on no rank and gave the same signature on all.
 
-    def __enter__(self) -> None:
-        self._turn.take(self._op, self._name)
-
-    def __exit__(self, *error: object) -> None:
-        self._turn.give_back()
+    Returns:
+        Its result, and the notes that `note_of` makes of the results of all ranks, in rank order.
+    """
+    try:
+        signature, result = run()
+    except Exception as error:
+        with suppress(ExchangeError):  # the others have it from this rank, and this one its own
+            comm.agree((("outcome", sentence(error)),), timeout, op)
+        raise
+    notes = comm.agree((("outcome", "success"), *signature), timeout, op, note_of(result))
+    return result, notes

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import Disagreement, ExchangeError, OtherCall, ranks_text, sentence
-from ..notes import Gather, Note, Signature
+from ..notes import Note, Signature
 from ..transport.deadlines import call_before
 from ..transport.messages import CHANGED
 from ..transport.process_group import Link
-from ..transport.shared_memory import connect
-from ..transport.topology import Topology
 from .self_test import delivery_fault
 from .signatures import ABANDONED, Agreement
 
@@ -46,30 +44,26 @@ class Session:
         and may come from any thread. A store that does not answer within `seconds` is a failure,
         which the first call reports.
         """
-        self.rank, self.world_size = group.rank(), group.size()
         self.link = Link(group)
+        self._here = f"rank {self.link.rank} of {self.link.world_size}"
         self.failed: str | None = None
         self._failing = threading.Lock()
-        self._agreed: Signature | None = None
+        self.agreed: Signature | None = None  # which the next call need not compare, if it is equal
         # The last call's messages, in which peers that repeat it wait for this rank.
         self.door: Door | None = None
         self._num_abandoned = 0
         self._note, self._on_failure = note, on_failure
         store = group.get_group_store()
-        name = ""
+        counter, name = f"tree_attention/sessions/{self.link.rank}", ""
         try:
-            name = f"tree_attention/{_number_of_session(store, self.rank, seconds)}"
+            # Ranks make the sessions of a group in the same order, so its number is the same on all
+            # of them. The store counts, as it may outlive a group, and a process that takes a lost
+            # one's place has made no session yet.
+            number = call_before(time.monotonic() + seconds, lambda: store.add(counter, 1))
+            name = f"tree_attention/{number}"
         except RuntimeError as error:
             self.failed = f"the store of the process group is lost: {sentence(error)}"
-        self._agreement = Agreement(store, self.rank, self.world_size, name)
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.link.bytes_sent
-
-    @property
-    def seconds(self) -> float:
-        return self.link.seconds
+        self._agreement = Agreement(store, self.link.rank, self.link.world_size, name)
 
     def agree(self, signature: Signature, deadline: float) -> list[Note] | None:
         """Every rank's note once all are known to run the same call; None if they already were.
@@ -77,19 +71,13 @@ class Session:
         Signatures are compared through the store when this rank's differs from its last one, so
         they hold nothing that may change on one rank alone without being an error.
         """
-        if signature == self._agreed:
+        if signature == self.agreed:
             return None
-        self._agreed = None
+        self.agreed = None
         self.knock(deadline)
         notes = self.compare(signature, deadline)
-        self._agreed = signature
+        self.agreed = signature
         return notes
-
-    def leave_open(self, door: Door | None, is_repeatable: bool) -> None:
-        """Notes how a rank that changes its call reaches peers which repeat the present one."""
-        self.door = door
-        if not is_repeatable:
-            self._agreed = None
 
     def knock(self, deadline: float) -> None:
         """Tells ranks that may be repeating the last call that this one is in another.
@@ -112,7 +100,7 @@ class Session:
         Its next call must not meet theirs of this step. So the next call compares signatures, in
         which the number of abandoned calls is a field.
         """
-        self._agreed = None
+        self.agreed = None
         self._num_abandoned += 1
 
     def compare(
@@ -125,17 +113,14 @@ class Session:
         except Disagreement as error:
             if ABANDONED in error.values:  # ranks are at different steps, and nobody knows which
                 counts = [int(value or 0) for value in error.values[ABANDONED]]
-                raise ExchangeError(_different_steps(counts)) from error
+                behind = [rank for rank, count in enumerate(counts) if count == max(counts)]
+                others = [rank for rank in range(len(counts)) if rank not in behind]
+                raise ExchangeError(
+                    f"{ranks_text(behind)} abandoned more calls before the exchange than "
+                    f"{ranks_text(others)}; ranks may be at different steps, so start again with a "
+                    "new process group"
+                ) from error
             raise
-
-    def share_memory(self, topology: Topology, deadline: float) -> None:
-        """Collective: from now on messages to ranks of the same node go through memory, if they
-        can."""
-        self.link.shared_memory = connect(self.rank, topology, self.gather(deadline))
-
-    def gather(self, deadline: float) -> Gather:
-        """Compares steps of setting up by their names, and collects what ranks note on them."""
-        return lambda step, note: self.compare((("step", step),), deadline, note)
 
     def test_delivery(self, device: torch.device, deadline: float) -> None:
         """Raises ExchangeError on every rank if messages arrive in a wrong order on any."""
@@ -150,9 +135,7 @@ class Session:
     def before_deadline(self, run: Callable[[float], T], seconds: float) -> T:
         """`run(deadline)` in so many seconds; any error in it but a disagreement is final."""
         if self.failed is not None:
-            raise ExchangeError(
-                f"{self._here()}: the communicator has failed before: {self.failed}"
-            )
+            raise ExchangeError(f"{self._here}: the communicator has failed before: {self.failed}")
         deadline = time.monotonic() + seconds
         try:
             result = run(deadline)
@@ -160,15 +143,14 @@ class Session:
                 raise ExchangeError(self.failed)  # aborted as it ended
             return result
         except Disagreement as error:  # known to every rank, and nobody waits: not a failure
-            self._agreed = self.door = None
-            raise ExchangeError(f"{self._here()}: {error}") from error
+            self.agreed = self.door = None
+            raise ExchangeError(f"{self._here}: {error}") from error
         except RuntimeError as error:
-            late = time.monotonic() >= deadline - 0.005  # timers count milliseconds
             reason = sentence(error)
-            if late:
+            if time.monotonic() >= deadline - 0.005:  # timers count milliseconds
                 reason = f"no answer within {seconds:g} s: {reason}"
             self.fail(reason, patience=_PATIENCE_SECONDS)
-            raise ExchangeError(f"{self._here()}: {self.failed}") from error
+            raise ExchangeError(f"{self._here}: {self.failed}") from error
         except BaseException as error:
             self.fail(f"interrupted by {error!r}")
             raise
@@ -183,61 +165,8 @@ class Session:
             if self.failed is not None:
                 return  # aborted, which is why the call has ended
             self.failed = reason
-        self._agreement.interrupt()
+        self._agreement.interrupted.set()
         self.link.close()
         said = self._agreement.withdraw(reason, patience)
         if said:
             self.failed = f"{reason} ({said})"
-
-    def _here(self) -> str:
-        return f"rank {self.rank} of {self.world_size}"
-
-
-class Alone:
-    """The session of a world of one, which sends nothing and never fails."""
-
-    failed = None
-    bytes_sent = 0
-    seconds = 0.0
-
-    @property
-    def link(self) -> Link:
-        raise ValueError("Communicator: a world of one rank sends nothing and has no link")
-
-    def before_deadline(self, run: Callable[[float], T], seconds: float) -> T:
-        return run(time.monotonic() + seconds)
-
-    def knock(self, deadline: float) -> None:
-        pass
-
-    def compare(
-        self, signature: Signature, deadline: float, note: Note | None = None
-    ) -> list[Note]:
-        return [note or {}]
-
-    def abandon(self) -> None:
-        pass
-
-    def fail(self, reason: str, patience: float = 0.0) -> None:
-        pass
-
-
-def _number_of_session(store: dist.Store, rank: int, seconds: float) -> int:
-    """Number of the sessions of this rank that the store has seen.
-
-    Ranks make the sessions of a group in the same order, so it is the same on all of them. The
-    store counts, as it may outlive a group, and a process that takes a lost one's place has made
-    no session yet.
-    """
-    deadline = time.monotonic() + seconds
-    return call_before(deadline, lambda: store.add(f"tree_attention/sessions/{rank}", 1))
-
-
-def _different_steps(num_abandoned: Sequence[int]) -> str:
-    most = max(num_abandoned)
-    behind = [rank for rank, count in enumerate(num_abandoned) if count == most]
-    others = [rank for rank, count in enumerate(num_abandoned) if count != most]
-    return (
-        f"{ranks_text(behind)} abandoned more calls before the exchange than {ranks_text(others)}; "
-        "ranks may be at different steps, so start again with a new process group"
-    )

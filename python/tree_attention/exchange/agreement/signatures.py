@@ -29,12 +29,10 @@ T = TypeVar("T")
 
 # The field of a signature that counts the calls which a rank abandoned on the way to them.
 ABANDONED = "abandoned calls"
+_FAILED, _NOTE = "failed", "note"
 _SEPARATOR = "; "
 _QUOTE = re.compile(r"rank \d+ has failed: ")
-_FAILED = "failed"
-_NOTE = "note"
-# How long a rank that found a disagreement, and may serve the store, waits for the others to find
-# it too.
+# How long a rank that found a disagreement, and may serve the store, waits for the others' finding.
 _PARTING_SECONDS = 2.0
 # How long the store may take to pass on what ranks have to say about a failure.
 _EXPLAIN_SECONDS = 0.3
@@ -46,13 +44,11 @@ class Agreement:
     """The signatures of a group's ranks, epoch after epoch."""
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._name = name
+        self._store, self._name = store, name
+        self._rank, self._world_size = rank, world_size
         self._epoch = 0
         self._own: dict[str, str] = {}
-        self._interrupted = threading.Event()
+        self.interrupted = threading.Event()  # ends this rank's wait for the others' signatures
 
     def reach(self, signature: Signature, deadline: float, note: Note | None = None) -> list[Note]:
         """Every rank's note, once all publish the same signature; or all raise Disagreement."""
@@ -66,7 +62,7 @@ class Agreement:
         self._own.update((name, str(value)) for name, value in signature)
         try:
             published = call_before(
-                deadline, lambda: self._publish_and_read(deadline), self._interrupted
+                deadline, lambda: self._publish_and_read(deadline), self.interrupted
             )
         except ExchangeError:
             raise
@@ -74,21 +70,17 @@ class Agreement:
             raise ExchangeError(
                 f"the store of the process group is lost: {sentence(error)}"
             ) from error
-        remarks = [
-            self._remark(r, said, published[0], "rank 0") for r, said in enumerate(published)
-        ]
+        first = published[0]
+        remarks = [self._remark(r, said, first, "rank 0") for r, said in enumerate(published)]
         if any(_FAILED in said for said in published):
             raise ExchangeError(_joined(remarks))
         if any(remarks):
-            self._part(deadline)
-            fields = {field for said in published for field in _differing(said, published[0])}
+            with suppress(RuntimeError):  # a peer left before it could read: it has its own error
+                self._part(min(deadline, time.monotonic() + _PARTING_SECONDS))
+            fields = {field for said in published for field in _differing(said, first)}
             values = {field: [said.get(field) for said in published] for field in fields}
             raise Disagreement(_joined(remarks), values)
-        return [_note_of(said, rank) for rank, said in enumerate(published)]
-
-    def interrupt(self) -> None:
-        """Ends this rank's wait for the others' signatures."""
-        self._interrupted.set()
+        return [json.loads(said[_NOTE]) for said in published]
 
     def withdraw(self, reason: str, patience: float = 0.0) -> str:
         """Tells ranks that come to this epoch or the next why this rank does not.
@@ -150,10 +142,9 @@ class Agreement:
         for key in awaited:  # one after the other, or many ranks would ask for many keys each time
             while not self._store.check([key]):
                 now = time.monotonic()
-                if now >= deadline or self._interrupted.is_set():
+                if now >= deadline or self.interrupted.is_set():
                     return False
-                # So that waiting is little longer than what is waited for, and long waits ask
-                # seldom.
+                # Waiting is little longer than what is waited for, and long waits ask seldom.
                 time.sleep(min(max(_SHORTEST_POLL_SECONDS, 0.05 * (now - begin)), 0.05))
         return True
 
@@ -176,16 +167,15 @@ class Agreement:
         return ", ".join(remarks)
 
     def _part(self, deadline: float) -> None:
+        """Waits until all ranks have read this epoch."""
         prefix = f"{self._name}/{self._epoch}"
-        deadline = min(deadline, time.monotonic() + _PARTING_SECONDS)
 
         def wait_for_readers() -> None:
             if self._store.add(f"{prefix}/readers", 1) == self._world_size:
                 self._store.set(f"{prefix}/read", "")
             self._are_there([f"{prefix}/read"], deadline)
 
-        with suppress(RuntimeError):  # a peer left before it could read: it has its own error
-            call_before(deadline, wait_for_readers)
+        call_before(deadline, wait_for_readers)
 
     def _keys(self, epoch: int) -> list[str]:
         return [f"{self._name}/{epoch}/{rank}" for rank in range(self._world_size)]
@@ -197,7 +187,8 @@ def _parsed(value: bytes, rank: int) -> dict[str, str]:
         said = json.loads(value)
         if isinstance(said, dict) and all(isinstance(text, str) for text in said.values()):
             int(said.get(ABANDONED, 0))
-            return said
+            if _FAILED in said or isinstance(json.loads(said.get(_NOTE, "")), dict):
+                return said
     raise ExchangeError(
         f"the store of the process group holds {value[:40]!r} where rank {rank} publishes what it "
         "calls; something else writes to the store"
@@ -208,17 +199,6 @@ def _joined(remarks: Sequence[str], known: str = "") -> str:
     """The remarks as one text, each once, without those of `known`."""
     parts = dict.fromkeys(part for remark in remarks for part in remark.split(_SEPARATOR) if part)
     return _SEPARATOR.join(part for part in parts if part not in known.split(_SEPARATOR))
-
-
-def _note_of(said: dict[str, str], rank: int) -> Note:
-    with suppress(KeyError, ValueError, RecursionError):
-        note = json.loads(said[_NOTE])
-        if isinstance(note, dict):
-            return note
-    raise ExchangeError(
-        f"the store of the process group holds no note of rank {rank}; something else writes to "
-        "the store"
-    )
 
 
 def _differing(said: dict[str, str], other: dict[str, str]) -> list[str]:
