@@ -74,13 +74,8 @@ def tree_decode(
             them. None: all keys of the shard.
         group: process group or `Communicator`, default the world. Without torch.distributed this
             is `lean_decode`.
-        strategy: "auto" or one of `strategies()`. "auto" takes a canonical one, by the times that
-            `python -m tree_attention calibrate` measured on these ranks or else by a shipped rule.
-        out_dtype: dtype of `o`, default q's.
-        payload_dtype: dtype of the `o` that ranks send each other: float32, or bfloat16 to send
-            half as much and round every rank's part once.
-        head_sharded: return to each rank the heads that `torch.tensor_split` would give it, for
-            models whose next layer is split by heads.
+        strategy, out_dtype, payload_dtype, head_sharded, timeout: see `all_merge_states`; by
+            default "auto", q's dtype, float32, False and the communicator's.
         deterministic: 0, the default, or a number of global slots, for example 4096. The bits are
             then the same for every number of ranks, of threads and of other sequences in the batch,
             on CPUs with the same instruction set. Keys are cut at multiples of so many slots, each
@@ -88,8 +83,6 @@ def tree_decode(
             A query has as many ranges on every rank.
             Only with strategy "auto" and a float32 payload, on the CPU, without head_sharded.
         explain: print on rank 0 which strategy was taken, and the row of a table that decided.
-        timeout: seconds, or a `datetime.timedelta`, in which an exchange returns or raises, 30
-            unless the communicator says otherwise. A number where torch.compile traces the call.
         softmax_scale, softcap, alibi_slopes, query_positions, key_layout, page_table, k_scale,
             v_scale, num_workers: see `AttentionOptions`; key_layout, page_table and the scales are
             this rank's.
@@ -101,13 +94,10 @@ def tree_decode(
         this rank's heads.
 
     Raises:
-        ValueError: there is no such strategy, payload_dtype or out_dtype, the strategy cannot do
-            what the options ask for, or timeout is not above 0. Nothing was sent.
+        ValueError, ExchangeError: as in `all_merge_states`.
         TypeError: q, k_local or v_local is no tensor, there is no such keyword argument, or timeout
             is neither a number nor a timedelta.
         RuntimeError: `lean_decode` refuses an argument. Nothing was sent.
-        ExchangeError: a rank was lost, stalled, or called with other arguments; or another thread
-            uses the group (see `Communicator`).
 
     Source: Tree Attention (arXiv:2408.04093), Algorithm 3.
     """

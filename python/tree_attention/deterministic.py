@@ -32,14 +32,27 @@ def decode_by_blocks(
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
     """`tree_decode` with blocks of `size` global slots, whose states all ranks gather."""
-    _check_exchange(size, exchange, q)
+    for name, value, needed in (
+        ("strategy", exchange.strategy, "auto"),
+        ("payload_dtype", exchange.payload_dtype, torch.float32),
+        ("head_sharded", exchange.head_sharded, False),
+        ("the device", q.device.type, "cpu"),
+    ):
+        if value != needed:
+            raise ValueError(
+                f"tree_decode: with deterministic={size} {name} must be {needed}, got {value}"
+            )
     # Refuses bad arguments, and is the result where no rank has a key.
     no_keys = ranges_without_keys(q, key_ranges)
     empty = lean_decode(q, k, v, no_keys, out_dtype=exchange.out_dtype, **options)
     page_table = options.get("page_table")
     seqlen_k = k.shape[2] if page_table is None else k.shape[2] * page_table.shape[-1]
     key_layout = tuple(map(int, options.get("key_layout", (0, 1, 1))))
-    _check_cuts(key_layout, seqlen_k, size)
+    if not _is_cut(key_layout, seqlen_k, size):
+        raise ValueError(
+            f"tree_decode: with deterministic={size} key_layout must cut at multiples of {size} "
+            f"global slots, got {key_layout}"
+        )
     states = _attend_to_blocks(q, k, v, key_ranges, seqlen_k, size, options)
     layout = StateLayout(tuple(q.shape[:3]), v.shape[3], exchange.payload_dtype)
     signature = (
@@ -82,20 +95,6 @@ def decode_by_blocks(
     return merge_states(gathered[..., :-1], gathered[..., -1], out_dtype=exchange.out_dtype)
 
 
-def _check_exchange(size: int, exchange: ExchangeOptions, q: Tensor) -> None:
-    given = {
-        "strategy": (exchange.strategy, "auto"),
-        "payload_dtype": (exchange.payload_dtype, torch.float32),
-        "head_sharded": (exchange.head_sharded, False),
-        "the device": (q.device.type, "cpu"),
-    }
-    for name, (value, needed) in given.items():
-        if value != needed:
-            raise ValueError(
-                f"tree_decode: with deterministic={size} {name} must be {needed}, got {value}"
-            )
-
-
 def check_size(op: str, size: int) -> None:
     """Raises ValueError unless `size` is an integer from 0 to _ALL_SLOTS."""
     if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= _ALL_SLOTS:
@@ -122,14 +121,6 @@ def _is_cut(key_layout: tuple[int, ...], seqlen_k: int, size: int) -> bool:
     is_one_run = stride == block or seqlen_k <= block
     is_cut = first % size == 0 and (is_one_run or (block % size == 0 and stride % size == 0))
     return seqlen_k == 0 or is_cut
-
-
-def _check_cuts(key_layout: tuple[int, ...], seqlen_k: int, size: int) -> None:
-    if not _is_cut(key_layout, seqlen_k, size):
-        raise ValueError(
-            f"tree_decode: with deterministic={size} key_layout must cut at multiples of {size} "
-            f"global slots, got {key_layout}"
-        )
 
 
 def _block_numbers(key_layout: Sequence[int], seqlen_k: int, size: int) -> list[int]:
@@ -162,11 +153,10 @@ def _attend_to_blocks(
         key_ranges = everything.expand(batch, seqlen_q, 2)
     # Every block is a sequence of its own in one call. Without pages, a sequence's keys are a page.
     uncut: AttentionOptions = {**options, "num_workers": -1}
-    page_table = options.get("page_table")
+    page_table, query_positions = options.get("page_table"), options.get("query_positions")
     if page_table is None:
         page_table = torch.arange(batch, dtype=torch.int32)[:, None]
     uncut["page_table"] = _repeated(page_table, num_blocks)
-    query_positions = options.get("query_positions")
     if query_positions is not None:
         uncut["query_positions"] = _repeated(query_positions, num_blocks)
     begins = torch.arange(0, seqlen_k, size).view(-1, *(1,) * key_ranges.dim())

@@ -6,21 +6,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from . import _loader
-from .options import (
-    AttentionOptions,
-    check_option_names,
-    check_tensors,
-    takes_attention_options,
-)
+from .options import AttentionOptions, check_option_names, check_tensors, takes_attention_options
 
 _extension = _loader.load()
 _ops = torch.ops.tree_attention
-_lean_decode = _ops.lean_decode.default
-_lean_decode_out = _ops.lean_decode.out
-_merge_states = _ops.merge_states.default
-_merge_states_out = _ops.merge_states.out
+# Looked up once, as every token's step calls them.
+_lean_decode, _lean_decode_out = _ops.lean_decode.default, _ops.lean_decode.out
+_merge_states, _merge_states_out = _ops.merge_states.default, _ops.merge_states.out
 _append_kv = _ops.append_kv.default
-_lean_schedule = _ops.lean_schedule.default
 
 
 @takes_attention_options
@@ -238,20 +231,17 @@ def lean_schedule(num_tiles: Tensor, num_workers: int) -> Tensor:
 
     Source: LeanAttention, Algorithm 4, with its index arithmetic corrected.
     """
-    table: Tensor = _lean_schedule(num_tiles, num_workers)
+    table: Tensor = _ops.lean_schedule.default(num_tiles, num_workers)
     return table
 
 
 def reset_workspaces() -> None:
     """Makes CUDA workspaces usable again after a launch that was aborted; else nothing changes.
 
-    Each device and stream has scratch memory for outputs that several blocks share, whose counters
-    every launch returns to zero. A launch that was stopped half-way may not have done so, and later
-    results would be wrong. This waits for the devices and zeroes the counters. It must not be
-    called while a CUDA graph is captured.
-
-    A captured graph has a workspace of its own, so that graphs may run at the same time on several
-    streams; this zeroes the counters of all of them.
+    Each device and stream has scratch memory for outputs that several blocks share, and a captured
+    graph has its own, whose counters every launch returns to zero. One that was stopped half-way
+    may not have done so, and later results would be wrong. This waits for the devices and zeroes
+    all counters. It must not be called while a CUDA graph is captured.
     """
     _extension.reset_workspaces()
 

@@ -19,20 +19,14 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 def lists_options(kind: type, defaults: Mapping[str, object]) -> Callable[[_Function], _Function]:
     """Lists a typed dictionary's keys in the signature that `help` and `inspect` show."""
     shared = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=defaults[name]
-        )
-        for name, hint in get_type_hints(kind).items()
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=defaults[n])
+        for n, hint in get_type_hints(kind).items()
     ]
 
     def decorate(function: _Function) -> _Function:
-        signature = inspect.signature(function)
-        own = [
-            parameter
-            for parameter in signature.parameters.values()
-            if parameter.kind != inspect.Parameter.VAR_KEYWORD
-        ]
         shown: Any = function
+        signature = inspect.signature(function)
+        *own, _ = signature.parameters.values()  # the last is **options
         shown.__signature__ = signature.replace(parameters=[*own, *shared])
         return function
 
@@ -41,11 +35,8 @@ def lists_options(kind: type, defaults: Mapping[str, object]) -> Callable[[_Func
 
 def split_options(options: Mapping[str, object], names: Container[str]) -> tuple[Any, Any]:
     """Two dictionaries: the options that have one of the names, and the others."""
-    named: dict[str, object] = {}
-    others: dict[str, object] = {}
-    for name, value in options.items():
-        (named if name in names else others)[name] = value
-    return named, others
+    named = {name: value for name, value in options.items() if name in names}
+    return named, {name: value for name, value in options.items() if name not in names}
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -100,10 +91,12 @@ def check_tensors(op: str, **arguments: object) -> None:
             raise TypeError(f"{op}: {name} must be a tensor, got {argument!r:.80}")
 
 
-def check_option_names(op: str, options: AttentionOptions) -> None:
+def check_option_names(
+    op: str, options: Mapping[str, object], names: Container[str] = _OPTION_NAMES
+) -> None:
     """Raises TypeError, as Python does, for a keyword argument that `op` does not have."""
     for name in options:
-        if name not in _OPTION_NAMES:
+        if name not in names:
             raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
 
 
@@ -132,16 +125,13 @@ def _digest(x: Tensor | None) -> str | None:
     """
     if not isinstance(x, Tensor) or x.is_meta:
         return None
-    if x.device.type == "cpu":
-        return _digest_of_values(x)
-    if x not in _digests:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return "not read in a capture"
-        _digests[x] = _digest_of_values(x)
-    found: str = _digests[x]
-    return found
-
-
-def _digest_of_values(x: Tensor) -> str:
+    is_kept = x.device.type != "cpu"
+    if is_kept and x in _digests:
+        return str(_digests[x])
+    if is_kept and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "not read in a capture"
     values = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(values.tobytes()).hexdigest()[:12]
+    digest = hashlib.sha256(values.tobytes()).hexdigest()[:12]
+    if is_kept:
+        _digests[x] = digest
+    return digest

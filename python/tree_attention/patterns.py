@@ -3,8 +3,9 @@
 
 Every function takes the slots of the queries, an integer tensor `[batch, seqlen_q]`, and returns
 int32 `[batch, seqlen_q, num_ranges, 2]` on its device: half-open ranges of slots, none of which
-reaches behind the query's own. Slots are below 2^31, which is checked on the CPU alone. A query
-sees the union of its ranges, so patterns are put together by concatenation::
+reaches behind the query's own. It raises ValueError for slots that are no such integers below 2^31,
+which is checked on the CPU alone, and for sizes below 1. A query sees the union of its ranges, so
+patterns are put together by concatenation::
 
     streaming_llm = torch.cat([first(slots, 4), window(slots, 2044)], dim=2)  # arXiv:2309.17453
     longformer = torch.cat([global_tokens(slots, [(0, 1)]), window(slots, 512)], dim=2)
@@ -19,6 +20,7 @@ read back from a GPU, so that calls can be captured in CUDA graphs.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +32,6 @@ from .sharding import ShardLayout
 def window(slots: Tensor, size: int) -> Tensor:
     """The last `size` slots up to the query's own; `[batch, seqlen_q, 1, 2]`.
 
-    Raises:
-        ValueError: `size` is below 1, or `slots` are not integers below 2^31 `[batch, seqlen_q]`.
-
     Source: sliding windows, Longformer (arXiv:2004.05150), section 3.1.
     """
     slots = checked_slots("window", slots, size=size)
@@ -42,9 +41,6 @@ def window(slots: Tensor, size: int) -> Tensor:
 
 def first(slots: Tensor, count: int) -> Tensor:
     """The first `count` slots of the sequence; `[batch, seqlen_q, 1, 2]`.
-
-    Raises:
-        ValueError: `count` is below 1, or `slots` are not integers below 2^31 `[batch, seqlen_q]`.
 
     Source: attention sinks, StreamingLLM (arXiv:2309.17453), section 3.2.
     """
@@ -63,8 +59,7 @@ def global_tokens(slots: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
         `[batch, seqlen_q, len(ranges), 2]`.
 
     Raises:
-        ValueError: there is no range, a bound is no integer, or `slots` are not integers
-            below 2^31 `[batch, seqlen_q]`.
+        ValueError: there is no range, or a bound is no integer.
 
     Source: global attention, Longformer (arXiv:2004.05150), section 3.1.
     """
@@ -85,10 +80,6 @@ def dilated(slots: Tensor, count: int, *, dilation: int, block: int = 1) -> Tens
 
         visible = slot - dilation * torch.arange(count)
 
-    Raises:
-        ValueError: `count`, `dilation` or `block` is below 1, or `slots` are not integers
-            below 2^31 `[batch, seqlen_q]`.
-
     Source: dilated windows, Longformer (arXiv:2004.05150), section 3.1; with a window of
         `dilation` slots the strided pattern of Sparse Transformers (arXiv:1904.10509), section 4.3.
     """
@@ -107,8 +98,7 @@ def random_blocks(slots: Tensor, count: int, *, block: int, seed: int) -> Tensor
         `[batch, seqlen_q, count, 2]`; blocks begin at multiples of `block`.
 
     Raises:
-        ValueError: `count` or `block` is below 1, `seed` is not in [0, 2^31), or `slots` are not
-            integers below 2^31 `[batch, seqlen_q]`.
+        ValueError: `seed` is not in [0, 2^31).
 
     Source: random attention, BigBird (arXiv:2007.14062), section 2 and appendix D.
     """
@@ -172,28 +162,15 @@ def page_lists(
         ValueError: a tensor has another shape or no integers, or `page_size` is below 1.
     """
     _check_sizes("page_lists", page_size=page_size)
-    if not _are_integers(page_table) or page_table.dim() not in (2, 3):
-        raise ValueError(
-            "page_lists: page_table must be integers of shape [batch, pages] or [batch, "
-            f"num_heads_kv, pages], got {page_table.dtype} of shape {list(page_table.shape)}"
-        )
+    check = partial(_check_integers, "page_lists")
+    is_table = page_table.dim() in (2, 3)
+    check("page_table", page_table, is_table, "[batch, pages] or [batch, num_heads_kv, pages]")
     batch, pages = page_table.shape[0], page_table.shape[-1]
-    if not _are_integers(page_ranges) or page_ranges.shape != (
-        batch,
-        1,
-        *page_ranges.shape[2:3],
-        2,
-    ):
-        raise ValueError(
-            f"page_lists: page_ranges must be integers of shape [{batch}, 1, num_ranges, 2], as "
-            f"all queries of a sequence see the same pages, got {page_ranges.dtype} of shape "
-            f"{list(page_ranges.shape)}"
-        )
-    if not _are_integers(lengths) or lengths.dim() != 2 or lengths.shape[0] != batch:
-        raise ValueError(
-            f"page_lists: lengths must be integers of shape [{batch}, seqlen_q], got "
-            f"{lengths.dtype} of shape {list(lengths.shape)}"
-        )
+    is_right = page_ranges.shape == (batch, 1, *page_ranges.shape[2:3], 2)
+    wanted = f"[{batch}, 1, num_ranges, 2], as all queries of a sequence see the same pages"
+    check("page_ranges", page_ranges, is_right, wanted)
+    is_right = lengths.dim() == 2 and lengths.shape[0] == batch
+    check("lengths", lengths, is_right, f"[{batch}, seqlen_q]")
     page = torch.arange(pages, device=page_table.device)
     begin, end = page_ranges[:, 0].split(1, dim=-1)
     is_seen = ((begin <= page) & (page < end)).any(1)  # [batch, pages]
@@ -227,11 +204,7 @@ def _hashed(x: Tensor) -> Tensor:
 
 def checked_slots(function: str, slots: Tensor, **sizes: int) -> Tensor:
     """Returns the slots in int64, in which no sum with a size overflows."""
-    if slots.dim() != 2 or not _are_integers(slots):
-        raise ValueError(
-            f"{function}: slots must be integers of shape [batch, seqlen_q], got {slots.dtype} of "
-            f"shape {list(slots.shape)}"
-        )
+    _check_integers(function, "slots", slots, slots.dim() == 2, "[batch, seqlen_q]")
     _check_sizes(function, **sizes)
     if slots.device.type == "cpu" and slots.numel() and not torch.compiler.is_compiling():
         largest = int(slots.max())
@@ -250,5 +223,9 @@ def _check_sizes(function: str, **sizes: int) -> None:
             raise ValueError(f"{function}: {name} must be an integer of at least 1, got {size}")
 
 
-def _are_integers(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+def _check_integers(function: str, name: str, x: Tensor, is_right: bool, shape: str) -> None:
+    if not is_right or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise ValueError(
+            f"{function}: {name} must be integers of shape {shape}, got {x.dtype} of shape "
+            f"{list(x.shape)}"
+        )

@@ -51,8 +51,8 @@ def t5_ranges(slots: Tensor, *, num_buckets: int = 32, max_distance: int = 128) 
         they are the slots up to the query's own.
 
     Raises:
-        ValueError: `num_buckets` is below 2, `max_distance` is not above half of it, or `slots` are
-            not integers below 2^31 `[batch, seqlen_q]`.
+        ValueError: `num_buckets` is below 2, `max_distance` is not above half of it, or as in
+            `patterns`.
 
     Source: T5 (arXiv:1910.10683), section 2.1, and `_relative_position_bucket` of its code.
     """
@@ -69,9 +69,8 @@ def t5_ranges(slots: Tensor, *, num_buckets: int = 32, max_distance: int = 128) 
     large = exact + ((distances / exact).log() * scale).clamp(min=0).long()
     buckets = torch.where(distances < exact, distances.long(), large.clamp(max=num_buckets - 1))
     # The first distance of every bucket, and the end of the last.
-    first = torch.searchsorted(buckets, torch.arange(num_buckets + 1, device="cpu")).to(
-        slots.device
-    )
+    first = torch.searchsorted(buckets, torch.arange(num_buckets + 1, device="cpu"))
+    first = first.to(slots.device)
     ends = slots[..., None] + 1 - first[:-1]
     begins = slots[..., None] + 1 - first[1:]
     begins[..., -1] = 0

@@ -117,7 +117,15 @@ class ShardLayout(ABC):
         return local if is_held else -1
 
     def _integer(self, name: str, value: object) -> int:
-        return _integer(type(self).__name__, name, value)
+        try:
+            return operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            layout = type(self).__name__
+            raise TypeError(f"{layout}: {name} must be an integer, got {value!r}") from None
+
+    def _check_at_least_1(self, name: str, value: object) -> None:
+        if self._integer(name, value) < 1:
+            raise ValueError(f"{type(self).__name__}: {name} must be at least 1, got {value}")
 
     def _int64(self, name: str, x: Slots) -> Slots:
         if not isinstance(x, Tensor):
@@ -157,10 +165,8 @@ class BlockCyclic(ShardLayout):
     block: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "block"):
-            value = _integer("BlockCyclic", name, getattr(self, name))
-            if value < 1:
-                raise ValueError(f"BlockCyclic: {name} must be at least 1, got {value}")
+        self._check_at_least_1("world_size", self.world_size)
+        self._check_at_least_1("block", self.block)
 
     def count(self, rank: int, length: Slots) -> Slots:
         self._check_rank(rank)
@@ -184,7 +190,29 @@ class BlockCyclic(ShardLayout):
 
 
 @dataclass(frozen=True)
-class Contiguous(ShardLayout):
+class _Bounded(ShardLayout):
+    """A layout that begins with one run of slots for each rank."""
+
+    bounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        layout, bounds = type(self).__name__, self.bounds
+        if not isinstance(bounds, Iterable):
+            raise TypeError(f"{layout}: bounds must be integers, got {bounds!r}")
+        checked = tuple(self._integer("bounds", bound) for bound in bounds)
+        if len(checked) < 2 or checked[0] != 0 or any(a > b for a, b in pairwise(checked)):
+            raise ValueError(
+                f"{layout}: bounds must be world_size + 1 non-decreasing integers from 0, "
+                f"got {list(checked)}"
+            )
+        object.__setattr__(self, "bounds", checked)
+
+    @property
+    def world_size(self) -> int:  # type: ignore[override]
+        return len(self.bounds) - 1
+
+
+class Contiguous(_Bounded):
     """One run of slots for each rank: rank `r` holds the slots `[bounds[r], bounds[r + 1])`.
 
     Shards may be uneven or empty. No rank holds the slots from `bounds[-1]` on: `count` leaves them
@@ -196,15 +224,6 @@ class Contiguous(ShardLayout):
     Raises:
         TypeError, ValueError: `bounds` are not such integers.
     """
-
-    bounds: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "bounds", _checked_bounds("Contiguous", self.bounds))
-
-    @property
-    def world_size(self) -> int:  # type: ignore[override]
-        return len(self.bounds) - 1
 
     def count(self, rank: int, length: Slots) -> Slots:
         self._check_rank(rank)
@@ -230,7 +249,7 @@ class Contiguous(ShardLayout):
 
 
 @dataclass(frozen=True)
-class ContiguousThenCyclic(ShardLayout):
+class ContiguousThenCyclic(_Bounded):
     """`Contiguous` for the slots of a prompt and `BlockCyclic` for those appended after it.
 
     It continues what a sequence-parallel prefill leaves: slots below `bounds[-1]` are
@@ -240,17 +259,11 @@ class ContiguousThenCyclic(ShardLayout):
         TypeError, ValueError: as in `Contiguous` and `BlockCyclic`.
     """
 
-    bounds: tuple[int, ...]
     block: int = 64
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bounds", _checked_bounds("ContiguousThenCyclic", self.bounds))
-        if _integer("ContiguousThenCyclic", "block", self.block) < 1:
-            raise ValueError(f"ContiguousThenCyclic: block must be at least 1, got {self.block}")
-
-    @property
-    def world_size(self) -> int:  # type: ignore[override]
-        return len(self.bounds) - 1
+        super().__post_init__()
+        self._check_at_least_1("block", self.block)
 
     @property
     def contiguous(self) -> Contiguous:
@@ -299,22 +312,3 @@ class ContiguousThenCyclic(ShardLayout):
             "ContiguousThenCyclic: its local slots have no single key_layout; call lean_decode for "
             "the contiguous and for the cyclic part, and merge_states of both"
         )
-
-
-def _integer(layout: str, name: str, value: object) -> int:
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{layout}: {name} must be an integer, got {value!r}") from None
-
-
-def _checked_bounds(layout: str, bounds: Iterable[int]) -> tuple[int, ...]:
-    if not isinstance(bounds, Iterable):
-        raise TypeError(f"{layout}: bounds must be integers, got {bounds!r}")
-    checked = tuple(_integer(layout, "bounds", bound) for bound in bounds)
-    if len(checked) < 2 or checked[0] != 0 or any(a > b for a, b in pairwise(checked)):
-        raise ValueError(
-            f"{layout}: bounds must be world_size + 1 non-decreasing integers from 0, "
-            f"got {list(checked)}"
-        )
-    return checked

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..options import check_tensors
+from ..options import check_option_names, check_tensors
 from .strategies import STRATEGIES, candidates
 
 _PAYLOAD_DTYPES = (torch.float32, torch.bfloat16)
@@ -63,9 +63,7 @@ class ExchangeOptions:
     @staticmethod
     def of(op: str, options: Mapping[str, Any], dtype: torch.dtype) -> ExchangeOptions:
         """The `MergeOptions` of a call of `op`, checked; `dtype` is the default out_dtype."""
-        for name in options:
-            if name not in MERGE_DEFAULTS:
-                raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+        check_option_names(op, options, MERGE_DEFAULTS)
         out_dtype = options.get("out_dtype")
         exchange = ExchangeOptions(
             options.get("strategy", "auto"),
