@@ -32,7 +32,7 @@ from tree_attention import (
 )
 from tree_attention.exchange.agreement import signatures
 from tree_attention.exchange.agreement.self_test import merge_digest
-from tree_attention.exchange.errors import sentence
+from tree_attention.exchange.notes import sentence
 
 TIMEOUTS: list[tuple[object, type[Exception], str]] = [
     (math.inf, ValueError, "timeout must be above 0 and at most 10,000,000 seconds, got inf"),

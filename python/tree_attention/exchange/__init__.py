@@ -19,9 +19,8 @@ from .auto.choose import COSTS_VARIABLE, CostTable, measured_costs
 from .calibration import calibrate
 from .communicator import Communicator, get_communicator
 from .compile import collective
-from .errors import ExchangeError, ranks_text, sentence
 from .merge import all_merge_states, fake_merge
-from .notes import Note, Signature
+from .notes import ExchangeError, Note, Signature, ranks_text, sentence
 from .options import (
     MAX_SECONDS,
     MERGE_DEFAULTS,

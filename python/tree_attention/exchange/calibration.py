@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .auto.choose import CostTable, Measured
 from .communicator import Communicator
@@ -52,41 +51,15 @@ def calibrate(
     unavailable = exchanging.unavailable(device)
     names = [name for name, s in STRATEGIES.items() if s.is_canonical and name not in unavailable]
     clock = comm.call("calibrate clocks", (), partial(Clock.agree, comm.link, device))
-    measured: list[Measured] = []
-    for batch in BATCHES:
-        shape = (batch, _NUM_HEADS, 1)
-        num_bytes = StateLayout(shape, _HEAD_DIM, torch.float32).num_bytes
-        o = torch.ones(*shape, _HEAD_DIM, device=device)
-        lse = torch.zeros(shape, device=device)
-        # Strategies take turns, because machines and networks change their pace.
-        seconds_of: dict[str, list[float]] = {name: [] for name in names}
-        for turn in range(_NUM_TURNS):
-            for i, name in enumerate(names, 1):
-                run = partial(exchanging.all_merge_states, o, lse, strategy=name)
-                label = f"{name} {num_bytes}"
-                seconds_of[name] += _seconds(comm, clock, label, run, device, seconds / _NUM_TURNS)
-                done = (len(measured) * _NUM_TURNS) + turn * len(names) + i
-                progress(done, len(BATCHES) * len(names) * _NUM_TURNS)
-        measured += [Measured(n, num_bytes, float(np.median(t))) for n, t in seconds_of.items()]
-    return CostTable(comm.link.backend(device), comm.topology.nodes, tuple(measured))
-
-
-def _seconds(
-    comm: Communicator,
-    clock: Clock,
-    name: str,
-    run: Callable[..., object],
-    device: torch.device,
-    seconds: float,
-) -> list[float]:
-    """Times of rounds that all ranks begin together, each until the last rank is done."""
 
     def largest(values: list[float], deadline: float) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=device)
         comm.link.all_reduce(tensor, dist.ReduceOp.MAX, deadline)
         return tensor.tolist()
 
-    def rounds(deadline: float) -> list[float]:
+    def rounds(run: Callable[..., object], deadline: float) -> list[float]:
+        """Times of rounds that all ranks begin together, each until the last rank is done."""
+
         def once() -> None:
             run(timeout=max(1e-3, deadline - time.monotonic()))
 
@@ -96,7 +69,7 @@ def _seconds(
             once()
         [a_round] = largest([(clock.now() - begin) / _WARM_UP], deadline)
         interval = (1 + _SLACK) * a_round + _PAUSE
-        count = max(_MIN_ROUNDS, min(int(seconds / interval), _MAX_ROUNDS))
+        count = max(_MIN_ROUNDS, min(int(seconds_of_turn / interval), _MAX_ROUNDS))
         [last] = largest([clock.now()], deadline)
         starts, ends = [], []
         for i in range(1, count + 1):
@@ -107,7 +80,25 @@ def _seconds(
         times = np.array(largest(starts + ends, deadline)).reshape(2, count)
         return (times[1] - times[0]).tolist()
 
-    return comm.call(f"calibrate {name}", (), rounds, comm.timeout + 10 * seconds)
+    seconds_of_turn = seconds / _NUM_TURNS
+    limit = comm.timeout + 10 * seconds_of_turn
+    measured: list[Measured] = []
+    for batch in BATCHES:
+        shape = (batch, _NUM_HEADS, 1)
+        num_bytes = StateLayout(shape, _HEAD_DIM, torch.float32).num_bytes
+        o = torch.ones(*shape, _HEAD_DIM, device=device)
+        lse = torch.zeros(shape, device=device)
+        # Strategies take turns, because machines and networks change their pace.
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(_NUM_TURNS):
+            for i, name in enumerate(names, 1):
+                run = partial(exchanging.all_merge_states, o, lse, strategy=name)
+                op = f"calibrate {name} {num_bytes}"
+                times[name] += comm.call(op, (), partial(rounds, run), limit)
+                done = (len(measured) * _NUM_TURNS) + turn * len(names) + i
+                progress(done, len(BATCHES) * len(names) * _NUM_TURNS)
+        measured += [Measured(n, num_bytes, float(np.median(t))) for n, t in times.items()]
+    return CostTable(comm.link.backend(device), comm.topology.nodes, tuple(measured))
 
 
 @dataclass(frozen=True)
@@ -131,16 +122,13 @@ class Clock:
         question = torch.zeros(1, dtype=torch.uint8, device=device)
         answer = time_of_0.view(torch.uint8)
 
-        def to_or_from(peer: int, tensor: Tensor, is_here: bool) -> Mapping[int, Tensor]:
-            return {peer: tensor} if is_here else {}
-
         offset = 0.0
         for rank in range(1, link.world_size):
             is_0, is_rank = link.rank == 0, link.rank == rank
-            asked, sent = to_or_from(rank, question, is_0), to_or_from(0, question, is_rank)
-            ask = link.messages(asked, sent, device, sealed=False)
-            told, sent = to_or_from(0, answer, is_rank), to_or_from(rank, answer, is_0)
-            reply = link.messages(told, sent, device, tag=1, sealed=False)
+            at_rank, at_0 = {0: question} if is_rank else {}, {rank: question} if is_0 else {}
+            ask = link.messages(at_0, at_rank, device, sealed=False)
+            at_rank, at_0 = {0: answer} if is_rank else {}, {rank: answer} if is_0 else {}
+            reply = link.messages(at_rank, at_0, device, tag=1, sealed=False)
             quickest = float("inf")
             for _ in range(_NUM_QUESTIONS):
                 reply.post()

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..auto.choose import CostTable, measured_costs
 from ..auto.setup import Resources
-from ..errors import ExchangeError, OtherCall, sentence
-from ..notes import Note, Signature
+from ..notes import ExchangeError, Note, OtherCall, Signature, sentence
 from ..options import check_timeout, resolve_group
 from ..transport.messages import SAME
 from ..transport.process_group import Link

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
-from ..errors import ExchangeError
+from ..notes import ExchangeError
 
 
 class Turn:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._loader import load
-from ..errors import Disagreement
-from ..notes import Note
+from ..notes import Disagreement, Note
 from ..transport.messages import SAME
 
 # Values of the queries that ranks tell one another when digests differ: all of 32 heads of 128.

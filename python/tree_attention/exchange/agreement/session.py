@@ -13,8 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import Disagreement, ExchangeError, OtherCall, ranks_text, sentence
-from ..notes import Note, Signature
+from ..notes import Disagreement, ExchangeError, Note, OtherCall, Signature, ranks_text, sentence
 from ..transport.deadlines import call_before
 from ..transport.messages import CHANGED
 from ..transport.process_group import Link

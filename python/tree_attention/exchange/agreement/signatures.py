@@ -21,8 +21,7 @@ import torch
 from torch.distributed import Store
 
 from ..._loader import __version__
-from ..errors import Disagreement, ExchangeError, ranks_text, sentence
-from ..notes import Note, Signature
+from ..notes import Disagreement, ExchangeError, Note, Signature, ranks_text, sentence
 from ..transport.deadlines import call_before
 
 T = TypeVar("T")

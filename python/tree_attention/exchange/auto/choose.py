@@ -38,12 +38,6 @@ _ONE_NODE, _SHARED, _SINGLE = "one node", "nodes of several ranks", "nodes of on
 _ANYWHERE = (_ONE_NODE, _SHARED, _SINGLE)
 
 
-def _placement(topology: Topology) -> str:
-    if topology.num_nodes == 1:
-        return _ONE_NODE
-    return _SHARED if topology.subtree_size > 1 else _SINGLE
-
-
 @dataclass(frozen=True)
 class Rule:
     """A row of the shipped table: which strategy it takes for which groups and messages."""
@@ -55,10 +49,11 @@ class Rule:
     strategy: str
 
     def applies(self, backend: str, topology: Topology, num_bytes: int) -> bool:
+        on_several = _SHARED if topology.subtree_size > 1 else _SINGLE
         return (
             self.backend == ("nccl" if backend == "nccl" else "gloo")
             and topology.world_size >= self.min_world_size
-            and _placement(topology) in self.placements
+            and (_ONE_NODE if topology.num_nodes == 1 else on_several) in self.placements
             and num_bytes <= self.max_bytes
         )
 

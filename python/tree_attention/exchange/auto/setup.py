@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..errors import Disagreement
-from ..notes import Gather
+from ..notes import Disagreement, Gather
 from ..options import ExchangeOptions
 from ..strategies import STRATEGIES, Context, Exchange, Resource
 from ..transport.buffers import State, StateLayout

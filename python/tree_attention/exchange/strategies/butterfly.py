@@ -85,9 +85,7 @@ def prepare(context: Context) -> Exchange:
     return exchange
 
 
-def traffic(
-    layout: StateLayout, topology: Topology, out_dtype: torch.dtype, head_sharded: bool
-) -> Traffic:
+def traffic(layout: StateLayout, topology: Topology, *_: object) -> Traffic:
     world_size = topology.world_size
     partial = replace(layout, dtype=torch.float32).num_bytes
     # The ranks that send most are rank 0 and the first ranks of short last blocks.

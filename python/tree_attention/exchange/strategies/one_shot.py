@@ -16,7 +16,7 @@ from ..transport.buffers import StateLayout
 from ..transport.process_group import Link
 from ..transport.symmetric_memory import ALIGNMENT, MAX_WORLD_SIZE, SLOT_BYTES, Memory, connect
 from ..transport.topology import Topology
-from . import Context, Exchange, Strategy, Traffic
+from . import Context, Exchange, Strategy, all_gather
 
 HEAD_DIM_MULTIPLE = ALIGNMENT // 2
 
@@ -38,16 +38,12 @@ def set_up(
         return f"tensors are on the {device.type}, not in the memory of a GPU"
     if link.world_size > MAX_WORLD_SIZE:
         return f"{link.world_size} ranks are more than {MAX_WORLD_SIZE}"
-    return connect(link.group, device, topology, _obstacle(), gather, deadline)
-
-
-def _obstacle() -> str:
-    """Why this rank cannot take part, as far as it knows by itself, or nothing."""
+    obstacle = ""
     if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("tree_attention::one_shot", "CUDA"):
-        return "the extension is built without CUDA"
-    return ""
+        obstacle = "there is no CUDA device"
+    elif not torch._C._dispatch_has_kernel_for_dispatch_key("tree_attention::one_shot", "CUDA"):
+        obstacle = "the extension is built without CUDA"
+    return connect(link.group, device, topology, obstacle, gather, deadline)
 
 
 def prepare(context: Context) -> Exchange:
@@ -65,10 +61,4 @@ def prepare(context: Context) -> Exchange:
     return exchange
 
 
-def traffic(
-    layout: StateLayout, topology: Topology, out_dtype: torch.dtype, head_sharded: bool
-) -> Traffic:
-    return Traffic(1, (topology.world_size - 1) * layout.num_bytes)
-
-
-STRATEGY = Strategy(prepare, traffic, set_up=set_up, refusal=refusal)
+STRATEGY = Strategy(prepare, all_gather.traffic, set_up=set_up, refusal=refusal)

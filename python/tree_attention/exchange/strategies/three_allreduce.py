@@ -57,19 +57,12 @@ def prepare(context: Context) -> Exchange:
     return exchange
 
 
-def ring_all_reduces(topology: Topology, *sizes: int) -> Traffic:
-    """All-reduces of these sizes in bytes, each a ring's reduce-scatter and all-gather."""
-    steps = 2 * (topology.world_size - 1)
-    return Traffic(
-        len(sizes) * steps, sum(steps * num_bytes // topology.world_size for num_bytes in sizes)
-    )
-
-
-def traffic(
-    layout: StateLayout, topology: Topology, out_dtype: torch.dtype, head_sharded: bool
-) -> Traffic:
-    rows = 4 * layout.num_rows
-    return ring_all_reduces(topology, rows + SEAL_BYTES, rows, layout.o_bytes)
+def traffic(layout: StateLayout, topology: Topology, *_: object) -> Traffic:
+    # All-reduces, each a ring's reduce-scatter and all-gather.
+    rows, steps = 4 * layout.num_rows, 2 * (topology.world_size - 1)
+    sizes = (rows + SEAL_BYTES, rows, layout.o_bytes)
+    num_bytes = sum(steps * size // topology.world_size for size in sizes)
+    return Traffic(len(sizes) * steps, num_bytes)
 
 
 STRATEGY = Strategy(prepare, traffic, is_canonical=False, takes_16_bit=False)

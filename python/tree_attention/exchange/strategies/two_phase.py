@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ops import merge_states
-from ..transport.buffers import Slices, StateLayout
+from ..transport.buffers import Slices, StateLayout, share
 from ..transport.topology import Topology
 from . import Context, Exchange, Strategy, Traffic
 
@@ -31,7 +31,7 @@ def prepare(context: Context) -> Exchange:
         transpose.run(deadline)
 
     if context.head_sharded:
-        count = slices.count_in(link.rank)
+        count = share(slices.count, slices.num_slices, link.rank)
         own = o_parts[:, :, :count], lse_parts[:, :, :count]
 
         def exchange_heads(deadline: float, o: Tensor, lse: Tensor) -> None:

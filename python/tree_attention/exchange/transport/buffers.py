@@ -95,10 +95,6 @@ class Slices:
         """The same slices with another dtype of o."""
         return replace(self, layout=replace(self.layout, dtype=dtype))
 
-    def count_in(self, index: int) -> int:
-        """Number of rows or heads in slice `index`, without padding."""
-        return share(self.count, self.num_slices, index)
-
     def rows_of(self, memory: Tensor) -> Tensor:
         """`memory` as one message for each slice."""
         return memory.view(self.num_slices, self.layout.message_bytes)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..errors import ExchangeError
+from ..notes import ExchangeError
 
 T = TypeVar("T")
 # How long a wait for the store may go on after it was interrupted.

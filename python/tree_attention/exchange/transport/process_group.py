@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import (
     BroadcastOptions,
 )
 
-from ..errors import OtherCall
+from ..notes import OtherCall
 from .buffers import SEAL_BYTES, host_memory
 from .deadlines import remaining
 from .messages import CHANGED, SAME, LibraryCall, Messages, Round

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..._loader import load
-from ..errors import sentence
-from ..notes import Gather, Note, first_reason
+from ..notes import Gather, Note, first_reason, sentence
 from .deadlines import is_watched
 from .messages import Transport
 
@@ -44,16 +43,15 @@ class SharedMemory:
 
     def round(self, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> SharedRound:
         """Messages to and from other ranks that share the memory, prepared once."""
-        return SharedRound(
-            self._memory.round(self._places(receive), self._places(send)), receive, send
+        places = (
+            [(self._members[r], t.data_ptr(), t.nbytes) for r, t in tensors.items()]
+            for tensors in (receive, send)
         )
+        return SharedRound(self._memory.round(*places), receive, send)
 
     def close(self) -> None:
         """Ends the rounds under way, here and on the ranks that share the memory."""
         self._memory.close()
-
-    def _places(self, tensors: Mapping[int, Tensor]) -> list[tuple[int, int, int]]:
-        return [(self._members[r], t.data_ptr(), t.nbytes) for r, t in tensors.items()]
 
 
 class SharedRound(Transport):

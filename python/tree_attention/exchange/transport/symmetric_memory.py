@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops import merge_states
-from ..errors import sentence
-from ..notes import Gather, Note, first_reason
+from ..notes import Gather, Note, first_reason, sentence
 from .deadlines import call_before, remaining
 from .topology import Topology
 
@@ -154,9 +153,8 @@ def connect(
     # Torch sends file descriptors through sockets of a host and waits for them without end.
     if (num_hosts := len({note["host"] for note in notes})) > 1:
         return f"ranks are on {num_hosts} hosts"
-    if len({note["gpu"] for note in notes}) < world_size and not all(
-        note["may share"] for note in notes
-    ):
+    num_gpus = len({note["gpu"] for note in notes})
+    if num_gpus < world_size and not all(note["may share"] for note in notes):
         return "ranks share a GPU"
     buffer = attempt("allocation", lambda limit: _allocate(world_size, device))
     if isinstance(buffer, str):
