@@ -26,6 +26,7 @@ from .notes import Signature
 from .options import (
     ExchangeOptions,
     MergeOptions,
+    Timeout,
     check_gather,
     check_no_gradient,
     check_state,
@@ -101,11 +102,7 @@ class Communicator(Calls):
             return self.merge(call, (), state, exchange, explain=explain)
 
     def all_reduce(
-        self,
-        x: Tensor,
-        *,
-        payload_dtype: torch.dtype | None = None,
-        timeout: float | timedelta | None = None,
+        self, x: Tensor, *, payload_dtype: torch.dtype | None = None, timeout: Timeout = None
     ) -> Tensor:
         """The sum of all ranks' `x`, with the same bits on every rank.
 
@@ -149,12 +146,7 @@ class Communicator(Calls):
             return self._collect(call, signature, x, self._collectives.all_reduce, payload)
 
     def all_gather(
-        self,
-        x: Tensor,
-        counts: Sequence[int],
-        dim: int = -1,
-        *,
-        timeout: float | timedelta | None = None,
+        self, x: Tensor, counts: Sequence[int], dim: int = -1, *, timeout: Timeout = None
     ) -> Tensor:
         """All ranks' `x`, concatenated along `dim` in rank order, on every rank.
 
@@ -167,14 +159,14 @@ class Communicator(Calls):
                 its size in `dim`.
             counts: that size on every rank, in rank order, maybe zero; the same on every rank.
             dim: the dimension along which ranks' tensors differ and are concatenated.
-            timeout: seconds in which the call returns or raises, by default the communicator's.
+            timeout: as in `all_reduce`.
 
         Returns:
             A new tensor.
 
         Raises:
             ValueError: counts or dim do not describe x, or x requires a gradient. Nothing was sent.
-            ExchangeError: a rank was lost, stalled, or called with other arguments.
+            ExchangeError: as in `all_reduce`.
         """
         if torch.compiler.is_compiling():
             check_no_gradient("all_gather", "x", x)

@@ -19,6 +19,7 @@ from .strategies import STRATEGIES, candidates
 
 _PAYLOAD_DTYPES = (torch.float32, torch.bfloat16)
 MAX_SECONDS = 10_000_000  # 115 days
+Timeout = float | timedelta | None  # seconds; None is the communicator's
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,7 +34,7 @@ class MergeOptions(TypedDict, total=False):
     """dtype in which each rank's `o` travels: float32, the default, or bfloat16."""
     head_sharded: bool
     """Return to each rank its heads only."""
-    timeout: float | timedelta | None
+    timeout: Timeout
     """Seconds in which the call returns or raises, by default the communicator's."""
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..auto.choose import CostTable, measured_costs
 from ..auto.setup import Resources
 from ..notes import ExchangeError, Note, OtherCall, Signature, sentence
-from ..options import check_timeout, resolve_group
+from ..options import Timeout, check_timeout, resolve_group
 from ..transport.messages import SAME
 from ..transport.process_group import Link
 from ..transport.shared_memory import connect
@@ -89,7 +89,7 @@ class Calls:
     def seconds(self) -> float:
         return 0.0 if self._session is None else self.link.seconds
 
-    def begin(self, op: str, timeout: float | timedelta | None = None) -> Call:
+    def begin(self, op: str, timeout: Timeout = None) -> Call:
         """The one way into a collective call of `op`: `with comm.begin(op) as call: ... call.run`.
 
         No other thread may use the group inside. An error before `call.run` abandons the call, so
@@ -123,7 +123,7 @@ class Calls:
     def agree(
         self,
         signature: Signature,
-        timeout: float | timedelta | None = None,
+        timeout: Timeout = None,
         op: str = "agree",
         note: Note | None = None,
     ) -> list[Note]:
@@ -153,7 +153,7 @@ class Calls:
         if self._session is not None:
             self._session.before_deadline(lambda deadline: self._resources.check(), self.timeout)
 
-    def seconds_of(self, op: str, timeout: float | timedelta | None) -> float:
+    def seconds_of(self, op: str, timeout: Timeout) -> float:
         """The seconds that an argument `timeout` of `op` stands for."""
         return self.timeout if timeout is None else check_timeout(op, timeout)
 
@@ -222,7 +222,7 @@ class Call(AbstractContextManager["Call"]):
         seconds: in which `run` returns or raises.
     """
 
-    def __init__(self, comm: Calls, op: str, timeout: float | timedelta | None) -> None:
+    def __init__(self, comm: Calls, op: str, timeout: Timeout) -> None:
         self.comm, self.op, self._timeout = comm, op, timeout
 
     def __enter__(self) -> Call:

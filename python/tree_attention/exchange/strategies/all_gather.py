@@ -6,9 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...ops import merge_states
-from ..transport.buffers import StateLayout
-from ..transport.topology import Topology
-from . import Context, Exchange, Strategy, Traffic
+from . import Context, Exchange, StateLayout, Strategy, Topology, Traffic
 
 
 def prepare(context: Context) -> Exchange:

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from ...ops import merge_states
-from ..transport.buffers import StateLayout
 from ..transport.messages import Round
-from ..transport.topology import Topology
-from . import Context, Exchange, Strategy, Traffic
+from . import Context, Exchange, StateLayout, Strategy, Topology, Traffic
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ...ops import merge_states
-from ..transport.buffers import Slices, StateLayout
+from ..transport.buffers import Slices
 from ..transport.messages import Round
-from ..transport.topology import Topology
-from . import Context, Exchange, Strategy, Traffic, all_gather
+from . import Context, Exchange, StateLayout, Strategy, Topology, Traffic, all_gather
 
 
 def prepare(context: Context) -> Exchange:

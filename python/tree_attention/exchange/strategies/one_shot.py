@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from ..notes import Gather
-from ..transport.buffers import StateLayout
 from ..transport.process_group import Link
 from ..transport.symmetric_memory import ALIGNMENT, MAX_WORLD_SIZE, SLOT_BYTES, Memory, connect
-from ..transport.topology import Topology
-from . import Context, Exchange, Strategy, all_gather
+from . import Context, Exchange, StateLayout, Strategy, Topology, all_gather
 
 HEAD_DIM_MULTIPLE = ALIGNMENT // 2
 

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..transport.buffers import SEAL_BYTES, StateLayout
+from ..transport.buffers import SEAL_BYTES
 from ..transport.messages import CHANGED
-from ..transport.topology import Topology
-from . import Context, Exchange, Strategy, Traffic
+from . import Context, Exchange, StateLayout, Strategy, Topology, Traffic
 
 # Integers below it are float32 values, exactly.
 _EXACT = 1 << 24

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ...ops import merge_states
-from ..transport.buffers import Slices, StateLayout, share
-from ..transport.topology import Topology
-from . import Context, Exchange, Strategy, Traffic
+from ..transport.buffers import Slices, share
+from . import Context, Exchange, StateLayout, Strategy, Topology, Traffic
 
 
 def prepare(context: Context) -> Exchange:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from .buffers import SEAL_BYTES, host_memory
 from .deadlines import is_watched
 
 if TYPE_CHECKING:
-    from torch.distributed import Work
-
     from .process_group import Link
 
 ByRank = Mapping[int, Tensor]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -28,8 +29,6 @@ from .deadlines import remaining
 from .messages import CHANGED, SAME, LibraryCall, Messages, Round
 
 if TYPE_CHECKING:
-    from torch.distributed import Work
-
     from .shared_memory import SharedMemory
 
 # The methods behind dist.all_gather_into_tensor and dist.all_to_all_single, which take no timeout;

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -23,9 +23,7 @@ from ..._loader import load
 from ..notes import Gather, Note, first_reason, sentence
 from .deadlines import is_watched
 from .messages import Transport
-
-if TYPE_CHECKING:
-    from .topology import Topology
+from .topology import Topology
 
 _KEY_BYTES = 16
 
