@@ -44,23 +44,16 @@ class Context:
     topology: Topology
     state: State
     out_dtype: torch.dtype
-    # Each rank keeps the result of its heads only.
-    head_sharded: bool = False
-    # What the strategy's `set_up` gave.
-    resource: Resource | None = None
+    head_sharded: bool = False  # each rank keeps the result of its heads only
+    resource: Resource | None = None  # what the strategy's `set_up` gave
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Cost of an exchange on a network, from sizes alone.
+    """Cost of an exchange on a network, from sizes alone."""
 
-    Attributes:
-        steps: trips over a link of which each waits for the one before it.
-        bytes_sent: bytes that the busiest rank sends.
-    """
-
-    steps: int
-    bytes_sent: int
+    steps: int  # trips over a link of which each waits for the one before it
+    bytes_sent: int  # by the busiest rank
 
 
 # Collective, at the first call with tensors of a kind of device: sets up what the strategy needs
@@ -88,8 +81,7 @@ class Strategy:
     # States may travel with a 16-bit o. Sums of those would round at every step.
     takes_16_bit: bool = True
     can_shard_heads: bool = False
-    # None: any process group will do.
-    set_up: SetUp | None = None
+    set_up: SetUp | None = None  # None: any process group will do
     # Why a state of this layout cannot be exchanged so, or nothing.
     refusal: Callable[[StateLayout], str] = lambda layout: ""
 

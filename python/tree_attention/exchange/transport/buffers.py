@@ -23,17 +23,11 @@ _ALIGNMENT = 4
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where the bytes of a state's rows are: first o, then lse, so that vectors of o are aligned.
+    """Where the bytes of a state's rows are: first o, then lse, so that vectors of o are aligned."""
 
-    Attributes:
-        shape: shape of lse, `[batch, num_heads_q, seqlen_q]` or a slice of it.
-        head_dim: length of a row of o.
-        dtype: dtype of o. lse is always float32.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of lse, `[batch, num_heads_q, seqlen_q]` or a slice of it
     head_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of o; lse is always float32
 
     @property
     def num_rows(self) -> int:
@@ -71,12 +65,9 @@ class Slices:
 
     `count` rows or heads are dealt as `torch.tensor_split` does: the first `count % num_slices`
     slices have one more than the others, and the others are padded to the same size.
-
-    Attributes:
-        layout: layout of one padded slice, its shape `[batch, size, ...]`.
     """
 
-    layout: StateLayout
+    layout: StateLayout  # of one padded slice, its shape `[batch, size, ...]`
     num_slices: int
     count: int
 
@@ -169,7 +160,7 @@ class Prepared(Generic[T]):
 class State:
     """This rank's state in its send buffer, and the exchanges that were prepared for it."""
 
-    layout: StateLayout  # of [batch, num_heads_q, seqlen_q] rows
+    layout: StateLayout
     device: torch.device
     send: Tensor  # the message
     o: Tensor  # [batch, num_heads_q, seqlen_q, head_dim], a view of send
