@@ -120,7 +120,7 @@ MUTATIONS = (
     ),
     Mutation(
         "slots that a window forgot are not counted", "hf/cache/snapshot/reshard.py",
-        "layer.hold(moved, self._dropped)", "layer.hold(moved, layer.dropped)",
+        "layer.hold(moved, dropped)", "layer.hold(moved, layer.dropped)",
         "sessions", "reshard", "logits are off|must match the size", 1, first=2,
     ),
     Mutation(

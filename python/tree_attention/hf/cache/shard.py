@@ -16,6 +16,8 @@ from ..weights.mesh import column_of
 
 _BLOCK = 64  # slots
 
+Place = tuple[ShardLayout, int]  # of a run of tokens: the first is in this slot of the layout
+
 
 class Write(NamedTuple):
     """The new tokens that this rank keeps, and their local slots [begin, end)."""
@@ -116,6 +118,42 @@ class Shard:
             link.messages(received, sent, device, sealed=False).run(deadline)
 
         self.comm.call(op, signature, run, self.timeout, device, door=link.meet)
+
+
+class Moves:
+    """Rows of a run of tokens, which go from the ranks of one place to those of another."""
+
+    def __init__(self, shard: Shard, old: Place, new: Place, length: int) -> None:
+        self._exchange = shard.exchange
+        # Both ends go through a pair's tokens in increasing order, so their messages fit.
+        self._outgoing, self._incoming = (
+            {r: (ranks == r).nonzero()[:, 0] for r in range(shard.world_size)}
+            for ranks in (
+                of.owner(tokens_at(own, shard.rank, length) + first)
+                for own, (of, first) in ((old, new), (new, old))
+            )
+        )
+
+    def apply(self, op: str, signature: Signature, x: Tensor, capacity: int = 0) -> Tensor:
+        """Collective: of the rows `[batch, num_heads_kv, tokens, ...]` of the tokens that this rank
+        has, those of the tokens that it gets, with room for `capacity`."""
+
+        def empty(count: int) -> Tensor:
+            return x.new_empty((*x.shape[:2], count, *x.shape[3:]))
+
+        sent = {r: x.index_select(2, rows.to(x.device)) for r, rows in self._outgoing.items()}
+        received = {r: empty(len(rows)) for r, rows in self._incoming.items()}
+        self._exchange(op, signature, received, sent, x.device)
+        result = empty(capacity or sum(map(len, self._incoming.values())))
+        for r, rows in self._incoming.items():
+            result[:, :, rows.to(x.device)] = received[r]
+        return result
+
+
+def tokens_at(place: Place, rank: int, length: int) -> Tensor:
+    """Indices of the tokens that `rank` has of a run of `length`, increasing."""
+    layout, first = place
+    return layout.local_slots(rank, first, first + length) - first
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ...exchange import Signature
-from ..cache.shard import Shard
+from ...sharding import BlockCyclic
+from ..cache.shard import Moves, Place, Shard, tokens_at
 
 # By how many tokens ranks may differ: a block of the default layout.
 _MAX_DIFFERENCE = 64
@@ -37,8 +38,11 @@ class Deal:
         # A layout may end before the chunk does. Writing the cache then says so.
         is_whole = sum(kept) == length
         self.is_by_owner = is_whole and min(kept) > 0 and max(kept) - min(kept) <= _MAX_DIFFERENCE
-        dealt = [len(range(r, length, len(ranks))) for r in ranks]
-        self.counts = kept if self.is_by_owner else dealt  # of tokens, by rank
+        # Tokens that are dealt in turn have the place of slots in blocks of one.
+        self._place: Place = (layout, begin)
+        if not self.is_by_owner:
+            self._place = BlockCyclic(len(ranks), 1), 0
+        self.counts = [len(tokens_at(self._place, r, length)) for r in ranks]  # by rank
         # The sizes of all messages follow from it, the layout and the model: the ranks compare it
         # before the first message of a chunk, and the others pass without.
         self._signature: Signature = (
@@ -50,36 +54,16 @@ class Deal:
 
     def tokens(self, rank: int) -> Tensor:
         """Indices in the chunk of the tokens that `rank` computes, increasing."""
-        if self.is_by_owner:
-            tokens = self.shard.layout.local_slots(rank, self.begin, self.end) - self.begin
-        else:
-            tokens = torch.arange(rank, self.length, self.shard.world_size, device="cpu")
-        return tokens.to(self.device)
+        return tokens_at(self._place, rank, self.length).to(self.device)
 
     @cached_property
     def own(self) -> Tensor:
         """Indices in the chunk of the tokens that this rank computes."""
         return self.tokens(self.shard.rank)
 
-    @property
-    def last_rank(self) -> int:
-        """The rank that computes the last token."""
-        if self.is_by_owner:
-            return self.shard.layout.owner(self.end - 1)
-        return (self.length - 1) % self.shard.world_size
-
     @cached_property
-    def moves(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Which of the tokens that this rank computes each rank keeps, as indices among them, and
-        which of the chunk's slots that this rank keeps each rank computes, likewise."""
-        rank, ranks = self.shard.rank, range(self.shard.world_size)
-        slots = torch.arange(self.begin, self.end, device="cpu")
-        owners = self.shard.layout.owner(slots).to(self.device)
-        kept = (owners == rank).nonzero()[:, 0]
-        return (
-            {r: (owners[self.own] == r).nonzero()[:, 0] for r in ranks},
-            {r: (kept % len(ranks) == r).nonzero()[:, 0] for r in ranks},
-        )
+    def _moves(self) -> Moves:
+        return Moves(self.shard, self._place, (self.shard.layout, self.begin), self.length)
 
     def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory that all layers of the forward pass share by its name."""
@@ -99,30 +83,19 @@ class Deal:
         the tokens that it computed, `[batch, num_heads_kv, tokens, head_dim]`."""
         if self.is_by_owner:
             return keys, values
-        outgoing, incoming = self.moves
-        rows = torch.cat((keys, values), dim=3)
-        batch, num_heads_kv, _, width = rows.shape
-        sent = {r: rows.index_select(2, tokens) for r, tokens in outgoing.items()}
-        received = {
-            r: self.room(f"rows of {r}", (batch, num_heads_kv, len(slots), width), rows.dtype)
-            for r, slots in incoming.items()
-        }
-        self.exchange(received, sent)
-        num_kept = sum(len(slots) for slots in incoming.values())
-        kept = self.room("kept rows", (batch, num_heads_kv, num_kept, width), rows.dtype)
-        for r, slots in incoming.items():
-            kept.index_copy_(2, slots, received[r])
-        return kept[..., : keys.shape[3]], kept[..., keys.shape[3] :]
+        rows = self._moves.apply("prefill", self._signature, torch.cat((keys, values), dim=3))
+        return rows[..., : keys.shape[3]], rows[..., keys.shape[3] :]
 
     def of_last_rank(self, x: Tensor) -> Tensor:
         """Return the `x` of the rank of the last token, with the same bits on every rank."""
-        x = x.contiguous()
-        if self.shard.rank == self.last_rank:
-            others = set(range(self.shard.world_size)) - {self.last_rank}
+        x, rank, (layout, first) = x.contiguous(), self.shard.rank, self._place
+        last_rank = layout.owner(first + self.length - 1)
+        if rank == last_rank:
+            others = set(range(self.shard.world_size)) - {rank}
             self.exchange({}, dict.fromkeys(others, x))
             return x
         result = torch.empty_like(x)
-        self.exchange({self.last_rank: result}, {})
+        self.exchange({last_rank: result}, {})
         return result
 
 

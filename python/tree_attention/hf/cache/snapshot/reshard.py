@@ -6,15 +6,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ....exchange import Signature, on_every_rank
 from ....sharding import ShardLayout
-from ..shard import Shard
+from ..shard import Moves, Shard
 from .index import layers_of
 
 if TYPE_CHECKING:
-    from ..growing import TreeCacheLayer
     from ..tree_cache import TreeCache
 
 
@@ -39,53 +37,24 @@ def reshard(cache: TreeCache, layout: ShardLayout) -> None:
     cache.shard = new
     for layer in cache.kv_layers:
         layer.shard = new  # for which it makes its buffers
-    if old.world_size > 1:
-        moves = {
-            first: _Moves(old, new, first, length)
-            for first in {layer.first for layer in cache.kv_layers}
-        }
-        # Tensors made in inference mode could not be written to outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            for layer in cache.kv_layers:
-                if layer.is_initialized:
-                    moves[layer.first].apply(layer)
+    # Tensors made in inference mode could not be written to outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        for first in sorted({layer.first for layer in cache.kv_layers if old.world_size > 1}):
+            _move(cache, old, first, length)
 
 
-class _Moves:
-    """The slots of [first, length) that go to each rank, and the places of those that arrive."""
-
-    def __init__(self, old: Shard, new: Shard, first: int, length: int) -> None:
-        self._old, self._held = old, (old.count(first), old.count(length))
-        self._dropped, self._count = new.count(first), new.count(length)
-        kept = old.layout.local_slots(old.rank, first, length)
-        wanted = new.layout.local_slots(new.rank, first, length)
-        receivers, senders = new.layout.owner(kept), old.layout.owner(wanted)
-        ranks = range(old.world_size)
-        # Both ends go through a pair's slots in increasing order, so their messages fit.
-        self._outgoing = {r: (receivers == r).nonzero()[:, 0] for r in ranks}
-        self._incoming = {r: (senders == r).nonzero()[:, 0] for r in ranks}
-        self._signature: Signature = (
-            ("slots", (first, length)),
-            ("layouts", (old.layout, new.layout)),
-        )
-
-    def apply(self, layer: TreeCacheLayer) -> None:
-        """Collective: gives a layer the slots of its new place."""
-        held = slice(*(count - layer.dropped for count in self._held))
-        capacity = layer.capacity(self._count) - self._dropped
-        moved = {name: self._moved(x[:, :, held], capacity) for name, x in layer.buffers().items()}
-        layer.hold(moved, self._dropped)
-
-    def _moved(self, x: Tensor, capacity: int) -> Tensor:
-        batch, num_heads_kv, _, *width = x.shape
-        sent = {r: x.index_select(2, rows.to(x.device)) for r, rows in self._outgoing.items()}
-        received = {
-            r: x.new_empty((batch, num_heads_kv, len(rows), *width))
-            for r, rows in self._incoming.items()
-        }
-        kind = (("dtype", x.dtype), ("shape", (batch, num_heads_kv, *width)))
-        self._old.exchange("reshard", (*self._signature, *kind), received, sent, x.device)
-        moved = x.new_empty((batch, num_heads_kv, capacity, *width))
-        for r, rows in self._incoming.items():
-            moved[:, :, rows.to(x.device)] = received[r]
-        return moved
+def _move(cache: TreeCache, old: Shard, first: int, length: int) -> None:
+    """Gives the slots of [first, length) to the layers that begin there."""
+    new, count = cache.shard, length - first
+    moves = Moves(old, (old.layout, first), (new.layout, first), count)
+    begin, end, dropped = old.count(first), old.count(length), new.count(first)
+    places = (("slots", (first, length)), ("layouts", (old.layout, new.layout)))
+    for layer in cache.kv_layers:
+        if layer.first != first or not layer.is_initialized:
+            continue
+        capacity, moved = layer.capacity(new.count(length)) - dropped, {}
+        for name, x in layer.buffers().items():
+            held = x[:, :, begin - layer.dropped : end - layer.dropped]
+            kind = (("dtype", x.dtype), ("shape", (*x.shape[:2], *x.shape[3:])))
+            moved[name] = moves.apply("reshard", (*places, *kind), held, capacity)
+        layer.hold(moved, dropped)
