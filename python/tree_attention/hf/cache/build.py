@@ -32,67 +32,54 @@ def new_layers(
     if max_length is not None:
         shard.check_holds(max_length)
         progress = Progress(max_length)
-    kv_lora_rank = getattr(config, "kv_lora_rank", None)
+    rank = getattr(config, "kv_lora_rank", None)
     window = getattr(config, "sliding_window", None)
     layers: list[Any] = []
     for i, kind in enumerate(kinds):
         ends = {"is_first": i == kv[0], "is_last": i == kv[-1]}
-        layer: Any
         if kind in STATE_LAYERS:
-            layer = new_state_layer(config, kind)
-        elif progress is not None and kv_lora_rank is not None:
-            layer = StaticLatentLayer(shard, progress, kv_dtype, kv_lora_rank=kv_lora_rank, **ends)
+            layers.append(new_state_layer(config, kind))
+        elif progress is not None and rank is not None:
+            layers.append(StaticLatentLayer(shard, progress, kv_dtype, kv_lora_rank=rank, **ends))
         elif progress is not None:
-            layer = StaticTreeCacheLayer(shard, progress, kv_dtype, **ends)
-        elif kv_lora_rank is not None:
-            layer = LatentLayer(shard, growth, kv_dtype, kv_lora_rank=kv_lora_rank)
+            layers.append(StaticTreeCacheLayer(shard, progress, kv_dtype, **ends))
+        elif rank is not None:
+            layers.append(LatentLayer(shard, growth, kv_dtype, kv_lora_rank=rank))
         elif kind == "sliding_attention" and window is not None:
-            layer = WindowLayer(shard, growth, window, kv_dtype)
+            layers.append(WindowLayer(shard, growth, window, kv_dtype))
         else:
-            layer = TreeCacheLayer(shard, growth, kv_dtype)
-        layers.append(layer)
-    if shard.deterministic:
-        _check_deterministic(layers)
+            layers.append(TreeCacheLayer(shard, growth, kv_dtype))
+    # A matrix product that makes keys of latents may round otherwise for another number of rows,
+    # and a window begins in the middle of a block.
+    if shard.deterministic and rank is not None:
+        raise ValueError("TreeCache: deterministic is not supported with latent attention")
+    if shard.deterministic and any(isinstance(layer, WindowLayer) for layer in layers):
+        raise ValueError(
+            "TreeCache: deterministic needs a max_length, as the model has layers with a sliding "
+            f"window of {window}, got max_length=None"
+        )
     return layers
 
 
-def _check_deterministic(layers: list[Any]) -> None:
-    # A matrix product that makes keys of latents may round otherwise for another number of rows,
-    # and a window begins in the middle of a block.
-    for layer in layers:
-        if isinstance(layer, LatentLayer):
-            raise ValueError("TreeCache: deterministic is not supported with latent attention")
-        if isinstance(layer, WindowLayer):
-            raise ValueError(
-                "TreeCache: deterministic needs a max_length, as the model has layers with a "
-                f"sliding window of {layer.window}, got max_length=None"
-            )
-
-
 def _layer_kinds(config: PreTrainedConfig) -> list[str]:
-    name = config.model_type
-    if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
-        raise ValueError(f"TreeCache: the model must be a decoder of text alone, got {name!r}")
-    unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    if unknown:
-        raise ValueError(
-            f"TreeCache: layers must be of the types {', '.join(sorted(_LAYER_TYPES))}; "
-            f"{name!r} has {', '.join(sorted(unknown))}"
-        )
-    if getattr(config, "num_kv_shared_layers", None):
-        raise ValueError(
-            f"TreeCache: every layer must have keys of its own; {name!r} shares keys between layers"
-        )
-    if name in OF_THEIR_OWN:
-        raise ValueError(
-            f"TreeCache: {name!r} takes only a cache of the class that transformers has for it"
-        )
-    kinds = getattr(config, "layer_types", None)
+    """The kind of each layer of a model that can have a `TreeCache`, or ValueError."""
+    name, kinds = config.model_type, getattr(config, "layer_types", None)
     if kinds is None:  # then all layers are of one kind, where a window is for all
         kinds = ["sliding_attention"] * config.num_hidden_layers
-    if not _KEY_LAYERS & {*kinds}:
-        raise ValueError(
-            f"TreeCache: a layer must have keys to spread over ranks; those of {name!r} are "
-            f"{', '.join(sorted({*kinds}))}"
-        )
+    unknown = {*kinds} - _LAYER_TYPES
+    error = None
+    if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
+        error = f"the model must be a decoder of text alone, got {name!r}"
+    elif unknown:
+        error = f"layers must be of the types {', '.join(sorted(_LAYER_TYPES))}; "
+        error += f"{name!r} has {', '.join(sorted(unknown))}"
+    elif getattr(config, "num_kv_shared_layers", None):
+        error = f"every layer must have keys of its own; {name!r} shares keys between layers"
+    elif name in OF_THEIR_OWN:
+        error = f"{name!r} takes only a cache of the class that transformers has for it"
+    elif not _KEY_LAYERS & {*kinds}:
+        error = "a layer must have keys to spread over ranks; those of "
+        error += f"{name!r} are {', '.join(sorted({*kinds}))}"
+    if error is not None:
+        raise ValueError(f"TreeCache: {error}")
     return list(kinds)
