@@ -23,7 +23,7 @@ _ALIGNMENT = 4
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where the bytes of a state's rows are: first o, then lse, so that vectors of o are aligned."""
+    """Place of a state's rows in a buffer: first o, then lse, so that vectors of o are aligned."""
 
     shape: tuple[int, ...]  # of lse, `[batch, num_heads_q, seqlen_q]` or a slice of it
     head_dim: int
