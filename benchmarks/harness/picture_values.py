@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 
 from benchmarks.harness.results import number, read_table
+from benchmarks.papers.algorithms.lean import AsPrinted, outcome
 from tree_attention import lean_schedule
 from tree_attention.planning.arithmetic import SPLIT_BY_HEADS, Split, Work
 from tree_attention.planning.models import NAMED
-from tree_attention.reference.papers.lean import AsPrinted, outcome
 
 Line = list[tuple[float, float]]  # points (x, y) in the order of x
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from tree_attention.reference.papers.lean import (
+from benchmarks.papers.algorithms.lean import (
     SCHEDULES,
     AsPrinted,
     Balanced,

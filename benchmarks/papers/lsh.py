@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.papers.algorithms.energy import softmax_weights
 from tree_attention.reference import merge_states
-from tree_attention.reference.papers.energy import softmax_weights
 
 from ..harness.program import finish, parser_of
 from ..harness.report import Columns, Report, columns_of, environment, verdict

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.papers.algorithms.energy import softmax_weights
+from benchmarks.papers.algorithms.flash import SlowMemory, blocks, flash_attention_2
 from tree_attention.reference import attention
-from tree_attention.reference.papers.energy import softmax_weights
-from tree_attention.reference.papers.flash import SlowMemory, blocks, flash_attention_2
 
 from ..harness.program import finish, parser_of
 from ..harness.report import Columns, Report, columns_of, environment, verdict

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.papers.algorithms.tree import Counts, all_reduce, ring_steps
 from tree_attention.reference import attention, merge
-from tree_attention.reference.papers.tree import Counts, all_reduce, ring_steps
 
 from ..harness.program import finish, parser_of
 from ..harness.report import Columns, Report, columns_of, environment, verdict

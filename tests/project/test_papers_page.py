@@ -11,9 +11,11 @@ from benchmarks.papers.__main__ import FIGURES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/papers.md").read_text()
-REFERENCE = {
-    path.stem: ".".join(path.relative_to(ROOT / "python").with_suffix("").parts)
-    for path in (ROOT / "python/tree_attention/reference").rglob("*.py")
+FOLDERS = {"python": "tree_attention/reference", ".": "benchmarks/papers/algorithms"}
+CODE = {
+    path.stem: ".".join(path.relative_to(ROOT / root).with_suffix("").parts)
+    for root, folder in FOLDERS.items()
+    for path in (ROOT / root / folder).glob("*.py")
 }
 
 
@@ -32,9 +34,9 @@ def test_every_entry_has_all_parts():
     "module, name", sorted(set(re.findall(r"`([a-z]\w*)\.([A-Za-z]\w*)[`(]", PAGE)))
 )
 def test_named_code_exists(module, name):
-    """Names begin in a module of the reference, or in the package."""
-    assert module in {*REFERENCE, "tree_attention"}
-    package = "tree_attention" if module == "tree_attention" else REFERENCE[module]
+    """Names begin in a module of the algorithms or of the reference, or in the package."""
+    assert module in {*CODE, "tree_attention"}
+    package = "tree_attention" if module == "tree_attention" else CODE[module]
     assert hasattr(importlib.import_module(package), name)
 
 

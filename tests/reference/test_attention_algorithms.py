@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from benchmarks.papers.slow_memory import (
-    flash_attention,
-    flash_block_sizes,
-    flash_traffic,
-    standard_attention,
-)
-from tree_attention.reference import attention, merge
-from tree_attention.reference.papers.flash import (
+from benchmarks.papers.algorithms.flash import (
     SlowMemory,
     chunked_attention,
     flash_attention_2,
@@ -25,12 +18,19 @@ from tree_attention.reference.papers.flash import (
     rescale,
     tile_state,
 )
-from tree_attention.reference.papers.lean import (
+from benchmarks.papers.algorithms.lean import (
     AsPrintedRoundedUp,
     CorrectedLast,
     lean_attention,
     lean_attention_basic,
 )
+from benchmarks.papers.slow_memory import (
+    flash_attention,
+    flash_block_sizes,
+    flash_traffic,
+    standard_attention,
+)
+from tree_attention.reference import attention, merge
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from benchmarks.papers.algorithms import tree
 from distributed import run_ranks
 from helpers import INF
 from tiers import by_world
@@ -27,7 +28,6 @@ from tree_attention.reference.conformance import (
     check_sharded_decode,
 )
 from tree_attention.reference.conformance_cases import DECODE_CASES, MERGE_CASES
-from tree_attention.reference.papers import tree
 
 OP = "merge_states"
 MERGE_NAMES = [case.name for case in MERGE_CASES]

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tree_attention.reference import attention, merge
-from tree_attention.reference.papers.tree import (
+from benchmarks.papers.algorithms.tree import (
     Counts,
     Shard,
     all_reduce,
@@ -19,6 +18,7 @@ from tree_attention.reference.papers.tree import (
     ring_steps,
     tree_attention,
 )
+from tree_attention.reference import attention, merge
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 from torch.autograd.functional import hessian
 from torch.testing import assert_close
 
-from tree_attention.reference import attention, merge
-from tree_attention.reference.papers.energy import (
+from benchmarks.papers.algorithms.energy import (
     attention_from_energy,
     energy,
     energy_gradient,
     energy_hessian,
     safe_energy,
 )
-from tree_attention.reference.papers.tree import (
+from benchmarks.papers.algorithms.tree import (
     Shard,
     all_reduce,
     tree_attention,
     tree_energy,
     tree_gradient,
 )
+from tree_attention.reference import attention, merge
 from tree_attention.sharding import BlockCyclic, Contiguous, ShardLayout
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from distributed import run_ranks
-from tiers import tiers
-from tree_attention.reference import merge_states
-from tree_attention.reference.papers.gradient import (
+from benchmarks.papers.algorithms.gradient import (
     merge_states_with_gradient,
     process_reduce,
     ring_attention_with_gradient,
     tree_attention_with_gradient,
 )
-from tree_attention.reference.papers.tree import Shard
+from benchmarks.papers.algorithms.tree import Shard
+from distributed import run_ranks
+from tiers import tiers
+from tree_attention.reference import merge_states
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 

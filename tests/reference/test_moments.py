@@ -9,8 +9,7 @@ import torch
 from torch.autograd.functional import hessian
 from torch.testing import assert_close
 
-from tree_attention.reference import attention, merge
-from tree_attention.reference.papers.energy import (
+from benchmarks.papers.algorithms.energy import (
     energy,
     energy_hessian,
     fold_output_projection,
@@ -18,6 +17,7 @@ from tree_attention.reference.papers.energy import (
     moment_from_energy,
     partition_series,
 )
+from tree_attention.reference import attention, merge
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

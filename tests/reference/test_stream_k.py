@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tree_attention.reference.papers.lean import (
+from benchmarks.papers.algorithms.lean import (
     SCHEDULES,
     AsPrinted,
     AsPrintedRoundedUp,

@@ -2,8 +2,8 @@
 """Definitions in plain float64 PyTorch of everything that the kernels and exchanges compute.
 
 The tests compare with them and the documentation prints them. They do without the compiled
-extension. `accuracy` has the error of a result against them and its bound, `conformance` checks the
-merge and the sharded decoding of any engine, and `papers` has the algorithms of docs/papers.md.
+extension. `accuracy` has the error of a result against them and its bound, and `conformance` checks
+the merge and the sharded decoding of any engine.
 """
 
 from .attention import attention, merge, merge_states, quantise

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..attention import attention, merge
+from tree_attention.reference import attention, merge
+
 from .energy import finite, largest_score, tilted_scores
 
 T = TypeVar("T")

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention import merge_states
+from tree_attention.reference import merge_states
+
 from .energy import finite, largest_score
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..attention import merge_states
+from tree_attention.reference import merge_states
+
 from . import tree
 from .energy import finite, mask_scores
 from .tree import Ranges, Reduce, Shard, all_reduce
