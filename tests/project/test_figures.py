@@ -26,9 +26,13 @@ def value(file: str, row: dict[str, str], column: str, unit: float = 1) -> float
     return number(found[0][column]) / unit
 
 
-def decode(case: str, *columns: str) -> list[float]:
+def decode(case: str, *columns: str, file: str = "decode") -> list[float]:
     cells = {"case": f"bf16 32/8 d128 {case}"}
-    return [value("decode", cells, f"{column} us", 1000) for column in ("ours", *columns)]
+    return [value(file, cells, f"{column} us", 1000) for column in ("ours", *columns)]
+
+
+def decode_amd(case: str, *columns: str) -> list[float]:
+    return slower(decode(case, *columns, file="decode_avx512_bf16"))
 
 
 def engines(context: int, *names: str, column: str = "decode ms") -> list[float]:
@@ -113,6 +117,12 @@ PAGES: dict[str, Rows] = {
         lambda: slower(decode("B=1 512 warm", "vLLM", "SDPA")),
         lambda: slower(decode("keys int8 B=1 32768", "16-bit", "vLLM", "SDPA")),
         lambda: slower(decode(f"keys int8 {RAGGED}", "16-bit", "vLLM", "SDPA")),
+        lambda: decode_amd("B=1 32768", "vLLM", "SDPA"),
+        lambda: decode_amd("B=1 32768 pages of 16", "vLLM"),
+        lambda: decode_amd(RAGGED, "vLLM", "SDPA"),
+        lambda: decode_amd("B=1 2048 q=2048", "vLLM", "SDPA"),
+        lambda: decode_amd("keys int8 B=1 32768", "16-bit", "vLLM"),
+        lambda: decode_amd("keys float8 B=1 32768", "16-bit", "vLLM"),
         *(
             lambda name=name: slower(engines(4096, "ours", name))
             for name in ("openvino", "huggingface", "vllm", "llama_cpp_flash")
