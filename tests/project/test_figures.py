@@ -26,13 +26,13 @@ def value(file: str, row: dict[str, str], column: str, unit: float = 1) -> float
     return number(found[0][column]) / unit
 
 
-def decode(case: str, *columns: str, file: str = "decode") -> list[float]:
+def decode(case: str, *columns: str, file: str = "decode_avx512_bf16") -> list[float]:
     cells = {"case": f"bf16 32/8 d128 {case}"}
-    return [value(file, cells, f"{column} us", 1000) for column in ("ours", *columns)]
+    return slower([value(file, cells, f"{column} us", 1000) for column in ("ours", *columns)])
 
 
-def decode_amd(case: str, *columns: str) -> list[float]:
-    return slower(decode(case, *columns, file="decode_avx512_bf16"))
+def decode_amx(case: str, *columns: str) -> list[float]:
+    return decode(case, *columns, file="decode")
 
 
 def engines(context: int, *names: str, column: str = "decode ms") -> list[float]:
@@ -100,43 +100,47 @@ Rows = list[Callable[[], list[float]]]
 
 PAGES: dict[str, Rows] = {
     "README.md": [
-        lambda: slower(decode("B=1 32768", "vLLM", "SDPA")),
-        lambda: slower(decode("keys int8 B=1 32768", "16-bit")),
+        lambda: decode("B=1 32768", "vLLM", "SDPA"),
+        lambda: decode("keys int8 B=1 32768", "16-bit"),
         lambda: slower(llama(STATIC, DYNAMIC)),
-        lambda: slower(engines(4096, "ours", "openvino")),
+        lambda: slower(engines(4096, "ours", "llama_cpp_flash")),
         lambda: slower(scaling(TOKEN, "bare/2", ONE)),
         lambda: slower([*step(PASS_Q), line_rate()]),
     ],
     "docs/measured.md": [
-        lambda: slower(decode("B=1 32768", "vLLM", "SDPA")),
-        lambda: slower(decode("B=1 32768 pages of 128", "vLLM")),
-        lambda: slower(decode("B=1 32768 pages of 16", "vLLM")),
-        lambda: slower(decode(RAGGED, "vLLM", "SDPA")),
-        lambda: slower(decode(f"{RAGGED} pages of 128", "vLLM")),
-        lambda: slower(decode("B=1 2048 q=2048", "vLLM", "SDPA")),
-        lambda: slower(decode("B=1 512 warm", "vLLM", "SDPA")),
-        lambda: slower(decode("keys int8 B=1 32768", "16-bit", "vLLM", "SDPA")),
-        lambda: slower(decode(f"keys int8 {RAGGED}", "16-bit", "vLLM", "SDPA")),
-        lambda: decode_amd("B=1 32768", "vLLM", "SDPA"),
-        lambda: decode_amd("B=1 32768 pages of 16", "vLLM"),
-        lambda: decode_amd(RAGGED, "vLLM", "SDPA"),
-        lambda: decode_amd("B=1 2048 q=2048", "vLLM", "SDPA"),
-        lambda: decode_amd("keys int8 B=1 32768", "16-bit", "vLLM"),
-        lambda: decode_amd("keys float8 B=1 32768", "16-bit", "vLLM"),
+        lambda: decode("B=1 32768", "vLLM", "SDPA"),
+        lambda: decode("B=1 32768 pages of 128", "vLLM"),
+        lambda: decode("B=1 32768 pages of 16", "vLLM"),
+        lambda: decode(RAGGED, "vLLM", "SDPA"),
+        lambda: decode(f"{RAGGED} pages of 128", "vLLM"),
+        lambda: decode("B=1 32768 q=8", "vLLM", "SDPA"),
+        lambda: decode("B=1 2048 q=2048", "vLLM", "SDPA"),
+        lambda: decode("B=1 512 warm", "vLLM", "SDPA"),
+        lambda: decode("keys int8 B=1 32768", "16-bit", "vLLM"),
+        lambda: decode(f"keys int8 {RAGGED}", "16-bit", "vLLM"),
+        lambda: decode("keys float8 B=1 32768", "16-bit", "vLLM"),
+        lambda: decode_amx("B=1 32768", "vLLM", "SDPA"),
+        lambda: decode_amx("B=1 32768 pages of 16", "vLLM"),
+        lambda: decode_amx(RAGGED, "vLLM", "SDPA"),
+        lambda: decode_amx("B=1 2048 q=2048", "vLLM", "SDPA"),
+        lambda: decode_amx("B=1 512 warm", "vLLM", "SDPA"),
+        lambda: decode_amx("keys int8 B=1 32768", "16-bit"),
         *(
             lambda name=name: slower(engines(4096, "ours", name))
-            for name in ("openvino", "huggingface", "vllm", "llama_cpp_flash")
+            for name in ("llama_cpp_flash", "openvino", "huggingface", "vllm")
         ),
-        lambda: slower(engines(131072, "ours", "vllm")),
+        *(
+            lambda name=name: slower(engines(16384, "ours", name)) for name in ("openvino", "vllm")
+        ),
         lambda: slower(llama(STATIC)),
         lambda: slower(llama(DYNAMIC)),
         *(
             lambda name=name: prompts(4096, name)
             for name in ("vllm", "openvino", "huggingface", "llama_cpp_flash")
         ),
-        lambda: prompts(131072, "vllm"),
-        lambda: slower(serving(1, "ours, blocks of 32", "vllm, blocks of 32")),
-        lambda: slower(serving(8, "ours, blocks of 32", "vllm, blocks of 32")),
+        *(lambda name=name: prompts(16384, name) for name in ("vllm", "openvino")),
+        lambda: slower(serving(1, "ours, blocks of 128", "vllm, blocks of 128")),
+        lambda: slower(serving(8, "ours, blocks of 128", "vllm, blocks of 128")),
         lambda: slower(serving(1, "ours, TP 2, DCP 2", "ours, TP 2")),
         lambda: slower(serving(8, "ours, TP 2, DCP 2", "ours, TP 2")),
         lambda: slower(scaling(TOKEN, "bare/2", ONE)),
