@@ -129,9 +129,7 @@ PAGES: dict[str, Rows] = {
             lambda name=name: slower(engines(4096, "ours", name))
             for name in ("llama_cpp_flash", "openvino", "huggingface", "vllm")
         ),
-        *(
-            lambda name=name: slower(engines(16384, "ours", name)) for name in ("openvino", "vllm")
-        ),
+        *(lambda name=name: slower(engines(16384, "ours", name)) for name in ("openvino", "vllm")),
         lambda: slower(llama(STATIC)),
         lambda: slower(llama(DYNAMIC)),
         *(
