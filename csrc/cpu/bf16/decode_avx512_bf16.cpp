@@ -19,6 +19,7 @@
 #include "cpu/bf16/few_rows.h"
 #include "cpu/bf16/kernels.h"
 #include "cpu/bf16/many_rows.h"
+#include "cpu/vector/in_order.h"
 
 namespace tree_attention::cpu {
 namespace {
@@ -37,7 +38,7 @@ struct FewRows {
         return;
       }
     }
-    avx512_kernels.attend(p, rows, keys, workspace, o, lse);
+    InOrderAttention<T>(p, rows, workspace).run(keys, o, lse);
   }
 };
 

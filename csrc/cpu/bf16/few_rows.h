@@ -33,45 +33,6 @@ inline int64_t dot_stride(int64_t head_dim) {
   return (head_dim + kDotElements - 1) / kDotElements * kDotElements;
 }
 
-// The lines of the keys and values two steps ahead, fetched into the second-level cache while as
-// many lines are used. Inlined, because gcc takes a call that only prefetches for one without
-// effect.
-template <typename T>
-class LinesAhead {
- public:
-  explicit LinesAhead(const DecodeParams& p)
-      : k_bytes_(p.head_dim * sizeof(T)), v_bytes_(p.head_dim_v * sizeof(T)) {}
-
-  static int64_t num_keys() { return kStepKeys; }
-
-  // Makes these the lines of keys [begin, end).
-  void locate(const Keys<T>& keys, int64_t begin, int64_t end) {
-    const int count = static_cast<int>(end - begin);
-    keys.for_addresses(begin, count, [&](int i, const T* k, const T* v) {
-      k_[i] = k;
-      v_[i] = v;
-    });
-    for (int i = count; i < kStepKeys; ++i) {
-      k_[i] = k_[count - 1];
-      v_[i] = v_[count - 1];
-    }
-    if constexpr (kIsScaled<T>) keys.prefetch_scales(begin, count);
-  }
-
-  __attribute__((always_inline)) void fetch_key(int key) const { fetch(k_[key], k_bytes_); }
-  __attribute__((always_inline)) void fetch_value(int key) const { fetch(v_[key], v_bytes_); }
-
- private:
-  __attribute__((always_inline)) static void fetch(const T* row, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += kLineBytes) {
-      __builtin_prefetch(reinterpret_cast<const char*>(row) + i, 0, 2);
-    }
-  }
-
-  const int64_t k_bytes_, v_bytes_;
-  const T *k_[kStepKeys], *v_[kStepKeys];
-};
-
 // Loads kDotElements elements, or the first n, as bfloat16.
 template <typename T>
 class DotLoader;
@@ -399,18 +360,7 @@ class PairAttention : RowsAttention<T> {
   // may come from an infinite value, with a weight whose second term is 0 or less its half.
   bool run(KeyRange range, float* o, float* lse) {
     load_queries();
-    this->walk(
-        range,
-        [this](int64_t row_begin, int64_t row_end, int64_t key, const Step<T>& step) {
-          attend_step(row_begin, row_end, key, step, nullptr);
-        },
-        [this](int64_t begin, int64_t end, int64_t limit) {
-          for_steps<T, LinesAhead<T>>(
-              p_, keys_, begin, end, limit,
-              [&](int64_t key, const Step<T>& step, const Step<T>&, const LinesAhead<T>* ahead) {
-                attend_step(0, rows_.count, key, step, ahead);
-              });
-        });
+    this->walk_in_order(range, [this](auto&&... arguments) { attend_step(arguments...); });
     state_.template normalise<BFloat16>(o, lse);
     if (!kHalf && !weights_need_two_terms(p_)) return true;
     for (int64_t row = 0; row < rows_.count; ++row) {
@@ -421,8 +371,7 @@ class PairAttention : RowsAttention<T> {
   }
 
  private:
-  using RowsAttention<T>::p_, RowsAttention<T>::rows_, RowsAttention<T>::keys_,
-      RowsAttention<T>::state_;
+  using RowsAttention<T>::p_, RowsAttention<T>::rows_, RowsAttention<T>::state_;
   static constexpr bool kHalf = kExceedsByHalf<T>;
 
   void load_queries() {

@@ -58,6 +58,25 @@ class RowsAttention {
     flushed(shared.end, range.end, attend_own);
   }
 
+  // walk, where attend_step(first row, last row, first key, step, ahead) adds all keys, `ahead`
+  // being the lines that it fetches meanwhile, or null.
+  template <typename AttendStep>
+  void walk_in_order(KeyRange range, const AttendStep& attend_step) {
+    const LinesAhead<T>* const nothing = nullptr;
+    walk(
+        range,
+        [&](int64_t row_begin, int64_t row_end, int64_t key, const Step<T>& step) {
+          attend_step(row_begin, row_end, key, step, nothing);
+        },
+        [&](int64_t begin, int64_t end, int64_t limit) {
+          for_steps<T, LinesAhead<T>>(
+              p_, keys_, begin, end, limit,
+              [&](int64_t key, const Step<T>& step, const Step<T>&, const LinesAhead<T>* ahead) {
+                attend_step(int64_t{0}, rows_.count, key, step, ahead);
+              });
+        });
+  }
+
   // Scores of a step, times `scale`, to the weights of its values, for rows [row_begin, row_end),
   // and the factors by which their sums so far are to be multiplied.
   void weigh_rows(int64_t row_begin, int64_t row_end, int64_t first_key, const Step<T>& step,

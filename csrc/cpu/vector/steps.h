@@ -69,6 +69,45 @@ class Window {
   int64_t key_ = 0, d_ = 0;
 };
 
+// The lines of the keys and values two steps ahead, fetched into the second-level cache while as
+// many lines are used. Inlined, because gcc takes a call that only prefetches for one without
+// effect.
+template <typename T>
+class LinesAhead {
+ public:
+  explicit LinesAhead(const DecodeParams& p)
+      : k_bytes_(p.head_dim * sizeof(T)), v_bytes_(p.head_dim_v * sizeof(T)) {}
+
+  static int64_t num_keys() { return kStepKeys; }
+
+  // Makes these the lines of keys [begin, end).
+  void locate(const Keys<T>& keys, int64_t begin, int64_t end) {
+    const int count = static_cast<int>(end - begin);
+    keys.for_addresses(begin, count, [&](int i, const T* k, const T* v) {
+      k_[i] = k;
+      v_[i] = v;
+    });
+    for (int i = count; i < kStepKeys; ++i) {
+      k_[i] = k_[count - 1];
+      v_[i] = v_[count - 1];
+    }
+    if constexpr (kIsScaled<T>) keys.prefetch_scales(begin, count);
+  }
+
+  __attribute__((always_inline)) void fetch_key(int key) const { fetch(k_[key], k_bytes_); }
+  __attribute__((always_inline)) void fetch_value(int key) const { fetch(v_[key], v_bytes_); }
+
+ private:
+  __attribute__((always_inline)) static void fetch(const T* row, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += kLineBytes) {
+      __builtin_prefetch(reinterpret_cast<const char*>(row) + i, 0, 2);
+    }
+  }
+
+  const int64_t k_bytes_, v_bytes_;
+  const T *k_[kStepKeys], *v_[kStepKeys];
+};
+
 // Calls body(first key, step, next step, window) for the steps of [begin, end). The step after the
 // last one is that of the keys up to `limit`, or itself where there are none. The window begins
 // more than a window's keys later; it is null where there are few keys or none so far. Window: a
