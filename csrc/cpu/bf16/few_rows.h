@@ -12,7 +12,7 @@
 #include "common/decode_params.h"
 #include "common/dtype.h"
 #include "common/rows.h"
-#include "cpu/bf16/eight_bits.h"
+#include "cpu/bf16/elements.h"
 #include "cpu/bf16/pairs.h"
 #include "cpu/vector/attention.h"
 #include "cpu/vector/keys.h"
@@ -23,107 +23,6 @@
 
 namespace tree_attention::cpu {
 namespace {
-
-// Elements of a row that are taken at a time, as two vectors of bfloat16 in the order of memory.
-constexpr int kDotElements = 64;
-constexpr int kHalfElements = kDotElements / 2;
-
-// Queries are kept as they are, in rows of this length, padded with zeros.
-inline int64_t dot_stride(int64_t head_dim) {
-  return (head_dim + kDotElements - 1) / kDotElements * kDotElements;
-}
-
-// Loads kDotElements elements, or the first n, as bfloat16.
-template <typename T>
-class DotLoader;
-
-template <>
-class DotLoader<BFloat16> {
- public:
-  void operator()(const BFloat16* p, __m512i (&x)[2]) const {
-    x[0] = _mm512_loadu_si512(p);
-    x[1] = _mm512_loadu_si512(p + kHalfElements);
-  }
-  void operator()(const BFloat16* p, int n, __m512i (&x)[2]) const {
-    x[0] = load_16_bit(p, n);
-    x[1] = n <= kHalfElements ? __m512i{} : load_16_bit(p + kHalfElements, n - kHalfElements);
-  }
-};
-
-// The bytes of the bfloat16 of i + 1/2. Every element of int8 is one of these, or its negative,
-// less 1/2: with a sign of its own it takes two tables instead of four.
-struct Int8Table {
-  alignas(64) uint8_t low[128] = {}, high[128] = {};
-
-  constexpr Int8Table() {
-    for (int i = 0; i < 128; ++i) {
-      const auto bits = __builtin_bit_cast(uint32_t, static_cast<float>(i) + 0.5f);
-      low[i] = static_cast<uint8_t>(bits >> 16);
-      high[i] = static_cast<uint8_t>(bits >> 24);
-    }
-  }
-};
-constexpr Int8Table kInt8Table;
-
-// Whether loaded elements exceed the true ones by 1/2, which their sums have to be rid of.
-template <typename T>
-constexpr bool kExceedsByHalf = __is_same(T, Int8);
-
-template <typename T>
-  requires(sizeof(T) == 1)
-class DotLoader<T> {
- public:
-  DotLoader() {
-    const auto& table = []() -> const auto& {
-      if constexpr (__is_same(T, Int8)) {
-        return kInt8Table;
-      } else {
-        return kFloat8Table;
-      }
-    }();
-    for (int i = 0; i < 2; ++i) {
-      low_[i] = _mm512_load_si512(table.low + 64 * i);
-      high_[i] = _mm512_load_si512(table.high + 64 * i);
-    }
-    // Or gcc inverts by vpternlog, which waits for what its target held before.
-    asm("" : "+v"(ones_));
-  }
-
-  void operator()(const T* p, __m512i (&x)[2]) const { convert(_mm512_loadu_si512(p), x); }
-  void operator()(const T* p, int n, __m512i (&x)[2]) const {
-    const __mmask64 first = n >= kDotElements ? ~__mmask64{0} : (__mmask64{1} << n) - 1;
-    convert(_mm512_maskz_loadu_epi8(first, p), x);
-  }
-
- private:
-  void convert(__m512i bytes, __m512i (&x)[2]) const {
-    // unpack takes the low halves of the 128-bit lanes first.
-    bytes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes);
-    __m512i place = bytes;               // its last seven bits are looked up
-    if constexpr (__is_same(T, Int8)) {  // n or, below 0, -n - 1
-      place = _mm512_min_epu8(bytes, _mm512_xor_si512(bytes, ones_));
-    }
-    const __m512i low = _mm512_permutex2var_epi8(low_[0], place, low_[1]);
-    const __m512i magnitude = _mm512_permutex2var_epi8(high_[0], place, high_[1]);
-    const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
-    // magnitude | (bytes & sign)
-    const __m512i high = _mm512_ternarylogic_epi32(magnitude, bytes, sign, 0xf8);
-    x[0] = _mm512_unpacklo_epi8(low, high);
-    x[1] = _mm512_unpackhi_epi8(low, high);
-  }
-
-  __m512i low_[2], high_[2], ones_ = _mm512_set1_epi8(-1);
-};
-
-// Calls body(d, load) for pieces of kDotElements of a row; the last one loads what is left of it.
-template <typename T, typename Body>
-inline void for_pieces(int64_t head_dim, const DotLoader<T>& loader, const Body& body) {
-  int64_t d = 0;
-  for (; d + kDotElements <= head_dim; d += kDotElements) body(d, loader);
-  if (d == head_dim) return;
-  const int rest = static_cast<int>(head_dim - d);
-  body(d, [&](const T* p, __m512i(&x)[2]) { loader(p, rest, x); });
-}
 
 // The sums of the lanes of four vectors.
 inline __m128 sum_lanes(const Vec (&x)[4]) {
@@ -241,36 +140,25 @@ inline void split_weights(const float* weights, BFloat16* terms) {
                       reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(rest_b, rest_a)));
 }
 
-// Pairs of values from the rows of a step: their even dims and their odd ones.
+// Pairs of values from the rows of a step.
 template <typename T>
 class RowPairs {
  public:
   explicit RowPairs(const Step<T>& step) : step_(step) {}
 
   template <int kPieces>
-  void load(int key, int64_t d, int64_t head_dim, __m512i (&pairs)[4 * kPieces]) const {
+  __attribute__((always_inline)) void load(int key, int64_t d, int64_t head_dim,
+                                           __m512i (&pairs)[kPieces][4]) const {
     alignas(64) static constexpr T zeros[kPieces * kDotElements] = {};
     const T* first = step_.v[key] + d;
     const T* second = key + 1 < step_.count ? step_.v[key + 1] + d : zeros;
-    const __m512i low_half = _mm512_set1_epi32(0xffff);
+    if (const int64_t left = head_dim - d; kPieces == 1 && left < kDotElements) {
+      loader_.pair(first, second, pairs[0], static_cast<int>(left));
+      return;
+    }
 #pragma GCC unroll 2
     for (int piece = 0; piece < kPieces; ++piece) {
-      __m512i a[2], b[2];
-      if (const int64_t left = head_dim - d; kPieces == 1 && left < kDotElements) {
-        loader_(first, static_cast<int>(left), a);
-        loader_(second, static_cast<int>(left), b);
-      } else {
-        loader_(first + piece * kDotElements, a);
-        loader_(second + piece * kDotElements, b);
-      }
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        // (low_half & x) | (~low_half & y)
-        pairs[4 * piece + 2 * half] =
-            _mm512_ternarylogic_epi32(low_half, a[half], _mm512_slli_epi32(b[half], 16), 0xca);
-        pairs[4 * piece + 2 * half + 1] =
-            _mm512_ternarylogic_epi32(low_half, _mm512_srli_epi32(a[half], 16), b[half], 0xca);
-      }
+      loader_.pair(first + piece * kDotElements, second + piece * kDotElements, pairs[piece]);
     }
   }
 
@@ -284,15 +172,17 @@ struct PackedPairs {
   const uint32_t* v;
 
   template <int kPieces>
-  void load(int key, int64_t d, int64_t head_dim, __m512i (&pairs)[4 * kPieces]) const {
+  void load(int key, int64_t d, int64_t head_dim, __m512i (&pairs)[kPieces][4]) const {
     const uint32_t* of_key = v + key / 2 * dot_stride(head_dim) + d;
-    for (int i = 0; i < 4 * kPieces; ++i) pairs[i] = _mm512_load_si512(of_key + i * kLanes);
+    for (int i = 0; i < 4 * kPieces; ++i) {
+      pairs[i / 4][i % 4] = _mm512_load_si512(of_key + i * kLanes);
+    }
   }
 };
 
-// acc [kRows, padded(head_dim)] = rescale * acc + terms [kRows, 2, kStepKeys], of which kTerms are
-// used, times `count` values, of kPieces * 64 elements at a time, the last of which may be shorter.
-// Accumulators are in the lane order of bfloat16. kHalf: elements exceed the true ones by 1/2.
+// acc [kRows, dot_stride(head_dim)] = rescale * acc + terms [kRows, 2, kStepKeys], of which kTerms
+// are used, times `count` values, of kPieces * 64 elements at a time, the last of which may be
+// shorter. Sums are in the order of pairs. kHalf: elements exceed the true ones by 1/2.
 template <int kRows, int kPieces, int kTerms, bool kHalf, typename Pairs, typename Ahead>
 __attribute__((noinline)) void sum_pairs(const Pairs& values, int count, const BFloat16* terms,
                                          const float* rescale, int64_t head_dim, float* acc,
@@ -316,7 +206,7 @@ __attribute__((noinline)) void sum_pairs(const Pairs& values, int count, const B
         ahead->fetch_value(key);
         ahead->fetch_value(key + 1);
       }
-      __m512i pairs[4 * kPieces];
+      __m512i pairs[kPieces][4];
       values.template load<kPieces>(key, d, head_dim, pairs);
 #pragma GCC unroll 8
       for (int i = 0; i < 4 * kPieces; ++i) {
@@ -325,16 +215,15 @@ __attribute__((noinline)) void sum_pairs(const Pairs& values, int count, const B
 #pragma GCC unroll 2
           for (int term = 0; term < kTerms; ++term) {
             const __m512i weight = broadcast_pair(terms + (2 * row + term) * kStepKeys + key);
-            sums[row][i] = dot(weight, pairs[i], sums[row][i]);
+            sums[row][i] = dot(weight, pairs[i / 4][i % 4], sums[row][i]);
           }
         }
       }
     }
-    const int64_t stride = padded(head_dim), left = (stride - d) / kLanes;
     for (int row = 0; row < kRows; ++row) {
       const Vec factor = broadcast(rescale[row]);
-      float* out = acc + row * stride + d;
-      for (int i = 0; i < 4 * kPieces && i < left; ++i) {
+      float* out = acc + row * dot_stride(head_dim) + d;
+      for (int i = 0; i < 4 * kPieces; ++i) {
         store(out + i * kLanes, fma(load(out + i * kLanes), factor, sums[row][i]));
       }
     }
@@ -346,13 +235,13 @@ template <typename T>
 class PairAttention : RowsAttention<T> {
  public:
   PairAttention(const DecodeParams& p, const Rows& rows, void* workspace)
-      : RowsAttention<T>(p, rows, workspace),
+      : RowsAttention<T>(p, rows, workspace, dot_stride(p.head_dim_v)),
         packed_v_(reinterpret_cast<uint32_t*>(state_.end)),
         packed_k_(
             reinterpret_cast<BFloat16*>(packed_v_ + kStepKeys / 2 * dot_stride(p.head_dim_v))) {}
 
   static size_t workspace_bytes(const DecodeParams& p, int64_t num_rows) {
-    return row_state_bytes(p, num_rows) +
+    return row_state_bytes(p, num_rows, dot_stride(p.head_dim_v)) +
            kStepKeys * 2 * (dot_stride(p.head_dim_v) + dot_stride(p.head_dim));
   }
 
@@ -361,7 +250,10 @@ class PairAttention : RowsAttention<T> {
   bool run(KeyRange range, float* o, float* lse) {
     load_queries();
     this->walk_in_order(range, [this](auto&&... arguments) { attend_step(arguments...); });
-    state_.template normalise<BFloat16>(o, lse);
+    for (int64_t i = 0; i < rows_.count * state_.stride; i += kDotElements) {
+      restore_order(static_cast<const T*>(nullptr), state_.total + i);
+    }
+    state_.template normalise<float>(o, lse);
     if (!kHalf && !weights_need_two_terms(p_)) return true;
     for (int64_t row = 0; row < rows_.count; ++row) {
       const bool values_alone = lse[row] == lse[row];  // and no score is a NaN
@@ -379,6 +271,9 @@ class PairAttention : RowsAttention<T> {
     for (int64_t row = 0; row < rows_.count; ++row, q += dot_stride(p_.head_dim)) {
       __builtin_memset(q, 0, dot_stride(p_.head_dim) * sizeof(BFloat16));
       __builtin_memcpy(q, query_of_row<BFloat16>(p_, rows_, row), p_.head_dim * sizeof(BFloat16));
+      for (int64_t d = 0; d < p_.head_dim; d += kDotElements) {
+        arrange(static_cast<const T*>(nullptr), q + d);
+      }
     }
   }
 
@@ -398,7 +293,8 @@ class PairAttention : RowsAttention<T> {
       float* scores = state_.scores + row * kStepKeys;
       if constexpr (kIsScaled<T>) {
         if (packed) {
-          score_dots<kRows, kHalf>(converted, step.count, q, p_.head_dim, scores, ahead_of(row));
+          score_dots<kRows, kHalf>(converted, step.count, q, dot_stride(p_.head_dim), scores,
+                                   ahead_of(row));
           return;
         }
       }
@@ -414,7 +310,7 @@ class PairAttention : RowsAttention<T> {
       for (int i = 0; i < kRows; ++i) {
         split_weights(state_.scores + (row + i) * kStepKeys, terms + 2 * i * kStepKeys);
       }
-      float* acc = state_.acc + row * padded(p_.head_dim_v);
+      float* acc = state_.acc + row * state_.stride;
       if (weights_need_two_terms(p_)) {
         sum_values<kRows, 2>(step, packed, terms, rescale + row, acc, ahead_of(row));
       } else {
@@ -430,7 +326,7 @@ class PairAttention : RowsAttention<T> {
                                                    const LinesAhead<T>* lines) {
       sum_pairs<kSummed, kPieces, kTerms, kHalf>(values, step.count, terms + 2 * first * kStepKeys,
                                                  rescale + first, p_.head_dim_v,
-                                                 acc + first * padded(p_.head_dim_v), lines);
+                                                 acc + first * state_.stride, lines);
     };
     if constexpr (kIsScaled<T>) {  // converting twice costs more than the order of memory gains
       if (packed) {
@@ -449,7 +345,7 @@ class PairAttention : RowsAttention<T> {
     }
   }
 
-  // The keys of `step` as bfloat16, in the order of memory.
+  // The keys of `step` as bfloat16, in the order in which they are loaded.
   void convert_keys(const Step<T>& step, const BFloat16** converted) const {
     const DotLoader<T> loader;
     const int64_t stride = dot_stride(p_.head_dim);
@@ -473,10 +369,10 @@ class PairAttention : RowsAttention<T> {
     const int64_t stride = dot_stride(p_.head_dim_v);
     for (int key = 0; key < step.count; key += 2) {
       for (int64_t d = 0; d < p_.head_dim_v; d += kDotElements) {
-        __m512i pairs[4];
+        __m512i pairs[1][4];
         values.template load<1>(key, d, p_.head_dim_v, pairs);
         for (int i = 0; i < 4; ++i) {
-          _mm512_store_si512(packed_v_ + key / 2 * stride + d + i * kLanes, pairs[i]);
+          _mm512_store_si512(packed_v_ + key / 2 * stride + d + i * kLanes, pairs[0][i]);
         }
       }
     }

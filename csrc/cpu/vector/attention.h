@@ -31,14 +31,14 @@ inline void scale_row(const float* scales, float* scores) {
 template <typename T>
 class RowsAttention {
  protected:
-  RowsAttention(const DecodeParams& p, const Rows& rows, void* workspace)
+  RowsAttention(const DecodeParams& p, const Rows& rows, void* workspace, int64_t v_stride)
       : p_(p),
         rows_(rows),
         first_token_(rows.begin / p.group_size()),
         last_token_((rows.begin + rows.count - 1) / p.group_size()),
         adjusted_(p.softcap != 0.0f || p.alibi_slopes != nullptr),
         keys_(p, rows),
-        state_(p, rows, workspace) {}
+        state_(p, rows, workspace, v_stride) {}
 
   // Adds the keys of `range` to the state of the rows that see them. Keys that every row sees are
   // added for all of them by attend_shared(begin, end, limit), right after a flush; keys from `end`
@@ -150,7 +150,7 @@ template <typename T>
 class VectorAttention : protected RowsAttention<T> {
  public:
   VectorAttention(const DecodeParams& p, const Rows& rows, void* workspace)
-      : RowsAttention<T>(p, rows, workspace) {}
+      : RowsAttention<T>(p, rows, workspace, padded(p.head_dim_v)) {}
 
   // The partial state of the rows over their keys in `range`: see Kernels::attend.
   void run(KeyRange range, float* o, float* lse) {

@@ -100,7 +100,7 @@ template <typename T>
 class InOrderAttention : RowsAttention<T> {
  public:
   InOrderAttention(const DecodeParams& p, const Rows& rows, void* workspace)
-      : RowsAttention<T>(p, rows, workspace) {}
+      : RowsAttention<T>(p, rows, workspace, padded(p.head_dim_v)) {}
 
   // The partial state of the rows over their keys in `range`: see Kernels::attend.
   void run(KeyRange range, float* o, float* lse) {

@@ -28,9 +28,13 @@ constexpr int64_t kLine = kLineBytes / sizeof(float);  // of a cache line, where
 // The number of rows that instructions work on; rows beyond num_rows are computed and never used.
 inline int64_t padded_rows(int64_t num_rows) { return (num_rows + kLine - 1) / kLine * kLine; }
 
-inline size_t row_state_bytes(const DecodeParams& p, int64_t num_rows) {
-  return padded_rows(num_rows) * (padded(p.head_dim) + 2 * padded(p.head_dim_v) + kStepKeys + 4) *
+// v_stride: see RowState.
+inline size_t row_state_bytes(const DecodeParams& p, int64_t num_rows, int64_t v_stride) {
+  return padded_rows(num_rows) * (padded(p.head_dim) + 2 * v_stride + kStepKeys + 4) *
          sizeof(float);
+}
+inline size_t row_state_bytes(const DecodeParams& p, int64_t num_rows) {
+  return row_state_bytes(p, num_rows, padded(p.head_dim_v));
 }
 
 // The query of a row, of elements Q.
@@ -47,13 +51,14 @@ inline const Q* query_of_row(const DecodeParams& p, const Rows& rows, int64_t ro
 // product, three levels have less than it.
 class RowState {
  public:
-  // Cuts the workspace into the arrays.
-  RowState(const DecodeParams& p, const Rows& rows, void* workspace) : p_(p), rows_(rows) {
+  // Cuts the workspace into the arrays, with rows of v_stride sums of values.
+  RowState(const DecodeParams& p, const Rows& rows, void* workspace, int64_t v_stride)
+      : stride(v_stride), p_(p), rows_(rows) {
     const int64_t num_rows = padded_rows(rows.count);
     q = static_cast<float*>(workspace);
     acc = q + num_rows * padded(p.head_dim);
-    total = acc + num_rows * padded(p.head_dim_v);
-    scores = total + num_rows * padded(p.head_dim_v);
+    total = acc + num_rows * stride;
+    scores = total + num_rows * stride;
     sum = reinterpret_cast<double*>(scores + num_rows * kStepKeys);
     max = reinterpret_cast<float*>(sum + num_rows);
     total_max = max + num_rows;
@@ -62,7 +67,7 @@ class RowState {
 
   // The state of no keys, but for q.
   void clear() const {
-    for (int64_t i = 0; i < rows_.count * padded(p_.head_dim_v); ++i) acc[i] = total[i] = 0.0f;
+    for (int64_t i = 0; i < rows_.count * stride; ++i) acc[i] = total[i] = 0.0f;
     for (int64_t row = 0; row < padded_rows(rows_.count); ++row) {
       max[row] = total_max[row] = -INFINITY;
       sum[row] = 0.0;
@@ -94,7 +99,6 @@ class RowState {
 
   // Adds the rows' sums since the last flush to their totals.
   void flush() const {
-    const int64_t stride = padded(p_.head_dim_v);
     for (int64_t row = 0; row < rows_.count; ++row) {
       const float new_max = max[row], old_max = total_max[row];
       const Vec factor = broadcast(new_max == old_max ? 1.0f : __builtin_exp2f(old_max - new_max));
@@ -116,7 +120,7 @@ class RowState {
       const bool empty = of_row == 0.0f;
       lse[row] = empty ? -INFINITY : max[row] * kLn2 + __builtin_logf(of_row);
       const Vec factor = broadcast(empty ? 0.0f : 1.0f / of_row);
-      const float* of_total = total + row * padded(p_.head_dim_v);
+      const float* of_total = total + row * stride;
       float* out = o + row * p_.head_dim_v;
       for (int64_t d = 0; d < p_.head_dim_v; d += kPair) {
         Vec a = mul(load(of_total + d), factor), b = mul(load(of_total + d + kLanes), factor);
@@ -134,14 +138,15 @@ class RowState {
     }
   }
 
-  float* q;          // [rows, padded(head_dim)], scaled by score_scale
-  float* acc;        // [rows, padded(head_dim_v)], of the keys since the last flush
-  float* total;      // [rows, padded(head_dim_v)], of the keys before it
-  float* scores;     // [rows, kStepKeys]
-  double* sum;       // [rows], of all weights
-  float* max;        // [rows], the largest score
-  float* total_max;  // [rows], the largest score up to the last flush
-  char* end;         // of the arrays: where an instruction set with matrices keeps them
+  const int64_t stride;  // head_dim_v or more
+  float* q;              // [rows, padded(head_dim)], scaled by score_scale
+  float* acc;            // [rows, stride], of the keys since the last flush
+  float* total;          // [rows, stride], of the keys before it
+  float* scores;         // [rows, kStepKeys]
+  double* sum;           // [rows], of all weights
+  float* max;            // [rows], the largest score
+  float* total_max;      // [rows], the largest score up to the last flush
+  char* end;             // of the arrays: where an instruction set with matrices keeps them
 
  private:
   const DecodeParams& p_;
