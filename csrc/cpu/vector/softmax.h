@@ -63,10 +63,23 @@ inline void adjust_scores(const DecodeParams& p, const Rows& rows, int64_t row, 
   }
 }
 
+struct Indices {
+  float of[kStepKeys];
+  constexpr Indices() : of() {
+    for (int i = 0; i < kStepKeys; ++i) of[i] = static_cast<float>(i);
+  }
+};
+constexpr Indices kIndices;
+
 // scores [kStepKeys] of one row become weights (online softmax), of which those from `count` on are
 // 0. Returns the factor by which the row's sums so far are to be multiplied.
 inline float softmax_row(int count, float* scores, float& max, double& sum) {
-  for (int i = count; i < kStepKeys; ++i) scores[i] = -INFINITY;
+  if (count < kStepKeys) {  // whole vectors, which those below can load without a wait
+    for (int i = 0; i < kStepKeys; i += kLanes) {
+      store(scores + i, select_below(load(kIndices.of + i), static_cast<float>(count),
+                                     load(scores + i), broadcast(-INFINITY)));
+    }
+  }
   Vec step_max = load(scores);
   for (int i = kLanes; i < kStepKeys; i += kLanes) {
     step_max = max_keep_nan(step_max, load(scores + i));
