@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 
+from ..harness import LAUNCHER
 from .hosts import EmulatedCluster, exit_on_sigterm
 from .network import Unsupported, remove_orphans, unsupported
 from .probe import probe
@@ -52,7 +54,8 @@ def main(arguments: list[str]) -> int:
         with EmulatedCluster(wiring, parsed.hosts) as cluster:
             print(f"{parsed.hosts} hosts: {wiring}", file=sys.stderr, flush=True)
             if command:
-                return cluster.run(command, label=parsed.label)
+                launcher = shlex.join(["python", "-m", "benchmarks.emulation", *options, "--"])
+                return cluster.run(command, {LAUNCHER: launcher}, label=parsed.label)
             return measure(cluster)
     except (Unsupported, ValueError) as error:
         print(error, file=sys.stderr)

@@ -3,6 +3,7 @@
 
 import datetime
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -19,6 +20,8 @@ from rich.table import Table
 
 from tree_attention import __version__, _loader
 from tree_attention.cli.info import cpu_name
+
+from . import LAUNCHER
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ("csrc", "python", "setup.py", "benchmarks")  # what a result depends on
@@ -71,7 +74,7 @@ class Report:
 def environment(**more: Any) -> dict[str, Any]:
     """Everything needed to read a number later: code, versions, machine, command."""
     return {
-        "command": shlex.join(["python", *_command()]),
+        "command": shlex.join([*_launchers(), *_command()]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "tree_attention": __version__,
@@ -162,6 +165,13 @@ def markdown(report: Report) -> str:
 def _git(*arguments: str) -> str:
     command = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _launchers() -> list[str]:
+    """Return what stands before the program: an emulated cluster, torchrun or Python."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
+    last = ["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]
+    return [*shlex.split(os.environ.get(LAUNCHER, "")), *last]
 
 
 def _command() -> list[str]:

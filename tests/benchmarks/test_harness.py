@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness import measure, report
+from benchmarks.harness import LAUNCHER, measure, report
 from tree_attention import _C
 
 
@@ -186,3 +186,15 @@ def test_command_names_no_place_of_this_machine(monkeypatch: pytest.MonkeyPatch)
         spec = None if name is None else importlib.machinery.ModuleSpec(name, None)
         monkeypatch.setattr(started, "__spec__", spec)
         assert report.environment()["command"] == f"python {shown} --out DIR --only a/b"
+
+
+def test_command_names_what_started_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [str(report.ROOT / "benchmarks/tree.py"), "--quick"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    ranks = "torchrun --nproc-per-node 2 benchmarks/tree.py --quick"
+    assert report.environment()["command"] == ranks
+    hosts = "python -m benchmarks.emulation --link 1ms,1gbit --"
+    monkeypatch.setenv(LAUNCHER, hosts)
+    assert report.environment()["command"] == f"{hosts} {ranks}"
