@@ -4,10 +4,17 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import pydoc
 import re
+import typing
 from pathlib import Path
 
 import pytest
+
+import tree_attention
+import tree_attention.hf
+from tree_attention.decode import DecodeOptions
 
 PACKAGE = Path(__file__).parents[2] / "python" / "tree_attention"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -58,3 +65,42 @@ def test_docstrings_say_what_a_thing_is_or_does() -> None:
                 if text.startswith(_QUESTIONS):
                     found.append(f"{module}: {text.splitlines()[0]}")
     assert not found, "\n".join(found)
+
+
+def test_a_word_of_the_design_has_one_meaning() -> None:
+    names = [
+        node.name
+        for module in MODULES
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert {name: names.count(name) for name in ("Machine", "Plan", "Shard", "State")} == {
+        "Machine": 1,
+        "Plan": 1,
+        "Shard": 1,
+        "State": 1,
+    }
+
+
+def test_help_lists_all_arguments() -> None:
+    """Options that several functions share stand in the signature that `help` shows, by name."""
+    functions = {
+        name: getattr(package, name)
+        for package in (tree_attention, tree_attention.hf)
+        for name in package.__all__
+        if inspect.isroutine(getattr(package, name))
+    }
+    assert {"tree_decode", "all_merge_states", "enable"} <= functions.keys()
+    hidden = {
+        name: [
+            str(x)
+            for x in inspect.signature(function).parameters.values()
+            if x.kind == x.VAR_KEYWORD
+        ]
+        for name, function in functions.items()
+    }
+    assert {name: found for name, found in hidden.items() if found} == {
+        "from_pretrained": ["**enable_options: 'Any'"]  # of `enable`, as its docstring says
+    }
+    for option in (*typing.get_type_hints(DecodeOptions), "deterministic", "explain"):
+        assert option in pydoc.render_doc(tree_attention.tree_decode)

@@ -19,7 +19,7 @@ from .enable import check_model, disable, enable, is_enabled
 from .weights.checkpoint import Checkpoint, fill, find_file
 from .weights.checkpoint_files import check_config_file
 from .weights.mesh import Mesh
-from .weights.plan import Plan, plan
+from .weights.plan import WeightPlan, plan
 from .weights.split import attach, mesh_of, split
 
 
@@ -113,7 +113,7 @@ def parallelize(
         raise ValueError(f"parallelize: this {type(model).__name__} is split already")
     mesh = Mesh(group, tensor_parallel_size)
 
-    def examine() -> tuple[Signature, tuple[Plan | None, str]]:
+    def examine() -> tuple[Signature, tuple[WeightPlan | None, str]]:
         digest = digest_parameters(model)
         return _signature(digest), (_plan(model, mesh), digest)
 
@@ -170,7 +170,7 @@ def _load(
     return _signature(digest), model
 
 
-def _plan(model: PreTrainedModel, mesh: Mesh) -> Plan | None:
+def _plan(model: PreTrainedModel, mesh: Mesh) -> WeightPlan | None:
     return None if mesh.world_size == 1 else plan(model, mesh)
 
 

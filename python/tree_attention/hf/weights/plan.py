@@ -55,7 +55,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WeightPlan:
     """The part of each module that every rank gets, by the module's name."""
 
     cuts: Mapping[str, Cut]  # by parameter; of others, all
@@ -65,7 +65,7 @@ class Plan:
     head: str
 
 
-def plan(model: PreTrainedModel, mesh: Mesh) -> Plan:
+def plan(model: PreTrainedModel, mesh: Mesh) -> WeightPlan:
     """The split of `model`, which is whole, over the ranks of `mesh`, or CannotSplitError."""
     return _Planner(model, mesh).plan()
 
@@ -76,7 +76,7 @@ class _Planner:
         self._modules: dict[str, Any] = dict(model.named_modules())
         self._cuts: dict[str, Cut] = {}
 
-    def plan(self) -> Plan:
+    def plan(self) -> WeightPlan:
         if getattr(self._model.config, "kv_lora_rank", None) is not None:
             raise self._refusal("the attention", "latents have no heads of keys and values")
         attentions, summed = [], []
@@ -107,7 +107,7 @@ class _Planner:
                 self._cut_features(parent, columns, row)
         if not attentions:
             raise self._refusal("the attention", "its base_model_tp_plan names no q_proj")
-        return Plan(self._cuts, tuple(attentions), tuple(summed), *self._cut_vocabulary())
+        return WeightPlan(self._cuts, tuple(attentions), tuple(summed), *self._cut_vocabulary())
 
     def _styles(self) -> dict[str, dict[str, str]]:
         """The styles that the model's plan gives to modules which are there, by their parents."""

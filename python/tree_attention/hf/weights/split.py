@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .mesh import Mesh, slices
-from .plan import Plan
+from .plan import WeightPlan
 
 # Attributes of a split model; its attention modules have the first.
 _MESH, _PLAN, _DIGEST = "_tree_attention_mesh", "_tree_attention_plan", "_tree_attention_digest"
@@ -20,7 +20,7 @@ _MESH, _PLAN, _DIGEST = "_tree_attention_mesh", "_tree_attention_plan", "_tree_a
 _ROWS = "rows_of_tokens"
 
 
-def split(model: PreTrainedModel, mesh: Mesh, made: Plan) -> None:
+def split(model: PreTrainedModel, mesh: Mesh, made: WeightPlan) -> None:
     """Replaces the parameters of `model` by this rank's parts of them.
 
     Linear layers whose inputs are split then add up their outputs over the ranks, the embedding
@@ -63,7 +63,7 @@ def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(model.get_submodule(module), own, tensor)
 
 
-def attach(model: PreTrainedModel, mesh: Mesh, made: Plan | None, digest: str) -> None:
+def attach(model: PreTrainedModel, mesh: Mesh, made: WeightPlan | None, digest: str) -> None:
     """Notes on `model` how it is split, and refuses what then cannot work."""
     vars(model).update({_MESH: mesh, _PLAN: made, _DIGEST: digest})
     model.requires_grad_(False)
@@ -110,7 +110,7 @@ def mesh(model: PreTrainedModel) -> Mesh:
 def split_tensors(model: nn.Module) -> tuple[frozenset[str], str]:
     """The names of the parameters and buffers that differ from rank to rank, and the digest of the
     whole parameters."""
-    made: Plan | None = vars(model).get(_PLAN)
+    made: WeightPlan | None = vars(model).get(_PLAN)
     if made is None:
         return frozenset(), ""
     biases = (f"{name}.bias" for name in made.summed)
