@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
+from ._loader import __version__
 from .cli.usage import UsageError, is_root, report
 from .cli.world import INTERRUPTED
 from .exchange import ExchangeError
@@ -30,6 +31,7 @@ def main(arguments: list[str]) -> int:
         description="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("command", choices=COMMANDS)
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see COMMAND --help")
     rest.required = False  # or argparse would say that it is missing together with the command

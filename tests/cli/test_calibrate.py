@@ -51,6 +51,14 @@ def test_calibration(tmp_path: Path) -> None:
         assert choice.strategy == min(times, key=times.__getitem__)
 
 
+def test_choice_of_auto_has_a_star() -> None:
+    table = calibrate.table(
+        {"butterfly": {64: 2e-6, 128: 3e-6}, "two_phase": {64: 1e-6, 128: 4e-6}}
+    )
+    columns = [list(column.cells) for column in table.columns]
+    assert columns == [["butterfly", "two_phase"], ["2", "*1"], ["*3", "4"]]
+
+
 def test_calibration_needs_no_matplotlib(tmp_path: Path) -> None:
     out = tmp_path / "costs.json"
     console = Console(file=io.StringIO(), width=120)

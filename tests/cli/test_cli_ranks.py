@@ -4,6 +4,7 @@ in time, with one sentence and no traceback."""
 
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 from ranks_of_commands import AMPLE_SECONDS, Ended, Ranks, started
 from tree_attention.__main__ import main
+from tree_attention.cli import world
+from tree_attention.exchange import ExchangeError
 
 pytest.importorskip("transformers")
 
@@ -173,15 +176,40 @@ def test_a_table_of_costs_that_cannot_be_read(
         assert "write a new one with" in error and error.count("\n") == 1
 
 
-def test_ranks_without_an_address(
+def test_ranks_without_all_that_torchrun_sets(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+    """Otherwise each of them would be a world of one, whose checks pass."""
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert main(["verify"]) == 2
-    assert "start the ranks with torchrun, or unset RANK" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "verify: RANK is set without LOCAL_RANK, MASTER_ADDR, MASTER_PORT: start the ranks with "
+        "torchrun, or unset RANK to run one process\n"
+    )
+
+
+def test_a_rank_says_for_whom_it_waits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "_SILENT_SECONDS", 0.2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    error = pytest.raises(ExchangeError, match="no word from ranks 1, 2; start all 3 ranks")
+    with error, world.joined_world(timeout=1.0):
+        pass
+    assert capsys.readouterr().err == (
+        f"rank 0 of 3: waits at 127.0.0.1:{port} for ranks 1, 2, 1 s in all\n"
+    )
 
 
 def test_calibration_needs_no_readable_table(
@@ -194,4 +222,4 @@ def test_calibration_needs_no_readable_table(
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     assert main(["calibrate", "--out", str(tmp_path / "costs.json")]) == 2
-    assert "MASTER_ADDR and MASTER_PORT are not" in capsys.readouterr().err  # which is checked next
+    assert "RANK is set without MASTER_ADDR" in capsys.readouterr().err  # which is checked next

@@ -4,6 +4,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import subprocess
 import sys
 
@@ -27,6 +28,18 @@ def test_info_prints_what_is_used():
     assert rows["torch"].startswith(torch.__version__)
     assert rows["threads"].startswith(f"{torch.get_num_threads()};")
     assert result.stdout.count(_loader.load().cpu_instruction_set()) >= 1
+
+
+def test_info_of_a_rank_says_whose_it_is(monkeypatch):
+    assert "rank" not in dict(info.rows())
+    monkeypatch.setenv("RANK", "3")
+    assert dict(info.rows())["rank"] == f"3, on {platform.node()}"
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        __main__.main(["--version"])
+    assert capsys.readouterr().out == f"{__version__}\n"
 
 
 @pytest.mark.parametrize(

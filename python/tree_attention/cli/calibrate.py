@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from rich.text import Text
 
 from .._loader import __version__
 from ..exchange import COSTS_VARIABLE, calibrate, get_communicator
@@ -98,13 +97,13 @@ Times = Mapping[str, Mapping[int, float]]  # seconds by strategy and bytes of a 
 def table(times: Times) -> Table:
     sizes = sorted({size for row in times.values() for size in row})
     best = {size: min(row[size] for row in times.values()) for size in sizes}
-    title = "Exchanges in us, until the last rank is done; bold: what auto takes"
+    title = "Exchanges in us, until the last rank is done; *: what auto takes"
     result = Table("strategy", title=title, title_justify="left", box=None)
     for size in sizes:
         result.add_column(f"{size:,} bytes", justify="right")
     for name, row in times.items():
-        styles = {size: "bold" if row[size] == best[size] else "" for size in sizes}
-        result.add_row(name, *(Text(f"{1e6 * row[size]:,.0f}", styles[size]) for size in sizes))
+        marks = {size: "*" * (row[size] == best[size]) for size in sizes}
+        result.add_row(name, *(f"{marks[size]}{1e6 * row[size]:,.0f}" for size in sizes))
     return result
 
 

@@ -4,6 +4,7 @@
 import argparse
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
 import sys
@@ -40,6 +41,8 @@ def main(arguments: list[str]) -> int:
 def rows() -> Iterator[tuple[str, str]]:
     extension = _loader.load()
     build = extension.build_info()
+    if "RANK" in os.environ:  # of torchrun's, which all print
+        yield "rank", f"{os.environ['RANK']}, on {platform.node()}"
     yield "tree_attention", f"{tree_attention.__version__}, {Path(tree_attention.__file__).parent}"
     yield "python", f"{platform.python_version()}, {platform.platform()}"
     yield "torch", f"{torch.__version__}; extension built for {build['torch_version']}"

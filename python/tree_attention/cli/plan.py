@@ -19,7 +19,7 @@ from ..planning.reading import find_model
 from .usage import UsageError
 
 HEADINGS = (
-    *("form", "weights GB", "cache GB", "longest context"),
+    *("form (*: token soonest)", "weights GB", "cache GB", "longest context"),
     *("ms per token", "of it exchange", "prefill s", "of it exchange"),
 )
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
@@ -88,7 +88,8 @@ def show(plan: Plan) -> None:
     for i, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="right" if i else "left", no_wrap=not i)
     for form in ALL_FORMS:
-        table.add_row(*map(Text, cells(plan, form)), style="bold" if form == best else "")
+        name, *numbers = cells(plan, form)
+        table.add_row(name + " *" * (form == best), *map(Text, numbers))
     lines = *sources(plan), "", table, "", *plan.verdicts()
     console.print(*lines, sep="\n", markup=False, highlight=False)
 

@@ -25,7 +25,7 @@ from ..exchange import (
     remaining,
     sentence,
 )
-from .usage import UsageError
+from .usage import UsageError, report
 
 # Processes of one job start within seconds, but a cold file system may take minutes to give each of
 # them its libraries.
@@ -33,6 +33,8 @@ RENDEZVOUS_SECONDS = 300.0
 # What ranks tell each other of Ctrl-C, whether a call was under way (`Session.before_deadline`) or
 # not.
 INTERRUPTED = f"interrupted by {KeyboardInterrupt()!r}"
+# After which a rank says for whom it waits.
+_SILENT_SECONDS = 10.0
 # How long an interrupted rank, which may serve the store, waits for the others to read why.
 _PARTING_SECONDS = 0.5
 
@@ -61,11 +63,20 @@ def joined_world(backend: str = "gloo", timeout: float | None = None) -> Iterato
     waits of all. `timeout` is the seconds in which all ranks must come, by default
     `RENDEZVOUS_SECONDS`, and the group's own, by default torch's.
     """
-    variables = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    if None in variables.values():
+    if "RANK" not in os.environ:
         yield World()
         return
-    rank, size, local_rank = (int(value) for value in variables.values() if value is not None)
+    try:
+        measured_costs()  # which the first exchange reads
+    except ValueError as error:
+        raise UsageError(f"{COSTS_VARIABLE}: {error}, or unset {COSTS_VARIABLE}") from error
+    names = "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
+    if missing := [name for name in names if name not in os.environ]:
+        raise UsageError(
+            f"RANK is set without {', '.join(missing)}: start the ranks with torchrun, or unset "
+            "RANK to run one process"
+        )
+    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", *names[:2]))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if os.environ.get("OMP_NUM_THREADS") in (None, "1"):
         usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
@@ -73,10 +84,6 @@ def joined_world(backend: str = "gloo", timeout: float | None = None) -> Iterato
     if local_size == size and sys.platform == "linux":
         # On one machine, whose host name need not resolve to an address that can be reached.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    try:
-        measured_costs()  # which the first exchange reads
-    except ValueError as error:
-        raise UsageError(f"{COSTS_VARIABLE}: {error}, or unset {COSTS_VARIABLE}") from error
     _join(rank, size, backend, timeout)
     with _interrupts_passed_on():
         yield World(rank, size, local_rank)
@@ -86,17 +93,13 @@ def joined_world(backend: str = "gloo", timeout: float | None = None) -> Iterato
 def _join(rank: int, size: int, backend: str, timeout: float | None) -> None:
     """Makes the default process group once all ranks have come, as torch's own `env://` does, whose
     error would not name the ranks that have not."""
-    host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
-    if host is None or port is None:
-        raise UsageError(
-            "RANK and WORLD_SIZE are set, MASTER_ADDR and MASTER_PORT are not: start the ranks with"
-            " torchrun, or unset RANK to run one process"
-        )
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     server = "torchrun" if agent_serves else "rank 0"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     seconds = RENDEZVOUS_SECONDS if timeout is None else timeout
-    deadline = time.monotonic() + seconds
+    begin = time.monotonic()
+    deadline = begin + seconds
 
     def join() -> None:
         store: dist.Store = dist.TCPStore(
@@ -110,11 +113,16 @@ def _join(rank: int, size: int, backend: str, timeout: float | None) -> None:
         store = dist.PrefixStore(f"tree_attention/rendezvous/{attempt}", store)
         keys = [f"{rank}" for rank in range(size)]
         store.set(keys[rank], "")
-        try:
-            store.wait(keys, remaining(deadline))
-        except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise ExchangeError(f"no word from {ranks_text(missing)}") from error
+        for end in (min(deadline, begin + _SILENT_SECONDS), deadline):
+            try:
+                store.wait(keys, remaining(end))
+                break
+            except RuntimeError as error:
+                missing = ranks_text([rank for rank, x in enumerate(keys) if not store.check([x])])
+                if end == deadline:
+                    raise ExchangeError(f"no word from {missing}") from error
+                wait = f"waits at {host}:{port} for {missing}, {seconds:g} s in all"
+                report(f"rank {rank} of {size}", wait)
         dist.init_process_group(
             backend,
             store=store,
