@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every page of benchmarks/results says how to measure it again: a command that today's programs
+take, at a commit without changes, with the same torch as all others."""
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "benchmarks/results").glob("*.md"))
+_BY_ITS_PATH = "the program was run by its path, and is a module now"
+# What a page lacks until it is measured anew. One that lacks nothing must not stand here.
+UNTIL_MEASURED = {
+    "cluster": _BY_ITS_PATH,
+    "lean_figure_3": _BY_ITS_PATH,
+    "soak": _BY_ITS_PATH,
+    "tree_protocol": _BY_ITS_PATH,
+    "decode": "uncommitted changes: no machine with AMX was at hand since",
+}
+# vLLM's operator is timed in the same process, with the torch that vLLM was built for.
+OTHER_TORCH = {"decode", "decode_avx512_bf16"}
+
+
+def header(page: Path) -> dict[str, str]:
+    """Return the lines of the first block of a page."""
+    block = page.read_text().split("```")[1]
+    return dict(line.split(": ", 1) for line in block.strip().splitlines())
+
+
+def program_and_arguments(command: str) -> tuple[str, list[str]]:
+    """Return the module that a command runs, which may stand behind a launcher."""
+    command = re.sub(r"^python -m benchmarks\.emulation .*? -- ", "", command)
+    launcher, *words = shlex.split(command)
+    if launcher == "torchrun":
+        parsed = get_args_parser().parse_args(words)
+        words = [*["-m"] * parsed.module, parsed.training_script, *parsed.training_script_args]
+    else:
+        assert launcher == "python"
+    if words[0] == "-m":
+        return words[1], words[2:]
+    program = re.fullmatch(r"benchmarks/(\w+)\.py", words[0])  # those in folders are modules
+    assert program, f"{words[0]} does not run by its path"
+    return f"benchmarks.{program[1]}", words[1:]
+
+
+def check(page: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = header(page)
+    assert re.fullmatch("[0-9a-f]{10}", found["commit"]), found["commit"]
+    module, arguments = program_and_arguments(found["command"])
+    patch.setattr("sys.argv", [module, *arguments, "--unheard-of"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__")
+    assert ended.value.code == 2
+    # Only what is added here is unknown.
+    assert capsys.readouterr().err.strip().endswith("error: unrecognized arguments: --unheard-of")
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("page", RESULTS, ids=lambda page: page.stem)
+def test_header_of_a_page(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if page.stem in UNTIL_MEASURED:
+        with pytest.raises(AssertionError):
+            check(page, monkeypatch, capsys)
+    else:
+        check(page, monkeypatch, capsys)
+
+
+def test_all_pages_have_one_torch() -> None:
+    found = {page.stem: header(page)["torch"] for page in RESULTS}
+    assert len({found[name] for name in found.keys() - OTHER_TORCH}) == 1, found
+    assert len({found[name] for name in OTHER_TORCH}) == 1
+
+
+def test_every_page_that_is_named_exists() -> None:
+    assert UNTIL_MEASURED.keys() | OTHER_TORCH <= {page.stem for page in RESULTS}
+
+
+def test_launchers_are_left_out() -> None:
+    hosts = "python -m benchmarks.emulation --link 1ms,1gbit --per-node 2 -- "
+    for launcher in ("python", "torchrun --nproc-per-node 4"):
+        for before in ("", hosts):
+            found = program_and_arguments(f"{before}{launcher} -m benchmarks.papers.lsh --out DIR")
+            assert found == ("benchmarks.papers.lsh", ["--out", "DIR"])
+            found = program_and_arguments(f"{before}{launcher} benchmarks/links.py --seconds 1")
+            assert found == ("benchmarks.links", ["--seconds", "1"])
