@@ -43,7 +43,7 @@ class AttentionOptions(TypedDict, total=False):
     """The keyword arguments that `lean_decode`, `tree_decode` and the rings have in common."""
 
     softmax_scale: float | None
-    """What scores are multiplied by; default `head_dim ** -0.5`."""
+    """Factor of the scores; default `head_dim ** -0.5`."""
     softcap: float
     """0 is off, the default; else scores become `softcap * tanh(score / softcap)`."""
     alibi_slopes: Tensor | None
@@ -69,6 +69,12 @@ class AttentionOptions(TypedDict, total=False):
     sequence and head: its bits do not depend on the rest of the batch either."""
 
 
+# Arguments of other engines, by the one that has their meaning here.
+_ELSEWHERE = {
+    "key_ranges": ("causal", "is_causal", "window_size", "cache_seqlens", "cu_seqlens_k"),
+    "page_table": ("block_table", "block_tables"),
+    "softmax_scale": ("scale", "sm_scale"),
+}
 _OPTION_NAMES = frozenset(AttentionOptions.__annotations__)
 ATTENTION_DEFAULTS = {
     argument.name: argument.default_value
@@ -97,7 +103,8 @@ def check_option_names(
     """Raises TypeError, as Python does, for a keyword argument that `op` does not have."""
     for name in options:
         if name not in names:
-            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+            ours = [f"; {key} has its meaning" for key, x in _ELSEWHERE.items() if name in x]
+            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}{''.join(ours)}")
 
 
 def fields_of_options(options: AttentionOptions) -> tuple[tuple[str, object], ...]:

@@ -20,8 +20,10 @@ from refused_calls import (
     scale,
     transposed,
 )
+from tree_attention import lean_decode, tree_decode
 
 LIMIT = 2**31
+AXES = "the axes are [batch, heads, tokens, head_dim]"
 RANGES = "[batch, seqlen_q, 2]"
 TABLE = (
     "page_table must have shape [batch, pages] or [batch, num_heads_kv, pages] with batch 2 and "
@@ -102,15 +104,15 @@ DECODE = {
     ),
     "heads": (
         lambda: decode(k=k(2, 3, 10, 8), v=k(2, 3, 10, 8)),
-        "num_heads_q must be a multiple of num_heads_kv, got 4 and 3",
+        f"num_heads_q must be a multiple of num_heads_kv, got 4 and 3; {AXES}",
     ),
     "heads and tokens swapped": (
         lambda: decode(k=k().transpose(1, 2), v=k().transpose(1, 2)),
-        "num_heads_q must be a multiple of num_heads_kv, got 4 and 10",
+        f"num_heads_q must be a multiple of num_heads_kv, got 4 and 10; {AXES}",
     ),
     "no kv heads": (
         lambda: decode(k=k(2, 0, 10, 8), v=k(2, 0, 10, 8)),
-        "num_heads_q must be a multiple of num_heads_kv, got 4 and 0",
+        f"num_heads_q must be a multiple of num_heads_kv, got 4 and 0; {AXES}",
     ),
     "k batch": (
         lambda: decode(k=k(1, 2, 10, 8), v=k(1, 2, 10, 8)),
@@ -328,3 +330,18 @@ DECODE = {
 def test_lean_decode(name):
     call, message = DECODE[name]
     assert message_of(call) == f"lean_decode: {message}"
+
+
+@pytest.mark.parametrize(
+    "name, ours",
+    [("causal", "key_ranges"), ("block_table", "page_table"), ("sm_scale", "softmax_scale")],
+)
+def test_arguments_of_other_engines(name, ours):
+    """The error names the argument that has the meaning here."""
+    message = f"unexpected keyword argument '{name}'; {ours} has its meaning$"
+    with pytest.raises(TypeError, match=rf"lean_decode\(\) got an {message}"):
+        lean_decode(q(), k(), k(), **{name: None})
+    with pytest.raises(TypeError, match=rf"tree_decode\(\) got an {message}"):
+        tree_decode(q(), k(), k(), **{name: None})
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'other'$"):
+        lean_decode(q(), k(), k(), other=None)

@@ -116,6 +116,34 @@ def test_lines_say_what_was_measured():
     assert str(line) == "FAILED      ordinary parts: KeyError: 'o'"
 
 
+def test_one_mistake_has_one_meaning():
+    """A merge that is wrong in the plain case is not told what the other cases are for."""
+
+    def merge(o_parts, lse_parts):
+        o, lse = merge_states(o_parts, lse_parts)
+        return 1.5 * o, lse
+
+    report = check_merge(merge)
+    shown = str(report)
+    assert len(report.failed) == len(MERGE_CASES)
+    assert shown.count("FAILED") == len(MERGE_CASES)
+    assert [case.name for case in MERGE_CASES if case.meaning in shown] == ["ordinary parts"]
+    assert shown.endswith("\nThe first case is the plain one: mend it before the others.")
+
+
+def test_rounding_to_bfloat16_is_recognised():
+    def merge(o_parts, lse_parts):
+        o, lse = merge_states(o_parts, lse_parts)
+        return o.bfloat16().float(), lse
+
+    report = check_merge(merge)
+    assert report.lines[0].meaning == (
+        "o is rounded to bfloat16: merge in float32, and round once at the end"
+    )
+    (line, *_) = check_merge(lambda o, lse: (0 * o[0], lse[0])).lines
+    assert line.meaning == MERGE_CASES[0].meaning  # zeros have no digits that were lost
+
+
 def test_nothing_offered_is_no_pass():
     def decode(problem):
         raise NotImplementedError("no shards")

@@ -2,8 +2,8 @@
 """Checks of an engine's merge, and of its decoding over shards, where such code is often wrong.
 
 Both call a function of any engine on cases that are known to go wrong, compare with float64 and
-return a `Report`, which prints one line per case. Mend the first failure first, since it may be the
-cause of others. Where the function is a collective, every rank makes the same call.
+return a `Report`, which prints one line per case. Where the function is a collective, every rank
+makes the same call.
 """
 
 import math
@@ -60,7 +60,12 @@ class Report:
         return [line.case for line in self.lines if line.passed is False]
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.lines))
+        first, *others = self.lines
+        if first.passed is not False:
+            return "\n".join(map(str, self.lines))
+        # The plain case, whose mistake is in all others.
+        lines = map(str, (first, *(replace(line, meaning="") for line in others)))
+        return "\n".join((*lines, "The first case is the plain one: mend it before the others."))
 
 
 def check_merge(
@@ -127,7 +132,7 @@ def check_sharded_decode(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Report:
-    """Checks attention of the last tokens of some sequences to a cache that is dealt over ranks.
+    """Checks attention of the last tokens of some sequences to a cache that is split over ranks.
 
     Args:
         decode: takes a `DecodeProblem`, puts the shards where the engine wants them, on a rank of a
@@ -200,6 +205,9 @@ def _line(
             if row_error(o[known], o_mistaken[known]) <= accuracy.o_bound:
                 meaning = sentence
                 break
+        is_close = o.dtype != torch.bfloat16 and accuracy.o_error <= torch.finfo(torch.bfloat16).eps
+        if is_close and torch.equal(o[known], o[known].bfloat16().to(o)):
+            meaning = "o is rounded to bfloat16: merge in float32, and round once at the end"
     elif lse is not None and judge(o, math.log(2) * lse).right:
         meaning = "lse looks like a logarithm to base 2: multiply it by log(2)"
     return Line(case.name, False, measured, meaning)
