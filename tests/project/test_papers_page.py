@@ -55,3 +55,27 @@ def test_named_program_exists(module):
 def test_named_figures_exist():
     named = set(re.findall(r"-m benchmarks\.papers (\w+)", PAGE))
     assert named and named <= FIGURES.keys()
+
+
+@pytest.mark.parametrize(
+    "figure, heading, cases",
+    [
+        (
+            "tree_equations_10_to_14",
+            "counted",
+            ["three_allreduce", "hierarchical", "butterfly", "all_gather", "ring"],
+        ),
+        ("lean_figure_1", "tiles until the end", ["FlashA", "FlashD", "LeanA"]),
+        ("lean_figure_9", "/FA-2 with costs", ["1k", "512k"]),
+        ("lean_figure_10", "/FA-2 with costs", ["114k"]),
+    ],
+)
+def test_page_shows_what_the_command_prints(figure, heading, cases):
+    report = FIGURES[figure]()
+    names, *_ = (column.values for column in report.columns)
+    (column,) = (x for x in report.columns if x.heading == heading)
+    entries = re.split(r"^- (?=\*\*)", PAGE, flags=re.MULTILINE)
+    shown = " ".join(x for x in entries if f"benchmarks.papers {figure}`" in x)
+    for case in cases:
+        value = next(x for name, x in zip(names, column.values, strict=True) if case in name)
+        assert re.search(rf"(?<![\d.,]){re.escape(value)}(?![\d,])", shown), f"{case}: {value}"
