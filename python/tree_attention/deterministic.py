@@ -124,8 +124,7 @@ def _is_cut(key_layout: tuple[int, ...], seqlen_k: int, size: int) -> bool:
 
 
 def _block_numbers(key_layout: Sequence[int], seqlen_k: int, size: int) -> list[int]:
-    """The global numbers of a rank's blocks, of which its keys `[i * size, (i + 1) * size)` are
-    one."""
+    """The global numbers of a rank's blocks, whose keys are its `[i * size, (i + 1) * size)`."""
     first, block, stride = key_layout
     begins = range(0, seqlen_k, size)
     return [(first + i // block * stride + i % block) // size for i in begins]

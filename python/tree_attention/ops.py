@@ -64,8 +64,8 @@ def lean_decode(
         RuntimeError: an argument breaks the rules above, or requires a gradient (inference only).
         TypeError: q, k or v is no tensor, or there is no such keyword argument.
 
-    Keys and values of 8 bits are converted without an error: the result is that of float32
-    arithmetic on what they stand for, up to the rounding of a weight to q's 16 bits on CUDA.
+    Keys and values of 8 bits are converted without an error: the result is what float32 arithmetic
+    makes of what they stand for, up to the rounding of a weight to q's 16 bits on CUDA.
 
     Latent attention is a call with one kv head whose values are a view of the keys, with the same
     scales: `lean_decode(q, latents, latents[..., :512], k_scale=scale, v_scale=scale)`, where the

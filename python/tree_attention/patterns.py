@@ -2,8 +2,8 @@
 """Sparse attention as ranges of keys: what each query sees, for the `key_ranges` of `lean_decode`.
 
 Every function takes the slots of the queries, an integer tensor `[batch, seqlen_q]`, and returns
-int32 `[batch, seqlen_q, num_ranges, 2]` on its device: half-open ranges of slots, none of which
-reaches behind the query's own. It raises ValueError for slots that are no such integers below 2^31,
+int32 `[batch, seqlen_q, num_ranges, 2]` on its device: half-open ranges of slots that end with the
+query's own or before. It raises ValueError for slots that are no such integers below 2^31,
 which is checked on the CPU alone, and for sizes below 1. A query sees the union of its ranges, so
 patterns are put together by concatenation::
 
@@ -73,8 +73,9 @@ def global_tokens(slots: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def dilated(slots: Tensor, count: int, *, dilation: int, block: int = 1) -> Tensor:
-    """`count` blocks of slots of which the last ends with the query, and every next one begins
-    `dilation` slots before; `[batch, seqlen_q, count, 2]`.
+    """`count` blocks of slots: one ends with the query, the others every `dilation` slots before.
+
+    The result has the shape `[batch, seqlen_q, count, 2]`.
 
     Equivalent PyTorch, for one query and blocks of one slot::
 

@@ -51,8 +51,7 @@ def t5_ranges(slots: Tensor, *, num_buckets: int = 32, max_distance: int = 128) 
         they are the slots up to the query's own.
 
     Raises:
-        ValueError: `num_buckets` is below 2, `max_distance` is not above half of it, or as in
-            `patterns`.
+        ValueError: `num_buckets` is below 2, `max_distance` not above half of it; as in `patterns`.
 
     Source: T5 (arXiv:1910.10683), section 2.1, and `_relative_position_bucket` of its code.
     """

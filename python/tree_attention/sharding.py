@@ -153,7 +153,7 @@ class ShardLayout(ABC):
 
 @dataclass(frozen=True)
 class BlockCyclic(ShardLayout):
-    """Blocks of `block` slots that are dealt to the ranks in turn.
+    """Blocks of `block` slots, which the ranks get in turn.
 
     The shards stay balanced while a sequence grows: their lengths differ by at most a block.
 
@@ -219,7 +219,7 @@ class Contiguous(_Bounded):
     out, and `owner` raises ValueError for them.
 
     Args:
-        bounds: `world_size + 1` non-decreasing integers, of which the first is 0.
+        bounds: `world_size + 1` non-decreasing integers; the first is 0.
 
     Raises:
         TypeError, ValueError: `bounds` are not such integers.
@@ -253,7 +253,7 @@ class ContiguousThenCyclic(_Bounded):
     """`Contiguous` for the slots of a prompt and `BlockCyclic` for those appended after it.
 
     It continues what a sequence-parallel prefill leaves: slots below `bounds[-1]` are
-    `Contiguous(bounds)`, later ones are dealt in blocks of `block` slots, beginning with rank 0.
+    `Contiguous(bounds)`, later ones go to the ranks in turn in blocks of `block`, from rank 0 on.
 
     Raises:
         TypeError, ValueError: as in `Contiguous` and `BlockCyclic`.
@@ -302,7 +302,7 @@ class ContiguousThenCyclic(_Bounded):
 
         For ALiBi, attend in two calls and merge the states: to the first
         `contiguous.count(rank, bounds[-1])` local slots with the key_layout of `contiguous`, and to
-        the others with that of `cyclic`, its `first` increased by `bounds[-1]`.
+        the others with the key_layout of `cyclic`, its `first` increased by `bounds[-1]`.
 
         Raises:
             ValueError: always.

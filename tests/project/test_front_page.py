@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 LINES = README.splitlines()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+OTHERS = [*ROOT.glob("*.md"), *(ROOT / name / "README.md" for name in ("benchmarks", "tests"))]
 ORDER = (
     "Install, and see it run",
     "A HuggingFace model",
@@ -53,7 +54,7 @@ def test_every_page_is_in_the_index():
     assert "](docs/measured.md)" in README  # where its figures begin
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_lines_of_a_page(page):
     long = {i: len(x) for i, x in enumerate(page.read_text().splitlines(), 1) if len(x) > 160}
     assert not long

@@ -34,21 +34,19 @@ def ring_pass_q_decode(
 
     Equivalent PyTorch: as of `tree_decode`.
 
-    The sequences, or the key heads if there are more of them, are dealt to the ranks. In each of
+    The sequences, or the key heads if there are more of them, are split over the ranks. In each of
     `world_size - 1` hops a rank attends to its own keys with the part that it has, while the next
-    part's queries and that part's state so far are on their way; then it merges and passes on. An
-    all-gather gives everybody all results. Bytes do not depend on the context, hops do on the
-    ranks.
+    part's queries and state so far are on their way; then it merges and passes on. An all-gather
+    gives every rank all results. Bytes do not depend on the context; hops are as many as ranks.
 
     Args:
-        timeout: seconds in which each hop returns or raises, 30 unless the communicator says
-            otherwise.
+        timeout: seconds in which each hop returns or raises, by default the communicator's.
         Everything else, and what is raised: as in `tree_decode`. Ranges of keys stay with the keys:
             only queries and states travel.
 
     Returns:
-        o and lse as `tree_decode` does, with the same bits on every rank, which are not those of
-        `tree_decode`: the states of a part are merged in the order of its travel.
+        o and lse as `tree_decode` does, with the same bits on every rank, but other ones than
+        `tree_decode`'s: the states of a part are merged in the order of its travel.
 
     Source: Context Parallelism for Scalable Million-Token Inference (arXiv:2411.01783), pass-Q.
     """

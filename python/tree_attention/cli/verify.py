@@ -164,7 +164,7 @@ def check_operator() -> Iterator[Check]:
 
 
 def check_merge() -> Iterator[Check]:
-    """Checks that the merged states of parts of the keys, one of them empty, are that of all."""
+    """Checks that merged states of parts of the keys, one of them empty, are the state of all."""
     q, k, v = random_inputs(torch.float32, batch=2, heads=(4, 2), seqlen_q=2, keys=500, d=64)
     cuts = [0, 3, 3, 250, 500]
     parts = [lean_decode(q, k[:, :, a:b], v[:, :, a:b]) for a, b in pairwise(cuts)]

@@ -27,11 +27,9 @@ from ..exchange import (
 )
 from .usage import UsageError, report
 
-# Processes of one job start within seconds, but a cold file system may take minutes to give each of
-# them its libraries.
+# Processes of one job start within seconds, but a cold file system may take minutes to load them.
 RENDEZVOUS_SECONDS = 300.0
-# What ranks tell each other of Ctrl-C, whether a call was under way (`Session.before_deadline`) or
-# not.
+# What ranks tell each other of Ctrl-C, inside a call (`Session.before_deadline`) and outside.
 INTERRUPTED = f"interrupted by {KeyboardInterrupt()!r}"
 # After which a rank says for whom it waits.
 _SILENT_SECONDS = 10.0

@@ -116,8 +116,7 @@ class Communicator(Calls):
         Args:
             x: a tensor of a floating dtype, of the same shape and dtype on every rank.
             payload_dtype: dtype of what ranks send: float32, or bfloat16, which rounds each rank's
-                part and the sum. By default bfloat16 where x is, else float32. Ignored in a world
-                of one.
+                part and the sum; by default bfloat16 where x is. Ignored in a world of one.
             timeout: seconds in which the call returns or raises, by default the communicator's.
 
         Returns:
@@ -236,8 +235,7 @@ class Communicator(Calls):
         *,
         explain: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Merges all ranks' `state` as `call`, in which ranks have the fields of `signature` in
-        common."""
+        """Merges all ranks' `state` as `call`; the fields of `signature` must be equal on all."""
         layout, device = state.layout, state.device
         outputs = self.outputs(layout, options, device)
 

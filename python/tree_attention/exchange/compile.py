@@ -3,8 +3,7 @@
 
 `torch.compile` traces no process group. While it traces, a collective function calls the operator
 of its name instead, which calls the function when the graph runs. A group is a string there.
-Operators have an order among them, so that every rank runs those of a graph in the order of the
-program.
+Operators keep an order, so that every rank runs those of a graph in the program's order.
 """
 
 from __future__ import annotations

@@ -54,21 +54,20 @@ def all_merge_states(
         o: `[batch, num_heads_q, seqlen_q, head_dim]`, float32, bfloat16 or float16, any strides.
         lse: float32 `[batch, num_heads_q, seqlen_q]`, natural logarithm, any strides; `-inf` for a
             row without keys on this rank, whatever its `o`.
-        group: a process group or a `Communicator`, default the world. Without torch.distributed
-            this is a world of one.
+        group: process group or `Communicator`, default the world, of one without torch.distributed.
         strategy: "auto" or one of `strategies()`.
-        out_dtype: dtype of the merged `o`, default that of `o`. Arithmetic is float32.
+        out_dtype: dtype of the merged `o`, default `o`'s. Arithmetic is float32.
         payload_dtype: dtype in which each rank's `o` travels: float32, or bfloat16 to halve the
             bytes, where every rank, also its own, sees the rounded copy. lse stays float32.
             Ignored in a world of one.
-        head_sharded: return to each rank its heads only, those that
-            `torch.tensor_split(o, world_size, dim=1)[rank]` names, maybe none.
+        head_sharded: return to each rank the heads of
+            `torch.tensor_split(o, world_size, dim=1)[rank]` only, maybe none.
         timeout: seconds, or a `datetime.timedelta`, in which the call returns or raises, 30 unless
             the communicator says otherwise; a number where torch.compile traces the call.
 
     Returns:
-        New tensors: the merged o and the float32 lse, with the same bits on every rank, and those
-        of `merge_states` of the ranks' states for all strategies but "three_allreduce"; `(0, -inf)`
+        New tensors: the merged o and the float32 lse, with the same bits on every rank, which all
+        strategies but "three_allreduce" share with `merge_states` of the ranks' states; `(0, -inf)`
         for a row that has no keys on any rank.
 
     Raises:

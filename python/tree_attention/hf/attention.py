@@ -44,13 +44,11 @@ def tree_attention_forward(
     Like every attention function of transformers, it takes `query [batch, num_heads_q, seqlen_q,
     head_dim]`, in a split forward pass of this rank's tokens, and returns `[batch, seqlen_q,
     num_heads_q, head_dim]`, of a model whose weights are split this rank's heads, and no weights.
-    `s_aux [num_heads_q]` are attention sinks: scores that enter only the denominator of the
-    softmax.
+    `s_aux [num_heads_q]` are attention sinks: scores in the softmax's denominator alone.
     """
     ranges = _checked(query, attention_mask, dropout, kwargs)
     mesh = mesh_of(module)
-    # A sink scales the result that is merged over all ranks; it is rounded to query's dtype once,
-    # after that.
+    # A sink scales what all ranks have merged, which is rounded to query's dtype after that.
     out_dtype = query.dtype if s_aux is None else torch.float32
     keywords: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
     if not isinstance(key, KVShard):

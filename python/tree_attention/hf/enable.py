@@ -54,8 +54,8 @@ def enable(
     Args:
         group, layout: see `TreeCache`. A model whose weights are split has its groups from there:
             `group` is None, and `layout` is over its context group.
-        prefill: "split" deals the tokens of a prompt to the ranks, each of which runs the model on
-            its own; "replicated" has every rank run it on all of them; "auto" splits a chunk of 64
+        prefill: "split" gives each rank some tokens of a prompt, and each runs the model on its
+            own; "replicated" has every rank run it on all of them; "auto" splits a chunk of 64
             tokens or more for each rank. Split are forward passes over several tokens that ask for
             the logits of the last position alone. A model whose weights are split shares the work
             of a prompt anyhow: it takes "auto" and "replicated", which mean the same.
@@ -67,8 +67,7 @@ def enable(
             longer as there are ranks. The argument of the same name to `generate`, the tokens of
             all ranks, takes precedence.
         synchronize_logits: the first rank sends its logits to the others at every step, for ranks
-            whose hardware rounds differently. Ranks of one kind of hardware compute the same bits
-            without it.
+            whose hardware rounds differently. Ranks of one kind of hardware do not need it.
         kv_dtype, max_length, strategy, timeout: see `CacheOptions`.
         deterministic: see `CacheOptions`. Generation on the CPU then has the same bits on every
             number of ranks, if the rest of the model has them: with as many threads for each rank.
@@ -78,11 +77,10 @@ def enable(
         `model` itself.
 
     Raises:
-        TypeError: `model` is no model of transformers, or is wrapped by another module, or there is
-            no such option.
+        TypeError: `model` is no model of transformers or is wrapped, or there is no such option.
         ValueError: the model has no `generate`, its attention cannot be chosen, its layers cache
             anything but keys and values, latents or states of their own, `prefill` is "split" and
-            the tokens of this model cannot be dealt, `deterministic` is given with "split", split
+            the tokens of this model cannot be split, `deterministic` is given with "split", split
             weights, or a layout or layers that it is not for, or an argument is out of range.
     """
     options = with_defaults("enable", options)

@@ -16,7 +16,7 @@ def seed_ranks(
     seed: int | None = None,
     timeout: float | timedelta = DEFAULT_TIMEOUT,
 ) -> None:
-    """Sets the random generators of every rank to the state of those of the group's first rank.
+    """Sets the random generators of every rank to the state that the group's first rank has.
 
     Every rank calls it before sampling. It covers the generator of the CPU and that of the current
     CUDA device. Ranks that draw the same number of random values from then on draw the same values.
@@ -39,7 +39,7 @@ def seed_ranks(
 
 
 class SynchronizeLogits(LogitsProcessor):
-    """Replaces the logits of every rank by those of the group's first rank.
+    """Replaces the logits of every rank by the logits of the group's first rank.
 
     It is for ranks whose devices round differently: equal logits and equal random generators give
     equal tokens. `enable(model, synchronize_logits=True)` adds it to every generation.

@@ -44,7 +44,7 @@ def from_pretrained(
     Args:
         path: a directory with config.json and safetensors files, or a name on the Hugging Face Hub.
         group, tensor_parallel_size: see `parallelize`.
-        dtype: dtype of the weights, by default that of the checkpoint.
+        dtype: dtype of the weights, by default the checkpoint's.
         device: where the weights go, by default the CPU.
         enable_options: see `enable`. Its `timeout` is also the longest that a rank waits for others
             to have loaded theirs.
@@ -56,8 +56,7 @@ def from_pretrained(
         TypeError, ValueError: an argument is out of range, the model cannot be split, or a file is
             damaged, lacks weights or contradicts config.json.
         OSError: a file is missing.
-        ExchangeError: one of that happened on another rank, a rank was lost, or ranks read other
-            checkpoints.
+        ExchangeError: another rank raised one of these, was lost, or read another checkpoint.
 
     Source: Helix parallelism (arXiv:2507.07120).
     """
@@ -102,8 +101,7 @@ def parallelize(
 
     Raises:
         TypeError: the model is none of transformers, or tensor_parallel_size is no integer.
-        ValueError: tensor_parallel_size is out of range, or the model cannot be split or is split
-            already.
+        ValueError: tensor_parallel_size is out of range, or the model cannot be, or is, split.
         ExchangeError: a rank was lost, or ranks have other models or sizes.
 
     Source: Helix parallelism (arXiv:2507.07120).

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Bytes that a rank keeps and sends, and seconds that it takes, as docs/parallelism.md says.
 
-Times are those of bandwidths, of arithmetic at a share of its peak, and of rounds of messages.
+Times come from bandwidths, arithmetic at a share of its peak, and rounds of messages.
 Nothing overlaps and nobody waits.
 """
 

@@ -140,8 +140,7 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The rows of `x` `[..., head_dim]` as `dtype`, int8 or float8_e4m3fn, and their scales.
 
     Returns:
-        values: `[..., head_dim]`; zeros for a row with the scale 0, and for one with a NaN or an
-            infinity.
+        values: `[..., head_dim]`; zeros for a row with the scale 0, a NaN or an infinity.
         scale: float32 `[...]`, the largest magnitude of the row divided by 127 or 448; NaN for a
             row with a NaN or an infinity. `values * scale` is the row up to rounding.
     """

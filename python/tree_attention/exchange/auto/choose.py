@@ -31,9 +31,8 @@ COSTS_VARIABLE = "TREE_ATTENTION_COSTS"
 _FORMAT = 3
 _MIN_SECONDS = 1e-9  # of an exchange: sizes and times are divided by each other
 
-# Where the ranks of a group are, as far as it matters to a choice: all on one node; on several
-# nodes whose ranks may merge first (`Topology.subtree_size`); or on nodes of one rank or of an odd
-# number of ranks.
+# Where the ranks of a group are, as far as it matters to a choice: all on one node; on nodes whose
+# ranks may merge first (`Topology.subtree_size`); or on nodes of one or of an odd number of ranks.
 _ONE_NODE, _SHARED, _SINGLE = "one node", "nodes of several ranks", "nodes of one rank"
 _ANYWHERE = (_ONE_NODE, _SHARED, _SINGLE)
 

@@ -3,8 +3,7 @@
 
 The usual folding of a world that is no power of two would merge in another order than everybody
 else. Here every rank follows the canonical order: after level k it holds the merged state of its
-aligned block of 2^k ranks. The last block may be short; its ranks then serve several each of the
-block beside it.
+aligned block of 2^k ranks. The last block may be short; its ranks then serve several others each.
 """
 
 from __future__ import annotations

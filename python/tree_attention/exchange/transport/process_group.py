@@ -53,8 +53,7 @@ class Link:
     """A process group as strategies see it: every byte they send goes through its methods.
 
     Over NCCL, operations are queued on the current stream and the host waits for nothing; a lost
-    rank shows at the process group's watchdog. Gloo moves host memory: tensors of a device are
-    staged.
+    rank shows at the group's watchdog. Gloo moves host memory: tensors of a device are staged.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -161,8 +160,7 @@ class Link:
     ) -> None:
         """Byte messages of any length on `device`, one for each rank and perhaps empty, uncounted.
 
-        Over NCCL a message goes where it belongs; over Gloo, whose all-to-all takes one tensor,
-        through a copy.
+        Over NCCL a message goes where it belongs; over Gloo, which takes one tensor, by a copy.
         """
         options = _with_timeout(AllToAllOptions(), deadline)
         if device.type != "cpu":
@@ -177,7 +175,7 @@ class Link:
             tensor.copy_(part)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, deadline: float) -> None:
-        """Reduces `tensor` over the ranks in place. The bytes counted are those of a ring."""
+        """Reduces `tensor` over the ranks in place. Bytes are counted as a ring sends them."""
         options = _with_timeout(AllreduceOptions(), deadline)
         options.reduceOp = op
         with self.operation(f"all_reduce of {tensor.nbytes} bytes"):
@@ -187,7 +185,7 @@ class Link:
         self.bytes_sent += 2 * (self.world_size - 1) * tensor.nbytes // self.world_size
 
     def broadcast(self, tensor: Tensor, deadline: float) -> None:
-        """`tensor` becomes rank 0's. The bytes counted are those of a message to every rank."""
+        """`tensor` becomes rank 0's. Bytes are counted as a message to every rank."""
         options = _with_timeout(BroadcastOptions(), deadline)
         options.rootRank = 0
         options.rootTensor = 0

@@ -53,8 +53,7 @@ class SharedMemory:
 
 
 class SharedRound(Transport):
-    """Messages through shared memory, of which each is as long where it is sent as where it is
-    received."""
+    """Messages through shared memory, each as long at its sender as at its receiver."""
 
     def __init__(
         self, messages: Any, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]

@@ -278,8 +278,7 @@ class TreeCacheLayer(CacheLayerMixin):
                 torch._dynamo.maybe_mark_dynamic(new, 2)
             return new
 
-        # Tensors made in inference mode could not be written to outside of it, and buffers live on
-        # there.
+        # Tensors made in inference mode cannot be written to outside of it, where buffers live on.
         with torch.inference_mode(False), torch.no_grad():
             new = {name: reallocate(x) for name, x in self.buffers().items()}
             self.hold(new, dropped)

@@ -196,8 +196,7 @@ def _attentions(model: PreTrainedModel) -> Iterator[Any]:
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """`[num_heads_q, batch * seqlen_q, columns]`, so that a product does not repeat the weight for
-    each sequence."""
+    """`[num_heads_q, batch * seqlen_q, columns]`: a product then repeats the weight for none."""
     return x.transpose(0, 1).reshape(x.shape[1], -1, x.shape[3])
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Layers of hybrid models that keep a state, or nothing, in place of keys and values.
 
-They are transformers' own, the same on every rank: a state is small, and needs every token in
-order.
+They are transformers' own, the same on every rank: a state is small and needs all tokens in order.
 """
 
 from __future__ import annotations

@@ -32,12 +32,12 @@ class TreeCache(Cache):
     position in the cache, left padding included. Layers with a sliding window keep the slots of the
     last window and 128 more, by which `crop` can go back, and with `max_length` all slots. Of
     multi-head latent attention it holds latents alone, and `enable` has the model attend to these.
-    Layers that keep a state, as those of linear attention do, are transformers' own, the same on
-    every rank; a cache with such layers cannot be cropped or saved. `copy.deepcopy` copies the keys
+    Layers that keep a state, as in linear attention, are transformers' own, the same on every rank;
+    a cache with such layers cannot be cropped or saved. `copy.deepcopy` copies the keys
     and values and keeps the group, so that a common prefix needs to be computed only once.
 
     Args:
-        config: the configuration of the model, of which the number and kind of layers are read.
+        config: the configuration of the model, which says the number and kind of layers.
         group: process group or `Communicator`, by default the world; where torch.distributed is
             not initialised, a world of one.
         layout: which rank holds which slot, by default `BlockCyclic(world_size, 64)`.
@@ -220,7 +220,7 @@ class TreeCache(Cache):
         Raises:
             ValueError: the cache holds no tokens, is inside a forward pass, has layers that keep a
                 state, or has a layout that is none of this package.
-            OSError: a file cannot be written, or the first rank does not find that of another.
+            OSError: a file cannot be written, or the first rank does not find another rank's.
             ExchangeError: one of that happened on another rank, or a rank was lost.
         """
         snapshot.save(self, directory)
@@ -250,14 +250,12 @@ class TreeCache(Cache):
 
         Args:
             directory: what `save` was given, at a path by which this rank reaches it.
-            config, group, layout, growth: see `TreeCache`; world size and layout may differ from
-                those of the saved cache.
+            config, group, layout, growth: see `TreeCache`; world size and layout may be new.
             max_length, strategy, timeout, deterministic: see `CacheOptions`.
             kv_dtype: "int8" or "fp8" quantises what was saved otherwise; None: as it was saved.
 
         Raises:
-            OSError: a file is missing, also where saves beside it replace the files again and
-                again, or is no regular file.
+            OSError: a file is missing, or removed by one save after another, or no regular file.
             ValueError: a file is damaged, or of another model, version or part of the heads; an
                 argument is wrong, or more tokens were saved than `max_length`, or with `max_length`
                 only the last slots of layers with a sliding window.
@@ -291,7 +289,7 @@ class TreeCache(Cache):
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
-        """The dtype of keys and values of 8 bits; None: that of the model."""
+        """The dtype of keys and values of 8 bits; None: the model's."""
         return self.kv_layers[0].kv_dtype
 
     @property

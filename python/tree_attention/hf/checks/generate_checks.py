@@ -203,8 +203,7 @@ class Preparation:
     def _keep_cache(self, given: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         """Puts the cache of a step into its inputs, emptied, where the model left it out."""
         # Phi-3 does so where the text grows beyond the length from which its rotary embedding has
-        # other frequencies: all tokens are fed again, and transformers would make a cache that is
-        # not sharded.
+        # other frequencies: all tokens are fed again, and transformers would make its own cache.
         if not isinstance(given, TreeCache) or inputs.get("past_key_values") is not None:
             return inputs
         num_cached = int(given.get_seq_length())

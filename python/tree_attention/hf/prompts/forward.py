@@ -73,7 +73,7 @@ def arguments_by_name(signature: inspect.Signature, *args: Any, **kwargs: Any) -
 
 
 def override_forward(model: PreTrainedModel, prefill: str) -> None:
-    """Makes `model.forward` deal the tokens of prompts, where they may be dealt."""
+    """Makes `model.forward` split the tokens of prompts over ranks, where that is possible."""
     if prefill == "replicated" or _obstacle(model) is not None:
         return
     original = type(model).forward
@@ -104,7 +104,7 @@ def restore_forward(model: PreTrainedModel) -> None:
 
 
 def is_dealt_in_generate(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> bool:
-    """True where `generate` deals the tokens of long prompts, if there are several ranks."""
+    """True where `generate` splits the tokens of long prompts, if there are several ranks."""
     return _has_own_forward(model) and _asks_for_the_last(model, model_kwargs)
 
 

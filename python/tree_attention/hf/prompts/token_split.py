@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which tokens of a prompt's chunk each rank computes, and the messages of a dealt forward pass."""
+"""The tokens of a prompt's chunk that each rank computes, and the messages of such a pass."""
 
 from __future__ import annotations
 

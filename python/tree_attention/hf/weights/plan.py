@@ -36,8 +36,7 @@ class CannotSplitError(ValueError):
 
 @dataclass(frozen=True)
 class Cut:
-    """The part [begin, end) along an axis of a parameter which this rank keeps, and how many zeros
-    follow it there."""
+    """The part [begin, end) that this rank keeps of an axis of a parameter, and zeros behind it."""
 
     dim: int
     begin: int
