@@ -172,7 +172,7 @@ def test_generate_without_transformers(
     monkeypatch.delitem(sys.modules, "tree_attention.hf", raising=False)
     monkeypatch.delitem(vars(tree_attention), "hf", raising=False)
     assert main(["generate", "--model", "/nowhere", "--prompt", "x"]) == 2
-    assert "needs transformers >= 5.5: pip install 'tree-attention[hf]'" in squeezed(capsys)
+    assert "needs transformers >= 5.5: pip install 'transformers>=5.5'" in squeezed(capsys)
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_missing_backend_is_named(monkeypatch):
 
 def test_missing_transformers_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert info.transformers() == "not installed: pip install 'tree-attention[hf]'"
+    assert info.transformers() == "not installed: pip install 'transformers>=5.5'"
 
 
 def test_old_transformers_names_the_requirement(monkeypatch):

@@ -39,7 +39,7 @@ def test_verify_skips_without_transformers(
     (check,) = verify.check_huggingface(None)
     assert check.passed is None
     verify.show([check], World())
-    assert "'tree-attention[hf]'" in capsys.readouterr().out
+    assert "'transformers>=5.5'" in capsys.readouterr().out
 
 
 def verify_on_ranks(rank: int, world_size: int, wrong_rank: int | None) -> list[verify.Check]:

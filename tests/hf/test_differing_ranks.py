@@ -115,9 +115,9 @@ def _other_random_state(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (_other_inputs, "digest of the inputs is .* on rank 2, .* on rank 0"),
-        (_other_mask, "digest of the inputs is .* on rank 2, .* on rank 0"),
-        (_other_length, "digest of the inputs is .* on rank 2, .* on rank 0"),
+        (_other_inputs, r"inputs \(give all ranks the same\) is .* on rank 2, .* on rank 0"),
+        (_other_mask, r"inputs \(give all ranks the same\) is .* on rank 2, .* on rank 0"),
+        (_other_length, r"inputs \(give all ranks the same\) is .* on rank 2, .* on rank 0"),
         (_other_settings, "generation setting max_new_tokens is 6 on rank 2, 5 on rank 0"),
         (_other_temperature, "generation setting temperature is 0.7 on rank 2, 1.0 on rank 0"),
         (_other_penalty, r"logits processor 0 is Repetition.*penalty=1.5, .* rank 2, .*=1.2, "),

@@ -4,6 +4,7 @@
 import inspect
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 import tree_attention.vllm
 from engine import Engine, stub_of_vllm
 from tree_attention.vllm import checks
+
+PAGE = Path(__file__).parents[2] / "docs/vllm.md"
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +57,22 @@ def test_off_unless_asked_for(value: str | None, monkeypatch: pytest.MonkeyPatch
     from vllm.utils import cpu_triton_utils
 
     assert not hasattr(cpu_triton_utils._compute_slot_mapping_kernel_impl, "__wrapped__")
+
+
+def test_the_log_says_that_it_is_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "vllm"):
+        monkeypatch.setenv("TREE_ATTENTION_VLLM", "0")
+        tree_attention.vllm.register()
+        assert not caplog.text
+        monkeypatch.setenv("TREE_ATTENTION_VLLM", "1")
+        tree_attention.vllm.register()
+    # In vLLM's own logger, whose lines a user sees.
+    (record,) = caplog.records
+    assert record.name == "vllm.tree_attention"
+    assert record.message == "tree_attention is this process's attention"
+    assert f'"{record.message}"' in " ".join(PAGE.read_text().split())
 
 
 def test_unknown_value(monkeypatch: pytest.MonkeyPatch) -> None:

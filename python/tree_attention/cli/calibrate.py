@@ -82,7 +82,7 @@ def run(world: World, device: torch.device, seconds: float, out: Path, console: 
         console.print(table(times))
         console.print(f"wrote {out}; to use it: export {COSTS_VARIABLE}={out.resolve()}")
         if importlib.util.find_spec("matplotlib") is None:
-            needed = "no picture without matplotlib: pip install 'tree-attention[bench]'"
+            needed = "no picture without matplotlib: pip install matplotlib"
             console.print(needed, markup=False)
         else:
             picture = out.with_suffix(".png")

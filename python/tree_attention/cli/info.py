@@ -104,11 +104,11 @@ def nccl() -> str:
 
 def transformers() -> str:
     if importlib.util.find_spec("transformers") is None:
-        return "not installed: pip install 'tree-attention[hf]'"
+        return "not installed: pip install 'transformers>=5.5'"
     from packaging.version import Version
 
     version = importlib.metadata.version("transformers")
     if Version(version) < Version(_loader.MINIMUM_TRANSFORMERS):
         required = f">= {_loader.MINIMUM_TRANSFORMERS} is required"
-        return f"{version} is too old: {required}, pip install 'tree-attention[hf]'"
+        return f"{version} is too old: {required}, pip install 'transformers>=5.5'"
     return version

@@ -215,7 +215,7 @@ def check_huggingface(path: Path | None) -> Iterator[Check]:
     """
     name = "random Llama, padded batch"
     if importlib.util.find_spec("transformers") is None:
-        missing = "transformers is not installed: pip install 'tree-attention[hf]'"
+        missing = "transformers is not installed: pip install 'transformers>=5.5'"
         yield Check(f"HuggingFace tokens: {name}", None, missing)
         return
     from transformers import LlamaConfig, LlamaForCausalLM

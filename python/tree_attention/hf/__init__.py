@@ -19,14 +19,14 @@ try:
 except ImportError as error:
     raise ImportError(
         f"tree_attention.hf needs transformers >= {MINIMUM_TRANSFORMERS}: "
-        "pip install 'tree-attention[hf]'"
+        "pip install 'transformers>=5.5'"
     ) from error
 from packaging.version import Version
 
 if Version(transformers.__version__) < Version(MINIMUM_TRANSFORMERS):
     raise ImportError(
         f"tree_attention.hf needs transformers >= {MINIMUM_TRANSFORMERS}, "
-        f"got {transformers.__version__}: pip install 'tree-attention[hf]'"
+        f"got {transformers.__version__}: pip install 'transformers>=5.5'"
     )
 
 from transformers import AttentionInterface, AttentionMaskInterface

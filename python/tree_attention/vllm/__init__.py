@@ -5,6 +5,7 @@ vLLM calls `register` in each of its processes, through the entry point `vllm.ge
 docs/vllm.md is for users.
 """
 
+import logging
 import os
 
 from . import checks
@@ -39,3 +40,4 @@ def register() -> None:
     for name, backend in _BACKENDS.items():
         register_backend(AttentionBackendEnum[name], f"{__name__}.backend.{backend}")
     context_parallel.replace_slot_mapping()
+    logging.getLogger("vllm.tree_attention").info("tree_attention is this process's attention")
