@@ -4,8 +4,8 @@
 # Runs the C++ code without torch (tests/cpp) and the CUDA kernels on the emulated device
 # (tests/cuda_emulator) under AddressSanitizer with UndefinedBehaviorSanitizer, then under
 # ThreadSanitizer. at::parallel_for is std::thread there: libgomp's own synchronisation is invisible
-# to ThreadSanitizer and would drown a real race in false ones. Where there is a GPU, the CUDA kernels
-# run on it under compute-sanitizer.
+# to ThreadSanitizer and would drown a real race in false ones. AMX is emulated, so that the loads of
+# its tiles are seen. Where there is a GPU, the CUDA kernels run on it under compute-sanitizer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=build/sanitize
@@ -22,7 +22,7 @@ cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{append,decode,merge,one_shot}
 # c10's BFloat16 and Half are headers without a library.
 torch_include=$(.venv/bin/python -c \
   'from torch.utils.cpp_extension import include_paths; print(include_paths()[0])')
-cpu_flags=(-Itests/cpp/shim -isystem "$torch_include")
+cpu_flags=(-Itests/cpp/shim -isystem "$torch_include" -include tests/amx_emulator/amx.h)
 # The first warning is often wrong under sanitizers.
 cuda_flags=(-Itests/cuda_emulator -Wno-maybe-uninitialized -Wno-unknown-pragmas
   -no-pie -Wl,--unresolved-symbols=ignore-in-object-files)

@@ -18,6 +18,7 @@ COMPILER = Compiler(
     [*emulator_build.FLAGS, f"-isystem{TORCH}/include"],
     header=Path("tests/cuda_emulator/torch_headers.h"),
 )
+LIBRARIES = [f"-L{TORCH}/lib", "-ltorch_cpu", "-lc10"]
 KERNELS = [*emulator_build.EMULATOR, *emulator_build.LAUNCHES, *emulator_build.INSTANCES]
 BRIDGE = [
     Path("tests/cuda_emulator/extension.cpp"),
@@ -117,5 +118,4 @@ def plan(
 @functools.cache
 def load() -> None:
     objects = emulator_build.COMPILER.compile(KERNELS) + COMPILER.compile(BRIDGE)
-    libraries = [f"-L{TORCH}/lib", "-ltorch_cpu", "-lc10"]
-    torch.ops.load_library(COMPILER.link("emulated.so", objects, ["-shared", *libraries]))
+    torch.ops.load_library(COMPILER.link("emulated.so", objects, ["-shared", *LIBRARIES]))

@@ -18,6 +18,8 @@ void test_merge();
 void test_canonical_order();
 void test_merge_states();
 void test_shares();
+void test_amx_products();
+void test_amx_exceptions();
 void test_lean_decode();
 void test_many_workers();
 void test_page_out_of_range();
@@ -41,6 +43,8 @@ int main() {
       {"canonical order", test_canonical_order},
       {"merge_states", test_merge_states},
       {"shares", test_shares},
+      {"products of emulated AMX", test_amx_products},
+      {"exceptions of emulated AMX", test_amx_exceptions},
       {"lean_decode", test_lean_decode},
       {"many workers", test_many_workers},
       {"page out of range", test_page_out_of_range},

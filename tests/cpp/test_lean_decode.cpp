@@ -23,6 +23,15 @@ namespace cpu = tree_attention::cpu;
 constexpr DataType kFloat32 = DataType::kFloat32, kBFloat16 = DataType::kBFloat16,
                    kFloat16 = DataType::kFloat16;
 
+// Whose keys of 8 bits the instruction sets convert in ways of their own. Batch, kv heads, group,
+// seqlen_q, seqlen_k, head_dim, head_dim_v, dtype, page, alibi, cap, ranges, dtype of keys
+const std::vector<Shape> kShapesOf8Bits = {
+    {1, 2, 4, 1, 130, 96, 64, kBFloat16, 0, false, 0.0f, false, DataType::kInt8},
+    {1, 1, 8, 1, 96, 64, 32, kBFloat16, 16, false, 0.0f, true, DataType::kInt8},
+    {1, 1, 4, 5, 100, 64, 64, kBFloat16, 0, false, 0.0f, true, DataType::kFloat8},
+    {1, 1, 4, 20, 300, 32, 96, kBFloat16, 0, false, 0.0f, true, DataType::kInt8},
+};
+
 // The list is in the message for a name that does not exist.
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
@@ -47,11 +56,13 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
 void test_lean_decode() {
   const std::vector<std::string> names = instruction_sets();
   CHECK(!names.empty(), "no instruction set");
+  std::vector<Shape> shapes = tree_attention::testing::shapes();
+  shapes.insert(shapes.end(), kShapesOf8Bits.begin(), kShapesOf8Bits.end());
   for (const std::string& name : names) {
     cpu::set_instruction_set(name);
     std::printf("%s ", name.c_str());
     int seed = 0;
-    for (const Shape& shape : tree_attention::testing::shapes()) {
+    for (const Shape& shape : shapes) {
       DecodeCase decode(shape, seed++);
       for (int workers : {0, 1, 2, 3, 7, 16}) {
         std::vector<float> o, lse;
