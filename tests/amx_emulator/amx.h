@@ -18,6 +18,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <set>
 #include <stdexcept>
 #include <string>
 
@@ -161,6 +162,13 @@ inline void multiply_bytes(int sum, int a, int b) {
   }
 }
 
+// Where a test says so, the lines that a thread has fetched ahead: addresses over 64.
+inline constinit thread_local std::set<uintptr_t>* fetched_lines = nullptr;
+template <typename... Hints>
+void prefetch(const void* address, Hints...) {
+  if (fetched_lines) fetched_lines->insert(reinterpret_cast<uintptr_t>(address) / 64);
+}
+
 // What csrc/cpu/instruction_set.cpp asks: the processor has tiles, and Linux lets them be used.
 inline int cpuid(unsigned leaf, unsigned subleaf, unsigned* eax, unsigned* ebx, unsigned* ecx,
                  unsigned* edx) {
@@ -176,6 +184,7 @@ long system_call(long number, Arguments... arguments) {
 }  // namespace amx_emulator
 
 #define __get_cpuid_count ::amx_emulator::cpuid
+#define __builtin_prefetch ::amx_emulator::prefetch
 #define syscall ::amx_emulator::system_call
 
 #undef _tile_loadd

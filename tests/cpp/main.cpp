@@ -20,6 +20,7 @@ void test_merge_states();
 void test_shares();
 void test_amx_products();
 void test_amx_exceptions();
+void test_amx_fetching();
 void test_lean_decode();
 void test_many_workers();
 void test_page_out_of_range();
@@ -45,6 +46,7 @@ int main() {
       {"shares", test_shares},
       {"products of emulated AMX", test_amx_products},
       {"exceptions of emulated AMX", test_amx_exceptions},
+      {"fetching of emulated AMX", test_amx_fetching},
       {"lean_decode", test_lean_decode},
       {"many workers", test_many_workers},
       {"page out of range", test_page_out_of_range},

@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Known answers of the tiles that stand for AMX (tests/amx_emulator/amx.h).
+// Known answers of the tiles that stand for AMX (tests/amx_emulator/amx.h), and what the kernels on
+// them fetch ahead.
 #include "check.h"
 
 #if defined(__x86_64__)
 #include <cfenv>
 #include <cmath>
+#include <set>
 #include <string>
 
+#include "cpu/decode.h"
+#include "decode_case.h"
 #include "tests/amx_emulator/amx.h"
 
 namespace {
@@ -154,7 +158,47 @@ void test_amx_exceptions() {
   amx::release();
 }
 
+// While few rows meet a step of 32 keys, the next one is fetched: all values, and the keys that are
+// used where they lie.
+void test_amx_fetching() {
+  using namespace tree_attention;
+  try {
+    cpu::set_instruction_set("amx");
+  } catch (const std::invalid_argument&) {
+    return;  // this processor has no products of pairs
+  }
+  for (const DataType kv_dtype : {DataType::kBFloat16, DataType::kInt8, DataType::kFloat8}) {
+    for (const int num_rows : {1, 4, 8}) {
+      constexpr int kKeys = 300, kDims = 128;
+      testing::Shape shape{1, 1, num_rows, 1, kKeys, kDims, kDims, DataType::kBFloat16};
+      if (kv_dtype != shape.dtype) shape.kv_dtype = kv_dtype;
+      testing::DecodeCase decode(shape, num_rows);
+      const DecodeParams params = decode.params(1);
+      std::set<uintptr_t> lines;
+      amx::fetched_lines = &lines;
+      cpu::lean_decode(params);
+      amx::fetched_lines = nullptr;
+      const int row_bytes = kDims * element_size(kv_dtype);
+      const auto count_missing = [&](const void* rows) {
+        int missing = 0;
+        for (int key = 32; key < kKeys; ++key) {
+          for (int byte = 0; byte < row_bytes; byte += 64) {
+            const auto address = reinterpret_cast<uintptr_t>(rows) + key * row_bytes + byte;
+            missing += !lines.contains(address / 64);
+          }
+        }
+        return missing;
+      };
+      const int keys = kv_dtype == DataType::kFloat8 ? 0 : count_missing(params.k);
+      const int values = count_missing(params.v);
+      CHECK(keys == 0 && values == 0, num_rows, " rows, dtype ", static_cast<int>(kv_dtype), ": ",
+            keys, " lines of keys and ", values, " of values were not fetched");
+    }
+  }
+}
+
 #else
 void test_amx_products() {}
 void test_amx_exceptions() {}
+void test_amx_fetching() {}
 #endif

@@ -138,7 +138,8 @@ class TileAttention : VectorAttention<T> {
     }
     finish_stores();
     const int64_t num_blocks = Matrices::row_blocks(rows_.count);
-    Prefetcher<T> prefetcher(p_, num_blocks, next, window, keys_of(1 - buffer));
+    Prefetcher<T> prefetcher(p_, num_blocks, next, window,
+                             kIsScaled<T> ? keys_of(1 - buffer) : nullptr);
     const auto score_rows = [&](int64_t block) {
       score_tiles<kColumns>(k[0], stride[0], k[1], stride[1],
                             m_.q + block * kTileRows * p_.head_dim / 2, p_.head_dim,
