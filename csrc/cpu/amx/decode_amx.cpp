@@ -27,7 +27,7 @@ namespace {
 struct FewRows {
   static size_t bytes(const DecodeParams& p, int64_t num_rows) {
     return row_state_bytes(p, num_rows) +
-           (p.dtype == DataType::kBFloat16 ? Matrices::bytes(p, num_rows) : 0);
+           (p.dtype == DataType::kBFloat16 ? FewRowsMemory(p, num_rows, nullptr).num_bytes : 0);
   }
 
   template <typename T>

@@ -15,6 +15,7 @@
 #include "common/decode_params.h"
 #include "common/dtype.h"
 #include "common/rows.h"
+#include "cpu/amx/packing.h"
 #include "cpu/amx/tiles.h"
 #include "cpu/vector/row_state.h"
 #include "cpu/vector/simd.h"
@@ -84,12 +85,12 @@ inline bool pack_digits(const DecodeParams& p, const Rows& rows, int8_t* out, fl
   return true;
 }
 
-// scores [32 keys, kColumns] = k [32 keys, head_dim] times the transpose of q [kColumns, head_dim]:
-// k0 and k1 are the halves of k, and `digits` and `weights` are from pack_digits.
+// scores [32 keys, kColumns] = k [2, 16 keys, head_dim] times the transpose of q [kColumns,
+// head_dim], whose `digits` and `weights` are from pack_digits.
 template <int kColumns, typename Prefetch>
-inline void score_digits(const Int8* k0, int64_t k0_stride, const Int8* k1, int64_t k1_stride,
-                         const int8_t* digits, const float* weights, int64_t head_dim,
-                         int32_t* products, float* scores, Prefetch& next) {
+inline void score_digits(const KeyTile (&k)[2], const int8_t* digits, const float* weights,
+                         int64_t head_dim, int32_t* products, float* scores, Prefetch& next) {
+  const KeyTile first = k[0], second = k[1];
   constexpr int kGroups = kColumns / kGroupRows, kStride = kGroups * kProductStride;
   for (int group = 0; group < kGroups; ++group) {
     _tile_zero(0);
@@ -98,9 +99,9 @@ inline void score_digits(const Int8* k0, int64_t k0_stride, const Int8* k1, int6
       next.fetch(2 * Prefetch::kScores / kGroups);
       const int64_t begin = tile_begin(d, head_dim);
       _tile_loadd(3, digits, kColumnBytes * kDigitColumns);
-      _tile_loadd(2, k0 + begin, k0_stride);
+      _tile_loadd(2, first.rows + begin, first.stride);
       _tile_dpbssd(0, 2, 3);
-      _tile_loadd(2, k1 + begin, k1_stride);
+      _tile_loadd(2, second.rows + begin, second.stride);
       _tile_dpbssd(1, 2, 3);
     }
     int32_t* of_group = products + group * kProductStride;

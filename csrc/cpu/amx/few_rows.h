@@ -18,6 +18,8 @@
 #include "common/dtype.h"
 #include "common/rows.h"
 #include "cpu/amx/digits.h"
+#include "cpu/amx/packing.h"
+#include "cpu/amx/prefetch.h"
 #include "cpu/amx/tiles.h"
 #include "cpu/bf16/pairs.h"
 #include "cpu/vector/attention.h"
@@ -34,7 +36,10 @@ template <typename T>
 class TileAttention : VectorAttention<T> {
  public:
   TileAttention(const DecodeParams& p, const Rows& rows, void* workspace)
-      : VectorAttention<T>(p, rows, workspace), m_(p, rows.count, state_.end) {}
+      : VectorAttention<T>(p, rows, workspace),
+        m_(p, rows.count, state_.end),
+        num_blocks_(FewRowsMemory::row_blocks(rows.count)),
+        scale_(adjusted_ ? 1.0f : score_scale(p)) {}
 
   // The partial state of the rows over their keys in `range`: see Kernels::attend.
   void run(KeyRange range, float* o, float* lse) {
@@ -73,108 +78,121 @@ class TileAttention : VectorAttention<T> {
     VectorAttention<T>::attend_shared(begin, end, limit);
   }
 
-  // Whether scores of blocks of kColumns rows may come from digits.
-  template <int kColumns>
-  static constexpr bool kMayUseDigits = __is_same(T, Int8) && kColumns < kTileRows;
-
   // Blocks of kColumns rows: a vector holds the scores of all of them for 16 / kColumns keys.
   template <int kColumns>
   void attend_columns(int64_t begin, int64_t end, int64_t limit) {
-    if constexpr (kMayUseDigits<kColumns>) {
-      float weights[kDigits * kColumns] = {};
-      if (p_.head_dim >= kTileBytes &&
-          pack_digits<kColumns>(p_, rows_, reinterpret_cast<int8_t*>(m_.q), weights)) {
-        attend_packed<kColumns>(begin, end, limit, weights);
+    if constexpr (__is_same(T, Int8) && kColumns < kTileRows) {
+      auto* digits = reinterpret_cast<int8_t*>(m_.q);
+      if (p_.head_dim >= kTileBytes && pack_digits<kColumns>(p_, rows_, digits, digit_weights_)) {
+        attend_packed<kColumns, true>(begin, end, limit);
         return;
       }
     }
-    pack_queries<T>(p_, rows_, kColumns, m_.q);
-    attend_packed<kColumns>(begin, end, limit, nullptr);
+    pack_queries<T>(p_, rows_, rows_.count, kColumns, m_.q);
+    attend_packed<kColumns, false>(begin, end, limit);
   }
 
-  // attend_columns with the queries in m_.q, of which `weights` are those of the digits, or null.
-  template <int kColumns>
-  void attend_packed(int64_t begin, int64_t end, int64_t limit, const float* weights) {
+  // attend_columns with the queries, or their digits, in m_.q.
+  template <int kColumns, bool kUsesDigits>
+  void attend_packed(int64_t begin, int64_t end, int64_t limit) {
     const TileConfig config(rows_.count < kTileRows ? static_cast<int>(rows_.count) : kTileRows,
-                            weights == nullptr ? kColumns : kDigitColumns);
+                            kUsesDigits ? kDigitColumns : kColumns);
     finish_stores();
     _tile_loadconfig(&config);
-    [[maybe_unused]] int buffer = 0;  // of the keys of the step
-    bool is_first = true;
+    constexpr bool kConverts = kIsScaled<T> && !kUsesDigits;
+    int buffer = 0;  // of the converted keys of the step
     for_steps<T, Window<T>>(
         p_, keys_, begin, end, limit,
         [&](int64_t key, const Step<T>& step, const Step<T>& next, Window<T>* window) {
-          if constexpr (kIsScaled<T>) {
-            if (is_first && weights == nullptr) {
-              convert_keys(step, 0, kStepKeys, 0, p_.head_dim, p_.head_dim, m_.k);
-            }
+          BFloat16 *const keys = keys_of(buffer), *next_keys = nullptr;
+          if constexpr (kConverts) {
+            if (key == begin) convert_keys(step, 0, kStepKeys, 0, p_.head_dim, p_.head_dim, keys);
+            buffer = 1 - buffer;
+            next_keys = keys_of(buffer);
           }
-          is_first = false;
-          attend_step<kColumns>(key, step, next, window, buffer, weights);
-          buffer = 1 - buffer;
+          KeyTile k[2];
+          key_tiles<kConverts>(p_, step, keys, k);
+          finish_stores();
+          Prefetcher<T> prefetcher(p_, num_blocks_, next, window, next_keys);
+          attend_step<kColumns, kUsesDigits>(key, step, k, prefetcher);
+          if constexpr (kConverts) prefetcher.finish();
         });
     _tile_release();
   }
 
-  template <int kColumns>
-  void attend_step(int64_t key, const Step<T>& step, const Step<T>& next, Window<T>* window,
-                   int buffer, const float* weights) {
-    if constexpr (kMayUseDigits<kColumns>) {
-      if (weights != nullptr) {
-        attend_digits<kColumns>(key, step, next, window, weights);
-        return;
-      }
-    }
-    int64_t stride[2];
-    const BFloat16* k[2];
-    const auto keys_of = [&](int i) { return m_.k + i * kStepKeys * p_.head_dim; };
-    for (int i = 0; i < 2; ++i) {
-      if constexpr (kIsScaled<T>) {
-        k[i] = keys_of(buffer) + i * kTileRows * p_.head_dim;
-        stride[i] = p_.head_dim;
-      } else {
-        k[i] = key_matrix(p_, step, i * kTileRows, m_.k + i * kTileRows * p_.head_dim, stride[i]);
-      }
-    }
-    finish_stores();
-    const int64_t num_blocks = Matrices::row_blocks(rows_.count);
-    Prefetcher<T> prefetcher(p_, num_blocks, next, window,
-                             kIsScaled<T> ? keys_of(1 - buffer) : nullptr);
+  template <int kColumns, bool kUsesDigits>
+  void attend_step(int64_t key, const Step<T>& step, const KeyTile (&k)[2],
+                   Prefetcher<T>& prefetcher) {
     const auto score_rows = [&](int64_t block) {
-      score_tiles<kColumns>(k[0], stride[0], k[1], stride[1],
-                            m_.q + block * kTileRows * p_.head_dim / 2, p_.head_dim,
-                            m_.scores + block % 2 * kStepKeys * kTileRows, prefetcher);
+      if constexpr (kUsesDigits) {
+        score_digits<kColumns>(k, reinterpret_cast<int8_t*>(m_.q), digit_weights_, p_.head_dim,
+                               m_.products, m_.scores, prefetcher);
+      } else {
+        score_tiles<kColumns>(k, block, prefetcher);
+      }
     };
     // The matrix unit scores the next rows while the vector units weigh these.
     score_rows(0);
-    interleave_values(step, prefetcher, p_.head_dim_v, m_.v);
-    for (int64_t block = 0; block < num_blocks; ++block) {
-      if (block + 1 < num_blocks) score_rows(block + 1);
+    pack_values(step, p_.head_dim_v, prefetcher, m_.v);
+    for (int64_t block = 0; block < num_blocks_; ++block) {
+      if (block + 1 < num_blocks_) score_rows(block + 1);
       const int64_t first = block * kTileRows;
       const int64_t last = first + kTileRows < rows_.count ? first + kTileRows : rows_.count;
       weigh_rows<kColumns>(key, step, first, last, prefetcher);
-      value_tiles(m_, p_.head_dim_v, state_.acc + first * padded(p_.head_dim_v), prefetcher);
+      value_tiles(first, prefetcher);
     }
-    if constexpr (kIsScaled<T>) prefetcher.finish();
   }
 
-  // attend_step for few rows and keys of int8, whose scores come from digits.
+  BFloat16* keys_of(int buffer) const { return m_.k + buffer * kStepKeys * p_.head_dim; }
+  float* scores_of(int64_t block) const { return m_.scores + block % 2 * kStepKeys * kTileRows; }
+
+  // scores [32 keys, kColumns] = k [2 x 16 keys, head_dim] times the transpose of a block of
+  // queries.
   template <int kColumns>
-  void attend_digits(int64_t key, const Step<T>& step, const Step<T>& next, Window<T>* window,
-                     const float* weights) {
-    int64_t stride[2];
-    const T* k[2];
-    for (int i = 0; i < 2; ++i) {
-      k[i] = key_matrix(p_, step, i * kTileRows,
-                        reinterpret_cast<T*>(m_.k) + i * kTileRows * p_.head_dim, stride[i]);
+  void score_tiles(const KeyTile (&k)[2], int64_t block, Prefetcher<T>& next) const {
+    constexpr int kBytes = kColumns * sizeof(float);
+    const int64_t row_bytes = p_.head_dim * sizeof(BFloat16);
+    const uint32_t* q = m_.q + block * kTileRows * p_.head_dim / 2;
+    const KeyTile first = k[0], second = k[1];
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t d = 0; d < row_bytes; d += 64, q += kTileRows * kColumns) {
+      next.fetch(Prefetcher<T>::kScores);
+      _tile_loadd(3, q, kBytes);
+      _tile_loadd(2, first.rows + d, first.stride);
+      _tile_dpbf16ps(0, 2, 3);
+      _tile_loadd(2, second.rows + d, second.stride);
+      _tile_dpbf16ps(1, 2, 3);
+    }
+    float* scores = scores_of(block);
+    _tile_stored(0, scores, kBytes);
+    _tile_stored(1, scores + kTileRows * kColumns, kBytes);
+    finish_stores();
+  }
+
+  // acc [16 rows, head_dim_v] += P [16 rows, 32 keys] times the packed values, from row `first` on.
+  void value_tiles(int64_t first, Prefetcher<T>& next) const {
+    const int64_t row_size = padded(p_.head_dim_v), head_dim = p_.head_dim_v;
+    const int64_t stride = row_size * static_cast<int64_t>(sizeof(float));
+    float* acc = state_.acc + first * row_size;
+    const uint32_t* v = m_.v;
+    finish_stores();
+    _tile_loadd(6, m_.high, 64);
+    _tile_loadd(7, m_.low, 64);
+    for (int64_t d = 0; d < head_dim; d += kTilePair, v += 2 * kTileWords) {
+      next.fetch(Prefetcher<T>::kValues);
+      _tile_loadd(4, acc + d, stride);
+      _tile_loadd(5, acc + d + kLanes, stride);
+      _tile_loadd(2, v, 64);
+      _tile_dpbf16ps(4, 7, 2);
+      _tile_dpbf16ps(4, 6, 2);
+      _tile_loadd(2, v + kTileWords, 64);
+      _tile_dpbf16ps(5, 7, 2);
+      _tile_dpbf16ps(5, 6, 2);
+      _tile_stored(4, acc + d, stride);
+      _tile_stored(5, acc + d + kLanes, stride);
     }
     finish_stores();
-    Prefetcher<T> prefetcher(p_, 1, next, window, nullptr);
-    score_digits<kColumns>(k[0], stride[0], k[1], stride[1], reinterpret_cast<int8_t*>(m_.q),
-                           weights, p_.head_dim, m_.products, m_.scores, prefetcher);
-    interleave_values(step, prefetcher, p_.head_dim_v, m_.v);
-    weigh_rows<kColumns>(key, step, 0, rows_.count, prefetcher);
-    value_tiles(m_, p_.head_dim_v, state_.acc, prefetcher);
   }
 
   // softmax_row for rows [first, last), and the rescaling of their acc. Lanes are rows here, so
@@ -183,7 +201,7 @@ class TileAttention : VectorAttention<T> {
   void weigh_rows(int64_t key, const Step<T>& step, int64_t first, int64_t last,
                   Prefetcher<T>& next) {
     constexpr int kVectors = kStepKeys * kColumns / kLanes, kVectorKeys = kLanes / kColumns;
-    float* scores = m_.scores + first / kTileRows % 2 * kStepKeys * kTileRows;
+    float* scores = scores_of(first / kTileRows);
     if constexpr (kIsScaled<T>) {
       for (int i = 0; i < kVectors; ++i) {
         float* of_keys = scores + i * kLanes;
@@ -191,7 +209,7 @@ class TileAttention : VectorAttention<T> {
       }
     }
     if (adjusted_) adjust_columns<kColumns>(p_, rows_, first, last, key, step.count, scores);
-    const Vec scale = broadcast(adjusted_ ? 1.0f : score_scale(p_));
+    const Vec scale = broadcast(scale_);
 
     // Both ends, since the scale may be negative. Keys past the last one repeat it.
     Vec largest = load(scores), smallest = largest;
@@ -241,7 +259,10 @@ class TileAttention : VectorAttention<T> {
     }
   }
 
-  const Matrices m_;
+  const FewRowsMemory m_;
+  const int64_t num_blocks_;
+  const float scale_;  // of scores that are not adjusted
+  float digit_weights_[kDigits * kTileRows / 2] = {};
 };
 
 }  // namespace

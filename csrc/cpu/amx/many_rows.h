@@ -12,7 +12,8 @@
 #include "common/decode_params.h"
 #include "common/dtype.h"
 #include "common/rows.h"
-#include "cpu/amx/products.h"
+#include "cpu/amx/packing.h"
+#include "cpu/amx/prefetch.h"
 #include "cpu/amx/tiles.h"
 #include "cpu/bf16/column_softmax.h"
 #include "cpu/bf16/pairs.h"
@@ -23,6 +24,23 @@
 
 namespace tree_attention::cpu {
 namespace {
+
+struct TileMeeting : Meeting {
+  const KeyTile* k;
+  const uint32_t* v;
+  const float *k_scale, *v_scale;  // of the packed keys
+  float* scores;
+  int located_steps;  // of the packed keys, in the first meeting with them; else 0
+};
+
+// Four tile products, which is what the matrix unit is given between two beats: calls of beat(), in
+// which the vector units have work of their own.
+inline void multiply_tiles() {
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
+}
 
 template <typename T>
 class ManyRowsAttention {
@@ -42,7 +60,7 @@ class ManyRowsAttention {
   // have to compute them.
   bool run(float* o, float* lse) {
     if (!locate_ranges(p_, rows_, range_, num_rows_, m_)) return false;
-    pack_query_tiles<T>(p_, rows_, num_rows_, m_.q);
+    pack_queries<T>(p_, rows_, num_rows_, kTileRows, m_.q);
     for (int64_t i = 0; i < num_rows_ * p_.head_dim_v; i += kLanes) {
       store(m_.acc + i, zero());
       store(m_.total + i, zero());
@@ -86,23 +104,16 @@ class ManyRowsAttention {
         __builtin_memcpy(m_.k_scale + first, steps[i].k_scale, sizeof(steps[i].k_scale));
         __builtin_memcpy(m_.v_scale + first, steps[i].v_scale, sizeof(steps[i].v_scale));
       }
-      for (int half = 0; half < 2; ++half, copy += kTileRows * p_.head_dim) {
-        KeyTile& tile = tiles_[place][2 * i + half];
-        tile = {copy, p_.head_dim * 2};
-        if constexpr (!kIsScaled<T>) {
-          tile.rows = key_matrix(p_, steps[i], half * kTileRows, copy, tile.stride);
-          tile.stride *= 2;
-        }
-      }
+      key_tiles<kIsScaled<T>>(p_, steps[i], copy, tiles_[place] + 2 * i);
     }
   }
 
   // Packs the next kTilePair dims of the next step's values.
   void pack_piece() {
     const int64_t place = place_of(packed_->key);
-    pack_values(steps_of(packed_->key)[pack_step_], pack_d_,
-                m_.v + place * kPackedKeys * p_.head_dim_v / 2 +
-                    (pack_d_ / kTilePair * kPackedSteps + pack_step_) * 2 * kTileWords);
+    pack_transposed_values(steps_of(packed_->key)[pack_step_], pack_d_,
+                           m_.v + place * kPackedKeys * p_.head_dim_v / 2 +
+                               (pack_d_ / kTilePair * kPackedSteps + pack_step_) * 2 * kTileWords);
     pack_d_ += kTilePair;
     if (pack_d_ < p_.head_dim_v) return;
     pack_d_ = 0;
@@ -150,8 +161,8 @@ class ManyRowsAttention {
   }
 
   void advance(const TileMeeting* previous, const TileMeeting* current, const TileMeeting* next) {
-    int64_t beats = (previous == nullptr ? 0 : value_beats(p_, *previous)) +
-                    (next == nullptr ? 0 : score_beats(p_, *next));
+    int64_t beats = (previous == nullptr ? 0 : value_beats(*previous)) +
+                    (next == nullptr ? 0 : score_beats(*next));
     finish_stores();
     if (previous != nullptr) {
       const int64_t chunk = previous->key / kFlushKeys;
@@ -161,8 +172,8 @@ class ManyRowsAttention {
       finish_stores();
       if (current != nullptr && previous->row == current->row) {
         // its sums are about to be rescaled
-        value_products(p_, m_, *previous, [] {});
-        beats -= value_beats(p_, *previous);
+        value_products(*previous, [] {});
+        beats -= value_beats(*previous);
         previous = nullptr;
         finish_stores();
       }
@@ -185,11 +196,82 @@ class ManyRowsAttention {
         credit_ -= work() * beats_;
       }
     };
-    if (previous != nullptr) value_products(p_, m_, *previous, beat);
-    if (next != nullptr) score_products(p_, m_, *next, beat);
+    if (previous != nullptr) value_products(*previous, beat);
+    if (next != nullptr) score_products(*next, beat);
     while (work() != kNothingLeft) {
     }
     finish_stores();
+  }
+
+  template <typename Beat>
+  void score_products(const TileMeeting& meeting, const Beat& beat) const {
+    const int64_t head_dim = p_.head_dim;
+    const uint32_t* block = m_.q + meeting.row * head_dim / 2;
+    for (int step = meeting.first_step; step < meeting.last_step; ++step) {
+      const KeyTile first = meeting.k[2 * step], second = meeting.k[2 * step + 1];
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t d = 0; d < head_dim; d += kTilePair) {
+        const uint32_t* q = block + d * kTileRows / 2;
+        _tile_loadd(4, first.rows + d * 2, first.stride);
+        _tile_loadd(5, second.rows + d * 2, second.stride);
+        _tile_loadd(6, q, 64);
+        _tile_loadd(7, q + head_dim * kTileRows / 2, 64);
+        multiply_tiles();
+        beat();
+      }
+      float* scores = meeting.scores + step * kStepKeys * kTileRows;
+      _tile_stored(0, scores, 64);
+      _tile_stored(1, scores + kPackedKeys * kTileRows, 64);
+      _tile_stored(2, scores + kTileWords, 64);
+      _tile_stored(3, scores + kPackedKeys * kTileRows + kTileWords, 64);
+    }
+  }
+
+  template <typename Beat>
+  void value_products(const TileMeeting& meeting, const Beat& beat) const {
+    const int64_t head_dim = p_.head_dim_v;
+    const int64_t block = head_dim * kTileRows;  // of acc
+    for (int64_t d = 0; d < head_dim; d += kTilePair) {
+      float* acc = m_.acc + meeting.row * head_dim + d * kTileRows;
+      _tile_loadd(0, acc, 64);
+      _tile_loadd(1, acc + block, 64);
+      _tile_loadd(2, acc + kTileWords, 64);
+      _tile_loadd(3, acc + block + kTileWords, 64);
+      const float* next_acc = acc + 2 * kTileWords;
+      for (int step = meeting.first_step; step < meeting.last_step; ++step) {
+        const uint32_t* v = meeting.v + (d / kTilePair * kPackedSteps + step) * 2 * kTileWords;
+        const float* weights = meeting.scores + step * kStepKeys * kTileRows;
+        constexpr int kLines = 2 * kTileRows / kPackedSteps;
+        for (int i = 0; i < kLines; ++i, next_acc += kLineBytes / sizeof(float)) {
+          __builtin_prefetch(next_acc);
+          __builtin_prefetch(next_acc + block);
+        }
+        // Used once, they leave no trace in the first-level cache, which has room for the weights.
+        _tile_stream_loadd(4, v, 64);
+        _tile_stream_loadd(5, v + kTileWords, 64);
+        for (int term = 0; term < 2; ++term, weights += kTileRows) {
+          _tile_loadd(6, weights, 128);
+          _tile_loadd(7, weights + kPackedKeys * kTileRows, 128);
+          multiply_tiles();
+          beat();
+        }
+      }
+      _tile_stored(0, acc, 64);
+      _tile_stored(1, acc + block, 64);
+      _tile_stored(2, acc + kTileWords, 64);
+      _tile_stored(3, acc + block + kTileWords, 64);
+    }
+  }
+
+  // The beats of the products of a meeting's scores, and of its values.
+  int64_t score_beats(const TileMeeting& meeting) const {
+    return meeting.num_steps() * (p_.head_dim / kTilePair);
+  }
+  int64_t value_beats(const TileMeeting& meeting) const {
+    return int64_t{2} * meeting.num_steps() * (p_.head_dim_v / kTilePair);
   }
 
   // Does the next piece of what the vector units have to do and returns its cost, more than all the
@@ -300,6 +382,7 @@ class ManyRowsAttention {
   int64_t chunks_[kManyRows / kBlockRows] = {};  // of kFlushKeys keys: the last one of each block
 
   // The vector units' work of an advance, and how it is spread over the matrix unit's.
+  static constexpr int kGroupKeys = 8;      // weighed at a time
   static constexpr int64_t kPieceCost = 3;  // of packing a piece, in groups of keys
   static constexpr int64_t kNothingLeft = 1 << 30;
   const TileMeeting *weighed_ = nullptr, *packed_ = nullptr;

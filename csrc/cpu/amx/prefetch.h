@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Fetching while tiles are multiplied. A core keeps only 16 lines in flight, so that it is spread.
+#pragma once
+
+#include <cstdint>
+
+#include "common/decode_params.h"
+#include "common/dtype.h"
+#include "cpu/bf16/eight_bits.h"
+#include "cpu/bf16/pairs.h"
+#include "cpu/vector/keys.h"
+#include "cpu/vector/steps.h"
+
+namespace tree_attention::cpu {
+namespace {
+
+// Fetches the keys and values of the next step, and as many lines of the window, while a step is
+// computed. A core keeps only 16 lines in flight, so that fetching overlaps with computing only
+// where it is spread over all of it: each part of the computing says how much of it it is.
+template <typename T>
+class Prefetcher {
+ public:
+  // The relative costs of the parts of a step: of the products of a block of rows and kTilePair
+  // dims, of interleaving kTilePair dims of two values, of the weights of a block of rows.
+  static constexpr int kScores = 12, kValues = 16, kInterleaving = kIsScaled<T> ? 4 : 1,
+                       kWeights = 48;
+
+  // Keys are fetched, or, given next_keys, converted to there.
+  Prefetcher(const DecodeParams& p, int64_t num_blocks, const Step<T>& near, Window<T>* window,
+             BFloat16* next_keys)
+      : near_(near),
+        window_(window),
+        next_keys_(next_keys),
+        k_end_(p.head_dim),
+        v_end_(p.head_dim_v) {
+    const int k_pairs = p.head_dim / kTilePair, v_pairs = p.head_dim_v / kTilePair;
+    const int64_t longest = k_end_ > v_end_ ? k_end_ : v_end_;
+    units_ = kStepKeys / kUnitKeys * static_cast<int>((longest + kLine - 1) / kLine);
+    cost_ = static_cast<int>(num_blocks) * (kScores * k_pairs + kValues * v_pairs + kWeights) +
+            kTileRows * kInterleaving * v_pairs;
+  }
+
+  // Fetches the share of all lines that `cost` is of the step's.
+  void fetch(int cost) {
+    for (due_ += cost * units_; due_ >= cost_; due_ -= cost_) fetch_unit();
+  }
+
+  // Fetches what is left.
+  void finish() {
+    while (key_ < kStepKeys) fetch_unit();
+  }
+
+ private:
+  static constexpr int kUnitKeys = 4, kLine = kLineBytes / sizeof(T);
+
+  void fetch_unit() {
+    if (key_ == kStepKeys) return;
+    if constexpr (kIsScaled<T>) {
+      const int64_t end = d_ + kLine < k_end_ ? d_ + kLine : k_end_;
+      if (next_keys_ != nullptr) {
+        convert_keys(near_, key_, key_ + kUnitKeys, d_, end, k_end_, next_keys_);
+      }
+    }
+    for (int i = 0; i < kUnitKeys; ++i) {
+      if (next_keys_ == nullptr && d_ < k_end_) __builtin_prefetch(near_.k[key_ + i] + d_);
+      if (d_ < v_end_) __builtin_prefetch(near_.v[key_ + i] + d_);
+    }
+    if (window_ != nullptr) window_->fetch();
+    d_ += kLine;
+    if (d_ < k_end_ || d_ < v_end_) return;
+    d_ = 0;
+    key_ += kUnitKeys;
+  }
+
+  const Step<T>& near_;
+  Window<T>* const window_;
+  BFloat16* const next_keys_;
+  const int64_t k_end_, v_end_;
+  int64_t d_ = 0;
+  int units_, cost_, due_ = 0, key_ = 0;
+};
+
+// Fetches keys and values into the second-level cache, some cache lines at a time: a core keeps
+// only 16 lines in flight, and drops what exceeds them.
+template <typename T>
+class FarPrefetcher {
+ public:
+  FarPrefetcher(const DecodeParams& p)
+      : v_lines_(values_are_in_keys(p) ? 0 : (p.head_dim_v + kLine - 1) / kLine) {}
+
+  // The next keys to fetch are those of `steps`.
+  void begin(const Step<T>* steps, int num_steps) {
+    steps_ = steps;
+    num_steps_ = num_steps;
+    line_ = step_ = key_ = 0;
+  }
+
+  int64_t lines() const { return num_steps_ * kStepKeys * v_lines_; }
+
+  void fetch(int64_t lines) {
+    for (; lines > 0 && step_ < num_steps_; --lines) {
+      const Step<T>& step = steps_[step_];
+      __builtin_prefetch(step.v[key_] + line_ * kLine, 0, 2);
+      if (++line_ < v_lines_) continue;
+      line_ = 0;
+      if (++key_ < step.count) continue;
+      key_ = 0;
+      ++step_;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = kLineBytes / sizeof(T);
+
+  // As in latent attention.
+  static bool values_are_in_keys(const DecodeParams& p) {
+    const int64_t offset = static_cast<const T*>(p.v) - static_cast<const T*>(p.k);
+    return 0 <= offset && offset + p.head_dim_v <= p.head_dim && p.k_stride[0] == p.v_stride[0] &&
+           p.k_stride[1] == p.v_stride[1] && p.k_stride[2] == p.v_stride[2];
+  }
+
+  const int64_t v_lines_;
+  const Step<T>* steps_ = nullptr;
+  int64_t line_ = 0;
+  int step_ = 0, key_ = 0, num_steps_ = 0;
+};
+
+}  // namespace
+}  // namespace tree_attention::cpu
