@@ -16,7 +16,8 @@ if __name__ == "__main__":
 
 from benchmarks import cuda
 from benchmarks.cpu import decode as cpu
-from benchmarks.cpu.cases import full_cases, quick_cases, standard_cases
+from benchmarks.cpu.cases import full_cases, peer_cases, quick_cases, standard_cases
+from benchmarks.cpu.libraries import add_peers
 from benchmarks.harness.program import parser_of_cases, run_cases
 from tree_attention.cli.world import World, joined_world
 
@@ -31,6 +32,7 @@ def main(arguments: list[str]) -> int:
         help="on cuda: begin no case after so long (default 45 with --quick, no limit with "
         "--full, else 240)",
     )
+    add_peers(parser)
     parsed = parser.parse_args(arguments)
     with joined_world() as world:
         if world.size > 1:
@@ -43,8 +45,9 @@ def main(arguments: list[str]) -> int:
 
 
 def cpu_main(parsed: argparse.Namespace, world: World) -> int:
-    run = partial(cpu.run, seconds=0.05 if parsed.quick else parsed.seconds)
-    return run_cases(parsed, world, (quick_cases, standard_cases, full_cases), run)
+    run = partial(cpu.run, seconds=0.05 if parsed.quick else parsed.seconds, paths=parsed.peers)
+    standard = peer_cases if parsed.peers else standard_cases
+    return run_cases(parsed, world, (quick_cases, standard, full_cases), run)
 
 
 def cuda_main(parsed: argparse.Namespace, world: World) -> int:

@@ -32,12 +32,15 @@ class DecodeCase:
     warm: bool = False
     flex: bool = False  # compiling for it takes several seconds
     kv_dtype: str = ""  # of keys and values, if they have 8 bits and scales
+    value_dim: int = 0  # columns of a value, where not those of a key
+    contiguous: bool = False  # beside pages, the same call on contiguous keys is timed
 
     @property
     def name(self) -> str:
         ragged = len(set(self.lengths)) > 1
         keys = f"{min(self.lengths)}-{max(self.lengths)}" if ragged else str(self.lengths[0])
-        parts = [f"{self.dtype} {self.heads[0]}/{self.heads[1]} d{self.head_dim}"]
+        columns = f"{self.head_dim}/{self.value_dim}" if self.value_dim else self.head_dim
+        parts = [f"{self.dtype} {self.heads[0]}/{self.heads[1]} d{columns}"]
         parts += [f"keys {self.kv_dtype}"] if self.kv_dtype else []
         parts += [f"B={len(self.lengths)}{' ragged' if ragged else ''} {keys}"]
         parts += [f"q={self.seqlen_q}"] if self.seqlen_q > 1 else []
@@ -53,6 +56,10 @@ class DecodeCase:
         return outer, self.heads[1], slots, self.head_dim
 
     @property
+    def value_shape(self) -> tuple[int, int, int, int]:
+        return *self.kv_shape[:3], self.value_dim or self.head_dim
+
+    @property
     def num_keys(self) -> int:
         return sum(self.lengths)
 
@@ -60,8 +67,9 @@ class DecodeCase:
     def io_bytes(self) -> int:
         """K and V up to each length, q and o: what every implementation must move once."""
         size, rows = DTYPES[self.dtype].itemsize, len(self.lengths) * self.heads[0] * self.seqlen_q
-        key_bytes = self.head_dim + 4 if self.kv_dtype else self.head_dim * size  # with its scale
-        return 2 * self.heads[1] * self.num_keys * key_bytes + 2 * size * self.head_dim * rows
+        columns = self.head_dim + self.value_shape[3]  # of a key and a value, and of q and o
+        pair_bytes = columns + 2 * 4 if self.kv_dtype else columns * size  # with both scales
+        return self.heads[1] * self.num_keys * pair_bytes + size * columns * rows
 
     @property
     def operations(self) -> int:
@@ -71,7 +79,7 @@ class DecodeCase:
             for length in self.lengths
             for i in range(self.seqlen_q)
         )
-        return 4 * self.heads[0] * self.head_dim * visible
+        return 2 * self.heads[0] * (self.head_dim + self.value_shape[3]) * visible
 
 
 def pages_of(lengths: Sequence[int], page_size: int) -> list[int]:
@@ -117,6 +125,30 @@ def standard_cases() -> list[DecodeCase]:
         DecodeCase(head_dim=64),
         *eight_bit_cases(),
         *narrower_cases(),
+    ]
+
+
+def peer_cases() -> list[DecodeCase]:
+    """The shapes that are compared with the kernels of `--peers`."""
+    ragged = log_uniform_lengths(8, 512, 32768)
+    return [
+        DecodeCase(),
+        DecodeCase(lengths=ragged),
+        DecodeCase(heads=(8, 1), lengths=(65536,)),
+        DecodeCase(heads=(32, 32), lengths=(16384,)),
+        DecodeCase(head_dim=64),
+        *(DecodeCase(page_size=n, contiguous=True) for n in (128, 32, 16)),
+        DecodeCase(lengths=ragged, page_size=128, contiguous=True),
+        DecodeCase(head_dim=64, page_size=128, contiguous=True),
+        *(  # a part of a prompt, and what was read of it before
+            DecodeCase(head_dim=d, lengths=(behind + n,), seqlen_q=n)
+            for d in (128, 64)
+            for behind, n in ((3584, 512), (0, 2048), (32768, 512), (32768, 2048))
+        ),
+        # Keys and values expanded from latents.
+        DecodeCase(
+            heads=(16, 16), head_dim=192, value_dim=128, lengths=(32768 + 512,), seqlen_q=512
+        ),
     ]
 
 
@@ -190,12 +222,16 @@ class Inputs:
         )
         self.q = q.to(dtype)
         self.num_sets = 1 if case.warm else arena.num_sets(kv_set_bytes(case))
-        shape = case.kv_shape
         self.page_table = None
         if case.page_size:
             self.page_table = shuffled_pages(case.lengths, case.page_size, generator)
         self.sets = [
-            (arena.view(2 * i, shape, dtype), arena.view(2 * i + 1, shape, dtype))
+            (
+                arena.view(2 * i, case.kv_shape, dtype),
+                arena.view(2 * i + 1, case.kv_shape, dtype)
+                .flatten()[: math.prod(case.value_shape)]
+                .view(case.value_shape),
+            )
             for i in range(self.num_sets)
         ]
         for first, *others in zip(*self.sets, strict=True):
@@ -224,6 +260,17 @@ class Inputs:
             return x[sequence, :, length:]
         page, slot = divmod(length - 1, x.shape[2])
         return x[int(self.page_table[sequence, page]), :, slot + 1 :]
+
+    def contiguous_sets(self) -> list[tuple[Tensor, Tensor]]:
+        """Copies of the pages of every set as `[batch, num_heads_kv, longest, head_dim]`."""
+        sequences = zip(*map(self.sequence, range(len(self.lengths))), strict=True)
+        k, v = (
+            torch.nn.utils.rnn.pad_sequence([x.transpose(0, 1) for x in tensors], batch_first=True)
+            .transpose(1, 2)
+            .contiguous()
+            for tensors in sequences
+        )
+        return [(k.clone(), v.clone()) for _ in self.sets]
 
     def sequence(self, sequence: int) -> tuple[Tensor, Tensor]:
         """All keys and values of one sequence, `[num_heads_kv, length, head_dim]`."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The local operator on the CPU, beside PyTorch's attention and the machine's ceilings."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,16 +26,18 @@ from ..harness.measure import (
 )
 from ..harness.program import shown
 from ..harness.report import Column, Report, environment
+from . import libraries
 from .cases import DecodeCase, Inputs, kv_set_bytes, visible
-from .peers import VLLM_PAGE, Vllm, flex_attention, sdpa
+from .libraries import HUB, SGLANG
+from .peers import PEER_ERROR, VLLM_PAGE, Vllm, flex_attention, made, sdpa
 
 # Reading less takes so little that the probe would time its own start.
 MIN_PROBE_BYTES = 4 << 20
 OURS, SDPA, FLEX, PROBE = "lean_decode", "SDPA", "flex_attention", "read probe"
 SAME_DTYPE = "lean_decode, keys in q's dtype"
+CONTIGUOUS = "lean_decode, contiguous keys"
 VLLM = "vLLM"
-# A peer may round more often than we do, but what errs by so many bounds solves another problem.
-PEER_ERROR = 4
+PEERS = (VLLM, SGLANG, HUB)
 
 
 @contextmanager
@@ -54,8 +57,9 @@ def run_case(
     seconds: float,
     fma_per_second: float,
     amx_per_second: float,
+    peers: Mapping[str, Callable[[DecodeCase, Inputs], Any]],
 ) -> dict[str, Any]:
-    """Times one case; returns its row as JSON values."""
+    """Times one case; `peers` makes what is timed beside it. Returns the row as JSON values."""
     inputs = Inputs(case, arena)
     table = inputs.page_table
 
@@ -69,7 +73,9 @@ def run_case(
     functions: dict[str, Callable[[int], Any]] = {OURS: decode}
     if case.kv_dtype:
         functions = {OURS: decode_8_bits, SAME_DTYPE: decode}
-    unavailable = {}
+    if case.contiguous:
+        copies = inputs.contiguous_sets()
+        functions[CONTIGUOUS] = lambda i: lean_decode(inputs.q, *copies[i], inputs.key_ranges)
     if table is None:
         functions[SDPA] = sdpa(case, inputs)
     if not case.warm and kv_set_bytes(case) >= MIN_PROBE_BYTES:
@@ -79,13 +85,9 @@ def run_case(
         buffers = [visible(case, *tensors) for tensors in read]
         functions[PROBE] = lambda i: read_memory(*buffers[i])
     if case.flex:
-        flex = flex_attention(inputs)
-        if isinstance(flex, str):
-            unavailable[FLEX] = flex
-        else:
-            functions[FLEX] = flex
-    if Vllm.version() is not None:
-        functions[VLLM] = Vllm(case, inputs)
+        peers = {FLEX: flex_attention, **peers}
+    others, refusals = made(peers, case, inputs)
+    functions |= others
     with Load() as load, instruction_set(case.instruction_set):
         samples = time_alternating(
             functions, num_sets=inputs.num_sets, seconds=seconds, warm=case.warm
@@ -104,23 +106,25 @@ def run_case(
         "io_bytes": case.io_bytes,
         "operations": case.operations,
         "times": {name: sample.to_json() for name, sample in samples.items()},
-        "unavailable": unavailable,
+        "refusals": refusals,
         "bandwidth": case.io_bytes / ours.median,
         "fma_share": case.operations / ours.median / fma_per_second,
         "amx_share": case.operations / ours.median / amx_per_second if amx_per_second else None,
         "ratios": {
             name: samples[name].median / ours.median
-            for name in (SDPA, VLLM, SAME_DTYPE)
+            for name in (SDPA, *PEERS, SAME_DTYPE, CONTIGUOUS)
             if name in samples
         },
         "other_load": load.others,
         "accuracy": asdict(accuracy),
+        "peer_errors": {},
         "wrong": not accuracy.right,
     }
-    if VLLM in samples and not case.kv_dtype:  # it attends to the keys before they are quantised
-        peer = check.accuracy(samples[VLLM].result)
-        row["vllm_error"] = peer.o_error
-        row["wrong"] |= not peer.o_error <= PEER_ERROR * peer.o_bound
+    for name in PEERS:
+        if name in samples and not case.kv_dtype:  # they attend to the keys that were quantised
+            peer = check.accuracy(samples[name].result)
+            row["peer_errors"][name] = peer.o_error
+            row["wrong"] |= not peer.o_error <= PEER_ERROR * peer.o_bound
     if PROBE in samples:
         probe_bytes = sum(x.nbytes for x in buffers[0])
         row["probe_bandwidth"] = probe_bytes / samples[PROBE].median
@@ -128,8 +132,18 @@ def run_case(
     return row
 
 
-def run(cases: Sequence[DecodeCase], progress: Progress, *, seconds: float) -> Report:
-    """Runs the cases on pinned threads; `seconds` is the timed part of each."""
+def run(
+    cases: Sequence[DecodeCase],
+    progress: Progress,
+    *,
+    seconds: float,
+    paths: Sequence[Path] = (),
+) -> Report:
+    """Runs the cases on pinned threads; `seconds` is the timed part of each. `paths`: of the
+    libraries with more peers."""
+    peers = libraries.load(paths)
+    if Vllm.version() is not None:
+        peers[VLLM] = Vllm
     cpus = pin_threads()
     set_bytes = [kv_set_bytes(case) for case in cases]
     sets = [
@@ -140,7 +154,8 @@ def run(cases: Sequence[DecodeCase], progress: Progress, *, seconds: float) -> R
     with torch.inference_mode():
         peak, matrix_peak = fma_peak(), amx_peak()
         rows = [
-            run_case(case, arena, seconds, peak, matrix_peak) for case in shown(progress, cases)
+            run_case(case, arena, seconds, peak, matrix_peak, peers)
+            for case in shown(progress, cases)
         ]
     probes = [row["probe_bandwidth"] / 1e9 for row in rows if "probe_bandwidth" in row]
     header = environment(
@@ -152,24 +167,38 @@ def run(cases: Sequence[DecodeCase], progress: Progress, *, seconds: float) -> R
                 f"{min(probes):.1f} to {max(probes):.1f} GB/s over the rows" if probes else "none"
             ),
             "vLLM": Vllm.version() or "not installed",
+            **({"libraries of peers": ", ".join(path.name for path in paths)} if paths else {}),
             "cold inputs rotate over": f"{arena_bytes >> 20} MiB",
         }
     )
     return Report(
-        name=name_of_results(),
+        name=name_of_results("decode_peers" if paths else "decode"),
         title="lean_decode on one process",
-        notes=NOTES,
+        notes=NOTES + (LIBRARY_NOTES if paths else ()),
         environment=header,
         rows=rows,
         columns=columns(rows),
         warnings=warnings(rows, cpus),
+        summary=left_out(rows, [name for name in (SGLANG, HUB) if paths and name not in peers]),
     )
 
 
-def name_of_results() -> str:
+def left_out(rows: Sequence[dict[str, Any]], without_library: Sequence[str]) -> list[str]:
+    """Sentences about the peers that are not there, and that do not take a case."""
+    sentences = [f"{name} is left out: no library of --peers has it." for name in without_library]
+    cases: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for name, why in row["refusals"].items():
+            cases.setdefault((name, why), []).append(row["name"])
+    return sentences + [
+        f"{name} is left out of {'; '.join(names)}: {why}" for (name, why), names in cases.items()
+    ]
+
+
+def name_of_results(name: str = "decode") -> str:
     """Return the results' name: those of CPUs with and without AMX stand side by side."""
     instruction_set = _C.cpu_instruction_set()
-    return "decode" if instruction_set == "amx" else f"decode_{instruction_set}"
+    return name if instruction_set == "amx" else f"{name}_{instruction_set}"
 
 
 NOTES = (
@@ -191,15 +220,25 @@ NOTES = (
     "pages.",
     "vLLM, where installed, is the call of its CPU attention on caches that it has packed, without "
     "the plan that a step makes for all layers; where our keys are contiguous its pages have "
-    f"{VLLM_PAGE} keys. Its error may be {PEER_ERROR} times as large as ours before it is WRONG.",
+    f"{VLLM_PAGE} keys. A peer's error may be {PEER_ERROR} times as large as ours before it is "
+    "WRONG.",
+)
+LIBRARY_NOTES = (
+    f"{SGLANG}: decode_attention_cpu over a pool of tokens, whose slots are in the order of our "
+    "pages or keys, without storing the new token; for several queries extend_attention_cpu, which "
+    "takes the last keys beside the pool. Outputs exist before the call.",
+    f"{HUB}: the CPU backend of the hub's flash-attention package, varlen_fwd, on keys and values "
+    "of all sequences end to end, into an output that exists.",
+    "Contiguous: our call on the keys of the pages as contiguous tensors, with the same "
+    "key_ranges, in the same alternation.",
 )
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    """The columns in which at least one row has something."""
+
     def time_of(row: dict[str, Any], name: str) -> str:
-        if name in row["times"]:
-            return f"{row['times'][name]['median_us']:,.1f}"
-        return row["unavailable"].get(name, "-")
+        return f"{row['times'][name]['median_us']:,.1f}" if name in row["times"] else "-"
 
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{100 * value:.0f}"
@@ -213,15 +252,19 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     def share(row: dict[str, Any], name: str) -> str:
         return f"{1 / row['ratios'][name]:.2f}" if name in row["ratios"] else "-"
 
-    vllm = [
-        Column("vLLM us", [time_of(row, VLLM) for row in rows]),
-        Column("vLLM /ours", [ratio(row, VLLM) for row in rows]),
-        Column(
-            "vLLM error",
-            [f"{row['vllm_error']:.1e}" if "vllm_error" in row else "-" for row in rows],
-        ),
+    def error(row: dict[str, Any], name: str) -> str:
+        return f"{row['peer_errors'][name]:.1e}" if name in row["peer_errors"] else "-"
+
+    peers = [
+        column
+        for name in PEERS
+        for column in (
+            Column(f"{name} us", [time_of(row, name) for row in rows]),
+            Column(f"{name} /ours", [ratio(row, name) for row in rows]),
+            Column(f"{name} error", [error(row, name) for row in rows]),
+        )
     ]
-    return [
+    every = [
         Column("case", [row["name"] for row in rows]),
         Column("ours us", [time_of(row, OURS) for row in rows]),
         Column("p10-p90", [spread(row["times"][OURS]) for row in rows]),
@@ -234,10 +277,13 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
         Column("flex us", [time_of(row, FLEX) for row in rows]),
         Column("16-bit us", [time_of(row, SAME_DTYPE) for row in rows]),
         Column("ours /16-bit", [share(row, SAME_DTYPE) for row in rows]),
-        *(vllm if any(VLLM in row["times"] for row in rows) else []),
+        Column("contiguous us", [time_of(row, CONTIGUOUS) for row in rows]),
+        Column("ours /contiguous", [share(row, CONTIGUOUS) for row in rows]),
+        *peers,
         Column("error", [f"{row['accuracy']['o_error']:.1e}" for row in rows]),
         Column("right", ["WRONG" if row["wrong"] else "yes" for row in rows]),
     ]
+    return [column for column in every if set(column.values) != {"-"}]
 
 
 def warnings(rows: Sequence[dict[str, Any]], cpus: Sequence[int]) -> list[str]:

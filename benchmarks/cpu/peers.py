@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The attention that `decode.py` compares with on the CPU: of PyTorch, and of vLLM if installed."""
+"""The attention that `decode.py` compares with on the CPU: of PyTorch, and of vLLM if installed.
+`libraries.py` has others."""
 
 import contextlib
 import importlib.metadata
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,9 @@ from torch import Tensor
 
 from ..harness.measure import InputArena
 from .cases import DecodeCase, Inputs, pages_of, shuffled_pages
+
+# A peer may round more often than we do, but what errs by so many bounds solves another problem.
+PEER_ERROR = 4
 
 
 def sdpa(case: DecodeCase, inputs: Inputs) -> Callable[[int], Tensor]:
@@ -47,8 +52,8 @@ def sdpa(case: DecodeCase, inputs: Inputs) -> Callable[[int], Tensor]:
     )
 
 
-def flex_attention(inputs: Inputs) -> Callable[[int], Tensor] | str:
-    """FlexAttention compiled for this shape, or why it is not available."""
+def flex_attention(case: DecodeCase, inputs: Inputs) -> Callable[[int], Tensor]:
+    """FlexAttention compiled for this shape; a RuntimeError is also what it does not implement."""
     from torch.nn.attention.flex_attention import flex_attention
 
     # Where torch has CUDA and the machine has not, its build helper warns at every compilation.
@@ -56,14 +61,7 @@ def flex_attention(inputs: Inputs) -> Callable[[int], Tensor] | str:
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
-    def run(i: int) -> Tensor:
-        return compiled(inputs.q, *inputs.sets[i], enable_gqa=True)
-
-    try:
-        run(0)
-    except RuntimeError as error:  # also what the compiler does not implement
-        return f"not available: {type(error).__name__}: {str(error).splitlines()[0][:80]}"
-    return run
+    return lambda i: compiled(inputs.q, *inputs.sets[i], enable_gqa=True)
 
 
 VLLM_PAGE = 128  # of its engine by default, and here where our keys are contiguous
@@ -77,6 +75,8 @@ class Vllm:
     """
 
     def __init__(self, case: DecodeCase, inputs: Inputs) -> None:
+        if case.value_dim:
+            raise ValueError("its CPU attention takes values of the keys' columns only")
         from vllm import _custom_ops, envs
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -143,3 +143,19 @@ class Vllm:
         k, v = self._caches[i]
         self._operator(key_cache=k, value_cache=v, **self._arguments)
         return self._output.view(self._shape).transpose(1, 2)
+
+
+def made(
+    factories: Mapping[str, Callable[[DecodeCase, Inputs], Any]], case: DecodeCase, inputs: Inputs
+) -> tuple[dict[str, Callable[[int], Tensor]], dict[str, str]]:
+    """The peers that take a case, and why the others do not."""
+    peers, refusals = {}, {}
+    for name, make in factories.items():
+        try:
+            peer = make(case, inputs)
+            peer(0)
+        except (RuntimeError, ValueError) as error:
+            refusals[name] = str(error).splitlines()[0]
+        else:
+            peers[name] = peer
+    return peers, refusals

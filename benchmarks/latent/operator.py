@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from tree_attention import lean_decode
 from tree_attention.reference import quantise
 from tree_attention.reference.accuracy import Float64Check
 
+from ..cpu.cases import shuffled_pages
+from ..cpu.libraries import SGLANG, SglangDecode, add_peers, load
+from ..cpu.peers import PEER_ERROR
 from ..harness.measure import (
     InputArena,
     Load,
@@ -33,8 +37,9 @@ from ..harness.program import finish, parser_of, progress_bar, shown
 from ..harness.report import Columns, Report, columns_of, environment, verdict
 
 RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128  # columns of a latent, and of a head
-OURS, ABSORBED, EXPANSION, SDPA, PROBE = (
+OURS, CONTIGUOUS, ABSORBED, EXPANSION, SDPA, PROBE = (
     "lean_decode",
+    "lean_decode, contiguous latents",
     "with both products",
     "expansion, SDPA",
     "SDPA, keys expanded",
@@ -47,11 +52,13 @@ class LatentCase:
     heads: int = 128
     keys: int = 16384
     kv_dtype: str = ""  # of the latents, if they have 8 bits and a scale
+    page_size: int = 0  # latents in a page of a shuffled page table, all full; 0: contiguous
 
     @property
     def name(self) -> str:
         kind = f" latents {self.kv_dtype}" if self.kv_dtype else ""
-        return f"bf16 {self.heads}/1 d{RANK + ROPE}/{RANK}{kind} B=1 {self.keys}"
+        pages = f" pages of {self.page_size}" if self.page_size else ""
+        return f"bf16 {self.heads}/1 d{RANK + ROPE}/{RANK}{kind} B=1 {self.keys}{pages}"
 
     @property
     def io_bytes(self) -> int:
@@ -71,8 +78,14 @@ STANDARD = (
     LatentCase(keys=4096),
     LatentCase(heads=64),
     LatentCase(heads=16),
+    LatentCase(page_size=128),
+    LatentCase(heads=16, page_size=128),
 )
-QUICK = (LatentCase(heads=64, keys=300), LatentCase(heads=4, keys=300, kv_dtype="int8"))
+QUICK = (
+    LatentCase(heads=64, keys=300),
+    LatentCase(heads=4, keys=300, kv_dtype="int8"),
+    LatentCase(heads=4, keys=320, page_size=32),
+)
 
 
 class Inputs:
@@ -103,6 +116,16 @@ class Inputs:
                 self.sets.append((view.copy_(latents), None))
         self.latents = latents
         self.expanded = self.expand(latents)
+        self.page_table: Tensor | None = None
+        self.slots = torch.arange(case.keys, dtype=torch.int32)[None]  # where each latent is
+        if case.page_size:
+            self.page_table = shuffled_pages([case.keys], case.page_size, generator)
+            order = self.page_table[0].long()
+            self.slots = self.slots.view(-1, case.page_size)[order].flatten()[None]
+            for i, (x, _) in enumerate(self.sets):
+                pages = x.view(-1, 1, case.page_size, RANK + ROPE)
+                pages[order] = latents.view_as(pages)
+                self.sets[i] = (pages, None)
 
     def absorb_query(self) -> Tensor:
         q = self.q_nope[0, :, 0, None] @ self.kv_b[:, :NOPE]
@@ -125,7 +148,9 @@ class Inputs:
         return F.scaled_dot_product_attention(q, k, v, scale=self.scale)[..., :VALUE]
 
 
-def run_case(case: LatentCase, arena: InputArena, seconds: float, peak: float) -> dict[str, Any]:
+def run_case(
+    case: LatentCase, arena: InputArena, seconds: float, peak: float, sglang: bool
+) -> dict[str, Any]:
     inputs = Inputs(case, arena)
     q = inputs.absorb_query()
 
@@ -133,7 +158,7 @@ def run_case(case: LatentCase, arena: InputArena, seconds: float, peak: float) -
         latents, scale = inputs.sets[i]
         return lean_decode(
             q, latents, latents[..., :RANK], softmax_scale=inputs.scale, k_scale=scale,
-            v_scale=scale,
+            v_scale=scale, page_table=inputs.page_table,
         )  # fmt: skip
 
     functions: dict[str, Callable[[int], Any]] = {
@@ -143,13 +168,26 @@ def run_case(case: LatentCase, arena: InputArena, seconds: float, peak: float) -
         SDPA: lambda i: inputs.attend(*inputs.expanded),
         PROBE: lambda i: read_memory(*(x for x in inputs.sets[i] if x is not None)),
     }
+    if case.page_size:
+        copies = [inputs.latents.clone() for _ in inputs.sets]
+        functions[CONTIGUOUS] = lambda i: lean_decode(
+            q, copies[i], copies[i][..., :RANK], softmax_scale=inputs.scale
+        )
+    if sglang and not case.kv_dtype:
+        attend = SglangDecode(q[:, :, 0], RANK, inputs.slots, [case.keys], inputs.scale)
+        pools = [latents.view(-1, 1, RANK + ROPE) for latents, _ in inputs.sets]
+        functions[SGLANG] = lambda i: attend(pools[i], pools[i][..., :RANK])[:, :, None]
     with Load() as load:
         samples = time_alternating(functions, num_sets=inputs.num_sets, seconds=seconds)
     ours = samples[OURS]
     latents, scale = inputs.sets[0]
     options = {"softmax_scale": inputs.scale, "k_scale": scale, "v_scale": scale}
-    check = Float64Check(q, latents, latents[..., :RANK], None, **options)
+    check = Float64Check(
+        q, latents, latents[..., :RANK], None, page_table=inputs.page_table, **options
+    )
     accuracy = check.accuracy(*ours.result)
+    peer = check.accuracy(samples[SGLANG].result) if SGLANG in samples else None
+    peer_right = peer is None or peer.o_error <= PEER_ERROR * peer.o_bound
     outputs = {name: samples[name].result.float() for name in (ABSORBED, EXPANSION, SDPA)}
     size = outputs[SDPA].abs().max()
     # The order of the roundings to bfloat16 differs: another problem would differ by its size.
@@ -168,21 +206,28 @@ def run_case(case: LatentCase, arena: InputArena, seconds: float, peak: float) -
         "bandwidth_share": bandwidth / probe_bandwidth,
         "ratios": {
             name: samples[name].median / samples[ABSORBED].median for name in (EXPANSION, SDPA)
+        }
+        | {
+            name: samples[name].median / ours.median
+            for name in (SGLANG, CONTIGUOUS)
+            if name in samples
         },
         "other_load": load.others,
         "accuracy": asdict(accuracy),
         "differences": differences,
-        "wrong": not (accuracy.right and max(differences.values()) < 0.05),
+        "peer_error": peer and peer.o_error,
+        "wrong": not (accuracy.right and peer_right and max(differences.values()) < 0.05),
     }
 
 
-def measure(cases: Sequence[LatentCase], seconds: float) -> Report:
+def measure(cases: Sequence[LatentCase], seconds: float, paths: Sequence[Path] = ()) -> Report:
+    sglang = SGLANG in load(paths)
     cpus = pin_threads()
     set_bytes = [2 * (RANK + ROPE) * case.keys for case in cases]
     arena = InputArena(max(n * InputArena.num_sets(n) for n in set_bytes))
     with torch.inference_mode(), progress_bar(True) as progress:
         peak = amx_peak()
-        rows = [run_case(case, arena, seconds, peak) for case in shown(progress, cases)]
+        rows = [run_case(case, arena, seconds, peak, sglang) for case in shown(progress, cases)]
     return Report(
         name="latent_operator",
         title="Latent attention, absorbed and expanded",
@@ -191,10 +236,11 @@ def measure(cases: Sequence[LatentCase], seconds: float) -> Report:
             **{
                 "pinned to CPUs": cpus or "not pinned",
                 "bfloat16 peak of AMX": f"{peak / 1e9:.0f} GFLOP/s" if peak else "no AMX",
+                **({"libraries of peers": ", ".join(x.name for x in paths)} if paths else {}),
             }
         ),
         rows=rows,
-        columns=columns_of(rows, COLUMNS),
+        columns=[x for x in columns_of(rows, COLUMNS) if set(x.values) != {"-"}],
         warnings=load_warnings([row["other_load"] for row in rows]),
     )
 
@@ -214,11 +260,17 @@ NOTES = (
     "error is that of lean_decode, relative to the row's largest magnitude, against float64; more "
     "than twice that of plain PyTorch plus one rounding is WRONG, and so is an output of another "
     "form that differs by more than 5 % of the largest magnitude.",
+    "Contiguous: the same call as ours on the latents of the pages as one tensor. "
+    f"{SGLANG}, where a library of --peers has it: decode_attention_cpu on the same latents, "
+    "without storing the new token, into an output that exists, beside ours without products. Its "
+    f"error may be {PEER_ERROR} times as large as ours before it is WRONG.",
 )
 
 
 def ms(name: str) -> Callable[[dict[str, Any]], str]:
-    return lambda row: f"{row['times'][name]['median_us'] / 1e3:.2f}"
+    return lambda row: (
+        f"{row['times'][name]['median_us'] / 1e3:.2f}" if name in row["times"] else "-"
+    )
 
 
 COLUMNS: Columns = {
@@ -231,6 +283,17 @@ COLUMNS: Columns = {
     "/ours": lambda row: f"{row['ratios'][EXPANSION]:.1f}",
     "SDPA, keys expanded ms": ms(SDPA),
     "SDPA /ours": lambda row: f"{row['ratios'][SDPA]:.1f}",
+    "contiguous ms": ms(CONTIGUOUS),
+    "ours /contiguous": lambda row: (
+        f"{1 / row['ratios'][CONTIGUOUS]:.2f}" if CONTIGUOUS in row["ratios"] else "-"
+    ),
+    f"{SGLANG} ms": ms(SGLANG),
+    f"{SGLANG} /ours": lambda row: (
+        f"{row['ratios'][SGLANG]:.2f}" if SGLANG in row["ratios"] else "-"
+    ),
+    f"{SGLANG} error": lambda row: (
+        f"{row['peer_error']:.1e}" if row["peer_error"] is not None else "-"
+    ),
     "error": lambda row: f"{row['accuracy']['o_error']:.1e}",
     "right": verdict,
 }
@@ -242,5 +305,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--seconds", type=float, default=2.0, help="timed seconds per case (default 2)"
     )
+    add_peers(parser)
     parsed = parser.parse_args(arguments)
-    return finish(measure(QUICK if parsed.quick else STANDARD, parsed.seconds), parsed.out)
+    cases = QUICK if parsed.quick else STANDARD
+    return finish(measure(cases, parsed.seconds, parsed.peers), parsed.out)
