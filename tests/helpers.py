@@ -96,7 +96,7 @@ def assert_same_bits(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
 
 def rounds_weights(o: Tensor) -> bool:
     """True where `o` has no more digits than the weights of its values (docs/numerics.md)."""
-    in_pairs = not o.is_cuda and _C.cpu_instruction_set() == "avx512_bf16"
+    in_pairs = not o.is_cuda and _C.cpu_instruction_set() in ("avx512_bf16", "neon_bf16")
     return in_pairs and o.dtype == torch.bfloat16
 
 

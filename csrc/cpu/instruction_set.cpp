@@ -11,6 +11,11 @@
 #endif
 #endif
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include "cpu/kernels.h"
 #include "decode.h"
 
@@ -33,6 +38,16 @@ bool has_amx() {
 }
 #endif
 
+#if defined(__aarch64__)
+bool has_bfloat16_matrices() {
+#if defined(__linux__)
+  return (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 // Widest first.
 std::vector<const Kernels*> supported_kernels() {
   std::vector<const Kernels*> supported;
@@ -48,6 +63,9 @@ std::vector<const Kernels*> supported_kernels() {
   if (avx512_bf16) supported.push_back(&avx512_bf16_kernels);
   if (avx512) supported.push_back(&avx512_kernels);
   if (avx2) supported.push_back(&avx2_kernels);
+#elif defined(__aarch64__)
+  if (has_bfloat16_matrices()) supported.push_back(&neon_bf16_kernels);
+  supported.push_back(&neon_kernels);
 #endif
   supported.push_back(&portable_kernels);
   return supported;

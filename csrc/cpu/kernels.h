@@ -34,6 +34,8 @@ struct Kernels {
 extern const Kernels portable_kernels;
 #if defined(__x86_64__)
 extern const Kernels avx2_kernels, avx512_kernels, avx512_bf16_kernels, amx_kernels;
+#elif defined(__aarch64__)
+extern const Kernels neon_kernels, neon_bf16_kernels;
 #endif
 
 // The kernels in use (instruction_set.cpp).

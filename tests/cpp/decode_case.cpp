@@ -13,6 +13,12 @@
 namespace tree_attention::testing {
 namespace {
 
+#if defined(__aarch64__)
+using Half = __fp16;  // of g++ before 13, which does not know the other name
+#else
+using Half = _Float16;
+#endif
+
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr KeyLayout kLayout{3, 16, 48};  // rank 0 of 3, block 16, behind 3 other keys
 
@@ -49,7 +55,7 @@ void store(std::vector<unsigned char>& storage, int64_t index, DataType dtype, d
   } else if (dtype == DataType::kFloat32) {
     std::memcpy(out, &rounded, 4);
   } else if (dtype == DataType::kFloat16) {
-    const _Float16 half = static_cast<_Float16>(rounded);
+    const Half half = static_cast<Half>(rounded);
     std::memcpy(out, &half, 2);
   } else {
     uint32_t bits;
@@ -77,7 +83,7 @@ double value(const std::vector<unsigned char>& storage, int64_t index, DataType 
   uint16_t half_bits;
   std::memcpy(&half_bits, in, 2);
   if (dtype == DataType::kFloat16) {
-    _Float16 value;
+    Half value;
     std::memcpy(&value, &half_bits, 2);
     return static_cast<float>(value);
   }

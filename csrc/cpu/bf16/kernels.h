@@ -13,6 +13,7 @@
 #include "common/dtype.h"
 #include "common/rows.h"
 #include "cpu/bf16/column_softmax.h"
+#include "cpu/bf16/terms.h"
 #include "cpu/kernels.h"
 #include "cpu/vector/keys.h"
 #include "cpu/vector/output.h"
@@ -20,10 +21,6 @@
 
 namespace tree_attention::cpu {
 namespace {
-
-// Whether products of pairs take keys of type T: those of 8 bits are exact in bfloat16.
-template <typename T>
-constexpr bool kIsBfloat16 = kIsScaled<T> || __is_same(T, BFloat16);
 
 template <typename FewRows, typename Memory, template <typename> typename ManyRows>
 struct Bfloat16Kernels {

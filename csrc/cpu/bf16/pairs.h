@@ -12,6 +12,7 @@
 #include "common/dtype.h"
 #include "common/rows.h"
 #include "cpu/bf16/eight_bits.h"
+#include "cpu/bf16/terms.h"
 #include "cpu/vector/keys.h"
 #include "cpu/vector/simd.h"
 #include "cpu/vector/simd_math.h"
@@ -28,12 +29,6 @@ inline __m512i broadcast_pair(const void* p) {
   int32_t pair;
   __builtin_memcpy(&pair, p, sizeof(pair));
   return _mm512_set1_epi32(pair);
-}
-
-// A weight rounded to one bfloat16 is off by 2^-9 at most, no more than o in bfloat16 is. Where o
-// keeps more digits, weights are two terms, off by 2^-17.
-inline bool weights_need_two_terms(const DecodeParams& p) {
-  return p.out_dtype != DataType::kBFloat16;
 }
 
 // Elements i and 16 + i become pair i.

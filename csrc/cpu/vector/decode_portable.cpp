@@ -3,11 +3,5 @@
 #include "cpu/vector/kernels.h"
 
 namespace tree_attention::cpu {
-
-#if defined(__ARM_NEON)
-constinit const Kernels portable_kernels = vector_kernels("neon");
-#else
 constinit const Kernels portable_kernels = vector_kernels("portable");
-#endif
-
-}  // namespace tree_attention::cpu
+}

@@ -29,6 +29,11 @@ inline void for_pairs(int64_t head_dim, const Body& body) {
   body(d, [rest](const T* p, Vec& a, Vec& b) { load_pair(p, rest, a, b); });
 }
 
+// Where a row is many vectors, several keys meet the queries, and all queries the values, at a
+// time: registers save more loads then than the order of memory would.
+constexpr bool kShortVectors = kLanes == 4;
+constexpr int kKeysTogether = kShortVectors ? kKeyBlock : 1;
+
 // scores [kRows, kStepKeys] = q [kRows, padded(head_dim)] times the keys of a step.
 template <int kRows, typename T>
 inline void score_in_order(const Step<T>& step, const LinesAhead<T>* ahead, const float* q,
@@ -37,16 +42,23 @@ inline void score_in_order(const Step<T>& step, const LinesAhead<T>* ahead, cons
   for (int first = 0; first < step.count; first += kKeyBlock) {
     Vec sums[kRows][kKeyBlock];
 #pragma GCC unroll 4
-    for (int key = 0; key < kKeyBlock; ++key) {
-      if (ahead != nullptr) ahead->fetch_key(first + key);
-      for (int row = 0; row < kRows; ++row) sums[row][key] = zero();
-      for_pairs<T>(head_dim, [&](int64_t d, const auto& load_key) {
-        Vec k_even, k_odd;
-        load_key(step.k[first + key] + d, k_even, k_odd);
+    for (int key = 0; key < kKeyBlock; key += kKeysTogether) {
+      for (int i = key; i < key + kKeysTogether; ++i) {
+        if (ahead != nullptr) ahead->fetch_key(first + i);
+        for (int row = 0; row < kRows; ++row) sums[row][i] = zero();
+      }
+      for_pairs<T>(head_dim, [&](int64_t d, const auto& load_key) __attribute__((always_inline)) {
+        Vec k_even[kKeysTogether], k_odd[kKeysTogether];
+        for (int i = 0; i < kKeysTogether; ++i) {
+          load_key(step.k[first + key + i] + d, k_even[i], k_odd[i]);
+        }
         for (int row = 0; row < kRows; ++row) {
           const float* of_row = q + row * q_stride + d;
-          sums[row][key] = fma(load(of_row), k_even, sums[row][key]);
-          sums[row][key] = fma(load(of_row + kLanes), k_odd, sums[row][key]);
+          const Vec q_even = load(of_row), q_odd = load(of_row + kLanes);
+          for (int i = 0; i < kKeysTogether; ++i) {
+            Vec& sum = sums[row][key + i];
+            sum = fma(q_odd, k_odd[i], fma(q_even, k_even[i], sum));
+          }
         }
       });
     }
@@ -129,7 +141,7 @@ class InOrderAttention : RowsAttention<T> {
       };
       if (p_.head_dim_v % (2 * kPair) != 0) {
         sum.template operator()<kRows, 1>(row, ahead_of(row));
-      } else if (p_.head_dim_v % (4 * kPair) != 0) {
+      } else if (kShortVectors || p_.head_dim_v % (4 * kPair) != 0) {
         sum.template operator()<kRows, 2>(row, ahead_of(row));
       } else {
         constexpr int kFirst = kRows < 2 ? kRows : 2;

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Vectors of the compilers' vector extension: SSE2 on any x86-64, NEON on
-// AArch64. A pair is 2 * kLanes consecutive elements of a row of K, V or Q, widened in the order
-// that costs least: which element is in which lane is the same for Q and K, and to_memory_order
-// undoes it for V.
+// Vectors of the compilers' vector extension, for any machine. A pair is 2 * kLanes consecutive
+// elements of a row of K, V or Q, widened in the order that costs least: which element is in which
+// lane is the same for Q and K, and to_memory_order undoes it for V.
 #pragma once
 
 #include <cmath>

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#if defined(__aarch64__)
+
+#include "cpu/vector/before_target.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("bf16"))), apply_to = function)
+#else
+#pragma GCC target("arch=armv8.2-a+bf16")
+#endif
+
+#define TREE_ATTENTION_SIMD "cpu/vector/simd_neon.h"
+#include "cpu/neon/few_rows.h"
+#include "cpu/vector/in_order.h"
+#include "cpu/vector/kernels.h"
+
+namespace tree_attention::cpu {
+namespace {
+
+inline void attend_in_matrices(const DecodeParams& p, const Rows& rows, KeyRange keys,
+                               void* workspace, float* o, float* lse) {
+  with_kv_dtype(p.kv_dtype, [&]<typename T>() {
+    if constexpr (kIsBfloat16<T>) {
+      if (p.dtype == DataType::kBFloat16 &&
+          MatrixAttention<T>(p, rows, workspace).run(keys, o, lse)) {
+        return;
+      }
+    }
+    InOrderAttention<T>(p, rows, workspace).run(keys, o, lse);
+  });
+}
+
+}  // namespace
+}  // namespace tree_attention::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+namespace tree_attention::cpu {
+constinit const Kernels neon_bf16_kernels = {"neon_bf16", max_rows,
+                                             MatrixAttention<BFloat16>::workspace_bytes,
+                                             attend_in_matrices, store_output};
+}
+
+#endif
