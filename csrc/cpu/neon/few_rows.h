@@ -31,48 +31,39 @@ constexpr int kQuadKeys = 4;    // that a product sums over
 constexpr int kQuads = kStepKeys / kQuadKeys;
 
 // scores [kRows, kStepKeys] = q [kRows, padded_to_pieces(head_dim)] times `count` keys.
-template <int kRows, typename T, typename Ahead>
+template <int kRows, typename T>
 inline void score_matrices(const T* const* k, int count, const BFloat16* q, int64_t head_dim,
-                           float* scores, const Ahead* ahead) {
+                           float* scores) {
   constexpr int kPairs = (kRows + 1) / 2;
   const PieceLoader<T> loader;
-  const PieceLoader<BFloat16> query_loader;
+  const PieceLoader<BFloat16> queries;
   const int64_t stride = padded_to_pieces(head_dim);
   for (int first = 0; first < count; first += kScoredKeys) {
     Vec sums[kPairs][kScoredKeys / 2];
     for (int pair = 0; pair < kPairs; ++pair) {
       for (int i = 0; i < kScoredKeys / 2; ++i) sums[pair][i] = zero();
     }
-    if (ahead != nullptr) {
-      for (int key = first; key < first + kScoredKeys; ++key) {
-        ahead->fetch_key(key);
-        ahead->fetch_value(key);
+    for_pieces(head_dim, loader, [&](int64_t d, const auto& loads) __attribute__((always_inline)) {
+      uint16x8_t rows[kPairs][4];
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const BFloat16* even = q + 2 * pair * stride + d;  // beside itself, or the next row
+        queries.load_keys(even, 2 * pair + 1 < kRows ? even + stride : even, rows[pair]);
       }
-    }
-    for_pieces(
-        head_dim, loader, [&](int64_t d, const auto& load_keys) __attribute__((always_inline)) {
-          uint16x8_t rows[2 * kPairs][2] = {};
-          for (int row = 0; row < kRows; ++row) query_loader(q + row * stride + d, rows[row]);
-          for (int i = 0; i < kScoredKeys / 2; ++i) {
-            uint16x8_t a[2], b[2];
-            load_keys(k[first + 2 * i] + d, a);
-            load_keys(k[first + 2 * i + 1] + d, b);
-            for (int half = 0; half < 2; ++half) {
-              const uint16x8_t low = first_halves(a[half], b[half]);
-              const uint16x8_t high = last_halves(a[half], b[half]);
-              for (int pair = 0; pair < kPairs; ++pair) {
-                const uint16x8_t &even = rows[2 * pair][half], &odd = rows[2 * pair + 1][half];
-                sums[pair][i] = multiply_add(sums[pair][i], first_halves(even, odd), low);
-                sums[pair][i] = multiply_add(sums[pair][i], last_halves(even, odd), high);
-              }
-            }
+      for (int i = 0; i < kScoredKeys / 2; ++i) {
+        uint16x8_t keys[4];
+        loads.load_keys(k[first + 2 * i] + d, k[first + 2 * i + 1] + d, keys);
+        for (int part = 0; part < 4; ++part) {
+          for (int pair = 0; pair < kPairs; ++pair) {
+            sums[pair][i] = multiply_add(sums[pair][i], rows[pair][part], keys[part]);
           }
-        });
+        }
+      }
+    });
     for (int row = 0; row < kRows; ++row) {
       for (int i = 0; i < kScoredKeys / 4; ++i) {
         const Vec a = sums[row / 2][2 * i], b = sums[row / 2][2 * i + 1];
         store(scores + row * kStepKeys + first + 4 * i,
-              row % 2 == 0 ? first_row(a, b) : second_row(a, b));
+              row % 2 == 0 ? first_halves(a, b) : last_halves(a, b));
       }
     }
   }
@@ -105,31 +96,19 @@ inline void sum_matrices(const T* const* v, int num_quads, const uint16x8_t* ter
                          const float* rescale, int64_t head_dim, float* acc) {
   constexpr int kPairs = (kRows + 1) / 2, kSums = kPieceElements / 2;
   const int64_t stride = padded(head_dim);
-  const auto sum_piece = [=](int64_t d, const auto& load_values) __attribute__((always_inline)) {
+  const auto sum_piece = [=](int64_t d, const auto& loads) __attribute__((always_inline)) {
     Vec sums[kPairs][kSums];
     for (int pair = 0; pair < kPairs; ++pair) {
       for (int i = 0; i < kSums; ++i) sums[pair][i] = zero();
     }
     for (int quad = 0; quad < num_quads; ++quad) {
-      uint16x8_t x[kQuadKeys][2];
-      for (int i = 0; i < kQuadKeys; ++i) load_values(v[quad * kQuadKeys + i] + d, x[i]);
-      for (int half = 0; half < 2; ++half) {
-        // Two keys of each dim, then all four.
-        const auto pairs = [&](int i, bool last) {
-          const uint16x8_t a = x[i][half], b = x[i + 1][half];
-          return vreinterpretq_u32_u16(last ? vzip2q_u16(a, b) : vzip1q_u16(a, b));
-        };
-        for (int last = 0; last < 2; ++last) {
-          const uint32x4_t ab = pairs(0, last), cd = pairs(2, last);
-          const uint16x8_t low = vreinterpretq_u16_u32(vzip1q_u32(ab, cd));
-          const uint16x8_t high = vreinterpretq_u16_u32(vzip2q_u32(ab, cd));
-          const int i = 4 * half + 2 * last;
-          for (int term = 0; term < kTerms; ++term) {
-            for (int pair = 0; pair < kPairs; ++pair) {
-              const uint16x8_t weights = terms[(2 * quad + term) * kPairs + pair];
-              sums[pair][i] = multiply_add(sums[pair][i], weights, low);
-              sums[pair][i + 1] = multiply_add(sums[pair][i + 1], weights, high);
-            }
+      uint16x8_t values[kSums];
+      loads.load_values(v + quad * kQuadKeys, d, values);
+      for (int term = 0; term < kTerms; ++term) {
+        for (int pair = 0; pair < kPairs; ++pair) {
+          const uint16x8_t weights = terms[(2 * quad + term) * kPairs + pair];
+          for (int i = 0; i < kSums; ++i) {
+            sums[pair][i] = multiply_add(sums[pair][i], weights, values[i]);
           }
         }
       }
@@ -139,7 +118,7 @@ inline void sum_matrices(const T* const* v, int num_quads, const uint16x8_t* ter
       float* out = acc + row * stride + d;
       for (int i = 0; i < num_vectors; ++i) {
         const Vec a = sums[row / 2][2 * i], b = sums[row / 2][2 * i + 1];
-        const Vec of_row = row % 2 == 0 ? first_row(a, b) : second_row(a, b);
+        const Vec of_row = row % 2 == 0 ? first_halves(a, b) : last_halves(a, b);
         store(out + i * kLanes, fma(load(out + i * kLanes), factor, of_row));
       }
     };
@@ -203,25 +182,24 @@ class MatrixAttention : RowsAttention<T> {
   // Adds the keys of `step`, which begins at `key`, to rows [row_begin, row_end), all of which see
   // all of them. For more than a block of rows elements of 8 bits are converted only once.
   void attend_step(int64_t row_begin, int64_t row_end, int64_t key, const Step<T>& step,
-                   const LinesAhead<T>* ahead) {
+                   const LinesAhead<T>*) {
     if (kIsScaled<T> && row_end - row_begin > kRowBlock) {
       const BFloat16 *k[kStepKeys], *v[kStepKeys];
       convert(step.k, step.count, p_.head_dim, k_copies_, k);
       convert(step.v, step.count, p_.head_dim_v, v_copies_, v);
-      attend_rows(row_begin, row_end, key, step, k, v, ahead);
+      attend_rows(row_begin, row_end, key, step, k, v);
     } else {
-      attend_rows(row_begin, row_end, key, step, step.k, step.v, ahead);
+      attend_rows(row_begin, row_end, key, step, step.k, step.v);
     }
   }
 
   template <typename Element>
   void attend_rows(int64_t row_begin, int64_t row_end, int64_t key, const Step<T>& step,
-                   const Element* const* k, const Element* const* v, const LinesAhead<T>* ahead) {
-    const auto ahead_of = [&](int64_t row) { return row == row_begin ? ahead : nullptr; };
+                   const Element* const* k, const Element* const* v) {
     for_row_blocks(row_begin, row_end, [&]<int kRows>(int64_t row) {
       const auto* q = reinterpret_cast<const BFloat16*>(state_.q);
       score_matrices<kRows>(k, step.count, q + row * padded_to_pieces(p_.head_dim), p_.head_dim,
-                            state_.scores + row * kStepKeys, ahead_of(row));
+                            state_.scores + row * kStepKeys);
     });
     float rescale[kMaxRows];
     this->weigh_rows(row_begin, row_end, key, step, score_scale(p_), rescale);
@@ -253,9 +231,9 @@ class MatrixAttention : RowsAttention<T> {
     const int64_t stride = padded_to_pieces(head_dim);
     for (int i = 0; i < count; ++i, copies += stride) {
       rows[i] = copies;
-      for_pieces(head_dim, loader, [&](int64_t d, const auto& load) {
+      for_pieces(head_dim, loader, [&](int64_t d, const auto& loads) {
         uint16x8_t x[2];
-        load(source[i] + d, x);
+        loads.load(source[i] + d, x);
         vst1q_u16(&copies[d].bits, x[0]);
         vst1q_u16(&copies[d + 8].bits, x[1]);
       });

@@ -63,18 +63,27 @@ class RowsAttention {
   template <typename AttendStep>
   void walk_in_order(KeyRange range, const AttendStep& attend_step) {
     const LinesAhead<T>* const nothing = nullptr;
-    walk(
-        range,
-        [&](int64_t row_begin, int64_t row_end, int64_t key, const Step<T>& step) {
-          attend_step(row_begin, row_end, key, step, nothing);
-        },
-        [&](int64_t begin, int64_t end, int64_t limit) {
-          for_steps<T, LinesAhead<T>>(
-              p_, keys_, begin, end, limit,
-              [&](int64_t key, const Step<T>& step, const Step<T>&, const LinesAhead<T>* ahead) {
-                attend_step(int64_t{0}, rows_.count, key, step, ahead);
-              });
-        });
+    const auto attend_own = [&](int64_t row_begin, int64_t row_end, int64_t key,
+                                const Step<T>& step) {
+      attend_step(row_begin, row_end, key, step, nothing);
+    };
+    if constexpr (kShortVectors) {  // of ARM, where no fetching has been measured
+      walk(range, attend_own, [&](int64_t begin, int64_t end, int64_t) {
+        Step<T> step;
+        for (; begin < end; begin += step.count) {
+          keys_.locate(begin, end_of_step(begin, end), step);
+          attend_own(0, rows_.count, begin, step);
+        }
+      });
+    } else {
+      walk(range, attend_own, [&](int64_t begin, int64_t end, int64_t limit) {
+        for_steps<T, LinesAhead<T>>(
+            p_, keys_, begin, end, limit,
+            [&](int64_t key, const Step<T>& step, const Step<T>&, const LinesAhead<T>* ahead) {
+              attend_step(int64_t{0}, rows_.count, key, step, ahead);
+            });
+      });
+    }
   }
 
   // Scores of a step, times `scale`, to the weights of its values, for rows [row_begin, row_end),

@@ -19,7 +19,7 @@ namespace {
 
 // Calls body(d, load) for pairs of vectors of a row; the last one loads what is left of it.
 template <typename T, typename Body>
-inline void for_pairs(int64_t head_dim, const Body& body) {
+__attribute__((always_inline)) inline void for_pairs(int64_t head_dim, const Body& body) {
   int64_t d = 0;
   for (; d + kPair <= head_dim; d += kPair) {
     body(d, [](const T* p, Vec& a, Vec& b) { load_pair(p, a, b); });
@@ -31,7 +31,6 @@ inline void for_pairs(int64_t head_dim, const Body& body) {
 
 // Where a row is many vectors, several keys meet the queries, and all queries the values, at a
 // time: registers save more loads then than the order of memory would.
-constexpr bool kShortVectors = kLanes == 4;
 constexpr int kKeysTogether = kShortVectors ? kKeyBlock : 1;
 
 // scores [kRows, kStepKeys] = q [kRows, padded(head_dim)] times the keys of a step.
@@ -43,9 +42,10 @@ inline void score_in_order(const Step<T>& step, const LinesAhead<T>* ahead, cons
     Vec sums[kRows][kKeyBlock];
 #pragma GCC unroll 4
     for (int key = 0; key < kKeyBlock; key += kKeysTogether) {
-      for (int i = key; i < key + kKeysTogether; ++i) {
-        if (ahead != nullptr) ahead->fetch_key(first + i);
-        for (int row = 0; row < kRows; ++row) sums[row][i] = zero();
+      Vec of_keys[kRows][kKeysTogether];
+      for (int i = 0; i < kKeysTogether; ++i) {
+        if (ahead != nullptr) ahead->fetch_key(first + key + i);
+        for (int row = 0; row < kRows; ++row) of_keys[row][i] = zero();
       }
       for_pairs<T>(head_dim, [&](int64_t d, const auto& load_key) __attribute__((always_inline)) {
         Vec k_even[kKeysTogether], k_odd[kKeysTogether];
@@ -56,14 +56,24 @@ inline void score_in_order(const Step<T>& step, const LinesAhead<T>* ahead, cons
           const float* of_row = q + row * q_stride + d;
           const Vec q_even = load(of_row), q_odd = load(of_row + kLanes);
           for (int i = 0; i < kKeysTogether; ++i) {
-            Vec& sum = sums[row][key + i];
-            sum = fma(q_odd, k_odd[i], fma(q_even, k_even[i], sum));
+            of_keys[row][i] = fma(q_even, k_even[i], of_keys[row][i]);
+            of_keys[row][i] = fma(q_odd, k_odd[i], of_keys[row][i]);
           }
         }
       });
+      for (int row = 0; row < kRows; ++row) {
+        for (int i = 0; i < kKeysTogether; ++i) sums[row][key + i] = of_keys[row][i];
+      }
     }
     store_sums<kRows>(sums, scores + first, kStepKeys);
   }
+}
+
+// The same as a function of its own, or gcc keeps sums of NEON in memory as well.
+template <int kRows, typename T>
+__attribute__((noinline)) void score_alone(const Step<T>& step, const LinesAhead<T>* ahead,
+                                           const float* q, int64_t head_dim, float* scores) {
+  score_in_order<kRows>(step, ahead, q, head_dim, scores);
 }
 
 // acc [kRows, padded(head_dim)] = rescale [kRows] * acc + weights [kRows, kStepKeys] times the
@@ -128,8 +138,13 @@ class InOrderAttention : RowsAttention<T> {
                    const LinesAhead<T>* ahead) {
     const auto ahead_of = [&](int64_t row) { return row == row_begin ? ahead : nullptr; };
     for_row_blocks(row_begin, row_end, [&]<int kRows>(int64_t row) {
-      score_in_order<kRows>(step, ahead_of(row), state_.q + row * padded(p_.head_dim), p_.head_dim,
-                            state_.scores + row * kStepKeys);
+      const float* q = state_.q + row * padded(p_.head_dim);
+      float* scores = state_.scores + row * kStepKeys;
+      if constexpr (kShortVectors) {
+        score_alone<kRows>(step, ahead_of(row), q, p_.head_dim, scores);
+      } else {
+        score_in_order<kRows>(step, ahead_of(row), q, p_.head_dim, scores);
+      }
     });
     float rescale[kMaxRows];
     this->weigh_rows(row_begin, row_end, key, step, 1.0f, rescale);

@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kPair = 2 * kLanes;
 constexpr int kStepKeys = 32;
+constexpr bool kShortVectors = kLanes == 4;  // rows are many of them
 
 // head_dim rounded up to whole pairs of vectors, which is what a row takes in scratch memory.
 inline int64_t padded(int64_t head_dim) { return (head_dim + kPair - 1) / kPair * kPair; }
