@@ -23,6 +23,7 @@ class Compiler:
     flags: Sequence[str]
     root: Path = ROOT  # of sources and of relative paths in the flags
     header: Path | None = None  # in the repository; sources begin with it
+    program: str | None = None  # by default that of CXX, or g++
 
     def compile(self, sources: Sequence[Path]) -> list[Path]:
         """The objects of `sources`, which are relative to the root."""
@@ -68,7 +69,8 @@ class Compiler:
         """Puts it in its place at once: whoever runs or links the one before is not disturbed."""
         start = time.time()
         new = target.with_name(f"{target.name}.new")
-        command = [os.environ.get("CXX", "g++"), *self.flags, *map(str, arguments), "-o", str(new)]
+        program = self.program or os.environ.get("CXX", "g++")
+        command = [program, *self.flags, *map(str, arguments), "-o", str(new)]
         result = subprocess.run(command, cwd=self.root, capture_output=True, text=True)
         if result.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")

@@ -24,6 +24,7 @@ struct Shape {
   bool ranges = false;
   std::optional<DataType> kv_dtype = {};  // of 8 bits, with scales; else that of the queries
   bool nan = false;  // in one float8 key and in the scale of a value, of the first head
+  int gap = 0;       // elements between the rows of queries, keys and values, NaN if they can be
 
   DataType cached() const { return kv_dtype.value_or(dtype); }
 };
@@ -35,8 +36,10 @@ class DecodeCase {
  public:
   DecodeCase(const Shape& shape, int seed);
 
-  // Runs a backend's lean_decode with fresh outputs and compares with the reference.
-  void check(int num_workers, const std::function<void(const DecodeParams&)>& lean_decode);
+  // Runs a backend's lean_decode with fresh outputs and compares with the reference. o may be off
+  // by `tolerance`, by default as much as any backend is.
+  void check(int num_workers, const std::function<void(const DecodeParams&)>& lean_decode,
+             std::optional<double> tolerance = {});
 
   // Bits of the outputs of the last run.
   const std::vector<float>& o() const { return o_; }
