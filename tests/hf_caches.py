@@ -16,7 +16,8 @@ def numbered_keys(begin: int, end: int, batch: int = 2) -> Tensor:
     rows = torch.arange(batch).view(-1, 1, 1, 1) * 10_000
     heads = torch.arange(HEADS).view(1, -1, 1, 1) * 100_000
     slots = torch.arange(begin, end).view(1, 1, -1, 1)
-    return (rows + heads + slots).float().expand(batch, HEADS, end - begin, HEAD_DIM)
+    keys = (rows + heads + slots).float()
+    return keys.expand(batch, HEADS, end - begin, HEAD_DIM).contiguous()
 
 
 def append(cache: hf.TreeCache, count: int) -> None:

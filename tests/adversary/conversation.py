@@ -150,7 +150,7 @@ class Conversation:
     def forgets(self) -> bool:
         """Whether layers drop the slots that their windows have left behind."""
         windows = self.model.config.to_dict().get("sliding_window")
-        return windows is not None and self.cache.max_length is None
+        return windows is not None
 
     def move(self, layout: ShardLayout) -> None:
         """Has the model go on with a cache that has this layout."""

@@ -100,10 +100,6 @@ def restore(session: Conversation, rng: Random) -> str:
             session.cache.save(path)
         arguments = (path, session.model.config, session.comm, layout)
         outcome = attempt(hf.TreeCache.load, *arguments, **options)
-        if outcome.error is not None and options["max_length"] and session.forgets:
-            outcome.refusal(("max_length",), (ValueError,))
-            options["max_length"] = None
-            outcome = attempt(hf.TreeCache.load, *arguments, **options)
     session.cache, session.cache_options = outcome.result(), options
     session.move(layout)
     session.keep(session.ids, session.mask)

@@ -25,6 +25,7 @@ from hf_models import make_model, make_prompts
 from tree_attention import hf
 from tree_attention.exchange import get_communicator
 from tree_attention.hf import attention
+from tree_attention.hf.cache import window
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="test_cuda_ranks.py and test_cuda_huggingface.py do it there"
@@ -152,7 +153,7 @@ def host_that_does_not_wait() -> Iterator[None]:
 
 def on_own_keys(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, **options: Any) -> Any:
     """The part of tree_decode that is not the exchange, which has a host in it over Gloo."""
-    kept = "softmax_scale", "softcap", "out_dtype"
+    kept = {"softmax_scale", "softcap", "out_dtype", "page_table"} & options.keys()
     return lean_decode(q, k, v, ranges, **{name: options[name] for name in kept})
 
 
@@ -162,7 +163,7 @@ def step_of_fixed_size(rank: int, world_size: int, name: str) -> None:
     mask[:, : ids.shape[1]] = prompts["attention_mask"]
     layout = BlockCyclic(world_size, 4)
     attend = mock.patch.object(attention, "tree_decode", on_own_keys)
-    with fake_cuda(), attend:
+    with fake_cuda(), attend, mock.patch.multiple(window, MARGIN=6, STEP=4):
         model, ids, mask = model.to("cuda"), ids.to("cuda"), mask.to("cuda")
         cache = hf.TreeCache(model.config, layout=layout, max_length=60)
         growing = hf.TreeCache(model.config, layout=layout)

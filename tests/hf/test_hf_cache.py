@@ -3,6 +3,7 @@
 
 import copy
 import itertools
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -218,10 +219,11 @@ def test_slots_are_those_asked_for_while_another_thread_asks_for_others() -> Non
     """Copies of a cache share what is remembered of the last call."""
     shard = Shard()
     device = torch.device("cpu")
-    first, other = (((b, b + 3, device), shard.write(b, b + 3, device)) for b in (0, 7))
+    slots = partial(shard.slots, device=device, is_own=False)
+    first, other = (((b, b + 3, device, False), slots(b, b + 3)) for b in (0, 7))
     changing = mock.PropertyMock(side_effect=[first, other])
     with mock.patch.object(Shard, "_last", changing, create=True):
-        assert shard.write(0, 3, device).begin == 0
+        assert slots(0, 3).tolist() == [0, 1, 2]
 
 
 def test_offloading_is_refused() -> None:

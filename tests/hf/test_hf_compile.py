@@ -107,9 +107,13 @@ def decode_at_fixed_size(
         mask[:, : ids.shape[1]] = padding
     compiled = torch.compile(model.forward, fullgraph=True, backend=backend)
     options = {"timeout": COMPILING, "kv_dtype": kv_dtype}
-    cache = hf.TreeCache(model.config, max_length=max_length, **options)
-    growing = hf.TreeCache(model.config, **options)
-    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+    with (
+        torch.no_grad(),
+        torch._dynamo.config.patch(error_on_recompile=True),
+        mock.patch.multiple(window, MARGIN=6, STEP=4),  # rings that go round
+    ):
+        cache = hf.TreeCache(model.config, max_length=max_length, **options)
+        growing = hf.TreeCache(model.config, **options)
         for held in (cache, growing):
             model(ids, past_key_values=held, attention_mask=mask[:, : ids.shape[1]])
         token = ids[:, -1:].clone()
@@ -121,6 +125,8 @@ def decode_at_fixed_size(
             token = expected[:, -1:].argmax(-1)
         with pytest.raises(RuntimeError, match=r"append_kv: slot_mapping must be in \[-1, "):
             compiled(token, **arguments)
+        if name == "gemma2":
+            assert cache.layers[0].keys.shape[2] < cache.layers[1].keys.shape[2]
     assert int(cache.get_seq_length()) == max_length
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
@@ -141,6 +147,16 @@ def test_one_graph_at_fixed_size(
 ) -> None:
     arguments = name, padded, kv_dtype, backend
     run_ranks(decode_at_fixed_size, world_size, *arguments, timeout=COMPILING)
+
+
+def test_a_compiled_pass_longer_than_rings_take_is_refused() -> None:
+    model = hf.enable(make_model("mistral_window"))
+    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+    for max_length in (None, 300):
+        torch._dynamo.reset()
+        cache = hf.TreeCache(model.config, max_length=max_length)
+        with pytest.raises(Exception, match="a compiled forward pass takes at most 128 tokens"):
+            compiled(torch.full((1, 129), 7), past_key_values=cache)
 
 
 def generate_compiled(rank: int, world_size: int, name: str, expected: torch.Tensor) -> None:

@@ -177,7 +177,7 @@ def operate(rank: int, world_size: int, layouts: list[ShardLayout], directory: P
         assert_holds(loaded, 35)
     append(loaded, 15)
     assert_holds(loaded, 50)
-    with pytest.raises(ValueError, match="holds 35 tokens, more than max_length = 34"):
+    with pytest.raises(ValueError, match="max_length 34, and cannot hold 35 tokens"):
         load(max_length=34)
 
 

@@ -34,6 +34,7 @@ from tree_attention.hf.cache import window
 
 WINDOW = 8
 NUM_TOKENS = 20
+MAX_LENGTH = 90  # of caches of fixed size
 GREEDY = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 NAMES = ["mistral_window", "gemma2", "gpt_oss"]
@@ -45,6 +46,7 @@ FAMILIES = [
 assert len(FAMILIES) > 8
 
 worlds = by_world([3], [1, 2, 4])
+fixed_or_not = pytest.mark.parametrize("max_length", [None, MAX_LENGTH])
 
 
 @contextmanager
@@ -61,10 +63,9 @@ def _check_dropped(found: hf.TreeCache) -> None:
     windows = [layer for layer in found.layers if layer.window is not None]
     assert windows
     for layer in windows:
-        length, shard = layer.length, layer.shard
         assert layer.first > 0
-        kept = shard.count(length) - shard.count(length - WINDOW - 6)
-        assert layer.keys.shape[2] <= kept + 3
+        # Of slots that may begin inside a page, and of whole pages.
+        assert layer.keys.shape[2] < layer.shard.most(WINDOW + 6) + 2 * 3
 
 
 @cache
@@ -73,12 +74,14 @@ def _expected(name: str) -> tuple[Tensor, Tensor]:
     return output.sequences, torch.stack(output.logits)
 
 
-def _generate(rank: int, world_size: int, name: str, expected: Any) -> list[Tensor]:
+def _generate(
+    rank: int, world_size: int, name: str, max_length: int | None, expected: Any
+) -> list[Tensor]:
     tokens, logits = expected
     model, found = make_model(name), []
     with _small_margin():
         for options in ways_to_read(BlockCyclic(world_size, 4)):
-            hf.enable(model, **options)
+            hf.enable(model, max_length=max_length, **options)
             output = model.generate(**make_prompts(), **GREEDY, **LOGITS)
             assert torch.equal(output.sequences, tokens), options
             torch.testing.assert_close(torch.stack(output.logits), logits, rtol=0, atol=1e-3)
@@ -88,20 +91,26 @@ def _generate(rank: int, world_size: int, name: str, expected: Any) -> list[Tens
 
 
 @worlds
+@fixed_or_not
 @pytest.mark.parametrize("name", tiers_of(NAMES, quick=["gemma2"]))
-def test_padding_chunks_and_split_prompts(name: str, world_size: int) -> None:
+def test_padding_chunks_and_split_prompts(
+    name: str, max_length: int | None, world_size: int
+) -> None:
     """Equal tokens, and the same bits on all ranks."""
-    results = run_ranks(_generate, world_size, name, _expected(name))
+    results = run_ranks(_generate, world_size, name, max_length, _expected(name))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
-def _generate_family(rank: int, world_size: int, expected: dict[str, Tensor]) -> None:
+def _generate_family(
+    rank: int, world_size: int, max_length: int | None, expected: dict[str, Tensor]
+) -> None:
     for name, tokens in expected.items():
         model = hf.enable(
             hf_families.make_model(WORKING[name]),
             layout=BlockCyclic(world_size, 4),
             prefill_chunk_size=16,
+            max_length=max_length,
         )
         with _small_margin():
             output = model.generate(**_family_prompts(), **GREEDY, **LOGITS)
@@ -115,20 +124,24 @@ def _family_prompts() -> dict[str, Tensor]:
 
 
 @pytest.mark.deep
+@fixed_or_not
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_families_with_windows(world_size: int) -> None:
+def test_families_with_windows(world_size: int, max_length: int | None) -> None:
     expected = {
         name: hf_families.make_model(WORKING[name]).generate(**_family_prompts(), **GREEDY)
         for name in FAMILIES
     }
-    run_ranks(_generate_family, world_size, expected, timeout=120)
+    run_ranks(_generate_family, world_size, max_length, expected, timeout=120)
 
 
-def _generate_in_ways(rank: int, world_size: int, kv_dtype: str | None, expected: Any) -> None:
+def _generate_in_ways(
+    rank: int, world_size: int, kv_dtype: str | None, max_length: int | None, expected: Any
+) -> None:
+    layout = BlockCyclic(world_size, 4)
     assistant = hf.enable(make_model("mistral_window"))
     for way, (tokens, options) in expected.items():
         model = hf.enable(
-            make_model("gemma2"), kv_dtype=kv_dtype, layout=BlockCyclic(world_size, 4)
+            make_model("gemma2"), kv_dtype=kv_dtype, layout=layout, max_length=max_length
         )
         if way == "assistant":
             options = options | {"assistant_model": assistant}
@@ -141,8 +154,11 @@ def _generate_in_ways(rank: int, world_size: int, kv_dtype: str | None, expected
 
 
 @worlds
-@pytest.mark.parametrize("kv_dtype", tiers([None], ["int8"]))
-def test_beams_lookup_and_assistants(kv_dtype: str | None, world_size: int) -> None:
+@fixed_or_not
+@pytest.mark.parametrize("kv_dtype", tiers([None], ["int8", "fp8"]))
+def test_beams_lookup_and_assistants(
+    kv_dtype: str | None, max_length: int | None, world_size: int
+) -> None:
     """Caches whose rows are reordered, repeated and cropped."""
     model, expected = make_model("gemma2"), {}
     for way, options in {
@@ -154,23 +170,27 @@ def test_beams_lookup_and_assistants(kv_dtype: str | None, world_size: int) -> N
         options = GREEDY | options
         given = _rounded_cache(model.config, kv_dtype) if kv_dtype else None
         expected[way] = model.generate(**prompts, **options, past_key_values=given), options
-    run_ranks(_generate_in_ways, world_size, kv_dtype, expected)
+    run_ranks(_generate_in_ways, world_size, kv_dtype, max_length, expected)
 
 
-def _go_on(rank: int, world_size: int, directory: Path, kv_dtype: str | None) -> list[list[int]]:
+def _go_on(
+    rank: int, world_size: int, directory: Path, kv_dtype: str | None, max_length: int | None
+) -> list[list[int]]:
     """Two turns over one cache, a copy of it, and what was saved after the first turn."""
     layout = BlockCyclic(world_size, 4)
     model = hf.enable(make_model("gemma2"), layout=layout, kv_dtype=kv_dtype)
     ids = make_prompts(1)["input_ids"]
     with _small_margin():
         if not directory.exists():
-            cache = hf.TreeCache(model.config, layout=layout, kv_dtype=kv_dtype)
+            cache = hf.TreeCache(
+                model.config, layout=layout, kv_dtype=kv_dtype, max_length=max_length
+            )
             model.generate(ids, past_key_values=cache, **GREEDY)
             cache.save(directory)
-        cache = hf.TreeCache.load(directory, model.config, layout=layout)
+        cache = hf.TreeCache.load(directory, model.config, layout=layout, max_length=max_length)
         assert cache.layers[0].first > 0
         copied = copy.deepcopy(cache)
-        longer = _longer(cache.get_seq_length())
+        longer = _longer(int(cache.get_seq_length()))
         found = [model.generate(longer, past_key_values=copied, **GREEDY)]
         cache.reshard(BlockCyclic(world_size, 7))
         hf.enable(model, layout=BlockCyclic(world_size, 7))
@@ -187,8 +207,9 @@ def _longer(length: int) -> Tensor:
     return said
 
 
+@fixed_or_not
 @pytest.mark.parametrize("kv_dtype", tiers([None], ["int8"]))
-def test_a_kept_cache_goes_on(kv_dtype: str | None, tmp_path: Path) -> None:
+def test_a_kept_cache_goes_on(kv_dtype: str | None, max_length: int | None, tmp_path: Path) -> None:
     """In the same world, in another one, after a reshard and as a copy."""
     directory = tmp_path / "cache"
     model = make_model("gemma2")
@@ -204,5 +225,5 @@ def test_a_kept_cache_goes_on(kv_dtype: str | None, tmp_path: Path) -> None:
         _longer(cached.get_seq_length()), past_key_values=cached, **GREEDY
     ).tolist()
     for world_size in (2, 1, 3):
-        for found in run_ranks(_go_on, world_size, directory, kv_dtype):
+        for found in run_ranks(_go_on, world_size, directory, kv_dtype, max_length):
             assert found == expected

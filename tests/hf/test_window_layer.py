@@ -2,112 +2,72 @@
 """Layers with a sliding window keep the slots of the window and a margin, and no more.
 
 The mistakes these tests are for: a slot that the next token sees and that is gone, a row that lies
-one place further than the ranges say, memory that stays, a crop that half of the layers follow.
+one place further than the pages say, memory that stays, a crop that half of the layers follow.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import itertools
-import json
 import random
 import weakref
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from distributed import on_ranks, run_ranks
-from tiers import tiers
+from tiers import by_world
 
 pytest.importorskip("transformers")
 
 from transformers import Gemma3TextConfig
 
-from hf_caches import HEAD_DIM, HEADS, numbered_keys
-from hf_models import CONFIGS, make_model, make_prompts
-from test_snapshot_damage import edit_index
-from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout, hf
-from tree_attention.hf.cache.growing import CROP_KEEPS, TreeCacheLayer
+from hf_caches import numbered_keys
+from hf_models import make_model, make_prompts
+from tree_attention import hf
 from tree_attention.hf.cache.window import MARGIN, STEP, WindowLayer
-from tree_attention.reference import quantise
-
-CONFIG = CONFIGS["gemma2"]  # of two layers the first has a window
-WINDOW = CONFIG.sliding_window
-LENGTH = 700
-
-
-def _append(cache: hf.TreeCache, count: int) -> None:
-    begin = cache.get_seq_length()
-    keys = numbered_keys(begin, begin + count, batch=1)
-    for layer_idx in range(len(cache)):
-        handle, _ = cache.update(keys, -keys, layer_idx)
-        _check_rows(handle.layer, max(0, begin + 1 - WINDOW))
-        _check_holds(cache.layers[layer_idx])
+from window_caches import (
+    CONFIG,
+    WINDOW,
+    append,
+    check_holds,
+    crop,
+    crop_to,
+    fixed_or_not,
+    layouts,
+)
 
 
-def _check_rows(layer: TreeCacheLayer, begin: int) -> None:
-    """The slots from `begin` on are where the key ranges of the attention look for them."""
-    shard = layer.shard
-    begin = 0 if layer.window is None else begin
-    first, end = (shard.count(slot) - layer.dropped for slot in (begin, layer.length))
-    slots = shard.layout.local_slots(shard.rank, begin, layer.length)
-    assert first >= 0
-    assert torch.equal(
-        layer.keys[:, :, first:end], numbered_keys(0, layer.length, batch=1)[:, :, slots]
-    )
-    assert torch.equal(layer.values[:, :, first:end], -layer.keys[:, :, first:end])
-
-
-def _check_holds(layer: TreeCacheLayer) -> None:
-    _check_rows(layer, layer.first)
-    if layer.window is None:
-        assert layer.first == 0
-        return
-    shard, length = layer.shard, layer.length
-    assert layer.first == 0 or layer.first + WINDOW <= length
-    kept = shard.count(length) - shard.count(max(0, length - WINDOW - MARGIN))
-    assert layer.keys.shape[2] <= kept + STEP
-
-
-def _layouts(world_size: int) -> list[ShardLayout]:
-    even = tuple(LENGTH * rank // world_size for rank in range(world_size + 1))
-    return [
-        BlockCyclic(world_size),
-        BlockCyclic(world_size, 1),
-        BlockCyclic(world_size, 1000),
-        Contiguous((*even[:-1], 10**9)),
-        ContiguousThenCyclic((*even[:-1], LENGTH // 2), 4)
-        if even[-2] <= LENGTH // 2
-        else ContiguousThenCyclic((0,) * world_size + (50,), 4),
-    ]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@fixed_or_not
+@by_world([2], [1, 3, 4])
 @on_ranks()
-def test_chunks_see_their_windows_and_the_rest_is_dropped(rank: int, world_size: int) -> None:
-    for layout in _layouts(world_size):
-        cache = hf.TreeCache(CONFIG, layout=layout)
+def test_chunks_see_their_windows_and_the_rest_is_dropped(
+    rank: int, world_size: int, max_length: int | None
+) -> None:
+    for layout in layouts(world_size):
+        cache = hf.TreeCache(CONFIG, layout=layout, max_length=max_length)
         for count in (1, 30, 1, 300, 129, 128, 2, *[1] * 150):
-            _append(cache, count)
+            append(cache, count)
         cache.reset()
-        _append(cache, 20)
+        append(cache, 20)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@fixed_or_not
+@by_world([2], [1, 3, 4])
 @on_ranks()
-def test_any_order_of_operations(rank: int, world_size: int) -> None:
+def test_any_order_of_operations(rank: int, world_size: int, max_length: int | None) -> None:
     choice = random.Random(17)  # the same on all ranks
-    for layout in _layouts(world_size):
-        cache, dropped = hf.TreeCache(CONFIG, layout=layout, growth=choice.choice((3, 1024))), 0
+    for layout in layouts(world_size):
+        growth, dropped = choice.choice((3, 1024)), 0
+        cache = hf.TreeCache(CONFIG, layout=layout, growth=growth, max_length=max_length)
         for _ in range(60):
             operation = choice.randrange(6)
             if operation < 4:
-                _append(cache, choice.choice((1, 1, 1, 5, 40, 200)))
+                append(cache, choice.choice((1, 1, 1, 5, 40, 200)))
             elif operation == 4 and cache.layers[0].is_initialized:
-                room = cache.get_seq_length() - cache.layers[0].first - WINDOW
-                _crop(cache, choice.randrange(max(1, room + 1)))
+                room = int(cache.get_seq_length()) - cache.layers[0].first - WINDOW
+                crop(cache, choice.randrange(max(1, room + 1)))
             elif cache.layers[0].is_initialized:
                 cache = copy.deepcopy(cache)
                 cache.batch_repeat_interleave(3)
@@ -115,52 +75,98 @@ def test_any_order_of_operations(rank: int, world_size: int) -> None:
                 cache.batch_select_indices(torch.tensor([1]))
             for layer in cache.layers:
                 if layer.is_initialized:
-                    _check_rows(layer, layer.first)
+                    check_holds(layer)
             dropped = max(dropped, cache.layers[0].first)
         assert dropped > 0
 
 
-def _crop(cache: hf.TreeCache, count: int) -> None:
-    cache.crop(cache.get_seq_length() - count if CROP_KEEPS else -count)
-
-
-def test_crop_goes_back_by_the_margin_and_otherwise_not_at_all() -> None:
+@fixed_or_not
+def test_crop_goes_back_by_the_margin_and_otherwise_not_at_all(max_length: int | None) -> None:
     """The layers before one that refuses are not cropped either."""
     assert CONFIG.layer_types == ["sliding_attention", "full_attention"]
     config = copy.deepcopy(CONFIG)
     config.layer_types = config.layer_types[::-1]
-    cache = hf.TreeCache(config)
-    _append(cache, 300)
+    cache = hf.TreeCache(config, max_length=max_length)
+    append(cache, 300)
     message = (
         "crop can remove 128 of these 300 tokens, got {}: layers with a sliding window of 8 have "
         "forgotten the slots before 164; copy.deepcopy the cache where"
     )
     for count in (129, 299, 300):
         with pytest.raises(ValueError, match=message.format(count)):
-            _crop(cache, count)
+            crop(cache, count)
         assert [layer.length for layer in cache.layers] == [300, 300]
     for count, length in ((100, 200), (28, 172)):
-        _crop(cache, count)
+        crop(cache, count)
         assert cache.get_seq_length() == length
     with pytest.raises(ValueError, match="crop can remove 0 of these 172 tokens, got 1: layers"):
-        _crop(cache, 1)
-    _append(cache, 3)
-    _append(cache, 200)
+        crop(cache, 1)
+    append(cache, 3)
+    append(cache, 200)
     for layer in cache.layers:
-        _check_holds(layer)
+        check_holds(layer)
     cache.reset()
-    _append(cache, WINDOW + MARGIN)
-    _crop(cache, WINDOW + MARGIN)
+    append(cache, WINDOW + MARGIN)
+    crop(cache, WINDOW + MARGIN)
     assert cache.get_seq_length() == 0
 
 
+@fixed_or_not
+@pytest.mark.parametrize("count", [3, 200])
+def test_what_an_interrupted_pass_has_overwritten_is_gone(
+    count: int, max_length: int | None
+) -> None:
+    """After a short one `crop` goes back by fewer tokens, after a long one not at all."""
+    cache = hf.TreeCache(CONFIG, max_length=max_length)
+    append(cache, 300)
+    keys = numbered_keys(300, 300 + count, batch=1)
+    cache.update(keys, -keys, 0)
+    with pytest.raises(RuntimeError, match="did not reach the last layer"):
+        cache.update(keys, -keys, 0)
+    with pytest.raises(ValueError, match="have forgotten the slots before"):
+        crop_to(cache, 300 if count > MARGIN else 300 - MARGIN + count - 1)
+    if count > MARGIN:
+        cache.reset()
+        append(cache, 30)
+    else:
+        crop_to(cache, 300 - MARGIN + count)
+        for layer in cache.layers:
+            check_holds(layer)
+        append(cache, 300)
+
+
+def test_a_fill_that_was_interrupted_is_not_gone_on_with() -> None:
+    """In the first layer, of which the length is then still that of the last one."""
+    cache = hf.TreeCache(CONFIG)
+    append(cache, 300)
+    keys = numbered_keys(300, 500, batch=1)
+    places, calls = WindowLayer.places, []
+
+    def interrupted(layer: WindowLayer, slots: torch.Tensor) -> torch.Tensor:
+        calls.append(layer)
+        if len(calls) == 5:  # of keys, in the ring and what the pass saw, then of values
+            raise KeyboardInterrupt
+        return places(layer, slots)
+
+    with mock.patch.object(WindowLayer, "places", interrupted), pytest.raises(KeyboardInterrupt):
+        cache.update(keys, -keys, 0)
+    with pytest.raises(RuntimeError, match="did not reach the last layer"):
+        cache.update(keys, -keys, 0)
+    with pytest.raises(ValueError, match="have forgotten the slots before 500"):
+        crop_to(cache, 300)
+
+
 def _kept_bytes(
-    rank: int, world_size: int, config: Gemma3TextConfig, lengths: list[int]
+    rank: int,
+    world_size: int,
+    config: Gemma3TextConfig,
+    lengths: list[int],
+    max_length: int | None = None,
 ) -> list[int]:
     """The memory that the tensors hold, asked of the allocations themselves."""
-    cache, found = hf.TreeCache(config), []
+    cache, found = hf.TreeCache(config, max_length=max_length), []
     for length in lengths:
-        count = length - cache.get_seq_length()
+        count = length - int(cache.get_seq_length())
         keys = torch.zeros(1, config.num_key_value_heads, count, config.head_dim).bfloat16()
         for layer_idx in range(len(cache)):
             cache.update(keys, keys, layer_idx)
@@ -191,9 +197,22 @@ def test_bytes_of_gemma_3_1b(world_size: int) -> None:
         assert own[-1] <= (4 * 8192 // world_size + 22 * window_slots) * slot_bytes
 
 
-def test_what_a_chunk_sees_is_freed_with_it() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bytes_of_a_small_gemma_3_of_fixed_size(world_size: int) -> None:
+    """At 2,000 of 2,048 tokens: rings of 704 slots beside one layer that holds all."""
+    shape = {"num_hidden_layers": 6, "num_key_value_heads": 1, "head_dim": 64}
+    config = Gemma3TextConfig(**shape, sliding_window=512)
+    assert config.layer_types.count("sliding_attention") == 5
+    ring, slot_bytes = (512 + MARGIN) // world_size + STEP, 2 * 64 * 2
+    for (found,) in run_ranks(_kept_bytes, world_size, config, [2000], 2048):
+        assert found == (2048 // world_size + 5 * ring) * slot_bytes
+        assert found < 0.5 * 6 * 2048 // world_size * slot_bytes
+
+
+@fixed_or_not
+def test_what_a_chunk_sees_is_freed_with_it(max_length: int | None) -> None:
     """At once, and not when the garbage collector finds a cycle."""
-    cache = hf.TreeCache(CONFIG)
+    cache = hf.TreeCache(CONFIG, max_length=max_length)
     keys = numbered_keys(0, 600, batch=1)
     gc.disable()
     try:
@@ -206,74 +225,17 @@ def test_what_a_chunk_sees_is_freed_with_it() -> None:
         gc.enable()
 
 
-def test_growing_is_rare() -> None:
-    """The window moves to new buffers once in `STEP` tokens."""
+def test_a_ring_stays_where_it_is() -> None:
+    """It grows up to its size, once in `STEP` tokens, and no further."""
     cache, addresses = hf.TreeCache(CONFIG), []
-    _append(cache, 400)
-    for _ in range(4 * STEP):
-        _append(cache, 1)
+    for _ in range(2 * (WINDOW + MARGIN + STEP)):
+        append(cache, 1)
         addresses.append(cache.layers[0].keys.data_ptr())
-        assert isinstance(cache.layers[0], WindowLayer)
-    moves = sum(a != b for a, b in itertools.pairwise(addresses))
-    assert moves <= 4
-
-
-def _save(rank: int, world_size: int, layout: ShardLayout, directory: Path) -> None:
-    cache = hf.TreeCache(CONFIG, layout=layout)
-    _append(cache, LENGTH)
-    _crop(cache, 5)
-    cache.save(directory)
-
-
-def _check_load(
-    rank: int, world_size: int, layout: ShardLayout, directory: Path, kv_dtype: str | None
-) -> None:
-    cache = hf.TreeCache.load(directory, CONFIG, layout=layout, kv_dtype=kv_dtype)
-    first = LENGTH - WINDOW - MARGIN
-    assert [layer.first for layer in cache.layers] == [first, 0]
-    if kv_dtype is not None:
-        layer = cache.layers[0]
-        slots = layout.local_slots(rank, first, LENGTH - 5)
-        expected, scale = quantise(numbered_keys(0, LENGTH, batch=1)[:, :, slots], layer.keys.dtype)
-        held = layer.held()
-        assert torch.equal(layer.keys[:, :, held].float(), expected.float())
-        assert torch.equal(layer.k_scale[:, :, held], scale)
-        return
-    for target in _layouts(world_size):
-        for layer in cache.layers:
-            _check_holds(layer)
-        cache.reshard(target)
-    _append(cache, 1)
-    _append(cache, 400)
-    with pytest.raises(ValueError, match="crop can remove 128 of these"):
-        _crop(cache, 129)
-
-
-@pytest.mark.parametrize("saved_by", tiers([3], [1]))
-def test_kept_slots_are_saved_loaded_and_moved(saved_by: int, tmp_path: Path) -> None:
-    for number, layout in enumerate(_layouts(saved_by)):
-        directory = tmp_path / str(number)
-        run_ranks(_save, saved_by, layout, directory)
-        slots = sum(file.stat().st_size for file in directory.glob("*.safetensors")) / (
-            2 * HEADS * HEAD_DIM * 4
-        )
-        assert slots <= LENGTH + WINDOW + MARGIN + 100  # headers
-        for world_size in (1, 2):
-            for target in _layouts(world_size):
-                for kv_dtype in (None, "int8"):
-                    run_ranks(_check_load, world_size, target, directory, kv_dtype)
-
-
-@pytest.mark.parametrize("first_slots", [[LENGTH - 5, 0], [0, 1], [-1, 0], [0]])
-def test_an_index_without_what_a_window_shows_is_damaged(
-    first_slots: list[int], tmp_path: Path
-) -> None:
-    _save(0, 1, BlockCyclic(1), tmp_path)
-    index = json.loads((tmp_path / "index.json").read_text())
-    assert index["first_slots"] == [LENGTH - WINDOW - MARGIN, 0]
-    edit_index(first_slots=first_slots)(tmp_path)
-    with pytest.raises(ValueError, match=r"is damaged: first_slots of the layers must be slots up"):
-        hf.TreeCache.load(tmp_path, CONFIG)
+    assert isinstance(cache.layers[0], WindowLayer)
+    assert len({*addresses}) <= (WINDOW + MARGIN) // STEP + 2
+    last = addresses[-1]
+    append(cache, 400)
+    assert cache.layers[0].keys.data_ptr() == last == addresses[WINDOW + MARGIN + STEP]
 
 
 @torch.no_grad()

@@ -22,10 +22,7 @@ from .world import World, joined_world
 # Options that also take "auto", which is the default.
 _CHOICES = {
     "device": (("cpu", "cuda"), "auto takes CUDA where every process of this machine has a GPU"),
-    "dtype": (
-        ("float32", "bfloat16", "float16"),
-        "of the weights; auto takes the checkpoint's",
-    ),
+    "dtype": (("float32", "bfloat16", "float16"), "of the weights; auto takes the checkpoint's"),
     "kv-dtype": (
         ("int8", "fp8"),
         "of the cache; auto takes --dtype's, the others 8 bits and a scale for each token and head",

@@ -90,10 +90,7 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def check_options(
-    op: str,
-    strategy: str,
-    payload_dtype: torch.dtype = torch.float32,
-    head_sharded: bool = False,
+    op: str, strategy: str, payload_dtype: torch.dtype = torch.float32, head_sharded: bool = False
 ) -> None:
     """Refuses options of `op` that no rank could follow."""
     if strategy not in ("auto", *STRATEGIES):

@@ -14,6 +14,7 @@ from ..ops import lean_decode
 from .cache.growing import KVShard, TreeCacheLayer
 from .cache.latent import LatentLayer, attend_to_latents
 from .cache.shard import Shard
+from .cache.window import WindowLayer
 from .masks import KeyRanges
 from .prompts.split_attention import attend_split
 from .prompts.token_split import current_deal
@@ -113,8 +114,16 @@ def _over_shard(
         buffers = {name: x[:, :, :in_use] for name, x in buffers.items()}
     keys, values, scales = layer.operands(buffers)
     keywords = {**keywords, **scales, "out_dtype": out_dtype}
-    if shard.world_size == 1 and not shard.deterministic:
-        return lean_decode(query, keys, values, ranges.whole(layer.dropped), **keywords)
+    is_alone = shard.world_size == 1 and not shard.deterministic
+    if isinstance(layer, WindowLayer) and layer.page_size:
+        place = shard.layout, shard.rank, layer.keys, layer.page_size
+        local_ranges, keywords["page_table"] = ranges.in_ring(*place)
+    elif is_alone:
+        local_ranges = ranges.whole(layer.dropped)
+    else:
+        local_ranges = ranges.local(shard.layout, shard.rank, layer.dropped)
+    if is_alone:
+        return lean_decode(query, keys, values, local_ranges, **keywords)
     keywords |= {"head_sharded": is_head_sharded, "strategy": shard.strategy}
     keywords |= {"group": shard.comm, "timeout": shard.timeout}
     num_states = 1  # of a query; the same on all ranks
@@ -122,7 +131,6 @@ def _over_shard(
         num_states = -(-layer.kv_length // shard.deterministic)
         keywords["deterministic"] = shard.deterministic
         keywords["key_layout"] = shard.layout.key_layout(shard.rank)
-    local_ranges = ranges.local(shard.layout, shard.rank, layer.dropped)
     batch, num_heads_q, seqlen_q, _ = query.shape
     state_bytes = 4 * batch * num_heads_q * (layer.head_dim_v + 1) * num_states
     step = max(1, _MAX_STATE_BYTES // state_bytes)

@@ -52,34 +52,44 @@ class KeyRanges:
         self.unsupported = unsupported
         self.window = window  # no range is longer; None: any
         self._known: dict[tuple[object, ...], Tensor] = {}  # see _once
+        self._in_rings: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
     def contiguous(self) -> "KeyRanges":
         return self
 
     def local(self, layout: ShardLayout, rank: int, dropped: int = 0) -> Tensor:
         """The ranges in local slots of `rank`, counted from the one with the number `dropped`."""
-
         # This is `layout.local_range` for the begins and the ends in one call: the local begin is
         # the number of slots that the rank holds before the range, and the end likewise.
-        def ranges() -> Tensor:
-            return layout.count(rank, self.ranges) - dropped
-
-        return self._once((layout, rank, dropped), ranges)
+        key = layout, rank, dropped
+        return self._once(key, lambda: layout.count(rank, self.ranges) - dropped)
 
     def whole(self, dropped: int = 0) -> Tensor:
         """The ranges in slots of unsharded keys, the first of which is `kv_offset + dropped`."""
         first = self.kv_offset + dropped
         return self._once((first,), lambda: (self.ranges - first).clamp_(min=0))
 
+    def in_ring(
+        self, layout: ShardLayout, rank: int, keys: Tensor, size: int
+    ) -> tuple[Tensor, Tensor]:
+        """The ranges in pages of `size` local slots, and each sequence's page table, which goes
+        round the pages of its `keys` from where the first query's range begins."""
+        batch, num_heads, num_slots, _ = keys.shape
+        key, number = (layout, rank, size, batch, num_heads, num_slots), num_slots // size
+        if key not in self._in_rings:
+            first = layout.count(rank, self.ranges[..., 0].amin(1))[:, None] // size
+            ranges = layout.count(rank, self.ranges) - first[..., None] * size
+            pages, rows = (torch.arange(n, device=keys.device) for n in (number, batch))
+            table = (first + pages) % number + rows[:, None] * (number * num_heads)
+            self._in_rings[key] = ranges.to(torch.int32), table.to(torch.int32)
+        return self._in_rings[key]
+
     def in_shard(self, deal: Deal, holder: int, computer: int, first: int = 0) -> Tensor:
         """The ranges of the tokens that the rank `computer` computes, in local slots of `holder`
         counted from `first`."""
-
-        def ranges() -> Tensor:
-            own = self.ranges.index_select(1, deal.tokens(computer))
-            return deal.shard.layout.count(holder, own) - first
-
-        return self._once(("dealt", holder, computer, first), ranges)
+        count, tokens = deal.shard.layout.count, deal.tokens(computer)
+        key = "dealt", holder, computer, first
+        return self._once(key, lambda: count(holder, self.ranges[:, tokens]) - first)
 
     def _once(self, key: tuple[object, ...], ranges: Callable[[], Tensor]) -> Tensor:
         """The ranges in int32, computed once for all layers."""

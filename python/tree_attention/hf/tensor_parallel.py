@@ -77,10 +77,7 @@ def from_pretrained(
 
 
 def parallelize(
-    model: PreTrainedModel,
-    *,
-    group: ProcessGroup | None = None,
-    tensor_parallel_size: int = 1,
+    model: PreTrainedModel, *, group: ProcessGroup | None = None, tensor_parallel_size: int = 1
 ) -> PreTrainedModel:
     """Splits the weights of a model in memory over the ranks of a group, in place.
 

@@ -33,11 +33,7 @@ class Session:
     """A process group whose ranks agree on every call and fail together."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        note: Note,
-        on_failure: Callable[[], None],
-        seconds: float,
+        self, group: dist.ProcessGroup, note: Note, on_failure: Callable[[], None], seconds: float
     ) -> None:
         """`note` is for the other ranks to read, and may differ; `on_failure` ends waits elsewhere
         and may come from any thread. A store that does not answer within `seconds` is a failure,

@@ -11,7 +11,7 @@ from .growing import TreeCacheLayer
 from .latent import LatentLayer
 from .recurrent import OF_THEIR_OWN, STATE_LAYERS, new_state_layer
 from .shard import Shard
-from .window import WindowLayer
+from .window import StaticWindowLayer, WindowLayer
 
 # Chunked layers work as long as one chunk covers all keys; the mask refuses them after that.
 _KEY_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -26,31 +26,28 @@ def new_layers(
     max_length: int | None,
 ) -> list[Any]:
     """The layers of a `TreeCache` with these arguments, or ValueError."""
-    kinds = _layer_kinds(config)
-    kv = [i for i, kind in enumerate(kinds) if kind not in STATE_LAYERS]
-    progress = None
+    is_fixed = max_length is not None
+    size: Any = growth
     if max_length is not None:
         shard.check_holds(max_length)
-        progress = Progress(max_length)
+        size = Progress(max_length)
     rank = getattr(config, "kv_lora_rank", None)
-    window = getattr(config, "sliding_window", None)
+    window: Any = getattr(config, "sliding_window", None)
+    # A ring begins in the middle of a block.
+    is_whole = window is None or (shard.deterministic > 0 and is_fixed)
     layers: list[Any] = []
-    for i, kind in enumerate(kinds):
-        ends = {"is_first": i == kv[0], "is_last": i == kv[-1]}
+    for kind in _layer_kinds(config):
         if kind in STATE_LAYERS:
             layers.append(new_state_layer(config, kind))
-        elif progress is not None and rank is not None:
-            layers.append(StaticLatentLayer(shard, progress, kv_dtype, kv_lora_rank=rank, **ends))
-        elif progress is not None:
-            layers.append(StaticTreeCacheLayer(shard, progress, kv_dtype, **ends))
         elif rank is not None:
-            layers.append(LatentLayer(shard, growth, kv_dtype, kv_lora_rank=rank))
-        elif kind == "sliding_attention" and window is not None:
-            layers.append(WindowLayer(shard, growth, window, kv_dtype))
+            latents = (LatentLayer, StaticLatentLayer)[is_fixed]
+            layers.append(latents(shard, size, kv_dtype, kv_lora_rank=rank))
+        elif kind == "sliding_attention" and not is_whole:
+            ring = (WindowLayer, StaticWindowLayer)[is_fixed]
+            layers.append(ring(shard, size, kv_dtype, window=window))
         else:
-            layers.append(TreeCacheLayer(shard, growth, kv_dtype))
-    # A matrix product that makes keys of latents may round otherwise for another number of rows,
-    # and a window begins in the middle of a block.
+            layers.append((TreeCacheLayer, StaticTreeCacheLayer)[is_fixed](shard, size, kv_dtype))
+    # A matrix product that makes keys of latents may round otherwise for another number of rows.
     if shard.deterministic and rank is not None:
         raise ValueError("TreeCache: deterministic is not supported with latent attention")
     if shard.deterministic and any(isinstance(layer, WindowLayer) for layer in layers):

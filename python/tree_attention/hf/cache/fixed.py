@@ -2,14 +2,12 @@
 """The layers of a cache of fixed size: in a decoding step, the host neither waits nor chooses."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...ops import append_kv
-from ..prompts.token_split import current_deal
-from .growing import KVShard, TreeCacheLayer, interrupted
+from ..prompts.token_split import Deal
+from .growing import TreeCacheLayer, interrupted
 from .latent import LatentLayer
 from .shard import Shard
 
@@ -22,12 +20,13 @@ class Progress:
     """
 
     def __init__(self, max_length: int) -> None:
-        self.max_length = max_length
+        self.max_length, self.num_layers = max_length, 0
         # int64 [], of the sequence, on all ranks together; None before there are buffers.
         self.length: Tensor | None = None
-        # int64 [batch, tokens], the local slots of the new tokens, -1 for those of other ranks;
-        # None between forward passes.
+        # int64 [tokens], the local slots of the new tokens, as `Shard.slots` gives them, and the
+        # number of these tokens; None and 0 between forward passes.
         self.slots: Tensor | None = None
+        self.num_tokens = 0
 
     def place(self, device: torch.device) -> None:
         """Moves the length to `device`."""
@@ -42,7 +41,8 @@ class Progress:
 
     def write(self, length: int) -> None:
         """Sets the length, and forgets a forward pass that was interrupted."""
-        self.slots = None
+        self.check(length)
+        self.slots, self.num_tokens = None, 0
         if self.length is not None:
             self.length.fill_(length)
 
@@ -53,10 +53,10 @@ class Progress:
                 f"{length} tokens; make it larger"
             )
 
-    def begin(self, shard: Shard, batch: int, num_tokens: int) -> None:
+    def begin(self, shard: Shard, num_tokens: int, deal: Deal | None) -> None:
         """Finds the slots of new tokens; ValueError if there are too many."""
         # The host asks for their number only where it need not wait, or has a prompt. Otherwise a
-        # token beyond `max_length` gets a slot that no buffer has, on every rank: `append_kv`
+        # token beyond `max_length` gets the slot -2, on every rank: `append_kv`
         # refuses it on the CPU and drops it on CUDA, where `read` says so later.
         assert self.length is not None
         device = self.length.device
@@ -64,16 +64,18 @@ class Progress:
             raise interrupted()
         if not torch.compiler.is_compiling() and (device.type == "cpu" or num_tokens > 1):
             self.check(int(self.length) + num_tokens)
+        self.num_tokens = num_tokens
+        if deal is not None:
+            self.slots = shard.slots(deal.begin, deal.end, device, is_own=True)
+            return
         slots = torch.arange(num_tokens, device=device) + self.length
-        if shard.world_size > 1:
-            local = shard.layout.local_slots_of(shard.rank, slots)
-            slots = torch.where(slots < self.max_length, local, shard.count(self.max_length))
-        self.slots = slots.expand(batch, -1)
+        local = slots if shard.world_size == 1 else shard.layout.local_slots_of(shard.rank, slots)
+        self.slots = torch.where(slots < self.max_length, local, -2)
 
-    def end(self, num_tokens: int) -> None:
+    def end(self) -> None:
         assert self.length is not None
-        self.length.add_(num_tokens)
-        self.slots = None
+        self.length.add_(self.num_tokens)
+        self.slots, self.num_tokens = None, 0
 
 
 class StaticTreeCacheLayer(TreeCacheLayer):
@@ -81,18 +83,10 @@ class StaticTreeCacheLayer(TreeCacheLayer):
 
     is_compileable = True
 
-    def __init__(
-        self,
-        shard: Shard,
-        progress: Progress,
-        kv_dtype: torch.dtype | None,
-        *,
-        is_first: bool,
-        is_last: bool,
-    ) -> None:
-        self.progress = progress
+    def __init__(self, shard: Shard, progress: Progress, kv_dtype: torch.dtype | None) -> None:
+        self.progress, self.number = progress, progress.num_layers
+        progress.num_layers += 1
         super().__init__(shard, growth=1, kv_dtype=kv_dtype)
-        self.is_first, self.is_last = is_first, is_last
 
     @property
     def length(self) -> int:
@@ -104,8 +98,8 @@ class StaticTreeCacheLayer(TreeCacheLayer):
         self.progress.write(length)
 
     @property
-    def is_interrupted(self) -> bool:
-        return self.progress.slots is not None
+    def pending(self) -> int:  # type: ignore[override]
+        return self.progress.num_tokens
 
     @property
     def kv_length(self) -> int:
@@ -114,35 +108,19 @@ class StaticTreeCacheLayer(TreeCacheLayer):
     def capacity(self, num_slots: int) -> int:
         return self.shard.count(self.progress.max_length)
 
-    def grow(self, num_slots: int) -> None:
-        """Makes buffers for all slots, without asking how many are in use: none."""
-        self._reallocate(slice(0, 0), self.capacity(num_slots), self.dropped)
-
     def hold(self, buffers: Mapping[str, Tensor], dropped: int) -> None:
         self.progress.place(buffers["keys"].device)
         super().hold({name: _static(x) for name, x in buffers.items()}, dropped)
 
-    def update(  # type: ignore[override]
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[KVShard, KVShard]:
-        self._prepare(key_states, value_states)
-        keys, values = key_states.detach(), value_states.detach()
-        progress, deal = self.progress, current_deal()
-        if deal is None:
-            num_tokens = keys.shape[2]
-            if self.is_first:
-                progress.begin(self.shard, len(keys), num_tokens)
-            slots = progress.slots
-            assert slots is not None, "the first layer comes first"
-        else:
-            num_tokens = deal.length
-            progress.check(deal.end)
-            slots = self.shard.write(deal.begin, deal.end, keys.device).slots.expand(len(keys), -1)
-            keys, values = deal.rows_of_owner(keys, values)
-        append_kv(keys, values, self.keys, self.values, slots, **self.scales())
-        if self.is_last:
-            progress.end(num_tokens)
-        return self.handle, self.handle
+    def begin(self, num_tokens: int, deal: Deal | None) -> Tensor:
+        if self.number == 0:
+            self.progress.begin(self.shard, num_tokens, deal)
+        assert self.progress.slots is not None, "the first layer comes first"
+        return self.progress.slots
+
+    def end(self, num_tokens: int) -> None:
+        if self.number == self.progress.num_layers - 1:
+            self.progress.end()
 
     def get_seq_length(self) -> Tensor | int:  # type: ignore[override]
         length = self.progress.length
@@ -157,7 +135,7 @@ class StaticTreeCacheLayer(TreeCacheLayer):
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
     def cut(self, length: int) -> None:
-        if self.is_last:  # the length is that of all layers
+        if self.number == self.progress.num_layers - 1:  # the length is that of all layers
             super().cut(length)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ...ops import append_kv
-from ..prompts.token_split import current_deal
+from ..prompts.token_split import Deal, current_deal
 from .shard import Shard
 
 # transformers 5.5 passes `crop` the tokens to keep, later releases the tokens to remove, as a
@@ -65,9 +65,13 @@ class TreeCacheLayer(CacheLayerMixin):
     is_croppable = True
     is_compileable = False
 
+    number = 0  # among the layers with keys, where they share a `Progress`
+    pending = 0  # number of tokens of a forward pass that has begun, where they are known
     window: int | None = None  # no query sees more slots than this; None: any
     first = 0  # the global slot from which on this layer holds all slots, on all ranks together
     dropped = 0  # number of local slots before the one at the beginning of the buffers
+    page_size = 0  # of the pages in which a ring is attended to; 0: the buffers are no ring
+    keeps_last_pass = False  # for assisted decoding, which takes back all candidates of a pass
 
     keys: Tensor  # [batch, num_heads_kv, capacity, head_dim]
     values: Tensor  # [batch, num_heads_kv, capacity, head_dim_v]
@@ -120,10 +124,18 @@ class TreeCacheLayer(CacheLayerMixin):
     def head_dim_v(self) -> int:
         return self.values.shape[3]
 
-    def held(self) -> slice:
-        """The part of the buffers with this rank's slots from `first` on that are in use."""
+    def places(self, slots: Tensor) -> Tensor:
+        """Where in the buffers local slots are; negative numbers stay below 0."""
+        return torch.where(slots < 0, slots, slots - self.dropped) if self.dropped else slots
+
+    def held(self) -> Tensor:
+        """The places of this rank's slots from `first` on that are in use."""
         begin, end = self.shard.count(self.first), self.shard.count(self.length)
-        return slice(begin - self.dropped, end - self.dropped)
+        return self.places(torch.arange(begin, end, device=self.keys.device))
+
+    def first_kept(self, first: int, length: int) -> int:
+        """The first slot that the layer holds once it was given those of [first, length)."""
+        return first
 
     def capacity(self, num_slots: int) -> int:
         """The number of local slots to allocate where `num_slots` must be held."""
@@ -135,32 +147,37 @@ class TreeCacheLayer(CacheLayerMixin):
         """Appends the new tokens that this rank keeps; the arguments are `[batch, num_heads_kv,
         new tokens, head_dim]` of all of them, or in a split forward pass of those computed here."""
         self._prepare(key_states, value_states)
-        deal = current_deal()
-        end = self.length + (key_states.shape[2] if deal is None else deal.length)
-        write = self.shard.write(self.length, end, key_states.device)
-        if write.end - self.dropped > self.keys.shape[2]:
-            self.grow(write.end)
-        new_keys, new_values = key_states.detach(), value_states.detach()
+        keys, values, deal = key_states.detach(), value_states.detach(), current_deal()
+        num_tokens = keys.shape[2] if deal is None else deal.length
+        slots = self.begin(num_tokens, deal)
         if deal is not None:
-            new_keys, new_values = deal.rows_of_owner(new_keys, new_values)
-        count = write.end - write.begin
-        if count > 0:
-            if deal is None and write.tokens is not None:
-                new_keys = new_keys.index_select(2, write.tokens)
-                new_values = new_values.index_select(2, write.tokens)
-            if self.kv_dtype is None:
-                begin = write.begin - self.dropped
-                self.keys.narrow(2, begin, count).copy_(new_keys)
-                self.values.narrow(2, begin, count).copy_(new_values)
-            else:
-                slots = write.slots - self.dropped if self.dropped else write.slots
-                self.quantise(new_keys, new_values, slots)
-        self.length = end
-        return self.handle, self.handle
+            keys, values = deal.rows_of_owner(keys, values)
+        handle = self.append(keys, values, slots.expand(len(keys), -1), num_tokens)
+        self.end(num_tokens)
+        return handle, handle
+
+    def begin(self, num_tokens: int, deal: Deal | None) -> Tensor:
+        """Makes room for new tokens, and returns their local slots as `Shard.slots` does."""
+        begin, end = self.length, self.length + num_tokens
+        if self.shard.count(end) - self.dropped > self.keys.shape[2]:
+            self.grow(self.shard.count(end))
+        return self.shard.slots(begin, end, self.keys.device, is_own=deal is not None)
+
+    def append(self, keys: Tensor, values: Tensor, slots: Tensor, num_tokens: int) -> KVShard:
+        """Writes rows of the `num_tokens` new tokens, and returns what their queries attend to."""
+        append_kv(keys, values, self.keys, self.values, self.places(slots), **self.scales())
+        return self.handle
+
+    def end(self, num_tokens: int) -> None:
+        self.length += num_tokens
 
     def _prepare(self, key_states: Tensor, value_states: Tensor) -> None:
         """Makes the buffers fit tokens such as these, or raises ValueError."""
-        if not self.is_initialized or (self._is_of_another(key_states) and self.length == 0):
+
+        def of(x: Tensor) -> tuple[object, ...]:
+            return len(x), x.device, self._kind(x)
+
+        if not self.is_initialized or (of(key_states) != of(self.keys) and self.length == 0):
             self.lazy_initialization(key_states, value_states)
         if len(key_states) != len(self.keys):
             raise ValueError(
@@ -185,23 +202,6 @@ class TreeCacheLayer(CacheLayerMixin):
         """The dtype, unless it is converted to 8 bits, num_heads_kv and head_dim."""
         return x.dtype if self.kv_dtype is None else None, x.shape[1], x.shape[3]
 
-    def _is_of_another(self, key_states: Tensor) -> bool:
-        return (
-            len(key_states) != len(self.keys)
-            or self._kind(key_states) != self._kind(self.keys)
-            or key_states.device != self.keys.device
-        )
-
-    def quantise(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Writes tokens to these places of the buffers, in 8 bits."""
-        slot_mapping = slots.expand(keys.shape[0], -1)
-        append_kv(keys, values, self.keys, self.values, slot_mapping, **self.scales())
-
-    @property
-    def is_interrupted(self) -> bool:
-        """True where the last forward pass is known not to have ended."""
-        return False
-
     @property
     def kv_length(self) -> int:
         """The number of keys that masks are made for."""
@@ -221,6 +221,13 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def check_cut(self, length: int) -> None:
         """Raises ValueError if the layer cannot go back to the first `length` tokens."""
+        if self.window is not None and self.first > 0 and length < self.first + self.window:
+            raise ValueError(
+                f"TreeCache: crop can remove {self.length - self.first - self.window} of these "
+                f"{self.length} tokens, got {self.length - length}: layers with a sliding window "
+                f"of {self.window} have forgotten the slots before {self.first}; copy.deepcopy the "
+                "cache where it must go back further, or forget all tokens with reset"
+            )
 
     def cut(self, length: int) -> None:
         """Forgets all tokens but the first `length`."""
@@ -233,9 +240,9 @@ class TreeCacheLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         length = self.length
         if length > 0:  # after a reset the buffers may be of another batch
-            used = slice(0, self.shard.count(length) - self.dropped)
-            rows = beam_idx.to(self.keys.device)
-            self._reallocate(used, self.keys.shape[2], self.dropped, rows)
+            size = self.keys.shape[2]
+            used = slice(0, min(self.shard.count(length) - self.dropped, size))
+            self._reallocate(used, size, self.dropped, beam_idx.to(self.keys.device))
 
     batch_select_indices = reorder_cache
 
@@ -256,23 +263,25 @@ class TreeCacheLayer(CacheLayerMixin):
         return sum(x.nbytes for x in self.buffers().values()) if self.is_initialized else 0
 
     def grow(self, num_slots: int) -> None:
-        """Makes room for the first `num_slots` local slots, those before `first` aside."""
-        used = slice(0, self.held().stop)
-        self._reallocate(used, self.capacity(num_slots), self.dropped)
+        """Makes room for the first `num_slots` local slots, those before `dropped` aside."""
+        size, capacity = self.keys.shape[2], self.capacity(num_slots)
+        if size == 0 or size < capacity:
+            self._reallocate(slice(0, size), capacity, self.dropped)
 
     def _reallocate(
-        self, used: slice, capacity: int, dropped: int, rows: Tensor | None = None
+        self, used: slice | Tensor, capacity: int, dropped: int, rows: Tensor | None = None
     ) -> None:
         """Replaces the buffers by some for `capacity` slots, with those `used`, of these rows."""
 
         def reallocate(x: Tensor) -> Tensor:
             batch = len(x) if rows is None else len(rows)
             new = x.new_empty((batch, x.shape[1], capacity, *x.shape[3:]))
-            begin = new[:, :, : used.stop - used.start]
+            kept = x[:, :, used]
+            begin = new[:, :, : kept.shape[2]]
             if rows is None:
-                begin.copy_(x[:, :, used])
+                begin.copy_(kept)
             else:
-                torch.index_select(x[:, :, used], 0, rows, out=begin)
+                torch.index_select(kept, 0, rows, out=begin)
             if not torch.compiler.is_compiling():
                 # A graph takes the size for a variable at once, not after the first time it grows.
                 torch._dynamo.maybe_mark_dynamic(new, 2)

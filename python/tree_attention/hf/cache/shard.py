@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +17,6 @@ from ..weights.mesh import column_of
 _BLOCK = 64  # slots
 
 Place = tuple[ShardLayout, int]  # of a run of tokens: the first is in this slot of the layout
-
-
-class Write(NamedTuple):
-    """The new tokens that this rank keeps, and their local slots [begin, end)."""
-
-    begin: int
-    end: int
-    tokens: Tensor | None  # indices of the tokens; None: all of them
-    slots: Tensor  # the same local slots, int64 on the device
 
 
 class Shard:
@@ -60,7 +51,7 @@ class Shard:
         check_options("TreeCache", strategy)
         self.strategy, self.deterministic = strategy, deterministic
         self.timeout = self.comm.seconds_of("TreeCache", timeout)
-        self._last: tuple[Any, Write] | None = None
+        self._last: tuple[Any, Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shard":
         # A process group cannot be copied: a copied cache goes on in the same group.
@@ -69,6 +60,11 @@ class Shard:
     def count(self, length: int) -> int:
         """Number of the first `length` global slots that this rank keeps."""
         return self.layout.count(self.rank, length)
+
+    def most(self, length: int) -> int:
+        """A bound on the number of slots that this rank keeps of any run of `length`."""
+        # Of blocks, the first rank has most where they are dealt anew. Others may have a whole run.
+        return self.layout.count(0, length) if isinstance(self.layout, BlockCyclic) else length
 
     def check_holds(self, length: int) -> None:
         """Raises ValueError if one of the first `length` slots is on no rank."""
@@ -79,26 +75,23 @@ class Shard:
                 "use ContiguousThenCyclic for caches that grow"
             )
 
-    def write(self, begin: int, end: int, device: torch.device) -> Write:
-        """The tokens of slots [begin, end) that this rank writes; computed once for all layers."""
-        key = (begin, end, device)
+    def slots(self, begin: int, end: int, device: torch.device, *, is_own: bool) -> Tensor:
+        """The local slots of global ones, -1 for those of other ranks, which `is_own` leaves out;
+        int64, computed once for all layers."""
+        key = (begin, end, device, is_own)
         # A graph that looked at what is remembered would be compiled again for a call without it.
-        is_remembered = not torch.compiler.is_compiling()
         # Once: threads whose caches are copies of each other share this object.
-        last = self._last if is_remembered else None
+        last = None if torch.compiler.is_compiling() else self._last
         if last is not None and last[0] == key:
             return last[1]
         self.check_holds(end)
-        layout = self.layout
-        local_begin, local_end = self.count(begin), self.count(end)
-        tokens = None
-        if 0 < local_end - local_begin < end - begin:
-            tokens = (layout.local_slots(self.rank, begin, end) - begin).to(device)
-        slots = torch.arange(local_begin, local_end, device=device)
-        write = Write(local_begin, local_end, tokens, slots)
-        if is_remembered:
-            self._last = (key, write)
-        return write
+        if is_own or self.world_size == 1:
+            slots = torch.arange(self.count(begin), self.count(end), device=device)
+        else:
+            slots = self.layout.local_slots_of(self.rank, torch.arange(begin, end, device=device))
+        if not torch.compiler.is_compiling():
+            self._last = (key, slots)
+        return slots
 
     def exchange(
         self,
@@ -134,9 +127,9 @@ class Moves:
             )
         )
 
-    def apply(self, op: str, signature: Signature, x: Tensor, capacity: int = 0) -> Tensor:
+    def apply(self, op: str, signature: Signature, x: Tensor) -> Tensor:
         """Collective: of the rows `[batch, num_heads_kv, tokens, ...]` of the tokens that this rank
-        has, those of the tokens that it gets, with room for `capacity`."""
+        has, those of the tokens that it gets."""
 
         def empty(count: int) -> Tensor:
             return x.new_empty((*x.shape[:2], count, *x.shape[3:]))
@@ -144,7 +137,7 @@ class Moves:
         sent = {r: x.index_select(2, rows.to(x.device)) for r, rows in self._outgoing.items()}
         received = {r: empty(len(rows)) for r, rows in self._incoming.items()}
         self._exchange(op, signature, received, sent, x.device)
-        result = empty(capacity or sum(map(len, self._incoming.values())))
+        result = empty(sum(map(len, self._incoming.values())))
         for r, rows in self._incoming.items():
             result[:, :, rows.to(x.device)] = received[r]
         return result

@@ -30,19 +30,18 @@ class TreeCache(Cache):
     `"tree_attention"`; `enable` does both. All ranks run the same model on the same inputs, each
     keeps the slots that `layout` gives it, and attention is merged over the group. A slot is a
     position in the cache, left padding included. Layers with a sliding window keep the slots of the
-    last window and 128 more, by which `crop` can go back, and with `max_length` all slots. Of
-    multi-head latent attention it holds latents alone, and `enable` has the model attend to these.
-    Layers that keep a state, as in linear attention, are transformers' own, the same on every rank;
-    a cache with such layers cannot be cropped or saved. `copy.deepcopy` copies the keys
-    and values and keeps the group, so that a common prefix needs to be computed only once.
+    last window and 128 more, by which `crop` can go back. Of multi-head latent attention it holds
+    latents alone, and `enable` has the model attend to these. Layers that keep a state, as in
+    linear attention, are transformers' own, the same on every rank; a cache with such layers cannot
+    be cropped or saved. `copy.deepcopy` copies the keys and values and keeps the group, so that a
+    common prefix needs to be computed only once.
 
     Args:
         config: the configuration of the model, which says the number and kind of layers.
         group: process group or `Communicator`, by default the world; where torch.distributed is
             not initialised, a world of one.
         layout: which rank holds which slot, by default `BlockCyclic(world_size, 64)`.
-        growth: number of local slots by which the buffers of a layer grow, without `max_length`; at
-            most 64 for a sliding window.
+        growth: number of local slots by which the buffers of a layer grow, without `max_length`.
         kv_dtype, max_length, strategy, timeout, deterministic: see `CacheOptions`.
 
     Raises:
@@ -106,8 +105,8 @@ class TreeCache(Cache):
         # Before the first layer appends: after that nobody knows which tokens all layers hold. With
         # max_length the first layer finds it out by itself.
         if layer_idx == self._first_kv and self.max_length is None:
-            last = self.layers[self._last_kv]
-            if self.layers[layer_idx].length != last.length:
+            first, last = self.layers[layer_idx], self.layers[self._last_kv]
+            if first.length != last.length or first.first > first.length:
                 raise interrupted()
         self._check_begin(layer_idx)
         handles = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -190,7 +189,7 @@ class TreeCache(Cache):
         lengths = [layer.length for layer in layers]
         length = min(lengths)
         kept = cropped_length(length, tokens_to_remove)
-        is_interrupted = max(lengths) > length or any(layer.is_interrupted for layer in layers)
+        is_interrupted = max(lengths) > length or any(layer.pending for layer in layers)
         if self.state_layers and (is_interrupted or self._is_in_pass):
             raise ValueError(
                 "TreeCache: crop cannot forget the forward pass that did not reach the last layer, "
@@ -257,8 +256,8 @@ class TreeCache(Cache):
         Raises:
             OSError: a file is missing, or removed by one save after another, or no regular file.
             ValueError: a file is damaged, or of another model, version or part of the heads; an
-                argument is wrong, or more tokens were saved than `max_length`, or with `max_length`
-                only the last slots of layers with a sliding window.
+                argument is wrong, or more tokens were saved than `max_length`, or only the last
+                slots of layers with a sliding window for a cache with `deterministic`.
             ExchangeError: one of that happened on another rank, or a rank was lost.
         """
         cache = cls(config, group, layout, growth=growth, **options)

@@ -2,81 +2,120 @@
 """The keys and values of one layer with a sliding window that this rank holds."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..prompts.token_split import current_deal
+from .fixed import StaticTreeCacheLayer
 from .growing import KVShard, TreeCacheLayer
-from .shard import Shard
 
 # The number of tokens that `crop` can always take back: prompt lookup and assisted decoding remove
 # the candidates that the model did not choose.
 MARGIN = 128
-# Buffers end at a local slot that is a multiple of it. Every so many the window moves to new ones,
-# which is 2 * (window + MARGIN) / (STEP * window) of what attention reads in the meantime. With
-# blocks of as many slots, the window has moved on by as many until the next one begins.
+# The number of slots of a page, of which the buffers are made.
 STEP = 64
 
 
 class WindowLayer(TreeCacheLayer):
-    """The keys and values of one layer with a sliding window that this rank holds.
+    """The keys and values of one layer with a sliding window, in a ring for the last slots.
 
-    Between forward passes the buffers have room for this rank's slots of the last `window +
-    MARGIN` tokens, or of the window and a longer last pass, and `STEP` more. A chunk's queries
-    may see slots that are forgotten after it: those are in buffers that live as long as what
-    `update` returned. Compiled graphs forget nothing, as each case would be a graph of its own;
-    the next forward pass that is none does.
+    A local slot is at the place of its number modulo the size of the buffers, which have room for
+    this rank's slots of any `window + MARGIN` tokens, and a page. So a forward pass of up to
+    `MARGIN` tokens, and one after a `crop` by as many, find all that their queries see. Those of a
+    longer one see a copy of the window with the new tokens, which lives as long as what `update`
+    returned. Attention takes the ring for pages, with a table that begins where a sequence's window
+    does: one run of slots, wherever the device finds that it is.
     """
 
     is_sliding = True
     window: int
-    keeps_last_pass = False  # for assisted decoding, which takes back all candidates of a pass
 
-    def __init__(
-        self, shard: Shard, growth: int, window: int, kv_dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(shard, growth, kv_dtype)
-        self.window = window
+    def __init__(self, *args: Any, window: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.window, self.page_size, self.first = window, STEP, 0
 
-    def update(  # type: ignore[override]
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[KVShard, KVShard]:
-        length = self.length
-        handles = super().update(key_states, value_states, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            return handles
-        margin = max(MARGIN, self.length - length) if self.keeps_last_pass else MARGIN
-        self.first = max(self.first, self.length - self.window - margin)
-        held = self.held()
-        if self.keys.shape[2] > held.stop - held.start + STEP:
-            # Not a handle that `seen` keeps: without a cycle its buffers are freed with the handle.
-            seen = copy.copy(self)
-            handles = KVShard(seen), KVShard(seen)
-            self._move(self.shard.count(self.length))
-        return handles
+    @property
+    def first(self) -> int:
+        return self.first_kept(self._first, self.length + self.pending)
+
+    @first.setter
+    def first(self, first: int) -> None:
+        self._first = first
+        self._last_pass: WindowLayer | None = None  # what a longer one saw, where that is kept
+
+    def first_kept(self, first: int, length: int) -> int:
+        return max(first, length - self.window - MARGIN) if self.page_size else first
 
     def capacity(self, num_slots: int) -> int:
-        step = self.growth if torch.compiler.is_compiling() else min(self.growth, STEP)
-        return -(-num_slots // step) * step
+        ring = self.shard.most(self.window + MARGIN) + self.page_size - 1
+        needed = max(1, min(ring, super().capacity(max(1, num_slots))))
+        return -(-needed // self.page_size) * self.page_size
 
-    def check_cut(self, length: int) -> None:
-        if self.first > 0 and length < self.first + self.window:
-            raise ValueError(
-                f"TreeCache: crop can remove {self.length - self.first - self.window} of these "
-                f"{self.length} tokens, got {self.length - length}: layers with a sliding window "
-                f"of {self.window} have forgotten the slots before {self.first}; copy.deepcopy the "
-                "cache where it must go back further, or forget all tokens with reset"
-            )
-
-    def reserve(self, length: int) -> None:
-        """Does nothing, as the buffers hold little more than the window."""
+    def places(self, slots: Tensor) -> Tensor:
+        return slots.fmod(self.keys.shape[2]) if self.page_size else super().places(slots)
 
     def grow(self, num_slots: int) -> None:
-        self._move(self.capacity(num_slots))
+        """Makes a ring of buffers that begin with the local slot `dropped`."""
+        super().grow(num_slots)
+        if self.dropped:
+            self.hold({name: x.roll(self.dropped, 2) for name, x in self.buffers().items()}, 0)
 
-    def _move(self, end: int) -> None:
-        """Moves the slots from `first` on to the beginning of buffers that end at a local slot."""
-        held = self.held()
-        dropped = self.dropped + held.start
-        self._reallocate(held, end - dropped, dropped)
+    def operands(self, buffers: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """A ring as `[num_pages, num_heads_kv, page_size, ...]`, the heads of a page far apart."""
+        size, (batch, num_heads, num_slots, _) = self.page_size, self.keys.shape
+        if size:
+            pages = ((batch - 1) * num_heads + 1) * (num_slots // size), num_heads, size
+            buffers = {
+                name: x.as_strided((*pages, *x.shape[3:]), (size * x.stride(2), *x.stride()[1:]))
+                for name, x in buffers.items()
+            }
+        return super().operands(buffers)
+
+    def append(self, keys: Tensor, values: Tensor, slots: Tensor, num_tokens: int) -> KVShard:
+        self._last_pass = None
+        if num_tokens <= MARGIN and current_deal() is None:
+            return super().append(keys, values, slots, num_tokens)
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "TreeCache: where layers have a sliding window, a compiled forward pass takes at "
+                f"most {MARGIN} tokens, got {num_tokens}; compile that of one token alone"
+            )
+        seen, length = copy.copy(self), self.length
+        seen.page_size, seen.first = 0, max(0, length - self.window)
+        ends = seen.first, length, length + num_tokens
+        begin, middle, end = (self.shard.count(slot) for slot in ends)
+        before = self.places(torch.arange(begin, middle, device=keys.device))
+        seen._reallocate(before, end - begin, begin)
+        super(WindowLayer, seen).append(keys, values, slots, num_tokens)
+        self._take(seen, length + num_tokens)
+        self._last_pass = seen if self.keeps_last_pass else None
+        seen.number = -1  # it counts the tokens of no other layer
+        seen.end(num_tokens)
+        return KVShard(seen)  # not a handle that `seen` keeps: its buffers are freed with it
+
+    def _take(self, seen: "WindowLayer", length: int) -> None:
+        """Fills the ring with the last of the slots that a pass saw, up to `length`."""
+        self.first = length  # until it is filled
+        end = self.shard.count(length)
+        begin = max(seen.dropped, end - self.keys.shape[2])
+        slots = torch.arange(begin, end, device=self.keys.device)
+        for name, x in self.buffers().items():
+            x[:, :, self.places(slots)] = seen.buffers()[name][:, :, seen.places(slots)]
+        self.first = self.first_kept(seen.first, length)
+
+    def check_cut(self, length: int) -> None:
+        super(WindowLayer, self._last_pass or self).check_cut(length)
+
+    def cut(self, length: int) -> None:
+        if self._last_pass is not None:
+            self._take(self._last_pass, length)
+        else:
+            self.first = self.first  # what later tokens have overwritten
+        super().cut(length)
+
+
+class StaticWindowLayer(WindowLayer, StaticTreeCacheLayer):
+    """The ring of one layer, of which the buffers have their full size at once."""

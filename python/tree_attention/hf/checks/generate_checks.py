@@ -15,7 +15,6 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ...exchange import Communicator, ExchangeError, Signature, sentence
 from ..cache.tree_cache import TreeCache
-from ..cache.window import WindowLayer
 from ..prompts.forward import arguments_by_name, is_dealt_in_generate, may_be_chunked
 from ..sampling import SynchronizeLogits
 from .fingerprint import (
@@ -168,9 +167,8 @@ class Preparation:
             or arguments.get("assistant_model") is not None
         )
         if cache is not None:
-            for layer in cache.layers if self.call.is_assisted else ():
-                if isinstance(layer, WindowLayer):
-                    layer.keeps_last_pass = True
+            for layer in cache.kv_layers if self.call.is_assisted else ():
+                layer.keeps_last_pass = True
             self._set_chunk_size(model, generation_config, model_kwargs, num_prompt, num_cached)
         return None if makes_cache else original(model, generation_config, model_kwargs, *others)
 

@@ -74,11 +74,7 @@ def _passes_queries(deal: Deal, query: Tensor, layer: TreeCacheLayer, ranges: Ke
 
 
 def _pass_queries(
-    deal: Deal,
-    query: Tensor,
-    layer: TreeCacheLayer,
-    ranges: KeyRanges,
-    keywords: Mapping[str, Any],
+    deal: Deal, query: Tensor, layer: TreeCacheLayer, ranges: KeyRanges, keywords: Mapping[str, Any]
 ) -> Iterator[_Piece]:
     rank, ranks = deal.shard.rank, range(deal.shard.world_size)
     others = [r for r in ranks if r != rank]
@@ -115,11 +111,7 @@ def _pass_queries(
 
 
 def _pass_keys(
-    deal: Deal,
-    query: Tensor,
-    layer: TreeCacheLayer,
-    ranges: KeyRanges,
-    keywords: Mapping[str, Any],
+    deal: Deal, query: Tensor, layer: TreeCacheLayer, ranges: KeyRanges, keywords: Mapping[str, Any]
 ) -> Iterator[_Piece]:
     shard, rank, ranks = deal.shard, deal.shard.rank, range(deal.shard.world_size)
     batch, num_heads_q, num_tokens, _ = query.shape

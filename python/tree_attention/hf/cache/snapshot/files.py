@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...._json import open_regular
 from ....exchange import Signature, on_every_rank, sentence
+from ....ops import append_kv
 from ....sharding import ShardLayout
 from .index import (
     INDEX,
@@ -160,11 +161,6 @@ def _read_tensors(cache: TreeCache, path: Path, index: Index) -> None:
             f"TreeCache.load: {path} holds {len(index.layers)} layers, and the model has "
             f"{len(cache.kv_layers)}"
         )
-    if cache.max_length is not None and any(index.first_slots):
-        raise ValueError(
-            f"TreeCache.load: {path} holds the last slots of layers with a sliding window, which "
-            "keep all slots in a cache with max_length; load it without"
-        )
     # What the next token sees must be there: all slots, or those of its window.
     most = [max(0, index.length - (layer.window or index.length)) for layer in cache.kv_layers]
     if len(index.first_slots) != len(most) or not all(
@@ -172,23 +168,20 @@ def _read_tensors(cache: TreeCache, path: Path, index: Index) -> None:
         for first, limit in zip(index.first_slots, most, strict=True)
     ):
         raise ValueError(
-            f"TreeCache.load: {path / INDEX} is damaged: first_slots of the layers must be slots "
-            f"up to {most}, got {index.first_slots}"
+            f"TreeCache.load: {path / INDEX} lacks slots that the cache needs, with deterministic "
+            f"all: first_slots of the layers must be slots up to {most}, got {index.first_slots}"
         )
     _check_sizes(path, index)
     shard.check_holds(index.length)
-    if cache.max_length is not None and index.length > cache.max_length:
-        raise ValueError(
-            f"TreeCache.load: {path} holds {index.length} tokens, more than max_length = "
-            f"{cache.max_length}"
-        )
     slots, owners = {}, {}
-    for first in {*index.first_slots}:
+    pairs = zip(cache.kv_layers, index.first_slots, strict=True)
+    firsts = [layer.first_kept(first, index.length) for layer, first in pairs]
+    for first in {*firsts}:
         slots[first] = shard.layout.local_slots(shard.rank, first, index.length)
         owners[first] = source.owner(slots[first])
     with torch.inference_mode(False), torch.no_grad():
-        layers = [*zip(cache.kv_layers, index.layers, index.first_slots, strict=True)]
-        for layer, kinds, first in layers:
+        layers = [*zip(cache.kv_layers, index.layers, index.first_slots, firsts, strict=True)]
+        for layer, kinds, _, first in layers:
             _allocate(layer, first, index.length, kinds)
         for rank, file in enumerate(index.files):
             rows = {first: (owner == rank).nonzero()[:, 0] for first, owner in owners.items()}
@@ -196,10 +189,10 @@ def _read_tensors(cache: TreeCache, path: Path, index: Index) -> None:
                 continue
             place = path / file.name
             with _opened(place, file.sha256, source) as handle:
-                for i, (layer, kinds, first) in enumerate(layers):
+                for i, (layer, kinds, saved, first) in enumerate(layers):
                     if len(rows[first]) == 0:
                         continue
-                    begin = source.count(rank, first)
+                    begin = source.count(rank, saved)
                     count = source.count(rank, index.length) - begin
                     found = {
                         name: _tensor(place, handle, f"layers.{i}.{name}", kind, count)
@@ -207,7 +200,8 @@ def _read_tensors(cache: TreeCache, path: Path, index: Index) -> None:
                     }
                     local = source.count(rank, slots[first][rows[first]]) - begin
                     part = {name: x.index_select(2, local) for name, x in found.items()}
-                    _put(layer, rows[first], part, kv_dtype_of(kinds))
+                    places = layer.places(rows[first] + shard.count(first))
+                    _put(layer, places, part, kv_dtype_of(kinds))
     for layer in cache.kv_layers:
         layer.length = index.length
 
@@ -244,25 +238,26 @@ def _allocate(layer: TreeCacheLayer, first: int, length: int, kinds: Kinds) -> N
         dtype = dtype if saved is None else torch.float32
         return torch.empty((batch, num_heads_kv, 0, head_dim), dtype=dtype, device="cpu")
 
-    layer.first = layer.length = first
+    layer.first, layer.length = first, length
     layer.dropped = layer.shard.count(first)
     layer.lazy_initialization(empty("keys"), empty("values"))
     layer.grow(layer.shard.count(length))
 
 
 def _put(
-    layer: TreeCacheLayer, rows: Tensor, part: Mapping[str, Tensor], saved: torch.dtype | None
+    layer: TreeCacheLayer, places: Tensor, part: Mapping[str, Tensor], saved: torch.dtype | None
 ) -> None:
-    """Writes what was saved of some slots into these rows of a layer."""
+    """Writes what was saved of some slots to these places of a layer."""
     if layer.kv_dtype == saved:
         for name, target in layer.buffers().items():
-            target[:, :, rows] = part[name]
+            target[:, :, places] = part[name]
         return
     keys, values = part["keys"], part["values"]
     if saved is not None:
         keys = keys.float() * part["k_scale"][..., None]
         values = values.float() * part["v_scale"][..., None]
-    layer.quantise(keys, values, rows)
+    slots = places.expand(len(keys), -1)
+    append_kv(keys, values, layer.keys, layer.values, slots, **layer.scales())
 
 
 def _regular(path: Path) -> BinaryIO:

@@ -35,26 +35,28 @@ def reshard(cache: TreeCache, layout: ShardLayout) -> None:
 
     (new, length), _ = on_every_rank("TreeCache.reshard", old.comm, old.timeout, check)
     cache.shard = new
-    for layer in cache.kv_layers:
-        layer.shard = new  # for which it makes its buffers
+    firsts = {layer.first for layer in cache.kv_layers if old.world_size > 1}
     # Tensors made in inference mode could not be written to outside of it.
     with torch.inference_mode(False), torch.no_grad():
-        for first in sorted({layer.first for layer in cache.kv_layers if old.world_size > 1}):
+        for first in sorted(firsts):
             _move(cache, old, first, length)
+    for layer in cache.kv_layers:
+        layer.shard = new
 
 
 def _move(cache: TreeCache, old: Shard, first: int, length: int) -> None:
     """Gives the slots of [first, length) to the layers that begin there."""
     new, count = cache.shard, length - first
     moves = Moves(old, (old.layout, first), (new.layout, first), count)
-    begin, end, dropped = old.count(first), old.count(length), new.count(first)
+    dropped = new.count(first)
     places = (("slots", (first, length)), ("layouts", (old.layout, new.layout)))
     for layer in cache.kv_layers:
         if layer.first != first or not layer.is_initialized:
             continue
-        capacity, moved = layer.capacity(new.count(length)) - dropped, {}
+        held, moved = layer.held(), {}
         for name, x in layer.buffers().items():
-            held = x[:, :, begin - layer.dropped : end - layer.dropped]
             kind = (("dtype", x.dtype), ("shape", (*x.shape[:2], *x.shape[3:])))
-            moved[name] = moves.apply("reshard", (*places, *kind), held, capacity)
+            moved[name] = moves.apply("reshard", (*places, *kind), x[:, :, held])
+        layer.first, layer.shard = first, new  # for which it makes its buffers
         layer.hold(moved, dropped)
+        layer.grow(new.count(length))
