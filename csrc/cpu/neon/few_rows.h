@@ -89,13 +89,13 @@ inline void split_weights(const float* weights, uint16x8_t* terms) {
   }
 }
 
-// acc [kRows, padded(head_dim)] = rescale * acc + terms, of which kTerms are used, times the values
-// of `num_quads` times kQuadKeys keys.
+// acc [kRows, padded_to_pieces(head_dim)] = rescale * acc + terms, of which kTerms are used, times
+// the values of `num_quads` times kQuadKeys keys.
 template <int kRows, int kTerms, typename T>
 inline void sum_matrices(const T* const* v, int num_quads, const uint16x8_t* terms,
                          const float* rescale, int64_t head_dim, float* acc) {
   constexpr int kPairs = (kRows + 1) / 2, kSums = kPieceElements / 2;
-  const int64_t stride = padded(head_dim);
+  const int64_t stride = padded_to_pieces(head_dim);
   const auto sum_piece = [=](int64_t d, const auto& loads) __attribute__((always_inline)) {
     Vec sums[kPairs][kSums];
     for (int pair = 0; pair < kPairs; ++pair) {
@@ -113,17 +113,15 @@ inline void sum_matrices(const T* const* v, int num_quads, const uint16x8_t* ter
         }
       }
     }
-    const auto add_row = [&](int row, int num_vectors) __attribute__((always_inline)) {
+    for (int row = 0; row < kRows; ++row) {
       const Vec factor = broadcast(rescale[row]);
       float* out = acc + row * stride + d;
-      for (int i = 0; i < num_vectors; ++i) {
+      for (int i = 0; i < kSums / 2; ++i) {
         const Vec a = sums[row / 2][2 * i], b = sums[row / 2][2 * i + 1];
         const Vec of_row = row % 2 == 0 ? first_halves(a, b) : last_halves(a, b);
         store(out + i * kLanes, fma(load(out + i * kLanes), factor, of_row));
       }
-    };
-    const bool whole = d + kPieceElements <= stride;  // else its first half
-    for (int row = 0; row < kRows; ++row) whole ? add_row(row, 4) : add_row(row, 2);
+    }
   };
   for_pieces(head_dim, PieceLoader<T>(), sum_piece);
 }
@@ -139,7 +137,7 @@ template <typename T>
 class MatrixAttention : RowsAttention<T> {
  public:
   MatrixAttention(const DecodeParams& p, const Rows& rows, void* workspace)
-      : RowsAttention<T>(p, rows, workspace),
+      : RowsAttention<T>(p, rows, workspace, padded_to_pieces(p.head_dim_v)),
         zeros_(reinterpret_cast<BFloat16*>(state_.end)),
         k_copies_(zeros_ + padded_to_pieces(p.head_dim_v)),
         v_copies_(k_copies_ + kStepKeys * padded_to_pieces(p.head_dim)) {
@@ -148,7 +146,7 @@ class MatrixAttention : RowsAttention<T> {
 
   static size_t workspace_bytes(const DecodeParams& p, int64_t num_rows) {
     const int64_t k_size = padded_to_pieces(p.head_dim), v_size = padded_to_pieces(p.head_dim_v);
-    return row_state_bytes(p, num_rows) +
+    return row_state_bytes(p, num_rows, v_size) +
            (v_size + kStepKeys * (k_size + v_size)) * sizeof(BFloat16);
   }
 
@@ -215,7 +213,7 @@ class MatrixAttention : RowsAttention<T> {
     for_row_blocks(row_begin, row_end, [&]<int kRows>(int64_t row) {
       uint16x8_t terms[kQuads * 2 * ((kRows + 1) / 2)];
       split_weights<kRows>(state_.scores + row * kStepKeys, terms);
-      float* acc = state_.acc + row * padded(p_.head_dim_v);
+      float* acc = state_.acc + row * state_.stride;
       if (weights_need_two_terms(p_)) {
         sum_matrices<kRows, 2>(v, num_quads, terms, rescale + row, p_.head_dim_v, acc);
       } else {
