@@ -5,6 +5,7 @@ take, at a commit without changes, with the same torch as all others."""
 import re
 import runpy
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ def check(page: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert re.fullmatch("[0-9a-f]{10}", found["commit"]), found["commit"]
     module, arguments = program_and_arguments(found["command"])
     patch.setattr("sys.argv", [module, *arguments, "--unheard-of"])
+    patch.setattr("sys.path", sys.path.copy())  # whose first folder a program replaces
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(module, run_name="__main__")
     assert ended.value.code == 2
