@@ -256,7 +256,7 @@ REFUSED: tuple[Refusal, ...] = (
         },
     ),
     Refusal(
-        "layers keep a state beside their keys",
+        "layers keep a state as well as keys",
         _KINDS_OF_LAYERS,
         {"Falcon-H1": _refused("FalconH1Config")},
     ),
