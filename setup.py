@@ -54,6 +54,8 @@ CUDA_SOURCES = [  # and those that csrc/cuda/decode/instances.py writes
 ]
 DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0a"  # A100; H100, H200
 MINIMUM_TORCH = (2, 11)
+# Releases of torch between which an extension without CUDA may move: docs/wheels.md has the proof.
+INTERCHANGEABLE_TORCH = (("2.11", "2.12"), ("2.13", "2.14", "2.15"))
 
 
 def flag(name: str, default: str, allowed: tuple[str, ...]) -> str:
@@ -95,10 +97,25 @@ def choose_cuda() -> bool:
     return use_cuda
 
 
+def torch_releases(use_cuda: bool) -> tuple[str, ...]:
+    """The releases of torch that the extension runs with: metadata and extension name them."""
+    own = ".".join(torch.__version__.split(".")[:2])
+    spans = (span for span in INTERCHANGEABLE_TORCH if own in span and not use_cuda)
+    return next(spans, (own,))
+
+
+def torch_requirement(releases: tuple[str, ...]) -> str:
+    major, minor = releases[-1].split(".")
+    return f"torch>={releases[0]},<{major}.{int(minor) + 1}"
+
+
 def extension(use_cuda: bool):
     debug = flag("DEBUG", "0", ("0", "1")) == "1"
     optimisation = ["-O0", "-g", "-UNDEBUG"] if debug else ["-O3", "-g1"]
-    macros = [("TREE_ATTENTION_TORCH_VERSION", f'"{torch.__version__}"')]
+    macros = [
+        ("TREE_ATTENTION_TORCH_VERSION", f'"{torch.__version__}"'),
+        ("TREE_ATTENTION_TORCH_RELEASES", f'"{", ".join(torch_releases(use_cuda))}"'),
+    ]
     # -fopenmp is for the compiler only, so that at::parallel_for, which is inlined here, forks
     # threads. The linker does not get it: libgomp's symbols come from the copy that torch ships,
     # and a process never holds two OpenMP runtimes.
@@ -137,4 +154,9 @@ def extension(use_cuda: bool):
 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MINIMUM_TORCH:
     sys.exit(f"tree_attention: torch >= 2.11 is required, got {torch.__version__}")
 
-setup(ext_modules=[extension(choose_cuda())], cmdclass={"build_ext": BuildExtension})
+use_cuda = choose_cuda()
+setup(
+    ext_modules=[extension(use_cuda)],
+    cmdclass={"build_ext": BuildExtension},
+    install_requires=[torch_requirement(torch_releases(use_cuda)), "numpy", "rich>=13"],
+)

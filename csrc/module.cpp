@@ -23,7 +23,8 @@
 // python/tree_attention/_loader.py reads this text from the file before it loads the module: one
 // that was built for another torch may not load at all.
 [[gnu::used]] static const char kBuiltFor[] =
-    "tree_attention is built for torch " TREE_ATTENTION_TORCH_VERSION;
+    "tree_attention is built for torch " TREE_ATTENTION_TORCH_VERSION
+    " and runs with " TREE_ATTENTION_TORCH_RELEASES;
 
 namespace {
 

@@ -3,6 +3,7 @@
 // The table of contents: every operator, its schema and its backends.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/stable/library.h>
 #include <torch/library.h>
 
 #include "cpu/append.h"
@@ -37,7 +38,8 @@ void refuse_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 }  // namespace
 
-TORCH_LIBRARY(tree_attention, m) {
+// Of torch's two ways to define a schema this one has the same symbol in 2.11 and 2.12.
+STABLE_TORCH_LIBRARY(tree_attention, m) {
   m.def("lean_decode(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
   m.def("lean_decode.out(" TREE_ATTENTION_DECODE_ARGUMENTS ", Tensor(a!) o, Tensor(b!) lse) -> ()");
   m.def(

@@ -25,7 +25,7 @@ at::Tensor lean_schedule(const at::Tensor& num_tiles, int64_t num_workers) {
   const int64_t num_outputs = tiles.numel();
   std::vector<int64_t> tile_offsets(num_outputs + 1, 0);
   for (int64_t output = 0; output < num_outputs; ++output) {
-    const int64_t count = tiles.const_data_ptr<int32_t>()[output];
+    const int64_t count = elements<int32_t>(tiles)[output];
     TORCH_CHECK(count >= 0, kOp, ": num_tiles must not be negative, got ", count, " for output ",
                 output);
     tile_offsets[output + 1] = tile_offsets[output] + count;

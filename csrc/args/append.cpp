@@ -96,7 +96,7 @@ AppendParams prepare_append(const AppendArgs& args) {
 
   params.k = append_tensor(k, k_cache, k_scale);
   if (v) params.v = append_tensor(*v, *v_cache, v_scale);
-  params.slots = slots.const_data_ptr<int64_t>();
+  params.slots = elements<int64_t>(slots);
   params.slots_stride[0] = slots.stride(0);
   params.slots_stride[1] = slots.stride(1);
   params.batch = k.size(0);

@@ -37,6 +37,13 @@ inline DataType kv_data_type(at::ScalarType kv_dtype, DataType dtype) {
                                           : dtype;
 }
 
+// The elements of a tensor whose dtype has been checked. torch's own const_data_ptr<T>() has
+// another symbol in 2.11 than in later releases.
+template <typename T>
+const T* elements(const at::Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
 struct ArgumentChecks {
   const char* op;
 

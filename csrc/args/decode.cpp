@@ -69,7 +69,7 @@ void check_pages(DecodeParams& params, const DecodeArgs& args) {
             "page_table must have shape [batch, pages] or [batch, num_heads_kv, pages] with batch ",
             batch, " and num_heads_kv ", num_heads_kv, ", got ", table.sizes());
   kCheck.last_axis("page_table", table);
-  params.page_table = table.const_data_ptr<int32_t>();
+  params.page_table = elements<int32_t>(table);
   params.page_table_stride[0] = table.stride(0);
   params.page_table_stride[1] = per_head ? table.stride(1) : 0;
   params.page_size = kCheck.to_int32("page_size", args.k.size(2));
@@ -86,7 +86,7 @@ void check_scales(DecodeParams& params, const DecodeArgs& args) {
     if (!scale) return;
     kCheck.device(name, *scale, "q", args.q);
     copy_strides(strides, *scale);
-    data = scale->const_data_ptr<float>();
+    data = elements<float>(*scale);
   };
   set("k_scale", args.k_scale, params.k_scale, params.k_scale_stride);
   set("v_scale", args.v_scale, params.v_scale, params.v_scale_stride);
@@ -100,7 +100,7 @@ void check_key_ranges(DecodeParams& params, const DecodeArgs& args) {
   kCheck.device("key_ranges", ranges, "q", args.q);
   kCheck.shape("key_ranges", "[batch, seqlen_q, 2]", ranges, {args.q.size(0), args.q.size(2), 2});
   kCheck.last_axis("key_ranges", ranges);
-  params.key_ranges = ranges.const_data_ptr<int32_t>();
+  params.key_ranges = elements<int32_t>(ranges);
   params.key_ranges_stride[0] = ranges.stride(0);
   params.key_ranges_stride[1] = ranges.stride(1);
 }
@@ -136,7 +136,7 @@ void check_scores(DecodeParams& params, const DecodeArgs& args) {
     kCheck.device("query_positions", positions, "q", args.q);
     kCheck.shape("query_positions", "[batch, seqlen_q]", positions,
                  {args.q.size(0), args.q.size(2)});
-    params.query_positions = positions.const_data_ptr<int64_t>();
+    params.query_positions = elements<int64_t>(positions);
     params.query_positions_stride[0] = positions.stride(0);
     params.query_positions_stride[1] = positions.stride(1);
   }
@@ -147,7 +147,7 @@ void check_scores(DecodeParams& params, const DecodeArgs& args) {
     kCheck.device("alibi_slopes", slopes, "q", args.q);
     kCheck.shape("alibi_slopes", "[num_heads_q]", slopes, {args.q.size(1)});
     kCheck.last_axis("alibi_slopes", slopes);
-    params.alibi_slopes = slopes.const_data_ptr<float>();
+    params.alibi_slopes = elements<float>(slopes);
   }
 }
 

@@ -59,7 +59,7 @@ MergeCall prepare(const at::Tensor& o_parts, const at::Tensor& lse_parts, const 
   call.lse = lse.defined() ? lse : at::empty(lse_parts.sizes().slice(1), lse_parts.options());
 
   params.o_parts = call.o_parts.const_data_ptr();
-  params.lse_parts = call.lse_parts.const_data_ptr<float>();
+  params.lse_parts = elements<float>(call.lse_parts);
   params.o = call.o.data_ptr();
   params.lse = call.lse.data_ptr<float>();
   for (int axis = 0; axis < 2; ++axis) {

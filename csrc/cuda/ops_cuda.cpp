@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "append/append_kv.cuh"
+#include "args/checks.h"
 #include "args/host_values.h"
 #include "checks.h"
 #include "decode/check_pages.cuh"
@@ -51,7 +52,7 @@ void check_slots_on_device(AppendParams params) {
       at::from_blob(const_cast<int64_t*>(params.slots), {params.batch, params.tokens},
                     params.slots_stride, at::device(at::kCUDA).dtype(at::kLong))
           .cpu();
-  params.slots = slots.const_data_ptr<int64_t>();
+  params.slots = elements<int64_t>(slots);
   std::copy_n(slots.strides().begin(), 2, params.slots_stride);
   check_slots(params);
 }

@@ -27,11 +27,11 @@ def load() -> ModuleType:
 def load_from(directory: Path) -> ModuleType:
     """Loads the extension in `directory`; its ImportError says how to rebuild it."""
     path = _find(directory)
-    built_for = torch_version_of(path)
+    built_for, releases = torch_versions_of(path)
     # A torch release keeps its C++ interface over patch releases and CUDA flavours, which therefore
     # get their chance to load.
-    if _release(built_for) != _release(torch.__version__):
-        raise ImportError(_other_torch(built_for))
+    if ".".join(torch.__version__.split(".")[:2]) not in releases.split(", "):
+        raise ImportError(_other_torch(built_for, releases))
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None and spec.loader is not None
     try:
@@ -39,18 +39,21 @@ def load_from(directory: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except ImportError as error:
         if built_for != torch.__version__:
-            raise ImportError(f"{_other_torch(built_for)} ({error})") from error
+            raise ImportError(f"{_other_torch(built_for, releases)} ({error})") from error
         raise ImportError(
             f"tree_attention: the extension does not load: {error}. Rebuild it: {rebuild_command()}"
         ) from error
     return module
 
 
-def torch_version_of(path: Path) -> str:
-    """The torch that the extension was compiled against, read from the file without loading it."""
+def torch_versions_of(path: Path) -> tuple[str, str]:
+    """The torch that the extension was compiled against, and the releases that setup.py lets it run
+    with, as "2.13, 2.14": read from the file without loading it."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        match = re.search(rb"tree_attention is built for torch ([^\0]+)\0", data)
-        return match.group(1).decode() if match else "unknown"
+        match = re.search(
+            rb"tree_attention is built for torch (\S+) and runs with ([^\0]+)\0", data
+        )
+        return (match[1].decode(), match[2].decode()) if match else ("unknown", "unknown releases")
 
 
 def rebuild_command() -> str:
@@ -77,12 +80,8 @@ def _find(directory: Path) -> Path:
     raise ImportError(f"tree_attention: the extension {reason}. Build it: {rebuild_command()}")
 
 
-def _other_torch(built_for: str) -> str:
+def _other_torch(built_for: str, releases: str) -> str:
     return (
-        f"tree_attention: the extension is built for torch {built_for}, but torch "
-        f"{torch.__version__} is installed. Rebuild it: {rebuild_command()}"
+        f"tree_attention: the extension is built for torch {built_for} and runs with {releases}, "
+        f"but torch {torch.__version__} is installed. Rebuild it: {rebuild_command()}"
     )
-
-
-def _release(version: str) -> list[str]:
-    return version.split("+")[0].split(".")[:2]

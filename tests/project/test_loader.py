@@ -13,12 +13,15 @@ import torch
 from tree_attention import _loader
 
 SUFFIX = EXTENSION_SUFFIXES[0]
-RELEASE = torch.__version__.split("+")[0]
+VERSION = torch.__version__.split("+")[0]
+RELEASE = ".".join(VERSION.split(".")[:2])
 
 
-def write_extension(directory: Path, torch_version: str, suffix: str = SUFFIX) -> None:
+def write_extension(
+    directory: Path, torch_version: str, releases: str = RELEASE, suffix: str = SUFFIX
+) -> None:
     """A file that carries the version marker of an extension and cannot be loaded."""
-    marker = f"\0tree_attention is built for torch {torch_version}\0"
+    marker = f"\0tree_attention is built for torch {torch_version} and runs with {releases}\0"
     (directory / f"_C{suffix}").write_bytes(marker.encode().ljust(4096))
 
 
@@ -41,16 +44,28 @@ def test_extension_of_another_python_is_named(tmp_path):
 
 
 def test_extension_of_another_torch_names_both_versions(tmp_path):
-    write_extension(tmp_path, "1.0.0+cpu")
+    write_extension(tmp_path, "1.0.0+cpu", "1.0, 1.1")
     text = message(tmp_path)
-    assert f"built for torch 1.0.0+cpu, but torch {torch.__version__} is installed" in text
+    assert "built for torch 1.0.0+cpu and runs with 1.0, 1.1, but torch" in text
+    assert f"but torch {torch.__version__} is installed" in text
     assert text.endswith("setup.py build_ext --inplace")
 
 
+def test_extension_of_a_neighbouring_release_is_loaded(tmp_path):
+    """It gets as far as the system's loader, which refuses the file for what it holds."""
+    write_extension(tmp_path, "1.0.0", f"1.0, {RELEASE}, 9.9")
+    assert "invalid ELF header" in message(tmp_path)
+
+
+def test_release_must_be_named_in_full(tmp_path):
+    write_extension(tmp_path, "1.0.0", f"1.0, {RELEASE}0, 1{RELEASE}")
+    assert f"runs with 1.0, {RELEASE}0, 1{RELEASE}, but torch" in message(tmp_path)
+
+
 def test_other_flavour_of_the_same_torch_is_named_when_it_does_not_load(tmp_path):
-    write_extension(tmp_path, f"{RELEASE}+other")
+    write_extension(tmp_path, f"{VERSION}+other")
     text = message(tmp_path)
-    assert f"built for torch {RELEASE}+other, but torch {torch.__version__} is installed" in text
+    assert f"built for torch {VERSION}+other and runs with {RELEASE}, but torch" in text
     assert "invalid ELF header" in text
 
 
@@ -61,7 +76,8 @@ def test_damaged_extension_gives_the_loader_s_reason(tmp_path):
 
 def test_extension_without_a_version_is_refused(tmp_path):
     (tmp_path / f"_C{SUFFIX}").write_bytes(b"not ELF")
-    assert f"built for torch unknown, but torch {torch.__version__}" in message(tmp_path)
+    text = message(tmp_path)
+    assert "built for torch unknown and runs with unknown releases, but torch" in text
 
 
 def test_rebuild_command_outside_a_checkout_uses_pip(tmp_path, monkeypatch):
@@ -69,10 +85,18 @@ def test_rebuild_command_outside_a_checkout_uses_pip(tmp_path, monkeypatch):
     assert "pip install --no-build-isolation --no-deps --force-reinstall" in message(tmp_path)
 
 
-def test_real_extension_carries_the_version_it_was_built_for():
+def test_real_extension_carries_the_versions_it_was_built_for():
     extension = _loader.load()
-    path = _loader.PACKAGE / f"_C{SUFFIX}"
-    assert _loader.torch_version_of(path) == extension.build_info()["torch_version"]
+    built_for, releases = _loader.torch_versions_of(_loader.PACKAGE / f"_C{SUFFIX}")
+    assert built_for == extension.build_info()["torch_version"]
+    assert ".".join(built_for.split(".")[:2]) in releases.split(", ")
+
+
+def test_real_extension_has_no_symbol_that_changed_between_interchangeable_releases():
+    """torch 2.12 renamed two of 2.11's; a build on either must find what it calls in both."""
+    data = (_loader.PACKAGE / f"_C{SUFFIX}").read_bytes()
+    assert b"const_data_ptrI" not in data, "TensorBase::const_data_ptr<T>(): see elements()"
+    assert b"5torch7Library4_defE" not in data, "Library::def(): see STABLE_TORCH_LIBRARY"
 
 
 def test_process_holds_one_openmp_runtime():

@@ -62,10 +62,10 @@ OneShotParams prepare_one_shot(const at::Tensor& o, const at::Tensor& lse,
 
   OneShotParams params{};
   params.o = o.const_data_ptr();
-  params.lse = lse.const_data_ptr<float>();
+  params.lse = elements<float>(lse);
   params.out_o = out_o.data_ptr();
   params.out_lse = out_lse.data_ptr<float>();
-  params.buffers = buffers.const_data_ptr<int64_t>();
+  params.buffers = elements<int64_t>(buffers);
   params.control = static_cast<OneShotControl*>(control.data_ptr());
   params.host = static_cast<OneShotHost*>(host.data_ptr());
   params.slot_bytes = slot_bytes;
