@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The build's choices and the contents of the source distribution."""
+"""The build's choices, and what the distributions contain and require."""
 
 import os
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -35,7 +36,7 @@ CUDAExtension = CppExtension
 
 @pytest.fixture
 def run_setup(tmp_path):
-    def run(*, torch="2.15.0+cu132", cuda="13.2", nvcc="13.0", **variables):
+    def run(*command, torch="2.15.0+cu132", cuda="13.2", nvcc="13.0", **variables):
         (tmp_path / "torch" / "utils").mkdir(parents=True)
         (tmp_path / "torch" / "__init__.py").write_text(FAKE_TORCH.format(version=torch, cuda=cuda))
         (tmp_path / "torch" / "utils" / "__init__.py").touch()
@@ -49,7 +50,7 @@ def run_setup(tmp_path):
         environment = {k: v for k, v in os.environ.items() if k not in ours} | variables
         environment |= {"PYTHONPATH": str(tmp_path), "CUDA_HOME": str(tmp_path / "cuda")}
         return subprocess.run(
-            [sys.executable, "setup.py", "--name"],
+            [sys.executable, "setup.py", *(command or ("--name",))],
             cwd=ROOT,
             env=environment,
             capture_output=True,
@@ -137,6 +138,56 @@ def test_every_source_is_built(run_setup):
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize(
+    ("torch", "cuda", "requirement"),
+    [
+        ("2.11.0", None, "torch<2.13,>=2.11"),
+        ("2.12.1+cpu", None, "torch<2.13,>=2.11"),
+        ("2.14.1", None, "torch<2.16,>=2.13"),
+        ("2.15.0+cu132", "13.2", "torch<2.16,>=2.15"),
+        ("2.99.0", None, "torch<2.100,>=2.99"),
+    ],
+)
+def test_metadata_require_the_torch_that_the_extension_runs_with(
+    run_setup, tmp_path, torch, cuda, requirement
+):
+    """The version is tagged as in scripts/wheels: two wheels for one Python need two names."""
+    named = tmp_path / "named.cfg"
+    named.write_text("[egg_info]\ntag_build = +torch2.1\n")
+    made = run_setup(
+        *("egg_info", "--egg-base", tmp_path),
+        torch=torch,
+        cuda=cuda,
+        DIST_EXTRA_CONFIG=str(named),
+    )
+    first = requirement.split(">=")[1]
+    assert f"TREE_ATTENTION_TORCH_RELEASES', '\"{first}" in output(made)
+    lines = (tmp_path / "tree_attention.egg-info" / "PKG-INFO").read_text().splitlines()
+    assert f"Version: {tree_attention.__version__}+torch2.1" in lines
+    assert [line for line in lines if line.startswith("Requires-Dist: torch")] == [
+        f"Requires-Dist: {requirement}"
+    ]
+
+
+def test_table_of_tried_releases_is_what_setup_promises():
+    """In docs/wheels.md every pair within a span works, and no other."""
+    spans = runpy.run_path(str(ROOT / "scripts" / "wheels"))["spans"]()
+    text = (ROOT / "docs" / "wheels.md").read_text()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith(("| built", "| 2."))
+    ]
+    releases = rows[0][1:]
+    assert releases == [release for span in spans for release in span]
+    assert [row[0] for row in rows[1:]] == releases
+    for built, *cells in rows[1:]:
+        for ran, cell in zip(releases, cells, strict=True):
+            together = any(built in span and ran in span for span in spans)
+            assert (cell == "works") == together, (built, ran, cell)
+
+
+@pytest.mark.deep
 def test_source_distribution_is_complete(tmp_path):
     commands = f"--quiet egg_info --egg-base {tmp_path} sdist --dist-dir {tmp_path}"
     subprocess.run(
@@ -158,7 +209,9 @@ def test_source_distribution_is_complete(tmp_path):
     needed |= {"setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"}
     needed |= {"python/tree_attention/py.typed"}
     assert needed <= contained, needed - contained
-    assert not {name for name in contained if name.endswith((".so", ".o", ".pyc"))}
+    assert not {name for name in contained if name.endswith((".so", ".o", ".pyc", ".png"))}
+    assert not {name for name in contained if name.startswith("benchmarks/results")}
+    assert archive.stat().st_size < 5e6
 
 
 def test_benchmarks_are_not_installed(tmp_path):
