@@ -64,7 +64,7 @@ class Code:
     softmax: int = 124  # of 16 rows and 16 keys
 
 
-# Of the peak, which a kernel that only reads reaches: 4.3 of 4.8 TB/s, an assumption until the
+# Share of the peak that a kernel which only reads reaches: 4.3 of 4.8 TB/s, an assumption until the
 # probe of `python benchmarks/decode.py --device cuda` has run.
 READ_SHARE = 4.3 / 4.8
 H200 = Gpu(

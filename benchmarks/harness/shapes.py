@@ -9,7 +9,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
-    # Of keys and values alone, by the names that caches have for them.
+    # Dtypes of keys and values alone, by the names that caches have for them.
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
 }

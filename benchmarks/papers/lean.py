@@ -91,14 +91,14 @@ FIGURE_10 = (
     Case("10", 32, 51 * K),
     Case("10", 32, 114 * K, over_fa2=4.0, over_flash_decoding=1.06),
 )
-# Those whose shape the paper gives (a context of 8c and B of 7b apart), at long contexts: what the
+# Cases whose shape the paper gives (a context of 8c and B of 7b apart), at long contexts: what the
 # lone share is fitted to.
 KNOWN = tuple(
     case
     for case in FIGURE_7 + FIGURE_8 + FIGURE_10
     if case.over_fa2 and case.keys >= 64 * K and "heads" not in case.assumed
 )
-# Of an SM's rate, what FlashAttention-2's only block on it reached: fitted to the paper.
+# Share of an SM's rate that FlashAttention-2's only block on it reached: fitted to the paper.
 LONE = 0.79
 FITTED = replace(ASSUMED, lone=LONE)
 

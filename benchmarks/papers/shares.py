@@ -36,7 +36,7 @@ OURS, THEIRS = "ours", "sdpa"
 SHARE = 0.8  # "more than 80 %" with 64 prompt tokens for each new one, and more with fewer
 FIGURE_10 = 50_000, 1_000, 1.26  # prompt, new tokens, speedup over FlashAttention-2 on an A100
 
-# Of each implementation: seconds until the first token, and between one token and the next.
+# Seconds until the first token, and between one token and the next, of each implementation.
 Times = Mapping[str, tuple[float, Sequence[float]]]
 
 

@@ -19,7 +19,7 @@
 #include "cpu/bf16/few_rows.h"
 #include "cpu/bf16/kernels.h"
 #include "cpu/bf16/many_rows.h"
-#include "cpu/vector/in_order.h"
+#include "cpu/bf16/terms.h"
 
 namespace tree_attention::cpu {
 namespace {
@@ -32,13 +32,7 @@ struct FewRows {
   template <typename T>
   static void attend(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace,
                      float* o, float* lse) {
-    if constexpr (kIsBfloat16<T>) {
-      if (p.dtype == DataType::kBFloat16 &&
-          PairAttention<T>(p, rows, workspace).run(keys, o, lse)) {
-        return;
-      }
-    }
-    InOrderAttention<T>(p, rows, workspace).run(keys, o, lse);
+    attend_few_rows<PairAttention, T>(p, rows, keys, workspace, o, lse);
   }
 };
 

@@ -5,6 +5,8 @@
 
 #include "common/decode_params.h"
 #include "common/dtype.h"
+#include "common/rows.h"
+#include "cpu/vector/in_order.h"
 #include "cpu/vector/keys.h"
 
 namespace tree_attention::cpu {
@@ -18,6 +20,17 @@ constexpr bool kIsBfloat16 = kIsScaled<T> || __is_same(T, BFloat16);
 // keeps more digits, weights are two terms, off by 2^-17.
 inline bool weights_need_two_terms(const DecodeParams& p) {
   return p.out_dtype != DataType::kBFloat16;
+}
+
+// Kernels::attend of few rows with keys of type T: Products<T>, where they take the call and find
+// no NaN that may be their own, else products of float32.
+template <template <typename> typename Products, typename T>
+inline void attend_few_rows(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace,
+                            float* o, float* lse) {
+  if constexpr (kIsBfloat16<T>) {
+    if (p.dtype == DataType::kBFloat16 && Products<T>(p, rows, workspace).run(keys, o, lse)) return;
+  }
+  InOrderAttention<T>(p, rows, workspace).run(keys, o, lse);
 }
 
 }  // namespace

@@ -10,8 +10,8 @@
 #endif
 
 #define TREE_ATTENTION_SIMD "cpu/vector/simd_neon.h"
+#include "cpu/bf16/terms.h"
 #include "cpu/neon/few_rows.h"
-#include "cpu/vector/in_order.h"
 #include "cpu/vector/kernels.h"
 
 namespace tree_attention::cpu {
@@ -20,13 +20,7 @@ namespace {
 inline void attend_in_matrices(const DecodeParams& p, const Rows& rows, KeyRange keys,
                                void* workspace, float* o, float* lse) {
   with_kv_dtype(p.kv_dtype, [&]<typename T>() {
-    if constexpr (kIsBfloat16<T>) {
-      if (p.dtype == DataType::kBFloat16 &&
-          MatrixAttention<T>(p, rows, workspace).run(keys, o, lse)) {
-        return;
-      }
-    }
-    InOrderAttention<T>(p, rows, workspace).run(keys, o, lse);
+    attend_few_rows<MatrixAttention, T>(p, rows, keys, workspace, o, lse);
   });
 }
 
