@@ -27,6 +27,7 @@ CPU_SOURCES = [
     "csrc/cpu/append.cpp",
     "csrc/cpu/decode.cpp",
     "csrc/cpu/digest.cpp",
+    "csrc/cpu/experts.cpp",
     "csrc/cpu/instruction_set.cpp",
     "csrc/cpu/merge.cpp",
     "csrc/cpu/shared_memory.cpp",

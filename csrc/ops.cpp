@@ -8,6 +8,7 @@
 
 #include "cpu/append.h"
 #include "cpu/decode.h"
+#include "cpu/experts.h"
 #include "cpu/merge.h"
 #include "operators.h"
 #include "schedule.h"
@@ -56,6 +57,9 @@ STABLE_TORCH_LIBRARY(tree_attention, m) {
       "slot_mapping, "
       "*, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, bool paged=False) -> ()");
   m.def("lean_schedule(Tensor num_tiles, int num_workers) -> Tensor");
+  m.def(
+      "linear_of_experts(Tensor x, Tensor experts, Tensor weight, Tensor? scale, int front, bool "
+      "is_transposed) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
@@ -65,6 +69,7 @@ TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
   m.impl("merge_states.out", MergeStates<cpu::merge_states>::run_out);
   m.impl("append_kv", append_kv<cpu::append_kv>);
   m.impl("lean_schedule", lean_schedule);
+  m.impl("linear_of_experts", cpu::linear_of_experts);
 }
 
 #ifdef TREE_ATTENTION_WITH_CUDA

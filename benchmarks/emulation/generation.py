@@ -160,13 +160,13 @@ def by(decode: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
     def attend(
         query: Tensor,
         layer: TreeCacheLayer,
-        ranges: KeyRanges,
         is_head_sharded: bool,
+        ranges: KeyRanges,
         out_dtype: torch.dtype,
         keywords: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         if query.shape[2] > 1:
-            return over_shard(query, layer, ranges, is_head_sharded, out_dtype, keywords)
+            return over_shard(query, layer, is_head_sharded, ranges, out_dtype, keywords)
         shard = layer.shard
         local_ranges = ranges.local(shard.layout, shard.rank)
         options = {"group": shard.comm, "timeout": shard.timeout, **keywords}

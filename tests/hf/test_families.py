@@ -30,7 +30,6 @@ from hf_families import (
     Refusal,
     make_model,
 )
-from test_split_errors import NOT_SPLIT
 from tree_attention import BlockCyclic, hf
 
 ROOT = Path(__file__).parents[2]
@@ -118,10 +117,6 @@ def page_lists() -> str:
             "",
             _wrapped(
                 f"With layers that keep a state, the same on every rank: {', '.join(HYBRIDS)}."
-            ),
-            "",
-            _wrapped(
-                f"Not split are the weights of: {', '.join(NOT_SPLIT)}. Their caches are sharded."
             ),
             "",
             "| refused | because |",

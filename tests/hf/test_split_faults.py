@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,7 +26,7 @@ pytest.importorskip("transformers")
 from faults import AMPLE, Once, before_operation
 from split_models import make_model, make_prompts
 from tree_attention import ExchangeError, hf
-from tree_attention.hf import tensor_parallel
+from tree_attention.hf.weights.checkpoint import filling
 
 TIMEOUT, SLACK = 2.0, 2.0
 # What the ranks exchange in a forward pass of two layers, by number: embedding, two times merge,
@@ -37,6 +38,7 @@ CASES = tiers_of(
     [
         (2, 1, "kill", "loading"),
         (3, 1, "stop", "loading"),
+        (2, 1, "kill", "quantising"),
         (2, 1, "stop", "merge"),
         (4, 2, "kill", "merge"),
         (4, 2, "stop", "sum"),
@@ -58,18 +60,21 @@ def _run(
     """Seconds from the last sign of life to the error, and the error."""
     # What is imported and set up once is, now, however long it takes.
     model = hf.from_pretrained(path, tensor_parallel_size=size, timeout=AMPLE)
-    if where == "loading":
-        load = tensor_parallel.fill
+    if where in ("loading", "quantising"):
+        weights = "int8" if where == "quantising" else None
+        load, remaining = filling.set_tensor, iter(range(9))
 
-        def lost_in_loading(*args: object, **options: object) -> None:
-            load(*args, **options)
-            if rank == victim:
+        def lost_in_loading(*args: Any) -> None:
+            load(*args)
+            if rank == victim and next(remaining, None) is None:
                 _lose(how)
 
-        with mock.patch.object(tensor_parallel, "fill", lost_in_loading):
+        with mock.patch.object(filling, "set_tensor", lost_in_loading):
             begin = time.monotonic()
             with pytest.raises(ExchangeError) as raised:
-                hf.from_pretrained(path, tensor_parallel_size=size, timeout=TIMEOUT)
+                hf.from_pretrained(
+                    path, tensor_parallel_size=size, timeout=TIMEOUT, weights=weights
+                )
             return time.monotonic() - begin, str(raised.value)
     prompts = make_prompts()
     model.generate(**prompts, max_new_tokens=4)

@@ -21,7 +21,7 @@ def load(path: Path, **options: Any) -> Any:
     """The model of a checkpoint, loaded with `options` of `from_pretrained`, or UsageError."""
     from transformers import AutoModelForCausalLM
 
-    from ..hf.weights.checkpoint import some
+    from ..hf.weights.checkpoint.reading import some
 
     with damages_named(path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -81,7 +81,7 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from ..hf.weights.checkpoint_files import check_config_file
+    from ..hf.weights.checkpoint.files import check_config_file
 
     logging.disable_progress_bar()  # which transformers shows while it loads the weights
     if not (path / "config.json").exists():

@@ -19,7 +19,7 @@ from .masks import KeyRanges
 from .prompts.split_attention import attend_split
 from .prompts.token_split import current_deal
 from .weights.mesh import Mesh
-from .weights.split import mesh_of
+from .weights.split import mesh_of, own_heads
 
 # Each rank keeps one send buffer as large as the largest state and world_size more to receive into.
 # The state of a forward pass over many queries is exchanged in pieces of at most this size.
@@ -49,25 +49,25 @@ def tree_attention_forward(
     """
     ranges = _checked(query, attention_mask, dropout, kwargs)
     mesh = mesh_of(module)
+    own = own_heads(module, query.shape[1])
     # A sink scales what all ranks have merged, which is rounded to query's dtype after that.
     out_dtype = query.dtype if s_aux is None else torch.float32
     keywords: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
     if not isinstance(key, KVShard):
-        o, lse = _unsharded(query, key, value, ranges, mesh, out_dtype, keywords)
+        o, lse = _unsharded(query, key, value, ranges, own, out_dtype, keywords)
     else:
         if mesh is not None:
             _check_place(key.layer.shard, mesh)
         attend = functools.partial(
             _over_shard,
             ranges=ranges,
-            is_head_sharded=mesh is not None and mesh.context_size > 1,
             out_dtype=out_dtype,
             keywords=keywords,
         )
         if isinstance(key.layer, LatentLayer):
-            o, lse = attend_to_latents(module, query, key.layer, attend)
+            o, lse = attend_to_latents(module, query, key.layer, attend, own)
         else:
-            o, lse = attend(query, key.layer)
+            o, lse = attend(query, key.layer, own is not None)
     if s_aux is not None:
         weight = torch.sigmoid(lse - s_aux.to(lse.dtype)[None, :, None])
         o = (o * weight[..., None]).to(query.dtype)
@@ -79,27 +79,25 @@ def _unsharded(
     key: Tensor,
     value: Tensor,
     ranges: KeyRanges,
-    mesh: Mesh | None,
+    own: tuple[int, int] | None,
     out_dtype: torch.dtype,
     keywords: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Attention to plain tensors, with the heads that this rank goes on with."""
+    """Attention to plain tensors, with all heads or with this rank's `own`."""
     if ranges.kv_length != key.shape[2]:
         raise _wrong_length(ranges, key.shape[2])
     if not torch.compiler.is_compiling() and dist.is_initialized():
         _warn_if_not_sharded(dist.get_world_size())
     o, lse = lean_decode(query, key, value, ranges.whole(), out_dtype=out_dtype, **keywords)
-    if mesh is None or mesh.context_size == 1:
-        return o, lse
-    begin, end = mesh.own_heads(query.shape[1])
-    return o[:, begin:end], lse[:, begin:end]
+    heads = slice(*own or (None,))
+    return o[:, heads], lse[:, heads]
 
 
 def _over_shard(
     query: Tensor,
     layer: TreeCacheLayer,
-    ranges: KeyRanges,
     is_head_sharded: bool,
+    ranges: KeyRanges,
     out_dtype: torch.dtype,
     keywords: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:

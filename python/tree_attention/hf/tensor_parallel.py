@@ -16,10 +16,13 @@ from .._json import read_json_object
 from ..exchange import DEFAULT_TIMEOUT, Signature, check_timeout, on_every_rank
 from .checks.fingerprint import digest_parameters, digest_tensors
 from .enable import check_model, disable, enable, is_enabled
-from .weights.checkpoint import Checkpoint, fill, find_file
-from .weights.checkpoint_files import check_config_file
+from .weights.checkpoint.files import check_config_file, find_file
+from .weights.checkpoint.filling import Filling
+from .weights.checkpoint.reading import Checkpoint
+from .weights.experts import choose_experts
 from .weights.mesh import Mesh
 from .weights.plan import WeightPlan, plan
+from .weights.quantised import SCHEMES
 from .weights.split import attach, mesh_of, split
 
 
@@ -30,6 +33,7 @@ def from_pretrained(
     tensor_parallel_size: int = 1,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    weights: str | None = None,
     **enable_options: Any,
 ) -> PreTrainedModel:
     """Loads a checkpoint whose weights are split over the ranks of a group, and enables it.
@@ -40,12 +44,17 @@ def from_pretrained(
         enable(parallelize(model, group=group, tensor_parallel_size=...), **enable_options)
 
     Collective. Each rank reads its parts alone: it needs memory for these and one more tensor.
+    Weights that are published in blocks of FP8 or in MXFP4 become numbers of `dtype`.
 
     Args:
         path: a directory with config.json and safetensors files, or a name on the Hugging Face Hub.
         group, tensor_parallel_size: see `parallelize`.
         dtype: dtype of the weights, by default the checkpoint's.
         device: where the weights go, by default the CPU.
+        weights: "int8" or "int4" quantises linear layers and experts while they are read, and
+            activations stay as they are: int8 with a scale for each output, int4 with one for each
+            128 inputs of an output, both symmetric. The embedding, the head, norms and routers keep
+            their dtype. On the CPU. None, the default, quantises nothing.
         enable_options: see `enable`. Its `timeout` is also the longest that a rank waits for others
             to have loaded theirs.
 
@@ -65,12 +74,19 @@ def from_pretrained(
             "from_pretrained: dtype must be a floating dtype of torch, or None for the "
             f"checkpoint's, got {dtype!r}"
         )
+    if weights is not None and weights not in SCHEMES:
+        raise ValueError(
+            f"from_pretrained: weights must be one of {', '.join(SCHEMES)} or None, got {weights!r}"
+        )
+    place = torch.device("cpu" if device is None else device)
+    if weights is not None and place.type != "cpu":
+        raise ValueError(f"from_pretrained: weights={weights!r} is for the CPU, got device {place}")
     timeout = check_timeout("from_pretrained", enable_options.get("timeout", DEFAULT_TIMEOUT))
     inspect.signature(enable).bind(None, **enable_options)  # TypeError for unknown names
     mesh = Mesh(group, tensor_parallel_size, timeout, op="from_pretrained")
 
     def load() -> tuple[Signature, PreTrainedModel]:
-        return _load(path, mesh, dtype, torch.device("cpu" if device is None else device))
+        return _load(path, mesh, dtype, place, weights)
 
     model, _ = on_every_rank("from_pretrained", mesh.calls, timeout, load)
     return enable(model, **enable_options)
@@ -84,14 +100,15 @@ def parallelize(
     Collective: every rank has the same whole model before, and its parts of it afterwards. World
     size is tensor_parallel_size times the size of a context group. Heads of queries, keys and
     values are split inside a tensor group, whose ranks are consecutive, and the slots of the cache
-    over a context group; o_proj, the MLP, the embedding and lm_head over all ranks. A forward pass
-    exchanges partial states of attention once a layer, and sums twice. Norms and experts of
-    mixtures stay whole. Call `enable(model)` afterwards, which takes its groups from here.
+    over a context group; o_proj, MLPs, each expert along its inner width, the embedding and lm_head
+    over all ranks. A forward pass exchanges partial states of attention once a layer, and sums
+    twice. Norms, routers, projections into latents, and layers with a state stay whole. Call
+    `enable(model)` afterwards, which takes its groups from here.
 
     Args:
         group: process group, by default the world.
         tensor_parallel_size: number of ranks in a tensor group; divides the world size and the
-            number of heads of keys and values.
+            number of heads of keys and values, or of queries where heads share latents.
 
     Returns:
         `model` itself, in eval mode, its attention `"tree_attention"`.
@@ -118,12 +135,17 @@ def parallelize(
     model.set_attn_implementation("tree_attention")
     if made is not None:
         split(model, mesh, made)
+    choose_experts(model)
     attach(model.eval(), mesh, made, digest)
     return model
 
 
 def _load(
-    path: str | Path, mesh: Mesh, dtype: torch.dtype | None, device: torch.device
+    path: str | Path,
+    mesh: Mesh,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    weights: str | None,
 ) -> tuple[Signature, PreTrainedModel]:
     """The signature of the whole weights of a checkpoint, and the model with this rank's parts."""
     file = find_file(path, "config.json")
@@ -131,12 +153,9 @@ def _load(
         raise OSError(f"from_pretrained: {path} has no config.json")
     check_config_file(file, "from_pretrained: the configuration")
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"from_pretrained: the weights in {path} are quantized, which is not supported; "
-            "quantize no weights, or load the model with transformers, and call enable(model)"
-        )
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(path, config.to_dict().get("quantization_config") or {})
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the model that is made no weight is quantised
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,
@@ -151,11 +170,20 @@ def _load(
             if re.search(pattern, name):
                 parameter.data = parameter.data.to(kept)
     tensors = checkpoint.tensors(model)
-    digest = digest_tensors(tensors.items(), reads_all=False)
+    digest = digest_tensors(checkpoint.files.items(), reads_all=False)
     made = _plan(model, mesh)
+    chosen = plan(model, mesh) if made is None and weights is not None else made
+    if weights is not None and chosen is not None and not chosen.linears:
+        raise ValueError(
+            f"from_pretrained: {type(model).__name__} has no torch.nn.Linear that weights="
+            f"{weights!r} could quantise; leave weights out"
+        )
     if made is not None:
         split(model, mesh, made)
-    fill(model, tensors, {} if made is None else made.cuts, device, show=mesh.rank == 0)
+    cuts = {} if made is None else made.cuts
+    kinds = (frozenset[str](),) * 2 if chosen is None else (chosen.linears, chosen.experts)
+    Filling(cuts, weights, *kinds, device).fill(model, tensors, show=mesh.rank == 0)
+    choose_experts(model)
     file = find_file(path, "generation_config.json")
     if file is not None:
         # transformers says of a damaged one that there is none.

@@ -29,7 +29,7 @@ def find_model(name: str) -> Model:
     try:
         from transformers import AutoConfig
 
-        from ..hf.weights.checkpoint_files import check_config_file
+        from ..hf.weights.checkpoint.files import check_config_file
 
         check_config_file(path / "config.json", "the configuration")
         config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
@@ -108,17 +108,27 @@ def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str]:
     """Return the weights, the number of sums of a split model, and why it cannot be split."""
     from torch import nn
 
+    from ..hf.weights.checkpoint.formats import check_format
     from ..hf.weights.mesh import Mesh
-    from ..hf.weights.plan import KEY_VALUE, QUERY, CannotSplitError, plan
+    from ..hf.weights.plan import CannotSplitError, plan
 
     cut, sums, not_split = frozenset[str](), 0, ""
+    by_heads: dict[str, str] = {}  # kinds of the parameters that tensor_parallel_size divides
     try:
         made = plan(model, Mesh(None, 1, op="plan"))
         cut, sums = frozenset(made.cuts), len(made.summed)
+        for path, heads in made.heads.items():
+            for child in heads.projections:
+                kind = "kv" if child in ("k_proj", "v_proj") else "q"
+                by_heads |= {f"{path}.{child}.{x}": kind for x in ("weight", "bias")}
     except CannotSplitError as error:
         not_split = _reason(error)
-    if is_quantized := getattr(config, "quantization_config", None) is not None:
-        not_split = f"{type(model).__name__} cannot be split: it has a quantization_config"
+    quantization = config.to_dict().get("quantization_config") or {}
+    try:
+        check_format(type(model).__name__, quantization)
+    except ValueError as error:
+        not_split = _reason(error)
+    is_read_as_numbers = quantization and not not_split
     kinds = ("q", "kv", "split", "whole", "vectors", "head", "embedding", "experts")
     counts = dict.fromkeys(kinds, 0)
     head, num_experts, chosen = model.get_output_embeddings(), 1, 1
@@ -136,18 +146,23 @@ def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str]:
                 raise ValueError(f"it has experts, and of {named} its config.json has none")
             chosen = int(getattr(config, fields[0]))
         elif path in cut:
-            child = module.rpartition(".")[2]
-            kind = {QUERY: "q", **dict.fromkeys(KEY_VALUE, "kv")}.get(child, "split")
+            kind = by_heads.get(path, "split")
         else:
             kind = "whole" if parameter.dim() > 1 else "vectors"
         counts[kind] += parameter.numel()
     weights = Weights(**counts, num_experts=num_experts, chosen=chosen)
-    if stored:
+    if stored and not is_read_as_numbers:
         others = BF16 * (weights.total - weights.experts)
         each = stored / weights.total, stored / weights.total
-        if weights.experts and is_quantized and stored > others:  # experts alone are quantized
+        if weights.experts and quantization and stored > others:  # experts alone are quantized
             each = BF16, (stored - others) / weights.experts
-        weights = replace(weights, itemsize=each[0], expert_itemsize=each[1])
+        itemsize, expert_itemsize = each
+        weights = replace(
+            weights,
+            itemsize=itemsize,
+            matrix_itemsize=itemsize,
+            expert_itemsize=expert_itemsize,
+        )
     return weights, sums, not_split
 
 

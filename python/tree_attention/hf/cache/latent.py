@@ -73,23 +73,28 @@ def attend_to_latents(
     module: Any,
     query: Tensor,
     layer: LatentLayer,
-    attend: Callable[[Tensor, Any], tuple[Tensor, Tensor]],
+    attend: Callable[[Tensor, Any, bool], tuple[Tensor, Tensor]],
+    own_heads: tuple[int, int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one module, by `attend` of queries to a layer over all its ranks; `o [batch,
-    num_heads_q, seqlen_q, v_head_dim]` and `lse`."""
-    if _pays_to_expand(module, query, layer):
-        # Columns of keys without a position are there twice: beside the values, and in the keys.
-        columns = 2 * module.qk_nope_head_dim + module.qk_rope_head_dim + module.v_head_dim
-        head_bytes = query.shape[0] * layer.kv_length * columns * query.itemsize
-        heads = max(1, _MAX_EXPANDED_BYTES // head_bytes)
-        pieces = [
-            attend(q, _ExpandedLayer(layer, module, weight, query.dtype))
-            for q, weight in zip(query.split(heads, 1), _weight(module).split(heads), strict=True)
-        ]
-        o, lse = (torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True))
-        return o, lse
-    o, lse = attend(_absorb(module, query), layer)
-    return _expand(module, o), lse
+    """Attention of one module, by `attend` of queries to a layer over all its ranks, with all heads
+    or with `own_heads` alone; `o [batch, num_heads, seqlen_q, v_head_dim]` and `lse`."""
+    is_head_sharded, weight = own_heads is not None, _weight(module)
+    if not _pays_to_expand(module, query, layer):
+        o, lse = attend(_absorb(module, query), layer, is_head_sharded)
+        return _expand(module, o, weight[slice(*own_heads or (None,))]), lse
+    # Columns of keys without a position are there twice: beside the values, and in the keys.
+    columns = 2 * module.qk_nope_head_dim + module.qk_rope_head_dim + module.v_head_dim
+    head_bytes = query.shape[0] * layer.kv_length * columns * query.itemsize
+    heads = max(1, _MAX_EXPANDED_BYTES // head_bytes)
+    if heads >= query.shape[1]:
+        return attend(query, _ExpandedLayer(layer, module, weight, query.dtype), is_head_sharded)
+    pieces = [
+        attend(q, _ExpandedLayer(layer, module, its_weight, query.dtype), False)
+        for q, its_weight in zip(query.split(heads, 1), weight.split(heads), strict=True)
+    ]
+    own = slice(*own_heads or (None,))
+    o, lse = (torch.cat(parts, dim=1)[:, own] for parts in zip(*pieces, strict=True))
+    return o, lse
 
 
 class _ExpandedLayer:
@@ -139,13 +144,13 @@ def _absorb(module: Any, query: Tensor) -> Tensor:
     return torch.cat((product.transpose(0, 1), rope), dim=3)
 
 
-def _expand(module: Any, o: Tensor) -> Tensor:
-    """Sums of values from sums of latents `[batch, num_heads_q, seqlen_q, kv_lora_rank]`."""
-    batch, num_heads_q, seqlen_q, _ = o.shape
-    weight = _weight(module)[:, module.qk_nope_head_dim :]
+def _expand(module: Any, o: Tensor, weight: Tensor) -> Tensor:
+    """Sums of values from sums of latents `[batch, num_heads, seqlen_q, kv_lora_rank]`."""
+    batch, num_heads, seqlen_q, _ = o.shape
+    weight = weight[:, module.qk_nope_head_dim :]
     # With the weight on the right, torch would transpose it in a copy in bfloat16 and float16.
     product = torch.bmm(weight, _by_head(o).transpose(1, 2))
-    return product.view(num_heads_q, -1, batch, seqlen_q).permute(2, 0, 3, 1)
+    return product.view(num_heads, -1, batch, seqlen_q).permute(2, 0, 3, 1)
 
 
 def check_latents(model: PreTrainedModel) -> None:

@@ -19,11 +19,11 @@ from ...exchange import (
     resolve_group,
     sentence,
 )
+from .parts import Range
 
 # A slice of an axis begins at a multiple of this, so that rows of 16-bit values stay aligned.
 _GRANULE = 16
 
-Range = tuple[int, int]
 # Every sub-group has connections and threads of its own, so models share those of their group. By
 # the group and the sub-group's ranks in the world.
 _sub_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]]

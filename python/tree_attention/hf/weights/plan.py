@@ -1,33 +1,52 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which weights of a model are split, and along which axis: from the model's own plan.
+"""Which weights of a model are split, and along which axis, by the names of its linear layers.
 
-transformers gives each architecture a `base_model_tp_plan`: "colwise" modules give a slice of their
-features, and the "rowwise" module beside them takes that slice and is summed over ranks.
+Attention is cut by heads (`heads`), each MLP and each expert along its inner width, the embedding
+and the head along the vocabulary. Layers that keep a state, routers and norms stay whole.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from .heads import (
+    LATENT,
+    HeadSplit,
+    OtherAttentionError,
+    axes_of,
+    is_attention,
+    is_rms_norm,
+    split_heads,
+    why_not_linear,
+)
 from .mesh import Mesh
+from .parts import Cut, Range
 
-# Styles of small modules, which stay whole, and of the embedding, which is split without a plan.
-_SKIPPED = {"replicated_with_grad_allreduce", "sequence_parallel", "embedding_rowwise"}
-QUERY, KEY_VALUE = "q_proj", ("k_proj", "v_proj")
-# For families that plan their experts alone (GPT-OSS).
-_ATTENTION_PLAN = {
-    **{f"layers.*.self_attn.{name}": "colwise" for name in (QUERY, *KEY_VALUE)},
-    "layers.*.self_attn.o_proj": "rowwise",
-}
-# A parameter of attention modules with one value for each query head (GPT-OSS).
-_SINKS = "sinks"
+# The linear layers of an MLP: those that give its inner features, or several of them one behind the
+# other, and the one that takes them.
+_MLPS = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("up_proj",), "down_proj"),
+    (("w1", "w3"), "w2"),
+    (("input_linear",), "output_linear"),
+    (("fc1",), "fc2"),
+    (("c_fc",), "c_proj"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
+)
+_EXPERTS = ("gate_up_proj", "up_proj"), "down_proj"
+# Blocks of experts whose output is a linear function of what these children give, so that one sum
+# serves all of them. Any other child, like a norm, may need a sum of its own before it.
+_ROUTED, _SHARED = "experts", ("shared_experts", "shared_expert")
+_MIXTURE = {_ROUTED, *_SHARED, "gate", "router", "shared_expert_gate"}
+# Experts of LongCat-Flash that hand on what they get.
+_IDENTITY = "identity_expert"
 
 
 class CannotSplitError(ValueError):
@@ -35,31 +54,18 @@ class CannotSplitError(ValueError):
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The part [begin, end) that this rank keeps of an axis of a parameter, and zeros behind it."""
-
-    dim: int
-    begin: int
-    end: int
-    zeros: int = 0
-
-    def of(self, whole: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A copy of the part of `whole`, in memory of its own."""
-        shape = list(whole.shape)
-        size = self.end - self.begin
-        shape[self.dim] = size + self.zeros
-        part = torch.zeros(shape, dtype=dtype, device=device)
-        part.narrow(self.dim, 0, size).copy_(whole.narrow(self.dim, self.begin, size))
-        return part
-
-
-@dataclass(frozen=True)
 class WeightPlan:
     """The part of each module that every rank gets, by the module's name."""
 
     cuts: Mapping[str, Cut]  # by parameter; of others, all
-    attentions: tuple[str, ...]
-    summed: tuple[str, ...]  # linear layers whose results are added over the ranks
+    heads: Mapping[str, HeadSplit]
+    summed: tuple[str, ...]  # modules whose results are added over the ranks
+    # Norms over features that are split, and how many ranks hold the same of them.
+    norms: Mapping[str, int]
+    sizes: Mapping[str, Mapping[str, Any]]  # attributes that are other than in the whole module
+    silent: tuple[str, ...]  # modules that give zeros here, as the first rank gives what they do
+    linears: frozenset[str]  # weights of linear layers that may have fewer bits
+    experts: frozenset[str]  # and tensors of experts
     embedding: str
     head: str
 
@@ -74,106 +80,139 @@ class _Planner:
         self._model, self._mesh = model, mesh
         self._modules: dict[str, Any] = dict(model.named_modules())
         self._cuts: dict[str, Cut] = {}
+        self._heads: dict[str, HeadSplit] = {}
+        self._summed: list[str] = []
+        self._norms: dict[str, int] = {}
+        self._sizes: dict[str, Mapping[str, Any]] = {}
+        self._silent: list[str] = []
+        self._linears: set[str] = set()
+        self._experts: set[str] = set()
 
     def plan(self) -> WeightPlan:
-        if getattr(self._model.config, "kv_lora_rank", None) is not None:
-            raise self._refusal("the attention", "latents have no heads of keys and values")
-        attentions, summed = [], []
-        for parent, styles in self._styles().items():
-            columns = [f"{parent}.{name}" for name, style in styles.items() if style == "colwise"]
-            rows = [f"{parent}.{name}" for name, style in styles.items() if style == "rowwise"]
-            if not columns or len(rows) != 1:
-                raise self._refusal(
-                    parent, f"of {', '.join(styles)} its plan makes {len(rows)} rowwise, not one"
-                )
-            for name in (*columns, *rows):
-                module = self._modules[name]
-                kind = type(module)
-                if kind is not nn.Linear:
-                    found = f"it is no torch.nn.Linear, but {kind.__module__}.{kind.__qualname__}"
-                    if hasattr(module, "base_layer"):
-                        found += "; merge the adapter into the weights first, with merge_and_unload"
-                    raise self._refusal(name, found)
-                weight = module.weight
-                if hasattr(weight, "__tensor_flatten__"):
-                    raise self._refusal(name, f"its weight is quantised: {type(weight).__name__}")
-            (row,) = rows
-            summed.append(row)
-            if f"{parent}.{QUERY}" in columns:
-                attentions.append(parent)
-                self._cut_attention(parent, columns, row)
-            else:
-                self._cut_features(parent, columns, row)
-        if not attentions:
-            raise self._refusal("the attention", "its base_model_tp_plan names no q_proj")
-        return WeightPlan(self._cuts, tuple(attentions), tuple(summed), *self._cut_vocabulary())
+        for name, module in self._modules.items():
+            if is_attention(module):
+                self._cut_attention(name, module)
+            elif (found := _mlp_of(module)) is not None:
+                self._cut_features(name, *found)
+            elif _are_experts(module):
+                self._cut_experts(name, module)
+        if not self._heads:
+            raise self._refusal("the model", "it has no attention whose projections are known")
+        self._join_sums()
+        vocabulary = self._cut_vocabulary()
+        return WeightPlan(
+            self._cuts,
+            self._heads,
+            tuple(self._summed),
+            self._norms,
+            self._sizes,
+            tuple(self._silent),
+            frozenset(self._linears),
+            frozenset(self._experts),
+            *vocabulary,
+        )
 
-    def _styles(self) -> dict[str, dict[str, str]]:
-        """The styles that the model's plan gives to modules which are there, by their parents."""
-        config = self._model.config
-        patterns = getattr(config, "base_model_tp_plan", None)
-        if patterns is None and getattr(config, "base_model_ep_plan", None) is not None:
-            patterns = _ATTENTION_PLAN
-        if not patterns:
-            raise self._refusal("the model", "its configuration has no base_model_tp_plan")
-        prefix = f"{self._model.base_model_prefix}."
-        found: dict[str, dict[str, str]] = {}
-        for name in self._modules:
-            # The plan has a star for the number of a layer.
-            style = patterns.get(re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix(prefix)))
-            # Experts stay whole: which of them a token needs is known only as it runs.
-            if style is None or style in _SKIPPED or ".experts" in name:
+    def _cut_attention(self, name: str, attention: Any) -> None:
+        try:
+            found = split_heads(attention, self._mesh, type(self._model).__name__)
+        except OtherAttentionError as error:
+            raise self._refusal(f"{name}.{error.child}".rstrip("."), str(error)) from error
+        self._heads[name] = found
+        for child in (*found.projections, found.output, *found.shared):
+            self._check_linear(f"{name}.{child}")
+        # Attention multiplies queries by the weight out of latents.
+        self._linears.discard(f"{name}.{LATENT}.weight")
+        self._cuts |= {f"{name}.{own}": cut for own, cut in found.cuts.items()}
+        self._add_up(f"{name}.{found.output}")
+        self._norms |= {f"{name}.{own}": self._mesh.context_size for own in found.norms}
+        self._sizes |= {f"{name}.{own}".rstrip("."): x for own, x in found.sizes.items() if x}
+
+    def _cut_features(self, name: str, columns: tuple[str, ...], row: str) -> None:
+        row = f"{name}.{row}"
+        for child in (*(f"{name}.{column}" for column in columns), row):
+            self._check_linear(child)
+        linear = self._modules[row]
+        size = linear.weight.shape[axes_of(linear)[1]]
+        part = self._mesh.slice(size)
+        for column in (f"{name}.{column}" for column in columns):
+            self._cut_linear(column, self._ranges(column, size, part))
+        self._cuts[f"{row}.weight"] = Cut(axes_of(self._modules[row])[1], (part,))
+        self._add_up(row)
+        for child, module in self._modules[name].named_children():
+            for own, parameter in module.named_parameters():
+                path = f"{name}.{child}.{own}"
+                if path in self._cuts or path == f"{row}.bias" or size not in parameter.shape:
+                    continue
+                if not (is_rms_norm(module) and parameter.shape == (size,)):
+                    found = f"its shape {list(parameter.shape)} is not independent of the slice"
+                    raise self._refusal(path, found)
+                self._cuts[path] = Cut(0, (part,))
+                self._norms[f"{name}.{child}"] = 1
+
+    def _ranges(self, name: str, size: int, part: Range) -> tuple[Range, ...]:
+        """The rows of a linear layer that give a part of `size` features, once or several times."""
+        linear = self._modules[name]
+        outputs = linear.weight.shape[axes_of(linear)[0]]
+        if outputs % size:
+            raise self._refusal(name, f"it has {outputs} outputs, which are no multiple of {size}")
+        begin, end = part
+        return tuple((first + begin, first + end) for first in range(0, outputs, size))
+
+    def _cut_experts(self, name: str, experts: Any) -> None:
+        """Cuts each expert along its inner width, so that one token is equal work for all ranks."""
+        if getattr(experts, "has_post_expert_norm", False):
+            raise self._refusal(name, "a norm of each expert's output needs all of its inner width")
+        is_transposed = getattr(experts, "is_transposed", False)
+        columns = next(x for x in _EXPERTS[0] if hasattr(experts, x))
+        rows = _EXPERTS[1]
+        dim = 1 if is_transposed else 2
+        size = getattr(experts, rows).shape[dim]
+        outputs = getattr(experts, columns).shape[3 - dim]
+        begin, end = part = self._mesh.slice(size)
+        if outputs == 2 * size and not getattr(experts, "is_concatenated", True):
+            ranges: tuple[Range, ...] = ((2 * begin, 2 * end),)
+        elif outputs in (size, 2 * size):
+            ranges = tuple((first + begin, first + end) for first in range(0, outputs, size))
+        else:
+            found = f"it has {outputs} outputs and {rows} takes {size}"
+            raise self._refusal(f"{name}.{columns}", found)
+        cuts = {columns: Cut(3 - dim, ranges), rows: Cut(dim, (part,))}
+        cuts[f"{columns}_bias"] = Cut(1, ranges)
+        for own, parameter in experts.named_parameters():
+            if own == f"{rows}_bias":
+                cuts[own] = self._once(parameter)
+            elif own not in cuts:
+                raise self._refusal(f"{name}.{own}", "no such parameter of experts is known")
+            self._cuts[f"{name}.{own}"] = cuts[own]
+        if hasattr(experts, "is_transposed"):  # those whose product can be chosen
+            self._experts |= {f"{name}.{columns}", f"{name}.{rows}"}
+        if hasattr(experts, _IDENTITY) and self._mesh.rank > 0:
+            self._silent.append(f"{name}.{_IDENTITY}")
+        self._summed.append(name)
+
+    def _add_up(self, name: str) -> None:
+        """Adds up the outputs of a linear layer, and its bias on the first rank alone."""
+        if getattr(self._modules[name], "bias", None) is not None:
+            self._cuts[f"{name}.bias"] = self._once(self._modules[name].bias)
+        self._summed.append(name)
+
+    def _once(self, bias: Tensor) -> Cut:
+        """A vector, or one for each expert, that only the first rank adds."""
+        size = bias.shape[-1]
+        dim = bias.dim() - 1
+        return Cut(dim, ((0, size),)) if self._mesh.rank == 0 else Cut(dim, (), zeros=size)
+
+    def _join_sums(self) -> None:
+        """One sum for the experts that a router chooses and those that all tokens share."""
+        for name, block in self._modules.items():
+            children = dict(block.named_children())
+            shared = [child for child in _SHARED if children.get(child) is not None]
+            if f"{name}.{_ROUTED}" not in self._summed or len(shared) != 1:
                 continue
-            if style not in ("colwise", "rowwise"):
-                raise self._refusal(name, f"its plan must be colwise or rowwise, got {style!r}")
-            parent, _, child = name.rpartition(".")
-            found.setdefault(parent, {})[child] = style
-        return found
-
-    def _cut_attention(self, parent: str, columns: list[str], row: str) -> None:
-        attention, mesh = self._modules[parent], self._mesh
-        if {name.rpartition(".")[2] for name in columns} != {QUERY, *KEY_VALUE}:
-            names = ", ".join(columns)
-            raise self._refusal(
-                parent, f"its colwise modules are {names}, not q_proj, k_proj, v_proj"
-            )
-        head_dim = attention.head_dim
-        num_heads_q = attention.q_proj.out_features // head_dim
-        num_heads_kv = attention.k_proj.out_features // head_dim
-        if num_heads_kv % mesh.tensor_parallel_size:
-            raise ValueError(
-                f"{mesh.op}: tensor_parallel_size must divide the {num_heads_kv} heads of keys "
-                f"and values of {type(self._model).__name__}, got {mesh.tensor_parallel_size}"
-            )
-        # All ranks of a context group have the same heads of keys and values.
-        count = num_heads_kv // mesh.tensor_parallel_size
-        kv = mesh.tensor_rank * count, (mesh.tensor_rank + 1) * count
-        # The query heads that attend to these, and those of them that are this rank's afterwards.
-        first, last = (head * num_heads_q // num_heads_kv for head in kv)
-        own = tuple(first + head for head in mesh.own_heads(last - first))
-        heads = {QUERY: (num_heads_q, (first, last))}
-        heads |= dict.fromkeys(KEY_VALUE, (num_heads_kv, kv))
-        for child, (num_heads, part) in heads.items():
-            size = self._modules[f"{parent}.{child}"].out_features // num_heads
-            self._cut_linear(f"{parent}.{child}", *(size * head for head in part))
-        size = self._modules[row].in_features // num_heads_q
-        self._cuts[f"{row}.weight"] = Cut(1, *(size * head for head in own))
-        sinks = getattr(attention, _SINKS, None)
-        if sinks is not None and sinks.shape == (num_heads_q,):
-            self._cuts[f"{parent}.{_SINKS}"] = Cut(0, *own)
-        # Norms of single heads stay whole, as every head has the same; those of all heads cannot.
-        self._check_rest(parent, row, lambda shape: shape == (head_dim,), "that of one head")
-
-    def _cut_features(self, parent: str, columns: list[str], row: str) -> None:
-        size = self._modules[row].in_features
-        begin, end = self._mesh.slice(size)
-        for name in columns:
-            found = self._modules[name].out_features
-            if found != size:
-                raise self._refusal(name, f"it has {found} outputs and {row} takes {size}")
-            self._cut_linear(name, begin, end)
-        self._cuts[f"{row}.weight"] = Cut(1, begin, end)
-        self._check_rest(parent, row, lambda shape: size not in shape, "independent of the slice")
+            inner = [x for x in self._summed if x.startswith(f"{name}.{shared[0]}.")]
+            if children.keys() <= _MIXTURE and len(inner) == 1:
+                joined = {inner[0], f"{name}.{_ROUTED}"}
+                self._summed = [x for x in self._summed if x not in joined] + [name]
 
     def _cut_vocabulary(self) -> tuple[str, str]:
         """Cuts the embedding and the head, and returns their names."""
@@ -184,10 +223,10 @@ class _Planner:
         if linear.out_features != size:
             found = linear.out_features
             raise self._refusal(head, f"it has {found} outputs for a vocabulary of {size}")
-        begin, end = self._mesh.slice(size)
+        part = self._mesh.slice(size)
         # The tokens of other ranks find a row of zeros, also where the head has the same weight.
-        self._cuts[f"{embedding}.weight"] = Cut(0, begin, end, zeros=1)
-        self._cut_linear(head, begin, end, zeros=int(linear.weight is table.weight))
+        self._cuts[f"{embedding}.weight"] = Cut(0, (part,), zeros=1)
+        self._cut_linear(head, (part,), zeros=int(linear.weight is table.weight))
         return embedding, head
 
     def _name_of(self, getter: str, kind: type[nn.Module]) -> str:
@@ -196,21 +235,34 @@ class _Planner:
             raise self._refusal(getter, f"gives no {kind.__name__}, but {type(module).__name__}")
         return next(name for name, other in self._modules.items() if other is module)
 
-    def _cut_linear(self, name: str, begin: int, end: int, zeros: int = 0) -> None:
-        for parameter, _ in self._modules[name].named_parameters(recurse=False):
-            self._cuts[f"{name}.{parameter}"] = Cut(0, begin, end, zeros)
+    def _cut_linear(self, name: str, ranges: tuple[Range, ...], zeros: int = 0) -> None:
+        linear = self._modules[name]
+        self._cuts[f"{name}.weight"] = Cut(axes_of(linear)[0], ranges, zeros)
+        if linear.bias is not None:
+            self._cuts[f"{name}.bias"] = Cut(0, ranges, zeros)
+        if isinstance(linear, Conv1D):
+            self._sizes[name] = {"nf": sum(end - begin for begin, end in ranges)}
 
-    def _check_rest(
-        self, parent: str, row: str, may_be: Callable[[torch.Size], bool], what: str
-    ) -> None:
-        """Refuses parameters beside those that are cut, unless they may stay whole."""
-        for own, parameter in self._modules[parent].named_parameters():
-            name = f"{parent}.{own}"
-            if name not in self._cuts and name != f"{row}.bias" and not may_be(parameter.shape):
-                raise self._refusal(name, f"its shape {list(parameter.shape)} is not {what}")
+    def _check_linear(self, name: str) -> None:
+        module = self._modules[name]
+        if (reason := why_not_linear(module)) is not None:
+            raise self._refusal(name, reason)
+        if type(module) is nn.Linear:
+            self._linears.add(f"{name}.weight")
 
     def _refusal(self, name: str, reason: str) -> CannotSplitError:
         return CannotSplitError(
             f"{self._mesh.op}: {type(self._model).__name__} cannot be split: {name}: {reason}; "
             "use enable(model), with whole weights on every rank"
         )
+
+
+def _mlp_of(module: nn.Module) -> tuple[tuple[str, ...], str] | None:
+    """The linear layers of a module that is an MLP, or None."""
+    children = {name for name, child in module.named_children() if child is not None}
+    return next(((c, row) for c, row in _MLPS if {*c, row} <= children), None)
+
+
+def _are_experts(module: nn.Module) -> bool:
+    own = {name for name, x in module.named_parameters(recurse=False) if x.dim() == 3}
+    return _EXPERTS[1] in own and any(name in own for name in _EXPERTS[0])

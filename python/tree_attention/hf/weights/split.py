@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .heads import eps_of
 from .mesh import Mesh, slices
+from .parts import part_of
 from .plan import WeightPlan
 
 # Attributes of a split model; its attention modules have the first.
 _MESH, _PLAN, _DIGEST = "_tree_attention_mesh", "_tree_attention_plan", "_tree_attention_digest"
+# An attribute of attention modules that compute with all heads of their tensor group to the end.
+_KEEPS_ALL = "_tree_attention_keeps_all_heads"
 # A buffer of its embedding.
 _ROWS = "rows_of_tokens"
 
@@ -29,19 +33,25 @@ def split(model: PreTrainedModel, mesh: Mesh, made: WeightPlan) -> None:
     embedding: Any = model.get_submodule(made.embedding)
     head: Any = model.get_submodule(made.head)
     is_tied = head.weight is embedding.weight
+    whole_sizes = {name: model.get_parameter(f"{name}.weight").numel() for name in made.norms}
     for name, cut in made.cuts.items():
         if not (is_tied and name == f"{made.head}.weight"):
             whole = model.get_parameter(name)
-            part = cut.of(whole.detach(), whole.dtype, whole.device)
+            part = part_of(whole.detach(), cut, whole.dtype, whole.device)
             set_tensor(model, name, nn.Parameter(part))
     if is_tied:
         head.weight = embedding.weight
 
     for name in made.summed:
-        linear: Any = model.get_submodule(name)
-        if mesh.rank > 0:
-            linear.bias = None  # the first rank adds it
-        linear.register_forward_hook(functools.partial(_add_up, mesh))
+        model.get_submodule(name).register_forward_hook(functools.partial(_add_up, mesh))
+    for name, copies in made.norms.items():
+        norm, size = model.get_submodule(name), whole_sizes[name]
+        norm.register_forward_hook(functools.partial(_norm_over_ranks, mesh, size, copies))
+    for name, attributes in made.sizes.items():
+        for attribute, value in attributes.items():
+            setattr(model.get_submodule(name), attribute, value)
+    for name in made.silent:
+        model.get_submodule(name).register_forward_hook(_silence)
     parts = slices(embedding.num_embeddings, mesh.world_size)
     begin, end = parts[mesh.rank]
     # The row of each token in this rank's part; that of other ranks' tokens is one of zeros.
@@ -53,8 +63,13 @@ def split(model: PreTrainedModel, mesh: Mesh, made: WeightPlan) -> None:
     embedding.register_forward_hook(functools.partial(_add_up, mesh))
     counts = tuple(end - begin for begin, end in parts)
     head.register_forward_hook(functools.partial(_gather_logits, mesh, counts))
-    for name in made.attentions:
-        vars(model.get_submodule(name))[_MESH] = mesh
+    for name, heads in made.heads.items():
+        attention: Any = model.get_submodule(name)
+        vars(attention)[_MESH] = mesh
+        if heads.own_columns is not None:
+            vars(attention)[_KEEPS_ALL] = True
+            own = functools.partial(_own_columns, *heads.own_columns)
+            attention.get_submodule(heads.output).register_forward_pre_hook(own)
 
 
 def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
@@ -87,6 +102,14 @@ def mesh_of(module: nn.Module) -> Mesh | None:
     return vars(module).get(_MESH)
 
 
+def own_heads(module: nn.Module, num_heads_q: int) -> tuple[int, int] | None:
+    """The heads, of those of its queries, that an attention module goes on with; None for all."""
+    found = mesh_of(module)
+    if found is None or found.context_size == 1 or _KEEPS_ALL in vars(module):
+        return None
+    return found.own_heads(num_heads_q)
+
+
 def mesh(model: PreTrainedModel) -> Mesh:
     """The groups that share a split model.
 
@@ -113,13 +136,34 @@ def split_tensors(model: nn.Module) -> tuple[frozenset[str], str]:
     made: WeightPlan | None = vars(model).get(_PLAN)
     if made is None:
         return frozenset(), ""
-    biases = (f"{name}.bias" for name in made.summed)
-    rows = f"{made.embedding}.{_ROWS}"
-    return frozenset((*made.cuts, *biases, rows)), vars(model)[_DIGEST]
+    # Scales of quantised weights and experts are beside them.
+    scales = [f"{x.removesuffix('weight')}scale" for x in made.linears]
+    scales += [f"{x}_scale" for x in made.experts]
+    return frozenset((*made.cuts, *scales, f"{made.embedding}.{_ROWS}")), vars(model)[_DIGEST]
 
 
 def _add_up(mesh: Mesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return mesh.sums.all_reduce(output, timeout=mesh.timeout)
+
+
+def _norm_over_ranks(
+    mesh: Mesh, size: int, copies: int, module: nn.Module, args: tuple[Tensor, ...], output: Tensor
+) -> Tensor:
+    """Replaces the mean of squares of this rank's features by that of all `size` of them, of which
+    `copies` ranks hold each."""
+    eps = eps_of(module) or 0.0
+    squares = args[0].float().square().sum(dim=-1, keepdim=True)
+    mean = mesh.sums.all_reduce(squares, timeout=mesh.timeout) / (copies * size)
+    own = squares / args[0].shape[-1]
+    return (output.float() * ((own + eps) / (mean + eps)).sqrt()).to(output.dtype)
+
+
+def _own_columns(begin: int, end: int, module: nn.Module, args: tuple[Tensor, ...]) -> Any:
+    return args[0][..., begin:end], *args[1:]
+
+
+def _silence(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return torch.zeros_like(output)
 
 
 def _own_tokens(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

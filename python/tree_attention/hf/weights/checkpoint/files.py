@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The JSON files of a checkpoint, checked before anything is built or opened by what they say."""
+"""The files of a checkpoint, of which the JSON is checked before anything is built by it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-from ..._json import read_json_object
+from safetensors import SafetensorError, safe_open
+from transformers.utils import cached_file
+
+from ...._json import read_json_object
+from ....exchange import sentence
 
 # Fields that no model can have at 0 or below.
 _POSITIVE = {
@@ -51,3 +55,22 @@ def files_of(index: str | os.PathLike[str], what: str) -> list[str]:
             f"directory, got {reprlib.repr(names)}; copy or download it again"
         )
     return sorted({*found})
+
+
+def find_file(path: str | Path, name: str) -> Path | None:
+    """A file of a checkpoint, from the Hub if need be; None if it has no such file."""
+    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return None if file is None else Path(file)
+
+
+def opened(path: str | Path, name: str) -> Any:
+    """A safetensors file of a checkpoint, mapped into memory."""
+    file = find_file(path, name)
+    if file is None:
+        raise OSError(f"from_pretrained: {path} lacks the file {name}, which its index names")
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(
+            f"from_pretrained: {file} is damaged: {sentence(error)}; copy or download it again"
+        ) from error

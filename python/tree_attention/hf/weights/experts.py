@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Experts whose weights are read once by the tokens that were sent to them.
+
+transformers' modules of experts keep all of them in two tensors, and let the product with these be
+chosen by name. This one multiplies each expert that is hit with its tokens, of any dtype on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from .parts import Cut, Lazy, Range
+from .quantised import Matrix, front_of
+
+NAME = "tree_attention"
+
+
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Sums of the experts that each token of `hidden_states [tokens, hidden]` is sent to.
+
+    Equivalent PyTorch::
+
+        for token, choices in enumerate(top_k_index):
+            for k, expert in enumerate(choices):
+                out[token] += top_k_weights[token, k] * experts[expert](hidden_states[token])
+    """
+    if hidden_states.device.type != "cpu":
+        return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    tokens, num_choices = top_k_index.shape
+    experts = top_k_index.reshape(-1)
+    inner = _product(self, "gate_up_proj" if self.has_gate else "up_proj", hidden_states, experts)
+    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    out = _product(self, "down_proj", inner, experts)
+    out = out.view(tokens, num_choices, -1) * top_k_weights[..., None]
+    return out.sum(dim=1).to(hidden_states.dtype)
+
+
+def _product(module: Any, name: str, x: Tensor, experts: Tensor) -> Tensor:
+    """The rows of `x`, one or equally many for each choice, times the experts chosen for them."""
+    weight = getattr(module, name)
+    out = torch.ops.tree_attention.linear_of_experts(
+        x,
+        experts,
+        weight,
+        getattr(module, f"{name}_scale", None),
+        getattr(module, f"{name}_front", 0),
+        weight.is_floating_point() and module.is_transposed,
+    )
+    out = out[:, : getattr(module, f"{name}_outputs", None)]
+    bias = getattr(module, f"{name}_bias", None)
+    return out if bias is None else out + bias[experts]
+
+
+@torch.library.register_fake("tree_attention::linear_of_experts")
+def _(
+    x: Tensor,
+    experts: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    front: int,
+    is_transposed: bool,
+) -> Tensor:
+    if scale is not None and weight.dtype == torch.uint8:
+        outputs = scale.shape[2]
+    else:
+        outputs = weight.shape[2 if is_transposed else 1]
+    return x.new_empty((experts.shape[0], outputs))
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def choose_experts(model: PreTrainedModel) -> None:
+    """Lets a model's experts take `experts_forward` where nothing else was chosen."""
+    if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+        model.set_experts_implementation(NAME)
+
+
+def quantise_experts(
+    experts: Any,
+    name: str,
+    source: Lazy,
+    cut: Cut | None,
+    scheme: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """Makes one of the two tensors of experts a quantised one, with its scales beside it."""
+    is_transposed = getattr(experts, "is_transposed", False)
+    _, first, second = source.shape
+    size_out, size_in = (second, first) if is_transposed else (first, second)
+    outputs: tuple[Range, ...] = ((0, size_out),)
+    inputs = 0, size_in
+    if cut is not None and cut.dim == (2 if is_transposed else 1):
+        outputs = cut.ranges
+    elif cut is not None:
+        (inputs,) = cut.ranges
+    data, scales = [], []
+    for expert in range(source.shape[0]):
+        matrix = Matrix(source, outputs, inputs, (expert,), is_transposed)
+        made = matrix.quantised(scheme, dtype)
+        data.append(made.data)
+        scales.append(made.scale)
+    weight = nn.Parameter(torch.stack(data).to(device), requires_grad=False)
+    scale = nn.Parameter(torch.stack(scales).to(device), requires_grad=False)
+    setattr(experts, f"{name}_scale", scale)
+    setattr(experts, f"{name}_outputs", matrix.num_outputs)
+    setattr(experts, f"{name}_front", front_of(matrix, scheme))
+    return weight, scale

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention modules cut by heads, in each form that their projections have.
+
+A rank gets the heads of keys and values of its tensor group, and all query heads that attend to
+these; of their results, it goes on with those that its place in the context group gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from .mesh import Mesh
+from .parts import Cut, Range
+
+_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+LATENT = "kv_b_proj"
+# Projections into latents that all heads share, and norms of these.
+_SHARED, _SHARED_NORMS = ("q_a_proj", "kv_a_proj_with_mqa"), ("q_a_layernorm", "kv_a_layernorm")
+# A parameter with one score for each query head (GPT-OSS).
+_SINKS = "sinks"
+# Attributes by which modules cut their activations into heads.
+_SIZES_OF_QUERIES = ("num_heads", "num_attention_heads")
+_SIZES_OF_KEYS = ("num_key_value_heads", "kv_heads")
+_WIDTHS_OF_QUERIES, _WIDTH_OF_KEYS = ("split_size", "embed_dim"), "kv_dim"
+
+
+class OtherAttentionError(NotImplementedError):
+    """Attention with a parameter or a projection, of the name `child`, that is not cut by heads."""
+
+    def __init__(self, reason: str, child: str = "") -> None:
+        super().__init__(reason)
+        self.child = child
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """The cut of one attention module, by names of its parameters, children and attributes."""
+
+    projections: tuple[str, ...]
+    output: str
+    shared: tuple[str, ...]  # projections that stay whole
+    cuts: Mapping[str, Cut]
+    # The columns of the output's input that are this rank's, if the module computes with all heads
+    # of the tensor group after attention, too; None if attention gives this rank's alone.
+    own_columns: Range | None
+    norms: tuple[str, ...]  # over the features of all heads, which are cut
+    sizes: Mapping[str, Mapping[str, Any]]  # attributes of the module ("") and of its projections
+
+
+class ConfigOfHeads:
+    """A configuration with other numbers of heads, for modules that take these from it."""
+
+    def __init__(self, config: Any, **own: int) -> None:
+        vars(self).update(own, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_config":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
+def is_attention(module: nn.Module) -> bool:
+    """True for modules that call an attention function, which layers with a state do not."""
+    return hasattr(module, "is_causal") and _output_of(module) is not None
+
+
+def _output_of(module: nn.Module) -> str | None:
+    found = [name for name in _OUTPUTS if isinstance(getattr(module, name, None), nn.Module)]
+    return found[0] if found else None
+
+
+def axes_of(linear: nn.Module) -> tuple[int, int]:
+    """The axes of a linear layer's weight that are its outputs and its inputs."""
+    return (1, 0) if isinstance(linear, Conv1D) else (0, 1)
+
+
+def split_heads(attention: Any, mesh: Mesh, model_name: str) -> HeadSplit:
+    """The split of one attention module; ValueError if `tensor_parallel_size` does not divide its
+    heads, OtherAttentionError if it has parameters that cannot be cut by heads."""
+    return _Attention(attention, mesh, model_name).split()
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Consecutive outputs of a projection: `size` for each query head, or each one of keys."""
+
+    is_query: bool
+    begin: int
+    size: int
+
+
+class _Attention:
+    def __init__(self, attention: Any, mesh: Mesh, model_name: str) -> None:
+        self._module, self._mesh = attention, mesh
+        self._output = _output_of(attention) or ""
+        self._is_latent = isinstance(getattr(attention, LATENT, None), nn.Module)
+        output = _checked_linear(attention, self._output)
+        features = output.weight.shape[axes_of(output)[1]]
+        name = "head_dim" if hasattr(attention, "head_dim") else "head_size"
+        self._head_dim = attention.v_head_dim if self._is_latent else getattr(attention, name)
+        self._num_heads_q = features // self._head_dim
+        self._num_heads_kv = self._num_heads_q
+        self._blocks = dict(self._find_blocks())
+        size = mesh.tensor_parallel_size
+        if self._num_heads_kv % size:
+            kind = "query heads" if self._is_latent else "heads of keys and values"
+            raise ValueError(
+                f"{mesh.op}: tensor_parallel_size must divide the {self._num_heads_kv} {kind} of "
+                f"{model_name}, got {size}"
+            )
+        # All ranks of a context group have the same heads of keys and values.
+        count = self._num_heads_kv // size
+        self._kv = mesh.tensor_rank * count, (mesh.tensor_rank + 1) * count
+        # The query heads that attend to these.
+        first, last = (head * self._num_heads_q // self._num_heads_kv for head in self._kv)
+        self._q = first, last
+
+    def _find_blocks(self) -> Iterator[tuple[str, list[_Block]]]:
+        """The projections whose outputs are heads, and finds the number of heads of keys."""
+        module, head_dim, heads = self._module, self._head_dim, self._num_heads_q
+        width = heads * head_dim
+        if self._is_latent:
+            for name in ("q_b_proj" if _child(module, "q_b_proj") else "q_proj", LATENT):
+                yield name, [_Block(True, 0, self._outputs(name) // heads)]
+        elif _child(module, "q_proj"):
+            self._num_heads_kv = self._outputs("k_proj") // head_dim
+            yield "q_proj", [_Block(True, 0, self._outputs("q_proj") // heads)]
+            for name in ("k_proj", "v_proj"):
+                if _child(module, name):  # values may be the keys (Gemma 4)
+                    yield name, [_Block(False, 0, head_dim)]
+        elif _child(module, "query_key_value") or getattr(module, "multi_query", True) is False:
+            name = "query_key_value" if _child(module, "query_key_value") else "c_attn"
+            if (outputs := self._outputs(name)) != 3 * width:
+                raise OtherAttentionError(f"it has {outputs} outputs, not {3 * width}", name)
+            yield name, [_Block(True, 0, 3 * head_dim)]
+        else:
+            names = [x for x in ("qkv_proj", "c_attn") if _child(module, x)]
+            if not names:
+                raise OtherAttentionError("none of its projections is known")
+            both = self._outputs(names[0]) - width
+            self._num_heads_kv = both // (2 * head_dim)
+            begins = (0, width), (1, width + both // 2)
+            keys = [_Block(False, begin, head_dim) for _, begin in begins]
+            yield names[0], [_Block(True, 0, head_dim), *keys]
+
+    def _outputs(self, name: str) -> int:
+        linear = _checked_linear(self._module, name)
+        size: int = linear.weight.shape[axes_of(linear)[0]]
+        return size
+
+    def split(self) -> HeadSplit:
+        module, mesh = self._module, self._mesh
+        (first, last), head_dim = self._q, self._head_dim
+        begin, end = mesh.own_heads(last - first)
+        own = first + begin, first + end
+        cuts: dict[str, Cut] = {}
+        sizes: dict[str, dict[str, Any]] = {"": self._sizes()}
+        for name, blocks in self._blocks.items():
+            linear = getattr(module, name)
+            ranges = tuple(
+                (block.begin + block.size * head[0], block.begin + block.size * head[1])
+                for block in blocks
+                for head in [self._q if block.is_query else self._kv]
+            )
+            cuts[f"{name}.weight"] = Cut(axes_of(linear)[0], ranges)
+            if linear.bias is not None:
+                cuts[f"{name}.bias"] = Cut(0, ranges)
+            if isinstance(linear, Conv1D):
+                sizes[name] = {"nf": sum(stop - start for start, stop in ranges)}
+        output = getattr(module, self._output)
+        columns = (head_dim * own[0], head_dim * own[1])
+        cuts[f"{self._output}.weight"] = Cut(axes_of(output)[1], (columns,))
+        # A gate of each head's output comes out of the queries' projection (Qwen3-Next).
+        needs_all = (
+            not self._is_latent
+            and self._blocks.get("q_proj", [])[:1] != []
+            and (self._blocks["q_proj"][0].size == 2 * head_dim)
+        )
+        norms, of_own_heads = [], [_SINKS] if getattr(module, _SINKS, None) is not None else []
+        for child, inner in module.named_children():
+            known = child in self._blocks or child == self._output
+            if known or (self._is_latent and child in (*_SHARED, *_SHARED_NORMS)):
+                continue
+            if type(inner) is nn.Linear and inner.out_features == self._num_heads_q:
+                # A gate of each head's output (LFM3).
+                of_own_heads += [f"{child}.{name}" for name, _ in inner.named_parameters()]
+                continue
+            found = self._norm(child, inner)
+            if found is not None:
+                path, cut, is_over_heads, is_behind = found
+                cuts[path] = cut
+                needs_all |= is_behind
+                if is_over_heads and mesh.tensor_parallel_size > 1:
+                    norms.append(child)
+        cuts |= dict.fromkeys(of_own_heads, Cut(0, (self._q if needs_all else own,)))
+        for name, _ in module.named_parameters(recurse=False):
+            if name not in cuts:
+                raise OtherAttentionError("no such parameter of attention is known", name)
+        own_columns = (head_dim * begin, head_dim * end) if needs_all else None
+        shared = tuple(x for x in _SHARED if self._is_latent and _child(module, x) is not None)
+        return HeadSplit(
+            tuple(self._blocks), self._output, shared, cuts, own_columns, tuple(norms), sizes
+        )
+
+    def _norm(self, child: str, module: nn.Module) -> tuple[str, Cut, bool, bool] | None:
+        """The cut of a norm; whether it is over all heads, and comes behind attention. None if it
+        is one of single heads that are all the same, and stays whole."""
+        for own, parameter in module.named_parameters():
+            path, shape = f"{child}.{own}", tuple(parameter.shape)
+            if shape == (self._head_dim,):
+                continue
+            is_behind = not child.startswith(("q", "k"))
+            of_keys = child.startswith("k")
+            count = self._num_heads_kv if of_keys else self._num_heads_q
+            begin, end = self._kv if of_keys else self._q
+            if shape == (count, self._head_dim):  # of each head its own (Cohere)
+                return path, Cut(0, ((begin, end),)), False, is_behind
+            if shape == (count * self._head_dim,) and is_rms_norm(module):
+                ranges = ((begin * self._head_dim, end * self._head_dim),)
+                return path, Cut(0, ranges), True, is_behind
+            if self._mesh.tensor_parallel_size == 1 and not is_behind:
+                continue
+            raise OtherAttentionError(f"its shape {list(shape)} is not that of one head", path)
+        return None
+
+    def _sizes(self) -> dict[str, Any]:
+        """The attributes by which the module cuts its activations, where they change."""
+        module, head_dim = self._module, self._head_dim
+        num_q, num_kv = self._q[1] - self._q[0], self._kv[1] - self._kv[0]
+        width = self._num_heads_q * head_dim
+        found: dict[str, Any] = {}
+        for names, whole, part in (
+            (_SIZES_OF_QUERIES, self._num_heads_q, num_q),
+            (_SIZES_OF_KEYS, self._num_heads_kv, num_kv),
+            (_WIDTHS_OF_QUERIES, width, num_q * head_dim),
+            ((_WIDTH_OF_KEYS,), self._num_heads_kv * head_dim, num_kv * head_dim),
+        ):
+            found |= dict.fromkeys((x for x in names if getattr(module, x, None) == whole), part)
+        if num_q < self._num_heads_q and "qkv_proj" in self._blocks:
+            own = {"num_attention_heads": num_q, "num_key_value_heads": num_kv}
+            found["config"] = ConfigOfHeads(module.config, **own)
+        return found
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """True for a norm whose only statistic is the mean of squares."""
+    names = [name for name, _ in module.named_parameters()]
+    return "RMSNorm" in type(module).__name__ and names == ["weight"] and eps_of(module) is not None
+
+
+def eps_of(norm: nn.Module) -> float | None:
+    """The number that a norm adds to the mean of squares."""
+    found: float | None = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return found
+
+
+def _checked_linear(module: nn.Module, name: str) -> Any:
+    linear = _child(module, name)
+    reason = "it is not there" if linear is None else why_not_linear(linear)
+    if reason is not None:
+        raise OtherAttentionError(reason, name)
+    return linear
+
+
+def why_not_linear(module: nn.Module) -> str | None:
+    """The reason why a module is no linear layer that can be cut, or None."""
+    kind = type(module)
+    if kind not in (nn.Linear, Conv1D):
+        found = f"it is no torch.nn.Linear, but {kind.__module__}.{kind.__qualname__}"
+        if hasattr(module, "base_layer"):
+            found += "; merge the adapter into the weights first, with merge_and_unload"
+        return found
+    if hasattr(module.weight, "__tensor_flatten__"):
+        return f"its weight is quantised: {type(module.weight).__name__}"
+    return None
+
+
+def _child(module: nn.Module, name: str) -> Any:
+    """A child that the module has, or None."""
+    found = getattr(module, name, None)
+    return found if isinstance(found, nn.Module) else None

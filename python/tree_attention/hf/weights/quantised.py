@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Weights of 8 and 4 bits, made while they are read, and the products with them.
+
+An int8 weight has a scale for each output, an int4 weight one for each 128 inputs of an output, and
+both are symmetric. A rank quantises its part with the scales of the whole rows, so that the numbers
+are those of one rank. Products are torch's own, which widen the weights as they read them; many
+tokens multiply with a copy that is widened for as long as that takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .parts import Cut, Lazy, Range
+
+SCHEMES = ("int8", "int4")
+_GROUP = 128
+# What torch's product of 4 bits takes: groups of one of these sizes, and outputs in sixteens.
+_SIZES_OF_GROUPS, _OUTPUTS = (128, 64, 32), 16
+# Rows that are read, and widened, at once.
+_ROWS = 512
+# From so many tokens on a widened copy of the weights is less work.
+_MANY_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A matrix `[outputs, inputs]` of this rank: numbers, and scales for the product with them."""
+
+    data: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A part of a matrix `[outputs, inputs]` in a source, which may hold it transposed and, at
+    `index`, one of many."""
+
+    source: Lazy
+    outputs: tuple[Range, ...]
+    inputs: Range
+    index: tuple[int, ...] = ()
+    is_transposed: bool = False
+
+    @classmethod
+    def of(cls, source: Lazy, cut: Cut | None) -> Matrix:
+        """The part of a linear layer's weight that `cut` leaves."""
+        rows, columns = source.shape
+        outputs: tuple[Range, ...] = ((0, rows),)
+        inputs = 0, columns
+        if cut is not None and cut.dim == 0:
+            outputs = cut.ranges
+        elif cut is not None:
+            (inputs,) = cut.ranges
+        return cls(source, outputs, inputs)
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(end - begin for begin, end in self.outputs)
+
+    def rows(self) -> Iterator[tuple[int, Tensor]]:
+        """The outputs a few at a time, with all inputs of the whole matrix in float32, and how many
+        come before them."""
+        at = 0
+        width = self.source.shape[-2 if self.is_transposed else -1]
+        for first, last in self.outputs:
+            for begin in range(first, last, _ROWS):
+                count = min(_ROWS, last - begin)
+                shape = (width, count) if self.is_transposed else (count, width)
+                origin = (0, begin) if self.is_transposed else (begin, 0)
+                part = torch.empty((*(1 for _ in self.index), *shape), dtype=torch.float32)
+                self.source.copy_to(part, (*self.index, *origin))
+                part = part.view(shape)
+                yield at, part.T if self.is_transposed else part
+                at += count
+
+    def quantised(self, scheme: str, dtype: torch.dtype) -> Quantised:
+        """The part in one of SCHEMES, for products with activations of `dtype`."""
+        return _to_int8(self, dtype) if scheme == "int8" else _to_int4(self, dtype)
+
+
+def _to_int8(matrix: Matrix, dtype: torch.dtype) -> Quantised:
+    begin, end = matrix.inputs
+    data = torch.empty((matrix.num_outputs, end - begin), dtype=torch.int8)
+    scale = torch.empty(matrix.num_outputs, dtype=dtype)
+    for at, rows in matrix.rows():
+        own = slice(at, at + rows.shape[0])
+        # The scale is rounded first, so that it adds no error of its own.
+        scale[own] = rows.abs().amax(dim=1) / 127
+        divisor = scale[own].float().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+        data[own] = (rows[:, begin:end] / divisor).round_().clamp_(-127, 127)
+    return Quantised(data, scale)
+
+
+def _padding(matrix: Matrix) -> tuple[int, int, int]:
+    """Inputs of zeros before and behind those of this rank, and the size of groups."""
+    begin, end = matrix.inputs
+    front, back = begin % _SIZES_OF_GROUPS[-1], -end % _SIZES_OF_GROUPS[-1]
+    size = next(x for x in _SIZES_OF_GROUPS if (begin - front) % x == 0 and (end + back) % x == 0)
+    return front, back, size
+
+
+def _to_int4(matrix: Matrix, dtype: torch.dtype) -> Quantised:
+    (begin, end), (front, back, size) = matrix.inputs, _padding(matrix)
+    width = end + back - begin + front
+    outputs = -(-matrix.num_outputs // _OUTPUTS) * _OUTPUTS
+    numbers = torch.full((outputs, width), 8, dtype=torch.int32)
+    scales = torch.zeros((width // size, outputs, 2), dtype=dtype)
+    groups = torch.arange(begin - front, end + back, size) // _GROUP
+    for at, rows in matrix.rows():
+        own = slice(at, at + rows.shape[0])
+        grouped = functional.pad(rows, (0, -rows.shape[1] % _GROUP)).unflatten(1, (-1, _GROUP))
+        # The number of the largest magnitude becomes -8, as this side has one value more.
+        largest = grouped.gather(2, grouped.abs().argmax(dim=2, keepdim=True))
+        scale = (largest / -8).to(dtype).float()
+        divisor = torch.where(scale == 0, 1.0, scale)
+        found = ((grouped / divisor).round_().clamp_(-8, 7) + 8).flatten(1)[:, begin:end]
+        numbers[own, front : width - back] = found.to(torch.int32)
+        scales[:, own, 0] = scale[:, groups, 0].T.to(dtype)
+    if numbers.numel() == 0:
+        return Quantised(torch.empty((outputs, width // 2), dtype=torch.uint8), scales)
+    return Quantised(torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1), scales)
+
+
+def product(x: Tensor, data: Tensor, scale: Tensor, num_outputs: int, front: int = 0) -> Tensor:
+    """`x [tokens, inputs]` times a quantised matrix, `[tokens, num_outputs]`."""
+    if data.numel() == 0:
+        return x.new_zeros((x.shape[0], num_outputs))
+    if data.dtype == torch.int8:
+        if x.shape[0] < _MANY_TOKENS:
+            return torch.ops.aten._weight_int8pack_mm(x.contiguous(), data, scale)
+        return functional.linear(x, data.to(x.dtype)) * scale
+    groups, padded = scale.shape[0], 2 * data.shape[1]
+    x = functional.pad(x, (front, padded - front - x.shape[1])).contiguous()
+    out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, data, padded // groups, scale)
+    return out[:, :num_outputs]
+
+
+class QuantisedLinear(nn.Linear):
+    """A linear layer, made of one by `quantise_linear`, whose hooks it keeps."""
+
+    front: int
+    scale: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = product(x.flatten(0, -2), self.weight, self.scale, self.out_features, self.front)
+        out = out.unflatten(0, x.shape[:-1])
+        return out if self.bias is None else out + self.bias
+
+
+def quantise_linear(
+    linear: nn.Linear, matrix: Matrix, scheme: str, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """Makes a linear layer one of quantised weights, and returns these and their scales."""
+    made = matrix.quantised(scheme, dtype)
+    weight = nn.Parameter(made.data.to(device), requires_grad=False)
+    linear.__class__ = QuantisedLinear
+    scale = nn.Parameter(made.scale.to(device), requires_grad=False)
+    linear.register_parameter("scale", scale)
+    vars(linear)["front"] = front_of(matrix, scheme)
+    linear.out_features = matrix.num_outputs
+    return weight, scale
+
+
+def front_of(matrix: Matrix, scheme: str) -> int:
+    """Number of inputs of zeros that the product of 4 bits needs before those of this rank."""
+    return _padding(matrix)[0] if scheme == "int4" else 0

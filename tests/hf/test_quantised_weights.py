@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Weights of 8 and 4 bits: numbers, products and tokens, whole and split.
+
+The mistakes these tests are for: scales of a rank's part instead of the whole row's, a group of 4
+bits that begins where another rank's slice ends, experts whose rows are mixed up, a sum of padding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from distributed import run_ranks
+from tiers import tiers
+
+pytest.importorskip("transformers")
+
+from generations import generated, left_padded
+from hf_families import HYBRIDS, VOCAB_SIZE, WORKING, make_model
+from test_split_families import GREEDY, _same_on_all_ranks, sizes_of
+from tree_attention import hf
+from tree_attention.hf.weights.parts import Cut, OfFile
+from tree_attention.hf.weights.quantised import SCHEMES, Matrix, front_of, product
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of the largest number of a product, by the dtype that it is rounded to.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def numbers_of(weight: Tensor, scheme: str, dtype: torch.dtype) -> Tensor:
+    """Return what a weight `[outputs, inputs]` stands for, row by row and number by number."""
+    size = weight.shape[1] if scheme == "int8" else 128
+    parts = []
+    for group in weight.float().split(size, dim=1):
+        rows = []
+        for row in group:
+            largest = row[row.abs().argmax()]
+            scale = (largest.abs() / 127 if scheme == "int8" else largest / -8).to(dtype).float()
+            low, high = (-127, 127) if scheme == "int8" else (-8, 7)
+            divisor = scale if scale != 0 else torch.tensor(1.0)
+            rows.append((row / divisor).round().clamp(low, high) * scale)
+        parts.append(torch.stack(rows))
+    return torch.cat(parts, dim=1)
+
+
+def check_product(
+    matrix: Matrix, numbers: Tensor, scheme: str, dtype: torch.dtype, tokens: int
+) -> None:
+    made = matrix.quantised(scheme, dtype)
+    x = torch.randn(tokens, numbers.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = product(x, made.data, made.scale, matrix.num_outputs, front_of(matrix, scheme))
+    expected = x.double() @ numbers.double().T
+    assert found.dtype == dtype and found.shape == expected.shape
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    torch.testing.assert_close(
+        found.double(), expected, rtol=0.0, atol=TOLERANCE[dtype] * max(largest, 1e-30)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_parts_are_those_of_the_whole(scheme: str, dtype: torch.dtype, data: Any) -> None:
+    """Any slice of either axis, also an empty one, has the numbers that it has in the whole."""
+    outputs, inputs = (data.draw(st.integers(1, 20)) * 16 for _ in range(2))
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(outputs)) * 3
+    weight[: outputs // 3] *= 1e-3
+    weight[-1] = 0.0
+    numbers = numbers_of(weight, scheme, dtype)
+    tokens = data.draw(st.sampled_from([1, 3, 40]))
+    dim = data.draw(st.sampled_from([0, 1]))
+    begin, end = sorted(data.draw(st.integers(0, weight.shape[dim] // 16)) * 16 for _ in range(2))
+    cut = Cut(dim, ((begin, end),))
+    part = numbers.narrow(dim, begin, end - begin)
+    check_product(Matrix.of(OfFile(weight), cut), part, scheme, dtype, tokens)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_both_halves_of_a_packed_projection(scheme: str) -> None:
+    weight = torch.randn(96, 64)
+    cut = Cut(0, ((16, 32), (64, 80)))
+    numbers = numbers_of(weight, scheme, torch.float32)
+    both = torch.cat((numbers[16:32], numbers[64:80]))
+    check_product(Matrix.of(OfFile(weight), cut), both, scheme, torch.float32, 3)
+
+
+def _experts(scheme: str | None, weight: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return the weights of experts for the operator, and what they stand for."""
+    if scheme is None:
+        return weight.to(dtype), None, weight.to(dtype)
+    matrices = [
+        Matrix(OfFile(weight), ((0, weight.shape[1]),), (0, weight.shape[2]), (expert,))
+        for expert in range(weight.shape[0])
+    ]
+    made = [matrix.quantised(scheme, dtype) for matrix in matrices]
+    numbers = torch.stack([numbers_of(each, scheme, dtype) for each in weight])
+    data, scale = (torch.stack(x) for x in zip(*((m.data, m.scale) for m in made), strict=True))
+    return data, scale, numbers
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+@pytest.mark.parametrize("rows, choices", [(1, 1), (1, 4), (5, 2), (90, 3), (0, 2)])
+def test_linear_of_experts(rows: int, choices: int, scheme: str | None, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(6, 48, 96, generator=generator)
+    experts = torch.randint(0, 6, (rows * choices,), generator=generator)
+    experts[experts == 3] = 2  # one that nobody chooses
+    x = torch.randn(rows, 192, generator=generator).to(dtype)[:, ::2]  # not contiguous
+    data, scale, numbers = _experts(scheme, weight, dtype)
+    operator = torch.ops.tree_attention.linear_of_experts
+    found = operator(x, experts, data, scale, 0, False)
+    pairs = zip(x.repeat_interleave(choices, 0), experts, strict=True)
+    expected = [numbers[expert].double() @ row.double() for row, expert in pairs]
+    wanted = torch.stack(expected) if expected else torch.empty(0, 48, dtype=torch.float64)
+    assert found.dtype == dtype
+    largest = wanted.abs().max().item() if rows else 1.0
+    torch.testing.assert_close(found.double(), wanted, rtol=0.0, atol=TOLERANCE[dtype] * largest)
+    if scheme is None:
+        transposed = operator(x, experts, data.transpose(1, 2).contiguous(), None, 0, True)
+        torch.testing.assert_close(
+            transposed.double(), wanted, rtol=0.0, atol=TOLERANCE[dtype] * largest
+        )
+
+
+def test_operator_check() -> None:
+    x, experts = torch.randn(2, 32), torch.tensor([0, 1, 1, 0])
+    weight = torch.randn(2, 16, 32)
+    torch.library.opcheck(
+        torch.ops.tree_attention.linear_of_experts, (x, experts, weight, None, 0, False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"experts": torch.tensor([0, 2])}, r"experts must be in \[0, 2\), got 2"),
+        ({"experts": torch.tensor([0, -1])}, r"experts must be in \[0, 2\), got -1"),
+        ({"experts": torch.tensor([0, 1], dtype=torch.int32)}, "must be int64, got Int"),
+        ({"experts": torch.tensor([0, 1, 1])}, "as many choices for each of the 2 rows of x, got"),
+        ({"x": torch.randn(32)}, "must have 2, 1 and 3 axes, got 1, 1 and 3"),
+    ],
+)
+def test_bad_experts(change: dict[str, Tensor], says: str) -> None:
+    arguments = {"x": torch.randn(2, 32), "experts": torch.tensor([0, 1])} | change
+    with pytest.raises(RuntimeError, match=f"linear_of_experts: .*{says}"):
+        torch.ops.tree_attention.linear_of_experts(
+            *arguments.values(), torch.randn(2, 16, 32), None, 0, False
+        )
+
+
+FAMILIES = {
+    name: (WORKING | HYBRIDS)[name]
+    for name in ("Llama", "Qwen3-MoE", "GPT-OSS", "DeepSeek-V3", "Phi-3", "Qwen3-Next", "GLM-4.5")
+}
+
+
+def _prompts() -> dict[str, Tensor]:
+    return left_padded(VOCAB_SIZE, 40, (0, 5), seed=4)  # more tokens than a widened copy pays from
+
+
+def _tokens(rank: int, world_size: int, path: Path, scheme: str) -> list[tuple[Tensor, Tensor]]:
+    found = []
+    for name in FAMILIES:
+        for size in sizes_of(name, world_size):
+            model = hf.from_pretrained(path / name, tensor_parallel_size=size, weights=scheme)
+            found.append(generated(model, _prompts(), **GREEDY)[:2])
+    return found
+
+
+@pytest.mark.parametrize("world_size", tiers([2], [3, 4]))
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tokens_equal_those_of_one_process(scheme: str, world_size: int, tmp_path: Path) -> None:
+    """With the same weights, and the same bits on all ranks."""
+    for name, family in FAMILIES.items():
+        make_model(family).save_pretrained(tmp_path / name)
+    ranks = run_ranks(_tokens, world_size, tmp_path, scheme, timeout=180.0)
+    _same_on_all_ranks([[logits for _, logits in found] for found in ranks])
+    found = iter(ranks[0])
+    for name in FAMILIES:
+        model = hf.from_pretrained(tmp_path / name, weights=scheme)
+        tokens, logits, margin = generated(model, _prompts(), **GREEDY)
+        plain = generated(make_model(FAMILIES[name]), _prompts(), **GREEDY)[1]
+        assert not torch.allclose(logits[0], plain[0], atol=1e-3), f"{name} is not quantised"
+        for size in sizes_of(name, world_size):
+            split_tokens, split_logits = next(found)
+            error = (split_logits - logits).abs().max().item()
+            assert error < margin / 5, f"{name}, {size}: {error}, the best two by {margin}"
+            assert torch.equal(split_tokens, tokens), (name, size)
+
+
+def test_what_cannot_be_quantised(tmp_path: Path) -> None:
+    make_model(WORKING["GPT-2"]).save_pretrained(tmp_path / "gpt2")
+    make_model(WORKING["Llama"]).save_pretrained(tmp_path / "llama")
+    for arguments, says in (
+        ({"weights": "int2"}, "weights must be one of int8, int4 or None, got 'int2'"),
+        ({"weights": 8}, "weights must be one of int8, int4 or None, got 8"),
+        ({"weights": "int8", "device": "meta"}, "weights='int8' is for the CPU, got device meta"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            hf.from_pretrained(tmp_path / "llama", **arguments)
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no torch\.nn\.Linear"):
+        hf.from_pretrained(tmp_path / "gpt2", weights="int4")
+    model = hf.from_pretrained(tmp_path / "llama", weights="int8")
+    with pytest.raises(ValueError, match=r"is split already"):
+        hf.parallelize(model)
+
+
+def test_what_keeps_its_dtype(tmp_path: Path) -> None:
+    make_model(WORKING["DeepSeek-V3"]).save_pretrained(tmp_path)
+    model = hf.from_pretrained(tmp_path, weights="int8", dtype=torch.bfloat16)
+    kept = {name for name, x in model.named_parameters() if x.dtype == torch.bfloat16}
+    kept = {name for name in kept if not name.endswith(("norm.weight", "scale"))}
+    routers = {f"model.layers.{i}.mlp.gate.weight" for i in (1,)}
+    latents = {f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in (0, 1)}
+    assert kept == {"model.embed_tokens.weight", "lm_head.weight", *routers, *latents}
+
+
+def test_a_compiled_forward(tmp_path: Path) -> None:
+    """Of dense and sparse layers, one graph has the logits of the uncompiled model."""
+    for name in ("Llama", "Qwen3-MoE"):
+        make_model(FAMILIES[name]).save_pretrained(tmp_path / name)
+        for scheme in (None, *SCHEMES):
+            model = hf.from_pretrained(tmp_path / name, weights=scheme, max_length=64)
+            expected = generated(model, _prompts(), **GREEDY)
+            torch.compiler.reset()
+            model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+            found = generated(model, _prompts(), **GREEDY)
+            assert torch.equal(found[0], expected[0])
+            torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-3)
