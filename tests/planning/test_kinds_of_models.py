@@ -38,7 +38,6 @@ EXPERTS = replace(
 LATENT = replace(
     DENSE,
     attention=(Attention(32, 32, 1, 192, 128, latent=(512, 64)),),
-    not_split="latents",
 )
 STATES = replace(
     DENSE,
@@ -93,14 +92,14 @@ def test_a_token_reads_the_experts_that_it_is_sent_to() -> None:
 
     assert difference(1, WHOLE) == pytest.approx(2 * 20e9 * 4 / 64)
     assert difference(1, TENSOR) == pytest.approx(2 * 20e9 * 4 / 64 / 8)
-    # Split weights leave the experts whole.
-    assert difference(1, SPLIT_BY_HEADS) == pytest.approx(2 * 20e9 * 4 / 64)
+    # Every rank reads its slice of each expert.
+    assert difference(1, SPLIT_BY_HEADS) == pytest.approx(2 * 20e9 * 4 / 64 / 8)
     assert difference(8, WHOLE) == pytest.approx(2 * 20e9 * (1 - (60 / 64) ** 8))
     assert difference(8, DATA) == difference(1, DATA)  # a sequence each
 
 
 def test_memory_has_all_experts_and_a_prompt_some() -> None:
-    for form, ranks in ((WHOLE, 1), (SPLIT, 1), (TENSOR, 8)):
+    for form, ranks in ((WHOLE, 1), (SPLIT, 8), (TENSOR, 8)):
         held = [split_of(model, form).weights_bytes for model in (EXPERTS, DENSE)]
         assert held[0] - held[1] == pytest.approx(2 * 20e9 / ranks)
     times = [prefill_local(model, WHOLE, 4096) for model in (EXPERTS, DENSE)]
@@ -118,8 +117,12 @@ def test_latents_are_one_head_that_all_queries_attend_to() -> None:
     assert split.token_bytes == 32 * 7 * 4 * 32 * 513
     # Tensor parallel ranks all have the latents, and share the heads.
     assert tensor.cache_bytes == 8 * split.cache_bytes and tensor.obstacle == ""
-    assert {split_of(LATENT, form).obstacle for form in (SPLIT, SPLIT_BY_HEADS)} == {"refused"}
-    assert plan_of(LATENT).verdicts()[1:] == ["Refused: latents."]
+    # Of split weights T divides the query heads, and the T ranks of a tensor group have the same.
+    for form, size in ((SPLIT, 1), (SPLIT_BY_HEADS, 8)):
+        weights = split_of(LATENT, form)
+        assert weights.tensor_parallel_size == size and weights.obstacle == ""
+        assert weights.cache_bytes == size * split.cache_bytes
+    assert not any("Refused" in sentence for sentence in plan_of(LATENT).verdicts())
 
 
 def test_prompts_make_keys_and_values_from_latents_for_every_chunk() -> None:

@@ -126,24 +126,36 @@ def test_windows_layers_and_limits_are_those_of_the_library() -> None:
     planned = {name: from_config(name, make_model(KINDS[name]).config) for name in KINDS}
     assert [x.window for x in planned["GPT-OSS"].attention] == [8, None]
     assert planned["DeepSeek-V3"].attention[0].latent == (32, 8)
-    assert "latents" in planned["DeepSeek-V3"].not_split
+    assert planned["DeepSeek-V3"].not_split == "" and planned["DeepSeek-V3"].cut_heads == 4
     assert "linear_attention need every token in order" in planned["Qwen3-Next"].not_dealt
     assert planned["Mixtral"].not_split == planned["Mixtral"].not_dealt == ""
-    # Attention is added up in every layer, and experts, which are whole, in none.
-    assert planned["Mixtral"].sums == planned["Mixtral"].layers == 2
+    # Attention and experts are added up in every layer, shared experts with the others.
+    assert planned["Mixtral"].sums == planned["DeepSeek-V3"].sums == 4
 
 
 def test_quantized_experts_are_as_large_as_their_files(tmp_path: Path) -> None:
     fields = TINY | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = AutoConfig.for_model("qwen3_moe", **fields)
-    config.quantization_config = {"quant_method": "mxfp4"}
     whole = from_config("tiny", config).weights
+    config.quantization_config = {"quant_method": "awq"}
     others = 2 * (whole.total - whole.experts)
     weights = from_config("tiny", config, others + whole.experts // 2).weights
     assert weights.itemsize == 2 and weights.expert_itemsize == 0.5
     assert weights.num_bytes == others + whole.experts / 2
     model = from_config("tiny", config)
-    assert model.not_split == "Qwen3MoeForCausalLM cannot be split: it has a quantization_config"
+    assert "Qwen3MoeForCausalLM are quantised by 'awq'" in model.not_split
+    # These are read as numbers of 16 bits.
+    config.quantization_config = {"quant_method": "mxfp4"}
+    model = from_config("tiny", config, others)
+    assert model.not_split == "" and model.weights.num_bytes == 2 * whole.total
+
+
+@pytest.mark.parametrize(("dtype", "each"), [("bf16", 2), ("int8", 1), ("int4", 0.53125)])
+def test_bytes_of_quantised_weights(dtype: str, each: float) -> None:
+    weights = NAMED["llama-3.2-1b"].weights
+    matrices = weights.q + weights.kv + weights.split
+    expected = each * matrices + 2 * (weights.total - matrices)
+    assert weights.quantised(dtype).num_bytes == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

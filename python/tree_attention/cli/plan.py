@@ -14,7 +14,7 @@ from rich.text import Text
 from ..exchange import CostTable
 from ..planning.arithmetic import ALL_FORMS, FORMS, MAX_CONTEXT, MAX_RANKS, Plan, Work
 from ..planning.machines import LINKS, MACHINES, SUSTAINED, Hosts, fitted_link, link_of
-from ..planning.models import KV_DTYPES, NAMED
+from ..planning.models import KV_DTYPES, NAMED, WEIGHT_DTYPES
 from ..planning.reading import find_model
 from .usage import UsageError
 
@@ -43,6 +43,11 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="of the cache")
     parser.add_argument(
+        "--weights",
+        choices=WEIGHT_DTYPES,
+        help="of linear layers and experts, by default as they are stored",
+    )
+    parser.add_argument(
         "--sequences", type=int, default=1, metavar="N", help="in all, that decode at once"
     )
     show(plan_of(parser.parse_args(arguments)))
@@ -66,6 +71,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         except ValueError as error:
             raise UsageError(f"--calibration: {error}") from error
     model = replace(model, kv_dtype=arguments.kv_dtype)
+    if arguments.weights is not None:
+        model = replace(model, weights=model.weights.quantised(arguments.weights))
     work = Work(context, arguments.sequences)
     return Plan(model, Hosts(machine, link), arguments.ranks, work)
 

@@ -71,8 +71,8 @@ class Split:
 
     @property
     def tensor_parallel_size(self) -> int:
-        by_heads = self.form in (SPLIT_BY_HEADS, TENSOR)
-        return math.gcd(self.p, self.model.kv_heads) if by_heads else 1
+        heads = {SPLIT_BY_HEADS: self.model.cut_heads, TENSOR: self.model.kv_heads}
+        return math.gcd(self.p, heads.get(self.form, 1))
 
     @property
     def obstacle(self) -> str:
@@ -89,25 +89,33 @@ class Split:
         return ""
 
     @property
-    def _layer_weights(self) -> float:
-        """Number of weights of a rank in its layers, experts apart."""
+    def _layer_weights(self) -> tuple[float, float]:
+        """Numbers of weights of a rank in its layers, experts apart: in matrices that can be split,
+        and in others."""
         weights, size = self.model.weights, self.tensor_parallel_size
         if not self.has_split_weights:
-            return weights.dense
+            return weights.q + weights.kv + weights.split, weights.whole + weights.vectors
         # A context group has copies of q, k and v; other engines split what stays whole here.
         q, whole = (self.p, self.p) if self.form == TENSOR else (size, 1)
-        shared = weights.q / q + weights.kv / size + weights.split / self.p + weights.whole / whole
-        return shared + weights.vectors
+        matrices = weights.q / q + weights.kv / size + weights.split / self.p
+        return matrices, weights.whole / whole + weights.vectors
+
+    @property
+    def _layer_bytes(self) -> float:
+        matrices, others = self._layer_weights
+        weights = self.model.weights
+        return weights.matrix_itemsize * matrices + weights.itemsize * others
 
     @property
     def _experts(self) -> float:
-        return self.model.weights.experts / (self.p if self.form == TENSOR else 1)
+        """Number of weights of a rank in its parts of all experts."""
+        return self.model.weights.experts / (self.p if self.has_split_weights else 1)
 
     @property
     def weights_bytes(self) -> float:
         weights, p = self.model.weights, self.p if self.has_split_weights else 1
-        dense = self._layer_weights + (weights.head + weights.embedding) / p
-        return weights.itemsize * dense + weights.expert_itemsize * self._experts
+        vocabulary = weights.itemsize * (weights.head + weights.embedding) / p
+        return self._layer_bytes + vocabulary + weights.expert_itemsize * self._experts
 
     @property
     def _sums(self) -> int:
@@ -116,9 +124,13 @@ class Split:
             return 2 * self.model.layers
         return self.has_split_weights * self.model.sums
 
-    @property
-    def _share_of_cache(self) -> float:
-        return 1 / (self.tensor_parallel_size if self.form == TENSOR else self.p)
+    def _share_of_cache(self, layers: Attention) -> float:
+        """Part of the tokens' bytes in a layer that a rank keeps."""
+        size = self.tensor_parallel_size
+        if self.form == TENSOR:
+            return 1 / size
+        # The ranks of a tensor group have the same latents, and each its heads' keys and values.
+        return (size if layers.latent else 1) / self.p
 
     @property
     def _states_bytes(self) -> float:
@@ -130,10 +142,13 @@ class Split:
     def cache_bytes(self) -> float:
         """Bytes that a rank keeps of tokens: keys and values, or latents, and states."""
         kept = sum(
-            x.layers * x.token_bytes(self.model.kv_dtype) * x.seen(self.work.context)
+            self._share_of_cache(x)
+            * x.layers
+            * x.token_bytes(self.model.kv_dtype)
+            * x.seen(self.work.context)
             for x in self.model.attention
         )
-        return self._states_bytes + self.work.sequences * self._share_of_cache * kept
+        return self._states_bytes + self.work.sequences * kept
 
     @property
     def held_bytes(self) -> float:
@@ -159,13 +174,15 @@ class Split:
     def token_seconds(self, hosts: Hosts) -> Seconds:
         """Time of a new token of every sequence behind `work.context` tokens."""
         model, weights, sequences = self.model, self.model.weights, self.work.sequences
-        dense = self._layer_weights + weights.head / (self.p if self.has_split_weights else 1)
-        read = weights.itemsize * dense + 2 * self._states_bytes  # states are written as well
+        head = weights.head / (self.p if self.has_split_weights else 1)
+        dense = sum(self._layer_weights) + head
+        # States are written as well.
+        read = self._layer_bytes + weights.itemsize * head + 2 * self._states_bytes
         read += weights.expert_itemsize * self._experts * weights.share_of_experts(sequences)
         operations = 2 * sequences * (dense + self._experts * weights.chosen / weights.num_experts)
         for x in model.attention:
             pairs = sequences * x.layers * x.seen(self.work.context)
-            read += self._share_of_cache * pairs * x.token_bytes(model.kv_dtype)
+            read += self._share_of_cache(x) * pairs * x.token_bytes(model.kv_dtype)
             operations += 2 * pairs * x.heads / self.p * sum(x.step)
         merges = self.form != TENSOR and self.tensor_parallel_size < self.p
         rounds = merges * sum(x.layers for x in model.attention)
@@ -190,7 +207,7 @@ class Split:
         shares = self.p if self.form == PROMPTS else 1  # of a chunk, all of whose tokens they take
         size = shares * self.work.chunk
         chunks = [(begin, min(size, context - begin)) for begin in range(0, context, size)]
-        matrices = self._layer_weights + self._experts * weights.chosen / weights.num_experts
+        matrices = sum(self._layer_weights) + self._experts * weights.chosen / weights.num_experts
         operations = 2 * matrices * context / shares
         sent = self._sums * sum(sum_bytes(n * model.hidden * BF16, self.p) for _, n in chunks)
         for x in model.attention:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BF16, FP32 = 2, 4  # bytes of a weight, an activation, a key; of a partial state
 # Bytes of a key's or value's element, and of the scale that goes with those of a token and head.
 KV_DTYPES = {"bf16": (BF16, 0), "int8": (1, FP32), "fp8": (1, FP32)}
+# Bytes of a weight in linear layers and experts; of int4, with a scale for 128 of them, which torch
+# keeps beside a zero.
+WEIGHT_DTYPES = {"bf16": BF16, "int8": 1, "int4": 0.5 + 2 * BF16 / 128}
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,11 @@ class Weights:
     vectors: int  # norms, and biases of these
     head: int  # the matrix that makes logits, which the embedding may be as well
     embedding: int = 0  # of which one row a token is read; 0: it is the head
-    experts: int = 0  # that every rank has
+    experts: int = 0  # of each of which every rank has a part
     num_experts: int = 1  # in a layer
     chosen: int = 1  # of these, by a token
     itemsize: float = BF16  # bytes of a weight
+    matrix_itemsize: float = BF16  # of one in q, kv and split
     expert_itemsize: float = BF16
 
     @property
@@ -87,7 +91,14 @@ class Weights:
 
     @property
     def num_bytes(self) -> float:
-        return self.itemsize * (self.total - self.experts) + self.expert_itemsize * self.experts
+        matrices = self.q + self.kv + self.split
+        others = self.itemsize * (self.total - matrices - self.experts)
+        return others + self.matrix_itemsize * matrices + self.expert_itemsize * self.experts
+
+    def quantised(self, dtype: str) -> Weights:
+        """The weights as `hf.from_pretrained(weights=dtype)` keeps them."""
+        itemsize = WEIGHT_DTYPES[dtype]
+        return replace(self, matrix_itemsize=itemsize, expert_itemsize=itemsize)
 
     def share_of_experts(self, tokens: int) -> float:
         """Part of the experts that some token needs, if each chooses any of them alike."""
@@ -114,6 +125,11 @@ class Model:
     def kv_heads(self) -> int:
         """The most ranks among which the heads of keys and values of every layer can be dealt."""
         return math.gcd(*(layers.kv_heads for layers in self.attention))
+
+    @property
+    def cut_heads(self) -> int:
+        """The most ranks among which the projections of heads can be dealt; latents serve all."""
+        return math.gcd(*(x.heads if x.latent else x.kv_heads for x in self.attention))
 
 
 def llama(
