@@ -86,20 +86,25 @@ def make_model(layers: int, **changes: Any) -> Any:
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa"
         )
+    return fill_with_repeated_numbers(model)
+
+
+def fill_with_repeated_numbers(model: Any) -> Any:
+    """Give a model on the meta device memory and weights."""
     model.to_empty(device="cpu")
     # init_weights for what is computed (rotary frequencies, norms); the matrices, whose random
     # numbers would take a minute, repeat one block of them, the same on every rank.
     generator = torch.Generator().manual_seed(0)
     block = torch.empty(1 << 22).normal_(std=0.02, generator=generator).bfloat16()
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         parameter._is_hf_initialized = True
-        if parameter.dim() == 2:
-            flat = parameter.view(-1)
-            for begin in range(0, flat.numel(), block.numel()):
-                part = flat[begin : begin + block.numel()]
-                part.copy_(block[: part.numel()])
-        else:
-            parameter.fill_(1.0)
+        flat = parameter.data.view(-1)
+        if "norm" in name:
+            parameter.data.fill_(1.0)
+            continue
+        for begin in range(0, flat.numel(), block.numel()):
+            part = flat[begin : begin + block.numel()]
+            part.copy_(block[: part.numel()])
     model.init_weights()
     return model.eval()
 
