@@ -3,9 +3,13 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "args/checks.h"
+#include "cpu/converting.h"
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
 
 namespace tree_attention::cpu {
 namespace {
@@ -34,6 +38,9 @@ struct Weights {
   }
 };
 
+// Rows of weights of a task of one thread.
+constexpr int64_t kBlock = 32;
+
 // The numbers of rows in the order of their experts, and where each expert's begin.
 struct Order {
   std::vector<int64_t> rows, begin;
@@ -50,6 +57,69 @@ struct Order {
     for (int64_t i = 0; i < count; ++i) rows[next[experts[i]]++] = i;
   }
 };
+
+// Of experts that few rows are sent to, all in one loop over the rows of their weights: a thread
+// for each product would wait for the others after each of them.
+bool few_rows_of_experts(const at::Tensor& x, const Order& order, int64_t choices,
+                         const Weights& weights, at::Tensor& out) {
+  const int64_t num_experts = weights.weight.size(0), outputs = out.size(1), inputs = x.size(1);
+  std::vector<int64_t> hit;
+  for (int64_t e = 0; e < num_experts; ++e) {
+    const int64_t number = order.begin[e + 1] - order.begin[e];
+    if (number > WeightRows::kMaxRows) return false;
+    if (number > 0) hit.push_back(e);
+  }
+  const at::ScalarType dtype = weights.weight.scalar_type();
+  const bool is_int8 = dtype == at::kChar;
+  if (dtype == at::kByte || weights.is_transposed || !weights.weight.is_contiguous()) return false;
+  // The activations of each expert one behind the other.
+  const int64_t count = static_cast<int64_t>(order.rows.size());
+  const at::Tensor rows =
+      at::from_blob(const_cast<int64_t*>(order.rows.data()), {count}, at::kLong);
+  const at::Tensor own = x.index_select(0, choices == 1 ? rows : rows.div(choices, "floor"));
+  const DataType type = is_int8 ? DataType::kInt8 : data_type(dtype, "linear_of_experts", "weight");
+  const int64_t blocks = (outputs + kBlock - 1) / kBlock;
+  const DataType x_type = data_type(x.scalar_type(), "linear_of_experts", "x");
+  with_dtype(x_type, [&]<typename T>() {
+    using Value = typename Converting<T>::type;
+    const auto* from = static_cast<const char*>(own.const_data_ptr());
+    const auto* all = static_cast<const char*>(weights.weight.const_data_ptr());
+    const Value* scales =
+        is_int8 ? static_cast<const Value*>(weights.scale->const_data_ptr()) : nullptr;
+    auto* to = static_cast<Value*>(out.mutable_data_ptr());
+    const int64_t x_bytes = inputs * own.element_size();
+    const int64_t row_bytes = inputs * weights.weight.element_size();
+    const auto multiply = kernels().multiply_weight_rows;
+    parallel_for(0, static_cast<int64_t>(hit.size()) * blocks, 1, [&](int64_t begin, int64_t end) {
+      std::vector<float> workspace;
+      float products[kBlock * WeightRows::kMaxRows];
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t expert = hit[task / blocks], first = order.begin[expert];
+        const int64_t row = task % blocks * kBlock, from_row = expert * outputs + row;
+        WeightRows w{x_type,
+                     type,
+                     from + first * x_bytes,
+                     order.begin[expert + 1] - first,
+                     all + from_row * row_bytes,
+                     std::min(kBlock, outputs - row),
+                     inputs,
+                     nullptr,
+                     products};
+        workspace.resize(std::max<size_t>(workspace.size(), w.workspace_floats()));
+        w.workspace = workspace.data();
+        multiply(w);
+        for (int64_t i = 0; i < w.count; ++i) {
+          const float scale = scales == nullptr ? 1.0f : static_cast<float>(scales[from_row + i]);
+          for (int64_t r = 0; r < w.rows; ++r) {
+            to[order.rows[first + r] * outputs + row + i] =
+                static_cast<Value>(scale * products[i * w.rows + r]);
+          }
+        }
+      }
+    });
+  });
+  return true;
+}
 
 }  // namespace
 
@@ -75,6 +145,7 @@ at::Tensor linear_of_experts(const at::Tensor& x, const at::Tensor& experts,
   const Order order(elements<int64_t>(chosen), count, weight.size(0));
   const at::Tensor contiguous = x.contiguous();
   const Weights weights{weight, scale, front, is_transposed};
+  if (few_rows_of_experts(contiguous, order, choices, weights, out)) return out;
   for (int64_t e = 0; e < weight.size(0); ++e) {
     const int64_t first = order.begin[e], number = order.begin[e + 1] - first;
     if (number == 0) continue;

@@ -23,30 +23,11 @@ pytest.importorskip("transformers")
 
 from generations import generated, left_padded
 from hf_families import HYBRIDS, VOCAB_SIZE, WORKING, make_model
+from quantised_numbers import DTYPES, TOLERANCE, numbers_of
 from test_split_families import GREEDY, _same_on_all_ranks, sizes_of
 from tree_attention import hf
 from tree_attention.hf.weights.parts import Cut, OfFile
 from tree_attention.hf.weights.quantised import SCHEMES, Matrix, front_of, product
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of the largest number of a product, by the dtype that it is rounded to.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-
-
-def numbers_of(weight: Tensor, scheme: str, dtype: torch.dtype) -> Tensor:
-    """Return what a weight `[outputs, inputs]` stands for, row by row and number by number."""
-    size = weight.shape[1] if scheme == "int8" else 128
-    parts = []
-    for group in weight.float().split(size, dim=1):
-        rows = []
-        for row in group:
-            largest = row[row.abs().argmax()]
-            scale = (largest.abs() / 127 if scheme == "int8" else largest / -8).to(dtype).float()
-            low, high = (-127, 127) if scheme == "int8" else (-8, 7)
-            divisor = scale if scale != 0 else torch.tensor(1.0)
-            rows.append((row / divisor).round().clamp(low, high) * scale)
-        parts.append(torch.stack(rows))
-    return torch.cat(parts, dim=1)
 
 
 def check_product(
@@ -89,71 +70,6 @@ def test_both_halves_of_a_packed_projection(scheme: str) -> None:
     numbers = numbers_of(weight, scheme, torch.float32)
     both = torch.cat((numbers[16:32], numbers[64:80]))
     check_product(Matrix.of(OfFile(weight), cut), both, scheme, torch.float32, 3)
-
-
-def _experts(scheme: str | None, weight: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Return the weights of experts for the operator, and what they stand for."""
-    if scheme is None:
-        return weight.to(dtype), None, weight.to(dtype)
-    matrices = [
-        Matrix(OfFile(weight), ((0, weight.shape[1]),), (0, weight.shape[2]), (expert,))
-        for expert in range(weight.shape[0])
-    ]
-    made = [matrix.quantised(scheme, dtype) for matrix in matrices]
-    numbers = torch.stack([numbers_of(each, scheme, dtype) for each in weight])
-    data, scale = (torch.stack(x) for x in zip(*((m.data, m.scale) for m in made), strict=True))
-    return data, scale, numbers
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", [None, *SCHEMES])
-@pytest.mark.parametrize("rows, choices", [(1, 1), (1, 4), (5, 2), (90, 3), (0, 2)])
-def test_linear_of_experts(rows: int, choices: int, scheme: str | None, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    weight = torch.randn(6, 48, 96, generator=generator)
-    experts = torch.randint(0, 6, (rows * choices,), generator=generator)
-    experts[experts == 3] = 2  # one that nobody chooses
-    x = torch.randn(rows, 192, generator=generator).to(dtype)[:, ::2]  # not contiguous
-    data, scale, numbers = _experts(scheme, weight, dtype)
-    operator = torch.ops.tree_attention.linear_of_experts
-    found = operator(x, experts, data, scale, 0, False)
-    pairs = zip(x.repeat_interleave(choices, 0), experts, strict=True)
-    expected = [numbers[expert].double() @ row.double() for row, expert in pairs]
-    wanted = torch.stack(expected) if expected else torch.empty(0, 48, dtype=torch.float64)
-    assert found.dtype == dtype
-    largest = wanted.abs().max().item() if rows else 1.0
-    torch.testing.assert_close(found.double(), wanted, rtol=0.0, atol=TOLERANCE[dtype] * largest)
-    if scheme is None:
-        transposed = operator(x, experts, data.transpose(1, 2).contiguous(), None, 0, True)
-        torch.testing.assert_close(
-            transposed.double(), wanted, rtol=0.0, atol=TOLERANCE[dtype] * largest
-        )
-
-
-def test_operator_check() -> None:
-    x, experts = torch.randn(2, 32), torch.tensor([0, 1, 1, 0])
-    weight = torch.randn(2, 16, 32)
-    torch.library.opcheck(
-        torch.ops.tree_attention.linear_of_experts, (x, experts, weight, None, 0, False)
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"experts": torch.tensor([0, 2])}, r"experts must be in \[0, 2\), got 2"),
-        ({"experts": torch.tensor([0, -1])}, r"experts must be in \[0, 2\), got -1"),
-        ({"experts": torch.tensor([0, 1], dtype=torch.int32)}, "must be int64, got Int"),
-        ({"experts": torch.tensor([0, 1, 1])}, "as many choices for each of the 2 rows of x, got"),
-        ({"x": torch.randn(32)}, "must have 2, 1 and 3 axes, got 1, 1 and 3"),
-    ],
-)
-def test_bad_experts(change: dict[str, Tensor], says: str) -> None:
-    arguments = {"x": torch.randn(2, 32), "experts": torch.tensor([0, 1])} | change
-    with pytest.raises(RuntimeError, match=f"linear_of_experts: .*{says}"):
-        torch.ops.tree_attention.linear_of_experts(
-            *arguments.values(), torch.randn(2, 16, 32), None, 0, False
-        )
 
 
 FAMILIES = {

@@ -14,6 +14,7 @@
 #include "common/rows.h"
 #include "cpu/bf16/column_softmax.h"
 #include "cpu/bf16/terms.h"
+#include "cpu/bf16/weight_rows.h"
 #include "cpu/kernels.h"
 #include "cpu/vector/keys.h"
 #include "cpu/vector/output.h"
@@ -47,7 +48,7 @@ struct Bfloat16Kernels {
   }
 
   static constexpr Kernels named(const char* name) {
-    return {name, max_rows, workspace_bytes, attend, store_output};
+    return {name, max_rows, workspace_bytes, attend, store_output, multiply_weight_rows_in_pairs};
   }
 };
 

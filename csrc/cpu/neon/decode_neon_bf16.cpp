@@ -32,9 +32,9 @@ inline void attend_in_matrices(const DecodeParams& p, const Rows& rows, KeyRange
 #endif
 
 namespace tree_attention::cpu {
-constinit const Kernels neon_bf16_kernels = {"neon_bf16", max_rows,
-                                             MatrixAttention<BFloat16>::workspace_bytes,
-                                             attend_in_matrices, store_output};
+constinit const Kernels neon_bf16_kernels = {
+    "neon_bf16",        max_rows,     MatrixAttention<BFloat16>::workspace_bytes,
+    attend_in_matrices, store_output, multiply_weight_rows};
 }
 
 #endif

@@ -17,8 +17,8 @@ inline void attend_in_order(const DecodeParams& p, const Rows& rows, KeyRange ke
 
 }  // namespace
 
-constinit const Kernels neon_kernels = {"neon", max_rows, row_state_bytes, attend_in_order,
-                                        store_output};
+constinit const Kernels neon_kernels = {"neon",          max_rows,     row_state_bytes,
+                                        attend_in_order, store_output, multiply_weight_rows};
 }  // namespace tree_attention::cpu
 
 #endif

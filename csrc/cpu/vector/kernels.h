@@ -13,6 +13,7 @@
 #include "cpu/vector/attention.h"
 #include "cpu/vector/output.h"
 #include "cpu/vector/row_state.h"
+#include "cpu/vector/weight_rows.h"
 
 namespace tree_attention::cpu {
 namespace {
@@ -26,7 +27,7 @@ inline void attend(const DecodeParams& p, const Rows& rows, KeyRange keys, void*
 }
 
 constexpr Kernels vector_kernels(const char* name) {
-  return {name, max_rows, row_state_bytes, attend, store_output};
+  return {name, max_rows, row_state_bytes, attend, store_output, multiply_weight_rows};
 }
 
 }  // namespace

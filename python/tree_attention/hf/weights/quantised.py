@@ -133,7 +133,9 @@ def product(x: Tensor, data: Tensor, scale: Tensor, num_outputs: int, front: int
         return x.new_zeros((x.shape[0], num_outputs))
     if data.dtype == torch.int8:
         if x.shape[0] < _MANY_TOKENS:
-            return torch.ops.aten._weight_int8pack_mm(x.contiguous(), data, scale)
+            experts = torch.zeros(x.shape[0], dtype=torch.int64)  # of one expert
+            operator = torch.ops.tree_attention.linear_of_experts
+            return operator(x, experts, data[None], scale[None], 0, False)
         return functional.linear(x, data.to(x.dtype)) * scale
     groups, padded = scale.shape[0], 2 * data.shape[1]
     x = functional.pad(x, (front, padded - front - x.shape[1])).contiguous()

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Products of few rows of bfloat16 activations with rows of weights, by products of pairs.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/bf16/elements.h"
+#include "cpu/vector/weight_rows.h"
+
+namespace tree_attention::cpu {
+namespace {
+
+// Bytes from the weights at hand to those that are fetched: on two threads of a Zen 4, int8 weights
+// [8192, 2048] take 0.8 ms with it and 1.2 ms without.
+constexpr int kAhead = 4096;
+
+template <int kRows, typename Weight>
+inline void pair_dots(const BFloat16* x, int64_t stride, const float* half_sums,
+                      const Weight* weights, int64_t n, const DotLoader<Weight>& loader,
+                      float* out) {
+  Vec sums[kRows][2];
+  for (auto& row : sums) row[0] = row[1] = zero();
+  for_pieces(n, loader, [&](int64_t k, const auto& load_weights) {
+    __m512i w[2];
+    for (int line = 0; line < kDotElements * static_cast<int>(sizeof(Weight)); line += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(weights + k) + kAhead + line);
+    }
+    load_weights(weights + k, w);
+    for (int row = 0; row < kRows; ++row) {
+      const BFloat16* const from = x + row * stride + k;
+      sums[row][0] = dot(_mm512_loadu_si512(from), w[0], sums[row][0]);
+      sums[row][1] = dot(_mm512_loadu_si512(from + kHalfElements), w[1], sums[row][1]);
+    }
+  });
+  for (int row = 0; row < kRows; ++row) {
+    out[row] = reduce_add(add(sums[row][0], sums[row][1])) - half_sums[row];
+  }
+}
+
+// The rows of activations, in the order of loaded weights and padded with zeros, and half of their
+// sums, for weights that exceed the true ones by a half.
+template <typename Weight>
+inline void multiply_pairs(const WeightRows& w) {
+  const int64_t stride = dot_stride(w.n);
+  auto* const x = reinterpret_cast<BFloat16*>(w.workspace);
+  float half_sums[WeightRows::kMaxRows] = {};
+  const __m512i halves = _mm512_set1_epi16(0x3f00);  // 1/2
+  for (int64_t row = 0; row < w.rows; ++row) {
+    BFloat16* const to = x + row * stride;
+    __builtin_memset(to, 0, stride * sizeof(BFloat16));
+    __builtin_memcpy(to, static_cast<const BFloat16*>(w.x) + row * w.n, w.n * sizeof(BFloat16));
+    Vec sum = zero();
+    for (int64_t k = 0; k < stride; k += kDotElements) {
+      arrange(static_cast<const Weight*>(nullptr), to + k);
+      if constexpr (kExceedsByHalf<Weight>) {
+        sum = dot(_mm512_loadu_si512(to + k), halves, sum);
+        sum = dot(_mm512_loadu_si512(to + k + kHalfElements), halves, sum);
+      }
+    }
+    half_sums[row] = reduce_add(sum);
+  }
+  const DotLoader<Weight> loader;
+  const auto* const weights = static_cast<const Weight*>(w.weights);
+  for_rows(w, [&]<int kRows>(int64_t i, int64_t row) {
+    pair_dots<kRows>(x + row * stride, stride, half_sums + row, weights + i * w.n, w.n, loader,
+                     w.out + i * w.rows + row);
+  });
+}
+
+inline void multiply_weight_rows_in_pairs(const WeightRows& w) {
+  if (w.x_dtype != DataType::kBFloat16) return multiply_weight_rows(w);
+  return w.dtype == DataType::kInt8 ? multiply_pairs<Int8>(w) : multiply_pairs<BFloat16>(w);
+}
+
+}  // namespace
+}  // namespace tree_attention::cpu
