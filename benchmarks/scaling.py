@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gain of a second rank: a prompt and new tokens of a 1B-shaped Llama, by weights and prompts
-that are split over ranks or not.
+that are split over ranks or not, or of another shape with weights of 16, 8 and 4 bits.
 
     sudo .venv/bin/python -m benchmarks.scaling --out benchmarks/results
+    .venv/bin/python -m benchmarks.scaling --shape qwen3-30b-a3b --prompt 2048 --only bare/1 bare/2
 
 On this machine itself and on emulated hosts, one thread for each rank; beside one process with one
 thread and with as many threads as there are processors. Needs root for the emulated hosts alone.
@@ -11,6 +12,7 @@ thread and with as many threads as there are processors. Needs root for the emul
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -31,6 +33,7 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
+from benchmarks import shapes
 from benchmarks.emulation.configuration import BARE, cluster_report, measure, parser_of, run
 from benchmarks.emulation.tables import link_sentences, milliseconds
 from benchmarks.emulation.wiring import LINKS
@@ -38,6 +41,7 @@ from benchmarks.harness.measure import Load
 from benchmarks.harness.ranks import Ranks, run_rank, start_ranks
 from benchmarks.harness.report import Column, Report, columns_of, environment, verdict
 from benchmarks.llama import make_model
+from benchmarks.shapes import SHAPES
 from tree_attention import hf
 from tree_attention.cli.generation import ArrivalRecorder
 from tree_attention.exchange import Communicator
@@ -47,9 +51,10 @@ WIRINGS = {
     "metro": LINKS["metro"],
     "two-level": replace(LINKS["two-level"], per_node=2),
 }
-NAMES = (f"{BARE}/1", f"{BARE}/2", "lan/2", "metro/2", "two-level/4")
+NAMES = (f"{BARE}/1", f"{BARE}/2", f"{BARE}/4", "lan/2", "metro/2", "two-level/4")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 TRUTH = "float32"
+DTYPES = ("bf16", "int8", "int4")
 _TIMEOUT = 600.0
 _WARM_UP_TOKENS = 256
 # Logits of every so many tokens of the vocabulary are compared.
@@ -65,11 +70,12 @@ NOTES = (
     "the ranks or threads have, over the time of the row.",
     "Bytes are what the rank sent that sent most, for the prompt and for each further token; "
     "weights and key/value are what the largest rank keeps.",
-    "The model has the shape of Llama 3.2 1B with fewer layers and random weights in bf16, which "
-    "rounds differently where a sum is cut differently: same tokens counts those before the first "
-    "that differs from one process with one thread. error is the largest error of the first "
-    "token's logits relative to the largest logit, against float32 arithmetic; more than twice "
-    "that of one process plus one rounding, or ranks that differ in a token, are WRONG.",
+    "The model has a published shape with fewer layers and random weights; activations are bf16, "
+    "which rounds differently where a sum is cut differently: same tokens counts those before the "
+    "first that differs from one process with one thread and the same dtype of weights. The head "
+    "stays bf16. error is the largest error of the first token's logits relative to the largest "
+    "logit, against float32 arithmetic; more than twice that of one process with the same dtype "
+    "plus one rounding, or ranks that differ in a token, are WRONG.",
 )
 
 
@@ -78,8 +84,10 @@ def form(
     tensor_parallel_size: int = 1,
     prefill: str = "replicated",
     threads: int = 1,
+    dtype: str = "bf16",
 ) -> dict[str, Any]:
     return {
+        "dtype": dtype,
         "weights": weights,
         "tensor_parallel_size": tensor_parallel_size,
         "prefill": prefill,
@@ -87,7 +95,19 @@ def form(
     }
 
 
-def forms(world_size: int) -> list[dict[str, Any]]:
+def forms(world_size: int, dtypes: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Of a shape, whose checkpoint is read, weights in `dtypes`, and split if there are ranks."""
+    if dtypes:
+        counts = sorted({1, CORES}) if world_size == 1 else [1]
+        sizes = [1] if world_size == 1 else [1, 2]
+        kind = "whole" if world_size == 1 else "split"
+        of_dtypes = [
+            form(kind, size, threads=n, dtype=dtype)
+            for dtype in dtypes
+            for size in sizes
+            for n in counts
+        ]
+        return [form(TRUTH, threads=CORES), *of_dtypes] if world_size == 1 else of_dtypes
     if world_size == 1:
         return [form(TRUTH, threads=CORES), *(form(threads=n) for n in sorted({1, CORES}))]
     split = [form("split", size) for size in (1, 2)]
@@ -95,10 +115,11 @@ def forms(world_size: int) -> list[dict[str, Any]]:
 
 
 def name_of(row: dict[str, Any]) -> str:
+    dtype = "" if row["dtype"] == "bf16" else f", {row['dtype']}"
     if row["world_size"] == 1:
-        return f"1 process, {row['threads']} thread{'s' * (row['threads'] > 1)}"
+        return f"1 process, {row['threads']} thread{'s' * (row['threads'] > 1)}{dtype}"
     if row["weights"] == "split":
-        return f"weights split, tensor_parallel_size {row['tensor_parallel_size']}"
+        return f"weights split, tensor_parallel_size {row['tensor_parallel_size']}{dtype}"
     return f"weights whole, prompt {row['prefill']}"
 
 
@@ -141,16 +162,31 @@ def weights_bytes(model: torch.nn.Module) -> int:
 def run_form(form: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
     """A form on this rank, from a model of its own."""
     torch.set_num_threads(form["threads"])
-    model, tokens = make_model(spec["layers"]), spec["tokens"] + 1
+    tokens, chunk = spec["tokens"] + 1, spec["chunk"]
+    options = {"prefill_chunk_size": chunk, "timeout": _TIMEOUT}
     if form["weights"] == TRUTH:
-        model, tokens = model.float(), 1
-    if form["weights"] == "split":
-        hf.parallelize(model, tensor_parallel_size=form["tensor_parallel_size"])
-    chunk = spec["chunk"]
-    hf.enable(model, prefill=form["prefill"], prefill_chunk_size=chunk, timeout=_TIMEOUT)
+        tokens = 1
+    if spec["checkpoint"] is not None:
+        model = hf.from_pretrained(
+            spec["checkpoint"],
+            tensor_parallel_size=form["tensor_parallel_size"],
+            dtype=torch.float32 if form["weights"] == TRUTH else None,
+            weights=None if form["dtype"] == "bf16" else form["dtype"],
+            **options,
+        )
+    else:
+        model = make_model(spec["layers"])
+        if form["weights"] == TRUTH:
+            model = model.float()
+        if form["weights"] == "split":
+            hf.parallelize(model, tensor_parallel_size=form["tensor_parallel_size"])
+        hf.enable(model, prefill=form["prefill"], **options)
     prompt = torch.arange(spec["prompt"])[None] * 7919 % model.config.vocab_size
     generate(model, prompt[:, :_WARM_UP_TOKENS], 2)
-    return {**generate(model, prompt, tokens), "weights_bytes": weights_bytes(model)}
+    found = {**generate(model, prompt, tokens), "weights_bytes": weights_bytes(model)}
+    del model
+    gc.collect()
+    return found
 
 
 def run_on_rank(specification: Path, out: Path) -> None:
@@ -225,6 +261,9 @@ def main(arguments: list[str]) -> int:
     parser = parser_of("scaling", "scaling", NAMES)
     parser.prog = "python -m benchmarks.scaling"
     parser.add_argument("--layers", type=int, default=4, help="of 16 (default 4)")
+    parser.add_argument("--shape", choices=SHAPES, help="another model, with as many layers as fit")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="of a shape")
+    parser.add_argument("--checkpoints", type=Path, help="directory for the shape's weights")
     parser.add_argument("--prompt", type=int, default=16384, help="tokens (default 16384)")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens of a prompt at once")
     parser.add_argument("--tokens", type=int, default=16, help="timed new tokens (default 16)")
@@ -234,9 +273,15 @@ def main(arguments: list[str]) -> int:
         run_on_rank(*parsed.on_rank)
         return 0
 
+    checkpoint = None
+    if parsed.shape is not None:
+        folder = parsed.checkpoints or Path(tempfile.gettempdir())
+        checkpoint, parsed.layers = shapes.make(parsed.shape, folder), SHAPES[parsed.shape].layers
+
     def run_place(place: str, world_size: int) -> dict[str, Any]:
         model = {name: getattr(parsed, name) for name in ("layers", "prompt", "chunk", "tokens")}
-        chosen = forms(world_size)
+        model |= {"shape": parsed.shape, "checkpoint": checkpoint and str(checkpoint)}
+        chosen = forms(world_size, parsed.dtypes if parsed.shape else ())
         program, spec = ["benchmarks.scaling", "--on-rank"], {**model, "forms": chosen}
         if place == BARE:
             part = run_bare(world_size, program, spec)
@@ -245,21 +290,25 @@ def main(arguments: list[str]) -> int:
         rows = rows_of(place, world_size, chosen, part.pop("results"))
         return {"rows": rows, "model": model, **part}
 
-    return measure("scaling", NAMES, parsed, run_place, report_of, width=170)
+    name = "scaling" if parsed.shape is None else f"scaling_{parsed.shape}"
+    return measure(name, NAMES, parsed, run_place, report_of, width=170)
 
 
 def report_of(measured: dict[str, Any]) -> Report:
     rows = judged([row for part in measured.values() for row in part["rows"]])
     spec, *others = (part["model"] for part in measured.values())
     if any(other != spec for other in others):
-        raise SystemExit("scaling.json has results of another model or prompt: take another --out")
+        raise SystemExit("the results there are of another model or prompt: take another --out")
+    shape, model = spec["shape"], f"A 1B-shaped Llama, {spec['layers']} of 16 layers, bf16"
+    if shape is not None:
+        of = SHAPES[shape]
+        model = f"The shape of {of.title}, {of.layers} of {of.published_layers} layers"
     return cluster_report(
         measured,
-        name="scaling",
+        name="scaling" if shape is None else f"scaling_{shape}",
         title=(
-            f"A 1B-shaped Llama, {spec['layers']} of 16 layers, bf16: a prompt of "
-            f"{spec['prompt']:,} tokens in chunks of {spec['chunk']:,}, then {spec['tokens']} new "
-            "ones"
+            f"{model}: a prompt of {spec['prompt']:,} tokens in chunks of {spec['chunk']:,}, then "
+            f"{spec['tokens']} new ones"
         ),
         notes=NOTES,
         environment={"transformers": transformers.__version__, "processors": CORES},
@@ -271,13 +320,12 @@ def report_of(measured: dict[str, Any]) -> Report:
 
 def judged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows, each beside one process with one thread, as far as that was measured."""
-    one, truth = (
-        next((row for row in rows if row["link"] == BARE and _is_one(row, weights)), None)
-        for weights in ("whole", TRUTH)
-    )
+    bare = [row for row in rows if row["link"] == BARE]
+    truth = next((row for row in bare if _is_one(row, TRUTH)), None)
+    ones = {row["dtype"]: row for row in bare if _is_one(row, "whole")}
     result = []
     for row in rows:
-        row = {**row, "wrong": not row["ranks_agree"]}
+        row, one = {**row, "wrong": not row["ranks_agree"]}, ones.get(row["dtype"])
         if truth is not None and one is not None and row is not truth:
             error, bound = (_error(x["logits"], truth["logits"]) for x in (row, one))
             row["error"] = error

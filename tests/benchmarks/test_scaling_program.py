@@ -34,7 +34,7 @@ def judged(split_ranks: list[dict[str, Any]], tmp_path: Path) -> dict[str, Any]:
         "bare/1": scaling.rows_of("bare", 1, one, results),
         "lan/2": scaling.rows_of("lan", 2, [scaling.form("split")], [split_ranks]),
     }
-    model = {"layers": 4, "prompt": 100, "chunk": 50, "tokens": 2}
+    model = {"layers": 4, "prompt": 100, "chunk": 50, "tokens": 2, "shape": None}
     rest = {"model": model, "links": [], "other_load": None}
     report = scaling.report_of({name: {"rows": rows, **rest} for name, rows in parts.items()})
     write(report, tmp_path)
