@@ -102,14 +102,15 @@ def quantise_experts(
         outputs = cut.ranges
     elif cut is not None:
         (inputs,) = cut.ranges
-    data, scales = [], []
-    for expert in range(source.shape[0]):
+    count = source.shape[0]
+    for expert in range(count):
         matrix = Matrix(source, outputs, inputs, (expert,), is_transposed)
         made = matrix.quantised(scheme, dtype)
-        data.append(made.data)
-        scales.append(made.scale)
-    weight = nn.Parameter(torch.stack(data).to(device), requires_grad=False)
-    scale = nn.Parameter(torch.stack(scales).to(device), requires_grad=False)
+        if expert == 0:  # the others are as large, and none is kept twice
+            data, scales = (x.new_empty((count, *x.shape)) for x in (made.data, made.scale))
+        data[expert], scales[expert] = made.data, made.scale
+    weight = nn.Parameter(data.to(device), requires_grad=False)
+    scale = nn.Parameter(scales.to(device), requires_grad=False)
     setattr(experts, f"{name}_scale", scale)
     setattr(experts, f"{name}_outputs", matrix.num_outputs)
     setattr(experts, f"{name}_front", front_of(matrix, scheme))

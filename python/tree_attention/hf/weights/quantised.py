@@ -22,8 +22,8 @@ SCHEMES = ("int8", "int4")
 _GROUP = 128
 # What torch's product of 4 bits takes: groups of one of these sizes, and outputs in sixteens.
 _SIZES_OF_GROUPS, _OUTPUTS = (128, 64, 32), 16
-# Rows that are read, and widened, at once.
-_ROWS = 512
+# Bytes of rows in float32 that are read at once, beside which there are a few as large.
+_READ_BYTES = 1 << 18
 # From so many tokens on a widened copy of the weights is less work.
 _MANY_TOKENS = 32
 
@@ -68,9 +68,10 @@ class Matrix:
         come before them."""
         at = 0
         width = self.source.shape[-2 if self.is_transposed else -1]
+        step = max(1, _READ_BYTES // (4 * width))
         for first, last in self.outputs:
-            for begin in range(first, last, _ROWS):
-                count = min(_ROWS, last - begin)
+            for begin in range(first, last, step):
+                count = min(step, last - begin)
                 shape = (width, count) if self.is_transposed else (count, width)
                 origin = (0, begin) if self.is_transposed else (begin, 0)
                 part = torch.empty((*(1 for _ in self.index), *shape), dtype=torch.float32)
