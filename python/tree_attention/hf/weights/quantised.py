@@ -23,7 +23,7 @@ _GROUP = 128
 # What torch's product of 4 bits takes: groups of one of these sizes, and outputs in sixteens.
 _SIZES_OF_GROUPS, _OUTPUTS = (128, 64, 32), 16
 # Bytes of rows in float32 that are read at once, beside which there are a few as large.
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 20
 # From so many tokens on a widened copy of the weights is less work.
 _MANY_TOKENS = 32
 
