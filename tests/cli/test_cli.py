@@ -141,6 +141,8 @@ def test_generate_sdpa_refuses_several_processes() -> None:
         (("--tensor-parallel-size", "2"), "must divide the number of processes 1, got 2"),
         (("--weights", "split", "--prefill", "split"), "deals the prompt to processes that have"),
         (("--tensor-parallel-size", "0"), "--tensor-parallel-size must be at least 1, got 0"),
+        (("--weight-dtype", "int8", "--weights", "replicated"), "--weight-dtype int8 quantises"),
+        (("--weight-dtype", "int4", "--attention", "sdpa"), "leave --attention sdpa and"),
     ],
 )
 def test_generate_refuses_what_cannot_be(
@@ -236,6 +238,19 @@ def check_two_ranks(folder: Path, output: str, weights: str) -> None:
     share = both["weight_bytes_per_rank"] / one["weight_bytes_per_rank"]
     assert share == 1 if weights == "replicated" else 0.5 < share < 0.6
     assert 0 < both["exchange_share"] < 1
+
+
+def test_generate_with_quantised_weights(checkpoint: Path, tmp_path: Path) -> None:
+    """Two ranks say what one says with weights of as many bits, from fewer bytes."""
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    options = "--prompt", PROMPT * 8, "--weight-dtype", "int8"
+    assert run_generate(checkpoint, *options, "--json", str(one)) == 0
+    model = "generate", "--model", str(checkpoint), "--max-new-tokens", "9"
+    files = "--json", str(two), "--same-tokens-as", str(one)
+    with started([*model, *options, *files]) as ranks:
+        assert [ranks.wait_for_end(rank).status for rank in range(2)] == [0, 0]
+    sizes = [json.loads(file.read_text())["weight_bytes_per_rank"] for file in (one, two)]
+    assert sizes[1] < 0.6 * sizes[0]
 
 
 @pytest.mark.deep

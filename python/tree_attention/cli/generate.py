@@ -15,6 +15,7 @@ import torch
 from .. import ExchangeError, strategies
 from .._json import read_json_object, replace_file
 from ..exchange import candidates
+from ..planning.models import WEIGHT_DTYPES
 from .checkpoint import damages_named, load, load_tokenizer, make_greedy
 from .usage import UsageError, check_can_be_written, check_seconds, report, writing
 from .world import World, joined_world
@@ -26,6 +27,10 @@ _CHOICES = {
     "kv-dtype": (
         ("int8", "fp8"),
         "of the cache; auto takes --dtype's, the others 8 bits and a scale for each token and head",
+    ),
+    "weight-dtype": (
+        tuple(name for name in WEIGHT_DTYPES if name != "bf16"),
+        "of linear layers and experts, quantised while they are read; auto takes --dtype's",
     ),
     "weights": (
         ("split", "replicated"),
@@ -116,6 +121,13 @@ def check(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"--kv-dtype {arguments.kv_dtype} needs --attention tree_attention: plain HuggingFace "
             "attends to keys in the dtype of the weights"
+        )
+    if arguments.weight_dtype != "auto" and (
+        arguments.attention == "sdpa" or arguments.weights == "replicated"
+    ):
+        raise UsageError(
+            f"--weight-dtype {arguments.weight_dtype} quantises what this program reads of the "
+            "checkpoint itself: leave --attention sdpa and --weights replicated out"
         )
     check_seconds("--timeout", arguments.timeout)
     if arguments.json is not None:
@@ -224,7 +236,8 @@ def load_model(
 
     # Prompts are dealt to ranks which have all weights.
     can_split = arguments.weights != "replicated" and arguments.prefill != "split"
-    if world.size > 1 and can_split:
+    scheme = None if arguments.weight_dtype == "auto" else arguments.weight_dtype
+    if (world.size > 1 and can_split) or scheme is not None:
         try:
             # Each process must get the heads that are its own wherever several share a cache.
             able = ("auto", *candidates(torch.float32, head_sharded=True))
@@ -233,12 +246,17 @@ def load_model(
                 raise CannotSplitError(f"with split weights {one_of}, got {arguments.strategy}")
             with damages_named(path):
                 return tokenizer, hf.from_pretrained(
-                    path, tensor_parallel_size=size, dtype=dtype, device=device, **options
+                    path,
+                    tensor_parallel_size=size,
+                    dtype=dtype,
+                    device=device,
+                    weights=scheme,
+                    **options,
                 )
         except ExchangeError as error:
             raise ExchangeError(f"{error}. Start all ranks again.") from error
         except CannotSplitError as error:
-            if arguments.weights == "split":
+            if arguments.weights == "split" or scheme is not None:
                 raise UsageError(f"--weights split: {error}") from error
             if world.root:
                 report("generate", f"every process has all weights: {error}")
