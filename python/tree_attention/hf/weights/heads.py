@@ -7,7 +7,7 @@ these; of their results, it goes on with those that its place in the context gro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,8 @@ class _Attention:
         self._num_heads_q = features // self._head_dim
         self._num_heads_kv = self._num_heads_q
         self._blocks = dict(self._find_blocks())
+        self._cuts: dict[str, Cut] = {}
+        self._conv_sizes: dict[str, dict[str, Any]] = {}
         size = mesh.tensor_parallel_size
         if self._num_heads_kv % size:
             kind = "query heads" if self._is_latent else "heads of keys and values"
@@ -154,58 +156,82 @@ class _Attention:
         return size
 
     def split(self) -> HeadSplit:
-        module, mesh = self._module, self._mesh
-        (first, last), head_dim = self._q, self._head_dim
-        begin, end = mesh.own_heads(last - first)
+        module, head_dim = self._module, self._head_dim
+        first, last = self._q
+        begin, end = self._mesh.own_heads(last - first)
         own = first + begin, first + end
-        cuts: dict[str, Cut] = {}
-        sizes: dict[str, dict[str, Any]] = {"": self._sizes()}
-        for name, blocks in self._blocks.items():
-            linear = getattr(module, name)
-            ranges = tuple(
-                (block.begin + block.size * head[0], block.begin + block.size * head[1])
-                for block in blocks
-                for head in [self._q if block.is_query else self._kv]
-            )
-            cuts[f"{name}.weight"] = Cut(axes_of(linear)[0], ranges)
-            if linear.bias is not None:
-                cuts[f"{name}.bias"] = Cut(0, ranges)
-            if isinstance(linear, Conv1D):
-                sizes[name] = {"nf": sum(stop - start for start, stop in ranges)}
-        output = getattr(module, self._output)
-        columns = (head_dim * own[0], head_dim * own[1])
-        cuts[f"{self._output}.weight"] = Cut(axes_of(output)[1], (columns,))
-        # A gate of each head's output comes out of the queries' projection (Qwen3-Next).
-        needs_all = (
-            not self._is_latent
-            and self._blocks.get("q_proj", [])[:1] != []
-            and (self._blocks["q_proj"][0].size == 2 * head_dim)
+        self._cut_projections(own)
+        behind, norms = self._cut_norms()
+        # After attention it may compute with all heads: a gate of each comes out of the queries'
+        # projection (Qwen3-Next), or a norm follows (BitNet).
+        is_gated = any(name == "q_proj" and x[0].size == 2 * head_dim for name, x in self._heads())
+        needs_all = behind or is_gated
+        for name in self._of_heads():
+            self._cuts[name] = Cut(0, (self._q if needs_all else own,))
+        for name, _ in module.named_parameters(recurse=False):
+            if name not in self._cuts:
+                raise OtherAttentionError("no such parameter of attention is known", name)
+        return HeadSplit(
+            projections=tuple(self._blocks),
+            output=self._output,
+            shared=tuple(x for x in _SHARED if self._is_latent and _child(module, x) is not None),
+            cuts=self._cuts,
+            own_columns=(head_dim * begin, head_dim * end) if needs_all else None,
+            norms=norms if self._mesh.tensor_parallel_size > 1 else (),
+            sizes={"": self._sizes(), **self._conv_sizes},
         )
-        norms, of_own_heads = [], [_SINKS] if getattr(module, _SINKS, None) is not None else []
-        for child, inner in module.named_children():
-            known = child in self._blocks or child == self._output
-            if known or (self._is_latent and child in (*_SHARED, *_SHARED_NORMS)):
-                continue
-            if type(inner) is nn.Linear and inner.out_features == self._num_heads_q:
-                # A gate of each head's output (LFM3).
-                of_own_heads += [f"{child}.{name}" for name, _ in inner.named_parameters()]
-                continue
-            found = self._norm(child, inner)
+
+    def _heads(self) -> Iterable[tuple[str, list[_Block]]]:
+        """The projections into heads of their own, which those into latents' heads are not."""
+        return () if self._is_latent else self._blocks.items()
+
+    def _cut_projections(self, own: Range) -> None:
+        """Cuts the projections into heads, and the columns of `own` heads in the one behind."""
+        for name, blocks in self._blocks.items():
+            linear = getattr(self._module, name)
+            ranges = tuple(
+                (block.begin + block.size * begin, block.begin + block.size * end)
+                for block in blocks
+                for begin, end in [self._q if block.is_query else self._kv]
+            )
+            self._cuts[f"{name}.weight"] = Cut(axes_of(linear)[0], ranges)
+            if linear.bias is not None:
+                self._cuts[f"{name}.bias"] = Cut(0, ranges)
+            if isinstance(linear, Conv1D):
+                self._conv_sizes[name] = {"nf": sum(end - begin for begin, end in ranges)}
+        columns = self._head_dim * own[0], self._head_dim * own[1]
+        axis = axes_of(getattr(self._module, self._output))[1]
+        self._cuts[f"{self._output}.weight"] = Cut(axis, (columns,))
+
+    def _others(self) -> Iterator[tuple[str, nn.Module]]:
+        """The children that are no projections: norms and gates."""
+        known = {*self._blocks, self._output, *((*_SHARED, *_SHARED_NORMS) * self._is_latent)}
+        return ((name, x) for name, x in self._module.named_children() if name not in known)
+
+    def _is_gate(self, module: nn.Module) -> bool:
+        """True for a gate of each head's output (LFM3)."""
+        return type(module) is nn.Linear and module.out_features == self._num_heads_q
+
+    def _of_heads(self) -> Iterator[str]:
+        """The parameters with one entry for each query head that is worked with after attention."""
+        if getattr(self._module, _SINKS, None) is not None:
+            yield _SINKS
+        for child, inner in self._others():
+            if self._is_gate(inner):
+                yield from (f"{child}.{name}" for name, _ in inner.named_parameters())
+
+    def _cut_norms(self) -> tuple[bool, tuple[str, ...]]:
+        """Cuts the norms; whether one comes behind attention, and the names of those over the
+        features of all heads."""
+        is_any_behind, over_heads = False, []
+        for child, inner in self._others():
+            found = None if self._is_gate(inner) else self._norm(child, inner)
             if found is not None:
                 path, cut, is_over_heads, is_behind = found
-                cuts[path] = cut
-                needs_all |= is_behind
-                if is_over_heads and mesh.tensor_parallel_size > 1:
-                    norms.append(child)
-        cuts |= dict.fromkeys(of_own_heads, Cut(0, (self._q if needs_all else own,)))
-        for name, _ in module.named_parameters(recurse=False):
-            if name not in cuts:
-                raise OtherAttentionError("no such parameter of attention is known", name)
-        own_columns = (head_dim * begin, head_dim * end) if needs_all else None
-        shared = tuple(x for x in _SHARED if self._is_latent and _child(module, x) is not None)
-        return HeadSplit(
-            tuple(self._blocks), self._output, shared, cuts, own_columns, tuple(norms), sizes
-        )
+                self._cuts[path] = cut
+                is_any_behind |= is_behind
+                over_heads += [child] * is_over_heads
+        return is_any_behind, tuple(over_heads)
 
     def _norm(self, child: str, module: nn.Module) -> tuple[str, Cut, bool, bool] | None:
         """The cut of a norm; whether it is over all heads, and comes behind attention. None if it
