@@ -84,8 +84,8 @@ TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
 #endif
 
 TORCH_LIBRARY_IMPL(tree_attention, Autograd, m) {
-  for (const char* name :
-       {"lean_decode", "lean_decode.out", "merge_states", "merge_states.out", "append_kv"}) {
+  for (const char* name : {"lean_decode", "lean_decode.out", "merge_states", "merge_states.out",
+                           "append_kv", "linear_of_experts"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_gradient>());
   }
 }

@@ -14,6 +14,8 @@
 namespace tree_attention::cpu {
 namespace {
 
+constexpr ArgumentChecks kCheck{"linear_of_experts"};
+
 // From so many rows on, widening a quantised weight once is less work than widening it row by row.
 constexpr int64_t kManyRows = 32;
 
@@ -121,22 +123,60 @@ bool few_rows_of_experts(const at::Tensor& x, const Order& order, int64_t choice
   return true;
 }
 
+void check_weight(const at::Tensor& x, const at::Tensor& weight,
+                  const std::optional<at::Tensor>& scale, int64_t front, bool is_transposed) {
+  const auto dtype = weight.scalar_type();
+  const bool is_packed = dtype == at::kByte, is_quantised = is_packed || dtype == at::kChar;
+  data_type(x.scalar_type(), kCheck.op, "x");
+  TORCH_CHECK(scale.has_value() == is_quantised, kCheck.op, ": scale must be ",
+              is_quantised ? "given" : "None", " for a weight of ", dtype_name(dtype), ", got ",
+              is_quantised ? "None" : "a tensor");
+  if (!is_quantised) kCheck.dtype("weight", weight, x.scalar_type());
+  TORCH_CHECK(!is_quantised || (!is_transposed && weight.is_contiguous()), kCheck.op,
+              ": a weight of ", dtype_name(dtype), " must be contiguous and not transposed, got ",
+              is_transposed ? "is_transposed = True" : "a view");
+  const int64_t inputs = is_packed ? 2 * weight.size(2) : weight.size(is_transposed ? 1 : 2);
+  TORCH_CHECK(
+      is_packed ? front >= 0 && front <= inputs - x.size(1) : front == 0 && x.size(1) == inputs,
+      kCheck.op, ": x must have the ", inputs, " columns that weight takes, got ", x.size(1),
+      " behind a front of ", front);
+  if (!is_quantised) return;
+  kCheck.dtype("scale", *scale, x.scalar_type());
+  TORCH_CHECK(scale->is_contiguous(), kCheck.op, ": scale must be contiguous, got strides ",
+              scale->strides());
+  if (!is_packed) {
+    kCheck.shape("scale", "[experts, outputs]", *scale, weight.sizes().slice(0, 2));
+    return;
+  }
+  const int64_t groups = scale->dim() == 4 ? scale->size(1) : 0;
+  kCheck.shape("scale", "[experts, groups, outputs, 2]", *scale,
+               {weight.size(0), groups, weight.size(1), 2});
+  TORCH_CHECK(inputs == 0 || (groups > 0 && inputs % groups == 0), kCheck.op,
+              ": scale must have groups that divide the ", inputs, " columns of weight, got ",
+              groups);
+}
+
+void check_arguments(const at::Tensor& x, const at::Tensor& experts, const at::Tensor& weight,
+                     const std::optional<at::Tensor>& scale, int64_t front, bool is_transposed) {
+  TORCH_CHECK(x.dim() == 2 && weight.dim() == 3 && experts.dim() == 1, kCheck.op,
+              ": x, experts and weight must have 2, 1 and 3 axes, got ", x.dim(), ", ",
+              experts.dim(), " and ", weight.dim());
+  kCheck.dtype("experts", experts, at::kLong);
+  const int64_t count = experts.numel(), rows = x.size(0);
+  TORCH_CHECK(rows == 0 ? count == 0 : count % rows == 0, kCheck.op,
+              ": experts must have as many choices for each of the ", rows, " rows of x, got ",
+              count);
+  check_weight(x, weight, scale, front, is_transposed);
+}
+
 }  // namespace
 
 at::Tensor linear_of_experts(const at::Tensor& x, const at::Tensor& experts,
                              const at::Tensor& weight, const std::optional<at::Tensor>& scale,
                              int64_t front, bool is_transposed) {
-  TORCH_CHECK(x.dim() == 2 && weight.dim() == 3 && experts.dim() == 1,
-              "linear_of_experts: x, experts and weight must have 2, 1 and 3 axes, got ", x.dim(),
-              ", ", experts.dim(), " and ", weight.dim());
-  TORCH_CHECK(experts.scalar_type() == at::kLong, "linear_of_experts: experts must be int64, got ",
-              experts.scalar_type());
+  check_arguments(x, experts, weight, scale, front, is_transposed);
   const int64_t count = experts.numel(), rows = x.size(0);
-  TORCH_CHECK(rows == 0 ? count == 0 : count % rows == 0,
-              "linear_of_experts: experts must have as many choices for each of the ", rows,
-              " rows of x, got ", count);
-  const bool is_packed = scale.has_value() && weight.scalar_type() == at::kByte;
-  const int64_t outputs = is_packed ? scale->size(2) : weight.size(is_transposed ? 2 : 1);
+  const int64_t outputs = weight.size(is_transposed ? 2 : 1);
   at::Tensor out = at::empty({count, outputs}, x.options());
   if (out.numel() == 0) return out;
   if (x.size(1) == 0) return out.zero_();

@@ -75,7 +75,7 @@ def test_operator_check() -> None:
     [
         ({"experts": torch.tensor([0, 2])}, r"experts must be in \[0, 2\), got 2"),
         ({"experts": torch.tensor([0, -1])}, r"experts must be in \[0, 2\), got -1"),
-        ({"experts": torch.tensor([0, 1], dtype=torch.int32)}, "must be int64, got Int"),
+        ({"experts": torch.tensor([0, 1], dtype=torch.int32)}, "must be int64, got int32"),
         ({"experts": torch.tensor([0, 1, 1])}, "as many choices for each of the 2 rows of x, got"),
         ({"x": torch.randn(32)}, "must have 2, 1 and 3 axes, got 1, 1 and 3"),
     ],
@@ -86,6 +86,55 @@ def test_bad_experts(change: dict[str, Tensor], says: str) -> None:
         torch.ops.tree_attention.linear_of_experts(
             *arguments.values(), torch.randn(2, 16, 32), None, 0, False
         )
+
+
+INT8, INT4 = (torch.ones(2, 16, n, dtype=x) for n, x in ((32, torch.int8), (16, torch.uint8)))
+SCALE = torch.ones(2, 16)
+GROUPS = torch.ones(2, 1, 16, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"x": torch.randn(2, 64)}, "x must have the 32 columns that weight takes, got 64"),
+        ({"x": torch.randn(2, 8)}, "x must have the 32 columns that weight takes, got 8"),
+        ({"x": torch.randn(2, 16), "is_transposed": True}, None),
+        ({"x": torch.ones(2, 32).double()}, "x must be float32, bfloat16 or float16, got float64"),
+        ({"weight": torch.ones(2, 16, 32).half()}, "weight must be float32, got float16"),
+        ({"front": 1}, "x must have the 32 columns that weight takes, got 32 behind a front of 1"),
+        ({"scale": SCALE}, "scale must be None for a weight of float32, got a tensor"),
+        ({"weight": INT8}, "scale must be given for a weight of int8, got None"),
+        ({"weight": INT8, "scale": SCALE}, None),
+        ({"weight": INT8, "scale": SCALE.half()}, "scale must be float32, got float16"),
+        ({"weight": INT8, "scale": SCALE[:, :3].clone()}, r"= \[2, 16\], got \[2, 3\]"),
+        ({"weight": INT8, "scale": torch.ones(16, 2).T}, "scale must be contiguous, got str"),
+        ({"weight": INT8, "scale": SCALE, "is_transposed": True}, "got is_transposed = True"),
+        ({"weight": INT8[..., ::2], "scale": SCALE}, "of int8 must be contiguous .* got a view"),
+        ({"weight": INT4}, "scale must be given for a weight of uint8, got None"),
+        ({"weight": INT4, "scale": GROUPS}, None),
+        ({"weight": INT4, "scale": SCALE}, r"\[experts, groups, outputs, 2\] = .* got \[2, 16\]"),
+        ({"weight": INT4, "scale": GROUPS[:1]}, r"= \[2, 1, 16, 2\], got \[1, 1, 16, 2\]"),
+        ({"weight": INT4, "scale": GROUPS[:, :0]}, "groups that divide the 32 columns .* got 0"),
+        ({"weight": INT4, "scale": GROUPS, "front": 5}, "got 32 behind a front of 5"),
+        ({"weight": INT4, "scale": GROUPS, "front": -5}, "got 32 behind a front of -5"),
+    ],
+)
+def test_bad_weights(change: dict[str, Any], says: str | None) -> None:
+    """Nothing is read behind the end of a weight or of its scales."""
+    arguments: dict[str, Any] = {"x": torch.randn(2, 32), "experts": torch.tensor([0, 1])}
+    arguments |= {"weight": torch.randn(2, 16, 32), "scale": None, "front": 0}
+    arguments |= {"is_transposed": False} | change
+    if says is None:
+        assert OPERATOR(*arguments.values()).isfinite().all()
+        return
+    with pytest.raises(RuntimeError, match=f"linear_of_experts: .*{says}"):
+        OPERATOR(*arguments.values())
+
+
+def test_no_gradient() -> None:
+    x, weight = torch.randn(2, 32, requires_grad=True), torch.randn(1, 16, 32)
+    with pytest.raises(RuntimeError, match="linear_of_experts: x must not require a gradient"):
+        OPERATOR(x, torch.tensor([0, 0]), weight, None, 0, False)
 
 
 @pytest.mark.parametrize("scheme", [None, "int8"])
