@@ -18,6 +18,8 @@ constexpr ArgumentChecks kCheck{"linear_of_experts"};
 
 // From so many rows on, widening a quantised weight once is less work than widening it row by row.
 constexpr int64_t kManyRows = 32;
+// torch's product of int8 weights reads behind the rows of other numbers of bfloat16 columns.
+constexpr int64_t kInt8Columns = 16;
 
 struct Weights {
   const at::Tensor& weight;
@@ -31,8 +33,13 @@ struct Weights {
     if (!scale.has_value()) return at::matmul(x, is_transposed ? own : own.t());
     const at::Tensor its_scale = scale->select(0, expert);
     if (own.scalar_type() == at::kChar) {
-      if (x.size(0) < kManyRows) return at::_weight_int8pack_mm(x, own, its_scale);
-      return at::matmul(x, own.to(x.scalar_type()).t()).mul_(its_scale);
+      if (x.size(0) < kManyRows && x.size(1) % kInt8Columns == 0) {
+        return at::_weight_int8pack_mm(x, own, its_scale);
+      }
+      at::Tensor wide = own.to(x.scalar_type());
+      // float16 ends at 65,504, which a sum of integers may exceed.
+      if (x.scalar_type() == at::kHalf) return at::matmul(x, wide.mul_(its_scale.unsqueeze(1)).t());
+      return at::matmul(x, wide.t()).mul_(its_scale);
     }
     const int64_t inputs = 2 * own.size(1);
     const at::Tensor padded = at::constant_pad_nd(x, {front, inputs - front - x.size(1)});

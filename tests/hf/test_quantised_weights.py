@@ -72,6 +72,14 @@ def test_both_halves_of_a_packed_projection(scheme: str) -> None:
     check_product(Matrix.of(OfFile(weight), cut), both, scheme, torch.float32, 3)
 
 
+def test_sums_of_integers_fit_in_float16() -> None:
+    """Of so many tokens that the weights are widened."""
+    matrix = Matrix.of(OfFile(torch.full((16, 64), 0.01)), None)
+    made = matrix.quantised("int8", torch.float16)
+    found = product(torch.full((40, 64), 100.0).half(), made.data, made.scale, 16)
+    torch.testing.assert_close(found.float(), torch.full((40, 16), 64.0), rtol=2e-3, atol=0)
+
+
 FAMILIES = {
     name: (WORKING | HYBRIDS)[name]
     for name in ("Llama", "Qwen3-MoE", "GPT-OSS", "DeepSeek-V3", "Phi-3", "Qwen3-Next", "GLM-4.5")

@@ -137,6 +137,29 @@ def test_no_gradient() -> None:
         OPERATOR(x, torch.tensor([0, 0]), weight, None, 0, False)
 
 
+@pytest.mark.parametrize("rows", [1, 20, 40])
+def test_sums_of_integers_fit_in_float16(rows: int) -> None:
+    """The sum before it is scaled is beyond 65,504, and the product is not."""
+    weight = torch.full((1, 16, 64), 0.01)
+    data, scale, numbers = _experts("int8", weight, torch.float16)
+    x = torch.full((rows, 64), 100.0, dtype=torch.float16)
+    found = OPERATOR(x, torch.zeros(rows, dtype=torch.long), data, scale, 0, False)
+    torch.testing.assert_close(found.float(), x.float() @ numbers[0].float().T, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [8, 24, 31])
+def test_int8_weights_of_any_width(inputs: int, dtype: torch.dtype) -> None:
+    """Of more rows than share a loop, and fewer than a widened copy pays from."""
+    weight = torch.randn(1, 64, inputs)
+    data, scale, numbers = _experts("int8", weight, dtype)
+    x = torch.randn(20, inputs).to(dtype)
+    found = OPERATOR(x, torch.zeros(20, dtype=torch.long), data, scale, 0, False)
+    wanted = x.double() @ numbers[0].double().T
+    largest = wanted.abs().max().item()
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=TOLERANCE[dtype] * largest)
+
+
 @pytest.mark.parametrize("scheme", [None, "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [1, 31, 64, 100, 1000])

@@ -137,7 +137,10 @@ def product(x: Tensor, data: Tensor, scale: Tensor, num_outputs: int, front: int
             experts = torch.zeros(x.shape[0], dtype=torch.int64)  # of one expert
             operator = torch.ops.tree_attention.linear_of_experts
             return operator(x, experts, data[None], scale[None], 0, False)
-        return functional.linear(x, data.to(x.dtype)) * scale
+        wide = data.to(x.dtype)
+        if x.dtype == torch.float16:  # ends at 65,504, which a sum of integers may exceed
+            return functional.linear(x, wide.mul_(scale[:, None]))
+        return functional.linear(x, wide) * scale
     groups, padded = scale.shape[0], 2 * data.shape[1]
     x = functional.pad(x, (front, padded - front - x.shape[1])).contiguous()
     out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, data, padded // groups, scale)
