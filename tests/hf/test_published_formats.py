@@ -205,3 +205,22 @@ def test_damaged_scales(name: str, tmp_path: Path) -> None:
     weight = scales.removesuffix("_scale_inv").removesuffix("_scales")
     with pytest.raises(ValueError, match=f"{weight}.*scales"):
         hf.from_pretrained(tmp_path)
+
+
+def test_scales_that_are_lost(tmp_path: Path) -> None:
+    """The numbers without them are no weights."""
+    _publish_fp8(tmp_path)
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    _change(tmp_path, f"{name}_scale_inv", "lost")
+    with pytest.raises(ValueError, match=f"{name}: it is of FP8 and lacks its scales, {name}_sc"):
+        hf.from_pretrained(tmp_path)
+
+
+def test_integers_without_a_scheme(tmp_path: Path) -> None:
+    make_model(WORKING["Llama"]).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = (tensors[name] * 100).to(torch.int8)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{name} must be of a floating dtype, got torch.int8"):
+        hf.from_pretrained(tmp_path)

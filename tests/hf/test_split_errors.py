@@ -176,6 +176,7 @@ def _damage(path: Path) -> dict[str, tuple[str, str]]:
     (copy("bad defaults") / "generation_config.json").write_text('{"eos_token_id": ')
     for name, fields in (
         ("quantised", {"quantization_config": {"quant_method": "awq"}}),
+        ("no object", {"quantization_config": "fp8"}),
         ("without blocks", {"quantization_config": {"quant_method": "fp8"}}),
         ("tied", {"tie_word_embeddings": True}),
         ("many layers", {"num_hidden_layers": 10**6}),
@@ -200,6 +201,7 @@ def _damage(path: Path) -> dict[str, tuple[str, str]]:
         "a file less": ("OSError", "lacks the file model-2.safetensors, which its index names"),
         "tied": ("ValueError", "embed_tokens.weight and lm_head.weight differ"),
         "quantised": ("ValueError", "quantised by 'awq', and those can be read .* of fp8, mxfp4"),
+        "no object": ("ValueError", "json: quantization_config must be an object, got 'fp8'"),
         "without blocks": ("ValueError", "quantised by 'fp8', .* fp8 in blocks; take a checkpoint"),
     }
 

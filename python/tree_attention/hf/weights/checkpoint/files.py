@@ -28,7 +28,14 @@ _MOST_OF_OTHERS = (1 << 63) - 1
 
 def check_config_file(file: str | os.PathLike[str], what: str) -> None:
     """Raises ValueError, beginning with `what`, if a size in a config.json is that of no model."""
-    remaining: list[tuple[str, Any]] = [("", read_json_object(file, what))]
+    config = read_json_object(file, what)
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict | None):
+        raise ValueError(
+            f"{what} {os.fspath(file)}: quantization_config must be an object, got "
+            f"{reprlib.repr(quantization)}"
+        )
+    remaining: list[tuple[str, Any]] = [("", config)]
     while remaining:
         name, value = remaining.pop()
         if isinstance(value, dict):

@@ -112,6 +112,8 @@ def sources_of(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -
                 found[weight] = Mxfp4(blocks, scales)
             elif block and weight in rest and weight + _FP8 in rest:
                 found[weight] = Fp8Blocks(rest.pop(weight), rest.pop(weight + _FP8), block)
+            elif block and rest[name].dtype == torch.float8_e4m3fn:
+                raise ValueError(f"it is of FP8 and lacks its scales, {name}{_FP8}")
             else:
                 found[name] = OfFile(rest.pop(name))
         except ValueError as error:

@@ -73,6 +73,11 @@ class Checkpoint:
                     f"from_pretrained: {self.path}: {known[0]} has the shape {list(found.shape)}, "
                     f"and by its config.json {list(tensor.shape)}"
                 )
+            if tensor.is_floating_point() and not found.dtype.is_floating_point:
+                raise ValueError(
+                    f"from_pretrained: {self.path}: {known[0]} must be of a floating dtype, got "
+                    f"{found.dtype}, of which its config.json says no quantization_config"
+                )
             for other in known[1:]:
                 if not torch.equal(converted[other].whole(), found.whole()):
                     raise ValueError(
