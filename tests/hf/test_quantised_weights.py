@@ -135,6 +135,11 @@ def test_what_cannot_be_quantised(tmp_path: Path) -> None:
     model = hf.from_pretrained(tmp_path / "llama", weights="int8")
     with pytest.raises(ValueError, match=r"is split already"):
         hf.parallelize(model)
+    found = "the weights of this LlamaForCausalLM were quantised by from_pretrained"
+    with pytest.raises(NotImplementedError, match=f"save_pretrained: {found}"):
+        model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(NotImplementedError, match=f"set_experts_implementation: {found}"):
+        model.set_experts_implementation("eager")
 
 
 def test_what_keeps_its_dtype(tmp_path: Path) -> None:

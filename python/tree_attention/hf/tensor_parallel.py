@@ -189,7 +189,8 @@ def _load(
         # transformers says of a damaged one that there is none.
         read_json_object(file, "from_pretrained: the defaults of generation in")
         model.generation_config = GenerationConfig.from_pretrained(path)
-    attach(model.to(device).eval(), mesh, made, digest)
+    model = model.to(device).eval()
+    attach(model, mesh, made, digest, is_quantised=weights is not None)
     return _signature(digest), model
 
 

@@ -78,15 +78,25 @@ def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(model.get_submodule(module), own, tensor)
 
 
-def attach(model: PreTrainedModel, mesh: Mesh, made: WeightPlan | None, digest: str) -> None:
+def attach(
+    model: PreTrainedModel,
+    mesh: Mesh,
+    made: WeightPlan | None,
+    digest: str,
+    *,
+    is_quantised: bool = False,
+) -> None:
     """Notes on `model` how it is split, and refuses what then cannot work."""
     vars(model).update({_MESH: mesh, _PLAN: made, _DIGEST: digest})
     model.requires_grad_(False)
+    refusals = dict.fromkeys(_OF_FLOATS, _refuse_quantised) if is_quantised else {}
     if mesh.world_size > 1:
-        for module in model.modules():  # the model without its head can be asked, too
-            if isinstance(module, PreTrainedModel):
-                for name in _REFUSALS:
-                    vars(module)[name] = MethodType(functools.partial(_refuse, name), module)
+        refusals |= dict.fromkeys(_OF_WHOLE, _refuse)
+    for module in model.modules():  # the model without its head can be asked, too
+        if isinstance(module, PreTrainedModel):
+            for name, refuse in refusals.items():
+                vars(module)[name] = MethodType(functools.partial(refuse, name), module)
+    if mesh.world_size > 1:
         vars(model)["train"] = MethodType(_train, model)
     if made is not None:
         for parameter in made.cuts:  # also where a part of the model is asked alone
@@ -180,13 +190,22 @@ def _gather_logits(
     return mesh.logits.all_gather(own, counts, timeout=mesh.timeout)
 
 
-_REFUSALS = ("save_pretrained", "resize_token_embeddings")
+# Methods that need whole weights, and those that need numbers of floating point.
+_OF_WHOLE = ("save_pretrained", "resize_token_embeddings")
+_OF_FLOATS = ("save_pretrained", "set_experts_implementation")
 
 
 def _refuse(name: str, model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
         f"{name}: each rank has only its part of the weights of this {type(model).__name__}, which "
         "was split by tree_attention.hf; use a model that was loaded with transformers alone"
+    )
+
+
+def _refuse_quantised(name: str, model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{name}: the weights of this {type(model).__name__} were quantised by from_pretrained, "
+        "for products of tree_attention.hf alone; use a model that was loaded without weights="
     )
 
 
