@@ -14,8 +14,10 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3MoeConfig,
 )
 
 from distributed import preload
@@ -90,7 +92,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
             "original_max_position_embeddings": 64,
         },
     ),
+    "qwen3_moe": Qwen3MoeConfig(
+        **_COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
+    "phi3": Phi3Config(**_COMMON, sliding_window=None),
 }
+OF_EXPERTS = ("gpt_oss", "qwen3_moe")
 
 
 def make_model(name: str, attn_implementation: str | None = None) -> PreTrainedModel:
@@ -108,7 +115,7 @@ def make_model(name: str, attn_implementation: str | None = None) -> PreTrainedM
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=attn_implementation, dtype=torch.float32
         )
-        if name == "gpt_oss":
+        if name in OF_EXPERTS:
             model.set_experts_implementation("eager")  # the default has no float64
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():

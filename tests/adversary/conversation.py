@@ -3,28 +3,22 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_models import EOS, PAD, VOCAB_SIZE, make_model
+from hf_models import EOS, PAD, VOCAB_SIZE
 from tree_attention import Communicator, ShardLayout, hf
 
 from .cases import draw_layout
 from .outcome import AMPLE
+from .session_models import NAMES, alone, exact, group, own_group, split, split_sizes, whole
 
-NAMES = ("llama", "mistral_window", "mistral", "gemma2", "gemma2", "gpt_oss", "deepseek")
 # Logits are near 10; a key that is lost, doubled or foreign moves them by a tenth and more. In 8
 # bits a key that rounding puts on the other side of a step moves all that follow.
 LIMITS = {None: 2e-3, "int8": 0.1, "fp8": 0.6}
@@ -33,56 +27,8 @@ ROOM = 400  # slots of a layout that cannot grow, and of a cache of fixed size
 
 
 @cache
-def whole(name: str) -> PreTrainedModel:
-    return make_model(name)
-
-
-@cache
-def split(name: str, world_size: int, tensor_parallel_size: int) -> PreTrainedModel:
-    return hf.parallelize(
-        make_model(name), group=group(world_size), tensor_parallel_size=tensor_parallel_size
-    )
-
-
-@cache
-def exact(name: str) -> PreTrainedModel:
-    """In transformers' own attention and float64, in one process, without a cache."""
-    return make_model(name).double()
-
-
-@cache
-def alone(name: str) -> PreTrainedModel:
-    """For caches of 8 bits, which this process has for itself."""
-    return hf.enable(make_model(name), own_group(), prefill_chunk_size=None)
-
-
-@cache
-def group(world_size: int) -> dist.ProcessGroup:
-    """The first ranks. Every rank of the world asks for it, in the same order."""
-    return dist.new_group(range(world_size))
-
-
-@cache
-def own_group() -> dist.ProcessGroup:
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
-
-
-@cache
 def communicator(world_size: int) -> Communicator:
     return Communicator(group(world_size), AMPLE)
-
-
-@contextmanager
-def shared_folder(world_size: int) -> Iterator[Path]:
-    """An empty folder of these ranks, which is gone when all of them have left."""
-    path = [tempfile.mkdtemp(prefix="adversary-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(path, src=0, group=group(world_size))
-    try:
-        yield Path(path[0])
-        dist.barrier(group(world_size))
-    finally:
-        if dist.get_rank() == 0:
-            shutil.rmtree(path[0], ignore_errors=True)
 
 
 @dataclass
@@ -98,6 +44,7 @@ class Conversation:
     cache: hf.TreeCache
     ids: Tensor  # [batch, slots]: what the cache holds
     mask: Tensor  # [batch, slots]
+    weights: str | None = None  # the scheme of weights of fewer bits
 
     @staticmethod
     def begin(rng: Random, size: int) -> Conversation:
@@ -109,12 +56,13 @@ class Conversation:
         }
         options = shared | {"prefill_chunk_size": rng.choice([None, 4, 50, 1024])}
         comm: Any
-        # Of every third model the weights are split, into tensor groups of one rank or of two.
-        sizes = [0, 0, 0, 0, 1, 2 if size in (2, 4) else 1]
-        tensor_parallel_size = rng.choice(sizes) if size > 1 else 0
-        if tensor_parallel_size and name != "deepseek":
+        # Of every third model the weights are split, and of some of these they have fewer bits.
+        sizes = [0, 0, 0, 0, *split_sizes(name, size)]
+        tensor_parallel_size = rng.choice(sizes)
+        weights = rng.choice([None, None, "int8", "int4"]) if tensor_parallel_size else None
+        if tensor_parallel_size:
             options["layout"] = draw_layout(rng, size // tensor_parallel_size, ROOM)
-            model = split(name, size, tensor_parallel_size)
+            model = split(name, size, tensor_parallel_size, weights)
             hf.enable(model, **options)
             comm = hf.mesh(model).context_group
         else:
@@ -126,11 +74,13 @@ class Conversation:
         cache_options = shared | {"growth": rng.choice([1, 5, 64, 1024])}
         cached = hf.TreeCache(model.config, comm, options["layout"], **cache_options)
         empty = torch.zeros(rng.choice([1, 2, 3]), 0, dtype=torch.long)
-        return Conversation(name, size, model, comm, options, cache_options, cached, empty, empty)
+        return Conversation(
+            name, size, model, comm, options, cache_options, cached, empty, empty, weights
+        )
 
     def __str__(self) -> str:
         shown = {name: x for name, x in (self.options | self.cache_options).items() if x != AMPLE}
-        how = "split" if self.is_split else "whole"
+        how = f"split, weights={self.weights}" if self.is_split else "whole"
         return f"{self.name} ({how}, world {self.world_size}, {shown})"
 
     @property
@@ -205,9 +155,9 @@ class Conversation:
     def _of_whole(self, ids: Tensor) -> Tensor:
         kv_dtype = self.cache_options["kv_dtype"]
         if kv_dtype is None:
-            return exact(self.name)(ids, use_cache=False).logits[0]
+            return exact(self.name, self.weights)(ids, use_cache=False).logits[0]
         # Attention reads what the cache holds, so one pass has the numbers of any other way there.
-        model = alone(self.name)
+        model = alone(self.name, self.weights)
         fresh = hf.TreeCache(model.config, own_group(), kv_dtype=kv_dtype)
         return model(ids, past_key_values=fresh).logits[0].double()
 

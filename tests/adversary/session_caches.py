@@ -11,8 +11,9 @@ import torch
 from tree_attention import ShardLayout, hf
 
 from .cases import draw_layout
-from .conversation import MAX_LENGTH, ROOM, Conversation, communicator, group, shared_folder
+from .conversation import MAX_LENGTH, ROOM, Conversation, communicator
 from .outcome import attempt
+from .session_models import group, shared_folder
 from .session_operations import forward
 
 _MARGIN = 128  # tokens that layers with a sliding window can always give back

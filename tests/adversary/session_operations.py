@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_models import make_model
+from hf_models import OF_EXPERTS, make_model
 from tree_attention import Communicator, hf
 
 from . import model as truth
-from .conversation import MAX_LENGTH, ROOM, Conversation, exact, whole
+from .conversation import MAX_LENGTH, ROOM, Conversation
 from .outcome import AMPLE, DOCUMENTED, attempt
+from .session_models import exact, whole
 from .threads import run_threads
 
 Operation = Callable[[Conversation, Random], str]
@@ -37,8 +38,8 @@ def forward(session: Conversation, rng: Random) -> str:
 
 def compiled(session: Conversation, rng: Random) -> str:
     """A step of decoding in one graph."""
-    # transformers loops over the values of a tensor in GPT-OSS's experts, which no graph can.
-    if not session.length or session.model.config.model_type == "gpt_oss":
+    # transformers loops over the values of a tensor in its own experts, which no graph can.
+    if not session.length or (session.name in OF_EXPERTS and not session.is_split):
         return forward(session, rng)
     ids = torch.cat([session.ids, torch.full((len(session.ids), 1), rng.randrange(3, 99))], 1)
     torch.compiler.reset()

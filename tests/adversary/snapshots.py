@@ -20,9 +20,9 @@ from tree_attention import Communicator, ExchangeError, ShardLayout, hf
 
 from . import model
 from .cases import Case, draw_layout
-from .conversation import own_group, shared_folder, split
 from .outcome import AMPLE, Outcome, attempt
 from .places import Place, place
+from .session_models import own_group, shared_folder, split
 
 _HEADS, _HEAD_DIM = 2, 8
 _KINDS_OF_ERRORS = (
