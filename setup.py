@@ -16,11 +16,13 @@ from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 CPU_SOURCES = [
+    "csrc/experts.cpp",
     "csrc/ops.cpp",
     "csrc/module.cpp",
     "csrc/schedule.cpp",
     "csrc/args/append.cpp",
     "csrc/args/decode.cpp",
+    "csrc/args/experts.cpp",
     "csrc/args/memory_overlap.cpp",
     "csrc/args/merge.cpp",
     "csrc/args/ranges.cpp",

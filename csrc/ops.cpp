@@ -8,8 +8,8 @@
 
 #include "cpu/append.h"
 #include "cpu/decode.h"
-#include "cpu/experts.h"
 #include "cpu/merge.h"
+#include "experts.h"
 #include "operators.h"
 #include "schedule.h"
 #ifdef TREE_ATTENTION_WITH_CUDA
@@ -69,7 +69,7 @@ TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
   m.impl("merge_states.out", MergeStates<cpu::merge_states>::run_out);
   m.impl("append_kv", append_kv<cpu::append_kv>);
   m.impl("lean_schedule", lean_schedule);
-  m.impl("linear_of_experts", cpu::linear_of_experts);
+  m.impl("linear_of_experts", linear_of_experts);
 }
 
 #ifdef TREE_ATTENTION_WITH_CUDA

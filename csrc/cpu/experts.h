@@ -1,17 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include "common/expert_params.h"
 
 namespace tree_attention::cpu {
 
-// Row i of the result is row i * rows / choices of `x` times the weight of `experts[i]`. Each
-// expert that is hit is read once, and multiplied with all of its rows. Weights are [experts,
-// outputs, inputs], or [experts, inputs, outputs] where they are transposed, of x's dtype; int8
-// with a scale [experts, outputs]; or packed int4 with the scales [experts, groups, outputs, 2]
-// that torch's product of them takes, with `front` inputs of zeros before those of x.
-at::Tensor linear_of_experts(const at::Tensor& x, const at::Tensor& experts,
-                             const at::Tensor& weight, const std::optional<at::Tensor>& scale,
-                             int64_t front, bool is_transposed);
+// Multiplies the rows of experts that are sent WeightRows::kMaxRows at most, all in one loop over
+// the rows of their weights: with a loop for each expert, threads would wait for each other after
+// all of them.
+void multiply_experts(const ExpertParams& params);
 
 }  // namespace tree_attention::cpu

@@ -17,6 +17,7 @@ void test_fixup_threads();
 void test_merge();
 void test_canonical_order();
 void test_merge_states();
+void test_experts();
 void test_shares();
 void test_amx_products();
 void test_amx_exceptions();
@@ -43,6 +44,7 @@ int main() {
       {"merge", test_merge},
       {"canonical order", test_canonical_order},
       {"merge_states", test_merge_states},
+      {"experts", test_experts},
       {"shares", test_shares},
       {"products of emulated AMX", test_amx_products},
       {"exceptions of emulated AMX", test_amx_exceptions},

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// What a backend gets of one product of rows with the experts that they are sent to.
+#pragma once
+
+#include <cstdint>
+
+#include "dtype.h"
+
+namespace tree_attention {
+
+// All contiguous. Row i of x is multiplied with the expert whose rows it is among, and the product
+// is row rows[i] of out.
+struct ExpertParams {
+  DataType x_dtype, dtype;  // of x and out, and of the weights: the same, or int8
+  const void* x;            // [count, inputs], in the order of the experts
+  const int64_t* rows;      // [count]
+  const int64_t* begin;     // [num_experts + 1], where the rows of each expert begin
+  int64_t num_experts, outputs, inputs;
+  const void* weights;  // [num_experts, outputs, inputs]
+  const void* scales;   // [num_experts, outputs] of x_dtype, or null
+  void* out;            // [count, outputs]
+};
+
+}  // namespace tree_attention

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Weights and activations lie in memory of just their size, so that sanitizers see what is read
+// beside them.
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+
+#include <cmath>
+#include <vector>
+
+#include "check.h"
+#include "cpu/experts.h"
+
+namespace {
+
+using tree_attention::DataType;
+using tree_attention::ExpertParams;
+
+// Small integers, which every element type has.
+template <typename T>
+std::vector<T> numbers(int64_t count, int64_t step) {
+  std::vector<T> made;
+  for (int64_t i = 0; i < count; ++i) made.push_back(static_cast<T>(float((i * step) % 11 - 5)));
+  return made;
+}
+
+template <typename X, typename Weight>
+void check_products(DataType x_dtype, DataType dtype, int64_t outputs, int64_t inputs) {
+  // Experts with no row, one row, and several.
+  const std::vector<int64_t> begin = {0, 0, 1, 6}, rows = {4, 0, 1, 2, 3, 5};
+  const int64_t count = 6, num_experts = 3;
+  const auto x = numbers<X>(count * inputs, 3);
+  const auto weights = numbers<Weight>(num_experts * outputs * inputs, 7);
+  const std::vector<X> scales(num_experts * outputs, static_cast<X>(0.5f));
+  std::vector<X> out(count * outputs, static_cast<X>(NAN));
+  const bool is_scaled = dtype == DataType::kInt8;
+  tree_attention::cpu::multiply_experts(
+      {x_dtype, dtype, x.data(), rows.data(), begin.data(), num_experts, outputs, inputs,
+       weights.data(), is_scaled ? scales.data() : nullptr, out.data()});
+  for (int64_t expert = 0; expert < num_experts; ++expert) {
+    for (int64_t i = begin[expert]; i < begin[expert + 1]; ++i) {
+      for (int64_t o = 0; o < outputs; ++o) {
+        float sum = 0.0f;
+        for (int64_t k = 0; k < inputs; ++k) {
+          sum += static_cast<float>(x[i * inputs + k]) *
+                 static_cast<float>(weights[(expert * outputs + o) * inputs + k]);
+        }
+        const float expected = is_scaled ? 0.5f * sum : sum;
+        const float found = static_cast<float>(out[rows[i] * outputs + o]);
+        CHECK(std::abs(found - expected) <= std::abs(expected) / 128, found, " ", expected);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void test_experts() {
+  for (int threads : {1, 3}) {
+    at::set_num_threads(threads);
+    for (int64_t outputs : {1, 33}) {
+      for (int64_t inputs : {1, 31, 64, 129}) {
+        using c10::BFloat16;
+        check_products<float, float>(DataType::kFloat32, DataType::kFloat32, outputs, inputs);
+        check_products<float, int8_t>(DataType::kFloat32, DataType::kInt8, outputs, inputs);
+        check_products<BFloat16, BFloat16>(DataType::kBFloat16, DataType::kBFloat16, outputs,
+                                           inputs);
+        check_products<BFloat16, int8_t>(DataType::kBFloat16, DataType::kInt8, outputs, inputs);
+      }
+    }
+  }
+}
