@@ -211,7 +211,11 @@ HYBRIDS: dict[str, Family] = {
         _LINEAR_FIRST,
     ),
     "LFM2": _family("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
-    "LFM2-MoE": _family("Lfm2MoeConfig", _EXPERTS, {"layer_types": ["conv", "full_attention"]}),
+    "LFM2-MoE": _family(
+        "Lfm2MoeConfig",
+        _EXPERTS,
+        {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    ),
     "LFM3": _family("Lfm3Config", _WINDOW, {"layer_types": ["conv", "sliding_attention"]}),
     "Nemotron-H": _family(
         "NemotronHConfig",

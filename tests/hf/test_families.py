@@ -7,7 +7,7 @@ mask or a cache that the operator does not have, and whose tokens are wrong with
 
 from __future__ import annotations
 
-import textwrap
+import re
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from tiers import tiers_of
 
 pytest.importorskip("transformers")
 
+from transformers import PreTrainedModel
+
 from generations import generated, left_padded
 from hf_families import (
     HYBRIDS,
@@ -27,10 +29,18 @@ from hf_families import (
     VOCAB_SIZE,
     WINDOW,
     WORKING,
+    Family,
     Refusal,
     make_model,
 )
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf.cache.growing import TreeCacheLayer
+from tree_attention.hf.cache.latent import LatentLayer
+from tree_attention.hf.cache.recurrent import state_kinds
+from tree_attention.hf.cache.window import WindowLayer
+from tree_attention.hf.prompts.forward import checked_prefill
+from tree_attention.hf.weights.mesh import Mesh
+from tree_attention.hf.weights.plan import plan
 
 ROOT = Path(__file__).parents[2]
 PROMPT_LENGTH = 29
@@ -108,26 +118,70 @@ def test_refused_with_the_reason(name: str) -> None:
         hf.enable(model).generate(**_prompts(), max_new_tokens=1)
 
 
+# What the page calls layers of a cache, and parameters and children of attention.
+_LAYERS = {TreeCacheLayer: "keys", WindowLayer: "windows", LatentLayer: "latents"}
+_PACKED = {"qkv_proj", "query_key_value", "c_attn"}
+
+
 def page_lists() -> str:
     """Return what docs/models.md says of families."""
-    rows = [f"| {', '.join(refusal.families)} | {refusal.why} |" for refusal in REFUSED]
+    rows = [f"| {name} | {' | '.join(_row(FAMILIES[name]))} |" for name in sorted(FAMILIES, key=str.lower)]
+    refused = [f"| {', '.join(refusal.families)} | {refusal.why} |" for refusal in REFUSED]
     return "\n".join(
         [
-            _wrapped(f"{', '.join(WORKING)}."),
-            "",
-            _wrapped(
-                f"With layers that keep a state, the same on every rank: {', '.join(HYBRIDS)}."
-            ),
+            "| family | cache | prompt | T divides | experts | `weights=` of | attention has |",
+            f"|{' --- |' * 7}",
+            *rows,
             "",
             "| refused | because |",
             "| --- | --- |",
-            *rows,
+            *refused,
         ]
     )
 
 
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 120, break_on_hyphens=False)
+def _row(family: Family) -> list[str]:
+    """Return what the library itself makes of a model of the family."""
+    with torch.device("meta"):
+        model = make_model(family)
+    layers = [type(layer) for layer in hf.TreeCache(model.config).layers]
+    cells = [text for kind, text in _LAYERS.items() if kind in layers]
+    cells += ["states"] if state_kinds(model.config) else []
+    try:
+        prompt = checked_prefill(model, "split", 0)
+    except ValueError:
+        prompt = "whole"
+    return [", ".join(cells), prompt, *_weights(model)]
+
+
+def _weights(model: PreTrainedModel) -> list[str]:
+    # As on the first of three ranks, which no number of heads here can be divided by, or of two.
+    mesh = Mesh(None, 1)
+    mesh.world_size = mesh.tensor_parallel_size = 3
+    with pytest.raises(ValueError, match="tensor_parallel_size must divide") as raised:
+        plan(model, mesh)
+    found = re.search(r"the (\d+) (query heads|heads of keys and values) of", str(raised.value))
+    assert found is not None
+    mesh.world_size, mesh.tensor_parallel_size = 2, min(2, int(found[1]))
+    made = plan(model, mesh)
+    heads = list(made.heads.values())
+    experts = ["chosen"] if any(".experts." in name for name in made.cuts) else []
+    experts += ["shared"] if any(".shared_" in name for name in made.cuts) else []
+    quantised = ["linear layers"] if made.linears else []
+    quantised += ["experts"] if made.experts else []
+    has = {
+        "packed projections": any(_PACKED & {*x.projections} for x in heads),
+        "norms over all heads": any(x.norms for x in heads),
+        "gates or norms behind it": any(x.own_columns for x in heads),
+        "sinks": any("sinks" in x.cuts for x in heads),
+    }
+    divided = {"query heads": "query heads", "heads of keys and values": "key heads"}[found[2]]
+    return [
+        divided if int(found[1]) > 1 else "one key head",
+        " and ".join(experts),
+        ", ".join(quantised) or "nothing",
+        ", ".join(text for text, is_so in has.items() if is_so),
+    ]
 
 
 def test_page_lists_the_families() -> None:
