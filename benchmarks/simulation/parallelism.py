@@ -100,9 +100,13 @@ def pieces(p: int, rank: int, size: int | None) -> dict[str, tuple[int, int]]:
     return {
         "q, k, v": heads,
         "o": whole if size is None else (p, tensor * num_contexts + context),
-        "MLP, vocabulary": whole if size is None else (p, rank),
+        "MLP, each expert": whole if size is None else (p, rank),
+        "embedding, head": whole if size is None else (p, rank),
+        "out of latents": heads,
+        "into latents": whole,
         "cache: heads": heads,
         "cache: slots": (num_contexts, context),
+        "cache of latents": (num_contexts, context),
     }
 
 
@@ -110,7 +114,8 @@ def draw_who_holds_what(path: Path, p: int = 4) -> None:
     """Draw ranks and, for each form, the part of every tensor that each of them holds."""
     names: dict[int | None, str] = {None: "weights whole"}
     names |= {size: f"weights split, tensor_parallel_size {size}" for size in (1, 2, 4)}
-    with picture(path, (13, 4), (1, len(names)), sharey=True) as (panels,):
+    num_rows = len(pieces(p, 0, None))
+    with picture(path, (13, 6), (1, len(names)), sharey=True) as (panels,):
         for axes, (size, name) in zip(panels, names.items(), strict=True):
             for rank in range(p):
                 for place, (count, piece) in enumerate(pieces(p, rank, size).values()):
@@ -122,7 +127,7 @@ def draw_who_holds_what(path: Path, p: int = 4) -> None:
             axes.set_title(name, fontsize=9)
             axes.set_frame_on(False)
             axes.tick_params(length=0, labelsize=8)
-        panels[0].set_yticks([place + 0.3 for place in range(5)], list(pieces(p, 0, None)))
+        panels[0].set_yticks([place + 0.3 for place in range(num_rows)], list(pieces(p, 0, None)))
         panels[0].invert_yaxis()
 
 

@@ -125,7 +125,8 @@ _PACKED = {"qkv_proj", "query_key_value", "c_attn"}
 
 def page_lists() -> str:
     """Return what docs/models.md says of families."""
-    rows = [f"| {name} | {' | '.join(_row(FAMILIES[name]))} |" for name in sorted(FAMILIES, key=str.lower)]
+    names = sorted(FAMILIES, key=str.lower)
+    rows = [f"| {name} | {' | '.join(_row(FAMILIES[name]))} |" for name in names]
     refused = [f"| {', '.join(refusal.families)} | {refusal.why} |" for refusal in REFUSED]
     return "\n".join(
         [
