@@ -98,8 +98,8 @@ class Checkpoint:
 
     def _lacks(self, names: Sequence[str]) -> ValueError:
         return ValueError(
-            f"from_pretrained: {self.path} lacks the weights {some(names)}; load the model with "
-            "transformers, and call parallelize(model)"
+            f"from_pretrained: {self.path} lacks the weights {some(names)}; copy or download its "
+            "files again, or, if transformers loads them, call parallelize(model)"
         )
 
     def _converted(
