@@ -45,6 +45,7 @@ class Conversation:
     ids: Tensor  # [batch, slots]: what the cache holds
     mask: Tensor  # [batch, slots]
     weights: str | None = None  # the scheme of weights of fewer bits
+    reached: int = 0  # the most slots that the cache has held, refused turns included
 
     @staticmethod
     def begin(rng: Random, size: int) -> Conversation:
@@ -123,12 +124,13 @@ class Conversation:
         return torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
 
     def keep(self, ids: Tensor, mask: Tensor) -> None:
-        self.ids, self.mask = ids, mask
+        self.ids, self.mask, self.reached = ids, mask, max(self.reached, ids.shape[1])
         length = int(self.cache.get_seq_length())
         assert length == self.length, f"the cache says {length} tokens and holds {self.length}"
 
     def empty(self, batch: int | None = None) -> None:
         self.cache.reset()
+        self.reached = 0
         none = torch.zeros(batch or len(self.ids), 0, dtype=torch.long)
         self.keep(none, none)
 

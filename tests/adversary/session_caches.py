@@ -24,7 +24,8 @@ def crop(session: Conversation, rng: Random) -> str:
     count = rng.choice([0, 1, 5, rng.randint(0, session.length + 2), beyond])
     outcome = attempt(session.cache.crop, -count)
     if outcome.error is not None:
-        assert session.forgets and count > _MARGIN, f"crop(-{count}) was refused: {outcome.error}"
+        gone = session.reached - session.length + count  # since slots were dropped
+        assert session.forgets and gone > _MARGIN, f"crop(-{count}) was refused: {outcome.error}"
         outcome.refusal(("crop",), (ValueError,))
         session.keep(session.ids, session.mask)
         return "ValueError"
@@ -69,6 +70,7 @@ def branch(session: Conversation, rng: Random) -> str:
     said = forward(session, rng) + rng.choice([crop, reset, reorder, reshard])(session, rng)
     if rng.random() < 0.7:
         session.cache, session.ids, session.mask = kept.cache, kept.ids, kept.mask
+        session.reached = kept.reached
         session.move(layout)
     return said
 

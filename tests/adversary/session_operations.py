@@ -70,6 +70,7 @@ def _turn(session: Conversation, rng: Random, ids: Tensor, mask: Tensor, **optio
     if options and session.length and outcome.error is not None:
         # Candidates behind cached tokens may be refused, which leaves the cache as it was.
         outcome.refusal(("generate",), (ValueError, NotImplementedError))
+        session.reached = max(session.reached, ids.shape[1] + count)
         session.keep(session.ids, session.mask)
         return type(outcome.error).__name__
     sequences = outcome.result()
@@ -151,6 +152,7 @@ def interrupt(session: Conversation, rng: Random) -> str:
     outcome = attempt(session.feed, ids, mask, logits_to_keep=1)
     handle.remove()
     assert isinstance(outcome.error, _Interruption), outcome
+    session.reached = max(session.reached, ids.shape[1])
     count = rng.randint(0, 3)
     cropped = attempt(session.cache.crop, -count)
     if cropped.error is None:
