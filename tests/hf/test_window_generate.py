@@ -227,3 +227,23 @@ def test_a_kept_cache_goes_on(kv_dtype: str | None, max_length: int | None, tmp_
     for world_size in (2, 1, 3):
         for found in run_ranks(_go_on, world_size, directory, kv_dtype, max_length):
             assert found == expected
+
+
+@torch.no_grad()
+def _split_and_taken_back(rank: int, world_size: int, wanted: Tensor) -> None:
+    model = hf.enable(make_model("mistral_window"), prefill="split")
+    ids = make_prompts(batch=1, length=60)["input_ids"]
+    kept = hf.TreeCache(model.config)
+    for part in (ids[:, :30], ids[:, 30:]):
+        model(part, past_key_values=kept, logits_to_keep=1)
+    kept.crop(-45)
+    found = model(ids[:, 15:40], past_key_values=kept, logits_to_keep=1).logits
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-3)
+
+
+@torch.no_grad()
+def test_short_passes_that_are_split_can_be_taken_back() -> None:
+    """All of them, as long as the layers would have kept their slots if nobody had split them."""
+    ids = make_prompts(batch=1, length=60)["input_ids"]
+    wanted = make_model("mistral_window")(ids[:, :40], logits_to_keep=1).logits
+    run_ranks(_split_and_taken_back, 2, wanted)

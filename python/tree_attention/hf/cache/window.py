@@ -84,7 +84,12 @@ class WindowLayer(TreeCacheLayer):
                 f"most {MARGIN} tokens, got {num_tokens}; compile that of one token alone"
             )
         seen, length = copy.copy(self), self.length
-        seen.page_size, seen.first = 0, max(0, length - self.window)
+        # Where the tokens of a shorter pass are split, `crop` can go back behind their window.
+        seen.page_size = 0
+        seen.first = max(
+            self.first_kept(self._first, length),
+            length - self.window - max(0, MARGIN - num_tokens),
+        )
         ends = seen.first, length, length + num_tokens
         begin, middle, end = (self.shard.count(slot) for slot in ends)
         before = self.places(torch.arange(begin, middle, device=keys.device))
