@@ -33,16 +33,16 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import shapes
 from benchmarks.emulation.configuration import BARE, cluster_report, measure, parser_of, run
 from benchmarks.emulation.tables import link_sentences
 from benchmarks.emulation.wiring import LINKS
+from benchmarks.harness import published_shapes
 from benchmarks.harness.measure import Load
+from benchmarks.harness.published_shapes import SHAPES
 from benchmarks.harness.ranks import Ranks, run_rank, start_ranks
 from benchmarks.harness.report import Report, environment
+from benchmarks.harness.scaling_rows import CORES, NOTES, TRUTH, columns, judged, name_of
 from benchmarks.llama import make_model
-from benchmarks.scaling_report import CORES, NOTES, TRUTH, columns, judged, name_of
-from benchmarks.shapes import SHAPES
 from tree_attention import hf
 from tree_attention.cli.generation import ArrivalRecorder
 from tree_attention.exchange import Communicator
@@ -248,7 +248,8 @@ def main(arguments: list[str]) -> int:
     checkpoint = None
     if parsed.shape is not None:
         folder = parsed.checkpoints or Path(tempfile.gettempdir())
-        checkpoint, parsed.layers = shapes.make(parsed.shape, folder), SHAPES[parsed.shape].layers
+        checkpoint = published_shapes.make(parsed.shape, folder)
+        parsed.layers = SHAPES[parsed.shape].layers
 
     def run_place(place: str, world_size: int) -> dict[str, Any]:
         model = {name: getattr(parsed, name) for name in ("layers", "prompt", "chunk", "tokens")}

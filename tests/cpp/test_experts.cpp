@@ -34,9 +34,9 @@ void check_products(DataType x_dtype, DataType dtype, int64_t outputs, int64_t i
   const std::vector<X> scales(num_experts * outputs, static_cast<X>(0.5f));
   std::vector<X> out(count * outputs, static_cast<X>(NAN));
   const bool is_scaled = dtype == DataType::kInt8;
-  tree_attention::cpu::multiply_experts(
-      {x_dtype, dtype, x.data(), rows.data(), begin.data(), num_experts, outputs, inputs,
-       weights.data(), is_scaled ? scales.data() : nullptr, out.data()});
+  tree_attention::cpu::multiply_experts({x_dtype, dtype, x.data(), rows.data(), begin.data(),
+                                         num_experts, outputs, inputs, weights.data(),
+                                         is_scaled ? scales.data() : nullptr, out.data()});
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     for (int64_t i = begin[expert]; i < begin[expert + 1]; ++i) {
       for (int64_t o = 0; o < outputs; ++o) {

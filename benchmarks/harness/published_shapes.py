@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checkpoints with the published shapes of models, few layers and random weights.
 
-python -m benchmarks.shapes NAME DIRECTORY
+python -m benchmarks.harness.published_shapes NAME DIRECTORY
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from . import llama
+from .. import llama
 
 
 @dataclass(frozen=True)

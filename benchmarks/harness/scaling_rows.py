@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from .emulation.configuration import BARE
-from .emulation.tables import milliseconds
-from .harness.report import Column, columns_of, verdict
+from ..emulation.configuration import BARE
+from ..emulation.tables import milliseconds
+from .report import Column, columns_of, verdict
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 TRUTH = "float32"
