@@ -47,5 +47,5 @@ def test_ranks_with_other_quantised_weights(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_quantised_weights_are_not_split(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match=r"q_proj: its weight is quantised: Int8Tensor"):
+    with pytest.raises(ValueError, match=r"o_proj: its weight is quantised: Int8Tensor"):
         hf.parallelize(_quantised_model())
