@@ -77,7 +77,7 @@ def form(
 
 
 def forms(world_size: int, dtypes: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Of a shape, whose checkpoint is read, weights in `dtypes`, and split if there are ranks."""
+    """Return the forms that are measured: with `dtypes`, of a shape whose checkpoint is read."""
     if dtypes:
         counts = sorted({1, CORES}) if world_size == 1 else [1]
         sizes = [1] if world_size == 1 else [1, 2]

@@ -29,15 +29,22 @@ class Shape:
     layers: int
     published_layers: int
     fields: Mapping[str, Any]
-    tensor_parallel_size: int  # the largest for two ranks
 
 
 # From the config.json of each model's page.
+DEEPSEEK_V2_LITE_ATTENTION: Mapping[str, Any] = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 SHAPES = {
     "llama-3.2-1b": Shape(
         *("Llama 3.2 1B", "LlamaConfig", 4, 16),
         llama.configuration(1).to_dict(),
-        2,
     ),
     "qwen3-30b-a3b": Shape(
         *("Qwen3 30B A3B", "Qwen3MoeConfig", 4, 48),
@@ -56,7 +63,6 @@ SHAPES = {
             "max_position_embeddings": 40960,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
-        2,
     ),
     "gpt-oss-20b": Shape(
         *("GPT-OSS 20B", "GptOssConfig", 2, 24),
@@ -72,7 +78,6 @@ SHAPES = {
             "sliding_window": 128,
             "max_position_embeddings": 131072,
         },
-        2,
     ),
     "deepseek-v2-lite": Shape(
         *("DeepSeek V2 Lite", "DeepseekV2Config", 4, 27),
@@ -81,13 +86,7 @@ SHAPES = {
             "hidden_size": 2048,
             "intermediate_size": 10944,
             "moe_intermediate_size": 1408,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "kv_lora_rank": 512,
-            "q_lora_rank": None,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
+            **DEEPSEEK_V2_LITE_ATTENTION,
             "n_routed_experts": 64,
             "n_shared_experts": 2,
             "num_experts_per_tok": 6,
@@ -95,7 +94,6 @@ SHAPES = {
             "topk_method": "greedy",
             "max_position_embeddings": 163840,
         },
-        2,
     ),
 }
 

@@ -22,6 +22,7 @@ from tree_attention import hf
 
 from ..harness import measure
 from ..harness.program import finish, parser_of, progress_bar
+from ..harness.published_shapes import DEEPSEEK_V2_LITE_ATTENTION
 from ..harness.report import Report, columns_of, environment, verdict
 
 CONTEXTS = (4096, 8192)
@@ -40,13 +41,7 @@ def configuration(**changes: Any) -> DeepseekV2Config:
         "n_routed_experts": 8,
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "kv_lora_rank": 512,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        **DEEPSEEK_V2_LITE_ATTENTION,
         "max_position_embeddings": 32768,
     }
     return DeepseekV2Config(**shape | changes)
