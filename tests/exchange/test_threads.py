@@ -88,7 +88,8 @@ def test_calls_of_two_threads_are_never_mixed(world_size: int) -> None:
         assert right + len(errors) == 2 * CALLS
         assert errors, "threads that call at once cannot all succeed"
         for error in errors:
-            assert re.search("thread|failed|no answer|no word", error), error
+            # Also where one rank served the one thread first and its peer the other.
+            assert re.search("thread|failed|no answer|no word|left out a call", error), error
 
 
 def enter_in_another_order(rank: int, world_size: int) -> list[str]:
