@@ -43,7 +43,7 @@ DEEPSEEK_V2_LITE_ATTENTION: Mapping[str, Any] = {
 }
 SHAPES = {
     "llama-3.2-1b": Shape(
-        *("Llama 3.2 1B", "LlamaConfig", 4, 16),
+        *("Llama 3.2 1B", "LlamaConfig", 16, 16),
         llama.configuration(1).to_dict(),
     ),
     "qwen3-30b-a3b": Shape(

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.md"))
 # What a page lacks until it is measured anew. One that lacks nothing must not stand here.
 UNTIL_MEASURED = {
-    "soak": "the program was run by its path, and is a module now",
     "decode": "uncommitted changes: no machine with AMX was at hand since",
 }
 # vLLM's operator is timed in the same process, with the torch that vLLM was built for.
