@@ -16,7 +16,6 @@ from torch import Tensor
 import tree_attention.vllm
 from helpers import NAN
 from tree_attention import reference
-from tree_attention.vllm.context_parallel import replace_slot_mapping
 
 STUB = Path(__file__).parent / "stub"
 
@@ -32,8 +31,9 @@ def stub_of_vllm() -> Iterator[None]:
         sys.path.remove(str(STUB))
         for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
             del sys.modules[name]
-        if sys.modules.pop("tree_attention.vllm.backend", None) is not None:  # which imports it
-            del tree_attention.vllm.backend
+        for name in ("backend", "context_parallel", "groups"):  # which import it
+            if sys.modules.pop(f"tree_attention.vllm.{name}", None) is not None:
+                delattr(tree_attention.vllm, name)
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Engine:
         import vllm.config
         import vllm.distributed.parallel_state
 
-        from tree_attention.vllm import backend
+        from tree_attention.vllm import backend, context_parallel
 
         vllm.distributed.parallel_state.group = self.group
         vllm.config.current = SimpleNamespace(
@@ -63,10 +63,11 @@ class Engine:
             parallel_config=SimpleNamespace(
                 cp_kv_cache_interleave_size=self.interleave,
                 cpu_distributed_timeout_seconds=self.timeout,
+                nnodes=1,
             ),
             kv_transfer_config=None,
         )
-        replace_slot_mapping()
+        context_parallel.replace_slot_mapping()
         self.world_size, self.rank = 1, 0
         if self.group is not None:
             self.world_size, self.rank = self.group.world_size, self.group.rank

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`lean_decode` as vLLM's attention on a CPU, and decode context parallelism there.
+"""`lean_decode` as vLLM's attention on a CPU, context parallelism there, and several hosts.
 
 vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins`.
-docs/vllm.md is for users.
+`python -m tree_attention.vllm serve` starts its server. docs/vllm.md is for users.
 """
 
 import logging
@@ -33,6 +33,7 @@ def register() -> None:
         return
     checks.check_engine()
     # What follows imports vLLM's attention, which has to be there as it is expected.
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from . import context_parallel
@@ -40,4 +41,6 @@ def register() -> None:
     for name, backend in _BACKENDS.items():
         register_backend(AttentionBackendEnum[name], f"{__name__}.backend.{backend}")
     context_parallel.replace_slot_mapping()
+    communicator = f"{__name__}.groups.GroupCommunicator"
+    type(current_platform).get_device_communicator_cls = classmethod(lambda cls: communicator)
     logging.getLogger("vllm.tree_attention").info("tree_attention is this process's attention")

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ..ops import append_kv
 from ..options import AttentionOptions
-from . import checks
+from . import checks, groups
 from .batches import Batch, attend, batches_of
 from .context_parallel import Exchange, check_slot_mapping, exchange_of
 
@@ -53,6 +53,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         step = common_attn_metadata
         if step.causal is not True:
             raise ValueError(f"{checks.PLUG_IN}: attention must be causal, got {step.causal!r}")
+        groups.serving()
         num_tokens = step.num_actual_tokens
         batches = batches_of(
             step.query_start_loc,

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..exchange import DEFAULT_TIMEOUT, Communicator
 from ..sharding import BlockCyclic
 from . import checks
 from .batches import Shard
+from .groups import communicator
 
 MODULE, NAME = "vllm.utils.cpu_triton_utils", "_compute_slot_mapping_kernel_impl"
 PARAMETERS = (
@@ -33,9 +33,9 @@ PARAMETERS = (
 
 
 class Exchange:
-    def __init__(self, group: ProcessGroup, interleave: int, timeout: float) -> None:
+    def __init__(self, group: ProcessGroup, interleave: int) -> None:
         # Two, as ranks compare what they call wherever it differs from the last call of the same.
-        self._gathers, self._merges = (Communicator(group, timeout) for _ in range(2))
+        self._gathers, self._merges = (communicator(group) for _ in range(2))
         self.world_size, rank = self._merges.world_size, self._merges.rank
         self.shard: Shard = BlockCyclic(self.world_size, interleave), rank
 
@@ -60,9 +60,7 @@ def exchange_of(parallel_config: Any) -> Exchange:
     """Return this process's exchange; the first call is collective."""
     from vllm.distributed.parallel_state import get_dcp_group
 
-    timeout = parallel_config.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT
-    group = get_dcp_group().cpu_group
-    return _exchange(group, parallel_config.cp_kv_cache_interleave_size, timeout)
+    return _exchange(get_dcp_group().cpu_group, parallel_config.cp_kv_cache_interleave_size)
 
 
 _exchange = functools.cache(Exchange)

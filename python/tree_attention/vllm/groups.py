@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Collectives of vLLM's groups of processes, by this library's exchange where hosts are several.
+
+vLLM makes a `CpuCommunicator` for each group (tensor, context, pipeline and expert parallelism).
+Where the processes of a group share memory, vLLM's own collectives stay; elsewhere it uses Gloo,
+in whose place the exchanges of a `Communicator` are called: the same bits on all ranks, and a
+deadline on each.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.logger import init_logger
+
+from ..exchange import DEFAULT_TIMEOUT, Communicator
+from . import hosts
+
+# Seconds of an exchange until the first step of a request: hosts compile the model before they
+# meet, and one may have it from an earlier start.
+STARTING = 600.0
+
+_communicators: list[tuple[Communicator, float]] = []  # made while the engine starts, and a timeout
+
+
+def communicator(group: dist.ProcessGroup) -> Communicator:
+    """A communicator with vLLM's timeout for its groups of processors, from `serving` on."""
+    config = get_current_vllm_config().parallel_config
+    timeout = float(config.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT)
+    made = Communicator(group, max(timeout, STARTING))
+    _communicators.append((made, timeout))
+    return made
+
+
+def serving() -> None:
+    """Ends the time in which exchanges may wait for hosts that compile the model."""
+    while _communicators:
+        made, timeout = _communicators.pop()
+        made.timeout = timeout
+
+
+class GroupCommunicator(CpuCommunicator):
+    def __init__(
+        self,
+        cpu_group: dist.ProcessGroup,
+        device: torch.device | None = None,
+        device_group: dist.ProcessGroup | None = None,
+        unique_name: str = "",
+        use_all2all: bool = False,
+    ) -> None:
+        super().__init__(cpu_group, device, device_group, unique_name, use_all2all)
+        # The module itself where the processes of the group share no memory.
+        self._is_ours = self.dist_module is dist
+        if self._is_ours:
+            # Two, as ranks compare what they call wherever it differs from the last call.
+            self._sums, self._gathers = (communicator(self.cpu_group) for _ in range(2))
+            init_logger("vllm.tree_attention").info(
+                "tree_attention carries the tensors of group %s: %d processes", unique_name,
+                self.world_size,
+            )  # fmt: skip
+        hosts.watch(get_current_vllm_config().parallel_config)
+
+    def all_reduce(self, input_: Tensor) -> Tensor:
+        """The sum over ranks, in place: in rank order and in float32 where it is of floats."""
+        if not self._is_ours:
+            return super().all_reduce(input_)
+        if input_.is_floating_point():
+            return input_.copy_(self._sums.all_reduce(input_))
+        return input_.copy_(self.all_gather(input_[None], 0).sum(0))
+
+    def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
+        if not self._is_ours:
+            return super().all_gather(input_, dim)
+        return self._gathers.all_gather(input_, [input_.shape[dim]] * self.world_size, dim)
+
+    def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
+        if not self._is_ours:
+            return super().gather(input_, dst, dim)
+        gathered = self.all_gather(input_, dim)
+        return gathered if self.rank_in_group == dst else None
+
+    def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
+        if not self._is_ours:
+            return super().reduce_scatter(input_, dim)
+        return self.all_reduce(input_.clone()).chunk(self.world_size, dim)[self.rank_in_group]
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        if not self._is_ours:
+            return super().broadcast(tensor, src)
+        counts = [tensor.numel() if rank == src else 0 for rank in range(self.world_size)]
+        flat = tensor.reshape(-1)[: counts[self.rank_in_group]]
+        return tensor.copy_(self._gathers.all_gather(flat, counts, 0).view_as(tensor))
+

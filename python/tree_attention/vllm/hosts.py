@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Hosts of one engine: they meet before vLLM starts, and end together when one of them is lost.
+
+vLLM itself waits for a lost host without an end: its processes sleep until the next request.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..exchange import DEFAULT_TIMEOUT, sentence
+
+LOG = logging.getLogger("vllm.tree_attention")
+MEETING_SECONDS = 60.0  # in which a host has to find the first one
+BEAT_SECONDS = 0.5
+LOST_STATUS = 70
+
+
+def name_of_this() -> str:
+    address = os.environ.get("VLLM_HOST_IP")
+    return f"{socket.gethostname()} ({address})" if address else socket.gethostname()
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this host from which messages to `host` leave."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        found: str = probe.getsockname()[0]
+    return found
+
+
+def meet(
+    host: str,
+    port: int,
+    node_rank: int,
+    nnodes: int,
+    note: Mapping[str, object],
+    say: Callable[[str], None],
+    seconds: float = MEETING_SECONDS,
+    start_seconds: float = 600.0,
+) -> None:
+    """Returns when all `nnodes` hosts came to `host:port` and their notes are equal.
+
+    Raises:
+        ValueError: a sentence about what is not as it must be, on each host that can know it.
+    """
+    place = f"{host}:{port}"
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=node_rank == 0,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=seconds),
+        )
+    except (RuntimeError, ValueError) as error:
+        if node_rank == 0:
+            raise ValueError(
+                f"--master-addr and --master-port must be an address of this host and a free port, "
+                f"got {place}: {sentence(error)}"
+            ) from error
+        raise ValueError(
+            f"no answer from {place} in {seconds:.0f} s: start --node-rank 0 there first, and "
+            f"check --master-addr, --master-port and firewalls"
+        ) from error
+    try:
+        notes = _exchange(store, node_rank, nnodes, note, say, start_seconds)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the host at {place} left before all were there; what it says is the reason"
+        ) from error
+    for rank, other in enumerate(notes):
+        for field, value in notes[0].items():
+            if field != "host" and other.get(field) != value:
+                raise ValueError(
+                    f"{field} must be equal on all hosts, got {value!r} on {notes[0]['host']} and "
+                    f"{other.get(field)!r} on {other['host']}, --node-rank {rank}"
+                )
+
+
+def _exchange(
+    store: dist.Store,
+    node_rank: int,
+    nnodes: int,
+    note: Mapping[str, object],
+    say: Callable[[str], None],
+    seconds: float,
+) -> list[dict[str, Any]]:
+    """The notes of all hosts."""
+    if store.add(f"host {node_rank}", 1) > 1:
+        why = f"--node-rank must be another one on each of {nnodes} hosts, got {node_rank} on two"
+        store.set("error", why)
+        raise ValueError(why)
+    store.set(f"note {node_rank}", json.dumps({"host": name_of_this(), **note}))
+    deadline, said, missing = time.monotonic() + seconds, time.monotonic(), list(range(nnodes))
+    while missing := [rank for rank in missing if not store.check([f"note {rank}"])]:
+        if store.check(["error"]):
+            raise ValueError(store.get("error").decode())
+        now, names = time.monotonic(), ", ".join(map(str, missing))
+        if now > deadline:
+            raise ValueError(f"no host with --node-rank {names} came in {seconds:.0f} s")
+        if now > said + 10:
+            said = now
+            say(f"waiting for --node-rank {names} of --nnodes {nnodes}")
+        time.sleep(0.05)
+    notes = [json.loads(store.get(f"note {rank}")) for rank in range(nnodes)]
+    store.add("notes read", 1)
+    while node_rank == 0 and store.add("notes read", 0) < nnodes:  # or they would be gone
+        time.sleep(0.01)
+    return notes
+
+
+class Watch(threading.Thread):
+    """Counts in a store that this process is alive, and calls `lose` when another is silent.
+
+    Args:
+        store: of this thread alone, as a call of another one would wait for its answer.
+        timeout: seconds after which a silent process is lost.
+        lose: is given a sentence that names the host.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        lose: Callable[[str], None],
+    ) -> None:
+        super().__init__(name="tree_attention watch", daemon=True)
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._timeout, self._lose = timeout, lose
+        store.set_timeout(timedelta(seconds=timeout))
+
+    def run(self) -> None:
+        ranks = range(self._world_size)
+        names = {rank: f"rank {rank}" for rank in ranks}
+        beats = [0] * self._world_size
+        last = time.monotonic()
+        heard = [last] * self._world_size
+        try:
+            self._store.set(f"watched {self._rank}", name_of_this())
+            while True:
+                self._store.add(f"beats {self._rank}", 1)
+                now = time.monotonic()
+                if now - last > self._timeout / 2:  # this process was stopped, and heard nobody
+                    heard = [now] * self._world_size
+                last = now
+                for rank in ranks:
+                    count = self._store.add(f"beats {rank}", 0)
+                    if count and not beats[rank]:
+                        names[rank] = f"{self._store.get(f'watched {rank}').decode()}, rank {rank}"
+                    if count != beats[rank]:
+                        beats[rank], heard[rank] = count, now
+                silent = [rank for rank in ranks if now - heard[rank] > self._timeout]
+                if silent:
+                    seconds = now - heard[silent[0]]
+                    return self._lose(f"{names[silent[0]]}, gave no sign for {seconds:.1f} s")
+                time.sleep(BEAT_SECONDS)
+        except RuntimeError as error:
+            self._lose(f"{names[0]}, does not answer: {sentence(error)}")
+
+
+_watch: Watch | None = None
+
+
+def watch(parallel_config: Any) -> None:
+    """Starts the watch of this process once, where the engine has several hosts."""
+    global _watch
+    if _watch is not None or parallel_config.nnodes == 1:
+        return
+    timeout = float(parallel_config.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT)
+    store = dist.TCPStore(
+        parallel_config.master_addr,
+        parallel_config.master_port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+    )
+    _watch = Watch(store, dist.get_rank(), dist.get_world_size(), timeout, _end_process)
+    _watch.start()
+
+
+def _end_process(why: str) -> None:
+    """Ends this process at once: its main thread may wait for the lost host in C++."""
+    LOG.critical("A host is lost: %s. All processes of the engine end; start it again.", why)
+    logging.shutdown()
+    os._exit(LOST_STATUS)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Collectives of vLLM's groups: sums in rank order, shapes along any dimension, deadlines."""
+
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed import on_ranks
+from engine import stub_of_vllm
+from tree_attention import ExchangeError
+
+
+def group(timeout: float = 60, *, shares_memory: bool = False) -> Any:
+    """The communicator of all ranks, as vLLM makes it, for an engine that serves."""
+    import vllm.config
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    from tree_attention.vllm import groups
+
+    vllm.config.current = SimpleNamespace(
+        parallel_config=SimpleNamespace(cpu_distributed_timeout_seconds=timeout, nnodes=1)
+    )
+    CpuCommunicator.shares_memory = shares_memory
+    return groups.GroupCommunicator(dist.group.WORLD, unique_name="tp:0")
+
+
+def of_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    if not dtype.is_floating_point:
+        return torch.randint(-(2**40), 2**40, shape, generator=generator).to(dtype)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+@on_ranks(3)
+def test_all_reduce(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    with stub_of_vllm():
+        comm = group()
+        for shape in ((1, 8), (3, 7), (40, 4096), (5,)):
+            x = of_rank(rank, shape, dtype)
+            all_ranks = [of_rank(r, shape, dtype) for r in range(world_size)]
+            if dtype.is_floating_point:
+                expected = sum((t.float() for t in all_ranks), torch.zeros(())).to(dtype)
+            else:
+                expected = torch.stack(all_ranks).sum(0)
+            found = comm.all_reduce(x)
+            assert found is x and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@on_ranks(3)
+def test_gathers(rank: int, world_size: int, dim: int) -> None:
+    with stub_of_vllm():
+        comm = group()
+        shape = (2, 3, 4)
+        whole = torch.cat([of_rank(r, shape, torch.bfloat16) for r in range(world_size)], dim)
+        mine = of_rank(rank, shape, torch.bfloat16)
+        assert torch.equal(comm.all_gather(mine, dim), whole)
+        found = comm.gather(mine, 1, dim)
+        assert found is None if rank != 1 else torch.equal(found, whole)
+
+
+@on_ranks(2)
+def test_reduce_scatter(rank: int, world_size: int) -> None:
+    with stub_of_vllm():
+        comm, shape = group(), (4, 6)
+        total = of_rank(0, shape, torch.float32) + of_rank(1, shape, torch.float32)
+        x = of_rank(rank, shape, torch.float32)
+        assert torch.equal(comm.reduce_scatter(x, -1), total[:, 3 * rank :][:, :3])
+        assert torch.equal(x, of_rank(rank, shape, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
+@on_ranks(3)
+def test_broadcast(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    with stub_of_vllm():
+        comm = group()
+        x = of_rank(rank, (2, 5), dtype)
+        assert comm.broadcast(x, 2) is x and torch.equal(x, of_rank(2, (2, 5), dtype))
+
+
+@on_ranks(2)
+def test_groups_that_share_memory_stay_vllms(rank: int, world_size: int) -> None:
+    with stub_of_vllm():
+        comm, x = group(shares_memory=True), torch.ones(2)
+        for name in ("all_reduce", "all_gather", "gather", "reduce_scatter", "broadcast"):
+            assert getattr(comm, name)(x) == "vLLM's"
+
+
+@on_ranks(2, lost=[1])
+def test_a_lost_rank_is_an_error_in_time(rank: int, world_size: int) -> None:
+    with stub_of_vllm():
+        comm = group(timeout=3)
+        from tree_attention.vllm import groups
+
+        comm.all_reduce(torch.ones(2))
+        groups.serving()
+        if rank == 1:
+            os._exit(1)
+        begin = time.monotonic()
+        with pytest.raises(ExchangeError, match="rank 0 of 2"):
+            comm.all_reduce(torch.ones(2))
+        assert time.monotonic() - begin < 5
+
+
+@on_ranks(2, fresh=True)
+def test_hosts_may_compile_before_they_meet(rank: int, world_size: int) -> None:
+    """Until the first step of a request, an exchange waits for longer than the timeout."""
+    with stub_of_vllm():
+        comm = group(timeout=1)
+        from tree_attention.vllm import groups
+
+        if rank == 1:
+            time.sleep(2)
+        x = torch.ones(2)
+        assert comm.all_reduce(x).eq(2).all()
+        groups.serving()
+        if rank == 1:
+            time.sleep(2)
+        with pytest.raises(ExchangeError):
+            comm.all_reduce(x)

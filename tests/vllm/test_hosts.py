@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How hosts of an engine meet, and notice that one of them is lost."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tree_attention.vllm import __main__ as program
+from tree_attention.vllm import hosts
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def meet(
+    notes: list[dict[str, Any]], ranks: list[int] | None = None, **options: Any
+) -> list[str | None]:
+    """What each host with its note raises, or None; they come one after the other."""
+    port, errors = free_port(), [None] * len(notes)
+    said: list[str] = []
+
+    def run(index: int, rank: int) -> None:
+        try:
+            hosts.meet("127.0.0.1", port, rank, len(notes), notes[index], said.append, **options)
+        except ValueError as error:
+            errors[index] = str(error)
+
+    ranks = ranks or list(range(len(notes)))
+    threads = [threading.Thread(target=run, args=(i, rank)) for i, rank in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return errors
+
+
+def test_hosts_that_are_alike_meet() -> None:
+    assert meet([{"vllm": "0.32.0", "--dtype": "bfloat16"}] * 3) == [None] * 3
+
+
+def test_the_option_that_differs_is_named_on_every_host() -> None:
+    errors = meet([{"--max-model-len": "8192"}, {"--max-model-len": "4096"}])
+    for error in errors:
+        assert "--max-model-len must be equal on all hosts, got '8192' on" in error
+        assert "and '4096' on" in error and error.endswith("--node-rank 1")
+
+
+def test_a_version_that_one_host_lacks() -> None:
+    assert all("got '2.13' on" in error for error in meet([{"torch": "2.13"}, {}]))
+
+
+def test_two_hosts_with_one_rank() -> None:
+    begin = time.monotonic()
+    errors = meet([{}] * 3, ranks=[0, 1, 1])
+    assert time.monotonic() - begin < 10
+    same = "--node-rank must be another one on each of 3 hosts, got 1 on two"
+    assert all(same in str(error) or "left before all were there" in str(error) for error in errors)
+    assert any(same in str(error) for error in errors)
+
+
+def test_a_host_that_never_comes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="no host with --node-rank 1 came in 1 s"):
+        hosts.meet("127.0.0.1", free_port(), 0, 2, {}, print, start_seconds=1.0)
+
+
+def test_nobody_at_the_address() -> None:
+    with pytest.raises(ValueError, match=r"no answer from 127.0.0.1:\d+ in 1 s: start --node-rank"):
+        hosts.meet("127.0.0.1", free_port(), 1, 2, {}, print, seconds=1.0)
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"a free port, got 127.0.0.1:{port}: "):
+            hosts.meet("127.0.0.1", port, 0, 2, {}, print, seconds=1.0)
+
+
+class OfAProcess:
+    """The store, which hears no more of the process once that is stopped."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.is_stopped = store, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def add(self, key: str, amount: int) -> int:
+        return self.store.add(key, 0 if self.is_stopped else amount)
+
+
+@contextmanager
+def watches(num: int, timeout: float) -> Iterator[tuple[list[OfAProcess], list[str]]]:
+    shared, lost = dist.HashStore(), []
+    stores = [OfAProcess(shared) for _ in range(num)]
+    for rank, store in enumerate(stores):
+        hosts.Watch(store, rank, num, timeout, lost.append).start()  # type: ignore[arg-type]
+    yield stores, lost
+    for store in stores:  # the threads end when nobody gives a sign
+        store.is_stopped = True
+
+
+def until(done: Callable[[], object], seconds: float) -> float:
+    begin = time.monotonic()
+    while not done() and time.monotonic() < begin + seconds:
+        time.sleep(0.05)
+    return time.monotonic() - begin
+
+
+def test_a_silent_host_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.7")
+    with watches(3, timeout=2.0) as (stores, lost):
+        time.sleep(3)
+        assert not lost
+        stores[1].is_stopped = True
+        assert until(lambda: len(lost) == 3, 6) < 4
+        for line in lost:
+            assert f"{socket.gethostname()} (10.0.0.7), rank 1, gave no sign for 2." in line
+
+
+def test_a_store_that_is_gone_is_the_first_hosts() -> None:
+    lost: list[str] = []
+
+    class Gone(dist.HashStore):
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("Connection reset by peer")
+
+    hosts.Watch(Gone(), 1, 2, 1.0, lost.append).run()
+    assert lost == ["rank 0, does not answer: Connection reset by peer"]
+
+
+@pytest.mark.parametrize(
+    "cpus, processes, binding",
+    [
+        ([0, 1, 2, 3], 1, "0,1,2,3"),
+        ([0, 1, 2, 3], 2, "0,1|2,3"),
+        ([0, 1, 2], 2, "0|1"),
+        ([4, 5], 4, "4|5|4|5"),
+    ],
+)
+def test_processors_of_each_process(cpus: list[int], processes: int, binding: str) -> None:
+    assert program.binding(cpus, processes) == binding
+
+
+def test_the_interface_of_an_address() -> None:
+    pytest.importorskip("psutil")
+    assert hosts.address_towards("127.0.0.1", 1) == "127.0.0.1"
+    assert program.interface_of("127.0.0.1") == "lo"
+    with pytest.raises(ValueError, match="VLLM_HOST_IP must be an address of this host, got '192"):
+        program.interface_of("192.0.2.1")
+
+
+def test_watch_names_are_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs/vllm.md").read_text()
+    assert "A host is lost" in page and "gave no sign" in page
