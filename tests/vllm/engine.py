@@ -50,6 +50,7 @@ class Engine:
     dtype: torch.dtype = torch.float32
     timeout: int = 60  # seconds of an exchange
     options: dict[str, Any] = field(default_factory=dict)  # of the layer
+    scales: tuple[float, float] = (1.0, 1.0)  # of keys and values in a cache of 8 bits
 
     def __post_init__(self) -> None:
         import vllm.config
@@ -79,6 +80,8 @@ class Engine:
         self.builder = backend.MetadataBuilder(spec, [], None, torch.device("cpu"))
         shape = self.num_blocks, self.num_kv_heads, self.block_size, 2 * self.head_dim
         self.cache = torch.full(shape, NAN, dtype=self.dtype)
+        if self.options.get("kv_cache_dtype") == "fp8":  # as vLLM allocates it
+            self.cache = self.cache.to(torch.float8_e4m3fn).view(torch.uint8)
         self.blocks: dict[int, list[int]] = {}
         self.free = torch.randperm(self.num_blocks).tolist()
         self.keys: dict[int, Tensor] = {}
@@ -106,8 +109,9 @@ class Engine:
         padding = torch.full_like(query[:1], NAN)  # engines may pass more rows than tokens
         output = torch.full((len(query) + 1, *query.shape[1:]), NAN, dtype=self.dtype)
         metadata = self.builder.build(0, self.common(new_tokens, torch.cat(positions)))
+        k_scale, v_scale = self.scales
         self.layer.forward(
-            None,
+            SimpleNamespace(_k_scale_float=k_scale, _v_scale_float=v_scale),
             torch.cat((query, padding)),
             torch.cat(keys),
             torch.cat(values),
@@ -169,10 +173,16 @@ class Engine:
         slopes = self.options.get("alibi_slopes")
         if slopes is not None:
             slopes = torch.tensor(slopes * self.world_size)
+        keys, values = self.keys[request], self.values[request]
+        if self.options.get("kv_cache_dtype") == "fp8":
+            keys, values = (
+                (x / scale).to(torch.float8_e4m3fn).double() * scale
+                for x, scale in zip((keys, values), self.scales, strict=True)
+            )
         o, lse = reference.attention(
             query.transpose(0, 1)[None],
-            self.keys[request].transpose(0, 1)[None],
-            self.values[request].transpose(0, 1)[None],
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
             torch.stack((begins, ends), -1)[None],
             softcap=self.options.get("logits_soft_cap") or 0.0,
             alibi_slopes=slopes,

@@ -132,6 +132,10 @@ def ours(models: dict[str, Path], job: dict[str, Any], tmp_path_factory: pytest.
         },
         "fp8": {
             "options": {"model": str(models["llama"]), "kv_cache_dtype": "fp8"},
+            "requests": REQUESTS,
+        },
+        "fp8_e5m2": {
+            "options": {"model": str(models["llama"]), "kv_cache_dtype": "fp8_e5m2"},
             "requests": [],
             "may_fail": True,
         },
@@ -146,8 +150,10 @@ def ours(models: dict[str, Path], job: dict[str, Any], tmp_path_factory: pytest.
 
 
 @pytest.fixture(scope="module")
-def vllms(job: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run(job, tmp_path_factory.mktemp("vllms"), plug_in=False)
+def vllms(models: Any, job: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    options = {"model": str(models["llama"]), "kv_cache_dtype": "fp8"}
+    fp8 = {"fp8": {"options": options, "requests": REQUESTS}}
+    return run(job | fp8, tmp_path_factory.mktemp("vllms"), plug_in=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -186,6 +192,16 @@ def test_blocks_of_16(ours: Any, truth: Any) -> None:
     assert ours["small blocks"]["tokens"] == truth["llama"]
 
 
+def test_a_cache_of_8_bits(ours: Any, vllms: Any, truth: Any) -> None:
+    """As many tokens of HuggingFace's as vLLM's own attention has with such a cache."""
+
+    def same(found: Any) -> int:
+        pairs = zip(found["fp8"]["tokens"], truth["llama"], strict=True)
+        return sum(a == b for ours, true in pairs for a, b in zip(ours, true, strict=True))
+
+    assert same(ours) >= same(vllms) - TOKENS and same(ours) > TOKENS
+
+
 def test_windows_in_caches_of_one_size(ours: Any, truth: Any) -> None:
     assert ours["one window for the whole model"]["tokens"] == truth["gemma2"]
 
@@ -205,7 +221,7 @@ def test_preempted_requests(ours: Any, models: Any) -> None:
 
 
 def test_refusals(ours: Any) -> None:
-    assert "--kv-cache-dtype must be auto or that of the model" in ours["fp8"]["error"]
+    assert "--kv-cache-dtype must be auto, fp8 or that of the" in ours["fp8_e5m2"]["error"]
     assert "must be divisible by dcp_size=2" in ours["wide"]["error"]  # vLLM's words
 
 

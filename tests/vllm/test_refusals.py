@@ -134,9 +134,10 @@ def test_attention_that_is_no_decoders(attn_type: str) -> None:
 
 
 def test_cache_dtype() -> None:
-    layer(kv_cache_dtype="float32")
-    for name in ("fp8", "bfloat16"):
-        with pytest.raises(ValueError, match=f"must be auto or that of the model.*'{name}'"):
+    for name in ("float32", "fp8", "fp8_e4m3"):
+        layer(kv_cache_dtype=name)
+    for name in ("fp8_e5m2", "bfloat16"):
+        with pytest.raises(ValueError, match=f"must be auto, fp8 or that of the model.*'{name}'"):
             layer(kv_cache_dtype=name)
 
 

@@ -67,6 +67,13 @@ def test_steps_in_bfloat16() -> None:
     check_steps(Engine(dtype=torch.bfloat16, head_dim=32))
 
 
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 0.25)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_with_a_cache_of_8_bits(dtype: torch.dtype, scales: tuple[float, float]) -> None:
+    options = {"kv_cache_dtype": "fp8", "sliding_window": 20}
+    check_steps(Engine(dtype=dtype, options=options, scales=scales))
+
+
 @pytest.mark.parametrize("world_size, interleave", tiers([(2, 16), (3, 4)], [(2, 1)]))
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @on_ranks()

@@ -89,10 +89,7 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
         self.kv_sharing_target_layer_name, self.sinks = kv_sharing_target_layer_name, sinks
-        self.options: AttentionOptions = {
-            "softmax_scale": self.scale,
-            "softcap": logits_soft_cap or 0.0,
-        }
+        self.options: AttentionOptions = {"softcap": logits_soft_cap or 0.0}
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.exchange: Exchange | None = None
         if self.dcp_world_size > 1:
@@ -124,9 +121,17 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
             return output
         blocks, num_heads_kv, block_size, _ = kv_cache.shape
         pages = kv_cache.view(blocks, num_heads_kv, 2 * block_size, self.head_size)
+        # Of a checkpoint with an 8-bit cache: numbers are stored divided by these.
+        k_scale = v_scale = 1.0
+        if self.kv_cache_dtype.startswith("fp8"):
+            pages = pages.view(torch.float8_e4m3fn)
+            k_scale, v_scale = layer._k_scale_float, layer._v_scale_float
         k, v = pages[:, :, :block_size], pages[:, :, block_size:]
         if self.kv_sharing_target_layer_name is None:
-            key, value = (x[None, : step.num_tokens].transpose(1, 2) for x in (key, value))
+            key, value = (
+                (x if scale == 1.0 else x / scale)[None, : step.num_tokens].transpose(1, 2)
+                for x, scale in ((key, k_scale), (value, v_scale))
+            )
             append_kv(key, value, k, v, step.slot_mapping[None], paged=True)
         query, output = query[: step.num_tokens], output[: step.num_tokens]
         shard = None
@@ -136,8 +141,11 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
         else:
             shard, query = self.exchange.shard, self.exchange.gather_heads(query)
             o, lse = self.exchange.state(query.shape)
+        self.options["softmax_scale"] = self.scale * k_scale
         window = self.sliding_window
         attend(step.batches, query, k, v, o, lse, window=window, shard=shard, options=self.options)
+        if v_scale != 1.0:
+            o *= v_scale
         if self.exchange is not None:
             o, lse = self.exchange.merge(o, lse)
         if self.sinks is not None:
