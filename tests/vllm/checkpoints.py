@@ -13,6 +13,7 @@ from transformers import (
     LlamaConfig,
     PretrainedConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCABULARY = 512
@@ -43,6 +44,9 @@ def configurations() -> dict[str, PretrainedConfig]:
         "llama": LlamaConfig(**SHAPE),
         "llama_one_key_head": LlamaConfig(**SHAPE | {"num_key_value_heads": 1}),
         "qwen3": Qwen3Config(**SHAPE | {"head_dim": 64}),
+        "qwen3_moe": Qwen3MoeConfig(
+            **SHAPE, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2
+        ),
         "gemma2": Gemma2Config(**SHAPE | GEMMA2),
         "gemma2_one_key_head": Gemma2Config(**SHAPE | GEMMA2 | {"num_key_value_heads": 1}),
         # ALiBi, and a key head for each query head.

@@ -66,10 +66,11 @@ def prepare(asked: Namespace) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding(cpus, max(1, world_size // nnodes)))
     if nnodes > 1:
         hosts.meet(asked.master_addr, asked.master_port, rank, nnodes, note_of(asked), say)
+    instruction_set = _loader.load().cpu_instruction_set()
     where = f", host {rank} of {nnodes}" if nnodes > 1 else ""
     say(
-        f"attention by tree_attention {_loader.__version__} ({_loader.load().cpu_instruction_set()}), exchange "
-        f"between hosts too, processors {os.environ['VLLM_CPU_OMP_THREADS_BIND']}{where}"
+        f"attention by tree_attention {_loader.__version__} ({instruction_set}), exchange between "
+        f"hosts too, processors {os.environ['VLLM_CPU_OMP_THREADS_BIND']}{where}"
     )
 
 
@@ -113,7 +114,11 @@ def note_of(asked: Namespace) -> dict[str, Any]:
         model = f"a config.json with digest {digest[:12]}"
     options.pop("--model", None)
     variable = {checks.VARIABLE: os.environ[checks.VARIABLE]}
-    versions = {"tree_attention": _loader.__version__, "vllm": vllm.__version__, "torch": torch.__version__}
+    versions = {
+        "tree_attention": _loader.__version__,
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+    }
     return {"the model": model, **versions, **variable, **options}
 
 

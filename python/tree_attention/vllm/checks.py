@@ -76,7 +76,10 @@ def check_layer(attn_type: str, kv_cache_dtype: str, config: Any) -> None:
             f"{PLUG_IN}: only attention of type 'decoder' is supported, got {str(attn_type)!r}"
         )
     is_fp8 = kv_cache_dtype in ("fp8", "fp8_e4m3")
-    if not is_fp8 and kv_cache_dtype_str_to_dtype(kv_cache_dtype, config.model_config) != model_dtype:
+    if (
+        not is_fp8
+        and kv_cache_dtype_str_to_dtype(kv_cache_dtype, config.model_config) != model_dtype
+    ):
         raise ValueError(
             f"{PLUG_IN}: --kv-cache-dtype must be auto, fp8 or that of the model, {model_dtype}, got "
             f"{kv_cache_dtype!r}"

@@ -9,6 +9,8 @@ deadline on each.
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +18,7 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.logger import init_logger
 
-from ..exchange import DEFAULT_TIMEOUT, Communicator
+from ..exchange import DEFAULT_TIMEOUT, Call, Communicator, ExchangeError
 from . import hosts
 
 # Seconds of an exchange until the first step of a request: hosts compile the model before they
@@ -26,11 +28,25 @@ STARTING = 600.0
 _communicators: list[tuple[Communicator, float]] = []  # made while the engine starts, and a timeout
 
 
+class _Call(Call):
+    def __exit__(self, kind: object, error: object = None, *trace: object) -> None:
+        if isinstance(error, ExchangeError):
+            hosts.report(error)
+        super().__exit__(kind, error, *trace)
+
+
+class _Communicator(Communicator):
+    """A communicator whose failures are told with the names of the hosts."""
+
+    def begin(self, op: str, timeout: float | timedelta | None = None) -> Call:
+        return _Call(self, op, timeout)
+
+
 def communicator(group: dist.ProcessGroup) -> Communicator:
     """A communicator with vLLM's timeout for its groups of processors, from `serving` on."""
     config = get_current_vllm_config().parallel_config
     timeout = float(config.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT)
-    made = Communicator(group, max(timeout, STARTING))
+    made = _Communicator(group, max(timeout, STARTING))
     _communicators.append((made, timeout))
     return made
 
@@ -93,4 +109,3 @@ class GroupCommunicator(CpuCommunicator):
         counts = [tensor.numel() if rank == src else 0 for rank in range(self.world_size)]
         flat = tensor.reshape(-1)[: counts[self.rank_in_group]]
         return tensor.copy_(self._gathers.all_gather(flat, counts, 0).view_as(tensor))
-

@@ -141,11 +141,11 @@ class Watch(threading.Thread):
         super().__init__(name="tree_attention watch", daemon=True)
         self._store, self._rank, self._world_size = store, rank, world_size
         self._timeout, self._lose = timeout, lose
+        self.names = [f"rank {rank}" for rank in range(world_size)]  # with the host, once known
         store.set_timeout(timedelta(seconds=timeout))
 
     def run(self) -> None:
-        ranks = range(self._world_size)
-        names = {rank: f"rank {rank}" for rank in ranks}
+        ranks, names = range(self._world_size), self.names
         beats = [0] * self._world_size
         last = time.monotonic()
         heard = [last] * self._world_size
@@ -192,8 +192,18 @@ def watch(parallel_config: Any) -> None:
     _watch.start()
 
 
+def report(error: Exception) -> None:
+    """Tells why an exchange failed, and what the hosts of the ranks are, if they are several."""
+    if _watch is not None:
+        _say_lost(f"{sentence(error)}. The engine has {'; '.join(_watch.names)}")
+
+
+def _say_lost(why: str) -> None:
+    LOG.critical("A host is lost: %s. All processes of the engine end; start it again.", why)
+
+
 def _end_process(why: str) -> None:
     """Ends this process at once: its main thread may wait for the lost host in C++."""
-    LOG.critical("A host is lost: %s. All processes of the engine end; start it again.", why)
+    _say_lost(why)
     logging.shutdown()
     os._exit(LOST_STATUS)
