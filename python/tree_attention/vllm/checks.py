@@ -75,14 +75,11 @@ def check_layer(attn_type: str, kv_cache_dtype: str, config: Any) -> None:
         raise ValueError(
             f"{PLUG_IN}: only attention of type 'decoder' is supported, got {str(attn_type)!r}"
         )
-    is_fp8 = kv_cache_dtype in ("fp8", "fp8_e4m3")
-    if (
-        not is_fp8
-        and kv_cache_dtype_str_to_dtype(kv_cache_dtype, config.model_config) != model_dtype
-    ):
+    dtype = kv_cache_dtype_str_to_dtype(kv_cache_dtype, config.model_config)
+    if dtype != model_dtype and kv_cache_dtype not in ("fp8", "fp8_e4m3"):
         raise ValueError(
-            f"{PLUG_IN}: --kv-cache-dtype must be auto, fp8 or that of the model, {model_dtype}, got "
-            f"{kv_cache_dtype!r}"
+            f"{PLUG_IN}: --kv-cache-dtype must be auto, fp8 or that of the model, {model_dtype}, "
+            f"got {kv_cache_dtype!r}"
         )
     if getattr(config.model_config, "is_mm_prefix_lm", False):
         raise ValueError(
