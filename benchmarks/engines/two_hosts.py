@@ -165,7 +165,7 @@ def command(arm: Arm, host: int, model: Path, parsed: argparse.Namespace) -> lis
 
 
 def gap(streams: Sequence[dict[str, Any]]) -> float:
-    """The median gap between tokens of all streams, of the later half: all are under way then."""
+    """The median gap between tokens of all streams."""
     gaps = [b - a for stream in streams for a, b in pairwise(stream["seconds"])]
     return statistics.median(gaps)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from ..exchange import DEFAULT_TIMEOUT, Call, Communicator, ExchangeError
 from . import hosts
@@ -77,7 +78,12 @@ class GroupCommunicator(CpuCommunicator):
                 "tree_attention carries the tensors of group %s: %d processes", unique_name,
                 self.world_size,
             )  # fmt: skip
-        hosts.watch(get_current_vllm_config().parallel_config)
+        config = get_current_vllm_config().parallel_config
+        if config.nnodes > 1:
+            # vLLM tells by the number of devices, one on a CPU, which ranks are on the first host.
+            num_processes = config.local_world_size
+            type(current_platform).device_count = classmethod(lambda cls: num_processes)
+            hosts.watch(config)
 
     def all_reduce(self, input_: Tensor) -> Tensor:
         """The sum over ranks, in place: in rank order and in float32 where it is of floats."""

@@ -176,9 +176,9 @@ _watch: Watch | None = None
 
 
 def watch(parallel_config: Any) -> None:
-    """Starts the watch of this process once, where the engine has several hosts."""
+    """Starts the watch of this process, once."""
     global _watch
-    if _watch is not None or parallel_config.nnodes == 1:
+    if _watch is not None:
         return
     timeout = float(parallel_config.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT)
     store = dist.TCPStore(

@@ -5,6 +5,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
     "fp8": torch.uint8,
+    "fp8_e4m3": torch.uint8,
     "fp8_e5m2": torch.uint8,
 }
 
