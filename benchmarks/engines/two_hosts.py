@@ -56,9 +56,9 @@ NOTES = (
     "The model is a quarter of Llama 3.2 1B with one key head, which vLLM asks for where contexts "
     f"are split: {LAYERS} of 16 layers and a quarter of the vocabulary, random weights in "
     "bfloat16. Hosts are network namespaces with a processor each, joined by a link of the delay "
-    "in one direction and the rate that are named; the processors share the memory of this machine. "
-    "Two hosts are tensor parallelism 2; vllm is the engine as it is shipped, whose tensors go by "
-    "Gloo.",
+    "in one direction and the rate that are named; the processors share the memory of one "
+    "machine. Two hosts are tensor parallelism 2; vllm is the engine as it is shipped, whose "
+    "tensors go by Gloo.",
     "First token: the seconds of a request alone. Between tokens: the median gap of a request "
     "alone, and of the streams of several at once. In brackets: the time of vllm on two hosts over "
     "this one, and of one host over this one.",

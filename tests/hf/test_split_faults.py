@@ -137,7 +137,7 @@ _LARGE = {"vocab_size": 8192, "hidden_size": 480, "intermediate_size": 4096}
 
 def _large_mixture() -> PreTrainedModel:
     config = Qwen3MoeConfig(
-        # One tensor of 4 MB, far above what an allocator keeps, and far below the experts of a layer.
+        # One tensor of 4 MB: far above what an allocator keeps, far below the experts of a layer.
         **{"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 2, "head_dim": 32},
         **{"num_attention_heads": 8, "num_key_value_heads": 2, "moe_intermediate_size": 256},
         **{"num_experts": 32, "num_experts_per_tok": 4, "tie_word_embeddings": False},
