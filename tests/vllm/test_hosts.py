@@ -155,6 +155,11 @@ def test_processors_of_each_process(cpus: list[int], processes: int, binding: st
     assert program.binding(cpus, processes) == binding
 
 
+def test_a_name_of_no_host() -> None:
+    with pytest.raises(ValueError, match="--master-addr must be the name .* got 'no.invalid': "):
+        hosts.address_towards("no.invalid", 1)
+
+
 def test_the_interface_of_an_address() -> None:
     pytest.importorskip("psutil")
     assert hosts.address_towards("127.0.0.1", 1) == "127.0.0.1"

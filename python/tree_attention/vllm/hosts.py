@@ -32,11 +32,22 @@ def name_of_this() -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this host from which messages to `host` leave."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        found: str = probe.getsockname()[0]
+    """The address of this host from which messages to `host` leave.
+
+    Raises:
+        ValueError: `host` is no name of a host, or there is no way to it.
+    """
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = places[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            found: str = probe.getsockname()[0]
+    except OSError as error:
+        raise ValueError(
+            f"--master-addr must be the name or address of the first host, got {host!r}: "
+            f"{error.strerror}"
+        ) from error
     return found
 
 
