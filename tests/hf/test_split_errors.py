@@ -234,6 +234,19 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
 def _different(rank: int, world_size: int, paths: list[Path]) -> None:
     with pytest.raises(ExchangeError, match="digest of the whole weights"):
         hf.from_pretrained(paths[rank])
+    weights, dtype = ("int8", "int4")[rank], (torch.bfloat16, None)[rank]
+    with pytest.raises(ExchangeError, match="weights is int4 on rank 1, int8 on rank 0"):
+        hf.from_pretrained(paths[0], weights=weights)
+    with pytest.raises(ExchangeError, match=r"dtype is torch.float32 on rank 1, torch.bfloat16 on"):
+        hf.from_pretrained(paths[0], dtype=dtype)
+    # The one says what is wrong with its arguments, and the other what the first one said.
+    for name, value, says in (
+        ("weights", "int2", "weights must be one of int8, int4 or None, got 'int2'"),
+        ("dtype", torch.int8, "dtype must be a floating dtype of torch, .*, got torch.int8"),
+    ):
+        kind = ValueError if rank == 1 else ExchangeError
+        with pytest.raises(kind, match=says):
+            hf.from_pretrained(paths[0], **({name: value} if rank == 1 else {}))
     model = make_model("llama")
     if rank == 1:
         model.get_parameter("model.layers.0.mlp.up_proj.weight").data[0, 0] += 1

@@ -65,28 +65,20 @@ def from_pretrained(
         TypeError, ValueError: an argument is out of range, the model cannot be split, or a file is
             damaged, lacks weights or contradicts config.json.
         OSError: a file is missing.
-        ExchangeError: another rank raised one of these, was lost, or read another checkpoint.
+        ExchangeError: another rank raised one of these, was lost, or has another checkpoint, dtype
+            or weights.
 
     Source: Helix parallelism (arXiv:2507.07120).
     """
-    if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
-        raise ValueError(
-            "from_pretrained: dtype must be a floating dtype of torch, or None for the "
-            f"checkpoint's, got {dtype!r}"
-        )
-    if weights is not None and weights not in SCHEMES:
-        raise ValueError(
-            f"from_pretrained: weights must be one of {', '.join(SCHEMES)} or None, got {weights!r}"
-        )
-    place = torch.device("cpu" if device is None else device)
-    if weights is not None and place.type != "cpu":
-        raise ValueError(f"from_pretrained: weights={weights!r} is for the CPU, got device {place}")
     timeout = check_timeout("from_pretrained", enable_options.get("timeout", DEFAULT_TIMEOUT))
     inspect.signature(enable).bind(None, **enable_options)  # TypeError for unknown names
     mesh = Mesh(group, tensor_parallel_size, timeout, op="from_pretrained")
 
     def load() -> tuple[Signature, PreTrainedModel]:
-        return _load(path, mesh, dtype, place, weights)
+        place = torch.device("cpu" if device is None else device)
+        _check_numbers(dtype, weights, place)
+        signature, model = _load(path, mesh, dtype, place, weights)
+        return (*signature, ("weights", weights), ("dtype", str(model.dtype))), model
 
     model, _ = on_every_rank("from_pretrained", mesh.calls, timeout, load)
     return enable(model, **enable_options)
@@ -138,6 +130,22 @@ def parallelize(
     choose_experts(model)
     attach(model.eval(), mesh, made, digest)
     return model
+
+
+def _check_numbers(dtype: torch.dtype | None, weights: str | None, device: torch.device) -> None:
+    if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+        raise ValueError(
+            "from_pretrained: dtype must be a floating dtype of torch, or None for the "
+            f"checkpoint's, got {dtype!r}"
+        )
+    if weights is not None and weights not in SCHEMES:
+        raise ValueError(
+            f"from_pretrained: weights must be one of {', '.join(SCHEMES)} or None, got {weights!r}"
+        )
+    if weights is not None and device.type != "cpu":
+        raise ValueError(
+            f"from_pretrained: weights={weights!r} is for the CPU, got device {device}"
+        )
 
 
 def _load(
