@@ -6,8 +6,10 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -251,6 +253,25 @@ def test_generate_with_quantised_weights(checkpoint: Path, tmp_path: Path) -> No
         assert [ranks.wait_for_end(rank).status for rank in range(2)] == [0, 0]
     sizes = [json.loads(file.read_text())["weight_bytes_per_rank"] for file in (one, two)]
     assert sizes[1] < 0.6 * sizes[0]
+
+
+def test_generate_says_what_is_not_cut(checkpoint: Path, tmp_path: Path) -> None:
+    """One line, on the first rank, as the layers with a state of this model are whole."""
+    from hf_families import HYBRIDS, make_model
+
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    family = HYBRIDS["Granite 4"]
+    options = family.options | {"vocab_size": 259, "eos_token_id": None}
+    make_model(replace(family, options=options)).save_pretrained(tmp_path)
+    model = "--model", str(tmp_path), "--prompt", "ab", "--max-new-tokens", "2"
+    with started(["generate", *model]) as ranks:
+        ended = [ranks.wait_for_end(rank) for rank in range(2)]
+    assert [end.status for end in ended] == [0, 0], ended
+    first, second = (
+        [x for x in end.stderr.splitlines() if not x.startswith("[transformers]")] for end in ended
+    )
+    says = r"from_pretrained: \d+% of this rank's .* are not cut, .*: model\.layers\.\*\.mamba"
+    assert len(first) == 1 and re.match(says, first[0]) and second == []
 
 
 @pytest.mark.deep

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,15 @@ from hf_families import HYBRIDS, REFUSED, WORKING, Family, make_model
 from tree_attention import hf
 from tree_attention.hf.cache.window import MARGIN, STEP
 from tree_attention.hf.options import KV_DTYPES as OF_8_BITS
+from tree_attention.hf.weights.mesh import Mesh
+from tree_attention.hf.weights.plan import plan
+from tree_attention.planning.arithmetic import SPLIT, SPLIT_BY_HEADS, Plan, Work
+from tree_attention.planning.machines import LINKS, MACHINES, Hosts
 from tree_attention.planning.models import KV_DTYPES, NAMED
 from tree_attention.planning.reading import find_model, from_config
 from tree_attention.reference import quantise
 
+H100 = Hosts(MACHINES["h100"], LINKS["nvlink"])
 TINY = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -131,6 +137,37 @@ def test_windows_layers_and_limits_are_those_of_the_library() -> None:
     assert planned["Mixtral"].not_split == planned["Mixtral"].not_dealt == ""
     # Attention and experts are added up in every layer, shared experts with the others.
     assert planned["Mixtral"].sums == planned["DeepSeek-V3"].sums == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("Granite 4", "model.layers.*.mamba.in_proj, model.layers.*.mamba.out_proj"),
+        ("Gemma 4", "model.embed_tokens_per_layer, .* and 1 more"),
+        ("GPT-BigCode", "transformer.wpe"),
+        ("Llama", None),
+    ],
+)
+def test_what_is_not_cut_is_counted_and_named(name: str, names: str | None) -> None:
+    """The bytes of a rank are those of the parts that the library gives it."""
+    model = make_model((WORKING | HYBRIDS)[name])
+    planned = Plan(from_config(name, model.config), H100, 2, Work(100))
+    mesh = Mesh(None, 1)
+    mesh.world_size = mesh.context_size = 2  # with tensor_parallel_size 1
+    cuts = plan(model, mesh).cuts
+    sizes = {
+        own: x.numel() // x.shape[cuts[own].dim] * cuts[own].size if own in cuts else x.numel()
+        for own, x in model.named_parameters()
+    }
+    whole = sum(size for own, size in sizes.items() if own not in cuts)
+    held = planned.split(SPLIT).weights_bytes
+    assert held == pytest.approx(2 * sum(sizes.values()), rel=0.03)  # in granules of 16
+    said = [x for x in planned.verdicts() if "are not cut" in x]
+    assert len(said) == (names is not None)
+    if names is not None:
+        of = planned.split(SPLIT_BY_HEADS).weights_bytes
+        says = f"{2 * whole / 1e9:,.3g} of {of / 1e9:,.3g} GB of a rank are not cut: {names}."
+        assert re.fullmatch(f"Weights split: {says}", said[0]), said
 
 
 def test_quantized_experts_are_as_large_as_their_files(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ class Split:
     def weights_bytes(self) -> float:
         weights, p = self.model.weights, self.p if self.has_split_weights else 1
         vocabulary = weights.itemsize * (weights.head + weights.embedding) / p
+        vocabulary += weights.itemsize * weights.tables
         return self._layer_bytes + vocabulary + weights.expert_itemsize * self._experts
 
     @property
@@ -284,6 +285,10 @@ class Plan:
         sentences += [f"Refused: {why}." for why in (model.not_split, model.not_dealt) if why]
         if not model.not_split and not self.split(TENSOR).obstacle:
             sentences.append(f"Weights split: {self._pays(SPLIT_BY_HEADS, TENSOR)}.")
+        if model.not_cut:
+            whole = model.weights.uncut_bytes / 1e9
+            of = f"{whole:,.3g} of {self.split(SPLIT_BY_HEADS).weights_bytes / 1e9:,.3g} GB"
+            sentences.append(f"Weights split: {of} of a rank are not cut: {model.not_cut}.")
         return sentences
 
     def _pays(self, sharded: str, other: str) -> str:

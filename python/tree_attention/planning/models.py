@@ -73,6 +73,7 @@ class Weights:
     vectors: int  # norms, and biases of these
     head: int  # the matrix that makes logits, which the embedding may be as well
     embedding: int = 0  # of which one row a token is read; 0: it is the head
+    tables: int = 0  # other embeddings, as of positions, that every rank has
     experts: int = 0  # of each of which every rank has a part
     num_experts: int = 1  # in a layer
     chosen: int = 1  # of these, by a token
@@ -87,13 +88,18 @@ class Weights:
 
     @property
     def total(self) -> int:
-        return self.dense + self.experts + self.head + self.embedding
+        return self.dense + self.experts + self.head + self.embedding + self.tables
 
     @property
     def num_bytes(self) -> float:
         matrices = self.q + self.kv + self.split
         others = self.itemsize * (self.total - matrices - self.experts)
         return others + self.matrix_itemsize * matrices + self.expert_itemsize * self.experts
+
+    @property
+    def uncut_bytes(self) -> float:
+        """Bytes that every rank has, however the model is split."""
+        return self.itemsize * (self.whole + self.vectors + self.tables)
 
     def quantised(self, dtype: str) -> Weights:
         """The weights as `hf.from_pretrained(weights=dtype)` keeps them."""
@@ -119,6 +125,7 @@ class Model:
     kv_dtype: str = "bf16"
     states_bytes: int = 0  # of layers with a state in place of keys, for a sequence of any length
     not_split: str = ""  # why the weights cannot be split, in a sentence
+    not_cut: str = ""  # the modules that every rank then has whole, where these are much
     not_dealt: str = ""  # why the tokens of a prompt cannot be dealt to ranks
 
     @property

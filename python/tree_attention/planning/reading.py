@@ -13,6 +13,8 @@ from typing import Any
 
 from .models import BF16, NAMED, Attention, Model, Weights
 
+# The share of all weights from which it is said which are not cut.
+_MUCH = 0.03
 # Fields with the number of experts that a token is sent to.
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 
@@ -50,7 +52,7 @@ def from_config(name: str, config: Any, stored: int = 0) -> Model:
     try:
         layers = TreeCache(config).layers  # refuses what it cannot cache, as
         built, filled = _build(config)  # `hf.enable` refuses what else cannot work
-        weights, sums, not_split = _weights(config, built, stored)
+        weights, sums, not_split, not_cut = _weights(config, built, stored)
     except Exception as error:  # of torch and transformers, of many kinds
         raise ValueError(f"{name} cannot be planned: {_one_line(error)}") from error
     not_dealt = ""
@@ -72,7 +74,8 @@ def from_config(name: str, config: Any, stored: int = 0) -> Model:
         for state in getattr(layer, name, {}).values()
         if state is not None
     )
-    return Model(name, *sizes, states_bytes=states, not_split=not_split, not_dealt=not_dealt)
+    model = Model(name, *sizes, states_bytes=states, not_split=not_split, not_dealt=not_dealt)
+    return replace(model, not_cut=not_cut)
 
 
 def _build(config: Any) -> tuple[Any, list[Any]]:
@@ -104,13 +107,14 @@ def _attention(config: Any, layer: Any, filled: Any) -> Attention:
     return Attention(1, heads, kv_heads, key, value, layer.window)
 
 
-def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str]:
-    """Return the weights, the number of sums of a split model, and why it cannot be split."""
+def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str, str]:
+    """Return the weights, the number of sums of a split model, why it cannot be split, and which
+    weights are not cut."""
     from torch import nn
 
     from ..hf.weights.checkpoint.formats import check_format
     from ..hf.weights.mesh import Mesh
-    from ..hf.weights.plan import CannotSplitError, plan
+    from ..hf.weights.plan import CannotSplitError, plan, whole_parts
 
     cut, sums, not_split = frozenset[str](), 0, ""
     by_heads: dict[str, str] = {}  # kinds of the parameters that tensor_parallel_size divides
@@ -129,7 +133,7 @@ def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str]:
     except ValueError as error:
         not_split = _reason(error)
     is_read_as_numbers = quantization and not not_split
-    kinds = ("q", "kv", "split", "whole", "vectors", "head", "embedding", "experts")
+    kinds = ("q", "kv", "split", "whole", "vectors", "head", "embedding", "tables", "experts")
     counts = dict.fromkeys(kinds, 0)
     head, num_experts, chosen = model.get_output_embeddings(), 1, 1
     for path, parameter in model.named_parameters():
@@ -137,7 +141,7 @@ def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str]:
         if parameter is head.weight:
             kind = "head"
         elif isinstance(model.get_submodule(module), nn.Embedding):
-            kind = "embedding"
+            kind = "embedding" if path in cut or not_split else "tables"
         elif ".experts" in path:
             kind, num_experts = "experts", parameter.shape[0]
             fields = [field for field in _CHOSEN if hasattr(config, field)]
@@ -163,7 +167,9 @@ def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str]:
             matrix_itemsize=itemsize,
             expert_itemsize=expert_itemsize,
         )
-    return weights, sums, not_split
+    whole, names = whole_parts(model.named_parameters(), cut)
+    is_much = not not_split and whole > _MUCH * BF16 * weights.total
+    return weights, sums, not_split, names if is_much else ""
 
 
 def _reason(error: ValueError) -> str:

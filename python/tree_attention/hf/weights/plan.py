@@ -7,7 +7,9 @@ and the head along the vocabulary. Layers that keep a state, routers and norms s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from .checkpoint.reading import some
 from .heads import (
     LATENT,
     HeadSplit,
@@ -73,6 +76,17 @@ class WeightPlan:
 def plan(model: PreTrainedModel, mesh: Mesh) -> WeightPlan:
     """The split of `model`, which is whole, over the ranks of `mesh`, or CannotSplitError."""
     return _Planner(model, mesh).plan()
+
+
+def whole_parts(parameters: Iterable[tuple[str, Tensor]], cut: Container[str]) -> tuple[int, str]:
+    """Bytes of the parameters that are not cut, and the modules with most of them by name."""
+    sizes = Counter[str]()
+    for name, parameter in parameters:
+        if name not in cut:
+            module = name.rpartition(".")[0]
+            sizes[re.sub(r"\.\d+\b", ".*", module)] += parameter.nbytes  # of all layers
+    most = [name for name, size in sizes.most_common() if 20 * size > sizes.total()]
+    return sizes.total(), some(most)
 
 
 class _Planner:

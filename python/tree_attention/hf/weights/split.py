@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from .heads import eps_of
 from .mesh import Mesh, slices
 from .parts import part_of
-from .plan import WeightPlan
+from .plan import WeightPlan, whole_parts
 
 # Attributes of a split model; its attention modules have the first.
 _MESH, _PLAN, _DIGEST = "_tree_attention_mesh", "_tree_attention_plan", "_tree_attention_digest"
@@ -22,6 +23,8 @@ _MESH, _PLAN, _DIGEST = "_tree_attention_mesh", "_tree_attention_plan", "_tree_a
 _KEEPS_ALL = "_tree_attention_keeps_all_heads"
 # A buffer of its embedding.
 _ROWS = "rows_of_tokens"
+# The user is told of weights that are not cut from this share of a rank's on.
+_MUCH = 0.1
 
 
 def split(model: PreTrainedModel, mesh: Mesh, made: WeightPlan) -> None:
@@ -86,7 +89,7 @@ def attach(
     *,
     is_quantised: bool = False,
 ) -> None:
-    """Notes on `model` how it is split, and refuses what then cannot work."""
+    """Notes on `model` how it is split, refuses what then cannot work, tells what is not cut."""
     vars(model).update({_MESH: mesh, _PLAN: made, _DIGEST: digest})
     model.requires_grad_(False)
     refusals = dict.fromkeys(_OF_FLOATS, _refuse_quantised) if is_quantised else {}
@@ -105,6 +108,13 @@ def attach(
             module.register_load_state_dict_pre_hook(functools.partial(_refuse, "load_state_dict"))
     if mesh.context_size > 1:
         model.register_forward_pre_hook(_check_attention)
+    whole, names = whole_parts(model.named_parameters(), split_tensors(model)[0])
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    if made is not None and mesh.rank == 0 and whole > _MUCH * held:
+        logging.getLogger("tree_attention").warning(
+            f"{mesh.op}: {whole / held:.0%} of this rank's {held / 1e6:,.1f} MB of weights are not "
+            f"cut, and are the same on every rank: {names}"
+        )
 
 
 def mesh_of(module: nn.Module) -> Mesh | None:
