@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distributed import run_ranks
 from tiers import tiers_of
+from vllm_registry import served
 
 pytest.importorskip("transformers")
 
@@ -130,8 +131,9 @@ def page_lists() -> str:
     refused = [f"| {', '.join(refusal.families)} | {refusal.why} |" for refusal in REFUSED]
     return "\n".join(
         [
-            "| family | cache | prompt | T divides | experts | `weights=` of | attention has |",
-            f"|{' --- |' * 7}",
+            "| family | cache | prompt | T divides | experts | `weights=` of | attention has "
+            "| vLLM |",
+            f"|{' --- |' * 8}",
             *rows,
             "",
             "| refused | because |",
@@ -152,7 +154,7 @@ def _row(family: Family) -> list[str]:
         prompt = checked_prefill(model, "split", 0)
     except ValueError:
         prompt = "whole"
-    return [", ".join(cells), prompt, *_weights(model)]
+    return [", ".join(cells), prompt, *_weights(model), served(type(model).__name__)]
 
 
 def _weights(model: PreTrainedModel) -> list[str]:
