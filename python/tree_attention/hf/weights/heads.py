@@ -238,7 +238,7 @@ class _Attention:
         is one of single heads that are all the same, and stays whole."""
         for own, parameter in module.named_parameters():
             path, shape = f"{child}.{own}", tuple(parameter.shape)
-            if shape == (self._head_dim,):
+            if shape == (self._head_dim,) and "." not in own:  # else each head has a module
                 continue
             is_behind = not child.startswith(("q", "k"))
             of_keys = child.startswith("k")
@@ -251,7 +251,9 @@ class _Attention:
                 return path, Cut(0, ranges), True, is_behind
             if self._mesh.tensor_parallel_size == 1 and not is_behind:
                 continue
-            raise OtherAttentionError(f"its shape {list(shape)} is not that of one head", path)
+            found = f"{list(shape)} of {type(module).__name__}"
+            reason = f"it is no norm of [{self._head_dim}] for all heads, but {found}"
+            raise OtherAttentionError(reason, path)
         return None
 
     def _sizes(self) -> dict[str, Any]:
