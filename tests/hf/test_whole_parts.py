@@ -8,6 +8,7 @@ that is told of what is cut, or a line on every rank and for every norm.
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from hf_families import HYBRIDS, WORKING, make_model
 from tree_attention import hf
 
 FAMILIES = WORKING | HYBRIDS
+PAGE = " ".join((Path(__file__).parents[2] / "docs/big_models.md").read_text().split())
 # What is most of that which is not cut; None where this is norms and routers alone.
 WHOLE = {
     "Granite 4": "model.layers.*.mamba.in_proj, model.layers.*.mamba.out_proj",
@@ -90,4 +92,6 @@ def test_a_line_on_the_first_rank(name: str, tmp_path: Path) -> None:
         )
         assert all(line.startswith(says) for line in lines)
         assert lines == [says] * len(lines) or way.endswith("int8")
+        shown = re.sub(r"[\d,.]+(?=%| MB)", "…", says.partition(": ")[2]).replace(names, "…")
+        assert f"`from_pretrained: {shown}`" in PAGE
     assert WHOLE[name] is None or first["from_pretrained"][0] != []
