@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ pytest.importorskip("transformers")
 from generations import generated, left_padded
 from hf_families import VOCAB_SIZE, WORKING, make_model
 from test_split_families import GREEDY, _same_on_all_ranks, sizes_of
-from tree_attention import hf
+from tree_attention import ExchangeError, hf
+from tree_attention.hf.weights.checkpoint.filling import Filling
 from tree_attention.hf.weights.checkpoint.formats import Fp8Blocks, Mxfp4
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -194,6 +196,21 @@ def test_damaged_experts(family: str, name: str, change: str, says: str, tmp_pat
     _change(tmp_path, name, change)
     with pytest.raises(ValueError, match=says):
         hf.from_pretrained(tmp_path)
+
+
+def _refused(rank: int, world_size: int, path: Path, says: str) -> None:
+    with (
+        mock.patch.object(Filling, "fill", side_effect=AssertionError("something is allocated")),
+        pytest.raises((ValueError, ExchangeError), match=says),
+    ):
+        hf.from_pretrained(path, tensor_parallel_size=world_size, weights="int8")
+
+
+def test_a_lost_expert_on_all_ranks_before_anything_is_allocated(tmp_path: Path) -> None:
+    make_model(WORKING["Qwen3-MoE"]).save_pretrained(tmp_path)
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    _change(tmp_path, name, "lost")
+    run_ranks(_refused, 2, tmp_path, f"lacks the weights {name}")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

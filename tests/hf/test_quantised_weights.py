@@ -126,7 +126,7 @@ def test_what_cannot_be_quantised(tmp_path: Path) -> None:
     for arguments, says in (
         ({"weights": "int2"}, "weights must be one of int8, int4 or None, got 'int2'"),
         ({"weights": 8}, "weights must be one of int8, int4 or None, got 8"),
-        ({"weights": "int8", "device": "meta"}, "weights='int8' is for the CPU, got device meta"),
+        ({"weights": "int8", "device": "cuda"}, "weights='int8' is for the CPU, got device cuda"),
     ):
         with pytest.raises(ValueError, match=says):
             hf.from_pretrained(tmp_path / "llama", **arguments)

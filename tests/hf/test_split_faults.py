@@ -35,6 +35,7 @@ from tree_attention import ExchangeError, hf
 from tree_attention.hf.weights.checkpoint import filling
 
 TIMEOUT, SLACK = 2.0, 2.0
+_LATE = 1.5  # seconds of a rank that answers in time
 # What the ranks exchange in a forward pass of two layers, by number: embedding, two times merge,
 # attention's sum and the MLP's, logits.
 EXCHANGES = {"embedding": 0, "merge": 1, "sum": 2, "logits": 7}
@@ -45,6 +46,7 @@ CASES = tiers_of(
         (2, 1, "kill", "loading"),
         (3, 1, "stop", "loading"),
         (2, 1, "kill", "quantising"),
+        (2, 1, "stop", "quantising"),
         (2, 1, "stop", "merge"),
         (4, 2, "kill", "merge"),
         (4, 2, "stop", "sum"),
@@ -104,6 +106,36 @@ def test_a_lost_rank(world_size: int, size: int, how: str, where: str, tmp_path:
     assert isinstance(results.pop(victim), Lost)
     for seconds, message in results:
         assert seconds < TIMEOUT + SLACK, message
+
+
+def _run_with_a_slow_rank(rank: int, world_size: int, path: str) -> tuple[list[int], float]:
+    load, remaining = filling.set_tensor, iter(range(9))
+    late = []
+
+    def slow_in_loading(*args: Any) -> None:
+        load(*args)
+        if rank == 1 and next(remaining, None) is None and not late:
+            late.append(rank)
+            time.sleep(_LATE)
+
+    with mock.patch.object(filling, "set_tensor", slow_in_loading):
+        begin = time.monotonic()
+        model = hf.from_pretrained(path, weights="int8", timeout=3 * _LATE)
+        waited = time.monotonic() - begin
+    sleep = Once(DECODING + EXCHANGES["merge"], lambda: time.sleep(_LATE * rank))
+    with before_operation(sleep):
+        tokens = model.generate(**make_prompts(), max_new_tokens=4, do_sample=False)
+    assert sleep.done and len(late) == rank
+    return tokens.tolist(), waited
+
+
+def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
+    """While it loads and quantises, and while it decodes."""
+    make_model("llama").save_pretrained(tmp_path)
+    whole = hf.from_pretrained(tmp_path, weights="int8")
+    tokens = whole.generate(**make_prompts(), max_new_tokens=4, do_sample=False)
+    for found, waited in run_ranks(_run_with_a_slow_rank, 2, str(tmp_path)):
+        assert found == tokens.tolist() and waited > _LATE
 
 
 def _anonymous_bytes() -> int:

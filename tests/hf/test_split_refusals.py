@@ -47,7 +47,11 @@ def _no_attention(model: Any) -> None:
 
 
 CASES: dict[str, tuple[str, Callable[[Any], object], str]] = {
-    "no attention": ("Llama", _no_attention, "the model: it has no attention whose projections are known"),
+    "no attention": (
+        "Llama",
+        _no_attention,
+        "the model: it has no attention whose projections are known",
+    ),
     "a parameter": (
         "Llama",
         lambda m: _attention(m).register_parameter("gate", nn.Parameter(torch.ones(4))),
@@ -122,6 +126,8 @@ def test_what_cannot_be_split_is_named(case: str) -> None:
 def test_a_norm_module_for_each_head() -> None:
     """It takes the heads in order, and those of another rank would meet the first ones' norms."""
     _split("StableLM", lambda model: None)
-    says = r"q_layernorm.norms.0.weight: it is no norm of \[16\] for all heads, but \[16\] of StableLm"
+    says = (
+        r"q_layernorm.norms.0.weight: it is no norm of \[16\] for all heads, but \[16\] of StableLm"
+    )
     with pytest.raises(CannotSplitError, match=says):
         _split("StableLM", lambda model: None, qk_layernorm=True)
