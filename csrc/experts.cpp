@@ -108,6 +108,8 @@ at::Tensor linear_of_experts(const at::Tensor& x, const at::Tensor& experts,
     multiply_few_rows(contiguous, order, choices, weights, out);
     return out;
   }
+  // One expert has all rows in their order: none is gathered, and none put back.
+  if (weight.size(0) == 1 && choices == 1) return weights.product(contiguous, 0);
   for (int64_t e = 0; e < weight.size(0); ++e) {
     const int64_t first = order.begin[e], number = order.begin[e + 1] - first;
     if (number == 0) continue;

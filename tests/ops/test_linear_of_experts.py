@@ -39,11 +39,15 @@ def _experts(scheme: str | None, weight: Tensor, dtype: torch.dtype) -> tuple[An
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
-@pytest.mark.parametrize("rows, choices", [(1, 1), (1, 4), (5, 2), (90, 3), (0, 2)])
-def test_linear_of_experts(rows: int, choices: int, scheme: str | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "rows, choices, count", [(1, 1, 6), (1, 4, 6), (5, 2, 6), (90, 3, 6), (0, 2, 6), (90, 1, 1)]
+)
+def test_linear_of_experts(
+    rows: int, choices: int, count: int, scheme: str | None, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(rows)
-    weight = torch.randn(6, 48, 96, generator=generator)
-    experts = torch.randint(0, 6, (rows * choices,), generator=generator)
+    weight = torch.randn(count, 48, 96, generator=generator)
+    experts = torch.randint(0, count, (rows * choices,), generator=generator)
     experts[experts == 3] = 2  # one that nobody chooses
     x = torch.randn(rows, 192, generator=generator).to(dtype)[:, ::2]  # not contiguous
     data, scale, numbers = _experts(scheme, weight, dtype)

@@ -3,8 +3,7 @@
 
 An int8 weight has a scale for each output, an int4 weight one for each 128 inputs of an output, and
 both are symmetric. A rank quantises its part with the scales of the whole rows, so that the numbers
-are those of one rank. Products are torch's own, which widen the weights as they read them; many
-tokens multiply with a copy that is widened for as long as that takes.
+are those of one rank. Products are those of `linear_of_experts`, with one expert.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ _GROUP = 128
 _SIZES_OF_GROUPS, _OUTPUTS = (128, 64, 32), 16
 # Bytes of rows in float32 that are read at once, beside which there are a few as large.
 _READ_BYTES = 1 << 20
-# From so many tokens on a widened copy of the weights is less work.
-_MANY_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -130,21 +127,9 @@ def _to_int4(matrix: Matrix, dtype: torch.dtype) -> Quantised:
 
 def product(x: Tensor, data: Tensor, scale: Tensor, num_outputs: int, front: int = 0) -> Tensor:
     """`x [tokens, inputs]` times a quantised matrix, `[tokens, num_outputs]`."""
-    if data.numel() == 0:
-        return x.new_zeros((x.shape[0], num_outputs))
-    if data.dtype == torch.int8:
-        if x.shape[0] < _MANY_TOKENS:
-            experts = torch.zeros(x.shape[0], dtype=torch.int64)  # of one expert
-            operator = torch.ops.tree_attention.linear_of_experts
-            return operator(x, experts, data[None], scale[None], 0, False)
-        wide = data.to(x.dtype)
-        if x.dtype == torch.float16:  # ends at 65,504, which a sum of integers may exceed
-            return functional.linear(x, wide.mul_(scale[:, None]))
-        return functional.linear(x, wide) * scale
-    groups, padded = scale.shape[0], 2 * data.shape[1]
-    x = functional.pad(x, (front, padded - front - x.shape[1])).contiguous()
-    out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, data, padded // groups, scale)
-    return out[:, :num_outputs]
+    experts = torch.zeros(x.shape[0], dtype=torch.int64)  # of one expert
+    operator = torch.ops.tree_attention.linear_of_experts
+    return operator(x, experts, data[None], scale[None], front, False)[:, :num_outputs]
 
 
 class QuantisedLinear(nn.Linear):
