@@ -27,7 +27,7 @@ from quantised_numbers import DTYPES, TOLERANCE, numbers_of
 from test_split_families import GREEDY, _same_on_all_ranks, sizes_of
 from tree_attention import hf
 from tree_attention.hf.weights.parts import Cut, OfFile
-from tree_attention.hf.weights.quantised import SCHEMES, Matrix, front_of, product
+from tree_attention.hf.weights.quantised import SCHEMES, Matrix, product
 
 
 def check_product(
@@ -35,7 +35,7 @@ def check_product(
 ) -> None:
     made = matrix.quantised(scheme, dtype)
     x = torch.randn(tokens, numbers.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
-    found = product(x, made.data, made.scale, matrix.num_outputs, front_of(matrix, scheme))
+    found = product(x, made.data, made.scale, matrix.num_outputs, made.front)
     expected = x.double() @ numbers.double().T
     assert found.dtype == dtype and found.shape == expected.shape
     largest = expected.abs().max().item() if expected.numel() else 0.0

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from .parts import Cut, Lazy, Range
-from .quantised import Matrix, front_of
+from .parts import Cut, Lazy
+from .quantised import Matrix
 
 NAME = "tree_attention"
 
@@ -84,34 +84,18 @@ def choose_experts(model: PreTrainedModel) -> None:
 
 
 def quantise_experts(
-    experts: Any,
-    name: str,
-    source: Lazy,
-    cut: Cut | None,
-    scheme: str,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[nn.Parameter, nn.Parameter]:
+    experts: Any, name: str, source: Lazy, cut: Cut | None, scheme: str, dtype: torch.dtype
+) -> nn.Parameter:
     """Makes one of the two tensors of experts a quantised one, with its scales beside it."""
     is_transposed = getattr(experts, "is_transposed", False)
-    _, first, second = source.shape
-    size_out, size_in = (second, first) if is_transposed else (first, second)
-    outputs: tuple[Range, ...] = ((0, size_out),)
-    inputs = 0, size_in
-    if cut is not None and cut.dim == (2 if is_transposed else 1):
-        outputs = cut.ranges
-    elif cut is not None:
-        (inputs,) = cut.ranges
     count = source.shape[0]
     for expert in range(count):
-        matrix = Matrix(source, outputs, inputs, (expert,), is_transposed)
+        matrix = Matrix.of(source, cut, (expert,), is_transposed)
         made = matrix.quantised(scheme, dtype)
         if expert == 0:  # the others are as large, and none is kept twice
             data, scales = (x.new_empty((count, *x.shape)) for x in (made.data, made.scale))
         data[expert], scales[expert] = made.data, made.scale
-    weight = nn.Parameter(data.to(device), requires_grad=False)
-    scale = nn.Parameter(scales.to(device), requires_grad=False)
-    setattr(experts, f"{name}_scale", scale)
+    setattr(experts, f"{name}_scale", nn.Parameter(scales, requires_grad=False))
     setattr(experts, f"{name}_outputs", matrix.num_outputs)
-    setattr(experts, f"{name}_front", front_of(matrix, scheme))
-    return weight, scale
+    setattr(experts, f"{name}_front", made.front)
+    return nn.Parameter(data, requires_grad=False)

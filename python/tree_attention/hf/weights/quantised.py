@@ -31,6 +31,7 @@ class Quantised:
 
     data: Tensor
     scale: Tensor
+    front: int = 0  # inputs of zeros that the product of 4 bits needs before those of this rank
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,23 @@ class Matrix:
     is_transposed: bool = False
 
     @classmethod
-    def of(cls, source: Lazy, cut: Cut | None) -> Matrix:
-        """The part of a linear layer's weight that `cut` leaves."""
-        rows, columns = source.shape
-        outputs: tuple[Range, ...] = ((0, rows),)
-        inputs = 0, columns
-        if cut is not None and cut.dim == 0:
+    def of(
+        cls,
+        source: Lazy,
+        cut: Cut | None,
+        index: tuple[int, ...] = (),
+        is_transposed: bool = False,
+    ) -> Matrix:
+        """The part that `cut` leaves of the weight of a linear layer, or of one of many experts."""
+        first = len(index)
+        axis, other = (first + 1, first) if is_transposed else (first, first + 1)
+        outputs: tuple[Range, ...] = ((0, source.shape[axis]),)
+        inputs = 0, source.shape[other]
+        if cut is not None and cut.dim == axis:
             outputs = cut.ranges
         elif cut is not None:
             (inputs,) = cut.ranges
-        return cls(source, outputs, inputs)
+        return cls(source, outputs, inputs, index, is_transposed)
 
     @property
     def num_outputs(self) -> int:
@@ -95,16 +103,11 @@ def _to_int8(matrix: Matrix, dtype: torch.dtype) -> Quantised:
     return Quantised(data, scale)
 
 
-def _padding(matrix: Matrix) -> tuple[int, int, int]:
-    """Inputs of zeros before and behind those of this rank, and the size of groups."""
+def _to_int4(matrix: Matrix, dtype: torch.dtype) -> Quantised:
     begin, end = matrix.inputs
+    # Inputs of zeros before and behind those of this rank, and the size of groups.
     front, back = begin % _SIZES_OF_GROUPS[-1], -end % _SIZES_OF_GROUPS[-1]
     size = next(x for x in _SIZES_OF_GROUPS if (begin - front) % x == 0 and (end + back) % x == 0)
-    return front, back, size
-
-
-def _to_int4(matrix: Matrix, dtype: torch.dtype) -> Quantised:
-    (begin, end), (front, back, size) = matrix.inputs, _padding(matrix)
     width = end + back - begin + front
     outputs = -(-matrix.num_outputs // _OUTPUTS) * _OUTPUTS
     numbers = torch.full((outputs, width), 8, dtype=torch.int32)
@@ -121,8 +124,9 @@ def _to_int4(matrix: Matrix, dtype: torch.dtype) -> Quantised:
         numbers[own, front : width - back] = found.to(torch.int32)
         scales[:, own, 0] = scale[:, groups, 0].T.to(dtype)
     if numbers.numel() == 0:
-        return Quantised(torch.empty((outputs, width // 2), dtype=torch.uint8), scales)
-    return Quantised(torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1), scales)
+        return Quantised(torch.empty((outputs, width // 2), dtype=torch.uint8), scales, front)
+    data = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
+    return Quantised(data, scales, front)
 
 
 def product(x: Tensor, data: Tensor, scale: Tensor, num_outputs: int, front: int = 0) -> Tensor:
@@ -145,19 +149,12 @@ class QuantisedLinear(nn.Linear):
 
 
 def quantise_linear(
-    linear: nn.Linear, matrix: Matrix, scheme: str, dtype: torch.dtype, device: torch.device
-) -> tuple[nn.Parameter, nn.Parameter]:
-    """Makes a linear layer one of quantised weights, and returns these and their scales."""
+    linear: nn.Linear, matrix: Matrix, scheme: str, dtype: torch.dtype
+) -> nn.Parameter:
+    """Makes a linear layer one of quantised weights, with its scales, and returns the weights."""
     made = matrix.quantised(scheme, dtype)
-    weight = nn.Parameter(made.data.to(device), requires_grad=False)
     linear.__class__ = QuantisedLinear
-    scale = nn.Parameter(made.scale.to(device), requires_grad=False)
-    linear.register_parameter("scale", scale)
-    vars(linear)["front"] = front_of(matrix, scheme)
+    linear.register_parameter("scale", nn.Parameter(made.scale, requires_grad=False))
+    vars(linear)["front"] = made.front
     linear.out_features = matrix.num_outputs
-    return weight, scale
-
-
-def front_of(matrix: Matrix, scheme: str) -> int:
-    """Number of inputs of zeros that the product of 4 bits needs before those of this rank."""
-    return _padding(matrix)[0] if scheme == "int4" else 0
+    return nn.Parameter(made.data, requires_grad=False)

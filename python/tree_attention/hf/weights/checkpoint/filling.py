@@ -38,8 +38,9 @@ class Filling:
             old = model.get_parameter(name)
             if old not in filled:
                 filled[old] = self._filled(model, name, tensors[name])
-                _mark(filled[old])
             set_tensor(model, name, filled[old])
+        for parameter in model.parameters():  # with the scales of quantised ones
+            _mark(parameter)
         for name, buffer in list(model.named_buffers()):
             if buffer.is_meta:
                 value = torch.empty_like(buffer, device=self.device)
@@ -54,19 +55,11 @@ class Filling:
         module = model.get_submodule(path)
         if self.scheme is not None and name in self.linears:
             assert isinstance(module, nn.Linear)
-            matrix = Matrix.of(source, cut)
-            return _mark_scale(quantise_linear(module, matrix, self.scheme, old.dtype, self.device))
+            return quantise_linear(module, Matrix.of(source, cut), self.scheme, old.dtype)
         if self.scheme is not None and name in self.experts:
-            made = quantise_experts(module, own, source, cut, self.scheme, old.dtype, self.device)
-            return _mark_scale(made)
+            return quantise_experts(module, own, source, cut, self.scheme, old.dtype)
         part = part_of(source, cut, old.dtype, self.device)
         return nn.Parameter(part, requires_grad=old.requires_grad)
-
-
-def _mark_scale(both: tuple[nn.Parameter, nn.Parameter]) -> nn.Parameter:
-    weight, scale = both
-    _mark(scale)
-    return weight
 
 
 def _mark(x: Tensor) -> None:
