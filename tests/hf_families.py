@@ -272,10 +272,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         "an index chooses the keys of each query",
         _KINDS_OF_LAYERS,
-        {
-            "DeepSeek-V3.2": _refused("DeepseekV32Config"),
-            "GLM-5": _refused("GlmMoeDsaConfig"),
-        },
+        {"DeepSeek-V3.2": _refused("DeepseekV32Config"), "GLM-5": _refused("GlmMoeDsaConfig")},
     ),
     Refusal(
         "the attention computes with the cached keys in code of its own",
@@ -340,11 +337,14 @@ REFUSED: tuple[Refusal, ...] = (
 
 
 def make_model(family: Family) -> PreTrainedModel:
-    """A model of the family in float32 with seeded weights."""
+    """A model of the family in float32 with seeded weights, norms and biases too."""
     config = getattr(transformers, family.config)(**copy.deepcopy({**_TINY, **family.options}))
     with torch.random.fork_rng():
         torch.manual_seed(7)
         kind = getattr(transformers, family.auto)
         make = kind._from_config if issubclass(kind, PreTrainedModel) else kind.from_config
         model = make(config, attn_implementation=family.plain_attention, dtype=torch.float32)
+        for x in model.parameters():
+            if not x.is_meta and x.min() == x.max():  # ones of a norm, zeros of a bias
+                x.data += 0.12 * torch.randn_like(x)  # by which no two best tokens are near a tie
     return model.eval()
