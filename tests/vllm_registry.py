@@ -6,7 +6,10 @@
 
 # By what docs/models.md says: the tests of the engine run the first, and nothing runs the others.
 SERVED = {
-    "tested": ("BloomForCausalLM", "Gemma2ForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"),
+    "tested": (
+        *("BloomForCausalLM", "Gemma2ForCausalLM", "LlamaForCausalLM"),
+        *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+    ),
     "listed": (
         *("ApertusForCausalLM", "Cohere2ForCausalLM", "CohereForCausalLM"),
         *("Ernie4_5_MoeForCausalLM", "Ernie4_5ForCausalLM", "Exaone4ForCausalLM"),
@@ -18,8 +21,8 @@ SERVED = {
         *("MixtralForCausalLM", "NemotronForCausalLM", "NemotronHForCausalLM"),
         *("OlmoeForCausalLM", "OlmoHybridForCausalLM", "OPTForCausalLM", "Phi3ForCausalLM"),
         *("PhiMoEForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM"),
-        *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3MoeForCausalLM"),
-        *("Qwen3NextForCausalLM", "StableLmForCausalLM"),
+        *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"),
+        *("StableLmForCausalLM",),
     ),
     "listed, by transformers": (
         *("ArceeForCausalLM", "GlmForCausalLM", "GPTBigCodeForCausalLM"),
