@@ -156,7 +156,7 @@ def test_processors_of_each_process(cpus: list[int], processes: int, binding: st
 
 
 def test_a_name_of_no_host() -> None:
-    with pytest.raises(ValueError, match="--master-addr must be the name .* got 'no.invalid': "):
+    with pytest.raises(ValueError, match=r"--master-addr must be the name .* got 'no\.invalid': "):
         hosts.address_towards("no.invalid", 1)
 
 
