@@ -256,6 +256,15 @@ def test_context_parallelism_with_windows(models: Any, truth: Any, tmp_path: Pat
     assert found["tokens"] == truth["gemma2_one_key_head"]
 
 
+def test_context_parallelism_with_speculation(models: Any, truth: Any, tmp_path: Path) -> None:
+    """Tokens of prompts are guessed by look-up, so that requests have several tokens in a step."""
+    job = parallel(models["llama_one_key_head"], 2, 2, 4)
+    look_up = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    job["engine"]["options"]["speculative_config"] = look_up
+    found = run(job, tmp_path, plug_in=True, processes=2)["engine"]
+    assert found["tokens"] == truth["llama_one_key_head"]
+
+
 def test_context_parallelism_inside_tensor_parallelism(
     models: Any, truth: Any, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from distributed import on_ranks
 from engine import stub_of_vllm
+from faults import AMPLE
 from tree_attention import ExchangeError
 
 
@@ -105,7 +106,7 @@ def test_a_lost_rank_is_an_error_in_time(rank: int, world_size: int) -> None:
         begin = time.monotonic()
         with pytest.raises(ExchangeError, match="rank 0 of 2"):
             comm.all_reduce(torch.ones(2))
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < AMPLE
 
 
 @on_ranks(2, fresh=True)
