@@ -69,6 +69,7 @@ def ways() -> dict[str, Callable[[Tensor], Tensor]]:
     from tree_attention.vllm.groups import GroupCommunicator
 
     group = dist.group.WORLD
+    assert group is not None  # after init_process_group
     vllms = CpuCommunicator(group, device_group=group, unique_name="tp:0")
     gloo = CpuCommunicator(group, device_group=group, unique_name="other:0")
     ours = GroupCommunicator(group, device_group=group, unique_name="other:1")

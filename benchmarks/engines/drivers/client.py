@@ -24,7 +24,8 @@ async def ask(client: AsyncOpenAI, prompt: list[int], tokens: int) -> dict[str, 
         stream=True,
         extra_body={"return_token_ids": True, "ignore_eos": True},
     )
-    seconds, found = [], []
+    seconds: list[float] = []
+    found: list[int] = []
     async for event in stream:
         new = event.choices[0].token_ids or []
         found += new
