@@ -22,14 +22,10 @@ NAMES = {
 }
 
 
-def gguf_file(checkpoint: Path, dtype: str) -> Path:
-    """Writes the matrices as "f16" or "bf16", where that is not done yet; returns the path."""
-    path = checkpoint / f"model-{dtype}.gguf"
-    if path.exists():
-        return path
+def write_gguf(path: Path, checkpoint: Path, dtype: str) -> None:
+    """Writes the matrices as "f16" or "bf16"."""
     config = json.loads((checkpoint / "config.json").read_text())
-    partial = path.with_suffix(".partial")
-    writer = gguf.GGUFWriter(partial, "llama")
+    writer = gguf.GGUFWriter(path, "llama")
     heads, heads_kv = config["num_attention_heads"], config["num_key_value_heads"]
     writer.add_name("random weights")
     writer.add_block_count(config["num_hidden_layers"])
@@ -66,8 +62,6 @@ def gguf_file(checkpoint: Path, dtype: str) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    partial.rename(path)
-    return path
 
 
 def tensors(path: Path) -> list[tuple[str, Any]]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`generate` of transformers with our attention and cache ("ours", and "compiled" by torch.compile)
-or with its own static cache ("static")."""
+"""`generate` of transformers with our attention and cache ("ours", "compiled" by torch.compile, and
+"int8" and "int4" with such weights) or with its own static cache ("static")."""
 
 from typing import Any
 
@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from . import timing
+
+LIKELIEST = 100  # first new tokens that the reference says
 
 
 class Streamer(BaseStreamer):
@@ -29,25 +31,27 @@ class Streamer(BaseStreamer):
 
 def main() -> None:
     asked = timing.arguments()
-    ours = asked.form in ("ours", "compiled")
     torch.set_num_threads(timing.THREADS)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        asked.checkpoint, dtype=torch.bfloat16, attn_implementation="sdpa"
-    )
     engine = f"transformers {transformers.__version__}, torch {torch.__version__}"
-    options: dict[str, Any] = {"cache_implementation": "static", "prefill_chunk_size": 1024}
-    if ours:
+    options: dict[str, Any] = {}
+    if asked.form == "static":
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            asked.checkpoint, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
+        options = {"cache_implementation": "static", "prefill_chunk_size": 1024}
+        options |= {"output_logits": True, "return_dict_in_generate": True}
+    else:
         import tree_attention
 
-        options = {}
-        tree_attention.hf.enable(model)
+        weights = asked.form if asked.form in ("int8", "int4") else None
+        model = tree_attention.hf.from_pretrained(asked.checkpoint, weights=weights)
         if asked.form == "compiled":
             model.forward = torch.compile(model.forward)
         engine = f"tree_attention {tree_attention.__version__}, {engine}"
     for context, tokens in timing.rounds(asked):
         ids = torch.tensor([timing.prompt(context)])
         streamer = Streamer()
-        model.generate(
+        made = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             streamer=streamer,
@@ -55,7 +59,10 @@ def main() -> None:
             max_new_tokens=tokens,
             **options,
         )
-    streamer.arrivals.say(engine)
+    others = {}
+    if asked.form == "static":
+        others["likeliest"] = made.logits[0][0].topk(LIKELIEST).indices.tolist()
+    streamer.arrivals.say(engine, sum(p.nbytes for p in model.parameters()), **others)
 
 
 if __name__ == "__main__":

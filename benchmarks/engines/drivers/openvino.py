@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The LLM pipeline of OpenVINO GenAI on a CPU."""
+"""The LLM pipeline of OpenVINO GenAI on a CPU; the form is the dtype of the weights."""
 
 import importlib.metadata
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,27 +11,15 @@ import openvino_genai
 from . import timing
 
 
-def convert(checkpoint: Path, directory: Path) -> None:
-    """Writes the model as OpenVINO's."""
-    from optimum.intel import OVModelForCausalLM
+def convert(directory: Path, checkpoint: Path, dtype: str) -> None:
+    """Writes the model as OpenVINO's, with weights in "bf16", "int8" or "int4"."""
+    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
-    model = OVModelForCausalLM.from_pretrained(
-        checkpoint, export=True, compile=False, load_in_8bit=False
-    )
+    options = {"load_in_8bit": dtype == "int8"}
+    if dtype == "int4":
+        options = {"quantization_config": OVWeightQuantizationConfig(bits=4, group_size=128)}
+    model = OVModelForCausalLM.from_pretrained(checkpoint, export=True, compile=False, **options)
     model.save_pretrained(directory)
-
-
-def converted(checkpoint: Path) -> Path:
-    """The directory of the converted model, which is written where it is not there yet.
-
-    That is done in another process: in this one it would count as memory of the engine, and a
-    pipeline behind it has ended with a floating point exception.
-    """
-    directory = checkpoint / "openvino"
-    if not (directory / "openvino_model.bin").exists():
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-            executor.submit(convert, checkpoint, directory).result()
-    return directory
 
 
 class Streamer(openvino_genai.StreamerBase):
@@ -51,8 +37,11 @@ class Streamer(openvino_genai.StreamerBase):
 
 def main() -> None:
     asked = timing.arguments()
+    directory = timing.written(
+        asked.checkpoint / f"openvino-{asked.form}", convert, asked.checkpoint, asked.form
+    )
     pipeline = openvino_genai.LLMPipeline(
-        str(converted(asked.checkpoint)),
+        str(directory),
         "CPU",
         INFERENCE_NUM_THREADS=timing.THREADS,
         INFERENCE_PRECISION_HINT="bf16",
@@ -70,7 +59,8 @@ def main() -> None:
         streamer = Streamer()
         pipeline.generate(openvino_genai.TokenizedInputs(ids, mask), config, streamer)
     version = importlib.metadata.version("openvino-genai")
-    streamer.arrivals.say(f"openvino-genai {version}")
+    num_bytes = (directory / "openvino_model.bin").stat().st_size
+    streamer.arrivals.say(f"openvino-genai {version}", num_bytes)
 
 
 if __name__ == "__main__":
