@@ -135,8 +135,8 @@ class Keys {
     for_runs(begin, count, [&](int i, int end, int64_t outer, int64_t token) {
       const float* of_run =
           scale + outer * stride[0] + rows_.head_kv * stride[1] + token * stride[2];
-      if (stride[2] == 1 && end - i == kStepKeys) {
-        __builtin_memcpy(out, of_run, kStepKeys * sizeof(float));
+      if (stride[2] == 1) {
+        __builtin_memcpy(out + i, of_run, (end - i) * sizeof(float));
         return;
       }
       for (; i < end; ++i, of_run += stride[2]) out[i] = *of_run;
