@@ -37,8 +37,8 @@ def test_the_exchange_is_used_through_what_it_names(module: Path) -> None:
 
 
 REPOSITORY = PACKAGE.parents[1]
-SOURCES = [*MODULES, *sorted((REPOSITORY / "benchmarks").rglob("*.py"))]
-SOURCES += sorted((REPOSITORY / "tests").rglob("*.py"))
+FURTHER = ("benchmarks", "tests", "scripts", "examples")
+SOURCES = [*MODULES, *(p for name in FURTHER for p in sorted((REPOSITORY / name).rglob("*.py")))]
 _QUESTIONS = ("What ", "Whether ", "How ", "Has ", "That of ", "Those of ")
 
 
