@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How hosts of an engine meet, and notice that one of them is lost."""
 
+import json
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,15 +27,18 @@ def free_port() -> int:
 
 
 def meet(
-    notes: list[dict[str, Any]], ranks: list[int] | None = None, **options: Any
+    notes: list[dict[str, Any]],
+    ranks: list[int] | None = None,
+    nnodes: Sequence[int] | None = None,
 ) -> list[str | None]:
     """What each host with its note raises, or None; they come one after the other."""
     port, errors = free_port(), [None] * len(notes)
     said: list[str] = []
+    nnodes = nnodes or [len(notes)] * len(notes)
 
     def run(index: int, rank: int) -> None:
         try:
-            hosts.meet("127.0.0.1", port, rank, len(notes), notes[index], said.append, **options)
+            hosts.meet("127.0.0.1", port, rank, nnodes[index], notes[index], said.append)
         except ValueError as error:
             errors[index] = str(error)
 
@@ -64,9 +69,36 @@ def test_a_version_that_one_host_lacks() -> None:
 
 def test_two_hosts_with_one_rank() -> None:
     errors = meet([{}] * 3, ranks=[0, 1, 1])
-    same = "--node-rank must be another one on each of 3 hosts, got 1 on two"
+    same = "--node-rank must be another one on each of 3 hosts, got 1 twice"
     assert all(same in str(error) or "left before all were there" in str(error) for error in errors)
     assert any(same in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("numbers", [(2, 3), (3, 2)])
+def test_hosts_that_expect_different_numbers(numbers: tuple[int, int]) -> None:
+    """Neither waits for hosts that the other does not know of."""
+    notes = [{"--nnodes": str(number)} for number in numbers]
+    for error in meet(notes, nnodes=numbers):
+        assert f"--nnodes must be equal on all hosts, got '{numbers[0]}' on" in str(error)
+
+
+def test_a_host_that_leaves_while_all_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its note is there, and the first host does not wait for it without an end."""
+    monkeypatch.setattr(hosts, "MEETING_SECONDS", 1.0)
+    store = dist.HashStore()
+    store.set("note 1", json.dumps({"host": "host1", "is alone": False}))
+    with pytest.raises(ValueError, match="no host with --node-rank 1 came in 1 s"):
+        hosts._exchange(store, 0, 2, {}, print, 60.0)
+
+
+def test_an_address_that_no_other_host_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where /etc/hosts gives the first host's own name the address 127.0.1.1."""
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    store = dist.HashStore()
+    store.set("note 1", json.dumps({"host": "host1 (10.0.0.2)", "is alone": False}))
+    here = re.escape(f"{socket.gethostname()} (127.0.0.1)")
+    with pytest.raises(ValueError, match=f"VLLM_HOST_IP must be an .* got {here}: set it there"):
+        hosts._exchange(store, 0, 2, {}, print, 60.0)
 
 
 def test_a_host_that_never_comes(capsys: pytest.CaptureFixture[str]) -> None:

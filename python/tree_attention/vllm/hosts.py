@@ -12,7 +12,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..exchange import DEFAULT_TIMEOUT, sentence
 
 LOG = logging.getLogger("vllm.tree_attention")
 MEETING_SECONDS = 60.0  # in which a host has to find the first one
+ERROR_SECONDS = 1.0  # in which the others read what was wrong
 BEAT_SECONDS = 0.5
 LOST_STATUS = 70
 
@@ -86,18 +88,17 @@ def meet(
             f"check --master-addr, --master-port and firewalls"
         ) from error
     try:
-        notes = _exchange(store, node_rank, nnodes, note, say, start_seconds)
+        _exchange(store, node_rank, nnodes, note, say, start_seconds)
     except RuntimeError as error:
         raise ValueError(
             f"the host at {place} left before all were there; what it says is the reason"
         ) from error
-    for rank, other in enumerate(notes):
-        for field, value in notes[0].items():
-            if field != "host" and other.get(field) != value:
-                raise ValueError(
-                    f"{field} must be equal on all hosts, got {value!r} on {notes[0]['host']} and "
-                    f"{other.get(field)!r} on {other['host']}, --node-rank {rank}"
-                )
+    except ValueError as error:
+        with suppress(RuntimeError):  # where the store is gone, its host has said why
+            store.set("error", str(error))
+        if node_rank == 0:  # whose store the others ask
+            time.sleep(ERROR_SECONDS)
+        raise
 
 
 def _exchange(
@@ -107,17 +108,40 @@ def _exchange(
     note: Mapping[str, object],
     say: Callable[[str], None],
     seconds: float,
-) -> list[dict[str, Any]]:
-    """The notes of all hosts."""
+) -> None:
+    """Compares the notes of all hosts with this one's."""
     if store.add(f"host {node_rank}", 1) > 1:
-        why = f"--node-rank must be another one on each of {nnodes} hosts, got {node_rank} on two"
-        store.set("error", why)
-        raise ValueError(why)
-    store.set(f"note {node_rank}", json.dumps({"host": name_of_this(), **note}))
+        raise ValueError(
+            f"--node-rank must be another one on each of {nnodes} hosts, got {node_rank} twice; if "
+            "that host was started again, start all of them again"
+        )
+    mine = {"host": name_of_this(), "is alone": _is_loopback(), **note}
+    store.set(f"note {node_rank}", json.dumps(mine))
+    for rank in _arrivals(store, "note", nnodes, seconds, say):
+        other = json.loads(store.get(f"note {rank}"))
+        if node_rank < rank:
+            _compare(mine, other, rank)
+        else:
+            _compare(other, mine, node_rank)
+    store.set(f"done {node_rank}", "")
+    if node_rank == 0:  # or the notes would be gone
+        for _ in _arrivals(store, "done", nnodes, MEETING_SECONDS, say):
+            pass
+
+
+def _arrivals(
+    store: dist.Store, what: str, nnodes: int, seconds: float, say: Callable[[str], None]
+) -> Iterator[int]:
+    """Node ranks, in the order in which their hosts have put `what` into the store."""
     deadline, said, missing = time.monotonic() + seconds, time.monotonic(), list(range(nnodes))
-    while missing := [rank for rank in missing if not store.check([f"note {rank}"])]:
+    while True:
+        for rank in [rank for rank in missing if store.check([f"{what} {rank}"])]:
+            missing.remove(rank)
+            yield rank
         if store.check(["error"]):
             raise ValueError(store.get("error").decode())
+        if not missing:
+            return
         now, names = time.monotonic(), ", ".join(map(str, missing))
         if now > deadline:
             raise ValueError(f"no host with --node-rank {names} came in {seconds:.0f} s")
@@ -125,11 +149,28 @@ def _exchange(
             said = now
             say(f"waiting for --node-rank {names} of --nnodes {nnodes}")
         time.sleep(0.05)
-    notes = [json.loads(store.get(f"note {rank}")) for rank in range(nnodes)]
-    store.add("notes read", 1)
-    while node_rank == 0 and store.add("notes read", 0) < nnodes:  # or they would be gone
-        time.sleep(0.01)
-    return notes
+
+
+def _compare(note: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
+    """Raises ValueError where two notes differ, of which the second is of the host `rank`."""
+    if note["is alone"] != other["is alone"]:
+        alone = note if note["is alone"] else other
+        raise ValueError(
+            f"VLLM_HOST_IP must be an address that other hosts reach, got {alone['host']}: set it "
+            "there, or give --master-addr as an address, as a name may be another one in /etc/hosts"
+        )
+    for field, value in note.items():
+        if field != "host" and other.get(field) != value:
+            raise ValueError(
+                f"{field} must be equal on all hosts, got {value!r} on {note['host']} and "
+                f"{other.get(field)!r} on {other['host']}, --node-rank {rank}"
+            )
+
+
+def _is_loopback() -> bool:
+    """Tells if no other host reaches the address that this one gives them."""
+    address = os.environ.get("VLLM_HOST_IP", "")
+    return address == "::1" or address.startswith("127.")
 
 
 class Watch(threading.Thread):
