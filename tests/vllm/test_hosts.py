@@ -162,6 +162,25 @@ def test_a_silent_host_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None
             assert f"{socket.gethostname()} (10.0.0.7), rank 1, gave no sign for " in line
 
 
+def test_a_first_host_that_is_stopped_is_named_in_time() -> None:
+    """Its store keeps the connection and answers nothing: calls of it wait for ever."""
+    store, lost, is_stopped = dist.HashStore(), [], threading.Event()
+
+    class OfAStoppedHost(OfAProcess):
+        def add(self, key: str, amount: int) -> int:
+            if is_stopped.is_set():
+                threading.Event().wait()
+            return super().add(key, amount)
+
+    hosts.Watch(OfAStoppedHost(store), 0, 1, 2.0, lost.append).start()  # type: ignore[arg-type]
+    time.sleep(1)
+    is_stopped.set()
+    time.sleep(1)
+    assert not lost
+    wait_until(lambda: lost, AMPLE)
+    assert lost[0].startswith(f"{hosts.name_of_this()}, rank 0, gave no sign for 2.")
+
+
 def test_a_store_that_is_gone_is_the_first_hosts() -> None:
     lost: list[str] = []
 

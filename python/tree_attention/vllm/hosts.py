@@ -194,9 +194,25 @@ class Watch(threading.Thread):
         self._store, self._rank, self._world_size = store, rank, world_size
         self._timeout, self._lose = timeout, lose
         self.names = [f"rank {rank}" for rank in range(world_size)]  # with the host, once known
+        self._rounds = 0  # of `_watch_others`
         store.set_timeout(timedelta(seconds=timeout))
 
     def run(self) -> None:
+        """Watches the store's own host, for whose answer a call of the store waits for ever."""
+        others = threading.Thread(
+            target=self._watch_others, name="tree_attention beats", daemon=True
+        )
+        others.start()
+        seen, silent = -1, 0.0  # seconds in which this process ran, as it may be stopped itself
+        while silent <= self._timeout:
+            others.join(BEAT_SECONDS)
+            if not others.is_alive():
+                return
+            silent = silent + BEAT_SECONDS if self._rounds == seen else 0.0
+            seen = self._rounds
+        self._lose(f"{self.names[0]}, gave no sign for {silent:.1f} s")
+
+    def _watch_others(self) -> None:
         ranks, names = range(self._world_size), self.names
         beats = [0] * self._world_size
         last = time.monotonic()
@@ -219,6 +235,7 @@ class Watch(threading.Thread):
                 if silent:
                     seconds = now - heard[silent[0]]
                     return self._lose(f"{names[silent[0]]}, gave no sign for {seconds:.1f} s")
+                self._rounds += 1
                 time.sleep(BEAT_SECONDS)
         except RuntimeError as error:
             self._lose(f"{names[0]}, does not answer: {sentence(error)}")
