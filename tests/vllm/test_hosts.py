@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from engine import stub_of_vllm
 from faults import AMPLE
 from tree_attention.vllm import __main__ as program
 from tree_attention.vllm import hosts
@@ -203,6 +205,64 @@ def test_a_store_that_is_gone_is_the_first_hosts() -> None:
 )
 def test_processors_of_each_process(cpus: list[int], processes: int, binding: str) -> None:
     assert program.binding(cpus, processes) == binding
+
+
+OPTIONS = {
+    "nnodes": 1,
+    "node_rank": 0,
+    "headless": False,
+    "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 1,
+    "prefill_context_parallel_size": 1,
+    "data_parallel_size": 1,
+    "data_parallel_size_local": None,
+    "data_parallel_rank": None,
+}
+
+
+@pytest.mark.parametrize(
+    "options, processes",
+    [
+        ({}, 2),
+        ({"nnodes": 2}, 1),
+        ({"data_parallel_size": 2}, 4),  # vLLM takes as many parts for each engine
+        ({"data_parallel_size": 4, "data_parallel_size_local": 3}, 6),
+        ({"data_parallel_size": 2, "data_parallel_rank": 1}, 2),
+        ({"data_parallel_size": 2, "nnodes": 2}, 2),
+        ({"pipeline_parallel_size": 3, "nnodes": 2}, 3),
+    ],
+)
+def test_number_of_processes(options: dict[str, Any], processes: int) -> None:
+    assert program.processes_of(Namespace(**OPTIONS | options)) == processes
+
+
+def test_secrets_and_what_differs_stay_on_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREE_ATTENTION_VLLM", "1")
+    secrets = {"hf_token": "secret", "model_loader_extra_config": {"key": "secret"}}
+    asked = Namespace(
+        **secrets, model="m", model_tag=None, max_model_len=512, nnodes=2, node_rank=1, api_key="k"
+    )
+    with stub_of_vllm():
+        note = program.note_of(asked)
+    assert {name for name in note if name.startswith("--")} == {"--max-model-len", "--nnodes"}
+    assert "secret" not in json.dumps(note)
+
+
+def test_a_line_says_whose_attention_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setenv("TREE_ATTENTION_VLLM", "0")
+    program.prepare(Namespace(**OPTIONS))
+    said = capsys.readouterr().err
+    assert said.endswith("TREE_ATTENTION_VLLM is '0', so attention is vLLM's own; processors 0|1\n")
+    monkeypatch.setenv("TREE_ATTENTION_VLLM", "1")
+    with pytest.raises(ValueError, match="VLLM_PLUGINS must be unset or name tree_attention"):
+        program.prepare(Namespace(**OPTIONS))
+    monkeypatch.setattr(program, "is_registered", lambda: True)
+    program.prepare(Namespace(**OPTIONS))
+    said = capsys.readouterr().err
+    assert ": attention by tree_attention " in said and said.endswith("); processors 0|1\n")
 
 
 def test_a_name_of_no_host() -> None:

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import _loader
-from . import checks, hosts
+from . import checks, hosts, is_registered
 
-# Differ from host to host, or are of the server that only the first host has.
-OF_A_HOST = ("node_rank", "master_addr", "headless", "host", "port", "api_server_count")
+# Options of the engine that differ from host to host, and those that may hold secrets: neither is
+# told to other hosts, whose lines say what differs.
+OF_A_HOST = {"node_rank", "master_addr", "data_parallel_rank", "data_parallel_start_rank"}
+OF_A_HOST |= {"download_dir", "hf_token", "model_loader_extra_config"}
 
 
 def main(arguments: list[str]) -> int:
@@ -53,7 +55,12 @@ def prepare(asked: Namespace) -> None:
     Raises:
         ValueError: this host does not fit the others.
     """
-    nnodes, rank = asked.nnodes, asked.node_rank
+    nnodes, rank, value = asked.nnodes, asked.node_rank, os.environ[checks.VARIABLE]
+    if value == "1" and not is_registered():
+        raise ValueError(
+            "vLLM has not loaded the plug-in: VLLM_PLUGINS must be unset or name tree_attention, "
+            "and the package must be installed, not only be found on PYTHONPATH"
+        )
     if rank > 0 and not asked.headless:
         raise ValueError(f"--headless must be given with --node-rank {rank}: only the first serves")
     if nnodes > 1:
@@ -61,17 +68,29 @@ def prepare(asked: Namespace) -> None:
         address = hosts.address_towards(asked.master_addr, asked.master_port)
         os.environ.setdefault("VLLM_HOST_IP", address)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(os.environ["VLLM_HOST_IP"]))
-    world_size = asked.tensor_parallel_size * asked.pipeline_parallel_size
     cpus = sorted(os.sched_getaffinity(0))
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding(cpus, max(1, world_size // nnodes)))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding(cpus, processes_of(asked)))
     if nnodes > 1:
         hosts.meet(asked.master_addr, asked.master_port, rank, nnodes, note_of(asked), say)
-    instruction_set = _loader.load().cpu_instruction_set()
     where = f", host {rank} of {nnodes}" if nnodes > 1 else ""
-    say(
-        f"attention by tree_attention {_loader.__version__} ({instruction_set}), exchange between "
-        f"hosts too, processors {os.environ['VLLM_CPU_OMP_THREADS_BIND']}{where}"
-    )
+    what = f"{checks.VARIABLE} is {value!r}, so attention is vLLM's own"
+    if value == "1":
+        what = (
+            f"attention{' and exchange between hosts' if where else ''} by tree_attention "
+            f"{_loader.__version__} ({_loader.load().cpu_instruction_set()})"
+        )
+    say(f"{what}; processors {os.environ['VLLM_CPU_OMP_THREADS_BIND']}{where}")
+
+
+def processes_of(asked: Namespace) -> int:
+    """The number of vLLM's processes on this host that compute: those of its engines, in turn."""
+    num_engines = asked.data_parallel_size
+    if asked.nnodes == 1 and asked.data_parallel_rank is not None:
+        num_engines = 1  # others are started by themselves
+    elif asked.nnodes == 1 and asked.data_parallel_size_local:
+        num_engines = asked.data_parallel_size_local
+    each = asked.tensor_parallel_size * asked.pipeline_parallel_size
+    return max(1, num_engines * each * asked.prefill_context_parallel_size // asked.nnodes)
 
 
 def binding(cpus: list[int], num_processes: int) -> str:
@@ -101,7 +120,7 @@ def note_of(asked: Namespace) -> dict[str, Any]:
     import vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)} - set(OF_A_HOST)
+    fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)} - OF_A_HOST
     options = {
         f"--{name.replace('_', '-')}": str(value)
         for name, value in sorted(vars(asked).items())
