@@ -5,6 +5,7 @@ import os
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -91,6 +92,23 @@ def test_groups_that_share_memory_stay_vllms(rank: int, world_size: int) -> None
         comm, x = group(shares_memory=True), torch.ones(2)
         for name in ("all_reduce", "all_gather", "gather", "reduce_scatter", "broadcast"):
             assert getattr(comm, name)(x) == "vLLM's"
+
+
+@on_ranks(2)
+def test_graphs_are_kept_by_what_they_call(rank: int, world_size: int) -> None:
+    """A graph of one host has vLLM's shared memory in it, one of several the communicators."""
+    with stub_of_vllm():
+        from vllm import envs
+
+        import tree_attention.vllm
+
+        with patch.dict(os.environ, {"TREE_ATTENTION_VLLM": "1"}):
+            tree_attention.vllm.register()
+        factor = envs.environment_variables["TREE_ATTENTION_VLLM"]
+        group(shares_memory=True)
+        assert factor() == ""
+        comm = group()
+        assert factor() == f"tp:0: {comm._sums.name}, {comm._gathers.name}"
 
 
 @on_ranks(2, lost=[1])

@@ -257,6 +257,7 @@ def test_a_line_says_whose_attention_it_is(
     said = capsys.readouterr().err
     assert said.endswith("TREE_ATTENTION_VLLM is '0', so attention is vLLM's own; processors 0|1\n")
     monkeypatch.setenv("TREE_ATTENTION_VLLM", "1")
+    monkeypatch.setattr(program, "is_registered", lambda: False)
     with pytest.raises(ValueError, match="VLLM_PLUGINS must be unset or name tree_attention"):
         program.prepare(Namespace(**OPTIONS))
     monkeypatch.setattr(program, "is_registered", lambda: True)

@@ -42,15 +42,17 @@ def register() -> None:
         return
     checks.check_engine()
     # What follows imports vLLM's attention, which has to be there as it is expected.
+    from vllm.envs import environment_variables
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from . import context_parallel
+    from . import context_parallel, groups
 
     for name, backend in _BACKENDS.items():
         register_backend(AttentionBackendEnum[name], f"{__name__}.backend.{backend}")
     context_parallel.replace_slot_mapping()
     communicator = f"{__name__}.groups.GroupCommunicator"
     type(current_platform).get_device_communicator_cls = classmethod(lambda cls: communicator)
+    environment_variables[checks.VARIABLE] = groups.names_in_graphs  # which its cache goes by
     _has_registered = True
     logging.getLogger("vllm.tree_attention").info("tree_attention is this process's attention")

@@ -27,6 +27,16 @@ from . import hosts
 STARTING = 600.0
 
 _communicators: list[tuple[Communicator, float]] = []  # made while the engine starts, and a timeout
+_in_graphs: list[str] = []  # names of communicators in compiled graphs, and of their groups
+
+
+def names_in_graphs() -> str:
+    """The communicators that graphs compiled in this process may call, for vLLM's cache of them.
+
+    vLLM keeps compiled graphs and loads them by its options and variables, among which the number
+    of hosts is none. A graph has this process's exchange in it or another one, and a name.
+    """
+    return "; ".join(_in_graphs)
 
 
 class _Call(Call):
@@ -74,6 +84,7 @@ class GroupCommunicator(CpuCommunicator):
         if self._is_ours:
             # Two, as ranks compare what they call wherever it differs from the last call.
             self._sums, self._gathers = (communicator(self.cpu_group) for _ in range(2))
+            _in_graphs.append(f"{unique_name}: {self._sums.name}, {self._gathers.name}")
             init_logger("vllm.tree_attention").info(
                 "tree_attention carries the tensors of group %s: %d processes", unique_name,
                 self.world_size,
