@@ -73,7 +73,10 @@ def test_reduce_scatter(rank: int, world_size: int) -> None:
         comm, shape = group(), (4, 6)
         total = of_rank(0, shape, torch.float32) + of_rank(1, shape, torch.float32)
         x = of_rank(rank, shape, torch.float32)
-        assert torch.equal(comm.reduce_scatter(x, -1), total[:, 3 * rank :][:, :3])
+        part = comm.reduce_scatter(x, -1)
+        assert torch.equal(part, total[:, 3 * rank :][:, :3]) and part.is_contiguous()
+        with pytest.raises(ValueError, match="size in dim 0 must be a multiple of 2 ranks, got 3"):
+            comm.reduce_scatter(x[:3], 0)
         assert torch.equal(x, of_rank(rank, shape, torch.float32))
 
 

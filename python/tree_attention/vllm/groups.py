@@ -118,7 +118,13 @@ class GroupCommunicator(CpuCommunicator):
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
         if not self._is_ours:
             return super().reduce_scatter(input_, dim)
-        return self.all_reduce(input_.clone()).chunk(self.world_size, dim)[self.rank_in_group]
+        if input_.shape[dim] % self.world_size:
+            raise ValueError(
+                f"reduce_scatter: the size in dim {dim} must be a multiple of {self.world_size} "
+                f"ranks, got {input_.shape[dim]}"
+            )
+        total = self.all_reduce(input_.clone())
+        return total.chunk(self.world_size, dim)[self.rank_in_group].contiguous()
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         if not self._is_ours:
