@@ -71,7 +71,7 @@ def test_a_version_that_one_host_lacks() -> None:
 
 def test_two_hosts_with_one_rank() -> None:
     errors = meet([{}] * 3, ranks=[0, 1, 1])
-    same = "--node-rank must be another one on each of 3 hosts, got 1 twice"
+    same = "--node-rank must be different on each of 3 hosts, got 1 twice"
     assert all(same in str(error) or "left before all were there" in str(error) for error in errors)
     assert any(same in str(error) for error in errors)
 

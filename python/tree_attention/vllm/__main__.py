@@ -68,7 +68,9 @@ def prepare(asked: Namespace) -> None:
     if not 0 <= rank < nnodes:
         raise ValueError(f"--node-rank must be from 0 to {nnodes - 1}, below --nnodes, got {rank}")
     if rank > 0 and not asked.headless:
-        raise ValueError(f"--headless must be given with --node-rank {rank}: only the first serves")
+        raise ValueError(
+            f"--headless must be given with --node-rank {rank}: only the first host serves"
+        )
     if nnodes > 1 and rank == 0 and asked.headless:
         raise ValueError("--headless must not be given with --node-rank 0, which serves")
     if nnodes > 1:

@@ -91,7 +91,7 @@ def meet(
         _exchange(store, node_rank, nnodes, note, say, start_seconds)
     except RuntimeError as error:
         raise ValueError(
-            f"the host at {place} left before all were there; what it says is the reason"
+            f"the host at {place} left before all were there; its output says why"
         ) from error
     except ValueError as error:
         with suppress(RuntimeError):  # where the store is gone, its host has said why
@@ -112,7 +112,7 @@ def _exchange(
     """Compares the notes of all hosts with this one's."""
     if store.add(f"host {node_rank}", 1) > 1:
         raise ValueError(
-            f"--node-rank must be another one on each of {nnodes} hosts, got {node_rank} twice; if "
+            f"--node-rank must be different on each of {nnodes} hosts, got {node_rank} twice; if "
             "that host was started again, start all of them again"
         )
     mine = {"host": name_of_this(), "is alone": _is_loopback(), **note}
