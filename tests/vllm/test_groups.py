@@ -125,9 +125,24 @@ def test_a_lost_rank_is_an_error_in_time(rank: int, world_size: int) -> None:
         if rank == 1:
             os._exit(1)
         begin = time.monotonic()
-        with pytest.raises(ExchangeError, match="rank 0 of 2"):
+        with (
+            patch.object(groups.hosts, "report") as report,
+            pytest.raises(ExchangeError, match="rank 0 of 2"),
+        ):
             comm.all_reduce(torch.ones(2))
+        assert report.called
         assert time.monotonic() - begin < AMPLE
+
+
+@on_ranks(2)
+def test_ranks_that_disagree_are_not_lost(rank: int, world_size: int) -> None:
+    with stub_of_vllm():
+        comm = group()
+        from tree_attention.vllm import hosts
+
+        with patch.object(hosts, "report") as report, pytest.raises(ExchangeError, match="shape"):
+            comm.all_reduce(torch.ones(2 + rank))
+        assert not report.called
 
 
 @on_ranks(2, fresh=True)

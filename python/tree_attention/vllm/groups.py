@@ -41,7 +41,8 @@ def names_in_graphs() -> str:
 
 class _Call(Call):
     def __exit__(self, kind: object, error: object = None, *trace: object) -> None:
-        if isinstance(error, ExchangeError):
+        # Ranks that disagree are all there, and their communicator has not failed.
+        if isinstance(error, ExchangeError) and self.comm.failed is not None:
             hosts.report(error)
         super().__exit__(kind, error, *trace)
 
