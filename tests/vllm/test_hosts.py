@@ -207,6 +207,18 @@ def test_processors_of_each_process(cpus: list[int], processes: int, binding: st
     assert program.binding(cpus, processes) == binding
 
 
+def test_processes_share_no_core_and_no_socket(tmp_path: Path) -> None:
+    """Two sockets of two cores with two threads, as Linux numbers them."""
+    for cpu in range(8):
+        topology = tmp_path / f"cpu{cpu}/topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{cpu % 4 // 2}\n")
+        (topology / "core_id").write_text(f"{cpu % 2}\n")
+    cpus = program.in_place(range(8), tmp_path)
+    assert program.binding(cpus, 2) == "0,4,1,5|2,6,3,7"
+    assert program.binding(program.in_place({3, 1, 2}, tmp_path / "none"), 3) == "1|2|3"
+
+
 OPTIONS = {
     "nnodes": 1,
     "node_rank": 0,

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def prepare(asked: Namespace) -> None:
         address = hosts.address_towards(asked.master_addr, asked.master_port)
         os.environ.setdefault("VLLM_HOST_IP", address)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(os.environ["VLLM_HOST_IP"]))
-    cpus = sorted(os.sched_getaffinity(0))
+    cpus = in_place(os.sched_getaffinity(0))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding(cpus, processes_of(asked)))
     if nnodes > 1:
         hosts.meet(asked.master_addr, asked.master_port, rank, nnodes, note_of(asked), say)
@@ -101,6 +102,19 @@ def processes_of(asked: Namespace) -> int:
         num_engines = asked.data_parallel_size_local
     each = asked.tensor_parallel_size * asked.pipeline_parallel_size
     return max(1, num_engines * each * asked.prefill_context_parallel_size // asked.nnodes)
+
+
+def in_place(cpus: Iterable[int], root: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """Processors by socket and core; Linux numbers second threads behind all first ones."""
+
+    def place(cpu: int) -> tuple[int, ...]:
+        names = (root / f"cpu{cpu}/topology" / n for n in ("physical_package_id", "core_id"))
+        try:
+            return (*(int(name.read_text()) for name in names), cpu)
+        except OSError:  # not told
+            return (0, cpu, cpu)
+
+    return sorted(cpus, key=place)
 
 
 def binding(cpus: list[int], num_processes: int) -> str:
