@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Bytes of weights that a rank keeps, of models in their published sizes, by the plan of loading."""
+"""Bytes of weights that a rank keeps of models in their published sizes, by the plan of loading."""
 
 import math
 from typing import Any
