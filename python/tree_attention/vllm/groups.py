@@ -22,8 +22,8 @@ from vllm.platforms import current_platform
 from ..exchange import DEFAULT_TIMEOUT, Call, Communicator, ExchangeError
 from . import hosts
 
-# Seconds of an exchange until the first step of a request: hosts compile the model before they
-# meet, and one may have it from an earlier start.
+# Seconds of an exchange until the second step of requests: hosts compile before they meet, the last
+# of it in the first step, and one of them may have the result from an earlier start.
 STARTING = 600.0
 
 _communicators: list[tuple[Communicator, float]] = []  # made while the engine starts, and a timeout
@@ -55,7 +55,7 @@ class _Communicator(Communicator):
 
 
 def communicator(group: dist.ProcessGroup) -> Communicator:
-    """A communicator with vLLM's timeout for its groups of processors, from `serving` on."""
+    """A communicator with vLLM's timeout for its groups of processors, once it serves."""
     config = get_current_vllm_config().parallel_config
     timeout = float(config.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT)
     made = _Communicator(group, max(timeout, STARTING))
@@ -63,11 +63,16 @@ def communicator(group: dist.ProcessGroup) -> Communicator:
     return made
 
 
+_has_served = False
+
+
 def serving() -> None:
-    """Ends the time in which exchanges may wait for hosts that compile the model."""
-    while _communicators:
+    """Called in each step of requests, of which the second ends the time for hosts that compile."""
+    global _has_served
+    while _has_served and _communicators:
         made, timeout = _communicators.pop()
         made.timeout = timeout
+    _has_served = True
 
 
 class GroupCommunicator(CpuCommunicator):
