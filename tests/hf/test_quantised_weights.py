@@ -152,6 +152,7 @@ def test_what_keeps_its_dtype(tmp_path: Path) -> None:
     assert kept == {"model.embed_tokens.weight", "lm_head.weight", *routers, *latents}
 
 
+@pytest.mark.deep
 def test_a_compiled_forward(tmp_path: Path) -> None:
     """Of dense and sparse layers, one graph has the logits of the uncompiled model."""
     for name in ("Llama", "Qwen3-MoE"):
