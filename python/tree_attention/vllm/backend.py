@@ -68,6 +68,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 class TreeAttentionImpl(AttentionImpl[Metadata]):
     can_return_lse_for_decode = True
     supports_dcp = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True  # tokens of a request are any number
 
     def __init__(
         self,
