@@ -38,12 +38,12 @@ ALL, MASKED = "all keys", "SDPA, mask"
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 PAGE_SIZE = 64
 
-# Of slots [batch, 1]: ranges of keys.
+# Ranges of keys of slots [batch, 1].
 PATTERNS: dict[str, Callable[[Tensor], Tensor]] = {
     "first 4, window 2044": lambda x: torch.cat([first(x, 4), window(x, 2044)], dim=2),
     "window 4096": lambda x: window(x, 4096),
 }
-# Of the pages in which these slots are: ranges of pages.
+# Ranges of the pages in which these slots are.
 PATTERNS_OF_PAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "BigBird: first 64, window 192, 60 random blocks of 64": lambda x: torch.cat(
         [first(x, 1), window(x, 3), random_blocks(x, 60, block=1, seed=0)], dim=2
@@ -63,7 +63,7 @@ class SparseCase:
 
     @property
     def pages(self) -> int:
-        """Of the longest sequence."""
+        """The number of pages of the longest sequence."""
         return -(-max(self.lengths) // PAGE_SIZE)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 from ..harness.report import Column, columns_of, verdict
 from .rings import RING, RING_PASS_Q
 
-# Of Figure 3 of the Tree Attention paper: GPUs, and its longest context.
+# The GPUs and the longest context of the Tree Attention paper's Figure 3.
 FIGURE_3 = (8, 64, 128)
 FIGURE_3_KEYS = 5_120_000
 TITLE = f"Simulated decoding steps over {FIGURE_3_KEYS:,} keys: tree against ring"

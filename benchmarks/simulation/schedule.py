@@ -42,7 +42,7 @@ class Costs:
     launch: float  # of a kernel
     output: float  # of a block for every output that it works on, and of the first part merged
     merge: float  # of every further part of an output
-    # Of an SM's rate, what a block reaches that is alone on it.
+    # The share of an SM's rate that a block reaches which is alone on it.
     lone: float = 1.0
 
 
