@@ -32,7 +32,7 @@ from ..harness.report import Report, verdict
 from ..llama import make_model
 from ..scaling import generate
 from .comparison import Row, comparison, number
-from .tree import TABLES, TOKENS, Table
+from .tables import TABLES, TOKENS, Table
 
 Decode = Callable[..., tuple[Tensor, Tensor]]
 SHAPES: dict[str, dict[str, Any]] = {

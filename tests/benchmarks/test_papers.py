@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.report import Report, write
-from benchmarks.papers import lean, tree
+from benchmarks.papers import lean, tables, tree
 from benchmarks.papers.__main__ import FIGURES, main
 from benchmarks.simulation import Problem
 
@@ -45,9 +45,9 @@ def test_program(capsys: pytest.CaptureFixture[str]) -> None:
 def test_fitted_clusters_explain_the_tables(
     reports: dict[str, Report], name: str, within: float
 ) -> None:
-    table = tree.TABLES[name]
-    bandwidth, constant = tree.fit(table)
-    cluster = tree.NAMED[table.fitted]
+    table = tables.TABLES[name]
+    bandwidth, constant = tables.fit(table)
+    cluster = tables.NAMED[table.fitted]
     (network,) = cluster.networks
     assert network.levels[0].bandwidth == pytest.approx(bandwidth, rel=2e-3)
     # The tree has three collectives, the ring one and its hops.
@@ -61,8 +61,18 @@ def test_fitted_clusters_explain_the_tables(
 
 def test_bandwidth_alone() -> None:
     """Table 2 without a constant: every row but the shortest context within 1 %."""
-    bandwidth, error = tree.fit_of_bandwidth(tree.TABLES["tree_table_2"])
+    bandwidth, error = tables.fit_of_bandwidth(tables.TABLES["tree_table_2"])
     assert bandwidth == pytest.approx(4.76e9, rel=1e-3) and error == pytest.approx(0.0588, abs=1e-3)
+
+
+def test_fits_without_one_of_their_points() -> None:
+    """Two numbers fitted to four points foretell the fourth of three on two of the machines."""
+    errors = {
+        name: [left / table.difference(keys) - 1 for keys, left in tables.left_out(table).items()]
+        for name, table in tables.TABLES.items()
+    }
+    assert errors["tree_table_1_h100"] == pytest.approx([0.46, -0.23, -0.01, 0.12], abs=0.006)
+    assert max(map(abs, errors["tree_table_1_mi300x"] + errors["tree_table_2"])) < 0.012
 
 
 def test_no_overhead_explains_figure_3(reports: dict[str, Report]) -> None:

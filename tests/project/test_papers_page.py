@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.emulation import __main__ as emulation
-from benchmarks.papers.__main__ import FIGURES
+from commands import check_command
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/papers.md").read_text()
@@ -46,46 +46,29 @@ def test_named_test_exists(path, test):
     assert f"\ndef {test}(" in (ROOT / path).read_text()
 
 
-@pytest.mark.parametrize("module", sorted(set(re.findall(r"-m (benchmarks[\w.]*\w)", PAGE))))
-def test_named_program_exists(module):
-    if hasattr(importlib.import_module(module), "__path__"):  # a package is run by its __main__
-        module += ".__main__"
-    assert hasattr(importlib.import_module(module), "main")
+def commands() -> list[str]:
+    """The programs that the page says to run, as `python` and `torchrun` start them."""
+    found = []
+    for text in re.findall(r"`((?:[^`\n]|\n    )+)`", PAGE):
+        command = re.sub(r"(?:sudo )?\.venv/bin/python", "python", " ".join(text.split()))
+        if command.startswith(("python ", "torchrun ")) and " -m pytest " not in command:
+            found.append(command)
+    return sorted(set(found))
 
 
-def test_emulated_clusters_can_be_wired(monkeypatch, capsys):
-    lines = re.findall(r"-m benchmarks\.emulation (--[^`]*?)\s--\s", PAGE)
-    assert len(lines) == 2
-    monkeypatch.setattr(emulation, "unsupported", lambda: "not here")
-    for line in lines:
-        assert emulation.main(line.split()) == 2  # wrong options exit
+def test_all_commands_are_found():
+    assert len(commands()) > 20
+    assert "python -m benchmarks.papers.lsh" in commands()
+    for module in re.findall(r"-m (benchmarks[\w.]*\w)", PAGE):
+        assert any(f"-m {module}" in command for command in commands()), module
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("command", commands())
+def test_program_takes_its_command(command, monkeypatch, capsys):
+    if command.startswith("python -m benchmarks.emulation -"):
+        options = command.partition(" -- ")[0].split()[3:]
+        monkeypatch.setattr(emulation, "unsupported", lambda: "not here")
+        assert emulation.main(options) == 2  # wrong options exit
         assert capsys.readouterr().err == "not here\n"
-
-
-def test_named_figures_exist():
-    named = set(re.findall(r"-m benchmarks\.papers (\w+)", PAGE))
-    assert named and named <= FIGURES.keys()
-
-
-@pytest.mark.parametrize(
-    "figure, heading, cases",
-    [
-        (
-            "tree_equations_10_to_14",
-            "counted",
-            ["three_allreduce", "hierarchical", "butterfly", "all_gather", "ring"],
-        ),
-        ("lean_figure_1", "tiles until the end", ["FlashA", "FlashD", "LeanA"]),
-        ("lean_figure_9", "/FA-2 with costs", ["1k", "512k"]),
-        ("lean_figure_10", "/FA-2 with costs", ["114k"]),
-    ],
-)
-def test_page_shows_what_the_command_prints(figure, heading, cases):
-    report = FIGURES[figure]()
-    names, *_ = (column.values for column in report.columns)
-    (column,) = (x for x in report.columns if x.heading == heading)
-    entries = re.split(r"^- (?=\*\*)", PAGE, flags=re.MULTILINE)
-    shown = " ".join(x for x in entries if f"benchmarks.papers {figure}`" in x)
-    for case in cases:
-        value = next(x for name, x in zip(names, column.values, strict=True) if case in name)
-        assert re.search(rf"(?<![\d.,]){re.escape(value)}(?!,?\d)", shown), f"{case}: {value}"
+    check_command(command, monkeypatch, capsys)

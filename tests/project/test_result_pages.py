@@ -3,13 +3,11 @@
 take, at a commit without changes, with the same torch as all others."""
 
 import re
-import runpy
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import get_args_parser
+
+from commands import check_command, program_and_arguments
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.md"))
@@ -27,33 +25,10 @@ def header(page: Path) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in block.strip().splitlines())
 
 
-def program_and_arguments(command: str) -> tuple[str, list[str]]:
-    """Return the module that a command runs, which may stand behind a launcher."""
-    command = re.sub(r"^python -m benchmarks\.emulation .*? -- ", "", command)
-    launcher, *words = shlex.split(command)
-    if launcher == "torchrun":
-        parsed = get_args_parser().parse_args(words)
-        words = [*["-m"] * parsed.module, parsed.training_script, *parsed.training_script_args]
-    else:
-        assert launcher == "python"
-    if words[0] == "-m":
-        return words[1], words[2:]
-    program = re.fullmatch(r"benchmarks/(\w+)\.py", words[0])  # those in folders are modules
-    assert program, f"{words[0]} does not run by its path"
-    return f"benchmarks.{program[1]}", words[1:]
-
-
 def check(page: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = header(page)
     assert re.fullmatch("[0-9a-f]{10}", found["commit"]), found["commit"]
-    module, arguments = program_and_arguments(found["command"])
-    patch.setattr("sys.argv", [module, *arguments, "--unheard-of"])
-    patch.setattr("sys.path", sys.path.copy())  # whose first folder a program replaces
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module(module, run_name="__main__")
-    assert ended.value.code == 2
-    # Only what is added here is unknown.
-    assert capsys.readouterr().err.strip().endswith("error: unrecognized arguments: --unheard-of")
+    check_command(found["command"], patch, capsys)
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
