@@ -12,7 +12,7 @@ import torch
 
 import tree_attention
 from test_readme import TWO_RANKS, python_program, run
-from tree_attention.reference.conformance_cases import DECODE_CASES, MERGE_CASES
+from tree_attention.reference.conformance import DECODE_CASES, MERGE_CASES
 
 PAGE = Path(__file__).parents[2] / "docs/engines.md"
 SIZES = {"pages": 5, "heads": 3, "page_size": 4, "head_dim": 8}

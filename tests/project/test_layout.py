@@ -37,7 +37,7 @@ def test_the_exchange_is_used_through_what_it_names(module: Path) -> None:
 
 
 REPOSITORY = PACKAGE.parents[1]
-FURTHER = ("benchmarks", "tests", "scripts", "examples")
+FURTHER = ("benchmarks", "conformance", "tests", "scripts", "examples")
 SOURCES = [*MODULES, *(p for name in FURTHER for p in sorted((REPOSITORY / name).rglob("*.py")))]
 _QUESTIONS = ("What ", "Whether ", "How ", "Has ", "That of ", "Those of ")
 

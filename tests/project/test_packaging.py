@@ -202,9 +202,14 @@ def test_source_distribution_is_complete(tmp_path):
         contained = {name.partition("/")[2] for name in file.getnames()}
     needed = {
         str(path.relative_to(ROOT))
-        for folder, pattern in [("csrc", "*"), ("python", "*.py"), ("benchmarks", "*.py")]
+        for folder, pattern in [
+            ("csrc", "*"),
+            ("python", "*.py"),
+            ("conformance", "*"),
+            ("benchmarks", "*.py"),
+        ]
         for path in (ROOT / folder).rglob(pattern)
-        if path.is_file()
+        if path.is_file() and "__pycache__" not in path.parts
     }
     needed |= {"setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"}
     needed |= {"python/tree_attention/py.typed"}
@@ -224,6 +229,7 @@ def test_benchmarks_are_not_installed(tmp_path):
     )
     assert [path.name for path in tmp_path.iterdir()] == ["tree_attention"]
     installed = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.py")}
-    assert installed == {
-        str(path.relative_to(ROOT / "python")) for path in (ROOT / "python").rglob("*.py")
-    }
+    ours = {str(path.relative_to(ROOT / "python")) for path in (ROOT / "python").rglob("*.py")}
+    kit = ROOT / "conformance" / "tree_attention_conformance"
+    ours |= {f"tree_attention/reference/conformance/{path.name}" for path in kit.glob("*.py")}
+    assert installed == ours and "tree_attention/reference/conformance/check.py" in ours

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks of an engine's merge, and of its decoding over shards, where such code is often wrong."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .arrays import default_device, to
+from .cases import DECODE_CASES, MERGE_CASES, DecodeCase, DecodeProblem, MergeCase, views
+from .diagnosis import Report
+from .outcome import Outcome, run
+from .truth import attention, lse_error, merge, row_error
+
+
+def check_merge(
+    function: Callable[[Any, Any], Any], *, num_parts: int = 3, device: str | None = None
+) -> Report:
+    """Checks a merge of partial attention states.
+
+    Args:
+        function: takes `o_parts [num_parts, batch, num_heads_q, seqlen_q, head_dim]`, float32 and
+            in one case of 16 bits, and float32 `lse_parts [num_parts, batch, num_heads_q,
+            seqlen_q]`, natural logarithms, -inf for empty parts; returns `o` and `lse` without the
+            first axis, or `o` and None. An all-reduce of world_size ranks has as many parts and
+            takes its own. `adapt` makes such a function of one with other conventions.
+        device: where the parts are, as torch says it, or "numpy" for NumPy's arrays, the default
+            without torch. They have float16 for bfloat16.
+    """
+    if num_parts < 2:
+        raise ValueError(f"check_merge: num_parts must be at least 2, got {num_parts}")
+    device = device or default_device()
+
+    def outcome(case: MergeCase) -> Outcome:
+        dtype = of_16_bits(device) if case.of_16_bits else "float32"
+        o_parts, lse_parts = case.parts(num_parts, dtype)
+        o_true, lse_true = merge(o_parts, lse_parts)
+        # A row that is NaN must be NaN in o; it takes no part in the comparison of numbers.
+        known = ~np.isnan(lse_true)
+        # What a merge is defined to be, in float32.
+        with np.errstate(all="ignore"):
+            lse_plain = np.logaddexp.reduce(lse_parts, 0)
+            weights = np.exp(lse_parts - lse_plain)[..., None]
+            empty = (lse_parts == -math.inf)[..., None]
+            o_plain = np.where(empty, np.float32(0), weights * o_parts).sum(0)
+        plain_lse_error = lse_error(lse_plain[known], lse_true[known])
+        plain_errors = row_error(o_plain[known], o_true[known]), plain_lse_error
+        place = to(device, dtype), to(device, "float32")
+        if case.views:
+            inputs = views(o_parts, place[0]), views(lse_parts[..., None], place[1])[..., 0]
+        else:
+            inputs = place[0](o_parts), place[1](lse_parts)
+        parts = o_parts, lse_parts
+        made = Outcome(case, (o_true, lse_true), parts, *plain_errors, dtype)
+        return run(made, lambda: function(*inputs))
+
+    return Report.of([outcome(case) for case in MERGE_CASES])
+
+
+def check_sharded_decode(
+    function: Callable[[DecodeProblem], Any],
+    *,
+    world_size: int = 3,
+    dtype: str = "float32",
+    device: str | None = None,
+) -> Report:
+    """Checks attention of the last tokens of some sequences to a cache that is split over ranks.
+
+    Args:
+        function: takes a `DecodeProblem`, puts the shards where the engine wants them, on a rank of
+            a real world its own shard only, and returns the merged `o` and `lse`, a natural
+            logarithm, or `o` and None. It may raise NotImplementedError for a problem that the
+            engine does not offer. `adapt` makes such a function of one with other conventions.
+        dtype: of q, k and v where the case does not say it: "float32", "bfloat16" or "float16".
+        device: where q and the shards are, see `check_merge`.
+    """
+    if world_size < 2:
+        raise ValueError(f"check_sharded_decode: world_size must be at least 2, got {world_size}")
+    device = device or default_device()
+
+    def outcome(case: DecodeCase) -> Outcome:
+        kind = of_16_bits(device) if case.of_16_bits else dtype
+        problem, k, v = case.make(world_size, kind)
+        true = attention(problem.q, k, v, problem.key_ranges())
+        plain = attention(problem.q, k, v, problem.key_ranges(), "float32")
+        plain_o = plain[0]
+        if kind != "float32":
+            plain_o = attention(problem.q, k, v, problem.key_ranges(), kind)[0]
+        plain_errors = row_error(plain_o, true[0]), lse_error(plain[1], true[1])
+        states = [
+            attention(problem.q, *shards, problem.key_ranges(rank))
+            for rank, shards in enumerate(zip(problem.k_shards, problem.v_shards, strict=True))
+        ]
+        o_parts, lse_parts = (np.stack(x) for x in zip(*states, strict=True))
+        place, on_cpu = to(device, kind), to("numpy" if device == "numpy" else "cpu")
+        placed = (lambda x: views(x, place)) if case.views else place
+        given = replace(
+            problem,
+            q=placed(problem.q),
+            k_shards=tuple(map(placed, problem.k_shards)),
+            v_shards=tuple(map(placed, problem.v_shards)),
+            seq_lens=on_cpu(problem.seq_lens),
+            slots=tuple(map(on_cpu, problem.slots)),
+        )
+        made = Outcome(case, true, (o_parts, lse_parts), *plain_errors, kind)
+        return run(made, lambda: function(given))
+
+    return Report.of([outcome(case) for case in DECODE_CASES])
+
+
+def of_16_bits(device: str) -> str:
+    return "float16" if device == "numpy" else "bfloat16"
