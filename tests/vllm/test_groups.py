@@ -80,20 +80,11 @@ def test_reduce_scatter(rank: int, world_size: int) -> None:
         assert torch.equal(x, of_rank(rank, shape, torch.float32))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
-@on_ranks(3)
-def test_broadcast(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    with stub_of_vllm():
-        comm = group()
-        x = of_rank(rank, (2, 5), dtype)
-        assert comm.broadcast(x, 2) is x and torch.equal(x, of_rank(2, (2, 5), dtype))
-
-
 @on_ranks(2)
 def test_groups_that_share_memory_stay_vllms(rank: int, world_size: int) -> None:
     with stub_of_vllm():
         comm, x = group(shares_memory=True), torch.ones(2)
-        for name in ("all_reduce", "all_gather", "gather", "reduce_scatter", "broadcast"):
+        for name in ("all_reduce", "all_gather", "gather", "reduce_scatter"):
             assert getattr(comm, name)(x) == "vLLM's"
 
 

@@ -131,10 +131,3 @@ class GroupCommunicator(CpuCommunicator):
             )
         total = self.all_reduce(input_.clone())
         return total.chunk(self.world_size, dim)[self.rank_in_group].contiguous()
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        if not self._is_ours:
-            return super().broadcast(tensor, src)
-        counts = [tensor.numel() if rank == src else 0 for rank in range(self.world_size)]
-        flat = tensor.reshape(-1)[: counts[self.rank_in_group]]
-        return tensor.copy_(self._gathers.all_gather(flat, counts, 0).view_as(tensor))

@@ -23,6 +23,3 @@ class CpuCommunicator:
 
     def reduce_scatter(self, input_, dim=-1):
         return "vLLM's"
-
-    def broadcast(self, tensor, src=0):
-        return "vLLM's"
