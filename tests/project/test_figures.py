@@ -35,6 +35,10 @@ def decode_amx(case: str, *columns: str) -> list[float]:
     return decode(case, *columns, file="decode")
 
 
+def decode_avx2(case: str, *columns: str) -> list[float]:
+    return decode(case, *columns, file="decode_avx2")
+
+
 def engines(context: int, *names: str, column: str = "decode ms") -> list[float]:
     return [value("engines", {"context": str(context), "engine": x}, column) for x in names]
 
@@ -125,6 +129,12 @@ PAGES: dict[str, Rows] = {
         lambda: decode_amx("B=1 2048 q=2048", "vLLM", "SDPA"),
         lambda: decode_amx("B=1 512 warm", "vLLM", "SDPA"),
         lambda: decode_amx("keys int8 B=1 32768", "16-bit"),
+        lambda: decode_avx2("B=1 32768", "vLLM", "SDPA"),
+        lambda: decode_avx2("B=1 32768 pages of 16", "vLLM"),
+        lambda: decode_avx2(RAGGED, "vLLM", "SDPA"),
+        lambda: decode_avx2("B=1 4096 q=512", "vLLM", "SDPA"),
+        lambda: decode_avx2("B=1 512 warm", "vLLM", "SDPA"),
+        lambda: decode_avx2("keys float8 B=1 32768", "16-bit"),
         *(
             lambda name=name: slower(engines(4096, "ours", name))
             for name in ("llama_cpp_flash", "openvino", "huggingface", "vllm")

@@ -16,7 +16,7 @@ UNTIL_MEASURED = {
     "decode": "uncommitted changes: no machine with AMX was at hand since",
 }
 # vLLM's operator is timed in the same process, with the torch that vLLM was built for.
-OTHER_TORCH = {"decode", "decode_avx512_bf16"}
+OTHER_TORCH = {"decode", "decode_avx512_bf16", "decode_avx2"}
 
 
 def header(page: Path) -> dict[str, str]:
