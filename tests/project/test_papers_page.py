@@ -72,3 +72,51 @@ def test_program_takes_its_command(command, monkeypatch, capsys):
         assert emulation.main(options) == 2  # wrong options exit
         assert capsys.readouterr().err == "not here\n"
     check_command(command, monkeypatch, capsys)
+
+
+INDEX = PAGE.partition("\n## Index\n")[2].partition("\n## Errata\n")[0]
+ALL = {
+    "Tree Attention": {"Eq.": 40, "Figure": 4, "Table": 2, "Algorithm": 3, "Observation": 1},
+    "LeanAttention": {"Eq.": 1, "Figure": 10, "Table": 1, "Algorithm": 4},
+}
+ALL["Tree Attention"]["Theorem"] = 1
+
+
+def index_of(document):
+    """The rows of a document's table: its items, the entry's beginning, and how it is shown."""
+    table = INDEX.partition(f"| {document} |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
+    assert rows
+    return [(items(cells[0]), *cells[1:]) for cells in rows]
+
+
+def items(text):
+    """("Eq.", 4), ("Eq.", 5) and ("Figure", 1) of "Eq. 4 to 5, Figure 1"."""
+    return [
+        (kind, number)
+        for kind, first, last in re.findall(r"([A-Z][a-z.]+) (\d+)(?: to (\d+))?", text)
+        for number in range(int(first), int(last or first) + 1)
+    ]
+
+
+@pytest.mark.parametrize("document", ALL)
+def test_index_has_every_item_once(document):
+    found = sorted(item for row in index_of(document) for item in row[0])
+    assert found == sorted((kind, i + 1) for kind, n in ALL[document].items() for i in range(n))
+
+
+@pytest.mark.parametrize("document", ALL)
+def test_index_names_entries(document):
+    section = PAGE.partition(f"\n## {document}\n")[2].partition("\n## ")[0]
+    titles = re.findall(r"^- \*\*((?:[^*]|\n)*)\*\*", section, re.MULTILINE)
+    for _, entry, how in index_of(document):
+        marks = {"tested", "counted", "simulated", "emulated", "measured", "described"}
+        assert set(how.partition(":")[0].split(", ")) <= marks, how
+        if not how.startswith("described"):
+            assert any(re.match(rf"{re.escape(entry)}\b", title) for title in titles), entry
+
+
+def test_items_of_a_row():
+    assert items("Eq. 4 to 6, Eq. 9, Figure 1") == [
+        ("Eq.", 4), ("Eq.", 5), ("Eq.", 6), ("Eq.", 9), ("Figure", 1),
+    ]  # fmt: skip

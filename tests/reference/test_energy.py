@@ -162,6 +162,16 @@ def test_effective_action_is_stationary_at_attention_and_a_saddle():
     assert curvature.min() < -0.1 and curvature.max() > 0.1
 
 
+def test_effective_action_as_printed_is_stationary_elsewhere():
+    """Eq. 30 has F inside its double sum, so that each of the head_dim components subtracts it."""
+    q, k, v, zeta = inputs(batch=1, num_heads_q=1, num_heads_kv=1, seqlen_q=1)
+    o, _ = attention(q, k, v)
+    zeta = torch.zeros_like(zeta).requires_grad_()
+    printed = (o * zeta - energy(q, k, v, zeta)[..., None]).sum()
+    (gradient,) = torch.autograd.grad(printed, zeta)
+    assert_close(gradient, (1 - o.shape[-1]) * o, **EXACT)
+
+
 def test_no_keys_give_energy_minus_infinity_and_gradient_zero():
     q, k, v, zeta = inputs()
     none = torch.zeros(2, 3, 2, dtype=torch.int64)
