@@ -18,8 +18,8 @@ constexpr int64_t kManyKeys = 1024;
 // The keys that are fetched into the second-level cache while some steps are computed. A core keeps
 // only 16 lines in flight; its second-level cache keeps more, but fetches ahead only within 4 KiB
 // and after some lines of them. So the window is walked in kPlaces places at once, half of them of
-// keys and half of values, 4 KiB or more apart where keys are contiguous. AVX2 has fewer: it is what
-// AMD's cores before Zen 4 have, where eight places took 1.2 times as long as four.
+// keys and half of values, 4 KiB or more apart where keys are contiguous. AVX2 has fewer: it is
+// what AMD's cores before Zen 4 have, where eight places took 1.2 times as long as four.
 template <typename T>
 class Window {
  public:
