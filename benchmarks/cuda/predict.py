@@ -50,7 +50,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Code:
-    """Instructions of one warp that masks nothing, for sm_90a, and the serial steps of a launch."""
+    """Instructions of one warp that masks nothing, for sm_90, and the serial steps of a launch."""
 
     addresses: int  # for a quarter of the requests of a tile
     page_addresses: int  # what pages add
