@@ -52,9 +52,7 @@ MACHINE = """
 nvidia-smi; nvcc --version; g++ --version; ncu --version; compute-sanitizer --version; nproc
 free -g; "$0" --version; "$0" -m pip list
 "$0" -c 'import sysconfig; print(sysconfig.get_paths()["include"])' | xargs -I{} ls {}/Python.h
-for header in cuda_runtime.h cusparse.h cublas_v2.h cusolverDn.h; do
-  find -L "${CUDA_HOME:-/usr/local/cuda}/include" -maxdepth 1 -name $header
-done
+find -L "${CUDA_HOME:-/usr/local/cuda}/include" -maxdepth 1 -name cuda_runtime.h
 "$0" -c 'import torch; torch.cuda.init(); print(torch.cuda.get_device_properties(0))'
 """
 # Registers and memory of every kernel go into the log.
