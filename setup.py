@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Builds `tree_attention._C`. Everything that is not compiled is in pyproject.toml.
 
-Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, DEBUG=0|1 (CONTRIBUTING.md).
+Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, LINE_INFO=0|1, DEBUG=0|1
+(CONTRIBUTING.md).
 """
 
 import os
@@ -55,7 +56,7 @@ CUDA_SOURCES = [  # and those that csrc/cuda/decode/instances.py writes
     "csrc/cuda/one_shot/one_shot.cu",
     "csrc/cuda/one_shot/one_shot_args.cpp",
 ]
-DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0a"  # A100; H100, H200
+DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0+PTX"  # A100; H100, H200; whatever is newer
 MINIMUM_TORCH = (2, 11)
 # Releases of torch between which an extension without CUDA may move: docs/wheels.md has the proof.
 INTERCHANGEABLE_TORCH = (("2.11", "2.12"), ("2.13", "2.14", "2.15"))
@@ -100,6 +101,13 @@ def choose_cuda() -> bool:
     return use_cuda
 
 
+def cuda_architectures() -> str:
+    """Those of the GPUs that are visible, or of all that the kernels are for."""
+    count = torch.cuda.device_count()
+    found = {"{}.{}".format(*torch.cuda.get_device_capability(i)) for i in range(count)}
+    return ";".join(sorted(found)) or DEFAULT_CUDA_ARCHITECTURES
+
+
 def torch_releases(use_cuda: bool) -> tuple[str, ...]:
     """The releases of torch that the extension runs with: metadata and extension name them."""
     own = ".".join(torch.__version__.split(".")[:2])
@@ -134,7 +142,7 @@ def extension(use_cuda: bool):
             define_macros=macros,
             extra_compile_args={"cxx": cxx},
         )
-    architectures = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHITECTURES)
+    architectures = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda_architectures())
     macros += [
         ("TREE_ATTENTION_WITH_CUDA", None),
         ("TREE_ATTENTION_CUDA_VERSION", f'"{nvcc_version()}"'),
@@ -142,7 +150,11 @@ def extension(use_cuda: bool):
     ]
     # -fmad=false is -ffp-contract=off: products and sums are fused only where the text says so, and
     # a merge has the same bits in every kernel.
-    nvcc = ["-std=c++20", "-fmad=false", *(["-O0", "-g", "-G"] if debug else ["-O3", "-lineinfo"])]
+    nvcc = ["-std=c++20", "-fmad=false", *(["-O0", "-g", "-G"] if debug else ["-O3"])]
+    if tuple(map(int, nvcc_version().split("."))) >= (12, 8):
+        nvcc += ["--compress-mode=size"]
+    if flag("LINE_INFO", "0", ("0", "1")) == "1":
+        nvcc += ["-lineinfo"]
     write_instances = runpy.run_path("csrc/cuda/decode/instances.py")["write_instances"]
     instances = map(str, write_instances(Path("build/instances")))
     return CUDAExtension(

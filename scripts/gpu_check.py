@@ -2,23 +2,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Builds, tests, measures and sanitizes on this machine's GPU: `scripts/gpu_check.sh CALL OUT`.
 
-  A   6 minutes: known answers of the PTX, a smoke test, a quick benchmark, profiles
-  B   9 minutes: all tests, graphs, several ranks, HuggingFace
-  C   8 minutes: compute-sanitizer, tiles and workers
-  D   9 minutes: the benchmark beside all peers
+  A   versions, the build, one kernel, a quick benchmark, profiles, then all kernels, graphs, tiles
+  B   all tests, by file
+  C   compute-sanitizer, tiles and workers
+  D   the benchmark beside all peers
 
-The times are for 16 cores and include a build, which later calls do not repeat while the sources
-stay the same. Nothing is fetched or installed. Every stage has processes of its own and a limit,
-and the limits of a call fit into its time, so that no stage takes the time of another. OUT gets,
-as each stage ends,
+A call takes ten minutes at most. It includes a build, which later calls do not repeat while the
+sources stay the same. Nothing is fetched or installed. Every stage has processes of its own and a
+limit, and ends with the call; the stages are in the order of what they are worth (gpu_calls.py).
+OUT gets, as each stage ends,
 
   CALL.json, CALL.md       the stages, their results and what they measured
-  CALL.logs.tar.gz         all output, and the profiler's report
+  CALL.logs.tar.gz         all output, the tests' results by name, and the profiler's report
   decode_cuda*, tune_cuda* of the benchmarks, for benchmarks/results
   extension.tar.xz         in call A: what was built. Unpacked in this tree it saves another build
 
 Exit status 0: every stage passed. Environment: PYTHON (else .venv/bin/python, else python3),
-TORCH_CUDA_ARCH_LIST (else the GPU's).
+TORCH_CUDA_ARCH_LIST (else the GPU's), EXTENSION (a library that was built for this Python, torch
+and GPU, which takes the place of a build that fails).
 """
 
 import hashlib
@@ -26,6 +27,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -36,26 +38,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
+
+from gpu_calls import BUILD, CALLS, SECONDS, Stage
 
 ROOT = Path(__file__).resolve().parents[1]
 # Seconds between the signals that ask and that kill; a process that not even the second one ends,
 # as in a driver that hangs, is left behind as many seconds later.
-GRACE = 2
+GRACE = 4
+WORTH_BEGINNING = 5  # seconds that are left of the call
 CANNOT_RUN = 77  # exit status of a program that lacks a tool or a device
-
-
-@dataclass(frozen=True)
-class Stage:
-    name: str
-    seconds: int  # it is ended after so long
-    command: tuple[str, ...]  # {python}, {capability} (as in sm_90a), {results} (a folder)
-    needs: tuple[str, ...] = ("a GPU", "build")
-
-
-@dataclass(frozen=True)
-class Call:
-    seconds: int
-    steps: tuple[tuple[Stage, ...], ...]  # one after the other; the stages of a step side by side
 
 
 @dataclass
@@ -64,95 +56,7 @@ class Result:
     seconds: int
     result: str
     detail: str = ""  # the last line of its output
-    measured: Any = None  # what it wrote into {results}/STAGE.json
-
-
-def pytest(*arguments: str) -> tuple[str, ...]:
-    """In workers, of which one that hangs or has lost the device is replaced. A signal would not
-    interrupt a wait for the device."""
-    options = ("-q", "-p", "no:cacheprovider", "--timeout", "60", "--timeout-method", "thread")
-    return ("{python}", "-m", "pytest", *options, *arguments)
-
-
-def files(*names: str) -> tuple[str, ...]:
-    return tuple(f"tests/cuda/test_cuda_{name}.py" for name in names)
-
-
-# These need the device, or all cores, to themselves.
-GRAPHS = files("graphs", "launches", "numerics", "workspace")
-RANKS, HUGGINGFACE = files("ranks"), files("huggingface", "static_cache")
-SMOKE = files("smoke")
-SMOKE_COMMAND = ("{python}", "scripts/gpu_smoke.py", "{results}/smoke.json", *SMOKE)
-# Not what is only named after CUDA: it compiles emulators or packages and asks no GPU.
-HOST_ONLY = (
-    *("emulat", "mutations", "resources", "packaging", "any_order", "old_architectures"),
-    *("tensor_cores", "sass", "bench_cuda"),
-)
-ON_DEVICE = " and not ".join(("cuda", *HOST_ONLY))
-
-BUILD = Stage("build", 145, ("{python}", "setup.py", "build_ext", "--inplace"), needs=())
-ABLATIONS = Stage("ablations", 145, ("{python}", "-m", "benchmarks.cuda.ablations"), ("a GPU",))
-PTX = """
-nvcc -std=c++20 -O1 -gencode=arch=compute_$0,code=sm_$0 -Icsrc -Itests/cpp \
-  tests/cuda_emulator/ptx_on_device.cu -o "$1/ptx_on_device" && "$1/ptx_on_device"
-"""
-MACHINE = """
-nvidia-smi; nvcc --version; ncu --version; compute-sanitizer --version; nproc; free -g
-"$0" --version; "$0" -m pip list
-"""
-# Registers and memory of every kernel go into the log.
-EXTENSION = """
-"$0" -m tree_attention info
-cuobjdump --dump-resource-usage python/tree_attention/_C*.so
-XZ_OPT=-T0 tar -cJf "$1/extension.tar.xz" python/tree_attention/_C*.so build/gpu_check.stamp
-"""
-EXTENSION_COMMAND = ("bash", "-ec", EXTENSION, "{python}", "{results}")
-PROFILE = """
-ncu --clock-control none --profile-from-start off --set full -f -o "$1/profile" \
-  "$0" -m benchmarks.cuda.profile && "$0" -m benchmarks.cuda.profile "$1/profile"
-"""
-MEASURED = ("a GPU", "build", "smoke")
-QUICK = ("{python}", "benchmarks/decode.py", "--device", "cuda", "--quick", "--budget", "45")
-FULL = ("{python}", "benchmarks/decode.py", "--device", "cuda", "--full", "--budget", "330")
-# A case takes three seconds or so, and one that has begun is ended.
-TUNE = ("{python}", "-m", "benchmarks.cuda.tune", "--seconds", "1", "--budget", "40")
-OUT = ("--out", "{results}")
-
-CALLS = {
-    "A": Call(360, (
-        (
-            BUILD,
-            Stage("ptx", 60, ("bash", "-c", PTX, "{capability}", "{results}"), ("a GPU",)),
-            Stage("machine", 30, ("bash", "-c", MACHINE, "{python}"), ()),
-        ),
-        (
-            Stage("smoke", 65, SMOKE_COMMAND),
-            Stage("extension", 60, EXTENSION_COMMAND, ("build",)),
-        ),
-        (Stage("benchmark", 65, (*QUICK, *OUT), MEASURED),),
-        (Stage("profile", 60, ("bash", "-c", PROFILE, "{python}", "{results}"), MEASURED),),
-    )),
-    "B": Call(540, (
-        (BUILD,),
-        (Stage("tests", 150, pytest(
-            "-n8", *(f"--ignore={name}" for name in (*SMOKE, *GRAPHS, *RANKS, *HUGGINGFACE)),
-            "-k", ON_DEVICE, "tests",
-        )),),
-        (Stage("graphs", 80, pytest("-n1", *GRAPHS)),),
-        (Stage("ranks", 60, pytest("-n1", *RANKS)),),
-        (Stage("huggingface", 60, pytest("-n1", *HUGGINGFACE)),),
-    )),
-    "C": Call(480, (
-        (BUILD, ABLATIONS),
-        (Stage("sanitizer", 250, ("env", "SANITIZER_SECONDS=235", "scripts/sanitize_cuda.sh")),),
-        (Stage("tune_cuda", 60, (*TUNE, *OUT)),),
-    )),
-    "D": Call(540, (
-        (BUILD, ABLATIONS),
-        # It writes its files at its end, which should come before that of its time.
-        (Stage("benchmark", 375, (*FULL, *OUT)),),
-    )),
-}  # fmt: skip
+    measured: Any = None  # what it wrote into {results}/STAGE.json, or of its tests
 
 
 class Run:
@@ -164,6 +68,7 @@ class Run:
         for folder in (out, self.results, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
         self.begin = time.monotonic()
+        self.end = self.begin + SECONDS
         self.done: list[Result] = []
         self.lock = threading.Lock()
         path = ROOT / ".venv/bin/python"
@@ -173,22 +78,23 @@ class Run:
             "PYTHON": self.python,
             "LOGS": str(self.logs),
             "PATH": f"{os.environ['PATH']}:{cuda}",
-            "PYTHONPATH": f"{ROOT / 'python'}:{ROOT}",
+            "PYTHONPATH": ":".join([str(ROOT / "python"), str(ROOT), *given_paths()]),
             "PYTHONUNBUFFERED": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
             "USE_CUDA": "1",
+            "LINE_INFO": "1",  # for profiles
             "MAX_JOBS": os.environ.get("MAX_JOBS", str(os.cpu_count())),
             "OMP_NUM_THREADS": "2",
             # A test without its device fails; asking for devices initialises nothing.
             "REQUIRE_CUDA": "1",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            # Streams of virtual ranks, which wait for one another, share no queue.
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         }
         # Without pytest-xdist the tests run one after the other, and the first that hangs or loses
         # the device is the last.
         self.has_workers = self.ask(self.python, "-c", "import xdist").returncode == 0
-        self.device, capability = self.describe_device()
-        # Instructions of one generation only, which sm_90a has, need the a.
-        self.capability = {"9.0": "9.0a"}.get(capability, capability)
+        self.device, self.capability = self.describe_device()
         self.environment.setdefault("TORCH_CUDA_ARCH_LIST", self.capability)
 
     def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
@@ -197,7 +103,7 @@ class Run:
                 command,
                 capture_output=True,
                 text=True,
-                timeout=5,
+                timeout=60,  # a driver that nobody uses loads at the first question
                 cwd=ROOT,
                 env=self.environment,
             )
@@ -207,6 +113,8 @@ class Run:
     def describe_device(self) -> tuple[str | None, str]:
         query = ("--query-gpu=name,compute_cap", "--format=csv,noheader", "--id=0")
         found = self.ask("nvidia-smi", *query)
+        if found.returncode != 0:
+            found = self.ask("nvidia-smi", *query)
         (self.logs / "device.log").write_text(found.stdout + found.stderr)
         name, _, capability = found.stdout.strip().rpartition(", ")
         return (name, capability) if found.returncode == 0 and name else (None, "9.0")
@@ -222,30 +130,47 @@ class Run:
 
     def run_stage(self, stage: Stage) -> None:
         missing = [what for what in stage.needs if not self.passed(what)]
+        seconds = min(stage.seconds, int(self.end - time.monotonic()) - 2 * GRACE)
         if missing:
             self.record(Result(stage.name, 0, f"not run: needs {' and '.join(missing)}"))
         elif stage == BUILD and built(self.environment):
             self.record(Result(stage.name, 0, "passed", "was built before"))
+        elif seconds < WORTH_BEGINNING:
+            self.record(Result(stage.name, 0, "not run: no time is left"))
         else:
             begin = time.monotonic()
-            result = self.execute(stage)
+            result = self.execute(stage, seconds)
+            found = Result(stage.name, round(time.monotonic() - begin), result)
+            found.detail = last_line((self.logs / f"{stage.name}.log").read_text(errors="replace"))
+            found.measured = read_json(self.results / f"{stage.name}.json") or read_junit(
+                self.results / f"{stage.name}.xml"
+            )
             if stage == BUILD and result == "passed":
                 stamp_path().parent.mkdir(exist_ok=True)
                 stamp_path().write_text(stamp(self.environment))
-            found = Result(stage.name, round(time.monotonic() - begin), result)
-            found.detail = last_line((self.logs / f"{stage.name}.log").read_text(errors="replace"))
-            found.measured = read_json(self.results / f"{stage.name}.json")
+            elif stage == BUILD and (name := self.use_extension()) is not None:
+                found.result, found.detail = "passed", f"{result}: {name} takes its place"
             self.record(found)
 
-    def execute(self, stage: Stage) -> str:
+    def use_extension(self) -> str | None:
+        """Puts EXTENSION in the place of a build, and returns its name, or None."""
+        path = Path(os.environ.get("EXTENSION", ""))
+        if not path.is_file():
+            return None
+        shutil.copyfile(path, ROOT / "python/tree_attention" / path.name)
+        imported = self.ask(self.python, "-c", "import tree_attention")
+        return path.name if imported.returncode == 0 else None
+
+    def execute(self, stage: Stage, seconds: int) -> str:
         """Runs it, for its time at most."""
         names = {"python": self.python, "results": str(self.results)}
         names["capability"] = self.capability.replace(".", "")
         command = [word if "\n" in word else word.format(**names) for word in stage.command]
         if not self.has_workers:
             command = [word for word in command if not re.fullmatch(r"-n\d+", word)]
-        # The whole process group gets the signal: ranks and tools as well.
-        limits = ["timeout", f"--kill-after={GRACE}", str(stage.seconds)]
+        # The whole process group gets the signal: ranks and tools as well. After this one pytest
+        # still writes its report.
+        limits = ["timeout", "--signal=INT", f"--kill-after={GRACE}", str(seconds)]
         begin = time.monotonic()
         with (self.logs / f"{stage.name}.log").open("wb") as log:
             process = subprocess.Popen(
@@ -253,14 +178,14 @@ class Run:
                 stderr=subprocess.STDOUT, cwd=ROOT, env=self.environment,
             )  # fmt: skip
             try:
-                status = process.wait(stage.seconds + 2 * GRACE)
+                status = process.wait(seconds + 2 * GRACE)
             except subprocess.TimeoutExpired:
                 return "FAILED: could not be ended"
         if status == 0:
             return "passed"
         if status == CANNOT_RUN:
             return "not run"
-        if time.monotonic() - begin >= stage.seconds:
+        if time.monotonic() - begin >= seconds:
             return "FAILED: out of time"
         return f"FAILED: exit status {status}" if status > 0 else f"FAILED: signal {-status}"
 
@@ -269,14 +194,15 @@ class Run:
             self.done.append(result)
             print(f"{result.stage:<11} {result.seconds:>4} s  {result.result:<24} {result.detail}",
                   flush=True)  # fmt: skip
-            self.write()
+            try:
+                self.write()
+            except OSError as error:  # the next stage writes again
+                print(f"{self.out} is not complete: {error}", flush=True)
 
     def write(self) -> None:
         seconds = round(time.monotonic() - self.begin)
         architectures = self.environment["TORCH_CUDA_ARCH_LIST"]
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT
-        ).stdout.strip()
+        commit = self.ask("git", "rev-parse", "HEAD").stdout.strip()
         summary = {
             "call": self.name, "device": self.device, "architectures": architectures,
             "commit": commit, "seconds": seconds, "stages": [asdict(r) for r in self.done],
@@ -293,7 +219,7 @@ class Run:
         for path in [*self.results.glob("decode_cuda*"), *self.results.glob("tune_cuda*")]:
             shutil.copyfile(path, self.out / path.name)
         for path in self.results.glob("extension.tar.xz"):
-            path.replace(self.out / path.name)
+            shutil.move(path, self.out / path.name)  # perhaps on another file system
         with tarfile.open(self.out / f"{self.name}.logs.tar.gz", "w:gz") as archive:
             archive.add(self.logs, "logs")
             archive.add(self.results, "results")
@@ -325,6 +251,24 @@ def last_line(text: str) -> str:
     return "".join(c for c in lines[-1] if c.isprintable() and c != "|")[:100] if lines else ""
 
 
+def read_junit(path: Path) -> Any:
+    """Counts of tests, and the names of those that failed."""
+    try:
+        cases = list(ElementTree.parse(path).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return None
+    failed = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
+    return {
+        "tests": len(cases),
+        "skipped": sum(case.find("skipped") is not None for case in cases),
+        "failed": [f"{case.get('classname')}::{case.get('name')}" for case in failed],
+    }
+
+
+def given_paths() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
+
+
 def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
@@ -336,9 +280,11 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 2 or arguments[0] not in CALLS:
         print(f"usage: scripts/gpu_check.sh {'|'.join(CALLS)} OUT", file=sys.stderr)
         return 2
+    # Who starts it in the background has it ignore the signal, and with it all stages.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
         run = Run(arguments[0], Path(arguments[1]).resolve(), Path(scratch))
-        for step in CALLS[run.name].steps:
+        for step in CALLS[run.name]:
             run.run_step(step)
     failures = sum(r.result != "passed" for r in run.done)
     seconds = round(time.monotonic() - run.begin)

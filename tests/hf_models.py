@@ -5,6 +5,7 @@ One for each kind of attention; `hf_families` has those of which only the family
 """
 
 import copy
+from typing import Any
 
 import torch
 from transformers import (
@@ -100,8 +101,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 OF_EXPERTS = ("gpt_oss", "qwen3_moe")
 
 
-def make_model(name: str, attn_implementation: str | None = None) -> PreTrainedModel:
-    """A model of `CONFIGS` in float32 with seeded weights.
+def make_model(
+    name: str,
+    attn_implementation: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> PreTrainedModel:
+    """A model of `CONFIGS`, with `changes` of its configuration, with seeded weights.
 
     The default attention is transformers' own of the widest use that computes this model: sdpa,
     and eager for those with softcap or sinks.
@@ -110,10 +116,12 @@ def make_model(name: str, attn_implementation: str | None = None) -> PreTrainedM
         attn_implementation = "eager" if name in ("gemma2", "gpt_oss") else "sdpa"
     # from_config keeps and changes the object it is given.
     config = copy.deepcopy(CONFIGS[name])
+    for key, value in changes.items():
+        setattr(config, key, value)
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attn_implementation, dtype=torch.float32
+            config, attn_implementation=attn_implementation, dtype=dtype
         )
         if name in OF_EXPERTS:
             model.set_experts_implementation("eager")  # the default has no float64

@@ -35,7 +35,12 @@ CASES: dict[str, dict[str, Any]] = {
     "odd strides": {"layout": "unaligned", "head_dim": 24, "seqlen_q": 2},
     "peaked scores": {"score_size": 30.0},
     "int8": {"kv_dtype": torch.int8, "dtype": torch.bfloat16, "seqlen_q": 2, "ranges": "causal"},
-    "float8": {"kv_dtype": torch.float8_e4m3fn, "batch": 3, "ranges": "ragged"},
+    "float8": {
+        "kv_dtype": torch.float8_e4m3fn,
+        "dtype": torch.bfloat16,
+        "batch": 3,
+        "ranges": "ragged",
+    },
     "fewer keys than ranks": {"seqlen_k": 2},
     "no keys": {"seqlen_k": 0},
 }

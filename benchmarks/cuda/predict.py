@@ -50,7 +50,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Code:
-    """Instructions of one warp that masks nothing, for sm_90a, and the serial steps of a launch."""
+    """Instructions of one warp that masks nothing, for sm_90, and the serial steps of a launch."""
 
     addresses: int  # for a quarter of the requests of a tile
     page_addresses: int  # what pages add
@@ -111,7 +111,7 @@ class Tile:
             raise ValueError(f"{case.name}: the model has no such kernel")
         sizes = (16, 64) if case.kv_dtype else (16, 32, 64, 128)
         rows = next((n for n in sizes if n >= packed_rows(case)), sizes[-1])
-        columns = next(n for n in (64, 96, 128) if n >= case.head_dim)
+        columns = columns_of(case)
         keys = 1 << (16 * K // (columns * case.cached_dtype.itemsize)).bit_length() - 1
         warps = 8 if rows > 64 else 4
         num_bytes = 2 * keys * case.head_dim * case.cached_dtype.itemsize
@@ -120,6 +120,11 @@ class Tile:
     @property
     def row_groups(self) -> int:
         return self.rows // 16
+
+
+def columns_of(case: CudaCase) -> int:
+    """Columns of the kernel: those beyond head_dim are not read, and computed with as zeros."""
+    return 64 if case.head_dim <= 64 else 128
 
 
 def packed_rows(case: CudaCase) -> int:
@@ -139,7 +144,7 @@ def instructions(case: CudaCase, tile: Tile, code: Code) -> float:
     steps = tile.keys * tile.row_groups // tile.warps / 16
     addresses = code.addresses + (code.page_addresses if case.page_size else 0)
     products = code.fragments + code.widening.get(case.kv_dtype, 0)
-    step = products * case.head_dim / 128 + code.softmax
+    step = products * columns_of(case) / 128 + code.softmax
     return quarter * (addresses + code.requests) + code.loop + steps * step
 
 

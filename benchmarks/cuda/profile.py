@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Counts of Nsight Compute in one launch for each of a few shapes.
+"""Counts of Nsight Compute in one launch for each of two shapes.
 
 ncu --profile-from-start off --set full -o REPORT python -m benchmarks.cuda.profile
 python -m benchmarks.cuda.profile REPORT        # writes REPORT.json
@@ -15,16 +15,11 @@ from pathlib import Path
 import torch
 
 from ..harness.measure import InputArena
-from .cases import HEADS, LATENCY, PAGES, CudaCase, K
+from .cases import LATENCY, CudaCase, K
 from .inputs import Inputs
 from .peers import ours
 
-CASES = [
-    CudaCase(lengths=(64 * K,)),
-    LATENCY,
-    CudaCase(PAGES, lengths=(16 * K,) * 8, page_size=16),
-    CudaCase(HEADS, heads=(64, 8), lengths=(16 * K,) * 8, seqlen_q=16),
-]
+CASES = [CudaCase(lengths=(64 * K,)), LATENCY]
 # Metrics that are read, of more than a thousand: time, bytes, occupancy, and what warps wait for.
 CHOSEN = re.compile(
     r"gpu__time_duration\.sum|dram__(bytes_read\.sum|throughput\.avg)|lts__t_sector_hit_rate"

@@ -26,7 +26,9 @@ def parser_of_cases(description: str) -> argparse.ArgumentParser:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="a few tiny cases, to try it")
     size.add_argument("--full", action="store_true", help="every case: minutes")
-    parser.add_argument("--only", metavar="TEXT", help="cases whose name contains TEXT")
+    parser.add_argument(
+        "--only", nargs="+", metavar="TEXT", help="cases whose name contains one of these"
+    )
     parser.add_argument(
         "--seconds", type=float, default=2.0, help="timed seconds per case (default 2)"
     )
@@ -74,11 +76,12 @@ def run_cases(
     quick, standard, full = lists
     cases = (quick if parsed.quick else full if parsed.full else standard)()
     if parsed.only:
-        chosen = [case for case in cases if parsed.only in case.name]
+        chosen = [case for case in cases if any(text in case.name for text in parsed.only)]
         if not chosen:
             if world.root:
                 console = console_of()
-                console.print(f"No case contains {parsed.only!r}. The cases are:", style="red")
+                texts = " or ".join(map(repr, parsed.only))
+                console.print(f"No case contains {texts}. The cases are:", style="red")
                 console.print("\n".join(case.name for case in cases), highlight=False)
             return 2
         cases = chosen

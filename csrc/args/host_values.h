@@ -15,7 +15,7 @@ inline void check_page_id(const DecodeParams& params, int64_t batch, int64_t pag
   TORCH_CHECK(0 <= id && id < params.num_pages,
               "lean_decode: page_table must hold page ids in [0, ", params.num_pages,
               ") where key_ranges needs them, got ", id, " for page ", page, " of sequence ",
-              batch / params.num_ranges);
+              batch % (params.batch / params.num_ranges));
 }
 
 // Throws for the first slot out of range.

@@ -5,6 +5,8 @@
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/stack.h>
 
+#include <vector>
+
 #include "args/checks.h"
 
 namespace tree_attention {
@@ -48,9 +50,13 @@ RangeParts::RangeParts(const DecodeArgs& args) : call_(args) {
   // A page has at least one key. Without keys, one range says as much as all.
   const bool has_keys = args.page_table || args.k.size(2) > 0;
   const at::Tensor ranges = has_keys ? *args.key_ranges : args.key_ranges->narrow(2, 0, 1);
-  const auto repeated = [&](const at::Tensor& x) { return x.repeat_interleave(ranges.size(2), 0); };
+  const auto repeated = [&](const at::Tensor& x) {
+    std::vector<int64_t> times(x.dim(), 1);
+    times[0] = ranges.size(2);
+    return x.repeat(times);
+  };
   call_.q = repeated(args.q);
-  call_.key_ranges = disjoint(ranges).transpose(1, 2).flatten(0, 1);
+  call_.key_ranges = disjoint(ranges).permute({2, 0, 1, 3}).flatten(0, 1);
   if (args.query_positions) call_.query_positions = repeated(*args.query_positions);
   if (args.page_table) {
     call_.page_table = repeated(*args.page_table);
@@ -63,8 +69,7 @@ RangeParts::RangeParts(const DecodeArgs& args) : call_(args) {
 }
 
 at::Tensor RangeParts::by_range(const at::Tensor& result) const {
-  const int64_t batch = result.size(0) / call_.num_ranges;
-  return result.unflatten(0, {batch, call_.num_ranges}).transpose(0, 1);
+  return result.unflatten(0, {call_.num_ranges, result.size(0) / call_.num_ranges});
 }
 
 }  // namespace tree_attention

@@ -22,7 +22,8 @@ class RangeParts {
   // The call of which the ranges are the sequences. Its states are float32.
   const DecodeArgs& call() const { return call_; }
 
-  // A result of that call, [batch * num_ranges, ...], by range: [num_ranges, batch, ...].
+  // A result of that call, [num_ranges * batch, ...], by range, [num_ranges, batch, ...], which is
+  // a view for a merge.
   at::Tensor by_range(const at::Tensor& result) const;
 
  private:

@@ -3,13 +3,17 @@
 // The bridge from the operators to the kernels: device, stream and workspace.
 #include "ops_cuda.h"
 
-#include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAStream.h>
 #include <c10/util/env.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 
 #include "append/append_kv.cuh"
 #include "args/checks.h"
@@ -22,8 +26,23 @@
 namespace tree_attention::cuda {
 namespace {
 
+// Asked of the runtime once for each device. ATen's context has them too, but its header asks for
+// those of cuBLAS, cuSPARSE and cuSOLVER, which a bare toolkit lacks.
+const cudaDeviceProp& properties(c10::DeviceIndex index) {
+  static std::mutex mutex;
+  static auto* const known = new std::map<c10::DeviceIndex, cudaDeviceProp>;
+  const std::lock_guard lock(mutex);
+  const auto [found, is_new] = known->try_emplace(index);
+  if (is_new) {
+    const cudaError_t error = cudaGetDeviceProperties(&found->second, index);
+    if (error != cudaSuccess) known->erase(found);
+    C10_CUDA_CHECK(error);
+  }
+  return found->second;
+}
+
 const cudaDeviceProp& current_device(const char* op) {
-  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  const cudaDeviceProp& device = properties(c10::cuda::current_device());
   check_capability(op, device.name, device.major, device.minor);
   return device;
 }
@@ -48,6 +67,7 @@ void check_pages(const DecodeParams& params, cudaStream_t stream) {
 }
 
 void check_slots_on_device(AppendParams params) {
+  if (params.batch * params.tokens == 0) return;  // there may be no memory of theirs
   const at::Tensor slots =
       at::from_blob(const_cast<int64_t*>(params.slots), {params.batch, params.tokens},
                     params.slots_stride, at::device(at::kCUDA).dtype(at::kLong))

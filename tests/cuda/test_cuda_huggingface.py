@@ -82,3 +82,31 @@ def generate_with_synchronized_logits(rank: int, world_size: int, tokens: Tensor
 def test_logits_are_synchronized_on_the_device(cuda: torch.device) -> None:
     tokens = plain_tokens("llama", GREEDY)
     run_ranks(generate_with_synchronized_logits, 2, tokens, timeout=SECONDS)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
+    "dtype": ({"head_dim": 16}, "int8", "q must be bfloat16 or float16 on CUDA for keys of 8 bits"),
+    "head_dim": ({"head_dim": 12}, None, "head_dim must be a multiple of 8 up to 256 on CUDA"),
+    "head_dim of 8 bits": (
+        {"head_dim": 8, "dtype": torch.bfloat16}, "fp8", "head_dim must be a multiple of 16 up to"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_attention_does_not_take_is_refused_before_generate(
+    case: str, cuda: torch.device
+) -> None:
+    """And by a cache that was told nothing of the model, with the first keys."""
+    changes, kv_dtype, reason = REFUSED[case]
+    model = make_model("llama", **changes).cuda()
+    message = f"which attention does not take on cuda: lean_decode: {reason}"
+    with pytest.raises(ValueError, match=f"^enable: LlamaForCausalLM has keys of .* {message}"):
+        hf.enable(model, kv_dtype=kv_dtype)
+    assert "generate" not in vars(model)
+    cache = hf.TreeCache(model.config, kv_dtype=kv_dtype)
+    keys = torch.zeros(1, 2, 3, changes["head_dim"], dtype=model.dtype, device=cuda)
+    message = f"keys that attention does not take on cuda: lean_decode: {reason}"
+    with pytest.raises(ValueError, match=f"^TreeCache: it is given {message}"):
+        cache.update(keys, keys, 0)
+    assert not cache.layers[0].is_initialized

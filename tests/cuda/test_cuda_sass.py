@@ -37,7 +37,7 @@ STEP_BUDGETS = {
 
 @pytest.fixture(scope="module", params=SOURCES)
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Code]:
-    found = disassemble(request.param, "sm_90a", tmp_path_factory.mktemp(request.param))
+    found = disassemble(request.param, "sm_90", tmp_path_factory.mktemp(request.param))
     assert found
     return found
 
@@ -53,7 +53,7 @@ def test_no_local_memory(kernels):
 def test_8_bits(source, tmp_path):
     """No local memory at all, float8 by the device's conversion, and the instructions of a step: a
     value's scale takes one logarithm for each of the four keys of a thread and 16 keys."""
-    for kernel in disassemble(source, "sm_90a", tmp_path):
+    for kernel in disassemble(source, "sm_90", tmp_path):
         assert kernel.count(r"LDL|STL") == 0, kernel.name
         assert (kernel.count(r"F2FP\.F16\.E4M3") > 0) == ("Float8" in kernel.name), kernel.name
         keys, budget = STEP_BUDGETS[source]

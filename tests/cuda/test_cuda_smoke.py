@@ -14,7 +14,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KERNELS = {
     f"{str(dtype)[6:]} d{head_dim}": {"dtype": dtype, "head_dim": head_dim}
     for dtype in (BF16, FP16, FP32)
-    for head_dim in (64, 96, 128, 256)
+    for head_dim in (64, 128, 256)
 }
 
 

@@ -12,7 +12,7 @@ from ptx_translator import translate
 from sass import find_tool
 
 # As setup.py has them, without -lineinfo, which only adds lines.
-NVCC_FLAGS = ["-std=c++20", "-fmad=false", "-O3", "-arch=compute_90a", "-ptx"]
+NVCC_FLAGS = ["-std=c++20", "-fmad=false", "-O3", "-arch=compute_90", "-ptx"]
 # Signed integers of PTX wrap. More than -O0 takes longer than it saves.
 FLAGS = [
     *(re.sub("^-I", f"-I{ROOT}/", flag) for flag in emulator_build.FLAGS),

@@ -29,7 +29,7 @@ from hf_families import LATENT, WORKING
 from hf_families import make_model as make_family
 from hf_models import make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, hf
-from tree_attention.hf.cache import latent
+from tree_attention.hf.cache import latent, operands
 
 GREEDY = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
 SIZES = {"kv_lora_rank": 24, "qk_rope_head_dim": 4}  # of the model in hf_models
@@ -291,7 +291,7 @@ def test_a_device_without_such_long_rows_is_named() -> None:
     error = RuntimeError("lean_decode: head_dim must be at most 16, got 28")
     message = "caches latents of 28 columns, which attention does not take on cpu: lean_decode: hea"
     with (
-        mock.patch.object(latent, "lean_decode", side_effect=error),
+        mock.patch.object(operands, "lean_decode", side_effect=error),
         pytest.raises(ValueError, match=f"^enable: DeepseekV3ForCausalLM {message}"),
     ):
         hf.enable(model)

@@ -196,3 +196,12 @@ def test_cuda_checks_slots_in_the_debug_mode(slot, cuda_kernels, monkeypatch):
     call.slots = torch.tensor([[0, -1, 19]], device=cuda_kernels).expand(2, -1)
     call.run()
     assert (call.k_cache != 5).any()
+
+
+def test_cuda_checks_no_slots_of_no_tokens(cuda_kernels, monkeypatch):
+    """They have no memory of which the check could make a tensor."""
+    monkeypatch.setenv("TREE_ATTENTION_CHECK_PAGES", "1")
+    call = make_call(tokens=0).to(cuda_kernels)
+    assert call.slots.numel() == 0
+    call.run()
+    assert (call.k_cache == 5).all() and (call.v_cache == 5).all()

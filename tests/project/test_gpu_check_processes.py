@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`scripts/gpu_check.py` gives each kernel's tests a process of their own."""
+"""Programs that `scripts/gpu_check.py` starts: each kernel's tests have a process of their own."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -93,3 +94,22 @@ def test_a_lost_device_fails_one_test(tmp_path):
     )  # fmt: skip
     assert "1 failed, 2 passed" in result.stdout, result.stdout
     assert "test_breaks_the_device" in result.stdout and "the first error" in result.stderr
+
+
+@pytest.mark.parametrize("missing", ["device", "compute-sanitizer"])
+def test_sanitizing_needs_a_device_and_a_tool(missing, tmp_path):
+    path = os.environ["PATH"]
+    if missing == "device":
+        tool = tmp_path / "compute-sanitizer"
+        tool.write_text("#!/bin/bash\n")
+        tool.chmod(0o755)
+        path = f"{tmp_path}:{path}"
+    elif shutil.which("compute-sanitizer", path=f"{path}:/usr/local/cuda/bin"):
+        pytest.skip("it is installed")
+    result = subprocess.run(
+        [ROOT / "scripts/sanitize_cuda.sh"], capture_output=True, text=True,
+        env=os.environ | {"PYTHON": shutil.which("false"), "PATH": path},
+    )  # fmt: skip
+    assert result.returncode == 77
+    expected = "no CUDA device" if missing == "device" else "compute-sanitizer is not installed"
+    assert result.stdout.strip() == expected

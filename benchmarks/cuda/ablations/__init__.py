@@ -44,7 +44,7 @@ def build() -> None:
         extra_include_paths=[str(FOLDER), str(ROOT / "csrc")],
         # As setup.py: products and sums are fused only where the text says so.
         extra_cflags=["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden"],
-        extra_cuda_cflags=["-O3", "-std=c++20", "-fmad=false", "-lineinfo"],
+        extra_cuda_cflags=["-O3", "-std=c++20", "-fmad=false"],
         is_python_module=False,
         with_cuda=True,
     )

@@ -18,7 +18,6 @@ template <typename F>
 cudaError_t with_config(const DecodeParams& p, const F& f) {
   const int head_dim = std::max(p.head_dim, p.head_dim_v);
   if (head_dim <= 64) return f.template operator()<TileConfig<BFloat16, 64, 16>>();
-  if (head_dim <= 96) return f.template operator()<TileConfig<BFloat16, 96, 16>>();
   return f.template operator()<TileConfig<BFloat16, 128, 16>>();
 }
 

@@ -23,8 +23,7 @@ cudaError_t launch_equal_splits(const DecodeParams& params, const Plan& plan,
 cudaError_t launch_waiting_fixup(const DecodeParams& params, const Plan& plan,
                                  const Workspace& workspace, cudaStream_t stream);
 
-// lean_decode with tiles of 64, 128 or 256 keys in a ring of `num_stages`. Of 96 columns it takes
-// the tiles of 128.
+// lean_decode with tiles of 64, 128 or 256 keys in a ring of `num_stages`.
 Plan plan_tiles(const DecodeParams& params, const DeviceLimits& limits, int tile_keys,
                 int num_stages);
 cudaError_t launch_tiles(const DecodeParams& params, const Plan& plan, const Workspace& workspace,

@@ -8,13 +8,9 @@
 namespace tree_attention::cuda {
 
 // Calls f.template operator()<Element, head_dim bucket, Cached>() for the kernels of these tensors.
-// Fewer buckets are compiled for keys and values of 8 bits.
 template <typename Element, typename Cached, typename F>
 auto with_head_dim(int head_dim, F f) {
   if (head_dim <= 64) return f.template operator()<Element, 64, Cached>();
-  if constexpr (sizeof(Cached) > 1) {
-    if (head_dim <= 96) return f.template operator()<Element, 96, Cached>();
-  }
   if (head_dim <= 128) return f.template operator()<Element, 128, Cached>();
   return f.template operator()<Element, 256, Cached>();
 }

@@ -101,7 +101,7 @@ Plan plan_lean_decode(const DecodeParams& p, const DeviceLimits& limits) {
 WorkspaceSize largest_workspace(const DeviceLimits& limits) {
   WorkspaceSize largest{0, 0};
   for (const DataType dtype : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
-    for (const int dim : {64, 96, 128, 256}) {
+    for (const int dim : {64, 128, 256}) {
       with_instance(dtype, dtype, dim, [&]<typename Element, int kHeadDim, typename Cached>() {
         for (const int64_t rows : {16, 32, 64, 128}) {
           with_row_tile<Element, kHeadDim, Cached>(rows, [&]<typename Config>() {

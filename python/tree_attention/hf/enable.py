@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from ..exchange import Communicator, check_options, get_communicator
 from ..sharding import ShardLayout
 from .cache.latent import check_latents, override_expansion, restore_expansion
+from .cache.operands import check_keys
 from .cache.tree_cache import TreeCache
 from .checks.generate_checks import Preparation
 from .options import CacheOptions, takes_cache_options, with_defaults
@@ -78,10 +79,11 @@ def enable(
 
     Raises:
         TypeError: `model` is no model of transformers or is wrapped, or there is no such option.
-        ValueError: the model has no `generate`, its attention cannot be chosen, its layers cache
-            anything but keys and values, latents or states of their own, `prefill` is "split" and
-            the tokens of this model cannot be split, `deterministic` is given with "split", split
-            weights, or a layout or layers that it is not for, or an argument is out of range.
+        ValueError: the model has no `generate`, its attention cannot be chosen, attention does
+            not take its dtype or head_dim on its device, its layers cache anything but keys and
+            values, latents or states of their own, `prefill` is "split" and the tokens of this
+            model cannot be split, `deterministic` is given with "split", split weights, or a layout
+            or layers that it is not for, or an argument is out of range.
     """
     options = with_defaults("enable", options)
     if prefill_chunk_size is not None and prefill_chunk_size < 1:
@@ -97,7 +99,8 @@ def enable(
     new_cache = functools.partial(TreeCache, model.config, group, layout, **options)
     processor = SynchronizeLogits(logits_comm, options["timeout"]) if synchronize_logits else None
     preparation = Preparation(comm, new_cache, prefill_chunk_size, processor, prefill)
-    check_latents(model)
+    check_latents(model, preparation.kv_dtype)
+    check_keys(model, preparation.kv_dtype)
     if is_enabled(model):  # until now, so that wrong options leave it as it was
         disable(model)
     previous = model.config._attn_implementation

@@ -11,11 +11,14 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ...ops import append_kv
 from ..prompts.token_split import Deal, current_deal
+from .operands import check_taken
 from .shard import Shard
 
 # transformers 5.5 passes `crop` the tokens to keep, later releases the tokens to remove, as a
 # number <= 0. The name of the parameter tells which.
 CROP_KEEPS = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+
+_REFUSED = "TreeCache: it is given keys that"
 
 
 class WrongAttentionError(AttributeError):
@@ -95,6 +98,8 @@ class TreeCacheLayer(CacheLayerMixin):
                 x.new_empty(x.shape[:3], dtype=torch.float32) for x in (self.keys, self.values)
             )
         self.grow(self.dropped)
+        if not torch.compiler.is_compiling():
+            check_taken(_REFUSED, key_states.dtype, *self.operands(self.buffers()))
         self.is_initialized = True
 
     def buffers(self) -> dict[str, Tensor]:

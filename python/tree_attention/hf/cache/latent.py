@@ -25,9 +25,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...ops import lean_decode
 from ..prompts.token_split import current_deal
 from .growing import KVShard, TreeCacheLayer
+from .operands import check_taken, no_rows, scales_of
 
 # The method of attention modules that makes keys and values of all heads from cached latents.
 _EXPAND = "expand_kv"
@@ -153,9 +153,9 @@ def _expand(module: Any, o: Tensor, weight: Tensor) -> Tensor:
     return product.view(num_heads, -1, batch, seqlen_q).permute(2, 0, 3, 1)
 
 
-def check_latents(model: PreTrainedModel) -> None:
+def check_latents(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:
     """Refuses a model with multi-head latent attention in a form that is not known, or with rows
-    that the operator does not take on the model's device."""
+    that the operator, as `kv_dtype`, does not take on the model's device."""
     if getattr(model.config, "kv_lora_rank", None) is None:
         return
     name, modules = type(model).__name__, list(_attentions(model))
@@ -167,15 +167,10 @@ def check_latents(model: PreTrainedModel) -> None:
         )
     weights = [_weight(module) for module in modules]
     rank, width = modules[0].kv_lora_rank, modules[0].kv_lora_rank + modules[0].qk_rope_head_dim
-    rows = weights[0].new_empty((1, 1, 1, width))
-    ranges = torch.zeros((1, 1, 2), dtype=torch.int32, device=rows.device)
-    try:
-        lean_decode(rows, rows, rows[..., :rank], ranges)
-    except RuntimeError as error:
-        raise ValueError(
-            f"enable: {name} caches latents of {width} columns, which attention does not take on "
-            f"{rows.device.type}: {error}"
-        ) from error
+    dtype = weights[0].dtype
+    rows = no_rows(width, dtype, kv_dtype, weights[0].device)
+    what = f"enable: {name} caches latents of {width} columns, which"
+    check_taken(what, dtype, rows, rows[..., :rank], scales_of(rows, kv_dtype))
 
 
 def override_expansion(model: PreTrainedModel) -> None:

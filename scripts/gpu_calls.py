@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The calls of scripts/gpu_check.sh: their stages, in the order of what each is worth."""
+
+from dataclasses import dataclass
+
+# Of ten minutes, so that nobody else ends the call while it writes.
+SECONDS = 585
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    seconds: int  # it is ended after so long, or with the time of the call
+    command: tuple[str, ...]  # {python}, {capability} (as in sm_90), {results} (a folder)
+    needs: tuple[str, ...] = ("a GPU", "build", "gate")
+
+
+# One step after the other; the stages of a step side by side.
+Steps = tuple[tuple[Stage, ...], ...]
+
+
+def pytest(name: str, seconds: int, *arguments: str, workers: int = 1, needs=Stage.needs) -> Stage:
+    """In workers, of which one that hangs or has lost the device is replaced. A signal would not
+    interrupt a wait for the device."""
+    options = ("-v", "-p", "no:cacheprovider", "--timeout", "60", "--timeout-method", "thread")
+    report = f"--junitxml={{results}}/{name}.xml"
+    command = ("{python}", "-m", "pytest", *options, f"-n{workers}", report, *arguments)
+    return Stage(name, seconds, command, needs)
+
+
+def files(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/cuda/test_cuda_{name}.py" for name in names)
+
+
+def bash(script: str, *arguments: str) -> tuple[str, ...]:
+    return ("bash", "-c", script, *arguments)
+
+
+# What these words name compiles emulators or asks no GPU.
+ON_DEVICE = " and not ".join(
+    ("cuda", "emulat", "any_order", "old_architectures", "rings_of_all_depths", "shared_memory")
+)
+# With the compiler, the profiler or processes of their own.
+SLOW = "compiled or one_kernel or first_calls"
+
+PTX = """
+nvcc -std=c++20 -O1 -gencode=arch=compute_$0,code=sm_$0 -Icsrc -Itests/cpp \
+  tests/cuda_emulator/ptx_on_device.cu -o "$1/ptx_on_device" && "$1/ptx_on_device"
+"""
+# Also the headers without which nothing can be compiled.
+MACHINE = """
+nvidia-smi; nvcc --version; g++ --version; ncu --version; compute-sanitizer --version; nproc
+free -g; "$0" --version; "$0" -m pip list
+"$0" -c 'import sysconfig; print(sysconfig.get_paths()["include"])' | xargs -I{} ls {}/Python.h
+find -L "${CUDA_HOME:-/usr/local/cuda}/include" -maxdepth 1 -name cuda_runtime.h
+"$0" -c 'import torch; torch.cuda.init(); print(torch.cuda.get_device_properties(0))'
+"""
+# Registers and memory of every kernel go into the log.
+EXTENSION = """
+"$0" -m tree_attention info
+cuobjdump --dump-resource-usage python/tree_attention/_C*.so
+XZ_OPT=-T0 tar -cJf "$1/extension.tar.xz" python/tree_attention/_C*.so build/gpu_check.stamp
+"""
+PROFILE = """
+ncu --clock-control none --profile-from-start off --set full -f -o "$1/profile" \
+  "$0" -m benchmarks.cuda.profile && "$0" -m benchmarks.cuda.profile "$1/profile"
+"""
+DECODE = ("{python}", "benchmarks/decode.py", "--device", "cuda")
+OUT = ("--out", "{results}")
+# It writes its files at its end, which should come before that of its time.
+FULL = (*DECODE, "--full", "--budget", "330", *OUT)
+# A case takes three seconds or so, and one that has begun is ended.
+TUNE = ("{python}", "-m", "benchmarks.cuda.tune", "--seconds", "1", "--budget", "40", *OUT)
+# Not where the whole benchmark writes.
+ROWS = ("--only", "bf16/", "page", "--budget", "45", "--out", "{results}/rows")
+SMOKE = files("smoke")
+SMOKE_COMMAND = ("{python}", "scripts/gpu_smoke.py", "{results}/smoke.json", *SMOKE)
+LAUNCHES = files("launches", "graphs", "workspace")
+OPERATORS = tuple(
+    f"tests/ops/test_{name}.py"
+    for name in (
+        *("lean_decode", "lean_decode_out", "merge_states", "append_kv", "several_ranges"),
+        *("decode_rounding", "append_kv_errors", "op_compile"),
+    )
+)
+OTHERS = (
+    *("tests/test_patterns.py", "tests/test_positions.py", "tests/reference/test_conformance.py"),
+    *("tests/benchmarks/test_bench_cuda_timing.py", "tests/benchmarks/test_bench_cuda_cases.py"),
+)
+
+BUILD = Stage("build", 145, ("{python}", "setup.py", "build_ext", "--inplace"), needs=())
+ABLATIONS = Stage("ablations", 145, ("{python}", "-m", "benchmarks.cuda.ablations"), ("a GPU",))
+# One kernel, on which all others depend; the smoke test is of all kernels.
+GATE = pytest(
+    "gate", 60, "-k", "test_kernel and bfloat16 and d128 and not int8 and not float8 and not emul",
+    *SMOKE, needs=("a GPU", "build"),
+)  # fmt: skip
+
+CALLS: dict[str, Steps] = {
+    "A": (
+        (Stage("machine", 30, bash(MACHINE, "{python}"), ()),),
+        (BUILD, Stage("ptx", 60, bash(PTX, "{capability}", "{results}"), ("a GPU",))),
+        (GATE,),
+        (Stage("benchmark", 75, (*DECODE, "--quick", "--budget", "45", *OUT)),),
+        (Stage("profile", 60, bash(PROFILE, "{python}", "{results}")),),
+        (Stage("extension", 30, bash(EXTENSION, "{python}", "{results}"), ("build",)),),
+        (
+            Stage("smoke", 150, SMOKE_COMMAND),
+            ABLATIONS,
+        ),
+        (pytest("launches", 120, "-k", f"not ({SLOW})", *LAUNCHES),),
+        (Stage("tune_cuda", 60, TUNE),),
+        (Stage("rows", 60, (*DECODE, *ROWS)),),
+    ),
+    "B": (
+        (BUILD,),
+        (GATE,),
+        (pytest("8_bits", 120, "-k", ON_DEVICE, *files("8_bit_keys"), workers=8),),
+        (pytest("shapes", 90, "-k", ON_DEVICE, *files("shapes"), workers=8),),
+        (pytest("errors", 45, "-k", ON_DEVICE, *files("errors", "ptx"), workers=4),),
+        (pytest("operators", 120, "-k", ON_DEVICE, *OPERATORS, workers=8),),
+        (pytest("numerics", 90, *files("numerics")),),
+        (pytest("one_shot", 45, "-k", ON_DEVICE, "tests/exchange/test_one_shot.py"),),
+        (pytest("ranks", 250, *files("ranks")),),
+        (pytest("huggingface", 180, *files("huggingface", "static_cache")),),
+        (pytest("graphs", 90, "-k", SLOW, *files("graphs")),),
+        (pytest("others", 60, "-k", ON_DEVICE, *OTHERS, workers=4),),
+    ),
+    "C": (
+        (BUILD, ABLATIONS),
+        (GATE,),
+        (Stage("sanitizer", 300, ("env", "SANITIZER_SECONDS=285", "scripts/sanitize_cuda.sh")),),
+        (Stage("tune_cuda", 60, TUNE),),
+    ),
+    "D": ((BUILD, ABLATIONS), (GATE,), (Stage("benchmark", 375, FULL),)),
+}  # fmt: skip
