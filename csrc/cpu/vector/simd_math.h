@@ -21,23 +21,20 @@ inline Vec exp2_nonpositive(Vec x) {
   return scale_by_exponent(fma(p, f, broadcast(1.0f)), n);
 }
 
-// Eigen's rational approximation, a few ulps; saturates where float32 tanh does.
+// Below 2 ulps: near 0 the polynomial of Cephes' tanhf, elsewhere (1 - e) / (1 + e) with
+// e = exp(-2 |x|), which is as exact near 1 as float32 is.
 inline Vec tanh(Vec x) {
-  const Vec bound = broadcast(7.90531110763549805f);
-  const Vec clamped = max_keep_nan(sub(zero(), bound), min_keep_nan(bound, x));
-  const Vec square = mul(clamped, clamped);
-  Vec p = broadcast(-2.76076847742355e-16f);
-  p = fma(p, square, broadcast(2.00018790482477e-13f));
-  p = fma(p, square, broadcast(-8.60467152213735e-11f));
-  p = fma(p, square, broadcast(5.12229709037114e-08f));
-  p = fma(p, square, broadcast(1.48572235717979e-05f));
-  p = fma(p, square, broadcast(6.37261928875436e-04f));
-  p = mul(fma(p, square, broadcast(4.89352455891786e-03f)), clamped);
-  Vec q = broadcast(1.19825839466702e-06f);
-  q = fma(q, square, broadcast(1.18534705686654e-04f));
-  q = fma(q, square, broadcast(2.26843463243900e-03f));
-  q = fma(q, square, broadcast(4.89352518554385e-03f));
-  return select_below(abs(x), 4e-4f, x, div(p, q));
+  const Vec square = mul(x, x);
+  Vec p = broadcast(-5.70498872745e-3f);
+  p = fma(p, square, broadcast(2.06390887954e-2f));
+  p = fma(p, square, broadcast(-5.37397155531e-2f));
+  p = fma(p, square, broadcast(1.33314422036e-1f));
+  p = fma(p, square, broadcast(-3.33332819422e-1f));
+  const Vec near_zero = fma(mul(p, square), x, x);
+  const Vec e = exp2_nonpositive(mul(abs(x), broadcast(-2.88539008177792681f)));
+  const Vec large = div(sub(broadcast(1.0f), e), add(broadcast(1.0f), e));
+  const Vec signed_large = select_below(x, 0.0f, sub(zero(), large), large);
+  return select_below(abs(x), 0.625f, near_zero, signed_large);
 }
 
 }  // namespace
