@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from dry_device import dry_cuda, run_ranks_dry
 from emulated import emulated_operators
 
 # The same examples in every run and no deadline: a busy machine fails no test.
@@ -43,11 +44,30 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _thin_out_dry_runs(items)
     for item in items:
         in_deep_folder = not DEEP_FOLDERS.isdisjoint(item.path.parents)
         needs_gpu = "cuda" in getattr(item, "fixturenames", ())
         if in_deep_folder or (needs_gpu and not torch.cuda.is_available()):
             item.add_marker(pytest.mark.deep)
+
+
+def _thin_out_dry_runs(items: list[pytest.Item]) -> None:
+    """Leaves of each test that runs dry as many cases as have every parameter's every value."""
+    if torch.cuda.is_available():
+        return
+    seen: set[tuple[str, str, str]] = set()
+    kept = []
+    for item in items:
+        new = set()
+        if "cuda" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec"):
+            name = item.nodeid.partition("[")[0]
+            new = {(name, key, repr(x)) for key, x in item.callspec.params.items()} - seen
+            if not new:
+                continue
+            seen |= new
+        kept.append(item)
+    items[:] = kept
 
 
 @pytest.fixture(params=["cpu", EMULATED, GPU])
@@ -74,9 +94,18 @@ def _device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 @pytest.fixture
-def cuda(request: pytest.FixtureRequest) -> torch.device:
-    """For tests of what only a GPU can show."""
-    return _usable_device(request, "cuda")
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """For tests of what only a GPU can show. Without one they run dry, in the deep tier, so that
+    none is first run on a GPU; those marked `gpu` cannot."""
+    if torch.cuda.is_available() or os.environ.get("REQUIRE_CUDA") == "1":
+        yield _usable_device(request, "cuda")
+        return
+    for marker in request.node.iter_markers("gpu"):
+        pytest.skip(f"a dry run has no {marker.args[0]}")
+    if hasattr(request.module, "run_ranks"):
+        monkeypatch.setattr(request.module, "run_ranks", run_ranks_dry)
+    with dry_cuda(seed=zlib.crc32(request.node.nodeid.encode())):
+        yield torch.device("cuda", 0)
 
 
 def _usable_device(request: pytest.FixtureRequest, name: str) -> torch.device:

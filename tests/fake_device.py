@@ -10,6 +10,7 @@ tensors of the host, as they would on a GPU. Not imitated: streams, and what the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,14 @@ aten = torch.ops.aten
 # Indices, unlike every other argument, may be on the host.
 INDEXING = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
 new_tensor = torch.tensor
+
+
+host_may_wait = True  # or no value of the device may come to the host
+
+
+def call(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation on host tensors, which a graph that is captured notes."""
+    return function(*args, **kwargs)
 
 
 class DeviceTensor(Tensor):
@@ -50,12 +59,20 @@ class DeviceTensor(Tensor):
     ) -> Any:
         return run(function, args, kwargs or {})
 
+    def __getitem__(self, index: Any) -> Any:
+        """Lists, which torch would make tensors of on the device, become some of the host."""
+        parts = index if isinstance(index, tuple) else (index,)
+        return super().__getitem__(
+            tuple(new_tensor(x) if isinstance(x, list) else x for x in parts)
+        )
+
     # What torch does without an operation.
 
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 
     def tolist(self) -> list[Any]:
+        check_wait("tolist")
         return self.host.tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceTensor:
@@ -76,6 +93,8 @@ def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     ours = {id(x.host): x for x in tensors if isinstance(x, DeviceTensor)}
     check_devices(function, args, tensors, bool(ours))
     device = kwargs.get("device")
+    if comes_to_host(function, args, device):
+        check_wait(function)
     if device is not None:
         on_device = is_cuda(device)
         kwargs = kwargs | {"device": CPU if on_device else device}
@@ -88,12 +107,33 @@ def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs.pop("device")  # or nothing would be copied
         result = args[0].clone().to(**{k: v for k, v in kwargs.items() if k == "dtype"})
     else:
-        result = function(*args, **kwargs)
+        result = call(function, args, kwargs)
     if not on_device:
         return result
     return tree_map_only(
         Tensor, lambda x: ours[id(x)] if id(x) in ours else DeviceTensor(x), result
     )
+
+
+def comes_to_host(function: Any, args: Any, device: Any) -> bool:
+    """True where a value of the device does, for which the host waits."""
+    if function is aten.copy_.default:
+        return not isinstance(args[0], DeviceTensor) and isinstance(args[1], DeviceTensor)
+    comes = function in (aten._local_scalar_dense.default, aten.nonzero.default)
+    if function is aten._to_copy.default:
+        comes = device is not None and not is_cuda(device)
+    return comes and isinstance(args[0], DeviceTensor)
+
+
+def check_wait(what: Any) -> None:
+    if not host_may_wait:
+        raise RuntimeError(f"called a synchronizing CUDA operation: {what}: the host waits")
+
+
+@contextmanager
+def host_that_does_not_wait() -> Iterator[None]:
+    with mock.patch.object(sys.modules[__name__], "host_may_wait", False):
+        yield
 
 
 def check_devices(function: Any, args: Any, tensors: list[Tensor], has_ours: bool) -> None:

@@ -20,6 +20,7 @@ from cases_8_bit_keys import (
     with_one_scale,
     with_scales_by_token,
 )
+from dry_device import sized
 from emulated import emulated_operators
 from helpers import NAN, Problem, assert_same_bits, make_problem
 from tree_attention import lean_decode, reference
@@ -79,7 +80,7 @@ def test_any_problem_in_any_order_of_blocks(seed, num_workers, **shape):
 
 
 # The fixture only says whether there is a device.
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=sized(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**31), seqlen_k=st.integers(1, 5000), seqlen_q=st.sampled_from([1, 1, 3]),
     head_dim=st.sampled_from([64, 128, 256]), kv_dtype=st.sampled_from([INT8, FLOAT8]),
@@ -243,7 +244,7 @@ def test_alignment(argument, cuda_kernels):
 
 @by_kv_dtype
 @by_dtype
-@pytest.mark.parametrize("keys", [128 << 10, 1 << 20], ids=["128k", "1M"])
+@pytest.mark.parametrize("keys", [sized(128 << 10), sized(1 << 20)], ids=["128k", "1M"])
 def test_long_contexts(keys, dtype, kv_dtype, cuda):
     from test_cuda_numerics import check, need_memory
 

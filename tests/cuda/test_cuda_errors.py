@@ -157,6 +157,7 @@ def test_page_ids(per_head, bad_id, cuda_kernels, check_pages):
         table.copy_(before)
 
 
+@pytest.mark.gpu("check of a capture")
 def test_page_ids_are_not_checked_during_a_capture(cuda, check_pages):
     problem = make_problem(page_size=16, dtype=torch.bfloat16).to(cuda)
     problem.run_and_check()
@@ -170,6 +171,7 @@ def test_page_ids_are_not_checked_during_a_capture(cuda, check_pages):
     )
 
 
+@pytest.mark.gpu("devices that an operator sees")
 @pytest.mark.parametrize("own, other", [("cuda:0", "cpu"), ("cpu", "cuda:0")])
 @pytest.mark.parametrize("argument", ["q", "k", "v", "key_ranges", "o", "lse"])
 def test_mixed_devices(argument, own, other, cuda):
@@ -188,6 +190,7 @@ def test_mixed_devices(argument, own, other, cuda):
         assert message == f"lean_decode: {argument} must be on q's device {own}, got {other}"
 
 
+@pytest.mark.gpu("gradients")
 def test_gradients_are_refused(cuda):
     problem = make_problem().to(cuda)
     problem.q.requires_grad_()

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from dry_device import sized
 from helpers import NAN, Problem, assert_same_bits, make_problem
 from tree_attention import lean_decode
 
@@ -26,7 +27,7 @@ PROBLEMS = {
     "many rows": {"dtype": torch.bfloat16, "seqlen_q": 70, "seqlen_k": 300, "ranges": "causal"},
     "pages, alibi, softcap": {
         "dtype": torch.bfloat16, "seqlen_q": 3, "seqlen_k": 900, "ranges": "causal",
-        "page_size": 16, "alibi": 0.1, "softcap": 5.0, "softmax_scale": 0.2,
+        "page_size": 16, "alibi": 0.02, "softcap": 5.0, "softmax_scale": 0.2,
     },
     "no keys": {"seqlen_k": 0},
 }  # fmt: skip
@@ -60,7 +61,7 @@ def test_replay_follows_ranges_and_queries_changed_in_place(cuda):
     graph, out = capture(problem)
     generator = torch.Generator().manual_seed(1)
     bounds = [(0, 0), (0, 1), (2999, 3000), (0, capacity), (500, 400)]
-    for repeat in range(20):
+    for repeat in range(sized(20)):
         ends = torch.randint(capacity + 1, (5, 2), generator=generator)
         begins = torch.randint(capacity + 1, (5, 2), generator=generator)
         ranges = torch.stack([torch.minimum(begins, ends), ends], -1).int()
@@ -93,14 +94,14 @@ def test_replay_follows_pages_changed_in_place(cuda):
 
 def test_replay_on_another_stream_and_many_times(cuda):
     """Counters that a launch leaves changed would spoil one of the next."""
-    problem = make_problem(seqlen_k=4000, dtype=torch.bfloat16, head_dim=128).to(cuda)
+    problem = make_problem(seqlen_k=sized(4000), dtype=torch.bfloat16, head_dim=128).to(cuda)
     expected = problem.run_and_check()
     graph, out = capture(problem)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         differ = torch.zeros((), dtype=torch.int64, device=cuda)
-        for _ in range(1000):
+        for _ in range(sized(1000)):
             out[0].fill_(NAN)
             graph.replay()
             differ += (out[0] != expected[0]).any()
@@ -133,6 +134,7 @@ def test_waits_for_nothing(name, cuda):
     assert_same_bits(out, expected)
 
 
+@pytest.mark.gpu("count of allocations")
 @problems
 def test_allocates_its_outputs_and_nothing_else(name, cuda):
     problem = make_problem(**PROBLEMS[name]).to(cuda)
@@ -161,6 +163,7 @@ def kernels_of(function) -> list[str]:
     return [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
 
 
+@pytest.mark.gpu("profiler")
 @problems
 @pytest.mark.parametrize("num_workers", [0, 1, 37])
 def test_is_one_kernel(name, num_workers, cuda):
@@ -174,6 +177,7 @@ def test_is_one_kernel(name, num_workers, cuda):
     assert len(kernels) == 1 and "lean_decode" in kernels[0], kernels
 
 
+@pytest.mark.gpu("torch.compile")
 def test_compiled_steps_run_as_a_graph(cuda):
     """torch.compile with CUDA graphs, as generation loops use it."""
     torch._dynamo.reset()
@@ -212,6 +216,7 @@ for found in (o, lse), merged:
 """
 
 
+@pytest.mark.gpu("process of its own")
 @pytest.mark.parametrize("loading", ["LAZY", "EAGER"])
 def test_the_first_calls_of_a_process_may_be_captured(loading, cuda):
     """The kernels are not loaded yet and there is no workspace."""

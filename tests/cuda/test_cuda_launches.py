@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dry_device import sized
 from helpers import NAN, Problem, assert_same_bits, make_problem
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -69,7 +70,7 @@ class Repeats:
 @pytest.mark.timeout(120)
 def test_ten_thousand_launches_of_alternating_shapes(cuda):
     repeats = Repeats(make_problems(cuda))
-    order = random.Random(0).choices(range(len(SHAPES)), k=10_000)
+    order = random.Random(0).choices(range(len(SHAPES)), k=sized(10_000))
     for index in order:
         repeats.run(index)
     repeats.check()
@@ -82,7 +83,7 @@ def test_two_streams_at_once(cuda):
     repeats = [Repeats(make_problems(cuda)) for _ in streams]
     torch.cuda.synchronize()
     order = random.Random(0)
-    for _ in range(1500):
+    for _ in range(sized(1500)):
         for stream, own in zip(streams, repeats, strict=True):
             with torch.cuda.stream(stream):
                 own.run(order.randrange(len(SHAPES)))
@@ -94,7 +95,7 @@ def test_two_streams_at_once(cuda):
 def test_a_hundred_repeats_have_the_same_bits(shape, cuda):
     """Blocks finish in any order, and any of them may be the last to arrive."""
     repeats = Repeats([make_problems(cuda)[shape]])
-    for _ in range(100):
+    for _ in range(sized(100)):
         repeats.run(0)
     repeats.check()
 
@@ -107,7 +108,7 @@ def test_more_blocks_than_are_resident(dtype, num_workers, cuda):
     properties = torch.cuda.get_device_properties(cuda)
     assert num_workers > 4 * properties.multi_processor_count
     problem = make_problem(
-        batch=2, num_heads_kv=2, group_size=4, seqlen_k=40_000, head_dim=64, dtype=dtype
+        batch=2, num_heads_kv=2, group_size=4, seqlen_k=sized(40_000), head_dim=64, dtype=dtype
     ).to(cuda)
     first = problem.run_and_check(num_workers=num_workers)
     for _ in range(3):
@@ -116,14 +117,14 @@ def test_more_blocks_than_are_resident(dtype, num_workers, cuda):
 
 def test_a_launch_beside_a_busy_device(cuda):
     """Blocks that start late, because other work holds the multiprocessors, are merged as well."""
-    problem = make_problem(seqlen_k=20_000, dtype=BF16, head_dim=128).to(cuda)
+    problem = make_problem(seqlen_k=sized(20_000), dtype=BF16, head_dim=128).to(cuda)
     expected = problem.run_and_check()
-    a = torch.randn(4096, 4096, device=cuda, dtype=BF16)
+    a = torch.randn(sized(4096), sized(4096), device=cuda, dtype=BF16)
     busy = torch.cuda.Stream()
     with torch.cuda.stream(busy):
-        for _ in range(50):
+        for _ in range(sized(50)):
             a @ a
-    results = [problem.run() for _ in range(50)]
+    results = [problem.run() for _ in range(sized(50))]
     torch.cuda.synchronize()
     for result in results:
         assert_same_bits(result, expected)

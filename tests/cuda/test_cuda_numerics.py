@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dry_device import sized
 from helpers import NAN
 from tree_attention import lean_decode
 from tree_attention.reference.accuracy import Float64Check
@@ -46,7 +47,7 @@ def check(
 
 @by_dtype
 @pytest.mark.parametrize("score_size", [0.1, 1.0, 20.0], ids=["flat", "normal", "peaked"])
-@pytest.mark.parametrize("keys", [128 << 10, 1 << 20], ids=["128k", "1M"])
+@pytest.mark.parametrize("keys", [sized(128 << 10), sized(1 << 20)], ids=["128k", "1M"])
 def test_long_contexts(keys, score_size, dtype, cuda):
     need_memory(12 << 30)
     check(*random_inputs(cuda, dtype, keys, score_size=score_size))
@@ -55,10 +56,10 @@ def test_long_contexts(keys, score_size, dtype, cuda):
 @by_dtype
 def test_several_queries_of_a_long_context(dtype, cuda):
     need_memory(12 << 30)
-    keys, seqlen_q = 128 << 10, 5
+    keys, seqlen_q = sized(128 << 10), 5
     q, k, v = random_inputs(cuda, dtype, keys, seqlen_q=seqlen_q, heads=(28, 4))
     ends = torch.arange(keys - seqlen_q + 1, keys + 1, device=cuda)
-    ranges = torch.stack([ends - 100_001, ends], -1)[None].int()
+    ranges = torch.stack([ends - sized(100_001), ends], -1)[None].int()
     check(q, k, v, ranges)
 
 
@@ -67,19 +68,19 @@ def test_several_queries_of_a_long_context(dtype, cuda):
 def test_scores_of_thousands(sign, dtype, cuda):
     """First all near one huge value, so that the softmax is as flat as that of the differences;
     then far apart. Scores in 16 bits would be off by up to 32."""
-    q, k, v = random_inputs(cuda, dtype, 50_000, head_dim=64)
+    q, k, v = random_inputs(cuda, dtype, sized(50_000), head_dim=64)
     q[..., 0], k[..., 0] = 256.0, sign * 240.0  # as much as float16 holds before the scale of 1 / 8
     lse = lean_decode(q, k, v)[1]
     assert ((lse - sign * 256 * 240 / 8).abs() < 20).all()
     check(q, k, v, o_limit=0.01)
-    check(*random_inputs(cuda, dtype, 50_000, head_dim=64, score_size=1e3), o_limit=0.01)
+    check(*random_inputs(cuda, dtype, sized(50_000), head_dim=64, score_size=1e3), o_limit=0.01)
 
 
 @by_dtype
 def test_equal_scores_give_the_mean(dtype, cuda):
     """A million equal weights: sums in float32 must not lose the small against the large."""
     need_memory(12 << 30)
-    keys = 1 << 20
+    keys = sized(1 << 20)
     q, k, v = random_inputs(cuda, dtype, keys)
     k[:] = k[:, :, :1]
     v += 0.5
@@ -90,7 +91,7 @@ def test_equal_scores_give_the_mean(dtype, cuda):
 
 
 def test_alibi_at_positions_in_the_millions(cuda):
-    q, k, v = random_inputs(cuda, BF16, 200_000)
+    q, k, v = random_inputs(cuda, BF16, sized(200_000))
     options = {
         "alibi_slopes": 2.0 ** -torch.arange(1.0, 9.0, device=cuda),
         "query_positions": torch.full((1, 1), 40_000_000, device=cuda),
@@ -99,7 +100,8 @@ def test_alibi_at_positions_in_the_millions(cuda):
     check(q, k, v, **options)
 
 
-KEYS_PAST_2_31 = (1 << 31) // 1024 + 5000  # of 8 heads of 128
+KEYS_PAST_2_31 = sized((1 << 31) // 1024) + 5000  # of 8 heads of 128
+PAST = sized(1 << 31)
 
 
 @pytest.fixture
@@ -108,7 +110,7 @@ def huge(cuda):
     need_memory(2 * 2 * 1024 * KEYS_PAST_2_31 + (9 << 30))
     shape = 1, 8, KEYS_PAST_2_31, 128
     k, v = (torch.full(shape, NAN, dtype=BF16, device=cuda) for _ in range(2))
-    assert k.numel() > 1 << 31
+    assert k.numel() > PAST
     yield k, v
     del k, v
     torch.cuda.empty_cache()
@@ -124,7 +126,7 @@ def test_elements_past_2_31(layout, huge, cuda):
     for x in (k, v):
         x[:, :, begin:end] = torch.randn(1, 8, end - begin, 128, device=cuda).to(BF16)
     last_element = 7 * k.stride(1) + (end - 1) * k.stride(2)
-    assert last_element + 128 > 1 << 31
+    assert last_element + 128 > PAST
     ranges = torch.tensor([[[begin, end]]], dtype=torch.int32, device=cuda)
     check(q, k, v, ranges)
 
@@ -146,5 +148,5 @@ def test_pages_past_2_31_elements(huge, cuda):
     q = torch.randn(2, 4, 1, 128, device=cuda).to(BF16)
     ranges = torch.tensor([[[0, 40 * page_size]], [[77, 2001]]], dtype=torch.int32, device=cuda)
     table[1, 2001 // page_size + 1 :] = 2**31 - 1
-    assert (table.max() == 2**31 - 1) and k.stride(0) * (num_pages - 1) > 1 << 31
+    assert (table.max() == 2**31 - 1) and k.stride(0) * (num_pages - 1) > PAST
     check(q, k, v, ranges, page_table=table)

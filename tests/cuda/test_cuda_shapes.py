@@ -6,6 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dry_device import sized
 from emulated import Limits, emulated_operators, plan
 from helpers import assert_same_bits, make_problem
 
@@ -98,7 +99,7 @@ def test_any_problem_in_any_order_of_blocks(problem, num_workers, seed):
 
 
 # The fixture only says whether there is a device.
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=sized(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problems(), st.sampled_from([0, 0, 1, 2, 3, 5, 16, 40, 300]))
 def test_any_problem_with_any_workers(cuda, problem, num_workers):
     problem = problem.to(cuda)

@@ -3,18 +3,20 @@
 
 import gc
 import threading
+import time
 
 import pytest
 import torch
 
 import tree_attention
+from dry_device import sized
 from helpers import Problem, assert_same_bits, make_problem
 
 
 def split_problem(device: torch.device, **changed) -> Problem:
     """All blocks share its outputs."""
-    shape = {"num_heads_kv": 1, "batch": 1, "seqlen_k": 8000, "dtype": torch.bfloat16, **changed}
-    return make_problem(**shape).to(device)
+    shape = {"num_heads_kv": 1, "batch": 1, "seqlen_k": sized(8000), "dtype": torch.bfloat16}
+    return make_problem(**shape | changed).to(device)
 
 
 def used_memory() -> int:
@@ -32,11 +34,11 @@ def test_size_does_not_depend_on_the_problem(cuda):
     """Every kernel, and a long context: what the smallest problem allocates is enough for all."""
     problems = [
         split_problem(cuda, head_dim=head_dim, seqlen_q=seqlen_q, dtype=dtype, batch=3)
-        for head_dim in (64, 96, 128, 256)
+        for head_dim in (64, 128, 256)
         for seqlen_q in (1, 8, 40)
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     ]
-    problems.append(split_problem(cuda, seqlen_k=500_000, head_dim=128))
+    problems.append(split_problem(cuda, seqlen_k=sized(500_000), head_dim=128))
     outs = [problem.run() for problem in problems]  # kernels load on first use
     with torch.cuda.stream(torch.cuda.Stream()):
         split_problem(cuda, seqlen_k=10).run_and_check()
@@ -61,7 +63,7 @@ def test_a_stream_has_its_own_of_tens_of_megabytes(cuda):
 
 def test_grows_for_more_workers_than_are_resident(cuda):
     with torch.cuda.stream(torch.cuda.Stream()):
-        problem = split_problem(cuda, seqlen_k=300_000, head_dim=128)
+        problem = split_problem(cuda, seqlen_k=sized(300_000), head_dim=128)
         small = problem.run_and_check(num_workers=40)
         for num_workers in (700, 2000, 4000):
             problem.run_and_check(num_workers=num_workers)
@@ -70,7 +72,7 @@ def test_grows_for_more_workers_than_are_resident(cuda):
 
 def test_first_use_and_growth_during_a_capture(cuda):
     """Nothing of it may become part of the graph, and memory that a graph knows stays."""
-    problem = split_problem(cuda, seqlen_k=200_000)
+    problem = split_problem(cuda, seqlen_k=sized(200_000))
     expected = problem.run(), problem.run(num_workers=1500)
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
@@ -90,7 +92,7 @@ def test_first_use_and_growth_during_a_capture(cuda):
 
 def test_graphs_of_one_stream_run_side_by_side(cuda):
     """Each has few blocks, so that both are resident, and all of them share its output."""
-    problems = [split_problem(cuda, seqlen_k=n, head_dim=128) for n in (60_000, 50_000)]
+    problems = [split_problem(cuda, seqlen_k=n, head_dim=128) for n in map(sized, (60_000, 50_000))]
     expected = [problem.run_and_check(num_workers=40) for problem in problems]
     stream = torch.cuda.Stream()
     graphs, outs = [], []
@@ -102,7 +104,7 @@ def test_graphs_of_one_stream_run_side_by_side(cuda):
     streams = [torch.cuda.Stream() for _ in graphs]
     differ = [torch.zeros((), dtype=torch.int64, device=cuda) for _ in graphs]
     torch.cuda.synchronize()
-    for _ in range(300):
+    for _ in range(sized(300)):
         for i, graph in enumerate(graphs):
             with torch.cuda.stream(streams[i]):
                 graph.replay()
@@ -112,7 +114,7 @@ def test_graphs_of_one_stream_run_side_by_side(cuda):
 
 
 def test_a_destroyed_graph_gives_its_workspace_to_the_next(cuda):
-    problem = split_problem(cuda, seqlen_k=20_000, head_dim=128)
+    problem = split_problem(cuda, seqlen_k=sized(20_000), head_dim=128)
     stream = torch.cuda.Stream()
 
     def capture_and_replay() -> None:
@@ -128,12 +130,15 @@ def test_a_destroyed_graph_gives_its_workspace_to_the_next(cuda):
     before = used_memory()
     for _ in range(20):
         capture_and_replay()
+        # A thread of the driver says when the graph is gone, and not before it is.
+        time.sleep(0.02)
     assert used_memory() - before < 8 * 2**20  # of 20 workspaces: more than 40 MB
 
 
+@pytest.mark.gpu("threads")
 def test_capture_while_other_threads_allocate(cuda):
     """In its strictest mode an allocation of any thread, made without care, ends a capture."""
-    problem = split_problem(cuda, seqlen_k=400_000)
+    problem = split_problem(cuda, seqlen_k=sized(400_000))
     streams = [torch.cuda.Stream() for _ in range(3)]
     outs = [tuple(x.zero_() for x in problem.run()) for _ in streams]
     expected = problem.run_and_check()
@@ -158,6 +163,7 @@ def test_capture_while_other_threads_allocate(cuda):
         problem.check(*out)
 
 
+@pytest.mark.gpu("workspaces")
 def test_reset(cuda):
     problem = split_problem(cuda)
     expected = problem.run_and_check()
@@ -170,6 +176,7 @@ def test_reset(cuda):
             assert_same_bits(out, expected)
 
 
+@pytest.mark.gpu("threads")
 @pytest.mark.timeout(120)
 def test_threads_use_their_streams_at_once(cuda):
     """The table of workspaces is shared by all threads."""

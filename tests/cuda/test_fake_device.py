@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -13,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import fake_device
 from distributed import run_ranks
-from fake_device import DeviceTensor, aten, fake_cuda, is_cuda
+from dry_device import leave_device
+from fake_device import DeviceTensor, fake_cuda, host_that_does_not_wait
 from helpers import assert_same_bits, make_problem
 from tree_attention import BlockCyclic, lean_decode, ring_decode, strategies, tree_decode
 
@@ -23,7 +21,6 @@ pytest.importorskip("transformers")
 
 from hf_models import make_model, make_prompts
 from tree_attention import hf
-from tree_attention.exchange import get_communicator
 from tree_attention.hf import attention
 from tree_attention.hf.cache import window
 
@@ -53,12 +50,6 @@ def test_the_pretence() -> None:
             assert made.is_cuda
         host.copy_(x)
         x.copy_(host)
-
-
-def leave_device() -> None:
-    """Makes the group's last call one on the host, as a rank that changes its call repeats it, and
-    other tests have no such device."""
-    get_communicator().all_reduce(torch.zeros(1))
 
 
 def decode(rank: int, world_size: int, strategy: str) -> list[Tensor]:
@@ -126,31 +117,6 @@ def test_generation(name: str, case: str, world_size: int) -> None:
     run_ranks(generate, world_size, name, CASES[case], tokens)
 
 
-@contextmanager
-def host_that_does_not_wait() -> Iterator[None]:
-    """On the fake device: no value of it may come to the host."""
-
-    def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        comes = function in (aten._local_scalar_dense.default, aten.nonzero.default)
-        if function is aten._to_copy.default:
-            comes = kwargs.get("device") is not None and not is_cuda(kwargs["device"])
-        if function is aten.copy_.default:
-            comes = not isinstance(args[0], DeviceTensor)
-        if comes and isinstance(args[1 if function is aten.copy_.default else 0], DeviceTensor):
-            raise AssertionError(f"{function}: the host waits")
-        return run_on_device(function, args, kwargs)
-
-    def tolist(self: Tensor) -> Any:
-        raise AssertionError("tolist: the host waits")
-
-    run_on_device = fake_device.run
-    with (
-        mock.patch.object(fake_device, "run", run),
-        mock.patch.object(DeviceTensor, "tolist", tolist),
-    ):
-        yield
-
-
 def on_own_keys(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, **options: Any) -> Any:
     """The part of tree_decode that is not the exchange, which has a host in it over Gloo."""
     kept = {"softmax_scale", "softcap", "out_dtype", "page_table"} & options.keys()
@@ -177,7 +143,7 @@ def step_of_fixed_size(rank: int, world_size: int, name: str) -> None:
             narrow = mask[:, :length]
             expected = model(token, attention_mask=narrow, past_key_values=growing).logits
             torch.testing.assert_close(found.cpu(), expected.cpu(), atol=1e-5, rtol=1e-5)
-        with pytest.raises(AssertionError, match="the host waits"), host_that_does_not_wait():
+        with pytest.raises(RuntimeError, match="the host waits"), host_that_does_not_wait():
             int(cache.get_seq_length())
 
 
@@ -203,3 +169,32 @@ def test_steps_that_go_through_the_host_are_not_captured() -> None:
     """transformers compiles, and captures, the steps with every cache that is compileable."""
     tokens = make_model("llama").generate(**make_prompts(), **LENGTH)
     run_ranks(generate_at_fixed_size, 2, tokens)
+
+
+@torch.no_grad()
+def go_on_elsewhere(rank: int, world_size: int, name: str, options: dict[str, Any]) -> None:
+    model = hf.enable(make_model(name), layout=BlockCyclic(world_size, 4), prefill="replicated")
+    ids = make_prompts()["input_ids"]
+    token = ids[:, -1:]
+    cache = hf.TreeCache(model.config, layout=BlockCyclic(world_size, 4), **options)
+    model(ids, past_key_values=cache)
+    stays = copy.deepcopy(cache)
+    expected = [model(token, past_key_values=stays).logits for _ in range(3)]
+    with fake_cuda():
+        model.to("cuda")
+        for logits in expected:
+            found = model(token.to("cuda"), past_key_values=cache).logits
+            assert found.is_cuda
+            torch.testing.assert_close(found.cpu(), logits, atol=1e-5, rtol=1e-5)
+        assert all(x.is_cuda for layer in cache.layers for x in layer.buffers().values())
+        leave_device()
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": 48}, {"kv_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mistral_window"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_cache_follows_the_model_to_a_device(
+    world_size: int, name: str, options: dict[str, Any]
+) -> None:
+    """As one does that was loaded, whose keys are on the host."""
+    run_ranks(go_on_elsewhere, world_size, name, options)

@@ -205,6 +205,7 @@ def test_refused_messages():
     assert refusal(128, rows=5000) == "a state of 2580000 bytes is larger than 2097152"
 
 
+@pytest.mark.gpu("streams side by side")
 def test_replayed_graphs_on_cuda(cuda):
     """Epochs are the device's: replays follow calls, and ranks of other replays are waited for."""
     ranks = VirtualRanks(3, cuda)
@@ -273,6 +274,7 @@ def exchange_in_shared_memory(rank: int, world_size: int) -> str:
     return ""
 
 
+@pytest.mark.gpu("memory that processes share")
 def test_processes_on_one_gpu_cuda(cuda, monkeypatch):
     monkeypatch.setenv(symmetric_memory.OVERLAPPING_VARIABLE, "1")
     reasons = run_ranks(exchange_in_shared_memory, 2, timeout=120.0, fresh=True)
