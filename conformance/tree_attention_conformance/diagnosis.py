@@ -73,8 +73,10 @@ class Report:
     def __str__(self) -> str:
         lines = [str(line) for line in self.lines]
         if self.failed:
-            count = f"{len(self.failed)} of {len(self.lines)} cases failed"
-            lines.append(f"{count}: mend {self.failed[0]!r} first.")
+            failed = [line for line in self.lines if line.passed is False]
+            first = next(line for line in failed if not line.meaning.startswith("as in "))
+            count = f"{len(failed)} of {len(self.lines)} cases failed"
+            lines.append(f"{count}: mend {first.case!r} first.")
         return "\n".join(lines)
 
 

@@ -102,3 +102,17 @@ def test_packed_keys():
         tolerance = torch.finfo(o.dtype).eps * o.abs().max().item()
         torch.testing.assert_close(page["o"][sequence], o[0], rtol=0.0, atol=tolerance)
         torch.testing.assert_close(page["lse"][sequence], lse[0])
+
+
+def test_table_of_who_passes_what():
+    """It has a row for each function that the program checks, and as many failures as it says."""
+    program = (PAGE.parents[1] / "benchmarks" / "referee.py").read_text()
+    peers = re.findall(r'^    Peer\("(.*?)", "(.*?)"', program, re.MULTILINE)
+    section = PAGE.read_text().split("## Who passes what")[1]
+    rows = re.findall(r"^\| (.*?) \| (.*?) \| (\d+) of (\d+) \| (.*?) \|$", section, re.MULTILINE)
+    assert len(peers) == len(rows) > 10
+    names = {case.name for case in (*MERGE_CASES, *DECODE_CASES)}
+    for (function, package), row in zip(peers, rows, strict=True):
+        assert f", {row[0]}".split(", ")[-1].startswith(f"{package} ") and row[1] == function
+        failed = row[4].split("; ")
+        assert set(failed) <= names and len(failed) == int(row[3]) - int(row[2])
