@@ -16,7 +16,7 @@ cpu_sources=(tests/cpp/*.cpp csrc/cpu/{,vector/,bf16/,amx/}*.cpp)
 cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{append,decode,merge,one_shot}/*.cu
   csrc/cuda/decode/workspaces.cpp
   benchmarks/cuda/ablations/ablations.cu
-  build/instances/lean_decode_{bf16_64,bf16_96,bf16_128,fp16_256,fp32_64,fp32_256}.cu
+  build/instances/lean_decode_{bf16_64,bf16_128,fp16_256,fp32_64,fp32_256}.cu
   build/instances/lean_decode_{bf16_int8_64,bf16_float8_64,bf16_int8_128,fp16_float8_128}.cu
   tests/cuda_emulator/{fiber,machine,main,ptx_host,test_*}.cpp)
 # c10's BFloat16 and Half are headers without a library.
