@@ -68,7 +68,7 @@ class SparseCase:
 
     @property
     def arena_bytes(self) -> int:
-        """Of the keys and values of all sets, and of their pages."""
+        """The bytes that the keys and values of all sets take, and their pages."""
         pages = 4 * HEADS_KV * HEAD_DIM * len(self.lengths) * self.pages * PAGE_SIZE
         return 2 * pages * self.num_sets
 

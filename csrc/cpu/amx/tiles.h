@@ -23,8 +23,8 @@ namespace {
 
 constexpr int kTileWords = kTileRows * kTileRows;  // 32-bit words of a tile
 
-// Of few rows: tiles 0, 1 scores^T; 2 keys or values; 3 queries^T; 4, 5 o; 6, 7 the two terms of P.
-// A block of them has smaller ones: loads and stores cost by the row.
+// The tiles of few rows: 0, 1 scores^T; 2 keys or values; 3 queries^T; 4, 5 o; 6, 7 the two terms
+// of P. A block of few rows has smaller tiles: loads and stores cost by the row.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes_per_row[16] = {};

@@ -167,7 +167,7 @@ class RowPairs {
   const DotLoader<T> loader_{};
 };
 
-// Those that were loaded before: v [kStepKeys / 2, dot_stride(head_dim)].
+// The pairs of values that were loaded before: v [kStepKeys / 2, dot_stride(head_dim)].
 struct PackedPairs {
   const uint32_t* v;
 

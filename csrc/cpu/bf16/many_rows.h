@@ -182,7 +182,7 @@ class ManyRowsAttention {
     const int64_t left = (num_rows_ - block) / kLanes;
     return left < kBlockVectors ? static_cast<int>(left) : kBlockVectors;
   }
-  // Those of the vector of rows from `row` on.
+  // The floats from one column of o to the next, for the vector of rows that begins at `row`.
   int64_t stride_of(int64_t row) const {
     return vectors_of(row / kBlockRows * kBlockRows) * kLanes;
   }

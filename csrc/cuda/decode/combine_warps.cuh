@@ -59,13 +59,13 @@ struct RowCombination {
   }
 };
 
-// The o [kRows, kColumns] of every key group in a free stage of the ring: half of the rows where
-// the group's keys were, half where its values were. So a group overwrites nothing that others
-// read.
+// Keeps the o [kRows, kColumns] of every key group in a free stage of the ring: half of the rows
+// where the group's keys were, half where its values were. So a group overwrites nothing that
+// others read.
 template <typename Config>
 class GroupOutputs {
  public:
-  // Those of head_dim that fit, in blocks of 32: all but with 128 rows, and with 64 of 256 columns.
+  // The columns of o that fit, in blocks of 32: all but with 128 rows, and with 64 of 256 columns.
   static constexpr int kFit = Config::kTileBytes / Config::kKeyGroups / (Config::kRows / 2 * 4);
   static constexpr int kColumns = Config::kHeadDim < kFit ? Config::kHeadDim : kFit / 32 * 32;
   static_assert(kColumns > 0);
