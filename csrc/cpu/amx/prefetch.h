@@ -15,9 +15,11 @@
 namespace tree_attention::cpu {
 namespace {
 
-// Fetches the keys and values of the next step, and as many lines of the window, while a step is
-// computed. A core keeps only 16 lines in flight, so that fetching overlaps with computing only
-// where it is spread over all of it: each part of the computing says how much of it it is.
+// Fetches lines of the window, or where there is none the keys and values of the next step, while a
+// step is computed: fetched twice, they would take up places of the window's lines
+// (docs/cpu_kernel.md). A core keeps only 16 lines in flight, so that fetching overlaps with
+// computing only where it is spread over all of it: each part of the computing says how much of it
+// it is.
 template <typename T>
 class Prefetcher {
  public:
@@ -62,11 +64,14 @@ class Prefetcher {
         convert_keys(near_, key_, key_ + kUnitKeys, d_, end, k_end_, next_keys_);
       }
     }
-    for (int i = 0; i < kUnitKeys; ++i) {
-      if (next_keys_ == nullptr && d_ < k_end_) __builtin_prefetch(near_.k[key_ + i] + d_);
-      if (d_ < v_end_) __builtin_prefetch(near_.v[key_ + i] + d_);
+    if (window_ != nullptr) {
+      window_->fetch();
+    } else {
+      for (int i = 0; i < kUnitKeys; ++i) {
+        if (next_keys_ == nullptr && d_ < k_end_) __builtin_prefetch(near_.k[key_ + i] + d_);
+        if (d_ < v_end_) __builtin_prefetch(near_.v[key_ + i] + d_);
+      }
     }
-    if (window_ != nullptr) window_->fetch();
     d_ += kLine;
     if (d_ < k_end_ || d_ < v_end_) return;
     d_ = 0;
