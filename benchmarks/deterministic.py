@@ -24,9 +24,9 @@ if __name__ == "__main__":
 
 from benchmarks.harness.measure import InputArena, pin_threads, time_in_step
 from benchmarks.harness.program import add_out, finish
-from benchmarks.harness.ranks import Ranks
+from benchmarks.harness.ranks import Ranks, slowest_rank
 from benchmarks.harness.report import Report, columns_of, environment
-from benchmarks.tree import decode_set, slowest_rank
+from benchmarks.tree import decode_set
 from tree_attention import BlockCyclic, tree_decode
 from tree_attention.cli.world import joined_world
 from tree_attention.exchange import Communicator

@@ -37,8 +37,8 @@ from benchmarks.emulation.fake_attention import (
 )
 from benchmarks.harness.machine import available_bytes
 from benchmarks.harness.measure import peak_memory_of
-from benchmarks.harness.program import finish, parser_of
-from benchmarks.harness.ranks import Ranks, run_rank, start_ranks
+from benchmarks.harness.program import add_device, check_device, finish, parser_of
+from benchmarks.harness.ranks import CPU, Ranks, device_of, run_rank, start_ranks
 from benchmarks.harness.report import Column, Report, columns_of, environment
 from benchmarks.papers.tree import paper_elements
 from benchmarks.simulation import RING, RING_PASS_Q, Problem, step_bytes
@@ -86,12 +86,12 @@ def published_formula(method: str, problem: Problem) -> int | None:
 class Method:
     """A method on a communicator with buffers of its own, which end with this object."""
 
-    def __init__(self, method: str, num_heads_kv: int) -> None:
+    def __init__(self, method: str, num_heads_kv: int, device: torch.device = CPU) -> None:
         self._method = method
         self._comm = Communicator(timeout=TIMEOUT)
         self.result: tuple[Tensor, Tensor] | None = None
         # Tests how messages are delivered, of which other threads free a part, unseen.
-        tiny = torch.zeros(1, num_heads_kv, 1, 8, dtype=DTYPE)
+        tiny = torch.zeros(1, num_heads_kv, 1, 8, dtype=DTYPE, device=device)
         METHODS[method](tiny, tiny, tiny, group=self._comm)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -99,25 +99,28 @@ class Method:
         self.result = METHODS[self._method](q, k, v, group=self._comm)
 
 
-def measure(contexts: Sequence[int], heads: Heads, ranks: Ranks) -> list[dict[str, Any]]:
+def measure(
+    contexts: Sequence[int], heads: Heads, ranks: Ranks, device: torch.device = CPU
+) -> list[dict[str, Any]]:
     """On every rank: peaks of the first call of each method, of the rank that needs most."""
     rank, world_size = ranks.rank, ranks.size
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, heads[0], 1, HEAD_DIM, generator=generator).to(DTYPE)
+    q = torch.randn(1, heads[0], 1, HEAD_DIM, generator=generator).to(device, DTYPE)
+    peaks_of = (on_device, on_device) if device.type == "cuda" else (allocated_by, resident_of)
     rows = []
     for keys in (8, *contexts):  # the first for what is loaded, connected and allocated only once
         shape = (1, heads[1], keys, HEAD_DIM)
-        k, v = torch.full(shape, 0.0, dtype=DTYPE), torch.full(shape, rank + 1.0, dtype=DTYPE)
+        k, v = (torch.full(shape, x, dtype=DTYPE, device=device) for x in (0.0, rank + 1.0))
         row: dict[str, Any] = {"world_size": world_size, "keys": keys, "heads": heads}
         row["methods"] = {}
         for method in METHODS:
             peaks, right = [], True
-            for peak_of in (allocated_by, resident_of):
-                step = Method(method, heads[1])
+            for peak_of in peaks_of:
+                step = Method(method, heads[1], device)
                 gc.collect()  # or the buffers of the one before would be freed in the middle
                 peaks.append(peak_of(partial(step, q, k, v)))
                 assert step.result is not None
-                right &= is_right(*step.result, world_size, keys)
+                right &= is_right(*(x.cpu() for x in step.result), world_size, keys)
             allocated, resident, rights = zip(*ranks.gather((*peaks, right)), strict=True)
             row["methods"][method] = {
                 "allocated": max(allocated),
@@ -126,6 +129,13 @@ def measure(contexts: Sequence[int], heads: Heads, ranks: Ranks) -> list[dict[st
             }
         rows.append(row)
     return rows[1:]
+
+
+def on_device(call: Callable[[], None]) -> int:
+    """What torch's allocator had given out at most, of what came since the call began."""
+    peak = peak_memory_of(call, "cuda")
+    assert peak is not None
+    return peak
 
 
 def allocated_by(call: Callable[[], None]) -> int:
@@ -158,8 +168,10 @@ def is_right(o: Tensor, lse: Tensor, world_size: int, keys: int) -> bool:
     return right and torch.allclose(lse, torch.tensor(math.log(world_size * keys)), rtol=1e-6)
 
 
-def measured_by_ranks(world_size: int, contexts: Sequence[int], heads: Heads) -> list[Any]:
-    options = ["--contexts", *map(str, contexts), "--heads", *map(str, heads)]
+def measured_by_ranks(
+    world_size: int, contexts: Sequence[int], heads: Heads, device: str
+) -> list[Any]:
+    options = ["--contexts", *map(str, contexts), "--heads", *map(str, heads), "--device", device]
     program = [__file__, *options, "--ranks-json"]
     rows: list[Any] = start_ranks(world_size, program, **ALLOCATOR)
     return rows
@@ -187,15 +199,21 @@ def main(arguments: list[str]) -> int:
         metavar=("QUERY", "KEY"),
         help="16 16 and 32 32 are the paper's hidden sizes 2048 and 4096",
     )
+    add_device(parser)
     parser.add_argument("--ranks-json", type=Path, help=argparse.SUPPRESS)  # of its own ranks
     parsed = parser.parse_args(arguments)
+    check_device(parser, parsed.device)
     if parsed.ranks_json is not None:
-        run_rank(parsed.ranks_json, lambda ranks: measure(parsed.contexts, parsed.heads, ranks))
+        run_rank(
+            parsed.ranks_json,
+            lambda ranks: measure(parsed.contexts, parsed.heads, ranks, device_of(parsed.device)),
+            parsed.device,
+        )
         return 0
     rows = []
     for world_size in parsed.worlds:
         contexts = fitting(world_size, parsed.contexts, parsed.heads, available_bytes())
-        rows += measured_by_ranks(world_size, contexts, parsed.heads)
+        rows += measured_by_ranks(world_size, contexts, parsed.heads, parsed.device)
     return finish(report_of(rows), parsed.out, width=120)
 
 
@@ -203,6 +221,7 @@ NOTES = (
     "A row is named p ranks, n keys per rank: heads of 128, bf16, one sequence, one query token, "
     "over Gloo on the loopback interface. Bytes are beyond the shard and the query, of the rank "
     "that needs most.",
+    "On a device, allocated and resident are both what torch's allocator had given out at most.",
     "allocated: the largest sum of tensors that are alive at once in a step, as torch's profiler "
     "saw them come and go: buffers that the communicator keeps, scratch and outputs. resident: by "
     "how much the process grew to its peak in the first step, in pages that no earlier one had "

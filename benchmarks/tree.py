@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Decoding with the cache split over ranks: every exchange strategy beside the ring.
 
-torchrun --nproc-per-node 2 benchmarks/tree.py
+torchrun --nproc-per-node 2 benchmarks/tree.py                  # --device cuda: a GPU for each rank
 """
 
 import math
@@ -28,26 +28,28 @@ from benchmarks.harness.measure import (
     MIN_ROUNDS,
     InputArena,
     Load,
-    Samples,
     load_warnings,
     peak_memory_of,
     pin_threads,
     time_in_step,
 )
-from benchmarks.harness.program import parser_of_cases, run_cases, shown
+from benchmarks.harness.program import add_device, check_device, parser_of_cases, run_cases, shown
 from benchmarks.harness.ranks import (
+    CPU,
     Ranks,
     available_strategies,
     choice_of,
     hosts_of,
+    joined_device,
     links_of,
+    others_share,
     round_trips,
+    slowest_rank,
 )
 from benchmarks.harness.report import Column, Report, columns_of, environment
 from benchmarks.harness.shapes import DTYPES
 from tree_attention import BlockCyclic, lean_decode, ring_decode, tree_decode
 from tree_attention.baselines.ring import MANIFEST_BYTES
-from tree_attention.cli.world import joined_world
 from tree_attention.exchange import Communicator
 from tree_attention.exchange.transport.buffers import StateLayout
 from tree_attention.reference.accuracy import check_against_float64, digest
@@ -112,8 +114,8 @@ def fill(case: ShardedCase, layout: BlockCyclic, rank: int, k: Tensor, v: Tensor
     """The keys and values of `rank`: from a seed of its own, so that any rank can make them."""
     generator = torch.Generator().manual_seed(1 + rank)
     assert k.shape == case.kv_shape(layout.count(rank, case.length))
-    k.normal_(generator=generator)
-    v.normal_(generator=generator)
+    for x in (k, v):  # drawn on the host, so that they are the same on any device
+        x.copy_(torch.empty(x.shape, dtype=x.dtype).normal_(generator=generator))
 
 
 def decode_set(
@@ -123,7 +125,10 @@ def decode_set(
     index: int,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    return decode(q, *sets[index], **options)
+    result = decode(q, *sets[index], **options)
+    if q.is_cuda:
+        torch.cuda.synchronize()
+    return result
 
 
 def run_case(case: ShardedCase, arena: InputArena, seconds: float, ranks: Ranks) -> dict[str, Any]:
@@ -142,11 +147,10 @@ def run_case(case: ShardedCase, arena: InputArena, seconds: float, ranks: Ranks)
         v.copy_(sets[0][1])
     generator = torch.Generator().manual_seed(0)
     q = 3.0 * torch.randn(case.batch, case.heads[0], 1, case.head_dim, generator=generator)
-    q = q.to(dtype)
+    q, device = q.to(arena.device, dtype), arena.device
 
-    options: dict[str, dict[str, Any]] = {
-        method: {"strategy": method} for method in (*available_strategies(Communicator()), AUTO)
-    }
+    names = (*available_strategies(Communicator(), device), AUTO)
+    options: dict[str, dict[str, Any]] = {method: {"strategy": method} for method in names}
     # One communicator for each: changing the strategy would compare signatures again.
     comms = {method: Communicator() for method in (*options, RING)}
     functions: dict[str, Callable[[int], tuple[Tensor, Tensor]]] = {
@@ -155,7 +159,7 @@ def run_case(case: ShardedCase, arena: InputArena, seconds: float, ranks: Ranks)
     }
     functions[RING] = partial(decode_set, ring_decode, q, sets, group=comms[RING])
 
-    peaks = {name: peak_memory_of(partial(f, 0)) for name, f in functions.items()}
+    peaks = {name: peak_memory_of(partial(f, 0), device.type) for name, f in functions.items()}
     begin = time.perf_counter()
     bytes_sent = {}
     for name, function in functions.items():
@@ -183,13 +187,14 @@ def run_case(case: ShardedCase, arena: InputArena, seconds: float, ranks: Ranks)
             v_all[:, :, begin : begin + count] = part[1]
             begin += count
         accuracies = {
-            name: check_against_float64(q, k_all, v_all, None, *samples[name].result)
+            name: check_against_float64(q.cpu(), k_all, v_all, None, *results[name])
             for name in functions
         }
         return {name: asdict(a) | {"right": a.right} for name, a in accuracies.items()}
 
+    results = {name: [x.cpu() for x in samples[name].result] for name in functions}
     accuracy = ranks.from_root(verify)
-    digests = ranks.gather({name: digest(samples[name].result) for name in functions})
+    digests = ranks.gather({name: digest(result) for name, result in results.items()})
     agree = {name: len({d[name] for d in digests}) == 1 for name in functions}
     slowest = {name: slowest_rank(ranks, sample) for name, sample in samples.items()}
     return {
@@ -201,30 +206,16 @@ def run_case(case: ShardedCase, arena: InputArena, seconds: float, ranks: Ranks)
         "peak_memory": {name: most(ranks.gather(peak)) for name, peak in peaks.items()},
         "accuracy": accuracy,
         "ranks_agree": agree,
-        "auto": told_choice(case, comms[AUTO]) if ranks.size > 1 else None,
+        "auto": told_choice(case, comms[AUTO], device) if ranks.size > 1 else None,
         "other_load": others_share(ranks, load),
         "wrong": not all(agree[name] and accuracy[name]["right"] for name in functions),
     }
 
 
-def told_choice(case: ShardedCase, comm: Communicator) -> str:
-    choice = choice_of(comm, case.state_layout)
+def told_choice(case: ShardedCase, comm: Communicator, device: torch.device = CPU) -> str:
+    choice = choice_of(comm, case.state_layout, device)
     size = f"{case.state_layout.num_bytes:,} bytes over {comm.topology}"
     return f"auto takes {choice.strategy} for {size}: {choice.reason}"
-
-
-def slowest_rank(ranks: Ranks, samples: Samples) -> Samples:
-    """For each call the time of the rank that took longest."""
-    return Samples([max(times) for times in zip(*ranks.gather(samples.seconds), strict=True)])
-
-
-def others_share(ranks: Ranks, load: Load) -> float | None:
-    """CPU time that went to none of the ranks; None when they are on several machines."""
-    loads = ranks.gather((platform.node(), load.busy, load.own))
-    owns = [own for _, _, own in loads if own is not None]
-    if len({node for node, _, _ in loads}) > 1 or load.busy is None or len(owns) < len(loads):
-        return None
-    return max(0.0, load.busy - sum(owns))
 
 
 def most(values: Sequence[int | None]) -> int | None:
@@ -233,7 +224,12 @@ def most(values: Sequence[int | None]) -> int | None:
 
 
 def run(
-    cases: Sequence[ShardedCase], progress: Progress, *, seconds: float, local_rank: int
+    cases: Sequence[ShardedCase],
+    progress: Progress,
+    *,
+    seconds: float,
+    local_rank: int,
+    device: torch.device = CPU,
 ) -> Report:
     ranks = Ranks()
     cpus = pin_threads(first=local_rank * torch.get_num_threads())
@@ -243,7 +239,8 @@ def run(
             case.kv_bytes(layout.count(ranks.rank, case.length))
             * InputArena.num_sets(case.kv_bytes(case.length))
             for case in cases
-        )
+        ),
+        device,
     )
     with torch.inference_mode():
         rows = [run_case(case, arena, seconds, ranks) for case in shown(progress, cases)]
@@ -334,14 +331,16 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
 
 
 def main(arguments: list[str]) -> int:
-    parsed = parser_of_cases(
-        "Times decoding over the ranks of torchrun, every strategy and the ring, and checks it."
-    ).parse_args(arguments)
-    with joined_world() as world:
+    parser = parser_of_cases("Times decoding over ranks by every strategy, and checks it.")
+    add_device(parser)
+    parsed = parser.parse_args(arguments)
+    check_device(parser, parsed.device)
+    with joined_device(parsed.device) as (world, device):
         run_on_ranks = partial(
             run,
             seconds=0.05 if parsed.quick else parsed.seconds,
             local_rank=world.local_rank,
+            device=device,
         )
         return run_cases(parsed, world, (quick_cases, standard_cases, full_cases), run_on_ranks)
 

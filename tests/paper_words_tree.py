@@ -27,6 +27,27 @@ def theorem_1() -> Words:
     ]
 
 
+def algorithm_3() -> Words:
+    found = rows("tree_fan_ins")
+
+    def us(world: str, *methods: str, unit: float = 1e6) -> list[float]:
+        return [unit * found[f"{world} ranks: {method}"]["ours"] for method in methods]
+
+    steps = found["dgx_h100, 128 ranks: tree_allreduce"]["steps"]
+    names = "tree_allreduce", "tree_allreduce_16", "three_allreduce", "butterfly"
+    a, b, c, d = us("dgx_h100, 128", *names)
+    e, f, g, h = us("two-level, 64", names[0], "tree_allreduce_4", *names[2:], unit=1e3)
+    (levels,) = us("three-level, 64", "tree_allreduce_4_8_2", unit=1e3)
+    (doubling,) = us("three-level, 64", names[0], unit=1e3)
+    return [
+        f"{steps} steps for 128 ranks",
+        f"on 128 H100 {a:.0f} us, with a fan-in of 16 {b:.0f} us, by NCCL's own all-reduces "
+        f"{c:.0f} us, and one exchange of (o, lse) {d:.0f} us; on 64 hosts of two levels {e:.1f}, "
+        f"with a fan-in of 4 {f:.1f}, Gloo's rings {g:.0f}, one exchange {h:.1f} ms; on three "
+        f"levels {doubling:.1f} by doubling and {levels:.1f} ms with a fan-in for each level",
+    ]
+
+
 def links() -> Words:
     notes = " ".join(read_table("links").notes)
     fits = re.findall(r"send/recv [\w ]+: ([\d,.]+) us and ([\d.]+) GB/s, within (\d+) %", notes)
@@ -47,6 +68,26 @@ def tree_figure_3() -> Words:
         f"{most[0]['ours']:,.0f} at that point, {found['8 H100, 5,120k keys']['ours']:.0f} on 8 "
         f"GPUs. {TIMES}8 needs {more[0]:.0f} ms more in both arms at 5.12M keys, {more[1]:.0f} ms "
         f"at 1.28M and {more[2]:.1f} ms at 80k",
+        *figure_3_axes(found),
+    ]
+
+
+def figure_3_axes(found: dict[str, dict[str, Any]]) -> Words:
+    def of(gpus: int, keys: str, name: str) -> float:
+        row = found[f"{gpus} H100, {keys}k keys"]
+        return float(row[name] / row["shortest"])
+
+    def ms(name: str) -> str:
+        times = [1e3 * found[f"{p} H100, 5,120k keys"][name] for p in tree.FIGURE_3_GPUS]
+        return listed(times, 2 if name == "tree" else 0)
+
+    a, b = (of(p, "5,120", "ring") for p in (8, 128))
+    c, d, e, f = (of(p, keys, "tree") for p in (8, 128) for keys in ("80", "5,120"))
+    return [
+        f"(a) of 80k to 5.12M keys, relative to the ring's 80k: the ring to {a:.0f} on 8 GPUs and "
+        f"{b:.0f} on 128, the tree {c:.2f} to {d:.2f} and {e:.3f} to {f:.3f}. (b) at 5.12M keys on "
+        f"{', '.join(map(str, tree.FIGURE_3_GPUS))} GPUs: the tree {ms('tree')} ms, the ring "
+        f"{ms('ring')} ms",
     ]
 
 
@@ -180,6 +221,7 @@ def section_6_3() -> Words:
 SAYS: dict[str, Callable[[], Words]] = {
     "Eq. 1 to 3": overflow,
     "Theorem 1": theorem_1,
+    "Algorithm 3: three": algorithm_3,
     "Figure 2: send/recv": links,
     "Figure 3: latency": tree_figure_3,
     "Table 1, 8 H100": tree_table("tree_table_1_h100", h100),

@@ -20,6 +20,7 @@ from tree_attention import ring_decode, ring_pass_q_decode, tree_decode
 from tree_attention.exchange import Communicator
 
 from ..harness.ranks import available_strategies, choice_of, run_rank
+from ..harness.tree_allreduce import registered
 from ..simulation import RING, RING_PASS_Q
 from .fake_attention import (
     DTYPE,
@@ -188,7 +189,8 @@ def _wire_bytes() -> int:
 
 def main(specification: Path, out: Path) -> None:
     spec = json.loads(specification.read_text())
-    run_rank(out, lambda ranks: [run_case(case, spec["seconds"]) for case in spec["cases"]])
+    with registered():
+        run_rank(out, lambda ranks: [run_case(case, spec["seconds"]) for case in spec["cases"]])
 
 
 if __name__ == "__main__":

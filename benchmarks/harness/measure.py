@@ -268,11 +268,17 @@ def load_warnings(shares: Sequence[float | None]) -> list[str]:
     ]
 
 
-def peak_memory_of(function: Callable[[], Any]) -> int | None:
-    """Bytes by which the resident memory of the process peaks above its start during a call.
+def peak_memory_of(function: Callable[[], Any], device: str = "cpu") -> int | None:
+    """Bytes by which the resident memory of the process peaks above its start during a call; on
+    "cuda" the tensors of the device.
 
     None where the high-water mark cannot be reset (only Linux can).
     """
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - start
     reset = Path("/proc/self/clear_refs")
     if not os.access(reset, os.W_OK):
         return None

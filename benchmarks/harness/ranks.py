@@ -2,8 +2,11 @@
 """The ranks of a benchmark: where they are, what connects them, what "auto" makes of that, and what
 they tell each other."""
 
+from __future__ import annotations
+
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -24,8 +27,11 @@ from tree_attention.exchange import Communicator, Topology, strategies
 from tree_attention.exchange.auto.choose import Choice, choose, measured_costs
 from tree_attention.exchange.transport.buffers import StateLayout
 
+from .measure import Load, Samples
+
 _ROUND_TRIPS = 9
 CPU = torch.device("cpu")
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 T = TypeVar("T")
 
@@ -90,21 +96,36 @@ def links_of(topology: Topology, times: Sequence[float], backend: str) -> str:
     return f"{backend} over {through}; a byte from rank 0 and back: {', '.join(texts)}"
 
 
-def available_strategies(comm: Communicator) -> list[str]:
-    """The strategies that can run on the host's tensors of these ranks; collective."""
-    comm.all_merge_states(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1))  # which finds out
-    return [name for name in strategies() if name not in comm.unavailable(CPU)]
+def available_strategies(comm: Communicator, device: torch.device = CPU) -> list[str]:
+    """The strategies that can run on tensors of the device of these ranks; collective."""
+    state = torch.ones(1, 1, 1, 1, device=device), torch.ones(1, 1, 1, device=device)
+    comm.all_merge_states(*state)  # which finds out
+    return [name for name in strategies() if name not in comm.unavailable(device)]
 
 
-def choice_of(comm: Communicator, layout: StateLayout) -> Choice:
+def choice_of(comm: Communicator, layout: StateLayout, device: torch.device = CPU) -> Choice:
     """Return what "auto" takes for states of `layout` on a used communicator, and why."""
     return choose(
         layout,
         comm.topology,
-        comm.link.backend(CPU),
+        comm.link.backend(device),
         costs=measured_costs(),
-        unavailable=comm.unavailable(CPU),
+        unavailable=comm.unavailable(device),
     )
+
+
+def others_share(ranks: Ranks, load: Load) -> float | None:
+    """CPU time that went to none of the ranks; None when they are on several machines."""
+    loads = ranks.gather((platform.node(), load.busy, load.own))
+    owns = [own for _, _, own in loads if own is not None]
+    if len({node for node, _, _ in loads}) > 1 or load.busy is None or len(owns) < len(loads):
+        return None
+    return max(0.0, load.busy - sum(owns))
+
+
+def slowest_rank(ranks: Ranks, samples: Samples) -> Samples:
+    """For each call the time of the rank that took longest."""
+    return Samples([max(times) for times in zip(*ranks.gather(samples.seconds), strict=True)])
 
 
 class Ranks:
@@ -134,12 +155,17 @@ class Ranks:
 @contextmanager
 def joined_device(name: str) -> Iterator[tuple[World, torch.device]]:
     """The world of torchrun, over Gloo for "cpu" and NCCL for "cuda", and this rank's device."""
-    with joined_world("gloo" if name == "cpu" else "cpu:gloo,cuda:nccl") as world:
-        device = torch.device(name)
-        if device.type == "cuda":
-            device = torch.device("cuda", world.local_rank)
-            torch.cuda.set_device(device)
-        yield world, device
+    with joined_world(_BACKENDS[name]) as world:
+        yield world, device_of(name)
+
+
+def device_of(name: str) -> torch.device:
+    """The device of this rank: of several GPUs, that of its number on the host."""
+    if name != "cuda":
+        return torch.device(name)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def start_ranks(world_size: int, program: Sequence[str], **variables: str) -> Any:
@@ -156,13 +182,13 @@ def start_ranks(world_size: int, program: Sequence[str], **variables: str) -> An
         return json.loads(out.read_text())
 
 
-def run_rank(out: Path, run: Callable[[Ranks], Any]) -> None:
-    """Everything that a rank with one thread does: joins the world by Gloo, runs, and leaves it.
+def run_rank(out: Path, run: Callable[[Ranks], Any], device: str = "cpu") -> None:
+    """Everything that a rank with one thread does: joins the world, runs, and leaves it.
 
     Rank 0 writes what `run` returned there to `out`, as JSON.
     """
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group(_BACKENDS[device])
     ranks = Ranks()
     with torch.inference_mode():
         result = run(ranks)

@@ -9,9 +9,9 @@ import argparse
 import sys
 
 from ..harness.program import add_out, finish
-from . import lean, tree
+from . import average, lean, tree
 
-FIGURES = {**tree.FIGURES, **lean.FIGURES}
+FIGURES = {**tree.FIGURES, **lean.FIGURES, **average.FIGURES}
 
 
 def main(arguments: list[str]) -> int:

@@ -5,7 +5,8 @@
     sudo .venv/bin/python -m benchmarks.emulation --hosts 2 --link lan -- \\
         .venv/bin/python -m benchmarks.papers.protocol --layers 1 --contexts 512 --trials 3
 
-A Llama with random weights reads a prompt and makes ten tokens, ten times by each method in turn.
+A Llama with random weights, or a trained model (`--model`), reads a prompt and makes ten tokens,
+ten times by each method in turn.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tree_attention import hf, ring_decode, ring_pass_q_decode, tree_decode
 from tree_attention.exchange import Communicator
@@ -29,6 +32,7 @@ from ..emulation.generation import by
 from ..harness.program import add_device, add_out, check_device, finish
 from ..harness.ranks import Ranks, joined_device
 from ..harness.report import Report, verdict
+from ..harness.tree_allreduce import NAME, registered
 from ..llama import make_model
 from ..scaling import generate
 from .comparison import Row, comparison, number
@@ -62,25 +66,40 @@ def expanded(decode: Decode) -> Decode:
 
 
 PUBLISHED_TREE, PUBLISHED_RING = "tree as published", "ring as published"
+TREE_STEPS = "tree of 3 log2 p steps"
 METHODS: dict[str, Decode | None] = {
     PUBLISHED_TREE: expanded(partial(tree_decode, strategy="three_allreduce")),
+    TREE_STEPS: expanded(partial(tree_decode, strategy=NAME)),
     PUBLISHED_RING: expanded(ring_decode),
     "ring of key heads": ring_decode,
     "ring, passing queries": ring_pass_q_decode,
     OURS: None,
 }
 # Sums by an all-reduce round otherwise, which may change a token of random weights.
-ROUNDS_OTHERWISE = (PUBLISHED_TREE,)
+ROUNDS_OTHERWISE = (PUBLISHED_TREE, TREE_STEPS)
 
 
+@registered()
 def measure(
-    model: Any, contexts: Sequence[int], trials: int, tokens: int, ranks: Ranks
+    model: Any,
+    contexts: Sequence[int],
+    trials: int,
+    tokens: int,
+    ranks: Ranks,
+    text: Tensor | None = None,
 ) -> list[Row]:
-    """The rows, on every rank; each trial is as long as that of the slowest rank."""
+    """The rows, on every rank; each trial is as long as that of the slowest rank.
+
+    `text`: token ids with which prompts begin, of a trained model, by which all methods have to
+    write the same.
+    """
     comms = {name: Communicator() for name in METHODS}
     rows = []
     for context in contexts:
-        prompt = (torch.arange(context)[None] * 7919 % model.config.vocab_size).to(model.device)
+        prompt = torch.arange(context)[None] * 7919 % model.config.vocab_size
+        if text is not None:
+            prompt = text[:, :context]
+        prompt = prompt.to(model.device)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in METHODS}
         made: dict[str, set[tuple[int, ...]]] = {name: set() for name in METHODS}
         for trial in range(1 + trials):  # the first one connects and allocates
@@ -95,7 +114,8 @@ def measure(
                 made[name] |= set(ranks.gather(tuple(result["tokens"])))
         for name, seconds in times.items():
             prefills, decodings = zip(*seconds, strict=True)
-            others = made[name] if name in ROUNDS_OTHERWISE else made[name] | made[OURS]
+            alone = name in ROUNDS_OTHERWISE and text is None
+            others = made[name] if alone else made[name] | made[OURS]
             rows.append(
                 {
                     "name": f"{context} tokens: {name}",
@@ -124,7 +144,9 @@ def table_of(shape: str, world_size: int) -> Table | None:
     return next((table for table in of_shape if table.world_size == world_size), None)
 
 
-def report_of(rows: Sequence[Row], title: str, table: Table | None, layers: int) -> Report:
+def report_of(
+    rows: Sequence[Row], title: str, table: Table | None, layers: int, name: str = "tree_protocol"
+) -> Report:
     totals = {(row["context"], row["method"]): row["total"][0] for row in rows}
 
     def published(row: Row) -> str:
@@ -146,7 +168,7 @@ def report_of(rows: Sequence[Row], title: str, table: Table | None, layers: int)
         return f"{pair[0]:.3f} ± {pair[1]:.3f}"
 
     return comparison(
-        "tree_protocol",
+        name,
         title,
         rows,
         {
@@ -165,10 +187,11 @@ def report_of(rows: Sequence[Row], title: str, table: Table | None, layers: int)
             "Mean and standard error over the trials, of the slowest rank; methods take turns. "
             "Prompts are read the same way in all, so that the difference is that of new tokens.",
             "as published: key heads expanded to query heads at every step, and for the tree three "
-            "all-reduces; any batch is right, and the rings receive one shard while they attend to "
-            "another. ring of key heads: without the expansion.",
-            "Random weights. right: all ranks made the same tokens, those of ours where the method "
-            "has its bits.",
+            "all-reduces, over Gloo rings; tree of 3 log2 p steps: trees by our messages. "
+            "Any batch is right, and the rings receive one shard while they attend to another. "
+            "ring of key heads: without the expansion.",
+            "right: all ranks made the same tokens, those of ours by a trained model or where the "
+            "method has its bits. Weights are random unless the title names a model.",
         ),
     )
 
@@ -177,6 +200,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.papers.protocol")
     parser.add_argument("--shape", choices=SHAPES, default="1B", help="of Llama (default 1B)")
     parser.add_argument("--layers", type=int, help="by default all of the shape")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="trained, continues design.md")
     parser.add_argument("--contexts", type=int, nargs="+", help="by default the paper's")
     parser.add_argument("--trials", type=int, default=10, help="(default 10)")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="new ones (default 10)")
@@ -184,17 +208,29 @@ def main(arguments: list[str]) -> int:
     add_out(parser, "tree_protocol")
     parsed = parser.parse_args(arguments)
     check_device(parser, parsed.device)
-    layers = parsed.layers or LAYERS[parsed.shape]
+    layers, contexts = parsed.layers or LAYERS[parsed.shape], parsed.contexts
+    name, all_layers = "tree_protocol", LAYERS[parsed.shape]
+    of_model = f"A Llama of {parsed.shape}'s shape, {layers} of {all_layers} layers"
     with joined_device(parsed.device) as (world, device), torch.inference_mode():
-        model = make_model(layers, **SHAPES[parsed.shape]).to(device)
-        contexts = parsed.contexts or CONTEXTS[parsed.shape]
-        rows = measure(model, contexts, parsed.trials, parsed.tokens, Ranks())
-        title = (
-            f"A Llama of {parsed.shape}'s shape, {layers} of {LAYERS[parsed.shape]} layers, on "
-            f"{world.size} ranks: a prompt and {parsed.tokens} tokens"
-        )
-        report = report_of(rows, title, table_of(parsed.shape, world.size), layers)
+        table, text = table_of(parsed.shape, world.size), None
+        if parsed.model is None:
+            model = make_model(layers, **SHAPES[parsed.shape])
+        else:
+            model, text = trained(parsed.model)
+            table, layers, of_model = None, model.config.num_hidden_layers, parsed.model.name
+            name += f"_{of_model}"
+        contexts, trials, tokens = contexts or CONTEXTS[parsed.shape], parsed.trials, parsed.tokens
+        rows = measure(model.to(device), contexts, trials, tokens, Ranks(), text)
+        title = f"{of_model}, on {world.size} ranks: a prompt and {tokens} tokens"
+        report = report_of(rows, title, table, layers, name)
         return finish(report, parsed.out) if world.root else int(bool(report.wrong))
+
+
+def trained(folder: Path) -> tuple[Any, Tensor]:
+    """A checkpoint, and the token ids of a text that it can continue."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    text = (Path(__file__).parents[2] / "docs/design.md").read_text()
+    return model, AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids
 
 
 if __name__ == "__main__":

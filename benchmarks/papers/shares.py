@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""LeanAttention's Figures 3 and 10 end to end: an OPT-shaped model generates on this machine's CPU.
+"""LeanAttention's Figures 3 and 10 end to end: an OPT-shaped model generates on a CPU or a GPU.
 
     python -m benchmarks.papers.shares --layers 2 --prompts 1024 4096 16384 --tokens 16 64 256
 
@@ -28,7 +28,7 @@ from tree_attention import hf
 from tree_attention.cli.generation import ArrivalRecorder
 
 from ..harness.measure import Load, load_warnings
-from ..harness.program import add_out, finish
+from ..harness.program import add_device, add_out, check_device, finish
 from ..harness.report import Report
 from .comparison import Row, comparison, number
 
@@ -58,6 +58,7 @@ def make_model(layers: int, positions: int, **changes: Any) -> Any:
 def generate(model: Any, prompt: int, tokens: int) -> tuple[float, list[float]]:
     """Seconds until the first token, and between one token and the next."""
     recorder, ids = ArrivalRecorder([]), torch.arange(prompt)[None] * 7919 % model.config.vocab_size
+    ids = ids.to(model.device)
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -185,12 +186,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--prompts", type=int, nargs="+", default=(1024, 4096), help="tokens")
     parser.add_argument("--tokens", type=int, nargs="+", default=(16, 64, 256), help="new ones")
     parser.add_argument("--rounds", type=int, default=3, help="of which the best (default 3)")
+    add_device(parser)
     add_out(parser, "lean_figure_3")
     parsed = parser.parse_args(arguments)
+    check_device(parser, parsed.device)
     rows = kept_rows(parsed.out, parsed.layers)
     most = max(parsed.tokens)
     with torch.inference_mode(), Load() as load:
-        model = make_model(parsed.layers, max(parsed.prompts) + most)
+        model = make_model(parsed.layers, max(parsed.prompts) + most).to(parsed.device)
         for prompt in parsed.prompts:
             times = measure(model, prompt, most, parsed.rounds)
             found = rows_of(parsed.layers, prompt, parsed.tokens, times)

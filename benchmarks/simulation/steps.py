@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tree_attention.exchange.strategies import STRATEGIES, strategies
+from tree_attention.exchange.strategies import strategies
 from tree_attention.exchange.transport.topology import Topology
 
+from ..harness.tree_allreduce import strategy_of
 from .clusters import SimulatedCluster
 from .collectives import all_gather, all_reduce, all_to_all, messages, to_everybody
 from .fabric import Fabric, Floats, Ints
@@ -36,7 +37,7 @@ def simulate(method: str, problem: Problem, cluster: SimulatedCluster, world_siz
     program = None
     if method not in RINGS:
         topology = cluster.topology(world_size)
-        program = program_of(STRATEGIES[method], problem.layout, topology, problem.dtype)
+        program = program_of(strategy_of(method), problem.layout, topology, problem.dtype)
     runs = []
     for network in cluster.networks:
         if network.tree and not (program and any(s.name == "all_reduce" for s in program.steps)):
@@ -77,7 +78,7 @@ def bytes_of_formula(method: str, problem: Problem, topology: Topology) -> int:
     """Bytes that the busiest rank sends, as the strategy itself or the ring's formula says."""
     if method in RINGS:
         return RINGS[method].bytes_sent(problem, topology.world_size)
-    strategy = STRATEGIES[method]
+    strategy = strategy_of(method)
     return strategy.traffic(problem.layout, topology, problem.dtype, False).bytes_sent
 
 
@@ -88,5 +89,5 @@ def step_bytes(method: str, problem: Problem, topology: Topology) -> int:
     outputs = layout.num_rows * (problem.head_dim * problem.dtype.itemsize + 4)
     if method in RINGS:
         return RINGS[method].memory(problem, topology.world_size) + layout.message_bytes + outputs
-    program = program_of(STRATEGIES[method], layout, topology, problem.dtype)
+    program = program_of(strategy_of(method), layout, topology, problem.dtype)
     return int(program.buffer_bytes.max()) + outputs

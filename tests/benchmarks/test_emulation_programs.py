@@ -14,6 +14,7 @@ from benchmarks.emulation.clusters import CANONICAL, choice_of
 from benchmarks.emulation.configuration import load_parts, row_of, topology_of
 from benchmarks.emulation.rank import AUTO
 from benchmarks.harness.report import write
+from benchmarks.harness.tree_allreduce import NAME as TREE_ALLREDUCE
 from benchmarks.simulation import RING, RING_PASS_Q, RINGS, bytes_of_formula
 from distributed import run_ranks
 from tree_attention import strategies
@@ -108,6 +109,10 @@ def test_choices_are_compared_with_the_best_strategy() -> None:
     # Sums are no canonical strategy, however fast.
     sums = choice_of(a_row("lan", 8, times | {"three_allreduce": 1e-6}))
     assert sums is not None and sums["best"] == "butterfly"
+    assert sums["published"] == "three_allreduce" and sums["published_ratio"] == pytest.approx(1e-3)
+    trees = choice_of(a_row("lan", 8, times | {TREE_ALLREDUCE: 2.5e-3}))
+    assert trees is not None and trees["published"] == TREE_ALLREDUCE
+    assert trees["published_ratio"] == pytest.approx(2.5)
     # The shipped rule takes all_gather for two ranks.
     assert choice["rule"] == "all_gather" and choice["rule_ratio"] == pytest.approx(3)
     assert choice_of(a_row("lan", 8, {RING: 1.0})) is None

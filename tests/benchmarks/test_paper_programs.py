@@ -2,13 +2,20 @@
 """The programs of benchmarks/papers in a small form: they end well and write their files."""
 
 import json
+from itertools import pairwise
 from unittest import mock
 
 import pytest
+import torch
 
-from benchmarks.papers import algorithm_4, lsh, slow_memory, theorem1
+from benchmarks.cpu import schedules
+from benchmarks.harness import measure
+from benchmarks.harness.operations import counted
+from benchmarks.papers import algorithm_4, gradient_cost, lsh, slow_memory, theorem1
 
 PROGRAMS = {
+    "gradient_cost": (gradient_cost, ["--ranks", "1", "4", "16"]),
+    "lean_schedules": (schedules, ["--heads", "1", "3", "--keys", "768", "--seconds", "0"]),
     "theorem1": (theorem1, ["--ranks", "2", "8", "33"]),
     "slow_memory": (slow_memory, ["--quick"]),
     "algorithm_4": (algorithm_4, ["--outputs", "3", "--iterations", "6", "--ctas", "5"]),
@@ -43,6 +50,45 @@ def test_theorem_1_program_has_the_ring_beside_every_tree(tmp_path):
         shard = 2 * (5_120_000 // ranks) * 2048
         assert row["ring"]["elements"] == (ranks - 1) * ranks * shard
         assert row["ring"]["busiest_elements"] == (ranks - 1) * shard
+
+
+def test_operations_and_their_longest_chain():
+    a, b = torch.ones(3, 4), torch.ones(4, 5)
+    total, counts = counted(lambda: (a @ b).exp().sum())
+    assert total == pytest.approx(15 * 54.59815, rel=1e-5)
+    # Products and sums of 4 terms each, then exponentials, then a tree over 15 of them.
+    assert counts == {"operations": 2 * 4 * 15 + 15 + 15, "depth": 3 + 1 + 4}
+    _, apart = counted(lambda: (a.exp(), b.exp().exp(), a.t().reshape(-1)))
+    assert apart == {"operations": 12 + 40, "depth": 2}
+
+
+def test_gradient_program_finds_it_as_cheap_as_the_value(tmp_path):
+    rows = rows_of("gradient_cost", tmp_path)
+    assert not any(row["wrong"] for row in rows)
+    depths = [row["costs"]["value"]["depth"] for row in rows]
+    # Two reductions over the ranks, of maxima and of sums.
+    assert [b - a for a, b in pairwise(depths)] == [2 * 2, 2 * 2]
+    for row in rows:
+        value, explicit, back = row["costs"].values()
+        keys = row["ranks"] * gradient_cost.KEYS
+        assert value["operations"] > 4 * keys * gradient_cost.HEAD_DIM
+        for gradient in (explicit, back):
+            assert 1.4 < gradient["operations"] / value["operations"] < 1.6
+            assert 1 < gradient["depth"] / value["depth"] < 2
+
+
+def test_schedules_program_has_the_parts_of_its_names(tmp_path):
+    with (
+        mock.patch.object(schedules, "pin_threads"),
+        mock.patch.object(measure, "last_level_cache_bytes", lambda: 1 << 16),
+        mock.patch.object(torch, "get_num_threads", lambda: 2),
+    ):
+        one, three = rows_of("lean_schedules", tmp_path)
+    assert not one["wrong"] and not three["wrong"] and min(one["times"].values()) > 0
+    assert one["parts"][schedules.FLASH_DECODING] == 2 and one["tiles"]["FlashAttention-2"] == 2
+    # Three outputs fill two SMs for FlashDecoding's rule, and take two waves for one and a half.
+    assert three["parts"][schedules.FLASH_DECODING] == 1
+    assert three["tiles"][schedules.FLASH_DECODING] == pytest.approx(2 / 1.5)
 
 
 def test_slow_memory_program_counts_what_the_formula_says(tmp_path):

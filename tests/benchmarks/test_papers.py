@@ -116,6 +116,29 @@ def test_lone_share_is_fitted() -> None:
         assert 0.8 < row["ours"] / row["published"] < 1.1
 
 
+def test_average_is_of_all_shapes(reports: dict[str, Report]) -> None:
+    *by_batch, together = reports["lean_average"].rows
+    assert len(together["ratios"]["FD"]) == 550 == sum(len(r["ratios"]["FD"]) for r in by_batch)
+    # One case of Figure 7 by both ways, and outputs that fill all SMs evenly gain nothing.
+    (case,) = (c for c in lean.FIGURE_7 if c.over_fa2 == 2.46)
+    costs = lean.row_of(case)["costs"]
+    expected = costs[lean.FLASH_ATTENTION_2], costs[lean.FLASH_DECODING]
+    assert lean.with_costs(case.work) == pytest.approx(expected)
+    even = lean.Case("", 108, 512 * lean.K, 2).work
+    assert lean.with_costs(even) == pytest.approx((1, 1), abs=0.01)
+
+
+def test_cases_left_out_are_foretold() -> None:
+    found = lean.foretold()
+    assert len(found) == len(lean.KNOWN) and 0.75 < min(found) < 1 < max(found) < 1.15
+
+
+def test_trees_of_more_fan_in_take_fewer_steps(reports: dict[str, Report]) -> None:
+    steps = {row["name"]: row["steps"] for row in reports["tree_fan_ins"].rows}
+    found = [steps[f"dgx_h100, 128 ranks: tree_allreduce{x}"] for x in ("", "_4", "_16", "_8_2")]
+    assert found == [3 * 7, 3 * 4, 3 * 2, 3 * 5]
+
+
 def test_occupancy_falls_where_the_paper_says(reports: dict[str, Report]) -> None:
     *_, last = reports["lean_figure_4"].rows
     # 128 heads on 864 SMs.

@@ -46,6 +46,23 @@ def test_all_methods_make_the_same_tokens(tmp_path: Path) -> None:
     assert "| - | 1.00 |" in published[OURS] and "| 0.00 | yes |" in published[OURS]
 
 
+def of_a_checkpoint(rank: int, world_size: int, folder: Path) -> list[dict[str, Any]]:
+    with torch.inference_mode():
+        model, text = protocol.trained(folder)
+        assert text.shape[1] > CONTEXT and model.config.num_hidden_layers > 1
+        return protocol.measure(model, [CONTEXT], 1, TOKENS, Ranks(), text)
+
+
+def test_a_trained_model_writes_the_same_text_by_all_methods() -> None:
+    """Also by sums, which round otherwise: the checkpoint is sure enough of its words."""
+    folder = Path(__file__).parents[2] / "examples/passkey-llama"
+    rows, others = run_ranks(of_a_checkpoint, 2, folder)
+    assert rows == others and [row["method"] for row in rows] == list(METHODS)
+    assert all(row["same_tokens"] and not row["wrong"] for row in rows)
+    other = [{**row, "same_tokens": False, "wrong": True} for row in rows[:1]] + rows[1:]
+    assert protocol.report_of(other, "title", None, 2, "tree_protocol_x").wrong
+
+
 def other_tokens(rank: int, world_size: int) -> list[dict[str, Any]]:
     """Measures with a method whose result is right on rank 0 alone."""
 

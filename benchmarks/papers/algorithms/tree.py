@@ -94,26 +94,41 @@ def all_reduce(
     return parts[0]
 
 
-def tree_energy(q: Tensor, zeta: Tensor, shards: Sequence[Shard]) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: `energy.safe_energy` of every row, by two reductions of one number per row."""
-    scores = [tilted_scores(q, k, v, zeta, key_ranges) for k, v, key_ranges in shards]
-    shift = finite(all_reduce([largest_score(s) for s in scores], torch.maximum))
-    relative = all_reduce(
-        [torch.logsumexp(s - shift[..., None], dim=-1) for s in scores], torch.logaddexp
-    )
-    return shift, relative
+def tree_energy(
+    q: Tensor, zeta: Tensor | Sequence[Tensor], shards: Sequence[Shard]
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 1: `energy.safe_energy` of every row, by two reductions of one number per row.
+
+    `zeta` may be the copy of each rank, as line 2 scatters it.
+    """
+    return _energy(_scores(q, zeta, shards))
 
 
 def tree_gradient(q: Tensor, zeta: Tensor, shards: Sequence[Shard]) -> Tensor:
     """Algorithm 2: `energy.energy_gradient`, by one more reduction of a value vector per row."""
-    shift, relative = tree_energy(q, zeta, shards)
-    relative = finite(relative)
-    sums = []
-    for k, v, key_ranges in shards:
-        scores = tilted_scores(q, k, v, zeta, key_ranges)
-        weights = torch.exp(scores - shift[..., None] - relative[..., None])
-        sums.append(weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1))
+    scores = _scores(q, zeta, shards)
+    shift, relative = _energy(scores)
+    log_sum = shift + finite(relative)
+    sums = [
+        torch.exp(s - log_sum[..., None]) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        for s, (_, v, _) in zip(scores, shards, strict=True)
+    ]
     return all_reduce(sums, torch.add)
+
+
+def _scores(q: Tensor, zeta: Tensor | Sequence[Tensor], shards: Sequence[Shard]) -> list[Tensor]:
+    copies = [zeta] * len(shards) if isinstance(zeta, Tensor) else zeta
+    return [
+        tilted_scores(q, k, v, copy, key_ranges)
+        for (k, v, key_ranges), copy in zip(shards, copies, strict=True)
+    ]
+
+
+def _energy(scores: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    # A constant to automatic differentiation (Eq. 35 to 38).
+    shift = finite(all_reduce([largest_score(s.detach()) for s in scores], torch.maximum))
+    parts = [torch.logsumexp(s - shift[..., None], dim=-1) for s in scores]
+    return shift, all_reduce(parts, torch.logaddexp)
 
 
 def tree_attention(
