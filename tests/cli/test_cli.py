@@ -61,14 +61,24 @@ def test_generate_prints_text_and_measurements(
     assert run_generate(checkpoint, "--prompt", PROMPT, "--json", str(file)) == 0
     output = capsys.readouterr().out
     assert PROMPT in output
-    for line in ("time to first token", "inter-token latency p50, p99", "key/value cache per rank"):
+    for line in ("time to first token", "bytes sent per token and", "key/value cache per rank"):
         assert line in output
+    assert "tokens/s" not in output and "p99" not in output  # of so few tokens
     content = json.loads(file.read_text())
     assert content["prompt_tokens"] == len(PROMPT) and content["new_tokens"] == 9
     assert content["world_size"] == 1 and content["bytes_sent_per_token"] == 0
     assert 0 < content["inter_token_p50_ms"] <= content["inter_token_p99_ms"]
     # keys and values of 2 layers, 2 heads of 16, float32, for at least the prompt
     assert content["kv_bytes_per_rank"] >= 2 * 2 * 2 * 16 * 4 * len(PROMPT)
+
+
+def test_rates_are_those_of_many_tokens(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_generate(checkpoint, "--prompt", PROMPT * 10, "--max-new-tokens", "16") == 0
+    output = capsys.readouterr().out
+    for line in ("prefill .* tokens/s", "p50, p99 .* ms", "decode .* tokens/s", "time .* 0%"):
+        assert re.search(line, output), line
 
 
 def test_generate_compares_tokens_with_another_run(

@@ -212,6 +212,30 @@ def test_a_rank_says_for_whom_it_waits(
     )
 
 
+@pytest.mark.parametrize("command", ["verify", "calibrate"])
+def test_the_time_to_wait_is_an_option(
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where calibrate would write
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert main([command, "--timeout", "0.5"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"{command}: rank 0 of 2: the ranks did not meet at 127.0.0.1:{port}")
+    assert "have 0.5 s: no word from rank 1; start all 2 ranks" in error
+    assert main([command, "--timeout", "0"]) == 2
+    assert "--timeout must be above 0 and at most" in capsys.readouterr().err
+
+
 def test_calibration_needs_no_readable_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from .._loader import __version__
 from ..exchange import COSTS_VARIABLE, calibrate, get_communicator
 from .usage import UsageError, check_can_be_written, check_seconds, writing
-from .world import World, joined_world
+from .world import World, add_timeout, joined_world
 
 
 def main(arguments: list[str]) -> int:
@@ -32,11 +32,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="for each strategy and size (default 1)"
     )
+    add_timeout(parser)
     parsed = parser.parse_args(arguments)
     check_can_be_written("--out", parsed.out)
     if parsed.out.suffix == ".png":
         raise UsageError(f"--out {parsed.out}: name the table; its picture gets the suffix .png")
     check_seconds("--seconds", parsed.seconds)
+    check_seconds("--timeout", parsed.timeout)
     if parsed.device == "cuda" and not torch.cuda.is_available():
         raise UsageError(
             "--device cuda needs a GPU, and torch finds none; "
@@ -44,7 +46,8 @@ def main(arguments: list[str]) -> int:
         )
     console = Console() if sys.stdout.isatty() else Console(width=120)
     os.environ.pop(COSTS_VARIABLE, None)  # an earlier table, which may be why somebody calibrates
-    with joined_world("nccl" if parsed.device == "cuda" else "gloo") as world:
+    backend = "nccl" if parsed.device == "cuda" else "gloo"
+    with joined_world(backend, parsed.timeout) as world:
         if world.size == 1:
             raise UsageError(
                 "one process has no exchange to measure; start several: "

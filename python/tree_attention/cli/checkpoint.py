@@ -11,6 +11,10 @@ from .._json import read_json_object
 from ..exchange import ExchangeError, sentence
 from .usage import UsageError
 
+A_CHECKPOINT = (
+    "directory with config.json, *.safetensors and a tokenizer: `hf download NAME --local-dir DIR` "
+    "makes one of what the Hugging Face Hub calls NAME"
+)
 _TOKENS = "bos_token_id", "eos_token_id", "pad_token_id"
 # Of generation_config.json, beside those: what changes no token, and values that ask for nothing.
 _REMARKS = "_from_model_config", "transformers_version", "use_cache"
@@ -85,10 +89,7 @@ def load_tokenizer(path: Path) -> Any:
 
     logging.disable_progress_bar()  # which transformers shows while it loads the weights
     if not (path / "config.json").exists():
-        raise UsageError(
-            f"no checkpoint in {path}: --model takes a directory with config.json, "
-            "*.safetensors and a tokenizer"
-        )
+        raise UsageError(f"no checkpoint in {path}: --model takes a {A_CHECKPOINT}")
     with damages_named(path):
         check_config_file(path / "config.json", "the configuration")
         # Nothing beside the weights is run: neither Python files nor pickles.

@@ -16,7 +16,7 @@ from .. import ExchangeError, strategies
 from .._json import read_json_object, replace_file
 from ..exchange import candidates
 from ..planning.models import WEIGHT_DTYPES
-from .checkpoint import damages_named, load, load_tokenizer, make_greedy
+from .checkpoint import A_CHECKPOINT, damages_named, load, load_tokenizer, make_greedy
 from .usage import UsageError, check_can_be_written, check_seconds, report, writing
 from .world import World, joined_world
 
@@ -61,7 +61,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description="Greedy text from a checkpoint. Under torchrun every process keeps its share "
         "of the key/value cache, and of the weights if they are split.",
     )
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help=A_CHECKPOINT)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")

@@ -20,6 +20,9 @@ from ..exchange import Communicator
 from ..hf import TreeCache
 from ..hf.weights.split import mesh_of
 
+# Below them a rate is that of the set-up, or of chance.
+_FEWEST_PROMPT_TOKENS, _FEWEST_NEW_TOKENS = 256, 16
+
 
 @dataclass(frozen=True)
 class Arrival:
@@ -202,16 +205,18 @@ def table(measured: dict[str, Any], attention: str, world_size: int) -> Table:
     formats = {
         "prompt, new tokens": "{prompt_tokens:,}, {new_tokens}",
         "time to first token": "{ttft_s:.3f} s",
-        "prefill": "{prefill_tokens_per_s:,.0f} tokens/s",
     }
-    if "tokens_per_s" in measured:
+    if measured["prompt_tokens"] >= _FEWEST_PROMPT_TOKENS:
+        formats["prefill"] = "{prefill_tokens_per_s:,.0f} tokens/s"
+    if measured["new_tokens"] >= _FEWEST_NEW_TOKENS:
         formats |= {
             "inter-token latency p50, p99": "{inter_token_p50_ms:.2f}, {inter_token_p99_ms:.2f} ms",
             "decode": "{tokens_per_s:.1f} tokens/s",
-            "bytes sent per token and rank": "{merge_bytes_per_token:,.0f} merge, "
-            "{sum_bytes_per_token:,.0f} sums",
-            "exchange's share of decode time": f"{100 * measured['exchange_share']:.0f} %",
+            "exchange's share of decode time": "{exchange_share:.0%}",
         }
+    if "bytes_sent_per_token" in measured:
+        sent = "{merge_bytes_per_token:,.0f} merge, {sum_bytes_per_token:,.0f} sums"
+        formats["bytes sent per token and rank"] = sent
     for name, text in formats.items():
         result.add_row(name, text.format(**measured))
     for name, what in (("weights", "weight"), ("key/value cache", "kv")):

@@ -50,9 +50,9 @@ def writing(option: str, path: Path) -> Iterator[None]:
         raise UsageError(f"{option} {path}: {reason}; name another") from error
 
 
-def check_seconds(option: str, seconds: float) -> None:
-    """Raises UsageError unless `seconds` are a time that can be waited for."""
-    if not 0 < seconds <= MAX_SECONDS:
+def check_seconds(option: str, seconds: float | None) -> None:
+    """Raises UsageError unless `seconds`, if given, are a time that can be waited for."""
+    if seconds is not None and not 0 < seconds <= MAX_SECONDS:
         raise UsageError(
             f"{option} must be above 0 and at most {MAX_SECONDS:,} seconds, got {seconds:g}"
         )

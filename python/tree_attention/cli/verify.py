@@ -32,8 +32,9 @@ from .. import (
     tree_decode,
 )
 from ..reference.accuracy import check_against_float64, digest
-from .checkpoint import load, load_tokenizer, make_greedy
-from .world import World, joined_world
+from .checkpoint import A_CHECKPOINT, load, load_tokenizer, make_greedy
+from .usage import check_seconds
+from .world import World, add_timeout, joined_world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,11 +55,18 @@ def main(arguments: list[str]) -> int:
         "other and generated tokens against HuggingFace's.",
     )
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="a checkpoint whose tokens are checked as well"
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help=f"whose tokens are checked as well: a {A_CHECKPOINT}",
     )
-    model = parser.parse_args(arguments).model
-    with joined_world() as world, torch.inference_mode():
-        made = chain(check_operator(), check_merge(), check_ranks(world), check_huggingface(model))
+    add_timeout(parser)
+    parsed = parser.parse_args(arguments)
+    check_seconds("--timeout", parsed.timeout)
+    with joined_world(timeout=parsed.timeout) as world, torch.inference_mode():
+        made = chain(
+            check_operator(), check_merge(), check_ranks(world), check_huggingface(parsed.model)
+        )
         checks = [in_all_ranks(check, world) for check in made]
     if world.root:
         show(checks, world)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The processes that torchrun started, or this one alone."""
 
+import argparse
 import os
 import signal
 import socket
@@ -49,6 +50,13 @@ class World:
     def root(self) -> bool:
         """True where this rank talks to the user."""
         return self.rank == 0
+
+
+def add_timeout(parser: argparse.ArgumentParser) -> None:
+    """The option of commands that leave the time for others to answer to the library."""
+    start = f"{RENDEZVOUS_SECONDS:g} to start"
+    waits = f"seconds to wait for another rank to start or to answer (default {start})"
+    parser.add_argument("--timeout", type=float, help=waits)
 
 
 @contextmanager
@@ -105,7 +113,8 @@ def _join(rank: int, size: int, backend: str, timeout: float | None) -> None:
             int(port),
             size,
             is_master=rank == 0 and not agent_serves,
-            timeout=timedelta(seconds=seconds),
+            # Longer than the deadline, whose error names the server.
+            timeout=timedelta(seconds=seconds + 1.0),
             wait_for_workers=False,
         )
         store = dist.PrefixStore(f"tree_attention/rendezvous/{attempt}", store)

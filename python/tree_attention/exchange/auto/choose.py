@@ -154,7 +154,7 @@ class CostTable:
             reason = f"{what} {path}: {error.strerror}" if isinstance(error, OSError) else error
             raise ValueError(
                 f"{reason}; write a new one with `python -m tree_attention calibrate`"
-            ) from error
+            ) from None
         exchanges = (
             Measured(row["strategy"], row["num_bytes"], float(row["seconds"]))
             for row in content["exchanges"]
