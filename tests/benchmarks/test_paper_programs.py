@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 
 from benchmarks.papers import algorithm_4, lsh, slow_memory, theorem1
+from benchmarks.papers.survey import __main__ as survey
 
 PROGRAMS = {
     "theorem1": (theorem1, ["--ranks", "2", "8", "33"]),
@@ -64,6 +65,15 @@ def test_lsh_program_errs_less_with_more_rounds(tmp_path):
         rows = [row for row in rows_of("lsh", tmp_path) if row["buckets"] == buckets]
         assert rows[-1]["error"] < rows[0]["error"] / 2
         assert rows[-1]["seen"] > rows[0]["seen"]
+
+
+@pytest.mark.parametrize(
+    "report, name", [("errors", "survey_errors"), ("waste", "cache_waste"), ("chunks", "lsh_time")]
+)
+def test_survey_program(report, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(survey, "LENGTHS", (256,))
+    assert survey.main([report, "--out", str(tmp_path)]) == 0
+    assert (tmp_path / f"{name}.md").read_text().count("\n| ") > 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ Performers (arXiv:2009.14794) and of Random Feature Attention (arXiv:2103.02143)
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,9 @@ class KernelState(NamedTuple):
     numerator: Tensor  # S: [..., features, head_dim_v]
     denominator: Tensor  # z: [..., features]
 
-    def __add__(self, other: tuple[Tensor, ...]) -> "KernelState":
-        return KernelState(*(a + b for a, b in zip(self, other, strict=True)))
+
+def add(a: KernelState, b: KernelState) -> KernelState:
+    return KernelState(a.numerator + b.numerator, a.denominator + b.denominator)
 
 
 def elu_features(x: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ def directions(
 
     These have the same distribution each and a smaller variance together (Performers, section 2.4).
     """
-    options: dict = {"dtype": torch.float64, "generator": generator}
+    options: dict[str, Any] = {"dtype": torch.float64, "generator": generator}
     omega = torch.randn(number, head_dim, **options)
     if not orthogonal:
         return omega
@@ -89,7 +90,7 @@ def tree_linear_attention(
     A message has `features * (head_dim_v + 1)` numbers for a head, however many queries there are.
     """
     states = [kernel_state(phi_k, v) for phi_k, v in shards]
-    return read(phi_q, all_reduce(states, KernelState.__add__, counts=counts))
+    return read(phi_q, all_reduce(states, add, counts=counts))
 
 
 def causal_linear_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
@@ -98,6 +99,6 @@ def causal_linear_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
     outputs = []
     for i in range(v.shape[-2]):
         token = slice(i, i + 1)
-        state = state + kernel_state(phi_k[..., token, :], v[..., token, :])
+        state = add(state, kernel_state(phi_k[..., token, :], v[..., token, :]))
         outputs.append(read(phi_q[..., token, :], state))
     return torch.cat(outputs, dim=-2)

@@ -47,7 +47,7 @@ class _Reversible(torch.autograd.Function):
         for f, g in reversed(ctx.layers):
             x = inverse(y, f, g)
             with torch.enable_grad():
-                inputs = tuple(one.detach().requires_grad_() for one in x)
+                inputs = x[0].detach().requires_grad_(), x[1].detach().requires_grad_()
                 outputs = forward(inputs, f, g)
             wanted = (*inputs, *ctx.weights)
             grads = torch.autograd.grad(outputs, wanted, grad_y, allow_unused=True)

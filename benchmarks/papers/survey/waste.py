@@ -8,7 +8,7 @@ holds it. Reserved slots are waste while they wait, as another request could use
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 KINDS = ("used", "reserved", "internal", "external")
@@ -54,7 +54,7 @@ def first_gap(running: list[Request], slots: int, size: int) -> int | None:
     return end if slots - end >= size else None
 
 
-def shares(samples: list[tuple[int, ...]], slots: int) -> dict[str, float]:
+def shares(samples: Sequence[tuple[int, ...]], slots: int) -> dict[str, float]:
     return {
         kind: sum(x) / len(x) / slots
         for kind, x in zip(KINDS, zip(*samples, strict=True), strict=True)
