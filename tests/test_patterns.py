@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import Problem, make_problem, paginate
-from tree_attention import merge_states, patterns
+from tree_attention import lean_decode, merge_states, patterns
 from tree_attention.sharding import BlockCyclic, Contiguous
 
 
@@ -27,6 +27,11 @@ def test_first_and_window():
     ranges = torch.cat([patterns.first(SLOTS, 4), patterns.window(SLOTS, 8)], dim=2)
     for i, keys in enumerate(seen(ranges, 40)):
         assert keys == {j for j in range(i + 1) if j < 4 or j > i - 8}
+
+
+def test_block():
+    for i, keys in enumerate(seen(patterns.block(SLOTS, 7), 40)):
+        assert keys == {j for j in range(i + 1) if j // 7 == i // 7}
 
 
 def test_global_tokens():
@@ -58,6 +63,7 @@ def test_random_blocks():
 def test_no_query_sees_what_follows_it(slots, size, count, block):
     for ranges in (
         patterns.window(slots, size),
+        patterns.block(slots, size),
         patterns.first(slots, size),
         patterns.global_tokens(slots, [(size, size + block)]),
         patterns.dilated(slots, count, dilation=size, block=block),
@@ -89,6 +95,7 @@ def test_a_query_without_a_slot_sees_nothing():
     slots = torch.tensor([[-1, -1]])
     for ranges in (
         patterns.window(slots, 4),
+        patterns.block(slots, 4),
         patterns.first(slots, 4),
         patterns.global_tokens(slots, [(0, 4)]),
         patterns.dilated(slots, 2, dilation=3),
@@ -119,6 +126,69 @@ def test_shards_see_their_part(layout, device):
         local = patterns.local(whole.key_ranges, layout, rank)
         parts.append(Problem(shard.q, shard.k, shard.v, local).to(device).run())
     whole.check(*merge_states(*(torch.stack(x) for x in zip(*parts, strict=True))))
+
+
+HEADS = 3
+
+
+def of_heads(slots):
+    """A pattern for each kv head, with one, seven and four ranges."""
+    far = patterns.dilated(slots, 7, dilation=13)
+    return [
+        patterns.window(slots, 20),
+        far,
+        torch.cat([far[:, :, :3], patterns.block(slots, 9)], 2),
+    ]
+
+
+def by_head(problem, ranges):
+    """o and lse in the shape of the problem, of one call with ranges for each head."""
+    o, lse = lean_decode(*patterns.by_head(problem.q, problem.k, problem.v, ranges))
+    return o.view(*problem.q.shape[:3], -1), lse.view(problem.q.shape[:3])
+
+
+def one_head(problem, head, ranges):
+    """The problem of one kv head and its group of query heads."""
+    group = problem.q.shape[1] // problem.k.shape[1]
+    heads = slice(head * group, (head + 1) * group)
+    one = slice(head, head + 1)
+    return heads, Problem(problem.q[:, heads], problem.k[:, one], problem.v[:, one], ranges)
+
+
+def test_heads_see_ranges_of_their_own(device):
+    slots = torch.randint(200, (2, 5))
+    problem = make_problem(batch=2, num_heads_kv=HEADS, group_size=2, seqlen_q=5, seqlen_k=200)
+    ranges = of_heads(slots)
+    assert len({x.shape[2] for x in ranges}) == 3
+    problem = problem.to(device)
+    ranges = [x.to(device) for x in ranges]
+    o, lse = by_head(problem, ranges)
+    for head in range(HEADS):
+        heads, alone = one_head(problem, head, ranges[head])
+        alone.check(o[:, heads], lse[:, heads])
+
+
+def test_heads_with_ranges_of_their_own_on_shards():
+    layout = BlockCyclic(3, 16)
+    whole = make_problem(batch=2, num_heads_kv=HEADS, seqlen_q=5, seqlen_k=200)
+    ranges = of_heads(torch.randint(200, (2, 5)))
+    parts = []
+    for rank in range(layout.world_size):
+        shard = whole.shard(layout, rank)
+        parts.append(by_head(shard, [patterns.local(x, layout, rank) for x in ranges]))
+    o, lse = merge_states(*(torch.stack(x) for x in zip(*parts, strict=True)))
+    for head in range(HEADS):
+        heads, alone = one_head(whole, head, ranges[head])
+        alone.check(o[:, heads], lse[:, heads])
+
+
+def test_heads_of_a_cache_are_not_copied():
+    cache = torch.zeros(2, HEADS, 300, 8)
+    slots = torch.randint(200, (2, 5))
+    _, k, v, _ = patterns.by_head(
+        torch.zeros(2, HEADS, 5, 8), cache[:, :, :200], cache[:, :, 50:200], of_heads(slots)
+    )
+    assert k.data_ptr() == cache.data_ptr() and v.data_ptr() == cache[:, :, 50:].data_ptr()
 
 
 def test_patterns_are_made_on_the_device_of_the_slots(device):
@@ -228,6 +298,11 @@ def lists(page_ranges=PAGE_RANGES, lengths=SLOTS, table=TABLE, page_size=16):
     return patterns.page_lists(page_ranges, lengths, table, page_size)
 
 
+def heads(number, slots=SLOTS[:, :5], dtype=torch.int32):
+    q, k = torch.zeros(1, 4, 5, 8), torch.zeros(1, 2, 40, 8)
+    return patterns.by_head(q, k, k, [patterns.window(slots, 4).to(dtype)] * number)
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -244,6 +319,10 @@ def lists(page_ranges=PAGE_RANGES, lengths=SLOTS, table=TABLE, page_size=16):
         (lambda: patterns.window(SLOTS.float(), 4), r"got torch.float32 of shape \[1, 40\]"),
         (lambda: patterns.window(SLOTS + 2**31, 4), "window: slots must be below .* 2147483687;"),
         (lambda: patterns.random_blocks(SLOTS + 2**31, 1, block=1, seed=0), r"below 2\^31"),
+        (lambda: patterns.block(SLOTS, 0), "block: size must be an integer of at least 1, got 0"),
+        (lambda: heads(1), "by_head: key_ranges must be of 2 kv heads, got 1"),
+        (lambda: heads(2, SLOTS[:, :4]), r"\[1, 5, num_ranges, 2\], got .* \[1, 4, 1, 2\]"),
+        (lambda: heads(2, dtype=torch.float32), "by_head: key_ranges must be integers .*float32"),
         (lambda: lists(page_size=0), "page_lists: page_size must be .* at least 1, got 0"),
         (lambda: lists(page_size=16.0), "page_size must be an integer of at least 1, got 16.0"),
         (lambda: lists(table=TABLE.float()), "page_table must be integers .*, got torch.float32"),

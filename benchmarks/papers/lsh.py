@@ -88,14 +88,18 @@ def lsh_attention(x: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     return merge_states(softmax_weights(of_rounds) @ v, torch.logsumexp(of_rounds, dim=-1))
 
 
-def rows_of(seqlen: int) -> list[dict[str, Any]]:
-    """Vectors around 32 centres, so that there are near ones for the hash to find."""
+def around_centres(seqlen: int) -> tuple[Tensor, Tensor, torch.Generator]:
+    """Vectors around 32 centres, so that there are near ones for the hash to find, and values."""
     generator = torch.Generator().manual_seed(0)
     options: dict[str, Any] = {"dtype": torch.float64, "generator": generator}
     centres = torch.randn(32, HEAD_DIM, **options)
     x = centres[torch.arange(seqlen) % 32] + 0.5 * torch.randn(seqlen, HEAD_DIM, **options)
     x = NORM * torch.nn.functional.normalize(x, dim=-1)
-    v = torch.randn(seqlen, HEAD_DIM, **options)
+    return x, torch.randn(seqlen, HEAD_DIM, **options), generator
+
+
+def rows_of(seqlen: int) -> list[dict[str, Any]]:
+    x, v, generator = around_centres(seqlen)
     exact, _ = lsh_attention(x, v, seen_keys(torch.zeros(1, seqlen, dtype=torch.int64), seqlen))
     rows = []
     for num_buckets in BUCKETS:

@@ -14,9 +14,10 @@ patterns are put together by concatenation::
     )
     strided = torch.cat([window(slots, 128), dilated(slots, 1024, dilation=128)], dim=2)
 
-Where a cache is split over ranks, `local` gives each rank its part of the ranges. Many small
-pieces are faster as a list of pages, which `page_lists` makes where the cache has pages. Nothing is
-read back from a GPU, so that calls can be captured in CUDA graphs.
+Heads may have patterns of their own: `by_head` makes them sequences of one call. Where a cache is
+split over ranks, `local` gives each rank its part of the ranges. Many small pieces are faster as a
+list of pages, which `page_lists` makes where the cache has pages. Nothing is read back from a GPU,
+so that calls can be captured in CUDA graphs.
 """
 
 from collections.abc import Sequence
@@ -37,6 +38,17 @@ def window(slots: Tensor, size: int) -> Tensor:
     slots = checked_slots("window", slots, size=size)
     ends = slots[..., None] + 1
     return _ranges(slots, ends - size, ends)
+
+
+def block(slots: Tensor, size: int) -> Tensor:
+    """The slots of the query's block, which begins at a multiple of `size`, up to its own.
+
+    The result has the shape `[batch, seqlen_q, 1, 2]`.
+
+    Source: local attention in blocks, Image Transformer (arXiv:1802.05751), section 3.2.
+    """
+    slots = checked_slots("block", slots, size=size)[..., None]
+    return _ranges(slots[..., 0], slots // size * size, slots + 1)
 
 
 def first(slots: Tensor, count: int) -> Tensor:
@@ -110,6 +122,54 @@ def random_blocks(slots: Tensor, count: int, *, block: int, seed: int) -> Tensor
     draws = torch.arange(count, device=slots.device)
     begins = _hashed(_hashed(own + (seed << 32)) + draws) % (own + 1) * block
     return _ranges(slots, begins, begins + block)
+
+
+def by_head(
+    q: Tensor, k: Tensor, v: Tensor, key_ranges: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of `lean_decode` and `tree_decode` with which each kv head has its own ranges.
+
+    Each kv head becomes a sequence with one kv head::
+
+        halves = [window(slots, 128)] * 4 + [dilated(slots, 1024, dilation=128)] * 4
+        o, lse = lean_decode(*by_head(q, k, v, halves))
+        o, lse = o.view(*q.shape[:3], -1), lse.view(q.shape[:3])
+
+    The queries of a kv head share its ranges. Keys and values are not copied where the stride of
+    a sequence is that of all its heads, as in a slice of a cache by tokens. Pages and options with
+    an axis of heads do not fit sequences of one head.
+
+    Args:
+        q: `[batch, num_heads_q, seqlen_q, head_dim]`.
+        k, v: `[batch, num_heads_kv, seqlen_k, head_dim]`.
+        key_ranges: for each kv head int32 `[batch, seqlen_q, num_ranges, 2]`; numbers of ranges may
+            differ.
+
+    Returns:
+        q `[batch * num_heads_kv, num_heads_q / num_heads_kv, seqlen_q, head_dim]`, k and v
+        `[batch * num_heads_kv, 1, seqlen_k, head_dim]`, and their key_ranges.
+
+    Raises:
+        ValueError: there is not one tensor of ranges for each kv head, or one has another shape.
+
+    Source: half of the heads each, Sparse Transformers (arXiv:1904.10509), section 4.3.
+    """
+    if len(key_ranges) != k.shape[1]:
+        raise ValueError(
+            f"by_head: key_ranges must be of {k.shape[1]} kv heads, got {len(key_ranges)}"
+        )
+    for ranges in key_ranges:
+        is_right = ranges.dim() == 4 and ranges.shape == (len(q), q.shape[2], ranges.shape[2], 2)
+        wanted = f"[{q.shape[0]}, {q.shape[2]}, num_ranges, 2]"
+        _check_integers("by_head", "key_ranges", ranges, is_right, wanted)
+    most = max(ranges.shape[2] for ranges in key_ranges)
+    padded = [F.pad(ranges, (0, 0, 0, most - ranges.shape[2])) for ranges in key_ranges]
+    return (
+        q.unflatten(1, (k.shape[1], -1)).flatten(0, 1),
+        k.flatten(0, 1)[:, None],
+        v.flatten(0, 1)[:, None],
+        torch.stack(padded, dim=1).flatten(0, 1),
+    )
 
 
 def local(key_ranges: Tensor, layout: ShardLayout, rank: int) -> Tensor:

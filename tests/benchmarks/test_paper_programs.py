@@ -12,6 +12,7 @@ from benchmarks.cpu import schedules
 from benchmarks.harness import measure
 from benchmarks.harness.operations import counted
 from benchmarks.papers import algorithm_4, gradient_cost, lsh, slow_memory, theorem1
+from benchmarks.papers.survey import __main__ as survey
 
 PROGRAMS = {
     "gradient_cost": (gradient_cost, ["--ranks", "1", "4", "16"]),
@@ -110,6 +111,15 @@ def test_lsh_program_errs_less_with_more_rounds(tmp_path):
         rows = [row for row in rows_of("lsh", tmp_path) if row["buckets"] == buckets]
         assert rows[-1]["error"] < rows[0]["error"] / 2
         assert rows[-1]["seen"] > rows[0]["seen"]
+
+
+@pytest.mark.parametrize(
+    "report, name", [("errors", "survey_errors"), ("waste", "cache_waste"), ("chunks", "lsh_time")]
+)
+def test_survey_program(report, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(survey, "LENGTHS", (256,))
+    assert survey.main([report, "--out", str(tmp_path)]) == 0
+    assert (tmp_path / f"{name}.md").read_text().count("\n| ") > 1
 
 
 @pytest.mark.parametrize(
