@@ -40,9 +40,58 @@ def sparse() -> Words:
     ]
 
 
+def waste() -> Words:
+    used = [
+        result("cache_waste", "used", **{"at once": name})
+        for name in (
+            "the largest length",
+            "the next power of two",
+            "the final length, known ahead",
+            "blocks of 16",
+        )
+    ]
+    kinds = [
+        result("cache_waste", kind, **{"at once": "the largest length"})
+        for kind in ("reserved", "internal", "external")
+    ]
+    return [
+        f"{used[0]:.1f} % used where each request gets the largest length ({kinds[0]:.1f} % "
+        f"reserved, {kinds[1]:.1f} % internal, {kinds[2]:.1f} % external), {used[1]:.1f} % with "
+        f"the next power of two, {used[2]:.1f} % with the final length known ahead, "
+        f"{used[3]:.1f} % in blocks of 16",
+    ]
+
+
+def error(method: str, number: int, size: str = "1.0") -> str:
+    wanted = {"method": method, "size": size, "features or keys": str(number)}
+    return f"{result('survey_errors', 'relative error', **wanted):g}"
+
+
+def linear() -> Words:
+    few, many = (error("positive random features", x) for x in (64, 4096))
+    half_few, half_many = (error("positive random features", x, "0.5") for x in (64, 4096))
+    one, half = (error("elu(x) + 1", 64, x) for x in ("1.0", "0.5"))
+    return [
+        "[The error](../benchmarks/results/survey_errors.md) of o against softmax is "
+        f"{few} with 64 positive features and still {many} with 4,096, where scores have the "
+        f"deviation 1; with 0.25 {half_few} and {half_many}. `elu(x) + 1` has {one} and {half}"
+    ]
+
+
+def low_rank() -> Words:
+    few, many = (error("averages of neighbours", x) for x in (64, 512))
+    return [
+        f"the [error](../benchmarks/results/survey_errors.md) is {few} with 64 keys for 1,024 "
+        f"tokens that change slowly, and {many} with 512"
+    ]
+
+
 # By the beginning of the title.
 SAYS: dict[str, Callable[[], Words]] = {
     "Traffic": slow_memory,
-    "Reformer": lsh,
+    "Waste": waste,
+    "Reformer: hash": lsh,
+    "Linear attention": linear,
+    "Low rank": low_rank,
     "Sparse patterns": sparse,
 }
