@@ -27,6 +27,23 @@ def theorem_1() -> Words:
     ]
 
 
+def section_5_2() -> Words:
+    table = read_table("gradient_cost").rows
+    (last,) = (row for row in table if row["ranks"] == "4,096")
+    (first,) = (row for row in table if row["ranks"] == "1")
+    assert all(row["right"] == "yes" for row in table)
+    a, b, c, d = (
+        last[f"{what}, {name} /F"]
+        for name in ("Algorithm 2", "backward")
+        for what in ("operations", "depth")
+    )
+    return [
+        f"to {last['ranks']} ranks: Algorithm 2 takes {a} times the operations of the value and "
+        f"{b} times its depth, a pass back {c} and {d} times. The value's depth is "
+        f"{first['depth of F']} on one rank and {last['depth of F']} on all",
+    ]
+
+
 def algorithm_3() -> Words:
     found = rows("tree_fan_ins")
 
@@ -221,6 +238,7 @@ def section_6_3() -> Words:
 SAYS: dict[str, Callable[[], Words]] = {
     "Eq. 1 to 3": overflow,
     "Theorem 1": theorem_1,
+    "Section 5.2": section_5_2,
     "Algorithm 3: three": algorithm_3,
     "Figure 2: send/recv": links,
     "Figure 3: latency": tree_figure_3,

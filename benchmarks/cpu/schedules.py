@@ -50,7 +50,7 @@ def row_of(heads: int, keys: int, seconds: float) -> Row:
     set_bytes = 2 * dtype.itemsize * torch.Size(shape).numel()
     arena = InputArena(set_bytes * InputArena.num_sets(set_bytes))
     sets = [
-        tuple(arena.view(2 * i + j, shape, dtype).normal_() for j in range(2))
+        (arena.view(2 * i, shape, dtype).normal_(), arena.view(2 * i + 1, shape, dtype).normal_())
         for i in range(InputArena.num_sets(set_bytes))
     ]
     q = torch.randn(1, heads, 1, HEAD_DIM).to(dtype)

@@ -48,7 +48,8 @@ def levels_of(rank: int, world_size: int, fan_ins: FanIns) -> list[Level]:
         begins = range(first, min(first + size * fan_in, world_size), size)
         own = (rank - first) // size
         place, own_size = rank - begins[own], min(size, world_size - begins[own])
-        sources, readers = {}, []
+        sources: dict[int, int] = {}
+        readers: list[int] = []
         for number, begin in enumerate(begins):
             if number != own:
                 other_size = min(size, world_size - begin)

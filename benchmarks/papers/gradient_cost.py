@@ -52,7 +52,8 @@ def _columns(what: str) -> Columns:
         return lambda row: f"{row['costs'][name][what] / row['costs']['value'][what]:.2f}"
 
     first: Columns = {f"{what} of F": lambda row: f"{row['costs']['value'][what]:,}"}
-    return first | {f"{what}, {name} /F": ratio(name) for name in ("Algorithm 2", "backward")}
+    further = {f"{what}, {name} /F": ratio(name) for name in ("Algorithm 2", "backward")}
+    return {**first, **further}
 
 
 def run(ranks: Sequence[int]) -> Report:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -24,6 +24,10 @@ PEAK = 12_345
 ARMS = {"all_gather", "three_allreduce", tree.RING, tree.AUTO}
 
 
+def no_gradient(mode: bool = True) -> AbstractContextManager[None]:
+    return torch.no_grad() if mode else nullcontext()
+
+
 @contextmanager
 def device_that_counts() -> Iterator[dict[str, int]]:
     """Its allocator has given out so many bytes at most since the peak was forgotten."""
@@ -34,6 +38,8 @@ def device_that_counts() -> Iterator[dict[str, int]]:
 
     with (
         fake_cuda(),
+        # Views of its tensors cannot be made in inference mode.
+        mock.patch.object(torch, "inference_mode", no_gradient),
         mock.patch.multiple(
             torch.cuda,
             synchronize=lambda *_: count("synchronize"),
@@ -66,7 +72,7 @@ def test_tree_program() -> None:
 
 
 def memory_on_a_device(rank: int, world_size: int) -> list[dict[str, Any]]:
-    with device_that_counts(), torch.inference_mode():
+    with device_that_counts(), torch.no_grad():
         return memory.measure([64], (4, 2), Ranks(), CUDA)
 
 
@@ -79,7 +85,7 @@ def test_memory_program() -> None:
 
 def test_shares_program() -> None:
     width = {"hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 4}
-    with torch.inference_mode():
+    with torch.no_grad():
         model = shares.make_model(1, 256, vocab_size=97, ffn_dim=64, **width)
         with device_that_counts():
             times = shares.measure(model.to("cuda"), 32, 4, rounds=1)

@@ -50,7 +50,7 @@ def of_a_checkpoint(rank: int, world_size: int, folder: Path) -> list[dict[str, 
     with torch.inference_mode():
         model, text = protocol.trained(folder)
         assert text.shape[1] > CONTEXT and model.config.num_hidden_layers > 1
-        return protocol.measure(model, [CONTEXT], 1, TOKENS, Ranks(), text)
+        return protocol.measure(model, [CONTEXT], 2, TOKENS, Ranks(), text)
 
 
 def test_a_trained_model_writes_the_same_text_by_all_methods() -> None:
