@@ -26,7 +26,9 @@ def help_of(arguments: list[str], folder: Path) -> str:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_run_by_their_path_from_anywhere(script: str, tmp_path: Path) -> None:
-    assert "--out DIR" in help_of([str(ROOT / "benchmarks" / script)], tmp_path)
+    found = help_of([str(ROOT / "benchmarks" / script)], tmp_path)
+    # What the referee finds is a table of docs/engines.md and no page of results.
+    assert ("--out DIR" in found) == (script != "referee.py")
 
 
 @pytest.mark.parametrize(
