@@ -24,7 +24,7 @@ def attend_by_head(
 
 
 def blockwise(slots: Tensor, size: int, permutation: Sequence[int]) -> Tensor:
-    """Block i of queries sees block `permutation[i]` of keys (BlockBERT, arXiv:1911.02972, Eq. 3).
+    """Block i of queries sees block `permutation[i]` of keys (BlockBERT, arXiv:1911.02972).
 
     Each head has a permutation of its own; the identity is local attention. Both directions.
     """

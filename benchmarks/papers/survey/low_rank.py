@@ -68,7 +68,7 @@ def pooled_attention(
     causal: bool = False,
     operators: Operators = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
-    """Memory-compressed attention (arXiv:1801.10198, section 4.2.3, where the stride is 3).
+    """Memory-compressed attention (arXiv:1801.10198, where the stride is 3).
 
     A causal query sees the pooled keys whose tokens it may all see, the first ones none.
     """

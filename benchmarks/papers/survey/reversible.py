@@ -15,13 +15,13 @@ Function = Callable[[Tensor], Tensor]
 
 
 def forward(x: tuple[Tensor, Tensor], f: Function, g: Function) -> tuple[Tensor, Tensor]:
-    """`y1 = x1 + f(x2)`, `y2 = x2 + g(y1)` (Eq. 8 and 9); f is attention, g the feed-forward."""
+    """`y1 = x1 + f(x2)`, `y2 = x2 + g(y1)`; f is attention, g the feed-forward."""
     y1 = x[0] + f(x[1])
     return y1, x[1] + g(y1)
 
 
 def inverse(y: tuple[Tensor, Tensor], f: Function, g: Function) -> tuple[Tensor, Tensor]:
-    """`x2 = y2 - g(y1)`, `x1 = y1 - f(x2)` (Eq. 8 and 9, from the end)."""
+    """`x2 = y2 - g(y1)`, `x1 = y1 - f(x2)`, from the end."""
     x2 = y[1] - g(y[0])
     return y[0] - f(x2), x2
 
@@ -69,5 +69,5 @@ def reversible(
 
 
 def chunked_feed_forward(x: Tensor, feed_forward: Function, chunks: int) -> Tensor:
-    """The feed-forward layer by parts of the tokens (Eq. 10): its inner width exists for one."""
+    """The feed-forward layer by parts of the tokens: its inner width exists for one."""
     return torch.cat([feed_forward(part) for part in x.chunk(chunks, dim=-2)], dim=-2)

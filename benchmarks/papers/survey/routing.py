@@ -72,7 +72,7 @@ def routed_attention(
 
 
 def sinkhorn(scores: Tensor, steps: int) -> Tensor:
-    """A nearly doubly stochastic matrix (Sinkhorn Transformer, arXiv:2002.11296, section 3.1.1).
+    """A nearly doubly stochastic matrix (Sinkhorn Transformer, arXiv:2002.11296).
 
     `exp(scores)` whose rows, then columns are divided by their sums, `steps` times, in logarithms.
     """
@@ -96,7 +96,7 @@ def sort_blocks(x: Tensor, weights: Tensor) -> Tensor:
 def sorted_block_attention(
     q: Tensor, k: Tensor, v: Tensor, weights: Tensor, operators: Operators = REFERENCE
 ) -> tuple[Tensor, Tensor]:
-    """A query sees its own block and the one that was sorted to its place (section 3.2).
+    """A query sees its own block and the one that was sorted to its place.
 
     They are two sets of keys here, each a range, and their states are merged.
     """

@@ -5,7 +5,7 @@ Sorted by bucket and position, a bucket is a range of keys. What a query sees of
 and the one before, is a range too, or two where it leaves itself out, and `lean_decode` reads no
 other keys. The rounds are merged as shards are; `benchmarks.papers.lsh` is the definition by a
 matrix. A key that several rounds find counts as often here: what lowers its score differs by query
-and key, which ranges cannot say. The authors' code has the same as an option.
+and key, which ranges cannot say.
 """
 
 import torch
