@@ -12,6 +12,7 @@ READ_BACK = {
     "cluster": "benchmarks/emulation/clusters.py",
     "contexts": "benchmarks/emulation/contexts.py",
     "engines": "benchmarks/engines/__main__.py",
+    "engines_weights": "benchmarks/engines/__main__.py",
     "generation": "benchmarks/emulation/generation.py",
     "latent_model": "benchmarks/simulation/planning.py",
     "lean_figure_3": "benchmarks/papers/shares.py",
