@@ -70,7 +70,8 @@ void define_shared_memory(pybind11::module_& m) {
            });
 }
 
-// Of larger tensors every so manieth row is read, so that an exchange never waits long for it.
+// The digest of a larger tensor reads rows at equal distances, so that an exchange never waits
+// long.
 constexpr int64_t kMaxDigestBytes = 64 << 10;
 
 void add_rows(tree_attention::cpu::Digest& digest, const at::Tensor& x) {

@@ -192,18 +192,23 @@ def test_ranks_without_all_that_torchrun_sets(
     )
 
 
+def first_rank_of(world_size: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make this process the only one that starts; return the port where it waits."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    variables = {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "3"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return port
+
+
 def test_a_rank_says_for_whom_it_waits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(world, "_SILENT_SECONDS", 0.2)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    port = first_rank_of(3, monkeypatch)
     error = pytest.raises(ExchangeError, match="no word from ranks 1, 2; start all 3 ranks")
     with error, world.joined_world(timeout=1.0):
         pass
@@ -220,14 +225,7 @@ def test_the_time_to_wait_is_an_option(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where calibrate would write
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    port = first_rank_of(2, monkeypatch)
     assert main([command, "--timeout", "0.5"]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"{command}: rank 0 of 2: the ranks did not meet at 127.0.0.1:{port}")

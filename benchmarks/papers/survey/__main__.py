@@ -27,7 +27,7 @@ LENGTHS = (1024, 4096, 16_384, 65_536)  # of hashed attention
 
 
 def error_rows(size: float) -> list[dict[str, Any]]:
-    """Of queries and keys of standard deviation `size`."""
+    """The errors for queries and keys of standard deviation `size`."""
     rows: list[dict[str, Any]] = []
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(3, 64, sum(SHARDS) + 15, dtype=torch.float64, generator=generator)

@@ -114,7 +114,7 @@ class RowScores {
 // The unnormalised state of the thread's two rows over the keys so far, without o, which the tile
 // has.
 struct OnlineSoftmax {
-  // Of all of the row's scores in the warp, in units of log2, or ScaledScore's base.
+  // The largest of the row's scores in the warp, in units of log2, or ScaledScore's base.
   float maximum[2];
   float sum[2];  // of the weights in this thread
 
@@ -153,7 +153,7 @@ struct OnlineSoftmax {
   }
 
  private:
-  // Of what(score, n, c) for the scores s[n][c] of each row.
+  // Finds the largest what(score, n, c) of the scores s[n][c] of each row.
   template <int kBlocks, typename Function>
   static __device__ void find_maxima(float (&largest)[2], const float (&s)[kBlocks][4],
                                      Function what) {

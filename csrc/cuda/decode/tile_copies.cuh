@@ -66,7 +66,7 @@ class ChunkDestinations {
     for (int i = 0; i < Copies::kPeriod; ++i) first_[i] = of(tile, i);
   }
 
-  // Of copy i, a constant.
+  // The destination of copy i, which must be a constant.
   __device__ uint32_t operator[](int i) const {
     return Rows::moved(first_[i % Copies::kPeriod], Copies::keys_below(i), 0);
   }
