@@ -34,3 +34,20 @@ def comparison(
 
 def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def published_and_ours(report: Report) -> str:
+    """The first number that the paper gives beside ours, and how far apart all of them are."""
+    rows = [row for row in report.rows if row["published"] is not None]
+    if not rows:
+        return f"{report.title}. The paper gives no number"
+    first, ratios = rows[0], [row["ours"] / row["published"] for row in rows]
+    numbers = f"published {_short(first['published'])}, ours {_short(first['ours'])}"
+    text = f"{report.title}. {numbers} for {first['name']}"
+    if len(rows) == 1:
+        return text
+    return f"{text}; of {len(rows)} numbers ours is {min(ratios):.2f} to {max(ratios):.2f} times"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -33,9 +33,33 @@ def test_nothing_is_wrong_and_all_can_be_written(
 
 def test_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tree_table_2"]) == 0
-    assert "4.63 GB/s and 0.549 ms less in the ring" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "4.63 GB/s and 0.549 ms less in the ring" in output
+    verdict = "published 6.5, ours 6.53 for 8k keys; of 4 numbers ours is 0.99 to 1.00 times"
+    assert output.splitlines()[0].endswith(verdict)
     with pytest.raises(SystemExit):
         main(["tree_table_3"])
+    assert "no figure is called tree_table_3; there are tree_" in capsys.readouterr().err
+
+
+def test_list_has_the_numbers_of_the_papers(
+    reports: dict[str, Report], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, report in reports.items():
+        monkeypatch.setitem(FIGURES, name, lambda report=report: report)
+    assert main([]) == 0
+    listed = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert listed.keys() == FIGURES.keys()
+    for name, numbers in (
+        ("tree_figure_3", "published 8, ours 2,736 for 128 H100, 5,120k keys"),
+        ("tree_figure_4", "published 524, ours 524 for hidden size 2048, 2 ranks; of 2 numbers"),
+        ("tree_equations_10_to_14", "published 7,280, ours 14,574 for 8 ranks"),
+        ("lean_figure_1", "published 5, ours 5 for FlashAttention-2; of 3 numbers"),
+        ("lean_figure_7", "published 2.46, ours 2.44 for 7a: 56 heads, 512k"),
+        ("lean_average", "published 2.6, ours 2.17 for all"),
+        ("lean_figure_4", "The paper gives no number"),
+    ):
+        assert numbers in listed[name]
 
 
 @pytest.mark.parametrize(
