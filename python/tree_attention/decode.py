@@ -40,7 +40,7 @@ def _fake(q: Tensor, v_local: Tensor, group: Communicator, **options: Any) -> tu
     return fake_merge(q, v_local.shape[3], group, merge)
 
 
-@lists_options(DecodeOptions, {**MERGE_DEFAULTS, **ATTENTION_DEFAULTS})
+@lists_options(DecodeOptions, {**MERGE_DEFAULTS, **ATTENTION_DEFAULTS}, AttentionOptions)
 @collective(
     "(Tensor q, Tensor k_local, Tensor v_local, Tensor? key_ranges=None, *, str? group=None, "
     f"int deterministic=0, bool explain=False, {MERGE_SCHEMA}, {ATTENTION_SCHEMA}) "

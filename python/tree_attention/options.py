@@ -16,8 +16,13 @@ load()  # registers the operator whose defaults these options have
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
-def lists_options(kind: type, defaults: Mapping[str, object]) -> Callable[[_Function], _Function]:
-    """Lists a typed dictionary's keys in the signature that `help` and `inspect` show."""
+def lists_options(
+    kind: type, defaults: Mapping[str, object], described: type | None = None
+) -> Callable[[_Function], _Function]:
+    """Lists a typed dictionary's keys in the signature that `help` and `inspect` show, and in the
+    documentation what `described`, by default the same dictionary, says of them."""
+    of = described or kind
+    _, _, texts = inspect.cleandoc(of.__doc__ or "").partition("Args:\n")
     shared = [
         inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=defaults[n])
         for n, hint in get_type_hints(kind).items()
@@ -28,6 +33,8 @@ def lists_options(kind: type, defaults: Mapping[str, object]) -> Callable[[_Func
         signature = inspect.signature(function)
         *own, _ = signature.parameters.values()  # the last is **options
         shown.__signature__ = signature.replace(parameters=[*own, *shared])
+        if texts and function.__doc__:
+            shown.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\n{of.__name__}:\n{texts}"
         return function
 
     return decorate
@@ -40,33 +47,38 @@ def split_options(options: Mapping[str, object], names: Container[str]) -> tuple
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The keyword arguments that `lean_decode`, `tree_decode` and the rings have in common."""
+    """The keyword arguments that `lean_decode`, `tree_decode` and the rings have in common.
+
+    Args:
+        softmax_scale: factor of the scores; default `head_dim ** -0.5`.
+        softcap: 0 is off, the default; else scores become `softcap * tanh(score / softcap)`.
+        alibi_slopes: float32 `[num_heads_q]`: adds `-slope * (query_position - key_position)` to
+            scores.
+        query_positions: int64 `[batch, seqlen_q]`, required with `alibi_slopes`.
+        key_layout: `(first, block, stride)`, default `(0, 1, 1)`: local key j is at position
+            `first + (j // block) * stride + j % block`. `ShardLayout.key_layout` gives a shard's.
+        page_table: int32 `[batch, pages]` or `[batch, num_heads_kv, pages]`; `key_ranges` then
+            index the concatenated pages. Entries that no range reaches are never read.
+        k_scale: float32 `[batch, num_heads_kv, seqlen_k]`, with pages `[num_pages, num_heads_kv,
+            page_size]`, for keys of 8 bits: what each token's is multiplied by. Required for int8,
+            default 1 for float8_e4m3fn, and given together with `v_scale`.
+        v_scale: likewise for values.
+        num_workers: 0, the default, is one to eight workers per thread, the more the more keys
+            there are, or one per resident block of a GPU. A fixed number splits the keys in the
+            same way, and so gives the same bits, on any number of threads. With -1, on the CPU, no
+            two workers share the keys of a sequence and head: its bits do not depend on the rest
+            of the batch either.
+    """
 
     softmax_scale: float | None
-    """Factor of the scores; default `head_dim ** -0.5`."""
     softcap: float
-    """0 is off, the default; else scores become `softcap * tanh(score / softcap)`."""
     alibi_slopes: Tensor | None
-    """float32 `[num_heads_q]`: adds `-slope * (query_position - key_position)` to scores."""
     query_positions: Tensor | None
-    """int64 `[batch, seqlen_q]`, required with `alibi_slopes`."""
     key_layout: Sequence[int]
-    """`(first, block, stride)`, default `(0, 1, 1)`: local key j is at position
-    `first + (j // block) * stride + j % block`. `ShardLayout.key_layout` gives a shard's."""
     page_table: Tensor | None
-    """int32 `[batch, pages]` or `[batch, num_heads_kv, pages]`; `key_ranges` then index the
-    concatenated pages. Entries that no range reaches are never read."""
     k_scale: Tensor | None
-    """float32 `[batch, num_heads_kv, seqlen_k]`, with pages `[num_pages, num_heads_kv, page_size]`,
-    for keys of 8 bits: what each token's is multiplied by. Required for int8, default 1 for
-    float8_e4m3fn, and given together with `v_scale`."""
     v_scale: Tensor | None
-    """Likewise for values."""
     num_workers: int
-    """0, the default, is one to eight workers per thread, the more the more keys there are, or one
-    per resident block of a GPU. A fixed number splits the keys in the same way, and so gives the
-    same bits, on any number of threads. With -1, on the CPU, no two workers share the keys of a
-    sequence and head: its bits do not depend on the rest of the batch either."""
 
 
 # Arguments of other engines, by the one that has their meaning here.
