@@ -228,6 +228,7 @@ def test_a_damaged_directory_is_refused(damage: str, tmp_path: Path) -> None:
         hf.TreeCache.load(tmp_path, CONFIG)
     assert message in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+    assert caught.value.__cause__ is None  # a program's traceback shows this sentence alone
 
 
 def test_any_flipped_bit_of_the_index_is_found(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from distributed import on_ranks, run_ranks
@@ -229,6 +230,17 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
     path = tmp_path / "whole"
     make_model("llama").save_pretrained(path)
     run_ranks(_damaged, 2, path, _damage(path), timeout=120.0)
+
+
+def test_a_hub_that_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_reached(*args: object, **options: object) -> None:
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", not_reached)
+    says = "nobody/none is no directory, .* Hub that can be read: We couldn't connect to 'https://"
+    with pytest.raises(OSError, match=says) as raised:
+        hf.from_pretrained("nobody/none")
+    assert raised.value.__suppress_context__
 
 
 def _different(rank: int, world_size: int, paths: list[Path]) -> None:

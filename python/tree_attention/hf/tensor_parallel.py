@@ -156,7 +156,7 @@ def _load(
     weights: str | None,
 ) -> tuple[Signature, PreTrainedModel]:
     """The signature of the whole weights of a checkpoint, and the model with this rank's parts."""
-    file = find_file(path, "config.json")
+    file = find_file(path, "config.json", required=True)
     if file is None:
         raise OSError(f"from_pretrained: {path} has no config.json")
     check_config_file(file, "from_pretrained: the configuration")

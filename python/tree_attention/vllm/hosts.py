@@ -49,7 +49,7 @@ def address_towards(host: str, port: int) -> str:
         raise ValueError(
             f"--master-addr must be the name or address of the first host, got {host!r}: "
             f"{error.strerror}"
-        ) from error
+        ) from None
     return found
 
 
@@ -82,17 +82,17 @@ def meet(
             raise ValueError(
                 f"--master-addr and --master-port must be an address of this host and a free port, "
                 f"got {place}: {sentence(error)}"
-            ) from error
+            ) from None
         raise ValueError(
             f"no answer from {place} in {seconds:.0f} s: start --node-rank 0 there first, and "
             f"check --master-addr, --master-port and firewalls"
-        ) from error
+        ) from None
     try:
         _exchange(store, node_rank, nnodes, note, say, start_seconds)
-    except RuntimeError as error:
+    except RuntimeError:
         raise ValueError(
             f"the host at {place} left before all were there; its output says why"
-        ) from error
+        ) from None
     except ValueError as error:
         with suppress(RuntimeError):  # where the store is gone, its host has said why
             store.set("error", str(error))

@@ -114,7 +114,7 @@ class Session:
                     f"{ranks_text(behind)} abandoned more calls before the exchange than "
                     f"{ranks_text(others)}; ranks may be at different steps, so start again with a "
                     "new process group"
-                ) from error
+                ) from None
             raise
 
     def test_delivery(self, device: torch.device, deadline: float) -> None:
@@ -123,7 +123,7 @@ class Session:
         try:
             self.compare((("delivery test", fault or "passed"),), deadline)
         except Disagreement as error:  # which ends this communicator, unlike others
-            raise ExchangeError(str(error)) from error
+            raise ExchangeError(str(error)) from None
         if fault:
             raise ExchangeError(fault)
 
@@ -139,7 +139,7 @@ class Session:
             return result
         except Disagreement as error:  # known to every rank, and nobody waits: not a failure
             self.agreed = self.door = None
-            raise ExchangeError(f"{self._here}: {error}") from error
+            raise ExchangeError(f"{self._here}: {error}") from None
         except RuntimeError as error:
             reason = sentence(error)
             if time.monotonic() >= deadline - 0.005:  # timers count milliseconds

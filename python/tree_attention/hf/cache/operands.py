@@ -24,7 +24,7 @@ def check_taken(
         lean_decode(queries, keys, values, **{name: x[:1, :1, :0] for name, x in scales.items()})
     except RuntimeError as error:
         device = keys.device.type
-        raise ValueError(f"{what} attention does not take on {device}: {error}") from error
+        raise ValueError(f"{what} attention does not take on {device}: {error}") from None
 
 
 def check_keys(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:

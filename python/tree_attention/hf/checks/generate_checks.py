@@ -303,7 +303,10 @@ class Preparation:
             ("number of cached tokens", num_cached),
             ("kv_dtype", kv_dtype),
             ("max_length of the cache", max_length),
-            ("digest of the inputs (give all ranks the same)", digest_inputs(arguments)),
+            (
+                "digest of the inputs (give all ranks the same: broadcast them)",
+                digest_inputs(arguments),
+            ),
             *settings_of("generation", generation_config),
             ("synchronize_logits", self.synchronize_logits is not None),
             ("prefill", self.prefill),

@@ -130,7 +130,7 @@ class _Planner:
         try:
             found = split_heads(attention, self._mesh, type(self._model).__name__)
         except OtherAttentionError as error:
-            raise self._refusal(f"{name}.{error.child}".rstrip("."), str(error)) from error
+            raise self._refusal(f"{name}.{error.child}".rstrip("."), str(error)) from None
         self._heads[name] = found
         for child in (*found.projections, found.output, *found.shared):
             self._check_linear(f"{name}.{child}")

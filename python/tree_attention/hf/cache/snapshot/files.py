@@ -109,7 +109,7 @@ def restore(empty: TreeCache, directory: str | os.PathLike[str]) -> TreeCache:
                     raise
             except OSError as error:  # of the system, which knows of no TreeCache
                 text = f"TreeCache.load: {error.strerror}"
-                raise OSError(error.errno, text, error.filename) from error
+                raise OSError(error.errno, text, error.filename) from None
         return (
             ("digest of the index", index.sha256[:16]),
             ("layout", shard.layout),
@@ -135,7 +135,7 @@ def _write_tensors(cache: TreeCache, path: Path) -> File:
         except SafetensorError as error:  # also where the disk is full
             raise OSError(
                 f"TreeCache.save: {unfinished} cannot be written: {sentence(error)}"
-            ) from error
+            ) from None
         to_disk(unfinished)
         with open_regular(unfinished) as content:
             digest, size = _digest(content), os.fstat(content.fileno()).st_size
@@ -284,7 +284,7 @@ def _opened(path: Path, digest: str, layout: ShardLayout) -> Any:
             # The file of this digest, whatever has become of its name since.
             handle: Any = safe_open(f"/dev/fd/{content.fileno()}", framework="pt")
         except SafetensorError as error:
-            raise ValueError(f"TreeCache.load: {path} is damaged: {sentence(error)}") from error
+            raise ValueError(f"TreeCache.load: {path} is damaged: {sentence(error)}") from None
     saved = (handle.metadata() or {}).get("layout")
     if saved != str(layout):
         raise ValueError(
@@ -301,7 +301,7 @@ def _tensor(
     try:
         found: Tensor = handle.get_tensor(name)
     except SafetensorError as error:
-        raise ValueError(f"TreeCache.load: {path} lacks {name}: {sentence(error)}") from error
+        raise ValueError(f"TreeCache.load: {path} lacks {name}: {sentence(error)}") from None
     dtype, (batch, num_heads_kv, *width) = kind
     shape = [batch, num_heads_kv, count, *width]
     if (found.dtype, list(found.shape)) != (dtype, shape):

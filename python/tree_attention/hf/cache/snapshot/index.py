@@ -185,7 +185,7 @@ def read_index(path: Path, cache: TreeCache) -> Index:
         _check_model(entries, cache)
         return _parsed(entries)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"TreeCache.load: {file} cannot be used: {error}") from error
+        raise ValueError(f"TreeCache.load: {file} cannot be used: {error}") from None
 
 
 def _parsed(entries: Mapping[str, Any]) -> Index:

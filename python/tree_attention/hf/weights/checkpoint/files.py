@@ -64,15 +64,24 @@ def files_of(index: str | os.PathLike[str], what: str) -> list[str]:
     return sorted({*found})
 
 
-def find_file(path: str | Path, name: str) -> Path | None:
-    """A file of a checkpoint, from the Hub if need be; None if it has no such file."""
-    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+def find_file(path: str | Path, name: str, required: bool = False) -> Path | None:
+    """A file of a checkpoint, from the Hub if need be; None if it has no such file.
+
+    Of a required one that no directory here can have, the OSError tells what the Hub said: it may
+    not have been reached.
+    """
+    required = required and not os.path.isdir(path)
+    try:
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=required)
+    except OSError as error:
+        reason = f"from_pretrained: {path} is no directory, and no name on the Hugging Face Hub"
+        raise OSError(f"{reason} that can be read: {sentence(error)}") from None
     return None if file is None else Path(file)
 
 
 def opened(path: str | Path, name: str) -> Any:
     """A safetensors file of a checkpoint, mapped into memory."""
-    file = find_file(path, name)
+    file = find_file(path, name, required=True)
     if file is None:
         raise OSError(f"from_pretrained: {path} lacks the file {name}, which its index names")
     try:
@@ -80,4 +89,4 @@ def opened(path: str | Path, name: str) -> Any:
     except SafetensorError as error:
         raise ValueError(
             f"from_pretrained: {file} is damaged: {sentence(error)}; copy or download it again"
-        ) from error
+        ) from None

@@ -117,7 +117,7 @@ def sources_of(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -
             else:
                 found[name] = OfFile(rest.pop(name))
         except ValueError as error:
-            raise ValueError(f"{weight}: {error}") from error
+            raise ValueError(f"{weight}: {error}") from None
     return found
 
 

@@ -40,7 +40,7 @@ class Checkpoint:
     def __init__(self, path: str | Path, quantization: Mapping[str, Any]) -> None:
         self.path = path
         index = find_file(path, _INDEX)
-        single = None if index is not None else find_file(path, _SINGLE)
+        single = None if index is not None else find_file(path, _SINGLE, required=True)
         if index is None and single is None:
             raise OSError(f"from_pretrained: {path} has neither {_SINGLE} nor {_INDEX}")
         names = [_SINGLE] if index is None else files_of(index, "from_pretrained: the index")
@@ -53,7 +53,7 @@ class Checkpoint:
         try:
             self._sources = sources_of(self.files, quantization)
         except ValueError as error:
-            raise ValueError(f"from_pretrained: {path}: {error}") from error
+            raise ValueError(f"from_pretrained: {path}: {error}") from None
 
     def tensors(self, model: PreTrainedModel) -> dict[str, Lazy]:
         """The whole parameters and persistent buffers of `model` by their names in it; ValueError
@@ -137,7 +137,7 @@ class Checkpoint:
                 raise ValueError(
                     f"from_pretrained: {self.path}: {some([k for x in keys.values() for k in x])} "
                     f"make no {name} of the shape {list(expected[name].shape)}: {sentence(error)}"
-                ) from error
+                ) from None
         if missing:
             raise self._lacks(missing)
         return found, unused
