@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The Python blocks of the documentation run, in order, as one program per page, and are right.
 
-The program finds what torchrun gives the only rank of a world of one; README.md, whose blocks are
-for several ranks, also runs on two.
+The program finds what torchrun gives the only rank of a world of one. Each block of README.md is
+a program by itself, without torchrun and on two ranks, which prints what stands in it.
 """
 
 import os
@@ -19,11 +19,11 @@ import torch.distributed as dist
 from tree_attention.reference import attention
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 WORLD_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 OF_TWO_RANKS = "big_models.md"  # which test_big_models_page.py runs
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [page for page in PAGES if page.name != OF_TWO_RANKS]
 
 
@@ -62,27 +62,38 @@ def test_python_blocks_run(page, tmp_path):
     run(script, **WORLD_OF_ONE)
 
 
+def block_of_readme(text: str) -> str:
+    (block,) = (x for x in BLOCKS if text in x)
+    return block
+
+
+def check_printed(block: str, printed: str, ranks: int) -> None:
+    """What a `print` of the block shows, from one rank or from each."""
+    (shown,) = re.findall(r"^( *)print\(.*\)  # (.+)$", block, re.MULTILINE)
+    indentation, text = shown
+    assert printed.split() == [text] * (1 if indentation else ranks)
+
+
 @pytest.mark.deep
-def test_readme_is_right_on_two_ranks(tmp_path):
+@pytest.mark.parametrize("block", BLOCKS)
+def test_block_of_readme_is_a_program_without_torchrun(block: str, tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(block)
+    check_printed(block, run(script), 1)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("check", ["generated_text", "engine"])
+def test_block_of_readme_is_right_on_two_ranks(check: str, tmp_path: Path) -> None:
+    block = block_of_readme({"generated_text": "hf.from_", "engine": "tree_decode("}[check])
     script = tmp_path / "readme.py"
-    checks = (
-        "import test_readme\n\ntest_readme.check_readme(globals())\ndist.destroy_process_group()"
-    )
-    script.write_text(f"{python_program(README)}\n\n{checks}\n")
-    # The number that the page says, once: one rank prints.
-    shown = re.search(r"# (\d+)$", README.read_text(), re.MULTILINE)
-    assert shown and run(script, *TWO_RANKS, OMP_NUM_THREADS="1").strip() == shown[1]
-
-
-def check_readme(page: dict[str, Any]) -> None:
-    """Check what the blocks of README.md have defined, on every rank. `page`: its globals."""
-    assert dist.get_world_size() == 2
-    check_generated_text(page)
-    for interleave in (1, 16):
-        check_engine(page["decode_attention"], interleave)
+    checks = f"import test_readme\n\ntest_readme.check_{check}(globals())\n"
+    script.write_text(f"{block}\n\n{checks}dist.destroy_process_group()\n")
+    check_printed(block, run(script, *TWO_RANKS, OMP_NUM_THREADS="1"), 2)
 
 
 def check_generated_text(page: dict[str, Any]) -> None:
+    """Check what the block has defined, on every rank. `page`: its globals."""
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(page["path"], attn_implementation="sdpa")
@@ -90,37 +101,11 @@ def check_generated_text(page: dict[str, Any]) -> None:
     assert page["text"] == page["tokenizer"].decode(tokens, skip_special_tokens=True)
 
 
-def check_engine(decode_attention: Any, interleave: int) -> None:
-    """The engine's step over pages that hold NaN wherever no token is."""
-    torch.manual_seed(interleave)
-    heads_q, heads_kv, head_dim, page_size = 8, 2, 64, 16
-    seq_lens = torch.tensor([300, 1])  # the second leaves a rank without keys
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    q = torch.randn(len(seq_lens), heads_q, head_dim)
-    k, v = torch.randn(2, len(seq_lens), int(seq_lens.max()), heads_kv, head_dim).unbind()
-
-    pages_each = 1 + int(seq_lens.max()) // page_size
-    block_table = torch.randperm(2 * len(seq_lens) * pages_each)[: len(seq_lens) * pages_each]
-    block_table = block_table.reshape(len(seq_lens), pages_each).int()
-    caches = [torch.full((2 * block_table.numel(), page_size, heads_kv, head_dim), torch.nan)]
-    caches.append(caches[0].clone())
-    for sequence, length in enumerate(seq_lens.tolist()):
-        # As vLLM defines it: the owner of a slot, and where it is among the slots of its owner.
-        mine = [i for i in range(length) if i // interleave % world_size == rank]
-        local = [i // (interleave * world_size) * interleave + i % interleave for i in mine]
-        for i, slot in zip(mine, local, strict=True):
-            place = block_table[sequence, slot // page_size], slot % page_size
-            for cache, x in zip(caches, (k, v), strict=True):
-                cache[place] = x[sequence, i]
-
-    caches = [cache.transpose(1, 2) for cache in caches]
-    o, lse = decode_attention(q.unsqueeze(2), *caches, block_table, seq_lens, interleave)
-    o, lse = o.squeeze(2), lse.squeeze(2)
-    for sequence, length in enumerate(seq_lens.tolist()):
-        keys, values = (x[sequence, :length].transpose(0, 1)[None] for x in (k, v))
-        expected_o, expected_lse = attention(q[sequence, None, :, None], keys, values)
-        torch.testing.assert_close(o[sequence], expected_o[0, :, 0].float())
-        torch.testing.assert_close(lse[sequence], expected_lse[0, :, 0].float())
-    both = [torch.empty_like(o) for _ in range(world_size)]
+def check_engine(page: dict[str, Any]) -> None:
+    o, lse = page["o"], page["lse"]
+    expected_o, expected_lse = attention(page["q"], page["k"], page["v"])
+    torch.testing.assert_close(o, expected_o.float())
+    torch.testing.assert_close(lse, expected_lse.float())
+    both = [torch.empty_like(o) for _ in range(dist.get_world_size())]
     dist.all_gather(both, o)
     assert torch.equal(*both)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""docs/huggingface.md: its program prints what it shows, on one and on two ranks, and its tables
+have every argument with its default."""
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from test_readme import ROOT, TWO_RANKS, python_program, run
+
+pytest.importorskip("transformers")
+
+from tree_attention import hf
+
+PAGE = ROOT / "docs/huggingface.md"
+TABLES = re.split(r"^\| argument ", PAGE.read_text(), flags=re.MULTILINE)[1:]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("launcher", [(), TWO_RANKS], ids=["alone", "two ranks"])
+def test_program_of_the_page_prints_what_it_shows(
+    launcher: tuple[str, ...], tmp_path: Path
+) -> None:
+    program = python_program(PAGE)
+    script = tmp_path / "turns.py"
+    script.write_text(program)
+    # One rank prints, the streamer and then the second turn.
+    shown = re.findall(r"# (?:prints )?(\d+)$", program, re.MULTILINE)
+    assert len(shown) == 2
+    assert run(script, *launcher, OMP_NUM_THREADS="1").split() == shown
+
+
+@pytest.mark.parametrize(
+    ("function", "table"),
+    [(hf.enable, TABLES[0]), (hf.from_pretrained, TABLES[1])],
+    ids=["enable", "from_pretrained"],
+)
+def test_tables_have_every_argument(function: Callable[..., object], table: str) -> None:
+    rows = re.findall(r"^\| `(\w+)` \|(?: (.*?))? \| .* \|$", table, re.MULTILINE)
+    arguments = [
+        (name, argument.default)
+        for name, argument in inspect.signature(function).parameters.items()
+        if argument.kind != argument.VAR_KEYWORD
+    ]
+    assert [name for name, _ in rows] == [name for name, _ in arguments]
+    for (name, shown), (_, default) in zip(rows, arguments, strict=True):
+        expected = "" if default is inspect.Parameter.empty else default
+        text = f'`"{expected}"`' if expected and isinstance(expected, str) else f"{expected}"
+        assert shown == (f"{expected:g}" if isinstance(expected, float) else text), name
