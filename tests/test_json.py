@@ -81,6 +81,7 @@ def test_files_are_replaced_as_a_whole(tmp_path: Path) -> None:
     assert file.read_text() == "new" and {*tmp_path.iterdir()} == {file, link}
 
 
+@pytest.mark.deep
 def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
     """Output that is piped or redirected, and devices."""
     program = "from tree_attention._json import *; probe_file('/dev/stdout')"

@@ -52,6 +52,7 @@ def decode_with_threads(rank: int, world_size: int, num_threads: list[int]) -> S
     return ring
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("num_threads", [[2, 2], [1, 2], [3, 1]])
 def test_number_of_threads(num_threads: list[int]) -> None:
     assert_same_bits(*run_ranks(decode_with_threads, 2, num_threads))
@@ -72,6 +73,7 @@ def grow_and_count(rank: int, world_size: int) -> list[int]:
     return sent
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_are_linear_in_the_context(world_size: int) -> None:
     manifests = (world_size - 1) * MANIFEST_BYTES

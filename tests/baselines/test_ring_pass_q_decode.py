@@ -63,6 +63,7 @@ def count_bytes(rank: int, world_size: int, seqlen_k: int) -> int:
     return comm.bytes_sent // 2
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_do_not_depend_on_the_context(world_size: int) -> None:
     rows = 4 // world_size * 6

@@ -32,6 +32,7 @@ def calibrate_ranks(rank: int, world_size: int, out: str) -> str:
     return console.file.getvalue()
 
 
+@pytest.mark.deep
 def test_calibration(tmp_path: Path) -> None:
     out = tmp_path / "costs.json"
     texts = run_ranks(calibrate_ranks, 4, str(out), fresh=True)  # which know their nodes not yet

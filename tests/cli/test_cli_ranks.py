@@ -76,6 +76,7 @@ def test_a_rank_lost_while_it_loads(checkpoint: Path) -> None:
     assert_one_sentence(ended)
 
 
+@pytest.mark.deep
 def test_a_rank_lost_in_generation(checkpoint: Path) -> None:
     """It takes the store with it, of which torch's log would say more than the sentence does."""
     arguments = generate(checkpoint, *ENDLESS, "--timeout", "20")
@@ -102,6 +103,7 @@ def test_ranks_with_different_arguments(checkpoint: Path) -> None:
             assert_one_sentence(ended)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "interrupted", [(0, 1), *(pytest.param((rank,), marks=pytest.mark.deep) for rank in range(2))]
 )
@@ -133,6 +135,7 @@ def test_ctrl_c_on_a_process_alone(checkpoint: Path) -> None:
     assert (ended.status, ended.stderr) == (130, INTERRUPTED)
 
 
+@pytest.mark.deep
 def test_ctrl_c_on_a_rank_that_waits_for_another(checkpoint: Path) -> None:
     """It waits in C++, where Python's own handler would not come to run before the deadline."""
     arguments = generate(checkpoint, *ENDLESS, "--timeout", str(4 * AMPLE_SECONDS))

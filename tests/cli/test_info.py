@@ -42,6 +42,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"{__version__}\n"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("output", "status", "error"),
     [

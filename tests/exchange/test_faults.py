@@ -315,6 +315,7 @@ SURVIVOR = """
 """
 
 
+@pytest.mark.deep
 def test_process_of_a_survivor_exits(tmp_path: Path) -> None:
     """Neither an operation that timed out nor a store that stalled keeps an interpreter alive."""
     script = tmp_path / "survivor.py"

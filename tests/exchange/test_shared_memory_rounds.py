@@ -37,6 +37,7 @@ def wait_when_the_interpreter_ends() -> None:
     time.sleep(0.1)
 
 
+@pytest.mark.deep
 def test_interpreter_may_end_while_another_thread_waits() -> None:
     process = multiprocessing.get_context("spawn").Process(target=wait_when_the_interpreter_ends)
     process.start()

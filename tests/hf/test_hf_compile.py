@@ -14,7 +14,6 @@ from transformers import CompileConfig
 
 from distributed import run_ranks
 from hf_models import make_model, make_prompts
-from tiers import tiers
 from tree_attention import hf
 from tree_attention.hf.cache import window
 
@@ -54,19 +53,18 @@ def decode(rank: int, world_size: int, name: str, padded: bool, steps: int, back
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "world_size,name,padded,steps,backend",
-    tiers(
-        [(2, "mistral_window", True, 5, "eager")],
-        [
-            (2, "mistral_window", True, 5, "aot_eager"),
-            (1, "llama", False, STEPS, "aot_eager"),
-            # Which graphs there are is known before a backend, most of the time, compiles them.
-            (3, "llama", False, STEPS, "eager"),
-            (2, "gemma2", False, STEPS, "eager"),
-            (2, "llama", True, 5, "inductor"),
-        ],
-    ),
+    [
+        (2, "mistral_window", True, 5, "eager"),
+        (2, "mistral_window", True, 5, "aot_eager"),
+        (1, "llama", False, STEPS, "aot_eager"),
+        # Which graphs there are is known before a backend, most of the time, compiles them.
+        (3, "llama", False, STEPS, "eager"),
+        (2, "gemma2", False, STEPS, "eager"),
+        (2, "llama", True, 5, "inductor"),
+    ],
 )
 def test_decoding_forward_is_one_graph(
     world_size: int, name: str, padded: bool, steps: int, backend: str
@@ -131,16 +129,15 @@ def decode_at_fixed_size(
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "world_size,name,padded,kv_dtype,backend",
-    tiers(
-        [(2, "gemma2", True, None, "aot_eager")],
-        [
-            (1, "llama", False, None, "inductor"),
-            (2, "llama", False, None, "inductor"),
-            (3, "llama", True, "int8", "aot_eager"),
-        ],
-    ),
+    [
+        (2, "gemma2", True, None, "aot_eager"),
+        (1, "llama", False, None, "inductor"),
+        (2, "llama", False, None, "inductor"),
+        (3, "llama", True, "int8", "aot_eager"),
+    ],
 )
 def test_one_graph_at_fixed_size(
     world_size: int, name: str, padded: bool, kv_dtype: str | None, backend: str

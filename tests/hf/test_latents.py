@@ -125,7 +125,7 @@ def _in_pieces(rank: int, world_size: int, tokens: Tensor) -> None:
                 assert num_heads == expected * 2  # layers, and in the prompt alone
 
 
-@by_world([2], [1, 3])
+@by_world([], [2, 1, 3])
 def test_prompts_are_expanded_in_pieces_of_heads(world_size: int) -> None:
     """Also where all slots of the prompt are on the first rank."""
     tokens = make_model("deepseek").generate(**make_prompts(3, LONG), **GREEDY)

@@ -151,6 +151,7 @@ def _die(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.deep
 def test_a_lost_rank_is_an_error_on_the_others() -> None:
     errors = run_ranks(_die, 3, lost=[1])
     assert all("rank 1" in errors[rank] for rank in (0, 2))

@@ -99,7 +99,7 @@ def _generate(rank: int, world_size: int, expected: dict[str, Any]) -> None:
                 assert int(held.get_seq_length()) == length + GREEDY["max_new_tokens"] - 1
 
 
-@by_world([2], [1])
+@by_world([], [2, 1])
 def test_tokens_equal_those_of_transformers(world_size: int) -> None:
     """On every way there, and in a cache that is sharded."""
     run_ranks(_generate, world_size, {name: _expected(name) for name in NAMES})

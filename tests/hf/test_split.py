@@ -129,6 +129,7 @@ def _ways(rank: int, world_size: int, size: int, wanted: dict[str, Tensor]) -> N
     assert torch.equal(copy.deepcopy(model).generate(prompt, **GREEDY), tokens)
 
 
+@pytest.mark.deep
 @MESHES
 def test_ways_to_generate(world_size: int, size: int) -> None:
     run_ranks(_ways, world_size, size, _plain_ways())

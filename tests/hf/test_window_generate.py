@@ -90,6 +90,7 @@ def _generate(
     return found
 
 
+@pytest.mark.deep
 @worlds
 @fixed_or_not
 @pytest.mark.parametrize("name", tiers_of(NAMES, quick=["gemma2"]))
@@ -153,6 +154,7 @@ def _generate_in_ways(
         assert output.past_key_values.layers[0].first > 0
 
 
+@pytest.mark.deep
 @worlds
 @fixed_or_not
 @pytest.mark.parametrize("kv_dtype", tiers([None], ["int8", "fp8"]))

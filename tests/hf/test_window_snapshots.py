@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from tiers import tiers
 
 pytest.importorskip("transformers")
 
@@ -74,8 +73,9 @@ def _check_load(
         crop(cache, 129)
 
 
+@pytest.mark.deep
 @fixed_or_not
-@pytest.mark.parametrize("saved_by", tiers([3], [1]))
+@pytest.mark.parametrize("saved_by", [3, 1])
 def test_kept_slots_are_saved_loaded_and_moved(
     saved_by: int, max_length: int | None, tmp_path: Path
 ) -> None:

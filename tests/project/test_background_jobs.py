@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # Ranks import the function by name, so it is one of a module.
 PROGRAM = """
 import signal
@@ -23,6 +25,7 @@ def is_interrupted(rank: int, world_size: int) -> bool:
     return signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.deep
 def test_ctrl_c_interrupts_ranks_of_a_parent_that_ignores_it() -> None:
     tests = Path(__file__).parents[1]
     done = subprocess.run(

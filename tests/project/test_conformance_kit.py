@@ -79,6 +79,7 @@ def test_a_merge_passes_without_torch(installed):
     assert result.returncode == 0 and "9 passed" in result.stdout, result.stdout
 
 
+@pytest.mark.deep
 def test_a_wrong_merge_is_told(installed):
     """In the lines that the kit's own page shows."""
     result = run_pytest(installed, "--merge", "engine:multiply", "--decode", "engine:decode")

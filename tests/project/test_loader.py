@@ -99,6 +99,7 @@ def test_real_extension_has_no_symbol_that_changed_between_interchangeable_relea
     assert b"5torch7Library4_defE" not in data, "Library::def(): see STABLE_TORCH_LIBRARY"
 
 
+@pytest.mark.deep
 def test_process_holds_one_openmp_runtime():
     """A second runtime would double the threads: torch's own and ours."""
     program = """

@@ -35,6 +35,7 @@ def parsed(line: str) -> tuple[str, list[str]]:
     return arguments.nnodes, [script, *arguments.training_script_args]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("line", sorted(set(LINES)))
 def test_lines_of_torchrun(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     nodes, words = parsed(line)

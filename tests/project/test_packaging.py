@@ -240,6 +240,7 @@ def test_source_distribution_is_complete(tmp_path):
     assert archive.stat().st_size < 5e6
 
 
+@pytest.mark.deep
 def test_benchmarks_are_not_installed(tmp_path):
     subprocess.run(
         [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", tmp_path],

@@ -69,6 +69,7 @@ def refusal(checkpoint: Path) -> str:
     return " ".join(result.stderr.split())  # it is wrapped
 
 
+@pytest.mark.deep
 def test_code_beside_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     checkpoint, ran = tmp_path / "checkpoint", tmp_path / "ran"
     shutil.copytree(CHECKPOINT, checkpoint)
@@ -82,6 +83,7 @@ def test_code_beside_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     assert "does not load" in said and "contains custom code" in said
 
 
+@pytest.mark.deep
 def test_weights_are_safetensors_alone(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(CHECKPOINT, checkpoint)

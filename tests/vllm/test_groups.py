@@ -137,6 +137,7 @@ def test_ranks_that_disagree_are_not_lost(rank: int, world_size: int) -> None:
         assert not report.called
 
 
+@pytest.mark.deep
 @on_ranks(2, fresh=True)
 def test_hosts_may_compile_before_they_meet(rank: int, world_size: int) -> None:
     """Until the second step of requests, an exchange waits for longer than the timeout."""

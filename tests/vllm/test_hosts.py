@@ -153,6 +153,7 @@ def wait_until(done: Callable[[], object], seconds: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.deep
 def test_a_silent_host_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.7")
     with watches(3, timeout=4.0) as (stores, lost):
