@@ -103,7 +103,8 @@ NOTES_OF_WEIGHTS = (
     "for each 32 inputs. The embedding, which is the head, stays in bfloat16 in ours and in vLLM "
     "and is in 8 bits in OpenVINO; llama.cpp's quantiser writes it in Q8_0, and in Q6_K beside "
     "Q4_0. Activations stay in bfloat16 in ours and in OpenVINO; vLLM and llama.cpp round them to "
-    "8 bits.",
+    "8 bits. llama.cpp multiplies quantised weights without AMX, as its product with AMX ended the "
+    "process.",
 )
 
 

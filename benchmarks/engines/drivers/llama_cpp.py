@@ -33,9 +33,24 @@ def file_of(checkpoint: Path, dtype: str) -> Path:
     return timing.written(path, write_gguf, checkpoint, dtype)
 
 
+def leave_out_amx() -> None:
+    """Its products of quantised weights with AMX end the process by an illegal instruction where a
+    thread multiplies that has loaded no configuration of tiles."""
+    make = llama_cpp.llama_cpp.llama_model_default_params
+
+    def parameters() -> llama_cpp.llama_model_params:
+        made = make()
+        made.use_extra_bufts = False
+        return made
+
+    llama_cpp.llama_cpp.llama_model_default_params = parameters
+
+
 def main() -> None:
     asked = timing.arguments()
     dtype, _, attention = asked.form.partition("-")
+    if dtype in QUANTISED:
+        leave_out_amx()
     model = llama_cpp.Llama(
         str(file_of(asked.checkpoint, dtype)),
         n_ctx=timing.longest(asked),
