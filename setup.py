@@ -43,6 +43,7 @@ CPU_SOURCES = [
     "csrc/cpu/vector/decode_portable.cpp",
     "csrc/cpu/merge_rows.cpp",
     "csrc/cpu/quantise_row.cpp",
+    "csrc/cpu/unpack.cpp",
 ]
 CUDA_SOURCES = [  # and those that csrc/cuda/decode/instances.py writes
     "csrc/cuda/ops_cuda.cpp",

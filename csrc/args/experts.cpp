@@ -2,6 +2,7 @@
 #include "args/experts.h"
 
 #include "args/checks.h"
+#include "common/expert_params.h"
 
 namespace tree_attention {
 namespace {
@@ -33,12 +34,13 @@ void check_weight(const ExpertArgs& args) {
     kCheck.shape("scale", "[experts, outputs]", *scale, weight.sizes().slice(0, 2));
     return;
   }
-  const int64_t groups = scale->dim() == 4 ? scale->size(1) : 0;
-  kCheck.shape("scale", "[experts, groups, outputs, 2]", *scale,
-               {weight.size(0), groups, weight.size(1), 2});
-  TORCH_CHECK(inputs == 0 || (groups > 0 && inputs % groups == 0), kCheck.op,
-              ": scale must have groups that divide the ", inputs, " columns of weight, got ",
-              groups);
+  const int64_t groups = scale->dim() == 3 ? scale->size(2) : 0;
+  kCheck.shape("scale", "[experts, outputs, groups]", *scale,
+               {weight.size(0), weight.size(1), groups});
+  constexpr int64_t kPacked = ExpertParams::kPacked;
+  TORCH_CHECK(inputs == groups * kPacked || inputs == groups * 2 * kPacked, kCheck.op,
+              ": scale must have groups of ", kPacked, " or ", 2 * kPacked, " of the ", inputs,
+              " columns of weight, got ", groups, " groups");
 }
 
 }  // namespace

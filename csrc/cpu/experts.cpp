@@ -22,20 +22,23 @@ class Products {
   // Rows [row, row + count) of one expert's weights.
   void multiply(int64_t expert, int64_t row, int64_t count) {
     const int64_t first = p_.begin[expert], from_row = expert * p_.outputs + row;
+    read_scales(from_row, count);
     WeightRows w{p_.x_dtype,
                  p_.dtype,
-                 at_row(p_.x, p_.x_dtype, first),
+                 static_cast<const char*>(p_.x) + first * p_.inputs * element_size(p_.x_dtype),
                  p_.begin[expert + 1] - first,
-                 at_row(p_.weights, p_.dtype, from_row),
+                 static_cast<const char*>(p_.weights) + from_row * row_bytes_,
                  count,
                  p_.inputs,
+                 p_.group_size,
+                 scales_.data(),
                  nullptr,
                  products_};
     workspace_.resize(std::max<size_t>(workspace_.size(), w.workspace_floats()));
     w.workspace = workspace_.data();
     kernels().multiply_weight_rows(w);
     for (int64_t i = 0; i < count; ++i) {
-      const float scale = scales_ == nullptr ? 1.0f : static_cast<float>(scales_[from_row + i]);
+      const float scale = p_.group_size == 0 ? scales_[i] : 1.0f;
       for (int64_t r = 0; r < w.rows; ++r) {
         out_[p_.rows[first + r] * p_.outputs + row + i] =
             static_cast<Value>(scale * products_[i * w.rows + r]);
@@ -46,14 +49,19 @@ class Products {
  private:
   using Value = typename Converting<T>::type;
 
-  const void* at_row(const void* matrix, DataType dtype, int64_t row) const {
-    return static_cast<const char*>(matrix) + row * p_.inputs * element_size(dtype);
+  void read_scales(int64_t from_row, int64_t count) {
+    scales_.resize(count * groups_, 1.0f);
+    if (p_.scales == nullptr) return;
+    const auto* const from = static_cast<const Value*>(p_.scales) + from_row * groups_;
+    std::copy(from, from + count * groups_, scales_.begin());
   }
 
   const ExpertParams& p_;
-  const Value* scales_ = static_cast<const Value*>(p_.scales);
+  const int64_t groups_ = p_.group_size == 0 ? 1 : p_.inputs / p_.group_size;
+  const int64_t row_bytes_ =
+      p_.group_size == 0 ? p_.inputs * element_size(p_.dtype) : p_.inputs / 2;
   Value* out_ = static_cast<Value*>(p_.out);
-  std::vector<float> workspace_;
+  std::vector<float> workspace_, scales_;
   float products_[kBlock * WeightRows::kMaxRows];
 };
 
@@ -62,7 +70,8 @@ class Products {
 void multiply_experts(const ExpertParams& p) {
   std::vector<int64_t> hit;
   for (int64_t expert = 0; expert < p.num_experts; ++expert) {
-    if (p.begin[expert] < p.begin[expert + 1]) hit.push_back(expert);
+    const int64_t rows = p.begin[expert + 1] - p.begin[expert];
+    if (rows > 0 && rows <= WeightRows::kMaxRows) hit.push_back(expert);
   }
   const int64_t blocks = (p.outputs + kBlock - 1) / kBlock;
   with_dtype(p.x_dtype, [&]<typename T>() {

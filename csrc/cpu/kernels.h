@@ -25,7 +25,9 @@ struct WeightRows {
   int64_t rows;
   const void* weights;
   int64_t count, n;
-  float* workspace;  // workspace_floats()
+  int64_t group_size;   // as ExpertParams has it
+  const float* scales;  // [count, n / group_size] where weights have 4 bits
+  float* workspace;     // workspace_floats()
   float* out;
 
   // Each row rounded up to 64 elements.

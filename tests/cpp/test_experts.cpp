@@ -6,6 +6,7 @@
 #include <c10/util/BFloat16.h>
 
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "check.h"
@@ -24,19 +25,37 @@ std::vector<T> numbers(int64_t count, int64_t step) {
   return made;
 }
 
+// Rows of whole blocks of int8 in 4 bits, as ExpertParams says.
+std::vector<uint8_t> packed(const std::vector<int8_t>& weights) {
+  constexpr int64_t kHalf = ExpertParams::kPacked / 2;
+  std::vector<uint8_t> bytes(weights.size() / 2);
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    const int8_t* const low = weights.data() + i / kHalf * ExpertParams::kPacked + i % kHalf;
+    bytes[i] = static_cast<uint8_t>((low[0] + 8) | (low[kHalf] + 8) << 4);
+  }
+  return bytes;
+}
+
 template <typename X, typename Weight>
-void check_products(DataType x_dtype, DataType dtype, int64_t outputs, int64_t inputs) {
+void check_products(DataType x_dtype, DataType dtype, int64_t outputs, int64_t inputs,
+                    int64_t group_size = 0) {
   // Experts with no row, one row, and several.
   const std::vector<int64_t> begin = {0, 0, 1, 6}, rows = {4, 0, 1, 2, 3, 5};
   const int64_t count = 6, num_experts = 3;
   const auto x = numbers<X>(count * inputs, 3);
   const auto weights = numbers<Weight>(num_experts * outputs * inputs, 7);
-  const std::vector<X> scales(num_experts * outputs, static_cast<X>(0.5f));
+  const int64_t groups = group_size == 0 ? 1 : inputs / group_size;
+  const std::vector<X> scales(num_experts * outputs * groups, static_cast<X>(0.5f));
   std::vector<X> out(count * outputs, static_cast<X>(NAN));
   const bool is_scaled = dtype == DataType::kInt8;
-  tree_attention::cpu::multiply_experts({x_dtype, dtype, x.data(), rows.data(), begin.data(),
-                                         num_experts, outputs, inputs, weights.data(),
-                                         is_scaled ? scales.data() : nullptr, out.data()});
+  std::vector<uint8_t> bytes;
+  if constexpr (std::is_same_v<Weight, int8_t>) {
+    if (group_size != 0) bytes = packed(weights);
+  }
+  const void* const own = bytes.empty() ? static_cast<const void*>(weights.data()) : bytes.data();
+  tree_attention::cpu::multiply_experts(
+      {x_dtype, dtype, x.data(), rows.data(), begin.data(), num_experts, outputs, inputs, own,
+       is_scaled ? scales.data() : nullptr, group_size, out.data()});
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     for (int64_t i = begin[expert]; i < begin[expert + 1]; ++i) {
       for (int64_t o = 0; o < outputs; ++o) {
@@ -66,6 +85,12 @@ void test_experts() {
         check_products<BFloat16, BFloat16>(DataType::kBFloat16, DataType::kBFloat16, outputs,
                                            inputs);
         check_products<BFloat16, int8_t>(DataType::kBFloat16, DataType::kInt8, outputs, inputs);
+      }
+      for (int64_t group_size : {64, 128}) {
+        check_products<float, int8_t>(DataType::kFloat32, DataType::kInt8, outputs, 256,
+                                      group_size);
+        check_products<c10::BFloat16, int8_t>(DataType::kBFloat16, DataType::kInt8, outputs, 256,
+                                              group_size);
       }
     }
   }

@@ -35,7 +35,7 @@ def check_product(
 ) -> None:
     made = matrix.quantised(scheme, dtype)
     x = torch.randn(tokens, numbers.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
-    found = product(x, made.data, made.scale, matrix.num_outputs, made.front)
+    found = product(x, made.data, made.scale, made.front)
     expected = x.double() @ numbers.double().T
     assert found.dtype == dtype and found.shape == expected.shape
     largest = expected.abs().max().item() if expected.numel() else 0.0
@@ -76,7 +76,7 @@ def test_sums_of_integers_fit_in_float16() -> None:
     """Of so many tokens that the weights are widened."""
     matrix = Matrix.of(OfFile(torch.full((16, 64), 0.01)), None)
     made = matrix.quantised("int8", torch.float16)
-    found = product(torch.full((40, 64), 100.0).half(), made.data, made.scale, 16)
+    found = product(torch.full((40, 64), 100.0).half(), made.data, made.scale)
     torch.testing.assert_close(found.float(), torch.full((40, 16), 64.0), rtol=2e-3, atol=0)
 
 

@@ -7,6 +7,7 @@ pair exchanged, a scale of another output, a tail of inputs that is left out.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -40,7 +41,18 @@ def _experts(scheme: str | None, weight: Tensor, dtype: torch.dtype) -> tuple[An
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 @pytest.mark.parametrize(
-    "rows, choices, count", [(1, 1, 6), (1, 4, 6), (5, 2, 6), (90, 3, 6), (0, 2, 6), (90, 1, 1)]
+    "rows, choices, count",
+    [
+        (1, 1, 6),
+        (1, 4, 6),
+        (5, 2, 6),
+        (90, 3, 6),
+        (0, 2, 6),
+        (90, 1, 1),
+        (31, 1, 1),
+        (32, 1, 1),
+        (40, 2, 6),
+    ],
 )
 def test_linear_of_experts(
     rows: int, choices: int, count: int, scheme: str | None, dtype: torch.dtype
@@ -92,9 +104,9 @@ def test_bad_experts(change: dict[str, Tensor], says: str) -> None:
         )
 
 
-INT8, INT4 = (torch.ones(2, 16, n, dtype=x) for n, x in ((32, torch.int8), (16, torch.uint8)))
+INT8, INT4 = (torch.ones(2, 16, 32, dtype=x) for x in (torch.int8, torch.uint8))
 SCALE = torch.ones(2, 16)
-GROUPS = torch.ones(2, 1, 16, 2)
+GROUPS = torch.ones(2, 16, 1)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +128,14 @@ GROUPS = torch.ones(2, 1, 16, 2)
         ({"weight": INT8[..., ::2], "scale": SCALE}, "of int8 must be contiguous .* got a view"),
         ({"weight": INT4}, "scale must be given for a weight of uint8, got None"),
         ({"weight": INT4, "scale": GROUPS}, None),
-        ({"weight": INT4, "scale": SCALE}, r"\[experts, groups, outputs, 2\] = .* got \[2, 16\]"),
-        ({"weight": INT4, "scale": GROUPS[:1]}, r"= \[2, 1, 16, 2\], got \[1, 1, 16, 2\]"),
-        ({"weight": INT4, "scale": GROUPS[:, :0]}, "groups that divide the 32 columns .* got 0"),
-        ({"weight": INT4, "scale": GROUPS, "front": 5}, "got 32 behind a front of 5"),
+        ({"weight": INT4, "scale": SCALE}, r"\[experts, outputs, groups\] = .* got \[2, 16\]"),
+        ({"weight": INT4, "scale": GROUPS[:1]}, r"= \[2, 16, 1\], got \[1, 16, 1\]"),
+        (
+            {"weight": INT4, "scale": GROUPS[..., :0]},
+            "64 or 128 of the 64 columns .* got 0 gr",
+        ),
+        ({"weight": INT4, "scale": torch.ones(2, 16, 2)}, "of the 64 columns .* got 2 groups"),
+        ({"weight": INT4, "scale": GROUPS, "front": 33}, "got 32 behind a front of 33"),
         ({"weight": INT4, "scale": GROUPS, "front": -5}, "got 32 behind a front of -5"),
     ],
 )
@@ -154,7 +170,7 @@ def test_sums_of_integers_fit_in_float16(rows: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [8, 24, 31])
 def test_int8_weights_of_any_width(inputs: int, dtype: torch.dtype) -> None:
-    """Of more rows than share a loop, and fewer than a widened copy pays from."""
+    """Of so many rows that the weights are widened."""
     weight = torch.randn(1, 64, inputs)
     data, scale, numbers = _experts("int8", weight, dtype)
     x = torch.randn(20, inputs).to(dtype)
@@ -164,9 +180,11 @@ def test_int8_weights_of_any_width(inputs: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=TOLERANCE[dtype] * largest)
 
 
-@pytest.mark.parametrize("scheme", [None, "int8"])
+@pytest.mark.parametrize(
+    "scheme, inputs",
+    [*product((None, "int8"), (1, 31, 64, 100, 1000)), *product(["int4"], (64, 192, 256, 1024))],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("inputs", [1, 31, 64, 100, 1000])
 def test_a_row_has_the_same_bits_in_any_company(
     instruction_set: str,  # noqa: F811
     inputs: int,

@@ -187,7 +187,7 @@ def test_quantized_experts_are_as_large_as_their_files(tmp_path: Path) -> None:
     assert model.not_split == "" and model.weights.num_bytes == 2 * whole.total
 
 
-@pytest.mark.parametrize(("dtype", "each"), [("bf16", 2), ("int8", 1), ("int4", 0.53125)])
+@pytest.mark.parametrize(("dtype", "each"), [("bf16", 2), ("int8", 1), ("int4", 0.515625)])
 def test_bytes_of_quantised_weights(dtype: str, each: float) -> None:
     weights = NAMED["llama-3.2-1b"].weights
     matrices = weights.q + weights.kv + weights.split

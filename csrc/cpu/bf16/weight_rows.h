@@ -68,8 +68,71 @@ inline void multiply_pairs(const WeightRows& w) {
   });
 }
 
+// The numbers of a block of ExpertParams::kPacked in bfloat16, by a table of 32 that is looked up
+// by five bits of an index: the fifth is of the other number, so that the table has each number
+// twice.
+inline void unpack_pairs(const uint8_t* p, __m512i table, __m512i (&values)[2]) {
+  const __m512i bytes =
+      _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  values[0] = _mm512_permutexvar_epi16(bytes, table);
+  values[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), table);
+}
+
+inline __m512i table_of_numbers() {
+  alignas(64) uint16_t table[32];
+  for (int i = 0; i < 32; ++i) {
+    const float number = static_cast<float>(i % 16 - 8);
+    uint32_t bits;
+    __builtin_memcpy(&bits, &number, sizeof(bits));
+    table[i] = static_cast<uint16_t>(bits >> 16);
+  }
+  return _mm512_load_si512(table);
+}
+
+// group_dots, of pairs.
+template <int kRows, int kBlocks>
+inline void group_pair_dots(const BFloat16* x, const uint8_t* weights, __m512i table,
+                            const float* scales, int64_t n, float* out) {
+  Vec totals[kRows];
+  for (Vec& total : totals) total = zero();
+  for (const BFloat16* const end = x + n; x < end; ++scales) {
+    Vec sums[kRows];
+    for (Vec& sum : sums) sum = zero();
+    for (int block = 0; block < kBlocks; ++block) {
+      __m512i values[2];
+      __builtin_prefetch(weights + kAhead);
+      unpack_pairs(weights, table, values);
+      for (int row = 0; row < kRows; ++row) {
+        for (int half = 0; half < 2; ++half) {
+          const BFloat16* const from = x + row * n + half * kHalfElements;
+          sums[row] = dot(values[half], _mm512_loadu_si512(from), sums[row]);
+        }
+      }
+      weights += ExpertParams::kPacked / 2;
+      x += ExpertParams::kPacked;
+    }
+    const Vec scale = broadcast(*scales);
+    for (int row = 0; row < kRows; ++row) totals[row] = fma(scale, sums[row], totals[row]);
+  }
+  for (int row = 0; row < kRows; ++row) out[row] = reduce_add(totals[row]);
+}
+
+template <int kBlocks>
+inline void multiply_packed_pairs(const WeightRows& w) {
+  const __m512i table = table_of_numbers();
+  const auto* const x = static_cast<const BFloat16*>(w.x);
+  const auto* const packed = static_cast<const uint8_t*>(w.weights);
+  for_rows(w, [&]<int kRows>(int64_t i, int64_t row) {
+    group_pair_dots<kRows, kBlocks>(x + row * w.n, packed + i * w.n / 2, table,
+                                    w.scales + i * (w.n / w.group_size), w.n,
+                                    w.out + i * w.rows + row);
+  });
+}
+
 inline void multiply_weight_rows_in_pairs(const WeightRows& w) {
   if (w.x_dtype != DataType::kBFloat16) return multiply_weight_rows(w);
+  if (w.group_size == ExpertParams::kPacked) return multiply_packed_pairs<1>(w);
+  if (w.group_size == 2 * ExpertParams::kPacked) return multiply_packed_pairs<2>(w);
   return w.dtype == DataType::kInt8 ? multiply_pairs<Int8>(w) : multiply_pairs<BFloat16>(w);
 }
 

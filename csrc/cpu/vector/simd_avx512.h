@@ -83,6 +83,18 @@ inline void load_pair(const T* p, Vec& a, Vec& b) {
   widen(p, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), a, b);
 }
 
+// The numbers of a block of ExpertParams::kPacked, by a table of 16 that is looked up by four bits
+// of an index alone.
+inline void unpack(const uint8_t* p, Vec (&values)[4]) {
+  const Vec table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  for (int i = 0; i < 2; ++i) {
+    const __m512i bytes =
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + i));
+    values[i] = _mm512_permutexvar_ps(bytes, table);
+    values[2 + i] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table);
+  }
+}
+
 inline __mmask16 first_lanes(int n) {
   return static_cast<__mmask16>(n <= 0 ? 0 : n >= kLanes ? 0xffff : (1 << n) - 1);
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/expert_params.h"
 #include "cpu/kernels.h"
 #include "cpu/vector/simd.h"
 
@@ -15,6 +16,8 @@ namespace {
 // Pairs of vectors that are read before their sums are needed again, as an addition takes several
 // cycles, and rows of activations that share the weights once these are widened.
 constexpr int kPairsAtOnce = 2, kRowsAtOnce = 4;
+// Bytes from the weights of 4 bits at hand to those that are fetched.
+constexpr int kPackedAhead = 4096;
 
 template <int kRows, typename X, typename Weight>
 inline void dots(const X* x, const Weight* weights, int64_t n, float* out) {
@@ -49,6 +52,48 @@ inline void dots(const X* x, const Weight* weights, int64_t n, float* out) {
   }
 }
 
+// The numbers of a block of ExpertParams::kPacked, where the instruction set has no better way.
+template <int kVecs>
+inline void unpack(const uint8_t* p, Vec (&values)[kVecs]) {
+  constexpr int kHalf = ExpertParams::kPacked / 2;
+  Int8 numbers[2 * kHalf];
+  for (int j = 0; j < kHalf; ++j) {
+    numbers[j].value = static_cast<int8_t>((p[j] & 15) - 8);
+    numbers[kHalf + j].value = static_cast<int8_t>((p[j] >> 4) - 8);
+  }
+  for (int i = 0; i < kVecs; i += 2) load_pair(numbers + i * kLanes, values[i], values[i + 1]);
+}
+
+// Weights of 4 bits: the sum over a group of inputs is multiplied with the group's scale.
+template <int kRows, int kBlocks>
+inline void group_dots(const float* x, const uint8_t* weights, const float* scales, int64_t n,
+                       float* out) {
+  constexpr int kVecs = ExpertParams::kPacked / kLanes;
+  Vec totals[kRows];
+  for (Vec& total : totals) total = zero();
+  for (const float* const end = x + n; x < end; ++scales) {
+    Vec sums[kRows][2];
+    for (auto& row : sums) row[0] = row[1] = zero();
+    for (int block = 0; block < kBlocks; ++block) {
+      Vec values[kVecs];
+      __builtin_prefetch(weights + kPackedAhead);
+      unpack(weights, values);
+      for (int row = 0; row < kRows; ++row) {
+        for (int i = 0; i < kVecs; ++i) {
+          sums[row][i % 2] = fma(values[i], load(x + row * n + i * kLanes), sums[row][i % 2]);
+        }
+      }
+      weights += ExpertParams::kPacked / 2;
+      x += ExpertParams::kPacked;
+    }
+    const Vec scale = broadcast(*scales);
+    for (int row = 0; row < kRows; ++row) {
+      totals[row] = fma(scale, add(sums[row][0], sums[row][1]), totals[row]);
+    }
+  }
+  for (int row = 0; row < kRows; ++row) out[row] = reduce_add(totals[row]);
+}
+
 // For each row of weights, body(row, count, at) for `count` rows of activations, some at a time.
 template <typename Body>
 inline void for_rows(const WeightRows& w, const Body& body) {
@@ -69,6 +114,15 @@ inline void all_dots(const WeightRows& w, const X* x) {
   });
 }
 
+template <int kBlocks>
+inline void all_group_dots(const WeightRows& w, const float* x) {
+  const auto* const packed = static_cast<const uint8_t*>(w.weights);
+  for_rows(w, [&]<int kRows>(int64_t i, int64_t row) {
+    group_dots<kRows, kBlocks>(x + row * w.n, packed + i * w.n / 2,
+                               w.scales + i * (w.n / w.group_size), w.n, w.out + i * w.rows + row);
+  });
+}
+
 inline void multiply_weight_rows(const WeightRows& w) {
   with_dtype(w.x_dtype, [&]<typename X>() {
     const X* const x = static_cast<const X*>(w.x);
@@ -86,7 +140,8 @@ inline void multiply_weight_rows(const WeightRows& w) {
         __builtin_memcpy(wide + row * w.n + k, values, rest * sizeof(float));
       }
     }
-    all_dots<float, Int8>(w, wide);
+    if (w.group_size == 0) return all_dots<float, Int8>(w, wide);
+    w.group_size == ExpertParams::kPacked ? all_group_dots<1>(w, wide) : all_group_dots<2>(w, wide);
   });
 }
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 BF16, FP32 = 2, 4  # bytes of a weight, an activation, a key; of a partial state
 # Bytes of a key's or value's element, and of the scale that goes with those of a token and head.
 KV_DTYPES = {"bf16": (BF16, 0), "int8": (1, FP32), "fp8": (1, FP32)}
-# Bytes of a weight in linear layers and experts; of int4, with a scale for 128 of them, which torch
-# keeps beside a zero.
-WEIGHT_DTYPES = {"bf16": BF16, "int8": 1, "int4": 0.5 + 2 * BF16 / 128}
+# Bytes of a weight in linear layers and experts; of int4, with a scale for 128 of them.
+WEIGHT_DTYPES = {"bf16": BF16, "int8": 1, "int4": 0.5 + BF16 / 128}
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,6 @@ def _product(module: Any, name: str, x: Tensor, experts: Tensor) -> Tensor:
         getattr(module, f"{name}_front", 0),
         weight.is_floating_point() and module.is_transposed,
     )
-    out = out[:, : getattr(module, f"{name}_outputs", None)]
     bias = getattr(module, f"{name}_bias", None)
     return out if bias is None else out + bias[experts]
 
@@ -67,11 +66,7 @@ def _(
     front: int,
     is_transposed: bool,
 ) -> Tensor:
-    if scale is not None and weight.dtype == torch.uint8:
-        outputs = scale.shape[2]
-    else:
-        outputs = weight.shape[2 if is_transposed else 1]
-    return x.new_empty((experts.shape[0], outputs))
+    return x.new_empty((experts.shape[0], weight.shape[2 if is_transposed else 1]))
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
@@ -96,6 +91,5 @@ def quantise_experts(
             data, scales = (x.new_empty((count, *x.shape)) for x in (made.data, made.scale))
         data[expert], scales[expert] = made.data, made.scale
     setattr(experts, f"{name}_scale", nn.Parameter(scales, requires_grad=False))
-    setattr(experts, f"{name}_outputs", matrix.num_outputs)
     setattr(experts, f"{name}_front", made.front)
     return nn.Parameter(data, requires_grad=False)

@@ -19,8 +19,9 @@ from .parts import Cut, Lazy, Range
 
 SCHEMES = ("int8", "int4")
 _GROUP = 128
-# What torch's product of 4 bits takes: groups of one of these sizes, and outputs in sixteens.
-_SIZES_OF_GROUPS, _OUTPUTS = (128, 64, 32), 16
+# Of groups in a rank's part, whose ends are those of the whole matrix where the part's ends divide
+# them. The last one is the block in which numbers are packed.
+_SIZES_OF_GROUPS = (128, 64)
 # Bytes of rows in float32 that are read at once, beside which there are a few as large.
 _READ_BYTES = 1 << 20
 
@@ -108,10 +109,8 @@ def _to_int4(matrix: Matrix, dtype: torch.dtype) -> Quantised:
     # Inputs of zeros before and behind those of this rank, and the size of groups.
     front, back = begin % _SIZES_OF_GROUPS[-1], -end % _SIZES_OF_GROUPS[-1]
     size = next(x for x in _SIZES_OF_GROUPS if (begin - front) % x == 0 and (end + back) % x == 0)
-    width = end + back - begin + front
-    outputs = -(-matrix.num_outputs // _OUTPUTS) * _OUTPUTS
-    numbers = torch.full((outputs, width), 8, dtype=torch.int32)
-    scales = torch.zeros((width // size, outputs, 2), dtype=dtype)
+    data = torch.empty((matrix.num_outputs, (end + back - begin + front) // 2), dtype=torch.uint8)
+    scales = torch.empty((matrix.num_outputs, 2 * data.shape[1] // size), dtype=dtype)
     groups = torch.arange(begin - front, end + back, size) // _GROUP
     for at, rows in matrix.rows():
         own = slice(at, at + rows.shape[0])
@@ -121,19 +120,18 @@ def _to_int4(matrix: Matrix, dtype: torch.dtype) -> Quantised:
         scale = (largest / -8).to(dtype).float()
         divisor = torch.where(scale == 0, 1.0, scale)
         found = ((grouped / divisor).round_().clamp_(-8, 7) + 8).flatten(1)[:, begin:end]
-        numbers[own, front : width - back] = found.to(torch.int32)
-        scales[:, own, 0] = scale[:, groups, 0].T.to(dtype)
-    if numbers.numel() == 0:
-        return Quantised(torch.empty((outputs, width // 2), dtype=torch.uint8), scales, front)
-    data = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
+        numbers = functional.pad(found, (front, back), value=8).to(torch.uint8)
+        low, high = numbers.unflatten(1, (-1, 2, _SIZES_OF_GROUPS[-1] // 2)).unbind(2)
+        data[own] = (low | high << 4).flatten(1)
+        scales[own] = scale[:, groups, 0].to(dtype)
     return Quantised(data, scales, front)
 
 
-def product(x: Tensor, data: Tensor, scale: Tensor, num_outputs: int, front: int = 0) -> Tensor:
-    """`x [tokens, inputs]` times a quantised matrix, `[tokens, num_outputs]`."""
+def product(x: Tensor, data: Tensor, scale: Tensor, front: int = 0) -> Tensor:
+    """`x [tokens, inputs]` times a quantised matrix, `[tokens, outputs]`."""
     experts = torch.zeros(x.shape[0], dtype=torch.int64)  # of one expert
     operator = torch.ops.tree_attention.linear_of_experts
-    return operator(x, experts, data[None], scale[None], front, False)[:, :num_outputs]
+    return operator(x, experts, data[None], scale[None], front, False)
 
 
 class QuantisedLinear(nn.Linear):
@@ -143,7 +141,7 @@ class QuantisedLinear(nn.Linear):
     scale: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        out = product(x.flatten(0, -2), self.weight, self.scale, self.out_features, self.front)
+        out = product(x.flatten(0, -2), self.weight, self.scale, self.front)
         out = out.unflatten(0, x.shape[:-1])
         return out if self.bias is None else out + self.bias
 
