@@ -29,6 +29,18 @@ from torch import Tensor
 
 from .sharding import ShardLayout
 
+__all__ = [
+    "block",
+    "by_head",
+    "dilated",
+    "first",
+    "global_tokens",
+    "local",
+    "page_lists",
+    "random_blocks",
+    "window",
+]
+
 
 def window(slots: Tensor, size: int) -> Tensor:
     """The last `size` slots up to the query's own; `[batch, seqlen_q, 1, 2]`.

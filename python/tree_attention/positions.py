@@ -12,8 +12,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .ops import lean_decode, merge_states
-from .options import AttentionOptions
+from .options import AttentionOptions, takes_attention_options
 from .patterns import checked_slots
+
+__all__ = ["alibi_slopes", "decode_with_range_bias", "t5_ranges"]
 
 
 def alibi_slopes(num_heads_q: int) -> Tensor:
@@ -76,6 +78,7 @@ def t5_ranges(slots: Tensor, *, num_buckets: int = 32, max_distance: int = 128) 
     return torch.stack([begins, ends], dim=-1).clamp(min=0).int()
 
 
+@takes_attention_options
 def decode_with_range_bias(
     q: Tensor,
     k: Tensor,
@@ -94,8 +97,11 @@ def decode_with_range_bias(
     each rank its local ranges (`patterns.local`) and merge what the ranks return.
 
     Args:
+        q, k, v: see `lean_decode`.
         key_ranges: int32 `[batch, seqlen_q, num_ranges, 2]`; no two ranges of a query share a key.
         bias: `[num_heads_q, num_ranges]`, for T5 the transposed embedding of its buckets.
+        softmax_scale, softcap, alibi_slopes, query_positions, key_layout, page_table, k_scale,
+            v_scale, num_workers: see `AttentionOptions`.
 
     Returns:
         o and lse as of `lean_decode`.

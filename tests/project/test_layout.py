@@ -14,6 +14,7 @@ import pytest
 
 import tree_attention
 import tree_attention.hf
+from tree_attention import positions
 from tree_attention.decode import DecodeOptions
 
 PACKAGE = Path(__file__).parents[2] / "python" / "tree_attention"
@@ -86,7 +87,7 @@ def test_help_lists_all_arguments() -> None:
     """Options that several functions share stand in the signature that `help` shows, by name."""
     functions = {
         name: getattr(package, name)
-        for package in (tree_attention, tree_attention.hf)
+        for package in (tree_attention, tree_attention.hf, positions)
         for name in package.__all__
         if inspect.isroutine(getattr(package, name))
     }
@@ -99,8 +100,15 @@ def test_help_lists_all_arguments() -> None:
         ]
         for name, function in functions.items()
     }
-    assert {name: found for name, found in hidden.items() if found} == {
-        "from_pretrained": ["**enable_options: 'Any'"]  # of `enable`, as its docstring says
-    }
+    assert not {name: found for name, found in hidden.items() if found}
     for option in (*typing.get_type_hints(DecodeOptions), "deterministic", "explain"):
         assert option in pydoc.render_doc(tree_attention.tree_decode)
+
+
+def test_a_checkpoint_takes_the_options_of_enable() -> None:
+    ours, of_enable = (
+        {name: x.default for name, x in inspect.signature(function).parameters.items()}
+        for function in (tree_attention.hf.from_pretrained, tree_attention.hf.enable)
+    )
+    shared = of_enable.items() - {("model", inspect.Parameter.empty), ("group", None)}
+    assert len(shared) > 7 and shared <= ours.items()

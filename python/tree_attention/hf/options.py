@@ -8,6 +8,7 @@ import torch
 
 from ..exchange import DEFAULT_TIMEOUT
 from ..options import lists_options
+from ..sharding import ShardLayout
 
 # Dtypes of 8 bits by the names that `kv_dtype` takes.
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -45,6 +46,27 @@ _DEFAULTS: CacheOptions = {
     "deterministic": 0,
 }
 takes_cache_options = lists_options(CacheOptions, _DEFAULTS)
+
+
+class EnableOptions(CacheOptions, total=False):
+    """The keyword arguments of `enable` that `from_pretrained` has too."""
+
+    layout: ShardLayout | None
+    prefill: str
+    prefill_chunk_size: int | None
+    synchronize_logits: bool
+
+
+takes_enable_options = lists_options(
+    EnableOptions,
+    {
+        **_DEFAULTS,
+        "layout": None,
+        "prefill": "auto",
+        "prefill_chunk_size": 2048,
+        "synchronize_logits": False,
+    },
+)
 
 
 def with_defaults(op: str, options: CacheOptions) -> CacheOptions:

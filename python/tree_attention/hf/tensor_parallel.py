@@ -6,16 +6,17 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from typing_extensions import Unpack
 
 from .._json import read_json_object
 from ..exchange import DEFAULT_TIMEOUT, Signature, check_timeout, on_every_rank
 from .checks.fingerprint import digest_parameters, digest_tensors
 from .enable import check_model, disable, enable, is_enabled
+from .options import EnableOptions, takes_enable_options
 from .weights.checkpoint.files import check_config_file, find_file
 from .weights.checkpoint.filling import Filling
 from .weights.checkpoint.reading import Checkpoint
@@ -26,6 +27,7 @@ from .weights.quantised import SCHEMES
 from .weights.split import attach, mesh_of, split
 
 
+@takes_enable_options
 def from_pretrained(
     path: str | Path,
     *,
@@ -34,7 +36,7 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     weights: str | None = None,
-    **enable_options: Any,
+    **enable_options: Unpack[EnableOptions],
 ) -> PreTrainedModel:
     """Loads a checkpoint whose weights are split over the ranks of a group, and enables it.
 
@@ -55,8 +57,9 @@ def from_pretrained(
             activations stay as they are: int8 with a scale for each output, int4 with one for each
             128 inputs of an output, both symmetric. The embedding, the head, norms and routers keep
             their dtype. On the CPU. None, the default, quantises nothing.
-        enable_options: see `enable`. Its `timeout` is also the longest that a rank waits for others
-            to have loaded theirs.
+        timeout: see `enable`; also the longest that a rank waits for others to have loaded theirs.
+        layout, prefill, prefill_chunk_size, synchronize_logits, kv_dtype, max_length, strategy,
+            deterministic: see `enable`.
 
     Returns:
         The model in eval mode.
