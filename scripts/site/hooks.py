@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Pages of the site: the repository's own, where they lie, and a reference of what is public."""
+
+import importlib
+import inspect
+import re
+import subprocess
+from html import unescape
+from pathlib import Path
+from posixpath import basename, dirname, join, normpath
+from types import ModuleType
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
+from mkdocs.structure.pages import Page
+from signatures import as_markdown
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RESULTS = "benchmarks/results"
+ASSETS = ("site.css", "iframe-worker.js")
+MODULES = ("", ".hf", ".patterns", ".positions", ".reference", ".reference.conformance", ".vllm")
+_FENCE = re.compile(r"^(```.*?^```$)", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def public(module: ModuleType) -> list[str]:
+    """Return the public names of a module that have an entry in the reference."""
+    return [name for name in module.__all__ if not name.startswith("__")]
+
+
+def pages() -> list[str]:
+    """Return the repository's pages and pictures."""
+    listed = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"]
+    kinds = ("*.md", "*.png", "*.svg")
+    found = subprocess.run([*listed, *kinds], check=True, capture_output=True, text=True).stdout
+    return sorted(path for path in found.splitlines() if (ROOT / path).exists())
+
+
+def title_of(text: str) -> str:
+    return next(line[2:] for line in text.splitlines() if line.startswith("# "))
+
+
+def reference(name: str) -> str:
+    """Return the page of a module's public names."""
+    path = f"tree_attention{name}"
+    module = importlib.import_module(path)
+    entries = "".join(f"\n::: {path}.{entry}\n" for entry in public(module))
+    return f"# {path}\n\n{as_markdown(inspect.getdoc(module))}\n{entries}"
+
+
+def results() -> dict[str, str]:
+    """Return the path of each page of results by a title that no other has."""
+    paths = [x for x in pages() if dirname(x) == RESULTS and x.endswith(".md")]
+    titles = [title_of((ROOT / path).read_text()) for path in paths]
+    return {
+        title if titles.count(title) == 1 else f"{title}: {Path(path).stem}": path
+        for title, path in zip(titles, paths, strict=True)
+    }
+
+
+def results_index() -> str:
+    rows = "\n".join(f"- [{title}]({basename(path)})" for title, path in results().items())
+    return f"# Results\n\nOf one machine, each with its command, commit and versions.\n\n{rows}\n"
+
+
+def on_config(config: MkDocsConfig) -> None:
+    config.theme.static_templates.clear()  # the error page and the site map of a server
+    folders = {
+        "api": [f"api/tree_attention{name}.md" for name in MODULES],
+        RESULTS: [f"{RESULTS}/index.md", *({x: path} for x, path in results().items())],
+    }
+
+    def filled(entry: dict) -> dict:
+        ((title, content),) = entry.items()
+        if isinstance(content, list):
+            return {title: [filled(x) if isinstance(x, dict) else x for x in content]}
+        return {title: folders.get(content, content)}
+
+    config.nav = [filled(entry) for entry in config.nav]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Put every page where the repository has it, so that links between them are the same."""
+    kept = [x for x in files if x.src_dir != config.docs_dir]  # of the theme
+    for path in pages():
+        kept.append(File(path, str(ROOT), config.site_dir, use_directory_urls=False))
+    for name in ASSETS:
+        text = (HERE / name).read_text()
+        kept.append(File.generated(config, f"assets/{name}", content=text))
+    for name in MODULES:
+        kept.append(File.generated(config, f"api/tree_attention{name}.md", content=reference(name)))
+    kept.append(File.generated(config, f"{RESULTS}/index.md", content=results_index()))
+    return Files(kept)
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead links to folders to their pages, and links to sources to the repository."""
+
+    def link(match: re.Match) -> str:
+        text, path, anchor = match[1], match[2], match[3] or ""
+        target = normpath(join(dirname(page.file.src_uri), path))
+        for name in (target, f"{target}/README.md", f"{target}/index.md"):
+            if files.get_file_from_path(name):
+                return f"[{text}]({path}{name.removeprefix(target)}{anchor})"
+        if not (ROOT / target).exists():
+            return match[0]  # which the strict build refuses
+        if config.repo_url:
+            return f"[{text}]({config.repo_url.rstrip('/')}/blob/HEAD/{target})"
+        is_named = text.strip("`").rstrip("/") in (target, basename(target))
+        return f"`{target}`" if is_named else f"{text} (`{target}`)"
+
+    parts = _FENCE.split(markdown)
+    for i in range(0, len(parts), 2):
+        # Python-Markdown nests lists by four spaces where repository pages take two.
+        nested = re.sub(r"^( +)(?=(?:[-*]|\d+\.) )", r"\1\1", parts[i], flags=re.MULTILINE)
+        parts[i] = _LINK.sub(link, nested)
+    return "".join(parts)
+
+
+_first_sentences: dict[str, str] = {}
+
+
+def on_page_content(html: str, page: Page, **_: object) -> None:
+    text = re.sub(r"<h1.*?</h1>|<pre.*?</pre>", "", html, flags=re.DOTALL)
+    first = re.search(r"<p>(.*?)</p>", text, re.DOTALL)
+    words = " ".join(re.sub(r"<[^>]*>", "", first[1]).split()) if first else ""
+    _first_sentences[page.url] = re.split(r"(?<=[.!?]) ", unescape(words))[0]
+
+
+_pages: list[Page] = []
+
+
+def on_nav(nav: Navigation, **_: object) -> None:
+    _pages[:] = nav.pages
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write llms.txt: every page with its first sentence, in the order of the menu."""
+    rows = "".join(
+        f"- [{page.title}]({page.url}): {_first_sentences[page.url]}".removesuffix(": ") + "\n"
+        for page in _pages
+    )
+    text = f"# {config.site_name}\n\n> {config.site_description}\n\n## Pages\n\n{rows}"
+    (Path(config.site_dir) / "llms.txt").write_text(text)

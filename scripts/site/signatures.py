@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Docstrings of the reference: signatures as `help` shows them, an entry for each argument."""
+
+import importlib
+import inspect
+import re
+import textwrap
+from typing import Any
+
+import griffe
+
+_EXAMPLE = re.compile(r"::\n\n((?: {4,}.*\n|\n)+)")
+_SHARED = re.compile(r"^ {4}(\w+(?:,\s+\w+)*): (.*?)(?=^ {0,4}\S|\Z)", re.DOTALL | re.MULTILINE)
+_ARGUMENTS = re.compile(r"^Args:\n(.*?)(?=^\S|\Z)", re.DOTALL | re.MULTILINE)
+_SEE = re.compile(r"^see `\w*Options`(?:; |\.)?")
+
+
+def as_markdown(text: str) -> str:
+    """Fence the examples of a docstring, and keep its source a sentence."""
+
+    def fenced(match: re.Match[str]) -> str:
+        return f":\n\n```python\n{textwrap.dedent(match[1]).strip()}\n```\n\n"
+
+    return re.sub(r"^Source: ", "*Source:* ", _EXAMPLE.sub(fenced, text + "\n"), flags=re.MULTILINE)
+
+
+def arguments_of(text: str) -> dict[str, str]:
+    """Return the description of each argument; where several share one, of each of them."""
+    section = _ARGUMENTS.search(text)
+    entries = _SHARED.findall(section[1]) if section else ()
+    return {
+        name: " ".join(description.split())
+        for names, description in entries
+        for name in re.split(r",\s+", names)
+    }
+
+
+class Signatures(griffe.Extension):
+    """Gives functions the options that they take as a typed dictionary, and their descriptions."""
+
+    def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
+        self._rewrite(cls, {})
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        # A package of the same name hides the function from those who do not run the imports.
+        function = pkg["exchange.strategies"].members["strategies"]
+        pkg.set_member("strategies", griffe.Alias("strategies", function, parent=pkg))
+        for function in functions_of(pkg):
+            options = self._options(function, pkg)
+            self._rewrite(function, options)
+
+    def _options(self, function: griffe.Function, package: griffe.Module) -> dict[str, str]:
+        """Put the keys of `**options: Unpack[...]` in the signature; return their descriptions."""
+        last = next(
+            (x for x in function.parameters if x.annotation and "Unpack[" in str(x.annotation)),
+            None,
+        )
+        if last is None:
+            return {}
+        path = function.path.removeprefix(function.module.path + ".").removesuffix(".__init__")
+        shown: Any = importlib.import_module(function.module.path)
+        for name in path.split("."):
+            shown = getattr(shown, name)
+        listed = inspect.signature(shown).parameters
+        if last.name.lstrip("*") in listed:
+            return {}  # `help` does not list them: the function is no public one
+        described: dict[str, str] = {}
+        for kind in kinds_of(last.annotation.slice.canonical_path, package):
+            described |= arguments_of(kind.docstring.value if kind.docstring else "")
+            for name, attribute in kind.attributes.items():
+                if attribute.docstring:
+                    described[name] = " ".join(attribute.docstring.value.split())
+            for name, attribute in kind.attributes.items():
+                if name not in function.parameters:
+                    option = griffe.Parameter(
+                        name,
+                        annotation=attribute.annotation,
+                        kind=griffe.ParameterKind.keyword_only,
+                        default=repr(listed[name].default),
+                    )
+                    function.parameters.add(option)
+        del function.parameters[last.name]
+        return described
+
+    @staticmethod
+    def _rewrite(thing: griffe.Class | griffe.Function, options: dict[str, str]) -> None:
+        if thing.docstring is None:
+            return
+        text = thing.docstring.value
+        if isinstance(thing, griffe.Function) and (section := _ARGUMENTS.search(text)):
+            described = arguments_of(text)
+            for name, words in options.items():
+                own = described.get(name, "see `Options`")
+                rest = _SEE.sub("", own)
+                if rest != own:  # what follows is of some of these arguments
+                    is_of_it = name.rpartition("_")[2] in rest
+                    described[name] = f"{words} Here, {rest}" if is_of_it else words
+            listed = "".join(f"    {name}: {words}\n" for name, words in described.items())
+            text = f"{text[: section.start()]}Args:\n{listed}\n{text[section.end() :]}"
+        thing.docstring.value = as_markdown(text)
+
+
+def functions_of(thing: griffe.Module | griffe.Class) -> list[griffe.Function]:
+    """Return the functions of a package and of its classes."""
+    found = []
+    for member in thing.members.values():
+        if member.is_alias:
+            continue
+        if member.is_function:
+            found.append(member)
+        elif member.is_module or member.is_class:
+            found += functions_of(member)
+    return found
+
+
+def kinds_of(path: str, package: griffe.Module) -> list[griffe.Class]:
+    """Return a typed dictionary and those it inherits from, in the order of their keys."""
+    kind = package[path.removeprefix(f"{package.path}.")]
+    kind = kind.final_target if kind.is_alias else kind
+    bases = [x.canonical_path for x in kind.bases if "TypedDict" not in str(x)]
+    return [y for x in bases for y in kinds_of(x, package)] + [kind]
