@@ -14,6 +14,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
+
+from estimate import filled
 from signatures import as_markdown
 
 HERE = Path(__file__).parent
@@ -21,6 +23,7 @@ ROOT = HERE.parents[1]
 RESULTS = "benchmarks/results"
 ASSETS = ("site.css", "iframe-worker.js")
 MODULES = ("", ".hf", ".patterns", ".positions", ".reference", ".reference.conformance", ".vllm")
+ESTIMATE = "docs/estimate.html"
 _FENCE = re.compile(r"^(```.*?^```$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -89,6 +92,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in ASSETS:
         text = (HERE / name).read_text()
         kept.append(File.generated(config, f"assets/{name}", content=text))
+    estimate = filled((ROOT / ESTIMATE).read_text())
+    kept.append(File.generated(config, ESTIMATE, content=estimate))
     for name in MODULES:
         kept.append(File.generated(config, f"api/tree_attention{name}.md", content=reference(name)))
     kept.append(File.generated(config, f"{RESULTS}/index.md", content=results_index()))
@@ -119,7 +124,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "".join(parts)
 
 
-_first_sentences: dict[str, str] = {}
+_first_sentences = {ESTIMATE: "Bytes, milliseconds and messages of a model on several hosts."}
 
 
 def on_page_content(html: str, page: Page, **_: object) -> None:

@@ -5,7 +5,6 @@ import importlib
 import inspect
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from html import unescape
 from html.parser import HTMLParser
@@ -17,7 +16,6 @@ import pytest
 from browser import console_of, needs_browser
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts/site"))
 pytest.importorskip("mkdocs", reason="the site is built where Python >= 3.11 is")
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 # Of a page; links that a reader may follow out of the site are none.
@@ -108,7 +106,7 @@ def test_nothing_is_fetched_from_a_network(site: Site) -> None:
 
 
 def public_names() -> Iterator[tuple[str, str, object]]:
-    from hooks import MODULES, public
+    from hooks import MODULES, public  # which mkdocs must be there for
 
     for name in MODULES:
         module = importlib.import_module(f"tree_attention{name}")
