@@ -3,12 +3,12 @@
 
 import importlib
 import inspect
+import json
 import re
 import subprocess
 from html import unescape
 from pathlib import Path
 from posixpath import basename, dirname, join, normpath
-from types import ModuleType
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -16,21 +16,15 @@ from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 from estimate import filled
-from signatures import as_markdown
+from signatures import MODULES, as_markdown, public
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = "benchmarks/results"
 ASSETS = ("site.css", "iframe-worker.js")
-MODULES = ("", ".hf", ".patterns", ".positions", ".reference", ".reference.conformance", ".vllm")
-ESTIMATE = "docs/estimate.html"
+ESTIMATE, NOTEBOOK = "docs/estimate.html", "examples/two_ranks"
 _FENCE = re.compile(r"^(```.*?^```$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
-
-
-def public(module: ModuleType) -> list[str]:
-    """Return the public names of a module that have an entry in the reference."""
-    return [name for name in module.__all__ if not name.startswith("__")]
 
 
 def pages() -> list[str]:
@@ -39,6 +33,18 @@ def pages() -> list[str]:
     kinds = ("*.md", "*.png", "*.svg")
     found = subprocess.run([*listed, *kinds], check=True, capture_output=True, text=True).stdout
     return sorted(path for path in found.splitlines() if (ROOT / path).exists())
+
+
+def as_page(notebook: dict) -> str:
+    """Return a notebook's texts, code and what it printed."""
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        is_code = cell["cell_type"] == "code"
+        parts.append(f"```python\n{source}\n```" if is_code else source)
+        printed = "".join(line for x in cell.get("outputs", ()) for line in x["text"])
+        parts += [f"```text\n{printed.rstrip()}\n```"] if printed else []
+    return "\n\n".join(parts) + "\n"
 
 
 def title_of(text: str) -> str:
@@ -93,6 +99,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = (HERE / name).read_text()
         kept.append(File.generated(config, f"assets/{name}", content=text))
     estimate = filled((ROOT / ESTIMATE).read_text())
+    text = as_page(json.loads((ROOT / f"{NOTEBOOK}.ipynb").read_text()))
+    kept.append(File.generated(config, f"{NOTEBOOK}.md", content=text))
     kept.append(File.generated(config, ESTIMATE, content=estimate))
     for name in MODULES:
         kept.append(File.generated(config, f"api/tree_attention{name}.md", content=reference(name)))
@@ -105,6 +113,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def link(match: re.Match) -> str:
         text, path, anchor = match[1], match[2], match[3] or ""
+        path = path.replace(".ipynb", ".md")
         target = normpath(join(dirname(page.file.src_uri), path))
         for name in (target, f"{target}/README.md", f"{target}/index.md"):
             if files.get_file_from_path(name):

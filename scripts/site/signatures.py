@@ -5,14 +5,21 @@ import importlib
 import inspect
 import re
 import textwrap
+from types import ModuleType
 from typing import Any
 
 import griffe
 
+MODULES = ("", ".hf", ".patterns", ".positions", ".reference", ".reference.conformance", ".vllm")
 _EXAMPLE = re.compile(r"::\n\n((?: {4,}.*\n|\n)+)")
 _SHARED = re.compile(r"^ {4}(\w+(?:,\s+\w+)*): (.*?)(?=^ {0,4}\S|\Z)", re.DOTALL | re.MULTILINE)
 _ARGUMENTS = re.compile(r"^Args:\n(.*?)(?=^\S|\Z)", re.DOTALL | re.MULTILINE)
 _SEE = re.compile(r"^see `\w*Options`(?:; |\.)?")
+
+
+def public(module: ModuleType) -> list[str]:
+    """Return the public names of a module that have an entry in the reference."""
+    return [name for name in module.__all__ if not name.startswith("__")]
 
 
 def as_markdown(text: str) -> str:
@@ -42,12 +49,9 @@ class Signatures(griffe.Extension):
         self._rewrite(cls, {})
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        # A package of the same name hides the function from those who do not run the imports.
-        function = pkg["exchange.strategies"].members["strategies"]
-        pkg.set_member("strategies", griffe.Alias("strategies", function, parent=pkg))
         for function in functions_of(pkg):
-            options = self._options(function, pkg)
-            self._rewrite(function, options)
+            self._rewrite(function, self._options(function, pkg))
+        show_functions_for_modules(pkg)
 
     def _options(self, function: griffe.Function, package: griffe.Module) -> dict[str, str]:
         """Put the keys of `**options: Unpack[...]` in the signature; return their descriptions."""
@@ -98,6 +102,22 @@ class Signatures(griffe.Extension):
             listed = "".join(f"    {name}: {words}\n" for name, words in described.items())
             text = f"{text[: section.start()]}Args:\n{listed}\n{text[section.end() :]}"
         thing.docstring.value = as_markdown(text)
+
+
+def show_functions_for_modules(package: griffe.Module) -> None:
+    """Lead public names to what an import gives, where a module has the same name."""
+    found = []
+    for name in MODULES:
+        module = importlib.import_module(f"{package.path}{name}")
+        for entry in public(module):
+            thing = getattr(module, entry)
+            if hasattr(thing, "__qualname__") and thing.__module__ != module.__name__:
+                path = f"{thing.__module__}.{entry}".removeprefix(f"{package.path}.")
+                found.append((f"{name}.{entry}".removeprefix("."), package[path]))
+    # Looked up before: a function hides its module from further paths.
+    for path, target in found:
+        parent = package[path.rpartition(".")[0]] if "." in path else package
+        parent.set_member(target.name, griffe.Alias(target.name, target, parent=parent))
 
 
 def functions_of(thing: griffe.Module | griffe.Class) -> list[griffe.Function]:
