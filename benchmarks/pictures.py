@@ -105,8 +105,8 @@ def draw_tokens(path: Path) -> None:
         "ours": Style(OURS, (8, -2)),
         "HuggingFace, DynamicCache": Style(SECOND),
         "HuggingFace, StaticCache": Style(FIRST),
-        "vLLM": Style(THIRD, (8, 0)),
-        "OpenVINO": Style(DARK_GREY, (-48, 11)),
+        "vLLM": Style(THIRD, (8, 6)),
+        "OpenVINO": Style(DARK_GREY, (8, -5)),
     }
     with picture(path, data, (1, 2), (9, 3.6)) as ((left, right),):
         for axes, (model, lines) in zip((left, right), data.items(), strict=True):
@@ -118,7 +118,7 @@ def draw_tokens(path: Path) -> None:
             axes.set_title(f"1B-shaped Llama, {model}", fontsize=11)
         left.set_ylabel("ms per token")
         left.set_xlim(right=65536 * 12)
-        right.set_xlim(right=131072 * 2.8)
+        right.set_xlim(right=16384 * 3)
 
 
 def draw_contexts(path: Path) -> None:
@@ -135,9 +135,9 @@ def draw_contexts(path: Path) -> None:
             axes.set(xlabel="keys per rank", yscale="log")
             axes.set_title(CLUSTERS[cluster], fontsize=11)
             axes.set_xlim(right=max(x for x, _ in lines["ours"]) * 11)
-            axes.set_yticks([1, 10, 100, 1000, 10000], ["1 ms", "10 ms", "0.1 s", "1 s", "10 s"])
+            axes.set_yticks([1, 10, 100, 1000, 10000], ["1", "10", "100", "1,000", "10,000"])
             axes.minorticks_off()
-        both[0].set_ylabel("time of a step")
+        both[0].set_ylabel("ms of a step")
 
 
 def draw_two_ranks(path: Path) -> None:
@@ -159,14 +159,14 @@ def draw_two_ranks(path: Path) -> None:
                     color=colour,
                     label=what,
                 )
-                axes.bar_label(bars, fmt="%.2f", fontsize=9)
+                axes.bar_label(bars, fmt="%.2f", fontsize=9, padding=-13, color="white")
             axes.axhline(2, color="black", linestyle="--", linewidth=1)
-            axes.axhline(1, color=GREY, linewidth=1)
-            axes.set_xticks(range(len(forms)), [x.replace(" T", "\nT") for x in forms], fontsize=9)
+            axes.axhline(1, color=GREY, linewidth=1, zorder=0)
+            axes.set_xticks(range(len(forms)), list(forms), fontsize=9)
             axes.set_title(titles[place], fontsize=11)
         panels[0].set_ylabel("times one thread")
         panels[0].set_ylim(0, 2.35)
-        panels[0].text(-0.45, 2.03, "ideal", fontsize=10)
+        panels[-1].text(2.4, 2.03, "ideal", ha="right")
         panels[0].legend(loc="upper right", ncols=2, frameon=False)
 
 
@@ -240,19 +240,20 @@ def draw_algorithm_4(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Picture:
-    """A file of docs/, what it shows, and how it is drawn."""
+    """A file of docs/, what it shows, how it is drawn, and the results that it is drawn from."""
 
     values: Callable[[], Any]
     draw: Callable[[Path], None]
+    results: tuple[str, ...] = ()
 
 
 PICTURES = {
-    "tokens.png": Picture(tokens, draw_tokens),
-    "contexts.png": Picture(contexts, draw_contexts),
-    "two_ranks.png": Picture(two_ranks, draw_two_ranks),
+    "tokens.png": Picture(tokens, draw_tokens, ("llama", "engines")),
+    "contexts.png": Picture(contexts, draw_contexts, ("contexts",)),
+    "two_ranks.png": Picture(two_ranks, draw_two_ranks, ("scaling",)),
     "cache_memory.png": Picture(cache_memory, draw_cache_memory),
     "lean_schedule.png": Picture(schedules, draw_schedules),
-    "algorithm_4.png": Picture(algorithm_4, draw_algorithm_4),
+    "algorithm_4.png": Picture(algorithm_4, draw_algorithm_4, ("algorithm_4",)),
 }
 
 

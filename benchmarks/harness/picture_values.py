@@ -70,8 +70,8 @@ def contexts() -> dict[str, dict[str, Line]]:
 FORMS = {
     "1 process, 2 threads": "one process,\ntwo threads",
     "weights whole, prompt split": "two ranks,\nweights whole",
-    "weights split, tensor_parallel_size 1": "two ranks,\nweights split, T = 1",
-    "weights split, tensor_parallel_size 2": "two ranks,\nweights split, T = 2",
+    "weights split, tensor_parallel_size 1": "two ranks,\nweights split",
+    "weights split, tensor_parallel_size 2": "two ranks,\nweights and\nheads split",
 }
 
 

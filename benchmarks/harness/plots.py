@@ -30,5 +30,5 @@ def picture(
     if title:
         figure.suptitle(title, fontsize=11)
     figure.tight_layout(rect=rect)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=1800 / size[0])
     pyplot.close(figure)

@@ -113,9 +113,9 @@ def pieces(p: int, rank: int, size: int | None) -> dict[str, tuple[int, int]]:
 def draw_who_holds_what(path: Path, p: int = 4) -> None:
     """Draw ranks and, for each form, the part of every tensor that each of them holds."""
     names: dict[int | None, str] = {None: "weights whole"}
-    names |= {size: f"weights split, tensor_parallel_size {size}" for size in (1, 2, 4)}
+    names |= {size: f"weights split,\ntensor_parallel_size {size}" for size in (1, 2, 4)}
     num_rows = len(pieces(p, 0, None))
-    with picture(path, (13, 6), (1, len(names)), sharey=True) as (panels,):
+    with picture(path, (9, 4.8), (1, len(names)), sharey=True) as (panels,):
         for axes, (size, name) in zip(panels, names.items(), strict=True):
             for rank in range(p):
                 for place, (count, piece) in enumerate(pieces(p, rank, size).values()):
@@ -123,10 +123,11 @@ def draw_who_holds_what(path: Path, p: int = 4) -> None:
                     left, width = rank + 0.1, 0.8 / count
                     axes.barh(place, 0.8, left=left, color="0.93", **box)
                     axes.barh(place, width, left=left + piece * width, color=f"C{rank}", **box)
-            axes.set_xticks([rank + 0.5 for rank in range(p)], [f"rank {r}" for r in range(p)])
-            axes.set_title(name, fontsize=9)
+            axes.set_xticks([rank + 0.5 for rank in range(p)], list(range(p)))
+            axes.set(xlabel="rank")
+            axes.set_title(name, fontsize=10)
             axes.set_frame_on(False)
-            axes.tick_params(length=0, labelsize=8)
+            axes.tick_params(length=0, labelsize=10)
         panels[0].set_yticks([place + 0.3 for place in range(num_rows)], list(pieces(p, 0, None)))
         panels[0].invert_yaxis()
 

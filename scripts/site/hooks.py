@@ -15,6 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
+from benchmarks.pictures import PICTURES
 from estimate import filled
 from signatures import MODULES, as_markdown, public
 
@@ -125,6 +126,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         is_named = text.strip("`").rstrip("/") in (target, basename(target))
         return f"`{target}`" if is_named else f"{text} (`{target}`)"
 
+    if dirname(page.file.src_uri) == RESULTS:
+        drawn = [n for n, x in PICTURES.items() if Path(page.file.src_uri).stem in x.results]
+        shown = "".join(f"\n\n![Drawn from these results](../../docs/{name})" for name in drawn)
+        markdown = re.sub(r"\A(# .*)", lambda title: title[0] + shown, markdown)
     parts = _FENCE.split(markdown)
     for i in range(0, len(parts), 2):
         # Python-Markdown nests lists by four spaces where repository pages take two.

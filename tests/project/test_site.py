@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from benchmarks.pictures import PICTURES
 from browser import console_of, needs_browser
 
 pytest.importorskip("mkdocs", reason="the site is built where Python >= 3.11 is")
@@ -93,6 +94,9 @@ def test_every_picture_is_on_a_page(site: Site) -> None:
     }
     pictures = {path for path in drawn if path.suffix in (".png", ".svg")}
     assert len(pictures) > 8 and pictures <= shown
+    for name, picture in PICTURES.items():
+        for results in picture.results:
+            assert f"docs/{name}" in site.html[site.folder / f"benchmarks/results/{results}.html"]
 
 
 def entry_of(site: Site, module: str, name: str) -> str:
