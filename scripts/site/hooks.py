@@ -82,31 +82,25 @@ def on_config(config: MkDocsConfig) -> None:
         RESULTS: [f"{RESULTS}/index.md", *({x: path} for x, path in results().items())],
     }
 
-    def filled(entry: dict) -> dict:
+    def placed(entry: dict) -> dict:
         ((title, content),) = entry.items()
         if isinstance(content, list):
-            return {title: [filled(x) if isinstance(x, dict) else x for x in content]}
+            return {title: [placed(x) if isinstance(x, dict) else x for x in content]}
         return {title: folders.get(content, content)}
 
-    config.nav = [filled(entry) for entry in config.nav]
+    config.nav = [placed(entry) for entry in config.nav]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Put every page where the repository has it, so that links between them are the same."""
     kept = [x for x in files if x.src_dir != config.docs_dir]  # of the theme
-    for path in pages():
-        kept.append(File(path, str(ROOT), config.site_dir, use_directory_urls=False))
-    for name in ASSETS:
-        text = (HERE / name).read_text()
-        kept.append(File.generated(config, f"assets/{name}", content=text))
-    estimate = filled((ROOT / ESTIMATE).read_text())
-    text = as_page(json.loads((ROOT / f"{NOTEBOOK}.ipynb").read_text()))
-    kept.append(File.generated(config, f"{NOTEBOOK}.md", content=text))
-    kept.append(File.generated(config, ESTIMATE, content=estimate))
-    for name in MODULES:
-        kept.append(File.generated(config, f"api/tree_attention{name}.md", content=reference(name)))
-    kept.append(File.generated(config, f"{RESULTS}/index.md", content=results_index()))
-    return Files(kept)
+    kept += [File(x, str(ROOT), config.site_dir, use_directory_urls=False) for x in pages()]
+    made = {f"assets/{name}": (HERE / name).read_text() for name in ASSETS}
+    made |= {f"api/tree_attention{name}.md": reference(name) for name in MODULES}
+    made[f"{RESULTS}/index.md"] = results_index()
+    made[f"{NOTEBOOK}.md"] = as_page(json.loads((ROOT / f"{NOTEBOOK}.ipynb").read_text()))
+    made[ESTIMATE] = filled((ROOT / ESTIMATE).read_text())
+    return Files([*kept, *(File.generated(config, x, content=text) for x, text in made.items())])
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

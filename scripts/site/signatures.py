@@ -55,11 +55,8 @@ class Signatures(griffe.Extension):
 
     def _options(self, function: griffe.Function, package: griffe.Module) -> dict[str, str]:
         """Put the keys of `**options: Unpack[...]` in the signature; return their descriptions."""
-        last = next(
-            (x for x in function.parameters if x.annotation and "Unpack[" in str(x.annotation)),
-            None,
-        )
-        if last is None:
+        *_, last = (None, *function.parameters)
+        if last is None or "Unpack[" not in str(last.annotation):
             return {}
         path = function.path.removeprefix(function.module.path + ".").removesuffix(".__init__")
         shown: Any = importlib.import_module(function.module.path)

@@ -71,14 +71,11 @@ def same(ours: object, of_plan: object) -> bool:
 
 @needs_browser
 def test_page_computes_what_the_planner_does(tmp_path: Path) -> None:
-    asked = points()
-    script = (
-        f"<script>const found = {json.dumps(asked)}.map(estimate);"
-        'document.body.innerHTML = "<pre></pre>";'
-        'document.querySelector("pre").textContent = JSON.stringify(found);</script>'
-    )
-    page = filled(PAGE.read_text()).replace("</body>", f"{script}</body>")
-    (tmp_path / "page.html").write_text(page)
+    page, asked = filled(PAGE.read_text()), points()
+    assert not re.search(r"https?:|@import|src=", page.partition("<script id")[0])
+    script = f"JSON.stringify({json.dumps(asked)}.map(estimate))"
+    script = f"<pre></pre><script>document.querySelector('pre').textContent = {script};</script>"
+    (tmp_path / "page.html").write_text(page.replace("</body>", f"{script}</body>"))
     dom, errors = console_of(f"file://{tmp_path}/page.html")
     assert not errors
     found = json.loads(re.search(r"<pre>(.*)</pre>", dom, re.DOTALL)[1])
@@ -86,17 +83,8 @@ def test_page_computes_what_the_planner_does(tmp_path: Path) -> None:
     assert {x["refusal"] for one in wanted for x in one["rows"]} == {"", "no room", "uneven"}
     assert len({one["best"] for one in wanted}) > 4 and len(found) == 200
     assert not [x for x in zip(asked, found, wanted, strict=True) if not same(x[1], x[2])]
-
-
-@needs_browser
-def test_page_shows_its_first_point_and_fetches_nothing(tmp_path: Path) -> None:
-    page = filled(PAGE.read_text())
-    assert not re.search(r"https?:|@import|src=", page.partition("<script id")[0])
-    (tmp_path / "page.html").write_text(page)
-    dom, errors = console_of(f"file://{tmp_path}/page.html")
-    assert not errors
+    # What it shows first is the first example of docs/planning.md.
     words = " ".join(re.sub(r"<[^>]*>", " ", dom.partition('<script id="tables"')[0]).split())
-    # The first example of docs/planning.md.
     assert "Soonest: tree, weights split, largest T, 16.1 ms a token with 31.1 GB" in words
     assert all(f"{name} :" in words for name in METHODS)
 

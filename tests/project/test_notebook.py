@@ -24,7 +24,6 @@ def outputs(notebook: Any) -> list[str]:
 def test_notebook_prints_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = nbformat.read(NOTEBOOK, as_version=4)
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "python"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     again = nbformat.read(NOTEBOOK, as_version=4)
     place = {"metadata": {"path": str(NOTEBOOK.parent)}}
     nbclient.NotebookClient(again, timeout=600, resources=place).execute()
