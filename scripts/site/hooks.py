@@ -24,6 +24,9 @@ ROOT = HERE.parents[1]
 RESULTS = "benchmarks/results"
 ASSETS = ("site.css", "iframe-worker.js")
 ESTIMATE, NOTEBOOK = "docs/estimate.html", "examples/two_ranks"
+# The other methods of a communicator are for the exchange itself.
+METHODS = "all_merge_states, all_reduce, all_gather, check"
+OPTIONS = {"Communicator": f"    options: {{members: [{METHODS}]}}\n"}
 _FENCE = re.compile(r"^(```.*?^```$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -56,7 +59,7 @@ def reference(name: str) -> str:
     """Return the page of a module's public names."""
     path = f"tree_attention{name}"
     module = importlib.import_module(path)
-    entries = "".join(f"\n::: {path}.{entry}\n" for entry in public(module))
+    entries = "".join(f"\n::: {path}.{x}\n{OPTIONS.get(x, '')}" for x in public(module))
     return f"# {path}\n\n{as_markdown(inspect.getdoc(module))}\n{entries}"
 
 
