@@ -45,12 +45,11 @@ def arguments_of(text: str) -> dict[str, str]:
 class Signatures(griffe.Extension):
     """Gives functions the options that they take as a typed dictionary, and their descriptions."""
 
-    def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
-        self._rewrite(cls, {})
-
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        for function in functions_of(pkg):
-            self._rewrite(function, self._options(function, pkg))
+        for thing in documented(pkg):
+            function = thing.members.get("__init__") if thing.is_class else thing
+            options = self._options(function, pkg) if function and function.is_function else {}
+            self._rewrite(thing, options)
         show_functions_for_modules(pkg)
 
     def _options(self, function: griffe.Function, package: griffe.Module) -> dict[str, str]:
@@ -88,7 +87,7 @@ class Signatures(griffe.Extension):
         if thing.docstring is None:
             return
         text = thing.docstring.value
-        if isinstance(thing, griffe.Function) and (section := _ARGUMENTS.search(text)):
+        if section := _ARGUMENTS.search(text):
             described = arguments_of(text)
             for name, words in options.items():
                 own = described.get(name, "see `Options`")
@@ -117,16 +116,13 @@ def show_functions_for_modules(package: griffe.Module) -> None:
         parent.set_member(target.name, griffe.Alias(target.name, target, parent=parent))
 
 
-def functions_of(thing: griffe.Module | griffe.Class) -> list[griffe.Function]:
-    """Return the functions of a package and of its classes."""
+def documented(thing: griffe.Module | griffe.Class) -> list[griffe.Class | griffe.Function]:
+    """Return the classes of a package, each before its methods, and the functions."""
     found = []
     for member in thing.members.values():
-        if member.is_alias:
-            continue
-        if member.is_function:
-            found.append(member)
-        elif member.is_module or member.is_class:
-            found += functions_of(member)
+        if not member.is_alias and not member.is_attribute:
+            found += [] if member.is_module else [member]
+            found += [] if member.is_function else documented(member)
     return found
 
 

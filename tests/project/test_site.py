@@ -71,6 +71,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     command = [ROOT / "scripts/docs", "--site-dir", folder]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
+    assert (
+        "Documentation built" in built.stderr
+    )  # a quiet build counts no warnings: none would fail
     return Site(folder)
 
 
