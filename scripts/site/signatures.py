@@ -47,6 +47,9 @@ class Signatures(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         for thing in documented(pkg):
+            if thing.is_class and any("TypedDict" in str(base) for base in thing.bases):
+                describe_keys(thing)
+        for thing in documented(pkg):
             function = thing.members.get("__init__") if thing.is_class else thing
             options = self._options(function, pkg) if function and function.is_function else {}
             self._rewrite(thing, options)
@@ -66,7 +69,6 @@ class Signatures(griffe.Extension):
             return {}  # `help` does not list them: the function is no public one
         described: dict[str, str] = {}
         for kind in kinds_of(last.annotation.slice.canonical_path, package):
-            described |= arguments_of(kind.docstring.value if kind.docstring else "")
             for name, attribute in kind.attributes.items():
                 if attribute.docstring:
                     described[name] = " ".join(attribute.docstring.value.split())
@@ -98,6 +100,15 @@ class Signatures(griffe.Extension):
             listed = "".join(f"    {name}: {words}\n" for name, words in described.items())
             text = f"{text[: section.start()]}Args:\n{listed}\n{text[section.end() :]}"
         thing.docstring.value = as_markdown(text)
+
+
+def describe_keys(kind: griffe.Class) -> None:
+    """Put the arguments that a typed dictionary's docstring describes beside its keys."""
+    if kind.docstring is None:
+        return
+    for name, words in arguments_of(kind.docstring.value).items():
+        kind.attributes[name].docstring = griffe.Docstring(words, parent=kind.attributes[name])
+    kind.docstring.value = _ARGUMENTS.sub("", kind.docstring.value)
 
 
 def show_functions_for_modules(package: griffe.Module) -> None:
