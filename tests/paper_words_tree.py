@@ -56,12 +56,20 @@ def algorithm_3() -> Words:
     e, f, g, h = us("two-level, 64", names[0], "tree_allreduce_4", *names[2:], unit=1e3)
     (levels,) = us("three-level, 64", "tree_allreduce_4_8_2", unit=1e3)
     (doubling,) = us("three-level, 64", names[0], unit=1e3)
+
+    def measured(method: str) -> str:
+        cases = (f"metro p={hosts} B=1 n=256" for hosts in (2, 4, 8, 16))
+        return listed([result("cluster_metro", "ms", case=x, method=method) for x in cases], 1)
+
     return [
         f"{steps} steps for 128 ranks",
         f"on 128 H100 {a:.0f} us, with a fan-in of 16 {b:.0f} us, by NCCL's own all-reduces "
         f"{c:.0f} us, and one exchange of (o, lse) {d:.0f} us; on 64 hosts of two levels {e:.1f}, "
         f"with a fan-in of 4 {f:.1f}, Gloo's rings {g:.0f}, one exchange {h:.1f} ms; on three "
         f"levels {doubling:.1f} by doubling and {levels:.1f} ms with a fan-in for each level",
+        "on 2, 4, 8 and 16 [emulated hosts](../benchmarks/results/cluster_metro.md), 1 ms and 1 "
+        f"Gb/s, it takes {measured('tree_allreduce')} ms, and one exchange by `butterfly` "
+        f"{measured('butterfly')} ms",
     ]
 
 

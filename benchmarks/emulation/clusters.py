@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from tree_attention.exchange.auto.choose import choose
@@ -85,14 +86,21 @@ def main(arguments: list[str]) -> int:
     def run(link: str, world_size: int) -> dict[str, Any]:
         return run_cases(link, world_size, cases(), parsed.seconds)
 
-    return measure("cluster", names, parsed, run, report_of)
+    name = name_of(parsed.only)
+    return measure(name, names, parsed, run, partial(report_of, name=name))
 
 
-def report_of(measured: dict[str, Any]) -> Report:
+def name_of(chosen: Iterable[str]) -> str:
+    """Of configurations of one link alone, a report of their own."""
+    links = {name.partition("/")[0] for name in chosen}
+    return f"cluster_{links.pop()}" if len(links) == 1 else "cluster"
+
+
+def report_of(measured: dict[str, Any], name: str = "cluster") -> Report:
     rows = [row for part in measured.values() for row in part["rows"]]
     return cluster_report(
         measured,
-        name="cluster",
+        name=name,
         title="Strategies and rings on emulated clusters",
         notes=NOTES,
         rows=rows,

@@ -147,6 +147,11 @@ def test_report_keeps_rows_of_other_runs(tmp_path: Path) -> None:
     assert clusters.report_of(again).columns == report.columns
 
 
+def test_one_link_alone_is_a_report_of_its_own() -> None:
+    assert clusters.name_of(["metro/2", "metro/16"]) == "cluster_metro"
+    assert clusters.name_of(["metro/2", "lan/2"]) == "cluster"
+
+
 def test_rings_are_also_told_at_line_rate(tmp_path: Path) -> None:
     times = {AUTO: 1e-2, **dict.fromkeys(RINGS, 7.0)}
     row = a_row("metro", 65536, times)

@@ -163,7 +163,9 @@ PAGES: dict[str, Rows] = {
         lambda: slower(
             methods("tree_2", "bf16 32/8 d128 B=1 65536", "auto", "ring", column="us", unit=1000)
         ),
-        lambda: slower(methods("cluster", "metro p=8 B=1 n=256", "butterfly", "three_allreduce")),
+        lambda: slower(
+            methods("cluster_metro", "metro p=8 B=1 n=256", "butterfly", "tree_allreduce")
+        ),
         lambda: slower(
             methods("generation", "metro p=4 L=32768", "tree", "ring", column="ms /token")
         ),
