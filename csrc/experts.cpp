@@ -58,7 +58,7 @@ struct Weights {
     }
     const int64_t rows = own.size(0), inputs = 2 * own.size(1);
     at::Tensor wide = at::empty({rows, inputs}, its_scale.options());
-    cpu::unpack(own.const_data_ptr<uint8_t>(), its_scale.const_data_ptr(),
+    cpu::unpack(elements<uint8_t>(own), its_scale.const_data_ptr(),
                 data_type(its_scale.scalar_type(), "linear_of_experts", "scale"), rows, inputs,
                 inputs / its_scale.size(1), wide.mutable_data_ptr());
     return wide;

@@ -146,6 +146,7 @@ def test_one_graph_at_fixed_size(
     run_ranks(decode_at_fixed_size, world_size, *arguments, timeout=COMPILING)
 
 
+@pytest.mark.deep
 def test_a_compiled_pass_longer_than_rings_take_is_refused() -> None:
     model = hf.enable(make_model("mistral_window"))
     compiled = torch.compile(model.forward, fullgraph=True, backend="eager")

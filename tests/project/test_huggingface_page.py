@@ -14,6 +14,7 @@ from test_readme import ROOT, TWO_RANKS, python_program, run
 pytest.importorskip("transformers")
 
 from tree_attention import hf
+from tree_attention.hf.options import EnableOptions
 
 PAGE = ROOT / "docs/huggingface.md"
 TABLES = re.split(r"^\| argument ", PAGE.read_text(), flags=re.MULTILINE)[1:]
@@ -40,10 +41,11 @@ def test_program_of_the_page_prints_what_it_shows(
 )
 def test_tables_have_every_argument(function: Callable[..., object], table: str) -> None:
     rows = re.findall(r"^\| `(\w+)` \|(?: (.*?))? \| .* \|$", table, re.MULTILINE)
+    passed_on = EnableOptions.__annotations__ if function is hf.from_pretrained else ()
     arguments = [
         (name, argument.default)
         for name, argument in inspect.signature(function).parameters.items()
-        if argument.kind != argument.VAR_KEYWORD
+        if name not in passed_on
     ]
     assert [name for name, _ in rows] == [name for name, _ in arguments]
     for (name, shown), (_, default) in zip(rows, arguments, strict=True):

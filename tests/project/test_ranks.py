@@ -11,14 +11,14 @@ import pytest
 
 from distributed import run_ranks
 from ranks_of_commands import started
-from tiers import tiers
 
 
 def _hash(rank: int, world_size: int) -> int:
     return hash("tree")
 
 
-@pytest.mark.parametrize("fresh", tiers([True], [False]))
+@pytest.mark.deep
+@pytest.mark.parametrize("fresh", [True, False])
 def test_each_has_a_hash_seed_of_its_own(fresh: bool) -> None:
     hashes = run_ranks(_hash, 4, fresh=fresh)
     assert len({hash("tree"), *hashes}) >= len({*hashes}) == 4
