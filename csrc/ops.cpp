@@ -39,7 +39,7 @@ void refuse_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 }  // namespace
 
-// Of torch's two ways to define a schema this one has the same symbol in 2.11 and 2.12.
+// The way to define a schema whose symbol torch 2.11 and 2.12 share; its other way has two.
 STABLE_TORCH_LIBRARY(tree_attention, m) {
   m.def("lean_decode(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
   m.def("lean_decode.out(" TREE_ATTENTION_DECODE_ARGUMENTS ", Tensor(a!) o, Tensor(b!) lse) -> ()");

@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> int:
 
 
 def name_of(chosen: Iterable[str]) -> str:
-    """Of configurations of one link alone, a report of their own."""
+    """Name of the report; configurations of one link alone have a report of their own."""
     links = {name.partition("/")[0] for name in chosen}
     return f"cluster_{links.pop()}" if len(links) == 1 else "cluster"
 

@@ -22,7 +22,8 @@ struct ExpertParams {
   const int64_t* begin;     // [num_experts + 1], where the rows of each expert begin
   int64_t num_experts, outputs, inputs;
   const void* weights;  // [num_experts, outputs, inputs]
-  // Of x_dtype: null, [num_experts, outputs] or, of 4 bits, [num_experts, outputs, groups].
+  // Scales in x_dtype: null for weights of x_dtype, [num_experts, outputs] for int8, and
+  // [num_experts, outputs, groups] for 4 bits.
   const void* scales;
   int64_t group_size;  // inputs / groups, kPacked or twice, where weights have 4 bits; else 0
   void* out;           // [count, outputs]

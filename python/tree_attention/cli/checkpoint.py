@@ -16,7 +16,7 @@ A_CHECKPOINT = (
     "makes one of what the Hugging Face Hub calls NAME"
 )
 _TOKENS = "bos_token_id", "eos_token_id", "pad_token_id"
-# Of generation_config.json, beside those: what changes no token, and values that ask for nothing.
+# Other keys of generation_config.json that change no token, and values that ask for nothing.
 _REMARKS = "_from_model_config", "transformers_version", "use_cache"
 _DEFAULTS = None, False, 1
 

@@ -62,7 +62,7 @@ class Link:
         self.bytes_sent = 0
         self.num_operations = 0
         self.seconds = 0.0
-        # Of the call under way, which its messages carry (`Messages`).
+        # The seal of the call under way, which its messages carry (`Messages`).
         self.seal = SAME
         # The way to the other ranks of this node, or why there is none; None before the first call.
         self.shared_memory: SharedMemory | str | None = None

@@ -19,8 +19,8 @@ from .parts import Cut, Lazy, Range
 
 SCHEMES = ("int8", "int4")
 _GROUP = 128
-# Of groups in a rank's part, whose ends are those of the whole matrix where the part's ends divide
-# them. The last one is the block in which numbers are packed.
+# Inputs of a group in a rank's part: the largest size of which both ends of the part are multiples.
+# The last one is also the block in which numbers are packed (csrc/common/expert_params.h).
 _SIZES_OF_GROUPS = (128, 64)
 # Bytes of rows in float32 that are read at once, beside which there are a few as large.
 _READ_BYTES = 1 << 20
