@@ -218,6 +218,21 @@ def advantage() -> Words:
     ]
 
 
+def schedules() -> Words:
+    cases = "1 key head", "2 key heads", "3 key heads"
+
+    def three(column: str) -> str:
+        first, second, third = (result("lean_schedules", column, case=x) for x in cases)
+        return f"{first:.2f}, {second:.2f} and {third:.2f}"
+
+    one, two, more = (result("lean_schedules", "/FA-2", case=x) for x in cases)
+    return [
+        f"is {one:.2f} times as fast, with two {two:.2f}, with three {more:.2f}, where equal tiles "
+        f"allow {three('/FA-2 by tiles')}",
+        f"FlashDecoding's rule {three('/FD')} ({three('/FD by tiles')})",
+    ]
+
+
 # By the beginning of the title.
 SAYS: dict[str, Callable[[], Words]] = {
     "Section IV-B": lambda: ["on an A100 256 keys are best for a head_dim of 64, 128 for 128"],
@@ -229,6 +244,7 @@ SAYS: dict[str, Callable[[], Words]] = {
     "Figure 7: one A100": lean_figure_7,
     "Figure 7: over": lean_figure_7_over_flash_decoding,
     "Average": lean_average,
+    "The three schedules": schedules,
     "Figure 8": lean_figure_8,
     "Figure 9": lean_figure_9,
     "Figure 10": lean_figure_10,

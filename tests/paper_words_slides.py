@@ -22,6 +22,20 @@ def lsh() -> Words:
     ]
 
 
+def sorted_chunks() -> Words:
+    lengths = 1024, 4096, 16384, 65536
+
+    def ms(column: str) -> list[str]:
+        found = [result("lsh_time", column, tokens=f"{n} tokens") for n in lengths]
+        return [f"{x:.1f}" if x < 10 else f"{x:,.0f}" for x in found]
+
+    chunks, everything = ms("sorted chunks ms"), ms("all keys ms")
+    return [
+        f"it takes {', '.join(chunks)} ms for {', '.join(f'{n:,}' for n in lengths)} tokens, and "
+        f"attention to all keys {', '.join(everything)} ms",
+    ]
+
+
 def sparse() -> Words:
     first, window, blocks = (
         f"B=1 65536 {x}"
@@ -91,6 +105,7 @@ SAYS: dict[str, Callable[[], Words]] = {
     "Traffic": slow_memory,
     "Waste": waste,
     "Reformer: hash": lsh,
+    "Reformer: its speed": sorted_chunks,
     "Linear attention": linear,
     "Low rank": low_rank,
     "Sparse patterns": sparse,

@@ -31,6 +31,13 @@ def test_every_entry_has_all_parts():
         assert names[2:] == ["result"] and all(text for _, text in parts), entry
 
 
+def test_every_result_begins_with_a_verdict():
+    verdicts = set(re.findall(r"\*(\w+)\*: ", PAGE.partition("An [index]")[0]))
+    found = re.findall(r"^  - result: \*\*(\w+)\.\*\* ", PAGE, re.MULTILINE)
+    assert len(found) == PAGE.count("\n  - result: ")
+    assert set(found) == verdicts
+
+
 @pytest.mark.parametrize(
     "module, name", sorted(set(re.findall(r"`([a-z]\w*)\.([A-Za-z]\w*)[`(]", PAGE)))
 )
