@@ -13,9 +13,11 @@
 #include <utility>
 #include <vector>
 
+#include "args/checks.h"
 #include "cpu/decode.h"
 #include "cpu/digest.h"
 #include "cpu/shared_memory.h"
+#include "cpu/sum_rows.h"
 #ifdef TREE_ATTENTION_WITH_CUDA
 #include "cuda/decode/workspaces.h"
 #endif
@@ -94,6 +96,21 @@ void add_rows(tree_attention::cpu::Digest& digest, const at::Tensor& x) {
   }
 }
 
+// Adds contiguous tensors of the CPU, of the shape and dtype of `out`.
+void sum_rows(const std::vector<at::Tensor>& rows, const at::Tensor& out) {
+  std::vector<const void*> data;
+  for (const at::Tensor& row : rows) {
+    TORCH_CHECK(
+        row.is_contiguous() && row.numel() == out.numel() && row.scalar_type() == out.scalar_type(),
+        "sum_rows: rows must be contiguous, of out's size and dtype, got ", row.sizes(), " of ",
+        row.scalar_type());
+    data.push_back(row.const_data_ptr());
+  }
+  const auto dtype = tree_attention::data_type(out.scalar_type(), "sum_rows", "out");
+  pybind11::gil_scoped_release without_interpreter;
+  tree_attention::cpu::sum_rows(data, out.numel(), dtype, out.mutable_data_ptr());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -121,6 +138,7 @@ PYBIND11_MODULE(_C, m) {
     for (const at::Tensor& x : tensors) add_rows(digest, x);
     return digest.value();
   });
+  m.def("sum_rows", &sum_rows);
   m.def("cpu_instruction_set", &tree_attention::cpu::instruction_set);
   m.def("set_cpu_instruction_set", &tree_attention::cpu::set_instruction_set);
 

@@ -8,6 +8,7 @@ void test_partition();
 void test_contributors();
 void test_line_with_overhead();
 void test_digest();
+void test_sum_rows();
 void test_divisor();
 void test_dtype();
 void test_place_of_row();
@@ -35,6 +36,7 @@ int main() {
       {"contributors", test_contributors},
       {"line with overhead", test_line_with_overhead},
       {"digest", test_digest},
+      {"sum_rows", test_sum_rows},
       {"divisor", test_divisor},
       {"dtype", test_dtype},
       {"place of row", test_place_of_row},

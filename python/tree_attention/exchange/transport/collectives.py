@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..._loader import load
 from .buffers import SEAL_BYTES, Arena, Prepared
 from .process_group import Link
 
@@ -72,18 +73,18 @@ def _messages(
 def _in_one_round(
     link: Link, arena: Arena, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> _Collective:
-    message, own = _messages(arena, "send", 1, shape, dtype, device)
     received, parts = _messages(arena, "parts", link.world_size, shape, dtype, device)
-    total = arena.bytes("total", 4 * shape.numel(), device).view(torch.float32).view(shape)
-    gather = link.gather(received, message[0], device)
-    send, values = own[0], parts.unbind()
+    gather = link.gather(received, received[link.rank], device)
+    values = parts.unbind()
 
     def run(x: Tensor, result: Tensor, deadline: float) -> None:
-        send.copy_(x)
+        values[link.rank].copy_(x)
         gather.run(deadline)
-        _add(values, total)
         # Rounded to the payload's dtype, and from that to the result's.
-        result.copy_(total if result.dtype == dtype else total.to(dtype))
+        total = result if result.dtype == dtype else torch.empty_like(result, dtype=dtype)
+        _sum(values, total)
+        if total is not result:
+            result.copy_(total)
 
     return run
 
@@ -95,10 +96,8 @@ def _in_two_phases(
     world_size, count = link.world_size, -(-shape.numel() // link.world_size)
     outgoing, send = _messages(arena, "send", world_size, (count,), dtype, device)
     incoming, parts = _messages(arena, "parts", world_size, (count,), dtype, device)
-    message, own = _messages(arena, "own slice", 1, (count,), dtype, device)
-    total = arena.bytes("total", 4 * count, device).view(torch.float32)
     transpose = link.transpose(incoming, outgoing, device)
-    gather = link.gather(incoming, message[0], device, tag=1)
+    gather = link.gather(incoming, incoming[link.rank], device, tag=1)
     values, bounds = parts.unbind(), [*range(0, shape.numel(), count), shape.numel()]
     slices = [slice(begin, end) for begin, end in pairwise(bounds)]
 
@@ -107,8 +106,7 @@ def _in_two_phases(
         for part, place in zip(send, slices, strict=False):
             part[: place.stop - place.start].copy_(x[place])
         transpose.run(deadline)
-        _add(values, total)
-        own.copy_(total)
+        _sum(values, values[link.rank])
         gather.run(deadline)
         for part, place in zip(values, slices, strict=False):
             flat[place].copy_(part[: place.stop - place.start])
@@ -116,10 +114,16 @@ def _in_two_phases(
     return run
 
 
-def _add(parts: Sequence[Tensor], total: Tensor) -> None:
-    total.copy_(parts[0])
+def _sum(parts: Sequence[Tensor], total: Tensor) -> None:
+    """The sum in float32, left to right, rounded to the dtype of the parts and of `total`, which
+    may be one of them."""
+    if total.is_cpu:
+        load().sum_rows(parts, total)
+        return
+    added = parts[0].float()
     for part in parts[1:]:
-        total.add_(part)
+        added = added + part
+    total.copy_(added)
 
 
 def _gather(link: Link, arena: Arena, like: Tensor, counts: Sequence[int], dim: int) -> _Collective:
@@ -129,9 +133,9 @@ def _gather(link: Link, arena: Arena, like: Tensor, counts: Sequence[int], dim: 
     sizes = [dtype.itemsize * shape.numel() for shape in shapes]
     # Behind a seal values begin where their dtype may, complex numbers of 16 bytes too.
     widths = [size + max(SEAL_BYTES, dtype.itemsize) for size in sizes]
-    send = arena.bytes("send", widths[link.rank], device)
     received = arena.bytes("parts", sum(widths), device)
     parts = received.split(widths)
+    send = parts[link.rank]
     if len(set(counts)) == 1:  # which over NCCL is one call of the library
         gather = link.gather(received.view(link.world_size, -1), send, device)
     else:
@@ -141,11 +145,10 @@ def _gather(link: Link, arena: Arena, like: Tensor, counts: Sequence[int], dim: 
     def values_of(message: Tensor, rank: int) -> Tensor:
         return message[: sizes[rank]].view(dtype).view(shapes[rank])
 
-    own = values_of(send, link.rank)
     values = [values_of(part, rank) for rank, part in enumerate(parts)]
 
     def run(x: Tensor, result: Tensor, deadline: float) -> None:
-        own.copy_(x)
+        values[link.rank].copy_(x)
         gather.run(deadline)
         torch.cat(values, dim, out=result)
 
