@@ -47,10 +47,13 @@ def main() -> int:
     parsed = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    shares_memory = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == dist.get_world_size()
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    shares_memory = int(local_world_size) == dist.get_world_size()
     # The same on processes that share memory, and on no others.
     os.environ["VLLM_DIST_IDENT"] = "groups" if shares_memory else f"groups {dist.get_rank()}"
     with set_current_vllm_config(VllmConfig()):
+        # vLLM has set it to the size of its tensor group, one here, and a node is known by it.
+        os.environ["LOCAL_WORLD_SIZE"] = local_world_size
         rows = measure(ways(), parsed.rounds)
     if dist.get_rank() > 0:
         return 0
