@@ -34,6 +34,7 @@ CPU_SOURCES = [
     "csrc/cpu/instruction_set.cpp",
     "csrc/cpu/merge.cpp",
     "csrc/cpu/shared_memory.cpp",
+    "csrc/cpu/sockets.cpp",
     "csrc/cpu/sum_rows.cpp",
     "csrc/cpu/amx/decode_amx.cpp",
     "csrc/cpu/vector/decode_avx2.cpp",

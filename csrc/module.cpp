@@ -17,6 +17,7 @@
 #include "cpu/decode.h"
 #include "cpu/digest.h"
 #include "cpu/shared_memory.h"
+#include "cpu/sockets.h"
 #include "cpu/sum_rows.h"
 #ifdef TREE_ATTENTION_WITH_CUDA
 #include "cuda/decode/workspaces.h"
@@ -30,34 +31,39 @@
 
 namespace {
 
+using tree_attention::cpu::Message;
 using tree_attention::cpu::SharedMemory;
-using tree_attention::cpu::SharedMessage;
 using tree_attention::cpu::SharedRound;
 using tree_attention::cpu::SharingRank;
+using tree_attention::cpu::SocketRound;
+using tree_attention::cpu::Sockets;
 
-// (member, address, number of bytes)
+// (peer, address, number of bytes)
 using Messages = std::vector<std::tuple<int, uintptr_t, size_t>>;
 
-std::vector<SharedMessage> shared_messages(const Messages& messages) {
-  std::vector<SharedMessage> result;
-  for (const auto& [member, address, num_bytes] : messages) {
-    result.push_back({member, reinterpret_cast<char*>(address), num_bytes});
+std::vector<Message> messages_at(const Messages& messages) {
+  std::vector<Message> result;
+  for (const auto& [peer, address, num_bytes] : messages) {
+    result.push_back({peer, reinterpret_cast<char*>(address), num_bytes});
   }
   return result;
 }
 
+// Runs a round without the interpreter's lock, and lets the main thread handle signals in it.
+template <typename Round>
+void run_round(Round& round, double seconds, bool is_main_thread) {
+  pybind11::gil_scoped_release without_interpreter;
+  round.run(seconds, [=] {
+    // Others handle no signals. They may outlive the interpreter, which ends the process if they
+    // ask for its lock then.
+    if (!is_main_thread) return;
+    pybind11::gil_scoped_acquire with_interpreter;
+    if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+  });
+}
+
 void define_shared_memory(pybind11::module_& m) {
-  pybind11::class_<SharedRound>(m, "SharedRound")
-      .def("run", [](SharedRound& round, double seconds, bool is_main_thread) {
-        pybind11::gil_scoped_release without_interpreter;
-        round.run(seconds, [=] {
-          // Others handle no signals. They may outlive the interpreter, which ends the process if
-          // they ask for its lock then.
-          if (!is_main_thread) return;
-          pybind11::gil_scoped_acquire with_interpreter;
-          if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
-        });
-      });
+  pybind11::class_<SharedRound>(m, "SharedRound").def("run", &run_round<SharedRound>);
   pybind11::class_<SharedMemory, std::shared_ptr<SharedMemory>>(m, "SharedMemory")
       .def(pybind11::init([](int file, int own, const std::vector<std::pair<int, int>>& members) {
         std::vector<SharingRank> ranks;
@@ -68,7 +74,20 @@ void define_shared_memory(pybind11::module_& m) {
       .def("close", &SharedMemory::close)
       .def("round",
            [](std::shared_ptr<SharedMemory> memory, const Messages& receive, const Messages& send) {
-             return SharedRound(std::move(memory), shared_messages(receive), shared_messages(send));
+             return SharedRound(std::move(memory), messages_at(receive), messages_at(send));
+           });
+}
+
+void define_sockets(pybind11::module_& m) {
+  pybind11::class_<SocketRound>(m, "SocketRound")
+      .def("start", &SocketRound::start, pybind11::call_guard<pybind11::gil_scoped_release>())
+      .def("run", &run_round<SocketRound>);
+  pybind11::class_<Sockets, std::shared_ptr<Sockets>>(m, "Sockets")
+      .def(pybind11::init<const std::vector<std::pair<int, int>>&>())
+      .def("close", &Sockets::close)
+      .def("round",
+           [](std::shared_ptr<Sockets> sockets, const Messages& receive, const Messages& send) {
+             return SocketRound(std::move(sockets), messages_at(receive), messages_at(send));
            });
 }
 
@@ -115,6 +134,7 @@ void sum_rows(const std::vector<at::Tensor>& rows, const at::Tensor& out) {
 
 PYBIND11_MODULE(_C, m) {
   define_shared_memory(m);
+  define_sockets(m);
   m.def("build_info", [] {
     pybind11::dict info;
     info["torch_version"] = TREE_ATTENTION_TORCH_VERSION;

@@ -31,8 +31,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -105,7 +105,7 @@ def run_ranks(
     timeout: float = 60.0,
     lost: Collection[int] = (),
     fresh: bool = False,
-    shared_memory: bool = True,
+    direct: bool = True,
     hash_seed: int | None = None,
 ) -> list[Any]:
     """Return `[fn(rank, world_size, *args) for each rank]`, run in `world_size` processes.
@@ -116,7 +116,7 @@ def run_ranks(
         lost: ranks that are meant to die or stall; they must not answer, the others must.
         fresh: use processes of its own, ended afterwards; implied by `lost`. For tests that leave
             the process group unusable. Survivors must be able to exit by themselves.
-        shared_memory: without it all messages go through the process group, as between hosts.
+        direct: whether messages go by the ways of this library; else through the process group.
         hash_seed: start an interpreter for each rank, with this and the rank as PYTHONHASHSEED: a
             set of strings then has another order on every rank. Takes seconds.
 
@@ -130,7 +130,7 @@ def run_ranks(
         world = _World(world_size, hash_seed)
     done = False
     try:
-        results = world.call(fn, args, timeout, frozenset(lost), shared_memory)
+        results = world.call(fn, args, timeout, frozenset(lost), direct)
         if own:
             world.close(frozenset(lost))
         done = True
@@ -199,11 +199,11 @@ class _World:
         args: tuple[Any, ...],
         timeout: float,
         lost: frozenset[int],
-        shared_memory: bool,
+        direct: bool,
     ) -> list[Any]:
         case = f"{fn.__module__}.{fn.__name__}{args!r}"[:300].replace("\n", " ")
         for pipe in self.pipes:
-            pipe.send_bytes(pickle.dumps((fn, args, shared_memory)))
+            pipe.send_bytes(pickle.dumps((fn, args, direct)))
         deadline = time.monotonic() + timeout
         results: list[Any] = [Lost() for _ in range(self.world_size)]
         failures: dict[int, str] = {}
@@ -301,20 +301,25 @@ def _rank_main(pipe: Connection, rank: int, world_size: int) -> None:
         except EOFError:
             return
         try:
-            fn, args, shared_memory = pickle.loads(request)
+            fn, args, direct = pickle.loads(request)
             fn = getattr(fn, "on_rank", fn)
-            with nullcontext() if shared_memory else _without_shared_memory():
+            with nullcontext() if direct else through_the_group():
                 answer = pickle.dumps((True, fn(rank, world_size, *args)))
         except BaseException:  # whatever it was, it is raised again where pytest sees it
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
 
 
-def _without_shared_memory() -> AbstractContextManager[object]:
-    from tree_attention.exchange.agreement import call as agreement
+@contextmanager
+def through_the_group() -> Iterator[None]:
+    """Ranks that set up calls in it use no way to one another but the process group."""
+    from tree_attention.exchange.transport.direct import shared_memory, sockets
 
-    # No Mock, which would keep the arguments of its calls, and with them the group.
-    return mock.patch.object(agreement, "connect", lambda *_: "not in this test")
+    with ExitStack() as ways:
+        for way in (shared_memory, sockets):
+            # No Mock, which would keep the arguments of its calls, and with them the group.
+            ways.enter_context(mock.patch.object(way, "connect", lambda *_: "not in this test"))
+        yield
 
 
 def _close_all() -> None:

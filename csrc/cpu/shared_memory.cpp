@@ -102,7 +102,7 @@ std::string SharedMemory::ended(int member) const {
 
 struct SharedRound::Transfer {
   Channel* channel;
-  SharedMessage message;
+  Message message;
   bool is_send;
   // How far it is: the length goes before the bytes.
   bool has_length = false;
@@ -111,15 +111,15 @@ struct SharedRound::Transfer {
   bool is_complete() const { return has_length && done == message.num_bytes; }
 };
 
-SharedRound::SharedRound(std::shared_ptr<SharedMemory> memory, std::vector<SharedMessage> receive,
-                         std::vector<SharedMessage> send)
+SharedRound::SharedRound(std::shared_ptr<SharedMemory> memory, std::vector<Message> receive,
+                         std::vector<Message> send)
     : memory_(std::move(memory)), receive_(std::move(receive)), send_(std::move(send)) {
   for (const auto* messages : {&receive_, &send_}) {
-    for (const SharedMessage& message : *messages) {
-      const bool is_other = message.member != memory_->own();
-      if (message.member < 0 || message.member >= memory_->num_members() || !is_other) {
+    for (const Message& message : *messages) {
+      const bool is_other = message.peer != memory_->own();
+      if (message.peer < 0 || message.peer >= memory_->num_members() || !is_other) {
         throw std::invalid_argument("a message needs another member of the shared memory, got " +
-                                    std::to_string(message.member));
+                                    std::to_string(message.peer));
       }
     }
   }
@@ -146,7 +146,7 @@ void read_ring(const Channel& channel, uint64_t position, char* to, size_t count
 // Moves what can be moved now, and says whether that was anything.
 bool SharedRound::advance(Transfer& transfer) const {
   Channel& channel = *transfer.channel;
-  const SharedMessage& message = transfer.message;
+  const Message& message = transfer.message;
   uint64_t written = channel.written.load(transfer.is_send ? std::memory_order_relaxed
                                                            : std::memory_order_acquire);
   uint64_t read =
@@ -168,7 +168,7 @@ bool SharedRound::advance(Transfer& transfer) const {
         read_ring(channel, 0, text, sizeof length);
       }
       if (length != message.num_bytes) {
-        throw std::runtime_error("message from " + memory_->name_of(message.member) + ": it has " +
+        throw std::runtime_error("message from " + memory_->name_of(message.peer) + ": it has " +
                                  std::to_string(length) + " bytes instead of " +
                                  std::to_string(message.num_bytes));
       }
@@ -195,11 +195,11 @@ bool SharedRound::advance(Transfer& transfer) const {
 void SharedRound::run(double seconds, const std::function<void()>& interrupt) {
   const int own = memory_->own();
   std::vector<Transfer> open;
-  for (const SharedMessage& message : send_) {
-    open.push_back({&memory_->channel(own, message.member), message, true});
+  for (const Message& message : send_) {
+    open.push_back({&memory_->channel(own, message.peer), message, true});
   }
-  for (const SharedMessage& message : receive_) {
-    open.push_back({&memory_->channel(message.member, own), message, false});
+  for (const Message& message : receive_) {
+    open.push_back({&memory_->channel(message.peer, own), message, false});
   }
   const auto advance_all = [&] {
     bool moved = false;
@@ -225,7 +225,7 @@ void SharedRound::run(double seconds, const std::function<void()>& interrupt) {
       last_look = now;
       interrupt();
       for (const Transfer& transfer : open) {
-        if (lost.empty()) lost = memory_->ended(transfer.message.member);
+        if (lost.empty()) lost = memory_->ended(transfer.message.peer);
       }
     }
     // What a rank wrote before it closed or ended is there by now.
@@ -234,7 +234,7 @@ void SharedRound::run(double seconds, const std::function<void()>& interrupt) {
     if (!lost.empty()) {
       const Transfer& first = open.front();
       throw std::runtime_error(std::string("message ") + (first.is_send ? "to " : "from ") +
-                               memory_->name_of(first.message.member) + ": " + lost);
+                               memory_->name_of(first.message.peer) + ": " + lost);
     }
     if (moved) {
       last_move = now;

@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "cpu/message.h"
+
 namespace tree_attention::cpu {
 
 // Size in bytes of what a sender may be ahead of its receiver. Both halves of a copy should find
@@ -70,20 +72,13 @@ class SharedMemory {
   std::vector<SharingRank> members_;
 };
 
-// A message to or from another member.
-struct SharedMessage {
-  int member;
-  char* data;
-  size_t num_bytes;
-};
-
-// Messages that are sent and received together, as often as one likes. A message is as long where
-// it is sent as where it is received; between two members messages arrive in the order of their
-// rounds, and the next one begins once the last one was received.
+// Messages that are sent and received together, as often as one likes. Their peers are members.
+// Between two members messages arrive in the order of their rounds, and the next one begins once
+// the last one was received.
 class SharedRound {
  public:
-  SharedRound(std::shared_ptr<SharedMemory> memory, std::vector<SharedMessage> receive,
-              std::vector<SharedMessage> send);
+  SharedRound(std::shared_ptr<SharedMemory> memory, std::vector<Message> receive,
+              std::vector<Message> send);
 
   // Throws std::runtime_error after so many seconds, if a member closed the memory or ended, or if
   // a message has another length than expected; the memory is of no use then. `interrupt` is called
@@ -95,7 +90,7 @@ class SharedRound {
   bool advance(Transfer& transfer) const;
 
   std::shared_ptr<SharedMemory> memory_;
-  std::vector<SharedMessage> receive_, send_;
+  std::vector<Message> receive_, send_;
 };
 
 }  // namespace tree_attention::cpu

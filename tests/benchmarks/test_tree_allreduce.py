@@ -79,10 +79,10 @@ def exchange(rank: int, world_size: int, nodes: str) -> list[tuple[int, int, byt
 
 
 @pytest.mark.parametrize("nodes", ["ab", "aabb", "aaabc", "abcdefg"])
-@pytest.mark.parametrize("shared_memory", [False, True])
-def test_result_steps_and_bytes(nodes: str, shared_memory: bool) -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_result_steps_and_bytes(nodes: str, direct: bool) -> None:
     world_size = len(nodes)
-    ranks = run_ranks(exchange, world_size, nodes, shared_memory=shared_memory, fresh=True)
+    ranks = run_ranks(exchange, world_size, nodes, direct=direct, fresh=True)
     layout = Communicator().state(torch.Size((2, 4, 3, 5)), torch.device("cpu")).layout
     for number, name in enumerate(NAMES):
         sent, rounds, bits = zip(*(found[number] for found in ranks), strict=True)

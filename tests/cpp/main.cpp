@@ -29,6 +29,8 @@ void test_page_out_of_range();
 void test_concurrent_calls();
 void test_shared_memory();
 void test_closed_shared_memory();
+void test_sockets();
+void test_lost_sockets();
 
 int main() {
   return tree_attention::testing::run_tests({
@@ -57,5 +59,7 @@ int main() {
       {"concurrent calls", test_concurrent_calls},
       {"shared memory", test_shared_memory},
       {"closed shared memory", test_closed_shared_memory},
+      {"sockets", test_sockets},
+      {"lost sockets", test_lost_sockets},
   });
 }

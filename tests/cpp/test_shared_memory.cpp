@@ -42,7 +42,7 @@ void test_shared_memory() {
         for (size_t size : {size_t{0}, size_t{1}, size_t{4097}, kChannelBytes - 8, kChannelBytes,
                             3 * kChannelBytes + 5}) {
           std::vector<std::vector<char>> received(num_members), sent(num_members);
-          std::vector<SharedMessage> receive, send;
+          std::vector<Message> receive, send;
           for (int other = 0; other < num_members; ++other) {
             if (other == own) continue;
             // Lengths differ by sender and receiver.

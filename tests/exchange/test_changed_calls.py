@@ -52,13 +52,13 @@ def change_alone(rank: int, world_size: int, kind: str, before: int, after: int)
 
 @pytest.mark.parametrize("before,after", [(1, 3), (3, 1)])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size,shared_memory", [(2, True), (3, False), (3, True)])
+@pytest.mark.parametrize("world_size,direct", [(2, True), (3, False), (3, True)])
 def test_shape_changed_on_one_rank(
-    world_size: int, shared_memory: bool, kind: str, before: int, after: int
+    world_size: int, direct: bool, kind: str, before: int, after: int
 ) -> None:
     """Gloo ends the process of a rank that receives more than it expects."""
     arguments = change_alone, world_size, kind, before, after
-    for message in run_ranks(*arguments, shared_memory=shared_memory):
+    for message in run_ranks(*arguments, direct=direct):
         assert f"(2, 4, {after}, 32) on rank 1, (2, 4, {before}, 32) on rank 0" in message
 
 

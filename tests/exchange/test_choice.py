@@ -230,12 +230,16 @@ def choose_by_file(rank: int, world_size: int, path: str) -> None:
     assert measured == (
         "exchange of 4 rows of 8 (144 bytes) over 4 ranks, 2 nodes of 2 ranks: hierarchical "
         "(measured on these ranks: hierarchical 1 us, all_gather 2 us); 3 steps, at most "
-        f"{72 + 72 + 72} bytes sent per rank; within a node through shared memory"
+        f"{72 + 72 + 72} bytes sent per rank; within a node through shared memory; between nodes "
+        "through connections of its own"
     )
     assert (
         "butterfly (shipped rule: gloo, 4 or more ranks on one node or nodes of one rank" in shipped
     )
-    assert shipped.endswith("; no shared memory: every rank is alone on its node")
+    assert shipped.endswith(
+        "; no shared memory: every rank is alone on its node; between nodes through connections of "
+        "its own"
+    )
 
 
 def lack_a_file(rank: int, world_size: int, path: str) -> None:

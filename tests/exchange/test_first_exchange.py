@@ -93,7 +93,7 @@ def misdeliver(rank: int, world_size: int, operation: str) -> str:
     ],
 )
 def test_messages_in_another_order_are_refused(operation: str, found: str) -> None:
-    for message in run_ranks(misdeliver, 3, operation, fresh=True, shared_memory=False):
+    for message in run_ranks(misdeliver, 3, operation, fresh=True, direct=False):
         assert found in message and "passed on rank" in message
 
 

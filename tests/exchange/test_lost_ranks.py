@@ -129,7 +129,7 @@ def test_killed_ranks(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["all_gather", "two_phase"])
 def test_killed_ranks_of_other_nodes(kind: str) -> None:
-    run_ranks(lose_one_after_another, 5, kind, lost=[1, 2, 3, 4], shared_memory=False)
+    run_ranks(lose_one_after_another, 5, kind, lost=[1, 2, 3, 4], direct=False)
 
 
 def go_on_without_the_first(rank: int, world_size: int, how: str, folder: Path) -> None:

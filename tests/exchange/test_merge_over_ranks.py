@@ -121,7 +121,7 @@ def count_collectives(rank: int, world_size: int, strategy: str) -> int:
 
 def test_number_of_collectives() -> None:
     # Two messages sent and two received: a Gloo all-gather is no collective of the library.
-    assert run_ranks(count_collectives, 3, "all_gather", shared_memory=False) == [4] * 3
+    assert run_ranks(count_collectives, 3, "all_gather", direct=False) == [4] * 3
     assert run_ranks(count_collectives, 3, "three_allreduce") == [3] * 3
 
 

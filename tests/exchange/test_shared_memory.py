@@ -36,8 +36,7 @@ from tiers import tiers
 from tree_attention import strategies
 from tree_attention._loader import load
 from tree_attention.exchange import Communicator, ExchangeError
-from tree_attention.exchange.agreement import call as agreement
-from tree_attention.exchange.transport import shared_memory
+from tree_attention.exchange.transport.direct import shared_memory
 
 CHANNEL = 256 << 10  # kChannelBytes of csrc/cpu/shared_memory.h
 
@@ -58,7 +57,7 @@ def results_of(comm: Communicator, sizes: Sequence[int]) -> list[torch.Tensor]:
 def compare_ways(rank: int, world_size: int, nodes: str) -> None:
     far, near = Communicator(nodes=nodes), Communicator(nodes=nodes)
     sizes = (0, 1, 1000, CHANNEL // 4 - 2, CHANNEL // 4, 3 * CHANNEL + 5)
-    with mock.patch.object(agreement, "connect", return_value="not now"):
+    with mock.patch.object(shared_memory, "connect", return_value="not now"):
         expected = results_of(far, sizes)
     for one, other in zip(results_of(near, sizes), expected, strict=True):
         assert_same_bits((one,), (other,))

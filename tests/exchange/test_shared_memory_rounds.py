@@ -17,7 +17,7 @@ from faults import (
 )
 from test_shared_memory import CHANNEL
 from tree_attention._loader import load
-from tree_attention.exchange.transport import shared_memory
+from tree_attention.exchange.transport.direct import shared_memory
 
 
 def connected(count: int = 2) -> tuple[int, list[Any]]:

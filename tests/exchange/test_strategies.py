@@ -179,10 +179,10 @@ def count(
 
 
 def run_counting(world_size: int, *args: Any) -> list[tuple[dict[str, int], int]]:
-    return run_ranks(count, world_size, *args, shared_memory=False)
+    return run_ranks(count, world_size, *args, direct=False)
 
 
-@on_ranks(4, shared_memory=False)
+@on_ranks(4, direct=False)
 def test_everybody_begins_with_another_rank(rank: int, world_size: int) -> None:
     comm = Communicator(nodes="a" * world_size)
     o, lse = states_of_ranks(0, world_size, (1, 3, 1, 8))

@@ -44,6 +44,14 @@ def sentence(error: BaseException) -> str:
     return _PLACE_IN_SOURCE.sub("", line).partition(" This is typically")[0]
 
 
+def attempt(step: Callable[[], Note]) -> Note:
+    """Return the note of `step` for the other ranks, or the reason why it failed."""
+    try:
+        return step()
+    except (AttributeError, OSError, RuntimeError) as error:  # the first where it is not Linux
+        return {"reason": sentence(error)}
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 

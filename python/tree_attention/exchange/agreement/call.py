@@ -16,9 +16,9 @@ from ..auto.choose import CostTable, measured_costs
 from ..auto.setup import Resources
 from ..notes import ExchangeError, Note, OtherCall, Signature, sentence
 from ..options import Timeout, check_timeout, resolve_group
+from ..transport.direct import shared_memory, sockets
 from ..transport.messages import SAME
 from ..transport.process_group import Link
-from ..transport.shared_memory import connect
 from ..transport.topology import Topology, node_name
 from .one_thread import NoTurns, Turn, turn_of
 from .queries import Queries
@@ -203,7 +203,12 @@ class Calls:
             return session.compare((("step", step),), deadline, note)
 
         if self._is_on_host and link.shared_memory is None:
-            link.shared_memory = connect(self.rank, self.topology, gather)
+            link.shared_memory = memory = shared_memory.connect(self.rank, self.topology, gather)
+            # The same on all ranks: either all nodes have such memory or none.
+            if isinstance(memory, str) or self.topology.num_nodes > 1:
+                near = () if isinstance(memory, str) else memory
+                others = [r for r in range(self.world_size) if r != self.rank and r not in near]
+                link.sockets = sockets.connect(self.rank, others, gather, deadline)
         session.test_delivery(device, deadline)
         self._resources.set_up(link, device, self.topology, gather, deadline)
 

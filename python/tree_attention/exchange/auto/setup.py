@@ -93,6 +93,10 @@ class Resources:
                     text += f"; no shared memory: {link.shared_memory}"
                 elif link.shared_memory is not None:
                     text += "; within a node through shared memory"
+                if isinstance(link.sockets, str):
+                    text += f"; no connections of its own: {link.sockets}"
+                elif link.sockets is not None:
+                    text += "; between nodes through connections of its own"
             print(text, flush=True)
         resource = self._resources.get((name, device.type))
         context = Context(link, topology, state, out_dtype, sharded, resource)

@@ -108,7 +108,8 @@ class AllToAll(Transport):
 class Messages(Round):
     """A round of messages: this rank sends tensors to some ranks and receives from some.
 
-    Ranks that share memory leave their messages there; the others' go through the process group.
+    Ranks that share memory leave their messages there; the others' go through connections of their
+    own or through the process group.
 
     A message is as long where it is sent as where it is received. A rank may be its own peer,
     which is a copy. All ranks take part, in the same order, also those without a message. Each
@@ -186,13 +187,17 @@ def _transports(
     """Transports of the messages between this rank and others, prepared."""
     if device.type != "cpu" or is_watched():
         return [AllToAll(link, receive, send, device)]
-    memory = link.shared_memory
-    if memory is None or isinstance(memory, str):
-        return [PointToPoint(link, receive, send, tag)]
-    far = [{r: t for r, t in side.items() if r not in memory} for side in (receive, send)]
-    near = [{r: t for r, t in side.items() if r in memory} for side in (receive, send)]
-    # The network sends while this rank is busy with the memory.
-    return [PointToPoint(link, far[0], far[1], tag), memory.round(near[0], near[1])]
+    transports: list[Transport] = []
+    for way in (link.shared_memory, link.sockets):
+        if way is None or isinstance(way, str):
+            continue
+        sides = receive, send
+        # In front: the network sends while this rank is busy with the memory.
+        transports.insert(0, way.round(*({r: t for r, t in x.items() if r in way} for x in sides)))
+        receive, send = ({r: t for r, t in x.items() if r not in way} for x in sides)
+    if receive or send or not transports:
+        transports.insert(0, PointToPoint(link, receive, send, tag))
+    return transports
 
 
 def _seal(message: Tensor) -> ctypes.c_uint64:

@@ -29,7 +29,8 @@ from .deadlines import remaining
 from .messages import CHANGED, SAME, LibraryCall, Messages, Round
 
 if TYPE_CHECKING:
-    from .shared_memory import SharedMemory
+    from .direct.shared_memory import SharedMemory
+    from .direct.sockets import Sockets
 
 # The methods behind dist.all_gather_into_tensor and dist.all_to_all_single, which take no timeout;
 # renamed after torch 2.11.
@@ -66,6 +67,8 @@ class Link:
         self.seal = SAME
         # The way to the other ranks of this node, or why there is none; None before the first call.
         self.shared_memory: SharedMemory | str | None = None
+        # The way to the ranks that share no memory with this one, where it is not the group's.
+        self.sockets: Sockets | str | None = None
         # Weak, so that a destroyed group is not kept alive by a cache.
         self._group = weakref.ref(group)
         config = dist.get_backend_config(group)
@@ -252,8 +255,9 @@ class Link:
         Gloo closes all connections of a group when a receive times out; there is no other way to
         reach ranks that are not next to the lost one before their own deadline.
         """
-        if self.shared_memory is not None and not isinstance(self.shared_memory, str):
-            self.shared_memory.close()
+        for way in (self.shared_memory, self.sockets):
+            if way is not None and not isinstance(way, str):
+                way.close()
         group = self._group()
         if group is None or self._backends.get("cpu") != "gloo":
             return

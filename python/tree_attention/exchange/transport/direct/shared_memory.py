@@ -11,19 +11,17 @@ import os
 import secrets
 import socket
 import stat
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
-from ..._loader import load
-from ..notes import Gather, Note, first_reason, sentence
-from .deadlines import is_watched
-from .messages import Transport
-from .topology import Topology
+from ...._loader import load
+from ...notes import Gather, Note, attempt, first_reason
+from ..deadlines import is_watched
+from ..topology import Topology
+from .rounds import DirectRound
 
 _KEY_BYTES = 16
 
@@ -41,30 +39,19 @@ class SharedMemory:
 
     def round(self, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> SharedRound:
         """Messages to and from other ranks that share the memory, prepared once."""
-        places = (
-            [(self._members[r], t.data_ptr(), t.nbytes) for r, t in tensors.items()]
-            for tensors in (receive, send)
-        )
-        return SharedRound(self._memory.round(*places), receive, send)
+        return SharedRound(self._memory.round, receive, send, self._members)
 
     def close(self) -> None:
         """Ends the rounds under way, here and on the ranks that share the memory."""
         self._memory.close()
 
 
-class SharedRound(Transport):
-    """Messages through shared memory, each as long at its sender as at its receiver."""
-
-    def __init__(
-        self, messages: Any, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]
-    ) -> None:
-        self._messages = messages
-        self._kept = receive, send  # as `messages` has addresses only
+class SharedRound(DirectRound):
+    """Messages through shared memory, which wait for their receivers."""
 
     def start(self, deadline: float) -> None:
-        """Sends and receives. Raises RuntimeError after the deadline, or when a rank has ended."""
-        is_main_thread = threading.current_thread() is threading.main_thread()
-        self._messages.run(deadline - time.monotonic(), is_main_thread)
+        """Sends and receives."""
+        self.run(deadline)
 
 
 def connect(rank: int, topology: Topology, gather: Gather) -> SharedMemory | str:
@@ -76,21 +63,13 @@ def connect(rank: int, topology: Topology, gather: Gather) -> SharedMemory | str
         return "every rank is alone on its node"
     ranks = [r for r in range(topology.world_size) if topology.nodes[r] == topology.nodes[rank]]
     with ExitStack() as files:  # which are open until all ranks have opened theirs
-        note = _attempt(lambda: _make(rank == ranks[0], len(ranks), files))
+        note = attempt(lambda: _make(rank == ranks[0], len(ranks), files))
         notes = gather("shared memory, made", note)
         if reason := first_reason(notes):
             return reason
         opened: list[SharedMemory] = []
-        note = _attempt(lambda: _open(rank, {r: notes[r] for r in ranks}, files, opened))
+        note = attempt(lambda: _open(rank, {r: notes[r] for r in ranks}, files, opened))
         return first_reason(gather("shared memory, opened", note)) or opened[0]
-
-
-def _attempt(step: Callable[[], Note]) -> Note:
-    """Return the note of `step` for the other ranks, or the reason why it failed."""
-    try:
-        return step()
-    except (AttributeError, OSError, RuntimeError) as error:  # the first where it is not Linux
-        return {"reason": sentence(error)}
 
 
 def _make(is_maker: bool, num_ranks: int, files: ExitStack) -> Note:

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Connections between ranks that share no memory, for messages that the caller itself moves.
+
+Gloo's threads move its messages, and a sender asks its receiver first. Here a message is in the
+network when `start` returns.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+from torch import Tensor
+
+from ...._loader import load
+from ...notes import Gather, Note, attempt, first_reason
+from ..deadlines import is_watched
+from .rounds import DirectRound
+
+_KEY_BYTES = 16
+_CONNECT_SECONDS = 10.0  # at most, and half of what the call has
+_HELLO_SECONDS = 1.0  # in which somebody who connects has to say who it is
+_SIOCGIFADDR = 0x8915  # of Linux
+
+
+class Sockets:
+    """Messages between this rank and others, by a connection to each."""
+
+    def __init__(self, connections: Mapping[int, socket.socket]) -> None:
+        self._ranks = frozenset(connections)
+        self._sockets = load().Sockets([(r, s.detach()) for r, s in connections.items()])
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._ranks
+
+    def round(self, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> SocketRound:
+        """Messages to and from connected ranks, prepared once."""
+        return SocketRound(self._sockets.round, receive, send, range(1 + max(self._ranks)))
+
+    def close(self) -> None:
+        """Ends the rounds under way, here and on the ranks that are connected."""
+        self._sockets.close()
+
+
+class SocketRound(DirectRound):
+    """Messages through connections, which the network takes at once."""
+
+    def start(self, deadline: float) -> None:
+        self.round.start()
+
+    def finish(self, deadline: float) -> None:
+        self.run(deadline)
+
+
+def connect(rank: int, others: Sequence[int], gather: Gather, deadline: float) -> Sockets | str:
+    """Connections of this rank to `others`, who are connected to it, or why there are none.
+
+    Collective. Either all ranks have their connections or none.
+    """
+    with ExitStack() as opened:
+        listeners: list[socket.socket] = []
+        note = attempt(lambda: _listen(listeners, opened))
+        notes = gather("sockets, made", note)
+        if reason := first_reason(notes):
+            return reason
+        now = time.monotonic()
+        end = now + min(_CONNECT_SECONDS, (deadline - now) / 2)
+        found: dict[int, socket.socket] = {}
+        note = attempt(lambda: _meet(rank, others, notes, listeners[0], end, found, opened))
+        if reason := first_reason(gather("sockets, connected", note)):
+            return reason
+        return Sockets(found)
+
+
+def _listen(listeners: list[socket.socket], opened: ExitStack) -> Note:
+    """Opens a port for the ranks behind this one."""
+    if is_watched():
+        raise OSError("TORCH_DISTRIBUTED_DEBUG=DETAIL watches the messages of the group")
+    address = _own_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=1024)
+    listeners.append(opened.enter_context(listener))
+    key = secrets.token_bytes(_KEY_BYTES)
+    return {"address": address, "port": listener.getsockname()[1], "key": key.hex()}
+
+
+def _own_address() -> str:
+    """The address that others reach this host by: of the network interface that Gloo is told to
+    use, else the one from which messages leave to the host that all ranks know."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if name:
+            request = struct.pack("256s", name.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+    master = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    kind, _, _, _, place = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _meet(
+    rank: int,
+    others: Sequence[int],
+    notes: Sequence[Note],
+    listener: socket.socket,
+    end: float,
+    found: dict[int, socket.socket],
+    opened: ExitStack,
+) -> Note:
+    """Connects to the ranks before this one, which need not have accepted yet, then accepts."""
+    before = [other for other in others if other < rank]
+    for other in before:
+        place = notes[other]["address"], notes[other]["port"]
+        try:
+            connection = socket.create_connection(place, max(0.1, end - time.monotonic()))
+        except OSError as error:
+            raise OSError(f"no connection to rank {other} at {place[0]}: {error}") from None
+        found[other] = opened.enter_context(connection)
+        connection.sendall(bytes.fromhex(notes[other]["key"]) + struct.pack("!I", rank))
+    own_key = bytes.fromhex(notes[rank]["key"])
+    behind = set(others) - set(before)
+    while behind:
+        listener.settimeout(max(0.1, end - time.monotonic()))
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            raise OSError(f"no connection from rank {min(behind)}") from None
+        opened.enter_context(connection)
+        other = _name_of(connection, own_key)
+        if other in behind:
+            behind.remove(other)
+            found[other] = connection
+    for connection in found.values():
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return {}
+
+
+def _name_of(connection: socket.socket, key: bytes) -> int:
+    """The rank that has connected, or -1 for a stranger, who does not know the key."""
+    connection.settimeout(_HELLO_SECONDS)
+    hello = b""
+    try:
+        while len(hello) < _KEY_BYTES + 4:
+            part = connection.recv(_KEY_BYTES + 4 - len(hello))
+            if not part:
+                return -1
+            hello += part
+    except OSError:
+        return -1
+    if not hmac.compare_digest(hello[:_KEY_BYTES], key):
+        return -1
+    rank: int = struct.unpack("!I", hello[_KEY_BYTES:])[0]
+    return rank
