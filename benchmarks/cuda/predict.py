@@ -58,6 +58,7 @@ class Code:
     merge_loads: int  # parts that a merge asks for at a time
     lse_trips: int  # to memory for the weights of a merge, before the first parts come
     widening: Mapping[str, int]  # 8 bits to 16 and the scales, of 16 keys and 128 columns
+    in_step: bool  # whether blocks of rows read the same keys at the same time (line_order.py)
     requests: int = 16  # a quarter of those of a tile
     loop: int = 55  # of a tile, with the maxima and sums of its rows
     fragments: int = 48  # mma and ldmatrix of 16 rows, 16 keys and 128 columns
@@ -81,6 +82,7 @@ BEFORE = Code(
     merge_loads=8,
     lse_trips=1,
     widening={"int8": 438, "fp8": 502},
+    in_step=False,
 )
 # 333 and 384. The way to the first request has 322 instead of 575 instructions, of a clock or more
 # each, and one step of loads instead of three. A step of 16 keys has 390 instructions for int8 and
@@ -92,6 +94,7 @@ NOW = replace(
     prologue_us=0.5,
     lse_trips=0,
     widening={"int8": 218, "fp8": 136},
+    in_step=True,
 )
 
 
@@ -125,6 +128,12 @@ class Tile:
 def columns_of(case: CudaCase) -> int:
     """Columns of the kernel: those beyond head_dim are not read, and computed with as zeros."""
     return 64 if case.head_dim <= 64 else 128
+
+
+def in_step(workers: int, row_blocks: int) -> int:
+    """Rounded as csrc/cuda/decode/plan.cu does it for blocks of rows that read the same keys."""
+    rest = workers % row_blocks
+    return workers - rest if 16 * rest <= workers else workers
 
 
 def packed_rows(case: CudaCase) -> int:
@@ -161,7 +170,8 @@ def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction
     outputs = case.heads[1] * row_blocks  # of a sequence
     tiles = [-(-n // tile.keys) - case.first_key(n) // tile.keys for n in case.lengths]
     line = outputs * sum(OVERHEAD_TILES + n for n in tiles)
-    workers = min(tile.blocks * machine.multiprocessors, -(-line // MIN_WORKER_TILES))
+    resident_blocks = tile.blocks * machine.multiprocessors
+    workers = min(in_step(resident_blocks, row_blocks), -(-line // MIN_WORKER_TILES))
     longest = -(-line // workers)  # range of the line
     resident = -(-workers // machine.multiprocessors)  # blocks of a multiprocessor
     of_warp = instructions(case, tile, code)
@@ -173,7 +183,8 @@ def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction
         "instruction latency": of_warp * machine.clocks_per_instruction,
     }
     times = {name: longest * count / machine.clock * 1e6 for name, count in clocks.items()}
-    read = case.read_bytes * row_blocks
+    reads_once = code.in_step and workers % row_blocks == 0
+    read = case.read_bytes * (1 if reads_once else row_blocks)
     times["DRAM"] = read / (machine.read_bandwidth * machine.read_efficiency) * 1e6
 
     most_parts = min(workers, -(-max(tiles) // longest) + 1)

@@ -26,6 +26,13 @@ __device__ __forceinline__ uint64_t createpolicy_evict_first() {
   return policy;
 }
 
+// And one for data that is read again.
+__device__ __forceinline__ uint64_t createpolicy_evict_normal() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // 9.7.9.25.3.1 (cp.async): 16 bytes, of which the last 16 - num_bytes become zero; num_bytes is 0
 // or 16. L2 only. `source` must be valid memory only where num_bytes is not zero.
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, int num_bytes,

@@ -68,11 +68,14 @@ def test_parts_in_turn_and_in_levels() -> None:
 
 
 def test_bytes_that_are_read_again_count() -> None:
-    one, two = (
-        predict.predict(CudaCase(QUERIES, heads=(64, 8), lengths=(M,), seqlen_q=n)).us
-        for n in (16, 32)
-    )
-    assert two > 1.9 * one
+    def us(seqlen_q: int, code: predict.Code = NOW) -> float:
+        case = CudaCase(QUERIES, heads=(64, 8), lengths=(M,), seqlen_q=seqlen_q)
+        return predict.predict(case, code, slow).us
+
+    slow = replace(H200, read_bandwidth=H200.read_bandwidth / 4)  # else instructions bound
+    assert us(32, replace(NOW, in_step=False)) > 1.9 * us(16)
+    assert us(32) < 1.1 * us(16)
+    assert us(15 * 16) == us(15 * 16, replace(NOW, in_step=False))  # 120 of 132 workers are too few
 
 
 @pytest.mark.parametrize("case", [CudaCase(dtype="fp32"), CudaCase(HEADS, head_dim=256)])

@@ -28,5 +28,5 @@ def test_counted(monkeypatch):
 
 
 def test_a_launch_that_was_not_profiled():
-    with pytest.raises(ValueError, match="1 launches were profiled, expected 2"):
+    with pytest.raises(ValueError, match="1 launches were profiled, expected 3"):
         profile.counted(TABLE)

@@ -113,6 +113,9 @@ CALLS_WITH_RESULT = {
     "createpolicy.fractional.L2::evict_first.b64": (
         "b64", ("1.0",), "createpolicy_evict_first()",
     ),
+    "createpolicy.fractional.L2::evict_normal.b64": (
+        "b64", ("1.0",), "createpolicy_evict_normal()",
+    ),
     "atom.acq_rel.gpu.global.inc.u32": (
         "u32", ("[b64]", "u32"), "atomic_inc_acq_rel(reinterpret_cast<uint32_t*>({0}), {1})",
     ),

@@ -12,7 +12,7 @@ import pytest
 
 import emulator_build
 from compilation import ROOT, Compiler
-from mutations import DECODE, FIXUP, OF_DECODE, WIDE, Mutation, Target
+from mutations import DECODE, FIXUP, OF_DECODE, ROW_BLOCKS, WIDE, Mutation, Target
 from mutations_8_bits import FLOAT8, INT8, OF_8_BITS
 from mutations_columns import COLUMNS, OF_COLUMNS
 from mutations_one_shot import OF_ONE_SHOT, ONE_SHOT
@@ -93,8 +93,8 @@ def report(mutation: Mutation, folder: Path) -> str:
 
 @pytest.mark.parametrize(
     "target",
-    [DECODE, WIDE, FIXUP, INT8, FLOAT8, COLUMNS, ONE_SHOT],
-    ids=["decode", "wide", "fixup", "int8", "float8", "columns", "one_shot"],
+    [DECODE, WIDE, ROW_BLOCKS, FIXUP, INT8, FLOAT8, COLUMNS, ONE_SHOT],
+    ids=["decode", "wide", "row_blocks", "fixup", "int8", "float8", "columns", "one_shot"],
 )
 @pytest.mark.parametrize("kind", [PLAIN, THREAD], ids=["plain", "thread"])
 def test_without_mutation(kind: Kind, target: Target) -> None:

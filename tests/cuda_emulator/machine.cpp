@@ -156,6 +156,14 @@ char* shared_bytes(uint32_t address, int num_bytes, const std::source_location& 
   return block.shared.get() + offset;
 }
 
+void note_request(Request request) {
+  const Hidden hidden;
+  if (options().requests == nullptr) return;
+  request.block = blockIdx.x;
+  request.thread = threadIdx.x;
+  options().requests->push_back(request);
+}
+
 void begin_async_copy(uint32_t destination, const void* source, int size, int num_bytes,
                       const std::source_location& where) {
   char* const bytes = shared_bytes(destination, size, where);

@@ -11,6 +11,7 @@
 #include <source_location>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace tree_attention::emulator {
 
@@ -18,9 +19,19 @@ struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// What a copy of 16 bytes asks of global memory.
+struct Request {
+  const void* source;
+  int num_bytes;       // that are read
+  bool leaves_first;   // the L2, by its policy
+  unsigned block = 0;  // of the grid, and the thread in it; note_request() knows them
+  unsigned thread = 0;
+};
+
 struct Options {
   uint64_t seed = 0;
-  int resident_blocks = 2;  // a block of a larger grid begins when another ends
+  int resident_blocks = 2;                   // a block of a larger grid begins when another ends
+  std::vector<Request>* requests = nullptr;  // where those of all launches are noted, if anywhere
 };
 Options& options();
 
@@ -78,6 +89,7 @@ void require_global(const void* pointer, const std::source_location& where);
 // The bytes at a shared address, which must be aligned to their number and inside.
 char* shared_bytes(uint32_t address, int num_bytes, const std::source_location& where);
 
+void note_request(Request request);
 void begin_async_copy(uint32_t destination, const void* source, int size, int num_bytes,
                       const std::source_location& where);
 void commit_async_copies();

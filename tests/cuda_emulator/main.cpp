@@ -44,6 +44,7 @@ void test_decode_short();
 void test_decode_columns_short();
 void test_decode_short_kinds();
 void test_decode_wide();
+void test_decode_row_blocks();
 void test_decode_int8_short();
 void test_decode_float8_short();
 
@@ -67,6 +68,7 @@ int main(int argc, char** argv) {
             {"decode_columns_short", test_decode_columns_short},
             {"decode_short_kinds", test_decode_short_kinds},
             {"decode_wide", test_decode_wide},
+            {"decode_row_blocks", test_decode_row_blocks},
             {"decode_int8_short", test_decode_int8_short},
             {"decode_float8_short", test_decode_float8_short},
             {"fixup_short", test_fixup_short},

@@ -22,12 +22,14 @@ inline uint32_t shared_address(const void* pointer,
 
 inline char* dynamic_shared_memory() { return emulator::shared_memory(); }
 
-inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+inline constexpr uint64_t kEvictFirst = 0x12f0000000000000, kEvictNormal = 0x10f0000000000000;
 inline uint64_t createpolicy_evict_first() { return kEvictFirst; }
+inline uint64_t createpolicy_evict_normal() { return kEvictNormal; }
 
 inline void cp_async_16(uint32_t destination, const void* source, int num_bytes, uint64_t policy,
                         source_location where = source_location::current()) {
-  if (policy != kEvictFirst) emulator::fail("not a cache policy", where);
+  if (policy != kEvictFirst && policy != kEvictNormal) emulator::fail("not a cache policy", where);
+  emulator::note_request({source, num_bytes, policy == kEvictFirst});
   emulator::begin_async_copy(destination, source, 16, num_bytes, where);
 }
 

@@ -183,6 +183,81 @@ void check_8_bits_short(DataType kv_dtype) {
 void test_decode_int8_short() { check_8_bits_short(kInt8); }
 void test_decode_float8_short() { check_8_bits_short(kFloat8); }
 
+namespace {
+
+// What the L2 is asked of, by block and thread, for the keys and values of a call whose queries are
+// `seqlen_q` tokens of two heads.
+struct Reads {
+  Plan plan;
+  std::vector<std::vector<const void*>> again, once;  // by what the policy says, [block * threads]
+};
+
+Reads reads_of(int seqlen_q, uint64_t seed) {
+  const Shape shape{2, 2, 2, seqlen_q, 128 * 3, 64, 64, kBFloat16};
+  DecodeCase decode(shape, 0);
+  std::vector<emulator::Request> requests;
+  Reads reads{};
+  decode.check(0, [&](const DecodeParams& params) {
+    emulator::options() = {seed, 4, &requests};
+    launch(params, kLarge);
+    emulator::options() = {};
+    reads.plan = cuda::plan_lean_decode(params, kLarge);
+    const size_t num_threads = reads.plan.num_workers * reads.plan.num_threads;
+    reads.again.resize(num_threads);
+    reads.once.resize(num_threads);
+    const auto is_query = [&](const void* source) {
+      const auto* const q = static_cast<const char*>(params.q);
+      return source >= q && source < q + 2 * params.batch * params.q_stride[0];
+    };
+    for (const emulator::Request& request : requests) {
+      if (request.num_bytes == 0 || is_query(request.source)) continue;
+      const size_t thread = request.block * reads.plan.num_threads + request.thread;
+      (request.leaves_first ? reads.once : reads.again)[thread].push_back(request.source);
+    }
+  });
+  return reads;
+}
+
+int64_t count(const std::vector<std::vector<const void*>>& reads) {
+  int64_t sum = 0;
+  for (const auto& of_thread : reads) sum += of_thread.size();
+  return sum;
+}
+
+// The number of workers that share the keys of `row_blocks` blocks of 128 rows.
+int64_t num_workers(int row_blocks, int asked = 0) {
+  DecodeParams params{};
+  params.dtype = params.kv_dtype = kBFloat16;
+  params.head_dim = params.head_dim_v = 64;
+  params.batch = params.num_heads_q = params.num_heads_kv = 1;
+  params.seqlen_q = 128 * row_blocks;
+  params.seqlen_k = 1 << 20;
+  params.num_workers = asked;
+  return cuda::plan_lean_decode(params, {132, 228 * 1024, 227 * 1024}).num_workers;
+}
+
+}  // namespace
+
+// Where several blocks of rows read the same keys, as many workers for each of them ask for the
+// same in the same order, and it stays in the L2. What one block of rows reads leaves it first.
+void test_decode_row_blocks() {
+  for (const uint64_t seed : {0, 1}) {
+    const Reads one = reads_of(64, seed), two = reads_of(128, seed);
+    CHECK(count(one.again) == 0 && count(one.once) > 0, count(one.once), " reads of one block");
+    CHECK(count(two.once) == 0 && count(two.again) == 2 * count(one.once), count(two.again),
+          " reads of two blocks, ", count(two.once), " of them leave first");
+    CHECK(two.plan.num_workers == 4, two.plan.num_workers, " workers");
+    const size_t half = two.again.size() / 2;
+    for (size_t thread = 0; thread < half; ++thread) {
+      CHECK(two.again[thread] == two.again[half + thread], "thread ", thread, " reads alone");
+    }
+  }
+  CHECK(num_workers(1) == 132 && num_workers(2) == 132 && num_workers(5) == 130, "workers");
+  CHECK(num_workers(7) == 126 && num_workers(32) == 128, "workers in step");
+  CHECK(num_workers(15) == 132 && num_workers(200) == 132, "too few would be left");
+  CHECK(num_workers(5, 131) == 131, "workers of the caller");
+}
+
 // Rows whose o does not fit a stage of the ring at once.
 void test_decode_wide() {
   check({1, 1, 4, 20, 70, 128, 96, kBFloat16, 0, false, 0.0f, true}, {2}, {kLarge}, 1);

@@ -45,10 +45,11 @@ struct LaunchParams {
   DecodeParams decode;
   Workspace workspace;
   Divisor group_size;  // query heads of a kv head
-  Divisor row_blocks;  // outputs of each (batch, kv head)
+  Divisor batch;       // decode.batch
   Divisor key_block;   // key_layout.block
   Divisor page_size;   // slots of a page; not used without pages
   int32_t num_stages;
+  int32_t row_blocks;  // outputs of each (batch, kv head)
 };
 
 Plan plan_lean_decode(const DecodeParams& params, const DeviceLimits& limits);

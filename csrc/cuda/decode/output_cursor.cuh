@@ -31,6 +31,8 @@ class OutputCursor {
     }
   }
 
+  __device__ uint64_t cache_policy() const { return range_.cache_policy; }
+
   __device__ OutputRows rows() const { return Units<Config>(params_).rows(unit_, head_kv_); }
 
   // Keys and number of tiles of the whole output.

@@ -56,6 +56,14 @@ int64_t max_workers(const DecodeParams& p) {
   return std::clamp<int64_t>(workers, 1, kMaxWorkers);
 }
 
+// Where all row blocks have the same keys, as many workers for each of them walk these side by
+// side, and the L2 has what one of them read for the others (schedule.cuh). It may cost a
+// sixteenth of the workers at most, because tiles of many rows take long with their products, too.
+int64_t in_step(int64_t workers, int64_t row_blocks) {
+  const int64_t rest = workers % row_blocks;
+  return 16 * rest <= workers ? workers - rest : workers;
+}
+
 // Only axes of one element have strides that are no multiples of a copy (checks.cpp). Copies of
 // rows that do not exist form addresses with them, which have to be aligned.
 void drop_unaligned(int64_t (&strides)[3], int element_size) {
@@ -80,8 +88,10 @@ Plan plan_lean_decode(const DecodeParams& p, const DeviceLimits& limits) {
             Plan plan;
             plan.row_tile = Config::kRows;
             plan_occupancy<Config>(plan, limits);
-            const int64_t workers =
-                p.num_workers > 0 ? p.num_workers : int64_t{plan.blocks_per_sm} * limits.num_sms;
+            const int64_t resident = int64_t{plan.blocks_per_sm} * limits.num_sms;
+            const int64_t workers = p.num_workers > 0
+                                        ? p.num_workers
+                                        : in_step(resident, num_row_blocks(p, Config::kRows));
             plan.num_workers = static_cast<int32_t>(std::min(workers, max_workers<Config>(p)));
             plan.workspace = workspace_size<Config>(plan.num_workers);
             return plan;
@@ -128,11 +138,12 @@ LaunchParams launch_params(const DecodeParams& p, const Plan& plan, const Worksp
   drop_unaligned(params.decode.v_stride, element_size(p.kv_dtype));
   params.workspace = workspace;
   params.group_size = Divisor::of(p.group_size());
-  params.row_blocks = Divisor::of(num_row_blocks(p, plan.row_tile));
+  params.batch = Divisor::of(p.batch);
   // Keys are below 2^31, so that a larger block has them all, as one of INT32_MAX has.
   params.key_block = Divisor::of(std::min<int64_t>(p.key_layout.block, INT32_MAX));
   params.page_size = Divisor::of(p.page_table == nullptr ? 1 : p.page_size);
   params.num_stages = plan.num_stages;
+  params.row_blocks = static_cast<int32_t>(num_row_blocks(p, plan.row_tile));
   return params;
 }
 

@@ -3,8 +3,12 @@
 // The lean schedule on the device: every block finds its own range of the line from the key ranges,
 // so that no host value is needed and key ranges may change between replays of a CUDA graph.
 //
-// The line has the outputs in the order (sequence, block of rows, kv head). An output takes
-// kOverheadTiles positions and then one for each of its tiles.
+// The line has the outputs in the order (block of rows, sequence, kv head). An output takes
+// kOverheadTiles positions and then one for each of its tiles. Where several blocks of rows read
+// the same keys, each has an equal part of the line, and with a multiple of them as workers
+// (plan.cu) the ranges of different blocks begin at the same keys: their workers read them at the
+// same time, once from DRAM. A worker with several blocks of rows of the same keys would come back
+// to them when the L2 has long had others.
 #pragma once
 
 #include "common/partition.h"
@@ -25,6 +29,7 @@ struct BlockRange {
 
   Partition partition;     // of the whole line
   int64_t begin;           // the range's first position on the line
+  uint64_t cache_policy;   // of K and V, read from here, else it would be chosen for each copy
   int32_t length;          // positions in the range
   int32_t first_unit;      // number of the unit that holds the first position
   int32_t first_head;      // the kv head of that unit's output there
@@ -107,6 +112,10 @@ __device__ bool cut_line(const LaunchParams& params, ScheduleMemory<Config>& mem
     const int64_t offset = begin - unit_begin, head_kv = offset / output_length;
     range.partition = partition;
     range.begin = begin;
+    // What one block of rows reads leaves the L2 first; what several read has to stay until the
+    // last has it.
+    range.cache_policy =
+        params.row_blocks > 1 ? createpolicy_evict_normal() : createpolicy_evict_first();
     range.length = static_cast<int>(end - begin);
     range.first_unit = unit;
     range.first_head = static_cast<int>(head_kv);

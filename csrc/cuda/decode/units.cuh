@@ -33,13 +33,12 @@ class Units {
  public:
   __device__ explicit Units(const LaunchParams& params) : params_(params) {}
 
-  __device__ int count() const {
-    return params_.decode.batch * static_cast<int>(params_.row_blocks.divisor);
-  }
+  __device__ int count() const { return params_.decode.batch * params_.row_blocks; }
 
   __device__ OutputRows rows(int unit, int head_kv) const {
-    const int batch = params_.row_blocks.quotient(unit);
-    const int begin = (unit - batch * params_.row_blocks.divisor) * Config::kRows;
+    const int row_block = params_.batch.quotient(unit);
+    const int batch = unit - row_block * params_.batch.divisor;
+    const int begin = row_block * Config::kRows;
     const int left = params_.group_size.divisor * params_.decode.seqlen_q - begin;
     return {batch, head_kv, begin, min(left, Config::kRows)};
   }
