@@ -33,6 +33,7 @@ CPU_SOURCES = [
     "csrc/cpu/experts.cpp",
     "csrc/cpu/instruction_set.cpp",
     "csrc/cpu/merge.cpp",
+    "csrc/cpu/ranges.cpp",
     "csrc/cpu/shared_memory.cpp",
     "csrc/cpu/sockets.cpp",
     "csrc/cpu/sum_rows.cpp",
@@ -56,6 +57,7 @@ CUDA_SOURCES = [  # and those that csrc/cuda/decode/instances.py writes
     "csrc/cuda/decode/workspaces.cpp",
     "csrc/cuda/append/append_kv.cu",
     "csrc/cuda/merge/merge_states.cu",
+    "csrc/cuda/ranges/split_ranges.cu",
     "csrc/cuda/one_shot/one_shot.cu",
     "csrc/cuda/one_shot/one_shot_args.cpp",
 ]

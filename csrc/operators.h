@@ -4,6 +4,7 @@
 // current; the outputs follow the inputs, as in the schemas of ops.cpp.
 #pragma once
 
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
 #include "args/append.h"
@@ -14,33 +15,38 @@
 namespace tree_attention {
 
 template <void (*launch)(const DecodeParams&), void (*launch_merge)(const MergeParams&),
-          typename... Args>
+          void (*launch_ranges)(const RangeParams&), typename... Args>
 struct DecodeOperators {
   static std::tuple<at::Tensor, at::Tensor> run(Args... inputs) {
     const DecodeArgs args{inputs...};
     const c10::DeviceGuard guard(args.q.device());
-    if (has_several_ranges(args)) {
-      return run_ranges(RangeParts(args), args.out_dtype.value_or(args.q.scalar_type()));
-    }
-    return run_range(args);
+    if (!has_several_ranges(args)) return run_range(args);
+    const RangeParts parts(args);
+    if (!parts.are_several()) return run_range(parts.call());
+    const auto [o, lse] = run_parts(parts);
+    const MergeCall merge = prepare_merge(parts.by_range(o), parts.by_range(lse),
+                                          args.out_dtype.value_or(args.q.scalar_type()));
+    launch_merge(merge.params);
+    return {merge.o, merge.lse};
   }
 
   static void run_out(Args... inputs, at::Tensor& o, at::Tensor& lse) {
     const DecodeArgs args{inputs...};
     const c10::DeviceGuard guard(args.q.device());
-    if (has_several_ranges(args)) {
-      const RangeParts parts(args);
-      DecodeParams unused{};
-      set_outputs(unused, args, o, lse);
-      // The merge writes contiguous outputs; the caller's have any strides.
-      const auto [merged_o, merged_lse] = run_ranges(parts, o.scalar_type());
-      o.copy_(merged_o);
-      lse.copy_(merged_lse);
-      return;
-    }
-    DecodeParams params = check_inputs(args);
-    set_outputs(params, args, o, lse);
-    launch(params);
+    if (!has_several_ranges(args)) return run_range_out(args, o, lse);
+    const RangeParts parts(args);
+    if (!parts.are_several()) return run_range_out(parts.call(), o, lse);
+    DecodeParams unused{};
+    set_outputs(unused, args, o, lse);
+    const auto [o_parts, lse_parts] = run_parts(parts);
+    // The merge writes contiguous outputs; the caller's have any strides.
+    const at::Tensor merged_o = o.is_contiguous() ? o : at::empty(o.sizes(), o.options());
+    const at::Tensor merged_lse = lse.is_contiguous() ? lse : at::empty(lse.sizes(), lse.options());
+    launch_merge(
+        prepare_merge(parts.by_range(o_parts), parts.by_range(lse_parts), merged_o, merged_lse)
+            .params);
+    if (!merged_o.is_same(o)) o.copy_(merged_o);
+    if (!merged_lse.is_same(lse)) lse.copy_(merged_lse);
   }
 
  private:
@@ -52,12 +58,15 @@ struct DecodeOperators {
     return {o, lse};
   }
 
-  static std::tuple<at::Tensor, at::Tensor> run_ranges(const RangeParts& parts,
-                                                       at::ScalarType out_dtype) {
-    const auto [o, lse] = run_range(parts.call());
-    const MergeCall merge = prepare_merge(parts.by_range(o), parts.by_range(lse), out_dtype);
-    launch_merge(merge.params);
-    return {merge.o, merge.lse};
+  static void run_range_out(const DecodeArgs& args, const at::Tensor& o, const at::Tensor& lse) {
+    DecodeParams params = check_inputs(args);
+    set_outputs(params, args, o, lse);
+    launch(params);
+  }
+
+  static std::tuple<at::Tensor, at::Tensor> run_parts(const RangeParts& parts) {
+    launch_ranges(parts.params());
+    return run_range(parts.call());
   }
 };
 
@@ -69,11 +78,12 @@ struct DecodeOperators {
   "Tensor? v_scale=None, ScalarType? out_dtype=None, int num_workers=0"
 
 // The types are those of DecodeArgs: the dispatcher compares them with the schema.
-template <void (*launch)(const DecodeParams&), void (*launch_merge)(const MergeParams&)>
+template <void (*launch)(const DecodeParams&), void (*launch_merge)(const MergeParams&),
+          void (*launch_ranges)(const RangeParams&)>
 using LeanDecode =
-    DecodeOperators<launch, launch_merge, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                    const std::optional<at::Tensor>&, std::optional<double>, double,
-                    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+    DecodeOperators<launch, launch_merge, launch_ranges, const at::Tensor&, const at::Tensor&,
+                    const at::Tensor&, const std::optional<at::Tensor>&, std::optional<double>,
+                    double, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
                     at::IntArrayRef, const std::optional<at::Tensor>&,
                     const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
                     std::optional<at::ScalarType>, int64_t>;

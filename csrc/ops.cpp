@@ -9,6 +9,7 @@
 #include "cpu/append.h"
 #include "cpu/decode.h"
 #include "cpu/merge.h"
+#include "cpu/ranges.h"
 #include "experts.h"
 #include "operators.h"
 #include "schedule.h"
@@ -63,8 +64,9 @@ STABLE_TORCH_LIBRARY(tree_attention, m) {
 }
 
 TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
-  m.impl("lean_decode", LeanDecode<cpu::lean_decode, cpu::merge_states>::run);
-  m.impl("lean_decode.out", LeanDecode<cpu::lean_decode, cpu::merge_states>::run_out);
+  m.impl("lean_decode", LeanDecode<cpu::lean_decode, cpu::merge_states, cpu::split_ranges>::run);
+  m.impl("lean_decode.out",
+         LeanDecode<cpu::lean_decode, cpu::merge_states, cpu::split_ranges>::run_out);
   m.impl("merge_states", MergeStates<cpu::merge_states>::run);
   m.impl("merge_states.out", MergeStates<cpu::merge_states>::run_out);
   m.impl("append_kv", append_kv<cpu::append_kv>);
@@ -74,8 +76,9 @@ TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
 
 #ifdef TREE_ATTENTION_WITH_CUDA
 TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
-  m.impl("lean_decode", LeanDecode<cuda::lean_decode, cuda::merge_states>::run);
-  m.impl("lean_decode.out", LeanDecode<cuda::lean_decode, cuda::merge_states>::run_out);
+  m.impl("lean_decode", LeanDecode<cuda::lean_decode, cuda::merge_states, cuda::split_ranges>::run);
+  m.impl("lean_decode.out",
+         LeanDecode<cuda::lean_decode, cuda::merge_states, cuda::split_ranges>::run_out);
   m.impl("merge_states", MergeStates<cuda::merge_states>::run);
   m.impl("merge_states.out", MergeStates<cuda::merge_states>::run_out);
   m.impl("one_shot", cuda::one_shot<cuda::launch_one_shot>);

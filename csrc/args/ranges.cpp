@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "args/ranges.h"
 
-#include <ATen/ops/arange.h>
-#include <ATen/ops/maximum.h>
-#include <ATen/ops/stack.h>
+#include <ATen/ops/empty.h>
 
 #include <vector>
 
@@ -11,18 +9,6 @@
 
 namespace tree_attention {
 namespace {
-
-// Ranges with the same union, of which no two have a key in common: in the order of their begins,
-// each from where those before it end.
-at::Tensor disjoint(const at::Tensor& ranges) {
-  const int64_t last = ranges.size(2) - 1;
-  const auto [begins, order] = ranges.select(-1, 0).sort(/*dim=*/-1);
-  const at::Tensor ends = ranges.select(-1, 1).gather(-1, order);
-  const at::Tensor covered = std::get<0>(ends.cummax(-1)).narrow(-1, 0, last);
-  at::Tensor later = begins.narrow(-1, 1, last);
-  later.copy_(at::maximum(later, covered));
-  return at::stack({begins, ends}, -1);
-}
 
 // What is wrong with an argument is wrong with it for the first range of each query too.
 void check(const DecodeArgs& args) {
@@ -37,6 +23,7 @@ void check(const DecodeArgs& args) {
   DecodeArgs first = args;
   first.key_ranges = ranges.select(2, 0);
   check_inputs(first);
+  kCheck.to_int32("num_ranges", ranges.size(2));
 }
 
 }  // namespace
@@ -49,23 +36,54 @@ RangeParts::RangeParts(const DecodeArgs& args) : call_(args) {
   check(args);
   // A page has at least one key. Without keys, one range says as much as all.
   const bool has_keys = args.page_table || args.k.size(2) > 0;
-  const at::Tensor ranges = has_keys ? *args.key_ranges : args.key_ranges->narrow(2, 0, 1);
-  const auto repeated = [&](const at::Tensor& x) {
-    std::vector<int64_t> times(x.dim(), 1);
-    times[0] = ranges.size(2);
-    return x.repeat(times);
-  };
+  const at::Tensor& ranges = *args.key_ranges;
+  call_.num_ranges = has_keys ? ranges.size(2) : 1;
+  if (!are_several()) {
+    call_.key_ranges = ranges.select(2, 0);
+    return;
+  }
+  const int64_t batch = ranges.size(0), num_sequences = call_.num_ranges * batch;
+  params_.num_ranges = static_cast<int32_t>(call_.num_ranges);
+  params_.batch = batch;
+  params_.seqlen_q = ranges.size(1);
+  params_.ranges = elements<int32_t>(ranges);
+  for (int axis = 0; axis < 3; ++axis) params_.ranges_stride[axis] = ranges.stride(axis);
+
+  call_.key_ranges = at::empty({num_sequences, params_.seqlen_q, 2}, ranges.options());
+  params_.parts = call_.key_ranges->data_ptr<int32_t>();
   call_.q = repeated(args.q);
-  call_.key_ranges = disjoint(ranges).permute({2, 0, 1, 3}).flatten(0, 1);
   if (args.query_positions) call_.query_positions = repeated(*args.query_positions);
   if (args.page_table) {
     call_.page_table = repeated(*args.page_table);
-  } else if (has_keys) {
+  } else {
     // The keys of a sequence are its only page.
-    call_.page_table = repeated(at::arange(args.k.size(0), ranges.options()).unsqueeze(1));
+    call_.page_table = at::empty({num_sequences, 1}, ranges.options());
+    params_.sequences = call_.page_table->data_ptr<int32_t>();
   }
   call_.out_dtype = at::kFloat;
-  call_.num_ranges = ranges.size(2);
+}
+
+// [num_ranges * batch, ...]: a view of a single sequence, else memory that the backend fills.
+at::Tensor RangeParts::repeated(const at::Tensor& x) {
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes[0] *= call_.num_ranges;
+  if (x.size(0) == 1) return x.expand(sizes);
+  at::Tensor result = at::empty(sizes, x.options());
+  const int64_t scale = static_cast<int64_t>(x.element_size()) / 2;
+  RepeatedTensor& to_repeat = params_.repeated[params_.num_repeated++];
+  to_repeat.from = static_cast<const uint16_t*>(x.const_data_ptr());
+  to_repeat.to = static_cast<uint16_t*>(result.data_ptr());
+  // The last axis is contiguous (check_inputs), but for that of query_positions.
+  const bool has_rows = x.dim() > 2 || x.stride(-1) == 1;
+  const int64_t last = has_rows ? x.dim() - 1 : x.dim();
+  to_repeat.row_size = scale * (has_rows ? x.size(-1) : 1);
+  to_repeat.stride[0] = scale * x.stride(0);
+  for (int axis = 0; axis < 2; ++axis) {
+    const bool exists = axis + 1 < last;
+    to_repeat.num_rows[axis] = exists ? x.size(axis + 1) : 1;
+    to_repeat.stride[axis + 1] = exists ? scale * x.stride(axis + 1) : 0;
+  }
+  return result;
 }
 
 at::Tensor RangeParts::by_range(const at::Tensor& result) const {

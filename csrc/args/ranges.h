@@ -2,12 +2,14 @@
 //
 // Queries that see several ranges of keys. Every range becomes a sequence of its own, whose keys a
 // page table finds where they lie, and the partial states of a query's ranges are merged. So all
-// ranges share one schedule, and a range costs what its keys cost.
+// ranges share one schedule, and a range costs what its keys cost. A backend writes what the call
+// of these sequences needs beside the caller's tensors, on CUDA in one launch.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include "args/decode.h"
+#include "common/range_params.h"
 
 namespace tree_attention {
 
@@ -19,6 +21,13 @@ class RangeParts {
   // Checks the arguments.
   explicit RangeParts(const DecodeArgs& args);
 
+  // Otherwise the call is the caller's, with the only range.
+  bool are_several() const { return call_.num_ranges > 1; }
+
+  // What a backend has to write before the call. The params point into tensors of the call and of
+  // the caller.
+  const RangeParams& params() const { return params_; }
+
   // The call of which the ranges are the sequences. Its states are float32.
   const DecodeArgs& call() const { return call_; }
 
@@ -27,7 +36,10 @@ class RangeParts {
   at::Tensor by_range(const at::Tensor& result) const;
 
  private:
+  at::Tensor repeated(const at::Tensor& x);
+
   DecodeArgs call_;
+  RangeParams params_{};
 };
 
 }  // namespace tree_attention

@@ -22,6 +22,7 @@
 #include "decode/check_pages.cuh"
 #include "decode/workspaces.h"
 #include "merge/merge_states.cuh"
+#include "ranges/split_ranges.cuh"
 
 namespace tree_attention::cuda {
 namespace {
@@ -96,6 +97,11 @@ void lean_decode(const DecodeParams& params) {
 void merge_states(const MergeParams& params) {
   current_device("merge_states");
   C10_CUDA_CHECK(launch_merge_states(params, c10::cuda::getCurrentCUDAStream()));
+}
+
+void split_ranges(const RangeParams& params) {
+  current_device("lean_decode");
+  C10_CUDA_CHECK(launch_split_ranges(params, c10::cuda::getCurrentCUDAStream()));
 }
 
 void append_kv(const AppendParams& params) {

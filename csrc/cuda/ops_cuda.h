@@ -6,6 +6,7 @@
 
 #include "common/append_params.h"
 #include "common/merge_params.h"
+#include "common/range_params.h"
 #include "decode/launch.h"
 #include "one_shot/one_shot.cuh"
 
@@ -14,6 +15,8 @@ namespace tree_attention::cuda {
 void lean_decode(const DecodeParams& params);
 
 void merge_states(const MergeParams& params);
+
+void split_ranges(const RangeParams& params);
 
 void append_kv(const AppendParams& params);
 

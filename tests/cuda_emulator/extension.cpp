@@ -16,6 +16,7 @@
 #include "cuda/decode/launch.h"
 #include "cuda/merge/merge_states.cuh"
 #include "cuda/one_shot/one_shot_args.h"
+#include "cuda/ranges/split_ranges.cuh"
 #include "machine.h"
 #include "operators.h"
 #include "tensor_core.h"
@@ -62,6 +63,10 @@ void emulated_merge_states(const MergeParams& params) {
   check(cuda::launch_merge_states(params, nullptr));
 }
 
+void emulated_split_ranges(const RangeParams& params) {
+  check(cuda::launch_split_ranges(params, nullptr));
+}
+
 void emulated_append_kv(const AppendParams& params) {
   if (c10::utils::check_env("TREE_ATTENTION_CHECK_PAGES") == true) check_slots(params);
   check(cuda::launch_append_kv(params, nullptr));
@@ -101,9 +106,12 @@ void install(int64_t seed, int64_t num_sms, int64_t shared_bytes_per_sm,
   emulator::options().resident_blocks = kResidentBlocks;
   library = std::make_unique<torch::Library>(torch::Library::IMPL, "tree_attention",
                                              c10::DispatchKey::CPU, __FILE__, __LINE__);
-  library->impl("lean_decode", LeanDecode<emulated_lean_decode, emulated_merge_states>::run);
-  library->impl("lean_decode.out",
-                LeanDecode<emulated_lean_decode, emulated_merge_states>::run_out);
+  library->impl(
+      "lean_decode",
+      LeanDecode<emulated_lean_decode, emulated_merge_states, emulated_split_ranges>::run);
+  library->impl(
+      "lean_decode.out",
+      LeanDecode<emulated_lean_decode, emulated_merge_states, emulated_split_ranges>::run_out);
   library->impl("merge_states", MergeStates<emulated_merge_states>::run);
   library->impl("merge_states.out", MergeStates<emulated_merge_states>::run_out);
   library->impl("append_kv", append_kv<emulated_append_kv>);
@@ -136,6 +144,9 @@ std::vector<int64_t> plan(at::ScalarType dtype, at::ScalarType kv_dtype, int64_t
   return {plan.row_tile, plan.num_threads, plan.blocks_per_sm, plan.num_stages, plan.shared_bytes};
 }
 
+// Of the calling process until now.
+int64_t num_launches() { return emulator::counters().launches; }
+
 }  // namespace
 
 TORCH_LIBRARY(tree_attention_emulator, m) {
@@ -145,6 +156,7 @@ TORCH_LIBRARY(tree_attention_emulator, m) {
   m.def("begin_streams", begin_streams);
   m.def("run_streams", run_streams);
   m.def("plan", plan);
+  m.def("num_launches", num_launches);
   m.def("check_capability", check_capability);
 }
 

@@ -53,6 +53,7 @@ void launch(unsigned num_blocks, unsigned num_threads, size_t shared_bytes, cons
   }
   if (options().resident_blocks < 1) throw Error("no resident blocks");
   const Hidden hidden;
+  ++counters().launches;
   auto grid = std::make_unique<Grid>();
   grid->num_blocks = num_blocks;
   grid->num_threads = num_threads;

@@ -37,6 +37,7 @@ Options& options();
 
 // Sums over all launches since they were last set to zero.
 struct Counters {
+  int64_t launches = 0;
   int64_t blocks = 0;
   int64_t switches = 0;        // of fibers
   int64_t async_copies = 0;    // cp.async instructions of a thread

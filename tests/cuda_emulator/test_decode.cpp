@@ -256,6 +256,7 @@ void test_decode_row_blocks() {
   CHECK(num_workers(7) == 126 && num_workers(32) == 128, "workers in step");
   CHECK(num_workers(15) == 132 && num_workers(200) == 132, "too few would be left");
   CHECK(num_workers(5, 131) == 131, "workers of the caller");
+  CHECK(num_workers(0) == 1, "no queries");
 }
 
 // Rows whose o does not fit a stage of the ring at once.

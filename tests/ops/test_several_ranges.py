@@ -43,6 +43,28 @@ def test_order_of_ranges_changes_no_bit(device):
     assert_same_bits(problem.run(num_workers=5), changed.run(num_workers=5))
 
 
+def test_order_of_ranges_with_the_same_begin_changes_no_bit(device):
+    problem = make_problem(seqlen_q=1).to(device)
+    ranges = torch.tensor([[5, 90], [5, 20], [5, 5], [5, 20], [60, 130]], dtype=torch.int32)
+    results = []
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [1, 0, 4, 3, 2]):
+        own = ranges[order].expand(2, 1, -1, -1).contiguous().to(device)
+        results.append(Problem(problem.q, problem.k, problem.v, own).run_and_check(num_workers=3))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+def test_ranges_of_any_strides(device):
+    problem = make_problem(batch=3, seqlen_q=2, ranges="several", alibi=1 / 64).to(device)
+    expected = problem.run()
+    problem.key_ranges = problem.key_ranges.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)
+    positions = problem.options["query_positions"]
+    problem.options["query_positions"] = positions.t().contiguous().t()
+    assert not problem.key_ranges.is_contiguous()
+    assert not problem.options["query_positions"].is_contiguous()
+    assert_same_bits(problem.run(), expected)
+
+
 def test_one_range_is_a_plain_range(device):
     problem = make_problem(seqlen_q=2, ranges="random").to(device)
     listed = Problem(problem.q, problem.k, problem.v, problem.key_ranges[:, :, None])

@@ -60,7 +60,7 @@ int64_t max_workers(const DecodeParams& p) {
 // side, and the L2 has what one of them read for the others (schedule.cuh). It may cost a
 // sixteenth of the workers at most, because tiles of many rows take long with their products, too.
 int64_t in_step(int64_t workers, int64_t row_blocks) {
-  const int64_t rest = workers % row_blocks;
+  const int64_t rest = workers % std::max<int64_t>(row_blocks, 1);  // there may be no queries
   return 16 * rest <= workers ? workers - rest : workers;
 }
 
