@@ -27,7 +27,7 @@ PAGE, RESULTS = ROOT / "docs" / "cuda_kernel.md", ROOT / "benchmarks" / "results
 BEGIN = "<!-- the table of python -m benchmarks.cuda.predict --write -->\n"
 END = "<!-- its end -->\n"
 OVERHEAD_TILES, MIN_WORKER_TILES = 1, 2  # csrc/cuda/decode/schedule.cuh
-MAX_MERGED_PARTS, RADIX = 36, 16  # csrc/common/fixup.h
+MAX_MERGED_PARTS, MAX_MERGED_ROWS, RADIX = 36, 8, 16  # csrc/common/fixup.h
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Gpu:
     multiprocessors: int
     clock: float  # under load, Hz
     read_bandwidth: float  # of a kernel that only reads, bytes per second
-    shared_bytes: int = 128  # per clock of a multiprocessor, as the next two
+    shared_bytes: int = 128  # per clock of a multiprocessor, as the next three
+    l2_bytes: int = 64  # that come to a multiprocessor per clock
     issue_slots: int = 4
     products: int = 1300  # multiply-adds of 16 bits by mma.sync
     read_efficiency: float = 0.96  # share of read_bandwidth that a long launch keeps
@@ -58,6 +59,7 @@ class Code:
     merge_loads: int  # parts that a merge asks for at a time
     lse_trips: int  # to memory for the weights of a merge, before the first parts come
     widening: Mapping[str, int]  # 8 bits to 16 and the scales, of 16 keys and 128 columns
+    merges_by_rows: bool  # whether parts of many rows are merged in smaller groups
     in_step: bool  # whether blocks of rows read the same keys at the same time (line_order.py)
     requests: int = 16  # a quarter of those of a tile
     loop: int = 55  # of a tile, with the maxima and sums of its rows
@@ -82,6 +84,7 @@ BEFORE = Code(
     merge_loads=8,
     lse_trips=1,
     widening={"int8": 438, "fp8": 502},
+    merges_by_rows=False,
     in_step=False,
 )
 # 333 and 384. The way to the first request has 322 instead of 575 instructions, of a clock or more
@@ -94,6 +97,7 @@ NOW = replace(
     prologue_us=0.5,
     lse_trips=0,
     widening={"int8": 218, "fp8": 136},
+    merges_by_rows=True,
     in_step=True,
 )
 
@@ -157,11 +161,17 @@ def instructions(case: CudaCase, tile: Tile, code: Code) -> float:
     return quarter * (addresses + code.requests) + code.loop + steps * step
 
 
-def fixup_us(parts: int, code: Code, machine: Gpu) -> float:
-    """Merging the parts of one output: their lse, then their o; many parts in two levels."""
-    levels = [parts] if parts <= MAX_MERGED_PARTS else [RADIX, -(-parts // RADIX)]
-    trips = sum(code.lse_trips + -(-n // code.merge_loads) for n in levels)
-    return len(levels) * machine.publish_us + trips * machine.l2_us
+def fixup_us(
+    parts: int, code: Code, machine: Gpu, part_bytes: int = 0, max_merged: int = MAX_MERGED_PARTS
+) -> float:
+    """Merging the parts of one output: their lse, then their o; many parts in two levels. One block
+    merges the parts of a step, and all of them come to its multiprocessor."""
+    us = 0.0
+    for n in [parts] if parts <= max_merged else [RADIX, -(-parts // RADIX)]:
+        waits = (code.lse_trips + -(-n // code.merge_loads)) * machine.l2_us
+        transfer = n * part_bytes / machine.l2_bytes / machine.clock * 1e6
+        us += machine.publish_us + max(waits, transfer)
+    return us
 
 
 def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction:
@@ -189,7 +199,10 @@ def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction
 
     most_parts = min(workers, -(-max(tiles) // longest) + 1)
     is_whole = max(tiles) + OVERHEAD_TILES == longest  # every output, by one block
-    fixup = 0.0 if is_whole else fixup_us(most_parts, code, machine)
+    rows = min(packed_rows(case), tile.rows)
+    max_merged = RADIX if code.merges_by_rows and rows > MAX_MERGED_ROWS else MAX_MERGED_PARTS
+    part_bytes = 4 * case.head_dim * rows
+    fixup = 0.0 if is_whole else fixup_us(most_parts, code, machine, part_bytes, max_merged)
     fixed = machine.launch_us + code.prologue_us + machine.memory_us + fixup
 
     bound = max(times, key=lambda name: times[name])

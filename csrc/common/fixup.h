@@ -21,8 +21,14 @@ constexpr int kRadixBits = 4;
 constexpr int64_t kRadix = 1 << kRadixBits;
 
 // The most parts that one worker merges at once. Where 264 resident CTAs (two on each of 132 SMs)
-// work on eight outputs, at most 34 share one.
-constexpr int64_t kMaxMergedParts = 36;
+// work on eight outputs, at most 34 share one. Beyond, reading all parts alone takes a worker
+// longer than a second level does, and so do parts of many rows beyond kRadix
+// (benchmarks/cuda/predict.py).
+constexpr int64_t kMaxMergedParts = 36, kMaxMergedRows = 8;
+
+TREE_ATTENTION_HOST_DEVICE int64_t max_merged_parts(int64_t num_rows) {
+  return num_rows <= kMaxMergedRows ? kMaxMergedParts : kRadix;
+}
 
 // A worker leaves at most two partial states: of an output that an earlier worker began, and of the
 // output that it begins and leaves to others. Hence 2 * num_workers slots, whatever the number of
@@ -49,14 +55,16 @@ struct MergeStep {
 // Called by each of two or more contributors with its index after it has stored its state.
 // arrive(counter, expected) counts one more arrival at a counter that begins at zero and releases
 // what the caller has stored; it returns true to the last of `expected`, which has then acquired
-// what the others stored. merge_parts(step) merges the parts of the step in the canonical order.
+// what the others stored. merge_parts(step) merges the parts of the step in the canonical order;
+// these are at most `max_merged`, which is the same for all contributors and at least kRadix.
 template <typename Arrive, typename MergeParts>
 TREE_ATTENTION_HOST_DEVICE void fix_up(const Contributors& workers, int64_t part, Arrive arrive,
-                                       MergeParts merge_parts) {
+                                       MergeParts merge_parts,
+                                       int64_t max_merged = kMaxMergedParts) {
   for (int level = 0;; ++level) {
     const int stride_bits = level * kRadixBits, group_bits = stride_bits + kRadixBits;
     const int64_t num_parts = ((workers.count - 1) >> stride_bits) + 1;
-    const bool is_top = num_parts <= kMaxMergedParts;
+    const bool is_top = num_parts <= max_merged;
     const int64_t first = is_top ? 0 : part >> group_bits << group_bits;
     const int64_t rest = num_parts - (first >> stride_bits);
     const int64_t count = is_top || rest < kRadix ? rest : kRadix;

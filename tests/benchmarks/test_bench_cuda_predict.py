@@ -67,6 +67,19 @@ def test_parts_in_turn_and_in_levels() -> None:
     assert times == [2, 3, 6, 6, (1 + 2) + (1 + 3)]
 
 
+@pytest.mark.parametrize("rows", [4, 8, 16])
+def test_where_one_level_of_merges_ends(rows: int) -> None:
+    """The outputs of eight kv heads take one level; those of four or fewer would wait for one
+    multiprocessor, which has to take in all parts."""
+    part_bytes = rows * 128 * 4
+
+    def us(parts: int, max_merged: int) -> float:
+        return predict.fixup_us(parts, NOW, H200, part_bytes, max_merged)
+
+    assert us(34, 264) < us(34, 16) or rows == 16
+    assert us(66, 264) > us(66, 36) and us(264, 264) > 2.5 * us(264, 36)
+
+
 def test_bytes_that_are_read_again_count() -> None:
     def us(seqlen_q: int, code: predict.Code = NOW) -> float:
         case = CudaCase(QUERIES, heads=(64, 8), lengths=(M,), seqlen_q=seqlen_q)

@@ -77,8 +77,10 @@ void check_results(std::vector<Output>& outputs) {
 
 class Simulation {
  public:
-  Simulation(const Partition& partition, std::vector<Output>& outputs, std::mt19937& random)
+  Simulation(const Partition& partition, std::vector<Output>& outputs, std::mt19937& random,
+             int64_t max_merged = tree_attention::kMaxMergedParts)
       : random_(random),
+        max_merged_(max_merged),
         slots_(tree_attention::num_partial_slots(partition.num_workers)),
         stored_(slots_.size(), false),
         counters_(slots_.size(), 0),
@@ -123,7 +125,7 @@ class Simulation {
       return true;
     };
     const auto merge = [&, output = output](const MergeStep& step) {
-      CHECK(1 < step.count && step.count <= tree_attention::kMaxMergedParts, step.count);
+      CHECK(1 < step.count && step.count <= max_merged_, step.count);
       merge_states(step, [&](int64_t i) -> State& {
         CHECK(i < output->workers.count && stored_[slot(i)], "part ", i, " is not there yet");
         return slots_[slot(i)];
@@ -132,10 +134,11 @@ class Simulation {
       output->result = slots_[slot(step.first)];
       ++output->times_completed;
     };
-    tree_attention::fix_up(output->workers, part, arrive, merge);
+    tree_attention::fix_up(output->workers, part, arrive, merge, max_merged_);
   }
 
   std::mt19937& random_;
+  int64_t max_merged_;
   std::vector<Contribution> pending_;
   std::vector<State> slots_;
   std::vector<bool> stored_;
@@ -168,8 +171,11 @@ void test_fixup_levels() {
     const Partition partition{count, count};
     std::vector<Output> outputs = split_outputs(partition, {count}, 0, random);
     CHECK(outputs.size() == 1 && outputs[0].workers.count == count, count);
-    Simulation(partition, outputs, random).run();
-    check_results(outputs);
+    for (int64_t num_rows : {8, 9}) {
+      std::vector<Output> own = outputs;
+      Simulation(partition, own, random, tree_attention::max_merged_parts(num_rows)).run();
+      check_results(own);
+    }
   }
 }
 

@@ -280,6 +280,13 @@ OF_DECODE = [
         "others_ + (part | 1) * stride_",
     ),
     Mutation(
+        "contributors differ in where levels end",
+        "cuda/decode/fixup.cuh",
+        "max_merged_parts(num_rows));",
+        "max_merged_parts(blockIdx.x % 2 == 0 ? 1 : 9));",
+        target=FIXUP,
+    ),
+    Mutation(
         "two levels of merges share a counter",
         "common/fixup.h",
         "partial_slot(workers, first + level)",

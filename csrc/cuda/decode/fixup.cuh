@@ -269,7 +269,8 @@ __device__ void complete_output(uint32_t* counters, const PartialStates& states,
       },
       [&](const MergeStep& step) {
         merge_step<kThreads>(states, workers, step, num_rows, scratch, sink);
-      });
+      },
+      max_merged_parts(num_rows));
 }
 
 }  // namespace tree_attention::cuda
