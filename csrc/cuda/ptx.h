@@ -200,6 +200,11 @@ __device__ __forceinline__ void st_global_v4(float* aligned, const float (&x)[4]
                : "memory");
 }
 
+// The same with 8 bytes.
+__device__ __forceinline__ void st_global_v2(uint32_t* aligned, const uint32_t (&x)[2]) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(aligned), "r"(x[0]), "r"(x[1]) : "memory");
+}
+
 // 9.7.9.8 (ld.acquire), for a wait on another device or on the host.
 __device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* address) {
   uint64_t value;

@@ -44,6 +44,7 @@ MUTATIONS = [
     Mutation("one group is left out", "cp_async_wait_group", {"(kPending)": "(kPending + 1)"}),
     Mutation("it counts one further", "atomic_inc_acq_rel", {"(limit)": "(limit + 1)"}),
     Mutation("address and value are swapped", "store_release_system", {"[%0], %1;": "[%1], %0;"}),
+    Mutation("registers are swapped", "st_global_v2", {"{%1, %2}": "{%2, %1}"}),
     Mutation("rows are loaded once", "ldmatrix_x4", PURE),
     Mutation("only some counts are made", "atomic_inc_acq_rel", PURE),
     Mutation("a flag is loaded once", "load_acquire_system", PURE),

@@ -96,6 +96,14 @@ def test_partial_states_are_stored_by_16_bytes(kernels):
         assert kernel.count(r"STG\.\S*128$") >= 2, kernel.name
 
 
+def test_outputs_are_stored_by_8_and_16_bytes(kernels):
+    """Four elements at once, where blocks store an output of theirs alone, a merged one and an
+    empty one; the elements one by one are for an output without alignment."""
+    for kernel in kernels:
+        assert kernel.count(r"STG\.\S*64$") >= 3, kernel.name
+        assert kernel.count(r"STG\.\S*128$") >= 2 + 3, kernel.name
+
+
 def test_eight_parts_are_requested_before_one_is_used(kernels):
     for kernel in kernels:
         loads = kernel.positions(r"LDG\.\S*128$")

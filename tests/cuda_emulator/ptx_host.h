@@ -163,6 +163,15 @@ inline void st_global_v4(float* aligned, const float (&x)[4],
   for (int i = 0; i < 4; ++i) aligned[i] = x[i];
 }
 
+inline void st_global_v2(uint32_t* aligned, const uint32_t (&x)[2],
+                         source_location where = source_location::current()) {
+  if (reinterpret_cast<uintptr_t>(aligned) % 8 != 0) {
+    emulator::fail("the destination of a store is no multiple of 8", where);
+  }
+  emulator::require_global(aligned, where);
+  for (int i = 0; i < 2; ++i) aligned[i] = x[i];
+}
+
 // Of benchmarks/cuda/ablations/waiting_fixup.cuh.
 inline uint32_t load_acquire(const uint32_t* address,
                              source_location where = source_location::current()) {

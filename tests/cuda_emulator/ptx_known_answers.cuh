@@ -274,6 +274,23 @@ inline void test_half_to_float(const Device& device) {
   }
 }
 
+// Pairs of registers.
+struct StoreParams {
+  uint32_t* out;  // [64]
+};
+template <typename Params>
+__global__ void store_kernel(const Params p) {
+  cuda::st_global_v2(p.out + 2 * threadIdx.x, {threadIdx.x, 1000 + threadIdx.x});
+}
+
+inline void test_stores(const Device& device) {
+  uint32_t* out = device.array(std::vector<uint32_t>(64));
+  device.run(store_kernel<StoreParams>, 1, 32, 0, StoreParams{out});
+  for (uint32_t i = 0; i < 64; ++i) {
+    CHECK(out[i] == i / 2 + (i % 2 == 0 ? 0 : 1000), "word ", i, " is ", out[i]);
+  }
+}
+
 // Every thread counts twice; the first counter wraps at `limit` and is 0 at the end.
 struct CountParams {
   uint32_t* counters;  // [2]: the numbers of the second are not used
@@ -377,6 +394,7 @@ inline void test_known_answers(const Device& device) {
   test_pairs(device);
   test_float8(device);
   test_half_to_float(device);
+  test_stores(device);
   test_counting(device);
   test_messages(device);
   test_shuffles(device);

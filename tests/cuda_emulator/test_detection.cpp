@@ -115,6 +115,7 @@ void wrong_address(Params p) {
   if (p.which == 7) cuda::shared_address(p.in);
   if (p.which == 8) cuda::st_global_v4(p.out + 2, {1, 2, 3, 4});
   if (p.which == 9) cuda::st_global_v4(shared_floats(), {1, 2, 3, 4});
+  if (p.which == 10) cuda::st_global_v2(reinterpret_cast<uint32_t*>(p.out + 1), {1, 2});
   cuda::cp_async_commit_group();
   cuda::cp_async_wait_group<0>();
 }
@@ -192,6 +193,7 @@ void test_addresses() {
   expect_error("not an address in the block's shared memory", wrong_address, 7);
   expect_error("the destination of a store is no multiple of 16", wrong_address, 8);
   expect_error("global memory with an address in shared memory", wrong_address, 9);
+  expect_error("the destination of a store is no multiple of 8", wrong_address, 10);
 }
 
 void test_shared_memory() {

@@ -65,6 +65,20 @@ def test_out_takes_the_dtype_of_o(dtype, device):
     problem.run(out=(o, lse), out_dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("seqlen_k", [0, 500], ids=["no keys", "keys"])
+def test_outputs_of_any_alignment(seqlen_k, dtype, device):
+    """Neighbouring rows differ in theirs; what is aligned is stored by several elements at once."""
+    problem = make_problem(dtype=dtype, seqlen_k=seqlen_k).to(device)
+    expected = problem.run(num_workers=3)
+    for offset in range(5):
+        memory = torch.full((*expected[0].shape[:3], 64 + 5), NAN, dtype=dtype, device=device)
+        o = memory[..., offset : offset + 64]
+        problem.run(out=(o, torch.empty_like(expected[1])), num_workers=3)
+        assert_same_bits([o], expected[:1])
+        assert memory.isnan().sum() == 5 * o[..., 0].numel()
+
+
 # A cache split over ranks: each rank's partial state from its own keys, local ranges and layout.
 
 LAYOUTS = {

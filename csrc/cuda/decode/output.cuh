@@ -20,8 +20,12 @@ class OutputSink {
     const auto [token, head] = place_of_row(params_, rows_, row);
     const int64_t offset =
         rows_.batch * p.o_stride[0] + head * p.o_stride[1] + token * p.o_stride[2] + column;
-    with_dtype(p.out_dtype,
-               [&]<typename Out>() { store_four(static_cast<Out*>(p.o) + offset, o); });
+    char* const place = static_cast<char*>(p.o) + offset * element_size(p.out_dtype);
+    if (p.out_dtype == DataType::kFloat32) {
+      store_floats(reinterpret_cast<float*>(place), o);
+    } else {
+      store_halves(reinterpret_cast<uint16_t*>(place), o, p.out_dtype == DataType::kBFloat16);
+    }
   }
 
   __device__ void store_lse(int row, float lse) const {
@@ -31,11 +35,26 @@ class OutputSink {
   }
 
  private:
-  template <typename T>
-  static __device__ void store_four(T* o, const Float4& values) {
-    // They are stored one by one, because nothing is promised about the alignment of o.
+  // Nothing is promised about the alignment of o: elements are stored one by one where four do not
+  // lie in an aligned place.
+  static __device__ void store_floats(float* o, const Float4& values) {
+    if (reinterpret_cast<uintptr_t>(o) % sizeof(Float4) == 0) return store_global_float4(o, values);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) o[i] = from_float<T>(values.value[i]);
+    for (int i = 0; i < 4; ++i) o[i] = values.value[i];
+  }
+
+  static __device__ void store_halves(uint16_t* o, const Float4& values, bool is_bfloat16) {
+    uint32_t pairs[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float low = values.value[2 * i], high = values.value[2 * i + 1];
+      pairs[i] = is_bfloat16 ? cvt_bf16x2(low, high) : cvt_f16x2(low, high);
+    }
+    if (reinterpret_cast<uintptr_t>(o) % sizeof(pairs) == 0) {
+      return st_global_v2(reinterpret_cast<uint32_t*>(o), pairs);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) o[i] = static_cast<uint16_t>(pairs[i / 2] >> 16 * (i % 2));
   }
 
   const LaunchParams& params_;
