@@ -8,6 +8,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "args/append.h"
+#include "args/checks.h"
 #include "args/decode.h"
 #include "args/merge.h"
 #include "args/ranges.h"
@@ -87,6 +88,24 @@ using LeanDecode =
                     at::IntArrayRef, const std::optional<at::Tensor>&,
                     const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
                     std::optional<at::ScalarType>, int64_t>;
+
+// For tests: how many blocks on a multiprocessor the plan of a call counts on, and how many the
+// device has room for.
+template <std::tuple<int64_t, int64_t> (*ask)(const DecodeParams&)>
+std::tuple<int64_t, int64_t> lean_decode_blocks(const at::Tensor& q, const at::Tensor& k,
+                                                const at::Tensor& v) {
+  const c10::DeviceGuard guard(q.device());
+  const int64_t key_layout[] = {0, 1, 1};
+  DecodeArgs args{};
+  args.q = q;
+  args.k = k;
+  args.v = v;
+  args.key_layout = key_layout;
+  if (has_8_bits(k.scalar_type())) {
+    args.k_scale = args.v_scale = at::empty(k.sizes().slice(0, 3), q.options().dtype(at::kFloat));
+  }
+  return ask(check_inputs(args));
+}
 
 template <void (*launch)(const MergeParams&)>
 struct MergeStates {

@@ -44,6 +44,7 @@ void refuse_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 STABLE_TORCH_LIBRARY(tree_attention, m) {
   m.def("lean_decode(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
   m.def("lean_decode.out(" TREE_ATTENTION_DECODE_ARGUMENTS ", Tensor(a!) o, Tensor(b!) lse) -> ()");
+  m.def("lean_decode_blocks(Tensor q, Tensor k, Tensor v) -> (int planned, int resident)");
   m.def(
       "merge_states(Tensor o_parts, Tensor lse_parts, *, ScalarType? out_dtype=None) "
       "-> (Tensor o, Tensor lse)");
@@ -82,6 +83,7 @@ TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
   m.impl("merge_states", MergeStates<cuda::merge_states>::run);
   m.impl("merge_states.out", MergeStates<cuda::merge_states>::run_out);
   m.impl("one_shot", cuda::one_shot<cuda::launch_one_shot>);
+  m.impl("lean_decode_blocks", lean_decode_blocks<cuda::lean_decode_blocks>);
   m.impl("append_kv", append_kv<cuda::append_kv>);
 }
 #endif

@@ -41,7 +41,7 @@ ON_DEVICE = " and not ".join(
     ("cuda", "emulat", "any_order", "old_architectures", "rings_of_all_depths", "shared_memory")
 )
 # With the compiler, the profiler or processes of their own.
-SLOW = "compiled or one_kernel or first_calls"
+SLOW = "compiled or one_kernel or three_kernels or first_calls"
 
 PTX = """
 nvcc -std=c++20 -O1 -gencode=arch=compute_$0,code=sm_$0 -Icsrc -Itests/cpp \
@@ -123,7 +123,7 @@ CALLS: dict[str, Steps] = {
         (pytest("one_shot", 45, "-k", ON_DEVICE, "tests/exchange/test_one_shot.py"),),
         (pytest("ranks", 250, *files("ranks")),),
         (pytest("huggingface", 180, *files("huggingface", "static_cache")),),
-        (pytest("graphs", 90, "-k", SLOW, *files("graphs")),),
+        (pytest("graphs", 90, "-k", SLOW, *files("graphs", "ranges")),),
         (pytest("others", 60, "-k", ON_DEVICE, *OTHERS, workers=4),),
     ),
     "C": (

@@ -19,4 +19,13 @@ cudaError_t launch_kernel(void (*kernel)(Params), unsigned num_blocks, unsigned 
   return cudaGetLastError();
 }
 
+template <typename Params>
+cudaError_t find_resident_blocks(void (*kernel)(Params), int num_threads, size_t shared_bytes,
+                                 int* blocks) {
+  const cudaError_t error =
+      load_kernel(reinterpret_cast<const void*>(kernel), shared_bytes > 48 * 1024);
+  if (error != cudaSuccess) return error;
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kernel, num_threads, shared_bytes);
+}
+
 }  // namespace tree_attention::cuda

@@ -48,6 +48,11 @@ const cudaDeviceProp& current_device(const char* op) {
   return device;
 }
 
+DeviceLimits limits_of(const cudaDeviceProp& device) {
+  return {device.multiProcessorCount, static_cast<int32_t>(device.sharedMemPerMultiprocessor),
+          static_cast<int32_t>(device.sharedMemPerBlockOptin)};
+}
+
 // Whether the host is to wait for what it checks: an unknown page or slot is an error of the call,
 // as on the CPU.
 bool is_debug_mode(const char* op) {
@@ -85,13 +90,19 @@ void lean_decode(const DecodeParams& params) {
   const cudaDeviceProp& device = current_device("lean_decode");
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   if (params.page_table != nullptr && is_debug_mode("lean_decode")) check_pages(params, stream);
-  const DeviceLimits limits{device.multiProcessorCount,
-                            static_cast<int32_t>(device.sharedMemPerMultiprocessor),
-                            static_cast<int32_t>(device.sharedMemPerBlockOptin)};
+  const DeviceLimits limits = limits_of(device);
   const Plan plan = plan_lean_decode(params, limits);
   check_shared_memory(params, plan.shared_bytes, limits.shared_bytes_per_block);
   const Workspace workspace = workspace_of(stream, limits, plan.workspace);
   C10_CUDA_CHECK(launch_lean_decode(params, plan, workspace, stream));
+}
+
+std::tuple<int64_t, int64_t> lean_decode_blocks(const DecodeParams& params) {
+  check_supported(params);
+  const Plan plan = plan_lean_decode(params, limits_of(current_device("lean_decode")));
+  int resident = 0;
+  C10_CUDA_CHECK(find_resident_blocks(params, plan, &resident));
+  return {plan.blocks_per_sm, resident};
 }
 
 void merge_states(const MergeParams& params) {

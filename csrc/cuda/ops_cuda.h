@@ -4,6 +4,8 @@
 // for nothing.
 #pragma once
 
+#include <tuple>
+
 #include "common/append_params.h"
 #include "common/merge_params.h"
 #include "common/range_params.h"
@@ -13,6 +15,9 @@
 namespace tree_attention::cuda {
 
 void lean_decode(const DecodeParams& params);
+
+// Blocks on a multiprocessor: planned, and resident by the driver.
+std::tuple<int64_t, int64_t> lean_decode_blocks(const DecodeParams& params);
 
 void merge_states(const MergeParams& params);
 

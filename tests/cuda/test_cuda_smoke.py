@@ -47,6 +47,22 @@ def test_row_tile(dtype, kv_dtype, rows, cuda_kernels):
     problem.to(cuda_kernels).run_and_check(num_workers=3)
 
 
+def test_resident_blocks(cuda_kernels):
+    """The plan counts on no more blocks on a multiprocessor than the driver has room for, with the
+    registers of each kernel and the shared memory that the system takes of each block."""
+    wrong = {}
+    for name, kernel in KERNELS.items():
+        kv_dtype = kernel.get("kv_dtype", kernel["dtype"])
+        for rows in (16, 32, 64, 128):
+            q = torch.zeros(1, rows, 1, kernel["head_dim"], dtype=kernel["dtype"])
+            k = torch.zeros(1, 1, 1, kernel["head_dim"]).to(kv_dtype)
+            tensors = [x.to(cuda_kernels) for x in (q, k, k)]
+            planned, resident = torch.ops.tree_attention.lean_decode_blocks(*tensors)
+            if not 1 <= planned <= resident:
+                wrong[f"{name}, {rows} rows"] = planned, resident
+    assert wrong == {}
+
+
 PATHS = {
     "one worker": (1, {}),
     "flat fix-up": (10, {"batch": 1, "num_heads_kv": 1, "seqlen_k": 2000}),

@@ -124,4 +124,11 @@ cudaError_t launch_kernel(void (*kernel)(Params), unsigned num_blocks, unsigned 
   return cudaSuccess;
 }
 
+template <typename Params>
+cudaError_t find_resident_blocks(void (*)(Params), int num_threads, size_t shared_bytes,
+                                 int* blocks) {
+  *blocks = emulator::most_resident_blocks(num_threads, shared_bytes);
+  return cudaSuccess;
+}
+
 }  // namespace tree_attention::cuda

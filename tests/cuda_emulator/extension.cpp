@@ -59,6 +59,13 @@ void emulated_lean_decode(const DecodeParams& params) {
   check(cuda::launch_lean_decode(params, plan, workspace(plan.workspace), nullptr));
 }
 
+std::tuple<int64_t, int64_t> emulated_blocks(const DecodeParams& params) {
+  const cuda::Plan plan = cuda::plan_lean_decode(params, limits);
+  int resident = 0;
+  check(cuda::find_resident_blocks(params, plan, &resident));
+  return {plan.blocks_per_sm, resident};
+}
+
 void emulated_merge_states(const MergeParams& params) {
   check(cuda::launch_merge_states(params, nullptr));
 }
@@ -104,6 +111,7 @@ void install(int64_t seed, int64_t num_sms, int64_t shared_bytes_per_sm,
   limits = make_limits(num_sms, shared_bytes_per_sm, shared_bytes_per_block);
   emulator::options().seed = seed;
   emulator::options().resident_blocks = kResidentBlocks;
+  emulator::options().shared_bytes_per_sm = shared_bytes_per_sm;
   library = std::make_unique<torch::Library>(torch::Library::IMPL, "tree_attention",
                                              c10::DispatchKey::CPU, __FILE__, __LINE__);
   library->impl(
@@ -112,6 +120,7 @@ void install(int64_t seed, int64_t num_sms, int64_t shared_bytes_per_sm,
   library->impl(
       "lean_decode.out",
       LeanDecode<emulated_lean_decode, emulated_merge_states, emulated_split_ranges>::run_out);
+  library->impl("lean_decode_blocks", lean_decode_blocks<emulated_blocks>);
   library->impl("merge_states", MergeStates<emulated_merge_states>::run);
   library->impl("merge_states.out", MergeStates<emulated_merge_states>::run_out);
   library->impl("append_kv", append_kv<emulated_append_kv>);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "machine.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -155,6 +156,14 @@ char* shared_bytes(uint32_t address, int num_bytes, const std::source_location& 
          where);
   }
   return block.shared.get() + offset;
+}
+
+int most_resident_blocks(int num_threads, size_t shared_bytes) {
+  // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", 8.0 and 9.0.
+  constexpr int kThreads = 2048;
+  constexpr size_t kSystemBytes = 1024;  // of each block
+  const size_t by_memory = options().shared_bytes_per_sm / (shared_bytes + kSystemBytes);
+  return static_cast<int>(std::min<size_t>(kThreads / num_threads, by_memory));
 }
 
 void note_request(Request request) {

@@ -32,6 +32,7 @@ struct Options {
   uint64_t seed = 0;
   int resident_blocks = 2;                   // a block of a larger grid begins when another ends
   std::vector<Request>* requests = nullptr;  // where those of all launches are noted, if anywhere
+  size_t shared_bytes_per_sm = 228 * 1024;
 };
 Options& options();
 
@@ -49,6 +50,10 @@ Counters& counters();
 // It is over when this returns, unless there are Streams.
 void launch(unsigned num_blocks, unsigned num_threads, size_t shared_bytes, const void* stream,
             std::function<void()> kernel);
+
+// How many blocks shared memory and threads leave room for on a multiprocessor, as a driver says
+// it. The emulated device knows no registers.
+int most_resident_blocks(int num_threads, size_t shared_bytes);
 
 // Launches while it exists wait for run(), which runs those of a stream one after the other, and
 // streams side by side: ranks of one device. Each grid has its own resident blocks.

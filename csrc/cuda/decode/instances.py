@@ -18,6 +18,8 @@ TEXT = """\
 namespace tree_attention::cuda {{
 template cudaError_t launch_instance<{query}, {head_dim}, {cached}>(const LaunchParams&,
                                                                     const Plan&, cudaStream_t);
+template cudaError_t find_resident_blocks_of_instance<{query}, {head_dim}, {cached}>(const Plan&,
+                                                                                     int*);
 }}
 """
 

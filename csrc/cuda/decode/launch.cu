@@ -17,4 +17,12 @@ cudaError_t launch_lean_decode(const DecodeParams& p, const Plan& plan, const Wo
                        });
 }
 
+cudaError_t find_resident_blocks(const DecodeParams& p, const Plan& plan, int* blocks) {
+  return with_instance(p.dtype, p.kv_dtype, std::max(p.head_dim, p.head_dim_v),
+                       [&]<typename Element, int kHeadDim, typename Cached>() {
+                         return find_resident_blocks_of_instance<Element, kHeadDim, Cached>(plan,
+                                                                                            blocks);
+                       });
+}
+
 }  // namespace tree_attention::cuda

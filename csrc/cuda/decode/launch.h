@@ -61,6 +61,10 @@ WorkspaceSize largest_workspace(const DeviceLimits& limits);
 cudaError_t launch_lean_decode(const DecodeParams& params, const Plan& plan,
                                const Workspace& workspace, cudaStream_t stream);
 
+// How many blocks of the plan's kernel are resident on a multiprocessor, by the driver, which knows
+// registers and what the system takes.
+cudaError_t find_resident_blocks(const DecodeParams& params, const Plan& plan, int* blocks);
+
 LaunchParams launch_params(const DecodeParams& params, const Plan& plan,
                            const Workspace& workspace);
 
@@ -69,5 +73,9 @@ LaunchParams launch_params(const DecodeParams& params, const Plan& plan,
 // instances.py writes.
 template <typename Element, int kHeadDim, typename Cached>
 cudaError_t launch_instance(const LaunchParams& params, const Plan& plan, cudaStream_t stream);
+
+// The same of that kernel's resident blocks.
+template <typename Element, int kHeadDim, typename Cached>
+cudaError_t find_resident_blocks_of_instance(const Plan& plan, int* blocks);
 
 }  // namespace tree_attention::cuda

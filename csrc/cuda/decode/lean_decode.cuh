@@ -185,4 +185,12 @@ cudaError_t launch_instance(const LaunchParams& params, const Plan& plan, cudaSt
   });
 }
 
+template <typename Element, int kHeadDim, typename Cached>
+cudaError_t find_resident_blocks_of_instance(const Plan& plan, int* blocks) {
+  return with_row_tile<Element, kHeadDim, Cached>(plan.row_tile, [&]<typename Config>() {
+    return find_resident_blocks(lean_decode_kernel<Element, Config>, Config::kThreads,
+                                plan.shared_bytes, blocks);
+  });
+}
+
 }  // namespace tree_attention::cuda
