@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,11 @@ from tree_attention import _loader
 INSTRUCTION_BYTES = 16
 # The mangled name: <Element, TileConfig<Element, head_dim, rows>, ...>.
 _SECTION = re.compile(r"\.section\s+\.text\.\S*lean_decode_kernelI(\S*?),")
+# These arguments; without an element it is float.
+CONFIG = re.compile(
+    r"(?:NS_\d+(?P<element>\w*Float16)E|f).*?Li(?P<head_dim>\d+)ELi(?P<row_tile>\d+)E"
+    r"(?:NS_\d(?P<cached>Int8|Float8)E)?"
+)
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*)")
 _REGISTER = re.compile(r"\bR(\d+)")
 
@@ -74,16 +81,43 @@ def extension_with_cuda() -> str:
     return extension.__file__
 
 
+def name_of(mangled: str) -> str:
+    """The name of the source, as instances.py writes it, that defines the decode kernel whose
+    mangled template arguments these are."""
+    config = CONFIG.match(mangled)
+    assert config is not None, mangled
+    queries = {"BFloat16": "bf16", "Float16": "fp16", None: "fp32"}[config["element"]]
+    cached = f"_{config['cached'].lower()}" if config["cached"] else ""
+    return f"lean_decode_{queries}{cached}_{config['head_dim']}"
+
+
+@functools.cache
+def cubins(architecture: str) -> dict[str, bytes]:
+    """Those of the extension that have decode kernels, by the name of their source: a compressed
+    one has no name of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        extract = [find_tool("cuobjdump"), "-xelf", f".{architecture}.cubin", extension_with_cuda()]
+        subprocess.run(extract, cwd=folder, check=True, capture_output=True)
+        contents = [path.read_bytes() for path in Path(folder).glob("*.cubin")]
+    found = {}
+    for content in contents:
+        kernel = re.search(rb"lean_decode_kernelI([\w]+)", content)
+        if kernel is not None:
+            found[name_of(kernel[1].decode())] = content
+    return found
+
+
 def disassemble(source: str, architecture: str, folder: Path) -> list[Code]:
     """The kernels that `source`, the name of a file of csrc/cuda without its ending, defines."""
-    cubin = f"{source}.{architecture}.cubin"
-    extract = [find_tool("cuobjdump"), "-xelf", cubin, extension_with_cuda()]
-    subprocess.run(extract, cwd=folder, check=True, capture_output=True)
-    if not (folder / cubin).exists():
-        pytest.skip(f"the extension is not compiled for {architecture}")
+    extension_with_cuda()
+    compiled = _loader.load().build_info()["cuda_architectures"]
+    if f"{architecture[3:-1]}.{architecture[-1]}" not in compiled:
+        pytest.skip(f"the extension is not compiled for {architecture}, but for {compiled}")
+    (folder / "cubin").write_bytes(cubins(architecture)[source])
     text = subprocess.run(
-        [find_tool("nvdisasm"), "-c", cubin], cwd=folder, check=True, capture_output=True, text=True
-    ).stdout
+        [find_tool("nvdisasm"), "-c", "cubin"], cwd=folder, check=True, capture_output=True,
+        text=True,
+    ).stdout  # fmt: skip
     return parse(text)
 
 
