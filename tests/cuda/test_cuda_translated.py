@@ -62,6 +62,7 @@ ELEMENTS = {"bf16": "BFloat16", "int8": "Int8", "float8": "Float8"}
 KERNELS = [
     Kernel("bf16", 16, "decode_short"),
     Kernel("bf16", 32, "decode_short"),
+    Kernel("bf16", 128, "decode_row_blocks"),
     Kernel("bf16_int8", 16, "decode_int8_short"),
     Kernel("bf16_float8", 16, "decode_float8_short"),
 ]
