@@ -4,7 +4,7 @@
 import itertools
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -120,3 +120,14 @@ def test_two_blocks_share_a_multiprocessor():
         assert plan.blocks_per_sm * plan.num_stages * 32 * 1024 >= 96 * 1024
         plan = emulated.plan(torch.bfloat16, head_dim, 8, emulated.A100, kv_dtype)
         assert plan.blocks_per_sm == 2 and plan.num_stages >= 2
+
+
+def test_blocks_that_find_no_room_are_seen():
+    """What test_cuda_smoke.py asks the driver, of a device that claims more memory for a block than
+    a multiprocessor has."""
+    q, k = torch.zeros(1, 8, 1, 128).bfloat16(), torch.zeros(1, 1, 1, 128).bfloat16()
+    rooms = {emulated.H100.shared_bytes_per_sm: (2, 2), 100 << 10: (1, 0)}
+    for shared_bytes_per_sm, expected in rooms.items():
+        limits = replace(emulated.H100, shared_bytes_per_sm=shared_bytes_per_sm)
+        with emulated.emulated_operators(0, limits):
+            assert torch.ops.tree_attention.lean_decode_blocks(q, k, k) == expected
