@@ -39,12 +39,14 @@ void run(const DecodeParams& p) {
 }
 
 // Refuses several ranges of a query: the ablations compare schedules for one.
-void refuse_merge(const MergeParams&) {
+template <typename Params>
+void refuse_ranges(const Params&) {
   TORCH_CHECK(false, "lean_decode's ablations take one range of keys for each query");
 }
 
 template <PlanFunction make_plan, LaunchFunction launch>
-using Ablation = LeanDecode<run<make_plan, launch>, refuse_merge>;
+using Ablation =
+    LeanDecode<run<make_plan, launch>, refuse_ranges<MergeParams>, refuse_ranges<RangeParams>>;
 
 template <int kTileKeys, int kNumStages>
 Plan plan_tile(const DecodeParams& p, const DeviceLimits& limits) {
