@@ -46,7 +46,8 @@ class Kind:
             )
         except subprocess.TimeoutExpired:
             return "it does not end"
-        return result.stderr if result.returncode != 0 else ""
+        # A mutant may also end by a signal, without a word.
+        return result.stderr or f"status {result.returncode}" if result.returncode != 0 else ""
 
 
 def has_fixed_addresses() -> bool:
