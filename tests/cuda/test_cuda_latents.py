@@ -7,32 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emulated import A100, H100, TENSOR_CORES, Limits, emulated_operators, plan
-from helpers import NAN, Problem, assert_same_bits, make_problem
+from helpers import NAN, assert_same_bits, make_problem
+from latent_problems import make_latents
 from test_cuda_errors import message_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
 KINDS = ["all", "ragged", "left padded", "causal", "window", "random"]
 ADA = Limits(142, 100 << 10, 99 << 10)
 by_dtype = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-
-
-def make_latents(**shape) -> Problem:
-    """make_problem of values that are a view of their keys."""
-    shape = {
-        "batch": 1, "num_heads_kv": 1, "group_size": 16, "head_dim": 576, "head_dim_v": 512,
-        "dtype": BF16,
-    } | shape  # fmt: skip
-    problem = make_problem(**shape)
-    problem.v = problem.k[..., : shape["head_dim_v"]]
-    return problem
-
-
-def on_device(problem: Problem, device: torch.device) -> Problem:
-    """`Problem.to` makes copies, of which one is not a view of the other."""
-    head_dim_v = problem.v.shape[-1]
-    problem = problem.to(device)
-    problem.v = problem.k[..., :head_dim_v]
-    return problem
 
 
 CASES = {
@@ -65,7 +47,7 @@ CASES = {
 @by_dtype
 @pytest.mark.parametrize("name", CASES)
 def test_exact(name, dtype, cuda_kernels):
-    problem = on_device(make_latents(dtype=dtype, **CASES[name]), cuda_kernels)
+    problem = make_latents(dtype=dtype, **CASES[name]).to(cuda_kernels)
     for num_workers in (1, 5):
         result = problem.run_and_check(num_workers=num_workers)
         assert_same_bits(result, problem.run(num_workers=num_workers))
@@ -110,13 +92,13 @@ def test_bits_do_not_depend_on_where_keys_lie(heads, cuda_kernels):
     for layout, page_size in [("BHSD", 0), ("padded", 0), ("BHSD", 48), ("BHSD", 5)]:
         torch.manual_seed(5)
         problem = make_latents(group_size=heads, seqlen_k=240, layout=layout, page_size=page_size)
-        bits.append(on_device(problem, cuda_kernels).run_and_check(num_workers=2))
+        bits.append(problem.to(cuda_kernels).run_and_check(num_workers=2))
     for other in bits[1:]:
         assert_same_bits(other, bits[0])
 
 
 @pytest.mark.parametrize("model", TENSOR_CORES)
-def test_tensor_cores_that_round_to_zero(model):
+def test_emulated_tensor_cores_that_round_to_zero(model):
     problem = make_latents(seqlen_k=200)
     with emulated_operators(3, tensor_core=TENSOR_CORES[model]):
         problem.run_and_check(num_workers=2)
@@ -126,11 +108,11 @@ def test_a_nan_reaches_the_rows_that_see_it(cuda_kernels):
     problem = make_latents(seqlen_q=2, seqlen_k=200)
     problem.key_ranges = torch.tensor([[[0, 100], [0, 200]]], dtype=torch.int32)
     problem.k[0, 0, 150, 570] = NAN  # of a column that values do not have
-    o, lse = on_device(problem, cuda_kernels).run_and_check(num_workers=1)
+    o, lse = problem.to(cuda_kernels).run_and_check(num_workers=1)
     assert lse.isnan().sum() == 16 and o[:, :, 0].isfinite().all() and o[:, :, 1].isnan().all()
 
 
-def test_plans():
+def test_plans_fit_the_shared_memory():
     """Two blocks share a multiprocessor of a Hopper with 16 rows; an Ada has room for no more."""
     shapes = {
         (H100, 16): (16, 128, 2, 2), (H100, 17): (64, 256, 1, 3), (H100, 128): (64, 256, 1, 3),
@@ -176,7 +158,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(case, cuda_kernels):
     changes, message = REFUSED[case]
-    problem = on_device(make_latents(**changes), cuda_kernels)
+    problem = make_latents(**changes).to(cuda_kernels)
     assert message_of(problem.run) == f"lean_decode: {message}"
 
 
