@@ -41,7 +41,7 @@ def test_instructions_of_a_tile_are_those_of_the_machine_code() -> None:
 
 
 def test_latents_are_those_of_the_machine_code() -> None:
-    """test_cuda_sass.py has the same numbers. Four column groups exchange 40 KB for 16 rows; with
+    """test_cuda_sass.py counts them. Four column groups exchange 40 KB for 16 rows; with
     64 rows K and V are read by four row groups, and the queries twice."""
     for case, rows, moved in ((MLA_16, 16, 4 * 36 + 4 - 4), (MLA, 64, 36 + 4 * 68 + 144 + 32)):
         for page_size, number in ((0, NOW.latents[rows][0]), (64, NOW.latents[rows][1])):
