@@ -141,16 +141,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
 }  # fmt: skip
 
 
-def test_values_of_heads_that_are_not_taken(cuda: torch.device) -> None:
-    """Prompts attend to what is made from latents."""
-    model = make_model("deepseek", **LATENTS | {"v_head_dim": 6}).cuda()
+REFUSED_LATENTS: dict[str, tuple[dict[str, Any], str | None, str]] = {
+    "8 bits": ({}, "int8", "caches latents of 576 columns, .*: k must have the dtype of q on CUDA"),
+    "float32": (
+        {"dtype": torch.float32}, None, "caches latents of 576 columns, .*: q must be bfloat16 or"
+    ),
+    "values that prompts make": (
+        {"v_head_dim": 6}, None, "makes keys of 72 columns and values of 6 from latents, .*: "
+        "head_dim of v must be a multiple of 8 up to 256 on CUDA, got 6",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED_LATENTS)
+def test_latents_that_are_not_taken(case: str, cuda: torch.device) -> None:
+    changes, kv_dtype, message = REFUSED_LATENTS[case]
+    model = make_model("deepseek", **LATENTS | changes).cuda()
     kind = type(model.model.layers[0].self_attn.kv_b_proj.weight.data)
-    message = (
-        "^enable: DeepseekV3ForCausalLM makes keys of 72 columns and values of 6 from latents, "
-        "which attention does not take on cuda: lean_decode: head_dim of v must be a multiple of 8"
-    )
-    with mock.patch.object(latent, "Tensor", kind), pytest.raises(ValueError, match=message):
-        hf.enable(model)
+    match = f"^enable: DeepseekV3ForCausalLM {message}"
+    with mock.patch.object(latent, "Tensor", kind), pytest.raises(ValueError, match=match):
+        hf.enable(model, kv_dtype=kv_dtype)
     assert "generate" not in vars(model)
 
 
