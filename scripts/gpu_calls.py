@@ -116,7 +116,7 @@ CALLS: dict[str, Steps] = {
         (BUILD,),
         (GATE,),
         (pytest("8_bits", 120, "-k", ON_DEVICE, *files("8_bit_keys"), workers=8),),
-        (pytest("shapes", 90, "-k", ON_DEVICE, *files("shapes"), workers=8),),
+        (pytest("shapes", 90, "-k", ON_DEVICE, *files("shapes", "latents"), workers=8),),
         (pytest("errors", 45, "-k", ON_DEVICE, *files("errors", "ptx"), workers=4),),
         (pytest("operators", 120, "-k", ON_DEVICE, *OPERATORS, workers=8),),
         (pytest("numerics", 90, *files("numerics")),),

@@ -24,9 +24,10 @@ fi
 # Every tensor in an allocation of its own, or an access past its end would find the next one.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 REQUIRE_CUDA=1
 tools=(memcheck racecheck)
-# One of each kind of tile: 16 bits, pairs of warps that split the columns, float32, 8 bits, both.
+# One of each kind of tile: 16 bits, pairs of warps that split the columns, float32, 8 bits, both,
+# latents.
 for kernel in "bfloat16 d128" "float16 d256" "float32 d64" "bfloat16 int8 d128" \
-  "float16 float8_e4m3fn d256"; do
+  "float16 float8_e4m3fn d256" "bfloat16 latents of 40"; do
   kernels+=("tests/cuda/test_cuda_smoke.py::test_kernel[cuda-$kernel]")
 done
 for tool in "${tools[@]}"; do

@@ -204,7 +204,10 @@ class Problem:
     def to(self, device: torch.device) -> "Problem":
         options = {name: to_device(x, device) for name, x in self.options.items()}
         tensors = (to_device(x, device) for x in (self.q, self.k, self.v, self.key_ranges))
-        return Problem(*tensors, options)
+        moved = Problem(*tensors, options)
+        if self.k.numel() and self.v.data_ptr() == self.k.data_ptr():  # latents
+            moved.v = moved.k[..., : self.v.shape[3]]
+        return moved
 
     def shard(self, layout: Any, rank: int) -> "Problem":
         """What `rank` holds of this problem (without pages), with its local key ranges."""

@@ -37,7 +37,6 @@ class CudaCase:
     page_size: int = 0
     layout: str = "HND"
     flex: bool = False  # compiling for it takes several seconds
-    refusal: str = ""  # in the error of `lean_decode`, where it does not take the case
 
     def __post_init__(self) -> None:
         if self.layout == "packed" and len(set(self.lengths[:-1])) > 1:
@@ -158,11 +157,14 @@ LOG_UNIFORM_8 = CudaCase(
     RAGGED, lengths=log_uniform_lengths(8, 512, 256 * K), layout="NHD", flex=True
 )
 LATENCY = CudaCase(lengths=(K,))
-# What latent attention (MLA) makes of DeepSeek-V3's heads.
-MLA = CudaCase(
-    LATENT, heads=(128, 1), head_dim=576, latent_dim=512, lengths=(64 * K,),
-    refusal="head_dim must be a multiple of 8 up to 256 on CUDA, got 576",
-)  # fmt: skip
+# What latent attention (MLA) makes of DeepSeek-V3's heads, and of the 16 of V2-Lite.
+MLA = CudaCase(LATENT, heads=(128, 1), head_dim=576, latent_dim=512, lengths=(64 * K,))
+MLA_16 = replace(MLA, heads=(16, 1))
+LATENTS = [
+    replace(mla, lengths=lengths, page_size=page_size)
+    for mla in (MLA_16, MLA)
+    for lengths, page_size in (((64 * K,), 0), ((8 * K,) * 8, 0), ((8 * K,) * 8, 64))
+]
 
 
 def quick_cases() -> list[CudaCase]:
@@ -226,7 +228,7 @@ def standard_cases() -> list[CudaCase]:
     for kv_dtype in ("int8", "fp8"):
         cases += [CudaCase(EIGHT_BITS, kv_dtype=kv_dtype, lengths=(8 * K,) * 8)]
         cases += [CudaCase(EIGHT_BITS, kv_dtype=kv_dtype, lengths=(16 * K,) * 8, page_size=16)]
-    return _once([*cases, MLA, *paper_cases()])
+    return _once([*cases, *LATENTS, *paper_cases()])
 
 
 def full_cases() -> list[CudaCase]:

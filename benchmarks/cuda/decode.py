@@ -146,8 +146,6 @@ def case_row(
         ceiling=ceiling,
         seconds=seconds,
     )
-    if case.refusal and case.refusal in row["unavailable"].get(OURS, ""):
-        row["wrong"] = False
     return {"name": case.name, "section": case.section, "case": asdict(case), **row}
 
 

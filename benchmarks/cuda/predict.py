@@ -7,21 +7,22 @@
 A launch takes its fixed latencies, and between them the longest of: all bytes at the rate of the
 memory; the tiles of the busiest multiprocessor at the rate of its shared memory, issue slots or
 tensor cores; the tiles of one block at the rate at which a warp's instructions follow each other.
-The model knows queries of 16 bits, up to 128 packed rows, and head_dims up to 128.
+The model knows queries of 16 bits, up to 128 packed rows, and head_dims up to 128, and latents of
+576 columns.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tree_attention.planning.machines import MACHINES
 
 from ..harness.report import ROOT
-from .cases import EIGHT_BITS, OURS, PAPERS, QUERIES, CudaCase, K, quick_cases
+from .cases import EIGHT_BITS, LATENTS, OURS, PAPERS, QUERIES, CudaCase, K, quick_cases
 
 PAGE, RESULTS = ROOT / "docs" / "cuda_kernel.md", ROOT / "benchmarks" / "results"
 BEGIN = "<!-- the table of python -m benchmarks.cuda.predict --write -->\n"
@@ -65,6 +66,8 @@ class Code:
     loop: int = 55  # of a tile, with the maxima and sums of its rows
     fragments: int = 48  # mma and ldmatrix of 16 rows, 16 keys and 128 columns
     softmax: int = 124  # of 16 rows and 16 keys
+    # A whole tile of latents, by its rows: of contiguous keys, and of pages.
+    latents: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 # Share of the peak that a kernel which only reads reaches: 4.3 of 4.8 TB/s, an assumption until the
@@ -99,6 +102,7 @@ NOW = replace(
     widening={"int8": 218, "fp8": 136},
     merges_by_rows=True,
     in_step=True,
+    latents={16: (585, 666), 64: (768, 803)},
 )
 
 
@@ -110,11 +114,17 @@ class Tile:
     warps: int
     blocks: int  # on a multiprocessor
     keys: int
-    num_bytes: int  # of K and V
+    num_bytes: int  # of K and V, or of latents
+    column_groups: int = 1
 
     @staticmethod
     def of(case: CudaCase) -> "Tile":
-        if case.dtype == "fp32" or case.head_dim > 128:
+        if (case.head_dim, case.latent_dim, case.kv_dtype) == (576, 512, ""):
+            num_bytes = 32 * case.head_dim * case.cached_dtype.itemsize
+            if packed_rows(case) <= 16:
+                return Tile(16, 4, 2, 32, num_bytes, column_groups=4)
+            return Tile(64, 8, 1, 32, num_bytes, column_groups=2)
+        if case.dtype == "fp32" or case.head_dim > 128 or case.latent_dim:
             raise ValueError(f"{case.name}: the model has no such kernel")
         sizes = (16, 64) if case.kv_dtype else (16, 32, 64, 128)
         rows = next((n for n in sizes if n >= packed_rows(case)), sizes[-1])
@@ -151,8 +161,23 @@ class Prediction:
     bound: str  # what takes the most of the time
 
 
+def shared_bytes(case: CudaCase, tile: Tile) -> float:
+    """Return the bytes that shared memory moves for one tile."""
+    if not case.latent_dim:
+        return tile.num_bytes * (1 + tile.row_groups)
+    # K and V are read by each row group, 64 rows of queries again for each step of 16 keys. Each
+    # warp leaves its products, and reads those of the other column group, or of all four.
+    keys_and_values = tile.num_bytes * (1 + case.latent_dim / case.head_dim) * tile.row_groups
+    queries = 2 * tile.rows * case.head_dim * 2 if tile.rows > 16 else 0
+    products = 4 * tile.rows * tile.keys * tile.column_groups
+    readings = 1 if tile.column_groups == 2 else tile.column_groups
+    return tile.num_bytes + keys_and_values + queries + products * (1 + readings)
+
+
 def instructions(case: CudaCase, tile: Tile, code: Code) -> float:
     """Return the number of instructions that one warp executes for one tile."""
+    if case.latent_dim:
+        return code.latents[tile.rows][case.page_size > 0]
     quarter = 4 / tile.warps
     steps = tile.keys * tile.row_groups // tile.warps / 16
     addresses = code.addresses + (code.page_addresses if case.page_size else 0)
@@ -185,11 +210,12 @@ def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction
     longest = -(-line // workers)  # range of the line
     resident = -(-workers // machine.multiprocessors)  # blocks of a multiprocessor
     of_warp = instructions(case, tile, code)
+    columns = case.head_dim + (case.latent_dim or case.head_dim)
 
     clocks = {
-        "shared memory": tile.num_bytes * (1 + tile.row_groups) / machine.shared_bytes * resident,
+        "shared memory": shared_bytes(case, tile) / machine.shared_bytes * resident,
         "issue slots": of_warp * tile.warps / machine.issue_slots * resident,
-        "tensor cores": 2 * tile.keys * case.head_dim * tile.rows / machine.products * resident,
+        "tensor cores": tile.keys * columns * tile.rows / machine.products * resident,
         "instruction latency": of_warp * machine.clocks_per_instruction,
     }
     times = {name: longest * count / machine.clock * 1e6 for name, count in clocks.items()}
@@ -219,7 +245,7 @@ def shapes() -> list[CudaCase]:
     more += [
         CudaCase(PAPERS, heads=(24, 24), head_dim=64, lengths=(n * K,) * 4) for n in (1, 64, 512)
     ]
-    return [*quick_cases(), *more]
+    return [*quick_cases(), *more, *LATENTS]
 
 
 def measured(folder: Path) -> dict[str, Mapping[str, Any]]:
@@ -240,13 +266,14 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         "| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
     ]
     for case in shapes():
-        before, now = predict(case, BEFORE), predict(case, NOW)
+        now = predict(case, NOW)
+        before = "" if case.latent_dim else _us(predict(case, BEFORE).us)
         found = ["", "", ""]
         if (row := rows.get(case.name)) is not None:
             shares = (row.get(name) for name in ("ceiling_share", "read_share"))
             found = [_us(row["times"][OURS]["median_us"])]
             found += ["" if share is None else _percent(share) for share in shares]
-        predicted = [_us(before.us), _us(now.us), _percent(now.share), now.bound]
+        predicted = [before, _us(now.us), _percent(now.share), now.bound]
         cells = [case.name, *predicted, *found]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

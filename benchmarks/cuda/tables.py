@@ -101,9 +101,7 @@ def microseconds(value: float) -> str:
 
 
 def _verdict(row: Mapping[str, Any]) -> str:
-    if row["wrong"]:
-        return "WRONG"
-    return "yes" if OURS in row["times"] else "refused"
+    return "WRONG" if row["wrong"] else "yes"
 
 
 def _number(value: float | None, scale: float) -> str:

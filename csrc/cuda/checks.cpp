@@ -12,16 +12,57 @@ namespace tree_attention::cuda {
 namespace {
 
 constexpr int kMaxHeadDim = 256;
-constexpr int kAlignment = 16;  // bytes
+constexpr int kMaxLatents = 576, kMaxLatentValues = 512;  // columns
+constexpr int kAlignment = 16;                            // bytes
 // The kernel counts keys in 32 bits, up to the end of the last tile.
 constexpr int64_t kMaxKeys = std::numeric_limits<int32_t>::max() - 256;
+
+void get_sizes(const DecodeParams& p, int64_t (&sizes)[3]) {
+  const bool paged = p.page_table != nullptr;
+  sizes[0] = paged ? p.num_pages : p.batch;
+  sizes[1] = p.num_heads_kv;
+  sizes[2] = paged ? p.page_size : p.seqlen_k;
+}
+
+// Whether the values are the first columns of their keys, in one memory. Where there are no keys,
+// and so no memory, strides alone tell, which say nothing of values as wide as their keys.
+bool has_values_in_keys(const DecodeParams& p) {
+  int64_t sizes[3];
+  get_sizes(p, sizes);
+  if (p.k != p.v || p.head_dim_v > p.head_dim) return false;
+  if (p.k == nullptr && p.head_dim_v == p.head_dim) return false;
+  for (int axis = 0; axis < 3; ++axis) {
+    if (sizes[axis] > 1 && p.k_stride[axis] != p.v_stride[axis]) return false;
+  }
+  return p.k != nullptr || p.k_stride[2] == p.v_stride[2];
+}
 
 void check_head_dim(const char* what, int32_t head_dim, const DecodeParams& p) {
   const bool has_8_bits = element_size(p.kv_dtype) == 1;
   const int multiple = has_8_bits ? kAlignment : 8;
   TORCH_CHECK(head_dim % multiple == 0 && head_dim <= kMaxHeadDim, "lean_decode: ", what,
               " must be a multiple of ", multiple, " up to ", kMaxHeadDim, " on CUDA",
-              has_8_bits ? " for keys of 8 bits" : "", ", got ", head_dim);
+              has_8_bits ? " for keys of 8 bits" : "", ", got ", head_dim,
+              element_size(p.kv_dtype) == 2 && head_dim > kMaxHeadDim
+                  ? "; more are taken where v is a view of the first columns of k"
+                  : "");
+}
+
+// Latents: keys of more columns than others may have, whose first ones are their values.
+void check_latents(const DecodeParams& p) {
+  TORCH_CHECK(p.dtype != DataType::kFloat32,
+              "lean_decode: q must be bfloat16 or float16 on CUDA for latents of more than ",
+              kMaxHeadDim, " columns, got float32");
+  TORCH_CHECK(p.kv_dtype == p.dtype,
+              "lean_decode: k must have the dtype of q on CUDA for latents of more than ",
+              kMaxHeadDim, " columns, got 8 bits");
+  const auto check = [](const char* what, int32_t columns, int most) {
+    TORCH_CHECK(columns % 8 == 0 && columns <= most, "lean_decode: ", what,
+                " must be a multiple of 8 up to ", most,
+                " on CUDA for values that are the first columns of their keys, got ", columns);
+  };
+  check("head_dim", p.head_dim, kMaxLatents);
+  check("head_dim of v", p.head_dim_v, kMaxLatentValues);
 }
 
 void check_alignment(const char* argument, const void* data, const int64_t (&strides)[3],
@@ -42,16 +83,19 @@ void check_alignment(const char* argument, const void* data, const int64_t (&str
 void check_supported(const DecodeParams& p) {
   TORCH_CHECK(p.kv_dtype == p.dtype || p.dtype != DataType::kFloat32,
               "lean_decode: q must be bfloat16 or float16 on CUDA for keys of 8 bits, got float32");
-  check_head_dim("head_dim", p.head_dim, p);
-  check_head_dim("head_dim of v", p.head_dim_v, p);
+  if (p.head_dim > kMaxHeadDim && has_values_in_keys(p)) {
+    check_latents(p);
+  } else {
+    check_head_dim("head_dim", p.head_dim, p);
+    check_head_dim("head_dim of v", p.head_dim_v, p);
+  }
   TORCH_CHECK(p.seqlen_k <= kMaxKeys, "lean_decode: seqlen_k must be at most ", kMaxKeys,
               " on CUDA, got ", p.seqlen_k);
   TORCH_CHECK(p.num_workers >= 0, "lean_decode: num_workers must not be negative on CUDA, got ",
               p.num_workers);
-  const bool paged = p.page_table != nullptr;
   const int64_t q_sizes[3] = {p.batch, p.num_heads_q, p.seqlen_q};
-  const int64_t k_sizes[3] = {paged ? p.num_pages : p.batch, p.num_heads_kv,
-                              paged ? p.page_size : p.seqlen_k};
+  int64_t k_sizes[3];
+  get_sizes(p, k_sizes);
   check_alignment("q", p.q, p.q_stride, q_sizes, element_size(p.dtype));
   check_alignment("k", p.k, p.k_stride, k_sizes, element_size(p.kv_dtype));
   check_alignment("v", p.v, p.v_stride, k_sizes, element_size(p.kv_dtype));

@@ -8,7 +8,8 @@
 
 namespace tree_attention::cuda {
 
-// Kernels are compiled for head_dims up to 256 and read q, k and v in pieces of 16 bytes.
+// Kernels are compiled for head_dims up to 256, and for latents of up to 576 columns whose first
+// 512 are their values. They read q, k and v in pieces of 16 bytes.
 void check_supported(const DecodeParams& params);
 
 // `device` is the name of a device of compute capability major.minor.

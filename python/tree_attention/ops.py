@@ -73,7 +73,8 @@ def lean_decode(
 
     On CUDA (compute capability 8.0 or higher) head_dims are multiples of 8 up to 256, and q, k and
     v begin at, and have strides of, multiples of 16 bytes. For keys of 8 bits head_dims are
-    multiples of 16, and q is bfloat16 or float16. The host never waits for the device, and
+    multiples of 16, and q is bfloat16 or float16. Latents may have up to 576 columns of 16 bits, of
+    which up to 512 are the values. The host never waits for the device, and
     calls can be captured in CUDA graphs, between whose replays key_ranges and every other tensor
     may change. Page ids are checked on the CPU; on CUDA only if the environment variable
     TREE_ATTENTION_CHECK_PAGES is 1, for which the host waits.

@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from benchmarks.cuda import predict
-from benchmarks.cuda.cases import HEADS, LATENCY, PAGES, QUERIES, CudaCase, K, M
+from benchmarks.cuda.cases import (
+    HEADS,
+    LATENCY,
+    MLA,
+    MLA_16,
+    PAGES,
+    QUERIES,
+    CudaCase,
+    K,
+    M,
+)
 from benchmarks.cuda.predict import BEFORE, H200, NOW, Tile, instructions
 
 LONG = CudaCase(lengths=(M,))
@@ -28,6 +38,21 @@ def test_instructions_of_a_tile_are_those_of_the_machine_code() -> None:
     assert (tile.rows, tile.warps, tile.keys, tile.num_bytes) == (16, 4, 64, 32 * K)
     assert instructions(LONG, tile, BEFORE) == 468 and instructions(PAGED, tile, BEFORE) == 646
     assert instructions(LONG, tile, NOW) == 333 and instructions(PAGED, tile, NOW) == 384
+
+
+def test_latents_are_those_of_the_machine_code() -> None:
+    """test_cuda_sass.py counts them. Four column groups exchange 40 KB for 16 rows; with
+    64 rows K and V are read by four row groups, and the queries twice."""
+    for case, rows, moved in ((MLA_16, 16, 4 * 36 + 4 - 4), (MLA, 64, 36 + 4 * 68 + 144 + 32)):
+        for page_size, number in ((0, NOW.latents[rows][0]), (64, NOW.latents[rows][1])):
+            paged = replace(case, page_size=page_size)
+            tile = Tile.of(paged)
+            assert instructions(paged, tile, NOW) == number
+            assert predict.shared_bytes(paged, tile) == moved * K
+    assert predict.predict(MLA_16).bound == "DRAM"
+    assert predict.predict(MLA).bound == "shared memory"
+    with pytest.raises(ValueError, match="no such kernel"):
+        predict.predict(replace(MLA, kv_dtype="int8"))
 
 
 def test_what_bounds_it() -> None:
@@ -109,6 +134,16 @@ def test_tiles_are_those_of_the_kernels(kv_dtype: str, rows: int) -> None:
         )
         found = plan.row_tile, plan.num_threads, plan.blocks_per_sm
         assert (tile.rows, 32 * tile.warps, tile.blocks) == found
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 128])
+def test_tiles_of_latents_are_those_of_the_kernels(rows: int) -> None:
+    import emulated
+
+    tile = Tile.of(replace(MLA, heads=(rows, 1)))
+    plan = emulated.plan(torch.bfloat16, 576, rows, emulated.H100)
+    found = plan.row_tile, plan.num_threads, plan.blocks_per_sm
+    assert (tile.rows, 32 * tile.warps, tile.blocks) == found
 
 
 def test_measured_rows_fill_the_table(tmp_path: Path) -> None:

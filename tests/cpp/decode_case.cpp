@@ -114,7 +114,7 @@ DecodeCase::DecodeCase(const Shape& shape, int seed) : shape_(shape) {
       s.heads_kv * (s.page_size ? (pages_in_use + 1) * s.page_size : s.batch * s.seqlen_k);
   fill(q_, int64_t{s.batch} * s.heads_kv * s.group_size * s.seqlen_q, s.head_dim, s.dtype);
   fill(k_, rows, s.head_dim, s.cached());
-  fill(v_, rows, s.head_dim_v, s.cached());
+  if (!s.latents) fill(v_, rows, s.head_dim_v, s.cached());
   if (s.kv_dtype) {
     for (std::vector<float>* scales : {&k_scale_, &v_scale_}) {
       for (int64_t i = 0; i < rows; ++i) {
@@ -151,11 +151,13 @@ DecodeCase::DecodeCase(const Shape& shape, int seed) : shape_(shape) {
       }
     }
   }
-  const int64_t k_stride = s.head_dim + s.gap, v_stride = s.head_dim_v + s.gap;
+  const int64_t k_stride = s.head_dim + s.gap;
   for (int64_t row = 0; row < rows; ++row) {
     if (seen[row]) continue;
     for (int d = 0; d < s.head_dim; ++d) store(k_, row * k_stride + d, s.cached(), kNan);
-    for (int d = 0; d < s.head_dim_v; ++d) store(v_, row * v_stride + d, s.cached(), kNan);
+    for (int d = 0; !s.latents && d < s.head_dim_v; ++d) {
+      store(v_, row * value_stride() + d, s.cached(), kNan);
+    }
     if (s.kv_dtype) k_scale_[scale_of_row(row)] = v_scale_[scale_of_row(row)] = NAN;
   }
   if (s.nan) {
@@ -181,10 +183,16 @@ int64_t DecodeCase::scale_of_row(int64_t row) const {
   return (outer * tokens + row % tokens) * shape_.heads_kv + head;
 }
 
+// Elements from a value to the next.
+int64_t DecodeCase::value_stride() const {
+  return (shape_.latents ? shape_.head_dim : shape_.head_dim_v) + shape_.gap;
+}
+
 void DecodeCase::compute_reference() {
   const Shape& s = shape_;
   const int heads_q = s.heads_kv * s.group_size;
-  const int64_t k_stride = s.head_dim + s.gap, v_stride = s.head_dim_v + s.gap;
+  const int64_t k_stride = s.head_dim + s.gap;
+  const Bytes& values = s.latents ? k_ : v_;
   for (int batch = 0; batch < s.batch; ++batch) {
     for (int head = 0; head < heads_q; ++head) {
       for (int token = 0; token < s.seqlen_q; ++token) {
@@ -210,7 +218,7 @@ void DecodeCase::compute_reference() {
           sum += std::exp(score);
           for (int d = 0; d < s.head_dim_v; ++d) {
             o[d] += std::exp(score) * (s.kv_dtype ? v_scale_[scale] : 1.0) *
-                    value(v_, row * v_stride + d, s.cached());
+                    value(values, row * value_stride() + d, s.cached());
           }
         }
         for (double& x : o) x = sum == 0.0 ? 0.0 : x / sum;
@@ -235,12 +243,12 @@ DecodeParams DecodeCase::params(int num_workers) {
   DecodeParams p{};
   p.q = q_.data();
   p.k = k_.data();
-  p.v = v_.data();
+  p.v = s.latents ? k_.data() : v_.data();
   p.o = o_.data();
   p.lse = lse_.data();
   set(p.q_stride, s.seqlen_q, heads_q, s.head_dim + s.gap);
   set(p.k_stride, tokens_k, s.heads_kv, s.head_dim + s.gap);
-  set(p.v_stride, tokens_k, s.heads_kv, s.head_dim_v + s.gap);
+  set(p.v_stride, tokens_k, s.heads_kv, value_stride());
   set(p.o_stride, s.seqlen_q, heads_q, s.head_dim_v);
   set(p.lse_stride, s.seqlen_q, heads_q, 1);
   if (s.kv_dtype) {

@@ -25,6 +25,7 @@ struct Shape {
   std::optional<DataType> kv_dtype = {};  // of 8 bits, with scales; else that of the queries
   bool nan = false;  // in one float8 key and in the scale of a value, of the first head
   int gap = 0;       // elements between the rows of queries, keys and values, NaN if they can be
+  bool latents = false;  // values are the first columns of the keys
 
   DataType cached() const { return kv_dtype.value_or(dtype); }
 };
@@ -53,6 +54,7 @@ class DecodeCase {
 
   int64_t row_of_key(int batch, int head, int key) const;
   int64_t scale_of_row(int64_t row) const;
+  int64_t value_stride() const;
   void compute_reference();
 
   Shape shape_;

@@ -43,7 +43,7 @@ class Mutation:
 KEY_BARRIER = (
     "    sync_key_group<Config>();  // the keys are there, the stage of the tile before is free\n"
 )
-FILL = "    loader.fill(ring, last_output);\n"
+FILL = "    loader.fill(ring, Config::kFetchesNextOutput ? last_output : number);\n"
 
 OF_DECODE = [
     # The ring and what is requested into it.
@@ -198,8 +198,8 @@ OF_DECODE = [
     Mutation(
         "o overwrites the keys of another group",
         "cuda/decode/combine_warps.cuh",
-        "group * (Config::kTileBytes / Config::kKeyGroups);",
-        "(Config::kKeyGroups - 1 - group) * (Config::kTileBytes / Config::kKeyGroups);",
+        "group * (kHalfBytes / Config::kKeyGroups);",
+        "(Config::kKeyGroups - 1 - group) * (kHalfBytes / Config::kKeyGroups);",
         only_thread_sanitizer=True,
     ),
     Mutation(

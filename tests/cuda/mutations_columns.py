@@ -45,7 +45,7 @@ OF_COLUMNS = [
     of_columns(
         "queries are those of the first columns",
         "lean_decode.cuh",
-        "loader.queries(number) + first_column * sizeof(Element)",
+        "loader.queries(number) + first_product * sizeof(Element)",
         "loader.queries(number)",
     ),
     of_columns(

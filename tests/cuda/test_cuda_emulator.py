@@ -30,7 +30,7 @@ def test_emulator(program: Path) -> None:
     "cases",
     [
         *("shared_cases", "edges", "many_workers", "short", "short_kinds", "columns_short"),
-        *("int8_short", "float8_short", "row_blocks"),
+        *("int8_short", "float8_short", "row_blocks", "latents_short", "latents"),
     ],
 )
 def test_decode(program: Path, cases: str) -> None:

@@ -3,6 +3,7 @@
 
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from distributed import run_ranks
 
 pytest.importorskip("transformers")
 
+from transformers import DynamicCache
+
 from hf_models import make_model, make_prompts
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf.cache import latent
 
 NUM_TOKENS = 24
 GREEDY = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
@@ -84,6 +88,50 @@ def test_logits_are_synchronized_on_the_device(cuda: torch.device) -> None:
     run_ranks(generate_with_synchronized_logits, 2, tokens, timeout=SECONDS)
 
 
+# Rows of as many columns as DeepSeek's.
+LATENTS = {
+    "dtype": torch.bfloat16, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64,
+    "v_head_dim": 8, "initializer_range": 0.1,
+}  # fmt: skip
+STEPS = torch.arange(3, 9)  # what a text goes on with, whatever a model says
+
+
+@torch.no_grad()
+def logits_of(model: Any, past_key_values: Any) -> Tensor:
+    """Of the last position of a prompt, which is read in two parts, and of some steps."""
+    device = model.device
+    texts = [*make_prompts(1)["input_ids"].tensor_split((20,), dim=1), *STEPS[:, None, None]]
+    found = [model(x.to(device), past_key_values=past_key_values).logits[:, -1] for x in texts]
+    return torch.cat(found).float().cpu()
+
+
+def latents_on_device(
+    rank: int, world_size: int, expected: Tensor, limit: float, options: dict[str, Any]
+) -> None:
+    model, layout = make_model("deepseek", **LATENTS).cuda(), BlockCyclic(world_size, 4)
+    kind = type(model.model.layers[0].self_attn.kv_b_proj.weight.data)
+    with mock.patch.object(latent, "Tensor", kind):  # in a dry run it is a tensor of that device
+        hf.enable(model, layout=layout, **options)
+        cache = hf.TreeCache(model.config, layout=layout, **options)
+        found = logits_of(model, cache)
+    assert cache.layers[0].keys.is_cuda and cache.layers[0].keys.shape[-1] == 576
+    torch.testing.assert_close(found, expected, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": 64}], ids=["growing", "fixed"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_latents(world_size: int, options: dict[str, Any], cuda: torch.device) -> None:
+    """Steps attend to the rows, and the prompt to keys and values of all heads, as transformers
+    does, here in float32."""
+    model = make_model("deepseek", **LATENTS)
+    in_16_bits = logits_of(model, DynamicCache(config=model.config))
+    expected = logits_of(model.float(), DynamicCache(config=model.config))
+    limit = 2 * float((in_16_bits - expected).abs().max())
+    assert 0 < limit < 0.1 * float(expected.std())
+    arguments = expected, limit, options
+    run_ranks(latents_on_device, world_size, *arguments, timeout=SECONDS)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "dtype": ({"head_dim": 16}, "int8", "q must be bfloat16 or float16 on CUDA for keys of 8 bits"),
     "head_dim": ({"head_dim": 12}, None, "head_dim must be a multiple of 8 up to 256 on CUDA"),
@@ -91,6 +139,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
         {"head_dim": 8, "dtype": torch.bfloat16}, "fp8", "head_dim must be a multiple of 16 up to"
     ),
 }  # fmt: skip
+
+
+REFUSED_LATENTS: dict[str, tuple[dict[str, Any], str | None, str]] = {
+    "8 bits": ({}, "int8", "caches latents of 576 columns, .*: k must have the dtype of q on CUDA"),
+    "float32": (
+        {"dtype": torch.float32}, None, "caches latents of 576 columns, .*: q must be bfloat16 or"
+    ),
+    "values that prompts make": (
+        {"v_head_dim": 6}, None, "makes keys of 72 columns and values of 6 from latents, .*: "
+        "head_dim of v must be a multiple of 8 up to 256 on CUDA, got 6",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED_LATENTS)
+def test_latents_that_are_not_taken(case: str, cuda: torch.device) -> None:
+    changes, kv_dtype, message = REFUSED_LATENTS[case]
+    model = make_model("deepseek", **LATENTS | changes).cuda()
+    kind = type(model.model.layers[0].self_attn.kv_b_proj.weight.data)
+    match = f"^enable: DeepseekV3ForCausalLM {message}"
+    with mock.patch.object(latent, "Tensor", kind), pytest.raises(ValueError, match=match):
+        hf.enable(model, kv_dtype=kv_dtype)
+    assert "generate" not in vars(model)
 
 
 @pytest.mark.parametrize("case", REFUSED)

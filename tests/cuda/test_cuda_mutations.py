@@ -15,9 +15,10 @@ from compilation import ROOT, Compiler
 from mutations import DECODE, FIXUP, OF_DECODE, ROW_BLOCKS, WIDE, Mutation, Target
 from mutations_8_bits import FLOAT8, INT8, OF_8_BITS
 from mutations_columns import COLUMNS, OF_COLUMNS
+from mutations_latents import LATENTS, OF_LATENTS
 from mutations_one_shot import OF_ONE_SHOT, ONE_SHOT
 
-MUTATIONS = [*OF_DECODE, *OF_8_BITS, *OF_COLUMNS, *OF_ONE_SHOT]
+MUTATIONS = [*OF_DECODE, *OF_8_BITS, *OF_COLUMNS, *OF_LATENTS, *OF_ONE_SHOT]
 TIME_LIMIT = 60
 
 
@@ -94,8 +95,18 @@ def report(mutation: Mutation, folder: Path) -> str:
 
 @pytest.mark.parametrize(
     "target",
-    [DECODE, WIDE, ROW_BLOCKS, FIXUP, INT8, FLOAT8, COLUMNS, ONE_SHOT],
-    ids=["decode", "wide", "row_blocks", "fixup", "int8", "float8", "columns", "one_shot"],
+    [DECODE, WIDE, ROW_BLOCKS, FIXUP, INT8, FLOAT8, COLUMNS, LATENTS, ONE_SHOT],
+    ids=[
+        "decode",
+        "wide",
+        "row_blocks",
+        "fixup",
+        "int8",
+        "float8",
+        "columns",
+        "latents",
+        "one_shot",
+    ],
 )
 @pytest.mark.parametrize("kind", [PLAIN, THREAD], ids=["plain", "thread"])
 def test_without_mutation(kind: Kind, target: Target) -> None:

@@ -5,12 +5,13 @@ import re
 
 import pytest
 
+from benchmarks.cuda.predict import NOW
 from sass import Code, disassemble
 from sass_paths import blocks_of, shortest_cycle
 
 SOURCES = (
     *("lean_decode_bf16_64", "lean_decode_bf16_128", "lean_decode_bf16_256"),
-    *("lean_decode_fp32_64", "lean_decode_fp32_256"),
+    *("lean_decode_bf16_576", "lean_decode_fp32_64", "lean_decode_fp32_256"),
 )
 # These also copy scales, of four bytes, and their code is larger.
 SOURCES_OF_8_BITS = tuple(
@@ -25,6 +26,10 @@ MAX_CODE_BYTES = 100 * 1024
 
 # By head_dim and rows: instructions per tile of contiguous keys, and of pages.
 TILE_BUDGETS = {"Li64ELi16E": (375, 426), "Li128ELi16E": (340, 392), "Li256ELi16E": (352, 404)}
+
+# Of latents: rows, a thread's copies and a warp's products of a tile, whose instructions are in
+# benchmarks/cuda/predict.py.
+LATENTS = {"Li576ELi16E": (16, 18, 68), "Li576ELi64E": (64, 9, 136)}
 
 # The keys of a step and the instructions of one, from its scores to the next one's.
 STEP_BUDGETS = {
@@ -143,3 +148,18 @@ def test_instructions_per_tile(kernels):
         with_pages = needed | {"LDG.E": 1, "SHFL": 4 + 32}
         found = shortest_cycle(blocks, "HMMA", needed), shortest_cycle(blocks, "HMMA", with_pages)
         assert found[0] <= budget[0] and found[1] <= budget[1], (kernel.name, found)
+
+
+def test_instructions_per_tile_of_latents(kernels):
+    """Of a warp with 16 rows, in one step of 32 keys with four column groups, in two with two."""
+    for kernel in kernels:
+        for part, (rows, copies, products) in LATENTS.items():
+            if part not in kernel.name:
+                continue
+            blocks = blocks_of(kernel.lines)
+            needed = {"HMMA": products, "LDGSTS": copies, "LDGDEPBAR": 2, "MUFU.EX2": 16}
+            maxima = 4 * products // 68  # of rows, by shuffles
+            with_pages = needed | {"LDG.E": 1, "SHFL": maxima + copies}
+            found = tuple(shortest_cycle(blocks, "HMMA", n) for n in (needed, with_pages))
+            for number, predicted in zip(found, NOW.latents[rows], strict=True):
+                assert number <= 1.03 * predicted, (kernel.name, found)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers import assert_same_bits, make_problem
+from latent_problems import make_latents
 from tree_attention import append_kv, merge_states, reference
 from tree_attention.exchange.transport import symmetric_memory
 
@@ -28,9 +29,17 @@ KERNELS |= {
 }  # fmt: skip
 
 
+KERNELS |= {
+    f"{str(dtype)[6:]} latents of {rows}": {"dtype": dtype, "group_size": rows, "head_dim": 576}
+    for dtype in (BF16, FP16)
+    for rows in (16, 40)
+}
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel(kernel, cuda_kernels):
-    problem = make_problem(seqlen_k=400, ranges="ragged", layout="padded", **KERNELS[kernel])
+    make = make_latents if "latents" in kernel else make_problem
+    problem = make(batch=2, seqlen_k=400, ranges="ragged", layout="padded", **KERNELS[kernel])
     problem.to(cuda_kernels).run_and_check(num_workers=5)
 
 
@@ -92,6 +101,14 @@ def test_path(path, dtype, kv_dtype, cuda_kernels):
     first = problem.run_and_check(num_workers=num_workers)
     again = problem.run(num_workers=num_workers)
     assert_same_bits([x.cpu() for x in first], [x.cpu() for x in again])
+
+
+@pytest.mark.parametrize("path", ["pages", "score terms", "ring across outputs"])
+def test_path_of_latents(path, cuda_kernels):
+    num_workers, problem = PATHS[path]
+    for group_size in (4, 20):
+        latents = make_latents(**problem | {"group_size": group_size}).to(cuda_kernels)
+        latents.run_and_check(num_workers=num_workers)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])

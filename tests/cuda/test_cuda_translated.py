@@ -46,11 +46,12 @@ class Kernel:
     dtypes: str
     rows: int  # of a tile
     cases: str
+    columns: int = 64
 
     def instantiation(self) -> str:
         """Of this kernel alone, which takes nvcc a part of the time."""
         element, *cached = (ELEMENTS[dtype] for dtype in self.dtypes.split("_"))
-        config = f"TileConfig<{element}, 64, {self.rows}, {(cached or [element])[0]}>"
+        config = f"TileConfig<{element}, {self.columns}, {self.rows}, {(cached or [element])[0]}>"
         return (
             '#include "cuda/decode/lean_decode.cuh"\nnamespace tree_attention::cuda {\n'
             f"template __global__ void lean_decode_kernel<{element}, {config}>("
@@ -65,16 +66,18 @@ KERNELS = [
     Kernel("bf16", 128, "decode_row_blocks"),
     Kernel("bf16_int8", 16, "decode_int8_short"),
     Kernel("bf16_float8", 16, "decode_float8_short"),
+    Kernel("bf16", 16, "decode_latents_short", 576),
+    Kernel("bf16", 64, "decode_latents_short", 576),
 ]
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.dtypes}-{k.rows}")
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.dtypes}-{k.columns}-{k.rows}")
 def test_decode(kernel: Kernel, tmp_path: Path) -> None:
     """The error bounds, the same bits in every order, and no bank conflicts: as of the source."""
     source = tmp_path / "kernel.cu"
     source.write_text(kernel.instantiation())
     ptx = ptx_of(source, tmp_path)
-    instance = emulator_build.INSTANCES_FOLDER / f"lean_decode_{kernel.dtypes}_64.cu"
+    instance = emulator_build.INSTANCES_FOLDER / f"lean_decode_{kernel.dtypes}_{kernel.columns}.cu"
     sources = [*emulator_build.LAUNCHES, instance]
     # That it is the PTX that runs.
     trap = re.sub(r"^\{.*?^\}", "{\n\ttrap;\n\tret;\n}", ptx, flags=re.DOTALL | re.MULTILINE)

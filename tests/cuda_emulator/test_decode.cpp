@@ -259,6 +259,42 @@ void test_decode_row_blocks() {
   CHECK(num_workers(0) == 1, "no queries");
 }
 
+// Latents of 576 columns, and of fewer than the kernel has: one row group and four, of which some
+// have no rows; more tiles than a ring has stages, across outputs; ranges with gaps; pages; several
+// blocks per output. The small device has room for 16 rows only.
+void test_decode_latents_short() {
+  const auto check_shape = [&](Shape shape, const std::vector<int>& workers,
+                               const std::vector<DeviceLimits>& devices) {
+    shape.latents = true;
+    check(shape, workers, devices, kShortSeeds);
+  };
+  check_shape({2, 1, 16, 1, 150, 576, 512, kBFloat16, 0, false, 0.0f, true}, {1, 3}, {kLarge});
+  check_shape({1, 2, 20, 1, 32 * 4, 576, 512, kBFloat16}, {1}, {kLarge, kSmall});
+  check_shape({2, 1, 16, 5, 100, 576, 512, kBFloat16, 4, true, 2.0f, true}, {2}, {kLarge});
+  check_shape({1, 1, 5, 1, 24 * 4, 320, 256, kBFloat16, 24}, {1, 2}, {kLarge});
+}
+
+// Every length about a tile, both dtypes, and blocks of rows; levels of merges.
+void test_decode_latents() {
+  const auto check_shape = [&](Shape shape, const std::vector<int>& workers) {
+    shape.latents = true;
+    check(shape, workers, {kLarge, kSmall}, 2);
+  };
+  for (const int seqlen_k : {0, 1, 31, 32, 33, 65}) {
+    check_shape({1, 1, 16, 1, seqlen_k, 576, 512, kFloat16}, {0, 1, 3});
+    check_shape({1, 1, 40, 1, seqlen_k, 576, 512, kBFloat16}, {0, 2});
+  }
+  check_shape({1, 1, 128, 1, 300, 576, 512, kBFloat16}, {0, 1, 5, 40});
+  check_shape({1, 1, 128, 1, 200, 576, 512, kFloat16, 8, true, 3.0f, true}, {3});
+  check_shape({3, 2, 4, 9, 200, 576, 512, kFloat16, 0, false, 0.0f, true}, {0, 7});
+  check_shape({1, 1, 8, 1, 32 * 50, 576, 512, kBFloat16}, {40, 60});
+  check_shape({1, 1, 8, 1, 90, 264, 256, kFloat16, 1}, {3});
+  check_shape({2, 1, 33, 2, 90, 544, 8, kBFloat16, 0, false, 0.0f, true}, {3});
+  Shape with_gap{2, 1, 16, 1, 150, 576, 512, kBFloat16};
+  with_gap.gap = 8;
+  check_shape(with_gap, {2});
+}
+
 // Rows whose o does not fit a stage of the ring at once.
 void test_decode_wide() {
   check({1, 1, 4, 20, 70, 128, 96, kBFloat16, 0, false, 0.0f, true}, {2}, {kLarge}, 1);

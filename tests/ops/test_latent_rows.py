@@ -4,29 +4,13 @@
 import pytest
 import torch
 
-from helpers import NAN, Problem, assert_same_bits, make_problem
+from helpers import NAN, assert_same_bits
+from latent_problems import make_latents
 from test_instruction_sets import instruction_set  # noqa: F401
 from tree_attention import append_kv, lean_decode, reference
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
 BF16, INT8, FLOAT8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
-
-
-def make_latents(**shape) -> Problem:
-    """make_problem of one kv head whose values, with their scales, are a view of the keys."""
-    shape = {
-        "batch": 1,
-        "group_size": 16,
-        "head_dim": 576,
-        "head_dim_v": 512,
-        "dtype": BF16,
-    } | shape
-    problem = make_problem(num_heads_kv=1, **shape)
-    problem.v = problem.k[..., : shape["head_dim_v"]]
-    if "k_scale" in problem.options:
-        problem.options["v_scale"] = problem.options["k_scale"]
-    assert problem.v.data_ptr() == problem.k.data_ptr()
-    return problem
 
 
 CASES = {

@@ -61,21 +61,24 @@ struct RowCombination {
 
 // Keeps the o [kRows, kColumns] of every key group in a free stage of the ring: half of the rows
 // where the group's keys were, half where its values were. So a group overwrites nothing that
-// others read.
+// others read. Latents, whose keys no groups split, are halved.
 template <typename Config>
 class GroupOutputs {
  public:
-  // The columns of o that fit, in blocks of 32: all but with 128 rows, and with 64 of 256 columns.
-  static constexpr int kFit = Config::kTileBytes / Config::kKeyGroups / (Config::kRows / 2 * 4);
-  static constexpr int kColumns = Config::kHeadDim < kFit ? Config::kHeadDim : kFit / 32 * 32;
+  static constexpr int kHalfBytes = Config::kTileBytes / (Config::kValuesInKeys ? 2 : 1);
+  static_assert(!Config::kValuesInKeys || Config::kKeyGroups == 1);
+  // The columns of o that fit, in blocks of 32: all but with 128 rows, and with 64 of 256 or 512
+  // columns.
+  static constexpr int kFit = kHalfBytes / Config::kKeyGroups / (Config::kRows / 2 * 4);
+  static constexpr int kColumns =
+      Config::kValueColumns < kFit ? Config::kValueColumns : kFit / 32 * 32;
   static_assert(kColumns > 0);
 
   __device__ explicit GroupOutputs(char* stage) : stage_(stage) {}
 
   __device__ float* at(int group, int row, int column) const {
     constexpr int kHalf = Config::kRows / 2;
-    char* half = stage_ + row / kHalf * Config::kTileBytes +
-                 group * (Config::kTileBytes / Config::kKeyGroups);
+    char* half = stage_ + row / kHalf * kHalfBytes + group * (kHalfBytes / Config::kKeyGroups);
     // The exclusive or permutes a row's chunks of eight columns: the writes of a warp, two columns
     // of eight rows, fall into different banks.
     return reinterpret_cast<float*>(half) + row % kHalf * kColumns + (column ^ (row & 3) * 8);
@@ -83,7 +86,7 @@ class GroupOutputs {
 
   // The place 8 rows below one of the first 8 of 16, and columns further, a multiple of 32.
   static __device__ float* moved(float* place, int rows, int columns) {
-    constexpr int kRow = Config::kRows == 16 ? Config::kTileBytes / 32 : kColumns;
+    constexpr int kRow = Config::kRows == 16 ? kHalfBytes / 32 : kColumns;
     return place + rows * kRow + columns;
   }
 
@@ -115,8 +118,8 @@ __device__ void combine_warps(const Tile& tile, const OnlineSoftmax& softmax,
   store_statistics(softmax, statistics[threadIdx.x / 32]);
   sync_key_group<Config>();  // its keys and values in the stage have been read
 #pragma unroll
-  for (int begin = 0; begin < Config::kHeadDim; begin += kColumns) {
-    const int num_columns = min(kColumns, Config::kHeadDim - begin);
+  for (int begin = 0; begin < Config::kValueColumns; begin += kColumns) {
+    const int num_columns = min(kColumns, Config::kValueColumns - begin);
     if (begin > 0) __syncthreads();  // before the next columns
 #pragma unroll
     for (int own = 0; own < Config::kWarpColumns; own += 32) {

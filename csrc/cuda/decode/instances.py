@@ -10,6 +10,7 @@ from pathlib import Path
 QUERIES = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "float"}
 CACHED = {"int8": "Int8", "float8": "Float8"}
 HEAD_DIMS = (256, 128, 64)  # those that take longest first
+LATENTS = 576  # of which the first 512 are the values
 
 TEXT = """\
 // SPDX-License-Identifier: BSD-3-Clause
@@ -27,6 +28,11 @@ template cudaError_t find_resident_blocks_of_instance<{query}, {head_dim}, {cach
 def instances() -> dict[str, str]:
     """Return the text of each file by its name without suffix."""
     texts = {}
+    for name in ("bf16", "fp16"):
+        query = QUERIES[name]
+        texts[f"lean_decode_{name}_{LATENTS}"] = TEXT.format(
+            query=query, head_dim=LATENTS, cached=query
+        )
     for head_dim in HEAD_DIMS:
         for name, query in QUERIES.items():
             texts[f"lean_decode_{name}_{head_dim}"] = TEXT.format(

@@ -38,6 +38,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
   constexpr int kSteps = Config::kGroupKeys / kStepKeys;
   const WarpGroups<Config> groups;
   const int first_column = groups.column * Config::kWarpColumns;
+  const int first_product = Config::kPieceStep == 1 ? first_column : 0;  // else the tile knows
   const bool has_rows = 16 * groups.row < rows.count;
   const RowScores row_scores(params, rows, output.keys(), 16 * groups.row);
 
@@ -47,12 +48,12 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
   for (int i = output.tile_begin(), end = output.tile_end(); i < end;) {
     ring.wait_for_keys();
     sync_key_group<Config>();  // the keys are there, the stage of the tile before is free
-    loader.fill(ring, last_output);
+    loader.fill(ring, Config::kFetchesNextOutput ? last_output : number);
     __syncwarp();  // requests may part the lanes, products need them together
     if (last_output == number) {
       ring.wait_for_keys();
       __syncthreads();  // all threads fetched the queries
-      tile.load_queries(loader.queries(number) + first_column * sizeof(Element), groups.row);
+      tile.load_queries(loader.queries(number) + first_product * sizeof(Element), groups.row);
       if constexpr (Config::kQuerySlots == 1) __syncthreads();  // the next may be fetched
       ++last_output;
       continue;
@@ -61,7 +62,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
     for (int step = 0; step < kSteps; ++step) {
       const int key = groups.key * Config::kGroupKeys + step * kStepKeys;
       float s[kStepKeys / 8][4];
-      if (has_rows) tile.score_block(s, ring.keys() + first_column * sizeof(Cached), key);
+      if (has_rows) tile.score_block(s, ring.keys() + first_product * sizeof(Cached), key);
       if constexpr (Config::kColumnGroups > 1) {
         add_other_columns<Config, kSteps>(s, step, has_rows);
       }
@@ -82,7 +83,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
           softmax.update(s, tile);
         }
       }
-      if (step == 0) {
+      if (step == 0 && !Config::kValuesInKeys) {
         ring.wait_for_values();
         sync_key_group<Config>();
       }
@@ -96,7 +97,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
 // Stores the state of an output without keys: o = 0 and lse = -inf.
 template <typename Config>
 __device__ void store_empty(const OutputRows& rows, int head_dim_v, const OutputSink& sink) {
-  constexpr int kColumns = Config::kHeadDim / 4;
+  constexpr int kColumns = Config::kValueColumns / 4;
   for (int i = threadIdx.x; i < rows.count * kColumns; i += Config::kThreads) {
     const int row = i / kColumns, column = i % kColumns * 4;
     if (column < head_dim_v) sink.store(row, column, Float4{});
@@ -109,13 +110,18 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
 // Block: Config::kThreads threads, whose warps are kKeyGroups x kColumnGroups x kRowGroups, the row
 // groups side by side: a warp has the 16 rows of its row group, the keys of its key group of every
 // tile, and the columns of its column group of q, K, V and o.
+//
+// Latents, whose values are the first columns of their keys, have one key group and tiles of 32
+// keys: 16 rows by four column groups, or 64 rows by two. Of V and o a warp has 128 or 256 columns
+// side by side, of q and K every fourth or second 16.
 // Dynamic shared memory, by the offsets of TileConfig:
 //   kQueries     [kQuerySlots][kRows][kHeadDim]: of the current output, or of it and the next
 //   kScratch     products [2][kWarps][16][keys of a step] that column groups exchange, then the
 //                weights of a fix-up
 //   kStatistics  [kWarps]: maximum and sum of each warp's rows
 //   kSchedule    the block's range of the line
-//   kRing        [num_stages]: [K, V][kTileKeys][kHeadDim], [of K, of V][kTileKeys] scales
+//   kRing        [num_stages]: [K, V][kTileKeys][kHeadDim], [of K, of V][kTileKeys] scales; of
+//                latents [kTileKeys][kHeadDim], which are K, and V in the first kValueColumns
 //
 // Where to read on, in the order of execution:
 //   cut_line       schedule.cuh       the block's range of the line, from the key ranges

@@ -152,8 +152,9 @@ class Loader {
     }
   }
 
-  // Requests this thread's part of K and of V. `request(offset, source, stride, head_dim, policy)`
-  // requests chunks of one of them to that offset in the tile, where copy 0 comes from `source`.
+  // Requests this thread's part of K and of V, or of latents of both at once. `request(offset,
+  // source, stride, head_dim, policy)` requests chunks of one of them to that offset in the tile,
+  // where copy 0 comes from `source`.
   template <typename Request>
   __device__ __forceinline__ void request_both(char* tile, Request request) const {
     const DecodeParams& p = params_.decode;
@@ -164,7 +165,9 @@ class Loader {
       request_scales(tile + Config::kValueScales, p.v_scale, p.v_scale_stride);
     }
     cp_async_commit_group();
-    request(Config::kTileBytes, v_, p.v_stride, p.head_dim_v, policy);
+    if constexpr (!Config::kValuesInKeys) {
+      request(Config::kTileBytes, v_, p.v_stride, p.head_dim_v, policy);
+    }
     cp_async_commit_group();
   }
 

@@ -75,7 +75,7 @@ void drop_unaligned(int64_t (&strides)[3], int element_size) {
 template <typename Config>
 WorkspaceSize workspace_size(int64_t num_workers) {
   const int64_t slots = num_partial_slots(num_workers);
-  return {slots, slots * Config::kRows * (Config::kHeadDim + 1)};
+  return {slots, slots * Config::kRows * (Config::kValueColumns + 1)};
 }
 
 }  // namespace
@@ -107,7 +107,8 @@ Plan plan_lean_decode(const DecodeParams& p, const DeviceLimits& limits) {
       });
 }
 
-// Kernels for keys of 8 bits have the rows, columns and blocks of some kernel of 16, or fewer.
+// Kernels for keys of 8 bits have the rows, columns and blocks of some kernel of 16, or fewer. The
+// states of latents take twice as much: who attends to these gets another workspace, once.
 WorkspaceSize largest_workspace(const DeviceLimits& limits) {
   WorkspaceSize largest{0, 0};
   for (const DataType dtype : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {

@@ -2,7 +2,7 @@
 //
 // The ring of K and V tiles in shared memory: which stage holds which tile, and the waits for
 // copies that are under way. A tile is two groups of copies (cp.async), its keys' with all scales
-// and then its values'.
+// and then its values', which is empty where the values are in the keys.
 #pragma once
 
 #include "launch.h"
@@ -26,7 +26,9 @@ class Ring {
 
   // K and V of the oldest tile.
   __device__ const char* keys() const { return stage(oldest_); }
-  __device__ const char* values() const { return stage(oldest_) + Config::kTileBytes; }
+  __device__ const char* values() const {
+    return stage(oldest_) + (Config::kValuesInKeys ? 0 : Config::kTileBytes);
+  }
 
   // The scales of its keys and of its values, if there are any.
   __device__ const float* key_scales() const { return scales(Config::kKeyScales); }

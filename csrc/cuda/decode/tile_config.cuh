@@ -52,34 +52,45 @@ struct TileConfig {
   using Cached = Cached_;                     // of keys and values, maybe of 8 bits
   static constexpr int kHeadDim = kHeadDim_;  // that is compiled; the call's may be smaller
   static constexpr int kRows = kRows_;        // packed rows of an output
+  // More columns are those of latents: K has kHeadDim of them, and its first kValueColumns are V.
+  static constexpr bool kValuesInKeys = kHeadDim > 256;
+  static constexpr int kValueColumns = kValuesInKeys ? 512 : kHeadDim;  // of V and o
   static constexpr int kRowGroups = kRows / 16;
-  static constexpr int kColumnGroups = kHeadDim > 128 ? 2 : 1;
+  static constexpr int kColumnGroups = kValuesInKeys && kRows == 16 ? 4 : kHeadDim > 128 ? 2 : 1;
   static constexpr int kGroupWarps = kRowGroups * kColumnGroups;  // of a key group
   static constexpr int kWarps = kGroupWarps > 4 ? 8 : 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kKeyGroups = kWarps / kGroupWarps;
-  static constexpr int kWarpColumns = kHeadDim / kColumnGroups;  // of q, K, V and o
+  static constexpr int kWarpColumns = kValueColumns / kColumnGroups;  // of V and o
+
+  // The columns of q and K that a warp multiplies, in pieces of 16. Of latents column groups take
+  // them in turn: equal parts would not begin at whole groups of the chunks that TileRows permutes.
+  static constexpr int kWarpPieces = kHeadDim / 16 / kColumnGroups;
+  static constexpr int kPieceStep = kValuesInKeys ? kColumnGroups : 1;  // from one to the next
 
   using QueryRows = TileRows<kHeadDim* static_cast<int>(sizeof(Element))>;
   using CachedRows = TileRows<kHeadDim* static_cast<int>(sizeof(Cached))>;
 
   // K and V of a tile take about 32 KB: with three stages and two blocks 128 KB are in flight on a
-  // Hopper SM, four times what latency times bandwidth asks for.
-  static constexpr int kTileKeys = std::bit_floor(16u * 1024 / CachedRows::kBytes);
+  // Hopper SM, four times what latency times bandwidth asks for. Of latents it is 36 KB.
+  static constexpr int kTileKeys =
+      kValuesInKeys ? 32 : std::bit_floor(16u * 1024 / CachedRows::kBytes);
   static constexpr int kGroupKeys = kTileKeys / kKeyGroups;  // keys of a tile for each key group
   static constexpr int kTileBytes = kTileKeys * CachedRows::kBytes;  // of K or of V
   static constexpr bool kHasScales = sizeof(Cached) == 1;
   static constexpr int kScaleBytes = kHasScales ? kTileKeys * 4 : 0;  // of K or of V
 
   // A stage of the ring: K, V, and the scales of both, which begin at these offsets.
-  static constexpr int kKeyScales = 2 * kTileBytes;
+  static constexpr int kKeyScales = (kValuesInKeys ? 1 : 2) * kTileBytes;
   static constexpr int kValueScales = kKeyScales + kScaleBytes;
   static constexpr int kStageBytes = kValueScales + kScaleBytes;
 
-  // Queries of 16 bits move to registers. Others are read from shared memory for each tile, and the
-  // next output's queries need a place of their own.
-  static constexpr bool kQueriesInRegisters = sizeof(Element) == 2;
-  static constexpr int kQuerySlots = kQueriesInRegisters ? 1 : 2;
+  // Queries of 16 bits move to registers, but for those of 64 rows of latents, which o fills.
+  // Others are read from shared memory for each tile, and the next output's queries need a place of
+  // their own: where there is none, nothing of the next output is requested before this one ends.
+  static constexpr bool kQueriesInRegisters = sizeof(Element) == 2 && kWarpColumns <= 128;
+  static constexpr int kQuerySlots = sizeof(Element) == 2 ? 1 : 2;
+  static constexpr bool kFetchesNextOutput = kQueriesInRegisters || kQuerySlots > 1;
   static constexpr int kQueryBytes = kRows * QueryRows::kBytes;
 
   // Products that column groups exchange: those of a thread for 32 keys.

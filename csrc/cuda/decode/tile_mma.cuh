@@ -24,25 +24,27 @@ __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
 template <typename Config, typename Element>
 class TileMma : public WarpTile<Config, TileMma<Config, Element>> {
  public:
-  // A step must not hold more scores than registers allow beside o.
-  static constexpr int kMaxStepKeys = 32;
+  // A step must not hold more scores than registers allow beside o: with 64 rows of latents o takes
+  // 128, and steps of 32 keys would spill.
+  static constexpr int kMaxStepKeys = Config::kWarpColumns > 128 ? 16 : 32;
 
-  // s [16, 8 kBlocks] = q [16, kColumns] k [8 kBlocks, kColumns]^T, k from row `first_key` of the
-  // tile on.
+  // s [16, 8 kBlocks] = q [16, columns] k [8 kBlocks, columns]^T for the columns that the warp
+  // multiplies, k from row `first_key` of the tile on.
   template <int kBlocks>
   __device__ void score_block(float (&s)[kBlocks][4], const char* tile, int first_key) const {
     const int lane = threadIdx.x % 32;
     const int row = first_key + lane / 16 * 8 + lane % 8;
-    const uint32_t first = shared_address(tile + Rows::offset(row, lane / 8 % 2));
+    const int chunk = this->first_chunk() + lane / 8 % 2;
+    const uint32_t first = shared_address(tile + Rows::offset(row, chunk));
     this->clear(s);
 #pragma unroll
-    for (int i = 0; i < kColumns / 16; ++i) {
+    for (int i = 0; i < Config::kWarpPieces; ++i) {
       uint32_t q[4];
       this->get_query(q, i);
 #pragma unroll
       for (int n = 0; n < kBlocks; n += 2) {
         uint32_t k[4];
-        ldmatrix_x4(k, Rows::moved(first, 8 * n, 2 * i));
+        ldmatrix_x4(k, Rows::moved(first, 8 * n, kChunkStep * i));
         mma<Element>(s[n], q, k[0], k[1]);
         mma<Element>(s[n + 1], q, k[2], k[3]);
       }
@@ -73,7 +75,7 @@ class TileMma : public WarpTile<Config, TileMma<Config, Element>> {
  private:
   using Base = WarpTile<Config, TileMma>;
   friend Base;
-  using Base::kColumns, Base::o_;
+  using Base::kChunkStep, Base::kColumns, Base::o_;
   using Rows = typename Config::CachedRows;
 
   // Weights, which are at most one, and with them o are scaled by this: float16 has no number
@@ -92,9 +94,15 @@ class TileMma : public WarpTile<Config, TileMma<Config, Element>> {
   }
 
   __device__ void load_query(uint32_t (&q)[4], int i) const {
-    const int lane = threadIdx.x % 32;
-    const int offset = Config::QueryRows::offset(this->first_row_ + lane % 16, 2 * i + lane / 16);
-    ldmatrix_x4(q, shared_address(this->queries_ + offset));
+    using QueryRows = typename Config::QueryRows;
+    const int lane = threadIdx.x % 32, row = this->first_row_ + lane % 16;
+    if constexpr (Config::kQueriesInRegisters) {
+      const int chunk = this->first_chunk() + kChunkStep * i + lane / 16;
+      ldmatrix_x4(q, shared_address(this->queries_ + QueryRows::offset(row, chunk)));
+    } else {  // in every tile: one address for all
+      const int offset = QueryRows::offset(row, this->first_chunk() + lane / 16);
+      ldmatrix_x4(q, QueryRows::moved(shared_address(this->queries_ + offset), 0, kChunkStep * i));
+    }
   }
 };
 

@@ -6,12 +6,13 @@
 // the next; row 1, the same), and o[n] is (row 0, two columns; row 1, the same).
 #pragma once
 
-#include "tile_config.cuh"
+#include "tile_copies.cuh"
 
 namespace tree_attention::cuda {
 
 // `Tile` is the class that derives from this one. It defines
-//   load_query(q, i)    columns 16 i to 16 i + 15 of the queries; not where they stay in memory
+//   load_query(q, i)    piece i of the queries' columns that the warp multiplies; not where they
+//                       stay in memory
 //   pair(n, row, half)  the first or second two neighbouring columns of a row that the thread has
 //                       among the 16 of o[n] and o[n + 1], n being even
 //   column(half)        where they begin
@@ -25,7 +26,7 @@ class WarpTile {
     first_row_ = 16 * row_group;
     if constexpr (Config::kQueriesInRegisters) {
 #pragma unroll
-      for (int i = 0; i < kColumns / 16; ++i) tile().load_query(q_[i], i);
+      for (int i = 0; i < Config::kWarpPieces; ++i) tile().load_query(q_[i], i);
     }
   }
 
@@ -62,6 +63,14 @@ class WarpTile {
 
  protected:
   static constexpr int kColumns = Config::kWarpColumns;
+  static constexpr int kChunkStep = 2 * Config::kPieceStep;  // of 16 bits, from piece to piece
+
+  // The first chunk of 16 bits that the warp multiplies: where the column groups take pieces in
+  // turn, that of its group.
+  static __device__ int first_chunk() {
+    if constexpr (Config::kPieceStep == 1) return 0;
+    return 2 * WarpGroups<Config>().column;
+  }
 
   template <int kBlocks>
   static __device__ void clear(float (&blocks)[kBlocks][4]) {
@@ -71,7 +80,7 @@ class WarpTile {
     }
   }
 
-  // Columns 16 i to 16 i + 15 of the queries, from wherever they are.
+  // Piece i of the queries' columns that the warp multiplies, from wherever they are.
   __device__ void get_query(uint32_t (&q)[4], int i) const {
     if constexpr (Config::kQueriesInRegisters) {
       for (int c = 0; c < 4; ++c) q[c] = q_[i][c];
@@ -82,7 +91,7 @@ class WarpTile {
 
   const char* queries_;
   int first_row_;  // of the warp
-  uint32_t q_[Config::kQueriesInRegisters ? kColumns / 16 : 1][4];
+  uint32_t q_[Config::kQueriesInRegisters ? Config::kWarpPieces : 1][4];
   float o_[kColumns / 8][4];
 
  private:

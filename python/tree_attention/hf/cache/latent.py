@@ -171,6 +171,10 @@ def check_latents(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:
     rows = no_rows(width, dtype, kv_dtype, weights[0].device)
     what = f"enable: {name} caches latents of {width} columns, which"
     check_taken(what, dtype, rows, rows[..., :rank], scales_of(rows, kv_dtype))
+    columns = modules[0].qk_nope_head_dim + modules[0].qk_rope_head_dim, modules[0].v_head_dim
+    keys, values = (no_rows(n, dtype, None, weights[0].device) for n in columns)
+    made = f"keys of {columns[0]} columns and values of {columns[1]} from latents"
+    check_taken(f"enable: {name} makes {made}, which", dtype, keys, values, {})
 
 
 def override_expansion(model: PreTrainedModel) -> None:
