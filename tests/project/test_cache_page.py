@@ -1,17 +1,35 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/cache.md: its Python blocks are one program, which runs on two ranks."""
+"""docs/cache.md: its Python blocks are one program, which prints what it shows in one process and
+on two ranks; its block of torchao runs behind the block before it."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from test_readme import ROOT, TWO_RANKS, python_program, run
 
+PAGE = ROOT / "docs/cache.md"
+
 
 @pytest.mark.deep
-def test_program_of_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [(), TWO_RANKS], ids=["alone", "two ranks"])
+def test_program_of_the_page_prints_what_it_shows(
+    launcher: tuple[str, ...], tmp_path: Path
+) -> None:
     script = tmp_path / "cache.py"
-    program = python_program(ROOT / "docs/cache.md")
+    program = python_program(PAGE)
     script.write_text(program)
-    run(script, *TWO_RANKS, OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
+    printed = run(script, *launcher, OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
+    assert [printed.strip()] == re.findall(r"^ +print\(.*\)  # (\d+)$", program, re.MULTILINE)
     assert (tmp_path / "passkey-cache" / "index.json").exists()
+
+
+@pytest.mark.deep
+def test_block_of_torchao_runs_behind_the_first(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    before, torchao = re.findall(r"```py(?:thon)?\n(.*?)```", PAGE.read_text(), re.DOTALL)[:2]
+    assert "import TorchAoConfig" in torchao
+    script = tmp_path / "quantised.py"
+    script.write_text(f"{before}\n{torchao}")
+    run(script)
