@@ -6,6 +6,7 @@ otherwise, and is named once: the further cases say in which one.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,10 @@ STAND_IN = "lse of a state without keys looks like {:.3g}: it is -inf, on each r
 EMPTY_IS_NAN = (
     "rows of which a rank has no keys are NaN: its lse is -inf, neither +inf nor NaN, and its o is "
     "left out by selection"
+)
+FOR_NUMPY = (
+    "the inputs are torch tensors; for a NumPy function pass --conformance-device numpy, or "
+    'device="numpy" to the check'
 )
 SHAPE = "for other axes, a packed (o | lse) or a rank's own heads there is `adapt`"
 
@@ -85,16 +90,22 @@ def _meanings(failed: Sequence[Outcome], plain: Outcome) -> dict[str, str]:
     seen = {x.case.name: _recognised(x, is_plain=x is plain) for x in failed}
     stand_ins = [name for name, sentence in seen.items() if sentence.startswith(STAND_IN[:30])]
     meanings: dict[str, str] = {}
+    by_name = {x.case.name: x for x in failed}
+
+    def like(x: Outcome, other: Outcome) -> bool:
+        """No exception of x needs words of its own beside the other's."""
+        return not x.raised or x.raised == other.raised
+
     for x in failed:
         name = x.case.name
         sentence = seen[name] or (x.case.meaning if x.o is not None else "")
         said = [other for other, text in meanings.items() if text == sentence and text]
-        causes = [other for other in x.case.also if other in meanings]
-        if x is not plain and plain.passed is False:
+        causes = [z for z in x.case.also if z in meanings and like(x, by_name[z])]
+        if x is not plain and plain.passed is False and like(x, plain):
             meanings[name] = "as in the first case"
         elif said or (causes and not seen[name]):
             meanings[name] = f"as in {(said or causes)[0]!r}"
-        elif stand_ins and not seen[name] and (x.parts[1] == -math.inf).any():
+        elif stand_ins and not (seen[name] or x.raised) and (x.parts[1] == -math.inf).any():
             meanings[name] = f"as in {stand_ins[0]!r}"
         else:
             meanings[name] = sentence
@@ -104,6 +115,8 @@ def _meanings(failed: Sequence[Outcome], plain: Outcome) -> dict[str, str]:
 def _recognised(x: Outcome, is_plain: bool) -> str:
     """The mistake that the numbers show; empty if they show none."""
     if x.o is None:
+        if x.raised and re.search(r"unsupported ScalarType|torch\.return_types", x.measured):
+            return FOR_NUMPY
         return SHAPE if "shape" in x.measured else ""
     sentence = _stand_in(x)
     if not sentence and is_plain:

@@ -26,6 +26,7 @@ class Outcome:
     dtype: str  # of the inputs
     passed: bool | None = False  # None: the function raised NotImplementedError
     measured: str = ""  # errors and bounds, or what was raised
+    raised: str = ""  # the name of the exception that failed the case
     # What the function returned, in float64; None without one, or with one of another shape.
     o: Any = None
     lse: Any = None
@@ -40,7 +41,8 @@ def run(outcome: Outcome, function: Callable[[], Any]) -> Outcome:
     except NotImplementedError as error:
         return replace(outcome, passed=None, measured=f"NotImplementedError: {error}")
     except Exception as error:
-        return replace(outcome, measured=f"{type(error).__name__}: {error}")
+        name = type(error).__name__
+        return replace(outcome, measured=f"{name}: {error}", raised=name)
     o, lse = result if isinstance(result, tuple | list) else (result, None)
     for name, x, true in zip(("o", "lse"), (o, lse), outcome.true, strict=True):
         if x is not None and tuple(x.shape) != true.shape:

@@ -17,9 +17,14 @@ CHECKS: dict[str, tuple[Any, Callable[..., Report], str]] = {
     "merge": (MERGE_CASES, check_merge, "num_parts"),
     "decode": (DECODE_CASES, check_sharded_decode, "world_size"),
 }
+# The plug-in that has the cases, which the wheel and tree_attention both bring.
+NAME = "tree_attention_conformance.cases"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if pluginmanager.has_plugin(NAME):
+        return
+    pluginmanager.register(Cases(), NAME)
     group = parser.getgroup("conformance", "conformance of merges and of sharded decoding")
     for name, (_, check, _) in CHECKS.items():
         text = f"function that `{check.__name__}` of tree_attention_conformance checks"
@@ -30,20 +35,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--conformance-device", metavar="DEVICE", help=text)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Without paths in the command only the cases are run."""
-    asked = any(config.getoption(name) for name in CHECKS)
-    if asked and config.args_source is not pytest.Config.ArgsSource.ARGS:
-        config.args = []
+class Cases:
+    """The hooks that act on the options."""
 
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Without paths in the command only the cases are run."""
+        asked = any(config.getoption(name) for name in CHECKS)
+        if asked and config.args_source is not pytest.Config.ArgsSource.ARGS:
+            config.args = []
 
-def pytest_collection_modifyitems(
-    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
-) -> None:
-    for name in CHECKS:
-        target = config.getoption(name)
-        if target:
-            items += _cases(name, target, session)
+    def pytest_collection_modifyitems(
+        self, session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        for name in CHECKS:
+            target = config.getoption(name)
+            if target:
+                items += _cases(name, target, session)
 
 
 def _cases(name: str, target: str, session: pytest.Session) -> Iterator[pytest.Item]:

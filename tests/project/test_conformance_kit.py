@@ -92,6 +92,14 @@ def test_a_wrong_merge_is_told(installed):
     assert re.search(rf"FAILED +{case}: .*\n +(.*)", page)[1] == shown
 
 
+def test_the_second_of_two_plug_ins_steps_aside(installed):
+    """A copy stands for tree_attention's own, which `-p` loads before that of the wheel."""
+    copy = installed / "reference_conformance"
+    shutil.copytree(installed / "tree_attention_conformance", copy)
+    result = run_pytest(installed, "-p", "reference_conformance.plugin", "--merge", "engine:merge")
+    assert result.returncode == 0 and "9 passed" in result.stdout, result.stderr
+
+
 def test_own_tests_run_beside_the_cases_where_they_are_named(installed):
     beside = run_pytest(installed, "test_engine.py", "--merge", "engine:merge")
     assert "10 passed" in beside.stdout

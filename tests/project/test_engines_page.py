@@ -24,10 +24,12 @@ def test_step_of_the_page_conforms_on_two_ranks(tmp_path):
     script = tmp_path / "check.py"
     checks = "import test_engines_page\n\ntest_engines_page.check_one_call(globals())"
     script.write_text(f"{python_program(PAGE)}\n\n{checks}\n")
-    printed = run(script, *TWO_RANKS, OMP_NUM_THREADS="1")
-    assert [line.split(":")[0] for line in printed.splitlines()] == [
+    *lines, last = run(script, *TWO_RANKS, OMP_NUM_THREADS="1").splitlines()
+    assert [line.split(":")[0] for line in lines] == [
         f"{'ok':<12}{case.name}" for case in (*MERGE_CASES, *DECODE_CASES)
     ]
+    (shown,) = re.findall(r'print\(f"All .*  # (\d+)$', PAGE.read_text(), re.MULTILINE)
+    assert last == f"All {shown} cases passed."
 
 
 def check_one_call(page: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ once, by a sentence of its own.
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -144,6 +145,36 @@ def assert_told(report, failed, *sentences):
 def test_wrong_merges_are_told_once(fault):
     merge, *expected = WRONG_MERGES[fault]
     assert_told(check_merge(merge), *expected)
+
+
+def numpy_merge(o_parts, lse_parts):
+    """Of arrays, which tensors of bfloat16 do not become."""
+    o, lse = (torch.from_numpy(np.asarray(x)) for x in (o_parts, lse_parts))
+    o, lse = merge_states(o, lse)
+    return o.numpy(), lse.numpy()
+
+
+def test_a_function_of_numpy_is_told_how_to_get_arrays():
+    report = check_merge(numpy_merge, device="cpu")
+    assert_told(report, ["16-bit parts that cancel"], say.FOR_NUMPY)
+    assert check_merge(numpy_merge, device="numpy").passed
+
+
+def test_an_exception_of_another_kind_is_not_as_in_the_first_case():
+    def merge(o_parts, lse_parts):
+        return numpy_merge(2 * o_parts, lse_parts)
+
+    said = {line.case: line.meaning for line in check_merge(merge, device="cpu").lines}
+    assert said.pop("16-bit parts that cancel") == say.FOR_NUMPY
+    first, *others = said.values()
+    assert first == say.SCALED.format(2) and "as in the first case" in others
+
+    def raising(o_parts, lse_parts):
+        raise OverflowError if o_parts.dtype == torch.bfloat16 else ZeroDivisionError
+
+    said = {line.case: line.meaning for line in check_merge(raising, device="cpu").lines}
+    assert said.pop("16-bit parts that cancel") == ""
+    assert [*said.values()] == ["", *["as in the first case"] * (len(MERGE_CASES) - 2)]
 
 
 def plain_attention(q, k, v, key_ranges, *, first=None):
