@@ -41,7 +41,7 @@ void check_keys_and_values(DecodeParams& params, const DecodeArgs& args) {
             k.sizes().slice(0, 3), ", got ", v.sizes().slice(0, 3));
   CHECK_ARG(k.size(1) >= 1 && q.size(1) % k.size(1) == 0,
             "num_heads_q must be a multiple of num_heads_kv, got ", q.size(1), " and ", k.size(1),
-            "; the axes are [batch, heads, tokens, head_dim]");
+            "; the axes are ", paged ? k_axes : "[batch, heads, tokens, head_dim]");
   CHECK_ARG(paged || k.size(0) == q.size(0), "k must have q's batch ", q.size(0), ", got ",
             k.size(0));
   CHECK_ARG(!paged || k.size(2) >= 1, "k must have a page_size of at least 1, got ", k.size(2));

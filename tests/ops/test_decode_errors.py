@@ -23,7 +23,9 @@ from refused_calls import (
 from tree_attention import lean_decode, tree_decode
 
 LIMIT = 2**31
+HEADS = "num_heads_q must be a multiple of num_heads_kv, got "
 AXES = "the axes are [batch, heads, tokens, head_dim]"
+PAGES = "the axes are [num_pages, num_heads_kv, page_size, head_dim]"
 RANGES = "[batch, seqlen_q, 2]"
 TABLE = (
     "page_table must have shape [batch, pages] or [batch, num_heads_kv, pages] with batch 2 and "
@@ -102,18 +104,12 @@ DECODE = {
         lambda: decode(v=k().transpose(1, 2)),
         "v must have k's first three axes [2, 2, 10], got [2, 10, 2]",
     ),
-    "heads": (
-        lambda: decode(k=k(2, 3, 10, 8), v=k(2, 3, 10, 8)),
-        f"num_heads_q must be a multiple of num_heads_kv, got 4 and 3; {AXES}",
-    ),
+    "heads": (lambda: decode(k=k(2, 3, 10, 8), v=k(2, 3, 10, 8)), f"{HEADS}4 and 3; {AXES}"),
     "heads and tokens swapped": (
         lambda: decode(k=k().transpose(1, 2), v=k().transpose(1, 2)),
-        f"num_heads_q must be a multiple of num_heads_kv, got 4 and 10; {AXES}",
+        f"{HEADS}4 and 10; {AXES}",
     ),
-    "no kv heads": (
-        lambda: decode(k=k(2, 0, 10, 8), v=k(2, 0, 10, 8)),
-        f"num_heads_q must be a multiple of num_heads_kv, got 4 and 0; {AXES}",
-    ),
+    "no kv heads": (lambda: decode(k=k(2, 0, 10, 8), v=k(2, 0, 10, 8)), f"{HEADS}4 and 0; {AXES}"),
     "k batch": (
         lambda: decode(k=k(1, 2, 10, 8), v=k(1, 2, 10, 8)),
         "k must have q's batch 2, got 1",
@@ -126,6 +122,10 @@ DECODE = {
     "page_size": (
         lambda: decode(k=k(5, 2, 0, 8), v=k(5, 2, 0, 8), page_table=int32(2, 1)),
         "k must have a page_size of at least 1, got 0",
+    ),
+    "pages and heads swapped": (
+        lambda: decode(k=k(5, 16, 2, 8), v=k(5, 16, 2, 8), page_table=int32(2, 1)),
+        f"{HEADS}4 and 16; {PAGES}",
     ),
     "page_table dtype": (
         lambda: decode(page_table=int64(2, 1)),
