@@ -20,10 +20,6 @@ class Target:
 DECODE = Target(INSTANCES_FOLDER / "lean_decode_bf16_64.cu", ("decode_short",), ("decode_short",))
 # Of 128 columns and 128 rows, where o passes through shared memory in two parts.
 WIDE = Target(INSTANCES_FOLDER / "lean_decode_bf16_128.cu", ("decode_wide",), ("decode_wide",))
-# What is read twice by blocks of rows that have their keys in common.
-ROW_BLOCKS = Target(
-    INSTANCES_FOLDER / "lean_decode_bf16_64.cu", ("decode_row_blocks",), ("decode_row_blocks",)
-)
 # The fix-up alone, where rows need more scratch memory than there is.
 FIXUP = Target(Path("tests/cuda_emulator/test_fixup.cpp"), ("fixup_short",), ("fixup_short",))
 
@@ -318,22 +314,6 @@ OF_DECODE = [
         "cuda/decode/schedule.cuh",
         "    }\n    __syncthreads();\n  }\n  return true;",
         "    }\n  }\n  return true;",
-    ),
-    Mutation(
-        "the blocks of rows of a sequence are neighbours on the line",
-        "cuda/decode/units.cuh",
-        "    const int row_block = params_.batch.quotient(unit);\n"
-        "    const int batch = unit - row_block * params_.batch.divisor;\n",
-        "    const int batch = unit / params_.row_blocks;\n"
-        "    const int row_block = unit % params_.row_blocks;\n",
-        target=ROW_BLOCKS,
-    ),
-    Mutation(
-        "what several blocks of rows read leaves the cache first",
-        "cuda/decode/schedule.cuh",
-        "params.row_blocks > 1 ? createpolicy_evict_normal() : createpolicy_evict_first();",
-        "createpolicy_evict_first();",
-        target=ROW_BLOCKS,
     ),
     # Arithmetic.
     Mutation(

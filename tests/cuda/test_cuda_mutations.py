@@ -12,13 +12,14 @@ import pytest
 
 import emulator_build
 from compilation import ROOT, Compiler
-from mutations import DECODE, FIXUP, OF_DECODE, ROW_BLOCKS, WIDE, Mutation, Target
+from mutations import DECODE, FIXUP, OF_DECODE, WIDE, Mutation, Target
 from mutations_8_bits import FLOAT8, INT8, OF_8_BITS
 from mutations_columns import COLUMNS, OF_COLUMNS
 from mutations_latents import LATENTS, OF_LATENTS
 from mutations_one_shot import OF_ONE_SHOT, ONE_SHOT
+from mutations_row_blocks import OF_ROW_BLOCKS, ROW_BLOCKS
 
-MUTATIONS = [*OF_DECODE, *OF_8_BITS, *OF_COLUMNS, *OF_LATENTS, *OF_ONE_SHOT]
+MUTATIONS = [*OF_DECODE, *OF_8_BITS, *OF_COLUMNS, *OF_LATENTS, *OF_ONE_SHOT, *OF_ROW_BLOCKS]
 TIME_LIMIT = 60
 
 
