@@ -13,8 +13,18 @@ import torch
 
 __version__ = "0.1.0"  # which the build reads without importing the package
 MINIMUM_TRANSFORMERS = "5.5"
+TESTED_TRANSFORMERS = "5.24.0"  # the newest with which the tests have passed
 PACKAGE = Path(__file__).parent
 NAME = "tree_attention._C"
+
+
+def beyond_tested_transformers(version: str) -> str:
+    """What to append to a version of transformers: a clause if it is newer than the tested ones."""
+    from packaging.version import Version  # comes with transformers
+
+    if Version(version) <= Version(TESTED_TRANSFORMERS):
+        return ""
+    return f", newer than the newest tested ({TESTED_TRANSFORMERS})"
 
 
 def load() -> ModuleType:

@@ -27,6 +27,7 @@ from hf_families import VOCAB_SIZE, WORKING, Family, make_model
 from hf_models import make_model as make_llama
 from hf_models import make_prompts
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf.release import CACHE_NAME
 
 SWITCH = 32  # tokens from which on frequencies differ
 GREEDY = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
@@ -127,7 +128,7 @@ def test_a_given_cache_is_filled_anew(rank: int, world_size: int) -> None:
     "changes,error",
     [
         (
-            {"past_key_values": DynamicCache},
+            {CACHE_NAME: DynamicCache},
             "replaced the TreeCache of .* by a DynamicCache, which",
         ),
         (

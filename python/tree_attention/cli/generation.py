@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..exchange import Communicator
 from ..hf import TreeCache
+from ..hf.release import CACHE_NAME
 from ..hf.weights.split import mesh_of
 
 # Below them a rate is that of the set-up, or of chance.
@@ -131,9 +132,9 @@ def generate(
         model.generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
-            past_key_values=cache,
             streamer=recorder,
             do_sample=False,
+            **{CACHE_NAME: cache},
             **options,
         )
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())

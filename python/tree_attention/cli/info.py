@@ -111,4 +111,4 @@ def transformers() -> str:
     if Version(version) < Version(_loader.MINIMUM_TRANSFORMERS):
         required = f">= {_loader.MINIMUM_TRANSFORMERS} is required"
         return f"{version} is too old: {required}, pip install 'transformers>=5.5'"
-    return version
+    return version + _loader.beyond_tested_transformers(version)

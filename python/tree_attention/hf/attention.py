@@ -18,6 +18,7 @@ from .cache.window import WindowLayer
 from .masks import KeyRanges
 from .prompts.split_attention import attend_split
 from .prompts.token_split import current_deal
+from .release import CACHE_NAME
 from .weights.mesh import Mesh
 from .weights.split import mesh_of, own_heads
 
@@ -212,7 +213,7 @@ def _warn_if_not_sharded(world_size: int) -> None:
         warnings.warn(
             f"tree_attention: each of {world_size} ranks attends to all keys by itself, as they "
             "are in no TreeCache. To share them, call tree_attention.hf.enable(model) and then "
-            "model.generate, or give the model past_key_values=TreeCache(model.config)",
+            f"model.generate, or give the model {CACHE_NAME}=TreeCache(model.config)",
             stacklevel=3,
         )
 

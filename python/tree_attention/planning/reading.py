@@ -84,6 +84,7 @@ def _build(config: Any) -> tuple[Any, list[Any]]:
     from transformers import AutoModelForCausalLM, DynamicCache
 
     from .. import hf
+    from ..hf.release import CACHE_NAME
 
     options = {"dtype": torch.bfloat16, "trust_remote_code": False}
     with torch.device("meta"), torch.no_grad():
@@ -91,7 +92,7 @@ def _build(config: Any) -> tuple[Any, list[Any]]:
         hf.disable(hf.enable(model))
         model.set_experts_implementation("batched_mm")  # which needs no numbers to choose experts
         cache = DynamicCache(config=model.config)
-        model(input_ids=torch.zeros((1, 1), dtype=torch.long), past_key_values=cache)
+        model(input_ids=torch.zeros((1, 1), dtype=torch.long), **{CACHE_NAME: cache})
     return model, cache.layers
 
 

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from ...exchange import Communicator, ExchangeError, Signature, sentence
 from ..cache.tree_cache import TreeCache
 from ..prompts.forward import arguments_by_name, is_dealt_in_generate, may_be_chunked
+from ..release import CACHE_NAME, generate_without_enable
 from ..sampling import SynchronizeLogits
 from .fingerprint import (
     describe,
@@ -133,7 +134,7 @@ class Preparation:
         """Puts a cache into `model_kwargs` and a chunk size into `generation_config`, which belongs
         to this call alone, and has every rank raise if the ranks differ."""
         *_, num_slots = others  # of the prompt and all new tokens but the last, which is never fed
-        arguments, cache = self.call.arguments, model_kwargs.get("past_key_values")
+        arguments, cache = self.call.arguments, model_kwargs.get(CACHE_NAME)
         check_settings(generation_config, arguments, self.comm.world_size)
         makes_cache = cache is None and generation_config.use_cache is not False
         num_prompt, num_cached, num_left_out = prompt_length(arguments), 0, 0
@@ -159,7 +160,7 @@ class Preparation:
                 "generate",
             )
         if makes_cache:
-            cache = model_kwargs["past_key_values"] = self.new_cache()
+            cache = model_kwargs[CACHE_NAME] = self.new_cache()
             cache.reserve(num_prompt)
         self.call.cache, self.call.length = cache, num_left_out + num_prompt - 1
         self.call.is_assisted = (
@@ -183,13 +184,13 @@ class Preparation:
         """The inputs of a step, with the cache and without the tokens that it holds."""
         kwargs = self._leave_out_cached(input_ids, kwargs)
         inputs: dict[str, Any] = original(model, input_ids, *args, **kwargs)
-        return self._keep_cache(kwargs.get("past_key_values"), inputs)
+        return self._keep_cache(kwargs.get(CACHE_NAME), inputs)
 
     def _leave_out_cached(self, input_ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
         """Keeps the first step of assisted decoding from feeding what a given cache holds."""
         # Other kinds of decoding leave them out by themselves, and transformers' assisted one feeds
         # the whole text behind them (5.23).
-        cache = options.get("past_key_values")
+        cache = options.get(CACHE_NAME)
         is_whole = options.get("next_sequence_length", 0) is None
         if not (self.call.is_assisted and is_whole and isinstance(cache, TreeCache)):
             return options
@@ -202,7 +203,7 @@ class Preparation:
         """Puts the cache of a step into its inputs, emptied, where the model left it out."""
         # Phi-3 does so where the text grows beyond the length from which its rotary embedding has
         # other frequencies: all tokens are fed again, and transformers would make its own cache.
-        if not isinstance(given, TreeCache) or inputs.get("past_key_values") is not None:
+        if not isinstance(given, TreeCache) or inputs.get(CACHE_NAME) is not None:
             return inputs
         num_cached = int(given.get_seq_length())
         if num_cached > 0 and not self.call.has_whole_text:
@@ -212,7 +213,7 @@ class Preparation:
                 "all tokens"
             )
         given.reset()
-        return {**inputs, "past_key_values": given}
+        return {**inputs, CACHE_NAME: given}
 
     def check_step(
         self, original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any
@@ -222,11 +223,11 @@ class Preparation:
         call = self.call
         if call.cache is None:
             return model_kwargs
-        held: Any = model_kwargs.get("past_key_values")
+        held: Any = model_kwargs.get(CACHE_NAME)
         if held is not call.cache:
             raise RuntimeError(
                 "generate: transformers replaced the TreeCache of an enabled model by a "
-                f"{type(held).__name__}, which is not sharded; generate without enable"
+                f"{type(held).__name__}, which is not sharded; {generate_without_enable()}"
             )
         call.length += kwargs.get("num_new_tokens", 1)
         length = held.get_seq_length()
@@ -236,7 +237,7 @@ class Preparation:
             raise RuntimeError(
                 f"generate: after this step the cache must hold {call.length} tokens, the text but "
                 f"its last one, and holds {int(length)}: transformers fed other tokens than those "
-                "that it lacked; generate without enable"
+                f"that it lacked; {generate_without_enable()}"
             )
         return model_kwargs
 

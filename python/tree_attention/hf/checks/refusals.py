@@ -10,6 +10,7 @@ from transformers import GenerationConfig, MaxTimeCriteria
 
 from ..cache.shard import Shard
 from ..cache.tree_cache import TreeCache
+from ..release import CACHE_NAME
 
 # Older releases prefill wrong tokens when a cache that holds some already is filled in chunks.
 CHUNKS_AFTER_CACHED_TOKENS = Version(transformers.__version__) >= Version("5.23")
@@ -53,7 +54,7 @@ def check_given_cache(cache: object, shard: Shard) -> None:
     """Refuses a cache that the caller gives and that is not for the model's `shard`."""
     if not isinstance(cache, TreeCache):
         raise ValueError(
-            "generate: past_key_values of an enabled model must be a TreeCache, "
+            f"generate: {CACHE_NAME} of an enabled model must be a TreeCache, "
             f"got {type(cache).__name__}"
         )
     if shard.world_size > 1 and cache.shard.layout != shard.layout:

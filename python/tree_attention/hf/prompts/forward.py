@@ -18,6 +18,7 @@ from ..cache.recurrent import GO_ON_FROM_A_STATE, state_kinds
 from ..cache.tree_cache import TreeCache
 from ..checks.fingerprint import describe, digest_inputs
 from ..masks import KeyRanges
+from ..release import CACHE_NAME, with_cache_name
 from ..weights.split import mesh_of
 from .token_split import Deal, dealing
 
@@ -32,7 +33,7 @@ _AXES = {
     "cache_position": -1,
     "token_type_ids": 1,
 }
-_FOR_ALL_TOKENS = ("attention_mask", "past_key_values", "use_cache", "logits_to_keep")
+_FOR_ALL_TOKENS = ("attention_mask", CACHE_NAME, "use_cache", "logits_to_keep")
 # What ranks would have for their own tokens only.
 _OUTPUTS_OF_TOKENS = ("output_hidden_states", "output_attentions", "output_router_logits")
 # Kinds of rotary embeddings whose frequencies depend on the largest position of the chunk.
@@ -69,7 +70,7 @@ def arguments_by_name(signature: inspect.Signature, *args: Any, **kwargs: Any) -
     arguments = signature.bind(*args, **kwargs).arguments
     del arguments["self"]
     others = arguments.pop("kwargs", {})
-    return {**arguments, **others}
+    return with_cache_name({**arguments, **others})
 
 
 def override_forward(model: PreTrainedModel, prefill: str) -> None:
@@ -147,7 +148,7 @@ def _deal(
 ) -> Deal | None:
     """The deal of the tokens of a forward pass; None: they are not dealt."""
     # All that decides is the same on all ranks, as far as their arguments are.
-    cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
+    cache, mask = arguments.get(CACHE_NAME), arguments.get("attention_mask")
     if not isinstance(cache, TreeCache) or cache.shard.world_size == 1:
         return None
     per_token = {name: arguments[name] for name in _AXES if arguments.get(name) is not None}
