@@ -4,6 +4,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from distributed import run_ranks
 from tree_attention import lean_decode, strategies
@@ -32,6 +33,34 @@ def test_verify_fails_with_a_wrong_operator(
     assert "FAILED" in output and "checks failed" in output
 
 
+def test_a_check_that_raises_is_a_row_and_the_rest_run(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each dtype, of the merge and of each model."""
+
+    def raises(*args, **kwargs):
+        raise RuntimeError("the mask has [3, 1]\nand more")
+
+    def takes_no_bfloat16(q, *args, **kwargs):
+        return raises() if q.dtype == torch.bfloat16 else lean_decode(q, *args, **kwargs)
+
+    def refuses_padding(name, model, ids, mask):
+        yield from check_tokens(name, model, ids, mask) if mask.all() else raises()
+
+    check_tokens = verify.check_tokens
+    monkeypatch.setattr(verify, "lean_decode", takes_no_bfloat16)
+    monkeypatch.setattr(verify, "merge_states", raises)
+    monkeypatch.setattr(verify, "check_tokens", refuses_padding)
+    assert main(["verify", "--model", str(checkpoint)]) == 1
+    rows = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+    assert all("the mask has [3, 1]" in row and "and more" not in row for row in rows)
+    assert [row.split("│")[1].strip() for row in rows] == [
+        "bfloat16: RuntimeError",
+        "merge: RuntimeError",
+        "HuggingFace tokens: random Llama, padded batch: RuntimeError",
+    ]
+
+
 def test_verify_skips_without_transformers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,7 +80,7 @@ def verify_on_ranks(rank: int, world_size: int, wrong_rank: int | None) -> list[
 
         verify.lean_decode = forgets_a_key
     checks = [*verify.check_operator(), *verify.check_ranks(world)]
-    return [verify.in_all_ranks(check, world) for check in checks]
+    return verify.in_all_ranks(checks, world)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -60,6 +89,24 @@ def test_verify_ranks(world_size: int) -> None:
         assert all(check.passed for check in checks)
         same = sum("same bits on all ranks" in check.detail for check in checks)
         assert same == 2 * (len(strategies()) + 2)  # two layouts; the rings are two more ways
+
+
+def raise_on_a_rank(rank: int, world_size: int) -> list[verify.Check]:
+    def made():
+        yield verify.Check("first", True, "fine")
+        if rank == 1:
+            raise ValueError("too few bytes")
+        yield verify.Check("second", True, "fine")
+
+    checks = list(verify.until_error("kind", made()))
+    return verify.in_all_ranks(checks, World(rank, world_size))
+
+
+def test_verify_on_ranks_of_which_one_raises() -> None:
+    failed = verify.Check("kind: ValueError", False, "rank 1: too few bytes")
+    of_first, of_second = run_ranks(raise_on_a_rank, 2)
+    assert [check.name for check in of_first] == ["first", "second", "kind: ValueError"]
+    assert of_first[-1] == of_second[-1] == failed
 
 
 def test_verify_reports_the_rank_that_fails() -> None:

@@ -26,9 +26,9 @@ def test_texts_of_ranks(rank: int, world_size: int) -> None:
         texts = ["", "grün", "x" * 1000]
         assert texts_of_ranks(texts[rank], world) == texts[:world_size]
         check = Check("name", rank != 1, f"detail {rank}")
-        assert in_all_ranks(check, world) == Check("name", False, "rank 1: detail 1")
+        assert in_all_ranks([check], world) == [Check("name", False, "rank 1: detail 1")]
         right = Check("name", None if rank else True, f"detail {rank}")
-        assert in_all_ranks(right, world) == right
+        assert in_all_ranks([right], world) == [right]
         assert same_on_all_ranks(world, torch.ones(3))
         assert not same_on_all_ranks(world, torch.full((3,), float(rank == 1)))
 

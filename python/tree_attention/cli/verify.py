@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from .. import (
     strategies,
     tree_decode,
 )
+from ..exchange import sentence
 from ..reference.accuracy import check_against_float64, digest
 from .checkpoint import A_CHECKPOINT, load, load_tokenizer, make_greedy
 from .usage import check_seconds
@@ -64,24 +65,44 @@ def main(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     check_seconds("--timeout", parsed.timeout)
     with joined_world(timeout=parsed.timeout) as world, torch.inference_mode():
-        made = chain(
-            check_operator(), check_merge(), check_ranks(world), check_huggingface(parsed.model)
-        )
-        checks = [in_all_ranks(check, world) for check in made]
+        kinds = {
+            "operator": check_operator(),
+            "merge": check_merge(),
+            "ranks": check_ranks(world),
+            "HuggingFace tokens": check_huggingface(parsed.model),
+        }
+        checks: list[Check] = []
+        for name, made in kinds.items():
+            checks += in_all_ranks(list(until_error(name, made)), world)
     if world.root:
         show(checks, world)
     return 1 if any(check.passed is False for check in checks) else 0
 
 
-def in_all_ranks(check: Check, world: World) -> Check:
-    """The check's result over all ranks: it has failed if it failed on one."""
+def until_error(name: str, checks: Iterator[Check]) -> Iterator[Check]:
+    """The checks of a kind; one that raises is the last of them, and has failed."""
+    try:
+        yield from checks
+    except Exception as error:
+        yield Check(f"{name}: {type(error).__name__}", False, sentence(error))
+
+
+def in_all_ranks(checks: list[Check], world: World) -> list[Check]:
+    """The results over all ranks: a check has failed if it failed on one, which is named.
+
+    A rank on which a check raised has fewer of them, and one that the others lack.
+    """
     if world.size == 1:
-        return check
-    for rank, text in enumerate(texts_of_ranks(json.dumps([check.passed, check.detail]), world)):
-        passed, detail = json.loads(text)
-        if passed is False:
-            return Check(check.name, False, f"rank {rank}: {detail}")
-    return check
+        return checks
+    own = json.dumps([[check.name, check.passed, check.detail] for check in checks])
+    failed: dict[str, Check] = {}
+    for rank, text in enumerate(texts_of_ranks(own, world)):
+        for name, passed, detail in json.loads(text):
+            if passed is False:
+                failed.setdefault(name, Check(name, False, f"rank {rank}: {detail}"))
+    names = {check.name for check in checks}
+    others = [check for name, check in failed.items() if name not in names]
+    return [failed.get(check.name, check) for check in checks] + others
 
 
 def texts_of_ranks(text: str, world: World) -> list[str]:
@@ -143,32 +164,36 @@ def random_inputs(
 def check_operator() -> Iterator[Check]:
     """Checks `lean_decode` with every kind of argument, in every dtype."""
     for dtype in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        inputs = random_inputs(dtype, batch=1, heads=(8, 2), seqlen_q=1, keys=3000, d=128)
-        yield judged(f"{name}: 8/2 heads, 3000 keys", (*inputs, None), lean_decode(*inputs))
+        yield from until_error(str(dtype).removeprefix("torch."), check_dtype(dtype))
 
-        q, k, v = random_inputs(dtype, batch=3, heads=(6, 2), seqlen_q=5, keys=200, d=80)
-        ends = torch.tensor([200, 7, 64])[:, None] - torch.arange(4, -1, -1)
-        begins = torch.tensor([0, 2, 60])[:, None].expand_as(ends)
-        ranges = torch.stack([begins, ends], -1).int()
-        options: dict[str, Any] = {
-            "softcap": 20.0,
-            "alibi_slopes": 2.0 ** -torch.arange(1.0, 7.0),
-            "query_positions": ends - 1,
-            "key_layout": (0, 1, 1),
-        }
-        result = lean_decode(q, k, v, ranges, **options)
-        kinds = f"{name}: ragged, causal, padded, softcap, ALiBi"
-        yield judged(kinds, (q, k, v, ranges), result, **options)
 
-        pages = torch.randperm(3 * 13, generator=torch.Generator().manual_seed(0)).view(3, 13)
-        k_pages, v_pages = k.new_zeros(39, 2, 16, 80), v.new_zeros(39, 2, 16, 80)
-        for x, pool in ((k, k_pages), (v, v_pages)):
-            padded = torch.cat([x, x.new_zeros(3, 2, 8, 80)], 2).unflatten(2, (13, 16))
-            pool[pages.flatten()] = padded.transpose(1, 2).flatten(0, 1)
-        paged, table = (q, k_pages, v_pages, ranges), pages.int()
-        result = lean_decode(*paged, page_table=table)
-        yield judged(f"{name}: paged", paged, result, page_table=table)
+def check_dtype(dtype: torch.dtype) -> Iterator[Check]:
+    name = str(dtype).removeprefix("torch.")
+    inputs = random_inputs(dtype, batch=1, heads=(8, 2), seqlen_q=1, keys=3000, d=128)
+    yield judged(f"{name}: 8/2 heads, 3000 keys", (*inputs, None), lean_decode(*inputs))
+
+    q, k, v = random_inputs(dtype, batch=3, heads=(6, 2), seqlen_q=5, keys=200, d=80)
+    ends = torch.tensor([200, 7, 64])[:, None] - torch.arange(4, -1, -1)
+    begins = torch.tensor([0, 2, 60])[:, None].expand_as(ends)
+    ranges = torch.stack([begins, ends], -1).int()
+    options: dict[str, Any] = {
+        "softcap": 20.0,
+        "alibi_slopes": 2.0 ** -torch.arange(1.0, 7.0),
+        "query_positions": ends - 1,
+        "key_layout": (0, 1, 1),
+    }
+    result = lean_decode(q, k, v, ranges, **options)
+    kinds = f"{name}: ragged, causal, padded, softcap, ALiBi"
+    yield judged(kinds, (q, k, v, ranges), result, **options)
+
+    pages = torch.randperm(3 * 13, generator=torch.Generator().manual_seed(0)).view(3, 13)
+    k_pages, v_pages = k.new_zeros(39, 2, 16, 80), v.new_zeros(39, 2, 16, 80)
+    for x, pool in ((k, k_pages), (v, v_pages)):
+        padded = torch.cat([x, x.new_zeros(3, 2, 8, 80)], 2).unflatten(2, (13, 16))
+        pool[pages.flatten()] = padded.transpose(1, 2).flatten(0, 1)
+    paged, table = (q, k_pages, v_pages, ranges), pages.int()
+    result = lean_decode(*paged, page_table=table)
+    yield judged(f"{name}: paged", paged, result, page_table=table)
 
 
 def check_merge() -> Iterator[Check]:
@@ -247,14 +272,15 @@ def check_huggingface(path: Path | None) -> Iterator[Check]:
     ids = torch.randint(3, 256, (3, 200), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, :50] = mask[2, :199] = 0  # left padding
-    yield from check_tokens(name, model, ids, mask)
+    yield from until_error(f"HuggingFace tokens: {name}", check_tokens(name, model, ids, mask))
     if path is not None:
         # Tokens are compared in float32, since in bfloat16 HuggingFace's own attentions differ.
         tokenizer, model = load_tokenizer(path), load(path, dtype=torch.float32)
         make_greedy(model, path)
         text = "The quick brown fox jumps over the lazy dog. " * 40
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        yield from check_tokens(path.name, model, ids, torch.ones_like(ids))
+        made = check_tokens(path.name, model, ids, torch.ones_like(ids))
+        yield from until_error(f"HuggingFace tokens: {path.name}", made)
 
 
 def check_tokens(name: str, model: Any, ids: Tensor, mask: Tensor) -> Iterator[Check]:
