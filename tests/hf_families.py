@@ -15,6 +15,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from hf_refusal import Refusal
+
 VOCAB_SIZE = 97
 PAD, EOS = 0, 1
 WINDOW = 8
@@ -235,15 +237,6 @@ HYBRIDS: dict[str, Family] = {
 }
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Families that are refused for one reason."""
-
-    why: str  # in docs/models.md
-    says: str  # a piece of the sentence that the user gets
-    families: dict[str, Family]
-
-
 _KINDS_OF_LAYERS = "layers must be of the types"
 _ATTENTION_HIDDEN = "does not let its attention be chosen"
 _CACHED_KEYS = "work on cached keys themselves"
@@ -288,13 +281,20 @@ REFUSED: tuple[Refusal, ...] = (
         _ATTENTION_HIDDEN,
         {
             "BLOOM": _refused("BloomConfig"),
-            "CodeGen": _refused("CodeGenConfig"),
             "Falcon": _refused("FalconConfig"),
-            "GPT-J": _refused("GPTJConfig"),
             "MPT": _refused("MptConfig"),
             "RWKV": _refused("RwkvConfig"),
             "XGLM": _refused("XGLMConfig"),
         },
+    ),
+    Refusal(
+        "transformers before 5.24 lets no other attention function be chosen for them",
+        _ATTENTION_HIDDEN,
+        {
+            "CodeGen": _refused("CodeGenConfig", {"rotary_dim": 8}),
+            "GPT-J": _refused("GPTJConfig", {"rotary_dim": 8}),
+        },
+        until="5.24",
     ),
     Refusal(
         "some layers use the keys of another one",

@@ -19,7 +19,7 @@ NAME = "tree_attention._C"
 
 
 def beyond_tested_transformers(version: str) -> str:
-    """What to append to a version of transformers: a clause if it is newer than the tested ones."""
+    """A clause to append to a version of transformers that is newer than the tested ones, or ""."""
     from packaging.version import Version  # comes with transformers
 
     if Version(version) <= Version(TESTED_TRANSFORMERS):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tree_attention import __main__, __version__, _loader
+from tree_attention._loader import TESTED_TRANSFORMERS
 from tree_attention.cli import info
 
 
@@ -125,6 +126,20 @@ def test_missing_backend_is_named(monkeypatch):
 def test_missing_transformers_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert info.transformers() == "not installed: pip install 'transformers>=5.5'"
+
+
+@pytest.mark.parametrize(
+    "version,clause",
+    [
+        (TESTED_TRANSFORMERS, ""),
+        ("5.5.0", ""),
+        ("5.99.0", f", newer than the newest tested ({TESTED_TRANSFORMERS})"),
+    ],
+)
+def test_an_untested_transformers_is_said_to_be_so(monkeypatch, version, clause):
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    assert info.transformers() == version + clause
 
 
 def test_old_transformers_names_the_requirement(monkeypatch):

@@ -31,9 +31,9 @@ from hf_families import (
     WINDOW,
     WORKING,
     Family,
-    Refusal,
     make_model,
 )
+from hf_refusal import Refusal
 from tree_attention import BlockCyclic, hf
 from tree_attention.hf.cache.growing import TreeCacheLayer
 from tree_attention.hf.cache.latent import LatentLayer
@@ -108,11 +108,16 @@ def test_tokens_equal_those_of_transformers(name: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refused_with_the_reason(name: str) -> None:
-    """By `enable`, or before the first token where only a forward pass shows it."""
+    """By `enable`, or before the first token where only a forward pass shows it; or works."""
     refusal: Refusal = REFUSALS[name]
     family = refusal.families[name]
     _skip_unless_known(name, family.exists)
     model = make_model(family)
+    if not refusal.applies:
+        expected = model.generate(**_prompts(), max_new_tokens=NUM_TOKENS, do_sample=False)
+        found = hf.enable(model).generate(**_prompts(), max_new_tokens=NUM_TOKENS, do_sample=False)
+        assert torch.equal(found, expected)
+        return
     with pytest.raises(
         (ValueError, NotImplementedError, hf.WrongAttentionError), match=refusal.says
     ):

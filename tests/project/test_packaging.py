@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import tree_attention
+from tree_attention import _loader, hf
 
 ROOT = Path(__file__).parents[2]
 
@@ -206,6 +207,17 @@ def test_table_of_tried_releases_is_what_setup_promises():
         for ran, cell in zip(releases, cells, strict=True):
             together = any(built in span and ran in span for span in spans)
             assert (cell == "works") == together, (built, ran, cell)
+
+
+def test_newest_tested_transformers_is_the_pinned_one():
+    """And the pages name it, `info` and the errors of `generate` go by it."""
+    tested, minimum = _loader.TESTED_TRANSFORMERS, _loader.MINIMUM_TRANSFORMERS
+    requirements = (ROOT / "requirements-dev.txt").read_text()
+    assert f'\ntransformers=={tested} ; python_version >= "3.11"\n' in requirements
+    release = tested.rpartition(".")[0]
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert f"| transformers ≥ {minimum}, tested up to {release}," in page
+    assert f"5.23 and {release}." in (hf.__doc__ or "")
 
 
 @pytest.mark.deep

@@ -9,7 +9,7 @@ Importing this module registers the attention implementation `"tree_attention"`:
     tree_attention.hf.enable(model)                     # on every rank
     model.generate(**inputs, max_new_tokens=100)        # on every rank, the same inputs
 
-Works with transformers 5.5 and later; tested with 5.17 and 5.23.
+Works with transformers 5.5 and later; tested with 5.17, 5.23 and 5.24.
 """
 
 from .._loader import MINIMUM_TRANSFORMERS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What depends on the installed release of transformers in more than one module."""
+"""The installed release of transformers: its name of the cache, and whether it is tested."""
 
 import inspect
 from collections.abc import Mapping

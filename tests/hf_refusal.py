@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Families of models that are refused, and until which release of transformers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from packaging.version import Version
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Families that are refused for one reason."""
+
+    why: str  # in docs/models.md
+    says: str  # a piece of the sentence that the user gets
+    families: dict[str, Any]  # each a Family of hf_families
+    until: str | None = None  # the release of transformers with which they work
+
+    @property
+    def applies(self) -> bool:
+        """Whether they are refused with this release of transformers."""
+        return self.until is None or Version(transformers.__version__) < Version(self.until)
