@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from packaging.version import Version
-from transformers import LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from hf_models import make_model, make_prompts
 from tree_attention import hf
@@ -70,16 +70,16 @@ def test_an_error_of_a_step_names_an_untested_release(
     original = LlamaForCausalLM.prepare_inputs_for_generation
 
     # transformers looks for a parameter of the name `kwargs`.
-    def feeds_a_token_twice(self: Any, ids: Any, **kwargs: Any) -> dict[str, Any]:
+    def takes_another_cache(self: Any, ids: Any, **kwargs: Any) -> dict[str, Any]:
         if ids.shape[1] > 37:
-            kwargs["next_sequence_length"] = 2
+            kwargs[CACHE_NAME] = DynamicCache()
         return original(self, ids, **kwargs)
 
-    monkeypatch.setattr(LlamaForCausalLM, "prepare_inputs_for_generation", feeds_a_token_twice)
+    monkeypatch.setattr(LlamaForCausalLM, "prepare_inputs_for_generation", takes_another_cache)
     model = hf.enable(make_model("llama"))
     monkeypatch.setattr(release.transformers, "__version__", version)
     advice = "generate without enable"
     if not is_tested:
         advice += f"; transformers is 99.1.0, newer than the newest tested ({TESTED_TRANSFORMERS})"
-    with pytest.raises(RuntimeError, match=f"fed other tokens .*; {re.escape(advice)}$"):
+    with pytest.raises(RuntimeError, match=f"replaced the TreeCache .*; {re.escape(advice)}$"):
         model.generate(**make_prompts(1), **GREEDY)

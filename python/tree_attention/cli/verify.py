@@ -31,10 +31,10 @@ from .. import (
     strategies,
     tree_decode,
 )
-from ..exchange import sentence
+from ..exchange import ExchangeError, sentence
 from ..reference.accuracy import check_against_float64, digest
 from .checkpoint import A_CHECKPOINT, load, load_tokenizer, make_greedy
-from .usage import check_seconds
+from .usage import UsageError, check_seconds
 from .world import World, add_timeout, joined_world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,6 +83,8 @@ def until_error(name: str, checks: Iterator[Check]) -> Iterator[Check]:
     """The checks of a kind; one that raises is the last of them, and has failed."""
     try:
         yield from checks
+    except (UsageError, ExchangeError):  # which end the command: no rank can go on alone
+        raise
     except Exception as error:
         yield Check(f"{name}: {type(error).__name__}", False, sentence(error))
 
@@ -96,7 +98,12 @@ def in_all_ranks(checks: list[Check], world: World) -> list[Check]:
         return checks
     own = json.dumps([[check.name, check.passed, check.detail] for check in checks])
     failed: dict[str, Check] = {}
-    for rank, text in enumerate(texts_of_ranks(own, world)):
+    try:
+        texts = texts_of_ranks(own, world)
+    except RuntimeError as error:  # another rank has ended, perhaps by what failed here
+        details = [check.detail for check in checks if check.passed is False]
+        raise ExchangeError("; ".join([*details, sentence(error)])) from error
+    for rank, text in enumerate(texts):
         for name, passed, detail in json.loads(text):
             if passed is False:
                 failed.setdefault(name, Check(name, False, f"rank {rank}: {detail}"))
