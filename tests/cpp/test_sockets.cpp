@@ -12,7 +12,9 @@
 
 #include "check.h"
 #include "cpu/sockets.h"
+#include "exchange_with_all.h"
 
+using namespace tree_attention;
 using namespace tree_attention::cpu;
 
 namespace {
@@ -49,10 +51,6 @@ std::vector<std::shared_ptr<Sockets>> connected(int world_size) {
   return ranks;
 }
 
-char content(int from, int to, size_t place, int round) {
-  return static_cast<char>(17 * from + 5 * to + 3 * place + round);
-}
-
 void run(SocketRound& round, double seconds) {
   round.start();
   round.run(seconds, [] {});
@@ -69,43 +67,18 @@ std::string error_of(SocketRound& round, double seconds) {
 
 }  // namespace
 
-// Threads stand for ranks. The largest messages fit into no socket, and both sides send them.
+// The largest messages fit into no socket, and both sides send them.
 void test_sockets() {
   for (int world_size : {2, 3, 5}) {
     const auto ranks = connected(world_size);
-    std::vector<std::thread> threads;
-    for (int own = 0; own < world_size; ++own) {
-      threads.emplace_back([=] {
-        for (size_t size : {size_t{0}, size_t{1}, size_t{4097}, size_t{3} << 20}) {
-          std::vector<std::vector<char>> received(world_size), sent(world_size);
-          std::vector<Message> receive, send;
-          for (int other = 0; other < world_size; ++other) {
-            if (other == own) continue;
-            // Lengths differ by sender and receiver.
-            sent[other].resize(size + own + other), received[other].resize(size + own + other);
-            receive.push_back({other, received[other].data(), received[other].size()});
-            send.push_back({other, sent[other].data(), sent[other].size()});
-          }
-          SocketRound messages(ranks[own], receive, send);
-          for (int round = 0; round < 3; ++round) {
-            for (int other = 0; other < world_size; ++other) {
-              for (size_t i = 0; i < sent[other].size(); ++i) {
-                sent[other][i] = content(own, other, i, round);
-              }
-            }
-            run(messages, 60.0);
-            for (int other = 0; other < world_size; ++other) {
-              bool right = true;
-              for (size_t i = 0; i < received[other].size(); ++i) {
-                right &= received[other][i] == content(other, own, i, round);
-              }
-              CHECK(right, "from ", other, " to ", own, ", ", size, " bytes, round ", round);
-            }
-          }
-        }
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    testing::in_threads(world_size, [&](int own) {
+      for (size_t size : {size_t{0}, size_t{1}, size_t{4097}, size_t{3} << 20}) {
+        testing::exchange_with_all(
+            own, world_size, size,
+            [&](auto receive, auto send) { return SocketRound(ranks[own], receive, send); },
+            [](SocketRound& round) { run(round, 60.0); });
+      }
+    });
   }
 }
 

@@ -122,7 +122,7 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
             return output
         blocks, num_heads_kv, block_size, _ = kv_cache.shape
         pages = kv_cache.view(blocks, num_heads_kv, 2 * block_size, self.head_size)
-        # Of a checkpoint with an 8-bit cache: numbers are stored divided by these.
+        # The scales of the checkpoint: an 8-bit cache has numbers divided by them.
         k_scale = v_scale = 1.0
         if self.kv_cache_dtype.startswith("fp8"):
             pages = pages.view(torch.float8_e4m3fn)

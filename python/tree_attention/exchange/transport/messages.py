@@ -112,8 +112,9 @@ class Messages(Round):
     own or through the process group.
 
     A message is as long where it is sent as where it is received. A rank may be its own peer,
-    which is a copy. All ranks take part, in the same order, also those without a message. Each
-    rank serves the rank after itself first: otherwise all would begin with the same one.
+    which is a copy, or nothing where both are the same memory. All ranks take part, in the same
+    order, also those without a message. Each rank serves the rank after itself first: otherwise all
+    would begin with the same one.
 
     Sealed messages end in `SEAL_BYTES`, into which goes the sender's `link.seal`. One that differs
     from the receiver's makes the latter CHANGED, which its own later messages pass on. Where the
@@ -135,7 +136,9 @@ class Messages(Round):
         sealed: bool,
     ) -> None:
         self._link = link
-        self._own = (receive[link.rank], send[link.rank]) if link.rank in receive else None
+        own = (receive[link.rank], send[link.rank]) if link.rank in receive else None
+        is_same = own is not None and own[0].data_ptr() == own[1].data_ptr()
+        self._own = None if is_same else own
         following = sorted(send, key=lambda rank: (rank - link.rank) % link.world_size)
         preceding = sorted(receive, key=lambda rank: (link.rank - rank) % link.world_size)
         receive = {rank: receive[rank] for rank in preceding if rank != link.rank}

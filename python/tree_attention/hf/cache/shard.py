@@ -63,7 +63,8 @@ class Shard:
 
     def most(self, length: int) -> int:
         """A bound on the number of slots that this rank keeps of any run of `length`."""
-        # Of blocks, the first rank has most where they are dealt anew. Others may have a whole run.
+        # Where blocks are dealt anew the first rank has most of them. Other layouts may give a rank
+        # the whole run.
         return self.layout.count(0, length) if isinstance(self.layout, BlockCyclic) else length
 
     def check_holds(self, length: int) -> None:

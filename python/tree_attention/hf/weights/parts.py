@@ -7,6 +7,7 @@ Its parts are copied out of the files one after the other, so that no whole tens
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +18,15 @@ from torch import Tensor
 Range = tuple[int, int]
 
 
-class Lazy:
+class Lazy(ABC):
     """A tensor that is read part by part, and put together by torch.stack and torch.cat unread."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @abstractmethod
     def copy_to(self, out: Tensor, origin: Sequence[int]) -> None:
         """Copies into `out` the part of its size that begins at `origin`."""
-        raise NotImplementedError
 
     def whole(self) -> Tensor:
         """The tensor, read."""

@@ -26,7 +26,7 @@ from .formats import check_format, sources_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_NAMES = 3
-# Of older releases of transformers, and left out by it as well.
+# Tensors that older releases of transformers saved, and that newer ones leave out as well.
 _FORMER_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
