@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Runs five CUDA kernels under compute-sanitizer's memcheck and racecheck, side by side: small
+# Runs six CUDA kernels under compute-sanitizer's memcheck and racecheck, side by side: small
 # problems, checked as always. What other kernels and tools would find, the emulated device and its
 # sanitizers find without a GPU. Exit status 77: there is no GPU or no compute-sanitizer.
 # Environment: PYTHON; LOGS, a folder that keeps the tools' output; SANITIZER_SECONDS, after which

@@ -10,6 +10,7 @@
 #include "cpu/decode.h"
 #include "cpu/kernels.h"
 #include "cpu/merge.h"
+#include "cpu/ranges.h"
 #include "operators.h"
 
 namespace tree_attention {
@@ -26,7 +27,7 @@ std::unique_ptr<torch::Library> library;
 void install() {
   library = std::make_unique<torch::Library>(torch::Library::IMPL, "tree_attention",
                                              c10::DispatchKey::CPU, __FILE__, __LINE__);
-  using Operator = LeanDecode<cpu::lean_decode, cpu::merge_states>;
+  using Operator = LeanDecode<cpu::lean_decode, cpu::merge_states, cpu::split_ranges>;
   library->impl("lean_decode", Operator::run);
   library->impl("lean_decode.out", Operator::run_out);
 }

@@ -63,8 +63,8 @@ OF_LATENTS = [
     of_latents(
         "values are copied as well",
         "loader.cuh",
-        "if constexpr (!Config::kValuesInKeys) request",
-        "request",
+        "if constexpr (!Config::kValuesInKeys) {",
+        "if constexpr (true) {",
     ),
     of_latents(
         "values are behind the keys",

@@ -331,7 +331,7 @@ def test_call_c(tool, check):
     lines = [line for line in (check.root / "calls").read_text().splitlines()
              if line.startswith("--tool")]  # fmt: skip
     assert {line.split()[1] for line in lines} == {"memcheck", "racecheck"}
-    assert all(line.count("test_cuda_smoke.py::test_kernel[") == 5 for line in lines)
+    assert all(line.count("test_cuda_smoke.py::test_kernel[") == 6 for line in lines)
 
 
 def test_call_d(check):

@@ -166,20 +166,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     attend(params, output, rows, number++, loader, ring, tile, softmax);
     const bool is_whole = num_tiles == output.num_tiles();
     const PartialStates states(params.workspace.partials, Config::kRows, head_dim_v);
-    Contributors blocks{};
-    int64_t slot = 0;
-    if (!is_whole) {
-      blocks = output.contributors();
-      slot = partial_slot(blocks, blockIdx.x - blocks.first);
-    }
+    const int64_t slot = partial_slot(blockIdx.x, output.tile_begin() == 0);
     combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(),
                           StateSink{sink, states.sink(slot), is_whole});
     if (is_whole) {
       __syncthreads();  // before the stage is filled
       continue;
     }
-    complete_output<Config::kThreads>(params.workspace.counters, states, blocks, rows.count,
-                                      shared + Config::kScratch, sink);
+    complete_output<Config::kThreads>(params.workspace.counters, states, output.contributors(),
+                                      rows.count, shared + Config::kScratch, sink);
   }
 }
 

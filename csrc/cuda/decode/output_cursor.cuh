@@ -37,7 +37,7 @@ class OutputCursor {
 
   // Keys and number of tiles of the whole output.
   __device__ const Keys& keys() const { return keys_; }
-  __device__ int num_tiles() const { return num_tiles_; }
+  __device__ int num_tiles() const { return Units<Config>::num_tiles(keys_); }
 
   __device__ int first_key(int tile) const { return keys_.begin + tile * Config::kTileKeys; }
 
@@ -52,21 +52,20 @@ class OutputCursor {
   // The blocks that compute tiles of this output, which has some.
   __device__ Contributors contributors() const {
     const int64_t begin = range_.begin + position_ + kOverheadTiles;
-    return tree_attention::contributors(range_.partition, begin, begin + num_tiles_);
+    return tree_attention::contributors(range_.partition, begin, begin + num_tiles());
   }
 
  private:
-  __device__ int length() const { return kOverheadTiles + num_tiles_; }
+  __device__ int length() const { return kOverheadTiles + num_tiles(); }
 
   __device__ void enter_unit() {
     const int entry = unit_ - range_.keys_unit;
     keys_ =
         entry < range_.num_keys ? range_.keys[entry] : Units<Config>(params_).keys_by_call(unit_);
-    num_tiles_ = Units<Config>::num_tiles(keys_);
   }
 
   __device__ int tile_at(int position) const {
-    return tiles_below(position, position_, kOverheadTiles, num_tiles_);
+    return tiles_below(position, position_, kOverheadTiles, num_tiles());
   }
 
   const LaunchParams& params_;
@@ -74,7 +73,6 @@ class OutputCursor {
   int position_;  // of the output on the line, from where the block's range begins
   int unit_, head_kv_;
   Keys keys_;
-  int num_tiles_;
 };
 
 // Walks the tiles of a block's range. It begins before the first one.
