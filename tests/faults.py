@@ -99,7 +99,7 @@ def before_operation(reached: Callable[[int], None]) -> Iterator[None]:
     """Calls `reached(i)` before operation i of an exchange or a ring, on any link."""
     owners = {
         Link: ("all_gather", "all_to_all", "all_reduce", "start_shift", "finish"),
-        Messages: ("run",),
+        Messages: ("start", "finish", "run"),
     }
     originals = {(o, name): getattr(o, name) for o, names in owners.items() for name in names}
     count = 0

@@ -45,8 +45,8 @@ def results_of(comm: Communicator, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Of every kind of call, in sizes that fit into a channel, just do not, and are far larger."""
     torch.manual_seed(comm.rank)
     found: list[torch.Tensor] = []
-    for strategy in strategies():
-        found += call(strategy, comm)
+    for kind in (*strategies(), "ring of queries"):
+        found += call(kind, comm)
     for size in sizes:
         found.append(comm.all_reduce(torch.randn(size)))
         counts = [size + rank for rank in range(comm.world_size)]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..exchange import Communicator, State, StateLayout, get_communicator
+from ..exchange import Communicator, Link, Round, State, StateLayout, get_communicator
 from ..ops import check_q_k_v, lean_decode, merge_states, ranges_without_keys
 from ..options import AttentionOptions, queries_of, takes_attention_options
 from .ring import aligned, signature_of
@@ -60,116 +60,141 @@ def ring_pass_q_decode(
         # Refuses bad arguments before anything is sent; without keys it costs no more than that.
         lean_decode(q, k_local, v_local, no_keys, out=(state.o, state.lse), **options)
 
-        def attend(part: _Part, queries: Tensor, out: tuple[Tensor, Tensor]) -> None:
+        def attend(part: _Part, queries: Tensor, out: _State) -> None:
             k, v, ranges, changed = part.of(k_local, v_local, key_ranges, options)
             lean_decode(queries, k, v, ranges, out=out, **changed)
 
-        ring = _PassQ(comm, state, q, k_local.shape[1], call.seconds)
         shape, dtype, device = q.shape, q.dtype, q.device  # as a door shall not keep q
+        kind = ring_pass_q_decode, shape, dtype, k_local.shape[1]
+        ring = state.prepared.get(kind)
+        if ring is None:
+            # Views that are made in inference mode cannot be written to outside of it.
+            with torch.inference_mode(False):
+                ring = state.prepared[kind] = _PassQ(comm.link, state, q, k_local.shape[1])
         return call.run(
             signature_of(q, v_local, options),
-            lambda deadline: ring.run(q, attend),
+            lambda deadline: ring.run(q, attend, call.seconds),
             device,
             door=lambda deadline: ring.run(
-                torch.empty(shape, dtype=dtype, device=device), lambda *arguments: None
+                torch.empty(shape, dtype=dtype, device=device), _attend_to_nothing, call.seconds
             ),
             queries=queries_of(q, options),
         )
 
 
-# Attends to this rank's keys with a part's queries, into the part's (o, lse).
-_Attend = Callable[["_Part", Tensor, tuple[Tensor, Tensor]], object]
+_State = tuple[Tensor, Tensor]  # o, lse
+# Attends to this rank's keys with a part's queries, into the part's state.
+_Attend = Callable[["_Part", Tensor, _State], object]
+
+
+def _attend_to_nothing(part: "_Part", queries: Tensor, out: _State) -> None:
+    """For a door, whose results nobody reads."""
+
+
+@dataclass(frozen=True)
+class _Packet:
+    """What one rank passes on to the next: a part's queries, and behind them the state so far of
+    the part whose queries went before."""
+
+    index: int  # of the part whose queries it has
+    queries: Tensor
+    state: _State
+    query_bytes: Tensor
+    state_bytes: Tensor
+    bytes: Tensor
 
 
 class _PassQ:
-    """One pass of all parts around the ranks, in memory of the communicator."""
+    """The journey of all parts around the ranks, in memory of the communicator.
 
-    def __init__(
-        self, comm: Communicator, state: State, q: Tensor, num_heads_kv: int, seconds: float
-    ) -> None:
-        self.link, self.state, self.seconds = comm.link, state, seconds
-        self.device, self.transport = q.device, comm.link.transport_device(q.device)
-        self.dtype, head_dim = q.dtype, state.layout.head_dim
-        self.parts = _deal(q, num_heads_kv, comm.world_size)
+    Packet `hop` leaves in that hop, in which packet `hop + 1` arrives. Packet 0 has no state yet,
+    and the last one, which ends the journey, no queries.
+    """
+
+    def __init__(self, link: Link, state: State, q: Tensor, num_heads_kv: int) -> None:
+        self.link, self.state, head_dim = link, state, state.layout.head_dim
+        self.parts = _deal(q, num_heads_kv, link.world_size)
         self.shapes = [part.shape(q) for part in self.parts]
+        self.dtype = q.dtype
         self.states = [StateLayout(shape[:3], head_dim, torch.float32) for shape in self.shapes]
         self.results = [replace(layout, dtype=q.dtype) for layout in self.states]
         state_bytes = aligned(max(layout.num_bytes for layout in self.states))
-        query_bytes = max(map(math.prod, self.shapes)) * q.dtype.itemsize
+        query_bytes = aligned(max(map(math.prod, self.shapes)) * q.dtype.itemsize)
         # Two, as one is received while the other is read and sent.
-        self.travelling = [self.room(f"queries {i}", query_bytes, self.transport) for i in range(2)]
-        self.leaving = self.room("leaving", state_bytes, self.transport)
-        self.arriving = self.room("arriving", state_bytes, self.transport)
-        self.merged = self.room("merged", state_bytes, q.device)
-        self.pair = self.room("pair", 2 * state_bytes, q.device).view(2, state_bytes)
-        result_bytes = max(layout.message_bytes for layout in self.results)
-        self.result = self.room("result", result_bytes, q.device)
+        self.memory = [self.room(f"packet {i}", query_bytes + state_bytes) for i in range(2)]
+        self.packets = [self.packet(hop) for hop in range(link.world_size + 1)]
+        self.pair = self.room("pair", 2 * state_bytes).view(2, state_bytes)
+        self.result = self.room("result", max(layout.message_bytes for layout in self.results))
+        gathered = self.room("results", link.world_size * self.result.numel())
+        self.gathered = gathered.view(link.world_size, -1)
+        self.rounds: list[Round] = []
 
-    def room(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
-        return self.state.arena.bytes(f"{name} of a part", num_bytes, device)
+    def room(self, name: str, num_bytes: int) -> Tensor:
+        return self.state.buffer(f"{name} of pass-Q", num_bytes)
 
-    def queries(self, index: int, hop: int) -> Tensor:
-        """Memory of a part's queries, on the way to this rank or from it."""
+    def packet(self, hop: int) -> _Packet:
+        index = (self.link.rank - hop) % self.link.world_size
+        before = (index + 1) % self.link.world_size
         num_bytes = math.prod(self.shapes[index]) * self.dtype.itemsize
-        return self.travelling[hop % 2][:num_bytes].view(self.dtype).view(self.shapes[index])
+        begin, memory = aligned(num_bytes), self.memory[hop % 2]
+        end = begin + self.states[before].num_bytes
+        return _Packet(
+            index,
+            memory[:num_bytes].view(self.dtype).view(self.shapes[index]),
+            self.states[before].views(memory[begin:end]),
+            memory[:num_bytes],
+            memory[begin:end],
+            memory[:end],
+        )
 
-    def run(self, q: Tensor, attend: _Attend) -> tuple[Tensor, Tensor]:
+    def connect(self) -> list[Round]:
+        """The hops' messages, and the gathering of results."""
+        link, last = self.link, self.link.world_size - 1
+        previous, following = (link.rank - 1) % link.world_size, (link.rank + 1) % link.world_size
+
+        def travelling(packet: _Packet, hop: int) -> Tensor:
+            if hop == 0:
+                return packet.query_bytes
+            return packet.state_bytes if hop == last else packet.bytes
+
+        rounds = []
+        for hop in range(link.world_size):
+            arrives = travelling(self.packets[hop + 1], hop)
+            leaves = travelling(self.packets[hop], hop)
+            receive = {previous: arrives} if arrives.numel() else {}
+            send = {following: leaves} if leaves.numel() else {}
+            rounds.append(link.messages(receive, send, self.state.device, sealed=False))
+        return [*rounds, link.gather(self.gathered, self.result, self.state.device)]
+
+    def run(self, q: Tensor, attend: _Attend, seconds: float) -> _State:
         """All results, on every rank; each hop has `seconds`."""
         o, lse = q.new_empty(self.state.o.shape), torch.empty_like(self.state.lse)
         if self.state.layout.num_bytes == 0:
             return o, lse
-        link, world_size = self.link, self.link.world_size
-        self.queries(link.rank, 0).copy_(q[self.parts[link.rank].place])
-        coming: list[dist.Work] = []
-        for hop in range(world_size):
-            index = (link.rank - hop) % world_size  # of the part that is here
-            here = self.queries(index, hop)
-            deadline = time.monotonic() + self.seconds
-            link.finish(coming, self.transport, deadline)
-            if hop < world_size - 1:
-                following = self.queries(index - 1, hop + 1)
-                coming = self.shift(following.flatten(), here.flatten(), tag=0)
-            if hop == 0:
-                self.attend(attend, index, here, self.states[index].views(self.merged))
-            else:
-                self.merge_in(attend, index, here, deadline, is_last=hop == world_size - 1)
-        gathered = self.room("results", world_size * self.result.numel(), q.device)
-        gathered = gathered.view(world_size, -1)
-        gather = link.gather(gathered, self.result, q.device)
-        gather.run(time.monotonic() + self.seconds)
-        for last_rank, message in enumerate(gathered):
-            index = (last_rank + 1) % world_size  # of the part that ended its journey there
+        self.rounds = self.rounds or self.connect()
+        *hops, gather = self.rounds
+        self.packets[0].queries.copy_(q[self.parts[self.link.rank].place])
+        for hop, round_of_hop in enumerate(hops):
+            here, arriving = self.packets[hop], self.packets[hop + 1]
+            layout = self.states[here.index]
+            both = self.pair[:, : layout.num_bytes]
+            out = layout.views(both[1]) if hop else arriving.state
+            deadline = time.monotonic() + seconds
+            round_of_hop.start(deadline)
+            if layout.num_bytes:
+                attend(self.parts[here.index], here.queries, out)
+            round_of_hop.finish(deadline)
+            if hop and layout.num_bytes:
+                both[0].copy_(arriving.state_bytes)
+                is_last = hop == len(hops) - 1
+                result = self.results[here.index].views(self.result)
+                merge_states(*layout.views(both), out=result if is_last else arriving.state)
+        gather.run(time.monotonic() + seconds)
+        for last_rank, message in enumerate(self.gathered):
+            index = (last_rank + 1) % len(self.parts)  # of the part that ended its journey there
             place = self.parts[index].place
             o[place], lse[place] = self.results[index].views(message)
         return o, lse
-
-    def attend(
-        self, attend: _Attend, index: int, queries: Tensor, out: tuple[Tensor, Tensor]
-    ) -> None:
-        if self.states[index].num_bytes:
-            attend(self.parts[index], queries.to(self.device), out)
-
-    def merge_in(
-        self, attend: _Attend, index: int, queries: Tensor, deadline: float, is_last: bool
-    ) -> None:
-        """Passes the last part's state on, and merges this rank's into the one that comes."""
-        size = self.states[index].num_bytes
-        size_sent = self.states[(index + 1) % len(self.states)].num_bytes
-        self.leaving[:size_sent].copy_(self.merged[:size_sent])
-        works = self.shift(self.arriving[:size], self.leaving[:size_sent], tag=1)
-        both = self.pair[:, :size]
-        self.attend(attend, index, queries, self.states[index].views(both[1]))
-        self.link.finish(works, self.transport, deadline)
-        both[0].copy_(self.arriving[:size])
-        layout, memory = self.states[index], self.merged
-        if is_last:
-            layout, memory = self.results[index], self.result
-        if size:
-            merge_states(*self.states[index].views(both), out=layout.views(memory))
-
-    def shift(self, receive: Tensor, send: Tensor, tag: int) -> list[dist.Work]:
-        some = ([x] if x.numel() else [] for x in (receive, send))
-        return self.link.start_shift(next(some), next(some), tag)
 
 
 @dataclass(frozen=True)

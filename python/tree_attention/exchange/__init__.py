@@ -35,6 +35,7 @@ from .options import (
 from .strategies import candidates, strategies
 from .transport.buffers import State, StateLayout
 from .transport.deadlines import call_before, remaining
+from .transport.messages import Round
 from .transport.process_group import Link
 from .transport.topology import Topology
 
@@ -52,6 +53,7 @@ __all__ = [
     "Link",
     "MergeOptions",
     "Note",
+    "Round",
     "Signature",
     "State",
     "StateLayout",

@@ -166,8 +166,8 @@ class State:
     o: Tensor  # [batch, num_heads_q, seqlen_q, head_dim], a view of send
     lse: Tensor  # float32 [batch, num_heads_q, seqlen_q], a view of send
     arena: Arena
-    # Prepared exchanges by their options.
-    prepared: dict[Any, Callable[[float, Tensor, Tensor], None]] = field(default_factory=dict)
+    # What was prepared for it: exchanges by their options, rings by the kind of their calls.
+    prepared: dict[Any, Any] = field(default_factory=dict)
 
     def load(self, o: Tensor, lse: Tensor) -> None:
         """Copies a state into the send buffer, of which it may be other views."""

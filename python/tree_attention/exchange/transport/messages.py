@@ -34,9 +34,17 @@ class Round:
     def post(self) -> None:
         """Tells the ranks which send to this one that they may. Optional, and before `run`."""
 
-    def run(self, deadline: float) -> None:
-        """Sends and receives. The host waits for both on the CPU only."""
+    def start(self, deadline: float) -> None:
+        """Begins to send and to receive. Between this and `finish` the caller may compute."""
         raise NotImplementedError
+
+    def finish(self, deadline: float) -> None:
+        """Waits for what `start` began. The host waits on the CPU only."""
+
+    def run(self, deadline: float) -> None:
+        """Sends and receives."""
+        self.start(deadline)
+        self.finish(deadline)
 
 
 class LibraryCall(Round):
@@ -45,7 +53,7 @@ class LibraryCall(Round):
     def __init__(self, link: Link, run: Callable[[float], None]) -> None:
         self._link, self._run = link, run
 
-    def run(self, deadline: float) -> None:
+    def start(self, deadline: float) -> None:
         self._run(deadline)
         self._link.bytes_sent -= SEAL_BYTES * (self._link.world_size - 1)  # as in `Messages`
 
@@ -100,9 +108,14 @@ class AllToAll(Transport):
         self._link, self._device = link, device
         self._receive = [receive.get(rank, nothing) for rank in range(link.world_size)]
         self._send = [send.get(rank, nothing) for rank in range(link.world_size)]
+        self._work: Work | None = None
 
     def start(self, deadline: float) -> None:
-        self._link.all_to_all_of(self._receive, self._send, self._device, deadline)
+        send, receive = self._send, self._receive
+        self._work = self._link.all_to_all_of(receive, send, self._device, deadline)
+
+    def finish(self, deadline: float) -> None:
+        self._link.wait(self._work, self._device, deadline, "messages of all ranks")
 
 
 class Messages(Round):
@@ -164,23 +177,37 @@ class Messages(Round):
         for transport in self._transports:
             transport.post()
 
+    def start(self, deadline: float) -> None:
+        with self._link.operation("start of messages"):
+            self._start(deadline)
+
+    def finish(self, deadline: float) -> None:
+        with self._link.operation("end of messages", is_counted=False):
+            self._finish(deadline)
+
     def run(self, deadline: float) -> None:
         with self._link.operation("round of messages"):
-            for host, tensor in self._uploads:
-                host.copy_(tensor)
-            for seal in self._seals_sent:
-                seal.value = self._link.seal
-            for transport in self._transports:
-                transport.start(deadline)
-            for transport in self._transports:
-                transport.finish(deadline)
-            for seal in self._seals_received:
-                if seal.value != self._link.seal:
-                    self._link.seal = CHANGED
-            if self._own is not None:
-                self._own[0].copy_(self._own[1])
-            for tensor, host in self._downloads:
-                tensor.copy_(host)
+            self._start(deadline)
+            self._finish(deadline)
+
+    def _start(self, deadline: float) -> None:
+        for host, tensor in self._uploads:
+            host.copy_(tensor)
+        for seal in self._seals_sent:
+            seal.value = self._link.seal
+        for transport in self._transports:
+            transport.start(deadline)
+
+    def _finish(self, deadline: float) -> None:
+        for transport in self._transports:
+            transport.finish(deadline)
+        for seal in self._seals_received:
+            if seal.value != self._link.seal:
+                self._link.seal = CHANGED
+        if self._own is not None:
+            self._own[0].copy_(self._own[1])
+        for tensor, host in self._downloads:
+            tensor.copy_(host)
         self._link.bytes_sent += self.bytes_sent
 
 

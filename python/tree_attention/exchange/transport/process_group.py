@@ -160,22 +160,23 @@ class Link:
 
     def all_to_all_of(
         self, receive: list[Tensor], send: list[Tensor], device: torch.device, deadline: float
-    ) -> None:
+    ) -> Work | None:
         """Byte messages of any length on `device`, one for each rank and perhaps empty, uncounted.
 
-        Over NCCL a message goes where it belongs; over Gloo, which takes one tensor, by a copy.
+        Over NCCL, which has to be waited for, a message goes where it belongs; over Gloo, which
+        takes one tensor, by a copy.
         """
         options = _with_timeout(AllToAllOptions(), deadline)
         if device.type != "cpu":
-            work = self.group.alltoall(receive, send, options)
-            self.wait(work, device, deadline, "messages of all ranks")
-            return
+            work: Work = self.group.alltoall(receive, send, options)
+            return work
         sizes = [[tensor.numel() for tensor in tensors] for tensors in (receive, send)]
         target = torch.cat(receive)
         work = getattr(self.group, _ALL_TO_ALL)(target, torch.cat(send), *sizes, options)
         self.wait(work, device, deadline)
         for tensor, part in zip(receive, target.split(sizes[0]), strict=True):
             tensor.copy_(part)
+        return None
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, deadline: float) -> None:
         """Reduces `tensor` over the ranks in place. Bytes are counted as a ring sends them."""
@@ -233,9 +234,9 @@ class Link:
             self.wait(work, device, deadline, f"shift from rank {previous} or to rank {following}")
         self.seconds += time.perf_counter() - start
 
-    def operation(self, name: str) -> AbstractContextManager[None]:
+    def operation(self, name: str, is_counted: bool = True) -> AbstractContextManager[None]:
         """Counts and times what is done in it, and names it should it fail."""
-        return _Operation(self, name)
+        return _Operation(self, name, is_counted)
 
     def is_staged(self, device: torch.device) -> bool:
         """True where tensors of `device` travel through host memory."""
@@ -315,8 +316,8 @@ class Link:
 class _Operation(AbstractContextManager[None]):
     """A class, because a generator takes three times as long."""
 
-    def __init__(self, link: Link, name: str) -> None:
-        self._link, self._name = link, name
+    def __init__(self, link: Link, name: str, is_counted: bool) -> None:
+        self._link, self._name, self._is_counted = link, name, is_counted
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
@@ -327,7 +328,7 @@ class _Operation(AbstractContextManager[None]):
         if isinstance(error, RuntimeError):
             raise RuntimeError(f"{self._name}: {error}") from error
         if error is None:
-            self._link.num_operations += 1
+            self._link.num_operations += self._is_counted
             self._link.seconds += time.perf_counter() - self._start
 
 
