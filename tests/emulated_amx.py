@@ -24,7 +24,7 @@ BRIDGE = [
         Path("csrc/args") / f"{name}.cpp"
         for name in ("decode", "memory_overlap", "merge", "ranges")
     ),
-    *(Path("csrc/cpu") / f"{name}.cpp" for name in ("decode", "merge", "merge_rows")),
+    *(Path("csrc/cpu") / f"{name}.cpp" for name in ("decode", "merge", "merge_rows", "ranges")),
 ]
 
 
