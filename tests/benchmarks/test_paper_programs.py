@@ -2,6 +2,7 @@
 """The programs of benchmarks/papers in a small form: they end well and write their files."""
 
 import json
+from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
 from unittest import mock
 
@@ -11,12 +12,13 @@ import torch
 from benchmarks.cpu import schedules
 from benchmarks.harness import measure
 from benchmarks.harness.operations import counted
-from benchmarks.papers import algorithm_4, gradient_cost, lsh, slow_memory, theorem1
+from benchmarks.papers import algorithm_4, gradient_cost, jax_listing, lsh, slow_memory, theorem1
 from benchmarks.papers.survey import __main__ as survey
 
 PROGRAMS = {
     "gradient_cost": (gradient_cost, ["--ranks", "1", "4", "16"]),
     "lean_schedules": (schedules, ["--heads", "1", "3", "--keys", "768", "--seconds", "0"]),
+    "jax_listing": (jax_listing, []),
     "theorem1": (theorem1, ["--ranks", "2", "8", "33"]),
     "slow_memory": (slow_memory, ["--quick"]),
     "algorithm_4": (algorithm_4, ["--outputs", "3", "--iterations", "6", "--ctas", "5"]),
@@ -134,3 +136,23 @@ def test_papers_programs_refuse_sizes_that_have_no_meaning(program, arguments, m
     with pytest.raises(SystemExit, match="2"):
         program.main(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.deep
+def test_listing_in_jax_is_right_for_one_query_of_one_sequence(tmp_path):
+    pytest.importorskip("jax")
+    one_query, *others = rows_of("jax_listing", tmp_path)
+    assert one_query["printed"] < 1e-12
+    *seen, same_sizes = (row["printed"] for row in others)
+    assert all(text.startswith(("refused: ", "shape [")) for text in seen)
+    assert same_sizes > 1
+    assert all(row["mended"] < 1e-12 for row in (one_query, *others))
+
+
+def test_listing_in_jax_says_that_jax_is_missing(capsys):
+    with (
+        mock.patch.object(jax_listing, "version", side_effect=PackageNotFoundError),
+        pytest.raises(SystemExit),
+    ):
+        jax_listing.main([])
+    assert "JAX is not installed; run: pip install jax" in capsys.readouterr().err
