@@ -93,8 +93,8 @@ def _attend_to_nothing(part: "_Part", queries: Tensor, out: _State) -> None:
 
 @dataclass(frozen=True)
 class _Packet:
-    """What one rank passes on to the next: a part's queries, and behind them the state so far of
-    the part whose queries went before."""
+    """A message to the next rank: a part's queries, and behind them the state so far of the part
+    whose queries went before."""
 
     index: int  # of the part whose queries it has
     queries: Tensor
