@@ -96,13 +96,16 @@ def test_steps() -> None:
     "nodes, backend, num_bytes, chosen",
     [
         ("ab", "gloo", KIB, "all_gather"),
-        ("aaa", "gloo", MIB, "all_gather"),
-        ("abcd", "gloo", 512 * KIB, "butterfly"),
-        ("aaaa", "gloo", 513 * KIB, "two_phase"),
-        ("aabb", "gloo", 128 * KIB, "butterfly"),
-        ("aabb", "gloo", 129 * KIB, "hierarchical"),
-        ("aaabbb", "gloo", 129 * KIB, "butterfly"),  # nodes of three ranks cannot merge first
-        ("aabb", "something else", 129 * KIB, "hierarchical"),
+        ("aaa", "gloo", 512 * KIB, "all_gather"),
+        ("ab", "gloo", MIB, "two_phase"),
+        ("abcd", "gloo", 32 * KIB, "all_gather"),
+        ("abcd", "gloo", 33 * KIB, "two_phase"),
+        ("abcdefgh", "gloo", 32 * KIB, "butterfly"),
+        ("aaaaaaaa", "gloo", 33 * KIB, "two_phase"),
+        ("aabb", "gloo", 32 * KIB, "all_gather"),
+        ("aabb", "gloo", 33 * KIB, "hierarchical"),
+        ("aaabbb", "gloo", 33 * KIB, "two_phase"),  # nodes of three ranks cannot merge first
+        ("aabb", "something else", 33 * KIB, "hierarchical"),
         ("aaaa", "nccl", KIB, "one_shot"),
         ("aaaa", "nccl", 3 * MIB, "two_phase"),
         ("abcd", "nccl", 128 * KIB, "all_gather"),
@@ -233,9 +236,7 @@ def choose_by_file(rank: int, world_size: int, path: str) -> None:
         f"{72 + 72 + 72} bytes sent per rank; within a node through shared memory; between nodes "
         "through connections of its own"
     )
-    assert (
-        "butterfly (shipped rule: gloo, 4 or more ranks on one node or nodes of one rank" in shipped
-    )
+    assert "all_gather (shipped rule: gloo, 4 or more ranks anywhere, messages up to 32,768" in shipped
     assert shipped.endswith(
         "; no shared memory: every rank is alone on its node; between nodes through connections of "
         "its own"

@@ -69,11 +69,12 @@ class Rule:
 # further collective with its copies costs 30 us, which is what (p - 1) - 2 (p - 1) / p states of
 # 2 MiB take between 8 GPUs over NVLink 4 (360 GB/s), and of 128 KiB between 16 over InfiniBand NDR.
 RULES = (
-    Rule("gloo", 4, (_ONE_NODE, _SINGLE), 512 << 10, "butterfly"),
-    Rule("gloo", 4, (_ONE_NODE, _SINGLE), math.inf, "two_phase"),
-    Rule("gloo", 4, (_SHARED,), 128 << 10, "butterfly"),
+    Rule("gloo", 8, _ANYWHERE, 32 << 10, "butterfly"),
+    Rule("gloo", 4, _ANYWHERE, 32 << 10, "all_gather"),
     Rule("gloo", 4, (_SHARED,), math.inf, "hierarchical"),
-    Rule("gloo", 2, _ANYWHERE, math.inf, "all_gather"),
+    Rule("gloo", 4, _ANYWHERE, math.inf, "two_phase"),
+    Rule("gloo", 2, _ANYWHERE, 512 << 10, "all_gather"),
+    Rule("gloo", 2, _ANYWHERE, math.inf, "two_phase"),
     Rule("nccl", 2, (_ONE_NODE,), 2 << 20, "one_shot"),
     Rule("nccl", 2, (_ONE_NODE,), 2 << 20, "all_gather"),
     Rule("nccl", 2, (_SINGLE,), 128 << 10, "all_gather"),
