@@ -236,7 +236,9 @@ def choose_by_file(rank: int, world_size: int, path: str) -> None:
         f"{72 + 72 + 72} bytes sent per rank; within a node through shared memory; between nodes "
         "through connections of its own"
     )
-    assert "all_gather (shipped rule: gloo, 4 or more ranks anywhere, messages up to 32,768" in shipped
+    assert (
+        "all_gather (shipped rule: gloo, 4 or more ranks anywhere, messages up to 32,768" in shipped
+    )
     assert shipped.endswith(
         "; no shared memory: every rank is alone on its node; between nodes through connections of "
         "its own"
