@@ -65,8 +65,8 @@ class Rule:
 
 # The first row that applies and whose strategy is available decides.
 # Gloo: benchmarks/results/cluster.md, measured on emulated clusters of 2 to 16 ranks. 32 KiB lie
-# between two sizes measured: there 8 ranks' states take as long to send as one more step takes, on a
-# link that carries 125 kB in the time of a step (1 Gb/s and 1 ms, or 10 Gb/s and 0.1 ms).
+# between two sizes measured: there the states of 8 ranks take as long to send as one more step
+# does, on a link that carries 125 kB in that time (1 Gb/s and 1 ms, or 10 Gb/s and 0.1 ms).
 # NCCL: arithmetic, not measured on GPUs. By the latencies and bandwidths in NCCL's tuning tables a
 # further collective with its copies costs 30 us, which is what (p - 1) - 2 (p - 1) / p states of
 # 2 MiB take between 8 GPUs over NVLink 4 (360 GB/s), and of 128 KiB between 16 over InfiniBand NDR.
