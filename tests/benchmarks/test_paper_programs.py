@@ -12,13 +12,23 @@ import torch
 from benchmarks.cpu import schedules
 from benchmarks.harness import measure
 from benchmarks.harness.operations import counted
-from benchmarks.papers import algorithm_4, gradient_cost, jax_listing, lsh, slow_memory, theorem1
+from benchmarks.papers import (
+    algorithm_4,
+    gradient_cost,
+    jax_listing,
+    lsh,
+    positions,
+    slow_memory,
+    theorem1,
+)
 from benchmarks.papers.survey import __main__ as survey
+from tree_attention import lean_decode
 
 PROGRAMS = {
     "gradient_cost": (gradient_cost, ["--ranks", "1", "4", "16"]),
     "lean_schedules": (schedules, ["--heads", "1", "3", "--keys", "768", "--seconds", "0"]),
     "jax_listing": (jax_listing, []),
+    "positions": (positions, ["--steps", "2"]),
     "theorem1": (theorem1, ["--ranks", "2", "8", "33"]),
     "slow_memory": (slow_memory, ["--quick"]),
     "algorithm_4": (algorithm_4, ["--outputs", "3", "--iterations", "6", "--ctas", "5"]),
@@ -156,3 +166,22 @@ def test_listing_in_jax_says_that_jax_is_missing(capsys):
     ):
         jax_listing.main([])
     assert "JAX is not installed; run: pip install jax" in capsys.readouterr().err
+
+
+@pytest.mark.deep
+def test_positions_are_those_of_the_trained_models(tmp_path):
+    """The library attends as the matrix of scores does with which they were trained."""
+    with mock.patch.object(positions, "HELD_OUT_BYTES", 2049):
+        rows = rows_of("positions", tmp_path)
+    assert [row["name"] for row in rows] == list(positions.KINDS)
+    for row in rows:
+        assert row["error"] < 1e-4
+        assert all(1 < perplexity < 1e4 for perplexity in row["perplexity"].values())
+
+
+def test_attention_without_its_slopes_shows_as_a_difference():
+    torch.manual_seed(0)
+    model, text = positions.Model("ALiBi"), torch.randint(256, (129,))
+    assert positions.evaluate(model, text, 128)[1] < 1e-4
+    with mock.patch.object(positions, "lean_decode", lambda *args, **_: lean_decode(*args)):
+        assert positions.evaluate(model, text, 128)[1] > 100 * positions.TOLERANCE
