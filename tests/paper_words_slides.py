@@ -100,6 +100,21 @@ def low_rank() -> Words:
     ]
 
 
+def extrapolation() -> Words:
+    table = {row["positions"]: row for row in read_table("positions").rows}
+    lengths = [int(name.removesuffix(" bytes")) for name in table["T5"] if name.endswith(" bytes")]
+    first, last = min(lengths), max(lengths)
+
+    def change(kind: str) -> str:
+        return f"from {table[kind][f'{first} bytes']} to {table[kind][f'{last} bytes']} with"
+
+    return [
+        f"trained on {first} bytes, from there to {last} perplexity goes {change('sinusoidal')} "
+        f"sinusoidal positions, {change('rotary')} rotary ones, {change('T5')} T5's buckets and "
+        f"{change('ALiBi')} ALiBi"
+    ]
+
+
 # By the beginning of the title.
 SAYS: dict[str, Callable[[], Words]] = {
     "Traffic": slow_memory,
@@ -109,4 +124,5 @@ SAYS: dict[str, Callable[[], Words]] = {
     "Linear attention": linear,
     "Low rank": low_rank,
     "Sparse patterns": sparse,
+    "Positions: perplexity": extrapolation,
 }
