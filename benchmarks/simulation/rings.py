@@ -125,9 +125,9 @@ def _ring_pass_q_bytes_sent(problem: Problem, world_size: int) -> int:
 
 def _ring_pass_q_memory(problem: Problem, world_size: int) -> int:
     parts = _Parts.of(problem, world_size)
-    queries, state = int(parts.queries.max()), aligned(int(parts.states.max()))
-    # A state leaves, one arrives, one is merged from a pair.
-    return 2 * queries + 5 * state + (1 + world_size) * (parts.result + SEAL_BYTES)
+    queries, state = aligned(int(parts.queries.max())), aligned(int(parts.states.max()))
+    # Queries with a state leave and arrive, and a state is merged from a pair.
+    return 2 * (queries + state) + 2 * state + (1 + world_size) * (parts.result + SEAL_BYTES)
 
 
 @dataclass(frozen=True)
