@@ -13,8 +13,8 @@
 
     values = run_ranks(agree, 3, seed)     # [value of rank 0, of rank 1, of rank 2]
 
-Processes come from fork servers that have imported torch once. The first four ranks have one each,
-with a hash seed of its own, as processes of several hosts have; others share them. Processes are
+Processes come from two fork servers that have imported torch once, one for even and one for odd
+ranks, each with a hash seed of its own, as processes of several hosts have. Processes are
 kept per world size, so a call costs milliseconds. The default process group is that world and
 outlives the call. A failure names world, rank and case, and its processes are replaced.
 """
@@ -45,7 +45,7 @@ _START_SECONDS, _EXIT_SECONDS = 60.0, 10.0
 # How many times longer it takes to start an interpreter, and to end one, than a forked process.
 _PATIENCE_WITH_INTERPRETERS = 6.0
 # Each takes seconds to start and 0.4 GB.
-_NUM_SERVERS = 4
+_NUM_SERVERS = 2
 
 
 def preload(*modules: str) -> None:

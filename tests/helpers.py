@@ -30,8 +30,11 @@ def assert_close_to_reference(
     options = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()}
     with one_thread():
         true_o, true_lse = reference.attention(*inputs, **options)
-        plain_o, _ = reference.attention(*inputs, **options, dtype=q.dtype)
-        _, plain_lse = reference.attention(*inputs, **options, dtype=torch.float32)
+        plain = {
+            dtype: reference.attention(*inputs, **options, dtype=dtype)
+            for dtype in {q.dtype, torch.float32}
+        }
+    plain_o, plain_lse = plain[q.dtype][0], plain[torch.float32][1]
     assert o.shape == true_o.shape and lse.shape == true_lse.shape
     assert lse.dtype == torch.float32
     assert_same_non_finite("o", o, true_o)

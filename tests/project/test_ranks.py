@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ranks of tests are as different as processes of several hosts are.
+"""Neighbouring ranks of tests are as different as processes of several hosts are.
 
 The mistake these tests are for: order of a set of strings that reaches a message, or what ranks
 compare, unseen as all ranks have one order.
@@ -19,11 +19,11 @@ def _hash(rank: int, world_size: int) -> int:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("fresh", [True, False])
-def test_each_has_a_hash_seed_of_its_own(fresh: bool) -> None:
-    hashes = run_ranks(_hash, 4, fresh=fresh)
-    assert len({hash("tree"), *hashes}) >= len({*hashes}) == 4
+def test_they_have_different_hash_seeds(fresh: bool) -> None:
+    hashes = run_ranks(_hash, 3, fresh=fresh)
+    assert hashes[0] == hashes[2] != hashes[1]
 
 
-def test_each_rank_of_a_command_has_one() -> None:
-    with started([], 3, program="print(hash('tree'))") as ranks:
-        assert len({ranks.wait_for_end(rank).stdout for rank in range(3)}) == 3
+def test_ranks_of_a_command_have_them_too() -> None:
+    with started([], 2, program="print(hash('tree'))") as ranks:
+        assert len({ranks.wait_for_end(rank).stdout for rank in range(2)}) == 2
