@@ -50,8 +50,8 @@ def listings() -> dict[str, Callable[..., Any]]:
             return lax.psum(o * weight, "ranks") / lax.psum(weight, "ranks")
 
         whole = Spec()
-        specs = {"in_specs": (whole, keys, keys), "out_specs": whole}
-        return jax.jit(jax.shard_map(decode, mesh=mesh, **specs))
+        sharded = jax.shard_map(decode, mesh=mesh, in_specs=(whole, keys, keys), out_specs=whole)
+        return jax.jit(sharded)
 
     return {
         "printed": listing(lambda weight: weight),
