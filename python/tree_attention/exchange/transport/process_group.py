@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,7 @@ from torch.distributed.distributed_c10d import (
 from ..notes import OtherCall
 from .buffers import SEAL_BYTES, host_memory
 from .deadlines import remaining
-from .messages import CHANGED, SAME, LibraryCall, Messages, Round
-
-if TYPE_CHECKING:
-    from .direct.shared_memory import SharedMemory
-    from .direct.sockets import Sockets
+from .messages import CHANGED, SAME, LibraryCall, Messages, Round, Way
 
 # The methods behind dist.all_gather_into_tensor and dist.all_to_all_single, which take no timeout;
 # renamed after torch 2.11.
@@ -66,9 +62,9 @@ class Link:
         # The seal of the call under way, which its messages carry (`Messages`).
         self.seal = SAME
         # The way to the other ranks of this node, or why there is none; None before the first call.
-        self.shared_memory: SharedMemory | str | None = None
+        self.shared_memory: Way | str | None = None
         # The way to the ranks that share no memory with this one, where it is not the group's.
-        self.sockets: Sockets | str | None = None
+        self.sockets: Way | str | None = None
         # Weak, so that a destroyed group is not kept alive by a cache.
         self._group = weakref.ref(group)
         config = dist.get_backend_config(group)
@@ -256,9 +252,8 @@ class Link:
         Gloo closes all connections of a group when a receive times out; there is no other way to
         reach ranks that are not next to the lost one before their own deadline.
         """
-        for way in (self.shared_memory, self.sockets):
-            if way is not None and not isinstance(way, str):
-                way.close()
+        for way in self.ways:
+            way.close()
         group = self._group()
         if group is None or self._backends.get("cpu") != "gloo":
             return
@@ -267,6 +262,11 @@ class Link:
             if peer != self.rank:
                 with suppress(RuntimeError):  # timed out, which closed all, or was closed before
                     group.recv([nothing], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+
+    @property
+    def ways(self) -> list[Way]:
+        """Those that are open, the nearest first."""
+        return [way for way in (self.shared_memory, self.sockets) if isinstance(way, Way)]
 
     @property
     def group(self) -> dist.ProcessGroup:
