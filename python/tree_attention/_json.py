@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """JSON objects in files, and files that are replaced as a whole."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

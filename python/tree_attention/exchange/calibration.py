@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Timing whole exchanges of every canonical strategy on these ranks, for "auto" to go by."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,7 +113,7 @@ class Clock:
         return time.perf_counter() + self.offset
 
     @staticmethod
-    def agree(link: Link, device: torch.device, deadline: float) -> Clock:
+    def agree(link: Link, device: torch.device, deadline: float) -> "Clock":
         """Collective: every rank asks rank 0 for the time, and goes by the quickest answer."""
         own = Clock(device, 0.0)
         time_of_0 = torch.zeros(1, dtype=torch.float64, device=device)

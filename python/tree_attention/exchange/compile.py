@@ -6,8 +6,6 @@ of its name instead, which calls the function when the graph runs. A group is a 
 Operators keep an order, so that every rank runs those of a graph in the program's order.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

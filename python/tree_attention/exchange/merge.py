@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The door for other engines, and the collective operators that compiled graphs call."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The calls of a process group: in turn, agreed upon by all ranks, and ended in time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
@@ -89,7 +87,7 @@ class Calls:
     def seconds(self) -> float:
         return 0.0 if self._session is None else self.link.seconds
 
-    def begin(self, op: str, timeout: Timeout = None) -> Call:
+    def begin(self, op: str, timeout: Timeout = None) -> "Call":
         """The one way into a collective call of `op`: `with comm.begin(op) as call: ... call.run`.
 
         No other thread may use the group inside. An error before `call.run` abandons the call, so
@@ -230,7 +228,7 @@ class Call(AbstractContextManager["Call"]):
     def __init__(self, comm: Calls, op: str, timeout: Timeout) -> None:
         self.comm, self.op, self._timeout = comm, op, timeout
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> "Call":
         self.comm._turn.take(self.op)
         self._is_on_the_way = True
         try:

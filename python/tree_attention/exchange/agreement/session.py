@@ -2,8 +2,6 @@
 """The ranks of a group in step: they agree before they exchange, return or raise in time, and end
 together when one fails."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 Both are functions of what all ranks share, so all ranks choose alike.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -146,7 +144,7 @@ class CostTable:
         replace_file(path, text)
 
     @staticmethod
-    def load(path: str | Path) -> CostTable:
+    def load(path: str | Path) -> "CostTable":
         """The table that `save` wrote."""
         what = "table of exchange costs"
         try:

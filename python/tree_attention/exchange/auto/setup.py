@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Strategies made ready: set up for a group by kind of device, and prepared for a state."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -5,8 +5,6 @@ A file `NAME.py` in this folder with a constant `STRATEGY` is the strategy "NAME
 `auto` after a calibration, for the tests and for the simulator.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable, Container

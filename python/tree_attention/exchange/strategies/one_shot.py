@@ -4,8 +4,6 @@
 For ranks of one host whose GPUs reach one another (csrc/cuda/one_shot has the kernel's protocol).
 """
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -5,8 +5,6 @@ It comes from `torch.distributed._symmetric_memory`, whose interface may change:
 with it is a reason to choose another strategy, and no error.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

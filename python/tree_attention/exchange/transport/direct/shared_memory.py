@@ -5,8 +5,6 @@ The memory has no name in a file system: the first rank of a node makes it, the 
 that process's number. It is gone when the last of them is.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

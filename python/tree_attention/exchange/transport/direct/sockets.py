@@ -5,8 +5,6 @@ Gloo's threads move its messages, and a sender asks its receiver first. Here a m
 network when `start` returns.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hmac
 import os
