@@ -87,14 +87,14 @@ class Resources:
             text = explain_choice(choice, layout, topology, out_dtype, sharded)
             is_on_host = link.transport_device(device).type == "cpu"
             if is_on_host and STRATEGIES[name].is_canonical:  # others' all-reduces are the group's
-                if isinstance(link.shared_memory, str):
-                    text += f"; no shared memory: {link.shared_memory}"
-                elif link.shared_memory is not None:
-                    text += "; within a node through shared memory"
-                if isinstance(link.sockets, str):
-                    text += f"; no connections of its own: {link.sockets}"
-                elif link.sockets is not None:
-                    text += "; between nodes through connections of its own"
+                for way, where, what in (
+                    (link.shared_memory, "within a node", "shared memory"),
+                    (link.sockets, "between nodes", "connections of its own"),
+                ):
+                    if isinstance(way, str):
+                        text += f"; no {what}: {way}"
+                    elif way is not None:
+                        text += f"; {where} through {what}"
             print(text, flush=True)
         resource = self._resources.get((name, device.type))
         context = Context(link, topology, state, out_dtype, sharded, resource)
