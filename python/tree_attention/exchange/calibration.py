@@ -34,10 +34,8 @@ def calibrate(
 ) -> CostTable:
     """Times exchanges of every canonical strategy and size, `seconds` each.
 
-    Collective, on a communicator of at least two ranks; the same table on all of them.
-
-    Raises:
-        ExchangeError: a rank was lost or stalled.
+    Collective, on a communicator of at least two ranks; the same table on all of them. Raises
+    ExchangeError where a rank was lost or stalled.
     """
     # Ranks that measure for other times would send other numbers of messages. This finds the nodes.
     comm.agree((("device", device.type), ("seconds", seconds)), op="calibrate")

@@ -109,13 +109,12 @@ class AllToAll(Round):
 class Way:
     """A way to some ranks on which the calling thread itself moves the messages.
 
-    Args:
-        way: a `SharedMemory` or the `Sockets` of the extension, which end when it is closed, here
-            and on the ranks at the other end.
-        numbers: what the extension calls the ranks, by rank.
+    When it is closed, rounds under way end, here and on the other ranks.
     """
 
     def __init__(self, way: Any, numbers: Mapping[int, int]) -> None:
+        """`way` is a `SharedMemory` or the `Sockets` of the extension, which knows ranks by
+        `numbers`."""
         self._way, self._numbers = way, numbers
         self.close: Callable[[], None] = way.close
 
@@ -170,10 +169,8 @@ class Messages(Round):
     from the receiver's makes the latter CHANGED, which its own later messages pass on. Where the
     memory of messages is a device's, the host reads no seals.
 
-    Args:
-        receive, send: contiguous byte tensors by rank, on `device`.
-        tag: a number that tells apart rounds which may be under way at the same time.
-        sealed: whether messages have a seal.
+    Tensors are contiguous bytes on `device`. Rounds that may be under way at the same time differ
+    in their `tag`.
     """
 
     def __init__(
