@@ -7,9 +7,10 @@ import torch
 
 from ..notes import Disagreement, Gather
 from ..options import ExchangeOptions
-from ..strategies import STRATEGIES, Context, Exchange, Resource
+from ..strategies import STRATEGIES, Context, Exchange
 from ..transport.buffers import State, StateLayout
 from ..transport.process_group import Link
+from ..transport.symmetric_memory import Memory
 from ..transport.topology import Topology
 from .choose import Choice, CostTable, choose, explain_choice
 
@@ -19,7 +20,7 @@ class Resources:
 
     def __init__(self) -> None:
         self._unavailable: dict[str, dict[str, str]] = {}  # by kind of device, then by strategy
-        self._resources: dict[tuple[str, str], Resource] = {}  # by strategy and kind of device
+        self._resources: dict[tuple[str, str], Memory] = {}  # by strategy and kind of device
 
     def are_known(self, device: torch.device) -> bool:
         return device.type in self._unavailable

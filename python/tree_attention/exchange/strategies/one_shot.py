@@ -44,7 +44,7 @@ def set_up(
 
 def prepare(context: Context) -> Exchange:
     link, state, memory = context.link, context.state, context.resource
-    assert isinstance(memory, Memory)
+    assert memory is not None
     if memory.device != state.device:
         raise RuntimeError(f"one_shot was set up on {memory.device}, not on {state.device}")
 
