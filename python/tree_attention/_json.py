@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """JSON objects in files, and files that are replaced as a whole."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -24,11 +22,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_json_object(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
-    """Reads the JSON object in a file.
-
-    Args:
-        what: the kind of file, with which an error begins.
-    """
+    """Reads the JSON object in a file; `what` is its kind, with which an error begins."""
     where = f"{what} {os.fspath(path)}"
     with open_regular(path) as file:
         content = file.read(MAX_BYTES + 1)

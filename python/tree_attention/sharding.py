@@ -64,9 +64,11 @@ class ShardLayout(ABC):
             ValueError: a slot is below 0, which is not looked for in a tensor of a GPU.
         """
 
-    @abstractmethod
     def global_slots(self, rank: int, local_slots: Slots) -> Slots:
         """The global slot of each local slot of `rank`."""
+        first, block, stride = self.key_layout(rank)
+        local_slots = self._int64("local_slots", local_slots)
+        return first + local_slots // block * stride + local_slots % block
 
     @abstractmethod
     def key_layout(self, rank: int) -> tuple[int, int, int]:
@@ -179,11 +181,6 @@ class BlockCyclic(ShardLayout):
     def owner(self, slots: Slots) -> Slots:
         return self._slots(slots) // self.block % self.world_size
 
-    def global_slots(self, rank: int, local_slots: Slots) -> Slots:
-        first, block, stride = self.key_layout(rank)
-        local_slots = self._int64("local_slots", local_slots)
-        return first + local_slots // block * stride + local_slots % block
-
     def key_layout(self, rank: int) -> tuple[int, int, int]:
         self._check_rank(rank)
         return rank * self.block, self.block, self.world_size * self.block
@@ -238,10 +235,6 @@ class Contiguous(_Bounded):
                 f"Contiguous: slots must be below bounds[-1] = {self.bounds[-1]}, got {largest}"
             )
         return _last_bound(slots, self.bounds)
-
-    def global_slots(self, rank: int, local_slots: Slots) -> Slots:
-        self._check_rank(rank)
-        return self.bounds[rank] + self._int64("local_slots", local_slots)
 
     def key_layout(self, rank: int) -> tuple[int, int, int]:
         self._check_rank(rank)

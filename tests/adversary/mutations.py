@@ -99,12 +99,12 @@ MUTATIONS = (
         "ranks", "decode", "meta", 60,
     ),
     Mutation(
-        "the exchange is no operator of graphs", "decode.py",
-        "if torch.compiler.is_compiling():", "if False:",
+        "the exchange is no operator of graphs", "exchange/merge.py",
+        "if not torch.compiler.is_compiling():", "if True:",
         "ranks", "compiled", "a right call was refused", 2,
     ),
     Mutation(
-        "slopes are not compared", "ops.py",
+        "slopes are not compared", "options.py",
         '_digest(options.get("alibi_slopes"))', 'options.get("alibi_slopes") is not None',
         "ranks", "differ", "alibi_slopes", 60,
     ),

@@ -37,6 +37,7 @@ from tree_attention import strategies
 from tree_attention._loader import load
 from tree_attention.exchange import Communicator, ExchangeError
 from tree_attention.exchange.transport.direct import shared_memory
+from tree_attention.exchange.transport.messages import Way
 
 CHANNEL = 256 << 10  # kChannelBytes of csrc/cpu/shared_memory.h
 
@@ -64,7 +65,7 @@ def compare_ways(rank: int, world_size: int, nodes: str) -> None:
     assert near.bytes_sent == far.bytes_sent and near.link.num_operations == far.link.num_operations
     assert far.link.shared_memory == "not now"
     memory = near.link.shared_memory
-    assert isinstance(memory, shared_memory.SharedMemory)
+    assert isinstance(memory, Way)
     assert [r for r in range(world_size) if r in memory] == [
         r for r in range(world_size) if nodes[r] == nodes[rank]
     ]

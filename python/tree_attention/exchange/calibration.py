@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Timing whole exchanges of every canonical strategy on these ranks, for "auto" to go by."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,10 +34,8 @@ def calibrate(
 ) -> CostTable:
     """Times exchanges of every canonical strategy and size, `seconds` each.
 
-    Collective, on a communicator of at least two ranks; the same table on all of them.
-
-    Raises:
-        ExchangeError: a rank was lost or stalled.
+    Collective, on a communicator of at least two ranks; the same table on all of them. Raises
+    ExchangeError where a rank was lost or stalled.
     """
     # Ranks that measure for other times would send other numbers of messages. This finds the nodes.
     comm.agree((("device", device.type), ("seconds", seconds)), op="calibrate")
@@ -115,7 +111,7 @@ class Clock:
         return time.perf_counter() + self.offset
 
     @staticmethod
-    def agree(link: Link, device: torch.device, deadline: float) -> Clock:
+    def agree(link: Link, device: torch.device, deadline: float) -> "Clock":
         """Collective: every rank asks rank 0 for the time, and goes by the quickest answer."""
         own = Clock(device, 0.0)
         time_of_0 = torch.zeros(1, dtype=torch.float64, device=device)

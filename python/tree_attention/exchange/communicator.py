@@ -4,8 +4,6 @@
 A group has one communicator, made at first use (`get_communicator`).
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -70,7 +68,7 @@ class Communicator(Calls):
         name: tells it from the others of this process, also in compiled graphs.
     """
 
-    by_name: ClassVar[WeakValueDictionary[str, Communicator]] = WeakValueDictionary()
+    by_name: ClassVar["WeakValueDictionary[str, Communicator]"] = WeakValueDictionary()
     _numbers: ClassVar = count(1)
 
     def __init__(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Notes that ranks tell one another beside their states, and the errors that they raise."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

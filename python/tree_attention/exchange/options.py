@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The only validation of what callers ask of an exchange, before anything is sent."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +60,7 @@ class ExchangeOptions:
     head_sharded: bool = False
 
     @staticmethod
-    def of(op: str, options: Mapping[str, Any], dtype: torch.dtype) -> ExchangeOptions:
+    def of(op: str, options: Mapping[str, Any], dtype: torch.dtype) -> "ExchangeOptions":
         """The `MergeOptions` of a call of `op`, checked; `dtype` is the default out_dtype."""
         check_option_names(op, options, MERGE_DEFAULTS)
         out_dtype = options.get("out_dtype")

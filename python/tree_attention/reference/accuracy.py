@@ -30,11 +30,8 @@ class Accuracy:
 class Float64Check:
     """The float64 result of one problem, against which any number of implementations is judged.
 
-    The bounds are `bound_of_o` and `bound_of_lse`.
-
-    Args:
-        queries: indices of the queries that are compared; None: all.
-        options: keyword arguments of `lean_decode`.
+    The bounds are `bound_of_o` and `bound_of_lse`. `queries` are indices of those that are
+    compared, by default all; `options` are keyword arguments of `lean_decode`.
     """
 
     # The reference is computed for so many kv heads of one sequence at a time that their float64

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The calls of a process group: in turn, agreed upon by all ranks, and ended in time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
@@ -89,7 +87,7 @@ class Calls:
     def seconds(self) -> float:
         return 0.0 if self._session is None else self.link.seconds
 
-    def begin(self, op: str, timeout: Timeout = None) -> Call:
+    def begin(self, op: str, timeout: Timeout = None) -> "Call":
         """The one way into a collective call of `op`: `with comm.begin(op) as call: ... call.run`.
 
         No other thread may use the group inside. An error before `call.run` abandons the call, so
@@ -127,10 +125,9 @@ class Calls:
         op: str = "agree",
         note: Note | None = None,
     ) -> list[Note]:
-        """Raises ExchangeError on every rank, naming rank and field, unless all are equal.
+        """The notes of all ranks, in rank order, which may differ.
 
-        Returns:
-            The notes of all ranks, which may differ, in rank order.
+        Raises ExchangeError on every rank, naming rank and field, unless the signatures are equal.
         """
         with self.begin(op, timeout) as call:
             return call.compare(signature, note)
@@ -220,17 +217,14 @@ class Calls:
 class Call(AbstractContextManager["Call"]):
     """One collective call on its way: other threads stay out, and an error on the way abandons it.
 
-    A class, because every call enters one, and generators take three times as long.
-
-    Attributes:
-        op: the function that is called.
-        seconds: in which `run` returns or raises.
+    It has `seconds`, in which `run` returns or raises. A class, because every call enters one, and
+    generators take three times as long.
     """
 
     def __init__(self, comm: Calls, op: str, timeout: Timeout) -> None:
         self.comm, self.op, self._timeout = comm, op, timeout
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> "Call":
         self.comm._turn.take(self.op)
         self._is_on_the_way = True
         try:
@@ -259,11 +253,10 @@ class Call(AbstractContextManager["Call"]):
         `signature` names the kind of `device`. The first call with tensors of a kind of device
         tests how messages are delivered there, and sets up the strategies that need it.
 
-        Args:
-            door: sends and receives what `run` does, up to the first message that shows every rank
-                the seals of all. It runs after this call, for ranks that repeat it when this one
-                does not. Without a door the next call compares signatures, even if it is the same.
-            queries: tensors with the same values on every rank, which host tensors have to prove.
+        `door` sends and receives what `run` does, up to the first message that shows every rank the
+        seals of all. It runs after this call, for ranks that repeat it when this one does not.
+        Without a door the next call compares signatures, even if it is the same. `queries` have the
+        same values on every rank, which host tensors have to prove.
         """
         comm, whole = self.comm, self._whole(signature)
         self._is_on_the_way = False
@@ -305,11 +298,8 @@ def on_every_rank(
     run: Callable[[], tuple[Signature, T]],
     note_of: Callable[[T], Note] = lambda result: {},
 ) -> tuple[T, list[Note]]:
-    """Return what `run` does, if it raised on no rank and gave the same signature on all.
-
-    Returns:
-        Its result, and the notes that `note_of` makes of the results of all ranks, in rank order.
-    """
+    """The result of `run`, if it raised on no rank and gave the same signature on all, and the
+    notes that `note_of` makes of the results of all ranks, in rank order."""
     try:
         signature, result = run()
     except Exception as error:

@@ -5,8 +5,6 @@ Messages of a group carry no name of the call they belong to. Calls of two threa
 and a forked child would write into the connections of its parent.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from weakref import WeakKeyDictionary, WeakValueDictionary

@@ -5,8 +5,6 @@ Ranks that merge states of different queries have a result that is nobody's: aft
 call, or generated another token.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 

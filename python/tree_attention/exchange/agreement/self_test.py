@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Do all processors round alike, and do messages arrive where they should? Tests at first use."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 

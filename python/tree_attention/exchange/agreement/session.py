@@ -2,8 +2,6 @@
 """The ranks of a group in step: they agree before they exchange, return or raise in time, and end
 together when one fails."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -82,12 +80,9 @@ class Session:
         """
         if self.door is None:
             return
-        link = self.link
-        counted = link.bytes_sent, link.num_operations, link.seconds
-        link.seal = CHANGED
-        with suppress(OtherCall):
+        self.link.seal = CHANGED
+        with self.link.uncounted(), suppress(OtherCall):
             self.door(deadline)
-        link.bytes_sent, link.num_operations, link.seconds = counted
 
     def abandon(self) -> None:
         """Notes that this rank stopped on the way to a call, which its peers may have gone on with.
@@ -119,7 +114,8 @@ class Session:
 
     def test_delivery(self, device: torch.device, deadline: float) -> None:
         """Raises ExchangeError on every rank if messages arrive in a wrong order on any."""
-        fault = delivery_fault(self.link.uncounted(), device, deadline)
+        with self.link.uncounted():
+            fault = delivery_fault(self.link, device, deadline)
         try:
             self.compare((("delivery test", fault or "passed"),), deadline)
         except Disagreement as error:  # which ends this communicator, unlike others

@@ -7,8 +7,6 @@ key of its own and reads those of all others. A rank whose signature changes ope
 and waits there, after it has told peers that may have kept theirs (`Session.knock`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -4,8 +4,6 @@
 Both are functions of what all ranks share, so all ranks choose alike.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -112,31 +110,23 @@ class CostTable:
         Between two measured sizes the logarithm of the time is interpolated by that of the size.
         Smaller messages take what the smallest took, larger ones as much longer as they are larger.
         """
-        points = self._by_strategy.get(strategy)
-        if not points:
+        times = {x.num_bytes: x.seconds for x in self.exchanges if x.strategy == strategy}
+        if not times:
             return None
-        sizes = [point.num_bytes for point in points]
+        sizes = sorted(times)
         above = bisect(sizes, num_bytes)
         if above == 0:
-            return points[0].seconds
-        below = points[above - 1]
-        if above == len(points):
-            return below.seconds * num_bytes / below.num_bytes
-        share = math.log(num_bytes / below.num_bytes) / math.log(sizes[above] / below.num_bytes)
-        return float(below.seconds ** (1 - share) * points[above].seconds ** share)
+            return times[sizes[0]]
+        below = sizes[above - 1]
+        if above == len(sizes):
+            return times[below] * num_bytes / below
+        share = math.log(num_bytes / below) / math.log(sizes[above] / below)
+        return float(times[below] ** (1 - share) * times[sizes[above]] ** share)
 
     @cached_property
     def digest(self) -> str:
         """Equal for equal tables, and short enough for an error message."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:12]
-
-    @cached_property
-    def _by_strategy(self) -> dict[str, list[Measured]]:
-        """Increasing in size; of one size the last."""
-        found: dict[str, dict[int, Measured]] = {}
-        for exchange in self.exchanges:
-            found.setdefault(exchange.strategy, {})[exchange.num_bytes] = exchange
-        return {name: [sizes[n] for n in sorted(sizes)] for name, sizes in found.items()}
 
     def save(self, path: str | Path, remarks: Mapping[str, object]) -> None:
         """`remarks` say where the table comes from."""
@@ -146,7 +136,7 @@ class CostTable:
         replace_file(path, text)
 
     @staticmethod
-    def load(path: str | Path) -> CostTable:
+    def load(path: str | Path) -> "CostTable":
         """The table that `save` wrote."""
         what = "table of exchange costs"
         try:

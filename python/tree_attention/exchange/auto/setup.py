@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Strategies made ready: set up for a group by kind of device, and prepared for a state."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
 
 from ..notes import Disagreement, Gather
 from ..options import ExchangeOptions
-from ..strategies import STRATEGIES, Context, Exchange, Resource
+from ..strategies import STRATEGIES, Context, Exchange
 from ..transport.buffers import State, StateLayout
 from ..transport.process_group import Link
+from ..transport.symmetric_memory import Memory
 from ..transport.topology import Topology
 from .choose import Choice, CostTable, choose, explain_choice
 
@@ -21,7 +20,7 @@ class Resources:
 
     def __init__(self) -> None:
         self._unavailable: dict[str, dict[str, str]] = {}  # by kind of device, then by strategy
-        self._resources: dict[tuple[str, str], Resource] = {}  # by strategy and kind of device
+        self._resources: dict[tuple[str, str], Memory] = {}  # by strategy and kind of device
 
     def are_known(self, device: torch.device) -> bool:
         return device.type in self._unavailable
@@ -89,14 +88,14 @@ class Resources:
             text = explain_choice(choice, layout, topology, out_dtype, sharded)
             is_on_host = link.transport_device(device).type == "cpu"
             if is_on_host and STRATEGIES[name].is_canonical:  # others' all-reduces are the group's
-                if isinstance(link.shared_memory, str):
-                    text += f"; no shared memory: {link.shared_memory}"
-                elif link.shared_memory is not None:
-                    text += "; within a node through shared memory"
-                if isinstance(link.sockets, str):
-                    text += f"; no connections of its own: {link.sockets}"
-                elif link.sockets is not None:
-                    text += "; between nodes through connections of its own"
+                for way, where, what in (
+                    (link.shared_memory, "within a node", "shared memory"),
+                    (link.sockets, "between nodes", "connections of its own"),
+                ):
+                    if isinstance(way, str):
+                        text += f"; no {what}: {way}"
+                    elif way is not None:
+                        text += f"; {where} through {what}"
             print(text, flush=True)
         resource = self._resources.get((name, device.type))
         context = Context(link, topology, state, out_dtype, sharded, resource)

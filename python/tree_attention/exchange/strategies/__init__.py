@@ -5,13 +5,10 @@ A file `NAME.py` in this folder with a constant `STRATEGY` is the strategy "NAME
 `auto` after a calibration, for the tests and for the simulator.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,21 +16,12 @@ from torch import Tensor
 from ..notes import Gather
 from ..transport.buffers import State, StateLayout
 from ..transport.process_group import Link
+from ..transport.symmetric_memory import Memory
 from ..transport.topology import Topology
 
 # Exchanges the state in the send buffer, before a `time.monotonic` deadline, and writes the merged
 # o and lse into contiguous tensors.
 Exchange = Callable[[float, Tensor, Tensor], None]
-
-
-class Resource(Protocol):
-    """A thing that a strategy sets up once for a group and a kind of device, and keeps."""
-
-    def check(self) -> None:
-        """Raises RuntimeError if an exchange is known to have failed. Waits for nothing."""
-
-    def abort(self) -> None:
-        """Ends waits on the device. From any thread."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +33,7 @@ class Context:
     state: State
     out_dtype: torch.dtype
     head_sharded: bool = False  # each rank keeps the result of its heads only
-    resource: Resource | None = None  # what the strategy's `set_up` gave
+    resource: Memory | None = None  # what the strategy's `set_up` gave
 
 
 @dataclass(frozen=True)
@@ -58,7 +46,7 @@ class Traffic:
 
 # Collective, at the first call with tensors of a kind of device: sets up what the strategy needs
 # there before the deadline, or says why it cannot, the same on all ranks.
-SetUp = Callable[[Link, torch.device, Topology, Gather, float], Resource | str]
+SetUp = Callable[[Link, torch.device, Topology, Gather, float], Memory | str]
 
 
 @dataclass(frozen=True)

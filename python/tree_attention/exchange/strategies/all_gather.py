@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Every rank sends its state to every other, and all merge all states in the canonical order."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ...ops import merge_states

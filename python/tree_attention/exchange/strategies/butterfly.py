@@ -6,8 +6,6 @@ else. Here every rank follows the canonical order: after level k it holds the me
 aligned block of 2^k ranks. The last block may be short; its ranks then serve several others each.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -6,8 +6,6 @@ states. The ranks that merge first are `Topology.subtree_size` in a row, so the 
 all other strategies. Where that is one, the strategy is `all_gather`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

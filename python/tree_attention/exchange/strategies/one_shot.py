@@ -4,8 +4,6 @@
 For ranks of one host whose GPUs reach one another (csrc/cuda/one_shot has the kernel's protocol).
 """
 
-from __future__ import annotations
-
 import time
 
 import torch
@@ -46,7 +44,7 @@ def set_up(
 
 def prepare(context: Context) -> Exchange:
     link, state, memory = context.link, context.state, context.resource
-    assert isinstance(memory, Memory)
+    assert memory is not None
     if memory.device != state.device:
         raise RuntimeError(f"one_shot was set up on {memory.device}, not on {state.device}")
 

@@ -6,8 +6,6 @@ own, so the bits are not those of the canonical strategies. Over Gloo it is a ri
 where the paper counts on a tree of log p.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

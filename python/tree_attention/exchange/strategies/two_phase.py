@@ -5,8 +5,6 @@ The all-gather is left out where each rank wants its own heads only, as in the d
 parallelism of Helix (arXiv:2507.07120).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -2,8 +2,6 @@
 """The memory of an exchange: how states are laid out for kernel, network and merge, and buffers
 that stay where they are."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -72,7 +70,7 @@ class Slices:
     count: int
 
     @staticmethod
-    def of(layout: StateLayout, num_slices: int, by_head: bool = False) -> Slices:
+    def of(layout: StateLayout, num_slices: int, by_head: bool = False) -> "Slices":
         batch, count, *rest = layout.shape if by_head else (1, layout.num_rows)
         shape = (batch, -(-count // num_slices), *rest)
         return Slices(replace(layout, shape=shape), num_slices, count)
@@ -82,7 +80,7 @@ class Slices:
         """Size in bytes of the messages of all padded slices."""
         return self.num_slices * self.layout.message_bytes
 
-    def to(self, dtype: torch.dtype) -> Slices:
+    def to(self, dtype: torch.dtype) -> "Slices":
         """The same slices with another dtype of o."""
         return replace(self, layout=replace(self.layout, dtype=dtype))
 

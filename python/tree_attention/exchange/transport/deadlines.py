@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Calls of libraries that end in time."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

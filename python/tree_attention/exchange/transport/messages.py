@@ -8,8 +8,10 @@ need the group itself and nothing else.
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -58,21 +60,7 @@ class LibraryCall(Round):
         self._link.bytes_sent -= SEAL_BYTES * (self._link.world_size - 1)  # as in `Messages`
 
 
-class Transport:
-    """A way for messages of contiguous byte tensors, prepared once."""
-
-    def post(self) -> None:
-        """Tells senders that their messages may come. Optional."""
-
-    def start(self, deadline: float) -> None:
-        """Begins to send and to receive."""
-        raise NotImplementedError
-
-    def finish(self, deadline: float) -> None:
-        """Waits for what `start` began, if it did not."""
-
-
-class PointToPoint(Transport):
+class PointToPoint(Round):
     """Messages of the process group, each by itself."""
 
     def __init__(self, link: Link, receive: ByRank, send: ByRank, tag: int) -> None:
@@ -99,7 +87,7 @@ class PointToPoint(Transport):
         self._received = []
 
 
-class AllToAll(Transport):
+class AllToAll(Round):
     """Messages of any length as one all-to-all: NCCL queues them together, and where torch watches
     collectives, it would take messages of some ranks for collectives that the others lack."""
 
@@ -118,6 +106,54 @@ class AllToAll(Transport):
         self._link.wait(self._work, self._device, deadline, "messages of all ranks")
 
 
+class Way:
+    """A way to some ranks on which the calling thread itself moves the messages.
+
+    When it is closed, rounds under way end, here and on the other ranks.
+    """
+
+    def __init__(self, way: Any, numbers: Mapping[int, int]) -> None:
+        """`way` is a `SharedMemory` or the `Sockets` of the extension, which knows ranks by
+        `numbers`."""
+        self._way, self._numbers = way, numbers
+        self.close: Callable[[], None] = way.close
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._numbers
+
+    def round(self, receive: ByRank, send: ByRank) -> DirectRound:
+        """Messages to and from ranks on this way, as long at their sender as at their receiver."""
+        places = (
+            [(self._numbers[rank], tensor.data_ptr(), tensor.nbytes) for rank, tensor in x.items()]
+            for x in (receive, send)
+        )
+        return DirectRound(self._way.round(*places), (receive, send))
+
+
+class DirectRound(Round):
+    """Messages on a `Way`: the network takes them at once, in memory they wait for receivers."""
+
+    def __init__(self, prepared: Any, kept: object) -> None:
+        """`kept`: the messages, of which `prepared` has addresses only."""
+        self._prepared, self._kept = prepared, kept
+        self._is_network = hasattr(prepared, "start")
+
+    def start(self, deadline: float) -> None:
+        if self._is_network:
+            self._prepared.start()
+        else:
+            self._move(deadline)
+
+    def finish(self, deadline: float) -> None:
+        if self._is_network:
+            self._move(deadline)
+
+    def _move(self, deadline: float) -> None:
+        """Raises RuntimeError after the deadline, or when a rank has ended or closed its way."""
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        self._prepared.run(deadline - time.monotonic(), is_main_thread)
+
+
 class Messages(Round):
     """A round of messages: this rank sends tensors to some ranks and receives from some.
 
@@ -133,10 +169,8 @@ class Messages(Round):
     from the receiver's makes the latter CHANGED, which its own later messages pass on. Where the
     memory of messages is a device's, the host reads no seals.
 
-    Args:
-        receive, send: contiguous byte tensors by rank, on `device`.
-        tag: a number that tells apart rounds which may be under way at the same time.
-        sealed: whether messages have a seal.
+    Tensors are contiguous bytes on `device`. Rounds that may be under way at the same time differ
+    in their `tag`.
     """
 
     def __init__(
@@ -171,11 +205,11 @@ class Messages(Round):
         outgoing = {id(tensor): tensor for tensor in send.values()}
         self._seals_sent = [_seal(tensor) for tensor in outgoing.values() if is_read]
         self._seals_received = [_seal(tensor) for tensor in receive.values() if is_read]
-        self._transports = _transports(link, receive, send, device, tag)
+        self._rounds = _rounds(link, receive, send, device, tag)
 
     def post(self) -> None:
-        for transport in self._transports:
-            transport.post()
+        for part in self._rounds:
+            part.post()
 
     def start(self, deadline: float) -> None:
         with self._link.operation("start of messages"):
@@ -195,12 +229,12 @@ class Messages(Round):
             host.copy_(tensor)
         for seal in self._seals_sent:
             seal.value = self._link.seal
-        for transport in self._transports:
-            transport.start(deadline)
+        for part in self._rounds:
+            part.start(deadline)
 
     def _finish(self, deadline: float) -> None:
-        for transport in self._transports:
-            transport.finish(deadline)
+        for part in self._rounds:
+            part.finish(deadline)
         for seal in self._seals_received:
             if seal.value != self._link.seal:
                 self._link.seal = CHANGED
@@ -211,23 +245,21 @@ class Messages(Round):
         self._link.bytes_sent += self.bytes_sent
 
 
-def _transports(
+def _rounds(
     link: Link, receive: ByRank, send: ByRank, device: torch.device, tag: int
-) -> list[Transport]:
-    """Transports of the messages between this rank and others, prepared."""
+) -> list[Round]:
+    """The messages between this rank and others, by the ways that they take."""
     if device.type != "cpu" or is_watched():
         return [AllToAll(link, receive, send, device)]
-    transports: list[Transport] = []
-    for way in (link.shared_memory, link.sockets):
-        if way is None or isinstance(way, str):
-            continue
+    rounds: list[Round] = []
+    for way in link.ways:
         sides = receive, send
         # In front: the network sends while this rank is busy with the memory.
-        transports.insert(0, way.round(*({r: t for r, t in x.items() if r in way} for x in sides)))
+        rounds.insert(0, way.round(*({r: t for r, t in x.items() if r in way} for x in sides)))
         receive, send = ({r: t for r, t in x.items() if r not in way} for x in sides)
-    if receive or send or not transports:
-        transports.insert(0, PointToPoint(link, receive, send, tag))
-    return transports
+    if receive or send or not rounds:
+        rounds.insert(0, PointToPoint(link, receive, send, tag))
+    return rounds
 
 
 def _seal(message: Tensor) -> ctypes.c_uint64:

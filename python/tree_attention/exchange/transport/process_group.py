@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A process group whose operations end in time and are counted."""
 
-from __future__ import annotations
-
-import copy
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,11 +23,7 @@ from torch.distributed.distributed_c10d import (
 from ..notes import OtherCall
 from .buffers import SEAL_BYTES, host_memory
 from .deadlines import remaining
-from .messages import CHANGED, SAME, LibraryCall, Messages, Round
-
-if TYPE_CHECKING:
-    from .direct.shared_memory import SharedMemory
-    from .direct.sockets import Sockets
+from .messages import CHANGED, SAME, LibraryCall, Messages, Round, Way
 
 # The methods behind dist.all_gather_into_tensor and dist.all_to_all_single, which take no timeout;
 # renamed after torch 2.11.
@@ -66,9 +59,9 @@ class Link:
         # The seal of the call under way, which its messages carry (`Messages`).
         self.seal = SAME
         # The way to the other ranks of this node, or why there is none; None before the first call.
-        self.shared_memory: SharedMemory | str | None = None
+        self.shared_memory: Way | str | None = None
         # The way to the ranks that share no memory with this one, where it is not the group's.
-        self.sockets: Sockets | str | None = None
+        self.sockets: Way | str | None = None
         # Weak, so that a destroyed group is not kept alive by a cache.
         self._group = weakref.ref(group)
         config = dist.get_backend_config(group)
@@ -76,12 +69,12 @@ class Link:
         self._host_buffers: dict[str, Tensor] = {}
         self._meeting: Round | None = None
 
-    def uncounted(self) -> Link:
-        """The same group by a link with counters of its own."""
-        link = copy.copy(self)
-        link.bytes_sent, link.num_operations, link.seconds = 0, 0, 0.0
-        link._host_buffers, link._meeting = {}, None
-        return link
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leaves what is done in it out of the counters, unless it raises."""
+        counted = self.bytes_sent, self.num_operations, self.seconds
+        yield
+        self.bytes_sent, self.num_operations, self.seconds = counted
 
     def backend(self, device: torch.device) -> str:
         """Name of the library that moves the tensors of `device`, through host memory or not."""
@@ -98,14 +91,14 @@ class Link:
         everybody = dict.fromkeys(range(self.world_size), send)
         return self.messages(dict(enumerate(receive)), everybody, device, tag)
 
-    def transpose(self, receive: Tensor, send: Tensor, device: torch.device, tag: int = 0) -> Round:
+    def transpose(self, receive: Tensor, send: Tensor, device: torch.device) -> Round:
         """A round in which row r of every rank's `send`, a sealed message, goes to rank r.
 
         Row r of `receive` becomes what rank r sends to this one.
         """
         if self.transport_device(device).type != "cpu":
             return LibraryCall(self, partial(self.all_to_all, receive, send))
-        return self.messages(dict(enumerate(receive)), dict(enumerate(send)), device, tag)
+        return self.messages(dict(enumerate(receive)), dict(enumerate(send)), device)
 
     def messages(
         self,
@@ -200,13 +193,10 @@ class Link:
         if self.rank == 0:
             self.bytes_sent += (self.world_size - 1) * tensor.nbytes
 
-    def start_shift(
-        self, receive: Sequence[Tensor], send: Sequence[Tensor], tag: int = 0
-    ) -> list[Work]:
+    def start_shift(self, receive: Sequence[Tensor], send: Sequence[Tensor]) -> list[Work]:
         """Starts sending `send` to the next rank and receiving `receive` from the previous one.
 
-        Contiguous, without empty tensors, in memory that `transport_device` names. Shifts that are
-        under way at the same time differ in their tags, from `tag` on one for each tensor.
+        Contiguous, without empty tensors, in memory that `transport_device` names.
         """
         group = self.group
         previous, following = self._neighbours()
@@ -218,7 +208,7 @@ class Link:
                         (dist.isend, send, following),
                         (dist.irecv, receive, previous),
                     )
-                    for number, tensor in enumerate(tensors, tag)
+                    for number, tensor in enumerate(tensors)
                 ]
             except ValueError as error:  # as somebody else keeps the group
                 raise RuntimeError("the process group was destroyed") from error
@@ -256,9 +246,8 @@ class Link:
         Gloo closes all connections of a group when a receive times out; there is no other way to
         reach ranks that are not next to the lost one before their own deadline.
         """
-        for way in (self.shared_memory, self.sockets):
-            if way is not None and not isinstance(way, str):
-                way.close()
+        for way in self.ways:
+            way.close()
         group = self._group()
         if group is None or self._backends.get("cpu") != "gloo":
             return
@@ -267,6 +256,11 @@ class Link:
             if peer != self.rank:
                 with suppress(RuntimeError):  # timed out, which closed all, or was closed before
                     group.recv([nothing], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+
+    @property
+    def ways(self) -> list[Way]:
+        """Those that are open, the nearest first."""
+        return [way for way in (self.shared_memory, self.sockets) if isinstance(way, Way)]
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -5,8 +5,6 @@ It comes from `torch.distributed._symmetric_memory`, whose interface may change:
 with it is a reason to choose another strategy, and no error.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -64,7 +62,8 @@ class Memory:
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
         """`addresses`: where this device sees each rank's buffer of `buffer_bytes` zeros."""
-        self.rank, self.device, self.slot_bytes = rank, device, slot_bytes
+        self.rank, self.world_size = rank, len(addresses)
+        self.device, self.slot_bytes = device, slot_bytes
         with torch.inference_mode(False):  # or nobody could write to them outside of it
             self._buffers = torch.tensor(addresses, dtype=torch.int64, device=device)
             self._control = torch.zeros(4, dtype=torch.int32, device=device)
@@ -76,10 +75,6 @@ class Memory:
             )
         # Reading and writing them is no operation of torch: a capture does not see it.
         self._words = self._host.numpy()
-
-    @property
-    def world_size(self) -> int:
-        return self._buffers.numel()
 
     def run(self, state: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], seconds: float) -> None:
         """Merges all ranks' states into `out`, waiting `seconds` for a rank at most.

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Which ranks share a node, and which runs of ranks may merge among themselves first."""
 
-from __future__ import annotations
-
 import math
 import os
 import socket
@@ -25,7 +23,7 @@ class Topology:
     nodes: tuple[int, ...]
 
     @staticmethod
-    def of(names: Sequence[object]) -> Topology:
+    def of(names: Sequence[object]) -> "Topology":
         """From anything that is equal for ranks of one node, in rank order."""
         numbers: dict[object, int] = {}
         return Topology(tuple(numbers.setdefault(name, len(numbers)) for name in names))

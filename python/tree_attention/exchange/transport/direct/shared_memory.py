@@ -5,56 +5,23 @@ The memory has no name in a file system: the first rank of a node makes it, the 
 that process's number. It is gone when the last of them is.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
-
-from torch import Tensor
 
 from ...._loader import load
 from ...notes import Gather, Note, attempt, first_reason
 from ..deadlines import is_watched
+from ..messages import Way
 from ..topology import Topology
-from .rounds import DirectRound
 
 _KEY_BYTES = 16
 
 
-class SharedMemory:
-    """Messages between this rank and the others of its node."""
-
-    def __init__(self, ranks: Sequence[int], memory: Any) -> None:
-        """`ranks`: those that share `memory`, this one included."""
-        self._members = {rank: member for member, rank in enumerate(ranks)}
-        self._memory = memory
-
-    def __contains__(self, rank: object) -> bool:
-        return rank in self._members
-
-    def round(self, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> SharedRound:
-        """Messages to and from other ranks that share the memory, prepared once."""
-        return SharedRound(self._memory.round, receive, send, self._members)
-
-    def close(self) -> None:
-        """Ends the rounds under way, here and on the ranks that share the memory."""
-        self._memory.close()
-
-
-class SharedRound(DirectRound):
-    """Messages through shared memory, which wait for their receivers."""
-
-    def start(self, deadline: float) -> None:
-        """Sends and receives."""
-        self.run(deadline)
-
-
-def connect(rank: int, topology: Topology, gather: Gather) -> SharedMemory | str:
+def connect(rank: int, topology: Topology, gather: Gather) -> Way | str:
     """The memory that this rank shares with its node, or why ranks share none.
 
     Collective. Either all nodes have such memory or none.
@@ -67,7 +34,7 @@ def connect(rank: int, topology: Topology, gather: Gather) -> SharedMemory | str
         notes = gather("shared memory, made", note)
         if reason := first_reason(notes):
             return reason
-        opened: list[SharedMemory] = []
+        opened: list[Way] = []
         note = attempt(lambda: _open(rank, {r: notes[r] for r in ranks}, files, opened))
         return first_reason(gather("shared memory, opened", note)) or opened[0]
 
@@ -86,9 +53,7 @@ def _make(is_maker: bool, num_ranks: int, files: ExitStack) -> Note:
     return note
 
 
-def _open(
-    rank: int, notes: Mapping[int, Note], files: ExitStack, opened: list[SharedMemory]
-) -> Note:
+def _open(rank: int, notes: Mapping[int, Note], files: ExitStack, opened: list[Way]) -> Note:
     maker = next(iter(notes.values()))
     # Between hosts of a node that are emulated on one, messages are to take the network.
     if len(hosts := {note["host"] for note in notes.values()}) > 1:
@@ -112,5 +77,5 @@ def _open(
             members.append((r, process))
         memory = load().SharedMemory(file, list(notes).index(rank), members)
         processes.pop_all()
-    opened.append(SharedMemory(list(notes), memory))
+    opened.append(Way(memory, {r: member for member, r in enumerate(notes)}))
     return {}

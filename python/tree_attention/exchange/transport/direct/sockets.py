@@ -5,8 +5,6 @@ Gloo's threads move its messages, and a sender asks its receiver first. Here a m
 network when `start` returns.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hmac
 import os
@@ -14,15 +12,13 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-
-from torch import Tensor
 
 from ...._loader import load
 from ...notes import Gather, Note, attempt, first_reason
 from ..deadlines import is_watched
-from .rounds import DirectRound
+from ..messages import Way
 
 _KEY_BYTES = 16
 _CONNECT_SECONDS = 10.0  # at most, and half of what the call has
@@ -30,37 +26,8 @@ _HELLO_SECONDS = 1.0  # in which somebody who connects has to say who it is
 _SIOCGIFADDR = 0x8915  # of Linux
 
 
-class Sockets:
-    """Messages between this rank and others, by a connection to each."""
-
-    def __init__(self, connections: Mapping[int, socket.socket]) -> None:
-        self._ranks = frozenset(connections)
-        self._sockets = load().Sockets([(r, s.detach()) for r, s in connections.items()])
-
-    def __contains__(self, rank: object) -> bool:
-        return rank in self._ranks
-
-    def round(self, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> SocketRound:
-        """Messages to and from connected ranks, prepared once."""
-        return SocketRound(self._sockets.round, receive, send, range(1 + max(self._ranks)))
-
-    def close(self) -> None:
-        """Ends the rounds under way, here and on the ranks that are connected."""
-        self._sockets.close()
-
-
-class SocketRound(DirectRound):
-    """Messages through connections, which the network takes at once."""
-
-    def start(self, deadline: float) -> None:
-        self.round.start()
-
-    def finish(self, deadline: float) -> None:
-        self.run(deadline)
-
-
-def connect(rank: int, others: Sequence[int], gather: Gather, deadline: float) -> Sockets | str:
-    """Connections of this rank to `others`, who are connected to it, or why there are none.
+def connect(rank: int, others: Sequence[int], gather: Gather, deadline: float) -> Way | str:
+    """The connections of this rank to `others`, who are connected to it, or why there are none.
 
     Collective. Either all ranks have their connections or none.
     """
@@ -76,7 +43,8 @@ def connect(rank: int, others: Sequence[int], gather: Gather, deadline: float) -
         note = attempt(lambda: _meet(rank, others, notes, listeners[0], end, found, opened))
         if reason := first_reason(gather("sockets, connected", note)):
             return reason
-        return Sockets(found)
+        way = load().Sockets([(other, s.detach()) for other, s in found.items()])
+        return Way(way, {other: other for other in found})
 
 
 def _listen(listeners: list[socket.socket], opened: ExitStack) -> Note:
