@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from typing_extensions import Unpack
@@ -18,13 +22,13 @@ from .checks.fingerprint import digest_parameters, digest_tensors
 from .enable import check_model, disable, enable, is_enabled
 from .options import EnableOptions, takes_enable_options
 from .weights.checkpoint.files import check_config_file, find_file
-from .weights.checkpoint.filling import Filling
 from .weights.checkpoint.reading import Checkpoint
-from .weights.experts import choose_experts
+from .weights.experts import choose_experts, quantise_experts
 from .weights.mesh import Mesh
+from .weights.parts import Cut, Lazy, part_of
 from .weights.plan import WeightPlan, plan
-from .weights.quantised import SCHEMES
-from .weights.split import attach, mesh_of, split
+from .weights.quantised import SCHEMES, Matrix, quantise_linear
+from .weights.split import attach, mesh_of, set_tensor, split
 
 
 @takes_enable_options
@@ -182,18 +186,19 @@ def _load(
                 parameter.data = parameter.data.to(kept)
     tensors = checkpoint.tensors(model)
     digest = digest_tensors(checkpoint.files.items(), reads_all=False)
-    made = _plan(model, mesh)
-    chosen = plan(model, mesh) if made is None and weights is not None else made
-    if weights is not None and chosen is not None and not chosen.linears:
-        raise ValueError(
-            f"from_pretrained: {type(model).__name__} has no torch.nn.Linear that weights="
-            f"{weights!r} could quantise; leave weights out"
-        )
+    made, chosen = _plan(model, mesh), set[str]()  # the weights to quantise
+    if weights is not None:
+        known = plan(model, mesh) if made is None else made
+        chosen = known.linears | known.experts
+        if not known.linears:
+            raise ValueError(
+                f"from_pretrained: {type(model).__name__} has no torch.nn.Linear that weights="
+                f"{weights!r} could quantise; leave weights out"
+            )
     if made is not None:
         split(model, mesh, made)
     cuts = {} if made is None else made.cuts
-    kinds = (frozenset[str](),) * 2 if chosen is None else (chosen.linears, chosen.experts)
-    Filling(cuts, weights, *kinds, device).fill(model, tensors, show=mesh.rank == 0)
+    _fill(model, tensors, cuts, chosen, weights or "", device, show=mesh.rank == 0)
     choose_experts(model)
     file = find_file(path, "generation_config.json")
     if file is not None:
@@ -203,6 +208,50 @@ def _load(
     model = model.to(device).eval()
     attach(model, mesh, made, digest, is_quantised=weights is not None)
     return _signature(digest), model
+
+
+def _fill(
+    model: PreTrainedModel,
+    tensors: Mapping[str, Lazy],
+    cuts: Mapping[str, Cut],
+    chosen: Container[str],
+    scheme: str,
+    device: torch.device,
+    show: bool,
+) -> None:
+    """Fills a model on the meta device with this rank's parts of `tensors`, of which those `chosen`
+    are quantised by `scheme`."""
+    filled: dict[nn.Parameter, nn.Parameter] = {}  # by those on the meta device
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    errors = Console(stderr=True)
+    is_shown = show and errors.is_terminal
+    for name in track(names, "weights", console=errors, transient=True, disable=not is_shown):
+        old = model.get_parameter(name)
+        if old not in filled:
+            path, _, own = name.rpartition(".")
+            module, source, cut = model.get_submodule(path), tensors[name], cuts.get(name)
+            if name not in chosen:
+                part = part_of(source, cut, old.dtype, device)
+                filled[old] = nn.Parameter(part, requires_grad=False)
+            elif isinstance(module, nn.Linear):
+                filled[old] = quantise_linear(module, Matrix(source, cut), scheme, old.dtype)
+            else:
+                filled[old] = quantise_experts(module, own, source, cut, scheme, old.dtype)
+        set_tensor(model, name, filled[old])
+    for parameter in model.parameters():  # with the scales of quantised ones
+        _mark(parameter)
+    for name, buffer in list(model.named_buffers()):
+        if buffer.is_meta:
+            value = torch.empty_like(buffer, device=device)
+            if name in tensors:
+                _mark(value.copy_(tensors[name].whole()))
+            set_tensor(model, name, value)
+    model.init_weights()  # of what is not marked: buffers that are computed
+
+
+def _mark(x: Tensor) -> None:
+    """Marks `x` as filled, so that transformers leaves its values as they are."""
+    x._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def _plan(model: PreTrainedModel, mesh: Mesh) -> WeightPlan | None:
