@@ -7,7 +7,7 @@ these; of their results, it goes on with those that its place in the context gro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,19 +70,12 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def _output_of(module: nn.Module) -> str | None:
-    found = [name for name in _OUTPUTS if isinstance(getattr(module, name, None), nn.Module)]
-    return found[0] if found else None
+    return next((name for name in _OUTPUTS if _child(module, name) is not None), None)
 
 
 def axes_of(linear: nn.Module) -> tuple[int, int]:
     """The axes of a linear layer's weight that are its outputs and its inputs."""
     return (1, 0) if isinstance(linear, Conv1D) else (0, 1)
-
-
-def split_heads(attention: Any, mesh: Mesh, model_name: str) -> HeadSplit:
-    """The split of one attention module; ValueError if `tensor_parallel_size` does not divide its
-    heads, OtherAttentionError if it has parameters that cannot be cut by heads."""
-    return _Attention(attention, mesh, model_name).split()
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,10 @@ class _Block:
     size: int
 
 
-class _Attention:
+class HeadPlanner:
+    """Splits one attention module; ValueError if `tensor_parallel_size` does not divide its heads,
+    OtherAttentionError if it has parameters that cannot be cut by heads."""
+
     def __init__(self, attention: Any, mesh: Mesh, model_name: str) -> None:
         self._module, self._mesh = attention, mesh
         self._output = _output_of(attention) or ""
@@ -161,12 +157,22 @@ class _Attention:
         begin, end = self._mesh.own_heads(last - first)
         own = first + begin, first + end
         self._cut_projections(own)
-        behind, norms = self._cut_norms()
+        known = {*self._blocks, self._output, *((*_SHARED, *_SHARED_NORMS) * self._is_latent)}
+        others = {name: x for name, x in module.named_children() if name not in known}
+        gates = {  # of each head's output (LFM3)
+            name: x
+            for name, x in others.items()
+            if type(x) is nn.Linear and x.out_features == self._num_heads_q
+        }
+        behind, norms = self._cut_norms({x: others[x] for x in others if x not in gates})
         # After attention it may compute with all heads: a gate of each comes out of the queries'
         # projection (Qwen3-Next), or a norm follows (BitNet).
-        is_gated = any(name == "q_proj" and x[0].size == 2 * head_dim for name, x in self._heads())
-        needs_all = behind or is_gated
-        for name in self._of_heads():
+        queries = () if self._is_latent else self._blocks.get("q_proj", ())
+        needs_all = behind or any(block.size == 2 * head_dim for block in queries)
+        of_heads = [_SINKS] if getattr(module, _SINKS, None) is not None else []
+        for name, gate in gates.items():
+            of_heads += [f"{name}.{own_name}" for own_name, _ in gate.named_parameters()]
+        for name in of_heads:
             self._cuts[name] = Cut(0, (self._q if needs_all else own,))
         for name, _ in module.named_parameters(recurse=False):
             if name not in self._cuts:
@@ -177,13 +183,9 @@ class _Attention:
             shared=tuple(x for x in _SHARED if self._is_latent and _child(module, x) is not None),
             cuts=self._cuts,
             own_columns=(head_dim * begin, head_dim * end) if needs_all else None,
-            norms=norms if self._mesh.tensor_parallel_size > 1 else (),
+            norms=tuple(norms) if self._mesh.tensor_parallel_size > 1 else (),
             sizes={"": self._sizes(), **self._conv_sizes},
         )
-
-    def _heads(self) -> Iterable[tuple[str, list[_Block]]]:
-        """The projections into heads of their own, which those into latents' heads are not."""
-        return () if self._is_latent else self._blocks.items()
 
     def _cut_projections(self, own: Range) -> None:
         """Cuts the projections into heads, and the columns of `own` heads in the one behind."""
@@ -203,58 +205,31 @@ class _Attention:
         axis = axes_of(getattr(self._module, self._output))[1]
         self._cuts[f"{self._output}.weight"] = Cut(axis, (columns,))
 
-    def _others(self) -> Iterator[tuple[str, nn.Module]]:
-        """The children that are no projections: norms and gates."""
-        known = {*self._blocks, self._output, *((*_SHARED, *_SHARED_NORMS) * self._is_latent)}
-        return ((name, x) for name, x in self._module.named_children() if name not in known)
-
-    def _is_gate(self, module: nn.Module) -> bool:
-        """True for a gate of each head's output (LFM3)."""
-        return type(module) is nn.Linear and module.out_features == self._num_heads_q
-
-    def _of_heads(self) -> Iterator[str]:
-        """The parameters with one entry for each query head that is worked with after attention."""
-        if getattr(self._module, _SINKS, None) is not None:
-            yield _SINKS
-        for child, inner in self._others():
-            if self._is_gate(inner):
-                yield from (f"{child}.{name}" for name, _ in inner.named_parameters())
-
-    def _cut_norms(self) -> tuple[bool, tuple[str, ...]]:
-        """Cuts the norms; whether one comes behind attention, and the names of those over the
-        features of all heads."""
+    def _cut_norms(self, norms: Mapping[str, nn.Module]) -> tuple[bool, list[str]]:
+        """Cuts the norms but those of single heads that are all the same; whether one comes behind
+        attention, and the names of those over the features of all heads."""
         is_any_behind, over_heads = False, []
-        for child, inner in self._others():
-            found = None if self._is_gate(inner) else self._norm(child, inner)
-            if found is not None:
-                path, cut, is_over_heads, is_behind = found
-                self._cuts[path] = cut
-                is_any_behind |= is_behind
-                over_heads += [child] * is_over_heads
-        return is_any_behind, tuple(over_heads)
-
-    def _norm(self, child: str, module: nn.Module) -> tuple[str, Cut, bool, bool] | None:
-        """The cut of a norm; whether it is over all heads, and comes behind attention. None if it
-        is one of single heads that are all the same, and stays whole."""
-        for own, parameter in module.named_parameters():
-            path, shape = f"{child}.{own}", tuple(parameter.shape)
-            if shape == (self._head_dim,) and "." not in own:  # else each head has a module
-                continue
-            is_behind = not child.startswith(("q", "k"))
-            of_keys = child.startswith("k")
+        for child, module in norms.items():
+            is_behind, of_keys = not child.startswith(("q", "k")), child.startswith("k")
             count = self._num_heads_kv if of_keys else self._num_heads_q
             begin, end = self._kv if of_keys else self._q
-            if shape == (count, self._head_dim):  # of each head its own (Cohere)
-                return path, Cut(0, ((begin, end),)), False, is_behind
-            if shape == (count * self._head_dim,) and is_rms_norm(module):
-                ranges = ((begin * self._head_dim, end * self._head_dim),)
-                return path, Cut(0, ranges), True, is_behind
-            if self._mesh.tensor_parallel_size == 1 and not is_behind:
-                continue
-            found = f"{list(shape)} of {type(module).__name__}"
-            reason = f"it is no norm of [{self._head_dim}] for all heads, but {found}"
-            raise OtherAttentionError(reason, path)
-        return None
+            for own, parameter in module.named_parameters():
+                path, shape = f"{child}.{own}", tuple(parameter.shape)
+                if shape == (self._head_dim,) and "." not in own:  # else each head has a module
+                    continue
+                if shape == (count, self._head_dim):  # of each head its own (Cohere)
+                    self._cuts[path] = Cut(0, ((begin, end),))
+                elif shape == (count * self._head_dim,) and is_rms_norm(module):
+                    self._cuts[path] = Cut(0, ((begin * self._head_dim, end * self._head_dim),))
+                    over_heads.append(child)
+                elif self._mesh.tensor_parallel_size > 1 or is_behind:
+                    found = f"{list(shape)} of {type(module).__name__}"
+                    reason = f"it is no norm of [{self._head_dim}] for all heads, but {found}"
+                    raise OtherAttentionError(reason, path)
+                else:
+                    continue
+                is_any_behind |= is_behind
+        return is_any_behind, over_heads
 
     def _sizes(self) -> dict[str, Any]:
         """The attributes by which the module cuts its activations, where they change."""
