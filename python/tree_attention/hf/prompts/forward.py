@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..cache.recurrent import GO_ON_FROM_A_STATE, state_kinds
+from ..cache.build import GO_ON_FROM_A_STATE, state_kinds
 from ..cache.tree_cache import TreeCache
 from ..checks.fingerprint import describe, digest_inputs
 from ..masks import KeyRanges
