@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Models whose weights are split over ranks, from a checkpoint or from memory."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Container, Mapping

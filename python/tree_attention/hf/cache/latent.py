@@ -14,8 +14,6 @@ For many queries, as in a prompt, it is less work to form keys and values for as
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Refuses keys that attention does not take on their device, by asking it before there are any."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

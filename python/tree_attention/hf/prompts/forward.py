@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Prompts split over ranks: the forward pass of an enabled model, each rank on its own tokens."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Mapping

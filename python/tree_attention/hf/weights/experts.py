@@ -5,8 +5,6 @@ transformers' modules of experts keep all of them in two tensors, and let the pr
 chosen by name. This one multiplies each expert that is hit with its tokens, of any dtype on a CPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

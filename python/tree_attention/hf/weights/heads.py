@@ -5,8 +5,6 @@ A rank gets the heads of keys and values of its tensor group, and all query head
 these; of their results, it goes on with those that its place in the context group gives it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

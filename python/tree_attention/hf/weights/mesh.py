@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Groups of the ranks that share the weights and the cache of one model."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any

@@ -5,8 +5,6 @@ Attention is cut by heads (`heads`), each MLP and each expert along its inner wi
 and the head along the vocabulary. Layers that keep a state, routers and norms stay whole.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping

@@ -6,8 +6,6 @@ both are symmetric. A rank quantises its part with the scales of the whole rows,
 are those of one rank. Products are those of `linear_of_experts`, with one expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

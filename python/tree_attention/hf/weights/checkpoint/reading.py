@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The weights of a checkpoint by the names that they have in a model, none of them read yet."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
