@@ -3,7 +3,7 @@
 
 import inspect
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,20 +16,24 @@ from typing_extensions import Unpack
 
 from .._json import read_json_object
 from ..exchange import DEFAULT_TIMEOUT, Signature, check_timeout, on_every_rank
+from ..options import lists_options
 from .checks.fingerprint import digest_parameters, digest_tensors
 from .enable import check_model, disable, enable, is_enabled
-from .options import EnableOptions, takes_enable_options
+from .options import EnableOptions
 from .weights.checkpoint.files import check_config_file, find_file
 from .weights.checkpoint.reading import Checkpoint
 from .weights.experts import choose_experts, quantise_experts
 from .weights.mesh import Mesh
-from .weights.parts import Cut, Lazy, part_of
+from .weights.parts import Lazy, part_of
 from .weights.plan import WeightPlan, plan
 from .weights.quantised import SCHEMES, Matrix, quantise_linear
 from .weights.split import attach, mesh_of, set_tensor, split
 
+_DIGEST = "digest of the whole weights"
+_OF_ENABLE = inspect.signature(enable)
 
-@takes_enable_options
+
+@lists_options(EnableOptions, {name: x.default for name, x in _OF_ENABLE.parameters.items()})
 def from_pretrained(
     path: str | Path,
     *,
@@ -76,7 +80,7 @@ def from_pretrained(
     Source: Helix parallelism (arXiv:2507.07120).
     """
     timeout = check_timeout("from_pretrained", enable_options.get("timeout", DEFAULT_TIMEOUT))
-    inspect.signature(enable).bind(None, **enable_options)  # TypeError for unknown names
+    _OF_ENABLE.bind(None, **enable_options)  # TypeError for unknown names
     mesh = Mesh(group, tensor_parallel_size, timeout, op="from_pretrained")
 
     def load() -> tuple[Signature, PreTrainedModel]:
@@ -124,7 +128,8 @@ def parallelize(
 
     def examine() -> tuple[Signature, tuple[WeightPlan | None, str]]:
         digest = digest_parameters(model)
-        return _signature(digest), (_plan(model, mesh), digest)
+        made = plan(model, mesh) if mesh.world_size > 1 else None
+        return ((_DIGEST, digest),), (made, digest)
 
     (made, digest), _ = on_every_rank("parallelize", mesh.calls, mesh.timeout, examine)
     if is_enabled(model):
@@ -184,19 +189,18 @@ def _load(
                 parameter.data = parameter.data.to(kept)
     tensors = checkpoint.tensors(model)
     digest = digest_tensors(checkpoint.files.items(), reads_all=False)
-    made, chosen = _plan(model, mesh), set[str]()  # the weights to quantise
-    if weights is not None:
-        known = plan(model, mesh) if made is None else made
-        chosen = known.linears | known.experts
-        if not known.linears:
-            raise ValueError(
-                f"from_pretrained: {type(model).__name__} has no torch.nn.Linear that weights="
-                f"{weights!r} could quantise; leave weights out"
-            )
-    if made is not None:
+    is_split = mesh.world_size > 1
+    made = plan(model, mesh) if is_split or weights is not None else WeightPlan()
+    if weights is not None and not made.linears:
+        raise ValueError(
+            f"from_pretrained: {type(model).__name__} has no torch.nn.Linear that weights="
+            f"{weights!r} could quantise; leave weights out"
+        )
+    if is_split:
         split(model, mesh, made)
-    cuts = {} if made is None else made.cuts
-    _fill(model, tensors, cuts, chosen, weights or "", device, show=mesh.rank == 0)
+    else:
+        made.cuts.clear()
+    _fill(model, tensors, made, weights, device, show=mesh.rank == 0)
     choose_experts(model)
     file = find_file(path, "generation_config.json")
     if file is not None:
@@ -204,21 +208,20 @@ def _load(
         read_json_object(file, "from_pretrained: the defaults of generation in")
         model.generation_config = GenerationConfig.from_pretrained(path)
     model = model.to(device).eval()
-    attach(model, mesh, made, digest, is_quantised=weights is not None)
-    return _signature(digest), model
+    attach(model, mesh, made if is_split else None, digest, is_quantised=weights is not None)
+    return ((_DIGEST, digest),), model
 
 
 def _fill(
     model: PreTrainedModel,
     tensors: Mapping[str, Lazy],
-    cuts: Mapping[str, Cut],
-    chosen: Container[str],
-    scheme: str,
+    made: WeightPlan,
+    scheme: str | None,
     device: torch.device,
     show: bool,
 ) -> None:
-    """Fills a model on the meta device with this rank's parts of `tensors`, of which those `chosen`
-    are quantised by `scheme`."""
+    """Fills a model on the meta device with this rank's parts of `tensors`, and quantises those
+    that may have fewer bits by a `scheme`, if there is one."""
     filled: dict[nn.Parameter, nn.Parameter] = {}  # by those on the meta device
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     errors = Console(stderr=True)
@@ -227,8 +230,8 @@ def _fill(
         old = model.get_parameter(name)
         if old not in filled:
             path, _, own = name.rpartition(".")
-            module, source, cut = model.get_submodule(path), tensors[name], cuts.get(name)
-            if name not in chosen:
+            module, source, cut = model.get_submodule(path), tensors[name], made.cuts.get(name)
+            if scheme is None or name not in made.linears | made.experts:
                 part = part_of(source, cut, old.dtype, device)
                 filled[old] = nn.Parameter(part, requires_grad=False)
             elif isinstance(module, nn.Linear):
@@ -250,11 +253,3 @@ def _fill(
 def _mark(x: Tensor) -> None:
     """Marks `x` as filled, so that transformers leaves its values as they are."""
     x._is_hf_initialized = True  # type: ignore[attr-defined]
-
-
-def _plan(model: PreTrainedModel, mesh: Mesh) -> WeightPlan | None:
-    return None if mesh.world_size == 1 else plan(model, mesh)
-
-
-def _signature(digest: str) -> Signature:
-    return (("digest of the whole weights", digest),)
