@@ -5,7 +5,7 @@ A rank gets the heads of keys and values of its tensor group, and all query head
 these; of their results, it goes on with those that its place in the context group gives it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,15 +39,15 @@ class OtherAttentionError(NotImplementedError):
 class HeadSplit:
     """The cut of one attention module, by names of its parameters, children and attributes."""
 
-    projections: tuple[str, ...]
+    projections: Mapping[str, tuple[Range, ...]]  # into heads, and the outputs that are kept
     output: str
     shared: tuple[str, ...]  # projections that stay whole
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, Cut]  # of all other parameters
     # The columns of the output's input that are this rank's, if the module computes with all heads
     # of the tensor group after attention, too; None if attention gives this rank's alone.
     own_columns: Range | None
     norms: tuple[str, ...]  # over the features of all heads, which are cut
-    sizes: Mapping[str, Mapping[str, Any]]  # attributes of the module ("") and of its projections
+    sizes: Mapping[str, Any]  # attributes that are other than in the whole module
 
 
 class ConfigOfHeads:
@@ -101,7 +101,6 @@ class HeadPlanner:
         self._num_heads_kv = self._num_heads_q
         self._blocks = dict(self._find_blocks())
         self._cuts: dict[str, Cut] = {}
-        self._conv_sizes: dict[str, dict[str, Any]] = {}
         size = mesh.tensor_parallel_size
         if self._num_heads_kv % size:
             kind = "query heads" if self._is_latent else "heads of keys and values"
@@ -140,8 +139,7 @@ class HeadPlanner:
                 raise OtherAttentionError("none of its projections is known")
             both = self._outputs(names[0]) - width
             self._num_heads_kv = both // (2 * head_dim)
-            begins = (0, width), (1, width + both // 2)
-            keys = [_Block(False, begin, head_dim) for _, begin in begins]
+            keys = [_Block(False, begin, head_dim) for begin in (width, width + both // 2)]
             yield names[0], [_Block(True, 0, head_dim), *keys]
 
     def _outputs(self, name: str) -> int:
@@ -154,7 +152,8 @@ class HeadPlanner:
         first, last = self._q
         begin, end = self._mesh.own_heads(last - first)
         own = first + begin, first + end
-        self._cut_projections(own)
+        axis = axes_of(getattr(module, self._output))[1]
+        self._cuts[f"{self._output}.weight"] = Cut(axis, (_times(head_dim, own),))
         known = {*self._blocks, self._output, *((*_SHARED, *_SHARED_NORMS) * self._is_latent)}
         others = {name: x for name, x in module.named_children() if name not in known}
         gates = {  # of each head's output (LFM3)
@@ -167,6 +166,7 @@ class HeadPlanner:
         # projection (Qwen3-Next), or a norm follows (BitNet).
         queries = () if self._is_latent else self._blocks.get("q_proj", ())
         needs_all = behind or any(block.size == 2 * head_dim for block in queries)
+        # With one entry for each query head that is worked with after attention.
         of_heads = [_SINKS] if getattr(module, _SINKS, None) is not None else []
         for name, gate in gates.items():
             of_heads += [f"{name}.{own_name}" for own_name, _ in gate.named_parameters()]
@@ -176,32 +176,20 @@ class HeadPlanner:
             if name not in self._cuts:
                 raise OtherAttentionError("no such parameter of attention is known", name)
         return HeadSplit(
-            projections=tuple(self._blocks),
+            projections={name: self._ranges(blocks) for name, blocks in self._blocks.items()},
             output=self._output,
             shared=tuple(x for x in _SHARED if self._is_latent and _child(module, x) is not None),
             cuts=self._cuts,
-            own_columns=(head_dim * begin, head_dim * end) if needs_all else None,
+            own_columns=_times(head_dim, (begin, end)) if needs_all else None,
             norms=tuple(norms) if self._mesh.tensor_parallel_size > 1 else (),
-            sizes={"": self._sizes(), **self._conv_sizes},
+            sizes=self._sizes(),
         )
 
-    def _cut_projections(self, own: Range) -> None:
-        """Cuts the projections into heads, and the columns of `own` heads in the one behind."""
-        for name, blocks in self._blocks.items():
-            linear = getattr(self._module, name)
-            ranges = tuple(
-                (block.begin + block.size * begin, block.begin + block.size * end)
-                for block in blocks
-                for begin, end in [self._q if block.is_query else self._kv]
-            )
-            self._cuts[f"{name}.weight"] = Cut(axes_of(linear)[0], ranges)
-            if linear.bias is not None:
-                self._cuts[f"{name}.bias"] = Cut(0, ranges)
-            if isinstance(linear, Conv1D):
-                self._conv_sizes[name] = {"nf": sum(end - begin for begin, end in ranges)}
-        columns = self._head_dim * own[0], self._head_dim * own[1]
-        axis = axes_of(getattr(self._module, self._output))[1]
-        self._cuts[f"{self._output}.weight"] = Cut(axis, (columns,))
+    def _ranges(self, blocks: Iterable[_Block]) -> tuple[Range, ...]:
+        """The outputs of a projection that are this rank's."""
+        heads = {True: self._q, False: self._kv}
+        parts = ((x.begin, _times(x.size, heads[x.is_query])) for x in blocks)
+        return tuple((first + begin, first + end) for first, (begin, end) in parts)
 
     def _cut_norms(self, norms: Mapping[str, nn.Module]) -> tuple[bool, list[str]]:
         """Cuts the norms but those of single heads that are all the same; whether one comes behind
@@ -218,7 +206,7 @@ class HeadPlanner:
                 if shape == (count, self._head_dim):  # of each head its own (Cohere)
                     self._cuts[path] = Cut(0, ((begin, end),))
                 elif shape == (count * self._head_dim,) and is_rms_norm(module):
-                    self._cuts[path] = Cut(0, ((begin * self._head_dim, end * self._head_dim),))
+                    self._cuts[path] = Cut(0, (_times(self._head_dim, (begin, end)),))
                     over_heads.append(child)
                 elif self._mesh.tensor_parallel_size > 1 or is_behind:
                     found = f"{list(shape)} of {type(module).__name__}"
@@ -246,6 +234,11 @@ class HeadPlanner:
             own = {"num_attention_heads": num_q, "num_key_value_heads": num_kv}
             found["config"] = ConfigOfHeads(module.config, **own)
         return found
+
+
+def _times(size: int, heads: Range) -> Range:
+    """The entries of a run of heads with so many each."""
+    return size * heads[0], size * heads[1]
 
 
 def is_rms_norm(module: nn.Module) -> bool:

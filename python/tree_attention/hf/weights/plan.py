@@ -116,12 +116,14 @@ class _Planner:
         self._made.heads[name] = found
         for child in (*found.projections, found.output, *found.shared):
             self._check_linear(f"{name}.{child}")
+        for child, ranges in found.projections.items():
+            self._cut_linear(f"{name}.{child}", ranges)
         # Attention multiplies queries by the weight out of latents.
         self._made.linears.discard(f"{name}.{LATENT}.weight")
         self._made.cuts |= {f"{name}.{own}": cut for own, cut in found.cuts.items()}
         self._add_up(f"{name}.{found.output}")
         self._made.norms |= {f"{name}.{own}": self._mesh.context_size for own in found.norms}
-        self._made.sizes |= {f"{name}.{own}".rstrip("."): x for own, x in found.sizes.items() if x}
+        self._made.sizes[name] = found.sizes
 
     def _cut_features(self, name: str, columns: tuple[str, ...], row: str) -> None:
         *firsts, row = (f"{name}.{child}" for child in (*columns, row))
