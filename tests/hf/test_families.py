@@ -35,9 +35,9 @@ from hf_families import (
 )
 from hf_refusal import Refusal
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf.cache.build import state_kinds
 from tree_attention.hf.cache.growing import TreeCacheLayer
 from tree_attention.hf.cache.latent import LatentLayer
-from tree_attention.hf.cache.recurrent import state_kinds
 from tree_attention.hf.cache.window import WindowLayer
 from tree_attention.hf.prompts.forward import checked_prefill
 from tree_attention.hf.weights.mesh import Mesh

@@ -60,7 +60,7 @@ def test_parts_are_those_of_the_whole(scheme: str, dtype: torch.dtype, data: Any
     begin, end = sorted(data.draw(st.integers(0, weight.shape[dim] // 16)) * 16 for _ in range(2))
     cut = Cut(dim, ((begin, end),))
     part = numbers.narrow(dim, begin, end - begin)
-    check_product(Matrix.of(OfFile(weight), cut), part, scheme, dtype, tokens)
+    check_product(Matrix(OfFile(weight), cut), part, scheme, dtype, tokens)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -69,12 +69,12 @@ def test_both_halves_of_a_packed_projection(scheme: str) -> None:
     cut = Cut(0, ((16, 32), (64, 80)))
     numbers = numbers_of(weight, scheme, torch.float32)
     both = torch.cat((numbers[16:32], numbers[64:80]))
-    check_product(Matrix.of(OfFile(weight), cut), both, scheme, torch.float32, 3)
+    check_product(Matrix(OfFile(weight), cut), both, scheme, torch.float32, 3)
 
 
 def test_sums_of_integers_fit_in_float16() -> None:
     """Of so many tokens that the weights are widened."""
-    matrix = Matrix.of(OfFile(torch.full((16, 64), 0.01)), None)
+    matrix = Matrix(OfFile(torch.full((16, 64), 0.01)), None)
     made = matrix.quantised("int8", torch.float16)
     found = product(torch.full((40, 64), 100.0).half(), made.data, made.scale)
     torch.testing.assert_close(found.float(), torch.full((40, 16), 64.0), rtol=2e-3, atol=0)

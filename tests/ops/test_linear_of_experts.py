@@ -28,10 +28,7 @@ def _experts(scheme: str | None, weight: Tensor, dtype: torch.dtype) -> tuple[An
     """Return the weights of experts for the operator, and what they stand for."""
     if scheme is None:
         return weight.to(dtype), None, weight.to(dtype)
-    matrices = [
-        Matrix(OfFile(weight), ((0, weight.shape[1]),), (0, weight.shape[2]), (expert,))
-        for expert in range(weight.shape[0])
-    ]
+    matrices = [Matrix(OfFile(weight), None, (expert,)) for expert in range(weight.shape[0])]
     made = [matrix.quantised(scheme, dtype) for matrix in matrices]
     numbers = torch.stack([numbers_of(each, scheme, dtype) for each in weight])
     data, scale = (torch.stack(x) for x in zip(*((m.data, m.scale) for m in made), strict=True))

@@ -55,43 +55,27 @@ def tree_attention_forward(
     out_dtype = query.dtype if s_aux is None else torch.float32
     keywords: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
     if not isinstance(key, KVShard):
-        o, lse = _unsharded(query, key, value, ranges, own, out_dtype, keywords)
+        if ranges.kv_length != key.shape[2]:
+            raise _wrong_length(ranges, key.shape[2])
+        if not torch.compiler.is_compiling() and dist.is_initialized():
+            _warn_if_not_sharded(dist.get_world_size())
+        whole = lean_decode(query, key, value, ranges.whole(), out_dtype=out_dtype, **keywords)
+        o, lse = (x[:, slice(*own or (None,))] for x in whole)
     else:
+        layer = key.layer
         if mesh is not None:
-            _check_place(key.layer.shard, mesh)
+            _check_place(layer.shard, mesh)
         attend = functools.partial(
-            _over_shard,
-            ranges=ranges,
-            out_dtype=out_dtype,
-            keywords=keywords,
+            _over_shard, ranges=ranges, out_dtype=out_dtype, keywords=keywords
         )
-        if isinstance(key.layer, LatentLayer):
-            o, lse = attend_to_latents(module, query, key.layer, attend, own)
+        if isinstance(layer, LatentLayer):
+            o, lse = attend_to_latents(module, query, layer, attend, own)
         else:
-            o, lse = attend(query, key.layer, own is not None)
+            o, lse = attend(query, layer, own is not None)
     if s_aux is not None:
         weight = torch.sigmoid(lse - s_aux.to(lse.dtype)[None, :, None])
         o = (o * weight[..., None]).to(query.dtype)
     return o.transpose(1, 2).contiguous(), None
-
-
-def _unsharded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ranges: KeyRanges,
-    own: tuple[int, int] | None,
-    out_dtype: torch.dtype,
-    keywords: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """Attention to plain tensors, with all heads or with this rank's `own`."""
-    if ranges.kv_length != key.shape[2]:
-        raise _wrong_length(ranges, key.shape[2])
-    if not torch.compiler.is_compiling() and dist.is_initialized():
-        _warn_if_not_sharded(dist.get_world_size())
-    o, lse = lean_decode(query, key, value, ranges.whole(), out_dtype=out_dtype, **keywords)
-    heads = slice(*own or (None,))
-    return o[:, heads], lse[:, heads]
 
 
 def _over_shard(
@@ -214,7 +198,7 @@ def _warn_if_not_sharded(world_size: int) -> None:
             f"tree_attention: each of {world_size} ranks attends to all keys by itself, as they "
             "are in no TreeCache. To share them, call tree_attention.hf.enable(model) and then "
             f"model.generate, or give the model {CACHE_NAME}=TreeCache(model.config)",
-            stacklevel=3,
+            stacklevel=2,
         )
 
 

@@ -57,18 +57,6 @@ class EnableOptions(CacheOptions, total=False):
     synchronize_logits: bool
 
 
-takes_enable_options = lists_options(
-    EnableOptions,
-    {
-        **_DEFAULTS,
-        "layout": None,
-        "prefill": "auto",
-        "prefill_chunk_size": 2048,
-        "synchronize_logits": False,
-    },
-)
-
-
 def with_defaults(op: str, options: CacheOptions) -> CacheOptions:
     """All options of a call of `op`; TypeError, as Python raises it, for names that are none."""
     for name in options:

@@ -2,8 +2,6 @@
 """The installed release of transformers: its name of the cache, and whether it is tested."""
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
 
 import transformers
 from transformers import GenerationMixin
@@ -16,14 +14,6 @@ _parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).p
 # transformers 5.24 renamed it and takes the old one from callers alone: what `generate` hands from
 # step to step has the new one.
 CACHE_NAME = "cache" if "cache" in _parameters else OLD_CACHE_NAME
-
-
-def with_cache_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A caller's arguments, with a cache given under its old name under `CACHE_NAME`."""
-    renamed = dict(arguments)
-    if OLD_CACHE_NAME in renamed and CACHE_NAME not in renamed:
-        renamed[CACHE_NAME] = renamed.pop(OLD_CACHE_NAME)
-    return renamed
 
 
 def generate_without_enable() -> str:

@@ -1,33 +1,39 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Models whose weights are split over ranks, from a checkpoint or from memory."""
 
-from __future__ import annotations
-
 import inspect
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from typing_extensions import Unpack
 
 from .._json import read_json_object
 from ..exchange import DEFAULT_TIMEOUT, Signature, check_timeout, on_every_rank
+from ..options import lists_options
 from .checks.fingerprint import digest_parameters, digest_tensors
 from .enable import check_model, disable, enable, is_enabled
-from .options import EnableOptions, takes_enable_options
+from .options import EnableOptions
 from .weights.checkpoint.files import check_config_file, find_file
-from .weights.checkpoint.filling import Filling
 from .weights.checkpoint.reading import Checkpoint
-from .weights.experts import choose_experts
+from .weights.experts import choose_experts, quantise_experts
 from .weights.mesh import Mesh
+from .weights.parts import Lazy, part_of
 from .weights.plan import WeightPlan, plan
-from .weights.quantised import SCHEMES
-from .weights.split import attach, mesh_of, split
+from .weights.quantised import SCHEMES, Matrix, quantise_linear
+from .weights.split import attach, mesh_of, set_tensor, split
+
+_DIGEST = "digest of the whole weights"
+_OF_ENABLE = inspect.signature(enable)
 
 
-@takes_enable_options
+@lists_options(EnableOptions, {name: x.default for name, x in _OF_ENABLE.parameters.items()})
 def from_pretrained(
     path: str | Path,
     *,
@@ -74,7 +80,7 @@ def from_pretrained(
     Source: Helix parallelism (arXiv:2507.07120).
     """
     timeout = check_timeout("from_pretrained", enable_options.get("timeout", DEFAULT_TIMEOUT))
-    inspect.signature(enable).bind(None, **enable_options)  # TypeError for unknown names
+    _OF_ENABLE.bind(None, **enable_options)  # TypeError for unknown names
     mesh = Mesh(group, tensor_parallel_size, timeout, op="from_pretrained")
 
     def load() -> tuple[Signature, PreTrainedModel]:
@@ -122,7 +128,8 @@ def parallelize(
 
     def examine() -> tuple[Signature, tuple[WeightPlan | None, str]]:
         digest = digest_parameters(model)
-        return _signature(digest), (_plan(model, mesh), digest)
+        made = plan(model, mesh) if mesh.world_size > 1 else None
+        return ((_DIGEST, digest),), (made, digest)
 
     (made, digest), _ = on_every_rank("parallelize", mesh.calls, mesh.timeout, examine)
     if is_enabled(model):
@@ -182,18 +189,18 @@ def _load(
                 parameter.data = parameter.data.to(kept)
     tensors = checkpoint.tensors(model)
     digest = digest_tensors(checkpoint.files.items(), reads_all=False)
-    made = _plan(model, mesh)
-    chosen = plan(model, mesh) if made is None and weights is not None else made
-    if weights is not None and chosen is not None and not chosen.linears:
+    is_split = mesh.world_size > 1
+    made = plan(model, mesh) if is_split or weights is not None else WeightPlan()
+    if weights is not None and not made.linears:
         raise ValueError(
             f"from_pretrained: {type(model).__name__} has no torch.nn.Linear that weights="
             f"{weights!r} could quantise; leave weights out"
         )
-    if made is not None:
+    if is_split:
         split(model, mesh, made)
-    cuts = {} if made is None else made.cuts
-    kinds = (frozenset[str](),) * 2 if chosen is None else (chosen.linears, chosen.experts)
-    Filling(cuts, weights, *kinds, device).fill(model, tensors, show=mesh.rank == 0)
+    else:
+        made.cuts.clear()
+    _fill(model, tensors, made, weights, device, show=mesh.rank == 0)
     choose_experts(model)
     file = find_file(path, "generation_config.json")
     if file is not None:
@@ -201,13 +208,48 @@ def _load(
         read_json_object(file, "from_pretrained: the defaults of generation in")
         model.generation_config = GenerationConfig.from_pretrained(path)
     model = model.to(device).eval()
-    attach(model, mesh, made, digest, is_quantised=weights is not None)
-    return _signature(digest), model
+    attach(model, mesh, made if is_split else None, digest, is_quantised=weights is not None)
+    return ((_DIGEST, digest),), model
 
 
-def _plan(model: PreTrainedModel, mesh: Mesh) -> WeightPlan | None:
-    return None if mesh.world_size == 1 else plan(model, mesh)
+def _fill(
+    model: PreTrainedModel,
+    tensors: Mapping[str, Lazy],
+    made: WeightPlan,
+    scheme: str | None,
+    device: torch.device,
+    show: bool,
+) -> None:
+    """Fills a model on the meta device with this rank's parts of `tensors`, and quantises those
+    that may have fewer bits by a `scheme`, if there is one."""
+    filled: dict[nn.Parameter, nn.Parameter] = {}  # by those on the meta device
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    errors = Console(stderr=True)
+    is_shown = show and errors.is_terminal
+    for name in track(names, "weights", console=errors, transient=True, disable=not is_shown):
+        old = model.get_parameter(name)
+        if old not in filled:
+            path, _, own = name.rpartition(".")
+            module, source, cut = model.get_submodule(path), tensors[name], made.cuts.get(name)
+            if scheme is None or name not in made.linears | made.experts:
+                part = part_of(source, cut, old.dtype, device)
+                filled[old] = nn.Parameter(part, requires_grad=False)
+            elif isinstance(module, nn.Linear):
+                filled[old] = quantise_linear(module, Matrix(source, cut), scheme, old.dtype)
+            else:
+                filled[old] = quantise_experts(module, own, source, cut, scheme, old.dtype)
+        set_tensor(model, name, filled[old])
+    for parameter in model.parameters():  # with the scales of quantised ones
+        _mark(parameter)
+    for name, buffer in list(model.named_buffers()):
+        if buffer.is_meta:
+            value = torch.empty_like(buffer, device=device)
+            if name in tensors:
+                _mark(value.copy_(tensors[name].whole()))
+            set_tensor(model, name, value)
+    model.init_weights()  # of what is not marked: buffers that are computed
 
 
-def _signature(digest: str) -> Signature:
-    return (("digest of the whole weights", digest),)
+def _mark(x: Tensor) -> None:
+    """Marks `x` as filled, so that transformers leaves its values as they are."""
+    x._is_hf_initialized = True  # type: ignore[attr-defined]

@@ -1,21 +1,46 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The layers of a cache, by what the layers of a model keep."""
+"""The layers of a cache, by what the layers of a model keep.
+
+Those that keep a state, or nothing, in place of keys and values are transformers' own, the same on
+every rank: a state is small and needs all tokens in order.
+"""
 
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.configuration_utils import PreTrainedConfig
 
 from .fixed import Progress, StaticLatentLayer, StaticTreeCacheLayer
 from .growing import TreeCacheLayer
 from .latent import LatentLayer
-from .recurrent import OF_THEIR_OWN, STATE_LAYERS, new_state_layer
 from .shard import Shard
 from .window import StaticWindowLayer, WindowLayer
 
+_STATES = ("linear_attention", "conv")
+_CLASSES: dict[str, type[Any]] = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
+_NAMES = {kind: kind for kind in _STATES} | dict.fromkeys(("moe", "mlp"), "dummy")
+# The class of transformers for each kind without keys, of those that this release has.
+_STATE_LAYERS = {kind: _CLASSES[name] for kind, name in _NAMES.items() if name in _CLASSES}
+# Models whose layers go on from a state with several tokens, so that prompts may be read in chunks.
+# The layers of other models, as Bamba and Jamba, forget the state with every chunk in transformers
+# 5.23.
+GO_ON_FROM_A_STATE = {
+    "granitemoehybrid",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+}
+# Models whose layers work with transformers' cache for that model alone.
+_OF_THEIR_OWN = {"minimax"}
 # Chunked layers work as long as one chunk covers all keys; the mask refuses them after that.
 _KEY_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-_LAYER_TYPES = _KEY_LAYERS | STATE_LAYERS.keys()
+_LAYER_TYPES = _KEY_LAYERS | _STATE_LAYERS.keys()
 
 
 def new_layers(
@@ -37,8 +62,9 @@ def new_layers(
     is_whole = window is None or (shard.deterministic > 0 and is_fixed)
     layers: list[Any] = []
     for kind in _layer_kinds(config):
-        if kind in STATE_LAYERS:
-            layers.append(new_state_layer(config, kind))
+        if kind in _STATE_LAYERS:
+            number = getattr(config, "number_of_conv_states", 1)
+            layers.append(_STATE_LAYERS[kind](number_of_states=number))
         elif rank is not None:
             latents = (LatentLayer, StaticLatentLayer)[is_fixed]
             layers.append(latents(shard, size, kv_dtype, kv_lora_rank=rank))
@@ -72,7 +98,7 @@ def _layer_kinds(config: PreTrainedConfig) -> list[str]:
         error += f"{name!r} has {', '.join(sorted(unknown))}"
     elif getattr(config, "num_kv_shared_layers", None):
         error = f"every layer must have keys of its own; {name!r} shares keys between layers"
-    elif name in OF_THEIR_OWN:
+    elif name in _OF_THEIR_OWN:
         error = f"{name!r} takes only a cache of the class that transformers has for it"
     elif not _KEY_LAYERS & {*kinds}:
         error = "a layer must have keys to spread over ranks; those of "
@@ -80,3 +106,12 @@ def _layer_kinds(config: PreTrainedConfig) -> list[str]:
     if error is not None:
         raise ValueError(f"TreeCache: {error}")
     return list(kinds)
+
+
+def state_kinds(config: PreTrainedConfig) -> list[str]:
+    """The kinds of layers that keep a state of all tokens before, in a model."""
+    return sorted({*(getattr(config, "layer_types", None) or ())} & {*_STATES})
+
+
+def keeps_state(layer: Any) -> bool:
+    return hasattr(layer, "recurrent_states")

@@ -14,8 +14,6 @@ For many queries, as in a prompt, it is less work to form keys and values for as
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any
@@ -27,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ..prompts.token_split import current_deal
 from .growing import KVShard, TreeCacheLayer
-from .operands import check_taken, no_rows, scales_of
+from .operands import check_taken, no_rows
 
 # The method of attention modules that makes keys and values of all heads from cached latents.
 _EXPAND = "expand_kv"
@@ -165,16 +163,16 @@ def check_latents(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:
             f"{model.config.kv_lora_rank}), and no module of it has {_EXPAND}, where latents come "
             f"from the cache; transformers >= 5.17 is needed, got {transformers.__version__}"
         )
-    weights = [_weight(module) for module in modules]
-    rank, width = modules[0].kv_lora_rank, modules[0].kv_lora_rank + modules[0].qk_rope_head_dim
-    dtype = weights[0].dtype
-    rows = no_rows(width, dtype, kv_dtype, weights[0].device)
+    weight, *_ = [_weight(module) for module in modules]
+    dtype, device, module = weight.dtype, weight.device, modules[0]
+    width = module.kv_lora_rank + module.qk_rope_head_dim
+    rows, _, scales = no_rows((width, 0), dtype, kv_dtype, device)
     what = f"enable: {name} caches latents of {width} columns, which"
-    check_taken(what, dtype, rows, rows[..., :rank], scales_of(rows, kv_dtype))
-    columns = modules[0].qk_nope_head_dim + modules[0].qk_rope_head_dim, modules[0].v_head_dim
-    keys, values = (no_rows(n, dtype, None, weights[0].device) for n in columns)
+    check_taken(what, dtype, rows, rows[..., : module.kv_lora_rank], scales)
+    columns = module.qk_nope_head_dim + module.qk_rope_head_dim, module.v_head_dim
     made = f"keys of {columns[0]} columns and values of {columns[1]} from latents"
-    check_taken(f"enable: {name} makes {made}, which", dtype, keys, values, {})
+    what = f"enable: {name} makes {made}, which"
+    check_taken(what, dtype, *no_rows(columns, dtype, None, device))
 
 
 def override_expansion(model: PreTrainedModel) -> None:

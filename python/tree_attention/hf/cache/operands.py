@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Refuses keys that attention does not take on their device, by asking it before there are any."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,21 +34,19 @@ def check_keys(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:
         if hasattr(module, "is_causal") and isinstance(getattr(module, "head_dim", None), int)
     ]
     for columns in sorted({(m.head_dim, getattr(m, "v_head_dim", m.head_dim)) for m in modules}):
-        keys, values = (no_rows(n, model.dtype, kv_dtype, model.device) for n in columns)
         what = f"enable: {type(model).__name__} has keys of head_dim {columns[0]}, which"
-        check_taken(what, model.dtype, keys, values, scales_of(keys, kv_dtype))
+        check_taken(what, model.dtype, *no_rows(columns, model.dtype, kv_dtype, model.device))
 
 
 def no_rows(
-    columns: int, dtype: torch.dtype, kv_dtype: torch.dtype | None, device: torch.device
-) -> Tensor:
-    """Keys, of which there are none, as a cache keeps those of `dtype`."""
-    return torch.empty((1, 1, 0, columns), dtype=kv_dtype or dtype, device=device)
-
-
-def scales_of(keys: Tensor, kv_dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The operators' arguments of this name, where keys have 8 bits."""
-    if kv_dtype is None:
-        return {}
-    scale = keys.new_empty(keys.shape[:3], dtype=torch.float32)
-    return {"k_scale": scale, "v_scale": scale}
+    columns: tuple[int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Keys, values and their scales, of which there are none, as a cache keeps those of `dtype`."""
+    keys, values = (
+        torch.empty((1, 1, 0, n), dtype=kv_dtype or dtype, device=device) for n in columns
+    )
+    scale = keys.new_empty((1, 1, 0), dtype=torch.float32)
+    return keys, values, {} if kv_dtype is None else {"k_scale": scale, "v_scale": scale}

@@ -11,16 +11,14 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from typing_extensions import Unpack
 
-from ...exchange import Communicator
+from ...exchange import Communicator, Signature, on_every_rank
 from ...sharding import ShardLayout
 from ..options import KV_DTYPES, CacheOptions, takes_cache_options, with_defaults
-from .build import new_layers
+from .build import keeps_state, new_layers
 from .growing import TreeCacheLayer, cropped_length, interrupted
-from .recurrent import keeps_state
-from .shard import Shard
+from .shard import Moves, Shard
 from .snapshot import files as snapshot
-from .snapshot import reshard
-from .snapshot.index import describe_model
+from .snapshot.index import describe_model, layers_of
 
 
 class TreeCache(Cache):
@@ -274,7 +272,42 @@ class TreeCache(Cache):
             ValueError: `layout` is for another world size, or has no rank for a slot in use.
             ExchangeError: the ranks differ, and nothing was moved; or a rank was lost.
         """
-        reshard.reshard(self, layout)
+        old = self.shard
+
+        def check() -> tuple[Signature, tuple[Shard, int]]:
+            length = self.common_length("reshard")
+            new = Shard(old.comm, layout, old.strategy, old.timeout, old.deterministic)
+            new.column = old.column
+            new.check_holds(self.max_length or length)
+            signature = ("layout of the cache", old.layout), ("layout", layout)
+            return (*self.signature("reshard"), *signature), (new, length)
+
+        (new, length), _ = on_every_rank("TreeCache.reshard", old.comm, old.timeout, check)
+        self.shard = new
+        firsts = {layer.first for layer in self.kv_layers if old.world_size > 1}
+        # Tensors made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            for first in sorted(firsts):
+                self._move(old, first, length)
+        for layer in self.kv_layers:
+            layer.shard = new
+
+    def _move(self, old: Shard, first: int, length: int) -> None:
+        """Gives the slots of [first, length) to the layers that begin there."""
+        new, count = self.shard, length - first
+        moves = Moves(old, (old.layout, first), (new.layout, first), count)
+        dropped = new.count(first)
+        places = (("slots", (first, length)), ("layouts", (old.layout, new.layout)))
+        for layer in self.kv_layers:
+            if layer.first != first or not layer.is_initialized:
+                continue
+            held, moved = layer.held(), {}
+            for name, x in layer.buffers().items():
+                kind = (("dtype", x.dtype), ("shape", (*x.shape[:2], *x.shape[3:])))
+                moved[name] = moves.apply("reshard", (*places, *kind), x[:, :, held])
+            layer.first, layer.shard = first, new  # for which it makes its buffers
+            layer.hold(moved, dropped)
+            layer.grow(new.count(length))
 
     def common_length(self, op: str) -> int:
         """The number of slots in use, which all layers have in common between forward passes."""
@@ -285,6 +318,14 @@ class TreeCache(Cache):
                 "between forward passes, after one that ended"
             )
         return max(lengths, default=0)
+
+    def signature(self, op: str) -> Signature:
+        """The facts about the slots that ranks compare before `op`."""
+        return (
+            ("length", self.common_length(op)),
+            ("layers", layers_of(self)),
+            ("first slots of the layers", [layer.first for layer in self.kv_layers]),
+        )
 
     @property
     def kv_dtype(self) -> torch.dtype | None:

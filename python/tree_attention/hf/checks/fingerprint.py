@@ -84,19 +84,10 @@ def describe(value: Any, with_attributes: bool = False) -> str:
     the kind, because a model or a process group differs from rank to rank. With attributes, those
     of `value` itself count as well, but for names with a leading underscore.
     """
-    text = _Description().of(value, _DEPTH, with_attributes)
-    if len(text) <= _MAX_TEXT:
-        return text
-    return f"{text[:_MAX_TEXT]}... ({len(text)} characters, digest {_digest(text.encode())})"
+    entries_left = _MAX_ENTRIES
 
-
-class _Description:
-    """The text of one value, of which it looks at `_MAX_ENTRIES` entries at most."""
-
-    def __init__(self) -> None:
-        self._entries_left = _MAX_ENTRIES
-
-    def of(self, value: Any, depth: int, with_attributes: bool = False) -> str:
+    def text_of(value: Any, depth: int, with_attributes: bool = False) -> str:
+        nonlocal entries_left
         kind = type(value).__qualname__
         if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
             return repr(value)
@@ -107,29 +98,34 @@ class _Description:
             digest = _digest(to_bytes(value)) if is_whole else ""
             return f"{value.dtype} {list(value.shape)} {digest}".rstrip()
         if isinstance(value, Mapping | list | tuple | set | frozenset):
-            self._entries_left -= len(value)
-            if self._entries_left < 0:
+            entries_left -= len(value)
+            if entries_left < 0:
                 return f"{kind} of {len(value)}"
         if depth == 0:
             return kind
         if isinstance(value, Mapping):
-            pairs = zip(self._all(value, depth), self._all(value.values(), depth), strict=True)
+            pairs = zip(texts_of(value, depth), texts_of(value.values(), depth), strict=True)
             return "{" + ", ".join(sorted(f"{key}: {text}" for key, text in pairs)) + "}"
         if isinstance(value, list | tuple):
-            return "[" + ", ".join(self._all(value, depth)) + "]"
+            return "[" + ", ".join(texts_of(value, depth)) + "]"
         if isinstance(value, set | frozenset):
-            return "{" + ", ".join(sorted(self._all(value, depth))) + "}"
+            return "{" + ", ".join(sorted(texts_of(value, depth))) + "}"
         if isinstance(value, FunctionType):  # ranks run one program: its code is the same
             return f"{value.__module__}.{value.__qualname__}"
         if with_attributes or isinstance(value, LogitsProcessor | StoppingCriteria):
             attributes = getattr(value, "__dict__", {})
             public = {n: x for n, x in sorted(attributes.items()) if not n.startswith("_")}
-            texts = zip(public, self._all(public.values(), depth), strict=True)
+            texts = zip(public, texts_of(public.values(), depth), strict=True)
             return f"{kind}({', '.join(f'{name}={text}' for name, text in texts)})"
         return kind
 
-    def _all(self, values: Iterable[Any], depth: int) -> list[str]:
-        return [self.of(part, depth - 1) for part in values]
+    def texts_of(values: Iterable[Any], depth: int) -> list[str]:
+        return [text_of(part, depth - 1) for part in values]
+
+    text = text_of(value, _DEPTH, with_attributes)
+    if len(text) <= _MAX_TEXT:
+        return text
+    return f"{text[:_MAX_TEXT]}... ({len(text)} characters, digest {_digest(text.encode())})"
 
 
 def _digest(content: bytes) -> str:
@@ -153,19 +149,16 @@ def digest_parameters(model: torch.nn.Module) -> str:
 def _whole(
     tensors: Iterable[tuple[str, Tensor]], split: frozenset[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that every rank holds, with those that they are made of; no shards (DTensor)."""
+    """The tensors that every rank holds, of a subclass, as quantised weights are, those that it is
+    made of; no shards (DTensor)."""
     for name, tensor in tensors:
-        if name not in split and not isinstance(tensor, DTensor) and not tensor.is_meta:
-            yield from _plain(name, tensor)
-
-
-def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A tensor, or those that a subclass is made of, as quantised weights are."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for inner in tensor.__tensor_flatten__()[0]:
-            yield from _plain(f"{name}.{inner}", getattr(tensor, inner))
-    else:
-        yield name, tensor
+        if name in split or isinstance(tensor, DTensor) or tensor.is_meta:
+            continue
+        if hasattr(tensor, "__tensor_flatten__"):
+            inner = tensor.__tensor_flatten__()[0]
+            yield from _whole(((f"{name}.{x}", getattr(tensor, x)) for x in inner), split)
+        else:
+            yield name, tensor
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class _Call(threading.local):
         self.is_assisted = False  # steps feed candidates, too
 
 
+@dataclass(eq=False)
 class Preparation:
     """Calls of `generate` of an enabled model: refuses what cannot work, compares the ranks before
     the first step and at the end, and makes the cache.
@@ -58,20 +60,14 @@ class Preparation:
     Its public methods take the place of methods of the model, which they are given first.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        new_cache: Callable[[], TreeCache],
-        prefill_chunk_size: int | None,
-        synchronize_logits: SynchronizeLogits | None,
-        prefill: str,
-    ) -> None:
-        self.comm = comm  # of all ranks that run the model; a step's first exchange is on it
-        self.new_cache = new_cache
-        self.prefill_chunk_size = prefill_chunk_size
-        self.synchronize_logits = synchronize_logits
-        self.prefill = prefill
-        cache = new_cache()  # refuses now what every call of generate would refuse
+    comm: Communicator  # of all ranks that run the model; a step's first exchange is on it
+    new_cache: Callable[[], TreeCache]
+    prefill_chunk_size: int | None
+    synchronize_logits: SynchronizeLogits | None
+    prefill: str
+
+    def __post_init__(self) -> None:
+        cache = self.new_cache()  # refuses now what every call of generate would refuse
         self.shard, self.kv_dtype, self.max_length = cache.shard, cache.kv_dtype, cache.max_length
         self.call = _Call()
 
@@ -182,38 +178,29 @@ class Preparation:
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The inputs of a step, with the cache and without the tokens that it holds."""
-        kwargs = self._leave_out_cached(input_ids, kwargs)
+        cache, has_whole_text = kwargs.get(CACHE_NAME), self.call.has_whole_text
+        # Other kinds of decoding leave out what a given cache holds by themselves, and the first
+        # step of transformers' assisted one feeds the whole text behind it (5.23).
+        is_whole = self.call.is_assisted and kwargs.get("next_sequence_length", 0) is None
+        if is_whole and isinstance(cache, TreeCache) and has_whole_text:
+            num_cached = int(cache.get_seq_length())
+            if num_cached > 0:
+                kwargs["next_sequence_length"] = input_ids.shape[1] - num_cached
         inputs: dict[str, Any] = original(model, input_ids, *args, **kwargs)
-        return self._keep_cache(kwargs.get(CACHE_NAME), inputs)
-
-    def _leave_out_cached(self, input_ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        """Keeps the first step of assisted decoding from feeding what a given cache holds."""
-        # Other kinds of decoding leave them out by themselves, and transformers' assisted one feeds
-        # the whole text behind them (5.23).
-        cache = options.get(CACHE_NAME)
-        is_whole = options.get("next_sequence_length", 0) is None
-        if not (self.call.is_assisted and is_whole and isinstance(cache, TreeCache)):
-            return options
-        num_cached = int(cache.get_seq_length())
-        if num_cached == 0 or not self.call.has_whole_text:
-            return options
-        return {**options, "next_sequence_length": input_ids.shape[1] - num_cached}
-
-    def _keep_cache(self, given: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Puts the cache of a step into its inputs, emptied, where the model left it out."""
-        # Phi-3 does so where the text grows beyond the length from which its rotary embedding has
-        # other frequencies: all tokens are fed again, and transformers would make its own cache.
-        if not isinstance(given, TreeCache) or inputs.get(CACHE_NAME) is not None:
-            return inputs
-        num_cached = int(given.get_seq_length())
-        if num_cached > 0 and not self.call.has_whole_text:
-            raise ValueError(
-                "generate: at this length the model computes the keys of all tokens anew, and it "
-                f"was not given the first {num_cached}, of which the cache holds the keys; pass "
-                "all tokens"
-            )
-        given.reset()
-        return {**inputs, CACHE_NAME: given}
+        # Phi-3 leaves the cache out where the text grows beyond the length from which its rotary
+        # embedding has other frequencies: all tokens are fed again, and transformers would make its
+        # own cache.
+        if isinstance(cache, TreeCache) and inputs.get(CACHE_NAME) is None:
+            num_cached = int(cache.get_seq_length())
+            if num_cached > 0 and not has_whole_text:
+                raise ValueError(
+                    "generate: at this length the model computes the keys of all tokens anew, and "
+                    f"it was not given the first {num_cached}, of which the cache holds the keys; "
+                    "pass all tokens"
+                )
+            cache.reset()
+            inputs[CACHE_NAME] = cache
+        return inputs
 
     def check_step(
         self, original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Prompts split over ranks: the forward pass of an enabled model, each rank on its own tokens."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Mapping
@@ -14,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..cache.recurrent import GO_ON_FROM_A_STATE, state_kinds
+from ..cache.build import GO_ON_FROM_A_STATE, state_kinds
 from ..cache.tree_cache import TreeCache
 from ..checks.fingerprint import describe, digest_inputs
 from ..masks import KeyRanges
-from ..release import CACHE_NAME, with_cache_name
+from ..release import CACHE_NAME, OLD_CACHE_NAME
 from ..weights.split import mesh_of
 from .token_split import Deal, dealing
 
@@ -66,11 +64,14 @@ def checked_prefill(model: PreTrainedModel, prefill: str, deterministic: int) ->
 
 
 def arguments_by_name(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a method's call but `self`, also those in its `**kwargs`."""
+    """The arguments of a method's call but `self`, also those in its `**kwargs`, with a cache given
+    under its old name under `CACHE_NAME`."""
     arguments = signature.bind(*args, **kwargs).arguments
     del arguments["self"]
-    others = arguments.pop("kwargs", {})
-    return with_cache_name({**arguments, **others})
+    arguments |= arguments.pop("kwargs", {})
+    if OLD_CACHE_NAME in arguments and CACHE_NAME not in arguments:
+        arguments[CACHE_NAME] = arguments.pop(OLD_CACHE_NAME)
+    return arguments
 
 
 def override_forward(model: PreTrainedModel, prefill: str) -> None:

@@ -18,22 +18,18 @@ slots before the chunk and pass-KV for those of the chunk, would send all querie
 pass-Q does, and keys and values on top.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...exchange import StateLayout
 from ...ops import lean_decode, merge_states
+from ..cache.growing import TreeCacheLayer
 from ..masks import KeyRanges
 from .token_split import Deal
-
-if TYPE_CHECKING:
-    from ..cache.growing import TreeCacheLayer
 
 # What a layer holds at a time of the states of all ranks, or of their keys and values.
 _MAX_PIECE_BYTES = 32 << 20

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The tokens of a prompt's chunk that each rank computes, and the messages of such a pass."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ transformers' modules of experts keep all of them in two tensors, and let the pr
 chosen by name. This one multiplies each expert that is hit with its tokens, of any dtype on a CPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -85,7 +83,7 @@ def quantise_experts(
     is_transposed = getattr(experts, "is_transposed", False)
     count = source.shape[0]
     for expert in range(count):
-        matrix = Matrix.of(source, cut, (expert,), is_transposed)
+        matrix = Matrix(source, cut, (expert,), is_transposed)
         made = matrix.quantised(scheme, dtype)
         if expert == 0:  # the others are as large, and none is kept twice
             data, scales = (x.new_empty((count, *x.shape)) for x in (made.data, made.scale))

@@ -5,8 +5,6 @@ A rank gets the heads of keys and values of its tensor group, and all query head
 these; of their results, it goes on with those that its place in the context group gives it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,15 +39,15 @@ class OtherAttentionError(NotImplementedError):
 class HeadSplit:
     """The cut of one attention module, by names of its parameters, children and attributes."""
 
-    projections: tuple[str, ...]
+    projections: Mapping[str, tuple[Range, ...]]  # into heads, and the outputs that are kept
     output: str
     shared: tuple[str, ...]  # projections that stay whole
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, Cut]  # of all other parameters
     # The columns of the output's input that are this rank's, if the module computes with all heads
     # of the tensor group after attention, too; None if attention gives this rank's alone.
     own_columns: Range | None
     norms: tuple[str, ...]  # over the features of all heads, which are cut
-    sizes: Mapping[str, Mapping[str, Any]]  # attributes of the module ("") and of its projections
+    sizes: Mapping[str, Any]  # attributes that are other than in the whole module
 
 
 class ConfigOfHeads:
@@ -70,19 +68,12 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def _output_of(module: nn.Module) -> str | None:
-    found = [name for name in _OUTPUTS if isinstance(getattr(module, name, None), nn.Module)]
-    return found[0] if found else None
+    return next((name for name in _OUTPUTS if _child(module, name) is not None), None)
 
 
 def axes_of(linear: nn.Module) -> tuple[int, int]:
     """The axes of a linear layer's weight that are its outputs and its inputs."""
     return (1, 0) if isinstance(linear, Conv1D) else (0, 1)
-
-
-def split_heads(attention: Any, mesh: Mesh, model_name: str) -> HeadSplit:
-    """The split of one attention module; ValueError if `tensor_parallel_size` does not divide its
-    heads, OtherAttentionError if it has parameters that cannot be cut by heads."""
-    return _Attention(attention, mesh, model_name).split()
 
 
 @dataclass(frozen=True)
@@ -94,7 +85,10 @@ class _Block:
     size: int
 
 
-class _Attention:
+class HeadPlanner:
+    """Splits one attention module; ValueError if `tensor_parallel_size` does not divide its heads,
+    OtherAttentionError if it has parameters that cannot be cut by heads."""
+
     def __init__(self, attention: Any, mesh: Mesh, model_name: str) -> None:
         self._module, self._mesh = attention, mesh
         self._output = _output_of(attention) or ""
@@ -107,7 +101,6 @@ class _Attention:
         self._num_heads_kv = self._num_heads_q
         self._blocks = dict(self._find_blocks())
         self._cuts: dict[str, Cut] = {}
-        self._conv_sizes: dict[str, dict[str, Any]] = {}
         size = mesh.tensor_parallel_size
         if self._num_heads_kv % size:
             kind = "query heads" if self._is_latent else "heads of keys and values"
@@ -146,8 +139,7 @@ class _Attention:
                 raise OtherAttentionError("none of its projections is known")
             both = self._outputs(names[0]) - width
             self._num_heads_kv = both // (2 * head_dim)
-            begins = (0, width), (1, width + both // 2)
-            keys = [_Block(False, begin, head_dim) for _, begin in begins]
+            keys = [_Block(False, begin, head_dim) for begin in (width, width + both // 2)]
             yield names[0], [_Block(True, 0, head_dim), *keys]
 
     def _outputs(self, name: str) -> int:
@@ -160,101 +152,70 @@ class _Attention:
         first, last = self._q
         begin, end = self._mesh.own_heads(last - first)
         own = first + begin, first + end
-        self._cut_projections(own)
-        behind, norms = self._cut_norms()
+        axis = axes_of(getattr(module, self._output))[1]
+        self._cuts[f"{self._output}.weight"] = Cut(axis, (_times(head_dim, own),))
+        known = {*self._blocks, self._output, *((*_SHARED, *_SHARED_NORMS) * self._is_latent)}
+        others = {name: x for name, x in module.named_children() if name not in known}
+        gates = {  # of each head's output (LFM3)
+            name: x
+            for name, x in others.items()
+            if type(x) is nn.Linear and x.out_features == self._num_heads_q
+        }
+        behind, norms = self._cut_norms({x: others[x] for x in others if x not in gates})
         # After attention it may compute with all heads: a gate of each comes out of the queries'
         # projection (Qwen3-Next), or a norm follows (BitNet).
-        is_gated = any(name == "q_proj" and x[0].size == 2 * head_dim for name, x in self._heads())
-        needs_all = behind or is_gated
-        for name in self._of_heads():
+        queries = () if self._is_latent else self._blocks.get("q_proj", ())
+        needs_all = behind or any(block.size == 2 * head_dim for block in queries)
+        # With one entry for each query head that is worked with after attention.
+        of_heads = [_SINKS] if getattr(module, _SINKS, None) is not None else []
+        for name, gate in gates.items():
+            of_heads += [f"{name}.{own_name}" for own_name, _ in gate.named_parameters()]
+        for name in of_heads:
             self._cuts[name] = Cut(0, (self._q if needs_all else own,))
         for name, _ in module.named_parameters(recurse=False):
             if name not in self._cuts:
                 raise OtherAttentionError("no such parameter of attention is known", name)
         return HeadSplit(
-            projections=tuple(self._blocks),
+            projections={name: self._ranges(blocks) for name, blocks in self._blocks.items()},
             output=self._output,
             shared=tuple(x for x in _SHARED if self._is_latent and _child(module, x) is not None),
             cuts=self._cuts,
-            own_columns=(head_dim * begin, head_dim * end) if needs_all else None,
-            norms=norms if self._mesh.tensor_parallel_size > 1 else (),
-            sizes={"": self._sizes(), **self._conv_sizes},
+            own_columns=_times(head_dim, (begin, end)) if needs_all else None,
+            norms=tuple(norms) if self._mesh.tensor_parallel_size > 1 else (),
+            sizes=self._sizes(),
         )
 
-    def _heads(self) -> Iterable[tuple[str, list[_Block]]]:
-        """The projections into heads of their own, which those into latents' heads are not."""
-        return () if self._is_latent else self._blocks.items()
+    def _ranges(self, blocks: Iterable[_Block]) -> tuple[Range, ...]:
+        """The outputs of a projection that are this rank's."""
+        heads = {True: self._q, False: self._kv}
+        parts = ((x.begin, _times(x.size, heads[x.is_query])) for x in blocks)
+        return tuple((first + begin, first + end) for first, (begin, end) in parts)
 
-    def _cut_projections(self, own: Range) -> None:
-        """Cuts the projections into heads, and the columns of `own` heads in the one behind."""
-        for name, blocks in self._blocks.items():
-            linear = getattr(self._module, name)
-            ranges = tuple(
-                (block.begin + block.size * begin, block.begin + block.size * end)
-                for block in blocks
-                for begin, end in [self._q if block.is_query else self._kv]
-            )
-            self._cuts[f"{name}.weight"] = Cut(axes_of(linear)[0], ranges)
-            if linear.bias is not None:
-                self._cuts[f"{name}.bias"] = Cut(0, ranges)
-            if isinstance(linear, Conv1D):
-                self._conv_sizes[name] = {"nf": sum(end - begin for begin, end in ranges)}
-        columns = self._head_dim * own[0], self._head_dim * own[1]
-        axis = axes_of(getattr(self._module, self._output))[1]
-        self._cuts[f"{self._output}.weight"] = Cut(axis, (columns,))
-
-    def _others(self) -> Iterator[tuple[str, nn.Module]]:
-        """The children that are no projections: norms and gates."""
-        known = {*self._blocks, self._output, *((*_SHARED, *_SHARED_NORMS) * self._is_latent)}
-        return ((name, x) for name, x in self._module.named_children() if name not in known)
-
-    def _is_gate(self, module: nn.Module) -> bool:
-        """True for a gate of each head's output (LFM3)."""
-        return type(module) is nn.Linear and module.out_features == self._num_heads_q
-
-    def _of_heads(self) -> Iterator[str]:
-        """The parameters with one entry for each query head that is worked with after attention."""
-        if getattr(self._module, _SINKS, None) is not None:
-            yield _SINKS
-        for child, inner in self._others():
-            if self._is_gate(inner):
-                yield from (f"{child}.{name}" for name, _ in inner.named_parameters())
-
-    def _cut_norms(self) -> tuple[bool, tuple[str, ...]]:
-        """Cuts the norms; whether one comes behind attention, and the names of those over the
-        features of all heads."""
+    def _cut_norms(self, norms: Mapping[str, nn.Module]) -> tuple[bool, list[str]]:
+        """Cuts the norms but those of single heads that are all the same; whether one comes behind
+        attention, and the names of those over the features of all heads."""
         is_any_behind, over_heads = False, []
-        for child, inner in self._others():
-            found = None if self._is_gate(inner) else self._norm(child, inner)
-            if found is not None:
-                path, cut, is_over_heads, is_behind = found
-                self._cuts[path] = cut
-                is_any_behind |= is_behind
-                over_heads += [child] * is_over_heads
-        return is_any_behind, tuple(over_heads)
-
-    def _norm(self, child: str, module: nn.Module) -> tuple[str, Cut, bool, bool] | None:
-        """The cut of a norm; whether it is over all heads, and comes behind attention. None if it
-        is one of single heads that are all the same, and stays whole."""
-        for own, parameter in module.named_parameters():
-            path, shape = f"{child}.{own}", tuple(parameter.shape)
-            if shape == (self._head_dim,) and "." not in own:  # else each head has a module
-                continue
-            is_behind = not child.startswith(("q", "k"))
-            of_keys = child.startswith("k")
+        for child, module in norms.items():
+            is_behind, of_keys = not child.startswith(("q", "k")), child.startswith("k")
             count = self._num_heads_kv if of_keys else self._num_heads_q
             begin, end = self._kv if of_keys else self._q
-            if shape == (count, self._head_dim):  # of each head its own (Cohere)
-                return path, Cut(0, ((begin, end),)), False, is_behind
-            if shape == (count * self._head_dim,) and is_rms_norm(module):
-                ranges = ((begin * self._head_dim, end * self._head_dim),)
-                return path, Cut(0, ranges), True, is_behind
-            if self._mesh.tensor_parallel_size == 1 and not is_behind:
-                continue
-            found = f"{list(shape)} of {type(module).__name__}"
-            reason = f"it is no norm of [{self._head_dim}] for all heads, but {found}"
-            raise OtherAttentionError(reason, path)
-        return None
+            for own, parameter in module.named_parameters():
+                path, shape = f"{child}.{own}", tuple(parameter.shape)
+                if shape == (self._head_dim,) and "." not in own:  # else each head has a module
+                    continue
+                if shape == (count, self._head_dim):  # of each head its own (Cohere)
+                    self._cuts[path] = Cut(0, ((begin, end),))
+                elif shape == (count * self._head_dim,) and is_rms_norm(module):
+                    self._cuts[path] = Cut(0, (_times(self._head_dim, (begin, end)),))
+                    over_heads.append(child)
+                elif self._mesh.tensor_parallel_size > 1 or is_behind:
+                    found = f"{list(shape)} of {type(module).__name__}"
+                    reason = f"it is no norm of [{self._head_dim}] for all heads, but {found}"
+                    raise OtherAttentionError(reason, path)
+                else:
+                    continue
+                is_any_behind |= is_behind
+        return is_any_behind, over_heads
 
     def _sizes(self) -> dict[str, Any]:
         """The attributes by which the module cuts its activations, where they change."""
@@ -273,6 +234,11 @@ class _Attention:
             own = {"num_attention_heads": num_q, "num_key_value_heads": num_kv}
             found["config"] = ConfigOfHeads(module.config, **own)
         return found
+
+
+def _times(size: int, heads: Range) -> Range:
+    """The entries of a run of heads with so many each."""
+    return size * heads[0], size * heads[1]
 
 
 def is_rms_norm(module: nn.Module) -> bool:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Groups of the ranks that share the weights and the cache of one model."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -53,7 +51,14 @@ class Mesh:
         self.timeout, self.op = timeout, op
         self.calls = get_communicator(self.group)
         self.rank, self.world_size = self.calls.rank, self.calls.world_size
-        size = self.tensor_parallel_size = _checked(op, tensor_parallel_size, self.world_size)
+        size = self.tensor_parallel_size = tensor_parallel_size
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{op}: tensor_parallel_size must be an integer, got {size!r}")
+        if size < 1 or self.world_size % size:
+            raise ValueError(
+                f"{op}: tensor_parallel_size must divide the group's world size {self.world_size}, "
+                f"got {size}"
+            )
         self.context_size = self.world_size // size
         self.tensor_rank, self.context_rank = self.rank % size, self.rank // size
         self.tensor_group: ProcessGroup | None = None
@@ -79,7 +84,7 @@ class Mesh:
         """The communicators of all ranks: to agree on calls, for sums, and for logits."""
         return self.calls, self.sums, self.logits
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
         # Process groups cannot be copied: a copied model goes on in the same ones.
         return self
 
@@ -141,16 +146,3 @@ def slices(size: int, count: int) -> list[Range]:
     # The last rank has what is left of a granule, and no granule more than others.
     bounds = [_GRANULE * (i * each + min(i, more)) for i in range(count)] + [size]
     return list(pairwise(bounds))
-
-
-def _checked(op: str, tensor_parallel_size: int, world_size: int) -> int:
-    if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int):
-        raise TypeError(
-            f"{op}: tensor_parallel_size must be an integer, got {tensor_parallel_size!r}"
-        )
-    if tensor_parallel_size < 1 or world_size % tensor_parallel_size:
-        raise ValueError(
-            f"{op}: tensor_parallel_size must divide the group's world size {world_size}, "
-            f"got {tensor_parallel_size}"
-        )
-    return tensor_parallel_size

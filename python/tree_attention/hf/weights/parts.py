@@ -5,8 +5,6 @@ A checkpoint may hold experts one by one, gate and up apart, and the model has t
 Its parts are copied out of the files one after the other, so that no whole tensor is ever made.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -5,12 +5,10 @@ Attention is cut by heads (`heads`), each MLP and each expert along its inner wi
 and the head along the vocabulary. Layers that keep a state, routers and norms stay whole.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,12 +18,12 @@ from transformers.pytorch_utils import Conv1D
 from .checkpoint.reading import some
 from .heads import (
     LATENT,
+    HeadPlanner,
     HeadSplit,
     OtherAttentionError,
     axes_of,
     is_attention,
     is_rms_norm,
-    split_heads,
     why_not_linear,
 )
 from .mesh import Mesh
@@ -56,21 +54,23 @@ class CannotSplitError(ValueError):
     """A model has a module that cannot be split."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class WeightPlan:
     """The part of each module that every rank gets, by the module's name."""
 
-    cuts: Mapping[str, Cut]  # by parameter; of others, all
-    heads: Mapping[str, HeadSplit]
-    summed: tuple[str, ...]  # modules whose results are added over the ranks
+    cuts: dict[str, Cut] = field(default_factory=dict)  # by parameter; of others, all
+    heads: dict[str, HeadSplit] = field(default_factory=dict)
+    summed: list[str] = field(default_factory=list)  # modules that are added up over the ranks
     # Norms over features that are split, and how many ranks hold the same of them.
-    norms: Mapping[str, int]
-    sizes: Mapping[str, Mapping[str, Any]]  # attributes that are other than in the whole module
-    silent: tuple[str, ...]  # modules that give zeros here, as the first rank gives what they do
-    linears: frozenset[str]  # weights of linear layers that may have fewer bits
-    experts: frozenset[str]  # and tensors of experts
-    embedding: str
-    head: str
+    norms: dict[str, int] = field(default_factory=dict)
+    # Attributes that are other than in the whole module.
+    sizes: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    silent: list[str] = field(default_factory=list)  # give zeros here, as the first rank does them
+    # Weights of linear layers, and tensors of experts, that may have fewer bits.
+    linears: set[str] = field(default_factory=set)
+    experts: set[str] = field(default_factory=set)
+    embedding: str = ""
+    head: str = ""
 
 
 def plan(model: PreTrainedModel, mesh: Mesh) -> WeightPlan:
@@ -91,16 +91,8 @@ def whole_parts(parameters: Iterable[tuple[str, Tensor]], cut: Container[str]) -
 
 class _Planner:
     def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
-        self._model, self._mesh = model, mesh
+        self._model, self._mesh, self._made = model, mesh, WeightPlan()
         self._modules: dict[str, Any] = dict(model.named_modules())
-        self._cuts: dict[str, Cut] = {}
-        self._heads: dict[str, HeadSplit] = {}
-        self._summed: list[str] = []
-        self._norms: dict[str, int] = {}
-        self._sizes: dict[str, Mapping[str, Any]] = {}
-        self._silent: list[str] = []
-        self._linears: set[str] = set()
-        self._experts: set[str] = set()
 
     def plan(self) -> WeightPlan:
         for name, module in self._modules.items():
@@ -110,67 +102,55 @@ class _Planner:
                 self._cut_features(name, *found)
             elif _are_experts(module):
                 self._cut_experts(name, module)
-        if not self._heads:
+        if not self._made.heads:
             raise self._refusal("the model", "it has no attention whose projections are known")
         self._join_sums()
-        vocabulary = self._cut_vocabulary()
-        return WeightPlan(
-            self._cuts,
-            self._heads,
-            tuple(self._summed),
-            self._norms,
-            self._sizes,
-            tuple(self._silent),
-            frozenset(self._linears),
-            frozenset(self._experts),
-            *vocabulary,
-        )
+        self._cut_vocabulary()
+        return self._made
 
     def _cut_attention(self, name: str, attention: Any) -> None:
         try:
-            found = split_heads(attention, self._mesh, type(self._model).__name__)
+            found = HeadPlanner(attention, self._mesh, type(self._model).__name__).split()
         except OtherAttentionError as error:
             raise self._refusal(f"{name}.{error.child}".rstrip("."), str(error)) from None
-        self._heads[name] = found
+        self._made.heads[name] = found
         for child in (*found.projections, found.output, *found.shared):
             self._check_linear(f"{name}.{child}")
+        for child, ranges in found.projections.items():
+            self._cut_linear(f"{name}.{child}", ranges)
         # Attention multiplies queries by the weight out of latents.
-        self._linears.discard(f"{name}.{LATENT}.weight")
-        self._cuts |= {f"{name}.{own}": cut for own, cut in found.cuts.items()}
+        self._made.linears.discard(f"{name}.{LATENT}.weight")
+        self._made.cuts |= {f"{name}.{own}": cut for own, cut in found.cuts.items()}
         self._add_up(f"{name}.{found.output}")
-        self._norms |= {f"{name}.{own}": self._mesh.context_size for own in found.norms}
-        self._sizes |= {f"{name}.{own}".rstrip("."): x for own, x in found.sizes.items() if x}
+        self._made.norms |= {f"{name}.{own}": self._mesh.context_size for own in found.norms}
+        self._made.sizes[name] = found.sizes
 
     def _cut_features(self, name: str, columns: tuple[str, ...], row: str) -> None:
-        row = f"{name}.{row}"
-        for child in (*(f"{name}.{column}" for column in columns), row):
+        *firsts, row = (f"{name}.{child}" for child in (*columns, row))
+        for child in (*firsts, row):
             self._check_linear(child)
         linear = self._modules[row]
-        size = linear.weight.shape[axes_of(linear)[1]]
-        part = self._mesh.slice(size)
-        for column in (f"{name}.{column}" for column in columns):
-            self._cut_linear(column, self._ranges(column, size, part))
-        self._cuts[f"{row}.weight"] = Cut(axes_of(self._modules[row])[1], (part,))
+        axis = axes_of(linear)[1]
+        size = linear.weight.shape[axis]
+        begin, end = part = self._mesh.slice(size)
+        for column in firsts:  # which give the features once, or several times
+            outputs = self._modules[column].weight.shape[axes_of(self._modules[column])[0]]
+            if outputs % size:
+                found = f"it has {outputs} outputs, which are no multiple of {size}"
+                raise self._refusal(column, found)
+            self._cut_linear(column, tuple((x + begin, x + end) for x in range(0, outputs, size)))
+        self._made.cuts[f"{row}.weight"] = Cut(axis, (part,))
         self._add_up(row)
         for child, module in self._modules[name].named_children():
             for own, parameter in module.named_parameters():
                 path = f"{name}.{child}.{own}"
-                if path in self._cuts or path == f"{row}.bias" or size not in parameter.shape:
+                if path in self._made.cuts or path == f"{row}.bias" or size not in parameter.shape:
                     continue
                 if not (is_rms_norm(module) and parameter.shape == (size,)):
                     found = f"its shape {list(parameter.shape)} is not independent of the slice"
                     raise self._refusal(path, found)
-                self._cuts[path] = Cut(0, (part,))
-                self._norms[f"{name}.{child}"] = 1
-
-    def _ranges(self, name: str, size: int, part: Range) -> tuple[Range, ...]:
-        """The rows of a linear layer that give a part of `size` features, once or several times."""
-        linear = self._modules[name]
-        outputs = linear.weight.shape[axes_of(linear)[0]]
-        if outputs % size:
-            raise self._refusal(name, f"it has {outputs} outputs, which are no multiple of {size}")
-        begin, end = part
-        return tuple((first + begin, first + end) for first in range(0, outputs, size))
+                self._made.cuts[path] = Cut(0, (part,))
+                self._made.norms[f"{name}.{child}"] = 1
 
     def _cut_experts(self, name: str, experts: Any) -> None:
         """Cuts each expert along its inner width, so that one token is equal work for all ranks."""
@@ -197,18 +177,18 @@ class _Planner:
                 cuts[own] = self._once(parameter)
             elif own not in cuts:
                 raise self._refusal(f"{name}.{own}", "no such parameter of experts is known")
-            self._cuts[f"{name}.{own}"] = cuts[own]
+            self._made.cuts[f"{name}.{own}"] = cuts[own]
         if hasattr(experts, "is_transposed"):  # those whose product can be chosen
-            self._experts |= {f"{name}.{columns}", f"{name}.{rows}"}
+            self._made.experts |= {f"{name}.{columns}", f"{name}.{rows}"}
         if hasattr(experts, _IDENTITY) and self._mesh.rank > 0:
-            self._silent.append(f"{name}.{_IDENTITY}")
-        self._summed.append(name)
+            self._made.silent.append(f"{name}.{_IDENTITY}")
+        self._made.summed.append(name)
 
     def _add_up(self, name: str) -> None:
         """Adds up the outputs of a linear layer, and its bias on the first rank alone."""
         if getattr(self._modules[name], "bias", None) is not None:
-            self._cuts[f"{name}.bias"] = self._once(self._modules[name].bias)
-        self._summed.append(name)
+            self._made.cuts[f"{name}.bias"] = self._once(self._modules[name].bias)
+        self._made.summed.append(name)
 
     def _once(self, bias: Tensor) -> Cut:
         """A vector, or one for each expert, that only the first rank adds."""
@@ -221,15 +201,15 @@ class _Planner:
         for name, block in self._modules.items():
             children = dict(block.named_children())
             shared = [child for child in _SHARED if children.get(child) is not None]
-            if f"{name}.{_ROUTED}" not in self._summed or len(shared) != 1:
+            if f"{name}.{_ROUTED}" not in self._made.summed or len(shared) != 1:
                 continue
-            inner = [x for x in self._summed if x.startswith(f"{name}.{shared[0]}.")]
+            inner = [x for x in self._made.summed if x.startswith(f"{name}.{shared[0]}.")]
             if children.keys() <= _MIXTURE and len(inner) == 1:
                 joined = {inner[0], f"{name}.{_ROUTED}"}
-                self._summed = [x for x in self._summed if x not in joined] + [name]
+                self._made.summed = [x for x in self._made.summed if x not in joined] + [name]
 
-    def _cut_vocabulary(self) -> tuple[str, str]:
-        """Cuts the embedding and the head, and returns their names."""
+    def _cut_vocabulary(self) -> None:
+        """Cuts the embedding and the head."""
         embedding = self._name_of("get_input_embeddings", nn.Embedding)
         head = self._name_of("get_output_embeddings", nn.Linear)
         table, linear = self._modules[embedding], self._modules[head]
@@ -239,9 +219,9 @@ class _Planner:
             raise self._refusal(head, f"it has {found} outputs for a vocabulary of {size}")
         part = self._mesh.slice(size)
         # The tokens of other ranks find a row of zeros, also where the head has the same weight.
-        self._cuts[f"{embedding}.weight"] = Cut(0, (part,), zeros=1)
+        self._made.cuts[f"{embedding}.weight"] = Cut(0, (part,), zeros=1)
         self._cut_linear(head, (part,), zeros=int(linear.weight is table.weight))
-        return embedding, head
+        self._made.embedding, self._made.head = embedding, head
 
     def _name_of(self, getter: str, kind: type[nn.Module]) -> str:
         module = getattr(self._model, getter)()
@@ -251,18 +231,18 @@ class _Planner:
 
     def _cut_linear(self, name: str, ranges: tuple[Range, ...], zeros: int = 0) -> None:
         linear = self._modules[name]
-        self._cuts[f"{name}.weight"] = Cut(axes_of(linear)[0], ranges, zeros)
+        self._made.cuts[f"{name}.weight"] = Cut(axes_of(linear)[0], ranges, zeros)
         if linear.bias is not None:
-            self._cuts[f"{name}.bias"] = Cut(0, ranges, zeros)
+            self._made.cuts[f"{name}.bias"] = Cut(0, ranges, zeros)
         if isinstance(linear, Conv1D):
-            self._sizes[name] = {"nf": sum(end - begin for begin, end in ranges)}
+            self._made.sizes[name] = {"nf": sum(end - begin for begin, end in ranges)}
 
     def _check_linear(self, name: str) -> None:
         module = self._modules[name]
         if (reason := why_not_linear(module)) is not None:
             raise self._refusal(name, reason)
         if type(module) is nn.Linear:
-            self._linears.add(f"{name}.weight")
+            self._made.linears.add(f"{name}.weight")
 
     def _refusal(self, name: str, reason: str) -> CannotSplitError:
         return CannotSplitError(

@@ -6,10 +6,8 @@ both are symmetric. A rank quantises its part with the scales of the whole rows,
 are those of one rank. Products are those of `linear_of_experts`, with one expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +24,7 @@ _SIZES_OF_GROUPS = (128, 64)
 _READ_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class Quantised:
+class Quantised(NamedTuple):
     """A matrix `[outputs, inputs]` of this rank: numbers, and scales for the product with them."""
 
     data: Tensor
@@ -35,96 +32,83 @@ class Quantised:
     front: int = 0  # inputs of zeros that the product of 4 bits needs before those of this rank
 
 
-@dataclass(frozen=True)
 class Matrix:
-    """A part of a matrix `[outputs, inputs]` in a source, which may hold it transposed and, at
-    `index`, one of many."""
+    """The part that `cut` leaves of a matrix `[outputs, inputs]` in a source, which may hold it
+    transposed and, at `index`, one of many."""
 
-    source: Lazy
-    outputs: tuple[Range, ...]
-    inputs: Range
-    index: tuple[int, ...] = ()
-    is_transposed: bool = False
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         source: Lazy,
         cut: Cut | None,
         index: tuple[int, ...] = (),
         is_transposed: bool = False,
-    ) -> Matrix:
-        """The part that `cut` leaves of the weight of a linear layer, or of one of many experts."""
-        first = len(index)
-        axis, other = (first + 1, first) if is_transposed else (first, first + 1)
-        outputs: tuple[Range, ...] = ((0, source.shape[axis]),)
-        inputs = 0, source.shape[other]
-        if cut is not None and cut.dim == axis:
-            outputs = cut.ranges
-        elif cut is not None:
-            (inputs,) = cut.ranges
-        return cls(source, outputs, inputs, index, is_transposed)
-
-    @property
-    def num_outputs(self) -> int:
-        return sum(end - begin for begin, end in self.outputs)
+    ) -> None:
+        self._source, self._index, self._is_transposed = source, index, is_transposed
+        outputs, inputs = len(index) + is_transposed, len(index) + (not is_transposed)  # axes
+        parts: dict[int, tuple[Range, ...]]
+        parts = {axis: ((0, source.shape[axis]),) for axis in (outputs, inputs)}
+        if cut is not None:
+            parts[cut.dim] = cut.ranges
+        self._outputs, (self._inputs,) = parts[outputs], parts[inputs]
+        self.num_outputs = sum(end - begin for begin, end in self._outputs)
 
     def rows(self) -> Iterator[tuple[int, Tensor]]:
         """The outputs a few at a time, with all inputs of the whole matrix in float32, and how many
         come before them."""
         at = 0
-        width = self.source.shape[-2 if self.is_transposed else -1]
+        width = self._source.shape[-2 if self._is_transposed else -1]
         step = max(1, _READ_BYTES // (4 * width))
-        for first, last in self.outputs:
+        for first, last in self._outputs:
             for begin in range(first, last, step):
                 count = min(step, last - begin)
-                shape = (width, count) if self.is_transposed else (count, width)
-                origin = (0, begin) if self.is_transposed else (begin, 0)
-                part = torch.empty((*(1 for _ in self.index), *shape), dtype=torch.float32)
-                self.source.copy_to(part, (*self.index, *origin))
+                shape = (width, count) if self._is_transposed else (count, width)
+                origin = (0, begin) if self._is_transposed else (begin, 0)
+                part = torch.empty((*(1 for _ in self._index), *shape), dtype=torch.float32)
+                self._source.copy_to(part, (*self._index, *origin))
                 part = part.view(shape)
-                yield at, part.T if self.is_transposed else part
+                yield at, part.T if self._is_transposed else part
                 at += count
 
     def quantised(self, scheme: str, dtype: torch.dtype) -> Quantised:
         """The part in one of SCHEMES, for products with activations of `dtype`."""
-        return _to_int8(self, dtype) if scheme == "int8" else _to_int4(self, dtype)
+        return self._to_int8(dtype) if scheme == "int8" else self._to_int4(dtype)
 
+    def _to_int8(self, dtype: torch.dtype) -> Quantised:
+        begin, end = self._inputs
+        data = torch.empty((self.num_outputs, end - begin), dtype=torch.int8)
+        scale = torch.empty(self.num_outputs, dtype=dtype)
+        for at, rows in self.rows():
+            own = slice(at, at + rows.shape[0])
+            # The scale is rounded first, so that it adds no error of its own.
+            scale[own] = rows.abs().amax(dim=1) / 127
+            divisor = scale[own].float().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+            data[own] = (rows[:, begin:end] / divisor).round_().clamp_(-127, 127)
+        return Quantised(data, scale)
 
-def _to_int8(matrix: Matrix, dtype: torch.dtype) -> Quantised:
-    begin, end = matrix.inputs
-    data = torch.empty((matrix.num_outputs, end - begin), dtype=torch.int8)
-    scale = torch.empty(matrix.num_outputs, dtype=dtype)
-    for at, rows in matrix.rows():
-        own = slice(at, at + rows.shape[0])
-        # The scale is rounded first, so that it adds no error of its own.
-        scale[own] = rows.abs().amax(dim=1) / 127
-        divisor = scale[own].float().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-        data[own] = (rows[:, begin:end] / divisor).round_().clamp_(-127, 127)
-    return Quantised(data, scale)
-
-
-def _to_int4(matrix: Matrix, dtype: torch.dtype) -> Quantised:
-    begin, end = matrix.inputs
-    # Inputs of zeros before and behind those of this rank, and the size of groups.
-    front, back = begin % _SIZES_OF_GROUPS[-1], -end % _SIZES_OF_GROUPS[-1]
-    size = next(x for x in _SIZES_OF_GROUPS if (begin - front) % x == 0 and (end + back) % x == 0)
-    data = torch.empty((matrix.num_outputs, (end + back - begin + front) // 2), dtype=torch.uint8)
-    scales = torch.empty((matrix.num_outputs, 2 * data.shape[1] // size), dtype=dtype)
-    groups = torch.arange(begin - front, end + back, size) // _GROUP
-    for at, rows in matrix.rows():
-        own = slice(at, at + rows.shape[0])
-        grouped = functional.pad(rows, (0, -rows.shape[1] % _GROUP)).unflatten(1, (-1, _GROUP))
-        # The number of the largest magnitude becomes -8, as this side has one value more.
-        largest = grouped.gather(2, grouped.abs().argmax(dim=2, keepdim=True))
-        scale = (largest / -8).to(dtype).float()
-        divisor = torch.where(scale == 0, 1.0, scale)
-        found = ((grouped / divisor).round_().clamp_(-8, 7) + 8).flatten(1)[:, begin:end]
-        numbers = functional.pad(found, (front, back), value=8).to(torch.uint8)
-        low, high = numbers.unflatten(1, (-1, 2, _SIZES_OF_GROUPS[-1] // 2)).unbind(2)
-        data[own] = (low | high << 4).flatten(1)
-        scales[own] = scale[:, groups, 0].to(dtype)
-    return Quantised(data, scales, front)
+    def _to_int4(self, dtype: torch.dtype) -> Quantised:
+        begin, end = self._inputs
+        # Inputs of zeros before and behind those of this rank, and the size of groups.
+        front, back = begin % _SIZES_OF_GROUPS[-1], -end % _SIZES_OF_GROUPS[-1]
+        size = next(
+            x for x in _SIZES_OF_GROUPS if (begin - front) % x == 0 and (end + back) % x == 0
+        )
+        width = end + back - begin + front
+        data = torch.empty((self.num_outputs, width // 2), dtype=torch.uint8)
+        scales = torch.empty((self.num_outputs, width // size), dtype=dtype)
+        groups = torch.arange(begin - front, end + back, size) // _GROUP
+        for at, rows in self.rows():
+            own = slice(at, at + rows.shape[0])
+            grouped = functional.pad(rows, (0, -rows.shape[1] % _GROUP)).unflatten(1, (-1, _GROUP))
+            # The number of the largest magnitude becomes -8, as this side has one value more.
+            largest = grouped.gather(2, grouped.abs().argmax(dim=2, keepdim=True))
+            scale = (largest / -8).to(dtype).float()
+            divisor = torch.where(scale == 0, 1.0, scale)
+            found = ((grouped / divisor).round_().clamp_(-8, 7) + 8).flatten(1)[:, begin:end]
+            numbers = functional.pad(found, (front, back), value=8).to(torch.uint8)
+            low, high = numbers.unflatten(1, (-1, 2, _SIZES_OF_GROUPS[-1] // 2)).unbind(2)
+            data[own] = (low | high << 4).flatten(1)
+            scales[own] = scale[:, groups, 0].to(dtype)
+        return Quantised(data, scales, front)
 
 
 def product(x: Tensor, data: Tensor, scale: Tensor, front: int = 0) -> Tensor:

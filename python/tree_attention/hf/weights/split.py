@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Cutting the weights of a model, and the exchanges that its modules then need."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from types import MethodType

@@ -32,7 +32,6 @@ from .index import (
     Index,
     Kinds,
     kv_dtype_of,
-    layers_of,
     read_index,
     remove_unless_named,
     to_disk,
@@ -70,12 +69,7 @@ def save(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
             raise ValueError("TreeCache.save: the cache holds no tokens yet; run the model first")
         path.mkdir(parents=True, exist_ok=True)
         file = _write_tensors(cache, path)
-        return (
-            ("length", length),
-            ("layout", shard.layout),
-            ("layers", layers_of(cache)),
-            ("first slots of the layers", [layer.first for layer in cache.kv_layers]),
-        ), file
+        return (*cache.signature("save"), ("layout", shard.layout)), file
 
     try:
         _, notes = on_every_rank("TreeCache.save", comm, timeout, write, File.note)

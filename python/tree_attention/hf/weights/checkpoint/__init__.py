@@ -1,6 +1,3 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reading from a checkpoint the parts of its weights that this rank keeps.
-
-The files are found and mapped into memory (`files`), their names are translated and their formats
-understood without reading them (`reading`, `formats`), and a model is filled (`filling`).
-"""
+"""The weights of a checkpoint, found and mapped into memory (`files`), with their names translated
+and their formats understood (`reading`, `formats`) without reading them."""

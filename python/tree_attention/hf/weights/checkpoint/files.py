@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The files of a checkpoint, of which the JSON is checked before anything is built by it."""
 
-from __future__ import annotations
-
 import os
 import reprlib
 from pathlib import Path

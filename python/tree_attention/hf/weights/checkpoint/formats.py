@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Weights of 8 and 4 bits as checkpoints are published, read as numbers part by part."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

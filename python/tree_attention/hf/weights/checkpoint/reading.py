@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The weights of a checkpoint by the names that they have in a model, none of them read yet."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +56,11 @@ class Checkpoint:
     def tensors(self, model: PreTrainedModel) -> dict[str, Lazy]:
         """The whole parameters and persistent buffers of `model` by their names in it; ValueError
         unless the checkpoint has all of these and no more."""
-        named = list(_named_tensors(model))
-        expected = {name: tensor for names, tensor in named for name in names}
+        named = _named_tensors(model)
+        expected = {name: tensor for tensor, names in named.items() for name in names}
         converted, unused = self._converted(model, expected)
         result, missing = {}, []
-        for names, tensor in named:
+        for tensor, names in named.items():
             known = [name for name in names if name in converted]
             if not known:
                 missing.append(names[0])
@@ -194,8 +192,8 @@ def _lost(keys: Mapping[str, list[str]], patterns: Sequence[str], count: int) ->
     return lost
 
 
-def _named_tensors(model: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield each tensor of a model that a checkpoint holds, with all its names."""
+def _named_tensors(model: PreTrainedModel) -> dict[Tensor, list[str]]:
+    """All names of each tensor of a model that a checkpoint holds."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -203,8 +201,7 @@ def _named_tensors(model: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]
         module, _, own = name.rpartition(".")
         if own not in model.get_submodule(module)._non_persistent_buffers_set:
             names[buffer] = [name]
-    for tensor, its_names in names.items():
-        yield its_names, tensor
+    return names
 
 
 def some(names: Sequence[str]) -> str:
