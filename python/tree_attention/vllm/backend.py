@@ -90,7 +90,7 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
         self.exchange: Exchange | None = None
         if self.dcp_world_size > 1:
             check_slot_mapping()
-            self.exchange = exchange_of(config.parallel_config)
+            self.exchange = exchange_of(config.parallel_config.cp_kv_cache_interleave_size)
             layout, rank = self.exchange.shard
             self.options["key_layout"] = layout.key_layout(rank)
             if slopes is not None:
