@@ -13,24 +13,24 @@ import torch.distributed as dist
 
 import tree_attention
 from distributed import on_ranks
-from tree_attention.cli.verify import Check, in_all_ranks, same_on_all_ranks, texts_of_ranks
+from tree_attention.cli.verify import Check, in_all_ranks, same_on_all_ranks
 from tree_attention.cli.world import World
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
-def test_texts_of_ranks(rank: int, world_size: int) -> None:
+def test_checks_of_ranks(rank: int, world_size: int) -> None:
     world = World(rank, world_size)
     pickled = AssertionError("nothing that is received is unpickled")
     with mock.patch.object(dist.distributed_c10d, "_tensor_to_object", side_effect=pickled):
-        texts = ["", "grün", "x" * 1000]
-        assert texts_of_ranks(texts[rank], world) == texts[:world_size]
-        check = Check("name", rank != 1, f"detail {rank}")
-        assert in_all_ranks([check], world) == [Check("name", False, "rank 1: detail 1")]
+        detail = "grün" + "x" * 1000 * rank
+        check = Check("name", rank != 1, detail)
+        rank_1 = "rank 1: grün" + "x" * 1000
+        assert in_all_ranks([check], world) == [Check("name", False, rank_1)]
         right = Check("name", None if rank else True, f"detail {rank}")
         assert in_all_ranks([right], world) == [right]
-        assert same_on_all_ranks(world, torch.ones(3))
-        assert not same_on_all_ranks(world, torch.full((3,), float(rank == 1)))
+        assert same_on_all_ranks(torch.ones(3))
+        assert not same_on_all_ranks(torch.full((3,), float(rank == 1)))
 
 
 def test_package_reads_no_pickles() -> None:

@@ -64,7 +64,7 @@ def test_weights_are_those_of_a_checkpoint(family: Family, tmp_path: Path) -> No
     assert 4 * parameters <= stored
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     assert planned.weights.experts == experts
-    assert planned.weights.total - planned.weights.experts >= planned.weights.dense > 0
+    assert planned.weights.total > planned.weights.experts
 
 
 def test_cache_is_as_large_as_a_model_fills_it(family: Family) -> None:

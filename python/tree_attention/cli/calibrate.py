@@ -38,7 +38,6 @@ def main(arguments: list[str]) -> int:
     if parsed.out.suffix == ".png":
         raise UsageError(f"--out {parsed.out}: name the table; its picture gets the suffix .png")
     check_seconds("--seconds", parsed.seconds)
-    check_seconds("--timeout", parsed.timeout)
     if parsed.device == "cuda" and not torch.cuda.is_available():
         raise UsageError(
             "--device cuda needs a GPU, and torch finds none; "
@@ -112,12 +111,10 @@ def table(times: Times) -> Table:
 
 def draw(times: Times, path: Path) -> None:
     """Measured times by the size of a state, a line for each strategy."""
-    import matplotlib
+    from matplotlib.figure import Figure  # which opens no window, as pyplot would
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    figure = Figure(figsize=(7, 4.5))
+    axes = figure.subplots()
     for name, row in times.items():
         sizes = sorted(row)
         axes.plot(sizes, [1e6 * row[size] for size in sizes], "o-", label=name)
@@ -125,4 +122,3 @@ def draw(times: Times, path: Path) -> None:
     axes.set_title("exchanges on these ranks")
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)

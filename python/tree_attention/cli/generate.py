@@ -17,7 +17,7 @@ from .._json import read_json_object, replace_file
 from ..exchange import candidates
 from ..planning.models import WEIGHT_DTYPES
 from .checkpoint import A_CHECKPOINT, damages_named, load, load_tokenizer, make_greedy
-from .usage import UsageError, check_can_be_written, check_seconds, report, writing
+from .usage import UsageError, check_can_be_written, report, writing
 from .world import World, joined_world
 
 # Options that also take "auto", which is the default.
@@ -129,7 +129,6 @@ def check(arguments: argparse.Namespace) -> None:
             f"--weight-dtype {arguments.weight_dtype} quantises what this program reads of the "
             "checkpoint itself: leave --attention sdpa and --weights replicated out"
         )
-    check_seconds("--timeout", arguments.timeout)
     if arguments.json is not None:
         check_can_be_written("--json", arguments.json)
 

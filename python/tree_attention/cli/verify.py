@@ -4,10 +4,9 @@
 import argparse
 import copy
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -31,11 +30,11 @@ from .. import (
     strategies,
     tree_decode,
 )
-from ..exchange import ExchangeError, sentence
+from ..exchange import ExchangeError, get_communicator, sentence
 from ..reference.accuracy import check_against_float64, digest
 from .checkpoint import A_CHECKPOINT, load, load_tokenizer, make_greedy
-from .usage import UsageError, check_seconds
-from .world import World, add_timeout, joined_world
+from .usage import UsageError
+from .world import RENDEZVOUS_SECONDS, World, add_timeout, joined_world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,7 +62,6 @@ def main(arguments: list[str]) -> int:
     )
     add_timeout(parser)
     parsed = parser.parse_args(arguments)
-    check_seconds("--timeout", parsed.timeout)
     with joined_world(timeout=parsed.timeout) as world, torch.inference_mode():
         kinds = {
             "operator": check_operator(),
@@ -73,7 +71,8 @@ def main(arguments: list[str]) -> int:
         }
         checks: list[Check] = []
         for name, made in kinds.items():
-            checks += in_all_ranks(list(until_error(name, made)), world)
+            made_here = list(until_error(name, made))
+            checks += in_all_ranks(made_here, world, parsed.timeout or RENDEZVOUS_SECONDS)
     if world.root:
         show(checks, world)
     return 1 if any(check.passed is False for check in checks) else 0
@@ -89,38 +88,29 @@ def until_error(name: str, checks: Iterator[Check]) -> Iterator[Check]:
         yield Check(f"{name}: {type(error).__name__}", False, sentence(error))
 
 
-def in_all_ranks(checks: list[Check], world: World) -> list[Check]:
+def in_all_ranks(
+    checks: list[Check], world: World, timeout: float = RENDEZVOUS_SECONDS
+) -> list[Check]:
     """The results over all ranks: a check has failed if it failed on one, which is named.
 
     A rank on which a check raised has fewer of them, and one that the others lack.
     """
     if world.size == 1:
         return checks
-    own = json.dumps([[check.name, check.passed, check.detail] for check in checks])
+    note = {"checks": [astuple(check) for check in checks]}
     failed: dict[str, Check] = {}
     try:
-        texts = texts_of_ranks(own, world)
-    except RuntimeError as error:  # another rank has ended, perhaps by what failed here
+        notes = get_communicator().agree((), timeout, "verify", note)
+    except ExchangeError as error:  # another rank has ended, perhaps by what failed here
         details = [check.detail for check in checks if check.passed is False]
         raise ExchangeError("; ".join([*details, sentence(error)])) from error
-    for rank, text in enumerate(texts):
-        for name, passed, detail in json.loads(text):
+    for rank, note in enumerate(notes):
+        for name, passed, detail in note["checks"]:
             if passed is False:
                 failed.setdefault(name, Check(name, False, f"rank {rank}: {detail}"))
     names = {check.name for check in checks}
     others = [check for name, check in failed.items() if name not in names]
     return [failed.get(check.name, check) for check in checks] + others
-
-
-def texts_of_ranks(text: str, world: World) -> list[str]:
-    """Every rank's text, in rank order. It travels as UTF-8: nothing that is received is run."""
-    own = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    longest = torch.tensor(own.numel())
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    padded = torch.nn.functional.pad(own, (0, int(longest) - own.numel()))
-    received = [torch.empty_like(padded) for _ in range(world.size)]
-    dist.all_gather(received, padded)
-    return [bytes(content.tolist()).rstrip(b"\0").decode() for content in received]
 
 
 def show(checks: list[Check], world: World) -> None:
@@ -238,14 +228,15 @@ def check_ranks(world: World) -> Iterator[Check]:
             check = judged(f"{name}: {layout_name} shards", (q, k, v, None), result)
             if world.size == 1:
                 yield check
-            elif same_on_all_ranks(world, *result):
+            elif same_on_all_ranks(*result):
                 yield Check(check.name, check.passed, check.detail + ", same bits on all ranks")
             else:
                 yield Check(check.name, False, "the ranks hold different bits")
 
 
-def same_on_all_ranks(world: World, *tensors: Tensor) -> bool:
-    return len(set(texts_of_ranks(digest(tensors), world))) == 1
+def same_on_all_ranks(*tensors: Tensor) -> bool:
+    notes = get_communicator().agree((), op="verify", note={"digest": digest(tensors)})
+    return len({note["digest"] for note in notes}) == 1
 
 
 def check_huggingface(path: Path | None) -> Iterator[Check]:

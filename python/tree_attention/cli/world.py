@@ -26,7 +26,7 @@ from ..exchange import (
     remaining,
     sentence,
 )
-from .usage import UsageError, report
+from .usage import UsageError, check_seconds, report
 
 # Processes of one job start within seconds, but a cold file system may take minutes to load them.
 RENDEZVOUS_SECONDS = 300.0
@@ -69,6 +69,7 @@ def joined_world(backend: str = "gloo", timeout: float | None = None) -> Iterato
     waits of all. `timeout` is the seconds in which all ranks must come, by default
     `RENDEZVOUS_SECONDS`, and the group's own, by default torch's.
     """
+    check_seconds("--timeout", timeout)
     if "RANK" not in os.environ:
         yield World()
         return

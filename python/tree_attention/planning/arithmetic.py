@@ -5,11 +5,8 @@ Times come from bandwidths, arithmetic at a share of its peak, and rounds of mes
 Nothing overlaps and nobody waits.
 """
 
-from __future__ import annotations
-
 import math
-from bisect import bisect_left
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 
 from .machines import SUSTAINED, Hosts
@@ -23,6 +20,7 @@ FORMS = (WHOLE, PROMPTS, SPLIT, SPLIT_BY_HEADS)
 TENSOR, DATA = "tensor parallel", "data parallel"
 ALL_FORMS = (*FORMS, TENSOR, DATA)
 MAX_CONTEXT, MAX_RANKS = 1 << 26, 1 << 14
+_CONTEXTS = range(MAX_CONTEXT + 1)
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,11 @@ class Split:
         return self.form in (SPLIT, SPLIT_BY_HEADS, TENSOR)
 
     @property
+    def _parts(self) -> int:
+        """Number of ranks among which weights are dealt."""
+        return self.p if self.has_split_weights else 1
+
+    @property
     def tensor_parallel_size(self) -> int:
         heads = {SPLIT_BY_HEADS: self.model.cut_heads, TENSOR: self.model.kv_heads}
         return math.gcd(self.p, heads.get(self.form, 1))
@@ -78,9 +81,8 @@ class Split:
     def obstacle(self) -> str:
         """Reason why the ranks cannot take this form, in a word, or nothing."""
         model, p = self.model, self.p
-        not_dealt = model.not_dealt if self.form == PROMPTS else ""
-        not_split = model.not_split if self.form in (SPLIT, SPLIT_BY_HEADS) else ""
-        if p > 1 and (not_dealt or not_split):
+        split = model.not_split
+        if p > 1 and {PROMPTS: model.not_dealt, SPLIT: split, SPLIT_BY_HEADS: split}.get(self.form):
             return "refused"  # by `hf`; the model says why
         divides = p % model.kv_heads == 0 or model.kv_heads % p == 0
         # Heads are dealt whole, and as many to each.
@@ -90,14 +92,11 @@ class Split:
 
     @property
     def _layer_weights(self) -> tuple[float, float]:
-        """Numbers of weights of a rank in its layers, experts apart: in matrices that can be split,
-        and in others."""
+        """Numbers of a rank's weights in layers, without experts: split matrices, and others."""
         weights, size = self.model.weights, self.tensor_parallel_size
-        if not self.has_split_weights:
-            return weights.q + weights.kv + weights.split, weights.whole + weights.vectors
         # A context group has copies of q, k and v; other engines split what stays whole here.
         q, whole = (self.p, self.p) if self.form == TENSOR else (size, 1)
-        matrices = weights.q / q + weights.kv / size + weights.split / self.p
+        matrices = weights.q / q + weights.kv / size + weights.split / self._parts
         return matrices, weights.whole / whole + weights.vectors
 
     @property
@@ -107,16 +106,11 @@ class Split:
         return weights.matrix_itemsize * matrices + weights.itemsize * others
 
     @property
-    def _experts(self) -> float:
-        """Number of weights of a rank in its parts of all experts."""
-        return self.model.weights.experts / (self.p if self.has_split_weights else 1)
-
-    @property
     def weights_bytes(self) -> float:
-        weights, p = self.model.weights, self.p if self.has_split_weights else 1
-        vocabulary = weights.itemsize * (weights.head + weights.embedding) / p
-        vocabulary += weights.itemsize * weights.tables
-        return self._layer_bytes + vocabulary + weights.expert_itemsize * self._experts
+        weights = self.model.weights
+        dealt = weights.itemsize * (weights.head + weights.embedding)
+        dealt += weights.expert_itemsize * weights.experts
+        return self._layer_bytes + dealt / self._parts + weights.itemsize * weights.tables
 
     @property
     def _sums(self) -> int:
@@ -125,13 +119,13 @@ class Split:
             return 2 * self.model.layers
         return self.has_split_weights * self.model.sums
 
-    def _share_of_cache(self, layers: Attention) -> float:
-        """Part of the tokens' bytes in a layer that a rank keeps."""
+    def _kept_bytes(self, layers: Attention) -> float:
+        """Bytes that a rank keeps of a sequence's tokens: keys and values, or latents."""
         size = self.tensor_parallel_size
-        if self.form == TENSOR:
-            return 1 / size
         # The ranks of a tensor group have the same latents, and each its heads' keys and values.
-        return (size if layers.latent else 1) / self.p
+        share = 1 / size if self.form == TENSOR else (size if layers.latent else 1) / self.p
+        each = layers.layers * layers.token_bytes(self.model.kv_dtype)
+        return share * each * layers.seen(self.work.context)
 
     @property
     def _states_bytes(self) -> float:
@@ -141,14 +135,8 @@ class Split:
 
     @property
     def cache_bytes(self) -> float:
-        """Bytes that a rank keeps of tokens: keys and values, or latents, and states."""
-        kept = sum(
-            self._share_of_cache(x)
-            * x.layers
-            * x.token_bytes(self.model.kv_dtype)
-            * x.seen(self.work.context)
-            for x in self.model.attention
-        )
+        """Bytes that a rank keeps of all sequences, states with them."""
+        kept = sum(self._kept_bytes(layers) for layers in self.model.attention)
         return self._states_bytes + self.work.sequences * kept
 
     @property
@@ -164,26 +152,25 @@ class Split:
     def token_bytes(self) -> float:
         """Bytes that a rank sends for a new token of every sequence: merges, sums and logits."""
         model, sequences, p = self.model, self.work.sequences, self.p
-        states = [(x.layers, sequences * x.state_bytes(x.step[1])) for x in model.attention]
+        states = sequences * sum(x.layers * x.state_bytes(x.step[1]) for x in model.attention)
         if not self.has_split_weights:
-            return sum(layers * (p - 1) * num_bytes for layers, num_bytes in states)
-        merges = sum(layers * self._merge_bytes(num_bytes) for layers, num_bytes in states)
+            return (p - 1) * states
         # One sum more follows the embedding.
         sums = (self._sums + 1) * sum_bytes(sequences * model.hidden * BF16, p)
-        return merges + sums + to_owners(sequences * model.vocab * BF16, p)  # of logits
+        logits = to_owners(sequences * model.vocab * BF16, p)
+        return self._merge_bytes(states) + sums + logits
 
     def token_seconds(self, hosts: Hosts) -> Seconds:
         """Time of a new token of every sequence behind `work.context` tokens."""
         model, weights, sequences = self.model, self.model.weights, self.work.sequences
-        head = weights.head / (self.p if self.has_split_weights else 1)
-        dense = sum(self._layer_weights) + head
-        # States are written as well.
-        read = self._layer_bytes + weights.itemsize * head + 2 * self._states_bytes
-        read += weights.expert_itemsize * self._experts * weights.share_of_experts(sequences)
-        operations = 2 * sequences * (dense + self._experts * weights.chosen / weights.num_experts)
+        head, experts = weights.head / self._parts, weights.experts / self._parts
+        read = self._layer_bytes + weights.itemsize * head
+        read += weights.expert_itemsize * experts * weights.share_of_experts(sequences)
+        read += self.cache_bytes + self._states_bytes  # which are written as well
+        active = sum(self._layer_weights) + head + experts * weights.chosen / weights.num_experts
+        operations = 2 * sequences * active
         for x in model.attention:
             pairs = sequences * x.layers * x.seen(self.work.context)
-            read += self._share_of_cache(x) * pairs * x.token_bytes(model.kv_dtype)
             operations += 2 * pairs * x.heads / self.p * sum(x.step)
         merges = self.form != TENSOR and self.tensor_parallel_size < self.p
         rounds = merges * sum(x.layers for x in model.attention)
@@ -208,8 +195,8 @@ class Split:
         shares = self.p if self.form == PROMPTS else 1  # of a chunk, all of whose tokens they take
         size = shares * self.work.chunk
         chunks = [(begin, min(size, context - begin)) for begin in range(0, context, size)]
-        matrices = sum(self._layer_weights) + self._experts * weights.chosen / weights.num_experts
-        operations = 2 * matrices * context / shares
+        experts = weights.experts / self._parts * weights.chosen / weights.num_experts
+        operations = 2 * (sum(self._layer_weights) + experts) * context / shares
         sent = self._sums * sum(sum_bytes(n * model.hidden * BF16, self.p) for _, n in chunks)
         for x in model.attention:
             attention = 2 * x.heads * (x.key + x.value) * x.pairs(context)
@@ -253,24 +240,23 @@ class Plan:
 
     def best(self) -> str | None:
         """The form that gives new tokens soonest, of equal ones the one with the sooner prompt."""
-        able = {form: self.split(form) for form in ALL_FORMS if not self.refusal(form)}
-        times = {
-            x: (s.token_seconds(self.hosts), s.prefill_seconds(self.hosts)) for x, s in able.items()
-        }
-        return min(times, key=lambda form: [x.total for x in times[form]], default=None)
+        able = [form for form in ALL_FORMS if not self.refusal(form)]
+        prefill = {form: self.split(form).prefill_seconds(self.hosts).total for form in able}
+        return min(able, key=lambda form: (self._token_seconds(form), prefill[form]), default=None)
+
+    def _token_seconds(self, form: str, context: int | None = None) -> float:
+        return self.split(form, context).token_seconds(self.hosts).total
 
     def longest(self, form: str) -> int:
         """The longest context that fits into memory, at most MAX_CONTEXT; 0: none does."""
         memory = self.hosts.machine.memory
-        return max(0, self._first(lambda n: self.split(form, n).held_bytes > memory) - 1)
+        fitting = bisect_right(_CONTEXTS, memory, key=lambda n: self.split(form, n).held_bytes)
+        return max(0, fitting - 1)
 
     def break_even(self, sharded: str, other: str) -> int | None:
         """The shortest context behind which `sharded` gives a token sooner than `other` does."""
-
-        def seconds(form: str, context: int) -> float:
-            return self.split(form, context).token_seconds(self.hosts).total
-
-        found = self._first(lambda n: seconds(sharded, n) < seconds(other, n))
+        seconds = self._token_seconds
+        found = bisect_left(_CONTEXTS, True, key=lambda n: seconds(sharded, n) < seconds(other, n))
         return found if found <= MAX_CONTEXT else None
 
     def verdicts(self) -> list[str]:
@@ -286,8 +272,9 @@ class Plan:
         if not model.not_split and not self.split(TENSOR).obstacle:
             sentences.append(f"Weights split: {self._pays(SPLIT_BY_HEADS, TENSOR)}.")
         if model.not_cut:
-            whole = model.weights.uncut_bytes / 1e9
-            of = f"{whole:,.3g} of {self.split(SPLIT_BY_HEADS).weights_bytes / 1e9:,.3g} GB"
+            weights = model.weights
+            whole = weights.itemsize * (weights.whole + weights.vectors + weights.tables)
+            of = f"{whole / 1e9:,.3g} of {self.split(SPLIT_BY_HEADS).weights_bytes / 1e9:,.3g} GB"
             sentences.append(f"Weights split: {of} of a rank are not cut: {model.not_cut}.")
         return sentences
 
@@ -297,8 +284,3 @@ class Plan:
             return f"a sharded cache gives a token no sooner than {other} at any context"
         where = f"from {context:,} tokens on" if context > 0 else "at any context"
         return f"a sharded cache gives a token sooner than {other} {where}"
-
-    @staticmethod
-    def _first(holds: Callable[[int], bool]) -> int:
-        """Return the least context for which `holds`, and so for longer ones, or one too many."""
-        return bisect_left(range(MAX_CONTEXT + 1), True, key=holds)

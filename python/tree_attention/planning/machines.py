@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Machines and links by their data sheets: the one table of the planner and of the benchmarks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..exchange import CostTable

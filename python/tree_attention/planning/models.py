@@ -55,9 +55,7 @@ class Attention:
     @property
     def expansion(self) -> int:
         """Operations that make the keys and values of a token from its latent."""
-        if self.latent is None:
-            return 0
-        rank, shared = self.latent
+        rank, shared = self.latent or (0, 0)
         return 2 * self.heads * rank * (self.key - shared + self.value)
 
 
@@ -65,12 +63,12 @@ class Attention:
 class Weights:
     """Numbers of weights, by what becomes of them when a model is split over ranks."""
 
-    q: int  # projections of queries: split by heads
-    kv: int  # projections of keys and values: split by heads, as far as these go
-    split: int  # other matrices in layers, of which every rank has a part
-    whole: int  # matrices that every rank has: of layers with a state, of latents, of routers
-    vectors: int  # norms, and biases of these
-    head: int  # the matrix that makes logits, which the embedding may be as well
+    q: int = 0  # projections of queries: split by heads
+    kv: int = 0  # projections of keys and values: split by heads, as far as these go
+    split: int = 0  # other matrices in layers, of which every rank has a part
+    whole: int = 0  # matrices that every rank has: of layers with a state, of latents, of routers
+    vectors: int = 0  # norms, and biases of these
+    head: int = 0  # the matrix that makes logits, which the embedding may be as well
     embedding: int = 0  # of which one row a token is read; 0: it is the head
     tables: int = 0  # other embeddings, as of positions, that every rank has
     experts: int = 0  # of each of which every rank has a part
@@ -81,24 +79,15 @@ class Weights:
     expert_itemsize: float = BF16
 
     @property
-    def dense(self) -> int:
-        """Number of weights in layers that all tokens need."""
-        return self.q + self.kv + self.split + self.whole + self.vectors
-
-    @property
     def total(self) -> int:
-        return self.dense + self.experts + self.head + self.embedding + self.tables
+        layers = self.q + self.kv + self.split + self.whole + self.vectors + self.experts
+        return layers + self.head + self.embedding + self.tables
 
     @property
     def num_bytes(self) -> float:
         matrices = self.q + self.kv + self.split
         others = self.itemsize * (self.total - matrices - self.experts)
         return others + self.matrix_itemsize * matrices + self.expert_itemsize * self.experts
-
-    @property
-    def uncut_bytes(self) -> float:
-        """Bytes that every rank has, however the model is split."""
-        return self.itemsize * (self.whole + self.vectors + self.tables)
 
     def quantised(self, dtype: str) -> Weights:
         """The weights as `hf.from_pretrained(weights=dtype)` keeps them."""
@@ -155,7 +144,6 @@ def llama(
         q=layers * head * heads,
         kv=layers * head * kv_heads * 2,
         split=layers * (head * heads + 3 * hidden * intermediate),
-        whole=0,
         vectors=(2 * layers + 1) * hidden,
         head=vocab * hidden,
         embedding=0 if tied else vocab * hidden,

@@ -4,8 +4,6 @@
 A model is built without memory for its weights, and enabled; nothing is known by its family.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -109,16 +107,16 @@ def _attention(config: Any, layer: Any, filled: Any) -> Attention:
 
 
 def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str, str]:
-    """Return the weights, the number of sums of a split model, why it cannot be split, and which
-    weights are not cut."""
+    """Return the weights, the sums of a split model, why it is not split, and what is not cut."""
     from torch import nn
 
     from ..hf.weights.checkpoint.formats import check_format
     from ..hf.weights.mesh import Mesh
-    from ..hf.weights.plan import CannotSplitError, plan, whole_parts
+    from ..hf.weights.plan import plan, whole_parts
 
     cut, sums, not_split = frozenset[str](), 0, ""
     by_heads: dict[str, str] = {}  # kinds of the parameters that tensor_parallel_size divides
+    quantization = config.to_dict().get("quantization_config") or {}
     try:
         made = plan(model, Mesh(None, 1, op="plan"))
         cut, sums = frozenset(made.cuts), len(made.summed)
@@ -126,16 +124,11 @@ def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str, s
             for child in heads.projections:
                 kind = "kv" if child in ("k_proj", "v_proj") else "q"
                 by_heads |= {f"{path}.{child}.{x}": kind for x in ("weight", "bias")}
-    except CannotSplitError as error:
-        not_split = _reason(error)
-    quantization = config.to_dict().get("quantization_config") or {}
-    try:
         check_format(type(model).__name__, quantization)
     except ValueError as error:
         not_split = _reason(error)
     is_read_as_numbers = quantization and not not_split
-    kinds = ("q", "kv", "split", "whole", "vectors", "head", "embedding", "tables", "experts")
-    counts = dict.fromkeys(kinds, 0)
+    counts = Counter[str]()
     head, num_experts, chosen = model.get_output_embeddings(), 1, 1
     for path, parameter in model.named_parameters():
         module = path.rpartition(".")[0]
@@ -158,16 +151,10 @@ def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str, s
     weights = Weights(**counts, num_experts=num_experts, chosen=chosen)
     if stored and not is_read_as_numbers:
         others = BF16 * (weights.total - weights.experts)
-        each = stored / weights.total, stored / weights.total
+        size = of_expert = stored / weights.total
         if weights.experts and quantization and stored > others:  # experts alone are quantized
-            each = BF16, (stored - others) / weights.experts
-        itemsize, expert_itemsize = each
-        weights = replace(
-            weights,
-            itemsize=itemsize,
-            matrix_itemsize=itemsize,
-            expert_itemsize=expert_itemsize,
-        )
+            size, of_expert = BF16, (stored - others) / weights.experts
+        weights = replace(weights, itemsize=size, matrix_itemsize=size, expert_itemsize=of_expert)
     whole, names = whole_parts(model.named_parameters(), cut)
     is_much = not not_split and whole > _MUCH * BF16 * weights.total
     return weights, sums, not_split, names if is_much else ""

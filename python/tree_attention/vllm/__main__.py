@@ -55,11 +55,7 @@ def main(arguments: list[str]) -> int:
 
 
 def prepare(asked: Namespace) -> None:
-    """Sets the variables of vLLM's processes, and waits for the other hosts.
-
-    Raises:
-        ValueError: this host does not fit the others.
-    """
+    """Sets the variables of vLLM's processes, and waits for the other hosts, or ValueError."""
     nnodes, rank, value = asked.nnodes, asked.node_rank, os.environ[checks.VARIABLE]
     if value == "1" and not is_registered():
         raise ValueError(
@@ -74,14 +70,13 @@ def prepare(asked: Namespace) -> None:
         )
     if nnodes > 1 and rank == 0 and asked.headless:
         raise ValueError("--headless must not be given with --node-rank 0, which serves")
+    cpus = in_place(os.sched_getaffinity(0))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding(cpus, processes_of(asked)))
     if nnodes > 1:
         asked.distributed_executor_backend = asked.distributed_executor_backend or "mp"
         address = hosts.address_towards(asked.master_addr, asked.master_port)
         os.environ.setdefault("VLLM_HOST_IP", address)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(os.environ["VLLM_HOST_IP"]))
-    cpus = in_place(os.sched_getaffinity(0))
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding(cpus, processes_of(asked)))
-    if nnodes > 1:
         hosts.meet(asked.master_addr, asked.master_port, rank, nnodes, note_of(asked), say)
     where = f", host {rank} of {nnodes}" if nnodes > 1 else ""
     what = f"{checks.VARIABLE} is {value!r}, so attention is vLLM's own"
@@ -125,11 +120,7 @@ def binding(cpus: list[int], num_processes: int) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Name of the network interface that has this address.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Name of the network interface that has this address, or ValueError."""
     import psutil  # which vLLM requires
 
     for name, entries in psutil.net_if_addrs().items():

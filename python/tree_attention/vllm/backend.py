@@ -54,14 +54,9 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         if step.causal is not True:
             raise ValueError(f"{checks.PLUG_IN}: attention must be causal, got {step.causal!r}")
         groups.serving()
-        num_tokens = step.num_actual_tokens
-        batches = batches_of(
-            step.query_start_loc,
-            step.seq_lens,
-            step.block_table_tensor,
-            num_tokens,
-            step.max_query_len,
-        )
+        num_tokens, pages = step.num_actual_tokens, step.block_table_tensor
+        starts, lens = step.query_start_loc, step.seq_lens
+        batches = batches_of(starts, lens, pages, num_tokens, step.max_query_len)
         return Metadata(num_tokens, batches, step.slot_mapping[:num_tokens])
 
 
@@ -95,7 +90,7 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
         self.exchange: Exchange | None = None
         if self.dcp_world_size > 1:
             check_slot_mapping()
-            self.exchange = exchange_of(config.parallel_config)
+            self.exchange = exchange_of(config.parallel_config.cp_kv_cache_interleave_size)
             layout, rank = self.exchange.shard
             self.options["key_layout"] = layout.key_layout(rank)
             if slopes is not None:

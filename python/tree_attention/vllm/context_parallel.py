@@ -13,7 +13,6 @@ before `CpuPlatform.register_triton_kernel_overrides` takes it from its module.
 import functools
 import importlib
 import inspect
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,14 +55,12 @@ class Exchange:
         return o[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
-def exchange_of(parallel_config: Any) -> Exchange:
+@functools.cache
+def exchange_of(interleave: int) -> Exchange:
     """Return this process's exchange; the first call is collective."""
     from vllm.distributed.parallel_state import get_dcp_group
 
-    return _exchange(get_dcp_group().cpu_group, parallel_config.cp_kv_cache_interleave_size)
-
-
-_exchange = functools.cache(Exchange)
+    return Exchange(get_dcp_group().cpu_group, interleave)
 
 
 def replace_slot_mapping() -> None:

@@ -10,8 +10,8 @@ deadline on each.
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from vllm.config import get_current_vllm_config
@@ -76,25 +76,16 @@ def serving() -> None:
 
 
 class GroupCommunicator(CpuCommunicator):
-    def __init__(
-        self,
-        cpu_group: dist.ProcessGroup,
-        device: torch.device | None = None,
-        device_group: dist.ProcessGroup | None = None,
-        unique_name: str = "",
-        use_all2all: bool = False,
-    ) -> None:
-        super().__init__(cpu_group, device, device_group, unique_name, use_all2all)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         # The module itself where the processes of the group share no memory.
         self._is_ours = self.dist_module is dist
         if self._is_ours:
             # Two, as ranks compare what they call wherever it differs from the last call.
             self._sums, self._gathers = (communicator(self.cpu_group) for _ in range(2))
-            _in_graphs.append(f"{unique_name}: {self._sums.name}, {self._gathers.name}")
-            init_logger("vllm.tree_attention").info(
-                "tree_attention carries the tensors of group %s: %d processes", unique_name,
-                self.world_size,
-            )  # fmt: skip
+            _in_graphs.append(f"{self.unique_name}: {self._sums.name}, {self._gathers.name}")
+            text = "tree_attention carries the tensors of group %s: %d processes"
+            init_logger("vllm.tree_attention").info(text, self.unique_name, self.world_size)
         config = get_current_vllm_config().parallel_config
         if config.nnodes > 1:
             # vLLM tells by the number of devices, one on a CPU, which ranks are on the first host.

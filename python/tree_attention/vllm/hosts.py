@@ -34,11 +34,7 @@ def name_of_this() -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this host from which messages to `host` leave.
-
-    Raises:
-        ValueError: `host` is no name of a host, or there is no way to it.
-    """
+    """The address of this host from which messages to `host` leave, or ValueError."""
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = places[0]
@@ -63,20 +59,11 @@ def meet(
     seconds: float = MEETING_SECONDS,
     start_seconds: float = 600.0,
 ) -> None:
-    """Returns when all `nnodes` hosts came to `host:port` and their notes are equal.
-
-    Raises:
-        ValueError: a sentence about what is not as it must be, on each host that can know it.
-    """
+    """Returns when all `nnodes` hosts came to `host:port` and their notes are equal; raises
+    ValueError on each host that can know what is not as it must be."""
     place = f"{host}:{port}"
     try:
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=node_rank == 0,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=seconds),
-        )
+        store = _store(host, port, seconds, is_first=node_rank == 0)
     except (RuntimeError, ValueError) as error:
         if node_rank == 0:
             raise ValueError(
@@ -101,6 +88,12 @@ def meet(
         raise
 
 
+def _store(host: str, port: int, seconds: float, is_first: bool = False) -> dist.Store:
+    """The store at `host:port`, which the first host serves."""
+    timeout = timedelta(seconds=seconds)
+    return dist.TCPStore(host, port, is_master=is_first, wait_for_workers=False, timeout=timeout)
+
+
 def _exchange(
     store: dist.Store,
     node_rank: int,
@@ -115,7 +108,9 @@ def _exchange(
             f"--node-rank must be different on each of {nnodes} hosts, got {node_rank} twice; if "
             "that host was started again, start all of them again"
         )
-    mine = {"host": name_of_this(), "is alone": _is_loopback(), **note}
+    address = os.environ.get("VLLM_HOST_IP", "")  # which this host gives the others
+    is_alone = address == "::1" or address.startswith("127.")
+    mine = {"host": name_of_this(), "is alone": is_alone, **note}
     store.set(f"note {node_rank}", json.dumps(mine))
     for rank in _arrivals(store, "note", nnodes, seconds, say):
         other = json.loads(store.get(f"note {rank}"))
@@ -167,19 +162,11 @@ def _compare(note: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> No
             )
 
 
-def _is_loopback() -> bool:
-    """Tells if no other host reaches the address that this one gives them."""
-    address = os.environ.get("VLLM_HOST_IP", "")
-    return address == "::1" or address.startswith("127.")
-
-
 class Watch(threading.Thread):
-    """Counts in a store that this process is alive, and calls `lose` when another is silent.
+    """Counts in a store that this process is alive, and names to `lose` the host of one that was
+    silent for `timeout` seconds.
 
-    Args:
-        store: of this thread alone, as a call of another one would wait for its answer.
-        timeout: seconds after which a silent process is lost.
-        lose: is given a sentence that names the host.
+    The store is this thread's alone, as a call of another one would wait for its answer.
     """
 
     def __init__(
@@ -250,13 +237,7 @@ def watch(parallel_config: Any) -> None:
     if _watch is not None:
         return
     timeout = float(parallel_config.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT)
-    store = dist.TCPStore(
-        parallel_config.master_addr,
-        parallel_config.master_port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-    )
+    store = _store(parallel_config.master_addr, parallel_config.master_port, timeout)
     _watch = Watch(store, dist.get_rank(), dist.get_world_size(), timeout, _end_process)
     _watch.start()
 

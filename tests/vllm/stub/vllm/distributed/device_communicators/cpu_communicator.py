@@ -9,6 +9,7 @@ class CpuCommunicator:
         self, cpu_group, device=None, device_group=None, unique_name="", use_all2all=False
     ):
         self.cpu_group, self.device_group = cpu_group, device_group
+        self.unique_name = unique_name
         self.world_size, self.rank_in_group = cpu_group.size(), cpu_group.rank()
         self.dist_module = "shared memory" if self.shares_memory else torch.distributed
 
