@@ -3,7 +3,7 @@
 
 Read from the door to the wire, each importing only what is below it:
 
-    merge           `all_merge_states`, also as an operator of compiled graphs
+    merge           `all_merge_states`; `compile` makes it an operator of compiled graphs
     communicator    calls over one process group, and the buffers behind them
     agreement/      all ranks make the same call in time, or all raise
     auto/           the strategy that "auto" takes, readied for a state
@@ -18,7 +18,8 @@ from .agreement.call import DEFAULT_TIMEOUT, Call, on_every_rank
 from .auto.choose import COSTS_VARIABLE, CostTable, measured_costs
 from .calibration import calibrate
 from .communicator import Communicator, get_communicator
-from .merge import all_merge_states, collective, fake_merge
+from .compile import collective
+from .merge import all_merge_states, fake_merge
 from .notes import ExchangeError, Note, Signature, ranks_text, sentence
 from .options import (
     MAX_SECONDS,
