@@ -99,7 +99,7 @@ MUTATIONS = (
         "ranks", "decode", "meta", 60,
     ),
     Mutation(
-        "the exchange is no operator of graphs", "exchange/merge.py",
+        "the exchange is no operator of graphs", "exchange/compile.py",
         "if not torch.compiler.is_compiling():", "if True:",
         "ranks", "compiled", "a right call was refused", 2,
     ),

@@ -25,11 +25,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def collective(schema: str, fake: Callable[..., object]) -> Callable[[_Function], _Function]:
     """Makes a function with an argument `group` one that compiled graphs can call.
 
-    Args:
-        schema: the function's arguments and results as an operator has them, its group a
-            `str? group=None`.
-        fake: makes outputs from shapes alone. It has the function's arguments by name, with a
-            Communicator for the group.
+    `schema` has its arguments and results as an operator has them, its group a `str? group=None`.
+    `fake` makes outputs from shapes alone, of the same arguments with a Communicator for the group.
     """
 
     def decorate(function: _Function) -> _Function:
