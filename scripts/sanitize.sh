@@ -41,7 +41,7 @@ compile() {
   printf '%s\n' "${sources[@]}" | xargs -P "${MAX_JOBS:-$(nproc)}" -I '{}' bash -c '
     source=$1; object=$2/${source//\//_}.o; shift 2
     exec ${CXX:-g++} "$@" -c -xc++ "$source" -o "$object"' - '{}' "$folder" \
-    -std=c++20 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -Wall -Wextra \
+    -std=c++20 -O1 -g1 -fno-omit-frame-pointer -ffp-contract=off -Wall -Wextra \
     -Itests/cpp -Icsrc -I. "$@"
   "${CXX:-g++}" "$@" "${objects[@]}" -pthread -o "$folder/tests"
 }
