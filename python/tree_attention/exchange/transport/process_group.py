@@ -259,7 +259,7 @@ class Link:
 
     @property
     def ways(self) -> list[Way]:
-        """Those that are open, the nearest first."""
+        """The ways to other ranks that are open, the nearest first."""
         return [way for way in (self.shared_memory, self.sockets) if isinstance(way, Way)]
 
     @property
