@@ -4,16 +4,8 @@
 from emulator_build import INSTANCES_FOLDER
 from mutations import Mutation, Target
 
-INT8 = Target(
-    INSTANCES_FOLDER / "lean_decode_bf16_int8_64.cu",
-    ("decode_int8_short",),
-    ("decode_int8_short",),
-)
-FLOAT8 = Target(
-    INSTANCES_FOLDER / "lean_decode_bf16_float8_64.cu",
-    ("decode_float8_short",),
-    ("decode_float8_short",),
-)
+INT8 = Target(INSTANCES_FOLDER / "lean_decode_bf16_int8_64.cu", ("decode_int8_short",))
+FLOAT8 = Target(INSTANCES_FOLDER / "lean_decode_bf16_float8_64.cu", ("decode_float8_short",))
 
 
 def of_8_bits(name: str, file: str, old: str, new: str, target: Target = INT8) -> Mutation:

@@ -4,17 +4,11 @@
 from emulator_build import INSTANCES_FOLDER
 from mutations import Mutation, Target
 
-COLUMNS = Target(
-    INSTANCES_FOLDER / "lean_decode_bf16_int8_256.cu",
-    ("decode_columns_short",),
-    ("decode_columns_short",),
-)
+COLUMNS = Target(INSTANCES_FOLDER / "lean_decode_bf16_int8_256.cu", ("decode_columns_short",))
 
 
-def of_columns(
-    name: str, file: str, old: str, new: str, only_thread_sanitizer: bool = False
-) -> Mutation:
-    return Mutation(name, f"cuda/decode/{file}", old, new, only_thread_sanitizer, COLUMNS)
+def of_columns(name: str, file: str, old: str, new: str) -> Mutation:
+    return Mutation(name, f"cuda/decode/{file}", old, new, target=COLUMNS)
 
 
 OF_COLUMNS = [

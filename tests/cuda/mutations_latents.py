@@ -4,17 +4,11 @@
 from emulator_build import INSTANCES_FOLDER
 from mutations import FILL, KEY_BARRIER, Mutation, Target
 
-LATENTS = Target(
-    INSTANCES_FOLDER / "lean_decode_bf16_576.cu",
-    ("decode_latents_short",),
-    ("decode_latents_short",),
-)
+LATENTS = Target(INSTANCES_FOLDER / "lean_decode_bf16_576.cu", ("decode_latents_short",))
 
 
-def of_latents(
-    name: str, file: str, old: str, new: str, only_thread_sanitizer: bool = False
-) -> Mutation:
-    return Mutation(name, f"cuda/decode/{file}", old, new, only_thread_sanitizer, LATENTS)
+def of_latents(name: str, file: str, old: str, new: str) -> Mutation:
+    return Mutation(name, f"cuda/decode/{file}", old, new, target=LATENTS)
 
 
 OF_LATENTS = [

@@ -4,9 +4,7 @@
 from emulator_build import INSTANCES_FOLDER
 from mutations import Mutation, Target
 
-ROW_BLOCKS = Target(
-    INSTANCES_FOLDER / "lean_decode_bf16_64.cu", ("decode_row_blocks",), ("decode_row_blocks",)
-)
+ROW_BLOCKS = Target(INSTANCES_FOLDER / "lean_decode_bf16_64.cu", ("decode_row_blocks",))
 
 OF_ROW_BLOCKS = [
     Mutation(
