@@ -37,6 +37,20 @@ def test_info_of_a_rank_says_whose_it_is(monkeypatch):
     assert dict(info.rows())["rank"] == f"3, on {platform.node()}"
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: EPYC\n\n", "EPYC (family 26, model 2)"),
+        ("model name\t: Core \n", "Core"),
+        ("CPU part\t: 0xd40\n", platform.processor() or platform.machine()),
+    ],
+)
+def test_name_of_a_cpu_tells_its_generation(tmp_path, text, name):
+    (tmp_path / "cpuinfo").write_text(text)
+    assert info.cpu_name(tmp_path / "cpuinfo") == name
+    assert info.cpu_name(tmp_path / "none") == (platform.processor() or platform.machine())
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         __main__.main(["--version"])

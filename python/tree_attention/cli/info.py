@@ -59,11 +59,16 @@ def rows() -> Iterator[tuple[str, str]]:
     yield "transformers", transformers()
 
 
-def cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, and the numbers that tell generations of the same name apart."""
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    found = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    values = dict(re.findall(r"^([^\t:]+?)\s*: *(.*)$", text, re.MULTILINE))
+    if "model name" not in values:
+        return platform.processor() or platform.machine()
+    name = values["model name"].strip()
+    if "cpu family" not in values:
+        return name
+    return f"{name} (family {values['cpu family']}, model {values['model']})"
 
 
 def openmp_runtimes() -> list[str]:
