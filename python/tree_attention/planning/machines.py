@@ -48,8 +48,8 @@ MACHINES = {
 }
 _NCCL = "12 us for a collective of NCCL are an assumption"
 LINKS = {
-    "1gbe": Link(0.125e9, 300e-6, "1 Gb/s Ethernet; a round over Gloo takes 0.3 ms"),
-    "10gbe": Link(1.25e9, 150e-6, "10 Gb/s Ethernet; a round over Gloo takes 0.15 ms"),
+    "1gbe": Link(0.125e9, 300e-6, "1 Gb/s Ethernet; 0.3 ms for a round are an assumption"),
+    "10gbe": Link(1.25e9, 150e-6, "10 Gb/s Ethernet; 0.15 ms for a round are an assumption"),
     "100gbe": Link(12.5e9, 50e-6, "100 Gb/s Ethernet; 50 us for a round are an assumption"),
     "infiniband": Link(50e9, 25e-6, "NDR 400, a port a GPU; 25 us for a round are an assumption"),
     "pcie4": Link(24e9, 12e-6, f"PCIe 4 x16; 24 of 32 GB/s are an assumption; {_NCCL}"),
