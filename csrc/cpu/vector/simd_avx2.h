@@ -73,14 +73,18 @@ inline void load_pair(const Int8* p, Vec& a, Vec& b) {
 }
 // As float16 of 2^-8 of the value. Its largest number would be the NaN.
 inline void load_pair(const Float8* p, Vec& a, Vec& b) {
-  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  const __m256i bits = _mm256_slli_epi16(_mm256_cvtepu8_epi16(x), 8);
-  const __m256i sign = _mm256_set1_epi16(static_cast<short>(0x8000));
-  const __m256i magnitude = _mm256_srli_epi16(_mm256_andnot_si256(sign, bits), 1);
-  const __m256i nan = _mm256_and_si256(_mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x3f80)),
-                                       _mm256_set1_epi16(0x7e00));
-  const __m256i half =
-      _mm256_or_si256(_mm256_or_si256(magnitude, nan), _mm256_and_si256(sign, bits));
+  const __m256i x =
+      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i high_bytes =
+      _mm256_setr_epi8(-1, 0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7,  //
+                       -1, 8, -1, 9, -1, 10, -1, 11, -1, 12, -1, 13, -1, 14, -1, 15);
+  // The sign, a zero, and exponent and mantissa.
+  const __m256i number = _mm256_and_si256(_mm256_srai_epi16(_mm256_shuffle_epi8(x, high_bytes), 1),
+                                          _mm256_set1_epi16(static_cast<short>(0xbfff)));
+  // Of the NaN alone one more in the mantissa carries into the zero.
+  const __m256i nan = _mm256_and_si256(_mm256_add_epi16(number, _mm256_set1_epi16(0x80)),
+                                       _mm256_set1_epi16(0x4000));
+  const __m256i half = _mm256_or_si256(number, nan);
   const Vec factor = _mm256_set1_ps(256.0f);
   a = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(half)), factor);
   b = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)), factor);
