@@ -20,12 +20,12 @@ from mutations_one_shot import OF_ONE_SHOT
 from mutations_row_blocks import OF_ROW_BLOCKS
 
 MUTATIONS = [*OF_DECODE, *OF_8_BITS, *OF_COLUMNS, *OF_LATENTS, *OF_ONE_SHOT, *OF_ROW_BLOCKS]
-TIME_LIMIT = 60
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
     name: str
+    time_limit: int  # seconds of a run
     compiler: Compiler
     launcher: tuple[str, ...] = ()
 
@@ -45,7 +45,7 @@ class Kind:
         environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
         try:
             result = subprocess.run(
-                command, capture_output=True, text=True, timeout=TIME_LIMIT, env=environment
+                command, capture_output=True, text=True, timeout=self.time_limit, env=environment
             )
         except subprocess.TimeoutExpired:
             return "it does not end"
@@ -59,9 +59,10 @@ def has_fixed_addresses() -> bool:
     )
 
 
-PLAIN = Kind("plain", emulator_build.COMPILER)
+PLAIN = Kind("plain", 60, emulator_build.COMPILER)
 THREAD = Kind(
     "thread",
+    180,
     replace(
         emulator_build.COMPILER,
         build=ROOT / "build" / "cuda_emulator_thread",
