@@ -31,6 +31,15 @@ def decode(case: str, *columns: str, file: str = "decode_avx512_bf16") -> list[f
     return slower([value(file, cells, f"{column} us", 1000) for column in ("ours", *columns)])
 
 
+def decode_peers(case: str, *columns: str) -> list[float]:
+    return decode(case, *columns, file="decode_peers_avx512_bf16")
+
+
+def latents(heads: int, *columns: str) -> list[float]:
+    cells = {"case": f"bf16 {heads}/1 d576/512 B=1 16384"}
+    return slower([value("latent_operator", cells, f"{x} ms") for x in ("ours", *columns)])
+
+
 def decode_amx(case: str, *columns: str) -> list[float]:
     return decode(case, *columns, file="decode")
 
@@ -53,6 +62,14 @@ def serving(batch: int, *names: str) -> list[float]:
     return [value("serving", {**cells, "engine": x}, "between tokens ms") for x in names]
 
 
+def sums(file: str, kib: int, other: str) -> list[float]:
+    return slower([value(file, {"KiB": str(kib), "way": x}, "us") for x in ("ours", other)])
+
+
+def two_hosts(link: str, ours: str, other: str, column: str = "between tokens ms") -> list[float]:
+    return slower([value("two_hosts", {"link": link, "engine": x}, column) for x in (ours, other)])
+
+
 def scaling(column: str, ours: str, form: str) -> list[float]:
     rows = {"place/ranks": ours, "form": SPLIT}, {"place/ranks": "bare/1", "form": form}
     return [value("scaling", row, column) for row in rows]
@@ -65,6 +82,7 @@ def methods(file: str, case: str, *names: str, column: str = "ms", unit: int = 1
 TOKEN, PROMPT = "ms /token", "prefill s"
 ONE, TWO = "1 process, 1 thread", "1 process, 2 threads"
 SPLIT = "weights split, tensor_parallel_size 2"
+LAN, OURS_ON_TWO, VLLM_ON_TWO = "0.1ms,10gbit", "ours, two hosts", "vllm, two hosts"
 HOSTS = "metro p=8 B=1 n=65536"
 TREE, PASS_Q = "auto: butterfly", "ring, passing queries"
 DYNAMIC, STATIC = "sdpa, DynamicCache", "sdpa, StaticCache"
@@ -107,7 +125,7 @@ PAGES: dict[str, Rows] = {
         lambda: decode("B=1 32768", "vLLM", "SDPA"),
         lambda: decode("keys int8 B=1 32768", "16-bit"),
         lambda: slower(llama(STATIC, DYNAMIC)),
-        lambda: slower(engines(4096, "ours", "llama_cpp_flash")),
+        lambda: slower(engines(4096, "ours", "vllm")),
         lambda: slower(scaling(TOKEN, "bare/2", ONE)),
         lambda: slower([*step(PASS_Q), line_rate()]),
     ],
@@ -123,6 +141,14 @@ PAGES: dict[str, Rows] = {
         lambda: decode("keys int8 B=1 32768", "16-bit", "vLLM"),
         lambda: decode(f"keys int8 {RAGGED}", "16-bit", "vLLM"),
         lambda: decode("keys float8 B=1 32768", "16-bit", "vLLM"),
+        *(
+            lambda case=case: decode_peers(case, "SGLang", "vLLM")
+            for case in (
+                *("B=1 32768", RAGGED, "B=1 32768 pages of 16"),
+                *("B=1 33280 q=512", "B=1 2048 q=2048"),
+            )
+        ),
+        lambda: latents(128, "SGLang"),
         lambda: decode_amx("B=1 32768", "vLLM", "SDPA"),
         lambda: decode_amx("B=1 32768 pages of 16", "vLLM"),
         lambda: decode_amx(RAGGED, "vLLM", "SDPA"),
@@ -151,6 +177,13 @@ PAGES: dict[str, Rows] = {
         lambda: slower(serving(8, "ours, blocks of 128", "vllm, blocks of 128")),
         lambda: slower(serving(1, "ours, TP 2, DCP 2", "ours, TP 2")),
         lambda: slower(serving(8, "ours, TP 2, DCP 2", "ours, TP 2")),
+        *(lambda kib=kib: sums("groups_hosts", kib, "Gloo") for kib in (4, 64, 4096)),
+        lambda: sums("groups", 4, "vLLM's shared memory"),
+        lambda: two_hosts(LAN, OURS_ON_TWO, VLLM_ON_TWO),
+        lambda: two_hosts(LAN, OURS_ON_TWO, VLLM_ON_TWO, "between tokens of streams ms"),
+        lambda: two_hosts(LAN, f"{OURS_ON_TWO}, DCP 2", VLLM_ON_TWO),
+        lambda: two_hosts(LAN, OURS_ON_TWO, "vllm, one host"),
+        lambda: two_hosts("1ms,1gbit", OURS_ON_TWO, VLLM_ON_TWO),
         lambda: slower(scaling(TOKEN, "bare/2", ONE)),
         lambda: slower(scaling(PROMPT, "bare/2", ONE)),
         lambda: slower(scaling(TOKEN, "bare/2", TWO)),
