@@ -52,7 +52,7 @@ class Held(Lazy):
 def modules() -> dict[str, nn.Module]:
     """The same experts in 16, 8 and 4 bits."""
     torch.manual_seed(0)
-    made = {"bf16": Qwen3MoeExperts(CONFIG).bfloat16()}
+    made: dict[str, nn.Module] = {"bf16": Qwen3MoeExperts(CONFIG).bfloat16()}
     for name in NAMES:
         nn.init.normal_(getattr(made["bf16"], name), std=0.02)
     for scheme in ("int8", "int4"):
