@@ -19,10 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import vllm._custom_ops  # noqa: F401  (loads the operators of shared memory)
 from torch import Tensor
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
 from ..harness.program import add_out, finish
 from ..harness.report import Report, columns_of, environment
@@ -45,6 +42,9 @@ def main() -> int:
     parser.add_argument("--name", default="groups", help="of the page (default groups)")
     add_out(parser, "groups")
     parsed = parser.parse_args()
+    # Behind the arguments, which are read without vLLM too.
+    from vllm.config import VllmConfig, set_current_vllm_config
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -69,6 +69,9 @@ def main() -> int:
 
 
 def ways() -> dict[str, Callable[[Tensor], Tensor]]:
+    import vllm._custom_ops  # noqa: F401  (loads the operators of shared memory)
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
     from tree_attention.vllm.groups import GroupCommunicator
 
     group = dist.group.WORLD
