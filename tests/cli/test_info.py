@@ -42,6 +42,7 @@ def test_info_of_a_rank_says_whose_it_is(monkeypatch):
     [
         ("cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: EPYC\n\n", "EPYC (family 26, model 2)"),
         ("model name\t: Core \n", "Core"),
+        ("cpu family\t: 6\nmodel name\t: Core\n", "Core"),
         ("CPU part\t: 0xd40\n", platform.processor() or platform.machine()),
     ],
 )

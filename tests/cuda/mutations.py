@@ -9,8 +9,8 @@ from emulator_build import INSTANCES_FOLDER
 
 @dataclass(frozen=True)
 class Target:
-    """What mutants are of: the source that is compiled again, and the cases that must fail, of
-    which `thread_cases` under ThreadSanitizer."""
+    """What mutants are of: the source that is compiled again, and the cases that must fail,
+    plainly and, where a mutant needs it, under ThreadSanitizer."""
 
     source: Path
     cases: tuple[str, ...]

@@ -22,7 +22,7 @@ from mutations_row_blocks import OF_ROW_BLOCKS
 MUTATIONS = [*OF_DECODE, *OF_8_BITS, *OF_COLUMNS, *OF_LATENTS, *OF_ONE_SHOT, *OF_ROW_BLOCKS]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # a compiler has lists, which have no hash
 class Kind:
     name: str
     time_limit: int  # seconds of a run
@@ -97,7 +97,7 @@ def report(mutation: Mutation, folder: Path) -> str:
     return kind.run(kind.build(mutant, "mutant", mutation.target), mutation.target)
 
 
-# Those that a mutant stands beside; scripts/sanitize.sh runs all under ThreadSanitizer.
+# Those that a mutant stands beside. scripts/sanitize.sh runs other kernels under ThreadSanitizer.
 @pytest.mark.parametrize(
     "kind, target",
     dict.fromkeys((kind_of(mutation), mutation.target) for mutation in MUTATIONS),

@@ -62,11 +62,11 @@ def rows() -> Iterator[tuple[str, str]]:
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's name, and the numbers that tell generations of the same name apart."""
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    values = dict(re.findall(r"^([^\t:]+?)\s*: *(.*)$", text, re.MULTILINE))
+    values = dict(re.findall(r"^([^\t\n:]+?)\s*: *(.*)$", text, re.MULTILINE))
     if "model name" not in values:
         return platform.processor() or platform.machine()
     name = values["model name"].strip()
-    if "cpu family" not in values:
+    if not values.keys() >= {"cpu family", "model"}:
         return name
     return f"{name} (family {values['cpu family']}, model {values['model']})"
 
