@@ -183,7 +183,10 @@ PAGES: dict[str, Rows] = {
         lambda: two_hosts(LAN, OURS_ON_TWO, VLLM_ON_TWO, "between tokens of streams ms"),
         lambda: two_hosts(LAN, f"{OURS_ON_TWO}, DCP 2", VLLM_ON_TWO),
         lambda: two_hosts(LAN, OURS_ON_TWO, "vllm, one host"),
-        lambda: two_hosts("1ms,1gbit", OURS_ON_TWO, VLLM_ON_TWO),
+        *(
+            lambda other=other: two_hosts("1ms,1gbit", OURS_ON_TWO, other)
+            for other in (VLLM_ON_TWO, "vllm, one host")
+        ),
         lambda: slower(scaling(TOKEN, "bare/2", ONE)),
         lambda: slower(scaling(PROMPT, "bare/2", ONE)),
         lambda: slower(scaling(TOKEN, "bare/2", TWO)),
