@@ -81,7 +81,7 @@ inline void load_pair(const Float8* p, Vec& a, Vec& b) {
   // The sign, a zero, and exponent and mantissa.
   const __m256i number = _mm256_and_si256(_mm256_srai_epi16(_mm256_shuffle_epi8(x, high_bytes), 1),
                                           _mm256_set1_epi16(static_cast<short>(0xbfff)));
-  // Of the NaN alone one more in the mantissa carries into the zero.
+  // One more in the mantissa carries into the zero only where the number is the NaN.
   const __m256i nan = _mm256_and_si256(_mm256_add_epi16(number, _mm256_set1_epi16(0x80)),
                                        _mm256_set1_epi16(0x4000));
   const __m256i half = _mm256_or_si256(number, nan);
