@@ -9,29 +9,23 @@ Each host has a processor of its own. Needs root for the emulated hosts.
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..emulation.hosts import EmulatedCluster
 from ..emulation.network import unsupported
-from ..emulation.wiring import Wiring, parse_link
 from ..harness.program import add_out, finish, progress_bar
 from ..harness.report import ROOT, Report, columns_of, environment
-from .__main__ import ENVIRONMENTS, on
+from .__main__ import ENVIRONMENTS, KEEP_MEMORY
+from .servers import Failed, emulated_servers
 from .serving import LAYERS, VOCABULARY, make_checkpoint
 
 LINKS = ("0.1ms,10gbit", "1ms,1gbit")
-READY_SECONDS = 300
 SPACE_GIB = 1
 
 
@@ -98,52 +92,32 @@ def main() -> int:
 
 def run(arm: Arm, link: str, model: Path, parsed: argparse.Namespace) -> dict[str, Any]:
     """The figures of one engine, which is started for them, or the reason why there are none."""
-    python = str(parsed.environment / "bin" / "python")
     batches = [
         [prompt(300, 1)],  # what is compiled and connected at first use is, then
         [prompt(parsed.context, 0)],
         [prompt(256, request) for request in range(parsed.batch)],
     ]
-    with (
-        EmulatedCluster(Wiring(parse_link(link)), 2) as cluster,
-        tempfile.TemporaryDirectory() as logs,
-    ):
-        servers = []
-        for host in range(arm.hosts):
-            log = (Path(logs) / f"{host}").open("w")
-            variables = {
-                "TREE_ATTENTION_VLLM": str(int(arm.plug_in)),
-                "VLLM_CPU_KVCACHE_SPACE": str(SPACE_GIB),
-                "HF_HUB_OFFLINE": "1",
-                "GLIBC_TUNABLES": on([host])["GLIBC_TUNABLES"],
-            }
-            servers.append(
-                cluster.start(
-                    host,
-                    [python, *command(arm, host, model, parsed)],
-                    variables,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-        end = time.monotonic() + READY_SECONDS
-        while "Application startup complete" not in (Path(logs) / "0").read_text():
-            if time.monotonic() > end or any(server.poll() is not None for server in servers):
-                return {"reason": (Path(logs) / "0").read_text()[-400:]}
-            time.sleep(0.5)
-        spec = json.dumps({"batches": batches, "tokens": parsed.tokens})
-        client = [python, "-m", "benchmarks.engines.drivers.client", spec]
-        asked = cluster.start(0, client, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        output, _ = asked.communicate(timeout=READY_SECONDS)
-        if asked.returncode:
-            return {"reason": (Path(logs) / "0").read_text()[-400:]}
-        peaks = [peak_of(server.pid) for server in servers]
-    _, alone, streams = json.loads(output.splitlines()[-1])
+    variables = {
+        "TREE_ATTENTION_VLLM": str(int(arm.plug_in)),
+        "VLLM_CPU_KVCACHE_SPACE": str(SPACE_GIB),
+        "HF_HUB_OFFLINE": "1",
+        "GLIBC_TUNABLES": KEEP_MEMORY,
+    }
+    commands = [command(arm, host, model, parsed) for host in range(arm.hosts)]
+    spec = {"batches": batches, "tokens": parsed.tokens}
+    try:
+        with emulated_servers(link, parsed.environment) as servers:
+            servers.start(commands, variables)
+            *_, output = servers.lines_of_client("client", spec)
+            peak = max(servers.memory("VmHWM"))
+    except Failed as failure:
+        return {"reason": str(failure)}
+    _, alone, streams = json.loads(output)
     return {
         "first_token_seconds": alone[0]["seconds"][0],
         "token_seconds": gap(alone),
         "stream_seconds": gap(streams),
-        "peak_resident_bytes": max(peaks),
+        "peak_resident_bytes": peak,
         "tokens": alone[0]["tokens"],
     }
 
@@ -168,19 +142,6 @@ def gap(streams: Sequence[dict[str, Any]]) -> float:
     """The median gap between tokens of all streams."""
     gaps = [b - a for stream in streams for a, b in pairwise(stream["seconds"])]
     return statistics.median(gaps)
-
-
-def peak_of(session: int) -> int:
-    """The largest resident memory of a process of this session: a worker's."""
-    peaks = []
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            if os.getsid(int(status.parent.name)) == session:
-                lines = status.read_text().splitlines()
-                peaks += [int(line.split()[1]) << 10 for line in lines if line[:6] == "VmHWM:"]
-        except OSError:  # it ended meanwhile
-            continue
-    return max(peaks, default=0)
 
 
 def report_of(rows: list[dict[str, Any]]) -> Report:

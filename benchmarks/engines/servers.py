@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One engine of vLLM on the hosts of an emulated cluster, and a client on the first of them."""
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..emulation.hosts import EmulatedCluster
+from ..emulation.wiring import Wiring, parse_link
+from ..harness.report import ROOT
+
+NUM_HOSTS = 2  # with a processor each
+READY_SECONDS = 300
+READY = "Application startup complete"
+
+
+class Failed(Exception):
+    """The engine or its client ended; the end of what it printed says why."""
+
+
+class Servers:
+    """`python COMMAND` on each host, of which the first serves at its port 8000."""
+
+    def __init__(self, cluster: EmulatedCluster, python: str, log: Path) -> None:
+        self._cluster, self._python, self._log = cluster, python, log
+        self._processes: list[subprocess.Popen[Any]] = []
+
+    def start(self, commands: Sequence[Sequence[str]], variables: Mapping[str, str]) -> None:
+        """Starts the engine and returns when it is ready, or raises `Failed`."""
+        for host, command in enumerate(commands):
+            with (self._log if host == 0 else Path(os.devnull)).open("w") as output:
+                self._processes.append(
+                    self._cluster.start(
+                        host,
+                        [self._python, *command],
+                        variables,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        end = time.monotonic() + READY_SECONDS
+        while READY not in self._log.read_text():
+            if time.monotonic() > end or any(p.poll() is not None for p in self._processes):
+                raise self._failure()
+            time.sleep(0.5)
+
+    def lines_of_client(self, driver: str, spec: Mapping[str, Any]) -> Iterator[str]:
+        """What a driver prints, line by line; `Failed` where it or the engine ends too soon."""
+        command = [self._python, "-m", f"benchmarks.engines.drivers.{driver}", json.dumps(spec)]
+        client = self._cluster.start(0, command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert client.stdout is not None
+        yield from client.stdout
+        if client.wait() or any(p.poll() is not None for p in self._processes):
+            raise self._failure()
+
+    def memory(self, field: str) -> list[int]:
+        """A field of /proc/PID/status in bytes, of each process of the engine."""
+        sessions, found = {process.pid for process in self._processes}, []
+        for status in Path("/proc").glob("[0-9]*/status"):
+            try:
+                if os.getsid(int(status.parent.name)) in sessions:
+                    lines = status.read_text().splitlines()
+                    found += [int(x.split()[1]) << 10 for x in lines if x.startswith(f"{field}:")]
+            except OSError:  # it ended meanwhile
+                continue
+        return found
+
+    def _failure(self) -> Failed:
+        return Failed(self._log.read_text()[-400:])
+
+
+@contextmanager
+def emulated_servers(link: str, environment: Path) -> Iterator[Servers]:
+    """An engine that is not started yet, of the environment that engines/setup made."""
+    with (
+        EmulatedCluster(Wiring(parse_link(link)), NUM_HOSTS) as cluster,
+        tempfile.TemporaryDirectory() as directory,
+    ):
+        yield Servers(cluster, str(environment / "bin" / "python"), Path(directory) / "log")
