@@ -22,6 +22,7 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
+from benchmarks.harness.accuracy import Float64Check
 from benchmarks.harness.measure import InputArena, pin_threads, time_in_step
 from benchmarks.harness.program import add_out, finish
 from benchmarks.harness.ranks import Ranks, slowest_rank
@@ -30,7 +31,7 @@ from benchmarks.tree import decode_set
 from tree_attention import BlockCyclic, tree_decode
 from tree_attention.cli.world import joined_world
 from tree_attention.exchange import Communicator
-from tree_attention.reference.accuracy import Float64Check, digest
+from tree_attention.reference.accuracy import digest
 
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 

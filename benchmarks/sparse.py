@@ -20,6 +20,7 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
+from benchmarks.harness.accuracy import Float64Check
 from benchmarks.harness.measure import (
     InputArena,
     Load,
@@ -31,7 +32,6 @@ from benchmarks.harness.program import finish, parser_of, progress_bar, shown
 from benchmarks.harness.report import Columns, Report, columns_of, environment, verdict
 from tree_attention import lean_decode
 from tree_attention.patterns import dilated, first, page_lists, random_blocks, window
-from tree_attention.reference.accuracy import Float64Check
 
 OURS, LISTED, LISTING = "ours", "page list", "making the list"
 ALL, MASKED = "all keys", "SDPA, mask"

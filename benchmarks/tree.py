@@ -23,6 +23,7 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
+from benchmarks.harness.accuracy import Float64Check
 from benchmarks.harness.measure import (
     MAX_ROUNDS,
     MIN_ROUNDS,
@@ -52,7 +53,7 @@ from tree_attention import BlockCyclic, lean_decode, ring_decode, tree_decode
 from tree_attention.baselines.ring import MANIFEST_BYTES
 from tree_attention.exchange import Communicator
 from tree_attention.exchange.transport.buffers import StateLayout
-from tree_attention.reference.accuracy import check_against_float64, digest
+from tree_attention.reference.accuracy import digest
 
 AUTO, RING, LOCAL = "auto", "ring", "local attention only"
 
@@ -186,10 +187,8 @@ def run_case(case: ShardedCase, arena: InputArena, seconds: float, ranks: Ranks)
             k_all[:, :, begin : begin + count] = part[0]
             v_all[:, :, begin : begin + count] = part[1]
             begin += count
-        accuracies = {
-            name: check_against_float64(q.cpu(), k_all, v_all, None, *results[name])
-            for name in functions
-        }
+        check = Float64Check(q.cpu(), k_all, v_all, None)
+        accuracies = {name: check.accuracy(*results[name]) for name in functions}
         return {name: asdict(a) | {"right": a.right} for name, a in accuracies.items()}
 
     results = {name: [x.cpu() for x in samples[name].result] for name in functions}

@@ -12,8 +12,8 @@ from rich.progress import Progress
 from torch import Tensor
 
 from tree_attention import _C, lean_decode
-from tree_attention.reference.accuracy import Float64Check
 
+from ..harness.accuracy import Float64Check
 from ..harness.measure import (
     InputArena,
     Load,

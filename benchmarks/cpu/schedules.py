@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tree_attention import lean_decode, merge_states
-from tree_attention.reference.accuracy import check_against_float64
 
+from ..harness.accuracy import Float64Check
 from ..harness.measure import InputArena, Load, load_warnings, pin_threads, time_alternating
 from ..harness.program import finish, parser_of
 from ..harness.report import Report, verdict
@@ -64,7 +64,8 @@ def row_of(heads: int, keys: int, seconds: float) -> Row:
     functions[LEAN] = lambda i: lean_decode(q, *sets[i])
     with Load() as load:
         samples = time_alternating(functions, num_sets=len(sets), seconds=seconds)
-    right = [check_against_float64(q, *sets[0], None, *f(0)).right for f in functions.values()]
+    check = Float64Check(q, *sets[0], None)
+    right = [check.accuracy(*f(0)).right for f in functions.values()]
     times = {name: sample.median for name, sample in samples.items()}
     return {
         "name": f"{heads} key head{'s' * (heads > 1)}",

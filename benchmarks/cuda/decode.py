@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from tree_attention.reference.accuracy import Float64Check
-
+from ..harness.accuracy import Float64Check
 from ..harness.measure import InputArena
 from ..harness.report import Report, environment, json_text
 from . import cases as shapes

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import cuda
-from tree_attention.reference.accuracy import Accuracy, Float64Check
+from tree_attention.reference.accuracy import Accuracy
 
+from ..harness.accuracy import Float64Check
 from ..harness.measure import InputArena, Load, load_warnings
 from ..harness.program import add_out, finish, progress_bar
 from ..harness.report import Report, columns_of, environment, json_text

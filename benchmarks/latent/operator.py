@@ -19,11 +19,11 @@ from torch import Tensor
 
 from tree_attention import lean_decode
 from tree_attention.reference import quantise
-from tree_attention.reference.accuracy import Float64Check
 
 from ..cpu.cases import shuffled_pages
 from ..cpu.libraries import SGLANG, SglangDecode, add_peers, load
 from ..cpu.peers import PEER_ERROR
+from ..harness.accuracy import Float64Check
 from ..harness.measure import (
     InputArena,
     Load,

@@ -13,8 +13,8 @@ import emulator_build
 from bench_problems import SMALL, make_inputs
 from benchmarks.cuda import ablations, peers
 from benchmarks.cuda.cases import CudaCase
+from benchmarks.harness.accuracy import Float64Check
 from tree_attention import lean_decode
-from tree_attention.reference.accuracy import Float64Check
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,8 +10,8 @@ from bench_problems import SMALL, make_inputs
 from benchmarks.cuda import cases as shapes
 from benchmarks.cuda.cases import CudaCase
 from benchmarks.cuda.inputs import UNSEEN, num_sets
+from benchmarks.harness.accuracy import Float64Check
 from tree_attention.ops import lean_decode
-from tree_attention.reference.accuracy import Float64Check
 
 LISTS = [shapes.quick_cases, shapes.standard_cases, shapes.full_cases]
 

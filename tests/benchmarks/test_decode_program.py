@@ -14,6 +14,7 @@ from benchmarks import decode as program
 from benchmarks.cpu import cases, decode
 from benchmarks.cpu.peers import sdpa
 from benchmarks.harness import measure, report
+from benchmarks.harness.accuracy import Float64Check
 from tree_attention import _C, lean_decode
 from tree_attention.cli.world import World
 from tree_attention.reference.accuracy import check_against_float64
@@ -29,9 +30,13 @@ def test_wrong_results_are_wrong(wrong: str) -> None:
         o[1, 3, 2, 31] = math.nan
     if wrong == "lse":
         lse[0, 1, 1] += 1e-3
-    assert check_against_float64(q, k, v, None, o, lse).right == (wrong == "none")
+    for found in (
+        check_against_float64(q, k, v, None, o, lse),
+        Float64Check(q, k, v, None).accuracy(o, lse),
+    ):
+        assert found.right == (wrong == "none")
     # The altered elements belong to queries 1 and 2.
-    assert check_against_float64(q, k, v, None, o, lse, queries=[0]).right
+    assert Float64Check(q, k, v, None, queries=[0]).accuracy(o, lse).right
 
 
 def test_case_counts_bytes_and_operations() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.harness.accuracy import Float64Check
 from dry_device import sized
 from helpers import NAN
 from tree_attention import lean_decode
-from tree_attention.reference.accuracy import Float64Check
 
 BF16 = torch.bfloat16
 DTYPES = [torch.float32, BF16, torch.float16]
