@@ -2,7 +2,7 @@
 """Notes that ranks tell one another beside their states, and the errors that they raise."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # The fields of a call that must be equal on all ranks, by name.
@@ -25,11 +25,6 @@ class ExchangeError(RuntimeError):
 
 class Disagreement(RuntimeError):
     """All ranks know that their signatures differ: nothing was sent, and nobody waits."""
-
-    def __init__(self, message: str, values: Mapping[str, Sequence[str | None]] = {}) -> None:
-        super().__init__(message)
-        # Every rank's value of each field that differs, in rank order.
-        self.values = values
 
 
 class OtherCall(Exception):

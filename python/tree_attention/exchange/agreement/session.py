@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..notes import Disagreement, ExchangeError, Note, OtherCall, Signature, ranks_text, sentence
+from ..notes import Disagreement, ExchangeError, Note, OtherCall, Signature, sentence
 from ..transport.deadlines import call_before
 from ..transport.messages import CHANGED
 from ..transport.process_group import Link
@@ -98,19 +98,7 @@ class Session:
     ) -> list[Note]:
         """Every rank's note once all have published the same signature."""
         signature = ((ABANDONED, self._num_abandoned), *signature)
-        try:
-            return self._agreement.reach(signature, deadline, self._note | (note or {}))
-        except Disagreement as error:
-            if ABANDONED in error.values:  # ranks are at different steps, and nobody knows which
-                counts = [int(value or 0) for value in error.values[ABANDONED]]
-                behind = [rank for rank, count in enumerate(counts) if count == max(counts)]
-                others = [rank for rank in range(len(counts)) if rank not in behind]
-                raise ExchangeError(
-                    f"{ranks_text(behind)} abandoned more calls before the exchange than "
-                    f"{ranks_text(others)}; ranks may be at different steps, so start again with a "
-                    "new process group"
-                ) from None
-            raise
+        return self._agreement.reach(signature, deadline, self._note | (note or {}))
 
     def test_delivery(self, device: torch.device, deadline: float) -> None:
         """Raises ExchangeError on every rank if messages arrive in a wrong order on any."""

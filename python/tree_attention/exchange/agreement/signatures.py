@@ -48,7 +48,8 @@ class Agreement:
         self.interrupted = threading.Event()  # ends this rank's wait for the others' signatures
 
     def reach(self, signature: Signature, deadline: float, note: Note | None = None) -> list[Note]:
-        """Every rank's note, once all publish the same signature; or all raise Disagreement."""
+        """Every rank's note, once all publish the same signature; or all raise Disagreement, or
+        ExchangeError where they are at different steps."""
         self._epoch += 1
         self._own = {
             _NOTE: json.dumps(note or {}),
@@ -74,9 +75,8 @@ class Agreement:
         if any(remarks):
             with suppress(RuntimeError):  # a peer left before it could read: it has its own error
                 self._part(min(deadline, time.monotonic() + _PARTING_SECONDS))
-            fields = {field for said in published for field in _differing(said, first)}
-            values = {field: [said.get(field) for said in published] for field in fields}
-            raise Disagreement(_joined(remarks), values)
+            _check_same_step([int(said.get(ABANDONED, 0)) for said in published])
+            raise Disagreement(_joined(remarks))
         return [json.loads(said[_NOTE]) for said in published]
 
     def withdraw(self, reason: str, patience: float = 0.0) -> str:
@@ -151,11 +151,7 @@ class Agreement:
         if {_FAILED} not in (said.keys(), other.keys()):  # each has said what it calls
             for field in _differing(said, other)[:1]:
                 theirs, ours = said.get(field), other.get(field)
-                if field == ABANDONED:
-                    behind = f"rank {rank}" if int(theirs or 0) > int(ours or 0) else who
-                    remarks.append(f"{behind} abandoned a call before the exchange")
-                else:
-                    remarks.append(f"{field} is {theirs} on rank {rank}, {ours} on {who}")
+                remarks.append(f"{field} is {theirs} on rank {rank}, {ours} on {who}")
         if _FAILED in said:
             reason = said[_FAILED]
             # A rank that failed because of others quotes them, and they are named already.
@@ -176,6 +172,19 @@ class Agreement:
 
     def _keys(self, epoch: int) -> list[str]:
         return [f"{self._name}/{epoch}/{rank}" for rank in range(self._world_size)]
+
+
+def _check_same_step(counts: list[int]) -> None:
+    """Raises ExchangeError if ranks abandoned different numbers of calls: nobody knows which step
+    each of them is at."""
+    behind = [rank for rank, count in enumerate(counts) if count == max(counts)]
+    others = [rank for rank in range(len(counts)) if rank not in behind]
+    if others:
+        raise ExchangeError(
+            f"{ranks_text(behind)} abandoned more calls before the exchange than "
+            f"{ranks_text(others)}; ranks may be at different steps, so start again with a new "
+            "process group"
+        )
 
 
 def _parsed(value: bytes, rank: int) -> dict[str, str]:
