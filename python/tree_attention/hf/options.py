@@ -7,7 +7,7 @@ from typing import TypedDict
 import torch
 
 from ..exchange import DEFAULT_TIMEOUT
-from ..options import lists_options
+from ..options import check_option_names, lists_options
 from ..sharding import ShardLayout
 
 # Dtypes of 8 bits by the names that `kv_dtype` takes.
@@ -59,7 +59,5 @@ class EnableOptions(CacheOptions, total=False):
 
 def with_defaults(op: str, options: CacheOptions) -> CacheOptions:
     """All options of a call of `op`; TypeError, as Python raises it, for names that are none."""
-    for name in options:
-        if name not in _DEFAULTS:
-            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+    check_option_names(op, options, _DEFAULTS)
     return {**_DEFAULTS, **options}
