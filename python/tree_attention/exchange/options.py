@@ -102,7 +102,7 @@ def check_options(
 
 
 def check_state(op: str, o: Tensor, lse: Tensor) -> None:
-    check_tensors(op, o=o, lse=lse)
+    _check_inputs(op, o=o, lse=lse)
     if o.dim() != 4 or lse.shape != o.shape[:3] or lse.dtype != torch.float32:
         raise ValueError(
             f"{op}: o must be [batch, num_heads_q, seqlen_q, head_dim] and lse float32 "
@@ -110,11 +110,7 @@ def check_state(op: str, o: Tensor, lse: Tensor) -> None:
         )
     if o.shape[3] == 0:
         raise ValueError(f"{op}: head_dim must be at least 1, got {_shapes(o, lse)}")
-    if o.device != lse.device:
-        raise ValueError(f"{op}: o and lse must be on one device, got {o.device} and {lse.device}")
-    _check_values(op, "o and lse", o, lse)
     _check_state_dtype(op, "o", o.dtype)
-    check_no_gradient(op, "o and lse", o, lse)
 
 
 def _shapes(o: Tensor, lse: Tensor) -> str:
@@ -137,11 +133,9 @@ def check_timeout(op: str, timeout: float | timedelta) -> float:
 
 def payload_of_sum(x: Tensor, payload_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which ranks send `x` to be summed."""
-    check_tensors("all_reduce", x=x)
+    _check_inputs("all_reduce", x=x)
     if not x.dtype.is_floating_point:
         raise ValueError(f"all_reduce: x must have a floating dtype, got {x.dtype}")
-    _check_values("all_reduce", "x", x)
-    check_no_gradient("all_reduce", "x", x)
     if payload_dtype is None:
         # Nothing is lost: parts and sum are rounded to bfloat16 anyhow.
         return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
@@ -153,9 +147,7 @@ def check_gather(
     x: Tensor, counts: Sequence[int], dim: int, rank: int, world_size: int
 ) -> tuple[tuple[int, ...], int]:
     """The counts and the dim, from 0 on, of an all_gather in which this is rank `rank`."""
-    check_tensors("all_gather", x=x)
-    _check_values("all_gather", "x", x)
-    check_no_gradient("all_gather", "x", x)
+    _check_inputs("all_gather", x=x)
     if x.dim() == 0:
         raise ValueError("all_gather: x must have at least one dimension, got a scalar")
     if not _is_integer(dim, -x.dim(), x.dim() - 1):
@@ -195,13 +187,19 @@ def _check_payload(op: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{op}: payload_dtype must be {names}, got {dtype}")
 
 
-def _check_values(op: str, names: str, *tensors: Tensor) -> None:
-    for x in tensors:
+def _check_inputs(op: str, **tensors: Tensor) -> None:
+    """Refuses tensors of several devices, of no values, or with a gradient."""
+    check_tensors(op, **tensors)
+    names, devices = " and ".join(tensors), [str(x.device) for x in tensors.values()]
+    if len({*devices}) > 1:
+        raise ValueError(f"{op}: {names} must be on one device, got {' and '.join(devices)}")
+    for x in tensors.values():
         if x.is_meta or x.layout != torch.strided:
             kind = "the meta device" if x.is_meta else str(x.layout)
             raise ValueError(
                 f"{op}: {names} must be dense tensors on a device that holds values, got {kind}"
             )
+    check_no_gradient(op, names, *tensors.values())
 
 
 def check_no_gradient(op: str, names: str, *tensors: Tensor) -> None:
