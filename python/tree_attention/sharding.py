@@ -39,6 +39,12 @@ def _last_bound(x: Slots, bounds: tuple[int, ...]) -> Slots:
     return bisect_right(bounds, x) - 1
 
 
+def _where(condition: bool | Tensor, then: Slots, otherwise: Slots | int) -> Slots:
+    if isinstance(condition, Tensor):
+        return torch.where(condition, then, otherwise)  # type: ignore[return-value]
+    return then if condition else otherwise  # type: ignore[return-value]
+
+
 class ShardLayout(ABC):
     """A partition of the global slots over `world_size` ranks.
 
@@ -113,10 +119,7 @@ class ShardLayout(ABC):
         """
         slots = self._int64("slots", slots)
         local = self.count(rank, slots)
-        is_held = self.count(rank, slots + 1) > local
-        if isinstance(is_held, Tensor):
-            return torch.where(is_held, local, -1)
-        return local if is_held else -1
+        return _where(self.count(rank, slots + 1) > local, local, -1)
 
     def _integer(self, name: str, value: object) -> int:
         try:
@@ -277,18 +280,14 @@ class ContiguousThenCyclic(_Bounded):
         slots = self._slots(slots)
         prefilled = _last_bound(slots, self.bounds)
         appended = self.cyclic.owner(_clamp(slots - self.bounds[-1], 0, None))
-        if isinstance(slots, Tensor):
-            return torch.where(slots < self.bounds[-1], prefilled, appended)
-        return prefilled if slots < self.bounds[-1] else appended
+        return _where(slots < self.bounds[-1], prefilled, appended)
 
     def global_slots(self, rank: int, local_slots: Slots) -> Slots:
         local_slots = self._int64("local_slots", local_slots)
         num_prefilled = self.contiguous.count(rank, self.bounds[-1])
         prefilled = self.contiguous.global_slots(rank, local_slots)
         appended = self.bounds[-1] + self.cyclic.global_slots(rank, local_slots - num_prefilled)
-        if isinstance(local_slots, Tensor):
-            return torch.where(local_slots < num_prefilled, prefilled, appended)
-        return prefilled if local_slots < num_prefilled else appended
+        return _where(local_slots < num_prefilled, prefilled, appended)
 
     def key_layout(self, rank: int) -> tuple[int, int, int]:
         """Not available: the local slots have no single key_layout.
