@@ -37,10 +37,6 @@ class Topology:
         return len(set(self.nodes))
 
     @cached_property
-    def node_sizes(self) -> tuple[int, ...]:
-        return tuple(Counter(self.nodes).values())
-
-    @cached_property
     def subtree_size(self) -> int:
         """Ranks that a node may merge before it asks others, without changing a bit.
 
@@ -53,7 +49,7 @@ class Topology:
         return divisor & -divisor
 
     def __str__(self) -> str:
-        sizes = sorted(set(self.node_sizes))
+        sizes = sorted({*Counter(self.nodes).values()})
         ranks = " or ".join(map(str, sizes))
         plural = "s" * (self.num_nodes > 1)
         return f"{self.num_nodes} node{plural} of {ranks} rank{'s' * (sizes != [1])}"
