@@ -190,9 +190,10 @@ def _check_payload(op: str, dtype: torch.dtype) -> None:
 def _check_inputs(op: str, **tensors: Tensor) -> None:
     """Refuses tensors of several devices, of no values, or with a gradient."""
     check_tensors(op, **tensors)
-    names, devices = " and ".join(tensors), [str(x.device) for x in tensors.values()]
-    if len({*devices}) > 1:
-        raise ValueError(f"{op}: {names} must be on one device, got {' and '.join(devices)}")
+    names = " and ".join(tensors)
+    if len({x.device for x in tensors.values()}) > 1:
+        devices = " and ".join(str(x.device) for x in tensors.values())
+        raise ValueError(f"{op}: {names} must be on one device, got {devices}")
     for x in tensors.values():
         if x.is_meta or x.layout != torch.strided:
             kind = "the meta device" if x.is_meta else str(x.layout)
