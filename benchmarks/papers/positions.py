@@ -156,13 +156,13 @@ def evaluate(model: Model, text: Tensor, n: int) -> tuple[float, float]:
     """Perplexity of a byte in windows of n, and the largest difference of ways in logits."""
     windows = text[: (len(text) - 1) // n * n].view(-1, n)
     following = text[1 : windows.numel() + 1].view(-1, n)
-    losses = [
-        F.cross_entropy(model(x, by_library).flatten(0, 1), y.flatten())
+    losses = [  # sums, as the last group may have fewer windows
+        F.cross_entropy(model(x, by_library).flatten(0, 1), y.flatten(), reduction="sum").item()
         for x, y in zip(windows.split(4096 // n), following.split(4096 // n), strict=True)
     ]
     one = windows[:1]
     difference = model(one, by_library) - model(one, by_scores)
-    return math.exp(torch.stack(losses).mean().item()), difference.abs().max().item()
+    return math.exp(sum(losses) / windows.numel()), difference.abs().max().item()
 
 
 def row_of(model: Model, text: Tensor) -> dict[str, Any]:

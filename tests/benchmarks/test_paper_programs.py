@@ -185,3 +185,16 @@ def test_attention_without_its_slopes_shows_as_a_difference():
     assert positions.evaluate(model, text, 128)[1] < 1e-4
     with mock.patch.object(positions, "lean_decode", lambda *args, **_: lean_decode(*args)):
         assert positions.evaluate(model, text, 128)[1] > 100 * positions.TOLERANCE
+
+
+def test_perplexity_weighs_bytes_and_not_groups_of_windows():
+    torch.manual_seed(0)
+    model = positions.Model("ALiBi")
+    text = torch.cat([torch.randint(256, (4096,)), torch.zeros(129, dtype=torch.long)])
+    windows, following = text[:-1].view(33, 128), text[1:].view(33, 128)  # groups of 32 and of 1
+    with torch.no_grad():
+        logits = model(windows, positions.by_scores)
+    losses = torch.nn.functional.cross_entropy(logits.mT, following, reduction="none")
+    assert abs(losses[-1].mean() - losses.mean()) > 0.1  # groups of equal weight would show it
+    expected = losses.mean().exp().item()
+    assert positions.evaluate(model, text, 128)[0] == pytest.approx(expected, rel=1e-4)
