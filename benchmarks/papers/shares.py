@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """LeanAttention's Figures 3 and 10 end to end: an OPT-shaped model generates on a CPU or a GPU.
 
-    python -m benchmarks.papers.shares --layers 2 --prompts 1024 4096 16384 --tokens 16 64 256
+    python -m benchmarks.papers.shares --layers 2 4 8 --prompts 1024 4096 --tokens 16 64 256
 
 Random weights. The share of the time that new tokens take, and how much faster the whole is than
-with transformers' own attention and cache. What the published prompt of 50,000 tokens would take is
-extrapolated from two prompts or more. Rows stay in the directory of `--out` until they are measured
-again, so that each call may measure one prompt.
+with transformers' own attention and cache. Models of few layers run; the time of the whole model is
+a fit to them, a fixed time and one for each layer. What the published prompt of 50,000 tokens would
+take is extrapolated from the fits to two prompts or more. Rows stay in the directory of `--out`
+until they are measured again, so that each call may measure one shape, depth or prompt.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from tree_attention import hf
+from tree_attention import _loader, hf
 from tree_attention.cli.generation import ArrivalRecorder
 
 from ..harness.measure import Load, load_warnings
@@ -32,27 +33,45 @@ from ..harness.program import add_device, add_out, check_device, finish
 from ..harness.report import Report
 from .comparison import Row, comparison, number
 
-OURS, THEIRS = "ours", "sdpa"
+NAMES = OURS, THEIRS = "ours", "sdpa"
 SHARE = 0.8  # "more than 80 %" with 64 prompt tokens for each new one, and more with fewer
-FIGURE_10 = 50_000, 1_000, 1.26  # prompt, new tokens, speedup over FlashAttention-2 on an A100
+LONG = 50_000, 1_000  # Figure 10's prompt and first new tokens
+
+
+class Shape(NamedTuple):
+    """One of the paper's models; both have 32 heads."""
+
+    layers: int
+    hidden: int
+    speedup: float | None  # published for LONG, over FlashAttention-2 on an A100
+
+
+SHAPES = {"1.3b": Shape(24, 2048, 1.26), "6.7b": Shape(32, 4096, None)}
 
 # Seconds until the first token, and between one token and the next, of each implementation.
 Times = Mapping[str, tuple[float, Sequence[float]]]
 
 
-def make_model(layers: int, positions: int, **changes: Any) -> Any:
-    """The shape of OPT 1.3B, with fewer layers and as many positions as are needed."""
-    shape = {
+def default_dtype(device: str) -> str:
+    """bfloat16 where the processor multiplies it: elsewhere products would be emulated."""
+    is_fast = device == "cuda" or _loader.load().cpu_instruction_set() in ("avx512_bf16", "amx")
+    return "bfloat16" if is_fast else "float32"
+
+
+def make_model(shape: str, layers: int, positions: int, **changes: Any) -> Any:
+    """A model of the shape with fewer layers and as many positions as are needed, in float32."""
+    hidden = SHAPES[shape].hidden
+    sizes = {
         "vocab_size": 50272,
-        "hidden_size": 2048,
-        "ffn_dim": 8192,
+        "hidden_size": hidden,
+        "ffn_dim": 4 * hidden,
         "num_attention_heads": 32,
-        "word_embed_proj_dim": 2048,
+        "word_embed_proj_dim": hidden,
         **changes,
     }
     torch.manual_seed(0)
-    config = OPTConfig(num_hidden_layers=layers, max_position_embeddings=positions, **shape)
-    return OPTForCausalLM._from_config(config, attn_implementation="sdpa").eval().bfloat16()
+    config = OPTConfig(num_hidden_layers=layers, max_position_embeddings=positions, **sizes)
+    return OPTForCausalLM._from_config(config, attn_implementation="sdpa").eval()
 
 
 def generate(model: Any, prompt: int, tokens: int) -> tuple[float, list[float]]:
@@ -89,37 +108,94 @@ def measure(model: Any, prompt: int, tokens: int, rounds: int) -> Times:
     }
 
 
-def rows_of(layers: int, prompt: int, tokens: Sequence[int], times: Times) -> list[Row]:
+def rows_of(
+    shape: str, layers: int, prompt: int, tokens: Sequence[int], times: Times, conditions: str
+) -> list[Row]:
     """Rows of a measurement, for each number of new tokens."""
     prefills = {name: prefill for name, (prefill, _) in times.items()}
     each = {name: median(gaps) for name, (_, gaps) in times.items()}
     rows = []
     for count in tokens:
         totals = {name: prefill + sum(gaps[: count - 1]) for name, (prefill, gaps) in times.items()}
-        rows.append(_row(prompt, count, prefills, totals) | {"layers": layers, "each": each})
+        row = _row(shape, layers, prompt, count, prefills, totals)
+        rows.append(row | {"each": each, "measured": conditions})
     return rows
+
+
+def whole_model(rows: Sequence[Row]) -> Row:
+    """A row of all layers of the shape, from rows that differ in their layers alone.
+
+    Its "error" is how far the same fit to the other rows misses the deepest one, at most.
+    """
+    first, *_, deepest = sorted(rows, key=lambda row: row["layers"])
+    layers = SHAPES[first["shape"]].layers
+
+    def at(depth: int, used: Sequence[Row]) -> list[dict[str, float]]:
+        prefills, each = (
+            {name: _line(depth, {row["layers"]: row[key][name] for row in used}) for name in NAMES}
+            for key in ("prefills", "each")
+        )
+        totals = {  # new tokens alone are fitted, so that no total is below its prompt's time
+            name: prefills[name]
+            + _line(depth, {r["layers"]: r["totals"][name] - r["prefills"][name] for r in used})
+            for name in NAMES
+        }
+        return [prefills, totals, each]
+
+    prefills, totals, each = at(layers, rows)
+    row = _row(first["shape"], layers, first["prompt"], first["tokens"], prefills, totals)
+    others = [row for row in rows if row is not deepest]
+    if len(others) > 1:
+        guesses = at(deepest["layers"], others)
+        row["error"] = max(
+            abs(guess[name] / deepest[key][name] - 1)
+            for key, guess in zip(("prefills", "totals"), guesses[:2], strict=True)
+            for name in NAMES
+        )
+    return row | {"name": f"{row['name']}, fitted", "each": each}
+
+
+def with_fits(rows: Sequence[Row]) -> list[Row]:
+    """The rows in order, and those of whole models as far as several depths were measured."""
+    found = []
+    for shape, of_shape in groupby(sorted(rows, key=_order), lambda row: row["shape"]):
+        fits = []
+        measured = list(of_shape)
+        for _, alike in groupby(measured, lambda row: (row["prompt"], row["tokens"])):
+            if len(depths := list(alike)) > 1:
+                fits.append(whole_model(depths))
+        found += [*measured, *fits]
+        if len({row["prompt"] for row in fits}) > 1:
+            found.append(extrapolated(fits, *LONG) | {"published_speedup": SHAPES[shape].speedup})
+    return found
+
+
+def _line(layers: int, seconds: Mapping[int, float]) -> float:
+    return float(_fitted(seconds, (0, 1)) @ [1, layers])
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    return row["shape"], row["prompt"], row["tokens"], row["layers"]
 
 
 def extrapolated(rows: Sequence[Row], prompt: int, tokens: int) -> Row:
     """A row for a prompt that was not run, from those of several.
 
-    A prompt takes `a n + b n^2` seconds and a new token after n others `c + d n`; the coefficients
-    are at least 0 and have the least squares of relative errors.
+    A prompt takes `a n + b n^2` seconds and a new token after n others `c + d n`.
     """
     prefills, totals = {}, {}
-    for name in (OURS, THEIRS):
+    for name in NAMES:
         first = _fitted({row["prompt"]: row["prefills"][name] for row in rows}, (1, 2))
         each = _fitted({row["prompt"]: row["each"][name] for row in rows}, (0, 1))
         prefills[name] = first @ [prompt, prompt**2]
         # On average a new token has half of the others before it too.
         totals[name] = prefills[name] + (tokens - 1) * (each @ [1, prompt + tokens / 2])
-    return _row(prompt, tokens, prefills, totals) | {
-        "name": f"{prompt} tokens, {tokens} new, extrapolated",
-        "published_speedup": FIGURE_10[2] if (prompt, tokens) == FIGURE_10[:2] else None,
-    }
+    row = _row(rows[0]["shape"], rows[0]["layers"], prompt, tokens, prefills, totals)
+    return row | {"name": f"{row['name']}, extrapolated"}
 
 
 def _fitted(seconds: Mapping[int, float], powers: Sequence[int]) -> Any:
+    """Coefficients of two powers, at least 0, with the least squares of relative errors."""
     terms = np.array([[n**power / y for power in powers] for n, y in seconds.items()])
     fits = []
     for used in ([0, 1], [0], [1]):
@@ -131,31 +207,39 @@ def _fitted(seconds: Mapping[int, float], powers: Sequence[int]) -> Any:
 
 
 def _row(
-    prompt: int, count: int, prefills: Mapping[str, float], totals: Mapping[str, float]
+    shape: str,
+    layers: int,
+    prompt: int,
+    count: int,
+    prefills: Mapping[str, float],
+    totals: Mapping[str, float],
 ) -> Row:
     return {
-        "name": f"{prompt} tokens, {count} new",
+        "name": f"{shape}, {layers} layers, {prompt} tokens, {count} new",
+        "shape": shape,
+        "layers": layers,
         "prompt": prompt,
         "tokens": count,
         "published": SHARE if prompt <= 64 * count else None,
         "published_speedup": None,
+        "error": None,
         "ours": 1 - prefills[OURS] / totals[OURS],
         "prefills": dict(prefills),
         "totals": dict(totals),
     }
 
 
-def kept_rows(out: Path | None, layers: int) -> dict[str, Row]:
-    """Rows of the same model that `out` has from earlier calls, by name."""
+def kept_rows(out: Path | None, conditions: str) -> dict[str, Row]:
+    """Rows by name that earlier calls measured in the same dtype and on the same device."""
     path = None if out is None else out / "lean_figure_3.json"
     rows = [] if path is None or not path.exists() else json.loads(path.read_text())["rows"]
-    return {row["name"]: row for row in rows if row.get("layers") == layers}
+    return {row["name"]: row for row in rows if row.get("measured") == conditions}
 
 
-def report_of(rows: Sequence[Row], title: str, warnings: Sequence[str] = ()) -> Report:
+def report_of(rows: Sequence[Row], conditions: str, warnings: Sequence[str] = ()) -> Report:
     report = comparison(
         "lean_figure_3",
-        title,
+        f"Generation with the shapes of OPT, {conditions}: who takes the time",
         rows,
         {
             "prefill s": lambda row: number(row["prefills"][OURS]),
@@ -165,13 +249,19 @@ def report_of(rows: Sequence[Row], title: str, warnings: Sequence[str] = ()) -> 
             "sdpa's prefill s": lambda row: number(row["prefills"][THEIRS]),
             "sdpa /ours": lambda row: number(row["totals"][THEIRS] / row["totals"][OURS]),
             "published speedup": lambda row: number(row["published_speedup"]),
+            "fit's error": lambda row: (
+                "-" if row["error"] is None else f"{100 * row['error']:.1f} %"
+            ),
         },
         (
-            "The shape of OPT 1.3B with fewer layers, random weights, one process. The paper's "
-            "share is that of an A100, on which a prompt's tokens take less time beside a new "
-            "one's than here. sdpa: transformers' own attention and cache, in turn with ours.",
+            "Random weights, one process. The paper's share is that of an A100, on which a "
+            "prompt's tokens take less time beside a new one's than here. sdpa: transformers' own "
+            "attention and cache, in turn with ours.",
+            "Fitted: not run. A model takes a + b layers seconds, fitted to the same prompt and "
+            "tokens at the depths above. The fit's error is how far the fit without the deepest "
+            "model misses it, at most, in the four times of the row.",
             "Extrapolated: not run. A prompt of n tokens takes a n + b n^2 and a new token after n "
-            "others c + d n, fitted to the prompts above. The published speedup is over "
+            "others c + d n, fitted to the fitted rows. The published speedup is over "
             "FlashAttention-2 on an A100.",
         ),
     )
@@ -182,27 +272,36 @@ def report_of(rows: Sequence[Row], title: str, warnings: Sequence[str] = ()) -> 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.papers.shares")
-    parser.add_argument("--layers", type=int, default=4, help="of 24 (default 4)")
+    parser.add_argument("--shape", choices=SHAPES, default="1.3b", help="of OPT (default 1.3b)")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", default=(2, 4, 8), help="depths that run (default 2 4 8)"
+    )
     parser.add_argument("--prompts", type=int, nargs="+", default=(1024, 4096), help="tokens")
     parser.add_argument("--tokens", type=int, nargs="+", default=(16, 64, 256), help="new ones")
     parser.add_argument("--rounds", type=int, default=3, help="of which the best (default 3)")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="default: bfloat16 where the processor multiplies it, else float32",
+    )
     add_device(parser)
     add_out(parser, "lean_figure_3")
     parsed = parser.parse_args(arguments)
     check_device(parser, parsed.device)
-    rows = kept_rows(parsed.out, parsed.layers)
+    dtype = parsed.dtype or default_dtype(parsed.device)
+    conditions = f"{dtype} on {parsed.device}"
+    rows = kept_rows(parsed.out, conditions)
     most = max(parsed.tokens)
     with torch.inference_mode(), Load() as load:
-        model = make_model(parsed.layers, max(parsed.prompts) + most).to(parsed.device)
-        for prompt in parsed.prompts:
-            times = measure(model, prompt, most, parsed.rounds)
-            found = rows_of(parsed.layers, prompt, parsed.tokens, times)
-            rows |= {row["name"]: row for row in found}
-    ordered = sorted(rows.values(), key=lambda row: (row["prompt"], row["tokens"]))
-    if len({row["prompt"] for row in ordered}) > 1:
-        ordered.append(extrapolated(ordered, *FIGURE_10[:2]))
-    title = f"An OPT of 1.3B's shape, {parsed.layers} of 24 layers: who takes the time"
-    return finish(report_of(ordered, title, load_warnings([load.others])), parsed.out, width=140)
+        for layers in parsed.layers:
+            model = make_model(parsed.shape, layers, max(parsed.prompts) + most)
+            model = model.to(parsed.device, getattr(torch, dtype))
+            for prompt in parsed.prompts:
+                times = measure(model, prompt, most, parsed.rounds)
+                found = rows_of(parsed.shape, layers, prompt, parsed.tokens, times, conditions)
+                rows |= {row["name"]: row for row in found}
+    report = report_of(with_fits(list(rows.values())), conditions, load_warnings([load.others]))
+    return finish(report, parsed.out, width=160)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def test_memory_program() -> None:
 def test_shares_program() -> None:
     width = {"hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 4}
     with torch.no_grad():
-        model = shares.make_model(1, 256, vocab_size=97, ffn_dim=64, **width)
+        model = shares.make_model("1.3b", 1, 256, vocab_size=97, ffn_dim=64, **width)
         with device_that_counts():
             times = shares.measure(model.to("cuda"), 32, 4, rounds=1)
     assert {name: len(gaps) for name, (_, gaps) in times.items()} == {
