@@ -59,14 +59,16 @@ class Servers:
         if client.wait() or any(p.poll() is not None for p in self._processes):
             raise self._failure()
 
-    def memory(self, field: str) -> list[int]:
-        """A field of /proc/PID/status in bytes, of each process of the engine."""
-        sessions, found = {process.pid for process in self._processes}, []
+    def memory(self, field: str) -> dict[str, int]:
+        """A field of /proc/PID/status in bytes, by name and number of each process."""
+        sessions, found = {process.pid for process in self._processes}, {}
         for status in Path("/proc").glob("[0-9]*/status"):
             try:
                 if os.getsid(int(status.parent.name)) in sessions:
-                    lines = status.read_text().splitlines()
-                    found += [int(x.split()[1]) << 10 for x in lines if x.startswith(f"{field}:")]
+                    values = dict(x.split(":\t", 1) for x in status.read_text().splitlines())
+                    if field in values:  # a process that has ended has none
+                        name = f"{values['Name']} {values['Pid']}"
+                        found[name] = int(values[field].split()[0]) << 10
             except OSError:  # it ended meanwhile
                 continue
         return found

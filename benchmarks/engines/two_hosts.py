@@ -109,7 +109,7 @@ def run(arm: Arm, link: str, model: Path, parsed: argparse.Namespace) -> dict[st
         with emulated_servers(link, parsed.environment) as servers:
             servers.start(commands, variables)
             *_, output = servers.lines_of_client("client", spec)
-            peak = max(servers.memory("VmHWM"))
+            peak = max(servers.memory("VmHWM").values())
     except Failed as failure:
         return {"reason": str(failure)}
     _, alone, streams = json.loads(output)

@@ -3,8 +3,6 @@
 
 from typing import Any
 
-import pytest
-
 from benchmarks.engines import arrivals
 from benchmarks.harness.report import Report
 
@@ -13,11 +11,12 @@ MIB = 1 << 20
 
 def row(answered: int, resident_bytes: int, **changes: Any) -> dict[str, Any]:
     return {
-        "engine": "one host",
+        "engine": "ours, one host",
         "answered": answered,
         "same": 100,
         "other": 0,
         "lost": 0,
+        "reasons": [],
         "first_token_seconds": [0.01, 0.02, 0.09],
         "last_token_seconds": [0.1, 0.2, 0.3],
         "resident_bytes": resident_bytes,
@@ -37,22 +36,38 @@ def test_figures_of_answers() -> None:
     assert column(report, "right") == ["yes"] * 3 and not report.warnings
 
 
-@pytest.mark.parametrize("changes", [{"lost": 1}, {"other": 1}], ids=["lost", "other tokens"])
-def test_a_lost_or_other_answer_is_wrong(changes: dict[str, Any]) -> None:
-    report = arrivals.report_of([row(100, MIB), row(200, MIB, **changes), row(300, MIB)], 20)
+def test_a_lost_answer_is_wrong_and_its_reason_is_told() -> None:
+    lost = row(200, MIB, lost=1, reasons=["InternalServerError"])
+    report = arrivals.report_of([row(100, MIB), lost, row(300, MIB)], 20)
     assert column(report, "right") == ["yes", "WRONG", "yes"]
+    assert report.warnings == ["ours, one host, 200 answered: InternalServerError"]
 
 
-def test_memory_that_grows_is_wrong() -> None:
-    rows = [row(answered, answered * MIB // 100) for answered in range(100, 600, 100)]
-    report = arrivals.report_of(rows, 20)
-    assert report.warnings == ["one host: memory grows by 10.0 MiB for 1,000 requests"]
+def test_another_answer_than_alone_is_wrong() -> None:
+    report = arrivals.report_of([row(100, MIB), row(200, MIB, other=1)], 20)
+    assert column(report, "right") == ["yes", "WRONG"]
+
+
+def growing(engine: str, mib_per_thousand: int) -> list[dict[str, Any]]:
+    step = mib_per_thousand * MIB // 10
+    rows = [row(100 * i, step * i) for i in range(1, 7)]
+    rows[0]["resident_bytes"] = 0  # what the first requests take does not count
+    return [one | {"engine": engine} for one in rows]
+
+
+def test_memory_that_grows_more_than_that_of_vllm_is_wrong() -> None:
+    report = arrivals.report_of(growing("vllm, one host", 10) + growing("ours, one host", 20), 20)
+    assert report.warnings == [
+        "ours, one host: a host grows by 20.0 MiB in 1,000 requests, vllm's by 10.0"
+    ]
     assert column(report, "right")[-1] == "WRONG"
+    alike = growing("vllm, one host", 10) + growing("ours, two hosts, TP 2", 26)
+    assert not arrivals.report_of(alike, 20).warnings  # 13 a host
 
 
 def test_an_engine_that_ends_is_named() -> None:
-    report = arrivals.report_of([{"engine": "one host", "reason": "no memory"}], 20)
-    assert report.warnings == ["one host, 0 answered: no memory"]
+    report = arrivals.report_of([{"engine": "ours, one host", "reason": "no memory"}], 20)
+    assert report.warnings == ["ours, one host, 0 answered: no memory"]
 
 
 def test_commands_of_the_hosts() -> None:

@@ -4,7 +4,7 @@
 SPEC is JSON: `prompts`, which are token ids, the `requests` in all, how many come in a second on
 average (`rate`), the new `tokens` of each and after how many answers a line is printed (`every`).
 Each prompt is asked for alone first; the line counts answers that equal that one, others and losses
-since the line before, with the seconds until the first and the last token of each.
+since the line before, with the reasons, and the seconds until the first and last token of each.
 """
 
 import asyncio
@@ -13,7 +13,8 @@ import random
 import sys
 from typing import Any
 
-from openai import AsyncOpenAI, OpenAIError
+import httpx
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
 
 from .client import ask
 
@@ -22,7 +23,13 @@ class Client:
     def __init__(self, spec: dict[str, Any]) -> None:
         self._spec = spec
         self._server = AsyncOpenAI(
-            base_url="http://localhost:8000/v1", api_key="none", max_retries=0, timeout=120
+            base_url="http://localhost:8000/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=120,
+            # Shorter than the server's 5 s: a request on a connection that the server is about to
+            # close fails, which the client by default tries again.
+            http_client=DefaultAsyncHttpxClient(limits=httpx.Limits(keepalive_expiry=1.0)),
         )
         self._alone: list[list[int]] = []
         self._answered = 0
@@ -47,8 +54,9 @@ class Client:
             self._counts["same" if is_same else "other"] += 1
             self._first.append(answer["seconds"][0])
             self._last.append(answer["seconds"][-1])
-        except (OpenAIError, IndexError):  # an error of the server, or no token
+        except (OpenAIError, IndexError) as error:  # of the server, or no token came
             self._counts["lost"] += 1
+            self._reasons.append(f"{type(error).__name__}: {error} {error.__cause__!r}")
         self._answered += 1
         if self._answered % self._spec["every"] == 0:
             self._print()
@@ -57,12 +65,19 @@ class Client:
         return await ask(self._server, prompt, self._spec["tokens"])
 
     def _print(self) -> None:
-        found = {"first_token_seconds": self._first, "last_token_seconds": self._last}
-        print(json.dumps({"answered": self._answered, **self._counts, **found}), flush=True)
+        found = {
+            "answered": self._answered,
+            **self._counts,
+            "reasons": self._reasons,
+            "first_token_seconds": self._first,
+            "last_token_seconds": self._last,
+        }
+        print(json.dumps(found), flush=True)
         self._clear()
 
     def _clear(self) -> None:
         self._counts = {"same": 0, "other": 0, "lost": 0}
+        self._reasons: list[str] = []
         self._first: list[float] = []
         self._last: list[float] = []
 
