@@ -90,8 +90,8 @@ def _family(config: str, *options: dict[str, Any], **fields: str) -> Family:
     return Family(config, merged, **fields)
 
 
-def _refused(config: str, *options: dict[str, Any], **fields: str) -> Family:
-    return _family(config, *options, plain_attention="eager", **fields)  # which all of them have
+def _eager(config: str, *options: dict[str, Any], **fields: str) -> Family:
+    return _family(config, *options, plain_attention="eager", **fields)
 
 
 WORKING: dict[str, Family] = {
@@ -181,7 +181,6 @@ WORKING: dict[str, Family] = {
 # Those with multi-head latent attention.
 LATENT = [name for name, family in WORKING.items() if "kv_lora_rank" in family.options]
 
-
 _LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"]}
 _DELTA_RULE = {
     "linear_num_key_heads": 2,
@@ -237,6 +236,13 @@ HYBRIDS: dict[str, Family] = {
 }
 
 
+# Of these the attention is code of their own, and their weights are not split.
+OWN_ATTENTION: dict[str, Family] = {
+    "BLOOM": _eager("BloomConfig"),
+    "MPT": _eager("MptConfig", {"use_cache": True, "initializer_range": 0.4}),
+    "XGLM": _eager("XGLMConfig", {"ffn_dim": 96}),
+}
+
 _KINDS_OF_LAYERS = "layers must be of the types"
 _ATTENTION_HIDDEN = "does not let its attention be chosen"
 _CACHED_KEYS = "work on cached keys themselves"
@@ -247,52 +253,46 @@ REFUSED: tuple[Refusal, ...] = (
         "all layers keep a state, and there are no keys to spread",
         "a layer must have keys to spread over ranks",
         {
-            "Falcon Mamba": _refused("FalconMambaConfig"),
-            "Mamba": _refused("MambaConfig"),
-            "Mamba 2": _refused("Mamba2Config", {"num_heads": 8, "head_dim": 16, "n_groups": 1}),
+            "Falcon Mamba": _eager("FalconMambaConfig"),
+            "Mamba": _eager("MambaConfig"),
+            "Mamba 2": _eager("Mamba2Config", {"num_heads": 8, "head_dim": 16, "n_groups": 1}),
         },
     ),
     Refusal(
         "layers keep a state as well as keys",
         _KINDS_OF_LAYERS,
-        {"Falcon-H1": _refused("FalconH1Config")},
+        {"Falcon-H1": _eager("FalconH1Config")},
     ),
     Refusal(
         "states are kept in a cache of the model's own class",
         "takes only a cache of the class",
-        {"MiniMax-01": _refused("MiniMaxConfig", _LOCAL_EXPERTS)},
+        {"MiniMax-01": _eager("MiniMaxConfig", _LOCAL_EXPERTS)},
     ),
     Refusal(
         "an index chooses the keys of each query",
         _KINDS_OF_LAYERS,
-        {"DeepSeek-V3.2": _refused("DeepseekV32Config"), "GLM-5": _refused("GlmMoeDsaConfig")},
+        {"DeepSeek-V3.2": _eager("DeepseekV32Config"), "GLM-5": _eager("GlmMoeDsaConfig")},
     ),
     Refusal(
         "the attention computes with the cached keys in code of its own",
         _CACHED_KEYS,
         {
-            "DiffLlama": _refused("DiffLlamaConfig"),
-            "Doge": _refused("DogeConfig"),
-            "JetMoe": _refused("JetMoeConfig"),
+            "DiffLlama": _eager("DiffLlamaConfig"),
+            "Doge": _eager("DogeConfig"),
+            "JetMoe": _eager("JetMoeConfig"),
         },
     ),
     Refusal(
         "transformers lets no other attention function be chosen for them",
         _ATTENTION_HIDDEN,
-        {
-            "BLOOM": _refused("BloomConfig"),
-            "Falcon": _refused("FalconConfig"),
-            "MPT": _refused("MptConfig"),
-            "RWKV": _refused("RwkvConfig"),
-            "XGLM": _refused("XGLMConfig"),
-        },
+        {"Falcon": _eager("FalconConfig"), "RWKV": _eager("RwkvConfig")},
     ),
     Refusal(
         "transformers before 5.24 lets no other attention function be chosen for them",
         _ATTENTION_HIDDEN,
         {
-            "CodeGen": _refused("CodeGenConfig", {"rotary_dim": 8}),
-            "GPT-J": _refused("GPTJConfig", {"rotary_dim": 8}),
+            "CodeGen": _eager("CodeGenConfig", {"rotary_dim": 8}),
+            "GPT-J": _eager("GPTJConfig", {"rotary_dim": 8}),
         },
         until="5.24",
     ),
@@ -300,7 +300,7 @@ REFUSED: tuple[Refusal, ...] = (
         "some layers use the keys of another one",
         "shares keys between layers",
         {
-            "Gemma 3n": _refused(
+            "Gemma 3n": _eager(
                 "Gemma3nTextConfig",
                 _HEADS_OF_16,
                 {
@@ -315,7 +315,7 @@ REFUSED: tuple[Refusal, ...] = (
         "keys are seen in chunks; refused once the text is longer than one chunk",
         "causal and sliding-window masks only, not chunked",
         {
-            "Llama 4": _refused(
+            "Llama 4": _eager(
                 "Llama4TextConfig", _HEADS_OF_16, _LOCAL_EXPERTS, {"attention_chunk_size": WINDOW}
             )
         },
@@ -324,9 +324,9 @@ REFUSED: tuple[Refusal, ...] = (
         "there is an encoder for text, images or sound beside the decoder",
         _TEXT_ALONE,
         {
-            "BART": _refused("BartConfig", auto="AutoModelForSeq2SeqLM"),
-            "T5": _refused("T5Config", auto="AutoModelForSeq2SeqLM"),
-            "Gemma 3 with images": _refused(
+            "BART": _eager("BartConfig", auto="AutoModelForSeq2SeqLM"),
+            "T5": _eager("T5Config", auto="AutoModelForSeq2SeqLM"),
+            "Gemma 3 with images": _eager(
                 "Gemma3Config",
                 {"text_config": _TINY | _HEADS_OF_16, "vision_config": _TINY},
                 auto="AutoModelForImageTextToText",

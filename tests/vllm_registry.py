@@ -37,7 +37,8 @@ SERVED = {
     "not listed": (
         *("BambaForCausalLM", "BioGptForCausalLM", "BitNetForCausalLM", "Dots1ForCausalLM"),
         *("HeliumForCausalLM", "Lfm3ForCausalLM", "MinistralForCausalLM"),
-        *("Mistral4ForCausalLM", "PersimmonForCausalLM", "YoutuForCausalLM"),
+        *("Mistral4ForCausalLM", "MptForCausalLM", "PersimmonForCausalLM"),
+        *("XGLMForCausalLM", "YoutuForCausalLM"),
     ),
 }
 # The name in the checkpoints where transformers' class has another one.

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from generations import generated, left_padded
 from hf_families import (
     HYBRIDS,
+    OWN_ATTENTION,
     REFUSED,
     VOCAB_SIZE,
     WINDOW,
@@ -39,9 +40,10 @@ from tree_attention.hf.cache.build import state_kinds
 from tree_attention.hf.cache.growing import TreeCacheLayer
 from tree_attention.hf.cache.latent import LatentLayer
 from tree_attention.hf.cache.window import WindowLayer
+from tree_attention.hf.own_attention import own_attentions
 from tree_attention.hf.prompts.forward import checked_prefill
 from tree_attention.hf.weights.mesh import Mesh
-from tree_attention.hf.weights.plan import plan
+from tree_attention.hf.weights.plan import CannotSplitError, plan
 
 ROOT = Path(__file__).parents[2]
 PROMPT_LENGTH = 29
@@ -56,7 +58,7 @@ GREEDY = {
 MAX_PADDING = 9
 assert PROMPT_LENGTH - MAX_PADDING > WINDOW
 
-FAMILIES = WORKING | HYBRIDS
+FAMILIES = WORKING | HYBRIDS | OWN_ATTENTION
 REFUSALS = {name: refusal for refusal in REFUSED for name in refusal.families}
 
 # One rank alone: quick for a family of each kind of cache.
@@ -166,6 +168,12 @@ def _weights(model: PreTrainedModel) -> list[str]:
     # As on the first of three ranks, which no number of heads here can be divided by, or of two.
     mesh = Mesh(None, 1)
     mesh.world_size = mesh.tensor_parallel_size = 3
+    if any(own_attentions(model)):
+        with pytest.raises(
+            CannotSplitError, match="it has no attention whose projections are known"
+        ):
+            plan(model, mesh)
+        return ["not split", "", "nothing", "code of its own"]
     with pytest.raises(ValueError, match="tensor_parallel_size must divide") as raised:
         plan(model, mesh)
     found = re.search(r"the (\d+) (query heads|heads of keys and values) of", str(raised.value))

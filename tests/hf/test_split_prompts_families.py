@@ -20,7 +20,7 @@ from tiers import tiers
 pytest.importorskip("transformers")
 
 from generations import generated, left_padded
-from hf_families import VOCAB_SIZE, WORKING, make_model
+from hf_families import OWN_ATTENTION, VOCAB_SIZE, WORKING, make_model
 from tree_attention import BlockCyclic, hf
 from tree_attention.hf.prompts import split_attention
 from tree_attention.hf.prompts.token_split import Deal
@@ -33,7 +33,8 @@ GREEDY = {
     "output_logits": True,
     "return_dict_in_generate": True,
 }
-FAMILIES = [name for name, family in WORKING.items() if family.exists]
+SPLIT = WORKING | {"XGLM": OWN_ATTENTION["XGLM"]}
+FAMILIES = [name for name, family in SPLIT.items() if family.exists]
 
 
 def _prompts() -> dict[str, Tensor]:
@@ -43,7 +44,7 @@ def _prompts() -> dict[str, Tensor]:
 
 @cache
 def _expected(name: str) -> tuple[Tensor, Tensor, float]:
-    return generated(make_model(WORKING[name]), _prompts(), **GREEDY)
+    return generated(make_model(SPLIT[name]), _prompts(), **GREEDY)
 
 
 def _generate(
@@ -51,7 +52,7 @@ def _generate(
 ) -> None:
     shared = Deal.of_last_rank
     for name, (tokens, logits, margin) in expected.items():
-        model = make_model(WORKING[name])
+        model = make_model(SPLIT[name])
         # In blocks of 4 each rank computes the tokens that it keeps; blocks of 1000 are all of one
         # rank, and tokens are dealt in turn.
         for block in (4, 1000):

@@ -39,6 +39,7 @@ def tree_attention_forward(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attends to the keys of a `TreeCache` on all its ranks, or to plain tensors on this one alone.
@@ -47,6 +48,7 @@ def tree_attention_forward(
     head_dim]`, in a split forward pass of this rank's tokens, and returns `[batch, seqlen_q,
     num_heads_q, head_dim]`, of a model whose weights are split this rank's heads, and no weights.
     `s_aux [num_heads_q]` are attention sinks: scores in the softmax's denominator alone.
+    `alibi_slopes [num_heads_q]` are those of `lean_decode`.
     """
     ranges = _checked(query, attention_mask, dropout, kwargs)
     mesh = mesh_of(module)
@@ -54,6 +56,8 @@ def tree_attention_forward(
     # A sink scales what all ranks have merged, which is rounded to query's dtype after that.
     out_dtype = query.dtype if s_aux is None else torch.float32
     keywords: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
+    if alibi_slopes is not None:
+        keywords |= {"alibi_slopes": alibi_slopes, "query_positions": ranges.ranges[..., 1] - 1}
     if not isinstance(key, KVShard):
         if ranges.kv_length != key.shape[2]:
             raise _wrong_length(ranges, key.shape[2])
@@ -107,6 +111,8 @@ def _over_shard(
         local_ranges = ranges.local(shard.layout, shard.rank, layer.dropped)
     if is_alone:
         return lean_decode(query, keys, values, local_ranges, **keywords)
+    if "alibi_slopes" in keywords:
+        keywords["key_layout"] = shard.layout.key_layout(shard.rank)
     keywords |= {"head_sharded": is_head_sharded, "strategy": shard.strategy}
     keywords |= {"group": shard.comm, "timeout": shard.timeout}
     num_states = 1  # of a query; the same on all ranks
@@ -119,8 +125,12 @@ def _over_shard(
     step = max(1, _MAX_STATE_BYTES // state_bytes)
     if seqlen_q <= step:
         return tree_decode(query, keys, values, local_ranges, **keywords)
-    pieces = zip(query.split(step, dim=2), local_ranges.split(step, dim=1), strict=True)
-    parts = [tree_decode(q, keys, values, its_ranges, **keywords) for q, its_ranges in pieces]
+    positions, parts = keywords.get("query_positions"), []
+    for tokens in (slice(begin, begin + step) for begin in range(0, seqlen_q, step)):
+        if positions is not None:
+            keywords["query_positions"] = positions[:, tokens]
+        q, its_ranges = query[:, :, tokens], local_ranges[:, tokens]
+        parts.append(tree_decode(q, keys, values, its_ranges, **keywords))
     o, lse = zip(*parts, strict=True)
     return torch.cat(o, dim=2), torch.cat(lse, dim=2)
 

@@ -17,6 +17,7 @@ from .cache.operands import check_keys
 from .cache.tree_cache import TreeCache
 from .checks.generate_checks import Preparation
 from .options import CacheOptions, takes_cache_options, with_defaults
+from .own_attention import choose_attention, own_attentions
 from .prompts.forward import checked_prefill, override_forward, restore_forward
 from .sampling import SynchronizeLogits
 from .weights.mesh import Mesh
@@ -100,11 +101,11 @@ def enable(
     processor = SynchronizeLogits(logits_comm, options["timeout"]) if synchronize_logits else None
     preparation = Preparation(comm, new_cache, prefill_chunk_size, processor, prefill)
     check_latents(model, preparation.kv_dtype)
-    check_keys(model, preparation.kv_dtype)
+    check_keys(model, preparation.kv_dtype, own_attentions(model))
     if is_enabled(model):  # until now, so that wrong options leave it as it was
         disable(model)
     previous = model.config._attn_implementation
-    model.set_attn_implementation("tree_attention")
+    choose_attention(model, "tree_attention")
     if model.config._attn_implementation != "tree_attention":
         raise ValueError(
             f"enable: {type(model).__name__} does not let its attention be chosen "
@@ -132,7 +133,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
         del attributes[name]
     restore_forward(model)
     restore_expansion(model)
-    model.set_attn_implementation(attributes.pop(_PREVIOUS))
+    choose_attention(model, attributes.pop(_PREVIOUS))
     return model
 
 

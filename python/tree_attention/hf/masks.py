@@ -57,6 +57,9 @@ class KeyRanges:
     def contiguous(self) -> "KeyRanges":
         return self
 
+    def to(self, _: torch.dtype) -> "KeyRanges":  # MPT makes a mask of bool
+        return self
+
     def local(self, layout: ShardLayout, rank: int, dropped: int = 0) -> Tensor:
         """The ranges in local slots of `rank`, counted from the one with the number `dropped`."""
         # This is `layout.local_range` for the begins and the ends in one call: the local begin is

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Refuses keys that attention does not take on their device, by asking it before there are any."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,13 +25,16 @@ def check_taken(
         raise ValueError(f"{what} attention does not take on {device}: {error}") from None
 
 
-def check_keys(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:
-    """Raises ValueError unless the attention modules of a model can attend on its device to keys
-    that are kept as `kv_dtype`, or as they are."""
+def check_keys(model: PreTrainedModel, kv_dtype: torch.dtype | None, others: Iterable[Any]) -> None:
+    """Raises ValueError unless the attention modules of a model, `others` among them, can attend on
+    its device to keys that are kept as `kv_dtype`, or as they are."""
     modules: list[Any] = [
-        module
-        for module in model.modules()
-        if hasattr(module, "is_causal") and isinstance(getattr(module, "head_dim", None), int)
+        *others,
+        *(
+            module
+            for module in model.modules()
+            if hasattr(module, "is_causal") and isinstance(getattr(module, "head_dim", None), int)
+        ),
     ]
     for columns in sorted({(m.head_dim, getattr(m, "v_head_dim", m.head_dim)) for m in modules}):
         what = f"enable: {type(model).__name__} has keys of head_dim {columns[0]}, which"

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Models whose attention is code of their own in transformers: BLOOM, MPT and XGLM.
+
+Their attention modules call no attention function that could be chosen, so the forward of each one
+is replaced by one that makes the same queries, keys and values and calls ours. Everything around
+them stays transformers'.
+"""
+
+import functools
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..positions import alibi_slopes
+from .attention import tree_attention_forward
+from .release import CACHE_NAME
+
+
+def own_attentions(model: nn.Module) -> Iterator[Any]:
+    """The attention modules of a model that call no attention function."""
+    return (module for module in model.modules() if type(module).__name__ in _FORWARDS)
+
+
+def choose_attention(model: PreTrainedModel, implementation: str) -> None:
+    """Sets the attention implementation of a model, also where transformers does not let it be."""
+    modules = list(own_attentions(model))
+    if not modules:
+        model.set_attn_implementation(implementation)
+        return
+    model.config._attn_implementation = implementation  # by which transformers makes the mask
+    for module in modules:
+        if implementation == "tree_attention":
+            # A bound method on the instance: a deep copy of the model gets its own.
+            vars(module)["forward"] = MethodType(_FORWARDS[type(module).__name__], module)
+        else:
+            vars(module).pop("forward", None)
+
+
+def _bloom_forward(
+    self: Any,
+    hidden_states: Tensor,
+    residual: Tensor,
+    alibi: Tensor,
+    attention_mask: Any,
+    layer_past: Any = None,
+    use_cache: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    # Each head has its query, key and value side by side.
+    fused = self.query_key_value(hidden_states).unflatten(2, (self.num_heads, 3, self.head_dim))
+    q, k, v = fused.transpose(1, 2).unbind(3)
+    # The biases in `alibi` are the products of slopes and positions, rounded to the model's dtype.
+    # They count positions from the first token that is no padding, ours from the first slot: the
+    # scores of a query differ by a constant, which softmax does not notice.
+    kwargs |= {"alibi_slopes": _slopes(self.num_heads, q.device)}
+    dropout = self.attention_dropout.p
+    o = _attend(self, q, k, v, layer_past, attention_mask, self.inv_norm_factor, dropout, **kwargs)
+    o = nn.functional.dropout(self.dense(o), self.hidden_dropout, self.training)
+    return residual + o, None
+
+
+def _mpt_forward(
+    self: Any,
+    hidden_states: Tensor,
+    position_bias: Tensor,
+    attention_mask: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    mixed = self.Wqkv(hidden_states)
+    if self.clip_qkv:
+        mixed = mixed.clamp(-self.clip_qkv, self.clip_qkv)
+    q, k, v = (_by_head(x, self.head_dim) for x in mixed.chunk(3, dim=2))
+    # `position_bias [n_heads, 1, max_seq_len]` is 0 for the newest key, in float32.
+    kwargs |= {"alibi_slopes": -position_bias[:, 0, -2]}
+    cache, scale = kwargs.pop(CACHE_NAME, None), self.softmax_scale
+    o = _attend(self, q, k, v, cache, attention_mask, scale, self.attn_dropout_p, **kwargs)
+    return self.out_proj(o), None
+
+
+def _xglm_forward(
+    self: Any,
+    hidden_states: Tensor,
+    key_value_states: Tensor | None = None,
+    attention_mask: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if key_value_states is not None:
+        raise NotImplementedError(
+            "tree_attention: attention to an encoder's states is not supported; call the model "
+            "without encoder_hidden_states"
+        )
+    projections = self.q_proj, self.k_proj, self.v_proj
+    q, k, v = (_by_head(project(hidden_states), self.head_dim) for project in projections)
+    cache = kwargs.pop(CACHE_NAME, None)
+    o = _attend(self, q, k, v, cache, attention_mask, self.scaling, self.dropout, **kwargs)
+    return self.out_proj(o), None
+
+
+_FORWARDS: dict[str, Any] = {
+    "BloomAttention": _bloom_forward,
+    "MptAttention": _mpt_forward,
+    "XGLMAttention": _xglm_forward,
+}
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    cache: Any,
+    attention_mask: Any,
+    scaling: float,
+    dropout: float,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention `[batch, seqlen_q, hidden_size]` to the keys of `cache`, with these new ones."""
+    if cache is not None:
+        key, value = cache.update(key, value, module.layer_idx)
+    kwargs |= {"scaling": scaling, "dropout": dropout if module.training else 0.0}
+    o, _ = tree_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return o.flatten(2)
+
+
+def _by_head(x: Tensor, head_dim: int) -> Tensor:
+    return x.unflatten(2, (-1, head_dim)).transpose(1, 2)
+
+
+@functools.cache
+def _slopes(num_heads: int, device: torch.device) -> Tensor:
+    """The slopes on a device, which a step then need not wait to copy."""
+    return alibi_slopes(num_heads).to(device)
