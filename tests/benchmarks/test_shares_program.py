@@ -124,7 +124,7 @@ def test_extrapolation_is_of_no_negative_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("instruction_set", "device", "dtype"),
+    ("instruction_set", "kind", "dtype"),
     [
         ("avx2", "cpu", "float32"),
         ("avx512", "cpu", "float32"),
@@ -134,12 +134,12 @@ def test_extrapolation_is_of_no_negative_time() -> None:
     ],
 )
 def test_bfloat16_is_for_processors_that_multiply_it(
-    instruction_set: str, device: str, dtype: str
+    instruction_set: str, kind: str, dtype: str
 ) -> None:
     extension = mock.Mock()
     extension.cpu_instruction_set.return_value = instruction_set
     with mock.patch.object(shares._loader, "load", return_value=extension):
-        assert shares.default_dtype(device) == dtype
+        assert shares.default_dtype(kind) == dtype
 
 
 def test_program_runs_the_shape_and_depths_that_are_asked_for(tmp_path: Path) -> None:
