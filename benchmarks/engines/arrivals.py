@@ -41,8 +41,9 @@ NOTES = (
     "Lost: an error, or an answer without a token. Other tokens: not those of the same prompt "
     "alone, before.",
     "Memory is the resident memory of all processes of the engine when so many requests were "
-    "answered, of which the model needs 4 MB. In the second half of the requests it must not grow "
-    "by 4 MiB more, for a thousand requests and a host, than that of vllm by itself.",
+    "answered, of which the model needs 4 MB. From the first line to the last that of a host must "
+    "not grow by 4 MiB more in a thousand requests than that of vllm by itself, which grows until "
+    "it has met all shapes of a step.",
 )
 
 
@@ -117,12 +118,13 @@ def command(hosts: int, host: int) -> list[str]:
 
 
 def growth(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Bytes by which a host grows in a thousand answers, by least squares over the second half."""
-    memory = {row["answered"]: row["resident_bytes"] for row in rows[len(rows) // 2 :]}
-    if len(memory) < 2:
+    """Bytes by which a host grows in a thousand answers, from the first line to the last."""
+    first, last = rows[0], rows[-1]
+    if first is last:
         return 0.0
-    _, hosts = ARMS[rows[0]["engine"]]
-    return 1000 / hosts * statistics.linear_regression([*memory], [*memory.values()]).slope
+    _, hosts = ARMS[first["engine"]]
+    answered = last["answered"] - first["answered"]
+    return (last["resident_bytes"] - first["resident_bytes"]) * 1000 / (hosts * answered)
 
 
 def report_of(rows: list[dict[str, Any]], rate: float) -> Report:
