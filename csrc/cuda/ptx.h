@@ -79,6 +79,15 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&matrices)[4], uint3
                : "memory");
 }
 
+// 9.7.14.5.17 (movmatrix): transposes an 8x8 matrix of 16-bit elements, of which lane l gives
+// elements (l / 4, 2 (l % 4)) and the right neighbour, and receives (2 (l % 4), l / 4) and the one
+// below.
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t matrix) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(matrix));
+  return transposed;
+}
+
 // 9.7.14.5.8 (mma.m16n8k16): d += a b with a [16, 16] in rows, b [16, 8] in columns. With
 // g = lane / 4 and t = lane % 4: a0 (g, 2t), a1 (g + 8, 2t), a2 (g, 2t + 8), a3 (g + 8, 2t + 8);
 // b0 (2t, g), b1 (2t + 8, g); d0, d1 (g, 2t), d2, d3 (g + 8, 2t); each pair with its neighbour.

@@ -38,6 +38,9 @@ MUTATIONS = [
     Mutation("sums come from nowhere", "mma_m16n8k16_bf16", {'"+f"': '"=f"'}),
     Mutation("matrices are swapped", "ldmatrix_x4", {"%1, %2": "%2, %1"}),
     Mutation("nothing is transposed", "ldmatrix_x4_trans", {".trans": ""}),
+    Mutation(
+        "nothing is moved", "movmatrix_trans", {"movmatrix.sync.aligned.m8n8.trans.b16": "mov.b32"}
+    ),
     Mutation("all bytes are zeros", "cp_async_16", {'"r"(num_bytes)': '"r"(16 - num_bytes)'}),
     Mutation("all bytes are zeros", "cp_async_4", {'"r"(num_bytes)': '"r"(4 - num_bytes)'}),
     Mutation("copies are in no group", "cp_async_commit_group", {"cp.async.commit_group;": ""}),

@@ -75,6 +75,7 @@ WHOLE = {
     "cvt.rn.f16x2.e4m3x2": ("b16", "b32", "cvt_f16x2_e4m3x2({a})"),
     "add.rn.f16x2": ("b32 b32", "b32", "add_f16x2({a}, {b})"),
     "fma.rn.f16x2": ("b32 b32 b32", "b32", "fma_f16x2({a}, {b}, {c})"),
+    "movmatrix.sync.aligned.m8n8.trans.b16": ("b32", "b32", "movmatrix_trans({a})"),
     "vote.sync.any.pred": ("pred b32", "pred", "__any_sync({b}, {a})"),
 }  # fmt: skip
 ORDERS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}

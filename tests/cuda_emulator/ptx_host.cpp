@@ -71,6 +71,23 @@ void ldmatrix(const char* name, uint32_t (&matrices)[4], uint32_t row, source_lo
   emulator::warp_function(name, &operands, load_matrices<kTransposed>, where);
 }
 
+struct MoveOperands {
+  uint32_t matrix, transposed;
+};
+
+void transpose_matrix(void* const (&lanes)[kWarpSize]) {
+  uint16_t elements[kRows][kRows];
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    std::memcpy(&elements[lane / 4][2 * (lane % 4)],
+                &static_cast<MoveOperands*>(lanes[lane])->matrix, sizeof(uint32_t));
+  }
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    const int i = lane / 4, j = 2 * (lane % 4);
+    static_cast<MoveOperands*>(lanes[lane])->transposed =
+        uint32_t{elements[j + 1][i]} << 16 | elements[j][i];
+  }
+}
+
 struct MmaOperands {
   float (&d)[4];
   const uint32_t (&a)[4];
@@ -149,6 +166,12 @@ void ldmatrix_x4(uint32_t (&matrices)[4], uint32_t row, source_location where) {
 
 void ldmatrix_x4_trans(uint32_t (&matrices)[4], uint32_t row, source_location where) {
   ldmatrix<true>("ldmatrix.trans", matrices, row, where);
+}
+
+uint32_t movmatrix_trans(uint32_t matrix, source_location where) {
+  MoveOperands operands{matrix, 0};
+  emulator::warp_function("movmatrix", &operands, transpose_matrix, where);
+  return operands.transposed;
 }
 
 void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,

@@ -49,6 +49,7 @@ void ldmatrix_x4(uint32_t (&matrices)[4], uint32_t row,
                  source_location where = source_location::current());
 void ldmatrix_x4_trans(uint32_t (&matrices)[4], uint32_t row,
                        source_location where = source_location::current());
+uint32_t movmatrix_trans(uint32_t matrix, source_location where = source_location::current());
 void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                        source_location where = source_location::current());
 void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,

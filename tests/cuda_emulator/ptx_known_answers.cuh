@@ -116,6 +116,25 @@ inline void test_matrix_loads(const Device& device) {
   }
 }
 
+// Element (r, c) of the matrix is 8 r + c.
+struct MoveParams {
+  uint32_t* out;  // [32]
+};
+template <typename Params>
+__global__ void move_kernel(const Params p) {
+  const uint32_t low = 2 * threadIdx.x;
+  p.out[threadIdx.x] = cuda::movmatrix_trans((low + 1) << 16 | low);
+}
+
+inline void test_matrix_moves(const Device& device) {
+  uint32_t* out = device.array(std::vector<uint32_t>(32));
+  device.run(move_kernel<MoveParams>, 1, 32, 0, MoveParams{out});
+  for (uint32_t lane = 0; lane < 32; ++lane) {
+    const uint32_t low = 16 * (lane % 4) + lane / 4;  // row 2 (lane % 4), column lane / 4
+    CHECK(out[lane] == ((low + 8) << 16 | low), "lane ", lane, " has ", out[lane]);
+  }
+}
+
 // One product of whole matrices, kept in rows.
 struct MmaParams {
   const float* a;  // [16, 16]
@@ -389,6 +408,7 @@ inline void test_known_answers(const Device& device) {
   test_copies(device);
   test_words(device);
   test_matrix_loads(device);
+  test_matrix_moves(device);
   test_mma(device);
   test_floats(device);
   test_pairs(device);
