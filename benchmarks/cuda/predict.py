@@ -51,6 +51,15 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Step:
+    """Instructions of one warp for 16 keys and all of its rows."""
+
+    fragments: int  # mma and ldmatrix of 128 columns
+    softmax: int
+    widening: Mapping[str, int]  # 8 bits to 16 of 128 columns, and the scales
+
+
+@dataclass(frozen=True)
 class Code:
     """Instructions of one warp that masks nothing, for sm_90, and the serial steps of a launch."""
 
@@ -59,13 +68,11 @@ class Code:
     prologue_us: float  # parameters and schedule, before the first request
     merge_loads: int  # parts that a merge asks for at a time
     lse_trips: int  # to memory for the weights of a merge, before the first parts come
-    widening: Mapping[str, int]  # 8 bits to 16 and the scales, of 16 keys and 128 columns
+    steps: Mapping[int, Step]  # by the rows of a warp
     merges_by_rows: bool  # whether parts of many rows are merged in smaller groups
     in_step: bool  # whether blocks of rows read the same keys at the same time (line_order.py)
     requests: int = 16  # a quarter of those of a tile
     loop: int = 55  # of a tile, with the maxima and sums of its rows
-    fragments: int = 48  # mma and ldmatrix of 16 rows, 16 keys and 128 columns
-    softmax: int = 124  # of 16 rows and 16 keys
     # A whole tile of latents, by its rows: of contiguous keys, and of pages.
     latents: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -86,20 +93,23 @@ BEFORE = Code(
     prologue_us=1.0,
     merge_loads=8,
     lse_trips=1,
-    widening={"int8": 438, "fp8": 502},
+    steps={16: Step(48, 124, {"int8": 438, "fp8": 502})},
     merges_by_rows=False,
     in_step=False,
 )
-# 333 and 384. The way to the first request has 322 instead of 575 instructions, of a clock or more
-# each, and one step of loads instead of three. A step of 16 keys has 390 instructions for int8 and
-# 308 for float8, with `fragments` and `softmax`.
+# 300 and 363 with 8 rows, 333 and 384 with 16. The way to the first request has 322 instead of 575
+# instructions, of a clock or more each, and one step of loads instead of three. 16 keys have 297
+# instructions for int8 and 216 for float8 with 8 rows, 390 and 308 with 16.
 NOW = replace(
     BEFORE,
     addresses=90,
     page_addresses=51,
     prologue_us=0.5,
     lse_trips=0,
-    widening={"int8": 218, "fp8": 136},
+    steps={
+        8: Step(32, 107, {"int8": 158, "fp8": 77}),
+        16: Step(48, 124, {"int8": 218, "fp8": 136}),
+    },
     merges_by_rows=True,
     in_step=True,
     latents={16: (585, 666), 64: (768, 803)},
@@ -118,7 +128,7 @@ class Tile:
     column_groups: int = 1
 
     @staticmethod
-    def of(case: CudaCase) -> "Tile":
+    def of(case: CudaCase, least_rows: int = 8) -> "Tile":
         if (case.head_dim, case.latent_dim, case.kv_dtype) == (576, 512, ""):
             num_bytes = 32 * case.head_dim * case.cached_dtype.itemsize
             if packed_rows(case) <= 16:
@@ -126,8 +136,8 @@ class Tile:
             return Tile(64, 8, 1, 32, num_bytes, column_groups=2)
         if case.dtype == "fp32" or case.head_dim > 128 or case.latent_dim:
             raise ValueError(f"{case.name}: the model has no such kernel")
-        sizes = (16, 64) if case.kv_dtype else (16, 32, 64, 128)
-        rows = next((n for n in sizes if n >= packed_rows(case)), sizes[-1])
+        sizes = (8, 16, 64) if case.kv_dtype else (8, 16, 32, 64, 128)
+        rows = next((n for n in sizes if n >= max(packed_rows(case), least_rows)), sizes[-1])
         columns = columns_of(case)
         keys = 1 << (16 * K // (columns * case.cached_dtype.itemsize)).bit_length() - 1
         warps = 8 if rows > 64 else 4
@@ -136,7 +146,11 @@ class Tile:
 
     @property
     def row_groups(self) -> int:
-        return self.rows // 16
+        return self.rows // self.warp_rows
+
+    @property
+    def warp_rows(self) -> int:
+        return min(self.rows, 16)
 
 
 def columns_of(case: CudaCase) -> int:
@@ -181,9 +195,10 @@ def instructions(case: CudaCase, tile: Tile, code: Code) -> float:
     quarter = 4 / tile.warps
     steps = tile.keys * tile.row_groups // tile.warps / 16
     addresses = code.addresses + (code.page_addresses if case.page_size else 0)
-    products = code.fragments + code.widening.get(case.kv_dtype, 0)
-    step = products * columns_of(case) / 128 + code.softmax
-    return quarter * (addresses + code.requests) + code.loop + steps * step
+    step = code.steps[tile.warp_rows]
+    products = step.fragments + step.widening.get(case.kv_dtype, 0)
+    of_step = products * columns_of(case) / 128 + step.softmax
+    return quarter * (addresses + code.requests) + code.loop + steps * of_step
 
 
 def fixup_us(
@@ -200,7 +215,7 @@ def fixup_us(
 
 
 def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction:
-    tile = Tile.of(case)
+    tile = Tile.of(case, min(code.steps))
     row_blocks = -(-packed_rows(case) // tile.rows)
     outputs = case.heads[1] * row_blocks  # of a sequence
     tiles = [-(-n // tile.keys) - case.first_key(n) // tile.keys for n in case.lengths]

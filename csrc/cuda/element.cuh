@@ -45,6 +45,10 @@ __device__ __forceinline__ uint32_t pack<Float16>(float low, float high) {
   return cvt_f16x2(low, high);
 }
 
+struct Float1 {
+  float value[1];
+};
+
 // Two floats that move in one 8-byte access.
 struct __align__(8) Float2 {
   float value[2];
@@ -67,12 +71,10 @@ __device__ __forceinline__ void store_global_float4(float* aligned, const Float4
   st_global_v4(aligned, x.value);
 }
 
-__device__ __forceinline__ void store_shared_float2(float* aligned, const Float2& x) {
-  *reinterpret_cast<Float2*>(aligned) = x;
-}
-
-__device__ __forceinline__ void store_shared_float4(float* aligned, const Float4& x) {
-  *reinterpret_cast<Float4*>(aligned) = x;
+// One, two or four floats.
+template <typename Floats>
+__device__ __forceinline__ void store_shared(float* aligned, const Floats& x) {
+  *reinterpret_cast<Floats*>(aligned) = x;
 }
 
 }  // namespace tree_attention::cuda

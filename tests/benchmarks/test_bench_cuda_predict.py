@@ -34,10 +34,12 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_instructions_of_a_tile_are_those_of_the_machine_code() -> None:
-    tile = Tile.of(LONG)
+    tile, few = Tile.of(LONG, 16), Tile.of(LONG)
     assert (tile.rows, tile.warps, tile.keys, tile.num_bytes) == (16, 4, 64, 32 * K)
+    assert few == replace(tile, rows=8)
     assert instructions(LONG, tile, BEFORE) == 468 and instructions(PAGED, tile, BEFORE) == 646
     assert instructions(LONG, tile, NOW) == 333 and instructions(PAGED, tile, NOW) == 384
+    assert instructions(LONG, few, NOW) == 300 and instructions(PAGED, few, NOW) == 351
 
 
 def test_latents_are_those_of_the_machine_code() -> None:
@@ -68,7 +70,7 @@ def test_what_bounds_it() -> None:
     assert rows[1].share > 1.5 * rows[2].share
     for part, field in [("shared memory", "shared_bytes"), ("issue slots", "issue_slots"),
                         ("tensor cores", "products")]:  # fmt: skip
-        slow = replace(H200, **{field: getattr(H200, field) / 16})
+        slow = replace(H200, **{field: getattr(H200, field) / 32})
         assert predict.predict(LONG, machine=slow).bound == part
 
 
@@ -122,7 +124,7 @@ def test_kernels_that_the_model_does_not_know(case: CudaCase) -> None:
         predict.predict(case)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 64, 65, 128, 200])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 200])
 @pytest.mark.parametrize("kv_dtype", ["", "int8"])
 def test_tiles_are_those_of_the_kernels(kv_dtype: str, rows: int) -> None:
     import emulated

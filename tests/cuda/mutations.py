@@ -320,8 +320,8 @@ OF_DECODE = [
     Mutation(
         "a key past the range is seen",
         "cuda/decode/softmax.cuh",
-        "key + column < end_[row]",
-        "key + column <= end_[row]",
+        "key + further < end_[row]",
+        "key + further <= end_[row]",
     ),
     Mutation(
         "sums are not rescaled",

@@ -42,28 +42,28 @@ OF_8_BITS = [
     of_8_bits(
         "scales are those of the keys after",
         "scales.cuh",
-        "scales + 8 * n + threadIdx.x % 4 * 2",
-        "scales + 8 * n + (threadIdx.x + 1) % 4 * 2",
+        "Fragments::load(scales + ",
+        "Fragments::load(scales + 1 + ",
     ),
     of_8_bits("weights are too large for float16", "scales.cuh", "kLeast - 2.0f", "kLeast - 12.0f"),
     of_8_bits("negative scales have no magnitude", "scales.cuh", "lg2(fabsf(scale))", "lg2(scale)"),
     of_8_bits(
         "queries are too large for float16",
-        "tile_mma_8_bits.cuh",
+        "queries_as_float16.cuh",
         "(exponent - 14) << 23",
         "(exponent - 24) << 23",
     ),
     of_8_bits(
         "queries are in other units than scores",
-        "tile_mma_8_bits.cuh",
+        "queries_as_float16.cuh",
         "(254u << 23)",
         "(255u << 23)",
     ),
     of_8_bits(
         "the unit of a row is that of a part of its columns",
-        "tile_mma_8_bits.cuh",
-        "    largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 2));\n",
-        "",
+        "queries_as_float16.cuh",
+        "combine_lanes<1, 4>(largest,",
+        "combine_lanes<1, 2>(largest,",
     ),
     of_8_bits(
         "scales are fetched one key further",
@@ -102,8 +102,8 @@ OF_8_BITS = [
     of_8_bits(
         "halves of queries are swapped",
         "tile_mma_8_bits.cuh",
-        "q[half] = to_float16(columns.low, half);",
-        "q[half] = to_float16(columns.high, half);",
+        "q[half] = Queries::to_float16(columns.low,",
+        "q[half] = Queries::to_float16(columns.high,",
     ),
     of_8_bits(
         "columns of values are swapped",
@@ -114,8 +114,8 @@ OF_8_BITS = [
     of_8_bits(
         "columns of o are in the order of 16 bits",
         "tile_mma_8_bits.cuh",
-        "threadIdx.x % 4 * 4 + 2 * half;",
-        "8 * half + threadIdx.x % 4 * 2;",
+        "return i / 2 * 16 + threadIdx.x % 4 * 4 + i % 2 * 2;",
+        "return 8 * i + threadIdx.x % 4 * 2;",
     ),
     of_8_bits("bytes have no sign", "widen.cuh", "bytes ^ 0x80808080", "bytes"),
     of_8_bits("bytes are one too much", "widen.cuh", "both(0xe480)", "both(0xe47f)"),

@@ -27,7 +27,7 @@ OF_COLUMNS = [
     of_columns(
         "products are stored into global memory",
         "column_groups.cuh",
-        "store_shared_float4(place",
+        "store_shared(place",
         "store_global_float4(place",
     ),
     of_columns(

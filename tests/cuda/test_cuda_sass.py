@@ -25,18 +25,22 @@ SOURCES_OF_8_BITS = tuple(
 MAX_CODE_BYTES = 100 * 1024
 
 # By head_dim and rows: instructions per tile of contiguous keys, and of pages.
-TILE_BUDGETS = {"Li64ELi16E": (375, 426), "Li128ELi16E": (340, 392), "Li256ELi16E": (352, 404)}
+TILE_BUDGETS = {
+    **{"Li64ELi8E": (312, 376), "Li128ELi8E": (306, 370), "Li256ELi8E": (320, 374)},
+    **{"Li64ELi16E": (375, 426), "Li128ELi16E": (340, 392), "Li256ELi16E": (352, 404)},
+}
 
 # Of latents: rows, a thread's copies and a warp's products of a tile, whose instructions are in
 # benchmarks/cuda/predict.py.
 LATENTS = {"Li576ELi16E": (16, 18, 68), "Li576ELi64E": (64, 9, 136)}
 
-# The keys of a step and the instructions of one, from its scores to the next one's.
+# The keys of a step and the instructions of one, from its scores to the next one's: with 8 rows,
+# and with more.
 STEP_BUDGETS = {
-    "lean_decode_bf16_int8_128": (16, 400),
-    "lean_decode_bf16_float8_128": (16, 318),
-    "lean_decode_fp16_float8_128": (32, 550),
-    "lean_decode_bf16_int8_256": (16, 420),
+    "lean_decode_bf16_int8_128": ((32, 606), (16, 400)),
+    "lean_decode_bf16_float8_128": ((32, 442), (16, 318)),
+    "lean_decode_fp16_float8_128": ((32, 442), (32, 550)),
+    "lean_decode_bf16_int8_256": ((32, 622), (16, 420)),
 }
 
 
@@ -55,12 +59,17 @@ def test_no_local_memory(kernels):
 @pytest.mark.parametrize("source", SOURCES_OF_8_BITS)
 def test_8_bits(source, tmp_path):
     """No local memory at all, float8 by the device's conversion, and the instructions of a step: a
-    value's scale takes one logarithm for each of the four keys of a thread and 16 keys."""
+    value's scale takes one logarithm for each of a thread's keys, which are four of 16 keys with 16
+    rows and two with 8."""
     for kernel in disassemble(source, "sm_90", tmp_path):
         assert kernel.count(r"LDL|STL") == 0, kernel.name
         assert (kernel.count(r"F2FP\.F16\.E4M3") > 0) == ("Float8" in kernel.name), kernel.name
-        keys, budget = STEP_BUDGETS[source]
-        needed = {"HMMA": 2 * keys, "MUFU.LG2": keys // 4, "LDS.64": keys // 4}
+        has_8_rows = "ELi8E" in kernel.name
+        keys, budget = STEP_BUDGETS[source][0 if has_8_rows else 1]
+        if has_8_rows:
+            needed = {"HMMA": keys, "MUFU.LG2": keys // 8, "LDS R": keys // 4}
+        else:
+            needed = {"HMMA": 2 * keys, "MUFU.LG2": keys // 4, "LDS.64": keys // 4}
         found = shortest_cycle(blocks_of(kernel.lines), "HMMA", needed)
         assert found <= budget, (kernel.name, found)
 
@@ -137,15 +146,17 @@ def test_code_size(kernels):
 
 
 def test_instructions_per_tile(kernels):
-    """Of a warp with 16 rows that requests a whole tile and attends to one, with and without pages,
-    whose places come by two shuffles for each copy."""
+    """Of a warp with 8 or 16 rows that requests a whole tile and attends to one, with and without
+    pages, whose places come by two shuffles for each copy."""
     for kernel in kernels:
         budget = next((b for part, b in TILE_BUDGETS.items() if part in kernel.name), None)
         if budget is None or kernel.name.startswith("f"):
             continue
         blocks = blocks_of(kernel.lines)
-        needed = {"HMMA": 32, "LDGSTS": 16, "LDGDEPBAR": 2, "MUFU.EX2": 8}
-        with_pages = needed | {"LDG.E": 1, "SHFL": 4 + 32}
+        has_8_rows = "ELi8E" in kernel.name
+        products, weights, maxima = (16, 4, 6) if has_8_rows else (32, 8, 4)
+        needed = {"HMMA": products, "LDGSTS": 16, "LDGDEPBAR": 2, "MUFU.EX2": weights}
+        with_pages = needed | {"LDG.E": 1, "SHFL": maxima + 32}
         found = shortest_cycle(blocks, "HMMA", needed), shortest_cycle(blocks, "HMMA", with_pages)
         assert found[0] <= budget[0] and found[1] <= budget[1], (kernel.name, found)
 

@@ -43,7 +43,7 @@ def test_kernel(kernel, cuda_kernels):
     problem.to(cuda_kernels).run_and_check(num_workers=5)
 
 
-@pytest.mark.parametrize("rows", [16, 20, 40, 70, 130])
+@pytest.mark.parametrize("rows", [8, 16, 20, 40, 70, 130])
 @pytest.mark.parametrize(
     "dtype, kv_dtype", [(BF16, None), (FP32, None), (BF16, torch.int8)],
     ids=["bf16", "fp32", "bf16 int8"],
@@ -62,7 +62,7 @@ def test_resident_blocks(cuda_kernels):
     wrong = {}
     for name, kernel in KERNELS.items():
         kv_dtype = kernel.get("kv_dtype", kernel["dtype"])
-        for rows in (16, 32, 64, 128):
+        for rows in (8, 16, 32, 64, 128):
             q = torch.zeros(1, rows, 1, kernel["head_dim"], dtype=kernel["dtype"])
             k = torch.zeros(1, 1, 1, kernel["head_dim"]).to(kv_dtype)
             tensors = [x.to(cuda_kernels) for x in (q, k, k)]

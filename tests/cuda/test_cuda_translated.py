@@ -61,9 +61,11 @@ class Kernel:
 
 ELEMENTS = {"bf16": "BFloat16", "int8": "Int8", "float8": "Float8"}
 KERNELS = [
+    Kernel("bf16", 8, "decode_short"),
     Kernel("bf16", 16, "decode_short"),
     Kernel("bf16", 32, "decode_short"),
     Kernel("bf16", 128, "decode_row_blocks"),
+    Kernel("bf16_int8", 8, "decode_int8_short"),
     Kernel("bf16_int8", 16, "decode_int8_short"),
     Kernel("bf16_float8", 16, "decode_float8_short"),
     Kernel("bf16", 16, "decode_latents_short", 576),

@@ -100,6 +100,8 @@ void test_decode_edges() {
       {1, 2, 5, 1, 127, 64, 64, kBFloat16},
       {1, 2, 6, 1, 128, 64, 64, kBFloat16},
       {1, 2, 7, 1, 129, 64, 64, kFloat16},
+      {1, 1, 8, 1, 65, 128, 128, kFloat16},
+      {1, 1, 9, 1, 129, 64, 64, kBFloat16},
       {1, 1, 16, 1, 65, 128, 128, kFloat16},
       {1, 1, 17, 1, 65, 96, 96, kBFloat16},
       {1, 1, 33, 1, 65, 256, 256, kBFloat16},
@@ -128,6 +130,7 @@ void test_decode_edges() {
       // 8 bits: about a tile; narrower than the kernel; pages of one key; more rows than a tile.
       {1, 2, 5, 1, 257, 64, 64, kBFloat16, 0, false, 0.0f, false, kInt8},
       {1, 2, 5, 1, 255, 64, 48, kFloat16, 0, true, 0.0f, true, kInt8},
+      {1, 1, 8, 1, 127, 128, 128, kBFloat16, 0, false, 0.0f, false, kFloat8},
       {1, 1, 16, 1, 128, 128, 128, kBFloat16, 0, false, 0.0f, false, kFloat8},
       {1, 1, 17, 1, 129, 96, 112, kFloat16, 0, false, 3.0f, false, kFloat8},
       {1, 1, 9, 1, 65, 256, 192, kFloat16, 0, false, 0.0f, false, kInt8},
@@ -149,12 +152,15 @@ void test_decode_many_workers() {
 
 // For sanitizers, to which a thread of a kernel is expensive, and for mutants of the kernels: only
 // bfloat16 and head_dim 64. Several tiles per block and several blocks per output; whole outputs
-// that fill the ring one after the other; one row group and two; pages, with and without whole
-// tiles; more tiles than a ring has stages, two levels of merges; more sequences than a block has
-// threads.
+// that fill the ring one after the other; tiles of 8 rows, of 16 and of two row groups; pages, with
+// and without whole tiles; more tiles than a ring has stages, two levels of merges; more sequences
+// than a block has threads.
 void test_decode_short() {
   check({2, 2, 4, 1, 300, 64, 64, kBFloat16, 0, false, 0.0f, true}, {1, 3}, {kLarge}, kShortSeeds);
-  check({1, 1, 2, 9, 200, 64, 48, kBFloat16, 8, true, 2.0f, true}, {2}, {kSmall}, kShortSeeds);
+  for (const int seqlen_q : {4, 6, 9}) {
+    check({1, 1, 2, seqlen_q, 200, 64, 48, kBFloat16, 8, true, 2.0f, true}, {2}, {kSmall},
+          kShortSeeds);
+  }
   check({1, 2, 4, 1, 24 * 17, 64, 64, kBFloat16, 24}, {2}, {kLarge}, kShortSeeds);
   check({1, 2, 4, 1, 128 * 6 + 1, 64, 64, kBFloat16}, {1, 2}, {kLarge, kSmall}, kShortSeeds);
   check({1, 1, 2, 10, 128 * 5, 64, 64, kBFloat16}, {1}, {kSmall}, kShortSeeds);
@@ -163,8 +169,8 @@ void test_decode_short() {
 }
 
 // Keys and values of 8 bits with bfloat16 and head_dim 64: several tiles per block and several
-// blocks per output; more tiles than a ring has stages; ranges with gaps; pages; one row group and
-// four; NaN that some rows of a tile see.
+// blocks per output; more tiles than a ring has stages; ranges with gaps; pages; tiles of 8 rows,
+// of 16 and of four row groups; NaN that some rows of a tile see.
 void check_8_bits_short(DataType kv_dtype) {
   const auto check_shape = [&](Shape shape, const std::vector<int>& workers,
                                const std::vector<DeviceLimits>& devices) {
@@ -172,12 +178,16 @@ void check_8_bits_short(DataType kv_dtype) {
     check(shape, workers, devices, kShortSeeds);
   };
   check_shape({2, 2, 4, 1, 600, 64, 64, kBFloat16, 0, false, 0.0f, true}, {1, 3}, {kLarge});
-  check_shape({1, 1, 2, 9, 300, 64, 48, kBFloat16, 10, true, 2.0f, true}, {2}, {kSmall});
+  for (const int seqlen_q : {4, 9}) {
+    check_shape({1, 1, 2, seqlen_q, 300, 64, 48, kBFloat16, 10, true, 2.0f, true}, {2}, {kSmall});
+  }
   check_shape({1, 1, 4, 1, 24 * 22, 64, 64, kBFloat16, 24}, {1}, {kLarge});
   check_shape({1, 2, 4, 1, 256 * 5 + 1, 64, 64, kBFloat16}, {1, 2}, {kLarge, kSmall});
-  Shape with_nan{1, 2, 1, 9, 300, 64, 64, kBFloat16, 0, false, 0.0f, true};
-  with_nan.nan = true;
-  check_shape(with_nan, {2}, {kLarge});
+  for (const int seqlen_q : {7, 9}) {
+    Shape with_nan{1, 2, 1, seqlen_q, 300, 64, 64, kBFloat16, 0, false, 0.0f, true};
+    with_nan.nan = true;
+    check_shape(with_nan, {2}, {kLarge});
+  }
 }
 
 void test_decode_int8_short() { check_8_bits_short(kInt8); }
@@ -300,10 +310,12 @@ void test_decode_wide() {
   check({1, 1, 4, 20, 70, 128, 96, kBFloat16, 0, false, 0.0f, true}, {2}, {kLarge}, 1);
 }
 
-// Column groups, with two steps of a tile and with four.
+// Column groups, with one step of a tile, two and four.
 void test_decode_columns_short() {
   check({1, 2, 4, 1, 64 * 5 + 1, 256, 256, kBFloat16, 0, false, 0.0f, false, kInt8}, {1, 2},
         {kLarge}, kShortSeeds);
+  check({1, 1, 12, 1, 64 * 2, 256, 256, kBFloat16, 0, false, 0.0f, false, kInt8}, {1}, {kLarge},
+        kShortSeeds);
   check({1, 2, 1, 40, 64 * 3, 256, 144, kBFloat16, 0, false, 0.0f, true, kInt8}, {1}, {kLarge},
         kShortSeeds);
 }

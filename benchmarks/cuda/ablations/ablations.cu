@@ -17,8 +17,8 @@ int num_outputs(const DecodeParams& p) { return p.batch * p.num_heads_kv; }
 template <typename F>
 cudaError_t with_config(const DecodeParams& p, const F& f) {
   const int head_dim = std::max(p.head_dim, p.head_dim_v);
-  if (head_dim <= 64) return f.template operator()<TileConfig<BFloat16, 64, 16>>();
-  return f.template operator()<TileConfig<BFloat16, 128, 16>>();
+  if (head_dim <= 64) return f.template operator()<TileConfig<BFloat16, 64, 8>>();
+  return f.template operator()<TileConfig<BFloat16, 128, 8>>();
 }
 
 }  // namespace

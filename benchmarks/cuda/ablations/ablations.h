@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // The published schedules over the inner loop of lean_decode_kernel, and variants of the kernel
-// itself, for comparison: bfloat16, head_dim up to 128, up to 16 packed rows.
+// itself, for comparison: bfloat16, head_dim up to 128, up to 8 packed rows.
 #pragma once
 
 #include "cuda/decode/launch.h"

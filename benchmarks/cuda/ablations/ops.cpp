@@ -23,8 +23,8 @@ template <PlanFunction make_plan, LaunchFunction launch>
 void run(const DecodeParams& p) {
   TORCH_CHECK(p.dtype == DataType::kBFloat16 && p.kv_dtype == p.dtype &&
                   std::max(p.head_dim, p.head_dim_v) <= 128 &&
-                  int64_t{p.group_size()} * p.seqlen_q <= 16,
-              "lean_decode's ablations exist for bfloat16, a head_dim up to 128 and up to 16 query "
+                  int64_t{p.group_size()} * p.seqlen_q <= 8,
+              "lean_decode's ablations exist for bfloat16, a head_dim up to 128 and up to 8 query "
               "heads and tokens of a group");
   cuda::check_supported(p);
   if (p.batch == 0 || p.seqlen_q == 0) return;

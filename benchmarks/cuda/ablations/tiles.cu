@@ -27,10 +27,10 @@ struct Resized : Own {
 template <int kTileKeys, typename F>
 cudaError_t with_columns(const DecodeParams& p, const F& f) {
   if (std::max(p.head_dim, p.head_dim_v) <= 64) {
-    return f.template operator()<Resized<TileConfig<BFloat16, 64, 16>, kTileKeys>>();
+    return f.template operator()<Resized<TileConfig<BFloat16, 64, 8>, kTileKeys>>();
   }
   if constexpr (kTileKeys <= 128) {
-    return f.template operator()<Resized<TileConfig<BFloat16, 128, 16>, kTileKeys>>();
+    return f.template operator()<Resized<TileConfig<BFloat16, 128, 8>, kTileKeys>>();
   }
   return cudaErrorInvalidValue;
 }

@@ -44,7 +44,7 @@ __device__ void add_other_columns(float (&s)[kBlocks][4], int step, bool has_row
   if (has_rows) {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
-      store_shared_float4(place(warp, n), {s[n][0], s[n][1], s[n][2], s[n][3]});
+      store_shared(place(warp, n), Float4{s[n][0], s[n][1], s[n][2], s[n][3]});
     }
   }
   sync_key_group<Config>();

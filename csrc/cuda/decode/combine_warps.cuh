@@ -10,23 +10,24 @@
 
 namespace tree_attention::cuda {
 
-// The online softmax of the 16 rows of a warp, in shared memory.
+// The online softmax of the rows of a warp, in shared memory.
+template <int kRows>
 struct WarpStatistics {
-  float maximum[16], sum[16];
+  float maximum[kRows], sum[kRows];
 };
 
 // To be called by all threads of a warp.
-__device__ __forceinline__ void store_statistics(const OnlineSoftmax& softmax,
-                                                 WarpStatistics& statistics) {
-  const int lane = threadIdx.x % 32;
+template <typename Fragments>
+__device__ __forceinline__ void store_statistics(const OnlineSoftmax<Fragments>& softmax,
+                                                 WarpStatistics<Fragments::kRows>& statistics) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float sum = softmax.sum[i];
-    sum += __shfl_xor_sync(0xffffffff, sum, 1);
-    sum += __shfl_xor_sync(0xffffffff, sum, 2);
-    if (lane % 4 != 0) continue;
-    statistics.maximum[lane / 4 + 8 * i] = softmax.maximum[i];
-    statistics.sum[lane / 4 + 8 * i] = sum;
+    const auto add = [](float a, float b) { return a + b; };
+    const float sum = Fragments::combine_row(softmax.sum[i], add);
+    if (!Fragments::is_first_of_row()) continue;
+    const int row = Fragments::first_row() + Fragments::kRowStep * i;
+    statistics.maximum[row] = softmax.maximum[i];
+    statistics.sum[row] = sum;
   }
 }
 
@@ -38,17 +39,18 @@ struct RowCombination {
   float lse;
 
   // statistics[g * stride] is that of a warp of key group g.
-  __device__ RowCombination(const WarpStatistics* statistics, int stride, int row) {
+  template <int kRows>
+  __device__ RowCombination(const WarpStatistics<kRows>* statistics, int stride, int row) {
     float maximum = -INFINITY;
 #pragma unroll
     for (int group = 0; group < kKeyGroups; ++group) {
       maximum = fmaxf(maximum, statistics[group * stride].maximum[row]);
     }
-    const float base = OnlineSoftmax::finite_base(maximum);
+    const float base = finite_base(maximum);
     float sum = 0.0f;
 #pragma unroll
     for (int group = 0; group < kKeyGroups; ++group) {
-      const WarpStatistics& part = statistics[group * stride];
+      const WarpStatistics<kRows>& part = statistics[group * stride];
       factor[group] = ex2(part.maximum[row] - base);
       sum = fmaf(factor[group], part.sum[row], sum);
     }
@@ -80,17 +82,22 @@ class GroupOutputs {
     constexpr int kHalf = Config::kRows / 2;
     char* half = stage_ + row / kHalf * kHalfBytes + group * (kHalfBytes / Config::kKeyGroups);
     // The exclusive or permutes a row's chunks of eight columns: the writes of a warp, two columns
-    // of eight rows, fall into different banks.
-    return reinterpret_cast<float*>(half) + row % kHalf * kColumns + (column ^ (row & 3) * 8);
+    // of eight rows or eight of four, fall into different banks.
+    const int permuted = column ^ Fragments::turn(row) * 8;
+    return reinterpret_cast<float*>(half) + row % kHalf * kColumns + permuted;
   }
 
-  // The place 8 rows below one of the first 8 of 16, and columns further, a multiple of 32.
-  static __device__ float* moved(float* place, int rows, int columns) {
-    constexpr int kRow = Config::kRows == 16 ? kHalfBytes / 32 : kColumns;
-    return place + rows * kRow + columns;
+  // The place of row `i` of a thread where `place` is that of its row 0, and columns further, a
+  // multiple of 32.
+  static __device__ float* moved(float* place, int i, int columns) {
+    constexpr int kStep = Fragments::kRowStep;
+    constexpr int kFloats = kStep == Config::kRows / 2 ? kHalfBytes / 4 : kStep * kColumns;
+    return place + i * kFloats + columns;
   }
 
  private:
+  using Fragments = typename Config::Fragments;
+
   char* stage_;
 };
 
@@ -99,20 +106,23 @@ class GroupOutputs {
 // columns of every 32, so that stores are coalesced. The stage and the statistics may be written
 // again after the caller's next barrier.
 template <typename Config, typename Tile, typename Sink>
-__device__ void combine_warps(const Tile& tile, const OnlineSoftmax& softmax,
+__device__ void combine_warps(const Tile& tile,
+                              const OnlineSoftmax<typename Config::Fragments>& softmax,
                               const OutputRows& rows, int head_dim_v, char* shared, char* stage,
                               const Sink& sink) {
   constexpr int kColumns = GroupOutputs<Config>::kColumns;
-  static_assert(Config::kWarps * sizeof(WarpStatistics) == Config::kStatisticsBytes);
-  auto* statistics = reinterpret_cast<WarpStatistics*>(shared + Config::kStatistics);
+  constexpr int kWarpRows = Config::kWarpRows;
+  using Statistics = WarpStatistics<kWarpRows>;
+  static_assert(Config::kWarps * sizeof(Statistics) == Config::kStatisticsBytes);
+  auto* statistics = reinterpret_cast<Statistics*>(shared + Config::kStatistics);
   const GroupOutputs<Config> outputs(stage);
   const WarpGroups<Config> groups;
 
-  float* pairs[Tile::kPairs];  // of the first columns
+  float* parts[Tile::kParts];  // of the first columns
 #pragma unroll
-  for (int i = 0; i < Tile::kPairs; ++i) {
-    const int row = 16 * groups.row + threadIdx.x % 32 / 4;
-    pairs[i] = outputs.at(groups.key, row, Tile::column_of_pair(i));
+  for (int i = 0; i < Tile::kParts; ++i) {
+    const int row = kWarpRows * groups.row + Config::Fragments::first_row();
+    parts[i] = outputs.at(groups.key, row, Tile::column_of_part(i));
   }
 
   store_statistics(softmax, statistics[threadIdx.x / 32]);
@@ -125,14 +135,14 @@ __device__ void combine_warps(const Tile& tile, const OnlineSoftmax& softmax,
     for (int own = 0; own < Config::kWarpColumns; own += 32) {
       const int block = groups.column * Config::kWarpColumns + own - begin;
       if (block < 0 || block >= num_columns) continue;
-      tile.for_each_pair(own, [&](int i, int row, const Float2& o) {
-        store_shared_float2(outputs.moved(pairs[i], 8 * row, block), o);
+      tile.for_each_part(own, [&](int i, int row, const auto& o) {
+        store_shared(outputs.moved(parts[i], row, block), o);
       });
     }
     __syncthreads();
     for (int row = threadIdx.x / 8; row < rows.count; row += Config::kThreads / 8) {
-      const RowCombination<Config::kKeyGroups> combination(statistics + row / 16,
-                                                           Config::kGroupWarps, row % 16);
+      const RowCombination<Config::kKeyGroups> combination(statistics + row / kWarpRows,
+                                                           Config::kGroupWarps, row % kWarpRows);
       if (begin == 0 && threadIdx.x % 8 == 0) sink.store_lse(row, combination.lse);
 #pragma unroll 1  // a store has a branch for each dtype: copies of it take longer to fetch
       for (int block = 0; block < num_columns; block += 32) {

@@ -40,13 +40,21 @@ constexpr int kMaxRowTile = sizeof(Element) == 4                    ? 16
                             : sizeof(Cached) == 1 || kHeadDim > 128 ? 64
                                                                     : 128;
 
-// The next larger row tile. Fewer are compiled for keys and values of 8 bits and for latents.
+// The fewest, where most steps of a model whose query heads share keys end. float32 has no tensor
+// cores, and of latents as many heads as there are share keys.
+template <typename Element, int kHeadDim>
+constexpr int kMinRowTile = sizeof(Element) == 4 || kHeadDim > 256 ? 16 : 8;
+
+// The next larger row tile. Fewer above 16 are compiled for keys and values of 8 bits and for
+// latents.
 template <int kRows, int kHeadDim, typename Cached>
-constexpr int kNextRowTile = kRows * (sizeof(Cached) == 1 || kHeadDim > 256 ? 4 : 2);
+constexpr int kNextRowTile =
+    kRows * (kRows >= 16 && (sizeof(Cached) == 1 || kHeadDim > 256) ? 4 : 2);
 
 // Calls f.template operator()<TileConfig>() for the smallest row tile of at least `num_rows`, or
 // the largest there is.
-template <typename Element, int kHeadDim, typename Cached, int kRows = 16, typename F>
+template <typename Element, int kHeadDim, typename Cached,
+          int kRows = kMinRowTile<Element, kHeadDim>, typename F>
 auto with_row_tile(int64_t num_rows, F f) {
   if constexpr (kRows < kMaxRowTile<Element, kHeadDim, Cached>) {
     constexpr int kNext = kNextRowTile<kRows, kHeadDim, Cached>;

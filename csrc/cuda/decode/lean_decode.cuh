@@ -15,32 +15,44 @@
 #include "tile_fma.cuh"
 #include "tile_mma.cuh"
 #include "tile_mma_8_bits.cuh"
+#include "tile_mma_swapped.cuh"
+#include "tile_mma_swapped_8_bits.cuh"
 
 namespace tree_attention::cuda {
 
 template <typename Element, typename Config>
+using TileOf16Rows =
+    std::conditional_t<Config::kHasScales, TileMma8Bits<Config, Element>, TileMma<Config, Element>>;
+template <typename Element, typename Config>
+using TileOf8Rows = std::conditional_t<Config::kHasScales, TileMmaSwapped8Bits<Config, Element>,
+                                       TileMmaSwapped<Config, Element>>;
+template <typename Element, typename Config>
 using TileOf =
     std::conditional_t<sizeof(Element) == 4, TileFma<Config>,
-                       std::conditional_t<Config::kHasScales, TileMma8Bits<Config, Element>,
-                                          TileMma<Config, Element>>>;
+                       std::conditional_t<Config::kWarpRows == 8, TileOf8Rows<Element, Config>,
+                                          TileOf16Rows<Element, Config>>>;
 
 // Attends the warp's rows to its keys of the block's tiles of an output, the `number`th of which
 // the block has tiles: `tile` and `softmax` become their unnormalised state.
 template <typename Element, typename Config>
 __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& output,
                        const OutputRows& rows, int number, Loader<Element, Config>& loader,
-                       Ring<Config>& ring, TileOf<Element, Config>& tile, OnlineSoftmax& softmax) {
+                       Ring<Config>& ring, TileOf<Element, Config>& tile,
+                       OnlineSoftmax<typename Config::Fragments>& softmax) {
   using Tile = TileOf<Element, Config>;
   using Cached = typename Config::Cached;
+  using Fragments = typename Config::Fragments;
   constexpr int kStepKeys =
       Config::kGroupKeys < Tile::kMaxStepKeys ? Config::kGroupKeys : Tile::kMaxStepKeys;
   static_assert(Config::kGroupKeys % kStepKeys == 0);
   constexpr int kSteps = Config::kGroupKeys / kStepKeys;
+  constexpr int kBlocks = kStepKeys / Fragments::kBlockKeys;
   const WarpGroups<Config> groups;
   const int first_column = groups.column * Config::kWarpColumns;
   const int first_product = Config::kPieceStep == 1 ? first_column : 0;  // else the tile knows
-  const bool has_rows = 16 * groups.row < rows.count;
-  const RowScores row_scores(params, rows, output.keys(), 16 * groups.row);
+  const int first_row = groups.row * Config::kWarpRows;
+  const bool has_rows = first_row < rows.count;
+  const RowScores<Fragments> row_scores(params, rows, output.keys(), first_row);
 
   tile.clear();
   softmax.clear();
@@ -61,7 +73,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
 #pragma unroll 1  // the code of a step is long
     for (int step = 0; step < kSteps; ++step) {
       const int key = groups.key * Config::kGroupKeys + step * kStepKeys;
-      float s[kStepKeys / 8][4];
+      float s[kBlocks][4];
       if (has_rows) tile.score_block(s, ring.keys() + first_product * sizeof(Cached), key);
       if constexpr (Config::kColumnGroups > 1) {
         add_other_columns<Config, kSteps>(s, step, has_rows);
@@ -69,12 +81,12 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
       if (has_rows) {
         const int first_key = output.first_key(i) + key;
         if constexpr (Config::kHasScales) {
-          const StepScales<kStepKeys / 8> of_keys(params.decode.k_scale != nullptr,
-                                                  ring.key_scales() + key);
+          const StepScales<Fragments, kBlocks> of_keys(params.decode.k_scale != nullptr,
+                                                       ring.key_scales() + key);
           of_keys.multiply(s);
           const bool hides = row_scores.apply(s, first_key, tile);
-          const StepScales<kStepKeys / 8> of_values(params.decode.v_scale != nullptr,
-                                                    ring.value_scales() + key);
+          const StepScales<Fragments, kBlocks> of_values(params.decode.v_scale != nullptr,
+                                                         ring.value_scales() + key);
           softmax.update(s, tile, of_values);
           of_values.multiply(s);
           if (hides) row_scores.hide(s, first_key, 0.0f);  // the scale of what it hides may be NaN
@@ -108,15 +120,16 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
 // Grid: plan.num_workers blocks of the lean partition, one-dimensional: as many as are resident on
 // the device, or fewer where the line is short (plan.cu).
 // Block: Config::kThreads threads, whose warps are kKeyGroups x kColumnGroups x kRowGroups, the row
-// groups side by side: a warp has the 16 rows of its row group, the keys of its key group of every
-// tile, and the columns of its column group of q, K, V and o.
+// groups side by side: a warp has the kWarpRows rows of its row group, the keys of its key group of
+// every tile, and the columns of its column group of q, K, V and o.
 //
 // Latents, whose values are the first columns of their keys, have one key group and tiles of 32
 // keys: 16 rows by four column groups, or 64 rows by two. Of V and o a warp has 128 or 256 columns
 // side by side, of q and K every fourth or second 16.
 // Dynamic shared memory, by the offsets of TileConfig:
 //   kQueries     [kQuerySlots][kRows][kHeadDim]: of the current output, or of it and the next
-//   kScratch     products [2][kWarps][16][keys of a step] that column groups exchange, then the
+//   kScratch     products [2][kWarps][kWarpRows][keys of a step] that column groups exchange, then
+//   the
 //                weights of a fix-up
 //   kStatistics  [kWarps]: maximum and sum of each warp's rows
 //   kSchedule    the block's range of the line
@@ -129,7 +142,8 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
 //   attend         above              the loop over tiles; of its parts
 //     Loader::fill       loader.cuh   requests tiles ahead (tile_copies.cuh: by which thread)
 //     Ring               ring.cuh     stages, and the waits for what was requested
-//     Tile::score_block  tile_mma.cuh, tile_mma_8_bits.cuh, tile_fma.cuh  s = q k
+//     Tile::score_block  s = q k: tile_mma.cuh, tile_mma_8_bits.cuh, the same of 8 rows in
+//                        tile_mma_swapped.cuh and tile_mma_swapped_8_bits.cuh, tile_fma.cuh
 //     add_other_columns  column_groups.cuh  the sum of the column groups' products
 //     StepScales         scales.cuh   the scales of keys and values of 8 bits
 //     RowScores::apply   softmax.cuh  scale, softcap, ALiBi, mask
@@ -153,7 +167,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   Loader<Element, Config> loader(params, output, shared);
   Ring<Config> ring(params, shared);
   TileOf<Element, Config> tile;
-  OnlineSoftmax softmax;
+  OnlineSoftmax<typename Config::Fragments> softmax;
   int number = 0;
   for (; !output.done(); output.next()) {
     const OutputRows rows = output.rows();

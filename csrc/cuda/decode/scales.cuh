@@ -4,14 +4,15 @@
 #pragma once
 
 #include "cuda/element.cuh"
+#include "fragments.cuh"
 
 namespace tree_attention::cuda {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 
-// The scales of a step's keys, or of their values: of_key[n][c] belongs to the products s[n][c] and
-// s[n][c + 2] of this thread.
-template <int kBlocks>
+// The scales of a step's keys, or of their values: of_key[n] are those of the thread's two keys of
+// block n of the products.
+template <typename Fragments, int kBlocks>
 struct StepScales {
   float of_key[kBlocks][2];
 
@@ -20,8 +21,8 @@ struct StepScales {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       Float2 pair = {1.0f, 1.0f};
-      if (exist) pair = load_float2(scales + 8 * n + threadIdx.x % 4 * 2);
-      for (int c = 0; c < 2; ++c) of_key[n][c] = pair.value[c];
+      if (exist) pair = Fragments::load(scales + Fragments::kBlockKeys * n);
+      for (int i = 0; i < 2; ++i) of_key[n][i] = pair.value[i];
     }
   }
 
@@ -29,7 +30,7 @@ struct StepScales {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) s[n][c] *= of_key[n][c % 2];
+      for (int c = 0; c < 4; ++c) s[n][c] *= of_key[n][Fragments::key_of(c)];
     }
   }
 };

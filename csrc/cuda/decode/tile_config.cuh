@@ -7,9 +7,11 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/host_device.h"
 #include "cuda/element.cuh"
+#include "fragments.cuh"
 
 namespace tree_attention::cuda {
 
@@ -43,19 +45,22 @@ struct TileRows {
   }
 };
 
-// A warp owns 16 packed rows (the m of mma.m16n8k16). Warps whose keys are the same form a key
-// group; the key groups of a block split each tile's keys, so that with 16 rows every byte of K and
-// V is read from shared memory once. Inside a key group, column groups split head_dim where the o
-// of 16 rows would fill a warp's registers.
+// A warp owns 16 packed rows (the m of mma.m16n8k16), or with operands swapped 8 (its n). Warps
+// whose keys are the same form a key group; the key groups of a block split each tile's keys, so
+// that with up to 16 rows every byte of K and V is read from shared memory once. Inside a key
+// group, column groups split head_dim where the o of 16 rows would fill a warp's registers.
 template <typename Element, int kHeadDim_, int kRows_, typename Cached_ = Element>
 struct TileConfig {
   using Cached = Cached_;                     // of keys and values, maybe of 8 bits
   static constexpr int kHeadDim = kHeadDim_;  // that is compiled; the call's may be smaller
   static constexpr int kRows = kRows_;        // packed rows of an output
+  // Of the scores, and with them of the rows of a warp.
+  using Fragments = std::conditional_t<kRows == 8, KeysByRows, RowsByKeys>;
+  static constexpr int kWarpRows = Fragments::kRows;
   // More columns are those of latents: K has kHeadDim of them, and its first kValueColumns are V.
   static constexpr bool kValuesInKeys = kHeadDim > 256;
   static constexpr int kValueColumns = kValuesInKeys ? 512 : kHeadDim;  // of V and o
-  static constexpr int kRowGroups = kRows / 16;
+  static constexpr int kRowGroups = kRows / kWarpRows;
   static constexpr int kColumnGroups = kValuesInKeys && kRows == 16 ? 4 : kHeadDim > 128 ? 2 : 1;
   static constexpr int kGroupWarps = kRowGroups * kColumnGroups;  // of a key group
   static constexpr int kWarps = kGroupWarps > 4 ? 8 : 4;
@@ -97,7 +102,7 @@ struct TileConfig {
   static constexpr int kProductBytes = kColumnGroups > 1 ? kThreads * 64 : 0;
   static constexpr int kScratchBytes = std::max(kFixupScratchBytes, kProductBytes);
   static constexpr int kStatisticsBytes =
-      kWarps * 16 * 2 * 4;                    // (maximum, sum) of each warp's rows
+      kWarps * kWarpRows * 2 * 4;             // (maximum, sum) of each warp's rows
   static constexpr int kScheduleBytes = 512;  // schedule.cuh asserts what it needs
 
   // Offsets in dynamic shared memory, the ring last: its length is the plan's.

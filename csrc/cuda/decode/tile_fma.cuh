@@ -71,18 +71,22 @@ class TileFma : public WarpTile<Config, TileFma<Config>> {
     }
   }
 
+  static constexpr float kOutputScale = 1.0f;
+  static constexpr int kParts = 4;
+  static __device__ int column_of_part(int i) {
+    return i / 2 * 16 + threadIdx.x % 4 * 4 + i % 2 * 2;
+  }
+
+  __device__ Float2 part(int first, int i, int row) const {
+    const float* o = o_[first / 8 + i] + 2 * row;
+    return {o[0], o[1]};
+  }
+
  private:
   using Base = WarpTile<Config, TileFma>;
   friend Base;
   using Base::kColumns, Base::o_;
   using Rows = typename Config::QueryRows;  // those of keys and values, too
-  static constexpr float kOutputScale = 1.0f;
-
-  static __device__ int column(int half) { return threadIdx.x % 4 * 4 + 2 * half; }
-
-  __device__ Float2 pair(int n, int row, int half) const {
-    return {o_[n + half][2 * row], o_[n + half][2 * row + 1]};
-  }
 
   static __device__ Float4 load(const char* memory, int row, int chunk) {
     return load_float4(reinterpret_cast<const float*>(memory + Rows::offset(row, chunk)));

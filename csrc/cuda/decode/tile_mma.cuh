@@ -21,8 +21,22 @@ __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
   }
 }
 
+// Weights, which are at most one, as operands.
+template <typename Element>
+struct WeightsOf16Bits {
+  // They and with them o are scaled by this: float16 has no number between 0 and 2^-24.
+  static constexpr float kScale = std::is_same_v<Element, Float16> ? 0x1p14f : 1.0f;
+  static constexpr float kOutputScale = 1.0f / kScale;
+
+  static __device__ uint32_t pack(float low, float high) {
+    return cuda::pack<Element>(low * kScale, high * kScale);
+  }
+};
+
 template <typename Config, typename Element>
 class TileMma : public WarpTile<Config, TileMma<Config, Element>> {
+  using Weights = WeightsOf16Bits<Element>;
+
  public:
   // A step must not hold more scores than registers allow beside o: with 64 rows of latents o takes
   // 128, and steps of 32 keys would spill.
@@ -59,9 +73,9 @@ class TileMma : public WarpTile<Config, TileMma<Config, Element>> {
     const uint32_t first = shared_address(tile + Rows::offset(first_key + lane % 16, lane / 16));
 #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {
-      const uint32_t a[4] = {pack_weights(p[n][0], p[n][1]), pack_weights(p[n][2], p[n][3]),
-                             pack_weights(p[n + 1][0], p[n + 1][1]),
-                             pack_weights(p[n + 1][2], p[n + 1][3])};
+      const uint32_t a[4] = {Weights::pack(p[n][0], p[n][1]), Weights::pack(p[n][2], p[n][3]),
+                             Weights::pack(p[n + 1][0], p[n + 1][1]),
+                             Weights::pack(p[n + 1][2], p[n + 1][3])};
 #pragma unroll
       for (int i = 0; i < kColumns / 16; ++i) {
         uint32_t v[4];
@@ -72,26 +86,20 @@ class TileMma : public WarpTile<Config, TileMma<Config, Element>> {
     }
   }
 
+  static constexpr float kOutputScale = Weights::kOutputScale;
+  static constexpr int kParts = 4;
+  static __device__ int column_of_part(int i) { return 8 * i + threadIdx.x % 4 * 2; }
+
+  __device__ Float2 part(int first, int i, int row) const {
+    const float* o = o_[first / 8 + i] + 2 * row;
+    return {o[0], o[1]};
+  }
+
  private:
   using Base = WarpTile<Config, TileMma>;
   friend Base;
   using Base::kChunkStep, Base::kColumns, Base::o_;
   using Rows = typename Config::CachedRows;
-
-  // Weights, which are at most one, and with them o are scaled by this: float16 has no number
-  // between 0 and 2^-24.
-  static constexpr float kWeightScale = std::is_same_v<Element, Float16> ? 0x1p14f : 1.0f;
-  static constexpr float kOutputScale = 1.0f / kWeightScale;
-
-  static __device__ uint32_t pack_weights(float low, float high) {
-    return pack<Element>(low * kWeightScale, high * kWeightScale);
-  }
-
-  static __device__ int column(int half) { return 8 * half + threadIdx.x % 4 * 2; }
-
-  __device__ Float2 pair(int n, int row, int half) const {
-    return {o_[n + half][2 * row], o_[n + half][2 * row + 1]};
-  }
 
   __device__ void load_query(uint32_t (&q)[4], int i) const {
     using QueryRows = typename Config::QueryRows;

@@ -7,17 +7,27 @@
 // for the scores, which do not notice, and of o for the values.
 #pragma once
 
+#include "queries_as_float16.cuh"
 #include "tile_mma.cuh"
 #include "widen.cuh"
 
 namespace tree_attention::cuda {
 
+// Products of weights and scales, which are at most 4 (scales.cuh), as operands. They and with them
+// o are scaled, as those of tile_mma.cuh are.
+struct WeightsWithScales {
+  static constexpr float kScale = 0x1p12f, kOutputScale = 1.0f / kScale;
+
+  static __device__ uint32_t pack(float low, float high) {
+    return cvt_f16x2(low * kScale, high * kScale);
+  }
+};
+
 template <typename Config, typename Element>
 class TileMma8Bits : public WarpTile<Config, TileMma8Bits<Config, Element>> {
-  // Where queries are bfloat16, those of a row become float16 in units of a power of two, in which
-  // the row's largest is less than 2^15. Elements down to 2^-31 of it are exact, and none is off by
-  // more than 2^-39 of it.
-  static constexpr bool kHasUnits = std::is_same_v<Element, BFloat16>;
+  using Weights = WeightsWithScales;
+  using Queries = QueriesAsFloat16<Config, Element>;
+  static constexpr bool kHasUnits = Queries::kHasUnits;
 
  public:
   // A step must not hold more scores than registers allow beside o, the queries and their units.
@@ -28,7 +38,8 @@ class TileMma8Bits : public WarpTile<Config, TileMma8Bits<Config, Element>> {
   __device__ void load_queries(const char* queries, int row_group) {
     const int row = 16 * row_group + threadIdx.x % 32 / 4;
     if constexpr (kHasUnits) {
-      units_ = cvt_bf16x2(unit_of_row(queries, row), unit_of_row(queries, row + 8));
+      units_ =
+          cvt_bf16x2(Queries::unit_of_row(queries, row), Queries::unit_of_row(queries, row + 8));
     }
     Base::load_queries(queries, row_group);
   }
@@ -72,7 +83,7 @@ class TileMma8Bits : public WarpTile<Config, TileMma8Bits<Config, Element>> {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const float* pair = p[n + c / 2] + c % 2 * 2;
-        a[c] = cvt_f16x2(pair[0] * kWeightScale, pair[1] * kWeightScale);
+        a[c] = Weights::pack(pair[0], pair[1]);
       }
 #pragma unroll
       for (int i = 0; i < kChunks; i += 2) {
@@ -98,76 +109,37 @@ class TileMma8Bits : public WarpTile<Config, TileMma8Bits<Config, Element>> {
     return __builtin_bit_cast(float, i == 0 ? units_ << 16 : units_ & 0xffff0000);
   }
 
+  static constexpr float kOutputScale = Weights::kOutputScale;
+  static constexpr int kParts = 4;
+  static __device__ int column_of_part(int i) {
+    return i / 2 * 16 + threadIdx.x % 4 * 4 + i % 2 * 2;
+  }
+
+  __device__ Float2 part(int first, int i, int row) const {
+    const int n = first / 8 + i / 2 * 2, c = 2 * row + i % 2;
+    return {o_[n][c], o_[n + 1][c]};
+  }
+
  private:
   using Base = WarpTile<Config, TileMma8Bits>;
   friend Base;
   using Base::kColumns, Base::o_;
   using Cached = typename Config::Cached;
   using Rows = typename Config::CachedRows;
-  using QueryRows = typename Config::QueryRows;
   static constexpr int kChunks = kColumns / 16;  // of 16 columns
-  // Products of weights and scales, which are at most 4 (scales.cuh), and with them o are scaled by
-  // this, as those of tile_mma.cuh are.
-  static constexpr float kWeightScale = 0x1p12f;
-  static constexpr float kOutputScale = 1.0f / kWeightScale;
-
-  // The same in all column groups, whose products are added; `queries` are those of this one's.
-  static __device__ float unit_of_row(const char* queries, int row) {
-    queries -= WarpGroups<Config>().column * kColumns * static_cast<int>(sizeof(Element));
-    float largest = 0.0f;
-#pragma unroll 1
-    for (int chunk = threadIdx.x % 4; chunk < QueryRows::kChunks; chunk += 4) {
-      const Float4 pairs =
-          load_float4(reinterpret_cast<const float*>(queries + QueryRows::offset(row, chunk)));
-      for (const float pair : pairs.value) {  // the lower number only adds to the upper's digits
-        const uint32_t bits = __builtin_bit_cast(uint32_t, pair);
-        largest = fmaxf(largest, fabsf(pair));
-        largest = fmaxf(largest, fabsf(__builtin_bit_cast(float, bits << 16)));
-      }
-    }
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 2));
-    const uint32_t exponent = __builtin_bit_cast(uint32_t, fmaxf(largest, 0x1p-100f)) >> 23;
-    return __builtin_bit_cast(float, (exponent - 14) << 23);
-  }
-
-  static __device__ int column(int half) { return threadIdx.x % 4 * 4 + 2 * half; }
-
-  __device__ Float2 pair(int n, int row, int half) const {
-    return {o_[n][2 * row + half], o_[n + 1][2 * row + half]};
-  }
-
-  // Columns 4 t and 4 t + 1 in the place of 2 t and 2 t + 1, the next two in that of 2 t + 8 and
-  // 2 t + 9.
   __device__ void load_query(uint32_t (&q)[4], int i) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = this->first_row_ + lane / 4 + 8 * half;
-      const int offset = QueryRows::offset(row, 2 * i + lane % 4 / 2) + lane % 2 * 8;
-      const Pairs columns = *reinterpret_cast<const Pairs*>(this->queries_ + offset);
-      q[half] = to_float16(columns.low, half);
-      q[2 + half] = to_float16(columns.high, half);
+      const int offset = Config::QueryRows::offset(row, 2 * i + lane % 4 / 2) + lane % 2 * 8;
+      const auto columns =
+          *reinterpret_cast<const typename Queries::Columns*>(this->queries_ + offset);
+      q[half] = Queries::to_float16(columns.low, product_unit(half));
+      q[2 + half] = Queries::to_float16(columns.high, product_unit(half));
     }
     if constexpr (kHasUnits) __syncwarp();  // else all are loaded first, for which registers lack
   }
-
-  static __device__ float inverse_of_power(float power_of_two) {
-    return __builtin_bit_cast(float, (254u << 23) - __builtin_bit_cast(uint32_t, power_of_two));
-  }
-
-  // A pair of queries of the thread's row `i`.
-  __device__ uint32_t to_float16(uint32_t pair, int i) const {
-    if constexpr (!kHasUnits) return pair;
-    const float inverse = inverse_of_power(product_unit(i));
-    const BFloat16 low{static_cast<uint16_t>(pair)}, high{static_cast<uint16_t>(pair >> 16)};
-    return cvt_f16x2(to_float(low) * inverse, to_float(high) * inverse);
-  }
-
-  // Four neighbouring columns, which move in one 8-byte access.
-  struct __align__(8) Pairs {
-    uint32_t low, high;
-  };
 
   uint32_t units_;  // of the thread's two rows, a pair of bfloat16: registers are scarce
 };

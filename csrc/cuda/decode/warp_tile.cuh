@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// What a warp holds of a tile whatever multiplies it (tile_mma.cuh, tile_mma_8_bits.cuh,
-// tile_fma.cuh): the queries of its 16 packed rows and their o. With g = lane / 4 and t = lane % 4,
-// a thread holds rows g and g + 8 (index 0 and 1 below); scores s[n] are (row 0, keys 8 n + 2 t and
-// the next; row 1, the same), and o[n] is (row 0, two columns; row 1, the same).
+// What a warp holds of a tile whatever multiplies it (tile_mma.cuh, tile_mma_8_bits.cuh, the same
+// of 8 rows, tile_fma.cuh): the queries of its packed rows and their o. A thread has two of the
+// rows, index 0 and 1 below, of scores and of o alike: o[n] are two columns of both, in the places
+// that two keys of both have in a block of scores (fragments.cuh).
 #pragma once
 
 #include "tile_copies.cuh"
@@ -13,9 +13,9 @@ namespace tree_attention::cuda {
 // `Tile` is the class that derives from this one. It defines
 //   load_query(q, i)    piece i of the queries' columns that the warp multiplies; not where they
 //                       stay in memory
-//   pair(n, row, half)  the first or second two neighbouring columns of a row that the thread has
-//                       among the 16 of o[n] and o[n + 1], n being even
-//   column(half)        where they begin
+//   kParts              the runs of neighbouring columns that a thread has of each row in 32
+//   part(first, i, row)  part i of those 32 columns that begin with column `first`
+//   column_of_part(i)   where it begins
 //   kOutputScale        what o is multiplied by when it is stored
 template <typename Config, typename Tile>
 class WarpTile {
@@ -23,7 +23,7 @@ class WarpTile {
   // The queries at `queries` may be overwritten afterwards only if they are kept in registers.
   __device__ void load_queries(const char* queries, int row_group) {
     queries_ = queries;
-    first_row_ = 16 * row_group;
+    first_row_ = Config::kWarpRows * row_group;
     if constexpr (Config::kQueriesInRegisters) {
 #pragma unroll
       for (int i = 0; i < Config::kWarpPieces; ++i) tile().load_query(q_[i], i);
@@ -37,33 +37,32 @@ class WarpTile {
 
   __device__ void rescale(const float (&factor)[2]) {
 #pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n) {
-      for (int c = 0; c < 4; ++c) o_[n][c] *= factor[c / 2];
+    for (int n = 0; n < kOutputBlocks; ++n) {
+      for (int c = 0; c < 4; ++c) o_[n][c] *= factor[Fragments::row_of(c)];
     }
   }
 
-  // Calls store(i, row, o) for each pair of neighbouring columns that the thread has in 32 columns
-  // from `begin`, a constant. Pair i begins at column_of_pair(i).
+  // Calls store(i, row, o) for each part of each row that the thread has in 32 columns from
+  // `begin`, a constant.
   template <typename Store>
-  __device__ __forceinline__ void for_each_pair(int begin, Store store) const {
+  __device__ __forceinline__ void for_each_part(int begin, Store store) const {
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
+    for (int i = 0; i < Tile::kParts; ++i) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        Float2 pair = tile().pair(begin / 8 + i / 2 * 2, row, i % 2);
-        for (float& o : pair.value) o *= Tile::kOutputScale;
-        store(i, row, pair);
+        auto part = tile().part(begin, i, row);
+        for (float& o : part.value) o *= Tile::kOutputScale;
+        store(i, row, part);
       }
     }
   }
 
-  static constexpr int kPairs = 4;  // in 32 columns of a row
-
-  static __device__ int column_of_pair(int i) { return i / 2 * 16 + Tile::column(i % 2); }
-
  protected:
+  using Fragments = typename Config::Fragments;
   static constexpr int kColumns = Config::kWarpColumns;
-  static constexpr int kChunkStep = 2 * Config::kPieceStep;  // of 16 bits, from piece to piece
+  static constexpr int kOutputBlocks = kColumns / Fragments::kBlockKeys;
+  static constexpr int kQueryRegisters = Fragments::kRows / 4;  // of 16 columns
+  static constexpr int kChunkStep = 2 * Config::kPieceStep;     // of 16 bits, from piece to piece
 
   // The first chunk of 16 bits that the warp multiplies: where the column groups take pieces in
   // turn, that of its group.
@@ -81,9 +80,9 @@ class WarpTile {
   }
 
   // Piece i of the queries' columns that the warp multiplies, from wherever they are.
-  __device__ void get_query(uint32_t (&q)[4], int i) const {
+  __device__ void get_query(uint32_t (&q)[kQueryRegisters], int i) const {
     if constexpr (Config::kQueriesInRegisters) {
-      for (int c = 0; c < 4; ++c) q[c] = q_[i][c];
+      for (int c = 0; c < kQueryRegisters; ++c) q[c] = q_[i][c];
     } else {
       tile().load_query(q, i);
     }
@@ -91,8 +90,8 @@ class WarpTile {
 
   const char* queries_;
   int first_row_;  // of the warp
-  uint32_t q_[Config::kQueriesInRegisters ? Config::kWarpPieces : 1][4];
-  float o_[kColumns / 8][4];
+  uint32_t q_[Config::kQueriesInRegisters ? Config::kWarpPieces : 1][kQueryRegisters];
+  float o_[kOutputBlocks][4];
 
  private:
   __device__ const Tile& tile() const { return static_cast<const Tile&>(*this); }
