@@ -27,14 +27,14 @@ class Failed(Exception):
 class Servers:
     """`python COMMAND` on each host, of which the first serves at its port 8000."""
 
-    def __init__(self, cluster: EmulatedCluster, python: str, log: Path) -> None:
-        self._cluster, self._python, self._log = cluster, python, log
+    def __init__(self, cluster: EmulatedCluster, python: str, logs: Path) -> None:
+        self._cluster, self._python, self._logs = cluster, python, logs
         self._processes: list[subprocess.Popen[Any]] = []
 
     def start(self, commands: Sequence[Sequence[str]], variables: Mapping[str, str]) -> None:
         """Starts the engine and returns when it is ready, or raises `Failed`."""
         for host, command in enumerate(commands):
-            with (self._log if host == 0 else Path(os.devnull)).open("w") as output:
+            with self._log(host).open("w") as output:
                 self._processes.append(
                     self._cluster.start(
                         host,
@@ -45,7 +45,7 @@ class Servers:
                     )
                 )
         end = time.monotonic() + READY_SECONDS
-        while READY not in self._log.read_text():
+        while READY not in self._log(0).read_text():
             if time.monotonic() > end or any(p.poll() is not None for p in self._processes):
                 raise self._failure()
             time.sleep(0.5)
@@ -73,8 +73,14 @@ class Servers:
                 continue
         return found
 
+    def _log(self, host: int) -> Path:
+        return self._logs / f"host{host}"
+
     def _failure(self) -> Failed:
-        return Failed(self._log.read_text()[-400:])
+        """With the end of what the first host that ended has printed, or else the first of all."""
+        ended = [host for host, p in enumerate(self._processes) if p.poll() is not None]
+        host = min(ended, default=0)
+        return Failed(f"host{host}: {self._log(host).read_text()[-400:]}")
 
 
 @contextmanager
@@ -84,4 +90,4 @@ def emulated_servers(link: str, environment: Path) -> Iterator[Servers]:
         EmulatedCluster(Wiring(parse_link(link)), NUM_HOSTS) as cluster,
         tempfile.TemporaryDirectory() as directory,
     ):
-        yield Servers(cluster, str(environment / "bin" / "python"), Path(directory) / "log")
+        yield Servers(cluster, str(environment / "bin" / "python"), Path(directory))
