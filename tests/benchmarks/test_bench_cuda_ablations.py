@@ -13,6 +13,7 @@ import emulator_build
 from bench_problems import SMALL, make_inputs
 from benchmarks.cuda import ablations, peers
 from benchmarks.cuda.cases import CudaCase
+from benchmarks.cuda.predict import packed_rows
 from benchmarks.harness.accuracy import Float64Check
 from tree_attention import lean_decode
 
@@ -37,7 +38,9 @@ def relative(path: Path) -> Path:
     return path.relative_to(ablations.ROOT)
 
 
-@pytest.mark.parametrize("case", SMALL[:9], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [x for x in SMALL[:9] if packed_rows(x) <= 8], ids=lambda case: case.name
+)
 @pytest.mark.parametrize("op", peers.ABLATIONS)
 def test_operators_are_right(op: str, case: CudaCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ablations, "load", lambda: True)
@@ -48,15 +51,16 @@ def test_operators_are_right(op: str, case: CudaCase, monkeypatch: pytest.Monkey
     assert truth.accuracy(o, lse).right
 
 
+@pytest.mark.parametrize("case", [SMALL[1], SMALL[9]], ids=["10 rows", "8 bits"])
 @pytest.mark.parametrize("op", peers.ABLATIONS)
-def test_operators_are_for_cuda_and_16_bits(op: str) -> None:
+def test_operators_are_for_cuda_16_bits_and_few_rows(op: str, case: CudaCase) -> None:
     name = f"tree_attention_ablations::{op}"
     assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
-    inputs = make_inputs(SMALL[9], 1)
+    inputs = make_inputs(case, 1)
     kv = inputs.sets[0]
     with pytest.raises(RuntimeError, match="ablations exist for bfloat16"):
         getattr(torch.ops.tree_attention_ablations, op)(
-            inputs.q, kv.k, kv.v, None, **inputs.options(0)
+            inputs.q, kv.k, kv.v, inputs.key_ranges, **inputs.options(0)
         )
 
 
