@@ -54,7 +54,7 @@ struct TileConfig {
   using Cached = Cached_;                     // of keys and values, maybe of 8 bits
   static constexpr int kHeadDim = kHeadDim_;  // that is compiled; the call's may be smaller
   static constexpr int kRows = kRows_;        // packed rows of an output
-  // Of the scores, and with them of the rows of a warp.
+  // Which rows and keys the scores of a thread belong to, and how many rows a warp has.
   using Fragments = std::conditional_t<kRows == 8, KeysByRows, RowsByKeys>;
   static constexpr int kWarpRows = Fragments::kRows;
   // More columns are those of latents: K has kHeadDim of them, and its first kValueColumns are V.
