@@ -63,6 +63,7 @@ def cuda_main(parsed: argparse.Namespace, world: World) -> int:
         budget=budget if parsed.budget is None else parsed.budget,
         name=decode.QUICK_NAME if parsed.quick else decode.NAME,
         out=parsed.out,
+        paths=parsed.peers,
     )
     lists = (decode.quick_cases, decode.standard_cases, decode.full_cases)
     return run_cases(parsed, world, lists, run)

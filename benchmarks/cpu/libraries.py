@@ -24,7 +24,8 @@ def add_peers(parser: ArgumentParser) -> None:
         default=(),
         metavar="LIBRARY",
         help="shared libraries with SGLang's CPU kernels or the CPU backend of the hub's "
-        "flash-attention; cases and results of their own",
+        "flash-attention, which get cases and results of their own; on cuda with vLLM's "
+        "FlashAttention-3 or FlashMLA",
     )
 
 

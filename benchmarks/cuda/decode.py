@@ -2,7 +2,7 @@
 """`decode.py --device cuda`: the operator against the GPU's other kernels and its ceilings."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from ..harness.accuracy import Float64Check
 from ..harness.measure import InputArena
 from ..harness.report import Report, environment, json_text
 from . import cases as shapes
-from . import machine, merge, targets, timing
+from . import libraries, machine, merge, targets, timing
 from .cases import OURS, CudaCase
 from .inputs import SPARE_BYTES, Inputs, num_sets
 from .peers import implementations
@@ -51,12 +51,15 @@ def run(
     budget: float | None = None,
     name: str = NAME,
     out: Path | None = None,
+    paths: Sequence[Path] = (),
 ) -> Report:
-    """Times the cases; `seconds` limits the samples of one implementation in one case. A case that
-    would begin after `budget` seconds, or does not fit into memory, is left out and listed. `name`
-    is the report's. The rows so far are in its JSON file in `out` after each of them: a kernel that
-    hangs, and whoever ends it then, leaves what was measured before."""
+    """Times the cases beside the libraries of `paths` too; `seconds` limits the samples of one
+    implementation in one case. A case that would begin after `budget` seconds, or does not fit into
+    memory, is left out and listed. `name` is the report's. The rows so far are in its JSON file in
+    `out` after each of them: a kernel that hangs, and whoever ends it then, leaves what was
+    measured before."""
     begin = time.monotonic()
+    peers = libraries.load(paths)
     properties = torch.cuda.get_device_properties(0)
     before = machine.environment()
     room = torch.cuda.mem_get_info()[0] - SPARE_BYTES
@@ -81,7 +84,7 @@ def run(
                 continue
             try:
                 if isinstance(case, CudaCase):
-                    rows.append(case_row(case, arena, sets, ceiling, seconds))
+                    rows.append(case_row(case, arena, sets, ceiling, seconds, peers))
                 else:
                     rows.append(merge.merge_row(case, arena, sets, ceiling, seconds))
             except torch.OutOfMemoryError:
@@ -122,10 +125,15 @@ def run(
 
 
 def case_row(
-    case: CudaCase, arena: InputArena, sets: int, ceiling: machine.Ceiling, seconds: float
+    case: CudaCase,
+    arena: InputArena,
+    sets: int,
+    ceiling: machine.Ceiling,
+    seconds: float,
+    peers: Mapping[str, libraries.Maker],
 ) -> dict[str, Any]:
     inputs = Inputs(case, arena, sets)
-    calls, missing = implementations(case, inputs)
+    calls, missing = implementations(case, inputs, peers)
     first = inputs.sets[0]
     queries = sorted({*range(0, case.seqlen_q, max(1, case.seqlen_q // 4)), case.seqlen_q - 1})
     truth = Float64Check(

@@ -6,7 +6,7 @@ know the lengths. What cannot do a case says why.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -21,7 +21,8 @@ from tree_attention import lean_decode
 from . import ablations
 from .cases import LATENCY, OURS, CudaCase
 from .inputs import Inputs
-from .timing import Call
+from .libraries import Maker, Unavailable, require_16_bits, require_plain
+from .timing import Call, device_is_lost, reason
 
 FLASH = "torch flash"
 VARLEN = "torch flash varlen"  # lengths on the device, as ours
@@ -41,13 +42,11 @@ VARLEN_OP = torch.ops.aten._flash_attention_forward.default
 MOST_ROWS = 64  # that every kernel takes as one output
 
 
-class Unavailable(Exception):
-    """Why an implementation is not timed for a case."""
-
-
-def implementations(case: CudaCase, inputs: Inputs) -> tuple[dict[str, Call], dict[str, str]]:
+def implementations(
+    case: CudaCase, inputs: Inputs, libraries: Mapping[str, Maker]
+) -> tuple[dict[str, Call], dict[str, str]]:
     """Calls by name, and the reasons of those that are not available."""
-    makers: dict[str, Callable[[CudaCase, Inputs], Call]] = {
+    makers: dict[str, Maker] = {
         OURS: ours,
         FLASH: flash,
         VARLEN: flash_varlen,
@@ -55,6 +54,7 @@ def implementations(case: CudaCase, inputs: Inputs) -> tuple[dict[str, Call], di
         CUDNN: cudnn,
         FLEX: flex,
         UNSPLIT: unsplit,
+        **libraries,
     }
     for op, name in ABLATIONS.items():
         makers[name] = partial(ablation, op)
@@ -65,8 +65,12 @@ def implementations(case: CudaCase, inputs: Inputs) -> tuple[dict[str, Call], di
     for name, make in makers.items():
         try:
             calls[name] = make(case, inputs)
-        except Unavailable as reason:
-            unavailable[name] = str(reason)
+        except Unavailable as why:
+            unavailable[name] = str(why)
+        except Exception as error:
+            if device_is_lost():
+                raise
+            unavailable[name] = reason(error)
     return calls, unavailable
 
 
@@ -89,7 +93,7 @@ def unsplit(case: CudaCase, inputs: Inputs) -> Call:
 
 
 def ablation(name: str, case: CudaCase, inputs: Inputs) -> Call:
-    _require_plain(case)
+    require_plain(case)
     if not ablations.load():
         raise Unavailable("not built: python -m benchmarks.cuda.ablations")
     op = getattr(torch.ops.tree_attention_ablations, name)
@@ -100,7 +104,7 @@ def ablation(name: str, case: CudaCase, inputs: Inputs) -> Call:
 
 def flash(case: CudaCase, inputs: Inputs) -> Call:
     """Keys sliced to the one length that all sequences have."""
-    _require_16_bits(case)
+    require_16_bits(case)
     slices = _slices(case, inputs)
     # The operator itself aligns the last query with the last key.
     q, causal = inputs.q, case.seqlen_q > 1
@@ -109,7 +113,7 @@ def flash(case: CudaCase, inputs: Inputs) -> Call:
 
 def flash_each(case: CudaCase, inputs: Inputs) -> Call:
     """A call for each sequence of a ragged batch, with slices of its length."""
-    _require_16_bits(case)
+    require_16_bits(case)
     if not case.ragged or case.page_size or case.window:
         raise Unavailable("for ragged batches only")
     q, causal = inputs.q.split(1), case.seqlen_q > 1
@@ -124,7 +128,7 @@ def flash_each(case: CudaCase, inputs: Inputs) -> Call:
 
 def flash_varlen(case: CudaCase, inputs: Inputs) -> Call:
     """The lengths in a tensor; the number of splits comes from the capacity."""
-    _require_16_bits(case)
+    require_16_bits(case)
     if not case.lengths_on_device or case.window:
         raise Unavailable("for lengths on the device only")
     arguments = {argument.name for argument in VARLEN_OP._schema.arguments}
@@ -177,7 +181,7 @@ def flash_varlen(case: CudaCase, inputs: Inputs) -> Call:
 def cudnn(case: CudaCase, inputs: Inputs, backend: SDPBackend = SDPBackend.CUDNN_ATTENTION) -> Call:
     """Keys sliced to the one length that all sequences have, and a mask where queries are causal:
     `is_causal` would align the first query with the first key."""
-    _require_16_bits(case)
+    require_16_bits(case)
     slices = _slices(case, inputs)
     q, mask = inputs.q, None
     if case.seqlen_q > 1:
@@ -225,20 +229,6 @@ def flex(case: CudaCase, inputs: Inputs) -> Call:
         return o
 
     return run
-
-
-def _require_plain(case: CudaCase) -> None:
-    """Keys and values in q's dtype and of the same head_dim."""
-    if case.kv_dtype:
-        raise Unavailable("no keys and values of 8 bits")
-    if case.latent_dim:
-        raise Unavailable("no latent attention")
-
-
-def _require_16_bits(case: CudaCase) -> None:
-    _require_plain(case)
-    if case.dtype == "fp32":
-        raise Unavailable("16-bit only")
 
 
 def _slices(case: CudaCase, inputs: Inputs) -> list[tuple[Tensor, Tensor]]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..harness.report import Column
-from . import peers
+from . import libraries, peers
 from .cases import OURS
 from .merge import PYTORCH
 from .rows import best_peer
@@ -28,7 +28,8 @@ NOTES = (
     "WRONG. Peers that are wrong count as not available.",
     "torch flash and cuDNN get keys that the host slices to the length, if there is one for all; "
     "varlen gets the lengths in a tensor, as lean_decode does; per_seq is a call of torch flash "
-    "for each sequence, lengths on the host. "
+    "for each sequence, lengths on the host. FlashInfer's plan, which the host makes of the "
+    "lengths, and the schedules of FA3 and FlashMLA are made before and not timed. "
     "unsplit (a block for each output, as in FlashAttention-2), equal (splits, as in "
     "FlashDecoding) and spin (as in LeanAttention) are lean_decode's own inner loop under other "
     "schedules.",
@@ -39,6 +40,9 @@ HEADINGS = {
     peers.EACH: "per_seq us",
     peers.CUDNN: "cuDNN us",
     peers.FLEX: "flex us",
+    libraries.FLASHINFER: "FlashInfer us",
+    libraries.FLASH_3: "FA3 us",
+    libraries.FLASH_MLA: "FlashMLA us",
     peers.UNSPLIT: "unsplit us",
     peers.EQUAL_SPLIT: "equal us",
     peers.SPIN: "spin us",

@@ -206,7 +206,7 @@ def test_implementations_are_calls_or_reasons(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(peers.ablations, "load", lambda: False)
     inputs = make_inputs(RAGGED)
-    calls, unavailable = peers.implementations(RAGGED, inputs)
+    calls, unavailable = peers.implementations(RAGGED, inputs, {})
     names = {peers.OURS, peers.FLASH, peers.VARLEN, peers.EACH, peers.CUDNN, peers.FLEX}
     names |= {peers.UNSPLIT, *peers.ABLATIONS.values()}
     assert {*calls, *unavailable} == names
@@ -250,7 +250,7 @@ def test_arms_of_our_own_kernel_by_their_workers(monkeypatch: pytest.MonkeyPatch
     )
     for case in (peers.LATENCY, CAUSAL):
         asked.clear()
-        calls, _ = peers.implementations(case, make_inputs(case))
+        calls, _ = peers.implementations(case, make_inputs(case), {})
         for name in calls:
             if name in (peers.OURS, *peers.SCHEDULES):
                 calls[name](0)
