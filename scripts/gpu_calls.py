@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The calls of scripts/gpu_check.sh: their stages, in the order of what each is worth."""
 
+import os
 from dataclasses import dataclass
 
 # Of ten minutes, so that nobody else ends the call while it writes.
@@ -65,14 +66,26 @@ PROFILE = """
 ncu --clock-control none --profile-from-start off --set full -f -o "$1/profile" \
   "$0" -m benchmarks.cuda.profile && "$0" -m benchmarks.cuda.profile "$1/profile"
 """
-DECODE = ("{python}", "benchmarks/decode.py", "--device", "cuda")
+PEERS = os.environ.get("PEERS", "").split()
+# Those that came with EXTENSION, or of these sources.
+BUILD_ABLATIONS = """
+if [[ -n ${EXTENSION:-} ]] && ls build/ablations/*/tree_attention_ablations.so; then exit; fi
+"$0" -m benchmarks.cuda.ablations
+"""
+DECODE = (
+    *("{python}", "benchmarks/decode.py", "--device", "cuda"),
+    *(["--peers", *PEERS] if PEERS else []),
+)
 OUT = ("--out", "{results}")
 # It writes its files at its end, which should come before that of its time.
 FULL = (*DECODE, "--full", "--budget", "330", *OUT)
 # A case takes three seconds or so, and one that has begun is ended.
 TUNE = ("{python}", "-m", "benchmarks.cuda.tune", "--seconds", "1", "--budget", "40", *OUT)
 # Not where the whole benchmark writes.
-ROWS = ("--only", "bf16/", "page", "--budget", "45", "--out", "{results}/rows")
+ROWS = (
+    *("--only", "bf16/", "page", "d576", "--seconds", "0.5"),
+    *("--budget", "45", "--out", "{results}/rows"),
+)
 SMOKE = files("smoke")
 SMOKE_COMMAND = ("{python}", "scripts/gpu_smoke.py", "{results}/smoke.json", *SMOKE)
 LAUNCHES = files("launches", "graphs", "workspace")
@@ -89,7 +102,7 @@ OTHERS = (
 )
 
 BUILD = Stage("build", 145, ("{python}", "setup.py", "build_ext", "--inplace"), needs=())
-ABLATIONS = Stage("ablations", 145, ("{python}", "-m", "benchmarks.cuda.ablations"), ("a GPU",))
+ABLATIONS = Stage("ablations", 145, bash(BUILD_ABLATIONS, "{python}"), ("a GPU",))
 # One kernel, on which all others depend; the smoke test is of all kernels.
 GATE = pytest(
     "gate", 60, "-k", "test_kernel and bfloat16 and d128 and not int8 and not float8 and not emul",
@@ -115,16 +128,23 @@ CALLS: dict[str, Steps] = {
     "B": (
         (BUILD,),
         (GATE,),
-        (pytest("8_bits", 120, "-k", ON_DEVICE, *files("8_bit_keys"), workers=8),),
-        (pytest("shapes", 90, "-k", ON_DEVICE, *files("shapes", "latents"), workers=8),),
-        (pytest("errors", 45, "-k", ON_DEVICE, *files("errors", "ptx"), workers=4),),
-        (pytest("operators", 120, "-k", ON_DEVICE, *OPERATORS, workers=8),),
-        (pytest("numerics", 90, *files("numerics")),),
+        (
+            pytest("8_bits", 120, "-k", ON_DEVICE, *files("8_bit_keys"), workers=4),
+            pytest("shapes", 90, "-k", ON_DEVICE, *files("shapes", "latents"), workers=4),
+            pytest("operators", 120, "-k", ON_DEVICE, *OPERATORS, workers=4),
+        ),
+        (
+            pytest("errors", 45, "-k", ON_DEVICE, *files("errors", "ptx"), workers=4),
+            pytest("numerics", 90, *files("numerics")),
+        ),
+        # Virtual ranks that wait for one another are alone on the device.
         (pytest("one_shot", 45, "-k", ON_DEVICE, "tests/exchange/test_one_shot.py"),),
         (pytest("ranks", 250, *files("ranks")),),
-        (pytest("huggingface", 180, *files("huggingface", "static_cache")),),
-        (pytest("graphs", 90, "-k", SLOW, *files("graphs", "ranges")),),
-        (pytest("others", 60, "-k", ON_DEVICE, *OTHERS, workers=4),),
+        (
+            pytest("huggingface", 180, *files("huggingface", "static_cache")),
+            pytest("graphs", 90, "-k", SLOW, *files("graphs", "ranges")),
+            pytest("others", 60, "-k", ON_DEVICE, *OTHERS, workers=4),
+        ),
     ),
     "C": (
         (BUILD, ABLATIONS),

@@ -7,10 +7,10 @@
   C   compute-sanitizer, tiles and workers
   D   the benchmark beside all peers
 
-A call takes ten minutes at most. It includes a build, which later calls do not repeat while the
-sources stay the same. Nothing is fetched or installed. Every stage has processes of its own and a
-limit, and ends with the call; the stages are in the order of what they are worth (gpu_calls.py).
-OUT gets, as each stage ends,
+A call takes ten minutes at most, or CALL_SECONDS. It includes a build, which later calls do not
+repeat while the sources stay the same, and which EXTENSION saves. Nothing is fetched or installed.
+Every stage has processes of its own and a limit, and ends with the call; the stages are in the
+order of what they are worth (gpu_calls.py). OUT gets, as each stage ends,
 
   CALL.json, CALL.md       the stages, their results and what they measured
   CALL.logs.tar.gz         all output, the tests' results by name, and the profiler's report
@@ -18,8 +18,9 @@ OUT gets, as each stage ends,
   extension.tar.xz         in call A: what was built. Unpacked in this tree it saves another build
 
 Exit status 0: every stage passed. Environment: PYTHON (else .venv/bin/python, else python3),
-TORCH_CUDA_ARCH_LIST (else the GPU's), EXTENSION (a library that was built for this Python, torch
-and GPU, which takes the place of a build that fails).
+TORCH_CUDA_ARCH_LIST (else the GPU's), CALL_SECONDS, EXTENSION (a library that was built for this
+Python, torch and GPU: it is built only where that one cannot be imported), PEERS (libraries for
+`benchmarks/decode.py --peers`, with spaces between).
 """
 
 import hashlib
@@ -68,7 +69,7 @@ class Run:
         for folder in (out, self.results, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
         self.begin = time.monotonic()
-        self.end = self.begin + SECONDS
+        self.end = self.begin + int(os.environ.get("CALL_SECONDS") or SECONDS)
         self.done: list[Result] = []
         self.lock = threading.Lock()
         path = ROOT / ".venv/bin/python"
@@ -135,6 +136,9 @@ class Run:
             self.record(Result(stage.name, 0, f"not run: needs {' and '.join(missing)}"))
         elif stage == BUILD and built(self.environment):
             self.record(Result(stage.name, 0, "passed", "was built before"))
+        elif stage == BUILD and (name := self.use_extension()) is not None:
+            self.note_build()
+            self.record(Result(stage.name, 0, "passed", f"{name} is used"))
         elif seconds < WORTH_BEGINNING:
             self.record(Result(stage.name, 0, "not run: no time is left"))
         else:
@@ -146,20 +150,25 @@ class Run:
                 self.results / f"{stage.name}.xml"
             )
             if stage == BUILD and result == "passed":
-                stamp_path().parent.mkdir(exist_ok=True)
-                stamp_path().write_text(stamp(self.environment))
-            elif stage == BUILD and (name := self.use_extension()) is not None:
-                found.result, found.detail = "passed", f"{result}: {name} takes its place"
+                self.note_build()
             self.record(found)
 
+    def note_build(self) -> None:
+        stamp_path().parent.mkdir(exist_ok=True)
+        stamp_path().write_text(stamp(self.environment))
+
     def use_extension(self) -> str | None:
-        """Puts EXTENSION in the place of a build, and returns its name, or None."""
+        """Puts EXTENSION in the place of a build, and returns its name, or None if it is none."""
         path = Path(os.environ.get("EXTENSION", ""))
         if not path.is_file():
             return None
         shutil.copyfile(path, ROOT / "python/tree_attention" / path.name)
         imported = self.ask(self.python, "-c", "import tree_attention")
-        return path.name if imported.returncode == 0 else None
+        (self.logs / "extension.log").write_text(imported.stdout + imported.stderr)
+        if imported.returncode == 0:
+            return path.name
+        (ROOT / "python/tree_attention" / path.name).unlink()
+        return None
 
     def execute(self, stage: Stage, seconds: int) -> str:
         """Runs it, for its time at most."""

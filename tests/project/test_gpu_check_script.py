@@ -17,53 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from gpu_check_programs import PROGRAMS, REPORT
+
 pytestmark = pytest.mark.deep
 
 ROOT = Path(__file__).parents[2]
-
-PROGRAMS = {
-    "nvidia-smi": 'echo "A GPU, 9.0"',
-    "nvcc": """
-while [[ $# -gt 0 && $1 != -o ]]; do shift; done
-[[ $# == 0 ]] && exit
-printf '#!/bin/bash\\necho all answers are right\\n' >"$2"; chmod +x "$2"
-""",
-    "ncu": 'while [[ $1 != -o ]]; do shift || exit 0; done; echo report >"$2.ncu-rep"',
-    "cuobjdump": 'echo "Function kernel: REG:128"',
-    "compute-sanitizer": """
-echo "$*" >>calls
-[[ $2 == "${FAILING_TOOL:-}" ]] && status=99
-echo "a test PASSED"
-echo "========= ERROR SUMMARY: ${status:-0} errors"
-exit "${status:-0}"
-""",
-    "python": """
-echo "$*" >>calls
-name=none
-case "$*" in
-  *setup.py*) name=build; touch python/tree_attention/_C.so; echo "for $TORCH_CUDA_ARCH_LIST" ;;
-  *bfloat16*test_cuda_smoke*) name=gate ;;
-  *gpu_smoke*) name=smoke; echo '{"a kernel": "passed"}' >"$2"; echo "1 of 1 kernels passed" ;;
-  *decode.py*--only*) name=rows ;;
-  *decode.py*) name=benchmark; touch "${!#}"/decode_cuda.{json,md} ;;
-  *tune*) name=tune; echo '{"rows": []}' >"${!#}/tune_cuda.json" ;;
-  *cuda.profile*) name=profile; echo '{"a case": {"time": 1.5}}' >"$3.json" ;;
-  *8_bit_keys*) name=tests; echo "REQUIRE_CUDA is $REQUIRE_CUDA"; echo "$PYTHONPATH"
-    echo '1 | failed'; for word; do [[ $word == --junitxml=* ]] && cp report "${word#*=}"; done ;;
-  *"import tree_attention"*) name=import ;;
-esac
-[[ $name == "${HANGING:-}" ]] && sleep 100
-[[ $name == "${KILLED:-}" ]] && kill -9 $$
-[[ $name == "${FAILING:-}" ]] && exit 1
-exit 0
-""",
-}
-
-
-REPORT = """<testsuites><testsuite>
-<testcase classname="a" name="b"/><testcase classname="a" name="c[1]"><failure/></testcase>
-<testcase classname="a" name="d"><skipped/></testcase>
-</testsuite></testsuites>"""
 
 
 def load(path: Path):
@@ -210,19 +168,51 @@ def test_without_a_build_what_needs_none_is_done(check):
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_a_library_takes_the_place_of_a_build_that_fails(fits, check, tmp_path):
+def test_a_library_that_was_built_before_saves_the_build(fits, check, tmp_path):
     library = tmp_path / "_C.of_another_machine.so"
     library.write_text("a library")
     if not fits:
         path = check.root / "bin/python"
         path.write_text(path.read_text().replace("name=import", "exit 1"))
-    _, stages = check("D", FAILING="build", EXTENSION=str(library))
+    _, stages = check("D", EXTENSION=str(library))
+    used = check.root / "python/tree_attention" / library.name
+    assert stages["benchmark"]["result"] == "passed"
     if fits:
-        assert stages["build"]["detail"] == f"FAILED: exit status 1: {library.name} takes its place"
-        assert stages["benchmark"]["result"] == "passed"
-        assert (check.root / "python/tree_attention" / library.name).read_text() == "a library"
+        assert stages["build"]["detail"] == f"{library.name} is used"
+        assert used.read_text() == "a library"
+        assert check("B")[1]["build"]["detail"] == "was built before"
     else:
-        assert stages["build"]["result"] == "FAILED: exit status 1"
+        assert stages["build"]["detail"] == "for 9.0"
+        assert not used.exists()
+
+
+def test_ablations_that_were_built_before_come_with_the_library(check, tmp_path):
+    """And are no reason to build none where there is no such library: they may be old."""
+    library, built = tmp_path / "_C.so", check.root / "build/ablations/torch-2"
+    library.write_text("a library")
+    built.mkdir(parents=True)
+    (built / "tree_attention_ablations.so").write_text("ablations")
+    check("D", EXTENSION=str(library))
+    assert "benchmarks.cuda.ablations" not in (check.root / "calls").read_text()
+    check("D", EXTENSION="")
+    assert "benchmarks.cuda.ablations" in (check.root / "calls").read_text()
+
+
+def test_the_time_of_a_call_may_be_short(check):
+    begin = time.monotonic()
+    _, stages = check("A", HANGING="benchmark", CALL_SECONDS="20")
+    assert time.monotonic() - begin < 26
+    assert stages["profile"]["result"] == "not run: no time is left"
+
+
+def test_peers_are_timed_in_every_benchmark(check, monkeypatch):
+    monkeypatch.setenv("PEERS", "one.so two.so")
+    monkeypatch.setitem(sys.modules, "gpu_calls", None)  # as it was, after the test
+    calls = load(ROOT / "scripts/gpu_calls.py").CALLS
+    commands = [s.command for call in calls.values() for step in call for s in step]
+    decode = [command for command in commands if "benchmarks/decode.py" in command]
+    assert len(decode) == 3
+    assert all("--peers one.so two.so" in " ".join(command) for command in decode)
 
 
 def test_without_a_gpu_nothing_is_a_success(check):
@@ -311,14 +301,14 @@ def test_a_machine_without_git(check, script, monkeypatch):
 def test_workers_where_there_are_any(check):
     check("B")
     calls = (check.root / "calls").read_text()
-    assert "-n8" in calls
+    assert "-n4" in calls
     (check.root / "calls").unlink()
     python = check.root / "bin/python"
     python.write_text(PROGRAMS["python"].replace("case", "[[ $* == *xdist* ]] && exit 1\ncase", 1))
     python.write_text("#!/bin/bash\n" + python.read_text())
     check("B")
     calls = (check.root / "calls").read_text()
-    assert "-m pytest" in calls and "-n8" not in calls
+    assert "-m pytest" in calls and "-n4" not in calls
 
 
 @pytest.mark.parametrize("tool", [None, "racecheck"])
