@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The only place with <<<>>> in the library.
+// The only place of the library that launches kernels.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,12 +9,22 @@
 
 namespace tree_attention::cuda {
 
+// `early`: the grid may begin before the one ahead of it in the stream has ended (programmatic
+// dependent launch, compute capability 9.0), and waits for that by griddepcontrol_wait.
 template <typename Params>
 cudaError_t launch_kernel(void (*kernel)(Params), unsigned num_blocks, unsigned num_threads,
-                          size_t shared_bytes, cudaStream_t stream, const Params& params) {
+                          size_t shared_bytes, cudaStream_t stream, const Params& params,
+                          bool early = false) {
   const cudaError_t error =
       load_kernel(reinterpret_cast<const void*>(kernel), shared_bytes > 48 * 1024);
   if (error != cudaSuccess) return error;
+  if (early) {
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{num_blocks, num_threads, shared_bytes, stream, &overlap, 1};
+    return cudaLaunchKernelEx(&config, kernel, params);
+  }
   kernel<<<num_blocks, num_threads, shared_bytes, stream>>>(params);
   return cudaGetLastError();
 }

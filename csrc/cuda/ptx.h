@@ -19,6 +19,15 @@ __device__ __forceinline__ char* dynamic_shared_memory() {
   return memory;
 }
 
+// 9.7.13.13 (griddepcontrol): waits until the grids ahead in the stream, which an early launch did
+// not wait for, have ended and what they wrote can be read. Before compute capability 9.0, where no
+// launch is early, it is nothing.
+__device__ __forceinline__ void griddepcontrol_wait() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // 9.7.9.15: an L2 policy for data that is read once.
 __device__ __forceinline__ uint64_t createpolicy_evict_first() {
   uint64_t policy;

@@ -98,6 +98,7 @@ CALLS = {
         ("[b32]", "[b64]", "4", "s32"),
         "cp_async_4({0}, reinterpret_cast<const void*>({1}), {3})",
     ),
+    "griddepcontrol.wait": ((), "griddepcontrol_wait()"),
     "cp.async.commit_group": ((), "cp_async_commit_group()"),
     "cp.async.wait_group": (("u32",), "cp_async_wait_group<{0}>()"),
     "bar.sync": (("0",), "__syncthreads()"),

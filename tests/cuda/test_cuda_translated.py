@@ -13,7 +13,7 @@ import emulator_build
 from compilation import ROOT
 from mutations_ptx import MUTATIONS, Mutation
 from ptx_translator import UnknownPTX, translate
-from translated import build, ptx_of, run
+from translated import build, instantiation, ptx_of, run
 
 KNOWN_ANSWERS = Path("tests/cuda_emulator/ptx_on_device.cu")
 
@@ -48,18 +48,7 @@ class Kernel:
     cases: str
     columns: int = 64
 
-    def instantiation(self) -> str:
-        """Of this kernel alone, which takes nvcc a part of the time."""
-        element, *cached = (ELEMENTS[dtype] for dtype in self.dtypes.split("_"))
-        config = f"TileConfig<{element}, {self.columns}, {self.rows}, {(cached or [element])[0]}>"
-        return (
-            '#include "cuda/decode/lean_decode.cuh"\nnamespace tree_attention::cuda {\n'
-            f"template __global__ void lean_decode_kernel<{element}, {config}>("
-            "const __grid_constant__ LaunchParams);\n}\n"
-        )
 
-
-ELEMENTS = {"bf16": "BFloat16", "int8": "Int8", "float8": "Float8"}
 KERNELS = [
     Kernel("bf16", 8, "decode_short"),
     Kernel("bf16", 16, "decode_short"),
@@ -77,7 +66,7 @@ KERNELS = [
 def test_decode(kernel: Kernel, tmp_path: Path) -> None:
     """The error bounds, the same bits in every order, and no bank conflicts: as of the source."""
     source = tmp_path / "kernel.cu"
-    source.write_text(kernel.instantiation())
+    source.write_text(instantiation(kernel.dtypes, kernel.columns, kernel.rows))
     ptx = ptx_of(source, tmp_path)
     instance = emulator_build.INSTANCES_FOLDER / f"lean_decode_{kernel.dtypes}_{kernel.columns}.cu"
     sources = [*emulator_build.LAUNCHES, instance]

@@ -19,6 +19,18 @@ FLAGS = [
     *("-O0", "-g0", "-fwrapv", "-w"),
 ]
 HEADER = Path("tests/cuda_emulator/ptx_instructions.h")
+ELEMENTS = {"bf16": "BFloat16", "int8": "Int8", "float8": "Float8"}
+
+
+def instantiation(dtypes: str, columns: int, rows: int) -> str:
+    """The source of one decode kernel alone, which takes nvcc a part of the time of its file."""
+    element, *cached = (ELEMENTS[dtype] for dtype in dtypes.split("_"))
+    config = f"TileConfig<{element}, {columns}, {rows}, {(cached or [element])[0]}>"
+    return (
+        '#include "cuda/decode/lean_decode.cuh"\nnamespace tree_attention::cuda {\n'
+        f"template __global__ void lean_decode_kernel<{element}, {config}>("
+        "const __grid_constant__ LaunchParams);\n}\n"
+    )
 
 
 def ptx_of(source: Path, folder: Path, csrc: Path = ROOT / "csrc") -> str:

@@ -118,7 +118,8 @@ namespace tree_attention::cuda {
 // The launch of launch_kernel.h.
 template <typename Params>
 cudaError_t launch_kernel(void (*kernel)(Params), unsigned num_blocks, unsigned num_threads,
-                          size_t shared_bytes, cudaStream_t stream, const Params& params) {
+                          size_t shared_bytes, cudaStream_t stream, const Params& params,
+                          bool /*early*/ = false) {
   emulator::launch(num_blocks, num_threads, shared_bytes, stream,
                    [kernel, params] { kernel(params); });
   return cudaSuccess;

@@ -22,6 +22,9 @@ inline uint32_t shared_address(const void* pointer,
 
 inline char* dynamic_shared_memory() { return emulator::shared_memory(); }
 
+// One launch ends before the next begins.
+inline void griddepcontrol_wait() {}
+
 inline constexpr uint64_t kEvictFirst = 0x12f0000000000000, kEvictNormal = 0x10f0000000000000;
 inline uint64_t createpolicy_evict_first() { return kEvictFirst; }
 inline uint64_t createpolicy_evict_normal() { return kEvictNormal; }

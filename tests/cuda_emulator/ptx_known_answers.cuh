@@ -295,6 +295,32 @@ inline void test_shuffles(const Device& device) {
   }
 }
 
+// Adds one, after some time; a launch that is early must not see what was there before.
+struct ChainParams {
+  const uint32_t* in;  // [32]
+  uint32_t* out;       // like in
+};
+template <typename Params>
+__global__ void chain_kernel(const Params p) {
+  cuda::griddepcontrol_wait();
+  const uint64_t begin = cuda::globaltimer();
+  while (cuda::globaltimer() - begin < 50'000) {
+  }
+  p.out[threadIdx.x] = p.in[threadIdx.x] + 1;
+}
+
+inline void test_early_launches(const Device& device) {
+  uint32_t* words = device.array(std::vector<uint32_t>(4 * 32));
+  for (int i = 0; i < 3; ++i) {
+    const ChainParams params{words + 32 * i, words + 32 * (i + 1)};
+    CHECK(cuda::launch_kernel(chain_kernel<ChainParams>, 1, 32, 0, nullptr, params, true) ==
+              cudaSuccess,
+          "launch");
+  }
+  device.synchronize();
+  for (int i = 0; i < 32; ++i) CHECK(words[96 + i] == 3, "word ", i, " is ", words[96 + i]);
+}
+
 inline void test_known_answers(const Device& device) {
   test_copies(device);
   test_words(device);
@@ -309,6 +335,7 @@ inline void test_known_answers(const Device& device) {
   test_counting(device);
   test_messages(device);
   test_shuffles(device);
+  test_early_launches(device);
 }
 
 }  // namespace tree_attention::testing

@@ -13,6 +13,14 @@
 
 namespace tree_attention::cuda {
 
+// A switch of the build (EARLY_LAUNCH=1), off until a GPU has shown what it gains: the kernel is
+// launched while the one ahead of it ends, and waits for that before it touches global memory.
+#if defined(TREE_ATTENTION_EARLY_LAUNCH)
+inline constexpr bool kEarlyLaunch = true;
+#else
+inline constexpr bool kEarlyLaunch = false;
+#endif
+
 // The fields of cudaDeviceProp that a plan depends on.
 struct DeviceLimits {
   int32_t num_sms;
