@@ -13,7 +13,7 @@ from .wiring import Wiring
 
 SOURCES = Path(__file__).parent
 BUILD = SOURCES.parents[1] / "build" / "emulation"
-FLAGS = ("-std=c++20", "-O2", "-Wall", "-Wextra")
+FLAGS = ("-std=c++20", "-O2", "-Wall", "-Wextra", "-pthread")
 # Jumbo frames: packets are what costs time here, and big machines' networks have them too.
 MTU = 9000
 
