@@ -48,7 +48,8 @@ bool has_bfloat16_matrices() {
 }
 #endif
 
-// Widest first.
+// The first one is used. Products of pairs of bfloat16 are for AMD: Intel's cores make half as many
+// multiply-adds of them as of float32, and have AMX where they are new, which takes their place.
 std::vector<const Kernels*> supported_kernels() {
   std::vector<const Kernels*> supported;
 #if defined(__x86_64__)
@@ -60,8 +61,10 @@ std::vector<const Kernels*> supported_kernels() {
   const bool avx512_bf16 =
       avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
   if (avx512_bf16 && has_amx()) supported.push_back(&amx_kernels);
+  const bool is_intel = __builtin_cpu_is("intel");
+  if (avx512 && is_intel) supported.push_back(&avx512_kernels);
   if (avx512_bf16) supported.push_back(&avx512_bf16_kernels);
-  if (avx512) supported.push_back(&avx512_kernels);
+  if (avx512 && !is_intel) supported.push_back(&avx512_kernels);
   if (avx2) supported.push_back(&avx2_kernels);
 #elif defined(__aarch64__)
   if (has_bfloat16_matrices()) supported.push_back(&neon_bf16_kernels);

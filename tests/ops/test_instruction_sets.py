@@ -17,6 +17,7 @@ from test_lean_decode_properties import problems
 from tiers import tiers
 from tree_attention import _C
 from tree_attention.reference import attention
+from tree_attention.reference.accuracy import lse_error
 
 
 def supported() -> list[str]:
@@ -215,6 +216,41 @@ def test_many_rows(instruction_set, name, num_workers):
     assert_same_bits(result, problem.run(num_workers=num_workers))
 
 
+OTHER_DTYPES = {
+    "float16": {"dtype": torch.float16},
+    "float32": {"dtype": torch.float32},
+    "float32, int8": {"dtype": torch.float32, "kv_dtype": torch.int8},
+    "float16, float8": {"dtype": torch.float16, "kv_dtype": torch.float8_e4m3fn},
+    "int8": {"dtype": torch.bfloat16, "kv_dtype": torch.int8},
+}
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "two outputs", "pages", "softcap"])
+@pytest.mark.parametrize("dtypes", OTHER_DTYPES)
+def test_many_rows_of_other_dtypes(instruction_set, dtypes, name):
+    problem = make_problem(**MANY_ROWS[name] | OTHER_DTYPES[dtypes])
+    problem.run_and_check(num_workers=3)
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(8, 8), (40, 24), (72, 136), (200, 56)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_of_any_columns(instruction_set, dtype, head_dim, head_dim_v):
+    """Vectors of columns that are not whole, and in which bfloat16 has another order."""
+    make_problem(
+        **MANY_ROWS["causal"], dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v
+    ).run_and_check(num_workers=2)  # fmt: skip
+
+
+@pytest.mark.parametrize("count", range(22, 27))
+def test_rows_around_the_fewest_of_many(instruction_set, count):
+    """Also where an output's last block has fewer rows than others, or one vector of them."""
+    for seqlen_q in (count, 512 + count, 256 + count):
+        make_problem(
+            batch=1, num_heads_kv=1, group_size=1, seqlen_q=seqlen_q, ranges="causal",
+            seqlen_k=seqlen_q + 90, head_dim=32, dtype=torch.float32,
+        ).run_and_check(num_workers=3)  # fmt: skip
+
+
 def test_many_rows_in_float32(instruction_set):
     """Weights keep more digits than bfloat16 has."""
     problem = make_problem(
@@ -224,6 +260,15 @@ def test_many_rows_in_float32(instruction_set):
     true_o, _ = attention(problem.q, problem.k, problem.v)
     error = (o - true_o).abs().amax(-1) / true_o.abs().amax(-1)
     assert error.max() < 2e-5  # one bfloat16 term: 2e-3
+
+
+def test_many_rows_round_scores_as_little_as_few(instruction_set):
+    """A chain of as many sums as there are columns would have an error of 1e-6."""
+    problem = make_problem(seqlen_q=600, seqlen_k=600, ranges="causal", head_dim=128, batch=1)
+    problem.q *= 3
+    _, lse = problem.run()
+    _, truth = attention(problem.q, problem.k, problem.v, problem.key_ranges)
+    assert lse_error(lse, truth) < 8e-7
 
 
 def test_many_rows_of_growing_scores(instruction_set):

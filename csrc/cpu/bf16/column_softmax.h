@@ -20,6 +20,7 @@
 #include "common/rows.h"
 #include "cpu/bf16/pairs.h"
 #include "cpu/vector/keys.h"
+#include "cpu/vector/meetings.h"
 #include "cpu/vector/simd.h"
 #include "cpu/vector/softmax.h"
 
@@ -28,15 +29,9 @@ namespace {
 
 constexpr int kPackedKeys = 256;  // keys that are packed at a time
 constexpr int kPackedSteps = kPackedKeys / kStepKeys;
-constexpr int kManyRows = 512;  // rows of an output
 
 // Scores beyond it are left to the vectors: rounding errors would exceed every exponent.
 constexpr float kLargestScore = 1 << 21;
-// base [row] of no key so far: below the score of any key.
-constexpr float kNoBase = -FLT_MAX;
-// A base follows the largest score only when that exceeds it by this much, because then everything
-// summed so far has to be rescaled. Weights up to 2^16 cost no digits: float32 has the exponents.
-constexpr float kBaseSlack = 16;
 
 // 2^(x - base), for integer bases and offset = kRoundToInteger - base: what is added to a small
 // number to round it to an integer, which then is in the low bits. 0 below 2^-125. Relative error
@@ -77,71 +72,6 @@ inline void store_weight_pairs(Vec a, Vec b, float* out, int64_t stride) {
     const __m512i low_b = _mm512_add_epi32(rest(b, high_b), half);
     _mm512_store_si512(out + stride, pair(low_a, low_b));
   }
-}
-
-// A block of rows and the packed keys that it meets.
-struct Meeting {
-  int64_t row;                // the first of the block
-  int64_t key;                // the first packed one, counted from the first one of the call
-  int first_step, last_step;  // of the packed keys: those that some row sees
-  bool masked;                // some row does not see all of their keys
-
-  int num_steps() const { return last_step - first_step; }
-};
-
-// Fills m.begin and m.end of num_rows rows. False if a key is seen by no row: it may not be read.
-template <typename Memory>
-inline bool locate_ranges(const DecodeParams& p, const Rows& rows, KeyRange keys, int64_t num_rows,
-                          const Memory& m) {
-  const int64_t group_size = p.group_size();
-  KeyRange seen{0, 0};
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const int64_t packed = rows.begin + (row < rows.count ? row : rows.count - 1);
-    if (row > 0 && packed % group_size != 0) {  // a neighbour of the same token
-      m.begin[row] = m.begin[row - 1];
-      m.end[row] = m.end[row - 1];
-      continue;
-    }
-    KeyRange range = key_range(p, rows.batch, packed / group_size);
-    if (range.begin < keys.begin) range.begin = keys.begin;
-    if (range.end > keys.end) range.end = keys.end;
-    if (range.empty()) range = {keys.begin, keys.begin};
-    m.begin[row] = static_cast<int32_t>(range.begin - keys.begin);
-    m.end[row] = static_cast<int32_t>(range.end - keys.begin);
-    if (range.empty()) continue;
-    const bool gap = !seen.empty() && (range.begin > seen.end || range.end < seen.begin);
-    if (gap) return false;
-    seen = hull(seen, range);
-  }
-  return seen.begin == keys.begin && seen.end == keys.end;
-}
-
-// Where rows [row, row + num_rows) meet the packed keys [key, key + num_keys), if any of them do.
-template <typename Memory>
-inline bool meet(const Memory& m, int64_t row, int64_t num_rows, int64_t key, int64_t num_keys,
-                 Meeting& meeting) {
-  int32_t first_begin = m.begin[row], last_begin = first_begin;
-  int32_t first_end = m.end[row], last_end = first_end;
-  bool some = false;
-  for (int64_t i = row; i < row + num_rows; ++i) {
-    const int32_t begin = m.begin[i], end = m.end[i];
-    if (begin > last_begin) last_begin = begin;
-    if (end < first_end) first_end = end;
-    if (begin == end) continue;
-    if (!some || begin < first_begin) first_begin = begin;
-    if (!some || end > last_end) last_end = end;
-    some = true;
-  }
-  const int64_t begin = first_begin > key ? first_begin - key : 0;
-  const int64_t end = last_end < key + num_keys ? last_end - key : num_keys;
-  if (!some || begin >= end) return false;
-  meeting.row = row;
-  meeting.key = key;
-  meeting.first_step = static_cast<int>(begin / kStepKeys);
-  meeting.last_step = static_cast<int>((end + kStepKeys - 1) / kStepKeys);
-  meeting.masked = last_begin > key + meeting.first_step * kStepKeys ||
-                   first_end < key + meeting.last_step * kStepKeys;
-  return true;
 }
 
 // Below, `scores` are those of the vector of rows from `row` on, the packed keys `stride` apart;

@@ -17,6 +17,8 @@
 #include "cpu/bf16/weight_rows.h"
 #include "cpu/kernels.h"
 #include "cpu/vector/keys.h"
+#include "cpu/vector/many_rows.h"
+#include "cpu/vector/meetings.h"
 #include "cpu/vector/output.h"
 #include "cpu/vector/row_state.h"
 
@@ -25,25 +27,38 @@ namespace {
 
 template <typename FewRows, typename Memory, template <typename> typename ManyRows>
 struct Bfloat16Kernels {
-  static int64_t max_rows(const DecodeParams& p) { return Memory::suits(p) ? kManyRows : kMaxRows; }
+  // Many rows of other dtypes are attended with float32 products.
+  static bool suits_lanes(const DecodeParams& p) {
+    const bool is_other = p.dtype != DataType::kBFloat16 || p.kv_dtype == DataType::kFloat16 ||
+                          p.kv_dtype == DataType::kFloat32;
+    return is_other && LaneRowsMemory::suits(p);
+  }
+
+  static int64_t max_rows(const DecodeParams& p) {
+    return Memory::suits(p) || suits_lanes(p) ? kManyRows : kMaxRows;
+  }
 
   static size_t workspace_bytes(const DecodeParams& p, int64_t num_rows) {
     const size_t few_bytes = FewRows::bytes(p, num_rows < kMaxRows ? num_rows : kMaxRows);
-    const size_t many_bytes = Memory::suits(p) ? Memory::bytes(p, num_rows) : 0;
+    const size_t many_bytes = Memory::suits(p) ? Memory::bytes(p, num_rows)
+                              : suits_lanes(p) ? avx512_kernels.workspace_bytes(p, num_rows)
+                                               : 0;
     return few_bytes > many_bytes ? few_bytes : many_bytes;
   }
 
   static void attend(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace,
                      float* o, float* lse) {
+    if (suits_lanes(p) && LaneRowsMemory::takes(p, rows)) {
+      avx512_kernels.attend(p, rows, keys, workspace, o, lse);
+      return;
+    }
     with_kv_dtype(p.kv_dtype, [&]<typename T>() {
       if constexpr (kIsBfloat16<T>) {
         if (Memory::suits(p) && ManyRows<T>(p, rows, keys, workspace).run(o, lse)) return;
       }
-      for (int64_t row = 0; row < rows.count; row += kMaxRows) {
-        const int64_t count = row + kMaxRows < rows.count ? kMaxRows : rows.count - row;
-        const Rows part{rows.batch, rows.head_kv, rows.begin + row, count};
+      for_parts(rows, kMaxRows, [&](const Rows& part, int64_t row) {
         FewRows::template attend<T>(p, part, keys, workspace, o + row * p.head_dim_v, lse + row);
-      }
+      });
     });
   }
 

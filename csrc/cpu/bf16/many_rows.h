@@ -15,11 +15,11 @@
 #include "common/rows.h"
 #include "cpu/bf16/column_softmax.h"
 #include "cpu/bf16/pairs.h"
-#include "cpu/bf16/spread_prefetch.h"
 #include "cpu/vector/keys.h"
 #include "cpu/vector/row_state.h"
 #include "cpu/vector/simd.h"
 #include "cpu/vector/softmax.h"
+#include "cpu/vector/spread_prefetch.h"
 
 namespace tree_attention::cpu {
 namespace {

@@ -33,7 +33,7 @@ inline void attend_in_matrices(const DecodeParams& p, const Rows& rows, KeyRange
 
 namespace tree_attention::cpu {
 constinit const Kernels neon_bf16_kernels = {
-    "neon_bf16",        max_rows,     MatrixAttention<BFloat16>::workspace_bytes,
+    "neon_bf16",        max_few_rows, MatrixAttention<BFloat16>::workspace_bytes,
     attend_in_matrices, store_output, multiply_weight_rows};
 }
 

@@ -17,7 +17,7 @@
 #endif
 
 namespace tree_attention::cpu {
-constinit const Kernels avx2_kernels = vector_kernels("avx2");
+constinit const Kernels avx2_kernels = VectorKernels::named("avx2");
 }
 
 #endif

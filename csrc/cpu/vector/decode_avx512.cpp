@@ -22,7 +22,7 @@
 #endif
 
 namespace tree_attention::cpu {
-constinit const Kernels avx512_kernels = vector_kernels("avx512");
+constinit const Kernels avx512_kernels = VectorKernels::named("avx512");
 }
 
 #endif

@@ -9,6 +9,10 @@
 namespace tree_attention::cpu {
 namespace {
 
+inline size_t few_rows_bytes(const DecodeParams& p, int64_t num_rows) {
+  return row_state_bytes(p, num_rows);
+}
+
 inline void attend_in_order(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace,
                             float* o, float* lse) {
   with_kv_dtype(p.kv_dtype,
@@ -17,7 +21,7 @@ inline void attend_in_order(const DecodeParams& p, const Rows& rows, KeyRange ke
 
 }  // namespace
 
-constinit const Kernels neon_kernels = {"neon",          max_rows,     row_state_bytes,
+constinit const Kernels neon_kernels = {"neon",          max_few_rows, few_rows_bytes,
                                         attend_in_order, store_output, multiply_weight_rows};
 }  // namespace tree_attention::cpu
 

@@ -11,6 +11,8 @@
 #include "common/rows.h"
 #include "cpu/kernels.h"
 #include "cpu/vector/attention.h"
+#include "cpu/vector/many_rows.h"
+#include "cpu/vector/meetings.h"
 #include "cpu/vector/output.h"
 #include "cpu/vector/row_state.h"
 #include "cpu/vector/weight_rows.h"
@@ -18,17 +20,33 @@
 namespace tree_attention::cpu {
 namespace {
 
-inline int64_t max_rows(const DecodeParams&) { return kMaxRows; }
+struct VectorKernels {
+  static int64_t max_rows(const DecodeParams& p) {
+    return LaneRowsMemory::suits(p) ? kManyRows : kMaxRows;
+  }
 
-inline void attend(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace,
-                   float* o, float* lse) {
-  with_kv_dtype(p.kv_dtype,
-                [&]<typename T>() { VectorAttention<T>(p, rows, workspace).run(keys, o, lse); });
-}
+  static size_t workspace_bytes(const DecodeParams& p, int64_t num_rows) {
+    const size_t few_bytes = row_state_bytes(p, num_rows < kMaxRows ? num_rows : kMaxRows);
+    const size_t many_bytes = LaneRowsMemory::suits(p) ? LaneRowsMemory::bytes(p, num_rows) : 0;
+    return few_bytes > many_bytes ? few_bytes : many_bytes;
+  }
 
-constexpr Kernels vector_kernels(const char* name) {
-  return {name, max_rows, row_state_bytes, attend, store_output, multiply_weight_rows};
-}
+  static void attend(const DecodeParams& p, const Rows& rows, KeyRange keys, void* workspace,
+                     float* o, float* lse) {
+    with_kv_dtype(p.kv_dtype, [&]<typename T>() {
+      if (LaneRowsMemory::takes(p, rows) &&
+          LaneRowsAttention<T>(p, rows, keys, workspace).run(o, lse))
+        return;
+      for_parts(rows, kMaxRows, [&](const Rows& part, int64_t row) {
+        VectorAttention<T>(p, part, workspace).run(keys, o + row * p.head_dim_v, lse + row);
+      });
+    });
+  }
+
+  static constexpr Kernels named(const char* name) {
+    return {name, max_rows, workspace_bytes, attend, store_output, multiply_weight_rows};
+  }
+};
 
 }  // namespace
 }  // namespace tree_attention::cpu

@@ -20,6 +20,9 @@ namespace {
 // Rows that share one pass over K and V.
 constexpr int kMaxRows = 128;
 
+// Kernels::max_rows of those who take no more.
+inline int64_t max_few_rows(const DecodeParams&) { return kMaxRows; }
+
 // Keys between two flushes.
 constexpr int64_t kFlushKeys = 64 * kStepKeys;
 
@@ -43,6 +46,47 @@ inline const Q* query_of_row(const DecodeParams& p, const Rows& rows, int64_t ro
   const auto [token, head] = place_of_row(p, rows, row);
   return static_cast<const Q*>(p.q) + rows.batch * p.q_stride[0] + head * p.q_stride[1] +
          token * p.q_stride[2];
+}
+
+// out [padded(head_dim)] = the query of a row times score_scale, in the lane order of keys of type
+// T.
+template <typename T>
+inline void load_query(const DecodeParams& p, const Rows& rows, int64_t row, float* out) {
+  with_dtype(p.dtype, [&]<typename Q>() {
+    const Vec scale = broadcast(score_scale(p));
+    const Q* source = query_of_row<Q>(p, rows, row);
+    for (int64_t d = 0; d < p.head_dim; d += kPair) {
+      Vec a, b;
+      if (d + kPair <= p.head_dim) {
+        load_pair(source + d, a, b);
+      } else {
+        load_pair(source + d, static_cast<int>(p.head_dim - d), a, b);
+      }
+      if constexpr (kIsScaled<T>) to_memory_order(source, a, b);  // that of 8 bits
+      store(out + d, mul(a, scale));
+      store(out + d + kLanes, mul(b, scale));
+    }
+  });
+}
+
+// out [head_dim_v], in the order of memory, = `factor` times sums [padded(head_dim_v)] in the lane
+// order of values of type T.
+template <typename T>
+inline void store_scaled_sums(const DecodeParams& p, const float* sums, float factor, float* out) {
+  for (int64_t d = 0; d < p.head_dim_v; d += kPair) {
+    Vec a = mul(load(sums + d), broadcast(factor));
+    Vec b = mul(load(sums + d + kLanes), broadcast(factor));
+    to_memory_order(static_cast<const T*>(nullptr), a, b);
+    if (d + kPair <= p.head_dim_v) {
+      store(out + d, a);
+      store(out + d + kLanes, b);
+    } else {
+      float tail[kPair];
+      store(tail, a);
+      store(tail + kLanes, b);
+      __builtin_memcpy(out + d, tail, (p.head_dim_v - d) * sizeof(float));
+    }
+  }
 }
 
 // Arrays of one call, in float32 and in the lane order of load_pair. Products of weights and values
@@ -77,24 +121,9 @@ class RowState {
   // q = the rows' queries times score_scale, in the lane order of keys of type T.
   template <typename T>
   void load_queries() const {
-    with_dtype(p_.dtype, [&]<typename Q>() {
-      const Vec scale = broadcast(score_scale(p_));
-      float* of_row = q;
-      for (int64_t row = 0; row < rows_.count; ++row, of_row += padded(p_.head_dim)) {
-        const Q* source = query_of_row<Q>(p_, rows_, row);
-        for (int64_t d = 0; d < p_.head_dim; d += kPair) {
-          Vec a, b;
-          if (d + kPair <= p_.head_dim) {
-            load_pair(source + d, a, b);
-          } else {
-            load_pair(source + d, static_cast<int>(p_.head_dim - d), a, b);
-          }
-          if constexpr (kIsScaled<T>) to_memory_order(source, a, b);  // that of 8 bits
-          store(of_row + d, mul(a, scale));
-          store(of_row + d + kLanes, mul(b, scale));
-        }
-      }
-    });
+    for (int64_t row = 0; row < rows_.count; ++row) {
+      load_query<T>(p_, rows_, row, q + row * padded(p_.head_dim));
+    }
   }
 
   // Adds the rows' sums since the last flush to their totals.
@@ -119,22 +148,8 @@ class RowState {
       const float of_row = static_cast<float>(sum[row]);
       const bool empty = of_row == 0.0f;
       lse[row] = empty ? -INFINITY : max[row] * kLn2 + __builtin_logf(of_row);
-      const Vec factor = broadcast(empty ? 0.0f : 1.0f / of_row);
-      const float* of_total = total + row * stride;
-      float* out = o + row * p_.head_dim_v;
-      for (int64_t d = 0; d < p_.head_dim_v; d += kPair) {
-        Vec a = mul(load(of_total + d), factor), b = mul(load(of_total + d + kLanes), factor);
-        to_memory_order(static_cast<const T*>(nullptr), a, b);
-        if (d + kPair <= p_.head_dim_v) {
-          store(out + d, a);
-          store(out + d + kLanes, b);
-        } else {
-          float tail[kPair];
-          store(tail, a);
-          store(tail + kLanes, b);
-          __builtin_memcpy(out + d, tail, (p_.head_dim_v - d) * sizeof(float));
-        }
-      }
+      store_scaled_sums<T>(p_, total + row * stride, empty ? 0.0f : 1.0f / of_row,
+                           o + row * p_.head_dim_v);
     }
   }
 

@@ -1,0 +1,404 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Many rows with float32 products, whose lanes are rows from the first product to the last, so that
+// nothing is summed over lanes:
+//   S^T [keys, rows] = K Q^T,   P^T = 2^(S^T - base),   O^T [dims, rows] += V^T P^T.
+// Keys and values are widened to float32 once for all rows, kMetKeys at a time. An element of them
+// is broadcast from the cache, which takes no instruction of the vector unit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/decode_params.h"
+#include "common/dtype.h"
+#include "common/rows.h"
+#include "cpu/vector/keys.h"
+#include "cpu/vector/meetings.h"
+#include "cpu/vector/row_state.h"
+#include "cpu/vector/simd.h"
+#include "cpu/vector/simd_math.h"
+#include "cpu/vector/softmax.h"
+#include "cpu/vector/spread_prefetch.h"
+
+namespace tree_attention::cpu {
+namespace {
+
+// Memory of one call. The rows of a block are `width` lanes wide: kBlockRows, or less in the last.
+struct LaneRowsMemory {
+  static constexpr int kBlockVectors = kLanes == 8 ? 2 : 4;  // AVX2 has 16 registers, others 32
+  static constexpr int kBlockRows = kBlockVectors * kLanes;
+  static constexpr int kMetSteps = 2, kMetKeys = kMetSteps * kStepKeys;
+  static constexpr int kFewestRows = 24;  // with fewer, packing and empty lanes cost more
+  // Floats between rows of values, whose lines would share a few sets of the cache.
+  static constexpr int kPadding = 16;
+
+  float* q;                  // [blocks, padded(head_dim), width], scaled by score_scale
+  float* k;                  // [kMetKeys, padded(head_dim)]
+  float* v;                  // [kMetKeys, padded(head_dim_v) + kPadding]
+  float *k_scale, *v_scale;  // [kMetKeys], of keys of 8 bits
+  float* scores;             // [kMetKeys, width], of one block
+  float *acc, *total;        // [blocks, padded(head_dim_v), width]: since the last flush, before it
+  double* sum;               // [rows], like the others: of all weights
+  float *base, *total_base;  // weights are 2^(score - base); base at the last flush
+  int32_t *begin, *end;      // see meetings.h
+
+  // ALiBi's distances are of each row and key, and left to few rows at a time.
+  static bool suits(const DecodeParams& p) {
+    return p.alibi_slopes == nullptr && int64_t{p.group_size()} * p.seqlen_q >= kFewestRows;
+  }
+  static bool takes(const DecodeParams& p, const Rows& rows) {
+    return suits(p) && rows.count >= kFewestRows;
+  }
+  static int64_t whole_vectors(int64_t num_rows) {
+    return (num_rows + kLanes - 1) / kLanes * kLanes;
+  }
+  static size_t bytes(const DecodeParams& p, int64_t num_rows) {
+    const int64_t columns = padded(p.head_dim) + 2 * padded(p.head_dim_v) + 6;
+    const int64_t of_key = padded(p.head_dim) + padded(p.head_dim_v) + kPadding + 2 + kBlockRows;
+    return (whole_vectors(num_rows) * columns + kMetKeys * of_key) * sizeof(float);
+  }
+  LaneRowsMemory(const DecodeParams& p, int64_t num_rows, void* memory) {
+    num_rows = whole_vectors(num_rows);
+    char* free = static_cast<char*>(memory);
+    const auto take = [&]<typename T>(T*& array, int64_t size) {
+      array = reinterpret_cast<T*>(free);
+      free += size * sizeof(T);
+    };
+    take(q, num_rows * padded(p.head_dim));
+    take(k, kMetKeys * padded(p.head_dim));
+    take(v, kMetKeys * (padded(p.head_dim_v) + kPadding));
+    take(k_scale, kMetKeys);
+    take(v_scale, kMetKeys);
+    take(scores, kMetKeys * kBlockRows);
+    take(acc, num_rows * padded(p.head_dim_v));
+    take(total, num_rows * padded(p.head_dim_v));
+    take(sum, num_rows);
+    take(base, num_rows);
+    take(total_base, num_rows);
+    take(begin, num_rows);
+    take(end, num_rows);
+  }
+};
+
+// A row that does not see every key of a meeting has them masked: their scores become -inf and
+// their weights 0. That is wrong only where a value is not finite, and then the output is computed
+// again.
+template <typename T>
+class LaneRowsAttention {
+  using Memory = LaneRowsMemory;
+
+ public:
+  LaneRowsAttention(const DecodeParams& p, const Rows& rows, KeyRange range, void* workspace)
+      : p_(p),
+        rows_(rows),
+        keys_(p, rows),
+        range_(range),
+        m_(p, rows.count, workspace),
+        num_rows_(Memory::whole_vectors(rows.count)),
+        columns_(padded(p.head_dim)),
+        v_columns_(padded(p.head_dim_v)),
+        v_stride_(v_columns_ + Memory::kPadding) {}
+
+  // False if o and lse are not what they should be: few rows at a time have to compute them.
+  bool run(float* o, float* lse) {
+    if (!locate_ranges(p_, rows_, range_, num_rows_, m_)) return false;
+    load_queries();
+    for (int64_t i = 0; i < num_rows_ * v_columns_; i += kLanes) {
+      store(m_.acc + i, zero());
+      store(m_.total + i, zero());
+    }
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      m_.base[row] = m_.total_base[row] = kNoBase;
+      m_.sum[row] = 0.0;
+    }
+    const int64_t num_keys = range_.end - range_.begin;
+    locate(0);
+    for (int64_t key = 0; key < num_keys; key += Memory::kMetKeys) {
+      if (key > 0 && key % kFlushKeys == 0) flush();
+      attend_keys(key, num_keys - key < Memory::kMetKeys ? num_keys - key : Memory::kMetKeys);
+    }
+    flush();
+    return normalise(o, lse);
+  }
+
+ private:
+  int vectors_of(int64_t block) const {
+    const int64_t left = (num_rows_ - block) / kLanes;
+    return left < Memory::kBlockVectors ? static_cast<int>(left) : Memory::kBlockVectors;
+  }
+  // The floats from one column to the next, for the vector of rows that begins at `row`.
+  int64_t width_of(int64_t row) const { return vectors_of(block_of(row)) * kLanes; }
+  static int64_t block_of(int64_t row) { return row / Memory::kBlockRows * Memory::kBlockRows; }
+  static float* column_of(float* array, int64_t row, int64_t columns) {
+    return array + block_of(row) * columns + row % Memory::kBlockRows;
+  }
+
+  void load_queries() {
+    float* of_row = m_.k;  // not yet of keys
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      const int64_t width = width_of(row);
+      if (row < rows_.count) load_query<T>(p_, rows_, row, of_row);
+      float* out = column_of(m_.q, row, columns_);
+      for (int64_t d = 0; d < columns_; ++d, out += width) {
+        *out = row < rows_.count ? of_row[d] : 0.0f;
+      }
+    }
+  }
+
+  // Keys and values of a step in float32; those past its end are the last one.
+  void widen(const Step<T>& step, int first) {
+    const auto widen_row = [](const T* source, int64_t head_dim, float* out) {
+      for (int64_t d = 0; d < head_dim; d += kPair) {
+        Vec a, b;
+        if (d + kPair <= head_dim) {
+          load_pair(source + d, a, b);
+        } else {
+          load_pair(source + d, static_cast<int>(head_dim - d), a, b);
+        }
+        store(out + d, a);
+        store(out + d + kLanes, b);
+      }
+    };
+    for (int i = 0; i < kStepKeys; ++i) {
+      widen_row(step.k[i], p_.head_dim, m_.k + (first + i) * columns_);
+      widen_row(step.v[i], p_.head_dim_v, m_.v + (first + i) * v_stride_);
+    }
+    if constexpr (kIsScaled<T>) {
+      __builtin_memcpy(m_.k_scale + first, step.k_scale, sizeof(step.k_scale));
+      __builtin_memcpy(m_.v_scale + first, step.v_scale, sizeof(step.v_scale));
+    }
+  }
+
+  static int place_of(int64_t key) { return static_cast<int>(key / Memory::kMetKeys % 2); }
+
+  // Finds the keys of the meeting from `key` on.
+  void locate(int64_t key) {
+    int& count = num_steps_[place_of(key)] = 0;
+    for (int64_t begin = range_.begin + key; begin < range_.end && count < Memory::kMetSteps;
+         begin += kStepKeys) {
+      keys_.locate(begin, end_of_step(begin, range_.end), steps_[place_of(key)][count++]);
+    }
+  }
+
+  void attend_keys(int64_t key, int64_t count) {
+    const int place = place_of(key), next = 1 - place;
+    locate(key + Memory::kMetKeys);
+    for (int i = 0; i < num_steps_[place]; ++i) widen(steps_[place][i], i * kStepKeys);
+    SpreadPrefetch<T> ahead(p_, steps_[next], num_steps_[next]);
+    NoSpreadPrefetch nothing;
+    bool is_first = true;
+    for (int64_t row = 0; row < num_rows_; row += Memory::kBlockRows) {
+      Meeting meeting;
+      if (!meet(m_, row, vectors_of(row) * kLanes, key, count, meeting)) continue;
+      is_first ? attend_block(meeting, ahead) : attend_block(meeting, nothing);
+      is_first = false;
+    }
+  }
+
+  template <typename Prefetch>
+  void attend_block(const Meeting& meeting, Prefetch& ahead) {
+    switch (vectors_of(meeting.row)) {
+      case 1:
+        return attend_vectors<1>(meeting, ahead);
+      case 2:
+        return attend_vectors<2>(meeting, ahead);
+      case 3:
+        if constexpr (Memory::kBlockVectors > 2) attend_vectors<3>(meeting, ahead);
+        return;
+      default:
+        if constexpr (Memory::kBlockVectors > 2) attend_vectors<4>(meeting, ahead);
+    }
+  }
+
+  template <int kVectors, typename Prefetch>
+  __attribute__((noinline)) void attend_vectors(const Meeting& meeting, Prefetch& ahead) {
+    // 16 sums, or 12 of three vectors; 8 where there are no more registers.
+    constexpr int kSums = kLanes == 8 ? 8 : 16, kGroup = kVectors == 3 ? 4 : kSums / kVectors;
+    constexpr int kWidth = kVectors * kLanes;
+    const int first = meeting.first_step * kStepKeys, last = meeting.last_step * kStepKeys;
+    const float* q = m_.q + meeting.row * columns_;
+    for (int key = first; key < last; key += kGroup) {
+      score_keys<kGroup, kVectors>(q, key, ahead);
+    }
+    for (int i = 0; i < kVectors; ++i) {
+      weigh<kWidth>(meeting, meeting.row + i * kLanes, m_.scores + i * kLanes);
+    }
+    float* acc = m_.acc + meeting.row * v_columns_;
+    for (int64_t d = 0; d < v_columns_; d += kGroup) {
+      add_values<kGroup, kVectors>(first, last, d, acc + d * kWidth, ahead);
+    }
+  }
+
+  // scores [kKeys, kVectors vectors] of the keys from `key` on. A sum of more than kChain products
+  // is one of sums: a chain of 128 had three times the rounding error, and 1 % more speed.
+  template <int kKeys, int kVectors, typename Prefetch>
+  void score_keys(const float* q, int key, Prefetch& ahead) {
+    constexpr int64_t kChain = 32;
+    float* scores = m_.scores + key * kVectors * kLanes;
+    for (int64_t first = 0; first < columns_; first += kChain) {
+      const int64_t last = first + kChain < columns_ ? first + kChain : columns_;
+      const float* k = m_.k + key * columns_;
+      Vec sums[kKeys][kVectors];
+      for (int i = 0; i < kKeys; ++i) {
+        for (int j = 0; j < kVectors; ++j) sums[i][j] = zero();
+      }
+      for (int64_t d = first; d < last; ++d, q += kVectors * kLanes) {
+        ahead();
+        Vec of_rows[kVectors];
+        for (int j = 0; j < kVectors; ++j) of_rows[j] = load(q + j * kLanes);
+        for (int i = 0; i < kKeys; ++i) {
+          const Vec element = broadcast(k[i * columns_ + d]);
+          for (int j = 0; j < kVectors; ++j) sums[i][j] = fma(of_rows[j], element, sums[i][j]);
+        }
+      }
+      for (int i = 0; i < kKeys; ++i) {
+        for (int j = 0; j < kVectors; ++j) {
+          float* out = scores + (i * kVectors + j) * kLanes;
+          store(out, first == 0 ? sums[i][j] : add(load(out), sums[i][j]));
+        }
+      }
+    }
+  }
+
+  // acc [kDims, kVectors vectors] += the dims from `d` on of values [first, last) times weights.
+  // The sum of a meeting is added as one number: see RowState.
+  template <int kDims, int kVectors, typename Prefetch>
+  void add_values(int first, int last, int64_t d, float* acc, Prefetch& ahead) {
+    const float* v = m_.v + first * v_stride_ + d;
+    const float* weights = m_.scores + first * kVectors * kLanes;
+    Vec sums[kDims][kVectors];
+    for (int i = 0; i < kDims; ++i) {
+      for (int j = 0; j < kVectors; ++j) sums[i][j] = zero();
+    }
+    for (int key = first; key < last; ++key, v += v_stride_, weights += kVectors * kLanes) {
+      ahead();
+      Vec of_rows[kVectors];
+      for (int j = 0; j < kVectors; ++j) of_rows[j] = load(weights + j * kLanes);
+      for (int i = 0; i < kDims; ++i) {
+        const Vec element = broadcast(v[i]);
+        for (int j = 0; j < kVectors; ++j) sums[i][j] = fma(of_rows[j], element, sums[i][j]);
+      }
+    }
+    for (int i = 0; i < kDims; ++i) {
+      for (int j = 0; j < kVectors; ++j) {
+        float* out = acc + (i * kVectors + j) * kLanes;
+        store(out, add(load(out), sums[i][j]));
+      }
+    }
+  }
+
+  // Scores of a vector of rows, kWidth apart, to weights.
+  template <int kWidth>
+  void weigh(const Meeting& meeting, int64_t row, float* scores) {
+    const int first = meeting.first_step * kStepKeys, last = meeting.last_step * kStepKeys;
+    if (kIsScaled<T> || p_.softcap != 0.0f) {
+      const Vec cap = broadcast(p_.softcap * kLog2E);
+      for (int key = first; key < last; ++key) {
+        Vec score = load(scores + key * kWidth);
+        if constexpr (kIsScaled<T>) score = mul(score, broadcast(m_.k_scale[key]));
+        if (p_.softcap != 0.0f) score = mul(tanh(score), cap);
+        store(scores + key * kWidth, score);
+      }
+    }
+    if (meeting.masked) mask(meeting, row, scores, kWidth);
+    Vec largest[2] = {load(scores + first * kWidth), load(scores + (first + 1) * kWidth)};
+    for (int key = first + 2; key < last; key += 2) {
+      largest[0] = max_keep_nan(largest[0], load(scores + key * kWidth));
+      largest[1] = max_keep_nan(largest[1], load(scores + (key + 1) * kWidth));
+    }
+    follow(row, max_keep_nan(largest[0], largest[1]), kWidth);
+    const Vec base = load(m_.base + row);
+    Vec sums[2] = {zero(), zero()};
+    for (int key = first; key < last; ++key) {
+      float* of_key = scores + key * kWidth;
+      const Vec weight = exp2_nonpositive(sub(load(of_key), base));
+      sums[key % 2] = add(sums[key % 2], weight);
+      if constexpr (kIsScaled<T>) {
+        store(of_key, mul(weight, broadcast(m_.v_scale[key])));
+      } else {
+        store(of_key, weight);
+      }
+    }
+    float of_lanes[kLanes];
+    store(of_lanes, add(sums[0], sums[1]));
+    for (int i = 0; i < kLanes; ++i) m_.sum[row + i] += of_lanes[i];
+  }
+
+  // Scores of keys that a row does not see become -inf.
+  void mask(const Meeting& meeting, int64_t row, float* scores, int64_t width) const {
+    float begin[kLanes], end[kLanes];  // counted from the first key of the meeting, and exact
+    for (int i = 0; i < kLanes; ++i) {
+      begin[i] = place_in_meeting(m_.begin[row + i] - meeting.key);
+      end[i] = place_in_meeting(m_.end[row + i] - meeting.key);
+    }
+    const Vec nothing = broadcast(-INFINITY);
+    for (int key = meeting.first_step * kStepKeys; key < meeting.last_step * kStepKeys; ++key) {
+      const float bound = static_cast<float>(key) + 0.5f;
+      const Vec begun = select_below(load(begin), bound, load(scores + key * width), nothing);
+      store(scores + key * width, select_below(load(end), bound, nothing, begun));
+    }
+  }
+  static float place_in_meeting(int64_t key) {
+    return static_cast<float>(key < 0 ? 0 : key < Memory::kMetKeys ? key : Memory::kMetKeys);
+  }
+
+  // Raises the bases of rows whose largest scores exceed them by too much.
+  void follow(int64_t row, Vec largest, int64_t width) {
+    const Vec base = load(m_.base + row);
+    const Vec room = sub(add(base, broadcast(kBaseSlack)), largest);  // below 0: too much
+    if (!(reduce_max(sub(zero(), room)) > 0.0f)) return;
+    const Vec new_base = select_below(room, 0.0f, largest, base);
+    store(m_.base + row, new_base);
+    const Vec factor = exp2_nonpositive(sub(base, new_base));
+    float* acc = column_of(m_.acc, row, v_columns_);
+    for (int64_t d = 0; d < v_columns_; ++d, acc += width) store(acc, mul(load(acc), factor));
+    float of_lanes[kLanes];
+    store(of_lanes, factor);
+    for (int i = 0; i < kLanes; ++i) m_.sum[row + i] *= of_lanes[i];
+  }
+
+  // Adds sums since the last flush to the totals.
+  void flush() {
+    for (int64_t row = 0; row < num_rows_; row += kLanes) {
+      const Vec base = load(m_.base + row);
+      const Vec factor = exp2_nonpositive(sub(load(m_.total_base + row), base));
+      float* acc = column_of(m_.acc, row, v_columns_);
+      float* total = column_of(m_.total, row, v_columns_);
+      for (int64_t i = 0; i < v_columns_ * width_of(row); i += width_of(row)) {
+        store(total + i, fma(load(total + i), factor, load(acc + i)));
+        store(acc + i, zero());
+      }
+      store(m_.total_base + row, base);
+    }
+  }
+
+  // False if o is not finite.
+  bool normalise(float* o, float* lse) {
+    float* of_row = m_.v;  // no longer of values
+    Vec not_finite = zero();
+    for (int64_t row = 0; row < rows_.count; ++row) {
+      const float* total = column_of(m_.total, row, v_columns_);
+      for (int64_t d = 0; d < v_columns_; ++d) of_row[d] = total[d * width_of(row)];
+      for (int64_t d = 0; d < v_columns_; d += kLanes) {
+        not_finite = fma(load(of_row + d), zero(), not_finite);  // NaN of infinity, too
+      }
+      const float sum = static_cast<float>(m_.sum[row]);
+      lse[row] = sum == 0.0f ? -INFINITY : m_.base[row] * kLn2 + __builtin_logf(sum);
+      store_scaled_sums<T>(p_, of_row, sum == 0.0f ? 0.0f : 1.0f / sum, o + row * p_.head_dim_v);
+    }
+    return reduce_add(not_finite) == 0.0f;
+  }
+
+  const DecodeParams& p_;
+  const Rows& rows_;
+  const Keys<T> keys_;
+  const KeyRange range_;
+  const Memory m_;
+  const int64_t num_rows_, columns_, v_columns_, v_stride_;
+  Step<T> steps_[2][Memory::kMetSteps];  // of the keys of this meeting, and of the next
+  int num_steps_[2] = {};
+};
+
+}  // namespace
+}  // namespace tree_attention::cpu
