@@ -85,7 +85,7 @@ def test_a_stale_number_is_found() -> None:
 
 
 def test_share_of_a_lone_block() -> None:
-    assert f"({lean.LONE}, fitted to the seven published speedups" in plain(PAGE)
+    assert f"({lean.LONE}, fitted to seven of the speedups" in plain(PAGE)
     assert len(lean.KNOWN) == 7
 
 
