@@ -44,6 +44,10 @@ def decode_amx(case: str, *columns: str) -> list[float]:
     return decode(case, *columns, file="decode")
 
 
+def decode_avx512(case: str, *columns: str) -> list[float]:
+    return decode(case, *columns, file="decode_avx512")
+
+
 def decode_avx2(case: str, *columns: str) -> list[float]:
     return decode(case, *columns, file="decode_avx2")
 
@@ -126,7 +130,7 @@ PAGES: dict[str, Rows] = {
         lambda: decode("keys int8 B=1 32768", "16-bit"),
         lambda: slower(llama(STATIC, DYNAMIC)),
         lambda: slower(engines(4096, "ours", "vllm")),
-        lambda: slower(scaling(TOKEN, "bare/2", ONE)),
+        lambda: slower([*scaling(TOKEN, "bare/2", ONE), scaling(TOKEN, "bare/2", TWO)[1]]),
         lambda: slower([*step(PASS_Q), line_rate()]),
     ],
     "docs/measured.md": [
@@ -155,6 +159,15 @@ PAGES: dict[str, Rows] = {
         lambda: decode_amx("B=1 2048 q=2048", "vLLM", "SDPA"),
         lambda: decode_amx("B=1 512 warm", "vLLM", "SDPA"),
         lambda: decode_amx("keys int8 B=1 32768", "16-bit"),
+        lambda: decode_avx512("B=1 32768", "vLLM", "SDPA"),
+        lambda: decode_avx512("B=1 32768 pages of 16", "vLLM"),
+        lambda: decode_avx512(RAGGED, "vLLM", "SDPA"),
+        lambda: decode_avx512("B=1 32768 q=8", "vLLM", "SDPA"),
+        lambda: decode_avx512("B=1 4096 q=512", "vLLM", "SDPA"),
+        lambda: decode_avx512("B=1 2048 q=2048", "vLLM", "SDPA"),
+        lambda: decode_avx512("B=1 512 warm", "vLLM", "SDPA"),
+        lambda: decode_avx512("keys int8 B=1 32768", "16-bit"),
+        lambda: decode_avx512("keys float8 B=1 32768", "16-bit"),
         lambda: decode_avx2("B=1 32768", "vLLM", "SDPA"),
         lambda: decode_avx2("B=1 32768 pages of 16", "vLLM"),
         lambda: decode_avx2(RAGGED, "vLLM", "SDPA"),
