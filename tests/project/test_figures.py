@@ -88,7 +88,7 @@ ONE, TWO = "1 process, 1 thread", "1 process, 2 threads"
 SPLIT = "weights split, tensor_parallel_size 2"
 LAN, OURS_ON_TWO, VLLM_ON_TWO = "0.1ms,10gbit", "ours, two hosts", "vllm, two hosts"
 HOSTS = "metro p=8 B=1 n=65536"
-TREE, PASS_Q = "auto: butterfly", "ring, passing queries"
+TREE, PASS_Q = "auto: two_phase", "ring, passing queries"
 DYNAMIC, STATIC = "sdpa, DynamicCache", "sdpa, StaticCache"
 RAGGED = "B=8 ragged 1076-28930"
 

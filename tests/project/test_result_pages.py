@@ -12,7 +12,13 @@ from commands import check_command, program_and_arguments
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.md"))
 # vLLM's operators are timed in the same process, with the torch that vLLM was built for.
-OTHER_TORCH = {"decode", "decode_avx512_bf16", "decode_avx2", "decode_peers_avx512_bf16"}
+OTHER_TORCH = {
+    "decode",
+    "decode_avx512_bf16",
+    "decode_avx2",
+    "decode_avx512",
+    "decode_peers_avx512_bf16",
+}
 OTHER_TORCH |= {"groups", "groups_hosts", "latent_operator"}
 
 
