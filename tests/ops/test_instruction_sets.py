@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tree_attention.reference.accuracy import lse_error
 
 
 def supported() -> list[str]:
-    """Widest first; the last one runs everywhere."""
+    """The one in use first; the last one runs everywhere."""
     with pytest.raises(ValueError) as error:
         _C.set_cpu_instruction_set("mmx")
     message = re.fullmatch(
@@ -29,6 +30,16 @@ def supported() -> list[str]:
     )
     assert message
     return message[1].split(", ")
+
+
+def test_products_of_pairs_are_for_amd():
+    """Intel's cores make fewer products of pairs of bfloat16 than of float32."""
+    if not {"avx512", "avx512_bf16"} <= set(supported()):
+        pytest.skip("no avx512_bf16 on this CPU")
+    vendor = re.search(r"^vendor_id\s*: (\w+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    assert vendor is not None
+    first = min(supported().index(name) for name in ("avx512", "avx512_bf16"))
+    assert (supported()[first] == "avx512") == (vendor[1] == "GenuineIntel")
 
 
 NAMES = ("amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "portable")
