@@ -312,6 +312,47 @@ def test_many_rows_of_special_numbers(instruction_set):
     assert (o == 0).all() and (lse == -math.inf).all()
 
 
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_score_of_minus_infinity_behind_padded_rows(instruction_set, num_workers, softcap):
+    """27 rows are no whole vectors, and zero times the infinite key would be NaN."""
+    problem = make_problem(
+        batch=1, num_heads_kv=1, group_size=1, seqlen_q=27, seqlen_k=256, head_dim=16,
+        dtype=torch.float32, softcap=softcap, ranges="all",
+    )  # fmt: skip
+    problem.q[..., 0] = 1.0
+    problem.k[:, :, [191, 255], 0] = -math.inf
+    problem.run_and_check(num_workers=num_workers)
+
+
+@pytest.mark.parametrize("head_dim_v", [8, 24])
+def test_columns_behind_values_are_not_summed(instruction_set, head_dim_v):
+    """The scratch holds what a call before this one left."""
+    for head_dim, seqlen_q in ((128, 128), (8, 33)):
+        problem = make_problem(
+            batch=1, num_heads_kv=1, group_size=1, seqlen_q=seqlen_q, seqlen_k=4096,
+            head_dim=head_dim, head_dim_v=128 if seqlen_q == 128 else head_dim_v,
+            dtype=torch.float32, ranges="all",
+        )  # fmt: skip
+        if seqlen_q == 128:
+            problem.v *= 50
+            problem.run(num_workers=1)
+    problem.run_and_check(num_workers=1)
+
+
+def test_lse_where_scores_grow_by_less_than_the_slack(instruction_set):
+    """The terms of lse cancel then, if the first largest score stays the base."""
+    problem = make_problem(
+        batch=1, num_heads_kv=1, group_size=1, seqlen_q=64, seqlen_k=1000, ranges="all",
+        softmax_scale=1.0, dtype=torch.float32,
+    )  # fmt: skip
+    problem.q *= 0.1
+    problem.q[..., 0] = 1.0
+    problem.k[..., 0] = -7.0
+    problem.k[:, :, :64, 0] = -18.0
+    problem.run_and_check(num_workers=1)
+
+
 def test_many_rows_of_ten_billion(instruction_set):
     problem = make_problem(score_size=1e10, seqlen_q=20, seqlen_k=300, dtype=torch.bfloat16)
     o, _ = problem.run(out_dtype=torch.float32)

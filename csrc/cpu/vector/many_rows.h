@@ -138,11 +138,10 @@ class LaneRowsAttention {
     float* of_row = m_.k;  // not yet of keys
     for (int64_t row = 0; row < num_rows_; ++row) {
       const int64_t width = width_of(row);
+      // The last row fills the last vector: a score that is not finite is then one of a row.
       if (row < rows_.count) load_query<T>(p_, rows_, row, of_row);
       float* out = column_of(m_.q, row, columns_);
-      for (int64_t d = 0; d < columns_; ++d, out += width) {
-        *out = row < rows_.count ? of_row[d] : 0.0f;
-      }
+      for (int64_t d = 0; d < columns_; ++d, out += width) *out = of_row[d];
     }
   }
 
@@ -215,6 +214,8 @@ class LaneRowsAttention {
   __attribute__((noinline)) void attend_vectors(const Meeting& meeting, Prefetch& ahead) {
     // 16 sums, or 12 of three vectors; 8 where there are no more registers.
     constexpr int kSums = kLanes == 8 ? 8 : 16, kGroup = kVectors == 3 ? 4 : kSums / kVectors;
+    constexpr int kDims = kGroup < kPair ? kGroup : kPair;
+    static_assert(kStepKeys % kGroup == 0 && kPair % kDims == 0);
     constexpr int kWidth = kVectors * kLanes;
     const int first = meeting.first_step * kStepKeys, last = meeting.last_step * kStepKeys;
     const float* q = m_.q + meeting.row * columns_;
@@ -225,8 +226,8 @@ class LaneRowsAttention {
       weigh<kWidth>(meeting, meeting.row + i * kLanes, m_.scores + i * kLanes);
     }
     float* acc = m_.acc + meeting.row * v_columns_;
-    for (int64_t d = 0; d < v_columns_; d += kGroup) {
-      add_values<kGroup, kVectors>(first, last, d, acc + d * kWidth, ahead);
+    for (int64_t d = 0; d < v_columns_; d += kDims) {
+      add_values<kDims, kVectors>(first, last, d, acc + d * kWidth, ahead);
     }
   }
 
@@ -347,7 +348,8 @@ class LaneRowsAttention {
   void follow(int64_t row, Vec largest, int64_t width) {
     const Vec base = load(m_.base + row);
     const Vec room = sub(add(base, broadcast(kBaseSlack)), largest);  // below 0: too much
-    if (!(reduce_max(sub(zero(), room)) > 0.0f)) return;
+    // NaN is not below 0, and its row is computed again.
+    if (!(reduce_max(select_below(room, 0.0f, broadcast(1.0f), zero())) > 0.0f)) return;
     const Vec new_base = select_below(room, 0.0f, largest, base);
     store(m_.base + row, new_base);
     const Vec factor = exp2_nonpositive(sub(base, new_base));
@@ -384,7 +386,11 @@ class LaneRowsAttention {
         not_finite = fma(load(of_row + d), zero(), not_finite);  // NaN of infinity, too
       }
       const float sum = static_cast<float>(m_.sum[row]);
-      lse[row] = sum == 0.0f ? -INFINITY : m_.base[row] * kLn2 + __builtin_logf(sum);
+      // In double: the base may be far from the largest score, and the two terms cancel then.
+      lse[row] =
+          sum == 0.0f
+              ? -INFINITY
+              : static_cast<float>(m_.base[row] * 0.69314718055994531 + __builtin_log(m_.sum[row]));
       store_scaled_sums<T>(p_, of_row, sum == 0.0f ? 0.0f : 1.0f / sum, o + row * p_.head_dim_v);
     }
     return reduce_add(not_finite) == 0.0f;
