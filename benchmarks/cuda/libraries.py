@@ -191,7 +191,7 @@ def _paged(case: CudaCase, inputs: Inputs, size: int) -> tuple[list[tuple[Tensor
     batch_stride, head_stride, stride, _ = inputs.sets[0].k.stride()
     if case.slots % size or batch_stride % (size * stride):
         raise Unavailable(f"sequences of whole pages of {size} slots only")
-    # Of a packed batch the longest sequence is the last: no page ends behind the memory.
+    # The longest sequence of a packed batch is the last one, so no page ends behind the memory.
     table = torch.arange(case.slots // size)[None] + torch.arange(case.batch)[:, None] * (
         batch_stride // (size * stride)
     )

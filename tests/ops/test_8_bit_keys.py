@@ -21,7 +21,6 @@ from cases_8_bit_keys import (
     with_scales_by_token,
 )
 from helpers import NAN, assert_same_bits, make_problem
-from test_instruction_sets import instruction_set  # noqa: F401
 from tiers import tiers
 from tree_attention import reference
 

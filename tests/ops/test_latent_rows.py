@@ -6,7 +6,6 @@ import torch
 
 from helpers import NAN, assert_same_bits
 from latent_problems import make_latents
-from test_instruction_sets import instruction_set  # noqa: F401
 from tree_attention import append_kv, lean_decode, reference
 
 pytestmark = pytest.mark.usefixtures("instruction_set")

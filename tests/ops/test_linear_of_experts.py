@@ -17,7 +17,6 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from quantised_numbers import DTYPES, TOLERANCE, numbers_of
-from test_instruction_sets import instruction_set  # noqa: F401
 from tree_attention.hf.weights.parts import OfFile
 from tree_attention.hf.weights.quantised import SCHEMES, Matrix
 
@@ -183,7 +182,7 @@ def test_int8_weights_of_any_width(inputs: int, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_any_company(
-    instruction_set: str,  # noqa: F811
+    instruction_set: str,
     inputs: int,
     dtype: torch.dtype,
     scheme: str | None,

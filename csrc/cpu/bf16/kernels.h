@@ -17,7 +17,7 @@
 #include "cpu/bf16/weight_rows.h"
 #include "cpu/kernels.h"
 #include "cpu/vector/keys.h"
-#include "cpu/vector/many_rows.h"
+#include "cpu/vector/many_rows_memory.h"
 #include "cpu/vector/meetings.h"
 #include "cpu/vector/output.h"
 #include "cpu/vector/row_state.h"
