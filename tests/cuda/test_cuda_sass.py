@@ -6,7 +6,7 @@ import re
 import pytest
 
 from benchmarks.cuda.predict import NOW
-from sass import Code, disassemble
+from sass import Code, disassemble, parse
 from sass_paths import blocks_of, shortest_cycle
 
 SOURCES = (
@@ -56,6 +56,29 @@ def test_no_local_memory(kernels):
     assert [k.name for k in kernels if k.count(r"LDL|STL") > 0] == []
 
 
+def broken_copies(kernel: Code) -> list[str]:
+    """Copies to shared memory whose descriptor ptxas lost, which nvdisasm shows as UR1: no pair
+    of uniform registers begins with an odd one. A device refuses them as illegal instructions."""
+    operands = [kernel.operands[i] for i in kernel.positions("LDGSTS")]
+    return [text for text in operands if re.search(r"^ \[R\d+\+UR|desc\[UR\d*[13579]\]", text)]
+
+
+def test_broken_copies_are_found():
+    section = "\t.section\t.text._Z18lean_decode_kernelIf,\n"
+    for operands, is_broken in (
+        ("[R179+UR0], desc[UR1][R20.64], !P0", True),
+        ("[R177], desc[UR30][R24.64], P1", False),
+    ):
+        (kernel,) = parse(f"{section}/*5b10*/ LDGSTS.E.BYPASS.LTC128B.128 {operands} ;\n")
+        assert bool(broken_copies(kernel)) == is_broken
+
+
+def test_copies_are_legal(kernels):
+    for kernel in kernels:
+        assert broken_copies(kernel) == [], kernel.name
+    assert max(kernel.count("LDGSTS") for kernel in kernels) > 0
+
+
 @pytest.mark.parametrize("source", SOURCES_OF_8_BITS)
 def test_8_bits(source, tmp_path):
     """No local memory at all, float8 by the device's conversion, and the instructions of a step: a
@@ -63,6 +86,7 @@ def test_8_bits(source, tmp_path):
     rows and two with 8."""
     for kernel in disassemble(source, "sm_90", tmp_path):
         assert kernel.count(r"LDL|STL") == 0, kernel.name
+        assert broken_copies(kernel) == [], kernel.name
         assert (kernel.count(r"F2FP\.F16\.E4M3") > 0) == ("Float8" in kernel.name), kernel.name
         has_8_rows = "ELi8E" in kernel.name
         keys, budget = STEP_BUDGETS[source][0 if has_8_rows else 1]

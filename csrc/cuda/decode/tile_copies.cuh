@@ -61,9 +61,17 @@ struct ChunkCopies {
 template <typename Config>
 class ChunkDestinations {
  public:
+  // To be called by all lanes of the warp.
   __device__ explicit ChunkDestinations(const char* tile) {
+    uint32_t address = shared_address(tile);
+    // ptxas (12.8 to 13.4) may lose the descriptor of a copy that has a cache policy, which is then
+    // an illegal instruction (github.com/IST-DASLab/marlin/issues/44), and does with 64 rows of
+    // latents. Not so where the address is not uniform for it, as what comes from a shuffle.
+    if constexpr (Config::kValuesInKeys) {
+      address = __shfl_sync(0xffffffff, address, static_cast<int>(threadIdx.x % 32));
+    }
 #pragma unroll
-    for (int i = 0; i < Copies::kPeriod; ++i) first_[i] = of(tile, i);
+    for (int i = 0; i < Copies::kPeriod; ++i) first_[i] = address + offset(i);
   }
 
   // The destination of copy i, which must be a constant.
@@ -72,13 +80,16 @@ class ChunkDestinations {
   }
 
   static __device__ uint32_t of(const char* tile, int i) {
-    const int row = Copies::first_key() + Copies::key(i);
-    return shared_address(tile + Rows::offset(row, Copies::chunk(i)));
+    return shared_address(tile) + offset(i);
   }
 
  private:
   using Copies = ChunkCopies<Config>;
   using Rows = typename Config::CachedRows;
+
+  static __device__ uint32_t offset(int i) {
+    return Rows::offset(Copies::first_key() + Copies::key(i), Copies::chunk(i));
+  }
 
   uint32_t first_[Copies::kPeriod];
 };
