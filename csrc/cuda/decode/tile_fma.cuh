@@ -51,21 +51,31 @@ class TileFma : public WarpTile<Config, TileFma<Config>> {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
+      float weights[8][2];  // of the thread's two rows, each in one of the four threads of its row
 #pragma unroll
       for (int key = 0; key < 8; ++key) {
-        // The weights of this key are in one of the four threads of the rows.
         const int owner = lane / 4 * 4 + key / 2;
-        const float p0 = __shfl_sync(0xffffffff, p[n][key % 2], owner);
-        const float p1 = __shfl_sync(0xffffffff, p[n][2 + key % 2], owner);
+        for (int row = 0; row < 2; ++row) {
+          weights[key][row] = __shfl_sync(0xffffffff, p[n][2 * row + key % 2], owner);
+        }
+      }
 #pragma unroll
-        for (int i = 0; i < kColumns / 16; ++i) {
+      for (int i = 0; i < kColumns / 16; ++i) {
+        // The compiler moves no load across this: it would move more than there are registers for.
+        if (i % 4 == 0) __syncwarp();
+        // A sum of its own for eight keys: o takes an eighth of the roundings.
+        float sums[2][4] = {};
+#pragma unroll
+        for (int key = 0; key < 8; ++key) {
           const Float4 v = load(tile, first_key + 8 * n + key, lane % 4 + 4 * i);
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            float (&o)[4] = o_[2 * i + c / 2];
-            o[c % 2] = fmaf(p0, v.value[c], o[c % 2]);
-            o[2 + c % 2] = fmaf(p1, v.value[c], o[2 + c % 2]);
+          for (int row = 0; row < 2; ++row) {
+            for (int c = 0; c < 4; ++c) {
+              sums[row][c] = fmaf(weights[key][row], v.value[c], sums[row][c]);
+            }
           }
+        }
+        for (int row = 0; row < 2; ++row) {
+          for (int c = 0; c < 4; ++c) o_[2 * i + c / 2][2 * row + c % 2] += sums[row][c];
         }
       }
     }
