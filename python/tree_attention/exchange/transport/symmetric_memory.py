@@ -63,9 +63,10 @@ class Memory:
     ) -> None:
         """`addresses`: where this device sees each rank's buffer of `buffer_bytes` zeros."""
         self.rank, self.world_size = rank, len(addresses)
-        self.device, self.slot_bytes = device, slot_bytes
+        self.slot_bytes = slot_bytes
         with torch.inference_mode(False):  # or nobody could write to them outside of it
             self._buffers = torch.tensor(addresses, dtype=torch.int64, device=device)
+            self.device = self._buffers.device  # with its index
             self._control = torch.zeros(4, dtype=torch.int32, device=device)
             self._host = torch.zeros(
                 _ERRORS + MAX_WORLD_SIZE,
