@@ -22,7 +22,7 @@ from . import ablations
 from .cases import LATENCY, OURS, CudaCase
 from .inputs import Inputs
 from .libraries import Maker, Unavailable, require_16_bits, require_plain
-from .timing import Call, device_is_lost, reason
+from .timing import Call, check_device, reason
 
 FLASH = "torch flash"
 VARLEN = "torch flash varlen"  # lengths on the device, as ours
@@ -68,9 +68,8 @@ def implementations(
         except Unavailable as why:
             unavailable[name] = str(why)
         except Exception as error:
-            if device_is_lost():
-                raise
             unavailable[name] = reason(error)
+        check_device(name)
     return calls, unavailable
 
 

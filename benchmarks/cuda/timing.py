@@ -64,8 +64,7 @@ def measure(calls: Mapping[str, Call], num_sets: int, seconds: float) -> Measure
             try:
                 captured[name] = _capture(call, num_sets, stream)
             except Exception as error:
-                if device_is_lost():
-                    raise
+                check_device(name)
                 result.failed[name] = reason(error)
         graph_samples = _time_graphs(captured, seconds)
         capturable = {name: calls[name] for name in captured}
@@ -85,21 +84,24 @@ def measure(calls: Mapping[str, Call], num_sets: int, seconds: float) -> Measure
     return result
 
 
-def device_is_lost() -> bool:
-    """Tell if every later call on the device fails as well, as after an illegal access."""
+class DeviceLost(RuntimeError):
+    """Every later call on the device fails as well, as after an illegal access."""
+
+
+def check_device(name: str) -> None:
+    """Wait for the calls of `name`; raises DeviceLost if they were the device's last."""
     try:
         torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
+    except RuntimeError as error:
+        raise DeviceLost(f"{name} lost the device: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:
     """The first line of the error that caused it: a failed capture raises another one on top."""
-    while error.__context__ is not None:
+    while error.__context__ is not None and not isinstance(error, DeviceLost):
         error = error.__context__
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:100]}"
+    return f"{type(error).__name__}: {lines[0][:150]}"
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -106,6 +106,7 @@ def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         total_memory=1 << 34,
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (decode.SPARE_BYTES + (1 << 26),) * 2)
     monkeypatch.setattr(
         decode, "InputArena", lambda num_bytes, device: measure.InputArena(num_bytes)
@@ -229,13 +230,12 @@ def test_a_failing_operator_is_wrong(
     lost: bool, cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(case: CudaCase, *arguments: Any) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        raise (timing.DeviceLost if lost else RuntimeError)("cuDNN: an illegal memory access")
 
     monkeypatch.setattr(decode, "case_row", fail)
-    monkeypatch.setattr(timing, "device_is_lost", lambda: lost)
     result = run(CASES[:2])
     assert result.wrong == [case.name for case in CASES[: 1 if lost else 2]]
-    assert "illegal memory access" in tables.line(result.rows[0])
+    assert "cuDNN: an illegal memory access" in tables.line(result.rows[0])
     assert any("the device is lost" in text for text in result.warnings) == lost
 
 

@@ -173,7 +173,7 @@ def test_a_library_that_fails_leaves_the_others(makers: Any, monkeypatch: Any) -
     def fails(case: CudaCase, inputs: Any) -> Any:
         raise RuntimeError("no kernel for this")
 
-    monkeypatch.setattr(peers, "device_is_lost", lambda: False)
+    monkeypatch.setattr(peers, "check_device", lambda name: None)
     monkeypatch.setattr(peers.ablations, "load", lambda: False)
     calls, unavailable = peers.implementations(
         LONG, make_inputs(LONG, sets=1), makers | {"FlashInfer": fails}

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 pytest.importorskip("triton")
 
 from bench_problems import SMALL, make_inputs
-from benchmarks.cuda import peers
+from benchmarks.cuda import peers, timing
 from benchmarks.cuda.cases import CudaCase
 from benchmarks.cuda.inputs import Inputs
 from tree_attention import lean_decode
@@ -75,6 +75,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "FLASH_OP", flash_op)
     monkeypatch.setattr(peers, "VARLEN_OP", VarlenOp("seqused_k", "block_table"))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
 def assert_same_problem(case: CudaCase, inputs: Inputs, call: Any) -> None:
@@ -199,6 +200,24 @@ def test_real_operators_take_these_arguments(monkeypatch: pytest.MonkeyPatch) ->
 def test_cudnn_without_a_kernel_says_why() -> None:
     with pytest.raises(peers.Unavailable, match=r"[Nn]o (viable|available) "):
         peers.cudnn(UNIFORM, make_inputs(UNIFORM))
+
+
+def test_the_peer_that_loses_the_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launches fail where the host waits for them, which may be in another's call."""
+    lost: list[bool] = []
+
+    def lose(case: CudaCase, inputs: Inputs) -> peers.Call:
+        lost.append(True)
+        return lambda i: None
+
+    def wait() -> None:
+        if lost:
+            raise RuntimeError("CUDA error: an illegal instruction was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(peers.ablations, "load", lambda: False)
+    with pytest.raises(timing.DeviceLost, match=r"theirs lost the device: .*illegal instruction"):
+        peers.implementations(UNIFORM, make_inputs(UNIFORM), {"theirs": lose})
 
 
 def test_implementations_are_calls_or_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,8 +165,9 @@ def test_a_lost_device_is_no_failed_peer(device: Device, monkeypatch: pytest.Mon
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", sticky)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        timing.measure({"fails": fails}, 1, 1.0)
+    with pytest.raises(timing.DeviceLost, match=r"fails lost the device: .*illegal memory") as lost:
+        timing.measure({"right": kernel(device, "right", 1e-3), "fails": fails}, 1, 1.0)
+    assert timing.reason(lost.value).startswith("DeviceLost: fails lost the device: RuntimeError")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
