@@ -105,8 +105,8 @@ def draw_tokens(path: Path) -> None:
         "ours": Style(OURS, (8, -2)),
         "HuggingFace, DynamicCache": Style(SECOND),
         "HuggingFace, StaticCache": Style(FIRST),
-        "vLLM": Style(THIRD, (8, 6)),
-        "OpenVINO": Style(DARK_GREY, (8, -5)),
+        "vLLM": Style(THIRD, (8, -5)),
+        "OpenVINO": Style(DARK_GREY, (8, 6)),
     }
     with picture(path, data, (1, 2), (9, 3.6)) as ((left, right),):
         for axes, (model, lines) in zip((left, right), data.items(), strict=True):

@@ -126,8 +126,8 @@ Rows = list[Callable[[], list[float]]]
 
 PAGES: dict[str, Rows] = {
     "README.md": [
-        lambda: decode("B=1 32768", "vLLM", "SDPA"),
-        lambda: decode("keys int8 B=1 32768", "16-bit"),
+        lambda: decode_avx512("B=1 32768", "vLLM", "SDPA"),
+        lambda: decode_avx512("keys int8 B=1 32768", "16-bit"),
         lambda: slower(llama(STATIC, DYNAMIC)),
         lambda: slower(engines(4096, "ours", "vllm")),
         lambda: slower([*scaling(TOKEN, "bare/2", ONE), scaling(TOKEN, "bare/2", TWO)[1]]),
