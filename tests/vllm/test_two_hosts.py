@@ -229,13 +229,13 @@ def test_the_page(hosts: Hosts) -> None:
         pytest.skip(f"the page names its first host: {unsupported()}")
     text = (ROOT / "docs/vllm.md").read_text()
     section = text.partition("## Two hosts")[2].partition("\n## ")[0]
-    commands = re.findall(r"```sh\n(python .*?)```", section, re.DOTALL)
+    commands = re.findall(r"```sh\n(\w+=1 python .*?)```", section, re.DOTALL)
     assert len(commands) == 2
     for host, command in enumerate(commands):
-        program, *arguments = shlex.split(command.replace("\\\n", " "))
+        variable, program, *arguments = shlex.split(command.replace("\\\n", " "))
         assert program == "python"
         os.chdir(ROOT)
-        hosts.start(host, [sys.executable, *arguments])
+        hosts.start(host, ["env", variable, sys.executable, *arguments])
     hosts.wait_until_ready()
     ask = [sys.executable, "examples/passkey-llama/ask_server.py", "--tokens", "1000"]
     done = hosts.cluster.start(0, [*ask, "--requests", "3"], ENVIRONMENT, cwd=ROOT)
