@@ -91,12 +91,13 @@ def run(
                 skipped.append(f"{case.name}: out of memory")
                 torch.cuda.empty_cache()
                 continue
-            except timing.DeviceLost as error:
-                rows.append(failed_row(case.name, timing.reason(error)))
-                skipped.append(f"everything after {case.name}: the device is lost")
-                break
             except RuntimeError as error:
                 rows.append(failed_row(case.name, timing.reason(error)))
+                try:
+                    timing.check_device(case.name)
+                except timing.DeviceLost:
+                    skipped.append(f"everything after {case.name}: the device is lost")
+                    break
             progress.console.print(line(rows[-1]), highlight=False)
             if out is not None:
                 out.mkdir(parents=True, exist_ok=True)
