@@ -21,7 +21,7 @@ from ..emulation.network import unsupported
 from ..harness.program import add_out, finish, progress_bar
 from ..harness.report import ROOT, Report, columns_of, environment
 from .__main__ import ENVIRONMENTS, KEEP_MEMORY
-from .servers import Failed, emulated_servers
+from .servers import Failed, emulated_servers, releases
 
 LINK = "0.1ms,10gbit"
 MODEL = ROOT / "examples" / "passkey-llama"
@@ -72,7 +72,8 @@ def main() -> int:
                     progress.advance(task)
             except Failed as failure:
                 rows.append({"engine": name, "reason": str(failure)})
-    return finish(report_of(rows, parsed.rate), parsed.out)
+    report = report_of(rows, parsed.rate, vllm=releases(parsed.environment))
+    return finish(report, parsed.out)
 
 
 def run(name: str, parsed: argparse.Namespace) -> Any:
@@ -127,7 +128,7 @@ def growth(rows: Sequence[Mapping[str, Any]]) -> float:
     return (last["resident_bytes"] - first["resident_bytes"]) * 1000 / (hosts * answered)
 
 
-def report_of(rows: list[dict[str, Any]], rate: float) -> Report:
+def report_of(rows: list[dict[str, Any]], rate: float, **versions: str) -> Report:
     measured = [row for row in rows if "reason" not in row]
     for row in rows:
         row["name"] = f"{row['engine']}, {row.get('answered', 0)} answered"
@@ -150,7 +151,7 @@ def report_of(rows: list[dict[str, Any]], rate: float) -> Report:
         name="arrivals",
         title=f"Short requests at random times to vLLM, {rate:g} in a second",
         notes=NOTES,
-        environment=environment(),
+        environment=environment(**versions),
         rows=rows,
         columns=columns_of(measured, COLUMNS),
         warnings=warnings,

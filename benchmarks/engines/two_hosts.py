@@ -22,7 +22,7 @@ from ..emulation.network import unsupported
 from ..harness.program import add_out, finish, progress_bar
 from ..harness.report import ROOT, Report, columns_of, environment
 from .__main__ import ENVIRONMENTS, KEEP_MEMORY
-from .servers import Failed, emulated_servers
+from .servers import Failed, emulated_servers, releases
 from .serving import LAYERS, VOCABULARY, make_checkpoint
 
 LINKS = ("0.1ms,10gbit", "1ms,1gbit")
@@ -87,7 +87,8 @@ def main() -> int:
             progress.update(task, description=f"{link}: {name}")
             rows.append({"link": link, "engine": name, **run(ARMS[name], link, model, parsed)})
             progress.advance(task)
-    return finish(report_of(rows), parsed.out, width=150)
+    report = report_of(rows, vllm=releases(parsed.environment))
+    return finish(report, parsed.out, width=150)
 
 
 def run(arm: Arm, link: str, model: Path, parsed: argparse.Namespace) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def gap(streams: Sequence[dict[str, Any]]) -> float:
     return statistics.median(gaps)
 
 
-def report_of(rows: list[dict[str, Any]]) -> Report:
+def report_of(rows: list[dict[str, Any]], **versions: str) -> Report:
     found = {(row["link"], row["engine"]): row for row in rows if "reason" not in row}
     for row in found.values():
         one = found.get((row["link"], ONE))
@@ -158,7 +159,7 @@ def report_of(rows: list[dict[str, Any]]) -> Report:
         name="two_hosts",
         title=f"vLLM on two emulated hosts, {LAYERS} layers of a 1B-shaped Llama",
         notes=NOTES,
-        environment=environment(),
+        environment=environment(**versions),
         rows=rows,
         columns=columns_of([(row, found) for row in found.values()], COLUMNS),
         warnings=[f"{row['name']}: {row['reason']}" for row in rows if "reason" in row],

