@@ -61,9 +61,10 @@ def llama(*methods: str) -> list[float]:
     return [value("llama", {"context": "65536 tokens", "method": x}, "ms /token") for x in names]
 
 
-def serving(batch: int, *names: str) -> list[float]:
-    cells = {"context": "4096", "batch": str(batch)}
-    return [value("serving", {**cells, "engine": x}, "between tokens ms") for x in names]
+def serving(batch: int, ours: str, other: str, context: int = 4096) -> list[float]:
+    cells = {"context": str(context), "batch": str(batch)}
+    found = [value("serving", {**cells, "engine": x}, "between tokens ms") for x in (ours, other)]
+    return slower(found)
 
 
 def sums(file: str, kib: int, other: str) -> list[float]:
@@ -186,10 +187,13 @@ PAGES: dict[str, Rows] = {
             for name in ("vllm", "openvino", "huggingface", "llama_cpp_flash")
         ),
         *(lambda name=name: prompts(16384, name) for name in ("vllm", "openvino")),
-        lambda: slower(serving(1, "ours, blocks of 128", "vllm, blocks of 128")),
-        lambda: slower(serving(8, "ours, blocks of 128", "vllm, blocks of 128")),
-        lambda: slower(serving(1, "ours, TP 2, DCP 2", "ours, TP 2")),
-        lambda: slower(serving(8, "ours, TP 2, DCP 2", "ours, TP 2")),
+        lambda: serving(1, "ours, blocks of 128", "vllm, blocks of 128"),
+        lambda: serving(8, "ours, blocks of 128", "vllm, blocks of 128"),
+        lambda: serving(8, "ours, blocks of 32", "vllm, blocks of 32"),
+        lambda: serving(1, "ours, blocks of 128", "vllm, blocks of 128", context=16384),
+        lambda: serving(1, "ours, TP 2, DCP 2", "ours, TP 2"),
+        lambda: serving(8, "ours, TP 2, DCP 2", "ours, TP 2"),
+        lambda: serving(1, "ours, TP 2, DCP 2", "ours, TP 2", context=16384),
         *(lambda kib=kib: sums("groups_hosts", kib, "Gloo") for kib in (4, 64, 4096)),
         lambda: sums("groups", 4, "vLLM's shared memory"),
         lambda: two_hosts(LAN, OURS_ON_TWO, VLLM_ON_TWO),
