@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How hosts of an engine meet, and notice that one of them is lost."""
 
+import asyncio
+import importlib
 import json
 import re
 import socket
@@ -300,6 +302,23 @@ def test_a_line_says_whose_attention_it_is(
     program.prepare(Namespace(**OPTIONS))
     said = capsys.readouterr().err
     assert ": attention by tree_attention " in said and said.endswith("); processors 0|1\n")
+
+
+def test_a_server_ends_when_its_engine_is_lost() -> None:
+    engine, server = Namespace(is_running=True, errored=False), Namespace(should_exit=False)
+    with stub_of_vllm():
+        lost = program.watch_engine()
+        watchdog_loop = importlib.import_module(program.LAUNCHER).watchdog_loop
+
+        async def serve() -> None:
+            watchdog = asyncio.create_task(watchdog_loop(server, engine))
+            await asyncio.sleep(0.3)
+            assert not lost.is_set() and not server.should_exit
+            engine.is_running, engine.errored = False, True
+            await watchdog
+
+        asyncio.run(serve())
+    assert lost.is_set() and server.should_exit
 
 
 def test_a_name_of_no_host() -> None:

@@ -6,12 +6,15 @@ the same command runs on each host, with its `--node-rank R` and the `--master-a
 first; all but the first add `--headless`.
 """
 
+import asyncio
 import dataclasses
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +27,7 @@ from . import checks, hosts, is_registered
 # told to other hosts, whose lines say what differs.
 OF_A_HOST = {"node_rank", "master_addr", "data_parallel_rank", "data_parallel_start_rank"}
 OF_A_HOST |= {"download_dir", "hf_token", "model_loader_extra_config"}
+LAUNCHER = "vllm.entrypoints.launchers.launcher"
 
 
 def main(arguments: list[str]) -> int:
@@ -49,9 +53,30 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         say(f"error: {error}")
         return 2
+    lost = watch_engine()
     command.cmd(asked)
     # The server ends when it is told to; a host without one ends when the engine is lost.
-    return hosts.LOST_STATUS if asked.headless else 0
+    return hosts.LOST_STATUS if asked.headless or lost.is_set() else 0
+
+
+def watch_engine() -> threading.Event:
+    """The event is set when the server's engine is lost, and the server ends then.
+
+    vLLM's own look at the engine is every 5 s, and says nothing to who started the server.
+    """
+    lost = threading.Event()
+
+    async def watchdog_loop(server: Any, engine: Any) -> None:
+        from vllm import envs
+
+        while engine.is_running or not engine.errored:
+            await asyncio.sleep(0.1)
+        lost.set()
+        server.should_exit = not envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH
+
+    if not checks.faults_of(LAUNCHER, "watchdog_loop", "server engine"):
+        importlib.import_module(LAUNCHER).watchdog_loop = watchdog_loop  # type: ignore[attr-defined]
+    return lost
 
 
 def prepare(asked: Namespace) -> None:
@@ -161,4 +186,9 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    if status:
+        # At once: Python takes seconds to take vLLM down, and waits for threads of a lost host.
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
