@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ..exchange import DEFAULT_TIMEOUT, sentence
 
 LOG = logging.getLogger("vllm.tree_attention")
-MEETING_SECONDS = 60.0  # in which a host has to find the first one
+MEETING_SECONDS = 30.0  # in which a host has to find the first one; vLLM takes 10 to start
 ERROR_SECONDS = 1.0  # in which the others read what was wrong
 BEAT_SECONDS = 0.5
 LOST_STATUS = 70
@@ -63,8 +63,10 @@ def meet(
     ValueError on each host that can know what is not as it must be."""
     place = f"{host}:{port}"
     try:
+        if node_rank > 0:
+            _wait_for(host, port, seconds)
         store = _store(host, port, seconds, is_first=node_rank == 0)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         if node_rank == 0:
             raise ValueError(
                 f"--master-addr and --master-port must be an address of this host and a free port, "
@@ -86,6 +88,20 @@ def meet(
         if node_rank == 0:  # whose store the others ask
             time.sleep(ERROR_SECONDS)
         raise
+
+
+def _wait_for(host: str, port: int, seconds: float) -> None:
+    """Returns when somebody listens there, or OSError; a store waits for twice its time and more,
+    as it lets more and more time pass before it tries again."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), max(0.1, end - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.2)
 
 
 def _store(host: str, port: int, seconds: float, is_first: bool = False) -> dist.Store:
