@@ -163,35 +163,6 @@ class Calls:
         if self._session is not None:
             self._session.abandon()
 
-    def _agree_and_run(
-        self,
-        whole: Signature,
-        run: Callable[[float], T],
-        device: torch.device | None,
-        door: Door | None,
-        queries: Sequence[Tensor],
-        deadline: float,
-    ) -> T:
-        session, link = self._require_session(), self.link
-        notes = session.agree(whole, deadline)
-        if notes is not None:
-            self._learn(notes)
-            self._is_on_host = device is None or link.transport_device(device).type == "cpu"
-            if device is not None and not self._resources.are_known(device):
-                self._set_up(session, device, deadline)
-        session.door = door if self._is_on_host else None
-        if door is None:
-            session.agreed = None
-        link.seal = seal = self._queries.seal(queries)
-        with suppress(OtherCall):
-            result = run(deadline)
-            if link.seal == seal:
-                return result
-        self._queries.check(session.compare(whole, deadline, self._queries.note(queries)))
-        # They differ by rounding, and from now on they are not compared.
-        link.seal = SAME
-        return run(deadline)
-
     def _set_up(self, session: Session, device: torch.device, deadline: float) -> None:
         """Collective: makes what calls with tensors of this kind of device need."""
         link = session.link
@@ -258,12 +229,31 @@ class Call(AbstractContextManager["Call"]):
         Without a door the next call compares signatures, even if it is the same. `queries` have the
         same values on every rank, which host tensors have to prove.
         """
-        comm, whole = self.comm, self._whole(signature)
+        comm, session, whole = self.comm, self.comm._require_session(), self._whole(signature)
+        link = session.link
         self._is_on_the_way = False
-        return comm._require_session().before_deadline(
-            lambda deadline: comm._agree_and_run(whole, run, device, door, queries, deadline),
-            self.seconds,
-        )
+
+        def agree_and_run(deadline: float) -> T:
+            notes = session.agree(whole, deadline)
+            if notes is not None:
+                comm._learn(notes)
+                comm._is_on_host = device is None or link.transport_device(device).type == "cpu"
+                if device is not None and not comm._resources.are_known(device):
+                    comm._set_up(session, device, deadline)
+            session.door = door if comm._is_on_host else None
+            if door is None:
+                session.agreed = None
+            link.seal = seal = comm._queries.seal(queries)
+            with suppress(OtherCall):
+                result = run(deadline)
+                if link.seal == seal:
+                    return result
+            comm._queries.check(session.compare(whole, deadline, comm._queries.note(queries)))
+            # They differ by rounding, and from now on they are not compared.
+            link.seal = SAME
+            return run(deadline)
+
+        return session.before_deadline(agree_and_run, self.seconds)
 
     def compare(self, signature: Signature, note: Note | None = None) -> list[Note]:
         """`Calls.agree`, as this call."""
