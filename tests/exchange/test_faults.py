@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Late, disagreeing and interrupted ranks: an ExchangeError on every rank, in time, for good.
 
-The process groups here have torch's default timeout of 30 minutes; every deadline that is met is
-the communicator's.
+Torch's timeout of these groups is 30 minutes: every deadline that is met is the communicator's.
 """
 
 from __future__ import annotations
@@ -228,8 +227,8 @@ def test_interrupted_exchange_is_final(rank: int, world_size: int) -> None:
         dist.barrier()  # until no rank compares signatures any more
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        comm.call("interrupted", (), stop)
+    with pytest.raises(KeyboardInterrupt), comm.begin("interrupted") as interrupted:
+        interrupted.run((), stop)
     assert comm.failed is not None and comm.failed.startswith("interrupted by KeyboardInterrupt")
     assert_refuses_further_use(comm)
 
@@ -269,7 +268,8 @@ def test_no_result_of_an_aborted_call(rank: int, world_size: int) -> None:
         dist.barrier()  # until no rank compares signatures any more
         comm.abort("too late")
 
-    _, message = failure(comm.call, "aborted", (), stop)
+    with comm.begin("aborted") as aborted:
+        _, message = failure(aborted.run, (), stop)
     assert message.startswith(f"rank {rank} of 2: aborted: too late")
     assert_refuses_further_use(comm)
 

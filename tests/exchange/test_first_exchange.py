@@ -37,7 +37,8 @@ def test_agreement_and_broadcast(rank: int, world_size: int) -> None:
         comm.agree((("prompt", "x2" if rank == 2 else "x0"),))
     assert comm.failed is None and comm.bytes_sent == 0
     message = torch.full((4,), rank)
-    comm.call("broadcast", (), lambda deadline: comm.link.broadcast(message, deadline))
+    with comm.begin("broadcast") as broadcast:
+        broadcast.run((), lambda deadline: comm.link.broadcast(message, deadline))
     assert message.tolist() == [0] * 4
     assert comm.bytes_sent == (2 * 4 * 8 if rank == 0 else 0)
 

@@ -207,16 +207,20 @@ def test_no_rank_goes_on_without_another(rank: int, world_size: int, how: str) -
     x = torch.ones(100, dtype=torch.uint8)
     receive, send = ({0: x}, {}) if rank == 1 else ({}, {1: x})
 
-    def pass_on(deadline: float) -> None:
+    def move(deadline: float) -> None:
         comm.link.messages(receive, send, x.device, sealed=False).run(deadline)
 
+    def pass_on(timeout: float | None = None) -> None:
+        with comm.begin("passed on", timeout) as passed_on:
+            passed_on.run((), move, door=move)
+
     call("all_gather", comm, timeout=AMPLE)
-    comm.call("passed on", (), pass_on, AMPLE, door=pass_on)
+    pass_on(AMPLE)
     dist.barrier()
     if rank == 1:
         end_or_stall(how)
-    comm.call("passed on", (), pass_on, door=pass_on)  # which the lost rank might still come for
-    seconds, message = failure(comm.call, "passed on", (), pass_on, door=pass_on)
+    pass_on()  # which the lost rank might still come for
+    seconds, message = failure(pass_on)
     assert seconds < QUICK and "message to rank 1: " in message
 
 

@@ -46,7 +46,8 @@ def calibrate(
     exchanging.all_merge_states(o, lse, strategy="all_gather")
     unavailable = exchanging.unavailable(device)
     names = [name for name, s in STRATEGIES.items() if s.is_canonical and name not in unavailable]
-    clock = comm.call("calibrate clocks", (), partial(Clock.agree, comm.link, device))
+    with comm.begin("calibrate clocks") as call:
+        clock = call.run((), partial(Clock.agree, comm.link, device))
 
     def largest(values: list[float], deadline: float) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=device)
@@ -89,8 +90,8 @@ def calibrate(
         for turn in range(_NUM_TURNS):
             for i, name in enumerate(names, 1):
                 run = partial(exchanging.all_merge_states, o, lse, strategy=name)
-                op = f"calibrate {name} {num_bytes}"
-                times[name] += comm.call(op, (), partial(rounds, run), limit)
+                with comm.begin(f"calibrate {name} {num_bytes}", limit) as call:
+                    times[name] += call.run((), partial(rounds, run))
                 done = (len(measured) * _NUM_TURNS) + turn * len(names) + i
                 progress(done, len(BATCHES) * len(names) * _NUM_TURNS)
         measured += [Measured(n, num_bytes, float(np.median(t))) for n, t in times.items()]

@@ -72,5 +72,6 @@ def _of_first_rank(comm: Communicator, tensor: Tensor, seconds: float) -> Tensor
         link.meet(deadline)
         link.broadcast(message, deadline)
 
-    comm.call("broadcast", signature, run, seconds, door=link.meet)
+    with comm.begin("broadcast", seconds) as call:
+        call.run(signature, run, door=link.meet)
     return message

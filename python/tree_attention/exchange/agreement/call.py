@@ -104,20 +104,6 @@ class Calls:
         finally:
             self._turn.give_back()
 
-    def call(
-        self,
-        op: str,
-        signature: Signature,
-        run: Callable[[float], T],
-        timeout: float | None = None,
-        device: torch.device | None = None,
-        *,
-        door: Door | None = None,
-    ) -> T:
-        """`Call.run` of a call that needs nothing before it."""
-        with self.begin(op, timeout) as call:
-            return call.run(signature, run, device, door=door)
-
     def agree(
         self,
         signature: Signature,

@@ -111,7 +111,8 @@ class Shard:
             link.meet(deadline)
             link.messages(received, sent, device, sealed=False).run(deadline)
 
-        self.comm.call(op, signature, run, self.timeout, device, door=link.meet)
+        with self.comm.begin(op, self.timeout) as call:
+            call.run(signature, run, device, door=link.meet)
 
 
 class Moves:
