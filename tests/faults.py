@@ -30,6 +30,7 @@ SLACK = 2.0
 AMPLE = 20.0  # for what must succeed, or fail long before
 QUICK = 5.0
 KINDS = (*strategies(), "ring", "ring of queries")
+ROUND = 2  # operations of a round of messages: its start and its end
 
 WAITED_FOR = r"(all_gather|all_to_all|all_reduce) of \d|messages: |shift"
 
@@ -99,7 +100,7 @@ def before_operation(reached: Callable[[int], None]) -> Iterator[None]:
     """Calls `reached(i)` before operation i of an exchange or a ring, on any link."""
     owners = {
         Link: ("all_gather", "all_to_all", "all_reduce", "start_shift", "finish"),
-        Messages: ("start", "finish", "run"),
+        Messages: ("start", "finish"),
     }
     originals = {(o, name): getattr(o, name) for o, names in owners.items() for name in names}
     count = 0

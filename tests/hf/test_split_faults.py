@@ -29,7 +29,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
-from faults import AMPLE, Once, before_operation
+from faults import AMPLE, ROUND, Once, before_operation
 from split_models import make_model, make_prompts
 from tree_attention import ExchangeError, hf
 from tree_attention.hf import tensor_parallel
@@ -89,7 +89,7 @@ def _run(
     hf.enable(model, timeout=TIMEOUT)
     stage, _, exchange = where.rpartition(" ")
     number = EXCHANGES[exchange] + (DECODING if stage else 0)
-    lose = Once(number, lambda: _lose(how) if rank == victim else None)
+    lose = Once(ROUND * number, lambda: _lose(how) if rank == victim else None)
     with before_operation(lose):
         begin = time.monotonic()
         with pytest.raises(ExchangeError) as raised:
@@ -122,7 +122,7 @@ def _run_with_a_slow_rank(rank: int, world_size: int, path: str) -> tuple[list[i
         begin = time.monotonic()
         model = hf.from_pretrained(path, weights="int8", timeout=3 * _LATE)
         waited = time.monotonic() - begin
-    sleep = Once(DECODING + EXCHANGES["merge"], lambda: time.sleep(_LATE * rank))
+    sleep = Once(ROUND * (DECODING + EXCHANGES["merge"]), lambda: time.sleep(_LATE * rank))
     with before_operation(sleep):
         tokens = model.generate(**make_prompts(), max_new_tokens=4, do_sample=False)
     assert sleep.done and len(late) == rank

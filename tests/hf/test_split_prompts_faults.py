@@ -23,14 +23,14 @@ from tiers import tiers
 
 pytest.importorskip("transformers")
 
-from faults import AMPLE, QUICK, SLACK, TIMEOUT, Once, before_operation
+from faults import AMPLE, QUICK, ROUND, SLACK, TIMEOUT, Once, before_operation
 from hf_models import VOCAB_SIZE, make_model
 from tree_attention import BlockCyclic, ExchangeError, hf
 from tree_attention.hf.prompts import split_attention
 
 TOKENS = 8
 # Of two layers: rows to their owners, then queries and states or keys; and at last the logits.
-OPERATIONS = {"queries": 2 * (2 * 3 + 1), "keys": 2 * (2 * 2 + 1)}
+ROUNDS = {"queries": 2 * (2 * 3 + 1), "keys": 2 * (2 * 2 + 1)}
 
 
 @contextmanager
@@ -71,18 +71,18 @@ class _Prompt:
 
 
 def _stop(rank: int, world_size: int, what: str, folder: Path) -> None:
-    """Before every operation, with a group of its own for each. A stopped rank goes on when all
+    """Before every round, with a group of its own for each. A stopped rank goes on when all
     others have failed, and fails then too."""
     pids: list[int] = [0] * world_size
     dist.all_gather_object(pids, os.getpid())
     model = make_model("llama")
-    for case in range(OPERATIONS[what]):
+    for case in range(ROUNDS[what]):
         victim = (case + world_size - 1) % world_size
         with _passing(what):
             prompt = _Prompt(model, dist.new_group(range(world_size)), TIMEOUT)
             dist.barrier()
             if rank == victim:
-                stop = Once(case, partial(os.kill, os.getpid(), signal.SIGSTOP))
+                stop = Once(ROUND * case, partial(os.kill, os.getpid(), signal.SIGSTOP))
                 with before_operation(stop):
                     prompt.fail()
                 assert stop.done
@@ -106,17 +106,17 @@ def test_stopped_ranks(what: str, worlds: tuple[int, ...], tmp_path: Path) -> No
         run.result()
 
 
-def _kill(rank: int, world_size: int, what: str, operations: list[int]) -> None:
+def _kill(rank: int, world_size: int, what: str, rounds: list[int]) -> None:
     """Those that are left form a group and go on."""
     model = make_model("llama")
     left = list(range(world_size))
-    for operation, victim in zip(operations, (2, 1, 3), strict=True):
+    for number, victim in zip(rounds, (2, 1, 3), strict=True):
         group = dist.new_group(left, use_local_synchronization=True)
         with _passing(what):
             prompt = _Prompt(model, group, AMPLE)
             dist.barrier(group)
             if rank == victim:
-                with before_operation(Once(operation, partial(os.kill, os.getpid(), 9))):
+                with before_operation(Once(ROUND * number, partial(os.kill, os.getpid(), 9))):
                     prompt.fail()
             seconds, message = prompt.fail()
         assert seconds < QUICK, message
@@ -125,11 +125,11 @@ def _kill(rank: int, world_size: int, what: str, operations: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "operations"), [("queries", [0, 1, 2]), ("queries", [3, 4, 5]), ("keys", [0, 1, 4])]
+    ("what", "rounds"), [("queries", [0, 1, 2]), ("queries", [3, 4, 5]), ("keys", [0, 1, 4])]
 )
-def test_killed_ranks(what: str, operations: list[int]) -> None:
+def test_killed_ranks(what: str, rounds: list[int]) -> None:
     """Worlds of 4, 3 and 2, of the same processes."""
-    run_ranks(_kill, 4, what, operations, lost=[1, 2, 3])
+    run_ranks(_kill, 4, what, rounds, lost=[1, 2, 3])
 
 
 @on_ranks(2, fresh=True)

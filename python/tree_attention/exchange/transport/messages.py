@@ -213,36 +213,25 @@ class Messages(Round):
 
     def start(self, deadline: float) -> None:
         with self._link.operation("start of messages"):
-            self._start(deadline)
+            for host, tensor in self._uploads:
+                host.copy_(tensor)
+            for seal in self._seals_sent:
+                seal.value = self._link.seal
+            for part in self._rounds:
+                part.start(deadline)
 
     def finish(self, deadline: float) -> None:
         with self._link.operation("end of messages", is_counted=False):
-            self._finish(deadline)
-
-    def run(self, deadline: float) -> None:
-        with self._link.operation("round of messages"):
-            self._start(deadline)
-            self._finish(deadline)
-
-    def _start(self, deadline: float) -> None:
-        for host, tensor in self._uploads:
-            host.copy_(tensor)
-        for seal in self._seals_sent:
-            seal.value = self._link.seal
-        for part in self._rounds:
-            part.start(deadline)
-
-    def _finish(self, deadline: float) -> None:
-        for part in self._rounds:
-            part.finish(deadline)
-        for seal in self._seals_received:
-            if seal.value != self._link.seal:
-                self._link.seal = CHANGED
-        if self._own is not None:
-            self._own[0].copy_(self._own[1])
-        for tensor, host in self._downloads:
-            tensor.copy_(host)
-        self._link.bytes_sent += self.bytes_sent
+            for part in self._rounds:
+                part.finish(deadline)
+            for seal in self._seals_received:
+                if seal.value != self._link.seal:
+                    self._link.seal = CHANGED
+            if self._own is not None:
+                self._own[0].copy_(self._own[1])
+            for tensor, host in self._downloads:
+                tensor.copy_(host)
+            self._link.bytes_sent += self.bytes_sent
 
 
 def _rounds(
