@@ -237,14 +237,24 @@ class Communicator(Calls):
         layout, device = state.layout, state.device
         outputs = self.outputs(layout, options, device)
 
+        def exchange(
+            state: State, outputs: tuple[Tensor, Tensor], explain: bool, deadline: float
+        ) -> None:
+            prepared = state.prepared.get(options)
+            if prepared is None or explain:
+                prepared = state.prepared[options] = self._resources.prepare(
+                    state, options, self.link, self.topology, self._costs, explain
+                )
+            prepared(deadline, *outputs)
+
         def again(deadline: float) -> None:
             shape = torch.Size((*layout.shape, layout.head_dim))
             nothing = self._doors.get(shape, layout.dtype, device)
-            self.exchange(nothing, options, self.outputs(layout, options, device), deadline)
+            exchange(nothing, self.outputs(layout, options, device), False, deadline)
 
         call.run(
             (*signature, *self.fields(layout, options, device)),
-            lambda deadline: self.exchange(state, options, outputs, deadline, explain=explain),
+            lambda deadline: exchange(state, outputs, explain, deadline),
             device,
             door=again,
             queries=queries,
@@ -264,23 +274,6 @@ class Communicator(Calls):
             ("device", device.type),
             ("result of a test merge, as this processor rounds it,", merge_digest(device)),
         )
-
-    def exchange(
-        self,
-        state: State,
-        options: ExchangeOptions,
-        outputs: tuple[Tensor, Tensor],
-        deadline: float,
-        *,
-        explain: bool = False,
-    ) -> None:
-        """Merges `state` with those of all ranks, inside a call."""
-        prepared = state.prepared.get(options)
-        if prepared is None or explain:
-            prepared = state.prepared[options] = self._resources.prepare(
-                state, options, self.link, self.topology, self._costs, explain
-            )
-        prepared(deadline, *outputs)
 
 
 _communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
