@@ -242,9 +242,8 @@ class Communicator(Calls):
         ) -> None:
             prepared = state.prepared.get(options)
             if prepared is None or explain:
-                prepared = state.prepared[options] = self._resources.prepare(
-                    state, options, self.link, self.topology, self._costs, explain
-                )
+                prepared = self._resources.prepare(state, options, explain)
+                state.prepared[options] = prepared
             prepared(deadline, *outputs)
 
         def again(deadline: float) -> None:

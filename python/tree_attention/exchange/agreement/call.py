@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..auto.choose import CostTable, measured_costs
+from ..auto.choose import measured_costs
 from ..auto.setup import Resources
 from ..notes import ExchangeError, Note, OtherCall, Signature, sentence
 from ..options import Timeout, check_timeout, resolve_group
@@ -49,17 +49,17 @@ class Calls:
         self._nodes = None if nodes is None else Topology.of(nodes).nodes
         self.topology = Topology(self._nodes or (0,) * self.world_size)
         self._resources = Resources()
-        self._costs: CostTable | None = None
         self._turn: Turn = NoTurns()
         self._session: Session | None = None  # in a world of one, which sends nothing
         if group is not None and self.world_size > 1:
             self._turn = turn_of(group)
             self._turn.check_process("Communicator")  # whose session the parent would count
-            self._costs = measured_costs()  # before the session, which ranks count
+            self._resources.costs = measured_costs()  # before the session, which ranks count
             note = {"node": node_name()}
             self._session = Session(group, note, self._resources.abort, self.timeout)
         # What must be equal on all ranks in every call.
-        digest = "shipped" if self._costs is None else self._costs.digest
+        costs = self._resources.costs
+        digest = "shipped" if costs is None else costs.digest
         self._constants: Signature = (("nodes", self._nodes), ("exchange costs", digest))
         self._queries = Queries()
         # Whether the messages of the last call that ranks agreed upon are in the host's memory.

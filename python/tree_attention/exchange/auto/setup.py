@@ -21,6 +21,7 @@ class Resources:
     def __init__(self) -> None:
         self._unavailable: dict[str, dict[str, str]] = {}  # by kind of device, then by strategy
         self._resources: dict[tuple[str, str], Memory] = {}  # by strategy and kind of device
+        self.costs: CostTable | None = None  # measured ones, by which "auto" goes
 
     def are_known(self, device: torch.device) -> bool:
         return device.type in self._unavailable
@@ -29,6 +30,7 @@ class Resources:
         self, link: Link, device: torch.device, topology: Topology, gather: Gather, deadline: float
     ) -> None:
         """Collective: sets up the strategies that need it for tensors of `device`."""
+        self._link, self._topology = link, topology
         unavailable = {}
         for name, strategy in STRATEGIES.items():
             if strategy.set_up is None:
@@ -53,19 +55,12 @@ class Resources:
             found = {name: reason for name, reason in refusals.items() if reason} | found
         return found
 
-    def prepare(
-        self,
-        state: State,
-        options: ExchangeOptions,
-        link: Link,
-        topology: Topology,
-        costs: CostTable | None,
-        explain: bool,
-    ) -> Exchange:
+    def prepare(self, state: State, options: ExchangeOptions, explain: bool) -> Exchange:
         """The exchange of `state` by the strategy that `options` name, or that "auto" takes.
 
-        `explain`: print on rank 0 which one that is, and why.
+        After `set_up`. `explain`: print on rank 0 which one that is, and why.
         """
+        link, topology = self._link, self._topology
         layout, device, out_dtype = state.layout, state.device, options.out_dtype
         if layout.num_bytes == 0:
             return lambda deadline, o, lse: None
@@ -78,7 +73,7 @@ class Resources:
                 topology,
                 backend,
                 head_sharded=sharded,
-                costs=costs,
+                costs=self.costs,
                 unavailable=unavailable,
             )
         name = choice.strategy
