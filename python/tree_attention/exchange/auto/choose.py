@@ -16,8 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..._json import read_json_object, replace_file
 from ..options import MAX_SECONDS
 from ..strategies import STRATEGIES, candidates
@@ -222,19 +220,3 @@ def choose(
         if rule.strategy in names and rule.applies(backend, topology, num_bytes):
             return Choice(rule.strategy, f"shipped rule: {rule}")
     return Choice(names[0], "no shipped rule applies")
-
-
-def explain_choice(
-    choice: Choice,
-    layout: StateLayout,
-    topology: Topology,
-    out_dtype: torch.dtype,
-    head_sharded: bool,
-) -> str:
-    """Say for a person to read what was chosen and why."""
-    traffic = STRATEGIES[choice.strategy].traffic(layout, topology, out_dtype, head_sharded)
-    return (
-        f"exchange of {layout.num_rows} rows of {layout.head_dim} ({layout.num_bytes:,} bytes) "
-        f"over {topology.world_size} ranks, {topology}: {choice.strategy} ({choice.reason}); "
-        f"{traffic.steps} steps, at most {traffic.bytes_sent:,} bytes sent per rank"
-    )

@@ -12,7 +12,7 @@ from ..transport.buffers import State, StateLayout
 from ..transport.process_group import Link
 from ..transport.symmetric_memory import Memory
 from ..transport.topology import Topology
-from .choose import Choice, CostTable, choose, explain_choice
+from .choose import Choice, CostTable, choose
 
 
 class Resources:
@@ -80,7 +80,12 @@ class Resources:
         if name in unavailable:
             raise Disagreement(f"{name} is not available: {unavailable[name]}")
         if explain and link.rank == 0:
-            text = explain_choice(choice, layout, topology, out_dtype, sharded)
+            traffic = STRATEGIES[name].traffic(layout, topology, out_dtype, sharded)
+            text = (
+                f"exchange of {layout.num_rows} rows of {layout.head_dim} ({layout.num_bytes:,} "
+                f"bytes) over {topology.world_size} ranks, {topology}: {name} ({choice.reason}); "
+                f"{traffic.steps} steps, at most {traffic.bytes_sent:,} bytes sent per rank"
+            )
             is_on_host = link.transport_device(device).type == "cpu"
             if is_on_host and STRATEGIES[name].is_canonical:  # others' all-reduces are the group's
                 for way, where, what in (
