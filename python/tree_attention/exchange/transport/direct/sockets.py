@@ -40,8 +40,38 @@ def connect(rank: int, others: Sequence[int], gather: Gather, deadline: float) -
         now = time.monotonic()
         end = now + min(_CONNECT_SECONDS, (deadline - now) / 2)
         found: dict[int, socket.socket] = {}
-        note = attempt(lambda: _meet(rank, others, notes, listeners[0], end, found, opened))
-        if reason := first_reason(gather("sockets, connected", note)):
+
+        def meet() -> Note:
+            """Connects to the ranks before this one, which need not have accepted yet, then
+            accepts."""
+            before = [other for other in others if other < rank]
+            for other in before:
+                place = notes[other]["address"], notes[other]["port"]
+                try:
+                    connection = socket.create_connection(place, max(0.1, end - time.monotonic()))
+                except OSError as error:
+                    raise OSError(f"no connection to rank {other} at {place[0]}: {error}") from None
+                found[other] = opened.enter_context(connection)
+                connection.sendall(bytes.fromhex(notes[other]["key"]) + struct.pack("!I", rank))
+            own_key = bytes.fromhex(notes[rank]["key"])
+            behind = set(others) - set(before)
+            while behind:
+                listeners[0].settimeout(max(0.1, end - time.monotonic()))
+                try:
+                    connection, _ = listeners[0].accept()
+                except TimeoutError:
+                    raise OSError(f"no connection from rank {min(behind)}") from None
+                opened.enter_context(connection)
+                other = _name_of(connection, own_key)
+                if other in behind:
+                    behind.remove(other)
+                    found[other] = connection
+            for connection in found.values():
+                connection.setblocking(False)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return {}
+
+        if reason := first_reason(gather("sockets, connected", attempt(meet))):
             return reason
         way = load().Sockets([(other, s.detach()) for other, s in found.items()])
         return Way(way, {other: other for other in found})
@@ -72,44 +102,6 @@ def _own_address() -> str:
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
         probe.connect(place)  # sends nothing
         return str(probe.getsockname()[0])
-
-
-def _meet(
-    rank: int,
-    others: Sequence[int],
-    notes: Sequence[Note],
-    listener: socket.socket,
-    end: float,
-    found: dict[int, socket.socket],
-    opened: ExitStack,
-) -> Note:
-    """Connects to the ranks before this one, which need not have accepted yet, then accepts."""
-    before = [other for other in others if other < rank]
-    for other in before:
-        place = notes[other]["address"], notes[other]["port"]
-        try:
-            connection = socket.create_connection(place, max(0.1, end - time.monotonic()))
-        except OSError as error:
-            raise OSError(f"no connection to rank {other} at {place[0]}: {error}") from None
-        found[other] = opened.enter_context(connection)
-        connection.sendall(bytes.fromhex(notes[other]["key"]) + struct.pack("!I", rank))
-    own_key = bytes.fromhex(notes[rank]["key"])
-    behind = set(others) - set(before)
-    while behind:
-        listener.settimeout(max(0.1, end - time.monotonic()))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            raise OSError(f"no connection from rank {min(behind)}") from None
-        opened.enter_context(connection)
-        other = _name_of(connection, own_key)
-        if other in behind:
-            behind.remove(other)
-            found[other] = connection
-    for connection in found.values():
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return {}
 
 
 def _name_of(connection: socket.socket, key: bytes) -> int:
