@@ -81,7 +81,7 @@ def test_calibration_needs_no_matplotlib(tmp_path: Path) -> None:
         (["--out", "/"], "--out /: this is a directory; name a file"),
         (["--out", "costs.png"], "--out costs.png: name the table"),
         (["--seconds", "0"], "--seconds must be above 0 and at most 10,000,000 seconds, got 0"),
-        (["--device", "cuda"], "--device cuda needs a GPU, and torch finds none"),
+        (["--device", "cuda"], "--device cuda needs a GPU for each process of this machine, which"),
     ],
 )
 def test_calibration_says_what_to_put_right(

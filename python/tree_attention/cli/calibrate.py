@@ -17,7 +17,7 @@ from rich.table import Table
 from .._loader import __version__
 from ..exchange import COSTS_VARIABLE, calibrate, get_communicator
 from .usage import UsageError, check_can_be_written, check_seconds, writing
-from .world import World, add_timeout, joined_world
+from .world import World, add_timeout, choose_device, joined_world
 
 
 def main(arguments: list[str]) -> int:
@@ -38,24 +38,16 @@ def main(arguments: list[str]) -> int:
     if parsed.out.suffix == ".png":
         raise UsageError(f"--out {parsed.out}: name the table; its picture gets the suffix .png")
     check_seconds("--seconds", parsed.seconds)
-    if parsed.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            "--device cuda needs a GPU, and torch finds none; "
-            "`python -m tree_attention info` says why"
-        )
+    device = choose_device(parsed.device)
     console = Console() if sys.stdout.isatty() else Console(width=120)
     os.environ.pop(COSTS_VARIABLE, None)  # an earlier table, which may be why somebody calibrates
-    backend = "nccl" if parsed.device == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
     with joined_world(backend, parsed.timeout) as world:
         if world.size == 1:
             raise UsageError(
                 "one process has no exchange to measure; start several: "
                 "torchrun --nproc-per-node 2 -m tree_attention calibrate"
             )
-        device = torch.device("cpu")
-        if parsed.device == "cuda":
-            device = torch.device("cuda", world.local_rank)
-            torch.cuda.set_device(device)
         run(world, device, parsed.seconds, parsed.out, console)
     return 0
 

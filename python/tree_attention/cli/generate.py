@@ -4,7 +4,6 @@
 import argparse
 import ctypes
 import json
-import os
 import reprlib
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ from ..exchange import candidates
 from ..planning.models import WEIGHT_DTYPES
 from .checkpoint import A_CHECKPOINT, damages_named, load, load_tokenizer, make_greedy
 from .usage import UsageError, check_can_be_written, report, writing
-from .world import World, joined_world
+from .world import World, choose_device, joined_world
 
 # Options that also take "auto", which is the default.
 _CHOICES = {
@@ -139,22 +138,6 @@ def keep_freed_memory() -> None:
         library, large = ctypes.CDLL(None), (1 << 31) - 1
         library.mallopt(-3, large)  # M_MMAP_THRESHOLD
         library.mallopt(-1, large)  # M_TRIM_THRESHOLD
-
-
-def choose_device(name: str) -> torch.device:
-    """The device that `--device` names: of GPUs, one for each process of this machine."""
-    rank = int(os.environ.get("LOCAL_RANK", 0))
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if name == "cpu" or (name == "auto" and num_gpus < num_processes):
-        return torch.device("cpu")
-    if num_gpus < num_processes:
-        raise UsageError(
-            f"--device cuda needs a GPU for each process of this machine, which has {num_gpus} for "
-            f"{num_processes}: start fewer, or leave --device out"
-        )
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
 
 
 def run(arguments: argparse.Namespace, world: World, device: torch.device) -> int:

@@ -59,6 +59,23 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, help=waits)
 
 
+def choose_device(name: str) -> torch.device:
+    """The device that `--device` names: of GPUs, one for each process of this machine."""
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if name == "cpu" or (name == "auto" and num_gpus < num_processes):
+        return torch.device("cpu")
+    if num_gpus < num_processes:
+        raise UsageError(
+            f"--device cuda needs a GPU for each process of this machine, which has {num_gpus} for "
+            f"{num_processes}: start fewer, or leave --device out; `python -m tree_attention info` "
+            "says what torch finds"
+        )
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
 @contextmanager
 def joined_world(backend: str = "gloo", timeout: float | None = None) -> Iterator[World]:
     """Joins the processes that torchrun describes in the environment to the default process group.
