@@ -52,8 +52,6 @@ def lean_decode(
         out_dtype: dtype of `o`, default q's; float32 when the state will be merged.
         out: `(o, lse)` to write into instead of new tensors, for example views of a send buffer.
             They share no memory with each other or another argument, but may interleave.
-        softmax_scale, softcap, alibi_slopes, query_positions, key_layout, page_table, k_scale,
-            v_scale, num_workers: see `AttentionOptions`.
 
     Returns:
         o: `[batch, num_heads_q, seqlen_q, head_dim]`.

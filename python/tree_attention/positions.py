@@ -100,8 +100,6 @@ def decode_with_range_bias(
         q, k, v: see `lean_decode`.
         key_ranges: int32 `[batch, seqlen_q, num_ranges, 2]`; no two ranges of a query share a key.
         bias: `[num_heads_q, num_ranges]`, for T5 the transposed embedding of its buckets.
-        softmax_scale, softcap, alibi_slopes, query_positions, key_layout, page_table, k_scale,
-            v_scale, num_workers: see `AttentionOptions`.
 
     Returns:
         o and lse as of `lean_decode`.

@@ -9,6 +9,7 @@ import pytest
 
 import tree_attention
 from tree_attention.options import AttentionOptions
+from tree_attention.positions import decode_with_range_bias
 
 FUNCTIONS = [
     x for x in map(vars(tree_attention).get, tree_attention.__all__) if inspect.isroutine(x)
@@ -41,7 +42,9 @@ def test_functions_are_found() -> None:
     assert len(FUNCTIONS) >= 9 and {*SHARED} <= {*FUNCTIONS}
 
 
-@pytest.mark.parametrize("function", SHARED, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", [*SHARED, decode_with_range_bias], ids=lambda function: function.__name__
+)
 def test_shared_options_have_their_own_lines(function: Callable[..., object]) -> None:
     text = inspect.getdoc(function) or ""
     for name in AttentionOptions.__annotations__:
