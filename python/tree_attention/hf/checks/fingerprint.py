@@ -32,16 +32,6 @@ _MAX_ENTRIES = 100_000
 _NOT_COMPARED = ("architectures", "dtype", "transformers_version")
 
 
-def digest_inputs(inputs: Mapping[str, Any]) -> str:
-    """The digest of the names, shapes, dtypes and bytes of all tensors in `inputs`."""
-    sha = hashlib.sha256()
-    for name, value in sorted(inputs.items()):
-        if isinstance(value, Tensor):
-            sha.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-            sha.update(to_bytes(value))
-    return sha.hexdigest()[:_HEX_DIGITS]
-
-
 def settings_of(kind: str, config: GenerationConfig | PreTrainedConfig) -> Signature:
     """The settings of a generation or a model by name, for ranks to compare."""
     settings = _compared(config.to_dict())
@@ -130,14 +120,6 @@ def describe(value: Any, with_attributes: bool = False) -> str:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:_HEX_DIGITS]
-
-
-def digest_random_state(device: torch.device) -> str:
-    """The digest of the states of the random generators that sampling draws from."""
-    state = to_bytes(torch.get_rng_state())
-    if device.type == "cuda":
-        state += to_bytes(torch.cuda.get_rng_state(device))
-    return _digest(state)
 
 
 def digest_parameters(model: torch.nn.Module) -> str:

@@ -19,14 +19,7 @@ from ..cache.tree_cache import TreeCache
 from ..prompts.forward import arguments_by_name, is_dealt_in_generate, may_be_chunked
 from ..release import CACHE_NAME, generate_without_enable
 from ..sampling import SynchronizeLogits
-from .fingerprint import (
-    describe,
-    describe_all,
-    digest_inputs,
-    digest_random_state,
-    model_signature,
-    settings_of,
-)
+from .fingerprint import describe, describe_all, model_signature, settings_of
 from .refusals import (
     CHUNKS_AFTER_CACHED_TOKENS,
     check_cached_prompt,
@@ -285,6 +278,9 @@ class Preparation:
                 *model_signature("assistant", assistant),
             )
         prefix_function = arguments.get("prefix_allowed_tokens_fn")
+        random_states = [torch.get_rng_state()]
+        if model.device.type == "cuda":
+            random_states.append(torch.cuda.get_rng_state(model.device))
         return (
             ("transformers version", transformers.__version__),
             ("layout", self.shard.layout),
@@ -293,7 +289,7 @@ class Preparation:
             ("max_length of the cache", max_length),
             (
                 "digest of the inputs (give all ranks the same: broadcast them)",
-                digest_inputs(arguments),
+                describe({name: x for name, x in arguments.items() if isinstance(x, Tensor)}),
             ),
             *settings_of("generation", generation_config),
             ("synchronize_logits", self.synchronize_logits is not None),
@@ -306,6 +302,6 @@ class Preparation:
             *of_assistant,
             (
                 "digest of the random state (see seed_ranks)",
-                digest_random_state(model.device) if generation_config.do_sample else None,
+                describe(random_states) if generation_config.do_sample else None,
             ),
         )

@@ -14,7 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ..cache.build import GO_ON_FROM_A_STATE, state_kinds
 from ..cache.tree_cache import TreeCache
-from ..checks.fingerprint import describe, digest_inputs
+from ..checks.fingerprint import describe
 from ..masks import KeyRanges
 from ..release import CACHE_NAME, OLD_CACHE_NAME
 from ..weights.split import mesh_of
@@ -179,10 +179,7 @@ def _deal(
         return None
     signature = (
         ("batch", batch),
-        (
-            "digest of the padding mask",
-            digest_inputs({str(i): getattr(x, "ranges", x) for i, x in enumerate(masks)}),
-        ),
+        ("digest of the padding mask", describe([getattr(x, "ranges", x) for x in masks])),
         ("numbers of the model's configuration", sizes),
         ("dtype", model.dtype),
         ("device", tokens.device.type),
