@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from ..sharding import ShardLayout
-from .prompts.token_split import Deal, current_deal
+from .prompts.token_split import current_deal
 
 _NO_RANGE = (
     "supports causal and sliding-window masks only, not chunked, packed, blockwise or "
@@ -86,13 +86,6 @@ class KeyRanges:
             table = (first + pages) % number + rows[:, None] * (number * num_heads)
             self._in_rings[key] = ranges.to(torch.int32), table.to(torch.int32)
         return self._in_rings[key]
-
-    def in_shard(self, deal: Deal, holder: int, computer: int, first: int = 0) -> Tensor:
-        """The ranges of the tokens that the rank `computer` computes, in local slots of `holder`
-        counted from `first`."""
-        count, tokens = deal.shard.layout.count, deal.tokens(computer)
-        key = "dealt", holder, computer, first
-        return self._once(key, lambda: count(holder, self.ranges[:, tokens]) - first)
 
     def _once(self, key: tuple[object, ...], ranges: Callable[[], Tensor]) -> Tensor:
         """The ranges in int32, computed once for all layers."""

@@ -207,9 +207,10 @@ def _dealt_forward(
     if arguments.get("position_ids") is None:
         positions = torch.arange(deal.length, device=deal.device) + deal.begin
         arguments["position_ids"] = positions[None]
+    own = deal.tokens[deal.shard.rank]
     for name, axis in _AXES.items():
         if arguments.get(name) is not None:
-            arguments[name] = arguments[name].index_select(axis, deal.own)
+            arguments[name] = arguments[name].index_select(axis, own)
     comm = deal.shard.comm
     with comm.turn("prefill"), dealing(deal):
         try:

@@ -77,10 +77,11 @@ def _pass_queries(
     batch, num_heads_q, _, head_dim = query.shape
     head_dim_v = layer.head_dim_v
     keys, values, scales = layer.operands(layer.buffers())
+    held = ranges.local(deal.shard.layout, rank, layer.dropped)
     step = _tokens_of_piece(deal, query, layer)
-    for begin in range(0, max(deal.counts), step):
+    for begin in range(0, max(map(len, deal.tokens)), step):
         tokens = slice(begin, begin + step)
-        counts = [len(range(count)[tokens]) for count in deal.counts]
+        counts = [len(indices[tokens]) for indices in deal.tokens]
         own = query[:, :, tokens].contiguous()
         queries = {
             r: deal.room(f"queries of {r}", (batch, num_heads_q, counts[r], head_dim), own.dtype)
@@ -97,7 +98,7 @@ def _pass_queries(
                 queries.get(r, own),
                 keys,
                 values,
-                ranges.in_shard(deal, rank, r, layer.dropped)[:, tokens],
+                held[:, deal.tokens[r][tokens]],
                 out=layouts[r].views(sent.get(r, parts[rank])),
                 **scales,
                 **keywords,
@@ -142,7 +143,7 @@ def _pass_keys(
                     q,
                     keys,
                     values,
-                    ranges.in_shard(deal, r, rank, begins[r])[:, tokens],
+                    ranges.local(shard.layout, r, begins[r])[:, deal.tokens[rank][tokens]],
                     out=(o_parts[r], lse_parts[r]),
                     **scales,
                     **keywords,

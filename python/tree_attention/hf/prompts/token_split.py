@@ -40,7 +40,8 @@ class Deal:
         self._place: Place = (layout, begin)
         if not self.is_by_owner:
             self._place = BlockCyclic(len(ranks), 1), 0
-        self.counts = [len(tokens_at(self._place, r, length)) for r in ranks]  # by rank
+        # By rank, indices in the chunk of the tokens that it computes, increasing.
+        self.tokens = [tokens_at(self._place, r, length).to(device) for r in ranks]
         # The sizes of all messages follow from it, the layout and the model: the ranks compare it
         # before the first message of a chunk, and the others pass without.
         self._signature: Signature = (
@@ -49,15 +50,6 @@ class Deal:
             *signature,
         )
         self._memory: dict[str, Tensor] = {}
-
-    def tokens(self, rank: int) -> Tensor:
-        """Indices in the chunk of the tokens that `rank` computes, increasing."""
-        return tokens_at(self._place, rank, self.length).to(self.device)
-
-    @cached_property
-    def own(self) -> Tensor:
-        """Indices in the chunk of the tokens that this rank computes."""
-        return self.tokens(self.shard.rank)
 
     @cached_property
     def _moves(self) -> Moves:
