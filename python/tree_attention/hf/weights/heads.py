@@ -5,7 +5,7 @@ A rank gets the heads of keys and values of its tensor group, and all query head
 these; of their results, it goes on with those that its place in the context group gives it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +25,6 @@ _SINKS = "sinks"
 _SIZES_OF_QUERIES = ("num_heads", "num_attention_heads")
 _SIZES_OF_KEYS = ("num_key_value_heads", "kv_heads")
 _WIDTHS_OF_QUERIES, _WIDTH_OF_KEYS = ("split_size", "embed_dim"), "kv_dim"
-
-
-class OtherAttentionError(NotImplementedError):
-    """Attention with a parameter or a projection, of the name `child`, that is not cut by heads."""
-
-    def __init__(self, reason: str, child: str = "") -> None:
-        super().__init__(reason)
-        self.child = child
 
 
 @dataclass(frozen=True)
@@ -87,13 +79,15 @@ class _Block:
 
 class HeadPlanner:
     """Splits one attention module; ValueError if `tensor_parallel_size` does not divide its heads,
-    OtherAttentionError if it has parameters that cannot be cut by heads."""
+    `refusal(child, reason)` if a parameter or a projection of it cannot be cut by heads."""
 
-    def __init__(self, attention: Any, mesh: Mesh, model_name: str) -> None:
-        self._module, self._mesh = attention, mesh
+    def __init__(
+        self, attention: Any, mesh: Mesh, model_name: str, refusal: Callable[[str, str], Exception]
+    ) -> None:
+        self._module, self._mesh, self._refusal = attention, mesh, refusal
         self._output = _output_of(attention) or ""
         self._is_latent = isinstance(getattr(attention, LATENT, None), nn.Module)
-        output = _checked_linear(attention, self._output)
+        output = self._linear(self._output)
         features = output.weight.shape[axes_of(output)[1]]
         name = "head_dim" if hasattr(attention, "head_dim") else "head_size"
         self._head_dim = attention.v_head_dim if self._is_latent else getattr(attention, name)
@@ -131,19 +125,26 @@ class HeadPlanner:
         elif _child(module, "query_key_value") or getattr(module, "multi_query", True) is False:
             name = "query_key_value" if _child(module, "query_key_value") else "c_attn"
             if (outputs := self._outputs(name)) != 3 * width:
-                raise OtherAttentionError(f"it has {outputs} outputs, not {3 * width}", name)
+                raise self._refusal(name, f"it has {outputs} outputs, not {3 * width}")
             yield name, [_Block(True, 0, 3 * head_dim)]
         else:
             names = [x for x in ("qkv_proj", "c_attn") if _child(module, x)]
             if not names:
-                raise OtherAttentionError("none of its projections is known")
+                raise self._refusal("", "none of its projections is known")
             both = self._outputs(names[0]) - width
             self._num_heads_kv = both // (2 * head_dim)
             keys = [_Block(False, begin, head_dim) for begin in (width, width + both // 2)]
             yield names[0], [_Block(True, 0, head_dim), *keys]
 
+    def _linear(self, name: str) -> Any:
+        linear = _child(self._module, name)
+        reason = "it is not there" if linear is None else why_not_linear(linear)
+        if reason is not None:
+            raise self._refusal(name, reason)
+        return linear
+
     def _outputs(self, name: str) -> int:
-        linear = _checked_linear(self._module, name)
+        linear = self._linear(name)
         size: int = linear.weight.shape[axes_of(linear)[0]]
         return size
 
@@ -174,7 +175,7 @@ class HeadPlanner:
             self._cuts[name] = Cut(0, (self._q if needs_all else own,))
         for name, _ in module.named_parameters(recurse=False):
             if name not in self._cuts:
-                raise OtherAttentionError("no such parameter of attention is known", name)
+                raise self._refusal(name, "no such parameter of attention is known")
         return HeadSplit(
             projections={name: self._ranges(blocks) for name, blocks in self._blocks.items()},
             output=self._output,
@@ -211,7 +212,7 @@ class HeadPlanner:
                 elif self._mesh.tensor_parallel_size > 1 or is_behind:
                     found = f"{list(shape)} of {type(module).__name__}"
                     reason = f"it is no norm of [{self._head_dim}] for all heads, but {found}"
-                    raise OtherAttentionError(reason, path)
+                    raise self._refusal(path, reason)
                 else:
                     continue
                 is_any_behind |= is_behind
@@ -251,14 +252,6 @@ def eps_of(norm: nn.Module) -> float | None:
     """The number that a norm adds to the mean of squares."""
     found: float | None = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     return found
-
-
-def _checked_linear(module: nn.Module, name: str) -> Any:
-    linear = _child(module, name)
-    reason = "it is not there" if linear is None else why_not_linear(linear)
-    if reason is not None:
-        raise OtherAttentionError(reason, name)
-    return linear
 
 
 def why_not_linear(module: nn.Module) -> str | None:

@@ -20,7 +20,6 @@ from .heads import (
     LATENT,
     HeadPlanner,
     HeadSplit,
-    OtherAttentionError,
     axes_of,
     is_attention,
     is_rms_norm,
@@ -109,10 +108,10 @@ class _Planner:
         return self._made
 
     def _cut_attention(self, name: str, attention: Any) -> None:
-        try:
-            found = HeadPlanner(attention, self._mesh, type(self._model).__name__).split()
-        except OtherAttentionError as error:
-            raise self._refusal(f"{name}.{error.child}".rstrip("."), str(error)) from None
+        def refusal(child: str, reason: str) -> CannotSplitError:
+            return self._refusal(f"{name}.{child}".rstrip("."), reason)
+
+        found = HeadPlanner(attention, self._mesh, type(self._model).__name__, refusal).split()
         self._made.heads[name] = found
         for child in (*found.projections, found.output, *found.shared):
             self._check_linear(f"{name}.{child}")
