@@ -20,7 +20,7 @@ import torch.distributed as dist
 from engine import stub_of_vllm
 from faults import AMPLE
 from tree_attention.vllm import __main__ as program
-from tree_attention.vllm import hosts
+from tree_attention.vllm import hosts, register
 
 
 def free_port() -> int:
@@ -297,11 +297,11 @@ def test_a_line_says_whose_attention_it_is(
     said = capsys.readouterr().err
     assert said.endswith("TREE_ATTENTION_VLLM is '0', so attention is vLLM's own; processors 0|1\n")
     monkeypatch.setenv("TREE_ATTENTION_VLLM", "1")
-    monkeypatch.setattr(program, "is_registered", lambda: False)
-    with pytest.raises(ValueError, match="VLLM_PLUGINS must be unset or name tree_attention"):
+    with stub_of_vllm():
+        with pytest.raises(ValueError, match="VLLM_PLUGINS must be unset or name tree_attention"):
+            program.prepare(Namespace(**OPTIONS))
+        register()
         program.prepare(Namespace(**OPTIONS))
-    monkeypatch.setattr(program, "is_registered", lambda: True)
-    program.prepare(Namespace(**OPTIONS))
     said = capsys.readouterr().err
     assert ": attention by tree_attention " in said and said.endswith("); processors 0|1\n")
 

@@ -19,14 +19,6 @@ _BACKENDS = {
 }
 
 
-_has_registered = False
-
-
-def is_registered() -> bool:
-    """Tells if vLLM has called `register` in this process, and it was on."""
-    return _has_registered
-
-
 def register() -> None:
     """Makes `lean_decode` the attention of vLLM in this process, if TREE_ATTENTION_VLLM is 1.
 
@@ -34,7 +26,6 @@ def register() -> None:
         ValueError: TREE_ATTENTION_VLLM has a value that means nothing.
         RuntimeError: vLLM does not run on a CPU, or lacks what the plug-in uses.
     """
-    global _has_registered
     value = os.environ.get(checks.VARIABLE, "")
     if value not in ("", "0", "1"):
         raise ValueError(f"{checks.VARIABLE} must be 1, 0 or unset, got {value!r}")
@@ -54,5 +45,4 @@ def register() -> None:
     communicator = f"{__name__}.groups.GroupCommunicator"
     type(current_platform).get_device_communicator_cls = classmethod(lambda cls: communicator)
     environment_variables[checks.VARIABLE] = groups.names_in_graphs  # which its cache goes by
-    _has_registered = True
     logging.getLogger("vllm.tree_attention").info("tree_attention is this process's attention")

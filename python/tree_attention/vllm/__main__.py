@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _loader
-from . import checks, hosts, is_registered
+from . import checks, hosts
 
 # Options of the engine that differ from host to host, and those that may hold secrets: neither is
 # told to other hosts, whose lines say what differs.
@@ -82,11 +82,14 @@ def watch_engine() -> threading.Event:
 def prepare(asked: Namespace) -> None:
     """Sets the variables of vLLM's processes, and waits for the other hosts, or ValueError."""
     nnodes, rank, value = asked.nnodes, asked.node_rank, os.environ[checks.VARIABLE]
-    if value == "1" and not is_registered():
-        raise ValueError(
-            "vLLM has not loaded the plug-in: VLLM_PLUGINS must be unset or name tree_attention, "
-            "and the package must be installed, not only be found on PYTHONPATH"
-        )
+    if value == "1":
+        from vllm.envs import environment_variables
+
+        if checks.VARIABLE not in environment_variables:
+            raise ValueError(
+                "vLLM has not loaded the plug-in: VLLM_PLUGINS must be unset or name "
+                "tree_attention, and the package must be installed, not only be found on PYTHONPATH"
+            )
     if not 0 <= rank < nnodes:
         raise ValueError(f"--node-rank must be from 0 to {nnodes - 1}, below --nnodes, got {rank}")
     if rank > 0 and not asked.headless:
