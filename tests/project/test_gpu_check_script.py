@@ -156,6 +156,8 @@ def test_a_later_call_does_not_build_again(check):
     assert check("B")[1]["build"]["detail"] == "for 9.0"
     (check.root / "python/tree_attention/_C.so").write_text("of another build")
     assert check("B")[1]["build"]["detail"] == "for 9.0"
+    summary, stages = check("B", EARLY_LAUNCH="1")
+    assert stages["build"]["detail"] == "for 9.0" and summary["early_launch"] == "1"
 
 
 def test_without_a_build_what_needs_none_is_done(check):
