@@ -41,8 +41,10 @@ def bash(script: str, *arguments: str) -> tuple[str, ...]:
 ON_DEVICE = " and not ".join(
     ("cuda", "emulat", "any_order", "old_architectures", "rings_of_all_depths", "shared_memory")
 )
-# With the compiler, the profiler or processes of their own.
-SLOW = "compiled or one_kernel or three_kernels or first_calls"
+# With the compiler or the profiler.
+SLOW = "compiled or one_kernel or three_kernels"
+# In processes of its own, which load kernels and allocate memory during a capture.
+FIRST_CALLS = "first_calls"
 
 PTX = """
 nvcc -std=c++20 -O1 -gencode=arch=compute_$0,code=sm_$0 -Icsrc -Itests/cpp \
@@ -121,7 +123,8 @@ CALLS: dict[str, Steps] = {
             Stage("smoke", 150, SMOKE_COMMAND),
             ABLATIONS,
         ),
-        (pytest("launches", 120, "-k", f"not ({SLOW})", *LAUNCHES),),
+        (pytest("launches", 120, "-k", f"not ({SLOW} or {FIRST_CALLS})", *LAUNCHES),),
+        (pytest("first_calls", 60, "-k", FIRST_CALLS, *files("graphs")),),
         (Stage("tune_cuda", 60, TUNE),),
         (Stage("rows", 60, (*DECODE, *ROWS)),),
     ),
