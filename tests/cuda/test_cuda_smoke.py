@@ -56,6 +56,7 @@ def test_row_tile(dtype, kv_dtype, rows, cuda_kernels):
     problem.to(cuda_kernels).run_and_check(num_workers=3)
 
 
+@pytest.mark.timeout(110)  # gpu_smoke.py
 def test_resident_blocks(cuda_kernels):
     """The plan counts on no more blocks on a multiprocessor than the driver has room for, with the
     registers of each kernel and the shared memory that the system takes of each block."""

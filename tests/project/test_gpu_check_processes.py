@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,26 @@ def test_a_process_that_ignores_the_limit_of_its_tests_ends(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert smoke.main(["found.json", "test_kernels.py"]) == 1
     assert json.loads(Path("found.json").read_text()) == {"test_merge": "FAILED: out of time"}
+
+
+def test_what_loads_all_kernels_has_a_limit_of_its_own(tmp_path, monkeypatch):
+    smoke = load(ROOT / "scripts/gpu_smoke.py")
+    monkeypatch.setattr(smoke, "LIMITS", ["--timeout", "2", "--timeout-method", "thread"])
+    monkeypatch.setattr(smoke, "SECONDS", 3)
+    (tmp_path / "test_kernels.py").write_text(
+        "import time\nimport pytest\n"
+        "def test_merge():\n    pass\n"
+        "@pytest.mark.timeout(20)\ndef test_resident_blocks():\n    time.sleep(4)\n"
+        "def test_path():\n    time.sleep(4)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert smoke.main(["found.json", "test_kernels.py"]) == 1
+    found = json.loads(Path("found.json").read_text())
+    assert found["test_merge"] == found["test_resident_blocks"] == "passed"
+    assert found["test_path"].startswith("FAILED: ")
+    ours = (ROOT / "tests/cuda/test_cuda_smoke.py").read_text()
+    limit = re.search(rf"@pytest.mark.timeout\((\d+)\).*\ndef {smoke.LONG}\(", ours)
+    assert limit and int(limit[1]) < smoke.LONG_SECONDS
 
 
 LOST = """
