@@ -1,19 +1,41 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Reading a profile, without a GPU."""
 
+from contextlib import nullcontext
+
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from benchmarks.cuda import profile
 from benchmarks.cuda.cases import CudaCase
+from dry_device import dry_cuda
 
 SMALL = CudaCase(lengths=(70,), heads=(4, 2), head_dim=64)
+TWO_ROW_BLOCKS = CudaCase(lengths=(70, 70), heads=(16, 2), seqlen_q=17)
 
 TABLE = """"ID","Kernel Name","gpu__time_duration.sum","dram__bytes_read.sum","launch__cluster_max"
 "","","us","Mbyte",""
 "0","lean_decode_kernel","1,234.5","268.4","n/a"
 """
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="scripts/gpu_check.sh profiles it there")
+def test_one_launch_of_each_case_is_profiled(monkeypatch):
+    monkeypatch.setattr(profile, "CASES", [SMALL, TWO_ROW_BLOCKS])
+    counts: dict[str, list[int]] = {"start": [], "stop": []}
+    of_host = torch.Generator
+    with dry_cuda():
+        monkeypatch.setattr(torch, "Generator", lambda _: of_host())
+        # In that mode tensors of the fake device have no views.
+        monkeypatch.setattr(torch, "inference_mode", nullcontext)
+        launches = torch.ops.tree_attention_emulator.num_launches
+        for name, found in counts.items():
+            monkeypatch.setattr(torch.cuda.profiler, name, lambda x=found: x.append(launches()))
+        profile.launch()
+    pairs = zip(counts["start"], counts["stop"], strict=True)
+    assert [after - before for before, after in pairs] == [1, 1]
 
 
 def test_counted(monkeypatch):
