@@ -206,7 +206,7 @@ def standard_cases() -> list[CudaCase]:
     """The shapes that this library is about, those with a target of their own first."""
     cases = quick_cases()
     cases += [CudaCase(lengths=(n,)) for n in (4 * K, 256 * K)]
-    cases += [CudaCase(lengths=(n,) * 8) for n in (K, 64 * K)]
+    cases += [CudaCase(lengths=(n,) * 8) for n in (K, 32 * K, 64 * K)]
     cases += [CudaCase(lengths=(n,) * 32) for n in (K, 16 * K)]
     cases += [CudaCase(lengths=(n,) * 64) for n in (K, 8 * K, 64 * K)]
     cases += [LOG_UNIFORM, uniform_twin(LOG_UNIFORM), LOG_UNIFORM_8, uniform_twin(LOG_UNIFORM_8)]

@@ -254,7 +254,8 @@ def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction
 
 def shapes() -> list[CudaCase]:
     """The benchmark's quick cases, and those that other parts of a multiprocessor bound."""
-    more = [CudaCase(QUERIES, lengths=(16 * K,) * 8, seqlen_q=n) for n in (8, 16)]
+    more = [CudaCase(lengths=(32 * K,) * 8)]
+    more += [CudaCase(QUERIES, lengths=(16 * K,) * 8, seqlen_q=n) for n in (8, 16)]
     more += [CudaCase(QUERIES, heads=(64, 8), lengths=(16 * K,) * 8, seqlen_q=16)]
     more += [CudaCase(EIGHT_BITS, kv_dtype="fp8", lengths=(8 * K,) * 8)]
     more += [

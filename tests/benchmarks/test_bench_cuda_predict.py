@@ -33,6 +33,21 @@ def test_the_page_has_the_table() -> None:
     )
 
 
+def test_the_page_compares_with_the_run_on_an_h100() -> None:
+    page = predict.PAGE.read_text()
+    times = {case.name: predict.predict(case).us for case in predict.shapes()}
+    head = "| shape | predicted, H200 us | measured, H100 us | times |\n"
+    rows = page.split(head)[1].split("\n\n")[0].splitlines()[1:]
+    assert len(rows) == 13
+    for name, predicted, measured, ratio in (row.strip("| ").split(" | ") for row in rows):
+        assert predicted == predict._us(times[name])
+        assert float(measured.replace(",", "")) / times[name] == pytest.approx(
+            float(ratio), abs=0.02
+        )
+    long = predict._us(times["bf16 32/8 d128 B=8 32k"])
+    assert f"| 8 x 32k keys, 32/8 heads | {long} |" in page
+
+
 def test_instructions_of_a_tile_are_those_of_the_machine_code() -> None:
     tile, few = Tile.of(LONG, 16), Tile.of(LONG)
     assert (tile.rows, tile.warps, tile.keys, tile.num_bytes) == (16, 4, 64, 32 * K)
