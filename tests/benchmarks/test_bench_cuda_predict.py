@@ -48,6 +48,22 @@ def test_the_page_compares_with_the_run_on_an_h100() -> None:
     assert f"| 8 x 32k keys, 32/8 heads | {long} |" in page
 
 
+def test_what_latents_of_8_bits_would_take() -> None:
+    """The page's arithmetic: a tile's registers of four elements of K and V, what widening takes of
+    each, the scales of two steps, and the matrix loads and copies that halve."""
+    totals = []
+    for rows, k, v, saved in ((16, 36, 32, 17 + 9), (64, 72, 64, 34 + 4)):
+        for name, of_k, of_v in (("int8", 5, 5), ("fp8", 2, 3)):
+            scales = NOW.steps[16].widening[name] - 16 * (of_k + of_v) + 8
+            widening = k * of_k + v * of_v
+            totals.append(NOW.latents[rows][0] + widening + 2 * scales - saved)
+    a, b, c, d = (f"{total:,}" for total in totals)
+    page = predict.PAGE.read_text()
+    assert f"| in all: int8, float8 | {a}, {b} | {c}, {d} |" in page
+    a, b, c, d = (f"{H200.clocks_per_instruction * total:,.0f}" for total in totals)
+    assert f"at four each | {a}, {b} | {c}, {d} |" in page
+
+
 def test_instructions_of_a_tile_are_those_of_the_machine_code() -> None:
     tile, few = Tile.of(LONG, 16), Tile.of(LONG)
     assert (tile.rows, tile.warps, tile.keys, tile.num_bytes) == (16, 4, 64, 32 * K)
