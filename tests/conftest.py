@@ -47,9 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _thin_out_dry_runs(items)
     for item in items:
         in_deep_folder = not DEEP_FOLDERS.isdisjoint(item.path.parents)
-        needs_gpu = "cuda" in getattr(item, "fixturenames", ())
-        if in_deep_folder or (needs_gpu and not torch.cuda.is_available()):
+        if in_deep_folder or (_needs_gpu(item) and not torch.cuda.is_available()):
             item.add_marker(pytest.mark.deep)
+
+
+def _needs_gpu(item: pytest.Item) -> bool:
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    own = (parameters.get(name) for name in ("device", "cuda_kernels"))
+    return "cuda" in (*getattr(item, "fixturenames", ()), *own)
 
 
 def _thin_out_dry_runs(items: list[pytest.Item]) -> None:
@@ -60,7 +65,7 @@ def _thin_out_dry_runs(items: list[pytest.Item]) -> None:
     kept = []
     for item in items:
         new = set()
-        if "cuda" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec"):
+        if _needs_gpu(item) and hasattr(item, "callspec"):
             name = item.nodeid.partition("[")[0]
             new = {(name, key, repr(x)) for key, x in item.callspec.params.items()} - seen
             if not new:
@@ -74,13 +79,13 @@ def _thin_out_dry_runs(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Runs a test on every backend that this machine and this build of the extension have for the
     operator `OP` of the test's module, by default lean_decode; and on CPU tensors with the CUDA
-    kernels on an emulated device."""
+    kernels on an emulated device. Without a GPU its cases run dry."""
     yield from _device(request)
 
 
 @pytest.fixture(params=[EMULATED, GPU])
 def cuda_kernels(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Runs a test with the CUDA kernels wherever they run: emulated, and on a GPU."""
+    """Runs a test with the CUDA kernels wherever they run: emulated, and on a GPU, or dry."""
     yield from _device(request)
 
 
@@ -89,6 +94,8 @@ def _device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         # Blocks and threads take turns in another order in every test.
         with emulated_operators(seed=zlib.crc32(request.node.nodeid.encode())):
             yield torch.device("cpu")
+    elif request.param == "cuda":
+        yield request.getfixturevalue("cuda")
     else:
         yield _usable_device(request, request.param)
 

@@ -25,6 +25,8 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten
 # Indices, unlike every other argument, may be on the host.
 INDEXING = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
+# Also has words in page-locked memory of the host.
+ONE_SHOT = "tree_attention::one_shot"
 new_tensor = torch.tensor
 
 
@@ -92,6 +94,7 @@ def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     ours = {id(x.host): x for x in tensors if isinstance(x, DeviceTensor)}
     check_devices(function, args, tensors, bool(ours))
+    kwargs = {name: x for name, x in kwargs.items() if name != "pin_memory"}
     device = kwargs.get("device")
     if comes_to_host(function, args, device):
         check_wait(function)
@@ -140,12 +143,20 @@ def check_devices(function: Any, args: Any, tensors: list[Tensor], has_ours: boo
     of_host = [x for x in tensors if not isinstance(x, DeviceTensor) and x.dim() > 0]
     if function in INDEXING and isinstance(args[0], DeviceTensor):
         return
-    if has_ours and of_host and function is not aten.copy_.default:
+    takes_host = function is aten.copy_.default or function.name() == ONE_SHOT
+    if has_ours and of_host and not takes_host:
         raise RuntimeError(f"{function}: tensors of cuda:0 and of the host")
 
 
 def is_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
+
+
+class Generator(torch.Generator):
+    """Of any device, with the numbers of the host."""
+
+    def __new__(cls, device: Any = None) -> Generator:
+        return super().__new__(cls)
 
 
 def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -164,6 +175,7 @@ def fake_cuda() -> Iterator[None]:
         with (
             mock.patch.object(torch.cuda, "_lazy_init"),
             mock.patch.object(torch, "tensor", tensor),
+            mock.patch.object(torch, "Generator", Generator),
             mock.patch.object(torch.cuda, "get_rng_state", lambda _: torch.get_rng_state()),
             torch.no_grad(),
             Factories(),

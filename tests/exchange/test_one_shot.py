@@ -37,6 +37,7 @@ class VirtualRanks:
     def __init__(self, world_size: int, device: torch.device, slot_bytes: int = 1 << 16) -> None:
         num_bytes = symmetric_memory.buffer_bytes(world_size, slot_bytes)
         self.device = device
+        self.on_gpu = device.type == "cuda" and torch.cuda.is_available()
         self.buffers = torch.zeros(world_size, num_bytes, dtype=torch.uint8, device=device)
         addresses = [buffer.data_ptr() for buffer in self.buffers]
         self.memories = [
@@ -46,11 +47,11 @@ class VirtualRanks:
         self.streams = [self.new_stream() for _ in range(world_size)]
 
     def new_stream(self) -> torch.cuda.Stream | None:
-        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        return torch.cuda.Stream(self.device) if self.on_gpu else None
 
     @contextmanager
     def side_by_side(self) -> Iterator[None]:
-        if self.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.synchronize()
             yield
             torch.cuda.synchronize()

@@ -147,6 +147,7 @@ def test_nothing_to_append(batch, heads, tokens, device):
     assert (caches == 5).all()
 
 
+@pytest.mark.gpu("torch.compile")
 @pytest.mark.parametrize("page_size", [0, 4], ids=["rows", "pages"])
 @pytest.mark.parametrize("kv_dtype", CACHES, ids=lambda dtype: f"to {str(dtype)[6:]}")
 def test_keys_alone(kv_dtype, page_size, device):

@@ -23,6 +23,7 @@ OUTPUTS = {
 }
 
 
+@pytest.mark.gpu("tensor of a whole storage")
 @pytest.mark.parametrize("ranges", ["all", "random"])
 @pytest.mark.parametrize("outputs", OUTPUTS.values(), ids=OUTPUTS.keys())
 def test_writes_strided_outputs_and_nothing_else(outputs, ranges, device):

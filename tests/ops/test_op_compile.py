@@ -29,6 +29,7 @@ def check(op, args, kwargs):
     assert len(results) >= 4 and set(results.values()) == {"SUCCESS"}, results
 
 
+@pytest.mark.gpu("torch.compile")
 @problems
 def test_opcheck_lean_decode(name, device):
     problem = make_problem(**PROBLEMS[name]).to(device)
@@ -58,6 +59,7 @@ def test_keys_and_values_of_8_bits():
     assert_same_bits(result, real)
 
 
+@pytest.mark.gpu("torch.compile")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck_merge_states(dtype, device):
     o, lse = torch.randn(3, 2, 4, 8, dtype=dtype, device=device), torch.randn(3, 2, 4).to(device)
@@ -104,6 +106,7 @@ def step(q, k, v, key_ranges, options):
     return merge_states(o_parts, lse_parts, out_dtype=q.dtype)
 
 
+@pytest.mark.gpu("torch.compile")
 def test_compiles_into_one_graph_for_any_length(device):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -116,6 +119,7 @@ def test_compiles_into_one_graph_for_any_length(device):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.gpu("torch.compile")
 def test_compiles_with_inductor(device):
     torch._dynamo.reset()
     problem = make_problem(seqlen_q=2, ranges="causal").to(device)
@@ -125,6 +129,7 @@ def test_compiles_with_inductor(device):
         assert_same_bits(compiled(*arguments, num_workers=3), problem.run(num_workers=3))
 
 
+@pytest.mark.gpu("torch.compile")
 def test_compiles_outputs_that_are_written_to(device):
     """Functionalisation must keep the mutation of a send buffer."""
     torch._dynamo.reset()

@@ -127,7 +127,7 @@ def test_other_wrong_arguments_are_named_as_always(device):
     with pytest.raises(RuntimeError, match=r"q must have shape \[batch, num_heads_q, seqlen_q, he"):
         lean_decode(problem.q[0], problem.k, problem.v, problem.key_ranges)
     with pytest.raises(RuntimeError, match="lean_decode: o must have shape"):
-        problem.run(out=(torch.empty(2, 8, 2, 64), torch.empty(2, 8, 1)))
+        problem.run(out=tuple(torch.empty(2, 8, *x, device=device) for x in ((2, 64), (1,))))
     with pytest.raises(RuntimeError, match="lean_decode: o must be float32, bfloat16 or float16"):
         out = torch.empty(2, 8, 1, 64, dtype=torch.float64), torch.empty(2, 8, 1)
         problem.run(out=tuple(x.to(device) for x in out))

@@ -123,10 +123,11 @@ def test_the_table_names_every_stage_and_no_other() -> None:
 
 
 def gpu_only() -> set[str]:
-    """Tests of which some case is marked `gpu`: no dry run shows what these show."""
+    """Tests of which a case is marked `gpu`, and that no fixture runs with emulated kernels."""
     return {
         f.name for path in modules() for f in functions(path)
         if any("mark.gpu(" in ast.unparse(decorator) for decorator in f.decorator_list)
+        and not {"device", "cuda_kernels"} & {a.arg for a in f.args.args}
     }  # fmt: skip
 
 
