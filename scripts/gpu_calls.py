@@ -103,7 +103,7 @@ OTHERS = (
     *("tests/benchmarks/test_bench_cuda_timing.py", "tests/benchmarks/test_bench_cuda_cases.py"),
 )
 
-BUILD = Stage("build", 145, ("{python}", "setup.py", "build_ext", "--inplace"), needs=())
+BUILD = Stage("build", 145, ("{python}", "setup.py", "build_ext", "--inplace", "--force"), needs=())
 ABLATIONS = Stage("ablations", 145, bash(BUILD_ABLATIONS, "{python}"), ("a GPU",))
 # One kernel, on which all others depend; the smoke test is of all kernels.
 GATE = pytest(

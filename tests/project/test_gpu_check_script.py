@@ -125,6 +125,8 @@ def test_a_later_call_does_not_build_again(check):
     assert check("B")[1]["build"]["detail"] == "for 9.0"
     summary, stages = check("B", EARLY_LAUNCH="1")
     assert stages["build"]["detail"] == "for 9.0" and summary["early_launch"] == "1"
+    # Without ninja no other choice makes a library old.
+    assert "build_ext --inplace --force" in (check.root / "calls").read_text()
 
 
 def test_without_a_build_what_needs_none_is_done(check):
