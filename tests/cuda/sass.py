@@ -92,33 +92,40 @@ def name_of(mangled: str) -> str:
 
 
 @functools.cache
-def cubins(architecture: str) -> dict[str, bytes]:
-    """Those of the extension that have decode kernels, by the name of their source: a compressed
-    one has no name of its own."""
+def cubins() -> dict[str, dict[str, bytes]]:
+    """Those of the extension by the target they are for (sm_90), then by the name of the source of
+    their decode kernels, else of their first kernel: a compressed one has no name of its own."""
+    found: dict[str, dict[str, bytes]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        extract = [find_tool("cuobjdump"), "-xelf", f".{architecture}.cubin", extension_with_cuda()]
+        extract = [find_tool("cuobjdump"), "-xelf", "all", extension_with_cuda()]
         subprocess.run(extract, cwd=folder, check=True, capture_output=True)
-        contents = [path.read_bytes() for path in Path(folder).glob("*.cubin")]
-    found = {}
-    for content in contents:
-        kernel = re.search(rb"lean_decode_kernelI([\w]+)", content)
-        if kernel is not None:
-            found[name_of(kernel[1].decode())] = content
+        for path in Path(folder).glob("*.cubin"):
+            content = path.read_bytes()
+            decode = re.search(rb"lean_decode_kernelI(\w+)", content)
+            first = re.search(rb"\.text\.(\w+)", content)
+            if decode is None and first is None:
+                continue  # no kernel at all
+            name = first[1].decode() if decode is None else name_of(decode[1].decode())
+            architecture = path.name.split(".")[-2]
+            assert name not in found.setdefault(architecture, {}), name
+            found[architecture][name] = content
     return found
 
 
-def disassemble(source: str, architecture: str, folder: Path) -> list[Code]:
-    """The kernels that `source`, the name of a file of csrc/cuda without its ending, defines."""
-    extension_with_cuda()
-    compiled = _loader.load().build_info()["cuda_architectures"]
-    if f"{architecture[3:-1]}.{architecture[-1]}" not in compiled:
-        pytest.skip(f"the extension is not compiled for {architecture}, but for {compiled}")
-    (folder / "cubin").write_bytes(cubins(architecture)[source])
-    text = subprocess.run(
-        [find_tool("nvdisasm"), "-c", "cubin"], cwd=folder, check=True, capture_output=True,
-        text=True,
-    ).stdout  # fmt: skip
-    return parse(text)
+def text_of(cubin: bytes) -> str:
+    """What nvdisasm makes of it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [find_tool("nvdisasm"), "-c", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def disassemble(source: str, architecture: str) -> list[Code]:
+    """The kernels that `source`, a name that instances.py gives, defines for a target."""
+    if architecture not in cubins():
+        pytest.skip(f"the extension is not compiled for {architecture}, but for {[*cubins()]}")
+    return parse(text_of(cubins()[architecture][source]))
 
 
 def parse(text: str) -> list[Code]:
@@ -126,7 +133,7 @@ def parse(text: str) -> list[Code]:
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
-        if ".section" in line:
+        if line.startswith("\t.section\t"):
             section = _SECTION.search(line)
             lines = found.setdefault(section[1], []) if section is not None else []
         else:

@@ -5,13 +5,16 @@ import re
 
 import pytest
 
+import emulator_build
 from benchmarks.cuda.predict import NOW
-from sass import Code, disassemble, parse
+from sass import Code, cubins, disassemble, parse, text_of
 from sass_paths import blocks_of, shortest_cycle
 
+INSTANCES = [path.stem for path in emulator_build.INSTANCES]
 SOURCES = (
     *("lean_decode_bf16_64", "lean_decode_bf16_128", "lean_decode_bf16_256"),
-    *("lean_decode_bf16_576", "lean_decode_fp32_64", "lean_decode_fp32_256"),
+    *("lean_decode_bf16_576", "lean_decode_fp16_576"),
+    *("lean_decode_fp32_64", "lean_decode_fp32_256"),
 )
 # These also copy scales, of four bytes, and their code is larger.
 SOURCES_OF_8_BITS = tuple(
@@ -23,6 +26,9 @@ SOURCES_OF_8_BITS = tuple(
 )
 # More than the largest of them has, which is that of float32 and 256 columns.
 MAX_CODE_BYTES = 100 * 1024
+
+# By the element of queries; of float32 there are none.
+PRODUCTS = {"BFloat16": {"HMMA.16816.F32.BF16"}, "Float16": {"HMMA.16816.F32"}, None: set()}
 
 # By head_dim and rows: instructions per tile of contiguous keys, and of pages.
 TILE_BUDGETS = {
@@ -45,8 +51,8 @@ STEP_BUDGETS = {
 
 
 @pytest.fixture(scope="module", params=SOURCES)
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Code]:
-    found = disassemble(request.param, "sm_90", tmp_path_factory.mktemp(request.param))
+def kernels(request: pytest.FixtureRequest) -> list[Code]:
+    found = disassemble(request.param, "sm_90")
     assert found
     return found
 
@@ -73,20 +79,40 @@ def test_broken_copies_are_found():
         assert bool(broken_copies(kernel)) == is_broken
 
 
-def test_copies_are_legal(kernels):
-    for kernel in kernels:
-        assert broken_copies(kernel) == [], kernel.name
-    assert max(kernel.count("LDGSTS") for kernel in kernels) > 0
+def test_every_source_is_there():
+    for architecture, found in cubins().items():
+        decode = {name for name in found if name.startswith("lean_decode")}
+        assert decode == set(INSTANCES), architecture
+
+
+@pytest.mark.parametrize("source", INSTANCES)
+def test_copies_are_legal(source):
+    """Of every decode kernel, for every target that the extension has."""
+    for architecture in cubins():
+        for kernel in disassemble(source, architecture):
+            assert broken_copies(kernel) == [], (architecture, kernel.name)
+            assert kernel.count("LDGSTS") > 0, (architecture, kernel.name)
+
+
+def test_no_other_kernel_has_such_copies():
+    others = [
+        (architecture, name, cubin)
+        for architecture, found in cubins().items()
+        for name, cubin in found.items()
+        if name not in INSTANCES
+    ]
+    assert len(others) >= len(cubins())
+    for architecture, name, cubin in others:
+        assert "LDGSTS" not in text_of(cubin), (architecture, name)
 
 
 @pytest.mark.parametrize("source", SOURCES_OF_8_BITS)
-def test_8_bits(source, tmp_path):
+def test_8_bits(source):
     """No local memory at all, float8 by the device's conversion, and the instructions of a step: a
     value's scale takes one logarithm for each of a thread's keys, which are four of 16 keys with 16
     rows and two with 8."""
-    for kernel in disassemble(source, "sm_90", tmp_path):
+    for kernel in disassemble(source, "sm_90"):
         assert kernel.count(r"LDL|STL") == 0, kernel.name
-        assert broken_copies(kernel) == [], kernel.name
         assert (kernel.count(r"F2FP\.F16\.E4M3") > 0) == ("Float8" in kernel.name), kernel.name
         has_8_rows = "ELi8E" in kernel.name
         keys, budget = STEP_BUDGETS[source][0 if has_8_rows else 1]
@@ -161,8 +187,9 @@ def test_copies_are_of_16_bytes_past_the_first_cache(kernels):
 
 def test_products_are_in_the_matrix_unit(kernels):
     for kernel in kernels:
-        is_float32 = kernel.name.startswith("f")
-        assert (kernel.count(r"HMMA\.16816\.F32\.BF16") > 0) != is_float32, kernel.name
+        products = {kernel.instructions[i] for i in kernel.positions("HMMA")}
+        element = re.search("BFloat16|Float16", kernel.name)
+        assert products == PRODUCTS[element and element[0]], kernel.name
 
 
 def test_code_size(kernels):
