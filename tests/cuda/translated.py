@@ -19,7 +19,10 @@ FLAGS = [
     *("-O0", "-g0", "-fwrapv", "-w"),
 ]
 HEADER = Path("tests/cuda_emulator/ptx_instructions.h")
-ELEMENTS = {"bf16": "BFloat16", "int8": "Int8", "float8": "Float8"}
+ELEMENTS = {
+    **{"bf16": "BFloat16", "fp16": "Float16", "fp32": "float"},
+    **{"int8": "Int8", "float8": "Float8"},
+}
 
 
 def instantiation(dtypes: str, columns: int, rows: int) -> str:

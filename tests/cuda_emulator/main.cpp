@@ -45,6 +45,8 @@ void test_decode_columns_short();
 void test_decode_short_kinds();
 void test_decode_latents();
 void test_decode_latents_short();
+void test_decode_float16_latents_short();
+void test_decode_128_short();
 void test_decode_wide();
 void test_decode_row_blocks();
 void test_decode_int8_short();
@@ -73,6 +75,8 @@ int main(int argc, char** argv) {
             {"decode_row_blocks", test_decode_row_blocks},
             {"decode_latents", test_decode_latents},
             {"decode_latents_short", test_decode_latents_short},
+            {"decode_float16_latents_short", test_decode_float16_latents_short},
+            {"decode_128_short", test_decode_128_short},
             {"decode_int8_short", test_decode_int8_short},
             {"decode_float8_short", test_decode_float8_short},
             {"fixup_short", test_fixup_short},

@@ -284,6 +284,16 @@ void test_decode_latents_short() {
   check_shape({1, 1, 5, 1, 24 * 4, 320, 256, kBFloat16, 24}, {1, 2}, {kLarge});
 }
 
+// The same of float16: 16 rows and 64, ranges with gaps, pages.
+void test_decode_float16_latents_short() {
+  Shape shape{1, 1, 16, 1, 100, 576, 512, kFloat16, 0, false, 0.0f, true};
+  shape.latents = true;
+  check(shape, {3}, {kLarge}, kShortSeeds);
+  shape = {1, 1, 20, 1, 24 * 3, 576, 512, kFloat16, 24};
+  shape.latents = true;
+  check(shape, {2}, {kLarge}, kShortSeeds);
+}
+
 // Every length about a tile, both dtypes, and blocks of rows; levels of merges.
 void test_decode_latents() {
   const auto check_shape = [&](Shape shape, const std::vector<int>& workers) {
@@ -320,11 +330,19 @@ void test_decode_columns_short() {
         kShortSeeds);
 }
 
+// 128 columns, and fewer, with 8 rows.
+void test_decode_128_short() {
+  for (int page_size : {0, 5}) {
+    check({1, 1, 2, 1, 150, 96, 96, kBFloat16, page_size}, {2}, {kLarge}, 1);
+  }
+  check({1, 1, 4, 2, 64 * 4 + 1, 128, 128, kBFloat16, 0, false, 0.0f, true}, {2}, {kLarge}, 1);
+}
+
 // The other kinds of tiles, and the other ways to share out a tile's copies.
 void test_decode_short_kinds() {
   test_decode_wide();
+  test_decode_128_short();
   for (int page_size : {0, 5}) {
-    check({1, 1, 2, 1, 150, 96, 96, kBFloat16, page_size}, {2}, {kLarge}, 1);
     check({1, 1, 2, 1, 70, 256, 256, kFloat32, page_size}, {2}, {kLarge}, 1);
   }
   check({1, 1, 20, 1, 100, 256, 256, kFloat16}, {3}, {kLarge}, 1);
