@@ -17,12 +17,13 @@ from mutations_8_bits import OF_8_BITS
 from mutations_columns import OF_COLUMNS
 from mutations_latents import OF_LATENTS
 from mutations_one_shot import OF_ONE_SHOT
+from mutations_ranges import OF_RANGES
 from mutations_row_blocks import OF_ROW_BLOCKS
 from mutations_swapped import OF_SWAPPED
 
 MUTATIONS = [
     *(*OF_DECODE, *OF_8_BITS, *OF_COLUMNS, *OF_LATENTS, *OF_ONE_SHOT, *OF_ROW_BLOCKS),
-    *OF_SWAPPED,
+    *(*OF_RANGES, *OF_SWAPPED),
 ]
 
 

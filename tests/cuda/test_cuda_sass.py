@@ -94,16 +94,29 @@ def test_copies_are_legal(source):
             assert kernel.count("LDGSTS") > 0, (architecture, kernel.name)
 
 
-def test_no_other_kernel_has_such_copies():
-    others = [
-        (architecture, name, cubin)
+@pytest.fixture(scope="module")
+def others() -> dict[tuple[str, str], str]:
+    """What nvdisasm makes of the other kernels, by target and name of the first of a source."""
+    return {
+        (architecture, name): text_of(cubin)
         for architecture, found in cubins().items()
         for name, cubin in found.items()
         if name not in INSTANCES
-    ]
+    }
+
+
+def test_no_other_kernel_has_such_copies(others):
     assert len(others) >= len(cubins())
-    for architecture, name, cubin in others:
-        assert "LDGSTS" not in text_of(cubin), (architecture, name)
+    for name, text in others.items():
+        assert "LDGSTS" not in text, name
+
+
+def test_ranges_are_split_without_local_memory(others):
+    """The tensors that are repeated are chosen at run time: from the parameters, not a copy."""
+    texts = [text for (_, name), text in others.items() if "split_ranges_kernel" in name]
+    assert len(texts) == len(cubins())
+    for text in texts:
+        assert "STG" in text and re.search(r"\b(LDL|STL|LD|ST|CALL\.ABS)\b", text) is None
 
 
 @pytest.mark.parametrize("source", SOURCES_OF_8_BITS)

@@ -20,6 +20,7 @@ void test_fixup_levels();
 void test_fixup_lines();
 void test_fixup_short();
 void test_merge_states();
+void test_split_ranges();
 
 void test_one_shot_worlds();
 void test_one_shot_rows();
@@ -80,6 +81,7 @@ int main(int argc, char** argv) {
             {"decode_int8_short", test_decode_int8_short},
             {"decode_float8_short", test_decode_float8_short},
             {"fixup_short", test_fixup_short},
+            {"split_ranges", test_split_ranges},
             {"one_shot_worlds", test_one_shot_worlds},
             {"one_shot_epochs", test_one_shot_epochs},
             {"one_shot_abort", test_one_shot_abort},
@@ -104,6 +106,7 @@ int main(int argc, char** argv) {
       {"workspaces", test_workspaces},
       {"kernel loading", test_kernel_loading},
       {"fix-up, short", test_fixup_short},
+      {"split_ranges", test_split_ranges},
       {"one-shot, short", test_one_shot_short},
 #if !defined(__SANITIZE_THREAD__)  // to which a thread of a kernel is expensive
       {"order of blocks", test_order_of_blocks},
