@@ -4,13 +4,16 @@
 import pytest
 import torch
 
-from emulated import TENSOR_CORES, TensorCore
-from tensor_core_errors import MeanOfValues
+import emulated
+from emulated import TENSOR_CORES, TensorCore, emulated_operators
+from helpers import assert_same_bits
+from tensor_core_errors import HEAD_DIM, MeanOfValues
+from tree_attention import lean_decode
 
 pytestmark = pytest.mark.parametrize("core", TENSOR_CORES.values(), ids=TENSOR_CORES.keys())
 
 
-@pytest.mark.parametrize("rows, keys", [(16, 1 << 17), (48, 1 << 16)])
+@pytest.mark.parametrize("rows, keys", [(8, 1 << 17), (16, 1 << 17), (48, 1 << 16)])
 def test_one_block_of_a_long_context(rows, keys, core):
     """docs/numerics.md has longer ones."""
     problem = MeanOfValues(keys, rows)
@@ -25,3 +28,27 @@ def test_shorter_contexts_lose_nothing(core):
     rounded = problem.accuracy(TensorCore())
     assert problem.accuracy(core).o_error == pytest.approx(rounded.o_error, rel=0.1)
     assert torch.isfinite(problem.run(core)[1]).all()
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.int8])
+def test_chains_of_8_rows_are_those_of_16(core, kv_dtype):
+    """Values are the left operand of 8 rows and the right one of 16: in both, 16 keys are added at
+    a time, in the order of the keys."""
+    for rows in (8, 16):
+        plan = emulated.plan(torch.float16, HEAD_DIM, rows, emulated.H100, kv_dtype)
+        assert plan.row_tile == rows
+    q, k, v = MeanOfValues(1 << 14).inputs
+    scales = {}
+    if kv_dtype == torch.int8:
+        q, k, v = 0 * q, k.to(kv_dtype), (100 * v).clamp(-128, 127).to(kv_dtype)
+        scale = torch.rand(v.shape[:-1], generator=torch.Generator().manual_seed(1))
+        scale[..., :256] = 1.0  # so that all weights are one, and their sums exact in any order
+        scales = {"k_scale": torch.ones_like(scale), "v_scale": scale}
+
+    def run(core: TensorCore, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with emulated_operators(0, tensor_core=core):
+            return lean_decode(q[:, :rows], k, v, num_workers=1, out_dtype=torch.float32, **scales)
+
+    (o, lse), (o_of_16, lse_of_16) = run(core, 8), run(core, 16)
+    assert_same_bits((o, lse), (o_of_16[:, :8], lse_of_16[:, :8]))
+    assert (o != run(TensorCore(), 8)[0]).any(), "nothing was cut off"
