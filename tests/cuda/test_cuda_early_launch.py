@@ -1,42 +1,88 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the build's switch EARLY_LAUNCH makes of a kernel, and that it is off."""
+"""What the build's switch EARLY_LAUNCH makes of the kernels, and that it is off."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from compilation import ROOT
-from sass import Code, find_tool, parse
+from sass import Code, find_tool, parse, text_of
 from translated import NVCC_FLAGS, instantiation
 
+SWITCH = "-DTREE_ATTENTION_EARLY_LAUNCH"
+
 # Instructions that touch global memory, and those after which not every thread goes the same way.
-GLOBAL = r"LDG|STG|ATOMG|RED|MEMBAR|CCTL"
-BRANCH = r"BRA|BRX|BSSY|EXIT|CALL"
+GLOBAL = r"LD(\.|$)|LDG|ST(\.|$)|STG|ATOM|RED|MEMBAR|CCTL"
+BRANCH = r"BRA|BRX|JMP|BSSY|EXIT|CALL"
+WAIT = "ACQBULK"  # griddepcontrol.wait
+
+# Each kind of tile: 16 bits with 8 rows and with several row groups, pairs of warps that split the
+# columns, 8 bits with 8 rows and with 16, latents with 16 rows and with 64, and float32.
+KERNELS = [
+    *(("bf16", 128, 8), ("bf16", 64, 128), ("fp16", 256, 16)),
+    *(("bf16_int8", 128, 8), ("fp16_float8", 64, 16)),
+    *(("fp16", 576, 16), ("bf16", 576, 64), ("fp32", 64, 16)),
+]
+
+CALL = "  if constexpr (kEarlyLaunch) griddepcontrol_wait();\n"
+FIRST_READ = "  if (!cut_line(params, schedule)) return;\n"
+MISTAKES = {
+    "nothing waits": {CALL: ""},
+    "the ranges are read before the wait": {CALL: "", FIRST_READ: FIRST_READ + CALL},
+    "one thread waits": {CALL: CALL.replace(" griddep", " if (threadIdx.x == 0) griddep")},
+    "blocks wait but for the first": {CALL: CALL.replace(" griddep", " if (blockIdx.x) griddep")},
+}
 
 
-def compiled(folder: Path, *flags: str) -> Code:
+def compiled(
+    folder: Path, kernel: tuple[str, int, int], *flags: str, csrc: Path = ROOT / "csrc"
+) -> Code:
     source, cubin = folder / "kernel.cu", folder / "kernel.cubin"
-    source.write_text(instantiation("bf16", 128, 8))
+    source.write_text(instantiation(*kernel))
     options = [flag for flag in NVCC_FLAGS if flag not in ("-ptx", "-arch=compute_90")]
-    command = [find_tool("nvcc"), *options, "-arch=sm_90", "-cubin", f"-I{ROOT / 'csrc'}", *flags]
+    command = [find_tool("nvcc"), *options, "-arch=sm_90", "-cubin", f"-I{csrc}", *flags]
     result = subprocess.run([*command, source, "-o", cubin], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    text = subprocess.run(
-        [find_tool("nvdisasm"), "-c", cubin], check=True, capture_output=True, text=True
-    ).stdout
-    (kernel,) = parse(text)
-    return kernel
+    (code,) = parse(text_of(cubin.read_bytes()))
+    return code
+
+
+def mistake(code: Code) -> str:
+    """What is wrong with how a kernel waits, or nothing."""
+    waits = code.positions(WAIT)
+    if len(waits) != 1:
+        return f"{len(waits)} waits"
+    (line,) = (line for line in code.lines if WAIT in line)
+    if "@" in line:
+        return f"some threads do not wait: {line.strip()}"
+    for pattern in (GLOBAL, BRANCH):
+        first = code.positions(pattern)[0]
+        if first < waits[0]:
+            return f"{code.instructions[first]} is before the wait"
+    return ""
 
 
 @pytest.mark.deep
-def test_nothing_is_read_or_written_before_the_wait(tmp_path: Path) -> None:
-    kernel = compiled(tmp_path, "-DTREE_ATTENTION_EARLY_LAUNCH")
-    (wait,) = kernel.positions("ACQBULK")  # griddepcontrol.wait
-    assert wait < min(kernel.positions(GLOBAL))
-    assert wait < min(kernel.positions(BRANCH))
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: "-".join(map(str, kernel)))
+def test_nothing_is_read_or_written_before_the_wait(kernel: tuple, tmp_path: Path) -> None:
+    assert mistake(compiled(tmp_path, kernel, SWITCH)) == ""
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake(name: str, tmp_path: Path) -> None:
+    csrc = shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    file = csrc / "cuda/decode/lean_decode.cuh"
+    text = file.read_text()
+    for old, new in MISTAKES[name].items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    file.write_text(text)
+    assert mistake(compiled(tmp_path, KERNELS[0], SWITCH, csrc=csrc)) != "", "not found"
 
 
 @pytest.mark.deep
 def test_no_kernel_waits_without_the_switch(tmp_path: Path) -> None:
-    assert compiled(tmp_path).count("ACQBULK") == 0
+    assert compiled(tmp_path, KERNELS[0]).count(WAIT) == 0
