@@ -16,9 +16,10 @@ cpu_sources=(csrc/cpu/{vector/,bf16/,amx/,}*.cpp tests/cpp/*.cpp)  # what takes 
 cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{append,decode,merge,one_shot,ranges}/*.cu
   csrc/cuda/decode/workspaces.cpp
   benchmarks/cuda/ablations/ablations.cu
-  build/instances/lean_decode_{bf16_64,bf16_128,bf16_576,fp16_256,fp32_64,fp32_256}.cu
+  build/instances/lean_decode_{bf16_64,bf16_128,bf16_576,fp16_576,fp16_256,fp32_64,fp32_256}.cu
   build/instances/lean_decode_{bf16_int8_64,bf16_float8_64,bf16_int8_128,fp16_float8_128}.cu
   tests/cuda_emulator/{fiber,machine,main,ptx_host,test_*}.cpp)
+decode_cases=(decode_{short,short_kinds,int8_short,float8_short,latents_short,float16_latents_short})
 # c10's BFloat16 and Half are headers without a library.
 torch_include=$(.venv/bin/python -c \
   'from torch.utils.cpp_extension import include_paths; print(include_paths()[0])')
@@ -71,10 +72,10 @@ compile cpu-thread "${cpu_sources[@]}" -- "${thread_flags[@]}" "${cpu_flags[@]}"
 
 compile cuda-address+undefined "${cuda_sources[@]}" -- "${address_flags[@]}" "${cuda_flags[@]}"
 "$build/cuda-address+undefined/tests"
-"$build/cuda-address+undefined/tests" decode_short decode_short_kinds decode_int8_short decode_float8_short decode_latents_short
+"$build/cuda-address+undefined/tests" "${decode_cases[@]}"
 compile cuda-thread "${cuda_sources[@]}" -- "${thread_flags[@]}" "${cuda_flags[@]}"
 "${thread_launcher[@]}" "$build/cuda-thread/tests"
-"${thread_launcher[@]}" "$build/cuda-thread/tests" decode_short decode_short_kinds decode_int8_short decode_float8_short decode_latents_short
+"${thread_launcher[@]}" "$build/cuda-thread/tests" "${decode_cases[@]}"
 for race in no_barrier relaxed no_warp_barrier early_refill no_order; do
   expect_race "race_$race"
 done
