@@ -63,9 +63,12 @@ def configurations() -> dict[str, PretrainedConfig]:
     }
 
 
-def make(name: str, directory: Path) -> Path:
+def make(name: str, directory: Path, **changes: Any) -> Path:
+    """Writes the model whose configuration has this name, and these changes."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(configurations()[name], dtype=torch.float32)
+    config = configurations()[name]
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(directory / name)
     return directory / name
 

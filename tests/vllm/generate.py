@@ -3,7 +3,8 @@
 
 The job lists engines: their options, and requests `{"prompt", "tokens", "after_step"}` that arrive
 after so many steps of the engine. The result has for each engine the new tokens of each request,
-how many of its tokens the prefix cache had, and the number of preemptions. With "kill", a worker is
+how many of its tokens the prefix cache had, and the numbers of preemptions and of guessed tokens
+that were right. With "kill", a worker is
 killed after the requests, and they are asked for once more: the result has the error and when it
 came.
 """
@@ -83,6 +84,7 @@ def generate(llm: LLM, requests: list[dict[str, Any]]) -> dict[str, Any]:
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "cached": [output.num_cached_tokens for output in outputs],
         "preemptions": metrics["vllm:num_preemptions"],
+        "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
     }
 
 

@@ -256,13 +256,17 @@ def test_context_parallelism_with_windows(models: Any, truth: Any, tmp_path: Pat
     assert found["tokens"] == truth["gemma2_one_key_head"]
 
 
-def test_context_parallelism_with_speculation(models: Any, truth: Any, tmp_path: Path) -> None:
+def test_context_parallelism_with_speculation(tmp_path: Path) -> None:
     """Tokens of prompts are guessed by look-up, so that requests have several tokens in a step."""
-    job = parallel(models["llama_one_key_head"], 2, 2, 4)
+    # A model that says the same token again and again, so that guesses are right.
+    repeats = {"tie_word_embeddings": True, "initializer_range": 0.05}
+    model = checkpoints.make("llama_one_key_head", tmp_path, **repeats)
+    job = parallel(model, 2, 2, 4)
     look_up = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     job["engine"]["options"]["speculative_config"] = look_up
     found = run(job, tmp_path, plug_in=True, processes=2)["engine"]
-    assert found["tokens"] == truth["llama_one_key_head"]
+    assert found["tokens"] == checkpoints.greedy(model, PROMPTS, TOKENS)
+    assert found["accepted"] > 0
 
 
 def test_context_parallelism_inside_tensor_parallelism(
@@ -295,7 +299,8 @@ def test_the_stub_is_like_vllm() -> None:
             inner = node.body if isinstance(node, ast.ClassDef) else [node]
             prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
             for item in inner:
-                if isinstance(item, ast.FunctionDef) and item.name != "__new__":
+                is_function = isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
+                if is_function and item.name != "__new__":
                     names = [argument.arg for argument in item.args.args]
                     bound = {getattr(d, "id", "") for d in item.decorator_list} & {"classmethod"}
                     functions[f"{module}:{prefix}{item.name}"] = names[1:] if bound else names

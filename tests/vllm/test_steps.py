@@ -86,6 +86,15 @@ def test_steps_with_context_parallelism(
         check_steps(Engine(group, interleave, num_kv_heads=1, options=options))
 
 
+@on_ranks(2)
+def test_steps_with_context_parallelism_and_a_cache_of_8_bits(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    group = SimpleNamespace(world_size=world_size, rank=rank, cpu_group=dist.group.WORLD)
+    with stub_of_vllm():
+        options = {"kv_cache_dtype": "fp8"}
+        check_steps(Engine(group, 16, num_kv_heads=1, options=options, scales=(0.5, 0.25)))
+
+
 @on_ranks(2, lost=[1])
 def test_a_lost_rank_ends_the_step_of_the_others(rank: int, world_size: int) -> None:
     group = SimpleNamespace(world_size=world_size, rank=rank, cpu_group=dist.group.WORLD)
