@@ -212,7 +212,7 @@ class Messages(Round):
             part.post()
 
     def start(self, deadline: float) -> None:
-        with self._link.operation("start of messages"):
+        with self._link.operation("round of messages"):
             for host, tensor in self._uploads:
                 host.copy_(tensor)
             for seal in self._seals_sent:
@@ -221,7 +221,7 @@ class Messages(Round):
                 part.start(deadline)
 
     def finish(self, deadline: float) -> None:
-        with self._link.operation("end of messages", is_counted=False):
+        with self._link.operation("round of messages", is_counted=False):
             for part in self._rounds:
                 part.finish(deadline)
             for seal in self._seals_received:
