@@ -130,7 +130,7 @@ class Engine:
         lens = torch.tensor(list(new_tokens.values()))
         starts = torch.cat((torch.zeros(1, dtype=torch.int64), lens.cumsum(0))).int()
         width = max(len(self.blocks[request]) for request in new_tokens)
-        table = torch.full((len(lens), width + 1), 10**6, dtype=torch.int32)  # beyond all blocks
+        table = torch.full((len(lens), width), 10**6, dtype=torch.int32)  # beyond all blocks
         for row, request in enumerate(new_tokens):
             table[row, : len(self.blocks[request])] = torch.tensor(self.blocks[request])
         slot_mapping = torch.full((len(positions) + 3,), 10**9)

@@ -233,7 +233,7 @@ def parallel(model: Path, tensor: int, context: int, interleave: int, **more: An
         "decode_context_parallel_size": context,
         "cp_kv_cache_interleave_size": interleave,
     }
-    return {"engine": {"options": options, "requests": REQUESTS, **more}}
+    return {"engine": {"options": options, "requests": REQUESTS} | more}
 
 
 def test_tensor_parallelism(models: Any, truth: Any, tmp_path: Path) -> None:
@@ -246,6 +246,19 @@ def test_context_parallelism_and_a_killed_worker(models: Any, truth: Any, tmp_pa
     found = run(job, tmp_path, plug_in=True, processes=2)["engine"]
     assert found["tokens"] == truth["llama_one_key_head"]
     assert "EngineDeadError" in found["error"] and found["seconds"] < 60
+
+
+def test_context_parallelism_up_to_the_longest_context(models: Any, tmp_path: Path) -> None:
+    """For which the blocks of a process are too few: 608 tokens, and twice as many together."""
+    model, request = models["llama_one_key_head"], {"prompt": prompt(1000), "tokens": 24}
+    job = {}
+    for context in (1, 2):
+        engine = parallel(model, 2, context, 16, requests=[request], may_fail=True)["engine"]
+        engine["options"] |= {"num_gpu_blocks_override": 20, "max_model_len": 1024}
+        job[f"{context} parts"] = engine
+    found = run(job, tmp_path, plug_in=True, processes=2)
+    assert "Engine core initialization failed" in found["1 parts"]["error"]
+    assert found["2 parts"]["tokens"] == checkpoints.greedy(model, [prompt(1000)], 24)
 
 
 def test_context_parallelism_with_windows(models: Any, truth: Any, tmp_path: Path) -> None:

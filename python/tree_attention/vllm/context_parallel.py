@@ -111,8 +111,9 @@ def write_slots(
     request = torch.arange(len(lens)).repeat_interleave(lens)
     position = positions[: len(request)].long()
     # A rank fills the blocks of a sequence with its own slots in turn.
-    local = layout.count(TOTAL_CP_RANK, position)
+    # What its next slot is for a token of another rank may lie beyond the table.
+    is_here = layout.owner(position) == TOTAL_CP_RANK
+    local = torch.where(is_here, layout.count(TOTAL_CP_RANK, position), 0)
     block, offset = local // KV_CACHE_BLOCK_SIZE, local % KV_CACHE_BLOCK_SIZE
     slots = block_table[request, block] * KV_CACHE_BLOCK_SIZE + offset
-    is_here = layout.owner(position) == TOTAL_CP_RANK
     slot_mapping.fill_(PAD_ID)[: len(request)] = torch.where(is_here, slots, PAD_ID)
