@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How hosts of an engine meet, and notice that one of them is lost."""
+"""How hosts of an engine meet, and what they are started with."""
 
 import asyncio
 import importlib
@@ -9,8 +9,7 @@ import socket
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +89,19 @@ def test_a_host_that_leaves_while_all_meet(monkeypatch: pytest.MonkeyPatch) -> N
     """Its note is there, and the first host does not wait for it without an end."""
     monkeypatch.setattr(hosts, "MEETING_SECONDS", 1.0)
     store = dist.HashStore()
-    store.set("note 1", json.dumps({"host": "host1", "is alone": False}))
+    store.set("note 1", json.dumps({"host": "host1", "is loopback": False, "port": 0}))
     with pytest.raises(ValueError, match="no host with --node-rank 1 came in 1 s"):
-        hosts._exchange(store, 0, 2, {}, print, 60.0)
+        hosts._exchange(store, 0, 0, 2, {}, print, 60.0, print)
 
 
 def test_an_address_that_no_other_host_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where /etc/hosts gives the first host's own name the address 127.0.1.1."""
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     store = dist.HashStore()
-    store.set("note 1", json.dumps({"host": "host1 (10.0.0.2)", "is alone": False}))
+    store.set("note 1", json.dumps({"host": "host1 (10.0.0.2)", "is loopback": False, "port": 0}))
     here = re.escape(f"{socket.gethostname()} (127.0.0.1)")
     with pytest.raises(ValueError, match=f"VLLM_HOST_IP must be an .* got {here}: set it there"):
-        hosts._exchange(store, 0, 2, {}, print, 60.0)
+        hosts._exchange(store, 0, 0, 2, {}, print, 60.0, print)
 
 
 def test_a_host_that_never_comes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,86 +116,51 @@ def test_nobody_at_the_address() -> None:
     assert time.monotonic() - begin < 9  # a store that is told 5 s waits for 11
 
 
-def test_a_port_in_use() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"a free port, got 127.0.0.1:{port}: "):
+        with pytest.raises(ValueError, match=rf"a free port, got 127.0.0.1:{port}: Address alr"):
             hosts.meet("127.0.0.1", port, 0, 2, {}, print, seconds=1.0)
+        monkeypatch.setenv("TREE_ATTENTION_VLLM", "0")
+        with pytest.raises(ValueError, match=rf"--host and --port must be .*:{port}: Address alr"):
+            program.prepare(Namespace(**OPTIONS | {"host": "127.0.0.1", "port": port}))
 
 
-class OfAProcess:
-    """The store, which hears no more of the process once that is stopped."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self.store, self.is_stopped = store, False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
-
-    def add(self, key: str, amount: int) -> int:
-        return self.store.add(key, 0 if self.is_stopped else amount)
+def test_an_address_that_is_not_the_first_hosts() -> None:
+    with pytest.raises(ValueError, match=r"--master-addr and --master-port must be an address of"):
+        hosts.meet("192.0.2.1", 29501, 0, 2, {}, print)
+    with pytest.raises(ValueError, match="--master-port must be from 1 to 65535, got 70000"):
+        hosts.meet("127.0.0.1", 70000, 1, 2, {}, print)
+    with pytest.raises(ValueError, match=r"name must be an address .*, got 127.0.0.1:70000: .*655"):
+        hosts.check_free("127.0.0.1", 70000, "name")
 
 
-@contextmanager
-def watches(num: int, timeout: float) -> Iterator[tuple[list[OfAProcess], list[str]]]:
-    shared, lost = dist.HashStore(), []
-    stores = [OfAProcess(shared) for _ in range(num)]
-    for rank, store in enumerate(stores):
-        hosts.Watch(store, rank, num, timeout, lost.append).start()  # type: ignore[arg-type]
-    yield stores, lost
-    for store in stores:  # the threads end when nobody gives a sign
-        store.is_stopped = True
+def test_somebody_else_at_the_address() -> None:
+    """Who takes the connection and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port, begin = silent.getsockname()[1], time.monotonic()
+        with pytest.raises(ValueError, match=r"no answer from 127.0.0.1:\d+ in 2 s: start --node-"):
+            hosts.meet("127.0.0.1", port, 1, 2, {}, print, seconds=2.0)
+        assert time.monotonic() - begin < AMPLE
 
 
-def wait_until(done: Callable[[], object], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+def test_hosts_know_each_other_and_a_store_of_their_own() -> None:
+    port, found = free_port(), {}
 
+    def run(rank: int) -> None:
+        found[rank] = hosts.meet("127.0.0.1", port, rank, 2, {}, print)
 
-@pytest.mark.deep
-def test_a_silent_host_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.7")
-    with watches(3, timeout=4.0) as (stores, lost):
-        time.sleep(2)
-        assert not lost
-        stores[1].is_stopped = True
-        wait_until(lambda: len(lost) == 3, AMPLE)
-        for line in lost:
-            assert f"{socket.gethostname()} (10.0.0.7), rank 1, gave no sign for " in line
-
-
-def test_a_first_host_that_is_stopped_is_named_in_time() -> None:
-    """Its store keeps the connection and answers nothing: calls of it wait for ever."""
-    store, lost, is_stopped = dist.HashStore(), [], threading.Event()
-
-    class OfAStoppedHost(OfAProcess):
-        def add(self, key: str, amount: int) -> int:
-            if is_stopped.is_set():
-                threading.Event().wait()
-            return super().add(key, amount)
-
-    hosts.Watch(OfAStoppedHost(store), 0, 1, 2.0, lost.append).start()  # type: ignore[arg-type]
-    time.sleep(1)
-    is_stopped.set()
-    time.sleep(1)
-    assert not lost
-    wait_until(lambda: lost, AMPLE)
-    assert lost[0].startswith(f"{hosts.name_of_this()}, rank 0, gave no sign for 2.")
-
-
-def test_a_store_that_is_gone_is_the_first_hosts() -> None:
-    lost: list[str] = []
-
-    class Gone(dist.HashStore):
-        def add(self, key: str, amount: int) -> int:
-            raise RuntimeError("Connection reset by peer")
-
-    hosts.Watch(Gone(), 1, 2, 1.0, lost.append).run()
-    assert lost == ["rank 0, does not answer: Connection reset by peer"]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(AMPLE)
+    name = hosts.name_of_this()
+    for rank in range(2):
+        assert found[rank].names == [f"{name}, --node-rank {other}" for other in range(2)]
+    found[0].store.set("key", "value")
+    assert found[1].store.get("key") == b"value"
+    hosts.check_free("127.0.0.1", port, "vLLM's own store")
 
 
 @pytest.mark.parametrize(
@@ -234,6 +198,10 @@ OPTIONS = {
     "data_parallel_size": 1,
     "data_parallel_size_local": None,
     "data_parallel_rank": None,
+    "cpu_distributed_timeout_seconds": None,
+    "host": None,
+    "port": 0,
+    "uds": None,
 }
 
 
@@ -260,6 +228,10 @@ def test_number_of_processes(options: dict[str, Any], processes: int) -> None:
         ({"node_rank": 1, "headless": True}, "--node-rank must be from 0 to 0, .* got 1"),
         ({"node_rank": 1, "nnodes": 2}, "--headless must be given with --node-rank 1"),
         ({"headless": True, "nnodes": 2}, "--headless must not be given with --node-rank 0"),
+        (
+            {"nnodes": 2, "cpu_distributed_timeout_seconds": 2},
+            "--cpu-distributed-timeout-seconds must be at least 3, got 2",
+        ),
     ],
 )
 def test_options_with_which_hosts_would_wait(
@@ -306,8 +278,14 @@ def test_a_line_says_whose_attention_it_is(
     assert ": attention by tree_attention " in said and said.endswith("); processors 0|1\n")
 
 
-def test_a_server_ends_when_its_engine_is_lost() -> None:
+@pytest.mark.parametrize("case", ["lost", "lost, as vLLM saw first", "told to end"])
+def test_a_server_knows_why_its_engine_ended(case: str) -> None:
     engine, server = Namespace(is_running=True, errored=False), Namespace(should_exit=False)
+
+    def end() -> None:
+        engine.is_running, engine.errored = False, True
+
+    engine.shutdown = end
     with stub_of_vllm():
         lost = program.watch_engine()
         watchdog_loop = importlib.import_module(program.LAUNCHER).watchdog_loop
@@ -316,11 +294,17 @@ def test_a_server_ends_when_its_engine_is_lost() -> None:
             watchdog = asyncio.create_task(watchdog_loop(server, engine))
             await asyncio.sleep(0.3)
             assert not lost.is_set() and not server.should_exit
-            engine.is_running, engine.errored = False, True
-            await watchdog
+            if case == "told to end":
+                engine.shutdown()
+            else:
+                end()
+            if case == "lost, as vLLM saw first":
+                watchdog.cancel()
+            await asyncio.wait([watchdog])
 
         asyncio.run(serve())
-    assert lost.is_set() and server.should_exit
+    assert lost.is_set() == (case != "told to end")
+    assert server.should_exit == (case != "lost, as vLLM saw first")
 
 
 def test_a_name_of_no_host() -> None:
@@ -334,8 +318,3 @@ def test_the_interface_of_an_address() -> None:
     assert program.interface_of("127.0.0.1") == "lo"
     with pytest.raises(ValueError, match="VLLM_HOST_IP must be an address of this host, got '192"):
         program.interface_of("192.0.2.1")
-
-
-def test_watch_names_are_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs/vllm.md").read_text()
-    assert "A host is lost" in page and "gave no sign" in page

@@ -86,6 +86,7 @@ def test_stages_of_a_pipeline(hosts: Hosts, model: Any) -> None:
     path = model("llama")
     hosts.serve(path, "-pp", "2")
     check_tokens(hosts, path)
+    hosts.lose(1, signal.SIGSTOP, PROMPTS[:2])
 
 
 def test_four_processes_of_a_mixture_of_experts(hosts: Hosts, model: Any) -> None:
@@ -93,14 +94,29 @@ def test_four_processes_of_a_mixture_of_experts(hosts: Hosts, model: Any) -> Non
     path = model("qwen3_moe")
     hosts.serve(path, "-tp", "4", "--decode-context-parallel-size", "2", "--enforce-eager")
     check_tokens(hosts, path)
+    hosts.stop()
 
 
-def test_four_hosts(tmp_path: Path, model: Any) -> None:
+def test_a_host_that_is_lost_while_the_engine_starts(hosts: Hosts, model: Any) -> None:
+    """Between their meeting and the first exchange, when vLLM itself would wait for 30 minutes."""
+    path = model("llama")
+    hosts.start(0, hosts.command(path, 0, "-tp", "2"))
+    hosts.start(1, hosts.command(path, 1, "-tp", "2", "--headless"))
+    end = time.monotonic() + 60
+    while "attention and exchange between hosts" not in hosts.log(1):
+        assert time.monotonic() < end, hosts.logs()
+        time.sleep(0.1)
+    hosts.signal(1, signal.SIGKILL)
+    hosts.check_that_all_end(1)
+
+
+@pytest.mark.parametrize("lost, number", [(2, signal.SIGKILL), (0, signal.SIGSTOP)])
+def test_four_hosts(tmp_path: Path, model: Any, lost: int, number: int) -> None:
     path = model("qwen3_moe")
     with several_hosts(4, tmp_path) as hosts:
         hosts.serve(path, "-tp", "4", "--decode-context-parallel-size", "2", "--enforce-eager")
         check_tokens(hosts, path)
-        hosts.lose(2, signal.SIGKILL, PROMPTS[:2])
+        hosts.lose(lost, number, PROMPTS[:2])
 
 
 def test_vllms_own_module_with_the_variable(tmp_path: Path, model: Any) -> None:

@@ -15,19 +15,26 @@ import json
 import os
 import sys
 import threading
+import time
+import traceback
 from argparse import Namespace
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .. import _loader
+from ..exchange import DEFAULT_TIMEOUT
 from . import checks, hosts
+from .watch import LOST_STATUS, Watch
 
 # Options of the engine that differ from host to host, and those that may hold secrets: neither is
 # told to other hosts, whose lines say what differs.
 OF_A_HOST = {"node_rank", "master_addr", "data_parallel_rank", "data_parallel_start_rank"}
 OF_A_HOST |= {"download_dir", "hf_token", "model_loader_extra_config"}
 LAUNCHER = "vllm.entrypoints.launchers.launcher"
+LEAST_TIMEOUT = 3  # seconds of --cpu-distributed-timeout-seconds, as hosts give signs of life
+LAST_SECONDS = 0.75  # for the last answers of a server and of the first host's store
 
 
 def main(arguments: list[str]) -> int:
@@ -49,14 +56,47 @@ def main(arguments: list[str]) -> int:
     asked = parser.parse_args(arguments)
     command.validate(asked)
     try:
-        prepare(asked)
+        watch = prepare(asked)
     except ValueError as error:
         say(f"error: {error}")
-        return 2
-    lost = watch_engine()
-    command.cmd(asked)
-    # The server ends when it is told to; a host without one ends when the engine is lost.
-    return hosts.LOST_STATUS if asked.headless or lost.is_set() else 0
+        leave(2)
+    lost, was_told = watch_engine(), False
+    try:
+        command.cmd(asked)
+        # The server ends when it is told to; a host without one ends when the engine is lost.
+        was_told = not asked.headless and not lost.is_set()
+    except SystemExit as leaving:
+        was_told = not leaving.code
+    except Exception:
+        if watch is None:
+            raise
+        traceback.print_exc()
+    if watch is not None:
+        end_children()
+        leave(watch.ended(was_told=was_told))
+    if not was_told:
+        leave(LOST_STATUS)
+    return 0
+
+
+def end_children() -> None:
+    """Kills the processes that vLLM has started here, of which some may wait for a lost host."""
+    import psutil  # which vLLM requires
+
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            # Python's own, which frees their shared memory when the last of them has ended.
+            if not any("resource_tracker" in word for word in process.cmdline()):
+                process.kill()
+
+
+def leave(status: int) -> NoReturn:
+    """Ends all processes of this host. Python takes seconds to take vLLM down, and waits for
+    threads of a lost host."""
+    end_children()
+    time.sleep(LAST_SECONDS)
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def watch_engine() -> threading.Event:
@@ -69,18 +109,30 @@ def watch_engine() -> threading.Event:
     async def watchdog_loop(server: Any, engine: Any) -> None:
         from vllm import envs
 
-        while engine.is_running or not engine.errored:
-            await asyncio.sleep(0.1)
-        lost.set()
-        server.should_exit = not envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH
+        shutdown, was_told = engine.shutdown, threading.Event()
+
+        def shut_down(*arguments: Any, **named: Any) -> Any:
+            if not engine.errored:
+                was_told.set()
+            return shutdown(*arguments, **named)
+
+        engine.shutdown = shut_down  # what a signal does first
+        try:
+            while engine.is_running or not engine.errored:
+                await asyncio.sleep(0.1)
+            server.should_exit = not envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH
+        finally:  # vLLM may have seen it before, and cancels this then
+            if engine.errored and not was_told.is_set():
+                lost.set()
 
     if not checks.faults_of(LAUNCHER, "watchdog_loop", "server engine"):
         importlib.import_module(LAUNCHER).watchdog_loop = watchdog_loop  # type: ignore[attr-defined]
     return lost
 
 
-def prepare(asked: Namespace) -> None:
-    """Sets the variables of vLLM's processes, and waits for the other hosts, or ValueError."""
+def prepare(asked: Namespace) -> Watch | None:
+    """Sets the variables of vLLM's processes, and waits for the other hosts, or ValueError. Returns
+    the watch of several hosts, which has begun."""
     nnodes, rank, value = asked.nnodes, asked.node_rank, os.environ[checks.VARIABLE]
     if value == "1":
         from vllm.envs import environment_variables
@@ -98,6 +150,14 @@ def prepare(asked: Namespace) -> None:
         )
     if nnodes > 1 and rank == 0 and asked.headless:
         raise ValueError("--headless must not be given with --node-rank 0, which serves")
+    timeout = asked.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT
+    if nnodes > 1 and timeout < LEAST_TIMEOUT:
+        raise ValueError(
+            f"--cpu-distributed-timeout-seconds must be at least {LEAST_TIMEOUT}, got {timeout}"
+        )
+    if not asked.headless and not asked.uds:
+        hosts.check_free(asked.host or "0.0.0.0", asked.port, "--host and --port")
+    watch = None
     cpus = in_place(os.sched_getaffinity(0))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding(cpus, processes_of(asked)))
     if nnodes > 1:
@@ -105,7 +165,10 @@ def prepare(asked: Namespace) -> None:
         address = hosts.address_towards(asked.master_addr, asked.master_port)
         os.environ.setdefault("VLLM_HOST_IP", address)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(os.environ["VLLM_HOST_IP"]))
-        hosts.meet(asked.master_addr, asked.master_port, rank, nnodes, note_of(asked), say)
+        note = note_of(asked)
+        meeting = hosts.meet(asked.master_addr, asked.master_port, rank, nnodes, note, say)
+        watch = Watch(meeting, float(timeout), leave, say)
+        watch.start()
     where = f", host {rank} of {nnodes}" if nnodes > 1 else ""
     what = f"{checks.VARIABLE} is {value!r}, so attention is vLLM's own"
     if value == "1":
@@ -114,6 +177,7 @@ def prepare(asked: Namespace) -> None:
             f"{_loader.__version__} ({_loader.load().cpu_instruction_set()})"
         )
     say(f"{what}; processors {os.environ['VLLM_CPU_OMP_THREADS_BIND']}{where}")
+    return watch
 
 
 def processes_of(asked: Namespace) -> int:
@@ -189,9 +253,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    if status:
-        # At once: Python takes seconds to take vLLM down, and waits for threads of a lost host.
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
+    sys.exit(main(sys.argv[1:]))

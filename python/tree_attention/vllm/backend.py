@@ -53,7 +53,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         step = common_attn_metadata
         if step.causal is not True:
             raise ValueError(f"{checks.PLUG_IN}: attention must be causal, got {step.causal!r}")
-        groups.serving()
+        groups.step_begins()
         num_tokens, pages = step.num_actual_tokens, step.block_table_tensor
         starts, lens = step.query_start_loc, step.seq_lens
         batches = batches_of(starts, lens, pages, num_tokens, step.max_query_len)
@@ -115,6 +115,7 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
         step = attn_metadata
         if step is None:  # a run that measures memory or compiles
             return output
+        groups.step_runs()
         blocks, num_heads_kv, block_size, _ = kv_cache.shape
         pages = kv_cache.view(blocks, num_heads_kv, 2 * block_size, self.head_size)
         # The scales of the checkpoint: an 8-bit cache has numbers divided by them.

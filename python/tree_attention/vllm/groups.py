@@ -9,7 +9,6 @@ deadline on each.
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -19,8 +18,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from ..exchange import DEFAULT_TIMEOUT, Call, Communicator, ExchangeError
-from . import hosts
+from ..exchange import DEFAULT_TIMEOUT, Communicator
 
 # Seconds of an exchange until the second step of requests: hosts compile before they meet, the last
 # of it in the first step, and one of them may have the result from an earlier start.
@@ -39,26 +37,11 @@ def names_in_graphs() -> str:
     return "; ".join(_in_graphs)
 
 
-class _Call(Call):
-    def __exit__(self, kind: object, error: object = None, *trace: object) -> None:
-        # Ranks that disagree are all there, and their communicator has not failed.
-        if isinstance(error, ExchangeError) and self.comm.failed is not None:
-            hosts.report(error)
-        super().__exit__(kind, error, *trace)
-
-
-class _Communicator(Communicator):
-    """A communicator whose failures are told with the names of the hosts."""
-
-    def begin(self, op: str, timeout: float | timedelta | None = None) -> Call:
-        return _Call(self, op, timeout)
-
-
 def communicator(group: dist.ProcessGroup) -> Communicator:
     """A communicator with vLLM's timeout for its groups of processors, once it serves."""
     config = get_current_vllm_config().parallel_config
     timeout = float(config.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT)
-    made = _Communicator(group, max(timeout, STARTING))
+    made = Communicator(group, max(timeout, STARTING))
     _communicators.append((made, timeout))
     return made
 
@@ -66,12 +49,17 @@ def communicator(group: dist.ProcessGroup) -> Communicator:
 _has_served = False
 
 
-def serving() -> None:
-    """Called in each step of requests, of which the second ends the time for hosts that compile."""
-    global _has_served
+def step_begins() -> None:
+    """Called once or more often before each step of requests, of which the second ends the time for
+    hosts that compile."""
     while _has_served and _communicators:
         made, timeout = _communicators.pop()
         made.timeout = timeout
+
+
+def step_runs() -> None:
+    """Called by the layers in each step of requests."""
+    global _has_served
     _has_served = True
 
 
@@ -91,7 +79,6 @@ class GroupCommunicator(CpuCommunicator):
             # vLLM tells by the number of devices, one on a CPU, which ranks are on the first host.
             num_processes = config.local_world_size
             type(current_platform).device_count = classmethod(lambda cls: num_processes)
-            hosts.watch(config)
 
     def all_reduce(self, input_: Tensor) -> Tensor:
         """The sum over ranks, in place: in rank order and in float32 where it is of floats."""

@@ -1,31 +1,36 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Hosts of one engine: they meet before vLLM starts, and end together when one of them is lost.
-
-vLLM itself waits for a lost host without an end: its processes sleep until the next request.
-"""
+"""Hosts of one engine, which meet before vLLM starts and compare what they were started with."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..exchange import DEFAULT_TIMEOUT, sentence
+from ..exchange import sentence
 
-LOG = logging.getLogger("vllm.tree_attention")
+Found = TypeVar("Found")
 MEETING_SECONDS = 30.0  # in which a host has to find the first one; vLLM takes 10 to start
 ERROR_SECONDS = 1.0  # in which the others read what was wrong
-BEAT_SECONDS = 0.5
-LOST_STATUS = 70
+ASK_SECONDS = 0.05  # between two questions to a store
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The hosts of an engine, and the store through which they watch each other."""
+
+    rank: int
+    names: list[str]  # of the hosts, by their ranks
+    store: dist.Store
 
 
 def name_of_this() -> str:
@@ -58,43 +63,81 @@ def meet(
     say: Callable[[str], None],
     seconds: float = MEETING_SECONDS,
     start_seconds: float = 600.0,
-) -> None:
+) -> Meeting:
     """Returns when all `nnodes` hosts came to `host:port` and their notes are equal; raises
     ValueError on each host that can know what is not as it must be."""
     place = f"{host}:{port}"
-    try:
-        if node_rank > 0:
-            _wait_for(host, port, seconds)
-        store = _store(host, port, seconds, is_first=node_rank == 0)
-    except (RuntimeError, ValueError, OSError) as error:
+    if not 0 < port < 65536:
+        raise ValueError(f"--master-port must be from 1 to 65535, got {port}")
+
+    def run(answered: Callable[[], None]) -> Meeting:
         if node_rank == 0:
-            raise ValueError(
-                f"--master-addr and --master-port must be an address of this host and a free port, "
-                f"got {place}: {sentence(error)}"
-            ) from None
+            check_free(host, port, "--master-addr and --master-port")
+            store, watched = (_store(host, p, seconds, is_first=True) for p in (port, 0))
+        else:
+            _wait_for(host, port, seconds, answered)
+            store, watched = _store(host, port, seconds), None
+        return _meet(store, watched, host, node_rank, nnodes, note, say, start_seconds, answered)
+
+    try:
+        return while_answered(run, seconds)
+    except (RuntimeError, OSError) as error:
+        if node_rank == 0:
+            raise ValueError(f"the hosts cannot meet at {place}: {sentence(error)}") from None
         raise ValueError(
             f"no answer from {place} in {seconds:.0f} s: start --node-rank 0 there first, and "
             f"check --master-addr, --master-port and firewalls"
         ) from None
+
+
+def while_answered(run: Callable[[Callable[[], None]], Found], seconds: float) -> Found:
+    """Returns what `run` does, or raises TimeoutError when it has not called its argument for
+    `seconds`: a call of a store waits for ever for a host that is stopped."""
+    outcomes: list[tuple[Found | None, BaseException | None]] = []
+    answers = [0]
+
+    def answered() -> None:
+        answers[0] += 1
+
+    def work() -> None:
+        try:
+            outcomes.append((run(answered), None))
+        except Exception as error:
+            outcomes.append((None, error))
+
+    thread = threading.Thread(target=work, name="tree_attention hosts", daemon=True)
+    thread.start()
+    seen, silent = -1, 0.0  # seconds in which this process ran, as it may be stopped itself
+    while silent <= seconds:
+        thread.join(ASK_SECONDS)
+        if outcomes:
+            found, error = outcomes[0]
+            if error is not None:
+                raise error
+            return found  # type: ignore[return-value]
+        silent = silent + ASK_SECONDS if answers[0] == seen else 0.0
+        seen = answers[0]
+    raise TimeoutError
+
+
+def check_free(host: str, port: int, name: str) -> None:
+    """Raises ValueError if nobody can listen at `host:port` of this host."""
     try:
-        _exchange(store, node_rank, nnodes, note, say, start_seconds)
-    except RuntimeError:
+        family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        socket.create_server((address[0], port), family=family).close()
+    except (OSError, OverflowError) as error:
         raise ValueError(
-            f"the host at {place} left before all were there; its output says why"
+            f"{name} must be an address of this host and a free port, got {host}:{port}: "
+            f"{getattr(error, 'strerror', error)}"
         ) from None
-    except ValueError as error:
-        with suppress(RuntimeError):  # where the store is gone, its host has said why
-            store.set("error", str(error))
-        if node_rank == 0:  # whose store the others ask
-            time.sleep(ERROR_SECONDS)
-        raise
 
 
-def _wait_for(host: str, port: int, seconds: float) -> None:
+def _wait_for(host: str, port: int, seconds: float, answered: Callable[[], None]) -> None:
     """Returns when somebody listens there, or OSError; a store waits for twice its time and more,
     as it lets more and more time pass before it tries again."""
     end = time.monotonic() + seconds
     while True:
+        answered()
         try:
             socket.create_connection((host, port), max(0.1, end - time.monotonic())).close()
             return
@@ -110,38 +153,79 @@ def _store(host: str, port: int, seconds: float, is_first: bool = False) -> dist
     return dist.TCPStore(host, port, is_master=is_first, wait_for_workers=False, timeout=timeout)
 
 
-def _exchange(
+def _meet(
     store: dist.Store,
+    watched: dist.Store | None,  # of the first host, which serves it for the time after
+    host: str,
     node_rank: int,
     nnodes: int,
     note: Mapping[str, object],
     say: Callable[[str], None],
     seconds: float,
-) -> None:
-    """Compares the notes of all hosts with this one's."""
+    answered: Callable[[], None],
+) -> Meeting:
+    try:
+        names, port = _exchange(
+            store, getattr(watched, "port", 0), node_rank, nnodes, note, say, seconds, answered
+        )
+        return Meeting(node_rank, names, watched or _store(host, port, MEETING_SECONDS))
+    except RuntimeError:
+        raise ValueError(
+            f"the host at {host} left before all were there; its output says why"
+        ) from None
+    except ValueError as error:
+        with suppress(RuntimeError):  # where the store is gone, its host has said why
+            store.set("error", str(error))
+        if node_rank == 0:  # whose store the others ask
+            time.sleep(ERROR_SECONDS)
+        raise
+
+
+def _exchange(
+    store: dist.Store,
+    port: int,
+    node_rank: int,
+    nnodes: int,
+    note: Mapping[str, object],
+    say: Callable[[str], None],
+    seconds: float,
+    answered: Callable[[], None],
+) -> tuple[list[str], int]:
+    """Compares the notes of all hosts with this one's. Returns the hosts' names, and the first
+    one's `port`."""
     if store.add(f"host {node_rank}", 1) > 1:
         raise ValueError(
             f"--node-rank must be different on each of {nnodes} hosts, got {node_rank} twice; if "
             "that host was started again, start all of them again"
         )
     address = os.environ.get("VLLM_HOST_IP", "")  # which this host gives the others
-    is_alone = address == "::1" or address.startswith("127.")
-    mine = {"host": name_of_this(), "is alone": is_alone, **note}
+    is_loopback = address == "::1" or address.startswith("127.")
+    mine = {"host": name_of_this(), "port": port, "is loopback": is_loopback, **note}
     store.set(f"note {node_rank}", json.dumps(mine))
-    for rank in _arrivals(store, "note", nnodes, seconds, say):
+    names = [""] * nnodes
+    for rank in _arrivals(store, "note", nnodes, seconds, say, answered):
         other = json.loads(store.get(f"note {rank}"))
+        names[rank] = f"{other['host']}, --node-rank {rank}"
+        if rank == 0:
+            port = other["port"]
         if node_rank < rank:
             _compare(mine, other, rank)
         else:
             _compare(other, mine, node_rank)
     store.set(f"done {node_rank}", "")
     if node_rank == 0:  # or the notes would be gone
-        for _ in _arrivals(store, "done", nnodes, MEETING_SECONDS, say):
+        for _ in _arrivals(store, "done", nnodes, MEETING_SECONDS, say, answered):
             pass
+    return names, port
 
 
 def _arrivals(
-    store: dist.Store, what: str, nnodes: int, seconds: float, say: Callable[[str], None]
+    store: dist.Store,
+    what: str,
+    nnodes: int,
+    seconds: float,
+    say: Callable[[str], None],
+    answered: Callable[[], None],
 ) -> Iterator[int]:
     """Node ranks, in the order in which their hosts have put `what` into the store."""
     deadline, said, missing = time.monotonic() + seconds, time.monotonic(), list(range(nnodes))
@@ -149,6 +233,7 @@ def _arrivals(
         for rank in [rank for rank in missing if store.check([f"{what} {rank}"])]:
             missing.remove(rank)
             yield rank
+        answered()
         if store.check(["error"]):
             raise ValueError(store.get("error").decode())
         if not missing:
@@ -159,117 +244,20 @@ def _arrivals(
         if now > said + 10:
             said = now
             say(f"waiting for --node-rank {names} of --nnodes {nnodes}")
-        time.sleep(0.05)
+        time.sleep(ASK_SECONDS)
 
 
 def _compare(note: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
     """Raises ValueError where two notes differ, of which the second is of the host `rank`."""
-    if note["is alone"] != other["is alone"]:
-        alone = note if note["is alone"] else other
+    if note["is loopback"] != other["is loopback"]:
+        alone = note if note["is loopback"] else other
         raise ValueError(
             f"VLLM_HOST_IP must be an address that other hosts reach, got {alone['host']}: set it "
             "there, or give --master-addr as an address, as a name may be another one in /etc/hosts"
         )
     for field, value in note.items():
-        if field != "host" and other.get(field) != value:
+        if field not in ("host", "port") and other.get(field) != value:
             raise ValueError(
                 f"{field} must be equal on all hosts, got {value!r} on {note['host']} and "
                 f"{other.get(field)!r} on {other['host']}, --node-rank {rank}"
             )
-
-
-class Watch(threading.Thread):
-    """Counts in a store that this process is alive, and names to `lose` the host of one that was
-    silent for `timeout` seconds.
-
-    The store is this thread's alone, as a call of another one would wait for its answer.
-    """
-
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        world_size: int,
-        timeout: float,
-        lose: Callable[[str], None],
-    ) -> None:
-        super().__init__(name="tree_attention watch", daemon=True)
-        self._store, self._rank, self._world_size = store, rank, world_size
-        self._timeout, self._lose = timeout, lose
-        self.names = [f"rank {rank}" for rank in range(world_size)]  # with the host, once known
-        self._rounds = 0  # of `_watch_others`
-        store.set_timeout(timedelta(seconds=timeout))
-
-    def run(self) -> None:
-        """Watches the store's own host, for whose answer a call of the store waits for ever."""
-        others = threading.Thread(
-            target=self._watch_others, name="tree_attention beats", daemon=True
-        )
-        others.start()
-        seen, silent = -1, 0.0  # seconds in which this process ran, as it may be stopped itself
-        while silent <= self._timeout:
-            others.join(BEAT_SECONDS)
-            if not others.is_alive():
-                return
-            silent = silent + BEAT_SECONDS if self._rounds == seen else 0.0
-            seen = self._rounds
-        self._lose(f"{self.names[0]}, gave no sign for {silent:.1f} s")
-
-    def _watch_others(self) -> None:
-        ranks, names = range(self._world_size), self.names
-        beats = [0] * self._world_size
-        last = time.monotonic()
-        heard = [last] * self._world_size
-        try:
-            self._store.set(f"watched {self._rank}", name_of_this())
-            while True:
-                self._store.add(f"beats {self._rank}", 1)
-                now = time.monotonic()
-                if now - last > self._timeout / 2:  # this process was stopped, and heard nobody
-                    heard = [now] * self._world_size
-                last = now
-                for rank in ranks:
-                    count = self._store.add(f"beats {rank}", 0)
-                    if count and not beats[rank]:
-                        names[rank] = f"{self._store.get(f'watched {rank}').decode()}, rank {rank}"
-                    if count != beats[rank]:
-                        beats[rank], heard[rank] = count, now
-                silent = [rank for rank in ranks if now - heard[rank] > self._timeout]
-                if silent:
-                    seconds = now - heard[silent[0]]
-                    return self._lose(f"{names[silent[0]]}, gave no sign for {seconds:.1f} s")
-                self._rounds += 1
-                time.sleep(BEAT_SECONDS)
-        except RuntimeError as error:
-            self._lose(f"{names[0]}, does not answer: {sentence(error)}")
-
-
-_watch: Watch | None = None
-
-
-def watch(parallel_config: Any) -> None:
-    """Starts the watch of this process, once."""
-    global _watch
-    if _watch is not None:
-        return
-    timeout = float(parallel_config.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT)
-    store = _store(parallel_config.master_addr, parallel_config.master_port, timeout)
-    _watch = Watch(store, dist.get_rank(), dist.get_world_size(), timeout, _end_process)
-    _watch.start()
-
-
-def report(error: Exception) -> None:
-    """Tells why an exchange failed, and what the hosts of the ranks are, if they are several."""
-    if _watch is not None:
-        _say_lost(f"{sentence(error)}. The engine has {'; '.join(_watch.names)}")
-
-
-def _say_lost(why: str) -> None:
-    LOG.critical("A host is lost: %s. All processes of the engine end; start it again.", why)
-
-
-def _end_process(why: str) -> None:
-    """Ends this process at once: its main thread may wait for the lost host in C++."""
-    _say_lost(why)
-    logging.shutdown()
-    os._exit(LOST_STATUS)
