@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from .. import llama
 from ..harness.program import add_out, finish, progress_bar
-from ..harness.report import ROOT, Report, columns_of, environment, write
+from ..harness.report import ROOT, Report, columns_of, commit, environment, write
 from .__main__ import ENVIRONMENTS, on, reason_of, rows_before
 from .checkpoint import LAYERS, LONGEST
 
@@ -48,7 +48,6 @@ ENGINES = {
     "ours, blocks of 128": Engine(True, "vllm, blocks of 128"),
     "vllm, blocks of 32": Engine(False, block_size=32),
     "ours, blocks of 32": Engine(True, "vllm, blocks of 32", block_size=32),
-    # Its own attention reads blocks of multiples of 32.
     "ours, blocks of 16": Engine(True, "vllm, blocks of 32", block_size=16),
     "ours, TP 2": Engine(True, kv_heads=1, ranks=2),
     "ours, TP 2, DCP 2": Engine(True, "ours, TP 2", kv_heads=1, ranks=2, context_ranks=2),
@@ -58,7 +57,10 @@ NOTES = (
     f"The model is a quarter of Llama 3.2 1B: {LAYERS} of 16 layers and a quarter of the "
     "vocabulary, random weights in bfloat16. TP 2 is two processes with a core each, and a model "
     "of one key head, which vLLM asks for; DCP 2 splits the keys and values over them, which vLLM "
-    "by itself cannot do on a CPU.",
+    "by itself cannot do on a CPU. Its own attention reads blocks of multiples of 32, with which "
+    "ours of 16 are compared.",
+    f"A process has {SPACE_GIB} GiB for keys and values, which are 262,144 tokens: requests that "
+    "have more together would not be under way at once, and are left out.",
     "First token: the seconds of a request alone, which reads the whole prompt. Then come the "
     "requests of the batch at once, with prompts of their own, of which the first is in the prefix "
     "cache. Between tokens: the median of the steps in which each request got a token. New "
@@ -198,7 +200,7 @@ def rows_of(name: str, cases: Sequence[tuple[int, int]], result: dict[str, Any])
     found: dict[str, Any] = {}
     for index, (context, batch) in enumerate(cases):
         row: dict[str, Any] = {"name": f"{context} x {batch}, {name}", "wrong": False}
-        row |= {"context": context, "batch": batch, "engine": name}
+        row |= {"context": context, "batch": batch, "engine": name, "commit": commit()}
         if "reason" in result:
             row["reason"] = result["reason"]
         else:
@@ -222,12 +224,15 @@ def report_of(rows: dict[str, Any]) -> Report:
     ordered = sorted(rows.values(), key=lambda r: (r["context"], r["batch"], order[r["engine"]]))
     ordered = [judged(row, rows) for row in ordered]
     measured = [row for row in ordered if "reason" not in row]
+    versions, commits = ({row[key] for row in measured} for key in ("version", "commit"))
     return Report(
         name="serving",
         is_read_back=True,
         title=f"vLLM with its own attention and with ours, {LAYERS} layers of a 1B-shaped Llama",
         notes=NOTES,
-        environment=environment(vllm=", ".join(sorted({row["version"] for row in measured}))),
+        environment=environment(
+            vllm=", ".join(sorted(versions)), commit=", ".join(sorted(commits))
+        ),
         rows=ordered,
         columns=columns_of([(row, rival_of(row, rows)) for row in measured], COLUMNS),
         warnings=[f"{row['name']}: {row['reason']}" for row in ordered if "reason" in row],

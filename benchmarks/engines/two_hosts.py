@@ -53,7 +53,8 @@ NOTES = (
     "in one direction and the rate that are named; the processors share the memory of one "
     "machine. Two hosts are tensor parallelism 2; vllm is the engine as it is shipped, whose "
     "tensors go by Gloo.",
-    "First token: the seconds of a request alone. Between tokens: the median gap of a request "
+    "First request: the seconds to the first token of the engine's first request, of 300 tokens. "
+    "First token: the same of a later one, alone. Between tokens: the median gap of a request "
     "alone, and of the streams of several at once. In brackets: the time of vllm on two hosts over "
     "this one, and of one host over this one.",
     "Same tokens: the share of the new tokens before the first that differs from vllm on one host; "
@@ -94,7 +95,7 @@ def main() -> int:
 def run(arm: Arm, link: str, model: Path, parsed: argparse.Namespace) -> dict[str, Any]:
     """The figures of one engine, which is started for them, or the reason why there are none."""
     batches = [
-        [prompt(300, 1)],  # what is compiled and connected at first use is, then
+        [prompt(300, 1)],  # the first request
         [prompt(parsed.context, 0)],
         [prompt(256, request) for request in range(parsed.batch)],
     ]
@@ -113,8 +114,9 @@ def run(arm: Arm, link: str, model: Path, parsed: argparse.Namespace) -> dict[st
             peak = max(servers.memory("VmHWM").values())
     except Failed as failure:
         return {"reason": str(failure)}
-    _, alone, streams = json.loads(output)
+    first, alone, streams = json.loads(output)
     return {
+        "first_request_seconds": first[0]["seconds"][0],
         "first_token_seconds": alone[0]["seconds"][0],
         "token_seconds": gap(alone),
         "stream_seconds": gap(streams),
@@ -178,6 +180,7 @@ def _time(key: str, text: str, factor: float) -> Any:
 COLUMNS = {
     "link": lambda row, _: row["link"],
     "engine": lambda row, _: row["engine"],
+    "first request s": lambda row, _: f"{row['first_request_seconds']:.2f}",
     "first token s": _time("first_token_seconds", "{:.2f}", 1),
     "between tokens ms": _time("token_seconds", "{:.1f}", 1e3),
     "between tokens of streams ms": _time("stream_seconds", "{:.1f}", 1e3),

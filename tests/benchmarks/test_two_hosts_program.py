@@ -17,6 +17,7 @@ def row(engine: str, tokens: list[int], seconds: float) -> dict[str, Any]:
     return {
         "link": "1ms,1gbit",
         "engine": engine,
+        "first_request_seconds": 1.5,
         "first_token_seconds": 1.0,
         "token_seconds": seconds,
         "stream_seconds": 2 * seconds,

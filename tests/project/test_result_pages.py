@@ -34,7 +34,7 @@ def test_header_of_a_page(
     page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = header(page)
-    assert re.fullmatch("[0-9a-f]{10}", found["commit"]), found["commit"]
+    assert re.fullmatch("[0-9a-f]{10}(, [0-9a-f]{10})*", found["commit"]), found["commit"]
     check_command(found["command"], monkeypatch, capsys)
 
 
