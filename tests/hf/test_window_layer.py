@@ -11,6 +11,7 @@ import copy
 import gc
 import random
 import weakref
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -25,7 +26,7 @@ from transformers import Gemma3TextConfig
 
 from hf_caches import numbered_keys
 from hf_models import make_model, make_prompts
-from tree_attention import hf
+from tree_attention import BlockCyclic, hf
 from tree_attention.hf.cache.window import MARGIN, STEP, WindowLayer
 from window_caches import (
     CONFIG,
@@ -135,7 +136,28 @@ def test_what_an_interrupted_pass_has_overwritten_is_gone(
         append(cache, 300)
 
 
-def test_a_fill_that_was_interrupted_is_not_gone_on_with() -> None:
+@pytest.mark.parametrize("count", [3, 130, 200])
+@on_ranks(2)
+def test_inside_a_pass_nothing_is_saved_or_moved(
+    rank: int, world_size: int, count: int, tmp_path: Path
+) -> None:
+    """Also where layers share their length, which then says nothing; the save before stays."""
+    cache = hf.TreeCache(CONFIG, max_length=600)
+    append(cache, 300)
+    cache.save(tmp_path)
+    keys, shard = numbered_keys(300, 300 + count, batch=1), cache.shard
+    cache.update(keys, -keys, 0)
+    for call in (lambda: cache.save(tmp_path), lambda: cache.reshard(BlockCyclic(2, 8))):
+        with pytest.raises(ValueError, match="a forward pass has not reached the last layer"):
+            call()
+    assert cache.shard is shard
+    loaded = hf.TreeCache.load(tmp_path, CONFIG)
+    assert loaded.get_seq_length() == 300
+    for layer in loaded.layers:
+        check_holds(layer)
+
+
+def test_a_fill_that_was_interrupted_is_not_gone_on_with(tmp_path: Path) -> None:
     """In the first layer, of which the length is then still that of the last one."""
     cache = hf.TreeCache(CONFIG)
     append(cache, 300)
@@ -152,6 +174,8 @@ def test_a_fill_that_was_interrupted_is_not_gone_on_with() -> None:
         cache.update(keys, -keys, 0)
     with pytest.raises(RuntimeError, match="did not reach the last layer"):
         cache.update(keys, -keys, 0)
+    with pytest.raises(ValueError, match=r"save: a forward pass has not reached the last layer"):
+        cache.save(tmp_path)
     with pytest.raises(ValueError, match="have forgotten the slots before 500"):
         crop_to(cache, 300)
 

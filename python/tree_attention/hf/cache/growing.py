@@ -224,11 +224,17 @@ class TreeCacheLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
+    @property
+    def shortest(self) -> int:
+        """The smallest length at which all that the next query sees is held."""
+        first = self.first
+        return first + (self.window or 0) if first > 0 else 0
+
     def check_cut(self, length: int) -> None:
         """Raises ValueError if the layer cannot go back to the first `length` tokens."""
-        if self.window is not None and self.first > 0 and length < self.first + self.window:
+        if length < self.shortest:
             raise ValueError(
-                f"TreeCache: crop can remove {self.length - self.first - self.window} of these "
+                f"TreeCache: crop can remove {self.length - self.shortest} of these "
                 f"{self.length} tokens, got {self.length - length}: layers with a sliding window "
                 f"of {self.window} have forgotten the slots before {self.first}; copy.deepcopy the "
                 "cache where it must go back further, or forget all tokens with reset"

@@ -311,13 +311,21 @@ class TreeCache(Cache):
 
     def common_length(self, op: str) -> int:
         """The number of slots in use, which all layers have in common between forward passes."""
-        lengths = {layer.length for layer in self.kv_layers}
+        layers = self.kv_layers
+        lengths = {layer.length for layer in layers}
         if len(lengths) > 1:
             raise ValueError(
                 f"TreeCache.{op}: the layers hold {min(lengths)} to {max(lengths)} tokens; call it "
                 "between forward passes, after one that ended"
             )
-        return max(lengths, default=0)
+        length = max(lengths, default=0)
+        # Layers of fixed size share their length, and the first layer changes before its own.
+        if any(layer.pending or length < layer.shortest for layer in layers):
+            raise ValueError(
+                f"TreeCache.{op}: a forward pass has not reached the last layer; call it after one "
+                "that ended, or forget that pass with crop, or all tokens with reset"
+            )
+        return length
 
     def signature(self, op: str) -> Signature:
         """The facts about the slots that ranks compare before `op`."""
