@@ -66,3 +66,13 @@ def test_more_candidates_than_windows_keep(
     )
     found = model.generate(prompt, **GREEDY, prompt_lookup_num_tokens=145)
     assert torch.equal(found, expected)
+
+
+def test_only_assisted_decoding_keeps_what_a_long_pass_saw() -> None:
+    """It takes memory, and a later turn without candidates takes nothing back."""
+    model = hf.enable(make_model("mistral_window"))
+    first = _generate(model, make_prompts(1)["input_ids"], prompt_lookup_num_tokens=4)
+    cache = first.past_key_values
+    assert all(layer.keeps_last_pass for layer in cache.layers)
+    _generate(model, first.sequences, past_key_values=cache)
+    assert not any(layer.keeps_last_pass for layer in cache.layers)

@@ -82,6 +82,38 @@ def test_any_order_of_operations(rank: int, world_size: int, max_length: int | N
 
 
 @fixed_or_not
+@by_world([2], [1, 3])
+@on_ranks()
+def test_rows_in_another_order_stay_so_after_crop(
+    rank: int, world_size: int, max_length: int | None
+) -> None:
+    """A layer that keeps what a long pass saw fills its ring with it again."""
+    choice, generator = random.Random(5), torch.Generator().manual_seed(5)  # the same on all ranks
+    cache = hf.TreeCache(CONFIG, layout=BlockCyclic(world_size, 4), max_length=max_length)
+    ring, *_ = cache.layers
+    ring.keeps_last_pass = True
+    expected, refilled = torch.empty(2, 2, 0, 8), 0
+    for _ in range(60):
+        keys = torch.randn(2, 2, choice.choice((1, 10, 200)), 8, generator=generator)
+        for layer_idx in range(len(cache)):
+            cache.update(keys, -keys, layer_idx)
+        expected = torch.cat((expected, keys), 2)
+        for operation in choice.sample(("reorder", "crop"), 2):
+            if operation == "reorder":
+                rows = choice.choice(([1, 0], [0, 0], [1, 1]))
+                cache.reorder_cache(torch.tensor(rows))
+                expected = expected[rows]
+            elif expected.shape[2] >= max(200, ring.shortest + 10):
+                refilled += ring._last_pass is not None
+                crop(cache, 10)
+                expected = expected[:, :, :-10]
+            slots = cache.shard.layout.local_slots(rank, ring.first, expected.shape[2])
+            assert torch.equal(ring.keys[:, :, ring.held()], expected[:, :, slots])
+            assert torch.equal(ring.values[:, :, ring.held()], -expected[:, :, slots])
+    assert ring.first > 0 and refilled > 0
+
+
+@fixed_or_not
 def test_crop_goes_back_by_the_margin_and_otherwise_not_at_all(max_length: int | None) -> None:
     """The layers before one that refuses are not cropped either."""
     assert CONFIG.layer_types == ["sliding_attention", "full_attention"]

@@ -121,6 +121,12 @@ class WindowLayer(TreeCacheLayer):
             self.first = self.first  # what later tokens have overwritten
         super().cut(length)
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._last_pass = None  # whose rows stay as they were
+        super().reorder_cache(beam_idx)
+
+    batch_select_indices = reorder_cache
+
 
 class StaticWindowLayer(WindowLayer, StaticTreeCacheLayer):
     """The ring of one layer, of which the buffers have their full size at once."""

@@ -157,8 +157,8 @@ class Preparation:
             or arguments.get("assistant_model") is not None
         )
         if cache is not None:
-            for layer in cache.kv_layers if self.call.is_assisted else ():
-                layer.keeps_last_pass = True
+            for layer in cache.kv_layers:
+                layer.keeps_last_pass = self.call.is_assisted
             self._set_chunk_size(model, generation_config, model_kwargs, num_prompt, num_cached)
         return None if makes_cache else original(model, generation_config, model_kwargs, *others)
 
