@@ -275,6 +275,8 @@ def fork(rank: int, world_size: int, when: str) -> list[str]:
             in_child(lambda: tree_decode(*arguments, group=comm)),
             in_child(lambda: all_merge_states(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1))),
             in_child(Communicator),
+            in_child(lambda: get_communicator(comm).abort("in a child")),
+            in_child(lambda: get_communicator(comm).check()),
         ]
     for group in (comm, None, Communicator()):
         torch.testing.assert_close(tree_decode(*arguments, group=group)[0], expected)
@@ -286,7 +288,8 @@ def fork(rank: int, world_size: int, when: str) -> list[str]:
 )
 def test_forked_child_is_refused_and_the_parent_goes_on(when: str) -> None:
     texts = run_ranks(fork, 2, when, fresh=True)[0]
-    for op, text in zip(("tree_decode", "all_merge_states", ""), texts, strict=True):
+    ops = "tree_decode", "all_merge_states", "", "abort", "check"
+    for op, text in zip(ops, texts, strict=True):
         assert re.match(
             rf"ExchangeError: ({op}|Communicator): the process group was made before this", text
         )

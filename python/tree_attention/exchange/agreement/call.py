@@ -122,8 +122,10 @@ class Calls:
         """Ends the call under way, which raises ExchangeError, and refuses further ones.
 
         From any thread, any number of times. Other ranks fail when they wait for this one, and at
-        their deadlines otherwise. Over NCCL, what was queued ends with the group's watchdog.
+        their deadlines otherwise. Over NCCL, what was queued ends with the group's watchdog. In a
+        forked child it raises ExchangeError, and the parent goes on.
         """
+        self._turn.check_process("abort")  # or it would close the parent's connections
         if self._session is not None:
             self._session.fail(f"aborted: {reason}")
 
@@ -133,6 +135,7 @@ class Calls:
         With "one_shot" GPUs wait for each other without the host, whose next call or check has the
         error; until then there is NaN for o and lse, also from replayed graphs.
         """
+        self._turn.check_process("check")
         if self._session is not None:
             self._session.before_deadline(lambda deadline: self._resources.check(), self.timeout)
 
