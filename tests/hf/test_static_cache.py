@@ -18,7 +18,7 @@ from tiers import by_world
 
 pytest.importorskip("transformers")
 
-from hf_models import CONFIGS, make_model, make_prompts
+from hf_models import CONFIGS, VOCAB_SIZE, make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout, hf
 from tree_attention.hf.cache.growing import CROP_KEEPS
 from tree_attention.hf.prompts import forward as prompts
@@ -278,3 +278,33 @@ def test_masks_of_fixed_width() -> None:
             ):
                 model(token, attention_mask=mask[:, :width], past_key_values=held)
             held.crop(0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@on_ranks(2)
+def test_a_chunk_that_is_padding_in_all_rows(rank: int, world_size: int, name: str) -> None:
+    """A mask as wide as the cache tells of padding behind the chunk too: no query sees a slot."""
+    length, generator = 340, torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCAB_SIZE, (2, length), generator=generator)
+    mask = torch.ones(2, 1024, dtype=torch.int64)
+    mask[0, :300] = mask[1, :310] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found = []
+    for prefill in ("split", "replicated"):
+        model = hf.enable(make_model(name), prefill=prefill, max_length=1024)
+        held = hf.TreeCache(model.config, max_length=1024)
+        dealt = mock.patch.object(prompts, "_dealt_forward", wraps=prompts._dealt_forward)
+        with torch.no_grad(), dealt as dealt_forward:
+            for chunk in (slice(0, 256), slice(256, length)):
+                found.append(
+                    model(
+                        ids[:, chunk],
+                        attention_mask=mask,
+                        position_ids=positions[:, chunk],
+                        past_key_values=held,
+                        logits_to_keep=1,
+                    ).logits
+                )
+        assert dealt_forward.call_count == (2 if prefill == "split" else 0)
+    for split, replicated in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(split, replicated, atol=1e-3, rtol=1e-3)

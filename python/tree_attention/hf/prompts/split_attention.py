@@ -66,7 +66,12 @@ def _passes_queries(deal: Deal, query: Tensor, layer: TreeCacheLayer, ranges: Ke
     _, num_heads_q, _, head_dim = query.shape
     state_bytes = 4 * (layer.head_dim_v + 1)
     query_bytes = deal.length * num_heads_q * (head_dim * query.itemsize + state_bytes)
-    return query_bytes < (deal.end - ranges.first) * _bytes_per_slot(layer.buffers())
+    return query_bytes < (deal.end - _first(deal, ranges)) * _bytes_per_slot(layer.buffers())
+
+
+def _first(deal: Deal, ranges: KeyRanges) -> int:
+    """The first slot that any query sees, or the chunk's end where that is beyond it."""
+    return min(ranges.first, deal.end)  # a mask for slots to come may hide the whole chunk
 
 
 def _pass_queries(
@@ -115,9 +120,10 @@ def _pass_keys(
     num_heads_kv, head_dim_v = layer.keys.shape[1], layer.head_dim_v
     buffers = layer.buffers()
     # The local slots of each rank that any query sees.
-    begins = [shard.layout.count(r, ranges.first) for r in ranks]
+    first = _first(deal, ranges)
+    begins = [shard.layout.count(r, first) for r in ranks]
     counts = [shard.layout.count(r, deal.end) - begins[r] for r in ranks]
-    head_bytes = batch * (deal.end - ranges.first) * _bytes_per_slot(buffers) // num_heads_kv
+    head_bytes = batch * (deal.end - first) * _bytes_per_slot(buffers) // num_heads_kv
     head_step = max(1, _MAX_PIECE_BYTES // max(1, head_bytes))
     token_step = _tokens_of_piece(deal, query, layer)
     group = num_heads_q // num_heads_kv
