@@ -4,6 +4,7 @@
 import asyncio
 import importlib
 import json
+import queue
 import re
 import socket
 import threading
@@ -68,6 +69,13 @@ def test_the_option_that_differs_is_named_on_every_host() -> None:
 
 def test_a_version_that_one_host_lacks() -> None:
     assert all("got '2.13' on" in error for error in meet([{"torch": "2.13"}, {}]))
+
+
+def test_a_version_whose_notes_are_other_ones() -> None:
+    store = dist.HashStore()
+    store.set("note 1", json.dumps({"host": "host1"}))
+    with pytest.raises(ValueError, match="--dtype must be equal on all hosts, got 'float32' on"):
+        hosts._exchange(store, 0, 0, 2, {"--dtype": "float32"}, print, 60.0, print)
 
 
 def test_two_hosts_with_one_rank() -> None:
@@ -229,8 +237,8 @@ def test_number_of_processes(options: dict[str, Any], processes: int) -> None:
         ({"node_rank": 1, "nnodes": 2}, "--headless must be given with --node-rank 1"),
         ({"headless": True, "nnodes": 2}, "--headless must not be given with --node-rank 0"),
         (
-            {"nnodes": 2, "cpu_distributed_timeout_seconds": 2},
-            "--cpu-distributed-timeout-seconds must be at least 3, got 2",
+            {"nnodes": 2, "cpu_distributed_timeout_seconds": 4},
+            "--cpu-distributed-timeout-seconds must be at least 5, got 4",
         ),
     ],
 )
@@ -279,15 +287,18 @@ def test_a_line_says_whose_attention_it_is(
 
 
 @pytest.mark.parametrize("case", ["lost", "lost, as vLLM saw first", "told to end"])
-def test_a_server_knows_why_its_engine_ended(case: str) -> None:
+def test_a_server_knows_why_its_engine_ended(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, server = Namespace(is_running=True, errored=False), Namespace(should_exit=False)
+    watch, left = Namespace(was_told=False), queue.Queue()
+    monkeypatch.setattr(program, "SERVER_SECONDS", 0.0)
+    monkeypatch.setattr(program, "leave_as", lambda whose, was_told: left.put((whose, was_told)))
 
     def end() -> None:
         engine.is_running, engine.errored = False, True
 
     engine.shutdown = end
     with stub_of_vllm():
-        lost = program.watch_engine()
+        lost = program.watch_engine(watch)
         watchdog_loop = importlib.import_module(program.LAUNCHER).watchdog_loop
 
         async def serve() -> None:
@@ -303,8 +314,11 @@ def test_a_server_knows_why_its_engine_ended(case: str) -> None:
             await asyncio.wait([watchdog])
 
         asyncio.run(serve())
-    assert lost.is_set() == (case != "told to end")
+    assert lost.is_set() == (case != "told to end") != watch.was_told
     assert server.should_exit == (case != "lost, as vLLM saw first")
+    if case == "lost":  # and the server's clients keep it
+        assert left.get(timeout=AMPLE) == (watch, False)
+    assert left.empty()
 
 
 def test_a_name_of_no_host() -> None:

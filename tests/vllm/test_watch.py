@@ -115,6 +115,15 @@ def test_a_first_host_that_was_told_to_end_tells_the_others() -> None:
         assert not any(host.said for host in hosts)
 
 
+def test_all_hosts_may_be_told_to_end() -> None:
+    """The first one takes longer than the others."""
+    with watched(2, timeout=60.0) as (first, second):
+        first.watch.was_told = True
+        second.end(was_told=True)
+        wait_for_statuses([first, second], 0)
+        assert not first.said
+
+
 def test_another_host_that_was_told_to_end_is_lost() -> None:
     with watched(2, timeout=60.0) as (first, second):
         second.end(was_told=True)

@@ -7,12 +7,14 @@ first; all but the first add `--headless`.
 """
 
 import asyncio
+import ctypes
 import dataclasses
 import hashlib
 import importlib
 import importlib.util
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -33,8 +35,9 @@ from .watch import LOST_STATUS, Watch
 OF_A_HOST = {"node_rank", "master_addr", "data_parallel_rank", "data_parallel_start_rank"}
 OF_A_HOST |= {"download_dir", "hf_token", "model_loader_extra_config"}
 LAUNCHER = "vllm.entrypoints.launchers.launcher"
-LEAST_TIMEOUT = 3  # seconds of --cpu-distributed-timeout-seconds, as hosts give signs of life
+LEAST_TIMEOUT = 5  # seconds of --cpu-distributed-timeout-seconds, as hosts give signs of life
 LAST_SECONDS = 0.75  # for the last answers of a server and of the first host's store
+SERVER_SECONDS = 2.0  # in which a server ends whose engine is lost
 
 
 def main(arguments: list[str]) -> int:
@@ -60,23 +63,35 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         say(f"error: {error}")
         leave(2)
-    lost, was_told = watch_engine(), False
+    adopt_orphans()
+    lost, was_told = watch_engine(watch), False
     try:
         command.cmd(asked)
         # The server ends when it is told to; a host without one ends when the engine is lost.
         was_told = not asked.headless and not lost.is_set()
     except SystemExit as leaving:
         was_told = not leaving.code
+    except KeyboardInterrupt:  # what vLLM makes of signals while it starts
+        was_told = True
     except Exception:
         if watch is None:
             raise
         traceback.print_exc()
-    if watch is not None:
-        end_children()
-        leave(watch.ended(was_told=was_told))
-    if not was_told:
-        leave(LOST_STATUS)
+    if not was_told or watch is not None:
+        leave_as(watch, was_told=was_told)
     return 0
+
+
+def adopt_orphans() -> None:
+    """Makes processes whose parent ends children of this one, which ends them."""
+    with suppress(AttributeError):  # where it is not Linux
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def leave_as(watch: Watch | None, *, was_told: bool) -> NoReturn:
+    """Ends all processes of this host, whose engine has ended, once it is known why."""
+    end_children()
+    leave(LOST_STATUS if watch is None else watch.ended(was_told=was_told))
 
 
 def end_children() -> None:
@@ -93,18 +108,25 @@ def end_children() -> None:
 def leave(status: int) -> NoReturn:
     """Ends all processes of this host. Python takes seconds to take vLLM down, and waits for
     threads of a lost host."""
-    end_children()
-    time.sleep(LAST_SECONDS)
-    sys.stdout.flush()
-    os._exit(status)
+    try:
+        end_children()
+        time.sleep(LAST_SECONDS)
+        sys.stdout.flush()
+    finally:  # also where nobody reads the output any more
+        os._exit(status)
 
 
-def watch_engine() -> threading.Event:
+def watch_engine(watch: Watch | None) -> threading.Event:
     """The event is set when the server's engine is lost, and the server ends then.
 
-    vLLM's own look at the engine is every 5 s, and says nothing to who started the server.
+    vLLM's own look at the engine is every 5 s, and says nothing to who started the server, which
+    waits without an end for a client that reads or sends no more.
     """
     lost = threading.Event()
+
+    def end_server() -> None:
+        time.sleep(SERVER_SECONDS)
+        leave_as(watch, was_told=False)
 
     async def watchdog_loop(server: Any, engine: Any) -> None:
         from vllm import envs
@@ -114,6 +136,8 @@ def watch_engine() -> threading.Event:
         def shut_down(*arguments: Any, **named: Any) -> Any:
             if not engine.errored:
                 was_told.set()
+                if watch is not None:
+                    watch.was_told = True
             return shutdown(*arguments, **named)
 
         engine.shutdown = shut_down  # what a signal does first
@@ -124,6 +148,8 @@ def watch_engine() -> threading.Event:
         finally:  # vLLM may have seen it before, and cancels this then
             if engine.errored and not was_told.is_set():
                 lost.set()
+                if server.should_exit:
+                    threading.Thread(target=end_server, daemon=True).start()
 
     if not checks.faults_of(LAUNCHER, "watchdog_loop", "server engine"):
         importlib.import_module(LAUNCHER).watchdog_loop = watchdog_loop  # type: ignore[attr-defined]
@@ -156,7 +182,8 @@ def prepare(asked: Namespace) -> Watch | None:
             f"--cpu-distributed-timeout-seconds must be at least {LEAST_TIMEOUT}, got {timeout}"
         )
     if not asked.headless and not asked.uds:
-        hosts.check_free(asked.host or "0.0.0.0", asked.port, "--host and --port")
+        family = socket.AF_INET6 if ":" in (asked.host or "") else socket.AF_INET  # as in vLLM
+        hosts.check_free(asked.host or "0.0.0.0", asked.port, "--host and --port", family)
     watch = None
     cpus = in_place(os.sched_getaffinity(0))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding(cpus, processes_of(asked)))

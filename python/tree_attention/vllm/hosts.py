@@ -107,7 +107,8 @@ def while_answered(run: Callable[[Callable[[], None]], Found], seconds: float) -
 
     thread = threading.Thread(target=work, name="tree_attention hosts", daemon=True)
     thread.start()
-    seen, silent = -1, 0.0  # seconds in which this process ran, as it may be stopped itself
+    # Seconds in which this process ran, as it may be stopped itself.
+    seen, silent, last = -1, 0.0, time.monotonic()
     while silent <= seconds:
         thread.join(ASK_SECONDS)
         if outcomes:
@@ -115,15 +116,16 @@ def while_answered(run: Callable[[Callable[[], None]], Found], seconds: float) -
             if error is not None:
                 raise error
             return found  # type: ignore[return-value]
-        silent = silent + ASK_SECONDS if answers[0] == seen else 0.0
-        seen = answers[0]
+        now = time.monotonic()
+        silent = silent + min(now - last, 2 * ASK_SECONDS) if answers[0] == seen else 0.0
+        seen, last = answers[0], now
     raise TimeoutError
 
 
-def check_free(host: str, port: int, name: str) -> None:
+def check_free(host: str, port: int, name: str, family: int = socket.AF_UNSPEC) -> None:
     """Raises ValueError if nobody can listen at `host:port` of this host."""
     try:
-        family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        family, *_, address = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)[0]
         socket.create_server((address[0], port), family=family).close()
     except (OSError, OverflowError) as error:
         raise ValueError(
@@ -207,7 +209,7 @@ def _exchange(
         other = json.loads(store.get(f"note {rank}"))
         names[rank] = f"{other['host']}, --node-rank {rank}"
         if rank == 0:
-            port = other["port"]
+            port = other.get("port", 0)  # which another version may lack
         if node_rank < rank:
             _compare(mine, other, rank)
         else:
@@ -249,14 +251,14 @@ def _arrivals(
 
 def _compare(note: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
     """Raises ValueError where two notes differ, of which the second is of the host `rank`."""
-    if note["is loopback"] != other["is loopback"]:
-        alone = note if note["is loopback"] else other
+    if bool(note.get("is loopback")) != bool(other.get("is loopback")):
+        alone = note if note.get("is loopback") else other
         raise ValueError(
             f"VLLM_HOST_IP must be an address that other hosts reach, got {alone['host']}: set it "
             "there, or give --master-addr as an address, as a name may be another one in /etc/hosts"
         )
     for field, value in note.items():
-        if field not in ("host", "port") and other.get(field) != value:
+        if field not in ("host", "port", "is loopback") and other.get(field) != value:
             raise ValueError(
                 f"{field} must be equal on all hosts, got {value!r} on {note['host']} and "
                 f"{other.get(field)!r} on {other['host']}, --node-rank {rank}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from ..exchange import sentence
 from .hosts import Meeting, while_answered
@@ -37,6 +38,7 @@ class Watch(threading.Thread):
         super().__init__(name="tree_attention watch", daemon=True)
         self._meeting, self._timeout, self._leave, self._say = meeting, timeout, leave, say
         self._asked: str | None = None  # what happened to this host's engine, once it has ended
+        self.was_told = False  # to end, which may take a while
 
     def ended(self, *, was_told: bool) -> int:
         """The exit status of this host, whose engine has ended, once it is known why."""
@@ -52,9 +54,11 @@ class Watch(threading.Thread):
             why = f"A host is lost: {first}, gave no sign for {self._timeout:.1f} s"
         except Exception as error:
             why = f"A host is lost: {first}, does not answer: {sentence(error)}"
-        self._status = 0 if _TOLD in (why, self._asked) else LOST_STATUS
+        is_meant = self.was_told or _TOLD in (why, self._asked)
+        self._status = 0 if is_meant else LOST_STATUS
         if self._status:
-            self._say(f"{why}. All processes of the engine end; start it again.")
+            with suppress(OSError, ValueError):  # where nobody reads it
+                self._say(f"{why}. All processes of the engine end; start it again.")
         if self._asked is None:
             self._leave(self._status)
 
