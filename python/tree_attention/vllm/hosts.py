@@ -72,7 +72,7 @@ def meet(
 
     def run(answered: Callable[[], None]) -> Meeting:
         if node_rank == 0:
-            check_free(host, port, "--master-addr and --master-port")
+            check_free(host, port, "with --node-rank 0, --master-addr and --master-port")
             store, watched = (_store(host, p, seconds, is_first=True) for p in (port, 0))
         else:
             _wait_for(host, port, seconds, answered)
