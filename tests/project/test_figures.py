@@ -194,7 +194,12 @@ PAGES: dict[str, Rows] = {
         lambda: serving(32, "ours, blocks of 32", "vllm, blocks of 32"),
         lambda: serving(32, "ours, blocks of 16", "vllm, blocks of 32"),
         lambda: serving(1, "ours, blocks of 16", "vllm, blocks of 32"),
-        lambda: serving(1, "ours, blocks of 128", "vllm, blocks of 128", context=16384),
+        *(
+            lambda context=context: serving(
+                1, "ours, blocks of 128", "vllm, blocks of 128", context=context
+            )
+            for context in (16384, 65536)
+        ),
         lambda: serving(1, "ours, TP 2, DCP 2", "ours, TP 2"),
         lambda: serving(8, "ours, TP 2, DCP 2", "ours, TP 2"),
         lambda: serving(1, "ours, TP 2, DCP 2", "ours, TP 2", context=16384),
