@@ -77,7 +77,22 @@ def meet(
         else:
             _wait_for(host, port, seconds, answered)
             store, watched = _store(host, port, seconds), None
-        return _meet(store, watched, host, node_rank, nnodes, note, say, start_seconds, answered)
+        port_watched = getattr(watched, "port", 0)
+        try:
+            names, port_watched = _exchange(
+                store, port_watched, node_rank, nnodes, note, say, start_seconds, answered
+            )
+            return Meeting(node_rank, names, watched or _store(host, port_watched, MEETING_SECONDS))
+        except RuntimeError:
+            raise ValueError(
+                f"the host at {place} left before all were there; its output says why"
+            ) from None
+        except ValueError as error:
+            with suppress(RuntimeError):  # where the store is gone, its host has said why
+                store.set("error", str(error))
+            if node_rank == 0:  # whose store the others ask
+                time.sleep(ERROR_SECONDS)
+            raise
 
     try:
         return while_answered(run, seconds)
@@ -153,34 +168,6 @@ def _store(host: str, port: int, seconds: float, is_first: bool = False) -> dist
     """The store at `host:port`, which the first host serves."""
     timeout = timedelta(seconds=seconds)
     return dist.TCPStore(host, port, is_master=is_first, wait_for_workers=False, timeout=timeout)
-
-
-def _meet(
-    store: dist.Store,
-    watched: dist.Store | None,  # of the first host, which serves it for the time after
-    host: str,
-    node_rank: int,
-    nnodes: int,
-    note: Mapping[str, object],
-    say: Callable[[str], None],
-    seconds: float,
-    answered: Callable[[], None],
-) -> Meeting:
-    try:
-        names, port = _exchange(
-            store, getattr(watched, "port", 0), node_rank, nnodes, note, say, seconds, answered
-        )
-        return Meeting(node_rank, names, watched or _store(host, port, MEETING_SECONDS))
-    except RuntimeError:
-        raise ValueError(
-            f"the host at {host} left before all were there; its output says why"
-        ) from None
-    except ValueError as error:
-        with suppress(RuntimeError):  # where the store is gone, its host has said why
-            store.set("error", str(error))
-        if node_rank == 0:  # whose store the others ask
-            time.sleep(ERROR_SECONDS)
-        raise
 
 
 def _exchange(
