@@ -50,7 +50,9 @@ ENGINES = {
     "ours, blocks of 32": Engine(True, "vllm, blocks of 32", block_size=32),
     "ours, blocks of 16": Engine(True, "vllm, blocks of 32", block_size=16),
     "ours, TP 2": Engine(True, kv_heads=1, ranks=2),
-    "ours, TP 2, DCP 2": Engine(True, "ours, TP 2", kv_heads=1, ranks=2, context_ranks=2),
+    "ours, TP 2, DCP 2": Engine(
+        True, "ours, TP 2", block_size=64, kv_heads=1, ranks=2, context_ranks=2
+    ),
 }
 
 NOTES = (
@@ -65,7 +67,8 @@ NOTES = (
     "requests of the batch at once, with prompts of their own, of which the first is in the prefix "
     "cache. Between tokens: the median of the steps in which each request got a token. New "
     "tokens/s: of the batch, from its first request to its last token; of a prompt that is in the "
-    "cache the last block is read again, which has the block size times the ranks of DCP tokens.",
+    "cache the last block is read again, which has the block size times the ranks of DCP tokens: "
+    "both rows with TP 2 read 128 again, as DCP 2 has blocks of 64.",
     "Ratios are the rival's time over this one's, or this one's tokens/s over the rival's: above 1 "
     "is faster than the rival, the engine of the row that is named. Tokens per GiB: the context "
     "that a process keeps in a GiB of its memory.",
