@@ -8,6 +8,7 @@ import torch
 
 from helpers import make_problem
 from test_lean_decode import by_dtype
+from tree_attention import lean_decode
 
 
 @pytest.mark.parametrize("seed", [6, 12, 25])  # where two sums per score are outside the bound
@@ -74,3 +75,27 @@ def test_rounding_errors_do_not_grow_beside_an_empty_query():
         true_o, _ = problem.check(o, lse)
         errors.append((o.double() - true_o)[0, 0, 0].abs().max().item())
     assert errors[1] <= 2 * errors[0]
+
+
+@pytest.mark.parametrize("keys", [torch.float32, torch.int8])
+def test_scores_that_rise_a_little_with_every_step(keys, instruction_set):
+    """A base that followed each of them would change by a factor whose rounding is always the same:
+    after 262,144 keys o would be off by 1e-4."""
+    n, head_dim = 1 << 18, 32
+    score = (2.75e-8 * (torch.arange(n) // 32)).float()
+    q = torch.zeros(1, 1, 1, head_dim)
+    q[..., 0] = 1
+    k, v = torch.zeros(1, 1, n, head_dim), torch.ones(1, 1, n, head_dim)
+    options = {}
+    if keys == torch.int8:
+        k[..., 0] = 1
+        q, k, v = q.bfloat16(), k.to(keys), v.to(keys)
+        options = {"k_scale": score.view(1, 1, n), "v_scale": torch.ones(1, 1, n)}
+    else:
+        k[0, 0, :, 0] = score
+    o, lse = lean_decode(
+        q, k, v, softmax_scale=1.0, num_workers=1, out_dtype=torch.float32, **options
+    )
+    torch.testing.assert_close(o, torch.ones_like(o), rtol=0, atol=2e-6)
+    true_lse = score.double().logsumexp(0)
+    torch.testing.assert_close(lse.double().view(()), true_lse, rtol=0, atol=2e-6)

@@ -147,6 +147,19 @@ def test_lse_where_scores_grow_by_less_than_the_slack(instruction_set):
     problem.run_and_check(num_workers=1)
 
 
+def test_lse_of_bfloat16_where_scores_grow_by_less_than_the_slack(instruction_set):
+    """As above, where 256 keys meet the rows at a time."""
+    problem = make_problem(
+        batch=1, num_heads_kv=1, group_size=1, seqlen_q=64, seqlen_k=1000, ranges="all",
+        softmax_scale=1.0, dtype=torch.bfloat16,
+    )  # fmt: skip
+    problem.q *= 0.01
+    problem.q[..., 0] = 1.0
+    problem.k[..., 0] = -7.5
+    problem.k[:, :, :256, 0] = -18.5
+    problem.run_and_check(num_workers=1)
+
+
 def test_many_rows_of_ten_billion(instruction_set):
     problem = make_problem(score_size=1e10, seqlen_q=20, seqlen_k=300, dtype=torch.bfloat16)
     o, _ = problem.run(out_dtype=torch.float32)

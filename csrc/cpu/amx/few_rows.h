@@ -73,7 +73,7 @@ class TileAttention : VectorAttention<T> {
     // The NaN may come from an infinite value and a weight whose second term is 0. So compute once
     // more, from the state after the last flush, with weights of one term.
     __builtin_memcpy(state_.sum, sum, rows_.count * sizeof(double));
-    __builtin_memcpy(state_.max, state_.total_max, rows_.count * sizeof(float));
+    __builtin_memcpy(state_.base, state_.total_base, rows_.count * sizeof(float));
     __builtin_memset(state_.acc, 0, size * sizeof(float));
     VectorAttention<T>::attend_shared(begin, end, limit);
   }
@@ -217,11 +217,15 @@ class TileAttention : VectorAttention<T> {
       largest = max_keep_nan(largest, load(scores + i * kLanes));
       smallest = min_keep_nan(smallest, load(scores + i * kLanes));
     }
-    const Vec old_max = load_columns<kColumns>(state_.max + first);
-    const Vec new_max = max_keep_nan(
-        old_max, max_of_keys<kColumns>(max_keep_nan(mul(largest, scale), mul(smallest, scale))));
-    const Vec base = select_below(new_max, -FLT_MAX, zero(), new_max);  // -inf - -inf would be NaN
-    const Vec rescale = exp2_nonpositive(sub(old_max, base));
+    const Vec old_base = load_columns<kColumns>(state_.base + first);
+    const Vec top = max_keep_nan(
+        old_base, max_of_keys<kColumns>(max_keep_nan(mul(largest, scale), mul(smallest, scale))));
+    const __mmask16 above =
+        _mm512_cmp_ps_mask(top, add(old_base, broadcast(kRowSlack)), _CMP_NLE_UQ);
+    const Vec new_base = _mm512_mask_mov_ps(old_base, above, top);
+    // -inf - -inf would be NaN.
+    const Vec base = select_below(new_base, -FLT_MAX, zero(), new_base);
+    const Vec rescale = exp2_nonpositive(sub(old_base, base));
 
     Vec sum = zero(), weights[kVectors];
     for (int i = 0; i < kVectors; ++i) {
@@ -238,7 +242,7 @@ class TileAttention : VectorAttention<T> {
     store_weights(weights, m_);
     sum = sum_of_keys<kColumns>(sum);
     const __mmask16 columns = first_lanes(kColumns);
-    _mm512_mask_storeu_ps(state_.max + first, columns, new_max);
+    _mm512_mask_storeu_ps(state_.base + first, columns, new_base);
     const auto add_sum = [&](int begin, __m256 sums, __m256 factors) {
       double* total = state_.sum + first + begin;
       const auto mask = static_cast<__mmask8>(columns >> begin);

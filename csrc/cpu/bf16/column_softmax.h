@@ -156,7 +156,7 @@ inline bool normalise_sums(const DecodeParams& p, const Memory& m, int64_t row, 
   for (int64_t i = 0; i < count; ++i) {
     const float sum = static_cast<float>(m.sum[row + i]);
     factor[i] = sum == 0.0f ? 0.0f : 1.0f / sum;
-    lse[i] = sum == 0.0f ? -INFINITY : m.base[row + i] * kLn2 + __builtin_logf(sum);
+    lse[i] = lse_of(m.base[row + i], m.sum[row + i]);
   }
   for (int64_t d = 0; d < p.head_dim_v; d += kLanes) {
     __m512i x[kLanes];

@@ -99,7 +99,7 @@ class RowsAttention {
         }
       }
       if (adjusted_) adjust_scores(p_, rows_, row, first_key, scores);
-      rescale[row] = softmax_row(step.count, scores, state_.max[row], state_.sum[row]);
+      rescale[row] = softmax_row(step.count, scores, state_.base[row], state_.sum[row]);
       if constexpr (kIsScaled<T>) scale_row(step.v_scale, scores);
     }
   }

@@ -329,11 +329,7 @@ class LaneRowsAttention {
         not_finite = fma(load(of_row + d), zero(), not_finite);  // NaN of infinity, too
       }
       const float sum = static_cast<float>(m_.sum[row]);
-      // In double: the base may be far from the largest score, and the two terms cancel then.
-      lse[row] =
-          sum == 0.0f
-              ? -INFINITY
-              : static_cast<float>(m_.base[row] * 0.69314718055994531 + __builtin_log(m_.sum[row]));
+      lse[row] = lse_of(m_.base[row], m_.sum[row]);
       store_scaled_sums<T>(p_, of_row, sum == 0.0f ? 0.0f : 1.0f / sum, o + row * p_.head_dim_v);
     }
     return reduce_add(not_finite) == 0.0f;

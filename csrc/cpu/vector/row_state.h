@@ -104,16 +104,16 @@ class RowState {
     total = acc + num_rows * stride;
     scores = total + num_rows * stride;
     sum = reinterpret_cast<double*>(scores + num_rows * kStepKeys);
-    max = reinterpret_cast<float*>(sum + num_rows);
-    total_max = max + num_rows;
-    end = reinterpret_cast<char*>(total_max + num_rows);
+    base = reinterpret_cast<float*>(sum + num_rows);
+    total_base = base + num_rows;
+    end = reinterpret_cast<char*>(total_base + num_rows);
   }
 
   // The state of no keys, but for q.
   void clear() const {
     for (int64_t i = 0; i < rows_.count * stride; ++i) acc[i] = total[i] = 0.0f;
     for (int64_t row = 0; row < padded_rows(rows_.count); ++row) {
-      max[row] = total_max[row] = -INFINITY;
+      base[row] = total_base[row] = -INFINITY;
       sum[row] = 0.0;
     }
   }
@@ -129,14 +129,15 @@ class RowState {
   // Adds the rows' sums since the last flush to their totals.
   void flush() const {
     for (int64_t row = 0; row < rows_.count; ++row) {
-      const float new_max = max[row], old_max = total_max[row];
-      const Vec factor = broadcast(new_max == old_max ? 1.0f : __builtin_exp2f(old_max - new_max));
+      const float new_base = base[row], old_base = total_base[row];
+      const float change = new_base == old_base ? 1.0f : __builtin_exp2f(old_base - new_base);
+      const Vec factor = broadcast(change);
       float *of_total = total + row * stride, *of_acc = acc + row * stride;
       for (int64_t d = 0; d < stride; d += kLanes) {
         store(of_total + d, fma(load(of_total + d), factor, load(of_acc + d)));
         store(of_acc + d, zero());
       }
-      total_max[row] = new_max;
+      total_base[row] = new_base;
     }
   }
 
@@ -147,7 +148,7 @@ class RowState {
     for (int64_t row = 0; row < rows_.count; ++row) {
       const float of_row = static_cast<float>(sum[row]);
       const bool empty = of_row == 0.0f;
-      lse[row] = empty ? -INFINITY : max[row] * kLn2 + __builtin_logf(of_row);
+      lse[row] = lse_of(base[row], sum[row]);
       store_scaled_sums<T>(p_, total + row * stride, empty ? 0.0f : 1.0f / of_row,
                            o + row * p_.head_dim_v);
     }
@@ -159,8 +160,8 @@ class RowState {
   float* total;          // [rows, stride], of the keys before it
   float* scores;         // [rows, kStepKeys]
   double* sum;           // [rows], of all weights
-  float* max;            // [rows], the largest score
-  float* total_max;      // [rows], the largest score up to the last flush
+  float* base;           // [rows], what is subtracted from scores (softmax_row)
+  float* total_base;     // [rows], the same up to the last flush
   char* end;             // of the arrays: where an instruction set with matrices keeps them
 
  private:

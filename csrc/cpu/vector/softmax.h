@@ -16,7 +16,13 @@ namespace tree_attention::cpu {
 namespace {
 
 constexpr float kLog2E = 1.44269504088896340736f;
-constexpr float kLn2 = 0.693147180559945309417f;
+
+// The natural logsumexp of a row whose weights, relative to `base`, have this sum. In double: the
+// base may be far from the largest score, and the two terms cancel then.
+inline float lse_of(float base, double sum) {
+  constexpr double kLn2 = 0.693147180559945309417;
+  return sum == 0.0 ? -INFINITY : static_cast<float>(base * kLn2 + __builtin_log(sum));
+}
 
 // What queries are multiplied by before their product with keys: the rest of the way to a score in
 // base 2 follows in adjust_scores.
@@ -71,9 +77,14 @@ struct Indices {
 };
 constexpr Indices kIndices;
 
+// How far the scores of a row may exceed its base before it follows them. Factors are rounded, and
+// where scores rise a little with each step, so many errors of one sign would add up; factors of a
+// half and less forget them. A row of one large score still has the weight 1.
+constexpr float kRowSlack = 1;
+
 // scores [kStepKeys] of one row become weights (online softmax), of which those from `count` on are
 // 0. Returns the factor by which the row's sums so far are to be multiplied.
-inline float softmax_row(int count, float* scores, float& max, double& sum) {
+inline float softmax_row(int count, float* scores, float& base, double& sum) {
   if (count < kStepKeys) {  // whole vectors, which those below can load without a wait
     for (int i = 0; i < kStepKeys; i += kLanes) {
       store(scores + i, select_below(load(kIndices.of + i), static_cast<float>(count),
@@ -84,17 +95,17 @@ inline float softmax_row(int count, float* scores, float& max, double& sum) {
   for (int i = kLanes; i < kStepKeys; i += kLanes) {
     step_max = max_keep_nan(step_max, load(scores + i));
   }
-  const float old_max = max;
+  const float old_base = base;
   const float largest = reduce_max(step_max);
-  if (largest > max) max = largest;
-  const float base = max == -INFINITY ? 0.0f : max;  // -inf - -inf would be NaN
+  if (largest > base + kRowSlack) base = largest;
+  const float subtracted = base == -INFINITY ? 0.0f : base;  // -inf - -inf would be NaN
   Vec step_sum = zero();
   for (int i = 0; i < kStepKeys; i += kLanes) {
-    const Vec weight = exp2_nonpositive(sub(load(scores + i), broadcast(base)));
+    const Vec weight = exp2_nonpositive(sub(load(scores + i), broadcast(subtracted)));
     step_sum = add(step_sum, weight);
     store(scores + i, weight);
   }
-  const float rescale = max == old_max ? 1.0f : __builtin_exp2f(old_max - base);
+  const float rescale = base == old_base ? 1.0f : __builtin_exp2f(old_base - subtracted);
   sum = sum * rescale + reduce_add(step_sum);
   return rescale;
 }
