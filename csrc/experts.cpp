@@ -35,9 +35,10 @@ struct Weights {
   // [rows, outputs] of [rows, inputs] and one expert.
   at::Tensor product(const at::Tensor& x, int64_t expert) const {
     const at::Tensor own = weight.select(0, expert);
-    if (!scale.has_value()) return at::matmul(x, is_transposed ? own : own.t());
+    at::Tensor out = at::empty({x.size(0), own.size(is_transposed ? 1 : 0)}, x.options());
+    // Of the products that torch has, this one keeps the dtype also under autocast.
+    if (!scale.has_value()) return at::mm_out(out, x, is_transposed ? own : own.t());
     const at::Tensor its_scale = scale->select(0, expert);
-    at::Tensor out = at::empty({x.size(0), own.size(0)}, x.options());
     for (int64_t begin = 0; begin < own.size(0); begin += kWidened) {
       const int64_t count = std::min(kWidened, own.size(0) - begin);
       at::Tensor part = out.narrow(1, begin, count);
@@ -88,17 +89,22 @@ struct Order {
 void multiply_few_rows(const at::Tensor& x, const Order& order, int64_t choices,
                        const Weights& weights, at::Tensor& out) {
   const at::Tensor& weight = weights.weight;
-  const at::Tensor rows = at::from_blob(const_cast<int64_t*>(order.rows.data()),
-                                        {static_cast<int64_t>(order.rows.size())}, at::kLong);
+  std::vector<int64_t> few, begin{0};
+  for (int64_t e = 0; e < weight.size(0); ++e) {
+    const auto first = order.rows.begin() + order.begin[e];
+    if (order.count(e) <= weights.few_rows()) few.insert(few.end(), first, first + order.count(e));
+    begin.push_back(static_cast<int64_t>(few.size()));
+  }
+  const at::Tensor rows = at::from_blob(few.data(), {static_cast<int64_t>(few.size())}, at::kLong);
   const at::Tensor own = x.index_select(0, choices == 1 ? rows : rows.div(choices, "floor"));
   const DataType dtype = data_type(x.scalar_type(), "linear_of_experts", "x");
   const DataType of_weight =
       weights.is_packed() ? DataType::kInt8 : kv_data_type(weight.scalar_type(), dtype);
-  cpu::multiply_experts(
-      {dtype, of_weight, own.const_data_ptr(), order.rows.data(), order.begin.data(),
-       weight.size(0), out.size(1), x.size(1), weight.const_data_ptr(),
-       weights.scale.has_value() ? weights.scale->const_data_ptr() : nullptr,
-       weights.is_packed() ? x.size(1) / weights.scale->size(2) : 0, out.mutable_data_ptr()});
+  cpu::multiply_experts({dtype, of_weight, own.const_data_ptr(), few.data(), begin.data(),
+                         weight.size(0), out.size(1), x.size(1), weight.const_data_ptr(),
+                         weights.scale.has_value() ? weights.scale->const_data_ptr() : nullptr,
+                         weights.is_packed() ? x.size(1) / weights.scale->size(2) : 0,
+                         out.mutable_data_ptr()});
 }
 
 }  // namespace

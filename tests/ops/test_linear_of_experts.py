@@ -194,3 +194,24 @@ def test_a_row_has_the_same_bits_in_any_company(
     for row in range(13):
         one = slice(row, row + 1)
         assert torch.equal(OPERATOR(x[one], experts[one], data, scale, 0, False)[0], together[row])
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_autocast_changes_nothing(rows: int, is_transposed: bool) -> None:
+    weight = torch.randn(2, 32, 16) if is_transposed else torch.randn(2, 16, 32)
+    x, experts = torch.randn(rows, 32), torch.arange(rows) % 2
+    expected = OPERATOR(x, experts, weight, None, 0, is_transposed)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = OPERATOR(x, experts, weight, None, 0, is_transposed)
+    assert torch.equal(found, expected)
+
+
+def test_rows_of_experts_that_have_many_are_gathered_once() -> None:
+    experts = torch.tensor([0, 1]).repeat(100)
+    experts[:4] = 2
+    x, weight = torch.randn(200, 32), torch.randn(3, 16, 32)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        OPERATOR(x, experts, weight, None, 0, False)
+    gathers = [event for event in profile.events() if event.name == "aten::index_select"]
+    assert sorted(event.input_shapes[2][0] for event in gathers) == [4, 98, 98]
