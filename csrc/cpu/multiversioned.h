@@ -6,7 +6,7 @@
 
 #if defined(__x86_64__) && defined(__linux__) && !defined(__SANITIZE_ADDRESS__) && \
     !defined(__SANITIZE_THREAD__)
-#define MULTIVERSIONED __attribute__((target_clones("avx512f", "arch=haswell", "default")))
+#define MULTIVERSIONED __attribute__((target_clones("avx512f", "fma", "default")))
 #else
 #define MULTIVERSIONED
 #endif
