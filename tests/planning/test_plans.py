@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,13 +14,15 @@ from tree_attention.planning.arithmetic import (
     DATA,
     MAX_CONTEXT,
     PROMPTS,
+    SPLIT,
     SPLIT_BY_HEADS,
     TENSOR,
     WHOLE,
     Plan,
+    Split,
     Work,
 )
-from tree_attention.planning.machines import LINKS, MACHINES, Hosts, fitted_link, link_of
+from tree_attention.planning.machines import LINKS, MACHINES, Hosts, Link, fitted_link, link_of
 from tree_attention.planning.models import NAMED, llama
 
 MODEL = NAMED["llama-3.1-8b"]
@@ -156,3 +159,11 @@ def test_best_form_is_the_soonest_that_fits() -> None:
     hosts, work = Hosts(H200.machine, LINKS["1gbe"]), replace(PLAN.work, context=1 << 24)
     assert Plan(NAMED["llama-3.2-1b"], hosts, 8, work).best() == PROMPTS
     assert replace(PLAN, model=NAMED["llama-3.1-405b"], ranks=2).best() is None
+
+
+@pytest.mark.parametrize("sequences, phases", [(4, 1), (8, 2)])
+def test_rounds_of_sums_that_have_two_phases(sequences: int, phases: int) -> None:
+    """A sum of 70B's hidden states is 64 KiB of 4 sequences, more than which takes two phases."""
+    hosts = Hosts(MACHINES["h100"], Link(math.inf, 1.0, ""))
+    split = Split(NAMED["llama-3.1-70b"], SPLIT, 2, Work(0, sequences=sequences))
+    assert split.token_seconds(hosts).exchange == 80 + phases * 161 + 1

@@ -49,9 +49,14 @@ def to_owners(num_bytes: float, p: int) -> float:
     return (p - 1) * num_bytes / p
 
 
+def sum_phases(num_bytes: float) -> int:
+    """Rounds of an all_reduce: slices go to their owners and back above 64 KiB."""
+    return 1 if num_bytes <= 64 << 10 else 2
+
+
 def sum_bytes(num_bytes: float, p: int) -> float:
-    """Bytes that a rank sends in an all_reduce, which takes two phases above 64 KiB."""
-    return (p - 1) * num_bytes if num_bytes <= 64 << 10 else 2 * to_owners(num_bytes, p)
+    """Bytes that a rank sends in an all_reduce."""
+    return (p - 1) * num_bytes if sum_phases(num_bytes) == 1 else 2 * to_owners(num_bytes, p)
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,8 @@ class Split:
             operations += 2 * pairs * x.heads / self.p * sum(x.step)
         merges = self.form != TENSOR and self.tensor_parallel_size < self.p
         rounds = merges * sum(x.layers for x in model.attention)
-        rounds += self.has_split_weights * (self._sums + 2)
+        phases = sum_phases(sequences * model.hidden * BF16)
+        rounds += self.has_split_weights * (phases * (self._sums + 1) + 1)
         return self._seconds(hosts, read, operations, rounds, self.token_bytes)
 
     def _chunk_bytes(self, layers: Attention, begin: int, tokens: int) -> float:
