@@ -6,6 +6,8 @@ from __future__ import annotations
 import io
 import os
 import socket
+import threading
+import time
 from contextlib import redirect_stdout
 from typing import Any
 from unittest import mock
@@ -81,6 +83,50 @@ def connect_in_spite_of(rank: int, world_size: int, obstacle: str) -> tuple[obje
             expected = call("all_gather", Communicator(nodes="abc"))
         assert_same_bits(call("all_gather", comm, explain=True), expected)
     return comm.link.sockets, printed.getvalue()
+
+
+def test_a_stranger_has_a_second_in_all() -> None:
+    ours, theirs = socket.socketpair()
+    ended = threading.Event()
+
+    def drip() -> None:
+        while not ended.wait(0.05):
+            theirs.send(b"x")
+
+    thread = threading.Thread(target=drip)
+    with ours, theirs:
+        thread.start()
+        try:
+            begin = time.monotonic()
+            assert sockets._name_of(ours, bytes(16), begin + 0.3) == -1
+            assert 0.2 < time.monotonic() - begin < 0.9  # twenty bytes take a second
+        finally:
+            ended.set()
+            thread.join()
+
+
+@on_ranks(3)
+def test_strangers_in_front_of_a_rank_do_not_hold_it(rank: int, world_size: int) -> None:
+    """Those that wait to be accepted when the time has ended are not accepted."""
+    listen, strangers = sockets._listen, []
+
+    def listen_to_strangers(listeners: Any, opened: Any) -> Any:
+        note = listen(listeners, opened)
+        for _ in range(40 if rank == 0 else 0):
+            strangers.append(socket.create_connection((note["address"], note["port"])))
+        return note
+
+    comm = Communicator(nodes="abc", timeout=20.0)
+    begin = time.monotonic()
+    with (
+        mock.patch.object(sockets, "_listen", listen_to_strangers),
+        mock.patch.object(sockets, "_CONNECT_SECONDS", 2.0),
+    ):
+        call("all_gather", comm)
+    assert time.monotonic() - begin < 10.0
+    assert comm.link.sockets == "rank 0: no connection from rank 1"
+    for stranger in strangers:
+        stranger.close()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Connections between ranks that share no memory, for messages that the caller itself moves.
 
-Gloo's threads move its messages, and a sender asks its receiver first. Here a message is in the
-network when `start` returns.
+Gloo's threads move its messages, and a sender asks its receiver first. Here a message begins to go
+out at `start`.
 """
 
 import fcntl
@@ -56,13 +56,13 @@ def connect(rank: int, others: Sequence[int], gather: Gather, deadline: float) -
             own_key = bytes.fromhex(notes[rank]["key"])
             behind = set(others) - set(before)
             while behind:
-                listeners[0].settimeout(max(0.1, end - time.monotonic()))
                 try:
+                    listeners[0].settimeout(_left(end))
                     connection, _ = listeners[0].accept()
                 except TimeoutError:
                     raise OSError(f"no connection from rank {min(behind)}") from None
                 opened.enter_context(connection)
-                other = _name_of(connection, own_key)
+                other = _name_of(connection, own_key, min(end, time.monotonic() + _HELLO_SECONDS))
                 if other in behind:
                     behind.remove(other)
                     found[other] = connection
@@ -104,12 +104,20 @@ def _own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _name_of(connection: socket.socket, key: bytes) -> int:
-    """The rank that has connected, or -1 for a stranger, who does not know the key."""
-    connection.settimeout(_HELLO_SECONDS)
+def _left(end: float) -> float:
+    """The seconds to `end`; TimeoutError where there are none, whatever waits already."""
+    left = end - time.monotonic()
+    if left <= 0.0:
+        raise TimeoutError
+    return left
+
+
+def _name_of(connection: socket.socket, key: bytes, end: float) -> int:
+    """The rank that has connected, or -1 for a stranger, who does not know the key or is slow."""
     hello = b""
     try:
         while len(hello) < _KEY_BYTES + 4:
+            connection.settimeout(_left(end))
             part = connection.recv(_KEY_BYTES + 4 - len(hello))
             if not part:
                 return -1
