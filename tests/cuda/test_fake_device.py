@@ -11,11 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks
 from dry_device import leave_device
 from fake_device import DeviceTensor, fake_cuda, host_that_does_not_wait
 from helpers import assert_same_bits, make_problem
-from tree_attention import BlockCyclic, lean_decode, ring_decode, strategies, tree_decode
+from tree_attention import (
+    BlockCyclic,
+    ExchangeError,
+    lean_decode,
+    ring_decode,
+    strategies,
+    tree_decode,
+)
+from tree_attention.exchange import Communicator
 
 pytest.importorskip("transformers")
 
@@ -72,6 +80,20 @@ def decode(rank: int, world_size: int, strategy: str) -> list[Tensor]:
     if strategy == "auto":
         assert_same_bits(state, ring)
     return state
+
+
+@pytest.mark.parametrize("strategy", strategies())
+@on_ranks(2)
+def test_call_changed_on_one_rank(rank: int, world_size: int, strategy: str) -> None:
+    comm = Communicator(timeout=5.0)
+    with fake_cuda():
+        o, lse = torch.ones(1, 2, 1, 8).to("cuda"), torch.zeros(1, 2, 1).to("cuda")
+        for _ in range(2):
+            comm.all_merge_states(o, lse, strategy=strategy)
+        n = 1 if rank else 2
+        with pytest.raises(ExchangeError, match="on rank 1"):
+            comm.all_merge_states(o[:, :n], lse[:, :n], strategy=strategy)
+        leave_device()
 
 
 @pytest.mark.parametrize("strategy", ["auto", *strategies()])

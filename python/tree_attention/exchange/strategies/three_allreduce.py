@@ -26,7 +26,7 @@ def prepare(context: Context) -> Exchange:
     # Behind the maxima of lse go the largest seal and the negative of the smallest one.
     maxima = state.buffer("maxima", 4 * layout.num_rows + SEAL_BYTES).view(torch.float32)
     largest, seals = maxima[:-2].view_as(state.lse), maxima[-2:]
-    is_host = state.device.type == "cpu"
+    is_host = link.transport_device(state.device).type == "cpu"  # which waits for all messages
     is_empty = state.buffer("empty rows", layout.num_rows).view(torch.bool).view_as(state.lse)
     lowest = torch.finfo(torch.float32).min
 
