@@ -64,7 +64,8 @@ def ring_pass_q_decode(
             k, v, ranges, changed = part.of(k_local, v_local, key_ranges, options)
             lean_decode(queries, k, v, ranges, out=out, **changed)
 
-        shape, dtype, device = q.shape, q.dtype, q.device  # as a door shall not keep q
+        # As a door shall keep neither q nor the call.
+        shape, dtype, device, seconds = q.shape, q.dtype, q.device, call.seconds
         kind = ring_pass_q_decode, shape, dtype, k_local.shape[1]
         ring = state.prepared.get(kind)
         if ring is None:
@@ -73,10 +74,10 @@ def ring_pass_q_decode(
                 ring = state.prepared[kind] = _PassQ(comm.link, state, q, k_local.shape[1])
         return call.run(
             signature_of(q, v_local, options),
-            lambda deadline: ring.run(q, attend, call.seconds),
+            lambda deadline: ring.run(q, attend, lambda: time.monotonic() + seconds),
             device,
             door=lambda deadline: ring.run(
-                torch.empty(shape, dtype=dtype, device=device), _attend_to_nothing, call.seconds
+                torch.empty(shape, dtype=dtype, device=device), _attend_to_nothing, lambda: deadline
             ),
             queries=queries_of(q, options),
         )
@@ -166,8 +167,8 @@ class _PassQ:
             rounds.append(link.messages(receive, send, self.state.device, sealed=False))
         return [*rounds, link.gather(self.gathered, self.result, self.state.device)]
 
-    def run(self, q: Tensor, attend: _Attend, seconds: float) -> _State:
-        """All results, on every rank; each hop has `seconds`."""
+    def run(self, q: Tensor, attend: _Attend, deadline_of_hop: Callable[[], float]) -> _State:
+        """All results, on every rank."""
         o, lse = q.new_empty(self.state.o.shape), torch.empty_like(self.state.lse)
         if self.state.layout.num_bytes == 0:
             return o, lse
@@ -179,7 +180,7 @@ class _PassQ:
             layout = self.states[here.index]
             both = self.pair[:, : layout.num_bytes]
             out = layout.views(both[1]) if hop else arriving.state
-            deadline = time.monotonic() + seconds
+            deadline = deadline_of_hop()
             round_of_hop.start(deadline)
             if layout.num_bytes:
                 attend(self.parts[here.index], here.queries, out)
@@ -189,7 +190,7 @@ class _PassQ:
                 is_last = hop == len(hops) - 1
                 result = self.results[here.index].views(self.result)
                 merge_states(*layout.views(both), out=result if is_last else arriving.state)
-        gather.run(time.monotonic() + seconds)
+        gather.run(deadline_of_hop())
         for last_rank, message in enumerate(self.gathered):
             index = (last_rank + 1) % len(self.parts)  # of the part that ended its journey there
             place = self.parts[index].place
