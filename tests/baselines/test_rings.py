@@ -8,12 +8,21 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distributed import on_ranks, run_ranks
 from helpers import assert_same_bits, make_problem
+from instruction_sets import QUICK, use
 from sharded import CASES, LAYOUTS, WORLDS, make_case, merged
-from tree_attention import BlockCyclic, lean_decode, ring_decode, ring_pass_q_decode
+from tree_attention import (
+    BlockCyclic,
+    ExchangeError,
+    lean_decode,
+    ring_decode,
+    ring_pass_q_decode,
+    tree_decode,
+)
 from tree_attention.baselines import ring, ring_pass_q
 from tree_attention.exchange import Communicator, Link
 from tree_attention.exchange.transport.messages import Messages
@@ -50,6 +59,32 @@ def test_without_process_group(name: str) -> None:
     problem = make_problem(seqlen_q=2, ranges="causal", dtype=torch.bfloat16)
     result = RINGS[name](problem.q, problem.k, problem.v, problem.key_ranges)
     assert_same_bits(result, lean_decode(problem.q, problem.k, problem.v, problem.key_ranges))
+
+
+@on_ranks(2)
+def test_ranks_of_other_instruction_sets_do_not_share_a_ring(rank: int, world_size: int) -> None:
+    """Each of them attends to all shards, and would have bits of its own."""
+    if QUICK[0] == QUICK[1]:
+        return
+    own = make_problem(seqlen_k=500).shard(BlockCyclic(2, 64), rank)
+    with use(QUICK[rank]), pytest.raises(ExchangeError, match=r"instruction set is .* on rank 1"):
+        ring_decode(own.q, own.k, own.v, group=Communicator())
+
+
+@on_ranks(3)
+def test_shards_of_other_sizes_in_the_debugging_mode_of_torch(rank: int, world_size: int) -> None:
+    """It counts the messages of each rank, and refuses the next collective where they differ."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        comm = Communicator(dist.new_group(range(world_size)))
+        own = make_problem(seqlen_k=100).shard(BlockCyclic(world_size, 64), rank)
+        assert (own.k.shape[2] == 0) == (rank == 2)
+        expected = tree_decode(own.q, own.k, own.v, group=comm)
+        for _ in range(2):
+            assert_same_bits(ring_decode(own.q, own.k, own.v, group=comm), expected)
+    finally:
+        dist.set_debug_level(before)
 
 
 @rings

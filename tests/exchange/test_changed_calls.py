@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distributed import on_ranks, run_ranks
-from faults import AMPLE, KINDS, QUICK, call, failure
+from faults import AMPLE, KINDS, QUICK, SLACK, TIMEOUT, call, failure
 from tree_attention import (
     BlockCyclic,
     lean_decode,
@@ -238,3 +240,32 @@ def test_digest_of_large_queries_reads_some_rows() -> None:
     assert digest([q]) != first
     q.zero_().view(-1, 128)[1] = 1.0
     assert digest([q]) == first
+
+
+def call_in_another_order(rank: int, world_size: int) -> str:
+    one, other = Communicator(timeout=1.0), Communicator(timeout=1.0)
+    for comm in (one, other) * 2:
+        comm.all_reduce(torch.ones(4))
+    return failure((other if rank else one).all_reduce, torch.full((4,), 1.0 + rank))[1]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_messages_of_two_communicators_of_a_group_do_not_meet(direct: bool) -> None:
+    """Gloo would end a process where they are of different lengths."""
+    for message in run_ranks(call_in_another_order, 2, direct=direct, fresh=True):
+        assert "no answer within 1 s" in message
+
+
+def stall_behind_a_ring(rank: int, world_size: int) -> None:
+    comm = Communicator(timeout=AMPLE)
+    call("ring of queries", comm)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(TIMEOUT + 2 * SLACK)
+        return
+    seconds, _ = failure(call, "all_gather", comm, timeout=TIMEOUT)
+    assert seconds < TIMEOUT + SLACK
+
+
+def test_a_call_behind_a_ring_of_queries_has_its_own_timeout() -> None:
+    run_ranks(stall_behind_a_ring, 2, fresh=True)

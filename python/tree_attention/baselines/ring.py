@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
+from .._loader import load
 from ..exchange import Communicator, Link, Signature, State, get_communicator
 from ..ops import check_q_k_v, lean_decode, merge_states, ranges_without_keys
 from ..options import AttentionOptions, fields_of_options, queries_of, takes_attention_options
@@ -58,6 +59,8 @@ def ring_decode(
         no_keys = ranges_without_keys(q, key_ranges)
         lean_decode(q, k_local, v_local, no_keys, out=(state.o, state.lse), **options)
         scales = options.get("k_scale"), options.get("v_scale")
+        # Every rank attends to every shard itself.
+        instruction_set = load().cpu_instruction_set() if q.device.type == "cpu" else None
         own = _Shard(k_local, v_local, *scales, key_ranges, options.get("page_table"))
         manifest = _Manifest.of(own, options)
 
@@ -67,7 +70,7 @@ def ring_decode(
             return _pass_around(comm, state, q, own, manifests, options, call.seconds)
 
         return call.run(
-            signature_of(q, v_local, options),
+            (*signature_of(q, v_local, options), ("instruction set", instruction_set)),
             run,
             q.device,
             door=partial(_gather_manifests, comm.link, manifest),
@@ -104,7 +107,8 @@ class _Shard(NamedTuple):
     page_table: Tensor | None
 
     def tensors(self) -> list[Tensor]:
-        return [x for x in self if x is not None and x.numel()]
+        """One for each field, empty where there is none."""
+        return [self.k.new_empty(0) if x is None else x for x in self]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "_Shard":
         changed: list[Any] = [None if x is None else change(x) for x in self]

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import (
 
 from ..notes import OtherCall
 from .buffers import SEAL_BYTES, host_memory
-from .deadlines import remaining
+from .deadlines import is_watched, remaining
 from .messages import CHANGED, SAME, LibraryCall, Messages, Round, Way
 
 # The methods behind dist.all_gather_into_tensor and dist.all_to_all_single, which take no timeout;
@@ -58,6 +58,8 @@ class Link:
         self.seconds = 0.0
         # The seal of the call under way, which its messages carry (`Messages`).
         self.seal = SAME
+        # Of the group's messages, and above: those of its other communicators have other tags.
+        self.first_tag = 0
         # The way to the other ranks of this node, or why there is none; None before the first call.
         self.shared_memory: Way | str | None = None
         # The way to the ranks that share no memory with this one, where it is not the group's.
@@ -110,7 +112,7 @@ class Link:
         sealed: bool = True,
     ) -> Round:
         """A round in which this rank sends and receives byte tensors, by rank."""
-        return Messages(self, receive, send, device, tag, sealed)
+        return Messages(self, receive, send, device, self.first_tag + tag, sealed)
 
     def meet(self, deadline: float) -> None:
         """Raises OtherCall on every rank unless all are in the same call, by their seals.
@@ -196,19 +198,20 @@ class Link:
     def start_shift(self, receive: Sequence[Tensor], send: Sequence[Tensor]) -> list[Work]:
         """Starts sending `send` to the next rank and receiving `receive` from the previous one.
 
-        Contiguous, without empty tensors, in memory that `transport_device` names.
+        Contiguous, in memory that `transport_device` names. Empty tensors are not sent.
         """
         group = self.group
+        receive, send = _messages_of(receive), _messages_of(send)
         previous, following = self._neighbours()
         with self.operation("start of a shift"):
             try:
                 operations = [
-                    dist.P2POp(start, tensor, group=group, group_peer=peer, tag=number)
+                    dist.P2POp(start, tensor, group=group, group_peer=peer, tag=tag)
                     for start, tensors, peer in (
                         (dist.isend, send, following),
                         (dist.irecv, receive, previous),
                     )
-                    for number, tensor in enumerate(tensors)
+                    for tag, tensor in enumerate(tensors, self.first_tag)
                 ]
             except ValueError as error:  # as somebody else keeps the group
                 raise RuntimeError("the process group was destroyed") from error
@@ -324,6 +327,13 @@ class _Operation(AbstractContextManager[None]):
         if error is None:
             self._link.num_operations += self._is_counted
             self._link.seconds += time.perf_counter() - self._start
+
+
+def _messages_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those that are not empty; all, and a byte for each empty one, where torch counts messages."""
+    if not is_watched():
+        return [x for x in tensors if x.numel()]
+    return [x if x.numel() else x.new_empty(1) for x in tensors]
 
 
 def _with_timeout(options: _Options, deadline: float) -> _Options:
