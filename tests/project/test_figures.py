@@ -195,13 +195,14 @@ PAGES: dict[str, Rows] = {
         lambda: serving(32, "ours, blocks of 16", "vllm, blocks of 32"),
         lambda: serving(1, "ours, blocks of 16", "vllm, blocks of 32"),
         *(
-            lambda context=context: serving(
-                1, "ours, blocks of 128", "vllm, blocks of 128", context=context
+            lambda batch=batch, context=context: serving(
+                batch, "ours, blocks of 128", "vllm, blocks of 128", context=context
             )
-            for context in (16384, 65536)
+            for batch, context in ((1, 16384), (8, 16384), (1, 65536))
         ),
         lambda: serving(1, "ours, TP 2, DCP 2", "ours, TP 2"),
         lambda: serving(8, "ours, TP 2, DCP 2", "ours, TP 2"),
+        lambda: serving(32, "ours, TP 2, DCP 2", "ours, TP 2"),
         lambda: serving(1, "ours, TP 2, DCP 2", "ours, TP 2", context=16384),
         *(lambda kib=kib: sums("groups_hosts", kib, "Gloo") for kib in (4, 64, 4096)),
         lambda: sums("groups", 4, "vLLM's shared memory"),
