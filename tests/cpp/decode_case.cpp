@@ -215,9 +215,10 @@ void DecodeCase::compute_reference() {
           if (s.alibi) {
             score -= slopes_[head] * (positions_[batch * s.seqlen_q + token] - key_position(key));
           }
-          sum += std::exp(score);
+          const double weight = std::exp(score);
+          sum += weight;
           for (int d = 0; d < s.head_dim_v; ++d) {
-            o[d] += std::exp(score) * (s.kv_dtype ? v_scale_[scale] : 1.0) *
+            o[d] += weight * (s.kv_dtype ? v_scale_[scale] : 1.0) *
                     value(values, row * value_stride() + d, s.cached());
           }
         }

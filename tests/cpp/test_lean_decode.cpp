@@ -58,12 +58,11 @@ void test_lean_decode() {
   CHECK(!names.empty(), "no instruction set");
   std::vector<Shape> shapes = tree_attention::testing::shapes();
   shapes.insert(shapes.end(), kShapesOf8Bits.begin(), kShapesOf8Bits.end());
-  for (const std::string& name : names) {
-    cpu::set_instruction_set(name);
-    std::printf("%s ", name.c_str());
-    int seed = 0;
-    for (const Shape& shape : shapes) {
-      DecodeCase decode(shape, seed++);
+  for (const std::string& name : names) std::printf("%s ", name.c_str());
+  for (size_t seed = 0; seed < shapes.size(); ++seed) {
+    DecodeCase decode(shapes[seed], static_cast<int>(seed));
+    for (const std::string& name : names) {
+      cpu::set_instruction_set(name);
       for (int workers : {0, 1, 2, 3, 7, 16}) {
         std::vector<float> o, lse;
         for (int threads : {1, 2, 5}) {
@@ -71,7 +70,7 @@ void test_lean_decode() {
           try {
             decode.check(workers, cpu::lean_decode);
           } catch (const std::runtime_error& error) {
-            CHECK(false, name, ", shape ", seed - 1, ", ", workers, " workers, ", threads,
+            CHECK(false, name, ", shape ", seed, ", ", workers, " workers, ", threads,
                   " threads: ", error.what());
           }
           if (workers > 0 && threads > 1) {
