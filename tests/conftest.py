@@ -14,6 +14,9 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # also in programs of which tests read the standard error.
 os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")
 
+# Inductor's pool of processes imports torch in each process that compiles, and serves only Triton.
+os.environ.setdefault("TORCH_WARM_POOL", "0")
+
 from collections.abc import Generator, Iterator
 from pathlib import Path
 

@@ -102,6 +102,7 @@ def find(
     Without `alone` that case is not looked for, nor are faults after the first of a world. No other
     world begins after `end`, a time of the monotonic clock.
     """
+    preload(f"adversary.{part}")  # once for all ranks, where no part has been played before
     by_world: defaultdict[World, list[Case]] = defaultdict(list)
     for index in indices:
         case = Case(part, seed, index, kind)
