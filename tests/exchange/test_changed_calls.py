@@ -243,17 +243,18 @@ def test_digest_of_large_queries_reads_some_rows() -> None:
 
 
 def call_in_another_order(rank: int, world_size: int) -> str:
-    one, other = Communicator(timeout=1.0), Communicator(timeout=1.0)
+    one, other = Communicator(timeout=AMPLE), Communicator(timeout=AMPLE)
     for comm in (one, other) * 2:
         comm.all_reduce(torch.ones(4))
-    return failure((other if rank else one).all_reduce, torch.full((4,), 1.0 + rank))[1]
+    comm, x = other if rank else one, torch.full((4,), 1.0 + rank)
+    return failure(comm.all_reduce, x, timeout=TIMEOUT)[1]
 
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_messages_of_two_communicators_of_a_group_do_not_meet(direct: bool) -> None:
     """Gloo would end a process where they are of different lengths."""
     for message in run_ranks(call_in_another_order, 2, direct=direct, fresh=True):
-        assert "no answer within 1 s" in message
+        assert f"no answer within {TIMEOUT:g} s" in message
 
 
 def stall_behind_a_ring(rank: int, world_size: int) -> None:
