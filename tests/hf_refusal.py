@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Families of models that are refused, and until which release of transformers."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,3 +22,9 @@ class Refusal:
     def applies(self) -> bool:
         """Whether they are refused with this release of transformers."""
         return self.until is None or Version(transformers.__version__) < Version(self.until)
+
+
+def no_longer_refused(refusals: Iterable[Refusal]) -> dict[str, Any]:
+    """The families that work with this release of transformers."""
+    found = (refusal.families for refusal in refusals if not refusal.applies)
+    return {name: family for families in found for name, family in families.items()}

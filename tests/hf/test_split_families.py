@@ -21,13 +21,18 @@ from tiers import tiers_of
 pytest.importorskip("transformers")
 
 from generations import generated, left_padded
-from hf_families import HYBRIDS, LATENT, VOCAB_SIZE, WORKING, make_model
+from hf_families import HYBRIDS, LATENT, REFUSED, VOCAB_SIZE, WORKING, make_model
+from hf_refusal import no_longer_refused
 from tree_attention import BlockCyclic, hf
 
-FAMILIES = {name: family for name, family in (WORKING | HYBRIDS).items() if family.exists}
+LATER = no_longer_refused(REFUSED)
+FAMILIES = {name: x for name, x in (WORKING | HYBRIDS | LATER).items() if x.exists}
 GREEDY = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 # One of each way to cut attention, an MLP and experts.
-QUICK = ("Llama", "DeepSeek-V3", "GPT-OSS", "GPT-2", "OLMoE", "Phi-3", "Qwen3-Next", "Qwen2-MoE")
+QUICK = (
+    *("CodeGen", "Llama", "DeepSeek-V3", "GPT-OSS", "GPT-2", "OLMoE", "Phi-3"),
+    *("Qwen3-Next", "Qwen2-MoE"),
+)
 # Families that share the time it takes to start ranks.
 _EACH = 9
 NAMES = sorted(FAMILIES)
@@ -36,7 +41,7 @@ PARTS = [tuple(NAMES[i : i + _EACH]) for i in range(0, len(NAMES), _EACH)]
 
 def sizes_of(name: str, world_size: int) -> list[int]:
     """Every tensor_parallel_size that divides the world and the heads that it divides."""
-    heads = {"GPT-BigCode": 1, **dict.fromkeys((*LATENT, "Kimi Linear"), 4)}.get(name, 2)
+    heads = {"GPT-BigCode": 1, **dict.fromkeys((*LATENT, *LATER, "Kimi Linear"), 4)}.get(name, 2)
     return [n for n in (1, 2, 4) if world_size % n == 0 and heads % n == 0]
 
 

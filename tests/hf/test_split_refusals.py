@@ -17,7 +17,8 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from hf_families import WORKING, make_model
+from hf_families import REFUSED, WORKING, make_model
+from hf_refusal import no_longer_refused
 from tree_attention.hf.weights.mesh import Mesh
 from tree_attention.hf.weights.plan import CannotSplitError, plan
 
@@ -131,3 +132,16 @@ def test_a_norm_module_for_each_head() -> None:
     )
     with pytest.raises(CannotSplitError, match=says):
         _split("StableLM", lambda model: None, qk_layernorm=True)
+
+
+def test_runs_of_heads_stay_whole() -> None:
+    """In each of four runs CodeGen's projection has the queries, values and keys of some heads."""
+    family = no_longer_refused(REFUSED).get("CodeGen")
+    if family is None:
+        pytest.skip("this release of transformers hides the attention of CodeGen")
+    with torch.device("meta"):
+        model = make_model(replace(family, options=family.options | {"num_attention_heads": 8}))
+    mesh = Mesh(None, 1)
+    mesh.world_size = mesh.tensor_parallel_size = 8
+    with pytest.raises(ValueError, match=r"must divide the 4 runs of heads of CodeGen.*, got 8"):
+        plan(model, mesh)

@@ -25,6 +25,9 @@ _SINKS = "sinks"
 _SIZES_OF_QUERIES = ("num_heads", "num_attention_heads")
 _SIZES_OF_KEYS = ("num_key_value_heads", "kv_heads")
 _WIDTHS_OF_QUERIES, _WIDTH_OF_KEYS = ("split_size", "embed_dim"), "kv_dim"
+# The number of runs of heads that a packed projection has one behind the other, each with its
+# queries, values and keys (CodeGen).
+_RUNS = "mp_num"
 
 
 @dataclass(frozen=True)
@@ -96,12 +99,14 @@ class HeadPlanner:
         self._blocks = dict(self._find_blocks())
         self._cuts: dict[str, Cut] = {}
         size = mesh.tensor_parallel_size
-        if self._num_heads_kv % size:
-            kind = "query heads" if self._is_latent else "heads of keys and values"
-            raise ValueError(
-                f"{mesh.op}: tensor_parallel_size must divide the {self._num_heads_kv} {kind} of "
-                f"{model_name}, got {size}"
-            )
+        kind = "query heads" if self._is_latent else "heads of keys and values"
+        runs = getattr(attention, _RUNS, size)
+        for number, what in ((self._num_heads_kv, kind), (runs, "runs of heads")):
+            if number % size:
+                raise ValueError(
+                    f"{mesh.op}: tensor_parallel_size must divide the {number} {what} of "
+                    f"{model_name}, got {size}"
+                )
         # All ranks of a context group have the same heads of keys and values.
         count = self._num_heads_kv // size
         self._kv = mesh.tensor_rank * count, (mesh.tensor_rank + 1) * count
@@ -122,11 +127,10 @@ class HeadPlanner:
             for name in ("k_proj", "v_proj"):
                 if _child(module, name):  # values may be the keys (Gemma 4)
                     yield name, [_Block(False, 0, head_dim)]
-        elif _child(module, "query_key_value") or getattr(module, "multi_query", True) is False:
-            name = "query_key_value" if _child(module, "query_key_value") else "c_attn"
-            if (outputs := self._outputs(name)) != 3 * width:
-                raise self._refusal(name, f"it has {outputs} outputs, not {3 * width}")
-            yield name, [_Block(True, 0, 3 * head_dim)]
+        elif (packed := self._packed_by_heads()) is not None:
+            if (outputs := self._outputs(packed)) != 3 * width:
+                raise self._refusal(packed, f"it has {outputs} outputs, not {3 * width}")
+            yield packed, [_Block(True, 0, 3 * head_dim)]
         else:
             names = [x for x in ("qkv_proj", "c_attn") if _child(module, x)]
             if not names:
@@ -135,6 +139,15 @@ class HeadPlanner:
             self._num_heads_kv = both // (2 * head_dim)
             keys = [_Block(False, begin, head_dim) for begin in (width, width + both // 2)]
             yield names[0], [_Block(True, 0, head_dim), *keys]
+
+    def _packed_by_heads(self) -> str | None:
+        """The projection, if any, in which all that belongs to some heads is one run of outputs."""
+        module = self._module
+        if _child(module, "query_key_value"):
+            return "query_key_value"
+        if getattr(module, "multi_query", True) is False:
+            return "c_attn"
+        return "qkv_proj" if hasattr(module, _RUNS) else None
 
     def _linear(self, name: str) -> Any:
         linear = _child(self._module, name)
@@ -234,6 +247,8 @@ class HeadPlanner:
         if num_q < self._num_heads_q and "qkv_proj" in self._blocks:
             own = {"num_attention_heads": num_q, "num_key_value_heads": num_kv}
             found["config"] = ConfigOfHeads(module.config, **own)
+        if hasattr(module, _RUNS):
+            found[_RUNS] = getattr(module, _RUNS) // self._mesh.tensor_parallel_size
         return found
 
 
