@@ -37,6 +37,7 @@ _MLPS = (
     (("w1", "w3"), "w2"),
     (("input_linear",), "output_linear"),
     (("fc1",), "fc2"),
+    (("fc_in",), "fc_out"),
     (("c_fc",), "c_proj"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
 )
