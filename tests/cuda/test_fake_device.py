@@ -139,6 +139,22 @@ def test_generation(name: str, case: str, world_size: int) -> None:
     run_ranks(generate, world_size, name, CASES[case], tokens)
 
 
+def generate_from_parts(rank: int, world_size: int, tokens: Tensor) -> None:
+    model, prompts = make_model("llama"), make_prompts()
+    with fake_cuda():
+        hf.enable(hf.parallelize(model.to("cuda")), layout=BlockCyclic(world_size, 4))
+        prompts = {name: x.to("cuda") for name, x in prompts.items()}
+        found = model.generate(**prompts, **LENGTH)
+        assert found.is_cuda and torch.equal(found.cpu(), tokens)
+        leave_device()
+
+
+def test_weights_that_are_split_on_the_device() -> None:
+    """The table of the ranks' tokens goes where the embedding is."""
+    tokens = make_model("llama").generate(**make_prompts(), **LENGTH)
+    run_ranks(generate_from_parts, 2, tokens)
+
+
 def on_own_keys(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, **options: Any) -> Any:
     """The part of tree_decode that is not the exchange, which has a host in it over Gloo."""
     kept = {"softmax_scale", "softcap", "out_dtype", "page_table"} & options.keys()

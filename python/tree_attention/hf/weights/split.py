@@ -58,6 +58,8 @@ def split(model: PreTrainedModel, mesh: Mesh, made: WeightPlan) -> None:
     # The row of each token in this rank's part; that of other ranks' tokens is one of zeros.
     rows = torch.full((embedding.num_embeddings,), end - begin, device="cpu")
     rows[begin:end] = torch.arange(end - begin, device="cpu")
+    if not embedding.weight.is_meta:  # else from_pretrained fills the model and moves all of it
+        rows = rows.to(embedding.weight.device)
     embedding.register_buffer(_ROWS, rows, persistent=False)
     embedding.padding_idx = None  # which matters to gradients alone, and may be another rank's
     embedding.register_forward_pre_hook(_own_tokens)
