@@ -68,6 +68,16 @@ CASES: dict[str, tuple[str, Callable[[Any], object], str]] = {
         lambda m: delattr(_attention(m), "k_proj"),
         "model.layers.1.self_attn.k_proj: it is not there",
     ),
+    "values of another width": (
+        "Llama",
+        lambda m: setattr(_attention(m), "v_proj", nn.Linear(64, 16)),
+        "self_attn.v_proj: it has 16 outputs, and k_proj 32: values of another width",
+    ),
+    "results of another width": (
+        "Llama",
+        lambda m: setattr(_attention(m), "o_proj", nn.Linear(56, 64)),
+        "self_attn.o_proj: its 56 inputs are no multiple of head_dim 16",
+    ),
     "a packed projection of another size": (
         "GPT-NeoX",
         lambda m: setattr(m.gpt_neox.layers[0].attention, "query_key_value", nn.Linear(64, 128)),

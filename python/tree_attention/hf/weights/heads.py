@@ -94,6 +94,9 @@ class HeadPlanner:
         features = output.weight.shape[axes_of(output)[1]]
         name = "head_dim" if hasattr(attention, "head_dim") else "head_size"
         self._head_dim = attention.v_head_dim if self._is_latent else getattr(attention, name)
+        if features % self._head_dim:
+            reason = f"its {features} inputs are no multiple of head_dim {self._head_dim}"
+            raise refusal(self._output, reason)
         self._num_heads_q = features // self._head_dim
         self._num_heads_kv = self._num_heads_q
         self._blocks = dict(self._find_blocks())
@@ -122,7 +125,11 @@ class HeadPlanner:
             for name in ("q_b_proj" if _child(module, "q_b_proj") else "q_proj", LATENT):
                 yield name, [_Block(True, 0, self._outputs(name) // heads)]
         elif _child(module, "q_proj"):
-            self._num_heads_kv = self._outputs("k_proj") // head_dim
+            outputs = self._outputs("k_proj")
+            if _child(module, "v_proj") and (found := self._outputs("v_proj")) != outputs:
+                reason = f"it has {found} outputs, and k_proj {outputs}: values of another width"
+                raise self._refusal("v_proj", reason)
+            self._num_heads_kv = outputs // head_dim
             yield "q_proj", [_Block(True, 0, self._outputs("q_proj") // heads)]
             for name in ("k_proj", "v_proj"):
                 if _child(module, name):  # values may be the keys (Gemma 4)
