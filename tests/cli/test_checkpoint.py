@@ -171,3 +171,17 @@ def test_a_model_that_cannot_be_enabled(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"generate: --model {tmp_path}: TreeCache: every layer must have keys")
     assert error.endswith("; --attention sdpa generates in one process")
+
+
+def test_a_model_that_cannot_be_quantised(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sentence begins with the option that was given."""
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    config = transformers.BloomConfig(vocab_size=300, hidden_size=16, n_layer=1, n_head=2)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
+    for options in (("--weight-dtype", "int8"), ("--weights", "split", "--weight-dtype", "int8")):
+        assert main(["generate", "--prompt", "x", "--model", str(tmp_path), *options]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        begin = f"generate: {' '.join(options[:2])}: from_pretrained: BloomForCausalLM cannot be"
+        assert error.startswith(begin), error

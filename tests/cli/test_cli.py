@@ -155,6 +155,7 @@ def test_generate_sdpa_refuses_several_processes() -> None:
         (("--tensor-parallel-size", "0"), "--tensor-parallel-size must be at least 1, got 0"),
         (("--weight-dtype", "int8", "--weights", "replicated"), "--weight-dtype int8 quantises"),
         (("--weight-dtype", "int4", "--attention", "sdpa"), "leave --attention sdpa and"),
+        (("--weight-dtype", "int8", "--prefill", "split"), "leave --prefill split out"),
     ],
 )
 def test_generate_refuses_what_cannot_be(

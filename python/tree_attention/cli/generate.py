@@ -128,6 +128,11 @@ def check(arguments: argparse.Namespace) -> None:
             f"--weight-dtype {arguments.weight_dtype} quantises what this program reads of the "
             "checkpoint itself: leave --attention sdpa and --weights replicated out"
         )
+    if arguments.weight_dtype != "auto" and arguments.prefill == "split":
+        raise UsageError(
+            f"--weight-dtype {arguments.weight_dtype} quantises weights that are split: leave "
+            "--prefill split out"
+        )
     if arguments.json is not None:
         check_can_be_written("--json", arguments.json)
 
@@ -238,8 +243,10 @@ def load_model(
         except ExchangeError as error:
             raise ExchangeError(f"{error}. Start all ranks again.") from error
         except CannotSplitError as error:
-            if arguments.weights == "split" or scheme is not None:
+            if arguments.weights == "split":
                 raise UsageError(f"--weights split: {error}") from error
+            if scheme is not None:
+                raise UsageError(f"--weight-dtype {scheme}: {error}") from error
             if world.root:
                 report("generate", f"every process has all weights: {error}")
     model = load(path, attn_implementation=arguments.attention, dtype=dtype or "auto").to(device)
