@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Prompt lookup and assistants beside what transformers leaves to the cache: a second turn, and
-many candidates on layers with a sliding window."""
+"""Prompt lookup, assistants and drafts of the model itself beside what transformers leaves to the
+cache: a second turn, and many candidates on layers with a sliding window."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tiers import by_world
 
 pytest.importorskip("transformers")
 
+from transformers import GenerationConfig
+
 from hf_models import make_model, make_prompts
 from tree_attention import BlockCyclic, hf
 
@@ -25,7 +27,7 @@ def _generate(model: Any, ids: Tensor, **options: Any) -> Any:
     return model.generate(ids, return_dict_in_generate=True, **GREEDY, **options)
 
 
-@pytest.mark.parametrize("means", ["lookup", "assistant"])
+@pytest.mark.parametrize("means", ["lookup", "assistant", "early exit"])
 @by_world([2], [1])
 @on_ranks()
 def test_second_turn(rank: int, world_size: int, means: str) -> None:
@@ -36,6 +38,8 @@ def test_second_turn(rank: int, world_size: int, means: str) -> None:
         options: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
         if means == "assistant":
             options = {"assistant_model": make_model("mistral")}
+        if means == "early exit":
+            options = {"assistant_early_exit": 1}
         plain = make_model(name)
         model = hf.enable(make_model(name), layout=BlockCyclic(world_size, 4))
         first = _generate(model, prompt, **options)
@@ -76,3 +80,14 @@ def test_only_assisted_decoding_keeps_what_a_long_pass_saw() -> None:
     assert all(layer.keeps_last_pass for layer in cache.layers)
     _generate(model, first.sequences, past_key_values=cache)
     assert not any(layer.keeps_last_pass for layer in cache.layers)
+
+
+def test_a_cache_of_fixed_size_needs_room_for_all_drafts() -> None:
+    """transformers drafts as many tokens as there are layers for that, also for the last one."""
+    if not hasattr(GenerationConfig(), "use_mtp"):
+        pytest.skip("this release of transformers has no use_mtp")
+    ids = make_prompts(1)["input_ids"]
+    most = ids.shape[1] + 11
+    model = hf.enable(make_model("llama", num_mtp_layers=3), max_length=most + 2)
+    with pytest.raises(ValueError, match=f"max_length {most + 2}, and .* need {most + 3} slots"):
+        model.generate(ids, **GREEDY, use_mtp=True)

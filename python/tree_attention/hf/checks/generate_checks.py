@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation import GenerationMode
 
 from ...exchange import Communicator, ExchangeError, Signature, sentence
 from ..cache.tree_cache import TreeCache
@@ -122,7 +123,8 @@ class Preparation:
     ) -> Any:
         """Puts a cache into `model_kwargs` and a chunk size into `generation_config`, which belongs
         to this call alone, and has every rank raise if the ranks differ."""
-        *_, num_slots = others  # of the prompt and all new tokens but the last, which is never fed
+        # The slots are those of the prompt and all new tokens but the last, which is never fed.
+        mode, _, num_slots = others
         arguments, cache = self.call.arguments, model_kwargs.get(CACHE_NAME)
         check_settings(generation_config, arguments, self.comm.world_size)
         makes_cache = cache is None and generation_config.use_cache is not False
@@ -135,8 +137,7 @@ class Preparation:
             max_length = cache.max_length
             check_cached_prompt(arguments, num_prompt, num_cached)
             num_left_out = 0 if self.call.has_whole_text else num_cached
-        # A prompt lookup also feeds candidates that are more than the tokens asked for.
-        num_slots += num_left_out + (generation_config.prompt_lookup_num_tokens or 1) - 1
+        num_slots += num_left_out + _num_more_candidates(model, generation_config)
         if max_length is not None and num_slots > max_length:
             raise ValueError(
                 f"generate: the cache has max_length {max_length}, and the prompt and the new "
@@ -152,10 +153,7 @@ class Preparation:
             cache = model_kwargs[CACHE_NAME] = self.new_cache()
             cache.reserve(num_prompt)
         self.call.cache, self.call.length = cache, num_left_out + num_prompt - 1
-        self.call.is_assisted = (
-            generation_config.prompt_lookup_num_tokens is not None
-            or arguments.get("assistant_model") is not None
-        )
+        self.call.is_assisted = mode == GenerationMode.ASSISTED_GENERATION
         if cache is not None:
             for layer in cache.kv_layers:
                 layer.keeps_last_pass = self.call.is_assisted
@@ -305,3 +303,11 @@ class Preparation:
                 describe(random_states) if generation_config.do_sample else None,
             ),
         )
+
+
+def _num_more_candidates(model: PreTrainedModel, config: GenerationConfig) -> int:
+    """The most candidates that are fed, and cropped, beyond the last token asked for."""
+    if config.prompt_lookup_num_tokens is None and getattr(config, "use_mtp", False):
+        drafts: int | None = getattr(model.config.get_text_config(), "num_mtp_layers", None)
+        return drafts or 0  # in every step, however few tokens are missing
+    return (config.prompt_lookup_num_tokens or 1) - 1
