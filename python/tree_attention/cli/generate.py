@@ -264,9 +264,9 @@ def advice(model: Any, cache: Any) -> str:
     from ..hf.weights.split import mesh_of
 
     mesh = mesh_of(model)
-    communicators = [cache.shard.comm, *(() if mesh is None else mesh.communicators)]
+    of_weights = () if mesh is None else (mesh.calls, mesh.sums, mesh.logits)
     # Ranks that differ find that out before they send anything.
-    if all(comm.failed is None for comm in communicators):
+    if all(comm.failed is None for comm in (cache.shard.comm, *of_weights)):
         return "Nothing is lost: start all ranks again, alike."
     if cache.get_seq_length() == 0:
         return "Start all ranks again."

@@ -79,11 +79,6 @@ class Mesh:
         """The place of this rank's heads: tensor_rank and tensor_parallel_size."""
         return self.tensor_rank, self.tensor_parallel_size
 
-    @property
-    def communicators(self) -> tuple[Communicator, ...]:
-        """The communicators of all ranks: to agree on calls, for sums, and for logits."""
-        return self.calls, self.sums, self.logits
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
         # Process groups cannot be copied: a copied model goes on in the same ones.
         return self
