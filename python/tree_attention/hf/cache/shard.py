@@ -14,8 +14,6 @@ from ...exchange import DEFAULT_TIMEOUT, Communicator, Signature, check_options,
 from ...sharding import BlockCyclic, Contiguous, ShardLayout
 from ..weights.mesh import column_of
 
-_BLOCK = 64  # slots
-
 Place = tuple[ShardLayout, int]  # of a run of tokens: the first is in this slot of the layout
 
 
@@ -35,7 +33,7 @@ class Shard:
         self.rank, self.world_size = self.comm.rank, self.comm.world_size
         self.column = column_of(group)  # of the heads that are on this rank
         if layout is None:
-            layout = BlockCyclic(self.world_size, deterministic or _BLOCK)
+            layout = BlockCyclic(self.world_size, deterministic or BlockCyclic.block)
         if not isinstance(layout, ShardLayout):
             raise TypeError(
                 f"TreeCache: layout must be a ShardLayout, such as BlockCyclic, got {layout!r}"

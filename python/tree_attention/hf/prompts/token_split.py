@@ -15,7 +15,7 @@ from ...sharding import BlockCyclic
 from ..cache.shard import Moves, Place, Shard, tokens_at
 
 # By how many tokens ranks may differ: a block of the default layout.
-_MAX_DIFFERENCE = 64
+_MAX_DIFFERENCE = BlockCyclic.block
 
 
 class Deal:
