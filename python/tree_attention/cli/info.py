@@ -52,8 +52,7 @@ def rows() -> Iterator[tuple[str, str]]:
     yield "threads", f"{torch.get_num_threads()}; OpenMP runtime {', '.join(openmp_runtimes())}"
     yield "cuda kernels", cuda_kernels(build["cuda_version"], build["cuda_architectures"])
     yield "cuda devices", cuda_devices()
-    gloo = dist.is_available() and dist.is_gloo_available()
-    yield "gloo", "available" if gloo else NOT_BUILT
+    yield "gloo", "available" if dist.is_gloo_available() else NOT_BUILT
     yield "nccl", nccl()
     yield "strategies", ", ".join(tree_attention.strategies())
     yield "transformers", transformers()
@@ -101,7 +100,7 @@ def cuda_devices() -> str:
 
 
 def nccl() -> str:
-    if not (dist.is_available() and dist.is_nccl_available()):
+    if not dist.is_nccl_available():
         return NOT_BUILT
     version = ".".join(map(str, torch.cuda.nccl.version()))
     return version if torch.cuda.is_available() else f"{version}, without a CUDA device to use it"
