@@ -210,7 +210,7 @@ def _agrees(
     return (seen == expected).all()
 
 
-def _holds(condition: Tensor, otherwise: str, waits: bool = True) -> bool:
+def _holds(condition: Tensor, otherwise: str, waits: bool) -> bool:
     """True where a tensor is. Code that cannot ask, as a compiled graph, raises where it is not."""
     if torch.compiler.is_compiling() or not waits:
         torch._assert_async(condition, f"tree_attention: {otherwise}")
