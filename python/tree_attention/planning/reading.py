@@ -72,8 +72,14 @@ def from_config(name: str, config: Any, stored: int = 0) -> Model:
         for state in getattr(layer, name, {}).values()
         if state is not None
     )
-    model = Model(name, *sizes, states_bytes=states, not_split=not_split, not_dealt=not_dealt)
-    return replace(model, not_cut=not_cut)
+    return Model(
+        name,
+        *sizes,
+        states_bytes=states,
+        not_split=not_split,
+        not_dealt=not_dealt,
+        not_cut=not_cut,
+    )
 
 
 def _build(config: Any) -> tuple[Any, list[Any]]:
