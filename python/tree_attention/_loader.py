@@ -13,6 +13,7 @@ import torch
 
 __version__ = "0.1.0"  # which the build reads without importing the package
 MINIMUM_TRANSFORMERS = "5.5"
+INSTALL_TRANSFORMERS = f"pip install 'transformers>={MINIMUM_TRANSFORMERS}'"
 TESTED_TRANSFORMERS = "5.24.0"  # the newest with which the tests have passed
 PACKAGE = Path(__file__).parent
 NAME = "tree_attention._C"

@@ -108,11 +108,11 @@ def nccl() -> str:
 
 def transformers() -> str:
     if importlib.util.find_spec("transformers") is None:
-        return "not installed: pip install 'transformers>=5.5'"
+        return f"not installed: {_loader.INSTALL_TRANSFORMERS}"
     from packaging.version import Version
 
     version = importlib.metadata.version("transformers")
     if Version(version) < Version(_loader.MINIMUM_TRANSFORMERS):
         required = f">= {_loader.MINIMUM_TRANSFORMERS} is required"
-        return f"{version} is too old: {required}, pip install 'transformers>=5.5'"
+        return f"{version} is too old: {required}, {_loader.INSTALL_TRANSFORMERS}"
     return version + _loader.beyond_tested_transformers(version)

@@ -30,6 +30,7 @@ from .. import (
     strategies,
     tree_decode,
 )
+from .._loader import INSTALL_TRANSFORMERS
 from ..exchange import ExchangeError, get_communicator, sentence
 from ..reference.accuracy import check_against_float64, digest
 from .checkpoint import A_CHECKPOINT, load, load_tokenizer, make_greedy
@@ -246,7 +247,7 @@ def check_huggingface(path: Path | None) -> Iterator[Check]:
     """
     name = "random Llama, padded batch"
     if importlib.util.find_spec("transformers") is None:
-        missing = "transformers is not installed: pip install 'transformers>=5.5'"
+        missing = f"transformers is not installed: {INSTALL_TRANSFORMERS}"
         yield Check(f"HuggingFace tokens: {name}", None, missing)
         return
     from transformers import LlamaConfig, LlamaForCausalLM

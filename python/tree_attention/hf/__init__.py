@@ -12,21 +12,20 @@ Importing this module registers the attention implementation `"tree_attention"`:
 Works with transformers 5.5 and later; tested with 5.17, 5.23 and 5.24.
 """
 
-from .._loader import MINIMUM_TRANSFORMERS
+from .._loader import INSTALL_TRANSFORMERS, MINIMUM_TRANSFORMERS
 
 try:
     import transformers
 except ImportError as error:
     raise ImportError(
-        f"tree_attention.hf needs transformers >= {MINIMUM_TRANSFORMERS}: "
-        "pip install 'transformers>=5.5'"
+        f"tree_attention.hf needs transformers >= {MINIMUM_TRANSFORMERS}: {INSTALL_TRANSFORMERS}"
     ) from error
 from packaging.version import Version
 
 if Version(transformers.__version__) < Version(MINIMUM_TRANSFORMERS):
     raise ImportError(
         f"tree_attention.hf needs transformers >= {MINIMUM_TRANSFORMERS}, "
-        f"got {transformers.__version__}: pip install 'transformers>=5.5'"
+        f"got {transformers.__version__}: {INSTALL_TRANSFORMERS}"
     )
 
 from transformers import AttentionInterface, AttentionMaskInterface
