@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A process group prepared for exchanges: `all_merge_states` and the buffers behind it.
 
-A group has one communicator, made at first use (`get_communicator`).
+`get_communicator` makes one at first use and keeps it with the group.
 """
 
 import os

@@ -131,7 +131,7 @@ class Way:
 
 
 class DirectRound(Round):
-    """Messages on a `Way`: the network takes them at once, in memory they wait for receivers."""
+    """Messages on a `Way`: of a network they begin to go out at `start`, in memory they wait."""
 
     def __init__(self, prepared: Any, kept: object) -> None:
         """`kept`: the messages, of which `prepared` has addresses only."""
