@@ -19,7 +19,7 @@ from ..options import AttentionOptions
 from ..sharding import BlockCyclic
 
 BLOCK = 64
-Shard = tuple[BlockCyclic, int]  # the keys of each sequence in the cache of this rank
+LayoutAndRank = tuple[BlockCyclic, int]  # the keys of each sequence in the cache of this rank
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Batch:
     is_token: Tensor | None = None
     _ranges: dict[object, Tensor] = field(default_factory=dict)
 
-    def key_ranges(self, window: int | None, shard: Shard | None) -> Tensor:
+    def key_ranges(self, window: int | None, shard: LayoutAndRank | None) -> Tensor:
         """int32 `[batch, seqlen_q, 2]`; kept, as the layers of a model ask for the same."""
         found = self._ranges.get((window, shard))
         if found is None:
@@ -108,7 +108,7 @@ def attend(
     lse: Tensor,
     *,
     window: int | None,
-    shard: Shard | None,
+    shard: LayoutAndRank | None,
     options: AttentionOptions,
 ) -> None:
     """Writes `o` and `lse [tokens, num_heads_q]`, the state of the line `q [tokens, num_heads_q,

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from ..sharding import BlockCyclic
 from . import checks
-from .batches import Shard
+from .batches import LayoutAndRank
 from .groups import communicator
 
 MODULE, NAME = "vllm.utils.cpu_triton_utils", "_compute_slot_mapping_kernel_impl"
@@ -36,7 +36,7 @@ class Exchange:
         # Two, as ranks compare what they call wherever it differs from the last call of the same.
         self._gathers, self._merges = (communicator(group) for _ in range(2))
         self.world_size, rank = self._merges.world_size, self._merges.rank
-        self.shard: Shard = BlockCyclic(self.world_size, interleave), rank
+        self.shard: LayoutAndRank = BlockCyclic(self.world_size, interleave), rank
 
     def gather_heads(self, x: Tensor) -> Tensor:
         """`[tokens, heads, ...]` with the heads of all ranks, in rank order."""
