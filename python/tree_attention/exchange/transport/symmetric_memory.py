@@ -120,7 +120,7 @@ def connect(
     if topology.num_nodes > 1:
         return f"ranks are on {topology.num_nodes} nodes"
 
-    def attempt(name: str, step: Callable[[float], T]) -> T | str:
+    def everywhere(name: str, step: Callable[[float], T]) -> T | str:
         """Return `step(limit)` if it succeeds everywhere, or the reason why it does not."""
         note: Note = {}
         now = time.monotonic()
@@ -152,13 +152,13 @@ def connect(
     num_gpus = len({note["gpu"] for note in notes})
     if num_gpus < world_size and not all(note["may share"] for note in notes):
         return "ranks share a GPU"
-    buffer = attempt("allocation", lambda limit: _allocate(world_size, device))
+    buffer = everywhere("allocation", lambda limit: _allocate(world_size, device))
     if isinstance(buffer, str):
         return buffer
-    memory = attempt("rendezvous", lambda limit: _rendezvous(buffer, group, limit))
+    memory = everywhere("rendezvous", lambda limit: _rendezvous(buffer, group, limit))
     if isinstance(memory, str):
         return memory
-    return attempt("test", lambda limit: _try_out(memory))
+    return everywhere("test", lambda limit: _try_out(memory))
 
 
 def _allocate(world_size: int, device: torch.device) -> Tensor:
