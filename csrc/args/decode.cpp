@@ -57,7 +57,6 @@ void check_keys_and_values(DecodeParams& params, const DecodeArgs& args) {
 }
 
 void check_pages(DecodeParams& params, const DecodeArgs& args) {
-  params.page_table = nullptr;
   if (!args.page_table) return;
   const at::Tensor& table = *args.page_table;
   const int64_t batch = args.q.size(0), num_heads_kv = args.k.size(1);
@@ -93,7 +92,6 @@ void check_scales(DecodeParams& params, const DecodeArgs& args) {
 }
 
 void check_key_ranges(DecodeParams& params, const DecodeArgs& args) {
-  params.key_ranges = nullptr;
   if (!args.key_ranges) return;
   const at::Tensor& ranges = *args.key_ranges;
   kCheck.dtype("key_ranges", ranges, at::kInt);
@@ -128,8 +126,6 @@ void check_scores(DecodeParams& params, const DecodeArgs& args) {
             layout);
   params.key_layout = {layout[0], layout[1], layout[2]};
 
-  params.alibi_slopes = nullptr;
-  params.query_positions = nullptr;
   if (args.query_positions) {
     const at::Tensor& positions = *args.query_positions;
     kCheck.dtype("query_positions", positions, at::kLong);
