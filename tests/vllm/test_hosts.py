@@ -38,11 +38,13 @@ def meet(
     """What each host with its note raises, or None; they come one after the other."""
     port, errors = free_port(), [None] * len(notes)
     said: list[str] = []
+    met: list[hosts.Meeting] = []  # the first host's serves the store to which the others connect
     nnodes = nnodes or [len(notes)] * len(notes)
 
     def run(index: int, rank: int) -> None:
         try:
-            hosts.meet("127.0.0.1", port, rank, nnodes[index], notes[index], said.append)
+            place = "127.0.0.1", port, rank, nnodes[index]
+            met.append(hosts.meet(*place, notes[index], said.append))
         except ValueError as error:
             errors[index] = str(error)
 
