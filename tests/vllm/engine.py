@@ -67,6 +67,7 @@ class Engine:
                 nnodes=1,
             ),
             kv_transfer_config=None,
+            speculative_config=None,
         )
         context_parallel.replace_slot_mapping()
         self.world_size, self.rank = 1, 0

@@ -208,6 +208,7 @@ OPTIONS = {
     "data_parallel_size": 1,
     "data_parallel_size_local": None,
     "data_parallel_rank": None,
+    "data_parallel_multi_port_external_lb": False,
     "cpu_distributed_timeout_seconds": None,
     "host": None,
     "port": 0,
@@ -223,6 +224,7 @@ OPTIONS = {
         ({"data_parallel_size": 2}, 4),  # vLLM takes as many parts for each engine
         ({"data_parallel_size": 4, "data_parallel_size_local": 3}, 6),
         ({"data_parallel_size": 2, "data_parallel_rank": 1}, 2),
+        ({"data_parallel_size": 2, "data_parallel_multi_port_external_lb": True}, 2),
         ({"data_parallel_size": 2, "nnodes": 2}, 2),
         ({"pipeline_parallel_size": 3, "nnodes": 2}, 3),
     ],

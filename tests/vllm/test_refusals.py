@@ -4,6 +4,7 @@
 import inspect
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,6 +186,30 @@ def test_attention_that_is_not_causal() -> None:
         step.causal = causal
         with pytest.raises(ValueError, match="attention must be causal"):
             engine.builder.build(0, step)
+
+
+def test_a_prefix_lm_is_refused_before_its_first_step() -> None:
+    layer()
+    from tree_attention.vllm.backend import MetadataBuilder
+
+    with pytest.raises(ValueError, match="attention must be causal, this model's is not"):
+        MetadataBuilder(SimpleNamespace(non_causal=True), [], None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "method, num_guesses, is_refused",
+    [("draft_model", 1, True), ("eagle", 2, True), ("eagle", 1, False), ("ngram", 3, False)],
+)
+def test_drafts_with_context_parallelism(method: str, num_guesses: int, is_refused: bool) -> None:
+    drafts = SimpleNamespace(
+        method=method,
+        num_speculative_tokens=num_guesses,
+        uses_draft_model=lambda: method == "draft_model",
+        use_eagle=lambda: method == "eagle",
+    )
+    expected = pytest.raises(ValueError, match=f"the method '{method}', as vLLM writes the keys")
+    with expected if is_refused else nullcontext():
+        checks.check_drafts(SimpleNamespace(speculative_config=drafts))
 
 
 def test_quantised_output() -> None:

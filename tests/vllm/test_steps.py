@@ -109,6 +109,28 @@ def test_a_lost_rank_ends_the_step_of_the_others(rank: int, world_size: int) -> 
         assert time.monotonic() - begin < 8
 
 
+def test_queries_alone_ask_the_cache() -> None:
+    """A layer may be asked again, without keys (LoopCoder)."""
+    engine = Engine()
+    engine.step({0: 20})
+    before, q, out = engine.cache.clone(), torch.randn(1, 4, 16), torch.empty(1, 4, 16)
+    position = torch.tensor([19])
+    step = engine.builder.build(0, engine.common({0: 1}, position))
+    engine.layer.forward(None, q, None, None, engine.cache, step, out)
+    assert (out - engine.truth(0, q, position)).abs().max() < 1e-5
+    assert torch.equal(before.nan_to_num(7), engine.cache.nan_to_num(7))
+
+
+@on_ranks(4)
+def test_a_second_engine_of_another_group(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    with stub_of_vllm():
+        for ranks in (pairs[rank // 2], dist.group.WORLD):
+            group = SimpleNamespace(world_size=ranks.size(), rank=ranks.rank(), cpu_group=ranks)
+            check_steps(Engine(group, num_kv_heads=1))
+
+
 def test_layers_that_share_a_cache_do_not_write() -> None:
     engine = Engine()
     engine.step({0: 5})

@@ -210,8 +210,9 @@ def prepare(asked: Namespace) -> Watch | None:
 def processes_of(asked: Namespace) -> int:
     """The number of vLLM's processes on this host that compute: those of its engines, in turn."""
     num_engines = asked.data_parallel_size
-    if asked.nnodes == 1 and asked.data_parallel_rank is not None:
-        num_engines = 1  # others are started by themselves
+    alone = asked.data_parallel_rank is not None or asked.data_parallel_multi_port_external_lb
+    if asked.nnodes == 1 and alone:
+        num_engines = 1  # each is started by itself, and takes the first part
     elif asked.nnodes == 1 and asked.data_parallel_size_local:
         num_engines = asked.data_parallel_size_local
     each = asked.tensor_parallel_size * asked.pipeline_parallel_size

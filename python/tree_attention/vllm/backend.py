@@ -41,8 +41,11 @@ class Metadata:
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     reorder_batch_threshold = 1  # requests with one new token come first, and are one call
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, kv_cache_spec: Any, *arguments: Any) -> None:
+        super().__init__(kv_cache_spec, *arguments)
+        # True for a prefix LM, whose layers say that they are a decoder's.
+        if getattr(kv_cache_spec, "non_causal", False):
+            raise ValueError(f"{checks.PLUG_IN}: attention must be causal, this model's is not")
 
     def build(
         self,
@@ -90,6 +93,7 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
         self.exchange: Exchange | None = None
         if self.dcp_world_size > 1:
             check_slot_mapping()
+            checks.check_drafts(config)
             self.exchange = exchange_of(config.parallel_config.cp_kv_cache_interleave_size)
             layout, rank = self.exchange.shard
             self.options["key_layout"] = layout.key_layout(rank)
@@ -101,8 +105,8 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
         self,
         layer: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         kv_cache: Tensor,
         attn_metadata: Metadata | None,
         output: Tensor,
@@ -124,7 +128,10 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
             pages = pages.view(torch.float8_e4m3fn)
             k_scale, v_scale = layer._k_scale_float, layer._v_scale_float
         k, v = pages[:, :, :block_size], pages[:, :, block_size:]
-        if self.kv_sharing_target_layer_name is None:
+        # A layer may ask for the keys of another pass (LoopCoder), or be told after this was made
+        # whose cache it shares (Gemma 4's drafter).
+        is_own = self.kv_sharing_target_layer_name is None
+        if is_own and key is not None and value is not None:
             key, value = (
                 (x if scale == 1.0 else x / scale)[None, : step.num_tokens].transpose(1, 2)
                 for x, scale in ((key, k_scale), (value, v_scale))

@@ -66,6 +66,20 @@ def faults_of(module: str, name: str, parameters: str) -> list[str]:
     return [] if found == parameters else [f"{name} has the parameters ({found})"]
 
 
+def check_drafts(config: Any) -> None:
+    """Raises ValueError where vLLM gives drafts slots that know no context parallelism."""
+    drafts = config.speculative_config
+    if drafts is None:
+        return
+    guesses_on = drafts.use_eagle() and drafts.num_speculative_tokens > 1
+    if drafts.uses_draft_model() or guesses_on:
+        raise ValueError(
+            f"{PLUG_IN}: --decode-context-parallel-size is not supported with --speculative-config "
+            f"of the method {drafts.method!r}, as vLLM writes the keys of drafts as if one process "
+            "had them all; use the method 'ngram'"
+        )
+
+
 def check_layer(attn_type: str, kv_cache_dtype: str, config: Any) -> None:
     """Raises ValueError for a layer of the model of `config` whose attention is not supported."""
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype

@@ -55,12 +55,14 @@ class Exchange:
         return o[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
-@functools.cache
+_kept = functools.cache(Exchange)
+
+
 def exchange_of(interleave: int) -> Exchange:
-    """Return this process's exchange; the first call is collective."""
+    """The exchange of vLLM's group in this process; the first call for a group is collective."""
     from vllm.distributed.parallel_state import get_dcp_group
 
-    return Exchange(get_dcp_group().cpu_group, interleave)
+    return _kept(get_dcp_group().cpu_group, interleave)
 
 
 def replace_slot_mapping() -> None:
