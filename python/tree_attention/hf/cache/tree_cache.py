@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from typing_extensions import Unpack
 
@@ -19,9 +18,10 @@ from .growing import TreeCacheLayer, cropped_length, interrupted
 from .shard import Moves, Shard
 from .snapshot import files as snapshot
 from .snapshot.index import describe_model, layers_of
+from .states import StateCache
 
 
-class TreeCache(Cache):
+class TreeCache(StateCache):
     """The key/value cache of a model, with its slots spread over the ranks of a group.
 
     Every rank makes one and passes it as `past_key_values` to a model whose attention is
@@ -50,8 +50,6 @@ class TreeCache(Cache):
             below 0 or not for these layers or this layout.
     """
 
-    layers: list[Any]
-
     @takes_cache_options
     def __init__(
         self,
@@ -77,15 +75,9 @@ class TreeCache(Cache):
             group, layout, options["strategy"], options["timeout"], options["deterministic"]
         )
         self.model = describe_model(config)
-        super().__init__(layers=new_layers(config, self.shard, growth, kv_dtype, max_length))
+        super().__init__(new_layers(config, self.shard, growth, kv_dtype, max_length))
         kv = [i for i, layer in enumerate(self.layers) if isinstance(layer, TreeCacheLayer)]
-        states = [i for i, layer in enumerate(self.layers) if keeps_state(layer)]
         self._first_kv, self._last_kv = kv[0], kv[-1]
-        self._first, self._last = min(kv + states), max(kv + states)
-        self._has_states = len(states) > 0
-        # With states: whether a forward pass has reached some layers and not yet the last one.
-        self._is_in_pass = False
-        self._ends_with_recurrent_state = False
 
     @property
     def kv_layers(self) -> list[TreeCacheLayer]:
@@ -106,41 +98,7 @@ class TreeCache(Cache):
             first, last = self.layers[layer_idx], self.layers[self._last_kv]
             if first.length != last.length or first.first > first.length:
                 raise interrupted()
-        self._check_begin(layer_idx)
-        handles = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self._note(layer_idx)
-        return handles
-
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        if kwargs.get("state_idx", args[0] if args else 0) == 0:  # the first of this layer
-            self._check_begin(layer_idx)
-        states = super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
-        self._note(layer_idx, is_end=not self._ends_with_recurrent_state)
-        return states
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        states = super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
-        self._ends_with_recurrent_state = layer_idx == self._last
-        self._note(layer_idx)
-        return states
-
-    def _check_begin(self, layer_idx: int) -> None:
-        """Refuses a forward pass after one that moved on only a part of the states."""
-        if self._is_in_pass and layer_idx == self._first and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "TreeCache: the last forward pass did not reach the last layer, and some layers "
-                "keep a state that has its tokens; forget all tokens with reset"
-            )
-
-    def _note(self, layer_idx: int, is_end: bool = True) -> None:
-        """Notes that a layer has the tokens of this forward pass."""
-        # A graph is a whole pass, and would be compiled again wherever this changes.
-        if self._has_states and not torch.compiler.is_compiling():
-            self._is_in_pass = not (is_end and layer_idx == self._last)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reserve(self, length: int) -> None:
         """Makes room for `length` tokens at the next allocation, so that a prompt of known length
@@ -150,7 +108,6 @@ class TreeCache(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self._is_in_pass = False
         for i, layer in enumerate(self.layers):
             if keeps_state(layer):  # of any batch next time, as the others
                 self.layers[i] = type(layer)(number_of_states=layer.number_of_states)
