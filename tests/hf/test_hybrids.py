@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -274,3 +275,28 @@ def test_a_second_turn_where_the_last_layer_keeps_a_state(name: str) -> None:
     longer = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY}
     found = model.generate(**longer, past_key_values=first.past_key_values)
     assert torch.equal(found, plain.generate(**longer, past_key_values=expected.past_key_values))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("LFM")])
+@torch.no_grad()
+def test_a_pass_that_ends_inside_the_last_layer_is_refused(name: str) -> None:
+    """Before its recurrent state, in a prompt and in a later pass."""
+    model = hf.enable(_ending_in_a_state(name))
+    ids = _prompts(1)["input_ids"]
+    held = hf.TreeCache(model.config)
+    model(ids, past_key_values=held)
+    update = Cache.update_recurrent_state
+
+    def interrupt(cache: Cache, states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx == 2:
+            raise KeyboardInterrupt
+        return update(cache, states, layer_idx, *args, **kwargs)
+
+    for given in (held, hf.TreeCache(model.config)):
+        with (
+            mock.patch.object(Cache, "update_recurrent_state", interrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            model(ids, past_key_values=given)
+        with pytest.raises(RuntimeError, match="did not reach the last layer, and some layers kee"):
+            model(ids, past_key_values=given)

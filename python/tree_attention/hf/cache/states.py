@@ -8,6 +8,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.configuration_utils import PreTrainedConfig
 
 from .build import keeps_state
 from .growing import TreeCacheLayer
@@ -26,15 +27,18 @@ class StateCache(Cache):
 
     layers: list[Any]
 
-    def __init__(self, layers: list[Any]) -> None:
+    def __init__(self, layers: list[Any], config: PreTrainedConfig) -> None:
         super().__init__(layers=layers)
         states = [i for i, layer in enumerate(layers) if keeps_state(layer)]
         kept = [i for i, layer in enumerate(layers) if isinstance(layer, TreeCacheLayer)] + states
         self._first, self._last = min(kept), max(kept)
         self._has_states = len(states) > 0
+        # Other layers with a state keep no recurrent one.
+        self._ends_with_recurrent_state = (
+            self._last in states and config.layer_types[self._last] == "linear_attention"
+        )
         # With states: whether a forward pass has reached some layers and not yet the last one.
         self._is_in_pass = False
-        self._ends_with_recurrent_state = False
         self._asks = False  # whether the layers ask for a state before they move it on
         self._num_tokens = 0  # of the last forward pass, from the first layer with keys on
 
@@ -70,7 +74,6 @@ class StateCache(Cache):
         self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
         states = super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
-        self._ends_with_recurrent_state = layer_idx == self._last
         self._note(layer_idx)
         return states
 

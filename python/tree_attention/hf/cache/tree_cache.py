@@ -75,7 +75,7 @@ class TreeCache(StateCache):
             group, layout, options["strategy"], options["timeout"], options["deterministic"]
         )
         self.model = describe_model(config)
-        super().__init__(new_layers(config, self.shard, growth, kv_dtype, max_length))
+        super().__init__(new_layers(config, self.shard, growth, kv_dtype, max_length), config)
         kv = [i for i, layer in enumerate(self.layers) if isinstance(layer, TreeCacheLayer)]
         self._first_kv, self._last_kv = kv[0], kv[-1]
 
