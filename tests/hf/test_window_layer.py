@@ -27,6 +27,7 @@ from transformers import Gemma3TextConfig
 from hf_caches import numbered_keys
 from hf_models import make_model, make_prompts
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf.cache.growing import TreeCacheLayer
 from tree_attention.hf.cache.window import MARGIN, STEP, WindowLayer
 from window_caches import (
     CONFIG,
@@ -210,6 +211,43 @@ def test_a_fill_that_was_interrupted_is_not_gone_on_with(tmp_path: Path) -> None
         cache.save(tmp_path)
     with pytest.raises(ValueError, match="have forgotten the slots before 500"):
         crop_to(cache, 300)
+
+
+def test_a_pass_that_filled_the_window_and_is_not_counted_is_not_gone_on_with() -> None:
+    """The ring holds the last of the new tokens, and the next query sees some before these."""
+    cache = hf.TreeCache(CONFIG)
+    append(cache, 300)
+    keys = numbered_keys(300, 300 + MARGIN + WINDOW, batch=1)
+    with mock.patch.object(TreeCacheLayer, "end", _interrupt), pytest.raises(KeyboardInterrupt):
+        cache.update(keys, -keys, 0)
+    assert cache.layers[0].first <= cache.layers[0].length == 300
+    with pytest.raises(RuntimeError, match="did not reach the last layer"):
+        cache.update(keys[:, :, :1], -keys[:, :, :1], 0)
+    cache.reset()
+    append(cache, 300)
+
+
+def test_a_crop_that_was_interrupted_is_not_gone_on_with() -> None:
+    """It fills the ring with what a long pass saw, up to fewer tokens than there still are."""
+    cache = hf.TreeCache(CONFIG)
+    for layer in cache.layers:
+        layer.keeps_last_pass = True
+    append(cache, 300)
+    append(cache, 200)
+    with mock.patch.object(TreeCacheLayer, "cut", _interrupt), pytest.raises(KeyboardInterrupt):
+        crop(cache, 150)
+    assert [layer.length for layer in cache.layers] == [500, 500]
+    keys = numbered_keys(500, 501, batch=1)
+    with pytest.raises(RuntimeError, match="did not reach the last layer"):
+        cache.update(keys, -keys, 0)
+    with pytest.raises(ValueError, match="have forgotten the slots before 500"):
+        crop(cache, 150)
+    cache.reset()
+    append(cache, 300)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _kept_bytes(

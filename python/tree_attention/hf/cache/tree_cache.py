@@ -96,7 +96,7 @@ class TreeCache(StateCache):
         # max_length the first layer finds it out by itself.
         if layer_idx == self._first_kv and self.max_length is None:
             first, last = self.layers[layer_idx], self.layers[self._last_kv]
-            if first.length != last.length or first.first > first.length:
+            if first.length != last.length or first.is_torn:
                 raise interrupted()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

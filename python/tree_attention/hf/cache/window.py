@@ -46,6 +46,10 @@ class WindowLayer(TreeCacheLayer):
         self._first = first
         self._last_pass: WindowLayer | None = None  # what a longer one saw, where that is kept
 
+    @property
+    def is_torn(self) -> bool:
+        return self._first > 0 and self._first + self.window > self.length
+
     def first_kept(self, first: int, length: int) -> int:
         return max(first, length - self.window - MARGIN) if self.page_size else first
 
@@ -96,30 +100,34 @@ class WindowLayer(TreeCacheLayer):
         seen._reallocate(before, end - begin, begin)
         super(WindowLayer, seen).append(keys, values, slots, num_tokens)
         self._take(seen, length + num_tokens)
+        self.first = self.first_kept(seen.first, length + num_tokens)
         self._last_pass = seen if self.keeps_last_pass else None
         seen.number = -1  # it counts the tokens of no other layer
         seen.end(num_tokens)
         return KVShard(seen)  # not a handle that `seen` keeps: its buffers are freed with it
 
     def _take(self, seen: "WindowLayer", length: int) -> None:
-        """Fills the ring with the last of the slots that a pass saw, up to `length`."""
-        self.first = length  # until it is filled
+        """Fills the ring with the last of the slots that a pass saw, up to `length`, and leaves it
+        torn until the caller says with which slot it begins."""
+        self.first = max(length, self.length)
         end = self.shard.count(length)
         begin = max(seen.dropped, end - self.keys.shape[2])
         slots = torch.arange(begin, end, device=self.keys.device)
         for name, x in self.buffers().items():
             x[:, :, self.places(slots)] = seen.buffers()[name][:, :, seen.places(slots)]
-        self.first = self.first_kept(seen.first, length)
 
     def check_cut(self, length: int) -> None:
         super(WindowLayer, self._last_pass or self).check_cut(length)
 
     def cut(self, length: int) -> None:
-        if self._last_pass is not None:
-            self._take(self._last_pass, length)
-        else:
+        seen = self._last_pass
+        if seen is None:
             self.first = self.first  # what later tokens have overwritten
-        super().cut(length)
+            super().cut(length)
+        else:
+            self._take(seen, length)
+            super().cut(length)
+            self.first = self.first_kept(seen.first, length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._last_pass = None  # whose rows stay as they were
