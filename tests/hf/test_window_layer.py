@@ -227,9 +227,12 @@ def test_a_pass_that_filled_the_window_and_is_not_counted_is_not_gone_on_with() 
     append(cache, 300)
 
 
-def test_a_crop_that_was_interrupted_is_not_gone_on_with() -> None:
+@fixed_or_not
+def test_a_crop_that_was_interrupted_is_not_gone_on_with(
+    max_length: int | None, tmp_path: Path
+) -> None:
     """It fills the ring with what a long pass saw, up to fewer tokens than there still are."""
-    cache = hf.TreeCache(CONFIG)
+    cache = hf.TreeCache(CONFIG, max_length=max_length)
     for layer in cache.layers:
         layer.keeps_last_pass = True
     append(cache, 300)
@@ -240,7 +243,9 @@ def test_a_crop_that_was_interrupted_is_not_gone_on_with() -> None:
     keys = numbered_keys(500, 501, batch=1)
     with pytest.raises(RuntimeError, match="did not reach the last layer"):
         cache.update(keys, -keys, 0)
-    with pytest.raises(ValueError, match="have forgotten the slots before 500"):
+    with pytest.raises(ValueError, match=r"save: a forward pass has not reached the last layer"):
+        cache.save(tmp_path)
+    with pytest.raises(ValueError, match="have forgotten the slots before"):
         crop(cache, 150)
     cache.reset()
     append(cache, 300)

@@ -78,6 +78,7 @@ class TreeCache(StateCache):
         super().__init__(new_layers(config, self.shard, growth, kv_dtype, max_length), config)
         kv = [i for i, layer in enumerate(self.layers) if isinstance(layer, TreeCacheLayer)]
         self._first_kv, self._last_kv = kv[0], kv[-1]
+        self._is_half_cut = False  # whether `crop` has reached some layers and not yet all
 
     @property
     def kv_layers(self) -> list[TreeCacheLayer]:
@@ -94,6 +95,8 @@ class TreeCache(StateCache):
     ) -> Any:
         # Before the first layer appends: after that nobody knows which tokens all layers hold. With
         # max_length the first layer finds it out by itself.
+        if layer_idx == self._first_kv and self._is_half_cut:
+            raise interrupted()
         if layer_idx == self._first_kv and self.max_length is None:
             first, last = self.layers[layer_idx], self.layers[self._last_kv]
             if first.length != last.length or first.is_torn:
@@ -108,6 +111,7 @@ class TreeCache(StateCache):
 
     def reset(self) -> None:
         super().reset()
+        self._is_half_cut = False
         for i, layer in enumerate(self.layers):
             if keeps_state(layer):  # of any batch next time, as the others
                 self.layers[i] = type(layer)(number_of_states=layer.number_of_states)
@@ -157,8 +161,10 @@ class TreeCache(StateCache):
             )
         for layer in layers:
             layer.check_cut(kept)
+        self._is_half_cut = True
         for layer in layers:
             layer.cut(kept)
+        self._is_half_cut = False
 
     def save(self, directory: str | PathLike[str]) -> None:
         """Writes the keys and values of all ranks to a directory, from which `load` reads them.
@@ -277,7 +283,8 @@ class TreeCache(StateCache):
             )
         length = max(lengths, default=0)
         # Layers of fixed size share their length, and the first layer changes before its own.
-        if any(layer.pending or length < layer.shortest for layer in layers):
+        is_inside = any(layer.pending or length < layer.shortest for layer in layers)
+        if is_inside or self._is_half_cut:
             raise ValueError(
                 f"TreeCache.{op}: a forward pass has not reached the last layer; call it after one "
                 "that ended, or forget that pass with crop, or all tokens with reset"
