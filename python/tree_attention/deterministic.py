@@ -64,7 +64,7 @@ def decode_by_blocks(
     )
     # Where a rank's keys are may differ, and changes while a cache grows. So it is no field of
     # the signature, which would then be compared in every call.
-    place = torch.tensor([[*key_layout, seqlen_k]])
+    place = torch.tensor([[*key_layout, seqlen_k]], device="cpu")
 
     def gather_places(deadline: float) -> list[list[int]]:
         return comm.gather(place, (1,) * comm.world_size, 0, deadline).tolist()
@@ -91,7 +91,7 @@ def decode_by_blocks(
         )
     if not numbers:
         return empty
-    gathered = gathered[torch.tensor(numbers).argsort()]
+    gathered = gathered[torch.tensor(numbers, device="cpu").argsort()]
     return merge_states(gathered[..., :-1], gathered[..., -1], out_dtype=exchange.out_dtype)
 
 
@@ -148,17 +148,17 @@ def _attend_to_blocks(
     if num_blocks == 0:
         return states
     if key_ranges is None:
-        everything = torch.tensor([0, seqlen_k], dtype=torch.int32)
+        everything = torch.tensor([0, seqlen_k], dtype=torch.int32, device="cpu")
         key_ranges = everything.expand(batch, seqlen_q, 2)
     # Every block is a sequence of its own in one call. Without pages, a sequence's keys are a page.
     uncut: AttentionOptions = {**options, "num_workers": -1}
     page_table, query_positions = options.get("page_table"), options.get("query_positions")
     if page_table is None:
-        page_table = torch.arange(batch, dtype=torch.int32)[:, None]
+        page_table = torch.arange(batch, dtype=torch.int32, device="cpu")[:, None]
     uncut["page_table"] = _repeated(page_table, num_blocks)
     if query_positions is not None:
         uncut["query_positions"] = _repeated(query_positions, num_blocks)
-    begins = torch.arange(0, seqlen_k, size).view(-1, *(1,) * key_ranges.dim())
+    begins = torch.arange(0, seqlen_k, size, device="cpu").view(-1, *(1,) * key_ranges.dim())
     ranges = key_ranges.clamp(begins, (begins + size).clamp(max=seqlen_k)).int()
     flat = states.flatten(0, 1)
     out = (flat[..., :-1], flat[..., -1])

@@ -216,6 +216,9 @@ def test_default_device_is_not_the_tensors_device(rank: int, world_size: int) ->
             o, lse = tree_decode(q, own, own, group=comm, strategy=strategy)
             assert torch.allclose(o, whole[0], atol=1e-5)
             assert torch.allclose(lse, whole[1], atol=1e-5)
+        layout = BlockCyclic(world_size, 2).key_layout(rank)
+        o, _ = tree_decode(q, own, own, group=comm, deterministic=2, key_layout=layout)
+        assert torch.allclose(o, whole[0], atol=1e-5)
         for ring in (ring_decode, ring_pass_q_decode):
             assert torch.allclose(ring(q, own, own, group=comm)[0], whole[0], atol=1e-5)
         sums = Communicator(timeout=AMPLE)

@@ -27,7 +27,7 @@ from quantised_numbers import DTYPES, TOLERANCE, numbers_of
 from test_split_families import GREEDY, _same_on_all_ranks, sizes_of
 from tree_attention import hf
 from tree_attention.hf.weights.parts import Cut, OfFile
-from tree_attention.hf.weights.quantised import SCHEMES, Matrix, product
+from tree_attention.hf.weights.quantised import SCHEMES, Matrix, QuantisedLinear, product
 
 
 def check_product(
@@ -167,3 +167,22 @@ def test_a_compiled_forward(tmp_path: Path) -> None:
             found = generated(model, _prompts(), **GREEDY)
             assert torch.equal(found[0], expected[0])
             torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("weights", [None, *SCHEMES])
+@torch.no_grad()
+def test_default_device_is_not_the_models(weights: str | None, tmp_path: Path) -> None:
+    make_model(WORKING["Qwen3-MoE"]).save_pretrained(tmp_path)
+    ids = _prompts()["input_ids"]
+    expected = hf.from_pretrained(tmp_path, weights=weights)(ids, use_cache=False).logits
+    with torch.device("meta"):
+        model = hf.from_pretrained(tmp_path, weights=weights)
+        found = [
+            linear(torch.ones(2, linear.in_features, device="cpu")) for linear in _linears(model)
+        ]
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+    assert all(x.device.type == "cpu" and x.isfinite().all() for x in found)
+
+
+def _linears(model: torch.nn.Module) -> list[QuantisedLinear]:
+    return [module for module in model.modules() if isinstance(module, QuantisedLinear)]

@@ -86,7 +86,8 @@ def from_pretrained(
     def load() -> tuple[Signature, PreTrainedModel]:
         place = torch.device("cpu" if device is None else device)
         _check_numbers(dtype, weights, place)
-        signature, model = _load(path, mesh, dtype, place, weights)
+        with torch.device("cpu"):  # whatever the caller's default is
+            signature, model = _load(path, mesh, dtype, place, weights)
         return (*signature, ("weights", weights), ("dtype", str(model.dtype))), model
 
     model, _ = on_every_rank("from_pretrained", mesh.calls, timeout, load)

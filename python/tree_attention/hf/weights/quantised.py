@@ -113,7 +113,7 @@ class Matrix:
 
 def product(x: Tensor, data: Tensor, scale: Tensor, front: int = 0) -> Tensor:
     """`x [tokens, inputs]` times a quantised matrix, `[tokens, outputs]`."""
-    experts = torch.zeros(x.shape[0], dtype=torch.int64)  # of one expert
+    experts = x.new_zeros(x.shape[0], dtype=torch.int64)  # of one expert
     operator = torch.ops.tree_attention.linear_of_experts
     return operator(x, experts, data[None], scale[None], front, False)
 
