@@ -9,6 +9,8 @@ import torch
 pytest.importorskip("transformers")
 
 from distributed import run_ranks
+from hf_families import WORKING
+from hf_families import make_model as make_model_of_family
 from hf_models import make_model, make_prompts
 from tree_attention import hf
 from tree_attention.hf import attention
@@ -47,3 +49,17 @@ def generate(rank: int, world_size: int) -> list[str]:
 
 def test_a_sharded_cache_is_not_warned_about() -> None:
     assert run_ranks(generate, 2) == [[], []]
+
+
+@torch.no_grad()
+def test_experts_whose_outputs_are_normalised() -> None:
+    """As those of Muse Spark, in one process, where nothing is planned and so nothing refused."""
+    model = make_model_of_family(WORKING["Mixtral"])
+    for layer in model.model.layers:
+        layer.mlp.experts.has_post_expert_norm = True
+        layer.mlp.experts.post_expert_norm = torch.nn.RMSNorm(model.config.hidden_size)
+    model.set_experts_implementation("grouped_mm")
+    ids = torch.arange(20)[None]
+    expected = model(ids, use_cache=False).logits
+    found = hf.parallelize(model)(ids, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

@@ -36,6 +36,8 @@ def experts_forward(
     inner = _product(self, "gate_up_proj" if self.has_gate else "up_proj", hidden_states, experts)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     out = _product(self, "down_proj", inner, experts)
+    if getattr(self, "has_post_expert_norm", False):
+        out = self.post_expert_norm(out)
     out = out.unflatten(0, (tokens, num_choices)) * top_k_weights[..., None]
     return out.sum(dim=1).to(hidden_states.dtype)
 
