@@ -7,6 +7,7 @@ mask or a cache that the operator does not have, and whose tokens are wrong with
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from vllm_registry import served
 
 pytest.importorskip("transformers")
 
+import transformers
 from transformers import PreTrainedModel
 
 from generations import generated, left_padded
@@ -211,3 +213,23 @@ def test_page_lists_the_families() -> None:
 def _skip_unless_known(name: str, exists: bool) -> None:
     if not exists:
         pytest.skip(f"this release of transformers has no {name}")
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-OSS", "Gemma 2", "DeepSeek-V3"])
+def test_autocast_of_a_model_in_float32(name: str) -> None:
+    """Keys and queries that were rotated are float32 there, and values bfloat16."""
+    prompts = left_padded(VOCAB_SIZE, PROMPT_LENGTH, (0, MAX_PADDING), seed=2)
+    model = make_model(WORKING[name])
+    found = []
+    with torch.autocast("cpu", torch.bfloat16):
+        for enabled in (model, hf.enable(copy.deepcopy(model))):
+            logits = enabled.generate(**prompts, **GREEDY).logits
+            found.append(logits[0].float())  # behind another token others may follow
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0.05 * found[0].abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["Gemma3Config", "LlavaConfig", "Mistral3Config"])
+def test_a_configuration_of_several_models_is_refused(name: str) -> None:
+    """One that has no number of layers."""
+    with pytest.raises(ValueError, match=f"a decoder of text alone, got '{name[:5].lower()}"):
+        hf.TreeCache(getattr(transformers, name)())

@@ -148,7 +148,9 @@ def test_chunked_layers_are_refused_when_they_matter() -> None:
         model(torch.ones(1, 1).long(), past_key_values=cache)
 
 
-@pytest.mark.parametrize("keyword", ["position_bias", "alibi", "head_mask", "cu_seq_lens_q"])
+@pytest.mark.parametrize(
+    "keyword", ["position_bias", "alibi", "head_mask", "cu_seq_lens_q", "indices", "block_indices"]
+)
 @torch.no_grad()
 def test_unknown_terms_are_refused(model: PreTrainedModel, keyword: str) -> None:
     with pytest.raises(NotImplementedError, match=f"tree_attention: {keyword} is not supported"):

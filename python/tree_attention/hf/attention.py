@@ -26,7 +26,10 @@ from .weights.split import mesh_of, own_heads
 # The state of a forward pass over many queries is exchanged in pieces of at most this size.
 _MAX_STATE_BYTES = 32 << 20
 # Keyword arguments that change the result of attention and have no counterpart in the operator.
-_UNSUPPORTED_KEYWORDS = ("position_bias", "alibi", "head_mask", "cu_seq_lens_q", "block_table")
+_UNSUPPORTED_KEYWORDS = (
+    *("position_bias", "alibi", "head_mask", "cu_seq_lens_q", "block_table"),
+    *("indices", "block_indices", "sinks"),  # the keys that an index chose; a sink of each token
+)
 
 
 def tree_attention_forward(
@@ -51,6 +54,10 @@ def tree_attention_forward(
     `alibi_slopes [num_heads_q]` are those of `lean_decode`.
     """
     ranges = _checked(query, attention_mask, dropout, kwargs)
+    if torch.is_autocast_enabled(query.device.type):  # which leaves rotated queries in float32
+        query = query.to(torch.get_autocast_dtype(query.device.type))
+        if not isinstance(key, KVShard):
+            key, value = key.to(query.dtype), value.to(query.dtype)
     mesh = mesh_of(module)
     own = own_heads(module, query.shape[1])
     # A sink scales what all ranks have merged, which is rounded to query's dtype after that.

@@ -87,13 +87,14 @@ def new_layers(
 def _layer_kinds(config: PreTrainedConfig) -> list[str]:
     """The kind of each layer of a model that can have a `TreeCache`, or ValueError."""
     name, kinds = config.model_type, getattr(config, "layer_types", None)
+    # Configurations of several models need not have a number of layers.
+    if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
+        raise ValueError(f"TreeCache: the model must be a decoder of text alone, got {name!r}")
     if kinds is None:  # then all layers are of one kind, where a window is for all
         kinds = ["sliding_attention"] * config.num_hidden_layers
     unknown = {*kinds} - _LAYER_TYPES
     error = None
-    if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
-        error = f"the model must be a decoder of text alone, got {name!r}"
-    elif unknown:
+    if unknown:
         error = f"layers must be of the types {', '.join(sorted(_LAYER_TYPES))}; "
         error += f"{name!r} has {', '.join(sorted(unknown))}"
     elif getattr(config, "num_kv_shared_layers", None):

@@ -152,6 +152,8 @@ class TreeCacheLayer(CacheLayerMixin):
     ) -> tuple[KVShard, KVShard]:
         """Appends the new tokens that this rank keeps; the arguments are `[batch, num_heads_kv,
         new tokens, head_dim]` of all of them, or in a split forward pass of those computed here."""
+        if torch.is_autocast_enabled(key_states.device.type):
+            key_states = key_states.to(value_states.dtype)  # rotated ones are left in float32
         self._prepare(key_states, value_states)
         keys, values, deal = key_states.detach(), value_states.detach(), current_deal()
         num_tokens = keys.shape[2] if deal is None else deal.length
