@@ -74,7 +74,6 @@ class TreeCacheLayer(CacheLayerMixin):
     first = 0  # the global slot from which on this layer holds all slots, on all ranks together
     dropped = 0  # number of local slots before the one at the beginning of the buffers
     page_size = 0  # of the pages in which a ring is attended to; 0: the buffers are no ring
-    is_torn = False  # whether a pass or `crop` was interrupted after it overwrote what is seen next
     keeps_last_pass = False  # for assisted decoding, which takes back all candidates of a pass
 
     keys: Tensor  # [batch, num_heads_kv, capacity, head_dim]
@@ -138,6 +137,11 @@ class TreeCacheLayer(CacheLayerMixin):
         """The places of this rank's slots from `first` on that are in use."""
         begin, end = self.shard.count(self.first), self.shard.count(self.length)
         return self.places(torch.arange(begin, end, device=self.keys.device))
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a pass or `crop` was interrupted after it overwrote what the next token sees."""
+        return False
 
     def first_kept(self, first: int, length: int) -> int:
         """The first slot that the layer holds once it was given those of [first, length)."""
