@@ -140,7 +140,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
     @property
     def is_torn(self) -> bool:
-        """Whether a pass or `crop` was interrupted after it overwrote what the next token sees."""
+        """True where an interrupted pass or `crop` has overwritten what the next token sees."""
         return False
 
     def first_kept(self, first: int, length: int) -> int:
