@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..decode import tree_decode
 from ..ops import lean_decode
-from .cache.growing import KVShard, TreeCacheLayer
+from .cache.growing import KVShard, TreeCacheLayer, as_autocast
 from .cache.latent import LatentLayer, attend_to_latents
 from .cache.shard import Shard
 from .cache.window import WindowLayer
@@ -54,10 +54,9 @@ def tree_attention_forward(
     `alibi_slopes [num_heads_q]` are those of `lean_decode`.
     """
     ranges = _checked(query, attention_mask, dropout, kwargs)
-    if torch.is_autocast_enabled(query.device.type):  # which leaves rotated queries in float32
-        query = query.to(torch.get_autocast_dtype(query.device.type))
-        if not isinstance(key, KVShard):
-            key, value = key.to(query.dtype), value.to(query.dtype)
+    query = as_autocast(query)
+    if not isinstance(key, KVShard):
+        key, value = as_autocast(key), as_autocast(value)
     mesh = mesh_of(module)
     own = own_heads(module, query.shape[1])
     # A sink scales what all ranks have merged, which is rounded to query's dtype after that.

@@ -55,6 +55,14 @@ class KVShard:
         raise WrongAttentionError
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """An operand of attention, which autocast leaves in float32 where it was rotated."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
 class TreeCacheLayer(CacheLayerMixin):
     """The keys and values of one layer that this rank holds, in buffers that grow in steps.
 
@@ -156,8 +164,7 @@ class TreeCacheLayer(CacheLayerMixin):
     ) -> tuple[KVShard, KVShard]:
         """Appends the new tokens that this rank keeps; the arguments are `[batch, num_heads_kv,
         new tokens, head_dim]` of all of them, or in a split forward pass of those computed here."""
-        if torch.is_autocast_enabled(key_states.device.type):
-            key_states = key_states.to(value_states.dtype)  # rotated ones are left in float32
+        key_states, value_states = as_autocast(key_states), as_autocast(value_states)
         self._prepare(key_states, value_states)
         keys, values, deal = key_states.detach(), value_states.detach(), current_deal()
         num_tokens = keys.shape[2] if deal is None else deal.length

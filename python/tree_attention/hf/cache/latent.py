@@ -53,8 +53,6 @@ class LatentLayer(TreeCacheLayer):
                 f"these, this is {transformers.__version__}"
             )
         rows = torch.cat((key_states, value_states), dim=3)
-        if torch.is_autocast_enabled(rows.device.type):  # which leaves both in float32
-            rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         return super().update(rows, rows[..., :0])
 
     @property
