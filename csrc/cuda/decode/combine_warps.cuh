@@ -57,18 +57,7 @@ struct RowCombination {
     inverse_sum = 1.0f / sum;
     // The largest weight is one, or with values of 8 bits at least 2^-126, so that a sum of zero
     // means no key.
-    lse = sum == 0.0f ? -INFINITY : logsumexp(maximum, sum);
-  }
-
- private:
-  // The natural logarithm of 2^base sum. With values of 8 bits the base may be 126 from the largest
-  // score. The two terms would cancel then, so the exponent of the sum joins the base, without
-  // rounding where they are far apart. A sum that is NaN or infinite gives NaN, times -inf.
-  static __device__ float logsumexp(float base, float sum) {
-    const uint32_t exponent = __builtin_bit_cast(uint32_t, sum) & 0x7f800000;
-    const float mantissa = sum * __builtin_bit_cast(float, 0x7f000000 - exponent);
-    const int power = static_cast<int>(exponent >> 23) - 127;
-    return fmaf(base + static_cast<float>(power), kLn2, logf(mantissa));
+    lse = sum == 0.0f ? -INFINITY : fmaf(maximum, kLn2, logf(sum));
   }
 };
 
