@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Long contexts on CUDA against float64 on the same device, tensors past 2^31 elements, and scores
-of any size."""
+"""Long contexts on CUDA against float64 on the same device, and tensors past 2^31 elements."""
 
 import math
 
@@ -75,20 +74,6 @@ def test_scores_of_thousands(sign, dtype, cuda):
     assert ((lse - sign * 256 * 240 / 8).abs() < 20).all()
     check(q, k, v, o_limit=0.01)
     check(*random_inputs(cuda, dtype, sized(50_000), head_dim=64, score_size=1e3), o_limit=0.01)
-
-
-@by_dtype
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("size", [6e7, 5e9, 1e10])
-def test_the_largest_weight_is_one(size, sign, dtype, cuda_kernels):
-    """Also of scores whose rounding errors exceed every exponent."""
-    for keys in (1, 300):
-        q = torch.zeros(1, 1, 1, 64, dtype=dtype, device=cuda_kernels)
-        k = torch.zeros(1, 1, keys, 64, dtype=dtype, device=cuda_kernels)
-        q[..., 0], k[..., 0] = sign, 1
-        o, lse = lean_decode(q, k, torch.full_like(k, 3.0), softmax_scale=size)
-        torch.testing.assert_close(o, torch.full_like(o, 3.0), rtol=1e-6, atol=0)
-        assert math.isclose(lse.item(), sign * size, rel_tol=1e-6)
 
 
 @by_dtype

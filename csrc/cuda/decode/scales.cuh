@@ -47,8 +47,7 @@ class ScaledScore {
   __device__ float of(float score) const { return fmaf(score, kLog2E / kRange, scale_); }
 
   // What the scores' exponents are to be relative to where `maximum` is the largest of the above:
-  // the largest product is then 4, and its weight at least 2^-126, which ex2 does not flush. Both
-  // steps round: for scores up to 1e7 by less than 2, the exponents that float16 has left above 4.
+  // the largest product is then 4, and its weight at least 2^-126, which ex2 does not flush.
   static __device__ float base(float maximum) { return fmaf(maximum, kRange, kLeast - 2.0f); }
 
  private:

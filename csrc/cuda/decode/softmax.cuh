@@ -3,8 +3,7 @@
 // From products to weights: the score terms, the mask and the online softmax of one warp's rows, of
 // which a thread holds two as fragments.cuh says. A weight is one fma, from the natural score to
 // units of log2 below the maximum, and one ex2: the product is not rounded, and the rounding of the
-// maximum is the same in all weights and in the state. From 2^22 on it would be most of a weight,
-// and products are rounded, too. Natural logarithms leave the kernel.
+// maximum is the same in all weights and in the state. Natural logarithms leave the kernel.
 #pragma once
 
 #include "scales.cuh"
@@ -200,22 +199,12 @@ struct OnlineSoftmax {
   template <int kBlocks>
   __device__ void weigh(float (&s)[kBlocks][4]) {
     const float base[2] = {finite_base(maximum[0]), finite_base(maximum[1])};
-    // Rounded like its base, the largest score has the weight 1, not 2 to the rounding of the base.
-    float unit = kLog2E;
-    if (__any_sync(0xffffffff, fmaxf(fabsf(base[0]), fabsf(base[1])) >= 0x1p22f)) {
-      unit = 1.0f;
-#pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) s[n][c] *= kLog2E;
-      }
-    }
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const int row = Fragments::row_of(c);
-        s[n][c] = ex2(fmaf(s[n][c], unit, -base[row]));
+        s[n][c] = ex2(fmaf(s[n][c], kLog2E, -base[row]));
         sum[row] += s[n][c];
       }
     }
