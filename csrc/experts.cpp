@@ -36,7 +36,7 @@ struct Weights {
   at::Tensor product(const at::Tensor& x, int64_t expert) const {
     const at::Tensor own = weight.select(0, expert);
     at::Tensor out = at::empty({x.size(0), own.size(is_transposed ? 1 : 0)}, x.options());
-    // Of the products that torch has, this one keeps the dtype also under autocast.
+    // at::mm_out keeps the dtype also under autocast, which at::matmul does not.
     if (!scale.has_value()) return at::mm_out(out, x, is_transposed ? own : own.t());
     const at::Tensor its_scale = scale->select(0, expert);
     for (int64_t begin = 0; begin < own.size(0); begin += kWidened) {

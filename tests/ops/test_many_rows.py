@@ -134,29 +134,24 @@ def test_columns_behind_values_are_not_summed(instruction_set, head_dim_v):
     problem.run_and_check(num_workers=1)
 
 
-def test_lse_where_scores_grow_by_less_than_the_slack(instruction_set):
-    """The terms of lse cancel then, if the first largest score stays the base."""
+@pytest.mark.parametrize(
+    "dtype, noise, low_keys, low, high",
+    [(torch.float32, 0.1, 64, -18.0, -7.0), (torch.bfloat16, 0.01, 256, -18.5, -7.5)],
+    ids=["float32", "bfloat16"],
+)
+def test_lse_where_scores_grow_by_less_than_the_slack(
+    instruction_set, dtype, noise, low_keys, low, high
+):
+    """The terms of lse cancel then, if the first largest score stays the base. So many keys meet
+    the rows at a time."""
     problem = make_problem(
         batch=1, num_heads_kv=1, group_size=1, seqlen_q=64, seqlen_k=1000, ranges="all",
-        softmax_scale=1.0, dtype=torch.float32,
+        softmax_scale=1.0, dtype=dtype,
     )  # fmt: skip
-    problem.q *= 0.1
+    problem.q *= noise
     problem.q[..., 0] = 1.0
-    problem.k[..., 0] = -7.0
-    problem.k[:, :, :64, 0] = -18.0
-    problem.run_and_check(num_workers=1)
-
-
-def test_lse_of_bfloat16_where_scores_grow_by_less_than_the_slack(instruction_set):
-    """As above, where 256 keys meet the rows at a time."""
-    problem = make_problem(
-        batch=1, num_heads_kv=1, group_size=1, seqlen_q=64, seqlen_k=1000, ranges="all",
-        softmax_scale=1.0, dtype=torch.bfloat16,
-    )  # fmt: skip
-    problem.q *= 0.01
-    problem.q[..., 0] = 1.0
-    problem.k[..., 0] = -7.5
-    problem.k[:, :, :256, 0] = -18.5
+    problem.k[..., 0] = high
+    problem.k[:, :, :low_keys, 0] = low
     problem.run_and_check(num_workers=1)
 
 

@@ -58,7 +58,7 @@ class Link:
         self.seconds = 0.0
         # The seal of the call under way, which its messages carry (`Messages`).
         self.seal = SAME
-        # Of the group's messages, and above: those of its other communicators have other tags.
+        # The least tag of this communicator's messages: those of the group's others differ.
         self.first_tag = 0
         # The way to the other ranks of this node, or why there is none; None before the first call.
         self.shared_memory: Way | str | None = None
@@ -330,7 +330,7 @@ class _Operation(AbstractContextManager[None]):
 
 
 def _messages_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those that are not empty; all, and a byte for each empty one, where torch counts messages."""
+    """Tensors that are not empty; where torch counts messages, also a byte for each empty one."""
     if not is_watched():
         return [x for x in tensors if x.numel()]
     return [x if x.numel() else x.new_empty(1) for x in tensors]
