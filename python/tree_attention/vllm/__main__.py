@@ -149,7 +149,9 @@ def watch_engine(watch: Watch | None) -> threading.Event:
             if engine.errored and not was_told.is_set():
                 lost.set()
                 if server.should_exit:
-                    threading.Thread(target=end_server, daemon=True).start()
+                    threading.Thread(
+                        target=end_server, name="tree_attention end", daemon=True
+                    ).start()
 
     if not checks.faults_of(LAUNCHER, "watchdog_loop", "server engine"):
         importlib.import_module(LAUNCHER).watchdog_loop = watchdog_loop  # type: ignore[attr-defined]

@@ -25,8 +25,6 @@ Door = Callable[[float], object]
 # Surviving ranks fail at about the same time. How many seconds one that failed waits to hear from
 # the others, so that its error can name the ranks that said nothing.
 _PATIENCE_SECONDS = 0.3
-# Tags of a communicator's own, more than its rounds and a ring's tensors need.
-_TAGS = 256
 
 
 class Session:
@@ -56,7 +54,7 @@ class Session:
             # one's place has made no session yet.
             number = call_before(time.monotonic() + seconds, lambda: store.add(counter, 1))
             name = f"tree_attention/{number}"
-            self.link.first_tag = _TAGS * number
+            self.link.use_tags_of(number)
         except RuntimeError as error:
             self.failed = f"the store of the process group is lost: {sentence(error)}"
         self._agreement = Agreement(store, self.link.rank, self.link.world_size, name)

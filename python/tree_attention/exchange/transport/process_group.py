@@ -37,8 +37,14 @@ _ALL_GATHER, _ALL_TO_ALL = (
 _Options = TypeVar(
     "_Options", AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 )
+# All users of a group share its tags, and Gloo ends the process where a message meets a receiver of
+# another size. So ours begin far above all that programs count, and end with the largest integer
+# that torch takes, 2^31 - 1.
+FIRST_TAG = 1 << 30
+# Of one communicator: more than its rounds and a ring's tensors need.
+NUM_TAGS = 256
 # No operation uses this tag: a receive with it can only end by its timeout.
-_NOBODYS_TAG = 0x7A77
+_NOBODYS_TAG = FIRST_TAG
 # An operation that ends at the deadline reports why a little later.
 _REPORT_SECONDS = 0.3
 
@@ -59,7 +65,7 @@ class Link:
         # The seal of the call under way, which its messages carry (`Messages`).
         self.seal = SAME
         # The least tag of this communicator's messages: those of the group's others differ.
-        self.first_tag = 0
+        self.first_tag = FIRST_TAG
         # The way to the other ranks of this node, or why there is none; None before the first call.
         self.shared_memory: Way | str | None = None
         # The way to the ranks that share no memory with this one, where it is not the group's.
@@ -70,6 +76,11 @@ class Link:
         self._backends = dict(pair.split(":") for pair in config.split(","))
         self._host_buffers: dict[str, Tensor] = {}
         self._meeting: Round | None = None
+
+    def use_tags_of(self, number: int) -> None:
+        """Takes the tags of the communicator of a number from 1, in turn: whoever had the same ones
+        is four million communicators ago."""
+        self.first_tag = FIRST_TAG + NUM_TAGS * (1 + (number - 1) % (FIRST_TAG // NUM_TAGS - 1))
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
