@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tree_attention._environment import read_integer
+
 from ..harness.program import add_out, finish
 from ..harness.report import Report, columns_of, environment
 
@@ -48,13 +50,13 @@ def main() -> int:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    shares_memory = int(local_world_size) == dist.get_world_size()
+    local_world_size = read_integer("LOCAL_WORLD_SIZE", 1, dist.get_world_size(), 1)
+    shares_memory = local_world_size == dist.get_world_size()
     # The same on processes that share memory, and on no others.
     os.environ["VLLM_DIST_IDENT"] = "groups" if shares_memory else f"groups {dist.get_rank()}"
     with set_current_vllm_config(VllmConfig()):
         # vLLM has set it to the size of its tensor group, one here, and a node is known by it.
-        os.environ["LOCAL_WORLD_SIZE"] = local_world_size
+        os.environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
         rows = measure(ways(), parsed.rounds)
     if dist.get_rank() > 0:
         return 0

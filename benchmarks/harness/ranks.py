@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tree_attention._environment import read_integer
 from tree_attention.cli.world import World, joined_world
 from tree_attention.exchange import Communicator, Topology, strategies
 from tree_attention.exchange.auto.choose import Choice, choose, measured_costs
@@ -163,7 +164,7 @@ def device_of(name: str) -> torch.device:
     """The device of this rank: of several GPUs, that of its number on the host."""
     if name != "cuda":
         return torch.device(name)
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", read_integer("LOCAL_RANK", 0, torch.cuda.device_count() - 1, 0))
     torch.cuda.set_device(device)
     return device
 

@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
+from ._environment import VariableError
 from ._loader import __version__
 from .cli.usage import UsageError, is_root, report
 from .cli.world import INTERRUPTED
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
         status = command.main(parsed.arguments)
         sys.stdout.flush()
         return status
-    except UsageError as error:
+    except (UsageError, VariableError) as error:
         report(parsed.command, error)
         return 2
     except ExchangeError as error:

@@ -175,7 +175,9 @@ def test_a_table_of_costs_that_cannot_be_read(
         arguments = ["--model", "/nowhere", "--prompt", "a"] if command == "generate" else []
         assert main([command, *arguments]) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"{command}: TREE_ATTENTION_COSTS: table of exchange costs {table}")
+        names = "must be unset or name a file that calibrate wrote"
+        got = f"got {str(table)!r}: table of exchange costs {table}"
+        assert error.startswith(f"{command}: TREE_ATTENTION_COSTS {names}, {got}")
         assert "write a new one with" in error and error.count("\n") == 1
 
 

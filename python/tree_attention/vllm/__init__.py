@@ -6,7 +6,6 @@ vLLM calls `register` in each of its processes, through the entry point `vllm.ge
 """
 
 import logging
-import os
 
 from . import checks
 
@@ -26,10 +25,7 @@ def register() -> None:
         ValueError: TREE_ATTENTION_VLLM has a value that means nothing.
         RuntimeError: vLLM does not run on a CPU, or lacks what the plug-in uses.
     """
-    value = os.environ.get(checks.VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{checks.VARIABLE} must be 1, 0 or unset, got {value!r}")
-    if value != "1":
+    if not checks.is_asked_for():
         return
     checks.check_engine()
     # What follows imports vLLM's attention, which has to be there as it is expected.

@@ -161,8 +161,8 @@ def watch_engine(watch: Watch | None) -> threading.Event:
 def prepare(asked: Namespace) -> Watch | None:
     """Sets the variables of vLLM's processes, and waits for the other hosts, or ValueError. Returns
     the watch of several hosts, which has begun."""
-    nnodes, rank, value = asked.nnodes, asked.node_rank, os.environ[checks.VARIABLE]
-    if value == "1":
+    nnodes, rank, is_ours = asked.nnodes, asked.node_rank, checks.is_asked_for()
+    if is_ours:
         from vllm.envs import environment_variables
 
         if checks.VARIABLE not in environment_variables:
@@ -199,8 +199,8 @@ def prepare(asked: Namespace) -> Watch | None:
         watch = Watch(meeting, float(timeout), leave, say)
         watch.start()
     where = f", host {rank} of {nnodes}" if nnodes > 1 else ""
-    what = f"{checks.VARIABLE} is {value!r}, so attention is vLLM's own"
-    if value == "1":
+    what = f"{checks.VARIABLE} is {os.environ[checks.VARIABLE]!r}, so attention is vLLM's own"
+    if is_ours:
         what = (
             f"attention{' and exchange between hosts' if where else ''} by tree_attention "
             f"{_loader.__version__} ({_loader.load().cpu_instruction_set()})"

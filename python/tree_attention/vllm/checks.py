@@ -3,8 +3,11 @@
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
+
+from .._environment import VariableError
 
 VARIABLE = "TREE_ATTENTION_VLLM"
 PLUG_IN = "the tree_attention plug-in of vLLM"
@@ -24,6 +27,14 @@ CALLED = {
     "AttentionMetadataBuilder.build": "self common_prefix_len common_attn_metadata fast_build",
     "AttentionBackend.supported_kv_cache_layouts": "",
 }
+
+
+def is_asked_for() -> bool:
+    """True where the environment asks for the plug-in; VariableError where it says neither."""
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise VariableError(VARIABLE, "1, 0 or unset")
+    return value == "1"
 
 
 def check_engine() -> None:

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..._environment import VariableError
 from ..._json import read_json_object, replace_file
 from ..options import MAX_SECONDS
 from ..strategies import STRATEGIES, candidates
@@ -183,7 +184,11 @@ def _flaw(content: dict[str, Any]) -> str:
 def measured_costs() -> CostTable | None:
     """The table in the file that TREE_ATTENTION_COSTS names, if it names one."""
     path = os.environ.get(COSTS_VARIABLE)
-    return CostTable.load(path) if path else None
+    try:
+        return CostTable.load(path) if path else None
+    except ValueError as error:
+        requirement = "unset or name a file that calibrate wrote"
+        raise VariableError(COSTS_VARIABLE, requirement, str(error)) from error
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,18 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 import torch.distributed as dist
 
+from ..._environment import VariableError, read_integer
+
 # Ranks that name the same node here share one, whatever their hosts are called.
 NODE_VARIABLE = "TREE_ATTENTION_NODE"
+_MAX_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,12 @@ def node_name() -> str:
     if named := os.environ.get(NODE_VARIABLE):
         return named
     first_rank = None
-    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if local_size.isdecimal() and int(local_size) and dist.is_initialized():
-        rank, local_rank = dist.get_rank(), os.environ.get("LOCAL_RANK", "")
-        if not (local_rank.isdecimal() and int(local_rank) < int(local_size)):
-            local_rank = str(rank % int(local_size))
-        first_rank = rank - int(local_rank)
+    if dist.is_initialized():
+        # Engines set these for purposes of their own: what means nothing here is not used.
+        with suppress(VariableError):
+            rank, local_size = dist.get_rank(), read_integer("LOCAL_WORLD_SIZE", 1, _MAX_RANKS)
+            local_rank = rank % local_size
+            with suppress(VariableError):
+                local_rank = read_integer("LOCAL_RANK", 0, local_size - 1)
+            first_rank = rank - local_rank
     return f"{socket.gethostname()}/{first_rank}"
