@@ -27,6 +27,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
@@ -264,7 +265,7 @@ def show(demo: Demo, console: Console) -> None:
         )
     console.print(table)
     for name, sentence in demo.readings().items():
-        console.print(f"[bold]{name}[/bold]: {sentence}")
+        console.print(Text.assemble((name, "bold"), f": {sentence}"))
 
 
 def main() -> int:

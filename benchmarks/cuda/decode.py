@@ -98,7 +98,7 @@ def run(
                 except timing.DeviceLost:
                     skipped.append(f"everything after {case.name}: the device is lost")
                     break
-            progress.console.print(line(rows[-1]), highlight=False)
+            progress.console.print(line(rows[-1]), highlight=False, markup=False)
             if out is not None:
                 out.mkdir(parents=True, exist_ok=True)
                 (out / f"{name}.json").write_text(json_text({"rows": rows}))

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tree_attention.cli.usage import plain_console, printable
 from tree_attention.cli.world import World
 
 from .report import Report, print_report, write
@@ -82,7 +83,7 @@ def run_cases(
                 console = console_of()
                 texts = " or ".join(map(repr, parsed.only))
                 console.print(f"No case contains {texts}. The cases are:", style="red")
-                console.print("\n".join(case.name for case in cases), highlight=False)
+                console.print("\n".join(case.name for case in cases))
             return 2
         cases = chosen
     with progress_bar(world.root) as progress:
@@ -98,14 +99,14 @@ def finish(report: Report, out: Path | None, width: int = 180) -> int:
     console = console_of(width)
     print_report(console, report)
     if out is not None:
-        console.print("Written: " + ", ".join(map(str, write(report, out))), highlight=False)
+        console.print("Written: " + ", ".join(map(printable, write(report, out))))
     if report.wrong:
         console.print(f"WRONG results: {', '.join(report.wrong)}", style="bold red")
     return 1 if report.wrong else 0
 
 
 def console_of(width: int = 180) -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=width)
+    return plain_console(width=None if sys.stdout.isatty() else width)
 
 
 def shown(progress: Progress, cases: Sequence[AnyCase]) -> Iterator[AnyCase]:
@@ -119,7 +120,7 @@ def shown(progress: Progress, cases: Sequence[AnyCase]) -> Iterator[AnyCase]:
 
 def progress_bar(root: bool) -> Progress:
     return Progress(
-        TextColumn("{task.description:<36}"),
+        TextColumn("{task.description:<36}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

@@ -106,13 +106,13 @@ def print_report(console: Console, report: Report) -> None:
         table.add_column(column.heading.replace(" ", "\n", 1), justify="right", no_wrap=True)
     for values in zip(*(column.values for column in report.columns), strict=True):
         table.add_row(*values, style="bold red" if "WRONG" in values else "")
-    console.print(table)
+    console.print(table, soft_wrap=False)
     for note in report.notes:
-        console.print(note, style="dim", highlight=False, markup=False)
+        console.print(note, style="dim", soft_wrap=False)
     for warning in report.warnings:
-        console.print(f"Warning: {warning}", style="yellow", markup=False)
+        console.print(f"Warning: {warning}", style="yellow")
     for sentence in report.summary:
-        console.print(sentence, highlight=False, markup=False)
+        console.print(sentence, soft_wrap=False)
 
 
 def write(report: Report, directory: Path) -> list[Path]:

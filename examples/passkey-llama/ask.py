@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import tree_attention.hf
 from passkey import Haystack, PasskeyPrompt, build_prompt, needle, question
+from tree_attention.cli.usage import plain_console
 from tree_attention.cli.world import World, joined_world
 
 HERE = Path(__file__).resolve().parent
@@ -54,20 +55,19 @@ def main() -> int:
 
 def ask(model: Any, tokenizer: Any, prompt: PasskeyPrompt, world: World) -> int:
     """Asks with the cache split over the ranks, then plain transformers; the exit status."""
-    console = Console(quiet=not world.root, highlight=False)
+    console = plain_console(quiet=not world.root)
     label = prompt.label
     console.print(
         f"Prompt, {len(prompt.input_ids):,} tokens: {' '.join(prompt.text.split())[:70]} [...]"
         f"{needle(label, prompt.key)} [...]{question(label)}",
         style="dim",
-        markup=False,
     )
 
     def answer(name: str) -> tuple[list[int], str]:
         with console.status(f"{name} reads {len(prompt.input_ids):,} tokens"):
             tokens = new_tokens(model, prompt.input_ids)
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        console.print(f"{name}:[bold]{text}[/bold]")
+        console.print(f"{name}:", Text(text, "bold"), sep="")
         return tokens, text
 
     tree_attention.hf.enable(model)

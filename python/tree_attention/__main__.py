@@ -80,4 +80,6 @@ if __name__ == "__main__":
     # Python has none where the shell has closed it, and other files would take its number.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    # What the terminal's character set lacks is shown by its number, as on stderr.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     end(main(sys.argv[1:]))

@@ -16,7 +16,15 @@ from rich.table import Table
 
 from .._loader import __version__
 from ..exchange import COSTS_VARIABLE, calibrate, get_communicator
-from .usage import UsageError, check_can_be_written, check_seconds, writing
+from .usage import (
+    UsageError,
+    check_can_be_written,
+    check_seconds,
+    plain_console,
+    printable,
+    shell_word,
+    writing,
+)
 from .world import World, add_timeout, choose_device, joined_world
 
 
@@ -39,7 +47,7 @@ def main(arguments: list[str]) -> int:
         raise UsageError(f"--out {parsed.out}: name the table; its picture gets the suffix .png")
     check_seconds("--seconds", parsed.seconds)
     device = choose_device(parsed.device)
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = plain_console(width=None if sys.stdout.isatty() else 120)
     os.environ.pop(COSTS_VARIABLE, None)  # an earlier table, which may be why somebody calibrates
     backend = "nccl" if device.type == "cuda" else "gloo"
     with joined_world(backend, parsed.timeout) as world:
@@ -55,7 +63,8 @@ def main(arguments: list[str]) -> int:
 def run(world: World, device: torch.device, seconds: float, out: Path, console: Console) -> None:
     """Measures; rank 0 writes `out` and, where matplotlib is installed, a picture beside it."""
     comm = get_communicator()
-    with Progress(console=console, transient=True, disable=not world.root) as bar:
+    bars = Console(stderr=True)
+    with Progress(console=bars, transient=True, disable=not world.root) as bar:
         task = bar.add_task("measuring", total=None)
         costs = calibrate(
             comm, device, seconds, lambda n, total: bar.update(task, completed=n, total=total)
@@ -73,16 +82,16 @@ def run(world: World, device: torch.device, seconds: float, out: Path, console: 
         times: dict[str, dict[int, float]] = {}
         for row in costs.exchanges:
             times.setdefault(row.strategy, {})[row.num_bytes] = row.seconds
-        console.print(table(times))
-        console.print(f"wrote {out}; to use it: export {COSTS_VARIABLE}={out.resolve()}")
+        console.print(table(times), soft_wrap=False)
+        console.print(f"wrote {printable(out)}; to use it:")
+        console.print(f"export {COSTS_VARIABLE}={shell_word(out.resolve())}")
         if importlib.util.find_spec("matplotlib") is None:
-            needed = "no picture without matplotlib: pip install matplotlib"
-            console.print(needed, markup=False)
+            console.print("no picture without matplotlib: pip install matplotlib")
         else:
             picture = out.with_suffix(".png")
             with writing("the picture of --out", picture):
                 draw(times, picture)
-            console.print(f"drew {picture}")
+            console.print(f"drew {printable(picture)}")
 
 
 Times = Mapping[str, Mapping[int, float]]  # seconds by strategy and bytes of a state

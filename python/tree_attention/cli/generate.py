@@ -16,7 +16,7 @@ from .._json import read_json_object, replace_file
 from ..exchange import candidates
 from ..planning.models import WEIGHT_DTYPES
 from .checkpoint import A_CHECKPOINT, damages_named, load, load_tokenizer, make_greedy
-from .usage import UsageError, check_can_be_written, report, writing
+from .usage import UsageError, check_can_be_written, printable, report, writing
 from .world import World, choose_device, joined_world
 
 # Options that also take "auto", which is the default.
@@ -193,7 +193,8 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
             raise ExchangeError(f"{error}. {advice(model, cache)}") from error
     measured = result.to_json()
     completion = tokenizer.decode(result.tokens, skip_special_tokens=True)
-    screen.console.print(generation.table(measured, arguments.attention, world.size))
+    table = generation.table(measured, arguments.attention, world.size)
+    screen.console.print(table, soft_wrap=False)
     if world.root and arguments.json is not None:
         named = {"attention": arguments.attention, "world_size": world.size}
         content = {**named, "completion": completion, **measured}
@@ -203,10 +204,10 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
         return 0
     path = arguments.same_tokens_as
     if result.tokens == expected:
-        screen.console.print(f"The same {len(expected)} tokens as in {path}.", markup=False)
+        screen.console.print(f"The same {len(expected)} tokens as in {printable(path)}.")
         return 0
-    different = f"Other tokens than in {path}: {result.tokens}, there {expected}"
-    screen.console.print(different, style="red", markup=False)
+    different = f"Other tokens than in {printable(path)}: {result.tokens}, there {expected}"
+    screen.console.print(different, style="red")
     return 1
 
 

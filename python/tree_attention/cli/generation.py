@@ -20,6 +20,7 @@ from ..exchange import Communicator
 from ..hf import TreeCache
 from ..hf.release import CACHE_NAME
 from ..hf.weights.split import mesh_of
+from .usage import plain_console
 
 # Below them a rate is that of the set-up, or of chance.
 _FEWEST_PROMPT_TOKENS, _FEWEST_NEW_TOKENS = 256, 16
@@ -161,7 +162,7 @@ class Screen(TextStreamer):
         self, root: bool, text: str, prompt_tokens: int, model: Any, tokenizer: Any
     ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.console = Console(quiet=not root, highlight=False)
+        self.console = plain_console(quiet=not root)
         self._text, self._prompt_tokens, self._model = text, prompt_tokens, model
         # The bar goes to stderr, so that a redirected stdout holds the text alone.
         errors = Console(stderr=True)
@@ -171,7 +172,7 @@ class Screen(TextStreamer):
 
     def __enter__(self) -> "Screen":
         text = f"Prompt ({self._prompt_tokens:,} tokens): {excerpt(self._text)}"
-        self.console.print(text, style="dim", markup=False)
+        self.console.print(text, style="dim")
         task = self._progress.add_task("prefill", total=self._prompt_tokens)
 
         def advance(module: Any, args: Any, kwargs: Any, output: Any) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
 import tree_attention
 from tree_attention import _loader
+
+from .usage import UNFOLDED, plain_console, printable
 
 NOT_BUILT = f"unavailable: torch {torch.__version__} is built without it"
 
@@ -33,8 +34,8 @@ def main(arguments: list[str]) -> int:
     for name, value in rows():
         table.add_row(name, value)
     # A report that is piped or pasted keeps its paths and commands on one line.
-    width = None if sys.stdout.isatty() else 200
-    Console(highlight=False, markup=False, width=width).print(table)
+    width = None if sys.stdout.isatty() else UNFOLDED
+    plain_console(width=width).print(table, soft_wrap=False)
     return 0
 
 
@@ -42,7 +43,7 @@ def rows() -> Iterator[tuple[str, str]]:
     extension = _loader.load()
     build = extension.build_info()
     if "RANK" in os.environ:  # of torchrun's, which all print
-        yield "rank", f"{os.environ['RANK']}, on {platform.node()}"
+        yield "rank", printable(f"{os.environ['RANK']}, on {platform.node()}")
     yield "tree_attention", f"{tree_attention.__version__}, {Path(tree_attention.__file__).parent}"
     yield "python", f"{platform.python_version()}, {platform.platform()}"
     yield "torch", f"{torch.__version__}; extension built for {build['torch_version']}"

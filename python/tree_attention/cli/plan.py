@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -16,7 +15,7 @@ from ..planning.arithmetic import ALL_FORMS, FORMS, MAX_CONTEXT, MAX_RANKS, Plan
 from ..planning.machines import LINKS, MACHINES, SUSTAINED, Hosts, fitted_link, link_of
 from ..planning.models import KV_DTYPES, NAMED, WEIGHT_DTYPES
 from ..planning.reading import find_model
-from .usage import UsageError
+from .usage import UsageError, plain_console, printable
 
 HEADINGS = (
     *("form (*: token soonest)", "weights GB", "cache GB", "longest context"),
@@ -90,15 +89,17 @@ def tokens_of(option: str, text: str) -> int:
 
 
 def show(plan: Plan) -> None:
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = plain_console(width=None if sys.stdout.isatty() else 120)
     table, best = Table(box=None, header_style=""), plan.best()
     for i, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="right" if i else "left", no_wrap=not i)
     for form in ALL_FORMS:
         name, *numbers = cells(plan, form)
         table.add_row(name + " *" * (form == best), *map(Text, numbers))
-    lines = *sources(plan), "", table, "", *plan.verdicts()
-    console.print(*lines, sep="\n", markup=False, highlight=False)
+    console.print(*map(printable, sources(plan)), "", sep="\n")
+    console.print(table, soft_wrap=False)
+    # The reasons are no user's words, and are read.
+    console.print("", *plan.verdicts(), sep="\n", soft_wrap=False)
 
 
 def sources(plan: Plan) -> list[str]:

@@ -3,24 +3,51 @@
 errors of all commands are told."""
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from .._json import probe_file
 from ..exchange import MAX_SECONDS
 
+UNFOLDED = 10_000  # columns of a table that is not on a terminal, and that names what users named
+
 
 class UsageError(Exception):
     """A mistake of the user; the message says how to put it right."""
 
 
+def plain_console(**options: Any) -> Console:
+    """A console that prints a text as it is, on one line: what users type is neither markup nor
+    emoji codes. Tables, which are folded to a width, are printed with `soft_wrap=False`."""
+    return Console(markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
+
+
+def printable(text: object) -> str:
+    """A text with its line breaks and other unprintable characters as escapes."""
+    characters = (c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+    return "".join(characters)
+
+
+def shell_word(path: Path) -> str:
+    """A path as a word to copy into a shell, on one line."""
+    text = str(path)
+    if text.isprintable():
+        return shlex.quote(text)
+    special = b"\\'"
+    characters = (
+        chr(x) if 32 <= x < 127 and x not in special else f"\\x{x:02x}" for x in os.fsencode(path)
+    )
+    return f"$'{''.join(characters)}'"
+
+
 def report(command: str, message: object) -> None:
     """Prints to stderr, on one line, why the command ends."""
-    console = Console(stderr=True, highlight=False)
-    console.print(f"{command}: {message}", style="red", markup=False, soft_wrap=True)
+    plain_console(stderr=True).print(printable(f"{command}: {message}"), style="red")
 
 
 def is_root() -> bool:

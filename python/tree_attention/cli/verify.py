@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from .. import (
@@ -34,7 +33,7 @@ from .._loader import INSTALL_TRANSFORMERS
 from ..exchange import ExchangeError, get_communicator, sentence
 from ..reference.accuracy import check_against_float64, digest
 from .checkpoint import A_CHECKPOINT, load, load_tokenizer, make_greedy
-from .usage import UsageError
+from .usage import UNFOLDED, UsageError, plain_console, printable
 from .world import RENDEZVOUS_SECONDS, World, add_timeout, joined_world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -115,17 +114,17 @@ def in_all_ranks(
 
 
 def show(checks: list[Check], world: World) -> None:
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=120)
+    console = plain_console(width=None if sys.stdout.isatty() else UNFOLDED)
     title = f"tree_attention verify, world size {world.size}"
     table = Table("check", "result", "detail", title=title, title_justify="left")
     words = {
-        True: "[green]ok[/green]",
-        False: "[bold red]FAILED[/bold red]",
-        None: "[yellow]skipped[/yellow]",
+        True: Text("ok", "green"),
+        False: Text("FAILED", "bold red"),
+        None: Text("skipped", "yellow"),
     }
     for check in checks:
-        table.add_row(check.name, words[check.passed], escape(check.detail))
-    console.print(table)
+        table.add_row(printable(check.name), words[check.passed], printable(check.detail))
+    console.print(table, soft_wrap=False)
     failed = sum(check.passed is False for check in checks)
     if failed:
         console.print(
