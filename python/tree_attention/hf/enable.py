@@ -3,7 +3,6 @@
 
 import functools
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -17,18 +16,21 @@ from .cache.operands import check_keys
 from .cache.tree_cache import TreeCache
 from .checks.generate_checks import Preparation
 from .options import CacheOptions, takes_cache_options, with_defaults
+from .overrides import override, restore
 from .own_attention import choose_attention, own_attentions
-from .prompts.forward import checked_prefill, override_forward, restore_forward
+from .prompts.forward import checked_prefill, override_forward
 from .sampling import SynchronizeLogits
 from .weights.mesh import Mesh
 from .weights.split import mesh_of
 
 _OVERRIDES: dict[str, Callable[..., Any]] = {
     "generate": Preparation.generate,
+    "_prepare_model_inputs": Preparation.note_inputs,
     "_prepare_cache_for_generation": Preparation.prepare_cache,
     "get_compiled_call": Preparation.get_compiled_call,
     "prepare_inputs_for_generation": Preparation.prepare_inputs,
     "_update_model_kwargs_for_generation": Preparation.check_step,
+    "_get_logits_processor": Preparation.add_processor,
 }
 _PREVIOUS = "_attention_before_enable"
 
@@ -111,7 +113,8 @@ def enable(
             f"enable: {type(model).__name__} does not let its attention be chosen "
             "(see AttentionInterface in the documentation of transformers)"
         )
-    _override(model, preparation)
+    for name, replacement in _OVERRIDES.items():
+        override(model, name, functools.partial(replacement, preparation))
     override_forward(model, prefill)
     override_expansion(model)
     vars(model)[_PREVIOUS] = previous
@@ -121,19 +124,19 @@ def enable(
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Undoes `enable`: gives the model back its class's `generate` and its former attention.
+    """Undoes `enable`: gives the model back its former `generate` and attention.
+
+    Methods that were put on the model after `enable` stay, and call those from before it.
 
     Raises:
         ValueError: the model is not enabled.
     """
     if not is_enabled(model):
         raise ValueError("disable: the model is not enabled; call enable(model) first")
-    attributes = vars(model)
-    for name in _OVERRIDES:
-        del attributes[name]
-    restore_forward(model)
+    for name in (*_OVERRIDES, "forward"):
+        restore(model, name)
     restore_expansion(model)
-    choose_attention(model, attributes.pop(_PREVIOUS))
+    choose_attention(model, vars(model).pop(_PREVIOUS))
     return model
 
 
@@ -173,11 +176,3 @@ def _check_split(
             "enable: deterministic needs a model whose weights are whole, as the sums over "
             "parts of them depend on the number of ranks"
         )
-
-
-def _override(model: PreTrainedModel, preparation: Preparation) -> None:
-    # Bound methods on the instance, not closures over it: a deep copy of the model gets its own.
-    for name, override in _OVERRIDES.items():
-        original = getattr(type(model), name)
-        function = functools.partial(override, preparation, original)
-        vars(model)[name] = MethodType(functools.update_wrapper(function, original), model)

@@ -8,7 +8,6 @@ them stays transformers'.
 
 import functools
 from collections.abc import Iterator
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..positions import alibi_slopes
 from .attention import tree_attention_forward
+from .overrides import is_overridden, override, restore
 from .release import CACHE_NAME
 
 
@@ -31,13 +31,21 @@ def choose_attention(model: PreTrainedModel, implementation: str) -> None:
     if not modules:
         model.set_attn_implementation(implementation)
         return
+    for module in modules if implementation == "tree_attention" else ():
+        if "forward" in vars(module) and not is_overridden(module, "forward"):
+            raise ValueError(
+                f"enable: {type(module).__name__} computes its attention in forward, which was "
+                "replaced on the model, by hooks or by hand; enable needs the one of transformers"
+            )
     model.config._attn_implementation = implementation  # by which transformers makes the mask
     for module in modules:
+        restore(module, "forward")
         if implementation == "tree_attention":
-            # A bound method on the instance: a deep copy of the model gets its own.
-            vars(module)["forward"] = MethodType(_FORWARDS[type(module).__name__], module)
-        else:
-            vars(module).pop("forward", None)
+            override(module, "forward", _call_ours)
+
+
+def _call_ours(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    return _FORWARDS[type(module).__name__](module, *args, **kwargs)
 
 
 def _bloom_forward(

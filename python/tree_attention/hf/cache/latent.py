@@ -15,7 +15,6 @@ Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from types import MethodType
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..overrides import override, restore
 from ..prompts.token_split import current_deal
 from .growing import KVShard, TreeCacheLayer
 from .operands import check_taken, no_rows
@@ -178,19 +178,19 @@ def check_latents(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:
 def override_expansion(model: PreTrainedModel) -> None:
     """Makes the attention modules hand on latents that come from a `TreeCache` as they are."""
     for module in _attentions(model):
-        vars(module)[_EXPAND] = MethodType(_expand_unless_sharded, module)
+        override(module, _EXPAND, _expand_unless_sharded)
 
 
 def restore_expansion(model: PreTrainedModel) -> None:
     """Undoes `override_expansion`."""
     for module in _attentions(model):
-        vars(module).pop(_EXPAND, None)
+        restore(module, _EXPAND)
 
 
-def _expand_unless_sharded(self: Any, kv_nope: Any, k_rot: Any) -> Any:
-    if isinstance(kv_nope, KVShard):
-        return kv_nope, k_rot
-    return getattr(type(self), _EXPAND)(self, kv_nope, k_rot)
+def _expand_unless_sharded(
+    original: Callable[..., Any], module: Any, kv_nope: Any, k_rot: Any
+) -> Any:
+    return (kv_nope, k_rot) if isinstance(kv_nope, KVShard) else original(kv_nope, k_rot)
 
 
 def _attentions(model: PreTrainedModel) -> Iterator[Any]:

@@ -3,21 +3,23 @@
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from ...exchange import Communicator, ExchangeError, Signature, sentence
 from ..cache.tree_cache import TreeCache
-from ..prompts.forward import arguments_by_name, is_dealt_in_generate, may_be_chunked
+from ..overrides import is_overridden
+from ..prompts.forward import is_dealt_in_generate, may_be_chunked, under_new_name
 from ..release import CACHE_NAME, generate_without_enable
 from ..sampling import SynchronizeLogits
 from .fingerprint import describe, describe_all, model_signature, settings_of
@@ -26,11 +28,11 @@ from .refusals import (
     check_cached_prompt,
     check_given_cache,
     check_settings,
-    has_whole_text,
-    prompt_length,
     unsupported_cache,
 )
 
+# Arguments of a forward pass whose last axis runs over the tokens of the text.
+_OF_TOKENS = {"position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 # True in calls of `generate` at whose end ranks meet, and in an assistant's calls inside them.
 _is_inside = ContextVar("_is_inside", default=False)
 
@@ -39,10 +41,15 @@ class _Call(threading.local):
     """The call of `generate` in progress in this thread."""
 
     def __init__(self) -> None:
-        self.arguments: dict[str, Any] = {}  # as the caller gave them
-        self.has_whole_text = True  # see refusals.has_whole_text
+        self.arguments: dict[str, Any] | None = None  # as the caller gave them; None: no call
+        self.inputs: dict[str, Tensor] = {}  # that transformers then has, which may be others
+        self.num_prompt = 0  # tokens of the prompt, or embeddings
+        self.num_ids = 0  # of them, those that the tokens returned begin with
+        self.has_whole_text = True  # whether the prompt has the tokens of a given cache, too
+        self.is_prepared = False  # whether the cache is chosen and the ranks compared
         self.cache: TreeCache | None = None
-        self.length = 0  # tokens that it must hold after the steps so far
+        # Tokens that it must hold after the steps so far; None: what it holds after the first.
+        self.length: int | None = None
         self.is_assisted = False  # steps feed candidates, too
 
 
@@ -51,7 +58,7 @@ class Preparation:
     """Calls of `generate` of an enabled model: refuses what cannot work, compares the ranks before
     the first step and at the end, and makes the cache.
 
-    Its public methods take the place of methods of the model, which they are given first.
+    Its public methods take the place of methods of the model, which they are given first, bound.
     """
 
     comm: Communicator  # of all ranks that run the model; a step's first exchange is on it
@@ -69,7 +76,7 @@ class Preparation:
         self, original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any
     ) -> Any:
         """The output of `generate`, if it raised on no rank and all ranks have the same tokens."""
-        arguments = arguments_by_name(inspect.signature(original), model, *args, **kwargs)
+        arguments = _by_name(original, model, args, kwargs)
         is_inside, call = _is_inside.get(), vars(self.call)
         meets, outer = self.comm.world_size > 1 and not is_inside, {**call}
         # Over ranks, no other thread may use the groups until it ends. Ranks may call it in threads
@@ -80,7 +87,12 @@ class Preparation:
         ):
             token = _is_inside.set(meets or is_inside)
             try:
-                output = original(model, **self._begin(arguments))
+                self.call.arguments, self.call.is_prepared = arguments, False
+                if arguments.get("cache_implementation") == "paged":
+                    # `check_settings` comes too late: for a paged cache, transformers leaves
+                    # `generate` before it asks for a cache.
+                    raise unsupported_cache("paged")
+                output = original(*args, **kwargs)
             except ExchangeError:  # which the others have, too
                 raise
             except Exception as error:
@@ -100,18 +112,29 @@ class Preparation:
         """Compares `op` with that of the other ranks, also of those that are still in a step."""
         self.comm.agree(signature, self.shard.timeout, op)
 
-    def _begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Takes the arguments of `generate` by name and returns those with which to go on."""
-        if arguments.get("cache_implementation") == "paged":
-            # `check_settings` comes too late: for a paged cache, transformers leaves `generate`
-            # before it asks for a cache.
-            raise unsupported_cache("paged")
-        self.call.arguments = arguments
-        if self.synchronize_logits is None:
-            return arguments
-        given = arguments.get("logits_processor") or ()
-        processors = LogitsProcessorList([*given, self.synchronize_logits])
-        return {**arguments, "logits_processor": processors}
+    def note_inputs(
+        self, original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, str, dict[str, Any]]:
+        """Notes the prompt, which a caller's own `generate` may have changed on its way."""
+        inputs, name, model_kwargs = original(*args, **kwargs)
+        found = {**model_kwargs, name: inputs}
+        call = self.call
+        call.inputs = {key: x for key, x in found.items() if isinstance(x, Tensor)}
+        call.num_prompt = inputs.shape[1]
+        call.num_ids = found["input_ids"].shape[1]
+        mask = model_kwargs.get("attention_mask")
+        call.has_whole_text = mask is None or mask.shape[1] == call.num_prompt
+        return inputs, name, model_kwargs
+
+    def add_processor(
+        self, original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any
+    ) -> LogitsProcessorList:
+        """The logits processors, after those that the caller gave the one that synchronises."""
+        if self.synchronize_logits is not None and self.call.arguments is not None:
+            given = kwargs.get("logits_processor") or ()
+            kwargs["logits_processor"] = LogitsProcessorList([*given, self.synchronize_logits])
+        processors: LogitsProcessorList = original(*args, **kwargs)
+        return processors
 
     def prepare_cache(
         self,
@@ -123,21 +146,27 @@ class Preparation:
     ) -> Any:
         """Puts a cache into `model_kwargs` and a chunk size into `generation_config`, which belongs
         to this call alone, and has every rank raise if the ranks differ."""
-        # The slots are those of the prompt and all new tokens but the last, which is never fed.
-        mode, _, num_slots = others
-        arguments, cache = self.call.arguments, model_kwargs.get(CACHE_NAME)
+        mode, call = others[0], self.call
+        arguments, cache = call.arguments, model_kwargs.get(CACHE_NAME)
+        if arguments is None:
+            raise RuntimeError(
+                "generate: the generate that enable put on the model was left out, by one that was "
+                "put there afterwards or by a call of the class's; put yours on the model before "
+                "enable, or have it call the model's former generate"
+            )
         check_settings(generation_config, arguments, self.comm.world_size)
         makes_cache = cache is None and generation_config.use_cache is not False
-        num_prompt, num_cached, num_left_out = prompt_length(arguments), 0, 0
-        self.call.has_whole_text = has_whole_text(arguments, num_prompt)
+        num_prompt, num_cached, num_left_out = call.num_prompt, 0, 0
         kv_dtype, max_length = self.kv_dtype, self.max_length if makes_cache else None
         if cache is not None:
             check_given_cache(cache, self.shard)
             num_cached, kv_dtype = int(cache.get_seq_length()), cache.kv_dtype
             max_length = cache.max_length
-            check_cached_prompt(arguments, num_prompt, num_cached)
-            num_left_out = 0 if self.call.has_whole_text else num_cached
-        num_slots += num_left_out + _num_more_candidates(model, generation_config)
+            check_cached_prompt(arguments, num_prompt, num_cached, call.has_whole_text)
+            num_left_out = 0 if call.has_whole_text else num_cached
+        # Those of the prompt and all new tokens but the last, which is never fed.
+        num_slots = num_left_out + num_prompt + generation_config.max_length - call.num_ids - 1
+        num_slots += _num_more_candidates(model, generation_config)
         if max_length is not None and num_slots > max_length:
             raise ValueError(
                 f"generate: the cache has max_length {max_length}, and the prompt and the new "
@@ -152,13 +181,26 @@ class Preparation:
         if makes_cache:
             cache = model_kwargs[CACHE_NAME] = self.new_cache()
             cache.reserve(num_prompt)
-        self.call.cache, self.call.length = cache, num_left_out + num_prompt - 1
-        self.call.is_assisted = mode == GenerationMode.ASSISTED_GENERATION
+        call.cache, call.is_prepared = cache, True
+        # A caller's methods may put embeddings in front of a prompt, as peft does.
+        call.length = num_left_out + num_prompt - 1 if num_cached > 0 else None
+        call.is_assisted = mode == GenerationMode.ASSISTED_GENERATION
         if cache is not None:
             for layer in cache.kv_layers:
-                layer.keeps_last_pass = self.call.is_assisted
-            self._set_chunk_size(model, generation_config, model_kwargs, num_prompt, num_cached)
-        return None if makes_cache else original(model, generation_config, model_kwargs, *others)
+                layer.keeps_last_pass = call.is_assisted
+            num_new = num_left_out + num_prompt - num_cached
+            self._set_chunk_size(model, generation_config, model_kwargs, num_new, num_cached)
+        usual = GenerationMixin._prepare_cache_for_generation
+        if makes_cache and getattr(original, "func", None) is usual:
+            return None  # which would make one of transformers, or note that a caller gave this one
+        result = original(generation_config, model_kwargs, *others)
+        if makes_cache and model_kwargs.get(CACHE_NAME) is not cache:
+            raise ValueError(
+                "generate: the model's own _prepare_cache_for_generation must leave the TreeCache "
+                f"that it finds in model_kwargs[{CACHE_NAME!r}], got "
+                f"a {type(model_kwargs.get(CACHE_NAME)).__name__}"
+            )
+        return result
 
     def prepare_inputs(
         self,
@@ -169,6 +211,7 @@ class Preparation:
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The inputs of a step, with the cache and without the tokens that it holds."""
+        self._check_prepared(model)
         cache, has_whole_text = kwargs.get(CACHE_NAME), self.call.has_whole_text
         # Other kinds of decoding leave out what a given cache holds by themselves, and the first
         # step of transformers' assisted one feeds the whole text behind it (5.23).
@@ -177,7 +220,7 @@ class Preparation:
             num_cached = int(cache.get_seq_length())
             if num_cached > 0:
                 kwargs["next_sequence_length"] = input_ids.shape[1] - num_cached
-        inputs: dict[str, Any] = original(model, input_ids, *args, **kwargs)
+        inputs: dict[str, Any] = original(input_ids, *args, **kwargs)
         # Phi-3 leaves the cache out where the text grows beyond the length from which its rotary
         # embedding has other frequencies: all tokens are fed again, and transformers would make its
         # own cache.
@@ -197,7 +240,8 @@ class Preparation:
         self, original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Raises RuntimeError unless the cache, after a step, holds the text but its last token."""
-        model_kwargs: dict[str, Any] = original(model, *args, **kwargs)
+        self._check_prepared(model)
+        model_kwargs: dict[str, Any] = original(*args, **kwargs)
         call = self.call
         if call.cache is None:
             return model_kwargs
@@ -207,10 +251,13 @@ class Preparation:
                 "generate: transformers replaced the TreeCache of an enabled model by a "
                 f"{type(held).__name__}, which is not sharded; {generate_without_enable()}"
             )
-        call.length += kwargs.get("num_new_tokens", 1)
         length = held.get_seq_length()
         # For a length that a GPU has, the host does not wait.
         is_known = not isinstance(length, Tensor) or length.device.type == "cpu"
+        if call.length is not None:
+            call.length += kwargs.get("num_new_tokens", 1)
+        elif is_known:
+            call.length = int(length)
         if is_known and length != call.length:
             raise RuntimeError(
                 f"generate: after this step the cache must hold {call.length} tokens, the text but "
@@ -227,7 +274,7 @@ class Preparation:
             device = self.comm.link.transport_device(model.device)
             if device.type != model.device.type:  # states travel through the host
                 return model.__call__
-        compiled = original(model, compile_config)
+        compiled = original(compile_config)
 
         # A chunk of a prompt would be a graph of its own, which takes minutes, and not be dealt.
         def call(**inputs: Any) -> Any:
@@ -236,25 +283,47 @@ class Preparation:
 
         return call
 
+    def _check_prepared(self, model: PreTrainedModel) -> None:
+        """Raises RuntimeError in a call of `generate` whose cache was chosen without enable."""
+        name, call = "_prepare_cache_for_generation", self.call
+        if call.arguments is not None and not call.is_prepared and not is_overridden(model, name):
+            raise RuntimeError(
+                f"generate: {name} was put on the model after enable and does not call the one "
+                "that it replaced, which shards the cache; put it there before enable"
+            )
+
     def _set_chunk_size(
         self,
         model: PreTrainedModel,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
-        num_prompt: int,
+        num_new: int,
         num_cached: int,
     ) -> None:
+        """Has a prompt of many new tokens read in chunks, each with what belongs to its tokens."""
+        if model_kwargs.get("inputs_embeds") is not None:
+            generation_config.prefill_chunk_size = None  # only token ids are split into chunks
+            return
         size = self.prefill_chunk_size if may_be_chunked(model.config) else None
         if generation_config.output_hidden_states:
             size = None  # transformers returns those of the last chunk alone
         if size is not None and is_dealt_in_generate(model, model_kwargs):
             size *= self.shard.world_size
-        if generation_config.prefill_chunk_size is not None or size is None or num_prompt <= size:
-            return
-        if num_cached > 0 and not CHUNKS_AFTER_CACHED_TOKENS:
-            return
-        if model_kwargs.get("inputs_embeds") is None:  # only token ids are split into chunks
+        if generation_config.prefill_chunk_size is None:
+            if size is None or num_new <= size:
+                return
+            if num_cached > 0 and not CHUNKS_AFTER_CACHED_TOKENS:
+                return
             generation_config.prefill_chunk_size = size
+        # transformers cuts these by the places of tokens in the cache, whatever they begin with.
+        for name in _OF_TOKENS & model_kwargs.keys():
+            x = model_kwargs[name]
+            if x is None or x.shape[-1] == num_cached + num_new:
+                continue
+            if x.shape[-1] < num_new:  # for the whole prompt, which may broadcast it
+                generation_config.prefill_chunk_size = None
+                return
+            model_kwargs[name] = torch.nn.functional.pad(x[..., -num_new:], (num_cached, 0))
 
     def _signature(
         self,
@@ -266,7 +335,8 @@ class Preparation:
     ) -> Signature:
         """Fields that must be equal on all ranks. Otherwise they would merge states that do not
         belong together, or stop at different tokens."""
-        arguments = self.call.arguments
+        arguments = self.call.arguments or {}
+        inputs = arguments | self.call.inputs
         assistant = arguments.get("assistant_model")
         # Its candidates are a part of the queries.
         of_assistant: Signature = ()
@@ -287,7 +357,7 @@ class Preparation:
             ("max_length of the cache", max_length),
             (
                 "digest of the inputs (give all ranks the same: broadcast them)",
-                describe({name: x for name, x in arguments.items() if isinstance(x, Tensor)}),
+                describe({name: x for name, x in inputs.items() if isinstance(x, Tensor)}),
             ),
             *settings_of("generation", generation_config),
             ("synchronize_logits", self.synchronize_logits is not None),
@@ -303,6 +373,16 @@ class Preparation:
                 describe(random_states) if generation_config.do_sample else None,
             ),
         )
+
+
+def _by_name(
+    original: Callable[..., Any], model: PreTrainedModel, args: Any, kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call of `generate`; `original` may be a caller's method with its own."""
+    parameters = inspect.signature(original).parameters
+    if any(x.kind is inspect.Parameter.VAR_POSITIONAL for x in parameters.values()):
+        parameters = inspect.signature(MethodType(type(model).generate, model)).parameters
+    return under_new_name(dict(zip(parameters, args, strict=False)) | {**kwargs})
 
 
 def _num_more_candidates(model: PreTrainedModel, config: GenerationConfig) -> int:

@@ -16,22 +16,11 @@ from ..release import CACHE_NAME
 CHUNKS_AFTER_CACHED_TOKENS = Version(transformers.__version__) >= Version("5.23")
 
 
-def prompt_length(arguments: Mapping[str, Any]) -> int:
-    """Number of tokens of the prompt among the arguments of `generate`."""
-    for name in ("inputs", "input_ids", "inputs_embeds"):
-        if arguments.get(name) is not None:
-            return int(arguments[name].shape[1])
-    return 1  # without a prompt, generate begins with the bos token
-
-
-def has_whole_text(arguments: Mapping[str, Any], num_prompt: int) -> bool:
-    """True where the prompt has the tokens that a given cache holds, too."""
-    mask = arguments.get("attention_mask")
-    return mask is None or mask.shape[1] == num_prompt
-
-
 def check_settings(config: GenerationConfig, arguments: Mapping[str, Any], world_size: int) -> None:
     """Refuses caches of transformers, attention weights, and clocks that differ by rank."""
+    # transformers unsets "hybrid", which checkpoints had for layers with a window, and no other.
+    if config.cache_implementation in ("sliding_window", "hybrid_chunked"):
+        config.cache_implementation = None
     if config.cache_implementation not in (None, "dynamic"):
         raise unsupported_cache(config.cache_implementation)
     if config.output_attentions:
@@ -70,9 +59,11 @@ def check_given_cache(cache: object, shard: Shard) -> None:
         )
 
 
-def check_cached_prompt(arguments: Mapping[str, Any], num_prompt: int, num_cached: int) -> None:
+def check_cached_prompt(
+    arguments: Mapping[str, Any], num_prompt: int, num_cached: int, has_whole_text: bool
+) -> None:
     """Refuses a prompt without a new token, and chunks where transformers has them wrong."""
-    if num_cached > 0 and has_whole_text(arguments, num_prompt) and num_cached >= num_prompt:
+    if num_cached > 0 and has_whole_text and num_cached >= num_prompt:
         raise ValueError(
             f"generate: the cache holds {num_cached} tokens and the prompt has {num_prompt}; "
             "at least one token must be new: call cache.crop(-1), or pass only the new tokens "

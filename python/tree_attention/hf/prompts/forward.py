@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Prompts split over ranks: the forward pass of an enabled model, each rank on its own tokens."""
 
-import functools
 import inspect
 from collections.abc import Mapping
-from types import MethodType
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from ..cache.build import GO_ON_FROM_A_STATE, state_kinds
 from ..cache.tree_cache import TreeCache
 from ..checks.fingerprint import describe
 from ..masks import KeyRanges
+from ..overrides import is_overridden, override
 from ..release import CACHE_NAME, OLD_CACHE_NAME
 from ..weights.split import mesh_of
 from .token_split import Deal, dealing
@@ -64,11 +63,14 @@ def checked_prefill(model: PreTrainedModel, prefill: str, deterministic: int) ->
 
 
 def arguments_by_name(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a method's call but `self`, also those in its `**kwargs`, with a cache given
-    under its old name under `CACHE_NAME`."""
+    """The arguments of a method's call but `self`, also those in its `**kwargs`."""
     arguments = signature.bind(*args, **kwargs).arguments
     del arguments["self"]
-    arguments |= arguments.pop("kwargs", {})
+    return under_new_name(arguments | arguments.pop("kwargs", {}))
+
+
+def under_new_name(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, with a cache given under its old name under `CACHE_NAME`."""
     if OLD_CACHE_NAME in arguments and CACHE_NAME not in arguments:
         arguments[CACHE_NAME] = arguments.pop(OLD_CACHE_NAME)
     return arguments
@@ -78,49 +80,34 @@ def override_forward(model: PreTrainedModel, prefill: str) -> None:
     """Makes `model.forward` split the tokens of prompts over ranks, where that is possible."""
     if prefill == "replicated" or _obstacle(model) is not None:
         return
-    original = type(model).forward
-    signature = inspect.signature(original)
+    signature = inspect.signature(type(model).forward)
     min_tokens = 1 if prefill == "split" else _MIN_TOKENS_PER_RANK
     # The numbers of the configuration: sizes of the messages follow from them.
     config = model.config.to_dict()
     sizes = describe({name: value for name, value in config.items() if isinstance(value, int)})
 
-    @functools.wraps(original)
-    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    def forward(original: Any, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return original(self, *args, **kwargs)
+            return original(*args, **kwargs)
         arguments = arguments_by_name(signature, self, *args, **kwargs)
         deal = _deal(self, arguments, min_tokens, sizes)
         if deal is None:
-            return original(self, *args, **kwargs)
-        return _dealt_forward(original, self, arguments, deal)
+            return original(*args, **kwargs)
+        return _dealt_forward(original, arguments, deal)
 
-    vars(model)["forward"] = MethodType(forward, model)
-    forward._is_of_enable = True  # type: ignore[attr-defined]
-
-
-def restore_forward(model: PreTrainedModel) -> None:
-    """Undoes `override_forward`. A forward that somebody else put there stays."""
-    if _has_own_forward(model):
-        del vars(model)["forward"]
+    override(model, "forward", forward)
 
 
 def is_dealt_in_generate(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> bool:
     """True where `generate` splits the tokens of long prompts, if there are several ranks."""
-    return _has_own_forward(model) and _asks_for_the_last(model, model_kwargs)
-
-
-def _has_own_forward(model: PreTrainedModel) -> bool:
-    forward = vars(model).get("forward")
-    # A compiled one is a function that has the attributes of the method.
-    return isinstance(forward, MethodType) and hasattr(forward, "_is_of_enable")
+    return is_overridden(model, "forward") and _asks_for_the_last(model, model_kwargs)
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
     """Why the tokens of this model cannot be dealt, or None."""
     if mesh_of(model) is not None:
         return "its weights are split, so that ranks need each other's tokens in every layer"
-    if "forward" in vars(model) and not _has_own_forward(model):
+    if "forward" in vars(model) and not is_overridden(model, "forward"):
         return "its forward was replaced, by torch.compile or by hooks"
     if state_kinds(model.config):
         return f"its layers of {' and '.join(state_kinds(model.config))} need every token in order"
@@ -201,9 +188,7 @@ def _asks_for_the_last(model: PreTrainedModel, arguments: Mapping[str, Any]) -> 
     return all(value is None or name in known for name, value in arguments.items())
 
 
-def _dealt_forward(
-    original: Any, model: PreTrainedModel, arguments: dict[str, Any], deal: Deal
-) -> Any:
+def _dealt_forward(original: Any, arguments: dict[str, Any], deal: Deal) -> Any:
     if arguments.get("position_ids") is None:
         positions = torch.arange(deal.length, device=deal.device) + deal.begin
         arguments["position_ids"] = positions[None]
@@ -214,7 +199,7 @@ def _dealt_forward(
     comm = deal.shard.comm
     with comm.turn("prefill"), dealing(deal):
         try:
-            output = original(model, **arguments)
+            output = original(**arguments)
             # Each rank has the logits of the last of its own tokens.
             output.logits = deal.of_last_rank(output.logits)
         except BaseException:
