@@ -36,5 +36,5 @@ def check_holds(cache: hf.TreeCache, length: int, layout: ShardLayout | None = N
     assert cache.get_seq_length() == length
     for layer_idx, layer in enumerate(cache.layers):
         assert layer.shard.layout == cache.shard.layout == layout
-        assert torch.equal(layer.keys[:, :, : len(slots)], expected + layer_idx)
-        assert torch.equal(layer.values[:, :, : len(slots)], -expected)
+        assert torch.equal(layer.key_rows[:, :, : len(slots)], expected + layer_idx)
+        assert torch.equal(layer.value_rows[:, :, : len(slots)], -expected)

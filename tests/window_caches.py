@@ -37,7 +37,7 @@ def check_rows(layer: TreeCacheLayer, begin: int, length: int) -> None:
     ranges = KeyRanges(torch.tensor([[[begin, length]]]), length)
     keys, values, _ = layer.operands(layer.buffers())
     if layer.page_size:
-        found, table = ranges.in_ring(shard.layout, shard.rank, layer.keys, layer.page_size)
+        found, table = ranges.in_ring(shard.layout, shard.rank, layer.key_rows, layer.page_size)
         keys, values = (x[table[0]].transpose(0, 1).flatten(1, 2)[None] for x in (keys, values))
     else:
         found = ranges.local(shard.layout, shard.rank, layer.dropped)
@@ -56,7 +56,7 @@ def check_holds(layer: TreeCacheLayer) -> None:
     shard, length = layer.shard, layer.length
     assert layer.first == 0 or layer.first + WINDOW <= length
     # Of slots that may begin inside a page, and of whole pages.
-    assert layer.keys.shape[2] < shard.most(WINDOW + MARGIN) + 2 * STEP
+    assert layer.key_rows.shape[2] < shard.most(WINDOW + MARGIN) + 2 * STEP
 
 
 def layouts(world_size: int) -> list[ShardLayout]:

@@ -170,7 +170,7 @@ def by(decode: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
         shard = layer.shard
         local_ranges = ranges.local(shard.layout, shard.rank)
         options = {"group": shard.comm, "timeout": shard.timeout, **keywords}
-        o, lse = decode(query, layer.keys, layer.values, local_ranges, **options)
+        o, lse = decode(query, layer.key_rows, layer.value_rows, local_ranges, **options)
         return o.to(out_dtype), lse
 
     with mock.patch.object(attention_module, "_over_shard", attend):

@@ -114,7 +114,7 @@ def latents_on_device(
         hf.enable(model, layout=layout, **options)
         cache = hf.TreeCache(model.config, layout=layout, **options)
         found = logits_of(model, cache)
-    assert cache.layers[0].keys.is_cuda and cache.layers[0].keys.shape[-1] == 576
+    assert cache.layers[0].key_rows.is_cuda and cache.layers[0].key_rows.shape[-1] == 576
     torch.testing.assert_close(found, expected, rtol=0, atol=limit)
 
 

@@ -127,8 +127,8 @@ def test_tokens_beyond_the_end_are_lost_and_said_so(cuda: torch.device) -> None:
     ids = prompts_on_device()["input_ids"]
     held = hf.TreeCache(model.config, max_length=ids.shape[1])
     model(ids, past_key_values=held)
-    kept = [layer.keys.clone() for layer in held.layers]
+    kept = [layer.key_rows.clone() for layer in held.layers]
     model(ids[:, -1:], past_key_values=held)
-    assert all(torch.equal(a.keys, b) for a, b in zip(held.layers, kept, strict=True))
+    assert all(torch.equal(a.key_rows, b) for a, b in zip(held.layers, kept, strict=True))
     with pytest.raises(ValueError, match="max_length 37, and cannot hold 38 tokens"):
         held.common_length("test")

@@ -34,8 +34,8 @@ def _append(cache: hf.TreeCache, batch: int, count: int) -> None:
 
 def _stored(layer: TreeCacheLayer) -> Tensor:
     count = layer.shard.count(layer.length)
-    assert torch.equal(layer.values[:, :, :count], -layer.keys[:, :, :count])
-    return layer.keys[:, :, :count]
+    assert torch.equal(layer.value_rows[:, :, :count], -layer.key_rows[:, :, :count])
+    return layer.key_rows[:, :, :count]
 
 
 def _check_slots(rank: int, world_size: int, layout: ShardLayout) -> None:
@@ -59,7 +59,7 @@ def _check_bytes(rank: int, world_size: int, lengths: list[int]) -> list[int]:
     allocated = []
     for length in lengths:
         _append(cache, 2, length - cache.get_seq_length())
-        buffers = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+        buffers = [x for layer in cache.layers for x in (layer.key_rows, layer.value_rows)]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in buffers}
         allocated.append(sum(storage.nbytes() for storage in storages.values()))
         assert allocated[-1] == cache.num_bytes
@@ -86,15 +86,15 @@ def test_growing_is_rare_and_reserved_room_is_not_grown() -> None:
     addresses = []
     for _ in range(250):
         _append(cache, 1, 1)
-        addresses.append(cache.layers[0].keys.data_ptr())
+        addresses.append(cache.layers[0].key_rows.data_ptr())
     assert sum(a != b for a, b in itertools.pairwise(addresses)) == 2
     cache = hf.TreeCache(CONFIG, growth=100)
     cache.reserve(250)
     _append(cache, 1, 1)
-    assert cache.layers[0].keys.shape[2] == 300
-    address = cache.layers[0].keys.data_ptr()
+    assert cache.layers[0].key_rows.shape[2] == 300
+    address = cache.layers[0].key_rows.data_ptr()
     _append(cache, 1, 249)
-    assert cache.layers[0].keys.data_ptr() == address
+    assert cache.layers[0].key_rows.data_ptr() == address
 
 
 def test_a_long_pass_that_a_window_cannot_take_back_is_refused() -> None:
@@ -129,11 +129,11 @@ def test_rows_are_reordered_repeated_and_selected() -> None:
 def test_reset_keeps_memory_for_the_same_batch_only() -> None:
     cache = hf.TreeCache(CONFIG, growth=8)
     _append(cache, 2, 10)
-    address = cache.layers[0].keys.data_ptr()
+    address = cache.layers[0].key_rows.data_ptr()
     cache.reset()
     assert cache.get_seq_length() == 0
     _append(cache, 2, 7)
-    assert cache.layers[0].keys.data_ptr() == address
+    assert cache.layers[0].key_rows.data_ptr() == address
     assert torch.equal(_stored(cache.layers[0]), numbered_keys(0, 7))
     cache.reset()
     _append(cache, 1, 3)
@@ -271,4 +271,4 @@ def test_tokens_of_another_kind_are_refused() -> None:
     assert cache.get_seq_length() == 5
     cache.reset()
     cache.update(other.bfloat16(), other.bfloat16(), 0)
-    assert cache.layers[0].keys.dtype == torch.bfloat16
+    assert cache.layers[0].key_rows.dtype == torch.bfloat16

@@ -124,7 +124,7 @@ def decode_at_fixed_size(
         with pytest.raises(RuntimeError, match=r"append_kv: slot_mapping must be in \[-1, "):
             compiled(token, **arguments)
         if name == "gemma2":
-            assert cache.layers[0].keys.shape[2] < cache.layers[1].keys.shape[2]
+            assert cache.layers[0].key_rows.shape[2] < cache.layers[1].key_rows.shape[2]
     assert int(cache.get_seq_length()) == max_length
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 

@@ -66,7 +66,7 @@ def _generate(rank: int, world_size: int, expected: dict[str, Any]) -> list[Tens
             torch.testing.assert_close(torch.stack(output.logits), logits, rtol=0, atol=1e-3)
             found += output.logits
             cache = output.past_key_values
-            keys = [layer.keys.shape[2] for layer in cache.kv_layers if layer.is_initialized]
+            keys = [layer.key_rows.shape[2] for layer in cache.kv_layers if layer.is_initialized]
             assert keys and cache.state_layers
         assert torch.equal(model.generate(**_prompts(), **GREEDY, num_beams=3), beams), name
     return found

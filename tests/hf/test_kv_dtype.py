@@ -154,7 +154,7 @@ def test_bytes_of_a_token(kv_dtype: str) -> None:
     assert cache.num_bytes == len(cache) * 2 * 2 * 10 * (8 + 4)
     layer = cache.layers[0]
     values, scale = quantise(keys, KV_DTYPES[kv_dtype])
-    assert torch.equal(layer.keys.float(), values.float())
+    assert torch.equal(layer.key_rows.float(), values.float())
     assert torch.equal(layer.k_scale, scale)
 
 
@@ -180,5 +180,5 @@ def test_a_given_cache_keeps_its_kv_dtype() -> None:
     model = hf.enable(make_model("llama"))
     cache = hf.TreeCache(model.config, kv_dtype="int8")
     tokens = model.generate(**make_prompts(), past_key_values=cache, **GREEDY)
-    assert cache.layers[0].keys.dtype == torch.int8
+    assert cache.layers[0].key_rows.dtype == torch.int8
     assert torch.equal(tokens, _expected("llama", "int8")[0])

@@ -164,10 +164,12 @@ def _saved_and_loaded(rank: int, world_size: int, directory: Path) -> None:
     for kv_dtype, error in {"int8": 1 / 254, "fp8": 1 / 16}.items():
         for layer, exact in zip(found[kv_dtype].layers, found[None].layers, strict=True):
             used = exact.shard.count(exact.length)
-            rows, scale = layer.keys[:, :, :used].float(), layer.k_scale[:, :, :used, None]
-            largest = exact.keys[:, :, :used].abs().amax(-1, keepdim=True)
+            rows, scale = layer.key_rows[:, :, :used].float(), layer.k_scale[:, :, :used, None]
+            largest = exact.key_rows[:, :, :used].abs().amax(-1, keepdim=True)
             assert used > 0
-            assert ((rows * scale - exact.keys[:, :, :used]).abs() <= 1.01 * error * largest).all()
+            assert (
+                (rows * scale - exact.key_rows[:, :, :used]).abs() <= 1.01 * error * largest
+            ).all()
 
 
 def test_latents_are_saved_and_loaded_in_8_bits(tmp_path: Path) -> None:

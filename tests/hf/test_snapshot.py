@@ -118,8 +118,8 @@ def test_a_model_in_half_precision_keeps_its_bits(tmp_path: Path) -> None:
     with torch.inference_mode():
         loaded = hf.TreeCache.load(tmp_path, CONFIG)
     for layer in loaded.layers:
-        assert torch.equal(layer.keys[:, :, :5].view(torch.int16), keys.view(torch.int16))
-        layer.keys[:, :, :5] = 0  # also outside of inference mode
+        assert torch.equal(layer.key_rows[:, :, :5].view(torch.int16), keys.view(torch.int16))
+        layer.key_rows[:, :, :5] = 0  # also outside of inference mode
 
 
 def test_buffers_that_move_in_inference_mode_can_be_written_outside_of_it(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def _check_8_bits(
             expected, scale = quantise(expected, KV_DTYPES[step])
         slots = layout.local_slots(rank, 0, LENGTH)
         for layer in cache.layers:
-            found = getattr(layer, name)[:, :, : len(slots)]
+            found = layer.buffers()[name][:, :, : len(slots)]
             assert found.dtype == expected.dtype
             assert torch.equal(found.float(), expected[:, :, slots].float())
             if scale is not None:

@@ -127,9 +127,9 @@ def assert_holds(held: hf.TreeCache, length: int) -> None:
     slots = held.shard.layout.local_slots(held.shard.rank, 0, length)
     expected = tokens_of(0, length)[:, :, slots]
     for i, layer in enumerate(held.layers):
-        assert layer.keys.shape[2] == held.shard.count(held.max_length)
-        assert torch.equal(layer.keys[:, :, : len(slots)], expected + 100_000 * i)
-        assert torch.equal(layer.values[:, :, : len(slots)], -expected)
+        assert layer.key_rows.shape[2] == held.shard.count(held.max_length)
+        assert torch.equal(layer.key_rows[:, :, : len(slots)], expected + 100_000 * i)
+        assert torch.equal(layer.value_rows[:, :, : len(slots)], -expected)
 
 
 def operate(rank: int, world_size: int, layouts: list[ShardLayout], directory: Path) -> None:
@@ -138,21 +138,21 @@ def operate(rank: int, world_size: int, layouts: list[ShardLayout], directory: P
     for count in (1, 7, 1, 20, 2):
         append(held, count)
     assert_holds(held, 31)
-    addresses = [layer.keys.data_ptr() for layer in held.layers]
+    addresses = [layer.key_rows.data_ptr() for layer in held.layers]
     length = held.get_seq_length()
     copied = copy.deepcopy(held)
     held.crop(-3)
     held.crop(torch.tensor(-2))
     append(held, 1)
     assert_holds(held, 27)
-    assert [layer.keys.data_ptr() for layer in held.layers] == addresses
+    assert [layer.key_rows.data_ptr() for layer in held.layers] == addresses
     assert length == 31  # what was returned does not go on
 
     held.batch_select_indices(torch.tensor([0, 0]))
     held.reorder_cache(torch.tensor([1, 0]))
     used = held.shard.count(27)
     for layer in held.layers:
-        assert torch.equal(layer.keys[0, :, :used], layer.keys[1, :, :used])
+        assert torch.equal(layer.key_rows[0, :, :used], layer.key_rows[1, :, :used])
     held.reset()
     append(held, 30)
     assert_holds(held, 30)

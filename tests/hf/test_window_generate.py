@@ -65,7 +65,7 @@ def _check_dropped(found: hf.TreeCache) -> None:
     for layer in windows:
         assert layer.first > 0
         # Of slots that may begin inside a page, and of whole pages.
-        assert layer.keys.shape[2] < layer.shard.most(WINDOW + 6) + 2 * 3
+        assert layer.key_rows.shape[2] < layer.shard.most(WINDOW + 6) + 2 * 3
 
 
 @cache

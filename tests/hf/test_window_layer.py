@@ -109,8 +109,8 @@ def test_rows_in_another_order_stay_so_after_crop(
                 crop(cache, 10)
                 expected = expected[:, :, :-10]
             slots = cache.shard.layout.local_slots(rank, ring.first, expected.shape[2])
-            assert torch.equal(ring.keys[:, :, ring.held()], expected[:, :, slots])
-            assert torch.equal(ring.values[:, :, ring.held()], -expected[:, :, slots])
+            assert torch.equal(ring.key_rows[:, :, ring.held()], expected[:, :, slots])
+            assert torch.equal(ring.value_rows[:, :, ring.held()], -expected[:, :, slots])
     assert ring.first > 0 and refilled > 0
 
 
@@ -316,8 +316,8 @@ def test_what_a_chunk_sees_is_freed_with_it(max_length: int | None) -> None:
     gc.disable()
     try:
         handle, _ = cache.update(keys, -keys, 0)
-        assert handle.layer.keys.shape[2] >= 600
-        seen = weakref.ref(handle.layer.keys)
+        assert handle.layer.key_rows.shape[2] >= 600
+        seen = weakref.ref(handle.layer.key_rows)
         del handle, _
         assert seen() is None
     finally:
@@ -329,12 +329,12 @@ def test_a_ring_stays_where_it_is() -> None:
     cache, addresses = hf.TreeCache(CONFIG), []
     for _ in range(2 * (WINDOW + MARGIN + STEP)):
         append(cache, 1)
-        addresses.append(cache.layers[0].keys.data_ptr())
+        addresses.append(cache.layers[0].key_rows.data_ptr())
     assert isinstance(cache.layers[0], WindowLayer)
     assert len({*addresses}) <= (WINDOW + MARGIN) // STEP + 2
     last = addresses[-1]
     append(cache, 400)
-    assert cache.layers[0].keys.data_ptr() == last == addresses[WINDOW + MARGIN + STEP]
+    assert cache.layers[0].key_rows.data_ptr() == last == addresses[WINDOW + MARGIN + STEP]
 
 
 @torch.no_grad()

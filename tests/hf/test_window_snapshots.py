@@ -58,9 +58,11 @@ def _check_load(
     if kv_dtype is not None:
         layer = cache.layers[0]
         slots = layout.local_slots(rank, first, LENGTH - 5)
-        expected, scale = quantise(numbered_keys(0, LENGTH, batch=1)[:, :, slots], layer.keys.dtype)
+        expected, scale = quantise(
+            numbered_keys(0, LENGTH, batch=1)[:, :, slots], layer.key_rows.dtype
+        )
         held = layer.held()
-        assert torch.equal(layer.keys[:, :, held].float(), expected.float())
+        assert torch.equal(layer.key_rows[:, :, held].float(), expected.float())
         assert torch.equal(layer.k_scale[:, :, held], scale)
         return
     for target in layouts(world_size):

@@ -87,7 +87,9 @@ def test_cache_is_as_large_as_a_model_fills_it(family: Family) -> None:
             each = sum(x.nbytes // x.shape[2] for x in buffers if x.shape[2])
             kept = used or min(layer.window, tokens)
             more = MARGIN + 2 * STEP  # which the plan leaves out
-            assert kept <= layer.keys.shape[2] and (used or layer.keys.shape[2] <= kept + more)
+            assert kept <= layer.key_rows.shape[2] and (
+                used or layer.key_rows.shape[2] <= kept + more
+            )
             keys += each * kept
     found = sum(x.layers * x.token_bytes("bf16") * x.seen(tokens) for x in planned.attention)
     assert keys == 2 * found > 0  # the model is in float32

@@ -109,7 +109,7 @@ def _over_shard(
     keywords = {**keywords, **scales, "out_dtype": out_dtype}
     is_alone = shard.world_size == 1 and not shard.deterministic
     if isinstance(layer, WindowLayer) and layer.page_size:
-        place = shard.layout, shard.rank, layer.keys, layer.page_size
+        place = shard.layout, shard.rank, layer.key_rows, layer.page_size
         local_ranges, keywords["page_table"] = ranges.in_ring(*place)
     elif is_alone:
         local_ranges = ranges.whole(layer.dropped)

@@ -2,6 +2,7 @@
 """The keys and values of one layer that this rank holds."""
 
 import inspect
+import operator
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -19,6 +20,16 @@ from .shard import Shard
 CROP_KEEPS = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 
 _REFUSED = "TreeCache: it is given keys that"
+_ASSIGNED = (
+    "TreeCache: the {0} of a layer cannot be replaced or removed, as attention reads buffers in "
+    "which all ranks count the tokens; write to layer.{0} in place (in a world of one), take "
+    "tokens back with cache.crop, sequences with cache.batch_select_indices, and for codes that "
+    "drop single tokens call tree_attention.hf.disable(model), which gives it a DynamicCache"
+)
+_COUNTED_TOGETHER = (
+    "TreeCache: a layer has no cumulative_length, as the layers count their tokens together; "
+    "get_seq_length() is their number, and cache.crop takes some back"
+)
 
 
 class WrongAttentionError(AttributeError):
@@ -66,10 +77,11 @@ def as_autocast(x: Tensor) -> Tensor:
 class TreeCacheLayer(CacheLayerMixin):
     """The keys and values of one layer that this rank holds, in buffers that grow in steps.
 
-    The slots in use are `keys[:, :, held()]`; the rest of a buffer is uninitialised, or of slots
-    that nothing needs, and no key range reaches it. Growing copies the layer once per `growth`
-    local slots, which is `2 / growth` of what attention reads in the meantime, and keeps the shard
-    one dense run of slots, which the kernel streams.
+    The slots in use are `key_rows[:, :, held()]`; the rest of a buffer is uninitialised, or of
+    slots that nothing needs, and no key range reaches it. `keys` and `values` show them as the
+    layers of `DynamicCache` do. Growing copies the layer once per `growth` local slots, which is
+    `2 / growth` of what attention reads in the meantime, and keeps the shard one dense run of
+    slots, which the kernel streams.
     """
 
     is_sliding = False
@@ -84,41 +96,137 @@ class TreeCacheLayer(CacheLayerMixin):
     page_size = 0  # of the pages in which a ring is attended to; 0: the buffers are no ring
     keeps_last_pass = False  # for assisted decoding, which takes back all candidates of a pass
 
-    keys: Tensor  # [batch, num_heads_kv, capacity, head_dim]
-    values: Tensor  # [batch, num_heads_kv, capacity, head_dim_v]
+    key_rows: Tensor  # [batch, num_heads_kv, capacity, head_dim]
+    value_rows: Tensor  # [batch, num_heads_kv, capacity, head_dim_v]
     k_scale: Tensor  # [batch, num_heads_kv, capacity], with kv_dtype only, like v_scale
     v_scale: Tensor
 
     def __init__(self, shard: Shard, growth: int, kv_dtype: torch.dtype | None = None) -> None:
-        super().__init__()
+        # Not that of transformers, which sets `keys` and `values`, properties here.
+        self.is_initialized = False
         self.shard = shard
         self.growth = growth
         self.kv_dtype = kv_dtype  # of 8 bits; None: that of the model's keys
         self.length = 0  # of the sequence, on all ranks together
         self.reserved = 0  # local slots for which the next allocation makes room
         self.handle = KVShard(self)
+        # What `keys` and `values` last gave, each with an alias, which tells whether it was moved.
+        self._shown: dict[str, tuple[Tensor, Tensor]] = {}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        rows = key_states[:, :, :0], value_states[:, :, :0]
         if self.kv_dtype is not None:
-            self.keys, self.values = (x.to(self.kv_dtype) for x in (self.keys, self.values))
+            rows = rows[0].to(self.kv_dtype), rows[1].to(self.kv_dtype)
             self.k_scale, self.v_scale = (
-                x.new_empty(x.shape[:3], dtype=torch.float32) for x in (self.keys, self.values)
+                x.new_empty(x.shape[:3], dtype=torch.float32) for x in rows
             )
+        self.key_rows, self.value_rows = rows
         self.grow(self.dropped)
         if not torch.compiler.is_compiling():
             check_taken(_REFUSED, key_states.dtype, *self.operands(self.buffers()))
         self.is_initialized = True
 
+    @property
+    def keys(self) -> Tensor | None:
+        """Those of the tokens in use, `[batch, num_heads_kv, tokens, head_dim]`, as `DynamicCache`
+        shows them: a view of the buffer, in a world of one and without `kv_dtype`."""
+        return self._show("keys")
+
+    @keys.setter
+    def keys(self, _: object) -> NoReturn:
+        raise NotImplementedError(_ASSIGNED.format("keys"))
+
+    @keys.deleter
+    def keys(self) -> NoReturn:
+        raise NotImplementedError(_ASSIGNED.format("keys"))
+
+    @property
+    def values(self) -> Tensor | None:
+        """Those of the tokens in use; see `keys`."""
+        return self._show("values")
+
+    @values.setter
+    def values(self, _: object) -> NoReturn:
+        raise NotImplementedError(_ASSIGNED.format("values"))
+
+    @values.deleter
+    def values(self) -> NoReturn:
+        raise NotImplementedError(_ASSIGNED.format("values"))
+
+    def _show(self, name: str) -> Tensor | None:
+        if not self.is_initialized:
+            return None
+        own = f"this rank's are layer.buffers()[{name!r}][:, :, layer.held()]"
+        if self.shard.world_size > 1:
+            raise RuntimeError(
+                f"TreeCache: the {name} of a layer are spread over {self.shard.world_size} ranks, "
+                f"and none has them all: {own}, of the slots that cache.shard.layout gives it"
+            )
+        if self.kv_dtype is not None:
+            raise RuntimeError(
+                f"TreeCache: the {name} of a layer with kv_dtype are {self.kv_dtype} with scales, "
+                f"and no tensor has them: {own}, to be multiplied by the scales there"
+            )
+        if self.pending or self.is_torn:
+            raise RuntimeError(
+                f"TreeCache: the {name} of this layer are whole between forward passes, and one "
+                "has not reached the last layer; read them after it, or forget it with cache.crop"
+            )
+        begin, end = self.in_sight()
+        found = self.rows_of(name)[:, :, begin:end]
+        if found.shape[2] < end - begin:
+            raise RuntimeError(
+                f"TreeCache: the {name} of a sliding window of {self.window} lie in a ring, and "
+                f"no view has them in order here: {own}, a copy, of the slots from layer.first on"
+            )
+        view, alias = self._shown.get(name, (None, None))
+        if view is None or alias is None or not alias.is_set_to(found):
+            view = found[:]
+            self._shown[name] = view, found
+        return view
+
+    def in_sight(self) -> tuple[int, int]:
+        """Where in the buffers of a world of one the tokens are that `keys` shows; the end may be
+        beyond a ring's."""
+        return 0, self.length
+
+    def rows_of(self, name: str) -> Tensor:
+        """The buffer of the keys or the values."""
+        return self.buffers()[name]
+
+    def _check_shown(self) -> None:
+        """Refuses tokens after what `keys` or `values` gave was made to show other memory."""
+        shown, self._shown = self._shown, {}
+        for name, (view, alias) in shown.items():
+            if not view.is_set_to(alias):
+                raise NotImplementedError(_ASSIGNED.format(name))
+
+    @property
+    def device(self) -> torch.device:
+        return self.key_rows.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.key_rows.dtype
+
+    @property
+    def cumulative_length(self) -> NoReturn:
+        raise AttributeError(_COUNTED_TOGETHER)
+
+    @cumulative_length.setter
+    def cumulative_length(self, _: object) -> NoReturn:
+        raise AttributeError(_COUNTED_TOGETHER)
+
     def buffers(self) -> dict[str, Tensor]:
         """All tensors of the layer by the name of the attribute; the axis of the slots is 2."""
-        return {"keys": self.keys, "values": self.values, **self.scales()}
+        return {"keys": self.key_rows, "values": self.value_rows, **self.scales()}
 
     def hold(self, buffers: Mapping[str, Tensor], dropped: int) -> None:
         """Replaces all buffers by some that begin at the local slot with the number `dropped`."""
         # Ctrl-C is raised where functions are called and loops go on, not between these statements:
         # keys, values and scales always have equally many slots.
-        self.keys, self.values, self.dropped = buffers["keys"], buffers["values"], dropped
+        self.key_rows, self.value_rows = buffers["keys"], buffers["values"]
+        self.dropped = dropped
         if self.kv_dtype is not None:
             self.k_scale, self.v_scale = buffers["k_scale"], buffers["v_scale"]
 
@@ -135,7 +243,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
     @property
     def head_dim_v(self) -> int:
-        return self.values.shape[3]
+        return self.value_rows.shape[3]
 
     def places(self, slots: Tensor) -> Tensor:
         """Where in the buffers local slots are; negative numbers stay below 0."""
@@ -144,7 +252,7 @@ class TreeCacheLayer(CacheLayerMixin):
     def held(self) -> Tensor:
         """The places of this rank's slots from `first` on that are in use."""
         begin, end = self.shard.count(self.first), self.shard.count(self.length)
-        return self.places(torch.arange(begin, end, device=self.keys.device))
+        return self.places(torch.arange(begin, end, device=self.key_rows.device))
 
     @property
     def is_torn(self) -> bool:
@@ -178,13 +286,13 @@ class TreeCacheLayer(CacheLayerMixin):
     def begin(self, num_tokens: int, deal: Deal | None) -> Tensor:
         """Makes room for new tokens, and returns their local slots as `Shard.slots` does."""
         begin, end = self.length, self.length + num_tokens
-        if self.shard.count(end) - self.dropped > self.keys.shape[2]:
+        if self.shard.count(end) - self.dropped > self.key_rows.shape[2]:
             self.grow(self.shard.count(end))
-        return self.shard.slots(begin, end, self.keys.device, is_own=deal is not None)
+        return self.shard.slots(begin, end, self.key_rows.device, is_own=deal is not None)
 
     def append(self, keys: Tensor, values: Tensor, slots: Tensor, num_tokens: int) -> KVShard:
         """Writes rows of the `num_tokens` new tokens, and returns what their queries attend to."""
-        append_kv(keys, values, self.keys, self.values, self.places(slots), **self.scales())
+        append_kv(keys, values, self.key_rows, self.value_rows, self.places(slots), **self.scales())
         return self.handle
 
     def end(self, num_tokens: int) -> None:
@@ -196,15 +304,23 @@ class TreeCacheLayer(CacheLayerMixin):
         def of(x: Tensor) -> tuple[object, ...]:
             return len(x), x.device, self._kind(x)
 
-        if not self.is_initialized or (of(key_states) != of(self.keys) and self.length == 0):
+        if not torch.compiler.is_compiling():
+            if self._shown:
+                self._check_shown()
+            if not self.is_initialized and self.length > 0:
+                raise RuntimeError(
+                    f"TreeCache: is_initialized of a layer was set to False, and the cache holds "
+                    f"{self.length} tokens; forget all tokens with cache.reset"
+                )
+        if not self.is_initialized or (of(key_states) != of(self.key_rows) and self.length == 0):
             self.lazy_initialization(key_states, value_states)
-        if len(key_states) != len(self.keys):
+        if len(key_states) != len(self.key_rows):
             raise ValueError(
-                f"TreeCache: the cache holds {self.keys.shape[0]} sequences, got new tokens of "
+                f"TreeCache: the cache holds {self.key_rows.shape[0]} sequences, got new tokens of "
                 f"{key_states.shape[0]}; repeat the sequences with batch_repeat_interleave, or "
                 "forget them with reset"
             )
-        pairs = {"keys": (key_states, self.keys), "values": (value_states, self.values)}
+        pairs = {"keys": (key_states, self.key_rows), "values": (value_states, self.value_rows)}
         for name, (new, held) in pairs.items():
             if self._kind(new) != self._kind(held):
                 raise ValueError(
@@ -212,7 +328,7 @@ class TreeCacheLayer(CacheLayerMixin):
                     f"{self._kind(held)}, got {self._kind(new)}; convert them, or forget the "
                     "tokens with reset"
                 )
-        if self.keys.device != key_states.device:  # as `load` leaves them on the CPU
+        if self.key_rows.device != key_states.device:  # as `load` leaves them on the CPU
             with torch.inference_mode(False):  # see _reallocate
                 moved = {name: x.to(key_states.device) for name, x in self.buffers().items()}
                 self.hold(moved, self.dropped)
@@ -260,16 +376,22 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets all tokens and keeps the buffers for the next batch of the same size."""
+        self._shown = {}
         self.length = self.first = self.dropped = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         length = self.length
         if length > 0:  # after a reset the buffers may be of another batch
-            size = self.keys.shape[2]
+            size = self.key_rows.shape[2]
             used = slice(0, min(self.shard.count(length) - self.dropped, size))
-            self._reallocate(used, size, self.dropped, beam_idx.to(self.keys.device))
+            self._reallocate(used, size, self.dropped, beam_idx.to(self.key_rows.device))
 
     batch_select_indices = reorder_cache
+
+    def crop(self, *_: object) -> NoReturn:
+        raise NotImplementedError(
+            "TreeCache: a layer is not cropped by itself; crop all layers together with cache.crop"
+        )
 
     def offload(self) -> None:
         raise NotImplementedError(
@@ -289,7 +411,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def grow(self, num_slots: int) -> None:
         """Makes room for the first `num_slots` local slots, those before `dropped` aside."""
-        size, capacity = self.keys.shape[2], self.capacity(num_slots)
+        size, capacity = self.key_rows.shape[2], self.capacity(num_slots)
         if size == 0 or size < capacity:
             self._reallocate(slice(0, size), capacity, self.dropped)
 
@@ -329,7 +451,12 @@ def interrupted() -> RuntimeError:
 
 def cropped_length(length: int, tokens_to_remove: int | Tensor) -> int:
     """The length after `crop`, or ValueError."""
-    tokens = int(tokens_to_remove)
+    try:
+        tokens = operator.index(tokens_to_remove)
+    except TypeError:
+        raise TypeError(
+            f"TreeCache: crop takes a number of tokens, an integer, got {tokens_to_remove!r}"
+        ) from None
     if tokens > 0 and not CROP_KEEPS:
         raise ValueError(
             f"TreeCache: crop takes the number of tokens to remove with a minus, got {tokens}; "

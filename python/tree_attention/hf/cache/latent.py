@@ -59,6 +59,11 @@ class LatentLayer(TreeCacheLayer):
     def head_dim_v(self) -> int:
         return self.kv_lora_rank
 
+    def rows_of(self, name: str) -> Tensor:
+        """As `update` takes them, latents and the keys that all heads share."""
+        latents, rope = self.key_rows.tensor_split((self.kv_lora_rank,), dim=3)
+        return latents if name == "keys" else rope
+
     def operands(self, buffers: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         rows = buffers["keys"]
         scales = {}
@@ -99,7 +104,7 @@ class _ExpandedLayer:
     """Stands for a layer of latents, with keys and values of some heads as the operands."""
 
     def __init__(self, layer: LatentLayer, module: Any, weight: Tensor, dtype: torch.dtype) -> None:
-        self.shard, self.kv_length, self.keys = layer.shard, layer.kv_length, layer.keys
+        self.shard, self.kv_length, self.key_rows = layer.shard, layer.kv_length, layer.key_rows
         self.window, self.dropped = layer.window, layer.dropped
         self.head_dim_v = module.v_head_dim
         self._layer, self._weight, self._dtype = layer, weight, dtype

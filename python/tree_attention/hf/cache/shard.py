@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -50,6 +50,21 @@ class Shard:
         self.strategy, self.deterministic = strategy, deterministic
         self.timeout = self.comm.seconds_of("TreeCache", timeout)
         self._last: tuple[Any, Tensor] | None = None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Where slots are follows from these: others would be read as if they had been moved there.
+        if name in ("comm", "rank", "world_size", "layout", "deterministic") and name in vars(self):
+            raise AttributeError(
+                f"TreeCache: {name} of a cache cannot be set, as its tokens are where it says; "
+                "move them with cache.reshard(layout), or make another TreeCache"
+            )
+        super().__setattr__(name, value)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "TreeCache: a cache cannot be pickled, as each rank holds a part of it and a group of "
+            "processes; write it with cache.save(directory), and read it with TreeCache.load"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shard":
         # A process group cannot be copied: a copied cache goes on in the same group.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A transformers cache that is spread over ranks: each keeps its share of the slots."""
 
+import operator
+from collections.abc import Iterator
 from os import PathLike
 from typing import Any
 
@@ -78,6 +80,7 @@ class TreeCache(StateCache):
         super().__init__(new_layers(config, self.shard, growth, kv_dtype, max_length), config)
         kv = [i for i, layer in enumerate(self.layers) if isinstance(layer, TreeCacheLayer)]
         self._first_kv, self._last_kv = kv[0], kv[-1]
+        self._made = self.kv_layers
         self._is_half_cut = False  # whether `crop` has reached some layers and not yet all
 
     @property
@@ -90,6 +93,12 @@ class TreeCache(StateCache):
         """The layers that keep a state of all tokens."""
         return [layer for layer in self.layers if keeps_state(layer)]
 
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """Keys, values and window of each layer, as `DynamicCache` gives them."""
+        for layer in self.layers:
+            window = getattr(layer, "window", None)
+            yield layer.keys, layer.values, None if window is None else torch.tensor(window)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
@@ -97,6 +106,8 @@ class TreeCache(StateCache):
         # max_length the first layer finds it out by itself.
         if layer_idx == self._first_kv and self._is_half_cut:
             raise interrupted()
+        if layer_idx == self._first_kv and not torch.compiler.is_compiling():
+            self._check_layers("update")
         if layer_idx == self._first_kv and self.max_length is None:
             first, last = self.layers[layer_idx], self.layers[self._last_kv]
             if first.length != last.length or first.is_torn:
@@ -117,13 +128,16 @@ class TreeCache(StateCache):
                 self.layers[i] = type(layer)(number_of_states=layer.number_of_states)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)  # type: ignore[arg-type]  # the one that states have too
+        layer = self.kv_layers[0]
+        if layer.length > 0:  # any index of a tensor will do, as in transformers
+            rows = torch.arange(len(layer.key_rows), device=layer.device)[indices]
+            self.reorder_cache(rows)  # type: ignore[arg-type]  # the one that states have too
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         layer = self.kv_layers[0]
         if layer.is_initialized:
-            rows = torch.arange(layer.keys.shape[0], device=layer.keys.device)
-            self.batch_select_indices(rows.repeat_interleave(int(repeats)))
+            rows = torch.arange(len(layer.key_rows), device=layer.device)
+            self.batch_select_indices(rows.repeat_interleave(operator.index(repeats)))
 
     def activate_past_recording(self) -> None:
         """Refuses decoding that takes tokens back, before which transformers calls this."""
@@ -272,8 +286,19 @@ class TreeCache(StateCache):
             layer.hold(moved, dropped)
             layer.grow(new.count(length))
 
+    def _check_layers(self, op: str) -> None:
+        """Refuses layers with keys that are not those that the cache was made with."""
+        shards = {self.shard, *(layer.shard for layer in self._made)}
+        if self.kv_layers != self._made or len(shards) > 1:
+            raise RuntimeError(
+                f"TreeCache.{op}: layers of the cache, or its shard, were replaced, removed or put "
+                "in another order, and these count tokens together; make another TreeCache, "
+                "copy.deepcopy this one before it is changed, or load one"
+            )
+
     def common_length(self, op: str) -> int:
         """The number of slots in use, which all layers have in common between forward passes."""
+        self._check_layers(op)
         layers = self.kv_layers
         lengths = {layer.length for layer in layers}
         if len(lengths) > 1:

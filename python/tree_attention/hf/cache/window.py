@@ -50,6 +50,11 @@ class WindowLayer(TreeCacheLayer):
     def is_torn(self) -> bool:
         return self._first > 0 and self._first + self.window > self.length
 
+    def in_sight(self) -> tuple[int, int]:
+        count = min(self.length, self.window - 1)  # as transformers keeps them
+        begin = (self.length - count) % self.key_rows.shape[2]
+        return begin, begin + count
+
     def first_kept(self, first: int, length: int) -> int:
         return max(first, length - self.window - MARGIN) if self.page_size else first
 
@@ -59,7 +64,7 @@ class WindowLayer(TreeCacheLayer):
         return -(-needed // self.page_size) * self.page_size
 
     def places(self, slots: Tensor) -> Tensor:
-        return slots.fmod(self.keys.shape[2]) if self.page_size else super().places(slots)
+        return slots.fmod(self.key_rows.shape[2]) if self.page_size else super().places(slots)
 
     def grow(self, num_slots: int) -> None:
         """Makes a ring of buffers that begin with the local slot `dropped`."""
@@ -69,7 +74,7 @@ class WindowLayer(TreeCacheLayer):
 
     def operands(self, buffers: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """A ring as `[num_pages, num_heads_kv, page_size, ...]`, the heads of a page far apart."""
-        size, (batch, num_heads, num_slots, _) = self.page_size, self.keys.shape
+        size, (batch, num_heads, num_slots, _) = self.page_size, self.key_rows.shape
         if size:
             pages = ((batch - 1) * num_heads + 1) * (num_slots // size), num_heads, size
             buffers = {
@@ -111,8 +116,8 @@ class WindowLayer(TreeCacheLayer):
         torn until the caller says with which slot it begins."""
         self.first = max(length, self.length)
         end = self.shard.count(length)
-        begin = max(seen.dropped, end - self.keys.shape[2])
-        slots = torch.arange(begin, end, device=self.keys.device)
+        begin = max(seen.dropped, end - self.key_rows.shape[2])
+        slots = torch.arange(begin, end, device=self.key_rows.device)
         for name, x in self.buffers().items():
             x[:, :, self.places(slots)] = seen.buffers()[name][:, :, seen.places(slots)]
 

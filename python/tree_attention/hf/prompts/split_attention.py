@@ -117,7 +117,7 @@ def _pass_keys(
 ) -> Iterator[_Piece]:
     shard, rank, ranks = deal.shard, deal.shard.rank, range(deal.shard.world_size)
     batch, num_heads_q, num_tokens, _ = query.shape
-    num_heads_kv, head_dim_v = layer.keys.shape[1], layer.head_dim_v
+    num_heads_kv, head_dim_v = layer.key_rows.shape[1], layer.head_dim_v
     buffers = layer.buffers()
     # The local slots of each rank that any query sees.
     first = _first(deal, ranges)

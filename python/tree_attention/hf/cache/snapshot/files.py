@@ -251,7 +251,7 @@ def _put(
         keys = keys.float() * part["k_scale"][..., None]
         values = values.float() * part["v_scale"][..., None]
     slots = places.expand(len(keys), -1)
-    append_kv(keys, values, layer.keys, layer.values, slots, **layer.scales())
+    append_kv(keys, values, layer.key_rows, layer.value_rows, slots, **layer.scales())
 
 
 def _regular(path: Path) -> BinaryIO:

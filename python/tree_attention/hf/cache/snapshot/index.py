@@ -99,8 +99,12 @@ def layers_of(cache: TreeCache) -> list[dict[str, Any] | None]:
     """The keys and values of all layers but for their slots, in terms of JSON; None before any."""
     return [
         {
-            "dtype": str(layer.keys.dtype).removeprefix("torch."),
-            "shape": [*layer.keys.shape[:2], layer.keys.shape[3], layer.values.shape[3]],
+            "dtype": str(layer.key_rows.dtype).removeprefix("torch."),
+            "shape": [
+                *layer.key_rows.shape[:2],
+                layer.key_rows.shape[3],
+                layer.value_rows.shape[3],
+            ],
         }
         if layer.is_initialized
         else None
