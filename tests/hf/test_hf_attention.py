@@ -112,7 +112,7 @@ def test_other_masks_are_refused(model: PreTrainedModel) -> None:
         model(ids, attention_mask=torch.ones(3, 1, length, length).bool())
     holes = torch.ones(3, length).long()
     holes[1, 5] = 0
-    with pytest.raises(NotImplementedError, match="one run of ones, but a row has a hole"):
+    with pytest.raises(NotImplementedError, match="one run of ones, but row 1 has a hole"):
         model(ids, attention_mask=holes)
     with pytest.raises(NotImplementedError, match=r"the padding mask must have shape"):
         cache = hf.TreeCache(model.config)

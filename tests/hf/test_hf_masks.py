@@ -141,11 +141,42 @@ def test_custom_mask_functions_are_marked() -> None:
     assert "a custom mask function has no form as a range of keys" in mask.unsupported
 
 
-def test_holes_are_marked() -> None:
-    padding = torch.tensor([[1, 1, 1, 1], [0, 1, 0, 1]]).bool()
-    mask = _mask(batch_size=2, q_length=4, kv_length=4, attention_mask=padding)
-    assert mask.unsupported is not None
-    assert "must be one run of ones, but a row has a hole" in mask.unsupported
+# A padding mask, the number of cached tokens, the hole that is named, and the advice.
+_ALONE, _ONES = "each such row alone", "torch.ones_like"
+HOLES: dict[str, tuple[list[list[int]], int, str, str]] = {
+    "inside the prompt": ([[1, 1, 1, 1], [0, 1, 0, 1]], 0, "1 has a hole, zeros at 2 to 2", _ONES),
+    "several rows": (
+        [[1, 0, 0, 1], [1, 1, 1, 1], [1, 0, 1, 1]],
+        0,
+        "0 (and 1 more) has a hole, zeros at 1 to 2",
+        _ONES,
+    ),
+    "several holes": ([[1, 0, 0, 1, 0, 1]], 0, "0 has a hole, zeros at 1 to 2", _ONES),
+    "an earlier turn": (
+        [[1, 1, 1, 1, 1], [1, 1, 0, 0, 1]],
+        4,
+        "1 has a hole, zeros at 2 to 3",
+        _ALONE,
+    ),
+    "its last token": ([[1, 1, 1, 0, 1, 1]], 3, "0 has a hole, zeros at 3 to 3", _ALONE),
+    "inside a second prompt": ([[1, 1, 1, 0, 1, 1]], 2, "0 has a hole, zeros at 3 to 3", _ONES),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize("name", HOLES)
+def test_holes_are_marked(name: str, dtype: torch.dtype) -> None:
+    rows, cached, where, advice = HOLES[name]
+    padding = torch.tensor(rows, dtype=dtype)
+    batch, length = padding.shape
+    for offset in (cached, torch.tensor(cached)):  # of a cache of fixed size
+        arguments = {"batch_size": batch, "q_length": length - cached, "kv_length": length}
+        mask = _mask(**arguments, q_offset=offset, attention_mask=padding)
+        assert mask.unsupported is not None
+        assert mask.unsupported.startswith("the padding mask of each row must be one run of ones")
+        assert f"row {where.replace('at', 'at columns')} between ones" in mask.unsupported
+        assert advice in mask.unsupported
+        assert ({_ALONE, _ONES} - {advice}).pop() not in mask.unsupported
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 5), (1, 4), (2, 4, 4)])

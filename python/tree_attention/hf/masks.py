@@ -17,10 +17,7 @@ _NO_RANGE = (
     "bidirectional ones"
 )
 # A compiled graph copies it into a string of C++, where it cannot have quotes.
-_HOLE = (
-    "the padding mask of each row must be one run of ones, but a row has a hole; pad prompts on "
-    "the left: tokenizer.padding_side = 'left'"
-)
+_HOLE = "the padding mask of each row must be one run of ones, but a row has a hole"
 
 _WIDTH = "the padding mask must have shape [batch, cached + new tokens]"
 
@@ -158,7 +155,7 @@ def tree_attention_mask(
         if unsupported is None:
             first, last, has_holes = _visible_run(attention_mask)
             if not _holds(~has_holes, _HOLE, waits):
-                unsupported = _HOLE
+                unsupported = _describe_hole(attention_mask, int(q_offset))
             ranges = torch.stack(
                 (torch.maximum(begin, first[:, None]), torch.minimum(end, last[:, None])), dim=-1
             )
@@ -188,6 +185,36 @@ def _visible_run(attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     last = visible.shape[-1] - visible.flip(-1).argmax(-1)
     has_holes = ((last - first != count) & (count > 0)).any()
     return first, first + count, has_holes
+
+
+def _describe_hole(attention_mask: Tensor, num_cached: int) -> str:
+    """Where the first hole of a padding mask is, what it comes from, and what to do about it."""
+    steps = attention_mask.to(torch.int8).diff(dim=1)  # -1 where ones end, 1 where they begin
+    ends, begins = steps == -1, steps == 1
+    before = ends.cumsum(1) > 0
+    rows = (begins & before).any(1).nonzero()[:, 0].tolist()
+    row = rows[0]
+    end = int((begins & before)[row].int().argmax()) + 1
+    begin = int((ends[row, : end - 1].nonzero()).max()) + 1
+    others = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
+    where = f"row {row}{others} has a hole, zeros at columns {begin} to {end - 1} between ones"
+    if 0 < num_cached >= begin:  # the last token of a turn is not in the cache
+        cause = (
+            f"these are tokens of before, as the cache holds {num_cached}: if prompts were padded "
+            "on the right, pad them on the left, tokenizer.padding_side = 'left'; if the row "
+            "ended early in a turn before, go on with each such row alone, in a copy.deepcopy of "
+            f"the cache: cache.batch_select_indices([{row}]), take back the tokens from column "
+            f"{begin} on with cache.crop, and generate from the row's own tokens; or give the "
+            "whole texts of all rows, padded on the left, without a cache"
+        )
+    else:
+        cause = (
+            "these are tokens of the prompt: if no attention_mask was given, transformers made "
+            "this one of the pad tokens in the prompt, and where these are text, as an end of text "
+            "between documents, pass attention_mask=torch.ones_like(input_ids); if they are "
+            "padding, pad on the left alone, tokenizer.padding_side = 'left'"
+        )
+    return f"the padding mask of each row must be one run of ones, but {where}; {cause}"
 
 
 def _agrees(
