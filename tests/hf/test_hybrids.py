@@ -130,6 +130,64 @@ def test_a_kept_cache_goes_on(world_size: int) -> None:
     run_ranks(_go_on, world_size, _expected(NAME)[0], longer)
 
 
+def _second_turn(texts: dict[str, Tensor]) -> dict[str, Tensor]:
+    more = _prompts(1, 7)["input_ids"].expand(len(texts["input_ids"]), -1)
+    return {
+        "input_ids": torch.cat((texts["input_ids"], more), dim=1),
+        "attention_mask": torch.cat((texts["attention_mask"], torch.ones_like(more)), dim=1),
+    }
+
+
+def _first_turn(model: Any, batch: int) -> tuple[dict[str, Tensor], Any]:
+    """All text so far, and the cache."""
+    prompts = _prompts(batch)
+    first = model.generate(**prompts, **GREEDY, return_dict_in_generate=True)
+    seen = torch.ones_like(first.sequences)
+    seen[:, : prompts["attention_mask"].shape[1]] = prompts["attention_mask"]
+    texts = {"input_ids": first.sequences, "attention_mask": seen}
+    return _second_turn(texts), first.past_key_values
+
+
+def _save(rank: int, world_size: int, directory: Path, name: str) -> None:
+    model = hf.enable(make_model(HYBRIDS[name]), layout=BlockCyclic(world_size, 4))
+    for batch in (1, 3):  # of these the second one is padded
+        _first_turn(model, batch)[1].save(directory / str(batch))
+
+
+def _load(
+    rank: int, world_size: int, directory: Path, name: str, turns: list[tuple[Any, Tensor]]
+) -> None:
+    layout = BlockCyclic(world_size, 3)
+    model = hf.enable(make_model(HYBRIDS[name]), layout=layout)
+    for batch, (texts, expected) in zip((1, 3), turns, strict=True):
+        for max_length in (None, 64):
+            cache = hf.TreeCache.load(
+                directory / str(batch), model.config, layout=layout, max_length=max_length
+            )
+            found = model.generate(**texts, past_key_values=cache, **GREEDY)
+            assert torch.equal(found, expected), (batch, max_length)
+
+
+@pytest.mark.parametrize(
+    "name, saved_by, loaded_by",
+    tiers(
+        [(NAME, 2, 1)],
+        [(name, 1, 3) for name in NAMES] + [(name, 2, 1) for name in NAMES if name != NAME],
+    ),
+)
+def test_states_are_saved_and_loaded(
+    name: str, saved_by: int, loaded_by: int, tmp_path: Path
+) -> None:
+    """By the tokens of a second turn, as transformers goes on with its own cache."""
+    turns = []
+    model = make_model(HYBRIDS[name])
+    for batch in (1, 3):
+        texts, cache = _first_turn(model, batch)
+        turns.append((texts, model.generate(**texts, past_key_values=cache, **GREEDY)))
+    run_ranks(_save, saved_by, tmp_path, name)
+    run_ranks(_load, loaded_by, tmp_path, name, turns)
+
+
 @torch.no_grad()
 def test_rows_are_repeated_and_selected() -> None:
     model = hf.enable(make_model(HYBRIDS[NAME]))
@@ -160,9 +218,9 @@ def test_what_states_cannot_do_is_refused(tmp_path: Path) -> None:
         cache.crop(-3)
     assert cache.get_seq_length() == ids.shape[1]
     with pytest.raises(
-        ValueError, match=r"TreeCache\.save: layers that keep a state are not saved"
+        ValueError, match=r"TreeCache\.save: the cache holds no tokens yet; run the"
     ):
-        cache.save(tmp_path)
+        hf.TreeCache(model.config).save(tmp_path)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="its layers of linear_attention need every token in ord"):
         hf.enable(model, prefill="split")
@@ -218,7 +276,7 @@ def test_states_of_an_interrupted_forward_pass_are_not_kept(max_length: int | No
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_a_pass_that_moved_on_states_alone_is_refused(
-    name: str, max_length: int | None, count: int
+    name: str, max_length: int | None, count: int, tmp_path: Path
 ) -> None:
     """It was interrupted before the first layer with keys, whose lengths do not show it.
 
@@ -247,6 +305,8 @@ def test_a_pass_that_moved_on_states_alone_is_refused(
             model(ids[:, 8 : 8 + count], past_key_values=interrupted)
         with pytest.raises(ValueError, match="some layers keep a state that has its tokens"):
             interrupted.crop(interrupted.get_seq_length() if CROP_KEEPS else 0)
+        with pytest.raises(ValueError, match=r"TreeCache\.save: a forward pass has not reached"):
+            interrupted.save(tmp_path)
     held.reset()
     found = model(ids, past_key_values=held).logits
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

@@ -208,6 +208,23 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         ValueError,
         "holds 1 layers, and the model",
     ),
+    "states of another kind": (edit_index(states=1), ValueError, "states must be a list of dict,"),
+    "states of other layers": (edit_index(states=[{}]), ValueError, "holds the states of 1 layers"),
+    "a state of no kind": (
+        edit_index(states=[{"keys.0": ["float32", [1]]}]),
+        ValueError,
+        "'keys.0' is no state of a layer",
+    ),
+    "a state of no dtype": (
+        edit_index(states=[{"conv_states.0": ["int64", [1]]}]),
+        ValueError,
+        "dtype of a state must be one of",
+    ),
+    "a vast state": (
+        edit_index(states=[{"conv_states.0": ["float32", [10**19]]}]),
+        ValueError,
+        "a state cannot have the sizes [10000000000000000000]",
+    ),
     "a missing file": (lambda d: _tensors(d).unlink(), FileNotFoundError, "is missing, which the"),
     "a flipped bit": (_flip, ValueError, "is damaged: its SHA-256 is"),
     "a truncated file": (_truncate, ValueError, "is damaged: it has"),

@@ -19,7 +19,7 @@ from .build import keeps_state, new_layers
 from .growing import TreeCacheLayer, cropped_length, interrupted
 from .shard import Moves, Shard
 from .snapshot import files as snapshot
-from .snapshot.index import describe_model, layers_of
+from .snapshot.index import describe_model, kinds_of_states, layers_of
 from .states import StateCache
 
 
@@ -33,7 +33,7 @@ class TreeCache(StateCache):
     last window and 128 more, by which `crop` can go back. Of multi-head latent attention it holds
     latents alone, and `enable` has the model attend to these. Layers that keep a state, as in
     linear attention, are transformers' own, the same on every rank; a cache with such layers cannot
-    be cropped or saved. `copy.deepcopy` copies the keys and values and keeps the group, so that a
+    be cropped. `copy.deepcopy` copies the keys and values and keeps the group, so that a
     common prefix needs to be computed only once.
 
     Args:
@@ -192,8 +192,8 @@ class TreeCache(StateCache):
                 other group writes. It is made if need be.
 
         Raises:
-            ValueError: the cache holds no tokens, is inside a forward pass, has layers that keep a
-                state, or has a layout that is none of this package.
+            ValueError: the cache holds no tokens, is inside a forward pass, or has a layout that is
+                none of this package.
             OSError: a file cannot be written, or the first rank does not find another rank's.
             ExchangeError: one of that happened on another rank, or a rank was lost.
         """
@@ -214,8 +214,9 @@ class TreeCache(StateCache):
         """A cache with the keys and values that `save` wrote, on any number of ranks.
 
         Collective. Each rank reads the files that hold its slots, and compares them with their
-        digests. They are on the CPU until a model on another device appends to them. The weights
-        of the model are not compared: they must be those that computed the keys.
+        digests. They are on the CPU until a model on another device appends to them, and states of
+        layers on torch's default device, which must be the model's. The weights of the model are
+        not compared: they must be those that computed the keys.
 
         Equivalent, with the model run again::
 
@@ -309,6 +310,7 @@ class TreeCache(StateCache):
         length = max(lengths, default=0)
         # Layers of fixed size share their length, and the first layer changes before its own.
         is_inside = any(layer.pending or length < layer.shortest for layer in layers)
+        is_inside = is_inside or self._is_in_pass
         if is_inside or self._is_half_cut:
             raise ValueError(
                 f"TreeCache.{op}: a forward pass has not reached the last layer; call it after one "
@@ -321,6 +323,7 @@ class TreeCache(StateCache):
         return (
             ("length", self.common_length(op)),
             ("layers", layers_of(self)),
+            ("states", kinds_of_states(self)),
             ("first slots of the layers", [layer.first for layer in self.kv_layers]),
         )
 

@@ -32,8 +32,10 @@ from .index import (
     Index,
     Kinds,
     kv_dtype_of,
+    put_state,
     read_index,
     remove_unless_named,
+    states_of,
     to_disk,
     write_index,
 )
@@ -60,10 +62,6 @@ def save(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
             raise ValueError(
                 f"TreeCache.save: the layout must be one of {', '.join(LAYOUTS)}, got {kind}; "
                 "reshard the cache first"
-            )
-        if cache.state_layers:
-            raise ValueError(
-                "TreeCache.save: layers that keep a state are not saved; compute the cache again"
             )
         if length == 0 or not all(layer.is_initialized for layer in cache.kv_layers):
             raise ValueError("TreeCache.save: the cache holds no tokens yet; run the model first")
@@ -121,6 +119,12 @@ def _write_tensors(cache: TreeCache, path: Path) -> File:
         for i, layer in enumerate(cache.kv_layers)
         for name, x in layer.buffers().items()
     }
+    if shard.rank == 0:  # they are the same on all ranks
+        tensors |= {
+            f"states.{i}.{name}": x.contiguous().cpu()
+            for i, layer in enumerate(cache.state_layers)
+            for name, x in states_of(layer).items()
+        }
     place = f"{shard.rank:05}-of-{shard.world_size:05}"
     unfinished = path / f"{PREFIX}{place}.{os.getpid()}.tmp"
     try:
@@ -155,6 +159,16 @@ def _read_tensors(cache: TreeCache, path: Path, index: Index) -> None:
             f"TreeCache.load: {path} holds {len(index.layers)} layers, and the model has "
             f"{len(cache.kv_layers)}"
         )
+    numbers = [layer.number_of_states for layer in cache.state_layers]
+    if len(index.states) != len(numbers) or not all(
+        int(name.rsplit(".", 1)[1]) < number
+        for kinds, number in zip(index.states, numbers, strict=True)
+        for name in kinds
+    ):
+        raise ValueError(
+            f"TreeCache.load: {path} holds the states of {len(index.states)} layers, and the model "
+            f"has {len(numbers)} that keep {numbers} states"
+        )
     # What the next token sees must be there: all slots, or those of its window.
     most = [max(0, index.length - (layer.window or index.length)) for layer in cache.kv_layers]
     if len(index.first_slots) != len(most) or not all(
@@ -179,10 +193,13 @@ def _read_tensors(cache: TreeCache, path: Path, index: Index) -> None:
             _allocate(layer, first, index.length, kinds)
         for rank, file in enumerate(index.files):
             rows = {first: (owner == rank).nonzero()[:, 0] for first, owner in owners.items()}
-            if not any(len(found) for found in rows.values()):
+            has_states = rank == 0 and len(index.states) > 0
+            if not has_states and not any(len(found) for found in rows.values()):
                 continue
             place = path / file.name
             with _opened(place, file.sha256, source) as handle:
+                if has_states:
+                    _put_states(cache, index.states, place, handle)
                 for i, (layer, kinds, saved, first) in enumerate(layers):
                     if len(rows[first]) == 0:
                         continue
@@ -200,6 +217,14 @@ def _read_tensors(cache: TreeCache, path: Path, index: Index) -> None:
         layer.length = index.length
 
 
+def _put_states(cache: TreeCache, states: list[Kinds], place: Path, handle: Any) -> None:
+    for i, (layer, kinds) in enumerate(zip(cache.state_layers, states, strict=True)):
+        for name, kind in kinds.items():
+            found = _tensor(place, handle, f"states.{i}.{name}", kind)
+            # Where the model is: unlike keys, a state does not learn it from a later token.
+            put_state(layer, name, found.to(torch.get_default_device()))
+
+
 def _check_sizes(path: Path, index: Index) -> None:
     """Before anything is allocated by what the index says."""
     slot_bytes = [
@@ -213,6 +238,12 @@ def _check_sizes(path: Path, index: Index) -> None:
             (end - index.layout.count(rank, first)) * num_bytes
             for first, num_bytes in zip(index.first_slots, slot_bytes, strict=True)
         )
+        if rank == 0:
+            least += sum(
+                math.prod(shape) * dtype.itemsize
+                for kinds in index.states
+                for dtype, shape in kinds.values()
+            )
         with _regular(place) as content:
             size = os.fstat(content.fileno()).st_size
         if not least <= size == file.size:
@@ -289,15 +320,19 @@ def _opened(path: Path, digest: str, layout: ShardLayout) -> Any:
 
 
 def _tensor(
-    path: Path, handle: Any, name: str, kind: tuple[torch.dtype, list[int]], count: int
+    path: Path,
+    handle: Any,
+    name: str,
+    kind: tuple[torch.dtype, list[int]],
+    count: int | None = None,
 ) -> Tensor:
-    """A tensor of a file, of `count` slots."""
+    """A tensor of a file; with a `count`, one of so many slots, without them in its kind."""
     try:
         found: Tensor = handle.get_tensor(name)
     except SafetensorError as error:
         raise ValueError(f"TreeCache.load: {path} lacks {name}: {sentence(error)}") from None
-    dtype, (batch, num_heads_kv, *width) = kind
-    shape = [batch, num_heads_kv, count, *width]
+    dtype, sizes = kind
+    shape = sizes if count is None else [*sizes[:2], count, *sizes[2:]]
     if (found.dtype, list(found.shape)) != (dtype, shape):
         raise ValueError(
             f"TreeCache.load: {path}: {name} is of {found.dtype} and shape {list(found.shape)}, "

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from ...._json import open_regular, read_json_object
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 INDEX = "index.json"
-_FORMAT, _VERSION = "tree_attention.hf.TreeCache", 3
+_FORMAT, _VERSION = "tree_attention.hf.TreeCache", 4
 PREFIX = "cache-"
 # The names of the files beside the index, finished or not.
 _OWN_NAME = re.compile(
@@ -40,6 +41,9 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (*KV_DTYPES.values(), torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
+# The states of a layer that keeps some, by the number of each.
+_STATES = ("conv_states", "recurrent_states")
+_STATE = re.compile(rf"({'|'.join(_STATES)})\.(\d{{1,4}})")
 # What decides a model's keys and values, beside its weights.
 _MODEL_FIELDS = (
     "model_type",
@@ -84,6 +88,7 @@ class Index(NamedTuple):
     layout: ShardLayout
     layers: list[Kinds]
     first_slots: list[int]  # of the layers: a sliding window has forgotten those before
+    states: list[Kinds]  # of the layers that keep states, whole: these have no slots
     files: list[File]
 
 
@@ -112,6 +117,36 @@ def layers_of(cache: TreeCache) -> list[dict[str, Any] | None]:
     ]
 
 
+def states_of(layer: Any) -> dict[str, Tensor]:
+    """The tensors of a layer that keeps states, by attribute and number."""
+    return {
+        f"{name}.{number}": state
+        for name in _STATES
+        for number, state in getattr(layer, name).items()
+        if state is not None
+    }
+
+
+def kinds_of_states(cache: TreeCache) -> list[dict[str, Any]]:
+    """The states of all layers that keep some, in terms of JSON."""
+    return [
+        {
+            name: [str(x.dtype).removeprefix("torch."), list(x.shape)]
+            for name, x in states_of(layer).items()
+        }
+        for layer in cache.state_layers
+    ]
+
+
+def put_state(layer: Any, name: str, state: Tensor) -> None:
+    """Gives a fresh layer a state that another one had by this name."""
+    attribute, number = name.rsplit(".", 1)
+    layer.lazy_initialization(**{attribute: state, "state_idx": int(number)})
+    getattr(layer, attribute)[int(number)].copy_(state)
+    if attribute == "conv_states":
+        layer.has_previous_state[int(number)] = True
+
+
 def write_index(cache: TreeCache, path: Path, files: list[File]) -> None:
     for rank, file in enumerate(files):
         place = path / file.name
@@ -132,6 +167,7 @@ def write_index(cache: TreeCache, path: Path, files: list[File]) -> None:
         "layout": {"kind": type(layout).__name__, **dataclasses.asdict(layout)},  # type: ignore[call-overload]
         "layers": layers_of(cache),
         "first_slots": [layer.first for layer in cache.kv_layers],
+        "states": kinds_of_states(cache),
         "files": [file._asdict() for file in files],
     }
     index["sha256"] = digest_of(index)
@@ -212,7 +248,8 @@ def _parsed(entries: Mapping[str, Any]) -> Index:
         raise ValueError(f"{layout} has no rank for slot {length - 1}")
     layers = [_parsed_layer(layer) for layer in _entry(entries, "layers", list, of=dict)]
     first_slots = _entry(entries, "first_slots", list, of=int)
-    return Index(entries["sha256"], length, layout, layers, first_slots, files)
+    states = [_parsed_states(layer) for layer in _entry(entries, "states", list, of=dict)]
+    return Index(entries["sha256"], length, layout, layers, first_slots, states, files)
 
 
 def _parsed_layout(entries: Mapping[str, Any]) -> ShardLayout:
@@ -261,6 +298,21 @@ def _parsed_layer(entries: Mapping[str, Any]) -> Kinds:
     }
     if dtype in KV_DTYPES.values():
         kinds |= dict.fromkeys(("k_scale", "v_scale"), (torch.float32, batch_and_heads))
+    return kinds
+
+
+def _parsed_states(entries: Mapping[str, Any]) -> Kinds:
+    kinds: Kinds = {}
+    for name in entries:
+        if not _STATE.fullmatch(name):
+            raise ValueError(f"{name!r} is no state of a layer")
+        kind = _entry(entries, name, list)
+        dtype, shape = kind if len(kind) == 2 else (None, None)
+        dtype = _one_of("dtype of a state", dtype, _DTYPES)
+        is_list = type(shape) is list and all(type(n) is int and n >= 0 for n in shape)
+        if not is_list or math.prod(n + 1 for n in shape) >= _BOUND // 8:
+            raise ValueError(f"a state cannot have the sizes {reprlib.repr(shape)}")
+        kinds[name] = dtype, shape
     return kinds
 
 
