@@ -276,3 +276,58 @@ def test_ranks_with_different_checkpoints(tmp_path: Path) -> None:
     for path, name in zip(paths, ("llama", "llama_tied"), strict=True):
         make_model(name).save_pretrained(path)
     run_ranks(_different, 2, paths)
+
+
+# What a directory has in place of model.safetensors, and a part of the sentence.
+OTHER_FILES: dict[str, tuple[list[str], str]] = {
+    "pickles": (["config.json", "pytorch_model.bin"], "pytorch_model.bin is pickles of torch"),
+    "parts of pickles": (
+        ["config.json", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"],
+        r"pytorch_model-00001-of-00002.bin is .*, and then call save_pretrained\(directory\) once",
+    ),
+    "a variant": (["config.json", "model.fp16.safetensors"], "16.safetensors is a variant: load"),
+    "parts without an index": (
+        ["config.json", "model-00001-of-00002.safetensors"],
+        "is parts of a checkpoint without model.safetensors.index.json, which names them",
+    ),
+    "Mistral's": (["params.json", "consolidated.safetensors"], "in their maker's own format"),
+    "GGUF": (["llama-Q4_K_M.gguf"], r"llama-Q4_K_M.gguf is GGUF: .*\(path, gguf_file=...\)"),
+    "an adapter": (["adapter_config.json", "adapter_model.safetensors"], "is an adapter of peft: "),
+    "TensorFlow": (["config.json", "tf_model.h5"], "tf_model.h5 is weights of TensorFlow"),
+    "Flax": (["config.json", "flax_model.msgpack"], "flax_model.msgpack is weights of Flax"),
+    "nothing": ([], "has no config.json; the directory is empty"),
+    "a configuration": (["config.json"], "index.json; copy or download the checkpoint again"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_directories_of_other_files(name: str, tmp_path: Path) -> None:
+    files, match = OTHER_FILES[name]
+    for file in files:
+        (tmp_path / file).write_bytes(b"{}")
+    if "config.json" in files:
+        make_model("llama").config.save_pretrained(tmp_path)
+    with pytest.raises(OSError, match=match):
+        hf.from_pretrained(tmp_path)
+
+
+def test_paths_of_files(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    with pytest.raises(OSError, match=r"model\.safetensors is a file; give the directory that has"):
+        hf.from_pretrained(file)
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 123\n")
+    with pytest.raises(ValueError, match=r"is a pointer of Git LFS, not the file .* git lfs pull"):
+        hf.from_pretrained(tmp_path)
+    shutil.copy(file, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text(file.read_text())
+    with pytest.raises(ValueError, match=r"config\.json: it is no JSON"):
+        hf.from_pretrained(tmp_path)
+
+
+def test_safetensors_beside_other_files(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    for file in ("pytorch_model.bin", "model.fp16.safetensors", "consolidated.safetensors"):
+        (tmp_path / file).write_bytes(b"")
+    found = hf.from_pretrained(tmp_path).generate(**make_prompts(), **PROMPT)
+    assert torch.equal(found, make_model("llama").generate(**make_prompts(), **PROMPT))

@@ -20,7 +20,7 @@ from ..options import lists_options
 from .checks.fingerprint import digest_parameters, digest_tensors
 from .enable import check_model, disable, enable, is_enabled
 from .options import EnableOptions
-from .weights.checkpoint.files import check_config_file, find_file
+from .weights.checkpoint.files import check_config_file, find_file, others
 from .weights.checkpoint.reading import Checkpoint
 from .weights.experts import choose_experts, quantise_experts
 from .weights.mesh import Mesh
@@ -169,7 +169,7 @@ def _load(
     """The signature of the whole weights of a checkpoint, and the model with this rank's parts."""
     file = find_file(path, "config.json", required=True)
     if file is None:
-        raise OSError(f"from_pretrained: {path} has no config.json")
+        raise OSError(f"from_pretrained: {path} has no config.json{others(path)}")
     check_config_file(file, "from_pretrained: the configuration")
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     checkpoint = Checkpoint(path, config.to_dict().get("quantization_config") or {})

@@ -24,6 +24,43 @@ _MOST = {"layer": 1000, "head": 10_000, "expert": 10_000, **dict.fromkeys(_POSIT
 _MOST_OF_OTHERS = (1 << 63) - 1
 
 
+# What may be in a directory in place of safetensors files of the names of transformers, by pattern,
+# and how to come from it to these. What is published beside others comes last.
+_SAVE = "and then call save_pretrained(directory) once and give that, or parallelize(model)"
+_LOAD = "AutoModelForCausalLM.from_pretrained(path{}), " + _SAVE
+_OTHER_FILES = {
+    "adapter_config.json": "an adapter of peft: load its base model with transformers, merge the "
+    f"adapter into it (merge_and_unload of peft), {_SAVE}",
+    "model-*-of-*.safetensors": "parts of a checkpoint without model.safetensors.index.json, which "
+    "names them: copy or download it as well",
+    "model.*safetensors*": "a variant: load it with " + _LOAD.format(", variant=..."),
+    "pytorch_model*.bin*": "pickles of torch, which are not read here: load them with "
+    + _LOAD.format(""),
+    "*.gguf": "GGUF: load it with " + _LOAD.format(", gguf_file=..."),
+    "consolidated*": "the weights in their maker's own format: take the checkpoint of "
+    "transformers, or convert it with the script that transformers has for the model",
+    "tf_model*.h5": "weights of TensorFlow, which transformers < 5 reads (from_tf=True): save them "
+    "with it as safetensors",
+    "flax_model*.msgpack": "weights of Flax, which transformers < 5 reads (from_flax=True): save "
+    "them with it as safetensors",
+}
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def others(path: str | Path) -> str:
+    """What the error of a missing file says about the other files of a directory."""
+    directory = Path(path)
+    if not directory.is_dir():
+        return f"; where it has weights in another format, load it with transformers, {_SAVE}"
+    for pattern, meaning in _OTHER_FILES.items():
+        found = sorted(file.name for file in directory.glob(pattern))
+        if found:
+            return f"; {found[0]} is {meaning}"
+    if not any(directory.iterdir()):
+        return "; the directory is empty"
+    return "; copy or download the checkpoint again"
+
+
 def check_config_file(file: str | os.PathLike[str], what: str) -> None:
     """Raises ValueError, beginning with `what`, if a size in a config.json is that of no model."""
     config = read_json_object(file, what)
@@ -68,6 +105,10 @@ def find_file(path: str | Path, name: str, required: bool = False) -> Path | Non
     Of a required one that no directory here can have, the OSError tells what the Hub said: it may
     not have been reached.
     """
+    if os.path.isfile(path):
+        raise OSError(
+            f"from_pretrained: {path} is a file; give the directory that has it and config.json"
+        )
     required = required and not os.path.isdir(path)
     try:
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=required)
@@ -85,6 +126,13 @@ def opened(path: str | Path, name: str) -> Any:
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
+        with file.open("rb") as content:
+            is_pointer = content.read(len(_LFS_POINTER)) == _LFS_POINTER
+        if is_pointer:
+            raise ValueError(
+                f"from_pretrained: {file} is a pointer of Git LFS, not the file that it stands "
+                f"for: fetch that with git lfs pull in {file.parent}"
+            ) from None
         raise ValueError(
             f"from_pretrained: {file} is damaged: {sentence(error)}; copy or download it again"
         ) from None

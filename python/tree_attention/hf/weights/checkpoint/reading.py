@@ -19,7 +19,7 @@ from transformers.core_model_loading import (
 
 from ....exchange import sentence
 from ..parts import Lazy, OfFile
-from .files import files_of, find_file, opened
+from .files import files_of, find_file, opened, others
 from .formats import check_format, sources_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -40,7 +40,9 @@ class Checkpoint:
         index = find_file(path, _INDEX)
         single = None if index is not None else find_file(path, _SINGLE, required=True)
         if index is None and single is None:
-            raise OSError(f"from_pretrained: {path} has neither {_SINGLE} nor {_INDEX}")
+            raise OSError(
+                f"from_pretrained: {path} has neither {_SINGLE} nor {_INDEX}{others(path)}"
+            )
         names = [_SINGLE] if index is None else files_of(index, "from_pretrained: the index")
         check_format(path, quantization)
         self.files = {
