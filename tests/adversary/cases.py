@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +24,29 @@ T = TypeVar("T")
 DRAWN: Counter[str] = Counter()  # by part and kind, in this process
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def made_once(make: Callable[..., T]) -> Callable[..., T]:
+    """`functools.cache` by what arguments mean, however they are written, and in the main thread.
+
+    Weights are drawn from torch's generator, and in transformers' default dtype, which all threads
+    share: two that make a model at once make two wrong ones. What threads need is made before.
+    """
+    made: dict[tuple[Any, ...], T] = {}
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def get(*args: Any, **options: Any) -> T:
+        bound = signature.bind(*args, **options)
+        bound.apply_defaults()
+        key = tuple(bound.arguments.values())
+        if key not in made:
+            is_main = threading.current_thread() is threading.main_thread()
+            assert is_main, f"{make.__name__}{key} must be made before threads begin"
+            made[key] = make(*key)
+        return made[key]
+
+    return get
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from random import Random
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_models import EOS, PAD, VOCAB_SIZE
 from tree_attention import Communicator, ShardLayout, hf
 
-from .cases import draw_layout
+from .cases import draw_layout, made_once
 from .outcome import AMPLE
 from .session_models import NAMES, alone, exact, group, own_group, split, split_sizes, whole
 
@@ -26,7 +25,7 @@ MAX_LENGTH = 320  # slots that are used
 ROOM = 400  # slots of a layout that cannot grow, and of a cache of fixed size
 
 
-@cache
+@made_once
 def communicator(world_size: int) -> Communicator:
     return Communicator(group(world_size), AMPLE)
 

@@ -22,20 +22,25 @@ preload("torch._dynamo", "torch._inductor.config", "adversary.ranks", "adversary
 PARTS = ("ops", "layouts", "ranks", "threads", "sessions", "differing", "snapshots")
 # Of one world, of one that has to import everything, and of each case in it.
 _WORLD_SECONDS, _IMPORT_SECONDS, _CASE_SECONDS = 60.0, 240.0, 5.0
-_FAULT = "FAULT "
+_FAULT, _DIFFER = "FAULT ", "the ranks differ"
 _REASON = re.compile(rf"{_FAULT}.*")
+_NAMED = re.compile(rf"\bcase (\d+): {_FAULT}")
+_OF_A_RANK = re.compile(r"^rank \d+ of world .*\n(.*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Finding:
     cases: list[Case]
     text: str
+    again: tuple[str, ...] = ()  # what cases of these did that were played again, each alone
 
     def __str__(self) -> str:
         first, last = self.cases[0], self.cases[-1]
         span = "" if first == last else f"-{last.index}"
         reasons = dict.fromkeys(_REASON.findall(self.text))
-        return "\n".join([f"python tests/adversary {first}{span}", *reasons, self.text])
+        return "\n".join(
+            [f"python tests/adversary {first}{span}", *reasons, *self.again, self.text]
+        )
 
 
 @dataclass(frozen=True)
@@ -112,21 +117,37 @@ def find(
             text = _fault(world, cases)
             if not text:
                 break
-            case, text_alone = _first_alone(world, cases, text) if alone else (None, "")
-            if case is None:
+            if not alone:
                 yield Finding(cases, text)
                 break
-            yield Finding([case], text_alone)
-            cases = cases[cases.index(case) + 1 :]
+            yield (finding := _looked_at_again(world, cases, text))
+            cases = cases[cases.index(finding.cases[-1]) + 1 :]
 
 
-def _first_alone(world: World, cases: Sequence[Case], text: str) -> tuple[Case | None, str]:
-    """The case that breaks a rule by itself; that which the ranks named is tried first."""
-    named = {int(number) for number in re.findall(r"\bcase (\d+): FAULT", text)}
-    for case in sorted(cases, key=lambda case: case.index not in named):
-        if said := _fault(world, [case]):
-            return case, said
-    return None, ""
+def _looked_at_again(world: World, cases: Sequence[Case], text: str) -> Finding:
+    """The fault, with the one case that shows it by itself, or those that were played before it.
+
+    The case that the ranks named is played again first.
+    """
+    named = {int(number) for number in _NAMED.findall(text)} & {case.index for case in cases}
+    able = [case for case in cases if not named or case.index <= max(named)]
+    said: list[str] = []
+    for case in sorted(able, key=lambda case: case.index not in named):
+        again = _fault(world, [case])
+        if not again:
+            said.append(f"case {case.index}, played again alone, does not show it")
+        elif _kinds_of_fault(again) & _kinds_of_fault(text):
+            said.append(f"case {case.index}, played again alone, shows the same fault")
+            return Finding([case], again, tuple(said))
+        else:
+            said.append(f"case {case.index}, played again alone, shows another fault:\n{again}")
+    return Finding(able, text, tuple(said))
+
+
+def _kinds_of_fault(text: str) -> set[str]:
+    """What is wrong, without the numbers in it, which time and chance may change."""
+    reasons = _REASON.findall(text) or _OF_A_RANK.findall(text)
+    return {re.sub(rf"(?<={_DIFFER}).*|[\d.]+", "#", reason) for reason in reasons}
 
 
 def _fault(world: World, cases: Sequence[Case]) -> str:
@@ -142,5 +163,5 @@ def _fault(world: World, cases: Sequence[Case]) -> str:
     counts.update(ranks[0][1])
     for case, *texts in zip(cases, *(said for said, _ in ranks), strict=True):
         if len(set(texts)) > 1:
-            return f"case {case.index}: FAULT the ranks differ: {texts}"
+            return f"case {case.index}: {_FAULT}{_DIFFER}: {texts}"
     return ""

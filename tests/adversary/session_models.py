@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -23,19 +22,21 @@ from tree_attention import hf
 from tree_attention.hf.weights.mesh import Mesh
 from tree_attention.hf.weights.plan import plan
 
+from .cases import made_once
+
 NAMES = (
     *("llama", "mistral_window", "mistral", "gemma2", "gemma2", "gpt_oss"),
     *("deepseek", "qwen3_moe", "phi3"),
 )
 
 
-@cache
+@made_once
 def group(world_size: int) -> dist.ProcessGroup:
     """The first ranks. Every rank of the world asks for it, in the same order."""
     return dist.new_group(range(world_size))
 
 
-@cache
+@made_once
 def own_group() -> dist.ProcessGroup:
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
@@ -61,12 +62,12 @@ def split_sizes(name: str, world_size: int) -> list[int]:
     return [n for n in range(1, world_size + 1) if world_size % n == 0 and heads % n == 0]
 
 
-@cache
+@made_once
 def whole(name: str) -> PreTrainedModel:
     return make_model(name)
 
 
-@cache
+@made_once
 def split(
     name: str, world_size: int, tensor_parallel_size: int, weights: str | None = None
 ) -> PreTrainedModel:
@@ -100,13 +101,13 @@ def _with_numbers(name: str, weights: str | None) -> PreTrainedModel:
     return model
 
 
-@cache
+@made_once
 def exact(name: str, weights: str | None = None) -> PreTrainedModel:
     """In transformers' own attention and float64, in one process, without a cache."""
     return _with_numbers(name, weights).double()
 
 
-@cache
+@made_once
 def alone(name: str, weights: str | None = None) -> PreTrainedModel:
     """For caches of 8 bits, which this process has for itself."""
     return hf.enable(_with_numbers(name, weights), own_group(), prefill_chunk_size=None)

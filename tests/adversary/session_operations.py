@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from random import Random
 from typing import Any
 
@@ -17,6 +16,7 @@ from hf_models import OF_EXPERTS, make_model
 from tree_attention import Communicator, hf
 
 from . import model as truth
+from .cases import made_once
 from .conversation import MAX_LENGTH, ROOM, Conversation
 from .outcome import AMPLE, DOCUMENTED, attempt
 from .session_models import exact, whole
@@ -91,7 +91,7 @@ def generate(session: Conversation, rng: Random) -> str:
     return "reset"
 
 
-@cache
+@made_once
 def _assistant() -> PreTrainedModel:
     """Often right and often wrong."""
     model = make_model("llama")
@@ -241,7 +241,7 @@ def two_threads(session: Conversation, rng: Random) -> str:
     group = dist.new_group(range(size)) if size > 1 else None
     comm = Communicator(group, 3.0)
 
-    # Weights are drawn from one generator, which threads would share.
+    # Before threads begin: weights are drawn from the process's generator.
     models = [hf.enable(make_model("llama"), comm, timeout=3.0) for _ in prompts]
     exact("llama")
 

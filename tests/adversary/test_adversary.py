@@ -6,10 +6,13 @@ A failure says how to play its case alone.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from adversary import runner
-from adversary.cases import Case
+from adversary.cases import Case, made_once
+from adversary.threads import run_threads
 
 
 @pytest.mark.parametrize("seed", [1])
@@ -41,3 +44,33 @@ def test_a_fault_is_found_and_its_case_is_named() -> None:
     assert finding.cases == [Case("toy", 5, 2)]
     assert "python tests/adversary --only toy --seed 5 --case 2\n" in str(finding)
     assert "the ranks differ" in finding.text
+    assert "case 2, played again alone, shows the same fault\n" in str(finding)
+
+
+@pytest.mark.parametrize(
+    "later, says",
+    [
+        ("a fault after 2.75 s", "shows the same fault"),
+        ("fine", "does not show it"),
+        ("a hang", "shows another fault:"),
+    ],
+)
+def test_a_finding_says_what_its_case_does_alone(later: str, says: str, tmp_path: Path) -> None:
+    (finding,) = runner.find("toy", 5, [2], f"{tmp_path / 'times'},{later}")
+    assert f"\ncase 2, played again alone, {says}" in str(finding)
+    assert finding.cases[-1].index == 2
+
+
+def test_references_are_made_before_threads_begin() -> None:
+    made: list[tuple[str, int]] = []
+
+    @made_once
+    def make(name: str, size: int = 1) -> str:
+        made.append((name, size))
+        return name
+
+    assert make("a") == make(name="a", size=1) == "a"
+    run_threads({"reader": lambda: make("a", 1)}, 1.0)  # type: ignore[dict-item,return-value]
+    with pytest.raises(AssertionError, match="before threads begin"):
+        run_threads({"maker": lambda: make("b")}, 1.0)  # type: ignore[dict-item,return-value]
+    assert made == [("a", 1)]
