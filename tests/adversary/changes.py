@@ -95,13 +95,13 @@ class Call:
         return call, lambda found: check_merged(found, (o, lse), torch.float32)
 
 
-_OPS = ("tree_decode", "tree_decode", "tree_decode", "ring_decode", "ring_pass_q_decode",
+OPS = ("tree_decode", "tree_decode", "tree_decode", "ring_decode", "ring_pass_q_decode",
         "all_merge_states", "all_reduce", "all_gather")  # fmt: skip
 # Ranks compare queries, and see by them which of two equal calls another one is in.
 _OPS_WITH_QUERIES = ("tree_decode", "ring_decode", "ring_pass_q_decode")
 
 
-def _draw_call(rng: Random, ops: Sequence[str] = _OPS) -> Call:
+def _draw_call(rng: Random, ops: Sequence[str] = OPS) -> Call:
     op = rng.choice(ops)
     options: tuple[tuple[str, Any], ...] = ()
     if op in ("tree_decode", "all_merge_states"):
@@ -126,13 +126,13 @@ def _changed(rng: Random, call: Call) -> Call:
     if call.op in ("tree_decode", "all_merge_states"):
         changes.append({"options": (("payload_dtype", torch.bfloat16),)})
         changes.append({"options": (*call.options, ("out_dtype", torch.float16))})
-    changes.append({"op": rng.choice([op for op in _OPS if op != call.op]), "options": ()})
+    changes.append({"op": rng.choice([op for op in OPS if op != call.op]), "options": ()})
     return replace(call, **rng.choice(changes))
 
 
 def change(case: Case, here: Place) -> str:
     """One call of one rank has another shape, option or operator."""
-    calls = _draw_calls(case.rng, equal=False, ops=_OPS)
+    calls = _draw_calls(case.rng, equal=False, ops=OPS)
     number = case.rng.randrange(len(calls))
     changed = _changed(case.rng, calls[number])
     return _play(case.rng, here, calls, [*calls[:number], changed, *calls[number + 1 :]])

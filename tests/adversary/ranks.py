@@ -21,7 +21,7 @@ from tree_attention import (
     tree_decode,
 )
 
-from . import changes, mistakes, model
+from . import changes, engines, mistakes, model, queries
 from .cases import DTYPES, SURROUNDINGS, Case, draw_layout, draw_problem, shard, surroundings
 from .ops import call_decoder, check_merged, decode_arguments, draw_states
 from .outcome import AMPLE, Outcome, attempt
@@ -189,4 +189,6 @@ KINDS_OF_SEVERAL: dict[str, tuple[float, Callable[[Case, Place], str]]] = {
     "one_is_wrong": (1, mistakes.one_is_wrong),
     "garbage": (2, mistakes.garbage),
     **changes.KINDS,
+    **queries.KINDS,
+    **engines.KINDS,
 }

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What an engine does with its group around calls of ours: messages and collectives of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from random import Random
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distributed import through_the_group
+from tree_attention import Communicator
+
+from . import model
+from .cases import Case
+from .changes import OPS, Call
+from .outcome import AMPLE
+from .places import Place
+
+# Those of a communicator used to be 256 times its number.
+_TAGS = (0, 1, 2, 255, 256, 257, 511, 512, 513, 768, 1024, 2560, 0x7A77, 65535, 65536)
+# Bytes: of a delivery test, a seal, small states, a ring's keys.
+_SIZES = (4, 8, 16, 32, 64, 128, 256, 1280, 2048, 4096)
+
+
+def _draw_tags(rng: Random, count: int) -> list[int]:
+    tags: list[int] = []
+    while len(tags) < count:
+        tag = rng.choice([*_TAGS, 256 * rng.randrange(1, 60) + rng.choice([0, 0, 1, 2, 3]),
+                          rng.randrange(1 << 20)])  # fmt: skip
+        if tag not in tags:
+            tags.append(tag)
+    return tags
+
+
+def _payload(seed: int, rank: int, num_bytes: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+
+
+def messages(case: Case, here: Place) -> str:
+    """Messages of the engine, with tags and sizes of any kind, and ours: all arrive as sent."""
+    rng, own_rng = case.rng, case.rng_of(here.rank)
+    following, previous = ((here.rank + step) % here.world_size for step in (1, -1))
+    ways = rng.choice([through_the_group, through_the_group, nullcontext])
+    seed, tags = rng.getrandbits(20), _draw_tags(rng, rng.randint(1, 4))
+    sizes = [rng.choice(_SIZES) for _ in tags]
+    calls = [Call(rng.choice(OPS), rng.getrandbits(31)) for _ in range(rng.randint(1, 4))]
+    is_new, collects = rng.random() < 0.7, rng.random() < 0.3
+    received = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    sent = [_payload(seed + i, here.rank, size) for i, size in enumerate(sizes)]
+    works = []
+    # Before which call a message is posted is each rank's own affair, and nobody waits for it.
+    receive_at = [own_rng.randint(0, len(calls)) for _ in tags]
+    send_at = [own_rng.randint(0, len(calls)) for _ in tags]
+
+    def post(number: int) -> None:
+        for i, tag in enumerate(tags):
+            if receive_at[i] == number:
+                works.append(dist.irecv(received[i], group_src=previous, group=here.group, tag=tag))
+            if send_at[i] == number:
+                works.append(dist.isend(sent[i], group_dst=following, group=here.group, tag=tag))
+
+    how = f"tags {tags}, bytes {sizes}, {[call.op for call in calls]}"
+    with ways():
+        there = here
+        if is_new or ways is through_the_group:
+            there = replace(here, comm=Communicator(here.group, AMPLE))
+        for number, call in enumerate(calls):
+            post(number)
+            if collects:
+                total = torch.ones(3)
+                dist.all_reduce(total, group=here.group)
+                assert total.tolist() == [here.world_size] * 3, "the engine's own sum is wrong"
+            try:
+                call.make(there).result()
+            except AssertionError as error:
+                raise AssertionError(f"{call.op} beside {how}: {error}") from error
+        post(len(calls))
+    for work in works:
+        work.wait(timedelta(seconds=AMPLE))
+    for i, found in enumerate(received):
+        expected = _payload(seed + i, previous, sizes[i])
+        assert torch.equal(found, expected), f"message {i} of {how}: {found[:8].tolist()}"
+    here.probe()
+    return model.bits(*[_payload(seed, 0, 8)])
+
+
+KINDS: dict[str, tuple[float, Callable[[Case, Place], str]]] = {"messages": (3, messages)}
