@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Queries of one rank that are not the others': by a token, a row, a value, or by rounding alone."""
+"""Queries of one rank that are not the others': by a token, a row, a value, or rounding alone."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tree_attention import (
     tree_decode,
 )
 
-from . import changes, engines, mistakes, model, queries
+from . import changes, engines, mistakes, model, queries, scalars
 from .cases import DTYPES, SURROUNDINGS, Case, draw_layout, draw_problem, shard, surroundings
 from .ops import call_decoder, check_merged, decode_arguments, draw_states
 from .outcome import AMPLE, Outcome, attempt
@@ -183,6 +183,7 @@ KINDS: dict[str, tuple[float, Callable[[Case, Place], str]]] = {
     "timeout": (4, mistakes.wrong_timeout),
     "fork": (1, mistakes.fork),
     "compiled": (0.4, _compiled),
+    "scalars": (3, scalars.play),
 }
 KINDS_OF_SEVERAL: dict[str, tuple[float, Callable[[Case, Place], str]]] = {
     "differ": (6, mistakes.differ),
