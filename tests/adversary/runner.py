@@ -19,7 +19,10 @@ from .cases import DRAWN, Case
 # What torch imports when it compiles, or is told to be deterministic: once for all ranks.
 preload("torch._dynamo", "torch._inductor.config", "adversary.ranks", "adversary.threads")
 
-PARTS = ("ops", "layouts", "ranks", "threads", "sessions", "differing", "snapshots")
+PARTS = (
+    *("ops", "layouts", "ranks", "threads", "sessions", "differing", "snapshots", "callers"),
+    *("late", "environments"),
+)
 # Of one world, of one that has to import everything, and of each case in it.
 _WORLD_SECONDS, _IMPORT_SECONDS, _CASE_SECONDS = 60.0, 240.0, 5.0
 _FAULT, _DIFFER = "FAULT ", "the ranks differ"
@@ -45,16 +48,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class World:
-    """Ranks that play cases one after the other; with a hash seed, in interpreters of their own."""
+    """Ranks that play cases one after the other, perhaps in processes that are ended afterwards;
+    with a hash seed, in interpreters of their own."""
 
     size: int
+    is_fresh: bool
     hash_seed: int | None
 
 
 def world_of(case: Case) -> World:
     module = importlib.import_module(f"adversary.{case.part}")
     hash_seed = module.hash_seed(case) if hasattr(module, "hash_seed") else None
-    return World(module.world_size(case), hash_seed)
+    return World(module.world_size(case), getattr(module, "OWN_PROCESSES", False), hash_seed)
 
 
 # By part and kind, of what was played on ranks that had no fault.
@@ -156,7 +161,12 @@ def _fault(world: World, cases: Sequence[Case]) -> str:
     limit += _CASE_SECONDS * len(cases)
     try:
         ranks = run_ranks(
-            play_all, world.size, list(cases), timeout=limit, hash_seed=world.hash_seed
+            play_all,
+            world.size,
+            list(cases),
+            timeout=limit,
+            fresh=world.is_fresh,
+            hash_seed=world.hash_seed,
         )
     except RankFailure as failure:
         return str(failure)
