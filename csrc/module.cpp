@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <tuple>
 #include <utility>
@@ -91,28 +92,39 @@ void define_sockets(pybind11::module_& m) {
            });
 }
 
-// The digest of a larger tensor reads rows at equal distances, so that an exchange never waits
-// long.
-constexpr int64_t kMaxDigestBytes = 64 << 10;
-
-void add_rows(tree_attention::cpu::Digest& digest, const at::Tensor& x) {
-  if (x.numel() * x.element_size() <= kMaxDigestBytes) {
-    const at::Tensor values = x.contiguous();
-    digest.add(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
+// Adds every value of `x` in the order of indices, so that strides do not show. Rows of other
+// strides than those of a contiguous tensor are packed in a small buffer, not copied as a whole.
+void add_values(tree_attention::cpu::Digest& digest, const at::Tensor& x) {
+  const bool has_runs = x.is_contiguous() || x.stride(-1) == 1 || x.size(-1) == 1;
+  const at::Tensor rows = has_runs ? x : x.contiguous();
+  const char* data = static_cast<const char*>(rows.const_data_ptr());
+  if (rows.is_contiguous()) {
+    digest.add(data, rows.nbytes());
     return;
   }
-  const at::Tensor rows = x.stride(-1) == 1 ? x : x.contiguous();
-  const int64_t row_bytes = rows.size(-1) * rows.element_size();
-  const int64_t num_rows = rows.numel() / rows.size(-1);
-  const int64_t step = (num_rows * row_bytes + kMaxDigestBytes - 1) / kMaxDigestBytes;
-  const char* data = static_cast<const char*>(rows.const_data_ptr());
-  for (int64_t row = 0; row < num_rows; row += step) {
-    int64_t offset = 0, rest = row;
-    for (int64_t dim = rows.dim() - 2; dim >= 0; rest /= rows.size(dim), --dim) {
-      offset += rest % rows.size(dim) * rows.stride(dim);
+  const int64_t item = rows.element_size(), last = rows.dim() - 1;
+  const size_t row_bytes = rows.size(last) * item;
+  char buffer[tree_attention::cpu::Digest::kBlockBytes * 64];
+  size_t used = 0;
+  std::vector<int64_t> index(last, 0);
+  for (int64_t left = rows.numel() / rows.size(last); left > 0; --left) {
+    for (size_t done = 0; done < row_bytes;) {
+      const size_t part = std::min(row_bytes - done, sizeof buffer - used);
+      std::memcpy(buffer + used, data + done, part);
+      done += part, used += part;
+      if (used == sizeof buffer) {
+        digest.add(buffer, used);
+        used = 0;
+      }
     }
-    digest.add(data + offset * rows.element_size(), row_bytes);
+    for (int64_t dim = last - 1; dim >= 0; --dim) {
+      data += rows.stride(dim) * item;
+      if (++index[dim] < rows.size(dim)) break;
+      data -= rows.stride(dim) * item * rows.size(dim);
+      index[dim] = 0;
+    }
   }
+  digest.add(buffer, used);
 }
 
 // Adds contiguous tensors of the CPU, of the shape and dtype of `out`.
@@ -152,10 +164,11 @@ PYBIND11_MODULE(_C, m) {
 #endif
     return info;
   });
-  // A digest of values, whatever their strides, of tensors of the CPU with a dimension at least.
+  // A digest of all values, whatever their strides, of tensors of the CPU with a dimension at
+  // least.
   m.def("digest", [](const std::vector<at::Tensor>& tensors) {
     tree_attention::cpu::Digest digest;
-    for (const at::Tensor& x : tensors) add_rows(digest, x);
+    for (const at::Tensor& x : tensors) add_values(digest, x);
     return digest.value();
   });
   m.def("sum_rows", &sum_rows);

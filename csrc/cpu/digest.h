@@ -13,12 +13,14 @@ namespace tree_attention::cpu {
 // equal digests.
 class Digest {
  public:
+  static constexpr int kLanes = 8;
+  static constexpr size_t kBlockBytes = kLanes * sizeof(uint64_t);
+
+  // The same for bytes that come in several calls if all but the last bring whole blocks.
   void add(const char* bytes, size_t count);
   uint64_t value() const;
 
  private:
-  static constexpr int kLanes = 8;
-
   uint64_t lanes_[kLanes] = {1, 2, 3, 4, 5, 6, 7, 8};
 };
 

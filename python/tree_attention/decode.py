@@ -121,6 +121,7 @@ def tree_decode(
         fields = (
             ("num_heads_kv", k_local.shape[1]),
             ("head_dim", q.shape[3]),
+            ("dtype", q.dtype),
             *fields_of_options(attention),
         )
         queries = queries_of(q, attention)

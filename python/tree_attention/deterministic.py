@@ -59,6 +59,7 @@ def decode_by_blocks(
         ("deterministic", size),
         ("num_heads_kv", k.shape[1]),
         ("head_dim", q.shape[3]),
+        ("dtype", q.dtype),
         *fields_of_options(options),
         *comm.fields(layout, exchange, q.device),
     )

@@ -120,10 +120,14 @@ def check_option_names(
 
 
 def fields_of_options(options: AttentionOptions) -> tuple[tuple[str, object], ...]:
-    """Options that ranks of one call must have in common, as `(name, value)` pairs."""
+    """Options that ranks of one call must have in common, as `(name, value)` pairs.
+
+    As `lean_decode` took them: numbers of any library, whose own texts may have fewer digits.
+    """
+    scale = options.get("softmax_scale")
     return (
-        ("softmax_scale", options.get("softmax_scale")),
-        ("softcap", options.get("softcap", 0.0)),
+        ("softmax_scale", None if scale is None else float(scale)),
+        ("softcap", float(options.get("softcap", 0.0))),
         ("digest of alibi_slopes", _digest(options.get("alibi_slopes"))),
     )
 

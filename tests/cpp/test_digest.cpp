@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+#include <algorithm>
 #include <random>
 #include <set>
 #include <vector>
@@ -36,5 +37,10 @@ void test_digest() {
     Digest other;
     other.add(shifted.data() + 1, size);
     CHECK(other.value() == digest(bytes), size);
+    Digest in_blocks;
+    for (size_t begin = 0; begin < size; begin += Digest::kBlockBytes) {
+      in_blocks.add(bytes.data() + begin, std::min(size - begin, Digest::kBlockBytes));
+    }
+    CHECK(in_blocks.value() == digest(bytes), size);
   }
 }

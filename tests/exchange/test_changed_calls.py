@@ -233,13 +233,29 @@ def test_digest_sees_every_value_and_no_stride(dtype: torch.dtype) -> None:
     assert digest([q[:0]]) == digest([]) == digest([q[..., :0]])
 
 
-def test_digest_of_large_queries_reads_some_rows() -> None:
-    q = torch.zeros(4, 32, 64, 128)  # 4 MiB, of which 64 KiB are read
-    first = digest([q])
-    q.view(-1, 128)[::64] = 1.0
-    assert digest([q]) != first
-    q.zero_().view(-1, 128)[1] = 1.0
-    assert digest([q]) == first
+@pytest.mark.parametrize("head_dim", [1, 40, 80, 128])
+def test_digest_of_large_queries_sees_every_value_and_no_stride(head_dim: int) -> None:
+    """Rows are packed in a buffer that they do not fill evenly, and are not copied as a whole."""
+    q = torch.randn(2, 3, 700, head_dim)
+    expected = digest([q])
+    views = [
+        q.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.stack([q, -q], -2)[..., 0, :],  # every other row
+        torch.stack([q, -q], -1)[..., 0],  # every other value
+        q.flip(0).flip(0).permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    ]
+    assert [digest([view]) for view in views] == [expected] * len(views)
+    found = {expected}
+    places = torch.randint(q.numel(), (100,)).unique().tolist()
+    for place in places:
+        changed = views[0].clone(memory_format=torch.preserve_format)
+        changed[tuple(map(int, torch.unravel_index(torch.tensor(place), q.shape)))] += 1.0
+        found.add(digest([changed]))
+    swapped = q.clone()
+    swapped[0, 0, [5, 6]] = q[0, 0, [6, 5]]
+    assert len(found | {digest([swapped])}) == len(places) + 2
+    one = q[:1, :1, :1].expand(2, 3, 700, head_dim)
+    assert digest([one]) == digest([one.contiguous()])
 
 
 def call_in_another_order(rank: int, world_size: int) -> str:

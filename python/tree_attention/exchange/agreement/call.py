@@ -19,7 +19,7 @@ from ..transport.messages import SAME
 from ..transport.process_group import Link
 from ..transport.topology import Topology, node_name
 from .one_thread import NoTurns, Turn, turn_of
-from .queries import Queries
+from .queries import Queries, warn_of_rounding
 from .session import Door, Session
 
 T = TypeVar("T")
@@ -220,12 +220,16 @@ class Call(AbstractContextManager["Call"]):
         """
         comm, session, whole = self.comm, self.comm._require_session(), self._whole(signature)
         link = session.link
+        # Values of a caller's own kinds are compared, and written, before the call begins: what
+        # their methods raise inside it would end the communicator.
+        is_agreed = whole == session.agreed
+        texts = session.texts if is_agreed else _texts(whole)
         self._is_on_the_way = False
 
         def agree_and_run(deadline: float) -> T:
-            notes = session.agree(whole, deadline)
-            if notes is not None:
-                comm._learn(notes)
+            if not is_agreed:
+                comm._learn(session.agree(texts, deadline))
+                session.agreed, session.texts = whole, texts
                 comm._is_on_host = device is None or link.transport_device(device).type == "cpu"
                 if device is not None and not comm._resources.are_known(device):
                     comm._set_up(session, device, deadline)
@@ -237,16 +241,19 @@ class Call(AbstractContextManager["Call"]):
                 result = run(deadline)
                 if link.seal == seal:
                     return result
-            comm._queries.check(session.compare(whole, deadline, comm._queries.note(queries)))
-            # They differ by rounding, and from now on they are not compared.
+            comm._queries.settle(session, texts, queries, deadline)
             link.seal = SAME
             return run(deadline)
 
-        return session.before_deadline(agree_and_run, self.seconds)
+        were_compared = comm._queries.are_compared
+        result = session.before_deadline(agree_and_run, self.seconds)
+        if comm._queries.are_compared != were_compared:
+            warn_of_rounding()
+        return result
 
     def compare(self, signature: Signature, note: Note | None = None) -> list[Note]:
         """`Calls.agree`, as this call."""
-        session, whole = self.comm._session, self._whole(signature)
+        session, whole = self.comm._session, _texts(self._whole(signature))
         self._is_on_the_way = False
         if session is None:
             return [note or {}]
@@ -268,6 +275,11 @@ class Call(AbstractContextManager["Call"]):
             *signature,
             *comm._constants,
         )
+
+
+def _texts(signature: Signature) -> Signature:
+    """The signature as ranks publish it."""
+    return tuple((name, str(value)) for name, value in signature)
 
 
 def on_every_rank(

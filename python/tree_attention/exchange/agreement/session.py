@@ -16,7 +16,7 @@ from ..transport.deadlines import call_before
 from ..transport.messages import CHANGED
 from ..transport.process_group import Link
 from .self_test import delivery_fault
-from .signatures import ABANDONED, Agreement
+from .signatures import ABANDONED, Agreement, Judge
 
 T = TypeVar("T")
 # Sends and receives a call's messages, before a `time.monotonic` deadline, and drops the results.
@@ -41,7 +41,9 @@ class Session:
         self._here = f"rank {self.link.rank} of {self.link.world_size}"
         self.failed: str | None = None
         self._failing = threading.Lock()
-        self.agreed: Signature | None = None  # which the next call need not compare, if it is equal
+        # What ranks agreed on: the next call need not compare it, if it is equal.
+        self.agreed: Signature | None = None
+        self.texts: Signature = ()  # of it, as it was published
         # The last call's messages, in which peers that repeat it wait for this rank.
         self.door: Door | None = None
         self._num_abandoned = 0
@@ -59,19 +61,15 @@ class Session:
             self.failed = f"the store of the process group is lost: {sentence(error)}"
         self._agreement = Agreement(store, self.link.rank, self.link.world_size, name)
 
-    def agree(self, signature: Signature, deadline: float) -> list[Note] | None:
-        """Every rank's note once all are known to run the same call; None if they already were.
+    def agree(self, signature: Signature, deadline: float) -> list[Note]:
+        """Every rank's note once all are known to run the same call.
 
-        Signatures are compared through the store when this rank's differs from its last one, so
-        they hold nothing that may change on one rank alone without being an error.
+        Called where this rank's signature is not the one that was agreed on, so signatures hold
+        nothing that may change on one rank alone without being an error.
         """
-        if signature == self.agreed:
-            return None
         self.agreed = None
         self.knock(deadline)
-        notes = self.compare(signature, deadline)
-        self.agreed = signature
-        return notes
+        return self.compare(signature, deadline)
 
     def knock(self, deadline: float) -> None:
         """Tells ranks that may be repeating the last call that this one is in another.
@@ -95,11 +93,15 @@ class Session:
         self._num_abandoned += 1
 
     def compare(
-        self, signature: Signature, deadline: float, note: Note | None = None
+        self,
+        signature: Signature,
+        deadline: float,
+        note: Note | None = None,
+        judge: Judge = lambda notes: "",
     ) -> list[Note]:
-        """Every rank's note once all have published the same signature."""
+        """Every rank's note once all have published the same signature (`Agreement.reach`)."""
         signature = ((ABANDONED, self._num_abandoned), *signature)
-        return self._agreement.reach(signature, deadline, self._note | (note or {}))
+        return self._agreement.reach(signature, deadline, self._note | (note or {}), judge)
 
     def test_delivery(self, device: torch.device, deadline: float) -> None:
         """Raises ExchangeError on every rank if messages arrive in a wrong order on any."""

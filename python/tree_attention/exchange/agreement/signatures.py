@@ -11,7 +11,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -23,6 +23,8 @@ from ..notes import Disagreement, ExchangeError, Note, Signature, ranks_text, se
 from ..transport.deadlines import call_before
 
 T = TypeVar("T")
+# What is wrong with the notes of all ranks, or nothing; the same on every rank.
+Judge = Callable[[list[Note]], str]
 
 # The field of a signature that counts the calls which a rank abandoned on the way to them.
 ABANDONED = "abandoned calls"
@@ -47,9 +49,16 @@ class Agreement:
         self._own: dict[str, str] = {}
         self.interrupted = threading.Event()  # ends this rank's wait for the others' signatures
 
-    def reach(self, signature: Signature, deadline: float, note: Note | None = None) -> list[Note]:
-        """Every rank's note, once all publish the same signature; or all raise Disagreement, or
-        ExchangeError where they are at different steps."""
+    def reach(
+        self,
+        signature: Signature,
+        deadline: float,
+        note: Note | None = None,
+        judge: Judge = lambda notes: "",
+    ) -> list[Note]:
+        """Every rank's note, once all publish the same signature and notes that `judge` finds
+        nothing wrong with; or all raise Disagreement, or ExchangeError where they are at different
+        steps."""
         self._epoch += 1
         self._own = {
             _NOTE: json.dumps(note or {}),
@@ -72,12 +81,14 @@ class Agreement:
         remarks = [self._remark(r, said, first, "rank 0") for r, said in enumerate(published)]
         if any(_FAILED in said for said in published):
             raise ExchangeError(_joined(remarks))
-        if any(remarks):
+        notes: list[Note] = [json.loads(said[_NOTE]) for said in published]
+        fault = _joined(remarks) or judge(notes)
+        if fault:
             with suppress(RuntimeError):  # a peer left before it could read: it has its own error
                 self._part(min(deadline, time.monotonic() + _PARTING_SECONDS))
             _check_same_step([int(said.get(ABANDONED, 0)) for said in published])
-            raise Disagreement(_joined(remarks))
-        return [json.loads(said[_NOTE]) for said in published]
+            raise Disagreement(fault)
+        return notes
 
     def withdraw(self, reason: str, patience: float = 0.0) -> str:
         """Tells ranks that come to this epoch or the next why this rank does not.
