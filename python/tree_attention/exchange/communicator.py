@@ -237,27 +237,27 @@ class Communicator(Calls):
         layout, device = state.layout, state.device
         outputs = self.outputs(layout, options, device)
 
-        def exchange(
-            state: State, outputs: tuple[Tensor, Tensor], explain: bool, deadline: float
-        ) -> None:
+        def exchange(state: State, outputs: tuple[Tensor, Tensor], deadline: float) -> None:
             prepared = state.prepared.get(options)
-            if prepared is None or explain:
-                prepared = self._resources.prepare(state, options, explain)
-                state.prepared[options] = prepared
+            if prepared is None:
+                prepared = state.prepared[options] = self._resources.prepare(state, options)
             prepared(deadline, *outputs)
 
         def again(deadline: float) -> None:
             shape = torch.Size((*layout.shape, layout.head_dim))
             nothing = self._doors.get(shape, layout.dtype, device)
-            exchange(nothing, self.outputs(layout, options, device), False, deadline)
+            exchange(nothing, self.outputs(layout, options, device), deadline)
 
         call.run(
             (*signature, *self.fields(layout, options, device)),
-            lambda deadline: exchange(state, outputs, explain, deadline),
+            lambda deadline: exchange(state, outputs, deadline),
             device,
             door=again,
             queries=queries,
         )
+        if explain and self.rank == 0 and layout.num_bytes:
+            # After the call: it is the caller's stream, which may be closed.
+            print(self._resources.explanation(layout, device, options), flush=True)
         return outputs
 
     def fields(

@@ -55,53 +55,65 @@ class Resources:
             found = {name: reason for name, reason in refusals.items() if reason} | found
         return found
 
-    def prepare(self, state: State, options: ExchangeOptions, explain: bool) -> Exchange:
+    def prepare(self, state: State, options: ExchangeOptions) -> Exchange:
         """The exchange of `state` by the strategy that `options` name, or that "auto" takes.
 
-        After `set_up`. `explain`: print on rank 0 which one that is, and why.
+        After `set_up`.
         """
-        link, topology = self._link, self._topology
-        layout, device, out_dtype = state.layout, state.device, options.out_dtype
+        layout, device = state.layout, state.device
         if layout.num_bytes == 0:
             return lambda deadline, o, lse: None
-        unavailable, sharded = self.unavailable(device, layout), options.head_sharded
-        choice = Choice(options.strategy, "asked for")
-        if options.strategy == "auto":
-            backend = link.backend(device)
-            choice = choose(
-                layout,
-                topology,
-                backend,
-                head_sharded=sharded,
-                costs=self.costs,
-                unavailable=unavailable,
-            )
-        name = choice.strategy
+        name = self._choice(layout, device, options).strategy
+        unavailable = self.unavailable(device, layout)
         if name in unavailable:
             raise Disagreement(f"{name} is not available: {unavailable[name]}")
-        if explain and link.rank == 0:
-            traffic = STRATEGIES[name].traffic(layout, topology, out_dtype, sharded)
-            text = (
-                f"exchange of {layout.num_rows} rows of {layout.head_dim} ({layout.num_bytes:,} "
-                f"bytes) over {topology.world_size} ranks, {topology}: {name} ({choice.reason}); "
-                f"{traffic.steps} steps, at most {traffic.bytes_sent:,} bytes sent per rank"
-            )
-            is_on_host = link.transport_device(device).type == "cpu"
-            if is_on_host and STRATEGIES[name].is_canonical:  # others' all-reduces are the group's
-                for way, where, what in (
-                    (link.shared_memory, "within a node", "shared memory"),
-                    (link.sockets, "between nodes", "connections of its own"),
-                ):
-                    if isinstance(way, str):
-                        text += f"; no {what}: {way}"
-                    elif way is not None:
-                        text += f"; {where} through {what}"
-            print(text, flush=True)
         resource = self._resources.get((name, device.type))
-        context = Context(link, topology, state, out_dtype, sharded, resource)
+        context = Context(
+            self._link, self._topology, state, options.out_dtype, options.head_sharded, resource
+        )
         # Views that are made in inference mode cannot be written to outside of it.
         with torch.inference_mode(False):
             return STRATEGIES[name].prepare(context)
+
+    def explanation(
+        self, layout: StateLayout, device: torch.device, options: ExchangeOptions
+    ) -> str:
+        """Which strategy that one is, why, and what it costs."""
+        link, topology = self._link, self._topology
+        choice = self._choice(layout, device, options)
+        strategy = STRATEGIES[choice.strategy]
+        traffic = strategy.traffic(layout, topology, options.out_dtype, options.head_sharded)
+        text = (
+            f"exchange of {layout.num_rows} rows of {layout.head_dim} ({layout.num_bytes:,} "
+            f"bytes) over {topology.world_size} ranks, {topology}: {choice.strategy} "
+            f"({choice.reason}); {traffic.steps} steps, at most {traffic.bytes_sent:,} bytes sent "
+            "per rank"
+        )
+        is_on_host = link.transport_device(device).type == "cpu"
+        if is_on_host and strategy.is_canonical:  # others' all-reduces are the group's
+            for way, where, what in (
+                (link.shared_memory, "within a node", "shared memory"),
+                (link.sockets, "between nodes", "connections of its own"),
+            ):
+                if isinstance(way, str):
+                    text += f"; no {what}: {way}"
+                elif way is not None:
+                    text += f"; {where} through {what}"
+        return text
+
+    def _choice(
+        self, layout: StateLayout, device: torch.device, options: ExchangeOptions
+    ) -> Choice:
+        if options.strategy != "auto":
+            return Choice(options.strategy, "asked for")
+        return choose(
+            layout,
+            self._topology,
+            self._link.backend(device),
+            head_sharded=options.head_sharded,
+            costs=self.costs,
+            unavailable=self.unavailable(device, layout),
+        )
 
     def check(self) -> None:
         """Raises RuntimeError if an exchange is known to have failed. Waits for nothing."""
