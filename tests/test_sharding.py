@@ -139,8 +139,8 @@ def test_known_layouts():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: BlockCyclic(0), "BlockCyclic: world_size must be at least 1, got 0"),
-        (lambda: BlockCyclic(2, 0), "BlockCyclic: block must be at least 1, got 0"),
+        (lambda: BlockCyclic(0), "BlockCyclic: world_size must be an integer of at least 1, got 0"),
+        (lambda: BlockCyclic(2, 0), "BlockCyclic: block must be an integer of at least 1, got 0"),
         (
             lambda: Contiguous([0, 5, 4]),
             "Contiguous: bounds must be world_size + 1 non-decreasing integers from 0, "
@@ -157,7 +157,7 @@ def test_known_layouts():
         ),
         (
             lambda: ContiguousThenCyclic([0, 4], -1),
-            "ContiguousThenCyclic: block must be at least 1, got -1",
+            "ContiguousThenCyclic: block must be an integer of at least 1, got -1",
         ),
         (lambda: BlockCyclic(2).count(2, 5), "BlockCyclic: rank must be in [0, 2), got 2"),
         (lambda: Contiguous([0, 4]).count(-1, 5), "Contiguous: rank must be in [0, 1), got -1"),
@@ -191,12 +191,15 @@ def test_errors_name_class_argument_and_value(make, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: BlockCyclic(2.5), "BlockCyclic: world_size must be an integer, got 2.5"),
+        (
+            lambda: BlockCyclic(2.5),
+            "BlockCyclic: world_size must be an integer of at least 1, got 2.5",
+        ),
         (lambda: Contiguous(3), "Contiguous: bounds must be integers, got 3"),
         (lambda: Contiguous([0, 2.7]), "Contiguous: bounds must be an integer, got 2.7"),
         (
             lambda: ContiguousThenCyclic([0, 4], 1.5),
-            "ContiguousThenCyclic: block must be an integer, got 1.5",
+            "ContiguousThenCyclic: block must be an integer of at least 1, got 1.5",
         ),
         (lambda: BlockCyclic(2).count(0, 2.5), "BlockCyclic: length must be an integer, got 2.5"),
         (lambda: BlockCyclic(2).count(0.0, 2), "BlockCyclic: rank must be an integer, got 0.0"),

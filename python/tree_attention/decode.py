@@ -95,8 +95,8 @@ def tree_decode(
 
     Raises:
         ValueError, ExchangeError: as in `all_merge_states`.
-        TypeError: q, k_local or v_local is no tensor, there is no such keyword argument, or timeout
-            is neither a number nor a timedelta.
+        TypeError: q, k_local or v_local is no tensor, there is no such keyword argument, an
+            argument is no number, or timeout is neither a number nor a timedelta.
         RuntimeError: `lean_decode` refuses an argument. Nothing was sent.
 
     Source: Tree Attention (arXiv:2408.04093), Algorithm 3.
@@ -104,9 +104,9 @@ def tree_decode(
     merging, attention = split_options(options, MERGE_DEFAULTS)
     comm = get_communicator(group)
     with comm.begin("tree_decode", merging.pop("timeout", None)) as call:
-        check_q_k_v("tree_decode", q, k_local, v_local, attention)
+        attention = check_q_k_v("tree_decode", q, k_local, v_local, attention)
         exchange = ExchangeOptions.of("tree_decode", merging, q.dtype)
-        check_size("tree_decode", deterministic)
+        deterministic = check_size("tree_decode", deterministic)
         if deterministic:
             return decode_by_blocks(
                 comm, call, q, k_local, v_local, key_ranges, deterministic, exchange, attention

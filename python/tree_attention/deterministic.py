@@ -12,6 +12,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from ._numbers import integer
 from .exchange import Call, Communicator, ExchangeOptions, StateLayout
 from .ops import lean_decode, merge_states, ranges_without_keys
 from .options import AttentionOptions, fields_of_options, queries_of
@@ -47,7 +48,7 @@ def decode_by_blocks(
     empty = lean_decode(q, k, v, no_keys, out_dtype=exchange.out_dtype, **options)
     page_table = options.get("page_table")
     seqlen_k = k.shape[2] if page_table is None else k.shape[2] * page_table.shape[-1]
-    key_layout = tuple(map(int, options.get("key_layout", (0, 1, 1))))
+    key_layout = tuple(options.get("key_layout", (0, 1, 1)))
     if not _is_cut(key_layout, seqlen_k, size):
         raise ValueError(
             f"tree_decode: with deterministic={size} key_layout must cut at multiples of {size} "
@@ -96,12 +97,9 @@ def decode_by_blocks(
     return merge_states(gathered[..., :-1], gathered[..., -1], out_dtype=exchange.out_dtype)
 
 
-def check_size(op: str, size: int) -> None:
-    """Raises ValueError unless `size` is an integer from 0 to _ALL_SLOTS."""
-    if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= _ALL_SLOTS:
-        raise ValueError(
-            f"{op}: deterministic must be an integer from 0 to {_ALL_SLOTS}, got {size!r}"
-        )
+def check_size(op: str, size: int) -> int:
+    """The argument `deterministic` of `op`, an integer from 0 to _ALL_SLOTS."""
+    return integer(op, "deterministic", size, 0, _ALL_SLOTS)
 
 
 def check_layout(op: str, layout: ShardLayout, size: int) -> None:

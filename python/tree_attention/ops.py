@@ -6,7 +6,16 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from . import _loader
-from .options import AttentionOptions, check_option_names, check_tensors, takes_attention_options
+from ._numbers import boolean, integer
+from .options import (
+    TENSOR_OPTIONS,
+    AttentionOptions,
+    check_no_vmap,
+    check_option_names,
+    check_tensors,
+    takes_attention_options,
+    with_numbers,
+)
 
 _extension = _loader.load()
 _ops = torch.ops.tree_attention
@@ -60,7 +69,8 @@ def lean_decode(
 
     Raises:
         RuntimeError: an argument breaks the rules above, or requires a gradient (inference only).
-        TypeError: q, k or v is no tensor, or there is no such keyword argument.
+        TypeError: q, k or v is no tensor, an option is no number, or there is no such keyword
+            argument.
 
     Keys and values of 8 bits are converted without an error: the result is what float32 arithmetic
     makes of what they stand for, up to the rounding of a weight to q's 16 bits on CUDA.
@@ -79,6 +89,8 @@ def lean_decode(
 
     Source: the stream-K schedule of LeanAttention (arXiv:2405.10480).
     """
+    if options:
+        options = with_numbers("lean_decode", options)
     try:
         if out is None:
             result: tuple[Tensor, Tensor] = _lean_decode(
@@ -88,21 +100,29 @@ def lean_decode(
         o, lse = out
         _lean_decode_out(q, k, v, key_ranges, out_dtype=out_dtype, o=o, lse=lse, **options)
         return out
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         # Only now, as the operator refuses these too, in words that name no argument.
         check_option_names("lean_decode", options)
-        check_tensors("lean_decode", q=q, k=k, v=v)
+        tensors = {name: x for name, x in options.items() if name in TENSOR_OPTIONS}
+        tensors |= {} if out is None else {"o": out[0], "lse": out[1]}
+        given = {name: x for name, x in tensors.items() if x is not None}
+        ranges = {} if key_ranges is None else {"key_ranges": key_ranges}
+        check_tensors("lean_decode", q=q, k=k, v=v, **ranges, **given)
         raise
 
 
 def check_q_k_v(
     op: str, q: Tensor, k_local: Tensor, v_local: Tensor, options: AttentionOptions
-) -> None:
-    """Refuses what `op` cannot take the sizes of, and options that it does not have."""
+) -> AttentionOptions:
+    """The options, with Python's own numbers. Refuses what `op` cannot take the sizes of, and
+    options that it does not have."""
     check_tensors(op, q=q, k_local=k_local, v_local=v_local)
+    check_no_vmap(op, q=q, k_local=k_local, v_local=v_local)
     check_option_names(op, options)
+    options = with_numbers(op, options) if options else options
     if any(x.dim() != 4 for x in (q, k_local, v_local)):
         lean_decode(q, k_local, v_local, **options)  # raises
+    return options
 
 
 def ranges_without_keys(q: Tensor, key_ranges: Tensor | None) -> Tensor:
@@ -205,6 +225,8 @@ def append_kv(
     check_tensors("append_kv", k=k, k_cache=k_cache, slot_mapping=slot_mapping)
     values = {"v": v, "v_cache": v_cache}
     check_tensors("append_kv", **{name: x for name, x in values.items() if x is not None})
+    check_no_vmap("append_kv", k=k, k_cache=k_cache, slot_mapping=slot_mapping)
+    paged = paged if type(paged) is bool else boolean("append_kv", "paged", paged)
     _append_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale, paged=paged)
 
 
@@ -227,9 +249,12 @@ def lean_schedule(num_tiles: Tensor, num_workers: int) -> Tensor:
 
     Raises:
         RuntimeError: a negative number of tiles, another dtype or shape, or no worker.
+        TypeError: num_tiles is no tensor, or num_workers no integer.
 
     Source: LeanAttention, Algorithm 4, with its index arithmetic corrected.
     """
+    check_tensors("lean_schedule", num_tiles=num_tiles)
+    num_workers = integer("lean_schedule", "num_workers", num_workers)
     table: Tensor = _ops.lean_schedule.default(num_tiles, num_workers)
     return table
 

@@ -4,13 +4,15 @@
 import hashlib
 import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, get_type_hints
+from typing import Any, TypedDict, TypeVar, cast, get_type_hints
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._loader import load
+from ._numbers import LISTS, as_integer, integer, real
 
 load()  # registers the operator whose defaults these options have
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -88,6 +90,7 @@ _ELSEWHERE = {
     "softmax_scale": ("scale", "sm_scale"),
 }
 _OPTION_NAMES = frozenset(AttentionOptions.__annotations__)
+TENSOR_OPTIONS = ("alibi_slopes", "query_positions", "page_table", "k_scale", "v_scale")
 ATTENTION_DEFAULTS = {
     argument.name: argument.default_value
     for argument in torch.ops.tree_attention.lean_decode.default._schema.arguments
@@ -103,10 +106,69 @@ takes_attention_options = lists_options(AttentionOptions, ATTENTION_DEFAULTS)
 
 
 def check_tensors(op: str, **arguments: object) -> None:
-    """Raises TypeError for an argument of `op` that is no tensor."""
-    for name, argument in arguments.items():
-        if not isinstance(argument, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {argument!r:.80}")
+    """Raises TypeError for an argument of `op` that is no tensor with rows in memory."""
+    for name, x in arguments.items():
+        if not isinstance(x, Tensor):
+            way = f"; torch.as_tensor({name}) makes one" if isinstance(x, np.ndarray) else ""
+            got = " ".join(repr(x).split())
+            raise TypeError(f"{op}: {name} must be a tensor, got {got:.80}{way}")
+        is_plain = type(x) is Tensor or type(x) is nn.Parameter
+        if not (is_plain and x.layout is torch.strided) or x.is_nested or x.is_quantized:
+            kind, way = _kind(name, x)
+            if kind:
+                raise TypeError(f"{op}: {name} must be a dense tensor, got {kind}: {way}")
+
+
+def check_no_vmap(op: str, **tensors: Tensor) -> None:
+    """Raises TypeError inside of `torch.vmap`, where `op` writes to memory or sends."""
+    for name, x in tensors.items():
+        if torch._C._functorch.is_batchedtensor(x):
+            way = f"call {op} with the batch, which is its first axis"
+            raise TypeError(f"{op}: {name} must not be a part that torch.vmap has made: {way}")
+
+
+# Classes of torch itself whose tensors are read as any other: while it compiles, and the result of
+# a functional collective.
+_READ_AS_OTHERS = ("torch._", "torch.fx", "torch.distributed._functional_collectives")
+
+
+def _kind(name: str, x: Tensor) -> tuple[str, str]:
+    """What a tensor without rows in memory is, and the way to one that has them; else nothing."""
+    kind = type(x)
+    if kind.__name__ == "DTensor":
+        return "a DTensor", f"give this rank's part, {name}.to_local()"
+    if kind.__name__ == "MaskedTensor":
+        return "a MaskedTensor", f"give {name}.get_data(), and what queries see as key_ranges"
+    if x.is_nested:
+        dense = f"torch.nested.to_padded_tensor({name}, 0.0)"
+        return "a nested tensor", f"give {dense}, and the keys of each sequence as key_ranges"
+    if x.layout != torch.strided:
+        return f"one of layout {x.layout}", f"give {name}.to_dense()"
+    if x.is_quantized:
+        return f"a quantized one ({x.dtype})", f"give {name}.dequantize()"
+    is_read = kind.__module__.startswith(_READ_AS_OTHERS)
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not is_read:
+        return f"a {kind.__module__}.{kind.__name__}", "convert it to a plain tensor"
+    return "", ""
+
+
+def with_numbers(op: str, options: AttentionOptions) -> AttentionOptions:
+    """The options with Python's own numbers, or TypeError for what is none."""
+    changed: AttentionOptions = {}
+    if (scale := options.get("softmax_scale")) is not None and type(scale) is not float:
+        changed["softmax_scale"] = real(op, "softmax_scale", scale)
+    if "softcap" in options and type(options["softcap"]) is not float:
+        changed["softcap"] = real(op, "softcap", options["softcap"])
+    if "num_workers" in options and type(options["num_workers"]) is not int:
+        changed["num_workers"] = integer(op, "num_workers", options["num_workers"])
+    if "key_layout" in options:
+        layout = options["key_layout"]
+        found = list(map(as_integer, layout)) if isinstance(layout, LISTS) else [None]
+        if None in found:
+            wanted = "three integers (first, block, stride)"
+            raise TypeError(f"{op}: key_layout must be {wanted}, got {layout!r:.80}")
+        changed["key_layout"] = cast("list[int]", found)
+    return {**options, **changed} if changed else options
 
 
 def check_option_names(

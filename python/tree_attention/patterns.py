@@ -4,7 +4,8 @@
 Every function takes the slots of the queries, an integer tensor `[batch, seqlen_q]`, and returns
 int32 `[batch, seqlen_q, num_ranges, 2]` on its device: half-open ranges of slots that end with the
 query's own or before. It raises ValueError for slots that are no such integers below 2^31,
-which is checked on the CPU alone, and for sizes below 1. A query sees the union of its ranges, so
+which is checked on the CPU alone, and for sizes below 1; TypeError for sizes that are no integers.
+A query sees the union of its ranges, so
 patterns are put together by concatenation::
 
     streaming_llm = torch.cat([first(slots, 4), window(slots, 2044)], dim=2)  # arXiv:2309.17453
@@ -22,11 +23,14 @@ so that calls can be captured in CUDA graphs.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._numbers import as_integer, integer
+from .options import check_tensors
 from .sharding import ShardLayout
 
 __all__ = [
@@ -47,7 +51,7 @@ def window(slots: Tensor, size: int) -> Tensor:
 
     Source: sliding windows, Longformer (arXiv:2004.05150), section 3.1.
     """
-    slots = checked_slots("window", slots, size=size)
+    slots, size = checked_slots("window", slots), _size("window", "size", size)
     ends = slots[..., None] + 1
     return _ranges(slots, ends - size, ends)
 
@@ -59,7 +63,7 @@ def block(slots: Tensor, size: int) -> Tensor:
 
     Source: local attention in blocks, Image Transformer (arXiv:1802.05751), section 3.2.
     """
-    slots = checked_slots("block", slots, size=size)[..., None]
+    slots, size = checked_slots("block", slots)[..., None], _size("block", "size", size)
     return _ranges(slots[..., 0], slots // size * size, slots + 1)
 
 
@@ -68,7 +72,7 @@ def first(slots: Tensor, count: int) -> Tensor:
 
     Source: attention sinks, StreamingLLM (arXiv:2309.17453), section 3.2.
     """
-    slots = checked_slots("first", slots, count=count)
+    slots, count = checked_slots("first", slots), _size("first", "count", count)
     begins = torch.zeros_like(slots[..., None])
     return _ranges(slots, begins, begins + count)
 
@@ -83,13 +87,17 @@ def global_tokens(slots: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
         `[batch, seqlen_q, len(ranges), 2]`.
 
     Raises:
-        ValueError: there is no range, or a bound is no integer.
+        ValueError: there is no range.
+        TypeError: a bound is no integer.
 
     Source: global attention, Longformer (arXiv:2004.05150), section 3.1.
     """
-    slots = checked_slots("global_tokens", slots, **{"the number of ranges": len(ranges)})
-    if any(isinstance(bound, float) for bounds in ranges for bound in bounds):
-        raise ValueError(f"global_tokens: ranges must be of integers, got {list(ranges)}")
+    slots = checked_slots("global_tokens", slots)
+    _size("global_tokens", "the number of ranges", len(ranges))
+    bounds = [tuple(map(as_integer, bounds)) for bounds in ranges]
+    if any(len(pair) != 2 or None in pair for pair in bounds):
+        raise TypeError(f"global_tokens: ranges must be pairs of integers, got {ranges!r:.80}")
+    ranges = cast("list[tuple[int, int]]", bounds)
     is_global = torch.stack([(begin <= slots) & (slots < end) for begin, end in ranges]).any(0)
     begins = [torch.where(is_global, 0, begin) for begin, _ in ranges]
     ends = [torch.where(is_global, slots + 1, end) for _, end in ranges]
@@ -108,7 +116,8 @@ def dilated(slots: Tensor, count: int, *, dilation: int, block: int = 1) -> Tens
     Source: dilated windows, Longformer (arXiv:2004.05150), section 3.1; with a window of
         `dilation` slots the strided pattern of Sparse Transformers (arXiv:1904.10509), section 4.3.
     """
-    slots = checked_slots("dilated", slots, count=count, dilation=dilation, block=block)
+    slots, count = checked_slots("dilated", slots), _size("dilated", "count", count)
+    dilation, block = _size("dilated", "dilation", dilation), _size("dilated", "block", block)
     ends = slots[..., None] + 1 - dilation * torch.arange(count, device=slots.device)
     return _ranges(slots, ends - block, ends)
 
@@ -123,13 +132,13 @@ def random_blocks(slots: Tensor, count: int, *, block: int, seed: int) -> Tensor
         `[batch, seqlen_q, count, 2]`; blocks begin at multiples of `block`.
 
     Raises:
-        ValueError: `seed` is not in [0, 2^31).
+        TypeError, ValueError: `seed` is no integer in [0, 2^31).
 
     Source: random attention, BigBird (arXiv:2007.14062), section 2 and appendix D.
     """
-    slots = checked_slots("random_blocks", slots, count=count, block=block)
-    if not 0 <= seed < 2**31:
-        raise ValueError(f"random_blocks: seed must be in [0, 2^31), got {seed}")
+    slots, count = checked_slots("random_blocks", slots), _size("random_blocks", "count", count)
+    block = _size("random_blocks", "block", block)
+    seed = integer("random_blocks", "seed", seed, 0, 2**31 - 1)
     own = slots[..., None].clamp(min=0) // block
     draws = torch.arange(count, device=slots.device)
     begins = _hashed(_hashed(own + (seed << 32)) + draws) % (own + 1) * block
@@ -166,11 +175,13 @@ def by_head(
 
     Source: half of the heads each, Sparse Transformers (arXiv:1904.10509), section 4.3.
     """
+    check_tensors("by_head", q=q, k=k, v=v)
     if len(key_ranges) != k.shape[1]:
         raise ValueError(
             f"by_head: key_ranges must be of {k.shape[1]} kv heads, got {len(key_ranges)}"
         )
     for ranges in key_ranges:
+        check_tensors("by_head", key_ranges=ranges)
         is_right = ranges.dim() == 4 and ranges.shape == (len(q), q.shape[2], ranges.shape[2], 2)
         wanted = f"[{q.shape[0]}, {q.shape[2]}, num_ranges, 2]"
         _check_integers("by_head", "key_ranges", ranges, is_right, wanted)
@@ -194,6 +205,7 @@ def local(key_ranges: Tensor, layout: ShardLayout, rank: int) -> Tensor:
     Returns:
         int32 of the same shape.
     """
+    check_tensors("local", key_ranges=key_ranges)
     begin, end = layout.local_range(rank, key_ranges[..., 0], key_ranges[..., 1])
     return torch.stack([begin, end], dim=-1).int()
 
@@ -234,7 +246,8 @@ def page_lists(
     Raises:
         ValueError: a tensor has another shape or no integers, or `page_size` is below 1.
     """
-    _check_sizes("page_lists", page_size=page_size)
+    page_size = _size("page_lists", "page_size", page_size)
+    check_tensors("page_lists", page_ranges=page_ranges, lengths=lengths, page_table=page_table)
     check = partial(_check_integers, "page_lists")
     is_table = page_table.dim() in (2, 3)
     check("page_table", page_table, is_table, "[batch, pages] or [batch, num_heads_kv, pages]")
@@ -275,10 +288,10 @@ def _hashed(x: Tensor) -> Tensor:
     return (x ^ (x >> 33 & 0x7FFFFFFF)) & 0x7FFFFFFFFFFFFFFF
 
 
-def checked_slots(function: str, slots: Tensor, **sizes: int) -> Tensor:
+def checked_slots(function: str, slots: Tensor) -> Tensor:
     """Returns the slots in int64, in which no sum with a size overflows."""
+    check_tensors(function, slots=slots)
     _check_integers(function, "slots", slots, slots.dim() == 2, "[batch, seqlen_q]")
-    _check_sizes(function, **sizes)
     if slots.device.type == "cpu" and slots.numel() and not torch.compiler.is_compiling():
         largest = int(slots.max())
         if largest >= 2**31:
@@ -289,11 +302,9 @@ def checked_slots(function: str, slots: Tensor, **sizes: int) -> Tensor:
     return slots.long()
 
 
-def _check_sizes(function: str, **sizes: int) -> None:
-    for name, size in sizes.items():
-        # Slots less a float are of float32, which has not every integer.
-        if isinstance(size, bool | float) or size < 1:
-            raise ValueError(f"{function}: {name} must be an integer of at least 1, got {size}")
+def _size(function: str, name: str, size: int) -> int:
+    """The argument as an integer, as slots less a float are of float32, which has not every one."""
+    return min(integer(function, name, size, 1), 2**62)  # more than any cache has
 
 
 def _check_integers(function: str, name: str, x: Tensor, is_right: bool, shape: str) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ._numbers import integer
 from .ops import lean_decode, merge_states
-from .options import AttentionOptions, takes_attention_options
+from .options import AttentionOptions, check_tensors, takes_attention_options
 from .patterns import checked_slots
 
 __all__ = ["alibi_slopes", "decode_with_range_bias", "t5_ranges"]
@@ -28,12 +29,11 @@ def alibi_slopes(num_heads_q: int) -> Tensor:
     Else the slopes of the power of two below, followed by every second one of the next power.
 
     Raises:
-        ValueError: `num_heads_q` is below 1.
+        TypeError, ValueError: `num_heads_q` is no integer of at least 1.
 
     Source: ALiBi (arXiv:2108.12409), section 3, and its authors' code for other numbers of heads.
     """
-    if num_heads_q < 1:
-        raise ValueError(f"alibi_slopes: num_heads_q must be at least 1, got {num_heads_q}")
+    num_heads_q = integer("alibi_slopes", "num_heads_q", num_heads_q, 1)
     below = 1 << num_heads_q.bit_length() - 1
     exponents = [8.0 * i / below for i in range(1, below + 1)]
     exponents += [8.0 * i / (2 * below) for i in range(1, 2 * (num_heads_q - below), 2)]
@@ -53,17 +53,15 @@ def t5_ranges(slots: Tensor, *, num_buckets: int = 32, max_distance: int = 128) 
         they are the slots up to the query's own.
 
     Raises:
-        ValueError: `num_buckets` is below 2, `max_distance` not above half of it; as in `patterns`.
+        TypeError, ValueError: `num_buckets` is no integer of at least 2, `max_distance` none above
+            half of it; as in `patterns`.
 
     Source: T5 (arXiv:1910.10683), section 2.1, and `_relative_position_bucket` of its code.
     """
     slots = checked_slots("t5_ranges", slots)
+    num_buckets = integer("t5_ranges", "num_buckets", num_buckets, 2)
     exact = num_buckets // 2
-    if num_buckets < 2 or max_distance <= exact:
-        raise ValueError(
-            "t5_ranges: num_buckets must be at least 2 and max_distance above half of it, got "
-            f"{num_buckets} and {max_distance}"
-        )
+    max_distance = integer("t5_ranges", "max_distance", max_distance, exact + 1)
     # In float32 as in T5, where a distance at the edge of a bucket may be rounded across it.
     distances = torch.arange(max_distance, dtype=torch.float32, device="cpu")
     scale = (num_buckets - exact) / math.log(max_distance / exact)
@@ -108,6 +106,7 @@ def decode_with_range_bias(
         ValueError: `key_ranges` or `bias` has another shape.
         RuntimeError: `lean_decode` refuses an argument.
     """
+    check_tensors("decode_with_range_bias", q=q, k=k, v=v, key_ranges=key_ranges, bias=bias)
     if key_ranges.dim() != 4 or key_ranges.shape[2] < 1:
         raise ValueError(
             "decode_with_range_bias: key_ranges must have shape [batch, seqlen_q, num_ranges, 2] "

@@ -11,7 +11,6 @@ back as int64. The arithmetic is exact. Nothing is read back from a GPU, except 
 `Contiguous.owner`, which checks its argument.
 """
 
-import operator
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -21,6 +20,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from ._numbers import as_integer, integer
 
 Slots = TypeVar("Slots", int, Tensor)
 
@@ -122,19 +123,17 @@ class ShardLayout(ABC):
         return _where(self.count(rank, slots + 1) > local, local, -1)
 
     def _integer(self, name: str, value: object) -> int:
-        try:
-            return operator.index(value)  # type: ignore[arg-type]
-        except TypeError:
-            layout = type(self).__name__
-            raise TypeError(f"{layout}: {name} must be an integer, got {value!r}") from None
+        found = as_integer(value)
+        if found is None:
+            raise TypeError(f"{type(self).__name__}: {name} must be an integer, got {value!r:.80}")
+        return found
 
-    def _check_at_least_1(self, name: str, value: object) -> None:
-        if self._integer(name, value) < 1:
-            raise ValueError(f"{type(self).__name__}: {name} must be at least 1, got {value}")
+    def _at_least_1(self, name: str, value: object) -> int:
+        return integer(type(self).__name__, name, value, 1)
 
     def _int64(self, name: str, x: Slots) -> Slots:
         if not isinstance(x, Tensor):
-            return x if isinstance(x, int) else self._integer(name, x)
+            return self._integer(name, x)
         if x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
             raise TypeError(f"{type(self).__name__}: {name} must be integers, got {x.dtype}")
         return x.long()
@@ -149,11 +148,13 @@ class ShardLayout(ABC):
             raise ValueError(f"{type(self).__name__}: slots must be at least 0, got {least}")
         return slots
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= self._integer("rank", rank) < self.world_size:
+    def _rank(self, rank: int) -> int:
+        found = self._integer("rank", rank)
+        if not 0 <= found < self.world_size:
             raise ValueError(
                 f"{type(self).__name__}: rank must be in [0, {self.world_size}), got {rank}"
             )
+        return found
 
 
 @dataclass(frozen=True)
@@ -170,11 +171,11 @@ class BlockCyclic(ShardLayout):
     block: int = 64
 
     def __post_init__(self) -> None:
-        self._check_at_least_1("world_size", self.world_size)
-        self._check_at_least_1("block", self.block)
+        for name in ("world_size", "block"):
+            object.__setattr__(self, name, self._at_least_1(name, getattr(self, name)))
 
     def count(self, rank: int, length: Slots) -> Slots:
-        self._check_rank(rank)
+        rank = self._rank(rank)
         cycle = self.world_size * self.block
         length = _clamp(self._int64("length", length), 0, None)
         return length // cycle * self.block + _clamp(
@@ -185,7 +186,7 @@ class BlockCyclic(ShardLayout):
         return self._slots(slots) // self.block % self.world_size
 
     def key_layout(self, rank: int) -> tuple[int, int, int]:
-        self._check_rank(rank)
+        rank = self._rank(rank)
         return rank * self.block, self.block, self.world_size * self.block
 
 
@@ -226,7 +227,7 @@ class Contiguous(_Bounded):
     """
 
     def count(self, rank: int, length: Slots) -> Slots:
-        self._check_rank(rank)
+        rank = self._rank(rank)
         begin, end = self.bounds[rank], self.bounds[rank + 1]
         return _clamp(self._int64("length", length) - begin, 0, end - begin)
 
@@ -240,8 +241,7 @@ class Contiguous(_Bounded):
         return _last_bound(slots, self.bounds)
 
     def key_layout(self, rank: int) -> tuple[int, int, int]:
-        self._check_rank(rank)
-        return self.bounds[rank], 1, 1
+        return self.bounds[self._rank(rank)], 1, 1
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class ContiguousThenCyclic(_Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_at_least_1("block", self.block)
+        object.__setattr__(self, "block", self._at_least_1("block", self.block))
 
     @property
     def contiguous(self) -> Contiguous:
@@ -299,7 +299,7 @@ class ContiguousThenCyclic(_Bounded):
         Raises:
             ValueError: always.
         """
-        self._check_rank(rank)
+        self._rank(rank)
         raise ValueError(
             "ContiguousThenCyclic: its local slots have no single key_layout; call lean_decode for "
             "the contiguous and for the cyclic part, and merge_states of both"

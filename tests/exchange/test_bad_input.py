@@ -243,15 +243,15 @@ NO_TENSORS: list[tuple[Callable[..., object], tuple[object, ...], str]] = [
 def test_tensors_without_values(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
     o, lse = states()
-    message = "must be dense tensors on a device that holds values, got"
-    with pytest.raises(ValueError, match=f"^all_reduce: x {message} the meta device"):
+    message = "must be on a device that holds values, got meta"
+    with pytest.raises(ValueError, match=f"^all_reduce: x {message}"):
         comm.all_reduce(o.to("meta"))
-    with pytest.raises(ValueError, match=rf"^all_reduce: x {message} torch.sparse_coo"):
+    with pytest.raises(TypeError, match=r"^all_reduce: x must be a dense tensor, got .*sparse_coo"):
         comm.all_reduce(o.to_sparse())
-    with pytest.raises(ValueError, match=f"^all_merge_states: o and lse {message} the meta device"):
+    with pytest.raises(ValueError, match=f"^all_merge_states: o and lse {message}"):
         comm.all_merge_states(o.to("meta"), lse.to("meta"))
     if world_size > 1:
-        with pytest.raises(ValueError, match=f"^tree_decode: o and lse {message} the meta device"):
+        with pytest.raises(ValueError, match=f"^tree_decode: o and lse {message}"):
             call("all_gather", comm, device="meta")
     assert comm.failed is None
     call("all_gather", comm)
@@ -264,11 +264,11 @@ def test_rings_refuse_as_lean_decode_does(rank: int, world_size: int) -> None:
     for ring in (ring_decode, ring_pass_q_decode):
         with pytest.raises(RuntimeError, match="lean_decode: k must have shape"):
             ring(q, torch.tensor(1.0), k)
-        with pytest.raises(RuntimeError, match=r"lean_decode.*key_layout"):
+        with pytest.raises(TypeError, match=r"_decode: key_layout must be three integers .*got 1"):
             ring(q, k, k, key_layout=1)  # type: ignore[arg-type]
-        with pytest.raises(RuntimeError, match=r"lean_decode.*alibi_slopes"):
+        with pytest.raises(TypeError, match=r"lean_decode: alibi_slopes must be a tensor, got 0.5"):
             ring(q, k, k, alibi_slopes=0.5)  # type: ignore[arg-type]
-        with pytest.raises(RuntimeError, match=r"lean_decode.*key_ranges"):
+        with pytest.raises(TypeError, match=r"lean_decode: key_ranges must be a tensor"):
             ring(q, k, k, [[0, 4]])  # type: ignore[arg-type]
 
 

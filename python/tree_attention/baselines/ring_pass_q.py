@@ -52,7 +52,7 @@ def ring_pass_q_decode(
     """
     comm = get_communicator(group)
     with comm.begin("ring_pass_q_decode", timeout) as call:
-        check_q_k_v("ring_pass_q_decode", q, k_local, v_local, options)
+        options = check_q_k_v("ring_pass_q_decode", q, k_local, v_local, options)
         if comm.world_size == 1:
             return lean_decode(q, k_local, v_local, key_ranges, **options)
         state = comm.state((*q.shape[:3], v_local.shape[3]), q.device)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .._numbers import real
 from .auto.choose import CostTable, Measured
 from .communicator import Communicator
 from .strategies import STRATEGIES
@@ -37,6 +38,7 @@ def calibrate(
     Collective, on a communicator of at least two ranks; the same table on all of them. Raises
     ExchangeError where a rank was lost or stalled.
     """
+    seconds = real("calibrate", "seconds", seconds)
     # Ranks that measure for other times would send other numbers of messages. This finds the nodes.
     comm.agree((("device", device.type), ("seconds", seconds)), op="calibrate")
     # Changing from one call to another compares signatures, which must not be timed: exchanges get

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The only validation of what callers ask of an exchange, before anything is sent."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from numbers import Real
 from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..options import check_option_names, check_tensors
+from .._numbers import LISTS, as_integer, as_real, boolean, integer
+from ..options import check_no_vmap, check_option_names, check_tensors
 from .strategies import STRATEGIES, candidates
 
 _PAYLOAD_DTYPES = (torch.float32, torch.bfloat16)
@@ -68,7 +68,7 @@ class ExchangeOptions:
             options.get("strategy", "auto"),
             dtype if out_dtype is None else out_dtype,
             options.get("payload_dtype", torch.float32),
-            options.get("head_sharded", False),
+            boolean(op, "head_sharded", options.get("head_sharded", False)),
         )
         check_options(op, exchange.strategy, exchange.payload_dtype, exchange.head_sharded)
         if out_dtype is not None:
@@ -80,9 +80,10 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if group is None:
         return dist.group.WORLD if dist.is_initialized() else None
     if not isinstance(group, dist.ProcessGroup):
+        way = "; give one of its groups, mesh.get_group(NAME)" * isinstance(group, DeviceMesh)
         raise ValueError(
             "tree_attention: group must be a process group that this process is in or a "
-            f"Communicator, got {group!r}"
+            f"Communicator, got {group!r}{way}"
         )
     return group
 
@@ -119,16 +120,17 @@ def _shapes(o: Tensor, lse: Tensor) -> str:
 
 def check_timeout(op: str, timeout: float | timedelta) -> float:
     """The seconds of an argument `timeout` of `op`."""
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, Real):
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else as_real(timeout)
+    if seconds is None:
         raise TypeError(
-            f"{op}: timeout must be a number of seconds or a datetime.timedelta, got {timeout!r}"
+            f"{op}: timeout must be a number of seconds or a datetime.timedelta, got "
+            f"{timeout!r:.80}"
         )
     if not 0 < seconds <= MAX_SECONDS:  # false for nan, too
         raise ValueError(
             f"{op}: timeout must be above 0 and at most {MAX_SECONDS:,} seconds, got {timeout}"
         )
-    return float(seconds)
+    return seconds
 
 
 def payload_of_sum(x: Tensor, payload_dtype: torch.dtype | None) -> torch.dtype:
@@ -150,30 +152,19 @@ def check_gather(
     _check_inputs("all_gather", x=x)
     if x.dim() == 0:
         raise ValueError("all_gather: x must have at least one dimension, got a scalar")
-    if not _is_integer(dim, -x.dim(), x.dim() - 1):
-        raise ValueError(
-            f"all_gather: dim must be an integer from {-x.dim()} to {x.dim() - 1}, got {dim!r}"
-        )
-    dim %= x.dim()
-    if (
-        not isinstance(counts, Sequence)
-        or len(counts) != world_size
-        or not all(_is_integer(count, 0) for count in counts)
-    ):
+    dim = integer("all_gather", "dim", dim, -x.dim(), x.dim() - 1) % x.dim()
+    found = list(map(as_integer, counts)) if isinstance(counts, LISTS) else []
+    if len(found) != world_size or any(count is None or count < 0 for count in found):
         raise ValueError(
             f"all_gather: counts must be {world_size} integers of at least 0, one for each rank, "
             f"got {counts!r:.200}"
         )
-    if counts[rank] != x.shape[dim]:
+    if found[rank] != x.shape[dim]:
         raise ValueError(
             f"all_gather: counts[{rank}] must be the size of rank {rank}'s x in dim {dim}, which "
-            f"is {x.shape[dim]}, got {counts[rank]}"
+            f"is {x.shape[dim]}, got {found[rank]}"
         )
-    return tuple(counts), dim
-
-
-def _is_integer(value: object, least: int, most: float = math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    return tuple(count for count in found if count is not None), dim
 
 
 def _check_state_dtype(op: str, name: str, dtype: torch.dtype) -> None:
@@ -190,16 +181,14 @@ def _check_payload(op: str, dtype: torch.dtype) -> None:
 def _check_inputs(op: str, **tensors: Tensor) -> None:
     """Refuses tensors of several devices, of no values, or with a gradient."""
     check_tensors(op, **tensors)
+    check_no_vmap(op, **tensors)
     names = " and ".join(tensors)
     if len({x.device for x in tensors.values()}) > 1:
         devices = " and ".join(str(x.device) for x in tensors.values())
         raise ValueError(f"{op}: {names} must be on one device, got {devices}")
     for x in tensors.values():
-        if x.is_meta or x.layout != torch.strided:
-            kind = "the meta device" if x.is_meta else str(x.layout)
-            raise ValueError(
-                f"{op}: {names} must be dense tensors on a device that holds values, got {kind}"
-            )
+        if x.is_meta:
+            raise ValueError(f"{op}: {names} must be on a device that holds values, got meta")
     check_no_gradient(op, names, *tensors.values())
 
 

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from transformers import GenerationMixin, PreTrainedModel
 from typing_extensions import Unpack
 
+from .._numbers import integer
 from ..exchange import Communicator, check_options, get_communicator
 from ..sharding import ShardLayout
 from .cache.latent import check_latents, override_expansion, restore_expansion
@@ -89,8 +90,8 @@ def enable(
             or layers that it is not for, or an argument is out of range.
     """
     options = with_defaults("enable", options)
-    if prefill_chunk_size is not None and prefill_chunk_size < 1:
-        raise ValueError(f"enable: prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
+    if prefill_chunk_size is not None:
+        prefill_chunk_size = integer("enable", "prefill_chunk_size", prefill_chunk_size, 1)
     check_model("enable", model)
     mesh = mesh_of(model)
     if mesh is None:

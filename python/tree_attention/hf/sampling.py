@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import LogitsProcessor
 
+from .._numbers import integer
 from ..exchange import DEFAULT_TIMEOUT, Communicator, get_communicator
 
 
@@ -32,7 +33,7 @@ def seed_ranks(
     comm = get_communicator(group)
     seconds = comm.seconds_of("seed_ranks", timeout)
     if seed is not None:
-        torch.manual_seed(seed)
+        torch.manual_seed(integer("seed_ranks", "seed", seed, -(1 << 63), (1 << 64) - 1))
     torch.set_rng_state(_of_first_rank(comm, torch.get_rng_state(), seconds))
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(_of_first_rank(comm, torch.cuda.get_rng_state(), seconds))

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 
+from .._numbers import integer
 from .machines import SUSTAINED, Hosts
 from .models import BF16, Attention, Model
 
@@ -30,6 +31,10 @@ class Work:
     context: int  # tokens of a prompt, and in the cache when a token is timed
     sequences: int = 1  # that get a new token at once; their prompts come one after another
     chunk: int = 2048  # tokens of a prompt in a forward pass, as hf.enable has them
+
+    def __post_init__(self) -> None:
+        for name, least in (("context", 0), ("sequences", 1), ("chunk", 1)):
+            object.__setattr__(self, name, integer("Work", name, getattr(self, name), least))
 
 
 @dataclass(frozen=True)
@@ -231,6 +236,9 @@ class Plan:
     hosts: Hosts
     ranks: int
     work: Work
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", integer("Plan", "ranks", self.ranks, 1))
 
     def split(self, form: str, context: int | None = None) -> Split:
         work = replace(self.work, context=self.work.context if context is None else context)

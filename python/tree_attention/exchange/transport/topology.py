@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+import torch
 import torch.distributed as dist
 
 from ..._environment import VariableError, read_integer
@@ -30,7 +31,9 @@ class Topology:
     def of(names: Sequence[object]) -> "Topology":
         """From anything that is equal for ranks of one node, in rank order."""
         numbers: dict[object, int] = {}
-        return Topology(tuple(numbers.setdefault(name, len(numbers)) for name in names))
+        # Tensors are equal to themselves alone.
+        values = (name.item() if isinstance(name, torch.Tensor) else name for name in names)
+        return Topology(tuple(numbers.setdefault(value, len(numbers)) for value in values))
 
     @property
     def world_size(self) -> int:

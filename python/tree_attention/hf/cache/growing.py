@@ -2,7 +2,6 @@
 """The keys and values of one layer that this rank holds."""
 
 import inspect
-import operator
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from ..._numbers import integer
 from ...ops import append_kv
 from ..prompts.token_split import Deal, current_deal
 from .operands import check_taken
@@ -451,12 +451,9 @@ def interrupted() -> RuntimeError:
 
 def cropped_length(length: int, tokens_to_remove: int | Tensor) -> int:
     """The length after `crop`, or ValueError."""
-    try:
-        tokens = operator.index(tokens_to_remove)
-    except TypeError:
-        raise TypeError(
-            f"TreeCache: crop takes a number of tokens, an integer, got {tokens_to_remove!r}"
-        ) from None
+    if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() == 1:
+        tokens_to_remove = tokens_to_remove.reshape(())
+    tokens = integer("TreeCache", "the argument of crop", tokens_to_remove)
     if tokens > 0 and not CROP_KEEPS:
         raise ValueError(
             f"TreeCache: crop takes the number of tokens to remove with a minus, got {tokens}; "

@@ -28,7 +28,7 @@ class Shard:
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         deterministic: int = 0,
     ) -> None:
-        check_size("TreeCache", deterministic)
+        deterministic = check_size("TreeCache", deterministic)
         self.comm = get_communicator(group)
         self.rank, self.world_size = self.comm.rank, self.comm.world_size
         self.column = column_of(group)  # of the heads that are on this rank

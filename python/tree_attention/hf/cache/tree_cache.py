@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A transformers cache that is spread over ranks: each keeps its share of the slots."""
 
-import operator
 from collections.abc import Iterator
 from os import PathLike
 from typing import Any
@@ -12,6 +11,7 @@ from torch.distributed import ProcessGroup
 from transformers.configuration_utils import PreTrainedConfig
 from typing_extensions import Unpack
 
+from ..._numbers import integer
 from ...exchange import Communicator, Signature, on_every_rank
 from ...sharding import ShardLayout
 from ..options import KV_DTYPES, CacheOptions, takes_cache_options, with_defaults
@@ -63,11 +63,10 @@ class TreeCache(StateCache):
         **options: Unpack[CacheOptions],
     ) -> None:
         options = with_defaults("TreeCache", options)
-        self.max_length = max_length = options["max_length"]
-        if growth < 1:
-            raise ValueError(f"TreeCache: growth must be at least 1, got {growth}")
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"TreeCache: max_length must be at least 1, got {max_length}")
+        growth, max_length = integer("TreeCache", "growth", growth, 1), options["max_length"]
+        if max_length is not None:
+            max_length = integer("TreeCache", "max_length", max_length, 1)
+        self.max_length = max_length
         name = options["kv_dtype"]
         if name is not None and name not in KV_DTYPES:
             names = ", ".join(map(repr, KV_DTYPES))
@@ -137,7 +136,8 @@ class TreeCache(StateCache):
         layer = self.kv_layers[0]
         if layer.is_initialized:
             rows = torch.arange(len(layer.key_rows), device=layer.device)
-            self.batch_select_indices(rows.repeat_interleave(operator.index(repeats)))
+            times = integer("TreeCache", "repeats", repeats)
+            self.batch_select_indices(rows.repeat_interleave(times))
 
     def activate_past_recording(self) -> None:
         """Refuses decoding that takes tokens back, before which transformers calls this."""

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ..._numbers import integer
 from ...exchange import (
     DEFAULT_TIMEOUT,
     Communicator,
@@ -51,10 +52,9 @@ class Mesh:
         self.timeout, self.op = timeout, op
         self.calls = get_communicator(self.group)
         self.rank, self.world_size = self.calls.rank, self.calls.world_size
-        size = self.tensor_parallel_size = tensor_parallel_size
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{op}: tensor_parallel_size must be an integer, got {size!r}")
-        if size < 1 or self.world_size % size:
+        size = integer(op, "tensor_parallel_size", tensor_parallel_size, 1)
+        self.tensor_parallel_size = size
+        if self.world_size % size:
             raise ValueError(
                 f"{op}: tensor_parallel_size must divide the group's world size {self.world_size}, "
                 f"got {size}"

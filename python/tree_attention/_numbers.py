@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Numbers that callers give, of Python, numpy or torch: checked and converted to Python's once.
+
+Whoever takes one keeps the result. A tensor that was kept could be changed later by who holds it,
+numbers of numpy overflow at their own size, and ranks compare what a number looks like.
+"""
+
+import operator
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+# Of numbers: what may be iterated over, in its order.
+LISTS = (Sequence, np.ndarray, Tensor)
+
+
+def as_integer(value: object) -> int | None:
+    """The integer that `value` is, of whatever library; None for anything else, also for booleans
+    and for numbers with a fraction that happens to be zero."""
+    if type(value) is int:
+        return value
+    value = _scalar(value)
+    if isinstance(value, bool | np.bool_ | Tensor):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def as_real(value: object) -> float | None:
+    """The number that `value` is; None for anything else, also for booleans."""
+    if type(value) is float:
+        return value
+    value = _scalar(value)
+    if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def as_boolean(value: object) -> bool | None:
+    """The truth value that `value` is; None for anything else, also for the numbers 0 and 1."""
+    value = _scalar(value)
+    return bool(value) if isinstance(value, bool | np.bool_) else None
+
+
+def integer(
+    op: str, name: str, value: object, least: int | None = None, most: int | None = None
+) -> int:
+    """The integer that the argument `name` of `op` is.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is below `least` or above `most`.
+    """
+    found = as_integer(value)
+    is_right = found is not None and (least is None or least <= found)
+    if found is not None and is_right and (most is None or found <= most):
+        return found
+    kind = "" if least is None else f" of at least {least}"
+    kind = kind if most is None else f" from {least} to {most}"
+    error = TypeError if found is None else ValueError
+    raise error(f"{op}: {name} must be an integer{kind}, got {value!r:.80}")
+
+
+def real(op: str, name: str, value: object) -> float:
+    """The number that the argument `name` of `op` is, or TypeError."""
+    found = as_real(value)
+    if found is None:
+        raise TypeError(f"{op}: {name} must be a number, got {value!r:.80}")
+    return found
+
+
+def boolean(op: str, name: str, value: object) -> bool:
+    """The truth value that the argument `name` of `op` is, or TypeError."""
+    found = as_boolean(value)
+    if found is None:
+        raise TypeError(f"{op}: {name} must be True or False, got {value!r:.80}")
+    return found
+
+
+def _scalar(value: Any) -> object:
+    """What a tensor or an array without axes holds; of anything else the same."""
+    if isinstance(value, Tensor):
+        return value if value.dim() or value.is_meta or value.requires_grad else value.item()
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        return value.item()
+    return value
