@@ -7,11 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import transformers
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from typing_extensions import Unpack
 
 from .._json import read_json_object
@@ -52,7 +60,8 @@ def from_pretrained(
         enable(parallelize(model, group=group, tensor_parallel_size=...), **enable_options)
 
     Collective. Each rank reads its parts alone: it needs memory for these and one more tensor.
-    Weights that are published in blocks of FP8 or in MXFP4 become numbers of `dtype`.
+    Weights that are published in blocks of FP8 or in MXFP4 become numbers of `dtype`. Of a
+    checkpoint of text and images the text is taken, where transformers has a model of it alone.
 
     Args:
         path: a directory with config.json and safetensors files, or a name on the Hugging Face Hub.
@@ -173,6 +182,7 @@ def _load(
     check_config_file(file, "from_pretrained: the configuration")
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     checkpoint = Checkpoint(path, config.to_dict().get("quantization_config") or {})
+    config = _text_config(path, config, checkpoint)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the model that is made no weight is quantised
     with torch.device("meta"):
@@ -211,6 +221,26 @@ def _load(
     model = model.to(device).eval()
     attach(model, mesh, made if is_split else None, digest, is_quantised=weights is not None)
     return ((_DIGEST, digest),), model
+
+
+def _text_config(
+    path: str | Path, config: PreTrainedConfig, checkpoint: Checkpoint
+) -> PreTrainedConfig:
+    """The configuration of the model of text in a checkpoint, whose other weights are left out."""
+    text = config.get_text_config(decoder=True)
+    if text is not config and not config.is_encoder_decoder:
+        text.dtype = text.dtype or config.dtype
+        # As transformers, which ties nothing of which the checkpoint has both.
+        is_tied = any(getattr(x, "tie_word_embeddings", False) for x in (config, text))
+        text.tie_word_embeddings = not checkpoint.take_text() and is_tied
+        config = text
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"from_pretrained: {path} has the model_type {config.model_type!r}, for which "
+            f"transformers {transformers.__version__} has no model of text with a language head "
+            "(AutoModelForCausalLM); only such models are supported"
+        )
+    return config
 
 
 def _fill(

@@ -8,7 +8,7 @@ every rank: a state is small and needs all tokens in order.
 from typing import Any
 
 import torch
-from transformers import cache_utils
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, cache_utils
 from transformers.configuration_utils import PreTrainedConfig
 
 from .fixed import Progress, StaticLatentLayer, StaticTreeCacheLayer
@@ -89,7 +89,12 @@ def _layer_kinds(config: PreTrainedConfig) -> list[str]:
     name, kinds = config.model_type, getattr(config, "layer_types", None)
     # Configurations of several models need not have a number of layers.
     if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
-        raise ValueError(f"TreeCache: the model must be a decoder of text alone, got {name!r}")
+        error = f"TreeCache: the model must be a decoder of text alone, got {name!r}"
+        text = config.get_text_config(decoder=True)
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+        if kind is not None and not config.is_encoder_decoder:
+            error += f"; its text is a {kind.__name__}, which hf.from_pretrained(path) reads alone"
+        raise ValueError(error)
     if kinds is None:  # then all layers are of one kind, where a window is for all
         kinds = ["sliding_attention"] * config.num_hidden_layers
     unknown = {*kinds} - _LAYER_TYPES

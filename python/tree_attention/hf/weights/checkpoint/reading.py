@@ -24,6 +24,14 @@ from .formats import check_format, sources_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_NAMES = 3
+# Before the names of the text's weights in checkpoints of text and images, as older and as newer
+# releases of transformers save them, and what takes their place in a model of the text alone.
+_OF_TEXT = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+    ("lm_head.", "lm_head."),
+)
 # Tensors that older releases of transformers saved, and that newer ones leave out as well.
 _FORMER_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
@@ -54,6 +62,19 @@ class Checkpoint:
             self._sources = sources_of(self.files, quantization)
         except ValueError as error:
             raise ValueError(f"from_pretrained: {path}: {error}") from None
+
+    def take_text(self) -> bool:
+        """Leaves the weights of the text alone, of a model of text and images, by their names in a
+        model of the text; whether there is a head among them."""
+        texts = {
+            new + name.removeprefix(old): source
+            for name, source in self._sources.items()
+            for old, new in _OF_TEXT
+            if name.startswith(old)
+        }
+        if any(name.startswith("model.") for name in texts):  # else they have no such names
+            self._sources = texts
+        return any(name.startswith("lm_head.") for name in self._sources)
 
     def tensors(self, model: PreTrainedModel) -> dict[str, Lazy]:
         """The whole parameters and persistent buffers of `model` by their names in it; ValueError
