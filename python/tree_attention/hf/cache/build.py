@@ -89,12 +89,14 @@ def _layer_kinds(config: PreTrainedConfig) -> list[str]:
     name, kinds = config.model_type, getattr(config, "layer_types", None)
     # Configurations of several models need not have a number of layers.
     if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
-        error = f"TreeCache: the model must be a decoder of text alone, got {name!r}"
-        text = config.get_text_config(decoder=True)
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
-        if kind is not None and not config.is_encoder_decoder:
-            error += f"; its text is a {kind.__name__}, which hf.from_pretrained(path) reads alone"
-        raise ValueError(error)
+        text = type(config.get_text_config(decoder=True))
+        way_on = ""
+        if text in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder:
+            kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[text]
+            way_on = f"; its text is a {kind.__name__}, which hf.from_pretrained(path) reads alone"
+        raise ValueError(
+            f"TreeCache: the model must be a decoder of text alone, got {name!r}{way_on}"
+        )
     if kinds is None:  # then all layers are of one kind, where a window is for all
         kinds = ["sliding_attention"] * config.num_hidden_layers
     unknown = {*kinds} - _LAYER_TYPES

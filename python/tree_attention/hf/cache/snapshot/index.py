@@ -306,13 +306,15 @@ def _parsed_states(entries: Mapping[str, Any]) -> Kinds:
     for name in entries:
         if not _STATE.fullmatch(name):
             raise ValueError(f"{name!r} is no state of a layer")
-        kind = _entry(entries, name, list)
-        dtype, shape = kind if len(kind) == 2 else (None, None)
-        dtype = _one_of("dtype of a state", dtype, _DTYPES)
+        kind: list[Any] = _entry(entries, name, list)
+        dtype: Any
+        shape: Any
+        dtype, shape = kind if len(kind) == 2 else [None, None]
+        known = _one_of("dtype of a state", dtype, _DTYPES)
         is_list = type(shape) is list and all(type(n) is int and n >= 0 for n in shape)
         if not is_list or math.prod(n + 1 for n in shape) >= _BOUND // 8:
             raise ValueError(f"a state cannot have the sizes {reprlib.repr(shape)}")
-        kinds[name] = dtype, shape
+        kinds[name] = known, shape
     return kinds
 
 
