@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""About a minute of the fuzzer with fixed seeds. `python tests/adversary --help` goes on for hours.
+"""Two minutes of the fuzzer with fixed seeds. `python tests/adversary --help` goes on for hours.
 
 A failure says how to play its case alone.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from adversary import runner
+from adversary import engines, queries, runner
 from adversary.cases import Case, made_once
 from adversary.threads import run_threads
 
@@ -26,15 +26,25 @@ from adversary.threads import run_threads
         ("sessions", 20),
         ("differing", 12),
         ("snapshots", 40),
+        ("callers", 40),
+        ("late", 24),
+        ("environments", 40),
     ],
 )
 def test_no_rule_is_broken(part: str, count: int, seed: int) -> None:
-    if part in ("sessions", "differing", "snapshots"):
+    if part in ("sessions", "differing", "snapshots", "callers", "late"):
         pytest.importorskip("transformers")
     cases = [Case(part, seed, index) for index in range(count)]
     if part == "sessions":  # interpreters take seconds to start
         cases = [case for case in cases if runner.world_of(case).size == 2]
     finding = next(runner.find(part, seed, [case.index for case in cases]), None)
+    assert finding is None, finding
+
+
+@pytest.mark.parametrize("kind", [*queries.KINDS, *engines.KINDS, "scalars"])
+def test_a_kind_of_ranks(kind: str) -> None:
+    """Of each a few, which the draw of all kinds may leave out."""
+    finding = next(runner.find("ranks", 2, range(8), kind), None)
     assert finding is None, finding
 
 
