@@ -9,12 +9,12 @@ A *part* is a module with two functions: `world_size(case)` and `play(case, rank
 from its part, seed and number alone, on every rank alike. `play` raises where a rule is broken, and
 returns a text in which all ranks must agree: the bits of the result, or that there was an error. A
 part may have a third, `hash_seed(case)`: then its ranks are interpreters of their own, in which
-sets of strings have other orders. With `OWN_PROCESSES = True` they are processes of their own, whose
-default group may end.
+sets of strings have other orders. With `OWN_PROCESSES = True` they are processes of their own,
+whose default group may end.
 
     ops, layouts  operators and layouts in one process, arguments wrong in one way, memory shared
-    ranks         exchanges, and one rank whose call, arguments, number of calls, token in a prompt or
-                  warnings differ; an engine's own messages; numbers of Python, numpy and torch
+    ranks         exchanges, and one rank whose call, arguments, number of calls, token in a prompt
+                  or warnings differ; an engine's own messages; numbers of numpy and torch
     threads       several threads on one communicator
     sessions      an enabled model and its cache in random order, against no cache at all
     differing     one rank whose model, assistant, settings or processors differ
