@@ -3,6 +3,8 @@
 
 import os
 import time
+from array import array
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -166,8 +168,10 @@ def _nested() -> list[Any]:
         (torch.ones(2, device="meta"), "torch.float32 [2]"),
         (_allowed_up_to, f"{__name__}._allowed_up_to"),
         (object(), "object"),
-        (_nested(), "[1, [1, [1, [1, [1, [1, list]]]]]]"),
-        (list(range(100_001)), "list of 100001"),
+        (_nested(), "[1, [1, [1, [1, "),
+        (list(range(100_001)), "[0, 1, 2, "),
+        ([[i] for i in range(100_001)], "list of 100001"),
+        (range(3), "[0, 1, 2]"),
         ([[0] * 60_000, [0] * 60_000, 7], "[[0, 0"),
         (np.ones(2), "float64 [2] 5f07eef034c5a21f"),
         (torch.ones(2).to_sparse(), "torch.float32 [2]"),
@@ -176,6 +180,14 @@ def _nested() -> list[Any]:
 def test_descriptions(value: object, text: str) -> None:
     """The same in every process: no address, no order of a set, and an end."""
     assert describe(value).startswith(text)
+
+
+def _phrase(tokens: list[int]) -> dict[int, Any]:
+    """A trie that has one phrase of 30 tokens."""
+    trie: dict[int, Any] = {}
+    for token in (*tokens, *range(29)):
+        trie = {token: trie}
+    return trie
 
 
 class _Allowed:
@@ -191,6 +203,14 @@ class _Allowed:
     [
         (_Allowed(3), _Allowed(4)),
         (np.array([3]), np.array([4])),
+        (np.int64(3), np.int64(4)),
+        ([np.float32(0.1)], [np.float32(0.2)]),
+        (array("i", [3]), array("i", [4])),
+        (deque([3]), deque([4])),
+        (2 + 3j, 2 + 4j),
+        (dict.fromkeys(range(150_000), 0.0), dict.fromkeys(range(150_000), 0.0) | {149_999: 1.0}),
+        (list(range(150_000)), [*range(149_999), 0]),
+        (_phrase([3]), _phrase([4])),
     ],
 )
 def test_descriptions_differ_where_values_do(one: object, other: object) -> None:
@@ -236,6 +256,19 @@ def _one_other_key(model: Any) -> None:
     model.model.layers[0].self_attn.k_proj.weight.view(-1)[1].add_(1.0)
 
 
+def _two_swapped_rows(model: Any) -> None:
+    """As of two tokens whose ids were exchanged."""
+    rows = model.model.embed_tokens.weight
+    rows[[1, 2]] = rows[[2, 1]]
+
+
+def _compensating_bits(model: Any) -> None:
+    """The sum of all values as integers stays as it was."""
+    values = model.model.layers[1].mlp.up_proj.weight.view(-1).view(torch.int32)
+    values[6] += 1
+    values[8] -= 1
+
+
 def _other_frequencies(model: Any) -> None:
     """In a buffer that is never saved."""
     model.model.rotary_emb.inv_freq.mul_(2.0)
@@ -255,6 +288,8 @@ def _other_origin(model: Any) -> None:
     [
         (_other_weight, "digest of the model's weights is .* on rank 1, .* on rank 0"),
         (_one_other_key, "digest of the model's weights is .* on rank 1, .* on rank 0"),
+        (_two_swapped_rows, "digest of the model's weights is .* on rank 1, .* on rank 0"),
+        (_compensating_bits, "digest of the model's weights is .* on rank 1, .* on rank 0"),
         (_other_frequencies, "digest of the model's buffers is .* on rank 1, .* on rank 0"),
         (_other_config, "model setting rms_norm_eps is 0.001 on rank 1, 1e-06 on rank 0"),
     ],

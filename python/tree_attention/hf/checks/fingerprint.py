@@ -2,6 +2,8 @@
 """Digests and descriptions of what every rank must have in common before a generation begins."""
 
 import hashlib
+from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from operator import itemgetter
 from types import FunctionType
@@ -15,19 +17,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.configuration_utils import PreTrainedConfig
 
+from ..._loader import load
 from ...exchange import Signature
 from ..weights.split import split_tensors
 
 _SAMPLES_PER_PARAMETER = 8
 _HEX_DIGITS = 16
-# The sums of tensors that were compared before, with their versions and addresses.
-_sums: MutableMapping[Tensor, tuple[tuple[int, int] | None, int]] = WeakIdKeyDictionary()
+# How much of a device's tensor the host reads at a time.
+_PIECE_BYTES = 64 << 20
+# The digests of tensors that were compared before, with their versions and addresses.
+_digests: MutableMapping[Tensor, tuple[tuple[int, int] | None, str]] = WeakIdKeyDictionary()
 # Length of the beginning of a value's text that ranks publish and an error shows.
 _MAX_TEXT = 200
-# How deep collections are compared, as an object may hold itself, and how many entries of all of
-# them, as they are walked through in every generation: tenths of a second for so many numbers.
-_DEPTH = 6
+# How deep collections are compared, as an object may hold itself, and how many entries of those
+# that hold more than plain values, as Python walks through them in every generation: tenths of a
+# second for so many.
+_DEPTH = 50
 _MAX_ENTRIES = 100_000
+_LISTS = list | tuple | deque | range | array
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
 # Settings by which no token changes, or which other fields compare.
 _NOT_COMPARED = ("architectures", "dtype", "transformers_version")
 
@@ -69,17 +77,19 @@ def describe_all(name: str, objects: Iterable[Any]) -> Signature:
 def describe(value: Any, with_attributes: bool = False) -> str:
     """The same text on every rank that holds an equal value.
 
-    A value is a number, a string, a tensor or a collection of these. Of a function only the name
-    counts, as ranks run one program, and what it does shows in the tokens; of any other object only
-    the kind, because a model or a process group differs from rank to rank. With attributes, those
-    of `value` itself count as well, but for names with a leading underscore.
+    A value is a number, a string, a tensor or a collection of these, whole. Of a function only the
+    name counts, as ranks run one program, and what it does shows in the tokens; of any other object
+    only the kind, because a model or a process group differs from rank to rank. With attributes,
+    those of `value` itself count as well, but for names with a leading underscore.
     """
     entries_left = _MAX_ENTRIES
 
     def text_of(value: Any, depth: int, with_attributes: bool = False) -> str:
         nonlocal entries_left
         kind = type(value).__qualname__
-        if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, tuple(_PLAIN)):
             return repr(value)
         if isinstance(value, np.ndarray) and value.dtype != object:
             return f"{value.dtype} {list(value.shape)} {_digest(value.tobytes())}"
@@ -87,16 +97,18 @@ def describe(value: Any, with_attributes: bool = False) -> str:
             is_whole = not (isinstance(value, DTensor) or value.is_meta or value.is_sparse)
             digest = _digest(to_bytes(value)) if is_whole else ""
             return f"{value.dtype} {list(value.shape)} {digest}".rstrip()
-        if isinstance(value, Mapping | list | tuple | set | frozenset):
-            entries_left -= len(value)
-            if entries_left < 0:
-                return f"{kind} of {len(value)}"
         if depth == 0:
             return kind
+        if isinstance(value, Mapping | _LISTS | set | frozenset):
+            parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+            if not _PLAIN.issuperset(map(type, parts)):
+                entries_left -= len(value)
+                if entries_left < 0:
+                    return f"{kind} of {len(value)}"
         if isinstance(value, Mapping):
             pairs = zip(texts_of(value, depth), texts_of(value.values(), depth), strict=True)
             return "{" + ", ".join(sorted(f"{key}: {text}" for key, text in pairs)) + "}"
-        if isinstance(value, list | tuple):
+        if isinstance(value, _LISTS):
             return "[" + ", ".join(texts_of(value, depth)) + "]"
         if isinstance(value, set | frozenset):
             return "{" + ", ".join(sorted(texts_of(value, depth))) + "}"
@@ -110,7 +122,10 @@ def describe(value: Any, with_attributes: bool = False) -> str:
         return kind
 
     def texts_of(values: Iterable[Any], depth: int) -> list[str]:
-        return [text_of(part, depth - 1) for part in values]
+        parts = list(values)
+        if _PLAIN.issuperset(map(type, parts)):  # a tenth of the time
+            return list(map(repr, parts))
+        return [text_of(part, depth - 1) for part in parts]
 
     text = text_of(value, _DEPTH, with_attributes)
     if len(text) <= _MAX_TEXT:
@@ -145,13 +160,14 @@ def _whole(
 
 @torch.no_grad()
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]], *, reads_all: bool = True) -> str:
-    """The digest of the names, shapes and a few evenly spaced elements of tensors, and of their
-    sums unless not all of them is to be read."""
+    """The digest of the names, shapes and values of tensors, or of a few evenly spaced values if
+    not all of them are to be read."""
     sha = hashlib.sha256()
     samples = []
     for name, tensor in sorted(tensors, key=itemgetter(0)):
-        total = _sum_of(tensor) if reads_all else ""
-        sha.update(f"{name} {tensor.dtype} {list(tensor.shape)} {total}".encode())
+        values = _digest_of(tensor) if reads_all else ""
+        sha.update(f"{name} {tensor.dtype} {list(tensor.shape)} {values}".encode())
+        # Of what is written through `.data`, which no version counts, these alone are seen.
         step = max(1, tensor.numel() // _SAMPLES_PER_PARAMETER)
         samples.append(tensor.flatten()[::step][:_SAMPLES_PER_PARAMETER].cpu().float())
     if samples:
@@ -159,22 +175,18 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]], *, reads_all: bool = T
     return sha.hexdigest()[:_HEX_DIGITS]
 
 
-def _sum_of(tensor: Tensor) -> int:
-    """The sum of a tensor's bytes as integers of 64 bits, which any single change changes."""
-    # Reading all weights of a model takes seconds, so a sum stands until the tensor was written to;
-    # what is written through `.data` only the evenly spaced elements show.
+def _digest_of(tensor: Tensor) -> str:
+    """The digest of all values of a tensor: a second for 16 GB on the CPU."""
+    # It stands until the tensor was written to.
     is_tracked = not tensor.is_inference()
     state = (tensor._version if is_tracked else 0, tensor.data_ptr())
-    known, total = _sums.get(tensor, (None, 0))
+    known, digest = _digests.get(tensor, (None, ""))
     if known != state:
-        content = tensor.detach().contiguous().flatten().view(torch.uint8)
-        if content.storage_offset() % 8 > 0:  # where no integer of 64 bits begins
-            content = content.clone()
-        end = content.numel() // 8 * 8
-        total = int(content[:end].view(torch.int64).sum()) + int(content[end:].sum())
+        pieces = tensor.detach().flatten().view(torch.uint8).split(_PIECE_BYTES)
+        digest = _digest(repr([load().digest([piece.cpu()]) for piece in pieces]).encode())
         if is_tracked:
-            _sums[tensor] = state, total
-    return total
+            _digests[tensor] = state, digest
+    return digest
 
 
 def to_bytes(x: Tensor) -> bytes:
