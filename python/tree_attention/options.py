@@ -3,7 +3,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from typing import Any, TypedDict, TypeVar, cast, get_type_hints
 
 import numpy as np
@@ -200,23 +200,26 @@ def queries_of(q: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
     return (q,) if positions is None else (q, positions)
 
 
-_digests = WeakIdKeyDictionary()
+_digests: MutableMapping[Tensor, tuple[int | None, str]] = WeakIdKeyDictionary()
 
 
 def _digest(x: Tensor | None) -> str | None:
     """Equal for tensors of equal values.
 
-    A GPU's is read once, as the host waits for it, and not while a CUDA graph is captured.
+    A GPU's is read when it was written to, as the host waits for it, and not while a CUDA graph is
+    captured.
     """
     if not isinstance(x, Tensor) or x.is_meta:
         return None
-    is_kept = x.device.type != "cpu"
-    if is_kept and x in _digests:
-        return str(_digests[x])
-    if is_kept and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    is_kept = x.device.type != "cpu" and not x.is_inference()  # which counts no versions
+    version = x._version if is_kept else 0
+    known, digest = _digests.get(x, (None, ""))
+    if is_kept and known == version:
+        return digest
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return "not read in a capture"
     values = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     digest = hashlib.sha256(values.tobytes()).hexdigest()[:12]
     if is_kept:
-        _digests[x] = digest
+        _digests[x] = version, digest
     return digest
