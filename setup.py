@@ -8,6 +8,8 @@ EARLY_LAUNCH=0|1, DEBUG=0|1 (CONTRIBUTING.md).
 import os
 import re
 import runpy
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +108,19 @@ def choose_cuda() -> bool:
     return use_cuda
 
 
+class Build(BuildExtension):
+    """torch's, which without a compiler ends in what ninja says of a failed build."""
+
+    def build_extensions(self) -> None:
+        compiler = os.environ.get("CXX") or "c++"  # what torch runs
+        if shutil.which(shlex.split(compiler)[0]) is None:
+            sys.exit(
+                f"tree_attention: no C++ compiler was found ({compiler}): apt install g++ on "
+                "Debian and Ubuntu, or name one of at least g++ 11, for example CXX=g++-12"
+            )
+        super().build_extensions()
+
+
 def cuda_architectures() -> str:
     """Those of the GPUs that are visible, or of all that the kernels are for."""
     count = torch.cuda.device_count()
@@ -179,6 +194,6 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MINIMUM_TORCH
 use_cuda = choose_cuda()
 setup(
     ext_modules=[extension(use_cuda)],
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_ext": Build},
     install_requires=[torch_requirement(torch_releases(use_cuda)), "numpy", "rich>=13"],
 )

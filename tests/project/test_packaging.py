@@ -143,6 +143,19 @@ def test_unknown_value_is_refused(run_setup, name):
     assert f"{name} must be one of" in refusal(run_setup(**{name: "yes"}))
 
 
+@pytest.mark.parametrize("compiler", ["", "no-such-compiler", "no-such-launcher g++"])
+def test_a_build_without_a_compiler_says_so_last(compiler, run_setup, tmp_path):
+    variables = {"CXX": compiler} if compiler else {"PATH": str(tmp_path)}
+    command = "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path)
+    last = refusal(run_setup(*command, USE_CUDA="0", **variables)).splitlines()[-1]
+    assert last.startswith(f"tree_attention: no C++ compiler was found ({compiler or 'c++'}): apt")
+    assert last.endswith("or name one of at least g++ 11, for example CXX=g++-12")
+
+
+def test_metadata_need_no_compiler(run_setup, tmp_path):
+    assert output(run_setup("--name", CXX="no-such-compiler")).endswith("tree-attention\n")
+
+
 def test_too_old_torch_is_refused(run_setup):
     text = refusal(run_setup(torch="2.10.1+cpu"))
     assert "torch >= 2.11 is required, got 2.10.1+cpu" in text

@@ -48,13 +48,6 @@ def test_missing_python_names_the_package(checkout, found):
     assert "apt install python3-venv python3-dev" in error
 
 
-def test_missing_compiler_names_the_package(checkout):
-    add_program(checkout / ".venv" / "bin" / "python", f"echo {checkout}")
-    error = setup_error(checkout, CXX="no-such-compiler")
-    assert "no C++ compiler (no-such-compiler) was found" in error
-    assert "apt install g++" in error
-
-
 @pytest.mark.parametrize(
     ("driver", "chosen", "expected"),
     [
