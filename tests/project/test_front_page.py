@@ -26,15 +26,17 @@ ORDER = (
 )
 
 
-def test_lengths():
-    assert len(LINES) <= 130
-    assert len(README.split()) <= 1100
-    assert sum(line.startswith("|") for line in LINES) <= 12
-    assert not [line for line in LINES if len(line) > 140]
-
-
 def test_installing_is_at_the_top():
     assert next(i for i, line in enumerate(LINES, 1) if "pip install" in line) <= 25
+
+
+def test_the_two_commands_of_a_fresh_clone_stand_side_by_side():
+    (block,) = (x for x in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) if "demo.sh" in x)
+    commands = re.findall(r"^(\S+) +# sets up", block, re.MULTILINE)
+    assert commands == ["scripts/demo.sh", "scripts/test.sh"]
+    for command in commands:
+        text = (ROOT / command).read_text()
+        assert re.search(r"^source .*/setup\"$", text, re.MULTILINE), f"{command} does not set up"
 
 
 def test_three_pictures():
