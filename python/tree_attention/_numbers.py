@@ -86,7 +86,7 @@ def boolean(op: str, name: str, value: object) -> bool:
 
 
 def _scalar(value: Any) -> object:
-    """What a tensor or an array without axes holds; of anything else the same."""
+    """The number that a tensor or an array without axes holds; anything else as it is."""
     if isinstance(value, Tensor):
         return value if value.dim() or value.is_meta or value.requires_grad else value.item()
     if isinstance(value, np.ndarray) and value.ndim == 0:

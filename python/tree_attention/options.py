@@ -133,7 +133,7 @@ _READ_AS_OTHERS = ("torch._", "torch.fx", "torch.distributed._functional_collect
 
 
 def _kind(name: str, x: Tensor) -> tuple[str, str]:
-    """What a tensor without rows in memory is, and the way to one that has them; else nothing."""
+    """Words for a tensor without rows in memory, and the way to one that has them; else nothing."""
     kind = type(x)
     if kind.__name__ == "DTensor":
         return "a DTensor", f"give this rank's part, {name}.to_local()"
