@@ -102,7 +102,7 @@ def enable(
     prefill = checked_prefill(model, prefill, options["deterministic"])
     new_cache = functools.partial(TreeCache, model.config, group, layout, **options)
     processor = SynchronizeLogits(logits_comm, options["timeout"]) if synchronize_logits else None
-    preparation = Preparation(comm, new_cache, prefill_chunk_size, processor, prefill)
+    preparation = Preparation(comm, new_cache, prefill_chunk_size, processor, prefill, model)
     check_latents(model, preparation.kv_dtype)
     check_keys(model, preparation.kv_dtype, own_attentions(model))
     if is_enabled(model):  # until now, so that wrong options leave it as it was

@@ -8,7 +8,7 @@ every rank: a state is small and needs all tokens in order.
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, cache_utils
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, cache_utils
 from transformers.configuration_utils import PreTrainedConfig
 
 from .fixed import Progress, StaticLatentLayer, StaticTreeCacheLayer
@@ -86,7 +86,7 @@ def new_layers(
 
 def _layer_kinds(config: PreTrainedConfig) -> list[str]:
     """The kind of each layer of a model that can have a `TreeCache`, or ValueError."""
-    name, kinds = config.model_type, getattr(config, "layer_types", None)
+    name, kinds = config.model_type, _kinds_that_run(config)
     # Configurations of several models need not have a number of layers.
     if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
         text = type(config.get_text_config(decoder=True))
@@ -118,7 +118,27 @@ def _layer_kinds(config: PreTrainedConfig) -> list[str]:
 
 def state_kinds(config: PreTrainedConfig) -> list[str]:
     """The kinds of layers that keep a state of all tokens before, in a model."""
-    return sorted({*(getattr(config, "layer_types", None) or ())} & {*_STATES})
+    return sorted({*(_kinds_that_run(config) or ())} & {*_STATES})
+
+
+def check_layers(op: str, model: PreTrainedModel, cache: Any) -> None:
+    """Raises ValueError unless each layer of `cache` belongs to one of the layers that run."""
+    found = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
+    missing = [str(i) for i in range(len(cache.layers)) if i not in found]
+    if found and missing:
+        raise ValueError(
+            f"{op}: the configuration of this {type(model).__name__} names {len(cache.layers)} "
+            f"layers, and no layer has the layer_idx {', '.join(missing)}; set "
+            "model.config.num_hidden_layers to the number of layers that run, and layer_idx of "
+            "each attention to its place among them"
+        )
+
+
+def _kinds_that_run(config: PreTrainedConfig) -> list[str] | None:
+    """The kinds of the layers, where the configuration has them, that transformers runs: a model
+    may be cut after it was loaded."""
+    kinds = getattr(config, "layer_types", None)
+    return None if kinds is None else list(kinds[: config.num_hidden_layers])
 
 
 def keeps_state(layer: Any) -> bool:

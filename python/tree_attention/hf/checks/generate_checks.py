@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from types import MethodType
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation import GenerationMode
 
 from ...exchange import Communicator, ExchangeError, Signature, sentence
+from ..cache.build import check_layers
 from ..cache.tree_cache import TreeCache
 from ..overrides import is_overridden
 from ..prompts.forward import is_dealt_in_generate, may_be_chunked, under_new_name
@@ -66,9 +67,11 @@ class Preparation:
     prefill_chunk_size: int | None
     synchronize_logits: SynchronizeLogits | None
     prefill: str
+    model: InitVar[PreTrainedModel]
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, model: PreTrainedModel) -> None:
         cache = self.new_cache()  # refuses now what every call of generate would refuse
+        check_layers("enable", model, cache)
         self.shard, self.kv_dtype, self.max_length = cache.shard, cache.kv_dtype, cache.max_length
         self.call = _Call()
 
@@ -164,6 +167,12 @@ class Preparation:
             max_length = cache.max_length
             check_cached_prompt(arguments, num_prompt, num_cached, call.has_whole_text)
             num_left_out = 0 if call.has_whole_text else num_cached
+            if num_left_out > 0 and model_kwargs.get("inputs_embeds") is not None:
+                raise ValueError(
+                    f"generate: the cache holds {num_cached} tokens and transformers takes "
+                    f"inputs_embeds for those of the whole text, got {num_prompt}; pass those of "
+                    f"all {num_left_out + num_prompt} tokens, or token ids"
+                )
         # Those of the prompt and all new tokens but the last, which is never fed.
         num_slots = num_left_out + num_prompt + generation_config.max_length - call.num_ids - 1
         num_slots += _num_more_candidates(model, generation_config)
@@ -180,6 +189,7 @@ class Preparation:
             )
         if makes_cache:
             cache = model_kwargs[CACHE_NAME] = self.new_cache()
+            check_layers("generate", model, cache)
             cache.reserve(num_prompt)
         call.cache, call.is_prepared = cache, True
         # A caller's methods may put embeddings in front of a prompt, as peft does.
@@ -301,8 +311,10 @@ class Preparation:
         num_cached: int,
     ) -> None:
         """Has a prompt of many new tokens read in chunks, each with what belongs to its tokens."""
-        if model_kwargs.get("inputs_embeds") is not None:
-            generation_config.prefill_chunk_size = None  # only token ids are split into chunks
+        tensors = {name for name, x in model_kwargs.items() if isinstance(x, Tensor)}
+        # transformers would give all of the others, as inputs_embeds, to every chunk.
+        if tensors - _OF_TOKENS - {"attention_mask"}:
+            generation_config.prefill_chunk_size = None
             return
         size = self.prefill_chunk_size if may_be_chunked(model.config) else None
         if generation_config.output_hidden_states:
@@ -316,9 +328,9 @@ class Preparation:
                 return
             generation_config.prefill_chunk_size = size
         # transformers cuts these by the places of tokens in the cache, whatever they begin with.
-        for name in _OF_TOKENS & model_kwargs.keys():
+        for name in _OF_TOKENS & tensors:
             x = model_kwargs[name]
-            if x is None or x.shape[-1] == num_cached + num_new:
+            if x.shape[-1] == num_cached + num_new:
                 continue
             if x.shape[-1] < num_new:  # for the whole prompt, which may broadcast it
                 generation_config.prefill_chunk_size = None
@@ -381,7 +393,7 @@ def _by_name(
     """The arguments of a call of `generate`; `original` may be a caller's method with its own."""
     parameters = inspect.signature(original).parameters
     if any(x.kind is inspect.Parameter.VAR_POSITIONAL for x in parameters.values()):
-        parameters = inspect.signature(MethodType(type(model).generate, model)).parameters
+        parameters = inspect.signature(MethodType(GenerationMixin.generate, model)).parameters
     return under_new_name(dict(zip(parameters, args, strict=False)) | {**kwargs})
 
 
