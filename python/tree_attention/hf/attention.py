@@ -99,6 +99,8 @@ def _over_shard(
     """Attention to the keys of a layer on all ranks of its cache."""
     _check_layer(layer, ranges)
     shard, deal = layer.shard, current_deal()
+    if shard.world_size == 1 and not torch.compiler.is_compiling():
+        shard.comm.check_group("TreeCache")
     if deal is not None:
         return attend_split(deal, query, layer, ranges, out_dtype, keywords)
     buffers = layer.buffers()

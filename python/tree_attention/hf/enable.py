@@ -2,10 +2,15 @@
 """`enable`: plain `model.generate(...)` with the cache sharded over ranks."""
 
 import functools
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from transformers import GenerationMixin, PreTrainedModel
 from typing_extensions import Unpack
 
@@ -96,11 +101,13 @@ def enable(
     mesh = mesh_of(model)
     if mesh is None:
         comm = logits_comm = get_communicator(group)
+        _warn_if_not_initialised()
     else:
         _check_split(group, mesh, options)
         comm, logits_comm, group = mesh.sums, mesh.calls, mesh.context_group
     prefill = checked_prefill(model, prefill, options["deterministic"])
-    new_cache = functools.partial(TreeCache, model.config, group, layout, **options)
+    place = get_communicator(group)  # which every call then uses, whatever becomes of the world
+    new_cache = functools.partial(TreeCache, model.config, place, layout, **options)
     processor = SynchronizeLogits(logits_comm, options["timeout"]) if synchronize_logits else None
     preparation = Preparation(comm, new_cache, prefill_chunk_size, processor, prefill, model)
     check_latents(model, preparation.kv_dtype)
@@ -155,11 +162,60 @@ def check_model(op: str, model: Any) -> None:
             "its forward: model.forward = torch.compile(model.forward)"
         )
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"{op}: model must be a PreTrainedModel of transformers, got {name}")
+        inner = None
+        if isinstance(model, nn.Module):
+            inner = next((x for x in model.modules() if isinstance(x, PreTrainedModel)), None)
+        way = ""
+        if hasattr(model, "merge_and_unload"):
+            way = f"; {op} what model.merge_and_unload() returns, with the adapters merged"
+        elif inner is not None:
+            way = f" around a {type(inner).__name__}; {op} that one, if its weights are whole, or "
+            way += "load it with tree_attention.hf.from_pretrained(path, tensor_parallel_size=...)"
+        raise TypeError(f"{op}: model must be a PreTrainedModel of transformers, got {name}{way}")
     if not isinstance(model, GenerationMixin):
         raise ValueError(
             f"{op}: {name} has no generate; {op} the model with the language head, whose class "
             "ends in ForCausalLM"
+        )
+    _check_whole(op, model)
+
+
+@functools.cache
+def _warn_if_not_initialised() -> None:
+    """Warns once in a process that torchrun started and that has not joined the others."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if not dist.is_initialized() and size.isdecimal() and int(size) > 1:
+        warnings.warn(
+            f"enable: WORLD_SIZE is {size} and torch.distributed is not initialised, so each of "
+            "these processes keeps all keys and generates by itself; call "
+            "torch.distributed.init_process_group before enable",
+            stacklevel=3,
+        )
+
+
+def _check_whole(op: str, model: PreTrainedModel) -> None:
+    """Refuses weights of which this rank has only a part, by a split that is not ours."""
+    split = None
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            ranks = f"{parameter.device_mesh.size()} ranks"
+            split = f"{name} is a DTensor over {ranks}, as tp_plan and FSDP make them"
+        elif hasattr(parameter, "ds_id"):
+            split = f"{name} belongs to DeepSpeed's ZeRO-3"
+        elif parameter.is_meta and op == "parallelize":
+            split = f"{name} is on the meta device, as where device_map offloads it"
+        if split is not None:
+            break
+    devices = {x for x in getattr(model, "hf_device_map", {}).values() if x not in ("cpu", "disk")}
+    if split is None and len(devices) > 1:
+        split = f"device_map spread its layers over {', '.join(sorted(map(str, devices)))}"
+    if split is None and (getattr(model, "_tp_size", None) or 1) > 1:
+        split = f"tp_plan of transformers split them over {model._tp_size} ranks"
+    if split is not None:
+        raise ValueError(
+            f"{op}: the weights of this {type(model).__name__} are split already: {split}; load "
+            "the model with tree_attention.hf.from_pretrained(path, tensor_parallel_size=...), "
+            "which splits them and the cache over the ranks, or whole"
         )
 
 

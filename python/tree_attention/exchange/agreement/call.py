@@ -41,6 +41,7 @@ class Calls:
         self.timeout = check_timeout("Communicator", timeout)
         group = resolve_group(group)
         self.rank, self.world_size = (0, 1) if group is None else (group.rank(), group.size())
+        self._is_of_no_group = group is None
         if nodes is not None and len(nodes) != self.world_size:
             raise ValueError(
                 f"Communicator: nodes must name the node of each of {self.world_size} ranks, got "
@@ -143,6 +144,18 @@ class Calls:
         """The seconds that an argument `timeout` of `op` stands for."""
         return self.timeout if timeout is None else check_timeout(op, timeout)
 
+    def check_group(self, made_by: str) -> None:
+        """Raises ExchangeError where the group of `made_by` is destroyed, or was not yet made."""
+        reason = None
+        if self._session is not None:
+            if not self.link.is_group_alive():
+                reason = f"its process group of {self.world_size} ranks was destroyed"
+        elif self._is_of_no_group and dist.is_initialized() and dist.get_world_size() > 1:
+            reason = "it was made before init_process_group, for this rank alone, and now there "
+            reason += f"are {dist.get_world_size()} ranks"
+        if reason is not None:
+            raise ExchangeError(f"{made_by}: {reason}; call {made_by} again")
+
     def unavailable(self, device: torch.device) -> Mapping[str, str]:
         """Strategies that cannot be used with tensors of `device`, and why; known after a call."""
         return self._resources.unavailable(device)
@@ -185,6 +198,8 @@ class Call(AbstractContextManager["Call"]):
         self.comm, self.op, self._timeout = comm, op, timeout
 
     def __enter__(self) -> "Call":
+        if self.comm._session is None:
+            self.comm.check_group("Communicator")
         self.comm._turn.take(self.op)
         self._is_on_the_way = True
         try:

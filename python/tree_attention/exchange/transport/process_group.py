@@ -276,6 +276,11 @@ class Link:
         """The ways to other ranks that are open, the nearest first."""
         return [way for way in (self.shared_memory, self.sockets) if isinstance(way, Way)]
 
+    def is_group_alive(self) -> bool:
+        """False once `destroy_process_group` was called, also while somebody holds the group."""
+        group = self._group()
+        return group is not None and group in dist.distributed_c10d._world.pg_map
+
     @property
     def group(self) -> dist.ProcessGroup:
         group = self._group()

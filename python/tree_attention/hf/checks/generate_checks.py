@@ -80,6 +80,8 @@ class Preparation:
     ) -> Any:
         """The output of `generate`, if it raised on no rank and all ranks have the same tokens."""
         arguments = _by_name(original, model, args, kwargs)
+        for comm in (self.comm, self.shard.comm):
+            comm.check_group("enable")
         is_inside, call = _is_inside.get(), vars(self.call)
         meets, outer = self.comm.world_size > 1 and not is_inside, {**call}
         # Over ranks, no other thread may use the groups until it ends. Ranks may call it in threads
