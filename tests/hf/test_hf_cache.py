@@ -234,7 +234,7 @@ def test_offloading_is_refused() -> None:
 
 
 def test_arguments_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match="growth must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="growth must be an integer of at least 1, got 0"):
         hf.TreeCache(CONFIG, growth=0)
     with pytest.raises(ValueError, match="layout must have the group's world size 1, got one of 2"):
         hf.TreeCache(CONFIG, layout=BlockCyclic(2))

@@ -5,6 +5,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -167,13 +168,47 @@ def test_only_the_new_tokens_with_a_mask_over_all(model: PreTrainedModel) -> Non
     assert torch.equal(found[:, 7:], expected[:, 37:])
 
 
+def test_numbers_of_other_libraries() -> None:
+    """Each is the same option as Python's number; what is no integer is refused by its name."""
+    prompts = make_prompts(1, 9)
+    settings: list[dict[str, Any]] = [
+        {"prefill_chunk_size": 4, "max_length": 64, "deterministic": 32, "timeout": 20.0},
+        {"prefill_chunk_size": np.int64(4), "max_length": torch.tensor(64),
+         "deterministic": np.uint8(32), "timeout": torch.tensor(20)},
+    ]  # fmt: skip
+    tokens = []
+    for options in settings:
+        model = hf.enable(make_model("llama"), **options)
+        tokens.append(model.generate(**prompts, **GREEDY))
+    assert torch.equal(*tokens)
+    model = make_model("llama")
+    for name in ("prefill_chunk_size", "max_length", "deterministic"):
+        for wrong in (4.0, True, np.True_, "4", torch.tensor(4.0), np.float64(4)):
+            with pytest.raises(TypeError, match=rf"^\w+: {name} must be an integer"):
+                hf.enable(model, **{name: wrong})
+    for wrong in (1.0, "1", np.float32(1), torch.tensor(True)):
+        with pytest.raises(TypeError, match=r"^parallelize: tensor_parallel_size must be an int"):
+            hf.parallelize(model, tensor_parallel_size=wrong)  # type: ignore[arg-type]
+    hf.parallelize(model, tensor_parallel_size=np.int64(1))
+    with pytest.raises(TypeError, match=r"^seed_ranks: seed must be an integer"):
+        hf.seed_ranks(seed=1.0)  # type: ignore[arg-type]
+    hf.seed_ranks(seed=np.int64(1))
+    cache = hf.TreeCache(model.config, growth=np.int16(8))
+    with pytest.raises(TypeError, match=r"^TreeCache: growth must be an integer"):
+        hf.TreeCache(model.config, growth=8.0)  # type: ignore[arg-type]
+    for wrong in (0.0, "0", False):
+        with pytest.raises(TypeError, match=r"^TreeCache: the argument of crop must be an integer"):
+            cache.crop(wrong)  # type: ignore[arg-type]
+    cache.crop(np.int64(0))
+
+
 def test_models_and_options_that_cannot_work_are_refused() -> None:
     t5 = T5ForConditionalGeneration(
         T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     )
     with pytest.raises(ValueError, match="must be a decoder of text alone, got 't5'"):
         hf.enable(t5)
-    with pytest.raises(ValueError, match="enable: prefill_chunk_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"enable: prefill_chunk_size must be .* 1, got 0"):
         hf.enable(make_model("llama"), prefill_chunk_size=0)
     model = make_model("llama")
     model._can_set_attn_implementation = lambda: False

@@ -52,9 +52,9 @@ class Mesh:
         self.timeout, self.op = timeout, op
         self.calls = get_communicator(self.group)
         self.rank, self.world_size = self.calls.rank, self.calls.world_size
-        size = integer(op, "tensor_parallel_size", tensor_parallel_size, 1)
+        size = integer(op, "tensor_parallel_size", tensor_parallel_size)
         self.tensor_parallel_size = size
-        if self.world_size % size:
+        if size < 1 or self.world_size % size:
             raise ValueError(
                 f"{op}: tensor_parallel_size must divide the group's world size {self.world_size}, "
                 f"got {size}"
