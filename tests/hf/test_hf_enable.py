@@ -125,6 +125,14 @@ def test_other_caches_are_refused(model: PreTrainedModel, name: str) -> None:
         model.generate(**make_prompts(), **GREEDY, past_key_values=DynamicCache())
 
 
+@pytest.mark.parametrize("name", ["hybrid", "sliding_window", "hybrid_chunked"])
+def test_kinds_of_layers_in_old_checkpoints(model: PreTrainedModel, name: str) -> None:
+    """They named the layers of a cache, which follow from the configuration now."""
+    expected = model.generate(**make_prompts(), **GREEDY)
+    model.generation_config.cache_implementation = name
+    assert torch.equal(model.generate(**make_prompts(), **GREEDY), expected)
+
+
 def test_weights_are_refused(model: PreTrainedModel) -> None:
     with pytest.raises(NotImplementedError, match="generate: output_attentions is not supported"):
         model.generate(
