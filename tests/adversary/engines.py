@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from random import Random
 
 import torch
@@ -26,6 +28,10 @@ from .places import Place
 _TAGS = (0, 1, 2, 255, 256, 257, 511, 512, 513, 768, 1024, 2560, 0x7A77, 65535, 65536)
 # Bytes: of a delivery test, a seal, small states, a ring's keys.
 _SIZES = (4, 8, 16, 32, 64, 128, 256, 1280, 2048, 4096)
+
+
+# Of a communicator from call to call, and of all else in a process that has grown meanwhile.
+_KEPT_BYTES = (64 + 24) << 20
 
 
 def _draw_tags(rng: Random, count: int) -> list[int]:
@@ -91,4 +97,41 @@ def messages(case: Case, here: Place) -> str:
     return model.bits(*[_payload(seed, 0, 8)])
 
 
-KINDS: dict[str, tuple[float, Callable[[Case, Place], str]]] = {"messages": (3, messages)}
+def _anonymous_bytes() -> int:
+    """What this process has of memory that is no file, its allocator's reserves aside."""
+    ctypes.CDLL(None).malloc_trim(0)
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+
+def memory(case: Case, here: Place) -> str:
+    """After a large call a communicator keeps no more than it says, whatever was large in it."""
+    rng = case.rng
+    ways = rng.choice([through_the_group, nullcontext, nullcontext])
+    op, size = rng.choice(OPS), rng.choice([16, 24, 32])  # MiB
+    large = Call(op, 1, seqlen_q=512 * size, head_dim=128)  # of 4 heads in float32
+    if op == "all_reduce":
+        large = Call(op, 1, batch=2048 * size, head_dim=128)
+    elif op == "all_gather":
+        large = Call(op, 1, batch=2048 * size // here.world_size, head_dim=128)
+    elif op == "all_merge_states":
+        large = Call(op, 1, seqlen_q=1024 * size, head_dim=128)
+    with ways():
+        there = replace(here, comm=Communicator(here.group, AMPLE))
+        small = [Call(rng.choice(OPS), rng.getrandbits(31)) for _ in range(2)]
+        for call in small:
+            call.make(there).result()
+        before = _anonymous_bytes()
+        large.make(there).result()
+        for call in small:
+            call.make(there).result()
+        kept = _anonymous_bytes() - before
+    assert kept <= _KEPT_BYTES, f"{op} of {size} MiB leaves {kept >> 20} MiB"
+    here.probe()
+    return "bounded"
+
+
+KINDS: dict[str, tuple[float, Callable[[Case, Place], str]]] = {
+    "messages": (3, messages),
+    "memory": (0.5, memory),
+}
