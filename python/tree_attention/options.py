@@ -146,7 +146,9 @@ def _kind(name: str, x: Tensor) -> tuple[str, str]:
         return f"one of layout {x.layout}", f"give {name}.to_dense()"
     if x.is_quantized:
         return f"a quantized one ({x.dtype})", f"give {name}.dequantize()"
-    is_read = kind.__module__.startswith(_READ_AS_OTHERS)
+    # The host reads a tensor's memory, which one with operators of its own need not have. On a
+    # device its operators alone do.
+    is_read = kind.__module__.startswith(_READ_AS_OTHERS) or not x.is_cpu
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not is_read:
         return f"a {kind.__module__}.{kind.__name__}", "convert it to a plain tensor"
     return "", ""

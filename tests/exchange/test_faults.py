@@ -86,7 +86,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "scale": ({"softmax_scale": 0.5}, "softmax_scale is 0.5 on rank 1, None on rank 0"),
     "softcap": ({"softcap": 3.0}, "softcap is 3.0 on rank 1, 0.0 on rank 0"),
     "strategy": ({"kind": "three_allreduce"}, "strategy is three_allreduce on rank 1, all_gather"),
-    "dtype": ({"dtype": torch.bfloat16}, "out_dtype is torch.bfloat16 on rank 1, torch.float32 on"),
+    "dtype": ({"dtype": torch.bfloat16}, "dtype is torch.bfloat16 on rank 1, torch.float32 on"),
     "version": ({"version": "1.2"}, "tree_attention version is 1.2 on rank 1, "),
     "function": ({"kind": "ring"}, "call is ring_decode on rank 1, tree_decode on rank 0"),
 }

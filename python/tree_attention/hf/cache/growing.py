@@ -128,7 +128,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        """Those of the tokens in use, `[batch, num_heads_kv, tokens, head_dim]`, as `DynamicCache`
+        """Keys of the tokens in use, `[batch, num_heads_kv, tokens, head_dim]`, as `DynamicCache`
         shows them: a view of the buffer, in a world of one and without `kv_dtype`."""
         return self._show("keys")
 
@@ -142,7 +142,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
     @property
     def values(self) -> Tensor | None:
-        """Those of the tokens in use; see `keys`."""
+        """The values of the tokens in use; see `keys`."""
         return self._show("values")
 
     @values.setter

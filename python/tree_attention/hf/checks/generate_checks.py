@@ -312,7 +312,7 @@ class Preparation:
         num_new: int,
         num_cached: int,
     ) -> None:
-        """Has a prompt of many new tokens read in chunks, each with what belongs to its tokens."""
+        """Makes transformers read a long prompt in chunks, with what belongs to their tokens."""
         tensors = {name for name, x in model_kwargs.items() if isinstance(x, Tensor)}
         # transformers would give all of the others, as inputs_embeds, to every chunk.
         if tensors - _OF_TOKENS - {"attention_mask"}:

@@ -48,7 +48,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def others(path: str | Path) -> str:
-    """What the error of a missing file says about the other files of a directory."""
+    """Names the other files of a directory, for the error of a missing one."""
     directory = Path(path)
     if not directory.is_dir():
         return f"; where it has weights in another format, load it with transformers, {_SAVE}"
