@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -295,17 +297,58 @@ def test_forked_child_is_refused_and_the_parent_goes_on(when: str) -> None:
         )
 
 
-def decode_in_a_forked_child(rank: int, world_size: int) -> str:
-    torch.set_num_threads(2)
-    q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 8192, 64)
-    expected = lean_decode(q, k, k)  # in the threads of the parent
+CHILDREN = """
+import os, signal, sys, threading
+import torch
+from tree_attention import lean_decode, merge_states
 
-    def decode() -> None:
-        o, lse = lean_decode(q, k, k)
-        assert torch.equal(o, expected[0]) and torch.equal(lse, expected[1])
+q, k = torch.ones(1, 8, 1, 64), torch.linspace(-1, 1, 2 * 32768 * 64).view(1, 2, 32768, 64)
+o_parts, lse_parts = torch.ones(4, 1, 8, 4096, 64), torch.zeros(4, 1, 8, 4096)
 
-    return in_child(decode)
+def compute(num_threads):
+    torch.set_num_threads(num_threads)
+    return *lean_decode(q, k, k, num_workers=4), *merge_states(o_parts, lse_parts)
+
+def in_child(body):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # a child that hangs is ended
+        status = 1
+        try:
+            body()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0, sys.argv
+
+def check():
+    tasks = set(os.listdir("/proc/self/task"))
+    found, there = compute(3), set(os.listdir("/proc/self/task"))
+    assert len(there - tasks) >= 2, "the loops of a forked child are serial"
+    for x, y in zip(found, compute(1), strict=True):
+        assert torch.equal(x, y)
+    assert compute(3) and len(os.listdir("/proc/self/task")) == len(there)
+
+def check_and_fork_again():
+    check()
+    in_child(check)
+
+torch.set_num_threads(3)
+if "torch" in sys.argv:
+    torch.ones(10_000_000).exp_()
+if "ours" in sys.argv:
+    compute(3)
+if "another thread" in sys.argv:
+    thread = threading.Thread(target=compute, args=(3,))
+    thread.start()
+    thread.join()
+torch.set_num_threads(3)
+in_child(check_and_fork_again)
+assert compute(3)
+"""
 
 
-def test_lean_decode_needs_no_threads_of_the_parent() -> None:
-    assert run_ranks(decode_in_a_forked_child, 1, fresh=True) == ["returned"]
+@pytest.mark.parametrize("before", ["nothing", "torch", "ours", "another thread"])
+def test_loops_of_a_forked_child_have_threads_of_its_own(before: str) -> None:
+    """Whatever the parent ran before: OpenMP's threads, if it has some, stayed with it."""
+    subprocess.run([sys.executable, "-c", CHILDREN, before], check=True, timeout=240)

@@ -15,6 +15,7 @@ inline int num_threads = 1;
 inline thread_local bool inside_parallel_region = false;
 
 inline void set_num_threads(int count) { num_threads = count; }
+inline void init_num_threads() {}
 inline int get_num_threads() { return inside_parallel_region ? 1 : num_threads; }
 inline bool in_parallel_region() { return inside_parallel_region; }
 
