@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""An exchange in its steady state allocates its outputs and nothing else."""
+"""An exchange in its steady state allocates its outputs and nothing else, and keeps little."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distributed import run_ranks
+from distributed import on_ranks, run_ranks, through_the_group
 from test_strategies import BF16, CANONICAL
-from tree_attention import strategies
-from tree_attention.exchange import Communicator
+from tree_attention import merge_states, ring_decode, ring_pass_q_decode, strategies
+from tree_attention.exchange import MAX_KEPT_BYTES, Communicator
 
 
 class Allocations(TorchDispatchMode):
@@ -60,3 +64,80 @@ def exchange_in_steady_state(rank: int, world_size: int, nodes: str) -> None:
 @pytest.mark.parametrize("nodes", ["aaaa", "aabb", "abc"])
 def test_nothing_but_outputs_is_allocated(nodes: str) -> None:
     run_ranks(exchange_in_steady_state, len(nodes), nodes)
+
+
+ROWS = 4096  # of the large call: a state of 32 MiB, of which nine were kept
+LARGE = torch.Size((1, 16, ROWS, 128))
+
+
+def calls_of(kind: str, comm: Communicator, shape: torch.Size) -> None:
+    """A call of the kind, small or large."""
+    value, o, lse = comm.rank + 1.0, torch.ones(shape), torch.zeros(shape[:3])
+    if kind in strategies():
+        merged, _ = comm.all_merge_states(o * value, lse, strategy=kind)
+        torch.testing.assert_close(merged, o * (comm.world_size + 1) / 2)
+    elif kind == "all_reduce":
+        assert comm.all_reduce(o)[0, 0, -1, -1] == comm.world_size
+    elif kind == "all_gather":
+        assert comm.all_gather(o, (shape[3],) * comm.world_size).shape[3] == 2 * shape[3]
+    else:
+        keys = torch.ones(1, 16, 8 if kind == "ring of queries" else shape[2], 128)
+        ring = ring_pass_q_decode if kind == "ring of queries" else ring_decode
+        result, _ = ring(o if kind == "ring of queries" else o[:, :, :1], keys, keys, group=comm)
+        torch.testing.assert_close(result, torch.ones_like(result))
+
+
+def anonymous_bytes() -> int:
+    ctypes.CDLL(None).malloc_trim(0)
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def live_bytes() -> int:
+    """Of all tensors, wherever they are kept."""
+    tensors = [x for x in gc.get_objects() if type(x) is Tensor]
+    return sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
+    )
+
+
+def large_then_small(rank: int, world_size: int, kind: str) -> None:
+    comm, small = Communicator(), torch.Size((1, 16, 1, 128))
+    gc.collect()
+    gc.disable()  # what is not needed goes without it
+    try:
+        calls_of(kind, comm, small)
+        before, live_before = anonymous_bytes(), live_bytes()
+        calls_of(kind, comm, LARGE)
+        calls_of("all_reduce", comm, torch.Size((3,) * 3 + (5,)))  # after the large call's door
+        calls_of(kind, comm, small)
+        assert live_bytes() - live_before <= MAX_KEPT_BYTES
+        assert anonymous_bytes() - before <= MAX_KEPT_BYTES + SLACK
+    finally:
+        gc.enable()
+
+
+SLACK = 24 << 20  # what the allocator keeps
+KINDS = (*strategies(), "ring", "ring of queries", "all_reduce", "all_gather")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_call_leaves_little_behind(kind: str) -> None:
+    run_ranks(large_then_small, 2, kind, fresh=True)
+
+
+@on_ranks(3)
+def test_a_door_leaves_the_next_state_as_it_is(rank: int, world_size: int) -> None:
+    """The last call's messages go once more while the next call's state is in the buffer."""
+    for direct in (True, False):
+        with nullcontext() if direct else through_the_group():
+            comm = Communicator(nodes="aab")
+            for strategy in strategies():
+                for step, rows in enumerate((1, 7, 3, 40, 2)):
+                    o = torch.randn(
+                        world_size, 2, 3, rows, 5, generator=torch.Generator().manual_seed(step)
+                    )
+                    lse = o.sum(-1)
+                    merged = comm.all_merge_states(o[rank], lse[rank], strategy=strategy)
+                    for x, y in zip(merged, merge_states(o, lse), strict=True):
+                        torch.testing.assert_close(x, y)

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .._loader import load
-from ..exchange import Communicator, Link, Signature, State, get_communicator
+from ..exchange import MAX_KEPT_BYTES, Communicator, Link, Signature, State, get_communicator
 from ..ops import check_q_k_v, lean_decode, merge_states, ranges_without_keys
 from ..options import AttentionOptions, fields_of_options, queries_of, takes_attention_options
 
@@ -240,12 +240,13 @@ _buffers = WeakKeyDictionary()
 
 
 def _shard_buffer(comm: Communicator, index: int, num_bytes: int, device: torch.device) -> Tensor:
-    """Bytes to receive a shard into, kept for the next call."""
+    """Bytes to receive a shard into, kept for the next call unless they are too many."""
     buffers = _buffers.setdefault(comm, {})
     buffer = buffers.get((index, device))
     if buffer is None or buffer.numel() < num_bytes:
         buffers.pop((index, device), None)  # give back before taking more
         with torch.inference_mode(False):  # or nobody could write to it outside of it
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        buffers[index, device] = buffer
+        if num_bytes <= MAX_KEPT_BYTES:
+            buffers[index, device] = buffer
     return buffer

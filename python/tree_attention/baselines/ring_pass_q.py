@@ -64,21 +64,22 @@ def ring_pass_q_decode(
             k, v, ranges, changed = part.of(k_local, v_local, key_ranges, options)
             lean_decode(queries, k, v, ranges, out=out, **changed)
 
-        # As a door shall keep neither q nor the call.
+        # A door shall keep neither q, nor memory, nor the call.
         shape, dtype, device, seconds = q.shape, q.dtype, q.device, call.seconds
-        kind = ring_pass_q_decode, shape, dtype, k_local.shape[1]
-        ring = state.prepared.get(kind)
-        if ring is None:
-            # Views that are made in inference mode cannot be written to outside of it.
-            with torch.inference_mode(False):
-                ring = state.prepared[kind] = _PassQ(comm.link, state, q, k_local.shape[1])
+        num_heads_kv, head_dim_v = k_local.shape[1], v_local.shape[3]
+
+        def again(deadline: float) -> None:
+            nothing = torch.empty(shape, dtype=dtype, device=device)
+            with comm.lend((*shape[:3], head_dim_v), device) as there:
+                ring = _ring_of(comm, there, nothing, num_heads_kv)
+                ring.run(nothing, _attend_to_nothing, lambda: deadline)
+
+        ring = _ring_of(comm, state, q, num_heads_kv)
         return call.run(
             signature_of(q, v_local, options),
             lambda deadline: ring.run(q, attend, lambda: time.monotonic() + seconds),
             device,
-            door=lambda deadline: ring.run(
-                torch.empty(shape, dtype=dtype, device=device), _attend_to_nothing, lambda: deadline
-            ),
+            door=again,
             queries=queries_of(q, options),
         )
 
@@ -86,6 +87,17 @@ def ring_pass_q_decode(
 _State = tuple[Tensor, Tensor]  # o, lse
 # Attends to this rank's keys with a part's queries, into the part's state.
 _Attend = Callable[["_Part", Tensor, _State], object]
+
+
+def _ring_of(comm: Communicator, state: State, q: Tensor, num_heads_kv: int) -> "_PassQ":
+    """The ring of calls of this kind, made once."""
+    kind = ring_pass_q_decode, q.shape, q.dtype, num_heads_kv
+    ring: _PassQ | None = state.prepared.get(kind)
+    if ring is None:
+        # Views that are made in inference mode cannot be written to outside of it.
+        with torch.inference_mode(False):
+            ring = state.prepared[kind] = _PassQ(comm.link, state, q, num_heads_kv)
+    return ring
 
 
 def _attend_to_nothing(part: "_Part", queries: Tensor, out: _State) -> None:

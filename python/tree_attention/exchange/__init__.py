@@ -33,7 +33,7 @@ from .options import (
     resolve_group,
 )
 from .strategies import candidates, strategies
-from .transport.buffers import State, StateLayout
+from .transport.buffers import MAX_KEPT_BYTES, State, StateLayout
 from .transport.deadlines import call_before, remaining
 from .transport.messages import Round
 from .transport.process_group import Link
@@ -42,6 +42,7 @@ from .transport.topology import Topology
 __all__ = [
     "COSTS_VARIABLE",
     "DEFAULT_TIMEOUT",
+    "MAX_KEPT_BYTES",
     "MAX_SECONDS",
     "MERGE_DEFAULTS",
     "MERGE_SCHEMA",

@@ -7,6 +7,7 @@
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import count
 from typing import ClassVar
@@ -31,8 +32,14 @@ from .options import (
     payload_of_sum,
     resolve_group,
 )
-from .transport.buffers import State, StateBuffers, StateLayout, share
+from .transport.buffers import MAX_KEPT_BYTES, State, StateBuffers, StateLayout, share
 from .transport.collectives import Collectives
+
+# A call that sends more is large. Host memory beyond `MAX_KEPT_BYTES` stays while large calls
+# follow one another, as in a prompt's layers: each would take twice as long with fresh memory.
+_LARGE_BYTES = MAX_KEPT_BYTES // 16
+# So many small calls may be between two large ones; after one more the memory is freed.
+_MAX_SMALL_CALLS = 1
 
 
 class Communicator(Calls):
@@ -47,8 +54,8 @@ class Communicator(Calls):
     A process group serves one thread at a time: a call raises ExchangeError, and sends nothing,
     while one of another thread is under way. Ranks compare the names of the calling threads, so
     that threads which enter in different orders are an error: threads that call together have the
-    same name on all ranks, and no two threads of a process have the same. A forked child cannot
-    use the groups of its parent.
+    same name on all ranks, and no two threads of a process have the same, or `turn` names the
+    caller. A forked child cannot use the groups of its parent.
 
     Args:
         group: the process group, by default the world; a world of one where torch.distributed
@@ -79,9 +86,8 @@ class Communicator(Calls):
         nodes: Sequence[object] | None = None,
     ) -> None:
         super().__init__(group, timeout, nodes=nodes)
-        # Doors have memory of their own: one is used while the next call's state is in the buffer.
-        self._buffers, self._doors = StateBuffers(), StateBuffers()
-        self._collectives = Collectives()
+        self._buffers, self._collectives = StateBuffers(), Collectives()
+        self._num_small_calls = 0  # in a row
         self.name = f"communicator {next(self._numbers)}"
         self.by_name[self.name] = self
 
@@ -187,6 +193,7 @@ class Communicator(Calls):
         self, call: Call, signature: Signature, x: Tensor, run: Callable[..., Tensor], *how: object
     ) -> Tensor:
         """`run` for all ranks' `x`, as `call`."""
+        self._note_size(x.nbytes)
         link, shape, dtype, device = self.link, x.shape, x.dtype, x.device  # a door keeps no x
         return call.run(
             signature,
@@ -197,10 +204,27 @@ class Communicator(Calls):
             ),
         )
 
+    def give_back(self) -> None:
+        self._num_small_calls += 1
+        if self._num_small_calls <= _MAX_SMALL_CALLS or self._session is None:
+            return
+        states, sums, link = self._buffers.prepared, self._collectives.prepared, self.link
+        held = states.arena.host_bytes + sums.arena.host_bytes + link.staged_bytes
+        if held > MAX_KEPT_BYTES:
+            states.free_host()
+            sums.free_host()
+            link.free_staged()
+
+    def _note_size(self, num_bytes: int) -> None:
+        """Notes what the call under way sends, by which `give_back` goes."""
+        if num_bytes > _LARGE_BYTES:
+            self._num_small_calls = -1  # as this one ends
+
     # The methods below serve other collective functions too, and lend them memory.
 
     def gather(self, x: Tensor, counts: tuple[int, ...], dim: int, deadline: float) -> Tensor:
         """`all_gather`, inside a call."""
+        self._note_size(x.nbytes)
         return self._collectives.all_gather(self.link, x, counts, dim, deadline)
 
     def state(
@@ -210,7 +234,18 @@ class Communicator(Calls):
         payload_dtype: torch.dtype = torch.float32,
     ) -> State:
         """The send buffer of an `o` of `shape`, valid until the next exchange."""
-        return self._buffers.get(torch.Size(shape), payload_dtype, device)
+        state = self._buffers.get(torch.Size(shape), payload_dtype, device)
+        self._note_size(state.send.nbytes)
+        return state
+
+    def lend(
+        self,
+        shape: torch.Size | tuple[int, ...],
+        device: torch.device,
+        payload_dtype: torch.dtype = torch.float32,
+    ) -> AbstractContextManager[State]:
+        """Such a buffer for a door, whatever is in it, maybe the next call's state."""
+        return self._buffers.lend(torch.Size(shape), payload_dtype, device)
 
     def outputs(
         self, layout: StateLayout, options: ExchangeOptions, device: torch.device
@@ -244,9 +279,8 @@ class Communicator(Calls):
             prepared(deadline, *outputs)
 
         def again(deadline: float) -> None:
-            shape = torch.Size((*layout.shape, layout.head_dim))
-            nothing = self._doors.get(shape, layout.dtype, device)
-            exchange(nothing, self.outputs(layout, options, device), deadline)
+            with self.lend((*layout.shape, layout.head_dim), device, layout.dtype) as there:
+                exchange(there, self.outputs(layout, options, device), deadline)
 
         call.run(
             (*signature, *self.fields(layout, options, device)),

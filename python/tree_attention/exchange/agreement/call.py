@@ -140,6 +140,9 @@ class Calls:
         if self._session is not None:
             self._session.before_deadline(lambda deadline: self._resources.check(), self.timeout)
 
+    def give_back(self) -> None:
+        """Frees memory that is too much to keep, at the end of each call."""
+
     def seconds_of(self, op: str, timeout: Timeout) -> float:
         """The seconds that an argument `timeout` of `op` stands for."""
         return self.timeout if timeout is None else check_timeout(op, timeout)
@@ -212,6 +215,7 @@ class Call(AbstractContextManager["Call"]):
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None and self._is_on_the_way:
             self.comm.abandon_call()
+        self.comm.give_back()
         self.comm._turn.give_back()
 
     def run(

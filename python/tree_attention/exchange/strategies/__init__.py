@@ -54,8 +54,9 @@ class Strategy:
     """A way in which ranks exchange and merge their states.
 
     `prepare(context)` makes buffers and views. The exchange that it returns finds this rank's state
-    in `state.send`, may use all of `state` as scratch and writes the merged `o` in `out_dtype` and
-    the float32 `lse`, with the same bits on every rank. It allocates nothing. Whatever it sends
+    in `state.send`, writes nothing there but the seal, may use all other buffers of `state` as
+    scratch and writes the merged `o` in `out_dtype` and the float32 `lse`, with the same bits on
+    every rank. It allocates nothing. Whatever it sends
     goes through `link`, every rank calls the same operations with the same sizes, and nothing in
     it depends on the values of a device's tensors.
 

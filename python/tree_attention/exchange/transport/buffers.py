@@ -3,7 +3,8 @@
 that stay where they are."""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -13,6 +14,9 @@ from torch import Tensor
 T = TypeVar("T")
 
 _MAX_PREPARED = 64
+# Of the host's memory a communicator keeps so much for good: the messages of a state of 14 MiB over
+# two ranks. Beyond it all is freed soon after calls that needed it (`Communicator.give_back`).
+MAX_KEPT_BYTES = 64 << 20
 # A message ends in so many bytes that its link writes and reads (`messages.Messages`).
 SEAL_BYTES = 8
 # The lse behind an o of 16-bit values, and every further state in a row, begins at such an address.
@@ -112,11 +116,16 @@ def share(count: int, num_slices: int, index: int) -> int:
 
 
 class Arena:
-    """Named memory that never moves, because captured graphs may hold its addresses."""
+    """Named memory that stays for the next call.
+
+    A device's never moves and is never freed, because captured graphs may hold its addresses.
+    """
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[str, torch.device], Tensor] = {}
-        self.outgrown: list[Tensor] = []
+        self._outgrown: list[Tensor] = []  # of devices
+        self.num_outgrown = 0
+        self.host_bytes = 0
 
     def bytes(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         """The first bytes of a block, which every user of the name shares."""
@@ -124,34 +133,60 @@ class Arena:
         if block is None or block.numel() < num_bytes:
             capacity = num_bytes
             if block is not None:
-                self.outgrown.append(block)
+                self.num_outgrown += 1
+                if device.type != "cpu":
+                    self._outgrown.append(block)
                 # Doubling bounds the outgrown memory by the memory in use.
                 capacity = max(num_bytes, 2 * block.numel())
+            if device.type == "cpu":
+                self.host_bytes += capacity - (0 if block is None else block.numel())
             with torch.inference_mode(False):  # or nobody could write to it outside of it
                 # Zeros, because padding travels too.
                 block = torch.zeros(capacity, dtype=torch.uint8, device=device)
             self._blocks[name, device] = block
         return block[:num_bytes]
 
+    def free_host(self) -> None:
+        """Gives the host's memory back, as far as no view of it is in use."""
+        self._blocks = {key: x for key, x in self._blocks.items() if key[1].type != "cpu"}
+        self.host_bytes = 0
+
 
 class Prepared(Generic[T]):
     """Objects made once for each kind of call, and the memory that all of them share."""
 
-    def __init__(self) -> None:
+    def __init__(self, forget: Callable[[T], object] = lambda made: None) -> None:
+        """`forget` breaks the circles of an object, so that its memory goes with its last use."""
         self.arena = Arena()
         self._made: dict[Hashable, T] = {}
+        self._num_outgrown = 0  # when they were made
+        self._forget = forget
 
     def get(self, kind: Hashable, make: Callable[[], T]) -> T:
-        made = self._made.get(kind)
+        arena = self.arena
+        made = self._made.get(kind) if self._num_outgrown == arena.num_outgrown else None
         if made is None:
-            num_outgrown = len(self.arena.outgrown)
             # Views that are made in inference mode cannot be written to outside of it.
             with torch.inference_mode(False):
                 made = make()
-            if len(self._made) >= _MAX_PREPARED or len(self.arena.outgrown) > num_outgrown:
-                self._made.clear()  # their views are of outgrown memory
+            if len(self._made) >= _MAX_PREPARED or self._num_outgrown != arena.num_outgrown:
+                self._clear()  # their views may be of outgrown memory, which they keep
+                self._num_outgrown = arena.num_outgrown
             self._made[kind] = made
         return made
+
+    def find(self, kind: Hashable) -> T | None:
+        return self._made.get(kind)
+
+    def free_host(self) -> None:
+        """Forgets what was prepared, and gives the host's memory back."""
+        self._clear()
+        self.arena.free_host()
+
+    def _clear(self) -> None:
+        for made in self._made.values():
+            self._forget(made)
+        self._made.clear()
 
 
 @dataclass(frozen=True)
@@ -190,18 +225,36 @@ class StateBuffers:
     """States of any shape, in memory that they share."""
 
     def __init__(self) -> None:
-        self._states: Prepared[State] = Prepared()
-        self.arena = self._states.arena
+        # What is prepared for a state has it, and the state has what is prepared for it.
+        self.prepared: Prepared[State] = Prepared(lambda state: state.prepared.clear())
 
     def get(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> State:
         """The state of an `o` of `shape` and `dtype`."""
+        return self.prepared.get((shape, dtype, device), lambda: self._make(shape, dtype, device))
 
-        def make() -> State:
-            layout = StateLayout(tuple(shape[:-1]), shape[-1], dtype)
-            send = self.arena.bytes("send", layout.message_bytes, device)
-            return State(layout, device, send, *layout.views(send), self.arena)
+    @contextmanager
+    def lend(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Iterator[State]:
+        """Such a state for a door, which has no memory of its own and keeps none.
 
-        return self._states.get((shape, dtype, device), make)
+        What is in its send buffer may be the next call's state, and stays as it is.
+        """
+        known = self.prepared.find((shape, dtype, device))
+        state = self._make(shape, dtype, device) if known is None else known
+        seal = state.send[-SEAL_BYTES:]  # the one thing that an exchange writes there
+        bytes_there = seal.clone()
+        try:
+            yield state
+        finally:
+            seal.copy_(bytes_there)
+            if known is None:
+                state.prepared.clear()
+
+    def _make(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> State:
+        layout, arena = StateLayout(tuple(shape[:-1]), shape[-1], dtype), self.prepared.arena
+        # Views that are made in inference mode cannot be written to outside of it.
+        with torch.inference_mode(False):
+            send = arena.bytes("send", layout.message_bytes, device)
+            return State(layout, device, send, *layout.views(send), arena)
 
 
 def host_memory(num_bytes: int) -> Tensor:

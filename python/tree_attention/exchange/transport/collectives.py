@@ -22,7 +22,7 @@ class Collectives:
     """The all-reduces and all-gathers of a communicator, in buffers that stay."""
 
     def __init__(self) -> None:
-        self._prepared: Prepared[_Collective] = Prepared()
+        self.prepared: Prepared[_Collective] = Prepared()
 
     def all_reduce(
         self, link: Link, x: Tensor, payload_dtype: torch.dtype, deadline: float
@@ -32,9 +32,9 @@ class Collectives:
         if x.numel():
             is_direct = x.numel() * payload_dtype.itemsize <= _MAX_DIRECT_BYTES
             prepare = _in_one_round if is_direct else _in_two_phases
-            run = self._prepared.get(
+            run = self.prepared.get(
                 (prepare, x.shape, payload_dtype, x.device),
-                lambda: prepare(link, self._prepared.arena, x.shape, payload_dtype, x.device),
+                lambda: prepare(link, self.prepared.arena, x.shape, payload_dtype, x.device),
             )
             run(x, result, deadline)
         return result
@@ -45,9 +45,9 @@ class Collectives:
         """All ranks' `x`, of `counts` along `dim`, one behind the other."""
         result = x.new_empty((*x.shape[:dim], sum(counts), *x.shape[dim + 1 :]))
         if result.numel():
-            run = self._prepared.get(
+            run = self.prepared.get(
                 (x.shape, counts, dim, x.dtype, x.device),
-                lambda: _gather(link, self._prepared.arena, x, counts, dim),
+                lambda: _gather(link, self.prepared.arena, x, counts, dim),
             )
             run(x, result, deadline)
         return result

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from .buffers import SEAL_BYTES, host_memory
+from .buffers import SEAL_BYTES
 from .deadlines import is_watched
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Messages(Round):
         self._downloads: list[tuple[Tensor, Tensor]] = []  # (received tensor, host memory)
         if link.is_staged(device):
             tensors = [*receive.values(), *send.values()]
-            hosts = {id(tensor): host_memory(tensor.nbytes) for tensor in tensors}
+            hosts = {id(tensor): link.host_memory(tensor.nbytes) for tensor in tensors}
             self._uploads = [(hosts[id(t)], t) for t in {id(t): t for t in send.values()}.values()]
             self._downloads = [(tensor, hosts[id(tensor)]) for tensor in receive.values()]
             receive = {rank: hosts[id(tensor)] for rank, tensor in receive.items()}

@@ -75,6 +75,8 @@ class Link:
         config = dist.get_backend_config(group)
         self._backends = dict(pair.split(":") for pair in config.split(","))
         self._host_buffers: dict[str, Tensor] = {}
+        # Host memory in which tensors of devices travel, of these buffers and of all rounds.
+        self.staged_bytes = 0
         self._meeting: Round | None = None
 
     def use_tags_of(self, number: int) -> None:
@@ -311,7 +313,7 @@ class Link:
             name, num_bytes = "source" if copy else "target", tensor.nbytes
             buffer = self._host_buffers.get(name)
             if buffer is None or buffer.nbytes < num_bytes:
-                buffer = self._host_buffers[name] = host_memory(num_bytes)
+                buffer = self._host_buffers[name] = self.host_memory(num_bytes)
             staged = buffer[:num_bytes].view(tensor.dtype).view(tensor.shape)
         else:
             device = self.transport_device(tensor.device)
@@ -319,6 +321,16 @@ class Link:
                 return tensor
             staged = torch.empty_like(tensor, device=device)
         return staged.copy_(tensor) if copy else staged
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """New bytes in which a tensor of a device travels."""
+        self.staged_bytes += num_bytes
+        return host_memory(num_bytes)
+
+    def free_staged(self) -> None:
+        """Gives back the memory of `_stage`. That of rounds goes with them."""
+        self._host_buffers.clear()
+        self.staged_bytes = 0
 
     def _finish(self, work: Work | None, tensor: Tensor, staged: Tensor, deadline: float) -> None:
         self.wait(work, staged.device, deadline)
