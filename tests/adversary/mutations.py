@@ -42,7 +42,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks do not compare threads", "exchange/agreement/call.py",
-        '("name of the calling thread", comm._turn.name),', "",
+        '(CALLER, comm._turn.name),', "",
         "threads", "in_another_order", "off by|not noticed", 4, in_tests=True,
     ),
     Mutation(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import _thread
+import functools
 import os
 import re
 import signal
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,6 +26,8 @@ from tree_attention import (
     ExchangeError,
     all_merge_states,
     lean_decode,
+    ring_decode,
+    ring_pass_q_decode,
     tree_decode,
 )
 from tree_attention.exchange import get_communicator
@@ -173,6 +178,126 @@ def share_a_name(rank: int, world_size: int) -> str:
 def test_living_threads_of_one_name_cannot_be_told_apart() -> None:
     for error in run_ranks(share_a_name, 2):
         assert error.startswith("tree_decode: two threads of this process are named 'worker'")
+        assert "with Communicator(group).turn('step', name='server'): ..." in error
+
+
+def serve(rank: int, world_size: int) -> None:
+    """Threads that are called alike, or otherwise on each rank, or are none of Python's."""
+    comm = Communicator()
+    arguments, expected = problem(0, rank, world_size)
+    errors: list[BaseException] = []
+
+    def step() -> None:
+        with comm.turn("step", name="server"):
+            for decode in (tree_decode, ring_decode, ring_pass_q_decode):
+                o, _ = decode(*arguments, timeout=AMPLE)
+                torch.testing.assert_close(o, expected)
+            assert comm.all_reduce(torch.ones(2)).tolist() == [world_size] * 2
+            assert comm.all_gather(torch.ones(1), (1,) * world_size).tolist() == [1] * world_size
+            comm.agree((("step", 1),))
+            comm.check()
+
+    def attempt(called: threading.Event) -> None:
+        try:
+            step()
+        except BaseException as error:
+            errors.append(error)
+        called.set()
+        done.wait()
+
+    done = threading.Event()
+    for start in (
+        *[lambda run: threading.Thread(target=run, name="AnyIO worker thread").start()] * 3,
+        lambda run: _thread.start_new_thread(run, ()),  # "Dummy-1", as threads of C extensions
+    ):
+        called = threading.Event()
+        start(functools.partial(attempt, called))
+        called.wait()
+    if rank == 0:  # which has one more executor
+        ThreadPoolExecutor(1).submit(int).result()
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(step).result()
+    step()
+    done.set()
+    assert not errors, errors
+
+
+def test_a_server_names_the_caller_in_place_of_its_threads() -> None:
+    run_ranks(serve, 2)
+
+
+def differ_in_names(rank: int, world_size: int) -> list[str]:
+    comm = Communicator()
+
+    def call(name: str | None, thread_name: str) -> str:
+        said: list[str] = []
+
+        def run() -> None:
+            try:
+                if name is None:
+                    comm.all_reduce(torch.ones(1), timeout=AMPLE)
+                else:
+                    with comm.turn("step", name=name):
+                        comm.all_reduce(torch.ones(1), timeout=AMPLE)
+            except ExchangeError as error:
+                said.append(str(error))
+
+        thread = threading.Thread(target=run, name=thread_name)
+        thread.start()
+        thread.join()
+        return said[0] if said else ""
+
+    return [
+        call(None, f"ThreadPoolExecutor-{rank}_0"),
+        call(f"request {rank}", "worker"),
+        call("server" if rank else None, "server"),
+        call("server", f"worker {rank}"),
+    ]
+
+
+def test_callers_of_other_names_are_an_error_that_says_what_to_write() -> None:
+    for said in run_ranks(differ_in_names, 2):
+        for text in said[:3]:
+            assert "name of the calling thread is" in text
+            assert text.count("with Communicator(group).turn('step', name='server')") == 1, text
+        assert "ThreadPoolExecutor-1_0 on rank 1, ThreadPoolExecutor-0_0 on rank 0" in said[0]
+        assert "request 1 of Communicator.turn" in said[1]
+        assert "server of Communicator.turn" in said[2]
+        assert said[3] == ""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_a_name_is_a_string_that_is_not_empty(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    for name in ("", 3, b"server"):
+        turn = comm.turn("step", name)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"turn: name must be a string .*{name!r}"), turn:
+            pass
+    assert comm.all_reduce(torch.ones(1)).tolist() == [world_size]
+
+
+@on_ranks(2)
+def test_a_thread_that_took_another_name_leaves_its_own(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    called, done = threading.Event(), threading.Event()
+
+    def first() -> None:
+        comm.all_reduce(torch.ones(1))
+        threading.current_thread().name = "renamed"
+        called.set()
+        done.wait()
+
+    results: list[torch.Tensor] = []
+    threading.Thread(target=first, name="worker").start()
+    called.wait()
+    second = threading.Thread(
+        target=lambda: results.append(comm.all_reduce(torch.ones(1))), name="worker"
+    )
+    second.start()
+    second.join()
+    done.set()
+    assert results[0].tolist() == [2]
 
 
 @on_ranks(2)

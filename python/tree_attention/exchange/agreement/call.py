@@ -21,6 +21,7 @@ from ..transport.topology import Topology, node_name
 from .one_thread import NoTurns, Turn, turn_of
 from .queries import Queries, warn_of_rounding
 from .session import Door, Session
+from .signatures import CALLER
 
 T = TypeVar("T")
 
@@ -98,7 +99,29 @@ class Calls:
 
     @contextmanager
     def turn(self, op: str, name: str | None = None) -> Iterator[None]:
-        """Surrounds calls between which no other thread may use the group (see `Turn.take`)."""
+        """Surrounds calls of one caller, between which no other thread may use the group.
+
+        Equivalent PyTorch: none. It is a lock of this process, which sends nothing.
+
+            with comm.turn("step", name="server"):  # in any thread, on every rank
+                o, lse = tree_attention.all_merge_states(o, lse, comm)
+
+        Ranks compare the names of their callers, so that no thread's call meets another one's.
+        Threads of a server have names that mean nothing ("AnyIO worker thread", or numbers that
+        differ by rank): `name` stands for them. Callers of one name make their calls in the same
+        order on every rank, one after another. It holds for all communicators of the group, and
+        inside another turn of the thread the outer one's name stays.
+
+        Args:
+            op: what is done, for the error of a thread that calls meanwhile.
+            name: what ranks compare in place of the thread's name, the same on all ranks. A call
+                under another name than the last one's is compared through the store first.
+
+        Raises:
+            ValueError: name is no string, or empty.
+            ExchangeError: another thread uses the group, or the group is of a forked process's
+                parent.
+        """
         self._turn.take(op, name)
         try:
             yield
@@ -290,7 +313,7 @@ class Call(AbstractContextManager["Call"]):
         comm = self.comm
         return (
             ("call", self.op),
-            ("name of the calling thread", comm._turn.name),
+            (CALLER, comm._turn.name),
             *signature,
             *comm._constants,
         )

@@ -13,6 +13,9 @@ import torch.distributed as dist
 
 from ..notes import ExchangeError
 
+# What a server writes whose threads have names that mean nothing.
+ADVICE = "name the caller: with Communicator(group).turn('step', name='server'): ..."
+
 
 class Turn:
     """The right to use a process group, which one thread has for the length of a call."""
@@ -28,16 +31,16 @@ class Turn:
 
     @property
     def name(self) -> str:
-        """Name of the calling thread, which ranks compare: each must call from the same one."""
-        return self._name or self._holder[1]
+        """Name of the caller, which ranks compare: that of its thread, unless it gave another."""
+        return self._holder[1] if self._name is None else f"{self._name} of Communicator.turn"
 
     def take(self, op: str, name: str | None = None) -> None:
         """Takes the turn for `op`, as often as the thread likes, and each time to be given back.
 
-        `name`: what ranks compare in place of the thread's name, where `op` itself compares enough
-        to tell two calls of it apart.
+        `name`: what ranks compare in place of the thread's name, whatever thread it is.
         """
         self.check_process(op)
+        check_name(name)
         if not self._lock.acquire(blocking=False):
             raise ExchangeError(
                 f"{op}: thread {threading.current_thread().name!r} called while {self._holder[0]} "
@@ -48,13 +51,14 @@ class Turn:
             )
         if self._depth == 0:
             thread = threading.current_thread()
-            if name is None and self._threads.setdefault(thread.name, thread) is not thread:
-                if self._threads[thread.name].is_alive():
+            if name is None:
+                other = self._threads.setdefault(thread.name, thread)
+                if other is not thread and other.name == thread.name and other.is_alive():
                     self._lock.release()
                     raise ExchangeError(
                         f"{op}: two threads of this process are named {thread.name!r}, and ranks "
                         "tell the threads that share a process group by their names; give each a "
-                        "name of its own, the same on all ranks"
+                        f"name of its own, the same on all ranks, or {ADVICE}"
                     )
                 self._threads[thread.name] = thread
             self._holder = op, thread.name
@@ -79,10 +83,16 @@ class NoTurns(Turn):
     """The turn in a world of one, which sends nothing: threads need none."""
 
     def take(self, op: str, name: str | None = None) -> None:
-        pass
+        check_name(name)
 
     def give_back(self) -> None:
         pass
+
+
+def check_name(name: str | None) -> None:
+    """Raises ValueError unless it is None or a string that is not empty."""
+    if name is not None and not (isinstance(name, str) and name):
+        raise ValueError(f"turn: name must be a string that is not empty, got {name!r}")
 
 
 _turns: WeakKeyDictionary[dist.ProcessGroup, Turn] = WeakKeyDictionary()

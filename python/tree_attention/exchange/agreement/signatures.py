@@ -21,6 +21,7 @@ from torch.distributed import Store
 from ..._loader import __version__
 from ..notes import Disagreement, ExchangeError, Note, Signature, ranks_text, sentence
 from ..transport.deadlines import call_before
+from .one_thread import ADVICE
 
 T = TypeVar("T")
 # What is wrong with the notes of all ranks, or nothing; the same on every rank.
@@ -28,6 +29,8 @@ Judge = Callable[[list[Note]], str]
 
 # The field of a signature that counts the calls which a rank abandoned on the way to them.
 ABANDONED = "abandoned calls"
+# The field with what the ranks' callers are called.
+CALLER = "name of the calling thread"
 _FAILED, _NOTE = "failed", "note"
 _SEPARATOR = "; "
 _QUOTE = re.compile(r"rank \d+ has failed: ")
@@ -162,7 +165,8 @@ class Agreement:
         if {_FAILED} not in (said.keys(), other.keys()):  # each has said what it calls
             for field in _differing(said, other)[:1]:
                 theirs, ours = said.get(field), other.get(field)
-                remarks.append(f"{field} is {theirs} on rank {rank}, {ours} on {who}")
+                advice = f"{_SEPARATOR}{ADVICE}" if field == CALLER else ""
+                remarks.append(f"{field} is {theirs} on rank {rank}, {ours} on {who}{advice}")
         if _FAILED in said:
             reason = said[_FAILED]
             # A rank that failed because of others quotes them, and they are named already.
