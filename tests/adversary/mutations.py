@@ -168,6 +168,49 @@ MUTATIONS = (
         'self._turn.check_process("Communicator")', "pass",
         "ranks", "fork", "no answer|no word", 12,
     ),
+    Mutation(
+        "any difference of queries is rounding", "exchange/agreement/queries.py",
+        "_ROUNDING_OF_32_BITS = 1e-3", "_ROUNDING_OF_32_BITS = 1e3",
+        "ranks", "another_token", "a wrong call was accepted", in_tests=True,
+    ),
+    Mutation(
+        "a warning inside the call", "exchange/agreement/call.py",
+        "            link.seal = SAME\n",
+        "            link.seal = SAME\n            warn_of_rounding()\n",
+        "ranks", "warning", "is dead|was refused|it warns", 4,
+    ),
+    Mutation(
+        "tags that engines use", "exchange/transport/process_group.py",
+        "FIRST_TAG + NUM_TAGS * (1 + (number - 1) % (FIRST_TAG // NUM_TAGS - 1))",
+        "NUM_TAGS * number",
+        "ranks", "messages", "beside tags|message \\d|process ended|no answer", 60,
+    ),
+    Mutation(
+        "a communicator keeps all memory", "exchange/transport/buffers.py",
+        "MAX_KEPT_BYTES = 64 << 20", "MAX_KEPT_BYTES = 64 << 40",
+        "ranks", "memory", "MiB leaves", 20,
+    ),
+    Mutation(
+        "a layout keeps the caller's number", "sharding.py",
+        "object.__setattr__(self, name, self._at_least_1(name, getattr(self, name)))",
+        "self._at_least_1(name, getattr(self, name))",
+        "ranks", "scalars", "BlockCyclic", 60,
+    ),
+    Mutation(
+        "any text is a number", "_environment.py",
+        'not re.fullmatch("-?[0-9]{1,18}", text) or not least <= int(text) <= most', "False",
+        "environments", "wrong", "Traceback|is named", in_tests=True,
+    ),
+    Mutation(
+        "disable forgets a caller's methods", "hf/overrides.py",
+        "attributes[name] = before", "attributes.pop(name)",
+        "callers", "patched", "after disable", 24,
+    ),
+    Mutation(
+        "keys may be moved to other memory", "hf/cache/growing.py",
+        "if not view.is_set_to(alias):", "if False:",
+        "callers", "replaced", "logits are off", 60,
+    ),
 )  # fmt: skip
 
 
