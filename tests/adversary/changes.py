@@ -34,7 +34,7 @@ class Call:
     head_dim: int = 8
     options: tuple[tuple[str, Any], ...] = ()
 
-    def make(self, here: Place) -> Outcome:
+    def make(self, here: Place, timeout: float = _SECONDS) -> Outcome:
         """A right result, or an error that names rank and field."""
         torch.manual_seed(self.seed)
         makers = {
@@ -43,7 +43,7 @@ class Call:
             "all_merge_states": self._merge,
         }
         call, check = makers.get(self.op, self._decode)(here)
-        outcome = attempt(call, timeout=_SECONDS)
+        outcome = attempt(call, timeout=timeout)
         if outcome.error is None:
             check(outcome.value)
         else:

@@ -84,7 +84,7 @@ def messages(case: Case, here: Place) -> str:
                 dist.all_reduce(total, group=here.group)
                 assert total.tolist() == [here.world_size] * 3, "the engine's own sum is wrong"
             try:
-                call.make(there).result()
+                call.make(there, AMPLE).result()
             except AssertionError as error:
                 raise AssertionError(f"{call.op} beside {how}: {error}") from error
         post(len(calls))
@@ -120,11 +120,11 @@ def memory(case: Case, here: Place) -> str:
         there = replace(here, comm=Communicator(here.group, AMPLE))
         small = [Call(rng.choice(OPS), rng.getrandbits(31)) for _ in range(2)]
         for call in small:
-            call.make(there).result()
+            call.make(there, AMPLE).result()
         before = _anonymous_bytes()
-        large.make(there).result()
+        large.make(there, AMPLE).result()
         for call in small:
-            call.make(there).result()
+            call.make(there, AMPLE).result()
         kept = _anonymous_bytes() - before
     assert kept <= _KEPT_BYTES, f"{op} of {size} MiB leaves {kept >> 20} MiB"
     here.probe()
