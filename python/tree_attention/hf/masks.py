@@ -187,6 +187,14 @@ def _visible_run(attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first, first + count, has_holes
 
 
+def check_steps_after(attention_mask: Tensor, num_cached: int) -> None:
+    """Raises NotImplementedError where tokens that follow a padding mask would have a hole before
+    them, as where prompts are padded behind."""
+    followed = torch.nn.functional.pad(attention_mask, (0, 1), value=1)
+    if bool(_visible_run(followed)[2]):
+        raise NotImplementedError(f"generate: {_describe_hole(followed, num_cached)}")
+
+
 def _describe_hole(attention_mask: Tensor, num_cached: int) -> str:
     """Where the first hole of a padding mask is, what it comes from, and what to do about it."""
     steps = attention_mask.to(torch.int8).diff(dim=1)  # -1 where ones end, 1 where they begin

@@ -19,6 +19,7 @@ from transformers.generation import GenerationMode
 from ...exchange import Communicator, ExchangeError, Signature, sentence
 from ..cache.build import check_layers
 from ..cache.tree_cache import TreeCache
+from ..masks import check_steps_after
 from ..overrides import is_overridden
 from ..prompts.forward import is_dealt_in_generate, may_be_chunked, under_new_name
 from ..release import CACHE_NAME, generate_without_enable
@@ -175,6 +176,9 @@ class Preparation:
                     f"inputs_embeds for those of the whole text, got {num_prompt}; pass those of "
                     f"all {num_left_out + num_prompt} tokens, or token ids"
                 )
+        mask = model_kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            check_steps_after(mask, num_cached)
         # Those of the prompt and all new tokens but the last, which is never fed.
         num_slots = num_left_out + num_prompt + generation_config.max_length - call.num_ids - 1
         num_slots += _num_more_candidates(model, generation_config)
