@@ -84,7 +84,7 @@ def test_keys_and_values_are_those_of_the_tokens_in_use(name: str, max_length: i
             # In place, as codes that change cached values do.
             for layer in (*cache.layers, *expected.layers):
                 layer.keys[:, :, 2:6] *= 1.7
-                layer.values.mul_(0.6)
+                layer.values *= 0.6  # which assigns the tensor that was shown
         torch.testing.assert_close(step(model, cache), step(plain, expected), rtol=1e-3, atol=1e-3)
 
 

@@ -133,8 +133,8 @@ class TreeCacheLayer(CacheLayerMixin):
         return self._show("keys")
 
     @keys.setter
-    def keys(self, _: object) -> NoReturn:
-        raise NotImplementedError(_ASSIGNED.format("keys"))
+    def keys(self, x: object) -> None:
+        self._check_assigned("keys", x)
 
     @keys.deleter
     def keys(self) -> NoReturn:
@@ -146,8 +146,8 @@ class TreeCacheLayer(CacheLayerMixin):
         return self._show("values")
 
     @values.setter
-    def values(self, _: object) -> NoReturn:
-        raise NotImplementedError(_ASSIGNED.format("values"))
+    def values(self, x: object) -> None:
+        self._check_assigned("values", x)
 
     @values.deleter
     def values(self) -> NoReturn:
@@ -193,6 +193,11 @@ class TreeCacheLayer(CacheLayerMixin):
     def rows_of(self, name: str) -> Tensor:
         """The buffer of the keys or the values."""
         return self.buffers()[name]
+
+    def _check_assigned(self, name: str, x: object) -> None:
+        """Refuses any tensor but the one shown, which `layer.keys *= 2` assigns after its work."""
+        if x is None or x is not self._shown.get(name, (None, None))[0]:
+            raise NotImplementedError(_ASSIGNED.format(name))
 
     def _check_shown(self) -> None:
         """Refuses tokens after what `keys` or `values` gave was made to show other memory."""
