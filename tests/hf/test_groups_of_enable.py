@@ -73,6 +73,14 @@ for model in early, other:
     refused(gone, lambda: model.generate(**prompts, **GREEDY))
     assert torch.equal(hf.enable(model).generate(**prompts, **GREEDY), expected)
 dist.destroy_process_group()
+
+# A world of one, and one of two after it.
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert torch.equal(hf.enable(other).generate(**prompts, **GREEDY), expected)
+dist.destroy_process_group()
+meet("third")
+refused(f"enable: it was {before}enable", lambda: other.generate(**prompts, **GREEDY))
+dist.destroy_process_group()
 """
 
 

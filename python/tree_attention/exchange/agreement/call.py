@@ -42,7 +42,8 @@ class Calls:
         self.timeout = check_timeout("Communicator", timeout)
         group = resolve_group(group)
         self.rank, self.world_size = (0, 1) if group is None else (group.rank(), group.size())
-        self._is_of_no_group = group is None
+        # Rather than of a group of one rank that the caller made among others.
+        self._is_of_no_group = group is None or (self.world_size == 1 and group is dist.group.WORLD)
         if nodes is not None and len(nodes) != self.world_size:
             raise ValueError(
                 f"Communicator: nodes must name the node of each of {self.world_size} ranks, got "
