@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -43,6 +44,18 @@ def _cut(model: PreTrainedModel, case: str) -> PreTrainedModel:
         model.model.layers = nn.ModuleList([layers[0], layers[3]])
     if case == "shared":
         model.model.layers = nn.ModuleList([layers[0], layers[1]] * 2)
+    if case == "reversed":
+        model.model.layers = layers[::-1]
+    if case in ("copied", "deeper"):  # and each copy has a copy of the configuration
+        order = {"copied": [0, 1, 2, 3], "deeper": [0, 1, 0, 1, 2, 3]}[case]
+        model.model.layers = nn.ModuleList(copy.deepcopy(layers[i]) for i in order)
+        model.config.num_hidden_layers = len(order)
+        if getattr(model.config, "layer_types", None) is not None:
+            model.config.layer_types = [model.config.layer_types[i] for i in order]
+        for i, layer in enumerate(model.model.layers):
+            for module in layer.modules():
+                if hasattr(module, "layer_idx"):
+                    module.layer_idx = i
     if case == "larger":  # than layer_types has kinds
         model.config.num_hidden_layers = 6
     return model
@@ -68,7 +81,7 @@ _FAMILIES = tiers(
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", _FAMILIES)
 def test_fewer_layers_than_the_configuration_had(world_size: int, name: str) -> None:
-    cases = ["both"]
+    cases = ["both", "copied", "deeper"]
     if name not in ("GPT-OSS", "Cohere 2"):  # which transformers runs to the end anyhow
         cases.append("configuration alone")
     if name in ("Qwen3", "LFM2"):  # others' own caches do not take it
@@ -82,14 +95,15 @@ def test_fewer_layers_than_the_configuration_had(world_size: int, name: str) -> 
     [
         ("layers alone", "names 4 layers, and no layer has the layer_idx 2, 3; set .*num_hidden_l"),
         ("shared", "names 4 layers, and no layer has the layer_idx 2, 3; set"),
+        ("reversed", "ForCausalLM run in the order of layer_idx 3, 2, 1, 0; set layer_idx of each"),
         ("gap", "names 2 layers, and no layer has the layer_idx 1; set .* and layer_idx of each"),
     ],
 )
 @pytest.mark.parametrize("name", ["Llama", "LFM2"])
 def test_layers_that_the_cache_would_not_fit(name: str, case: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=f"^enable: the configuration of this .*{sentence}"):
+    with pytest.raises(ValueError, match=f"^enable: the .* of this .*{sentence}"):
         hf.enable(_cut(_model(name), case))
     model = hf.enable(_model(name))
     _cut(model, case)
-    with pytest.raises(ValueError, match=f"^generate: the configuration of this .*{sentence}"):
+    with pytest.raises(ValueError, match=f"^generate: the .* of this .*{sentence}"):
         model.generate(_IDS, **GREEDY)

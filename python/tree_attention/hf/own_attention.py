@@ -29,7 +29,13 @@ def choose_attention(model: PreTrainedModel, implementation: str) -> None:
     """Sets the attention implementation of a model, also where transformers does not let it be."""
     modules = list(own_attentions(model))
     if not modules:
+        chosen = model.config
         model.set_attn_implementation(implementation)
+        # Layers that a caller copied, as to make a model deeper, have copies of the configuration.
+        configs = (getattr(module, "config", None) for module in model.modules())
+        for config in configs:
+            if isinstance(config, type(chosen)) and config is not chosen:
+                config._attn_implementation = chosen._attn_implementation
         return
     for module in modules if implementation == "tree_attention" else ():
         if "forward" in vars(module) and not is_overridden(module, "forward"):

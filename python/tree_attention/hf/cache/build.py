@@ -132,6 +132,30 @@ def check_layers(op: str, model: PreTrainedModel, cache: Any) -> None:
             "model.config.num_hidden_layers to the number of layers that run, and layer_idx of "
             "each attention to its place among them"
         )
+    _check_order(op, model, len(cache.layers))
+
+
+def _check_order(op: str, model: PreTrainedModel, num_layers: int) -> None:
+    """Raises ValueError where layers run in another order than that of their places in a cache, the
+    last of which ends a forward pass."""
+    for layers in model.modules():
+        if isinstance(layers, torch.nn.ModuleList):
+            numbers = [_layer_idx(layer) for layer in layers[:num_layers]]
+            known = [number for number in numbers if number is not None]
+            if known != sorted(known):
+                raise ValueError(
+                    f"{op}: the layers of this {type(model).__name__} run in the order of "
+                    f"layer_idx {', '.join(map(str, known))}; set layer_idx of each attention to "
+                    "its place among the layers that run"
+                )
+            if known:  # the lists inside these are of experts
+                return
+
+
+def _layer_idx(layer: torch.nn.Module) -> int | None:
+    """The place in a cache that the modules of a layer have."""
+    found = (getattr(module, "layer_idx", None) for module in layer.modules())
+    return next((number for number in found if number is not None), None)
 
 
 def _kinds_that_run(config: PreTrainedConfig) -> list[str] | None:
