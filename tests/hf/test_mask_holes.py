@@ -94,6 +94,8 @@ def _refused(rank: int, world_size: int, name: str, expected: tuple[Tensor, Tens
             model.generate(**_padded_behind(), **GREEDY)
         hook.remove()
         assert not forwards
+        behind = {**_padded_behind(), "max_new_tokens": 1, "do_sample": False}
+        assert model.generate(**behind).shape == (2, LENGTH + 1)  # which nothing follows
 
 
 @pytest.mark.parametrize(

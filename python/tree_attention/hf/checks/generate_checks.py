@@ -177,7 +177,8 @@ class Preparation:
                     f"all {num_left_out + num_prompt} tokens, or token ids"
                 )
         mask = model_kwargs.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.dim() == 2:
+        follows = generation_config.max_length > call.num_ids + 1
+        if isinstance(mask, Tensor) and mask.dim() == 2 and follows:
             check_steps_after(mask, num_cached)
         # Those of the prompt and all new tokens but the last, which is never fed.
         num_slots = num_left_out + num_prompt + generation_config.max_length - call.num_ids - 1
