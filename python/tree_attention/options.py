@@ -197,9 +197,10 @@ def fields_of_options(options: AttentionOptions) -> tuple[tuple[str, object], ..
 
 
 def queries_of(q: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
-    """The tensors whose values all ranks of one call have in common."""
+    """The tensors whose values all ranks of one call have in common, as they are in memory."""
     positions = options.get("query_positions")
-    return (q,) if positions is None else (q, positions)
+    q = q.resolve_neg()  # as torch.view_as_real of a conjugate, whose memory has the other sign
+    return (q,) if positions is None else (q, positions.resolve_neg())
 
 
 _digests: MutableMapping[Tensor, tuple[int | None, str]] = WeakIdKeyDictionary()

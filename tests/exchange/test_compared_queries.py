@@ -168,6 +168,21 @@ def test_rows_without_numbers(rank: int, world_size: int, value: float) -> None:
         decode("tree", comm, rounded)
 
 
+@pytest.mark.parametrize("kind", DECODERS)
+@on_ranks(2)
+def test_values_of_the_other_sign_in_the_same_memory(rank: int, world_size: int, kind: str) -> None:
+    """As of torch.view_as_real of a conjugate, whose imaginary parts nobody has written."""
+    comm = Communicator(timeout=AMPLE)
+    q = prompt((1, 4, 5, 64), torch.float32)
+    _, message = failure(decode, kind, comm, torch._neg_view(q) if rank else q)
+    assert "the queries of rank 1 are not those of rank 0" in message
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        o, _ = decode(kind, comm, torch._neg_view(-q) if rank else q)
+    torch.testing.assert_close(o, whole(q, 2))
+    assert_compares(kind, comm, q)
+
+
 @on_ranks(2)
 def test_queries_of_two_dtypes(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
