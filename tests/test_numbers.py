@@ -278,3 +278,37 @@ def test_ranks_may_give_numbers_of_different_libraries(rank: int, world_size: in
     torch.testing.assert_close(o, expected)
     counts = [[np.int64(1), 2], torch.tensor([1, 2])][rank]
     assert comm.all_gather(torch.ones(1, rank + 1), counts).shape == (1, 3)
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63), 10**400, 10**5000], ids=int.bit_length)
+def test_integers_that_no_tensor_holds(number: int) -> None:
+    """Python itself refuses to write the last one."""
+    for call, error in (
+        (lambda: lean_decode(*QKV, num_workers=number), "lean_decode: num_workers must be .*, got"),
+        (
+            lambda: lean_decode(*QKV, key_layout=(number, 1, 1)),
+            "_decode: key_layout must be .* got",
+        ),
+        (lambda: tree_decode(*QKV, deterministic=-number), "tree_decode: deterministic must be"),
+        (lambda: positions.alibi_slopes(number), "alibi_slopes: num_heads_q must be .*, got"),
+        (
+            lambda: WORLD.all_gather(torch.ones(2), (number,)),
+            "all_gather: counts must be|counts.0.",
+        ),
+    ):
+        if "deterministic" in error and number < 0:
+            continue
+        with pytest.raises(ValueError, match=error) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(2), np.array(2), np.array(2.0), torch.ones(3, 1)])
+def test_lists_without_an_axis_of_numbers(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"lean_decode: key_layout must be three integers .*, got"):
+        lean_decode(*QKV, key_layout=value)
+    with pytest.raises(
+        ValueError, match=r"all_gather: counts must be 1 integers .*, got"
+    ) as caught:
+        WORLD.all_gather(torch.ones(2), value)
+    assert "\n" not in str(caught.value)

@@ -8,13 +8,15 @@ numbers of numpy overflow at their own size, and ranks compare what a number loo
 import operator
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
 
 # Of numbers: what may be iterated over, in its order.
-LISTS = (Sequence, np.ndarray, Tensor)
+_LISTS = (Sequence, np.ndarray, Tensor)
+# Of integers that tensors and the operators' C++ hold.
+MAX_INTEGER = (1 << 63) - 1
 
 
 def as_integer(value: object) -> int | None:
@@ -29,6 +31,14 @@ def as_integer(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def as_integers(value: object) -> list[int] | None:
+    """The integers in a list, array or tensor of one axis; None where one is none."""
+    if not isinstance(value, _LISTS) or getattr(value, "ndim", 1) != 1:
+        return None
+    found = list(map(as_integer, value))
+    return None if None in found else cast("list[int]", found)
 
 
 def as_real(value: object) -> float | None:
@@ -66,14 +76,14 @@ def integer(
     kind = "" if least is None else f" of at least {least}"
     kind = kind if most is None else f" from {least} to {most}"
     error = TypeError if found is None else ValueError
-    raise error(f"{op}: {name} must be an integer{kind}, got {value!r:.80}")
+    raise error(f"{op}: {name} must be an integer{kind}, got {shown(value)}")
 
 
 def real(op: str, name: str, value: object) -> float:
     """The number that the argument `name` of `op` is, or TypeError."""
     found = as_real(value)
     if found is None:
-        raise TypeError(f"{op}: {name} must be a number, got {value!r:.80}")
+        raise TypeError(f"{op}: {name} must be a number, got {shown(value)}")
     return found
 
 
@@ -81,8 +91,17 @@ def boolean(op: str, name: str, value: object) -> bool:
     """The truth value that the argument `name` of `op` is, or TypeError."""
     found = as_boolean(value)
     if found is None:
-        raise TypeError(f"{op}: {name} must be True or False, got {value!r:.80}")
+        raise TypeError(f"{op}: {name} must be True or False, got {shown(value)}")
     return found
+
+
+def shown(value: object) -> str:
+    """What a caller gave, on one line, and no more of it than says what it is."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python does not write integers of more than 4,300 digits
+        text = f"{type(value).__name__} with a number too long to write"
+    return f"{text:.80}"
 
 
 def _scalar(value: Any) -> object:

@@ -4,7 +4,7 @@
 import hashlib
 import inspect
 from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
-from typing import Any, TypedDict, TypeVar, cast, get_type_hints
+from typing import Any, TypedDict, TypeVar, get_type_hints
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._loader import load
-from ._numbers import LISTS, as_integer, integer, real
+from ._numbers import MAX_INTEGER, as_integers, integer, real, shown
 
 load()  # registers the operator whose defaults these options have
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -83,6 +83,7 @@ class AttentionOptions(TypedDict, total=False):
     num_workers: int
 
 
+_MAX_WORKERS = (1 << 31) - 1
 # Arguments of other engines, by the one that has their meaning here.
 _ELSEWHERE = {
     "key_ranges": ("causal", "is_causal", "window_size", "cache_seqlens", "cu_seqlens_k"),
@@ -161,15 +162,18 @@ def with_numbers(op: str, options: AttentionOptions) -> AttentionOptions:
         changed["softmax_scale"] = real(op, "softmax_scale", scale)
     if "softcap" in options and type(options["softcap"]) is not float:
         changed["softcap"] = real(op, "softcap", options["softcap"])
-    if "num_workers" in options and type(options["num_workers"]) is not int:
-        changed["num_workers"] = integer(op, "num_workers", options["num_workers"])
+    if "num_workers" in options:
+        workers = options["num_workers"]
+        if type(workers) is not int or abs(workers) > MAX_INTEGER:
+            changed["num_workers"] = integer(op, "num_workers", workers, -1, _MAX_WORKERS)
     if "key_layout" in options:
         layout = options["key_layout"]
-        found = list(map(as_integer, layout)) if isinstance(layout, LISTS) else [None]
-        if None in found:
-            wanted = "three integers (first, block, stride)"
-            raise TypeError(f"{op}: key_layout must be {wanted}, got {layout!r:.80}")
-        changed["key_layout"] = cast("list[int]", found)
+        found = as_integers(layout)
+        if found is None or any(abs(number) > MAX_INTEGER for number in found):
+            wanted = "three integers (first, block, stride) below 2^63"
+            error = TypeError if found is None else ValueError
+            raise error(f"{op}: key_layout must be {wanted}, got {shown(layout)}")
+        changed["key_layout"] = found
     return {**options, **changed} if changed else options
 
 

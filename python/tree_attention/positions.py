@@ -18,6 +18,9 @@ from .patterns import checked_slots
 
 __all__ = ["alibi_slopes", "decode_with_range_bias", "t5_ranges"]
 
+# More than any model has; a mistake would fill the memory.
+_MAX_HEADS = 1 << 16
+
 
 def alibi_slopes(num_heads_q: int) -> Tensor:
     """The published slopes of ALiBi for `lean_decode`, float32 `[num_heads_q]`.
@@ -29,11 +32,11 @@ def alibi_slopes(num_heads_q: int) -> Tensor:
     Else the slopes of the power of two below, followed by every second one of the next power.
 
     Raises:
-        TypeError, ValueError: `num_heads_q` is no integer of at least 1.
+        TypeError, ValueError: `num_heads_q` is no integer from 1 to 65536.
 
     Source: ALiBi (arXiv:2108.12409), section 3, and its authors' code for other numbers of heads.
     """
-    num_heads_q = integer("alibi_slopes", "num_heads_q", num_heads_q, 1)
+    num_heads_q = integer("alibi_slopes", "num_heads_q", num_heads_q, 1, _MAX_HEADS)
     below = 1 << num_heads_q.bit_length() - 1
     exponents = [8.0 * i / below for i in range(1, below + 1)]
     exponents += [8.0 * i / (2 * below) for i in range(1, 2 * (num_heads_q - below), 2)]

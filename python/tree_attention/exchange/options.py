@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._numbers import LISTS, as_integer, as_real, boolean, integer
+from .._numbers import as_integers, as_real, boolean, integer, shown
 from ..options import check_no_vmap, check_option_names, check_tensors
 from .strategies import STRATEGIES, candidates
 
@@ -124,7 +124,7 @@ def check_timeout(op: str, timeout: float | timedelta) -> float:
     if seconds is None:
         raise TypeError(
             f"{op}: timeout must be a number of seconds or a datetime.timedelta, got "
-            f"{timeout!r:.80}"
+            f"{shown(timeout)}"
         )
     if not 0 < seconds <= MAX_SECONDS:  # false for nan, too
         raise ValueError(
@@ -153,18 +153,18 @@ def check_gather(
     if x.dim() == 0:
         raise ValueError("all_gather: x must have at least one dimension, got a scalar")
     dim = integer("all_gather", "dim", dim, -x.dim(), x.dim() - 1) % x.dim()
-    found = list(map(as_integer, counts)) if isinstance(counts, LISTS) else []
-    if len(found) != world_size or any(count is None or count < 0 for count in found):
+    found = as_integers(counts)
+    if found is None or len(found) != world_size or min(found) < 0:
         raise ValueError(
             f"all_gather: counts must be {world_size} integers of at least 0, one for each rank, "
-            f"got {counts!r:.200}"
+            f"got {shown(counts)}"
         )
     if found[rank] != x.shape[dim]:
         raise ValueError(
             f"all_gather: counts[{rank}] must be the size of rank {rank}'s x in dim {dim}, which "
-            f"is {x.shape[dim]}, got {found[rank]}"
+            f"is {x.shape[dim]}, got {shown(found[rank])}"
         )
-    return tuple(count for count in found if count is not None), dim
+    return tuple(found), dim
 
 
 def _check_state_dtype(op: str, name: str, dtype: torch.dtype) -> None:
