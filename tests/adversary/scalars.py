@@ -261,7 +261,7 @@ def play_of(arguments: dict[str, Argument], rng: Random, here: Place) -> str:
         assert found == expected, f"{found} where {expected_of!r} gives {expected}"[:400]
     except AssertionError as error:
         raise AssertionError(f"{name} = {kind}({plain}): {error}") from error
-    return f"{found}"
+    return "the same"
 
 
 def play(case: Case, here: Place) -> str:
