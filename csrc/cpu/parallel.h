@@ -19,7 +19,8 @@ namespace tree_attention::cpu {
 // The thread that begins the loops of a forked child. OpenMP has a pool of threads for each thread
 // that began a loop, and the one that was forked would wait without end for a pool that stayed with
 // the parent. Nothing tells whether it has one: torch's operators make it, too. A thread of the
-// child's own has none, and gets one.
+// child's own has none, and gets one. It has none of torch's state of a thread, as the gradient and
+// inference modes: bodies of loops call no operators of torch.
 class LoopThread {
  public:
   LoopThread() {

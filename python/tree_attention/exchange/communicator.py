@@ -35,9 +35,10 @@ from .options import (
 from .transport.buffers import MAX_KEPT_BYTES, State, StateBuffers, StateLayout, share
 from .transport.collectives import Collectives
 
-# A call that sends more is large. Host memory beyond `MAX_KEPT_BYTES` stays while large calls
-# follow one another, as in a prompt's layers: each would take twice as long with fresh memory.
-_LARGE_BYTES = MAX_KEPT_BYTES // 16
+# A call in which the messages of all ranks have more bytes is large. Host memory beyond
+# `MAX_KEPT_BYTES` stays while large calls follow one another, as in a prompt's layers: each would
+# take twice as long with fresh memory.
+_LARGE_BYTES = MAX_KEPT_BYTES // 8
 # So many small calls may be between two large ones; after one more the memory is freed.
 _MAX_SMALL_CALLS = 1
 
@@ -216,8 +217,8 @@ class Communicator(Calls):
             link.free_staged()
 
     def _note_size(self, num_bytes: int) -> None:
-        """Notes what the call under way sends, by which `give_back` goes."""
-        if num_bytes > _LARGE_BYTES:
+        """Notes the size of this rank's message in the call under way, for `give_back`."""
+        if num_bytes * self.world_size > _LARGE_BYTES:
             self._num_small_calls = -1  # as this one ends
 
     # The methods below serve other collective functions too, and lend them memory.

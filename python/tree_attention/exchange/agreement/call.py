@@ -239,8 +239,10 @@ class Call(AbstractContextManager["Call"]):
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None and self._is_on_the_way:
             self.comm.abandon_call()
-        self.comm.give_back()
-        self.comm._turn.give_back()
+        try:
+            self.comm.give_back()
+        finally:
+            self.comm._turn.give_back()
 
     def run(
         self,
