@@ -60,6 +60,12 @@ refused("TreeCache: it was " + before, lambda: plain(**prompts, past_key_values=
 for comm in comms:
     refused("Communicator: it was " + before, lambda: comm.all_reduce(torch.ones(2)))
 assert torch.equal(hf.enable(early).generate(**prompts, **GREEDY), expected)
+try:
+    early.generate(**prompts, **GREEDY, past_key_values=cache)
+except ValueError as error:
+    assert "cache is for a world of 1 and the model was enabled for one of 2" in str(error), error
+else:
+    raise AssertionError("a cache of another world was taken")
 hf.enable(early, layout=BlockCyclic(2, 16))
 other = hf.enable(make_model("llama"))
 for model in early, other:
@@ -104,7 +110,7 @@ def test_groups_made_late_and_destroyed(tmp_path: Path) -> None:
 
 
 def test_torchrun_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tree_attention.hf.enable import _warn_if_not_initialised as once
+    from tree_attention.hf.enable import _warn_once as once
 
     for size, number in (("2", 1), ("1", 0), ("", 0), ("two", 0)):
         once.cache_clear()

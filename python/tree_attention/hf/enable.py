@@ -180,17 +180,21 @@ def check_model(op: str, model: Any) -> None:
     _check_whole(op, model)
 
 
-@functools.cache
 def _warn_if_not_initialised() -> None:
-    """Warns once in a process that torchrun started and that has not joined the others."""
+    """Warns in a process that torchrun started and that has not joined the others."""
     size = os.environ.get("WORLD_SIZE", "")
     if not dist.is_initialized() and size.isdecimal() and int(size) > 1:
-        warnings.warn(
-            f"enable: WORLD_SIZE is {size} and torch.distributed is not initialised, so each of "
-            "these processes keeps all keys and generates by itself; call "
-            "torch.distributed.init_process_group before enable",
-            stacklevel=3,
-        )
+        _warn_once(size)
+
+
+@functools.cache
+def _warn_once(size: str) -> None:
+    warnings.warn(
+        f"enable: WORLD_SIZE is {size} and torch.distributed is not initialised, so each of these "
+        "processes keeps all keys and generates by itself; call "
+        "torch.distributed.init_process_group before enable",
+        stacklevel=4,
+    )
 
 
 def _check_whole(op: str, model: PreTrainedModel) -> None:

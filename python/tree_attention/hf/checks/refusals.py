@@ -46,6 +46,12 @@ def check_given_cache(cache: object, shard: Shard) -> None:
             f"generate: {CACHE_NAME} of an enabled model must be a TreeCache, "
             f"got {type(cache).__name__}"
         )
+    if cache.shard.world_size != shard.world_size:
+        raise ValueError(
+            f"generate: the cache is for a world of {cache.shard.world_size} and the model was "
+            f"enabled for one of {shard.world_size}: make the cache in the group of the model, "
+            "after init_process_group, or move its tokens with cache.save and TreeCache.load"
+        )
     if shard.world_size > 1 and cache.shard.layout != shard.layout:
         raise ValueError(
             f"generate: the cache has the layout {cache.shard.layout} and the model was "
