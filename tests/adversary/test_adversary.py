@@ -26,9 +26,9 @@ from adversary.threads import run_threads
         ("sessions", 20),
         ("differing", 12),
         ("snapshots", 40),
-        ("callers", 40),
-        ("late", 24),
-        ("environments", 40),
+        ("callers", 24),
+        ("late", 12),
+        ("environments", 16),
     ],
 )
 def test_no_rule_is_broken(part: str, count: int, seed: int) -> None:
