@@ -159,7 +159,7 @@ def measured_by_rank(
         outputs = call()
         before = comm.bytes_sent
         call()
-        kept = [*comm._buffers.arena._blocks.values(), *outputs]
+        kept = [*comm._buffers.prepared.arena._blocks.values(), *outputs]
         if method == RING:
             kept += ring_module._buffers[comm].values()
         result[method] = comm.bytes_sent - before, sum(tensor.nbytes for tensor in kept)
