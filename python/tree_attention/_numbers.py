@@ -13,9 +13,9 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
-# Of numbers: what may be iterated over, in its order.
+# Lists of numbers: what may be iterated over, in its order.
 _LISTS = (Sequence, np.ndarray, Tensor)
-# Of integers that tensors and the operators' C++ hold.
+# The largest integer that tensors and the operators' C++ hold.
 MAX_INTEGER = (1 << 63) - 1
 
 

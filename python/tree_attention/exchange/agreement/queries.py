@@ -94,7 +94,7 @@ def _difference(link: Link, q: Tensor, deadline: float) -> str:
 
 
 def _distances(own: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row, the largest distance and the largest finite value of `first`."""
+    """The largest distance in each row, and the largest finite value of `first` there."""
     is_same = (own == first) | (own.isnan() & first.isnan())
     # A value that is finite, or a number, on one of the ranks alone is as far away as can be.
     apart = (own - first).abs().nan_to_num(math.inf, math.inf).masked_fill(is_same, 0.0)

@@ -14,7 +14,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 _MAX_PREPARED = 64
-# Of the host's memory a communicator keeps so much for good: the messages of a state of 14 MiB over
+# So much of the host's memory a communicator keeps for good: the messages of a state of 14 MiB over
 # two ranks. Beyond it all is freed soon after calls that needed it (`Communicator.give_back`).
 MAX_KEPT_BYTES = 64 << 20
 # A message ends in so many bytes that its link writes and reads (`messages.Messages`).

@@ -41,7 +41,7 @@ _Options = TypeVar(
 # another size. So ours begin far above all that programs count, and end with the largest integer
 # that torch takes, 2^31 - 1.
 FIRST_TAG = 1 << 30
-# Of one communicator: more than its rounds and a ring's tensors need.
+# The tags of one communicator: more than its rounds and a ring's tensors need.
 NUM_TAGS = 256
 # No operation uses this tag: a receive with it can only end by its timeout.
 _NOBODYS_TAG = FIRST_TAG
