@@ -96,7 +96,7 @@ def boolean(op: str, name: str, value: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """What a caller gave, on one line, and no more of it than says what it is."""
+    """The text of what a caller gave, on one line and cut to what tells it apart."""
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # Python does not write integers of more than 4,300 digits
