@@ -273,13 +273,13 @@ def test_without_process_group() -> None:
     assert (o == 1).all() and (lse == 2).all()
 
 
-@pytest.mark.parametrize("device", [torch.device("meta"), torch.device("cpu")], ids=str)
-def test_memory_that_states_outgrew(device: torch.device) -> None:
+@pytest.mark.parametrize("holder", [torch.device("meta"), torch.device("cpu")], ids=str)
+def test_memory_that_states_outgrew(holder: torch.device) -> None:
     """A captured graph holds addresses: a device keeps memory that states outgrew."""
     buffers = StateBuffers()
 
     def get(size: int, dtype: torch.dtype = torch.float32) -> exchange_state.State:
-        return buffers.get(torch.Size((size, 4, 1, 8)), dtype, device)
+        return buffers.get(torch.Size((size, 4, 1, 8)), dtype, holder)
 
     first = get(1)
     assert get(1) is first and get(1, torch.bfloat16) is not first
@@ -294,4 +294,4 @@ def test_memory_that_states_outgrew(device: torch.device) -> None:
     assert get(1) is not first and get(1).send._base is not block
     kept = buffers.prepared.arena._outgrown
     assert len(kept) < 20
-    assert any(block is other for other in kept) == (device.type != "cpu")
+    assert any(block is other for other in kept) == (holder.type != "cpu")
