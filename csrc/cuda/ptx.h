@@ -28,27 +28,14 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 #endif
 }
 
-// 9.7.9.15: an L2 policy for data that is read once.
-__device__ __forceinline__ uint64_t createpolicy_evict_first() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-// And one for data that is read again.
-__device__ __forceinline__ uint64_t createpolicy_evict_normal() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 // 9.7.9.25.3.1 (cp.async): 16 bytes, of which the last 16 - num_bytes become zero; num_bytes is 0
-// or 16. L2 only. `source` must be valid memory only where num_bytes is not zero.
-__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, int num_bytes,
-                                            uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
-                   destination),
-               "l"(source), "r"(num_bytes), "l"(policy)
+// or 16. L2 only. `source` must be valid memory only where num_bytes is not zero. It has no cache
+// policy: ptxas (12.8 to 13.3) may lose the descriptor that holds one, and the copy is an illegal
+// instruction then (github.com/IST-DASLab/marlin/issues/44, triton-lang/triton#11660).
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source,
+                                            int num_bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination),
+               "l"(source), "r"(num_bytes)
                : "memory");
 }
 

@@ -108,8 +108,8 @@ OF_DECODE = [
     Mutation(
         "keys past the end are fetched",
         "cuda/decode/loader.cuh",
-        "cp_async_16(destination, source, exists ? 16 : 0,",
-        "cp_async_16(destination, source, 16,",
+        "cp_async_16(destination, source, exists ? 16 : 0);",
+        "cp_async_16(destination, source, 16);",
     ),
     Mutation(
         "a copy is of the page of another key",

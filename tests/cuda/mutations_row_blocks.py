@@ -16,11 +16,4 @@ OF_ROW_BLOCKS = [
         "    const int row_block = unit % params_.row_blocks;\n",
         target=ROW_BLOCKS,
     ),
-    Mutation(
-        "what several blocks of rows read leaves the cache first",
-        "cuda/decode/schedule.cuh",
-        "params.row_blocks > 1 ? createpolicy_evict_normal() : createpolicy_evict_first();",
-        "createpolicy_evict_first();",
-        target=ROW_BLOCKS,
-    ),
 ]

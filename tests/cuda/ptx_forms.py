@@ -90,9 +90,9 @@ SPECIAL_REGISTERS = {
 # Opcodes that are functions of ptx_host.h and emulator.h without a result. Of the operands those in
 # brackets are addresses; the literal ones must be as here.
 CALLS = {
-    "cp.async.cg.shared.global.L2::cache_hint.L2::128B": (
-        ("[b32]", "[b64]", "16", "s32", "b64"),
-        "cp_async_16({0}, reinterpret_cast<const void*>({1}), {3}, {4})",
+    "cp.async.cg.shared.global.L2::128B": (
+        ("[b32]", "[b64]", "16", "s32"),
+        "cp_async_16({0}, reinterpret_cast<const void*>({1}), {3})",
     ),
     "cp.async.ca.shared.global": (
         ("[b32]", "[b64]", "4", "s32"),
@@ -112,12 +112,6 @@ CALLS = {
 }
 # The same with a result of this type, the first operand.
 CALLS_WITH_RESULT = {
-    "createpolicy.fractional.L2::evict_first.b64": (
-        "b64", ("1.0",), "createpolicy_evict_first()",
-    ),
-    "createpolicy.fractional.L2::evict_normal.b64": (
-        "b64", ("1.0",), "createpolicy_evict_normal()",
-    ),
     "atom.acq_rel.gpu.global.inc.u32": (
         "u32", ("[b64]", "u32"), "atomic_inc_acq_rel(reinterpret_cast<uint32_t*>({0}), {1})",
     ),

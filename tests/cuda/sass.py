@@ -18,7 +18,7 @@ from tree_attention import _loader
 
 INSTRUCTION_BYTES = 16
 # The mangled name: <Element, TileConfig<Element, head_dim, rows>, ...>.
-_SECTION = re.compile(r"\.section\s+\.text\.\S*lean_decode_kernelI(\S*?),")
+DECODE = r"lean_decode_kernelI"
 # These arguments; without an element it is float.
 CONFIG = re.compile(
     r"(?:NS_\d+(?P<element>\w*Float16)E|f).*?Li(?P<head_dim>\d+)ELi(?P<row_tile>\d+)E"
@@ -128,13 +128,14 @@ def disassemble(source: str, architecture: str) -> list[Code]:
     return parse(text_of(cubins()[architecture][source]))
 
 
-def parse(text: str) -> list[Code]:
-    """The kernels in a disassembly."""
+def parse(text: str, name: str = DECODE) -> list[Code]:
+    """The kernels in a disassembly whose mangled names have `name`, by what comes after it."""
+    kernel = re.compile(rf"\.section\s+\.text\.\S*{name}(\S*?),")
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
         if line.startswith("\t.section\t"):
-            section = _SECTION.search(line)
+            section = kernel.search(line)
             lines = found.setdefault(section[1], []) if section is not None else []
         else:
             lines.append(line)

@@ -23,7 +23,6 @@ struct Error : std::runtime_error {
 struct Request {
   const void* source;
   int num_bytes;       // that are read
-  bool leaves_first;   // the L2, by its policy
   unsigned block = 0;  // of the grid, and the thread in it; note_request() knows them
   unsigned thread = 0;
 };

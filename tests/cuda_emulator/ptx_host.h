@@ -25,14 +25,9 @@ inline char* dynamic_shared_memory() { return emulator::shared_memory(); }
 // One launch ends before the next begins.
 inline void griddepcontrol_wait() {}
 
-inline constexpr uint64_t kEvictFirst = 0x12f0000000000000, kEvictNormal = 0x10f0000000000000;
-inline uint64_t createpolicy_evict_first() { return kEvictFirst; }
-inline uint64_t createpolicy_evict_normal() { return kEvictNormal; }
-
-inline void cp_async_16(uint32_t destination, const void* source, int num_bytes, uint64_t policy,
+inline void cp_async_16(uint32_t destination, const void* source, int num_bytes,
                         source_location where = source_location::current()) {
-  if (policy != kEvictFirst && policy != kEvictNormal) emulator::fail("not a cache policy", where);
-  emulator::note_request({source, num_bytes, policy == kEvictFirst});
+  emulator::note_request({source, num_bytes});
   emulator::begin_async_copy(destination, source, 16, num_bytes, where);
 }
 

@@ -31,9 +31,8 @@ __global__ void copy_kernel(const Params p) {
   uint32_t* shared = reinterpret_cast<uint32_t*>(cuda::dynamic_shared_memory());
   const bool copy = lane % 4 != 3;
   for (int begin = 4 * lane; begin < 256; begin += 128) {
-    cuda::cp_async_16(
-        cuda::shared_address(shared + begin), copy ? p.in + begin : nullptr, copy ? 16 : 0,
-        begin < 128 ? cuda::createpolicy_evict_first() : cuda::createpolicy_evict_normal());
+    cuda::cp_async_16(cuda::shared_address(shared + begin), copy ? p.in + begin : nullptr,
+                      copy ? 16 : 0);
     cuda::cp_async_commit_group();
   }
   cuda::cp_async_wait_group<1>();

@@ -195,11 +195,10 @@ void test_decode_float8_short() { check_8_bits_short(kFloat8); }
 
 namespace {
 
-// What the L2 is asked of, by block and thread, for the keys and values of a call whose queries are
-// `seqlen_q` tokens of two heads.
+// What is asked of the keys and values of a call whose queries are `seqlen_q` tokens of two heads.
 struct Reads {
   Plan plan;
-  std::vector<std::vector<const void*>> again, once;  // by what the policy says, [block * threads]
+  std::vector<std::vector<const void*>> of_thread;  // [block * threads]
 };
 
 Reads reads_of(int seqlen_q, uint64_t seed) {
@@ -213,8 +212,7 @@ Reads reads_of(int seqlen_q, uint64_t seed) {
     emulator::options() = {};
     reads.plan = cuda::plan_lean_decode(params, kLarge);
     const size_t num_threads = reads.plan.num_workers * reads.plan.num_threads;
-    reads.again.resize(num_threads);
-    reads.once.resize(num_threads);
+    reads.of_thread.resize(num_threads);
     const auto is_query = [&](const void* source) {
       const auto* const q = static_cast<const char*>(params.q);
       return source >= q && source < q + 2 * params.batch * params.q_stride[0];
@@ -222,15 +220,15 @@ Reads reads_of(int seqlen_q, uint64_t seed) {
     for (const emulator::Request& request : requests) {
       if (request.num_bytes == 0 || is_query(request.source)) continue;
       const size_t thread = request.block * reads.plan.num_threads + request.thread;
-      (request.leaves_first ? reads.once : reads.again)[thread].push_back(request.source);
+      reads.of_thread[thread].push_back(request.source);
     }
   });
   return reads;
 }
 
-int64_t count(const std::vector<std::vector<const void*>>& reads) {
+int64_t count(const Reads& reads) {
   int64_t sum = 0;
-  for (const auto& of_thread : reads) sum += of_thread.size();
+  for (const auto& of_thread : reads.of_thread) sum += of_thread.size();
   return sum;
 }
 
@@ -249,17 +247,17 @@ int64_t num_workers(int row_blocks, int asked = 0) {
 }  // namespace
 
 // Where several blocks of rows read the same keys, as many workers for each of them ask for the
-// same in the same order, and it stays in the L2. What one block of rows reads leaves it first.
+// same in the same order, so that all but the first find it in the L2.
 void test_decode_row_blocks() {
   for (const uint64_t seed : {0, 1}) {
     const Reads one = reads_of(64, seed), two = reads_of(128, seed);
-    CHECK(count(one.again) == 0 && count(one.once) > 0, count(one.once), " reads of one block");
-    CHECK(count(two.once) == 0 && count(two.again) == 2 * count(one.once), count(two.again),
-          " reads of two blocks, ", count(two.once), " of them leave first");
+    CHECK(count(one) > 0 && count(two) == 2 * count(one), count(one), " reads of one block, ",
+          count(two), " of two");
     CHECK(two.plan.num_workers == 4, two.plan.num_workers, " workers");
-    const size_t half = two.again.size() / 2;
+    const size_t half = two.of_thread.size() / 2;
     for (size_t thread = 0; thread < half; ++thread) {
-      CHECK(two.again[thread] == two.again[half + thread], "thread ", thread, " reads alone");
+      CHECK(two.of_thread[thread] == two.of_thread[half + thread], "thread ", thread,
+            " reads alone");
     }
   }
   CHECK(num_workers(1) == 132 && num_workers(2) == 132 && num_workers(5) == 130, "workers");

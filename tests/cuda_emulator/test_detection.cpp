@@ -64,8 +64,7 @@ void copy_twice(Params p) {
   const int i = threadIdx.x, neighbour = (i + 33) % 64;
   float* buffer = shared_floats();
   for (int round = 0; round < 2; ++round) {
-    cuda::cp_async_16(cuda::shared_address(buffer + 4 * i), p.in + 256 * round + 4 * i, 16,
-                      cuda::createpolicy_evict_first());
+    cuda::cp_async_16(cuda::shared_address(buffer + 4 * i), p.in + 256 * round + 4 * i, 16);
     cuda::cp_async_commit_group();
     if (p.which == kWeakWait) {
       cuda::cp_async_wait_group<1>();
@@ -104,18 +103,16 @@ void wait_for_the_block_before(Params p) {
 
 void wrong_address(Params p) {
   const uint32_t begin = cuda::shared_address(cuda::dynamic_shared_memory());
-  const uint64_t policy = cuda::createpolicy_evict_first();
   uint32_t matrices[4];
   const uint32_t at = p.which == 0 ? 1024 - 8 : p.which == 1 ? 1024 : p.which == 2 ? 1016 : 1024;
-  if (p.which < 2) cuda::cp_async_16(begin + at, p.in, 16, policy);
+  if (p.which < 2) cuda::cp_async_16(begin + at, p.in, 16);
   if (p.which == 2 || p.which == 3) cuda::ldmatrix_x4(matrices, begin + at);
-  if (p.which == 4) cuda::cp_async_16(begin, p.in + 1, 16, policy);
-  if (p.which == 5) cuda::cp_async_16(begin, p.in, 12, policy);
-  if (p.which == 6) cuda::cp_async_16(begin, p.in, 16, 0);
-  if (p.which == 7) cuda::shared_address(p.in);
-  if (p.which == 8) cuda::st_global_v4(p.out + 2, {1, 2, 3, 4});
-  if (p.which == 9) cuda::st_global_v4(shared_floats(), {1, 2, 3, 4});
-  if (p.which == 10) cuda::st_global_v2(reinterpret_cast<uint32_t*>(p.out + 1), {1, 2});
+  if (p.which == 4) cuda::cp_async_16(begin, p.in + 1, 16);
+  if (p.which == 5) cuda::cp_async_16(begin, p.in, 12);
+  if (p.which == 6) cuda::shared_address(p.in);
+  if (p.which == 7) cuda::st_global_v4(p.out + 2, {1, 2, 3, 4});
+  if (p.which == 8) cuda::st_global_v4(shared_floats(), {1, 2, 3, 4});
+  if (p.which == 9) cuda::st_global_v2(reinterpret_cast<uint32_t*>(p.out + 1), {1, 2});
   cuda::cp_async_commit_group();
   cuda::cp_async_wait_group<0>();
 }
@@ -189,11 +186,10 @@ void test_addresses() {
   expect_error("shared address 1024 is outside of the 1024 bytes", wrong_address, 3);
   expect_error("the source of a copy is no multiple of 16", wrong_address, 4);
   expect_error("a copy of 12 bytes of 16", wrong_address, 5);
-  expect_error("not a cache policy", wrong_address, 6);
-  expect_error("not an address in the block's shared memory", wrong_address, 7);
-  expect_error("the destination of a store is no multiple of 16", wrong_address, 8);
-  expect_error("global memory with an address in shared memory", wrong_address, 9);
-  expect_error("the destination of a store is no multiple of 8", wrong_address, 10);
+  expect_error("not an address in the block's shared memory", wrong_address, 6);
+  expect_error("the destination of a store is no multiple of 16", wrong_address, 7);
+  expect_error("global memory with an address in shared memory", wrong_address, 8);
+  expect_error("the destination of a store is no multiple of 8", wrong_address, 9);
 }
 
 void test_shared_memory() {

@@ -57,8 +57,7 @@ void copy(Params p) {
   const int i = threadIdx.x;
   uint32_t matrices[4];
   for (int round = 0; round < 2; ++round) {
-    cuda::cp_async_16(cuda::shared_address(shared + 16 * i), p.in + 4 * i, 16,
-                      cuda::createpolicy_evict_first());
+    cuda::cp_async_16(cuda::shared_address(shared + 16 * i), p.in + 4 * i, 16);
     cuda::cp_async_commit_group();
     cuda::cp_async_wait_group<0>();
     __syncthreads();

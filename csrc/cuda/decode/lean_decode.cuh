@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     attend(params, output, rows, number++, loader, ring, tile, softmax);
     const bool is_whole = num_tiles == output.num_tiles();
     const PartialStates states(params.workspace.partials, Config::kRows, head_dim_v);
-    const int64_t slot = partial_slot(blockIdx.x, output.tile_begin() == 0);
+    const int64_t slot = partial_slot(blockIdx.x, output.owns_first_tile());
     combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(),
                           StateSink{sink, states.sink(slot), is_whole});
     if (is_whole) {

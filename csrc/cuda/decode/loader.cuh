@@ -18,8 +18,8 @@ constexpr int kChunkElements = 16 / static_cast<int>(sizeof(Element));
 // Requests 16 bytes, or writes zeros where `exists` is false.
 template <typename Element>
 __device__ __forceinline__ void request_chunk(uint32_t destination, const Element* source,
-                                              bool exists, uint64_t policy) {
-  cp_async_16(destination, source, exists ? 16 : 0, policy);
+                                              bool exists) {
+  cp_async_16(destination, source, exists ? 16 : 0);
 }
 
 template <typename Element, typename Config>
@@ -142,31 +142,20 @@ class Loader {
     return places;
   }
 
-  // Only the largest row tile may have several blocks of rows (a device without room for it lets
-  // data go too early). The other kernels keep the policy that takes no instruction.
-  __device__ uint64_t cache_policy() const {
-    if constexpr (Config::kRows == kMaxRowTile<Element, Config::kHeadDim, Cached>) {
-      return next_.output().cache_policy();
-    } else {
-      return createpolicy_evict_first();
-    }
-  }
-
   // Requests this thread's part of K and of V, or of latents of both at once. `request(offset,
-  // source, stride, head_dim, policy)` requests chunks of one of them to that offset in the tile,
-  // where copy 0 comes from `source`.
+  // source, stride, head_dim)` requests chunks of one of them to that offset in the tile, where
+  // copy 0 comes from `source`.
   template <typename Request>
   __device__ __forceinline__ void request_both(char* tile, Request request) const {
     const DecodeParams& p = params_.decode;
-    const uint64_t policy = cache_policy();
-    request(0, k_, p.k_stride, p.head_dim, policy);
+    request(0, k_, p.k_stride, p.head_dim);
     if constexpr (Config::kHasScales) {
       request_scales(tile + Config::kKeyScales, p.k_scale, p.k_scale_stride);
       request_scales(tile + Config::kValueScales, p.v_scale, p.v_scale_stride);
     }
     cp_async_commit_group();
     if constexpr (!Config::kValuesInKeys) {
-      request(Config::kTileBytes, v_, p.v_stride, p.head_dim_v, policy);
+      request(Config::kTileBytes, v_, p.v_stride, p.head_dim_v);
     }
     cp_async_commit_group();
   }
@@ -175,14 +164,14 @@ class Loader {
   __device__ void request_rows(char* tile) const {
     const Destinations destinations(tile);
     const auto request = [&](int offset, const Cached* source, const int64_t (&stride)[3],
-                             int head_dim, uint64_t policy) {
+                             int head_dim) {
       const Cached* chunks[Copies::kPeriod];
 #pragma unroll
       for (int i = 0; i < Copies::kPeriod; ++i) chunks[i] = source + distance(i, stride);
 #pragma unroll
       for (int i = 0; i < Copies::kCount; ++i) {
         const Cached*& chunk = chunks[i % Copies::kPeriod];
-        request_chunk(destinations[i] + offset, chunk, is_in(head_dim, i), policy);
+        request_chunk(destinations[i] + offset, chunk, is_in(head_dim, i));
         chunk += Copies::kPeriodKeys * stride[2];
       }
     };
@@ -192,12 +181,12 @@ class Loader {
   __device__ void request_from_pages(char* tile) const {
     const Destinations destinations(tile);
     const auto request = [&](int offset, const Cached* source, const int64_t (&stride)[3],
-                             int head_dim, uint64_t policy) {
+                             int head_dim) {
       const OfKeys<int64_t> places = places_in_pages(stride);
 #pragma unroll
       for (int i = 0; i < Copies::kCount; ++i) {
         request_chunk(destinations[i] + offset, source + places.of_copy(i) + columns(i),
-                      is_in(head_dim, i), policy);
+                      is_in(head_dim, i));
       }
     };
     request_both(tile, request);
@@ -206,14 +195,14 @@ class Loader {
   // Where no row sees some keys: a short loop, because such tiles are few.
   __device__ void request_some_chunks(char* tile) const {
     const auto request = [&](int offset, const Cached* source, const int64_t (&stride)[3],
-                             int head_dim, uint64_t policy) {
+                             int head_dim) {
       OfKeys<int64_t> places;
       if (paged()) places = places_in_pages(stride);
 #pragma unroll 1
       for (int i = 0; i < Copies::kCount; ++i) {
         const bool exists = seen_.of_copy(i) != 0 && is_in(head_dim, i);
         const int64_t from_first = paged() ? places.of_copy(i) + columns(i) : distance(i, stride);
-        request_chunk(Destinations::of(tile, i) + offset, source + from_first, exists, policy);
+        request_chunk(Destinations::of(tile, i) + offset, source + from_first, exists);
       }
     };
     request_both(tile, request);
@@ -263,8 +252,7 @@ class Loader {
                               head * p.q_stride[1] + token * p.q_stride[2] +
                               chunk * kChunkElements<Element>;
       const bool exists = row < rows.count && chunk * kChunkElements<Element> < p.head_dim;
-      request_chunk(shared_address(queries + Rows::offset(row, chunk)), source, exists,
-                    createpolicy_evict_first());
+      request_chunk(shared_address(queries + Rows::offset(row, chunk)), source, exists);
     }
   }
 

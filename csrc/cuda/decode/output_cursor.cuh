@@ -31,8 +31,6 @@ class OutputCursor {
     }
   }
 
-  __device__ uint64_t cache_policy() const { return range_.cache_policy; }
-
   __device__ OutputRows rows() const { return Units<Config>(params_).rows(unit_, head_kv_); }
 
   // Keys and number of tiles of the whole output.
@@ -48,6 +46,8 @@ class OutputCursor {
 
   // Whether the block owns the output's first position: it writes an output without keys.
   __device__ bool owns_first() const { return position_ >= 0; }
+  // Whether it computes the output's first tile, if it computes any.
+  __device__ bool owns_first_tile() const { return position_ >= -kOverheadTiles; }
 
   // The blocks that compute tiles of this output, which has some.
   __device__ Contributors contributors() const {

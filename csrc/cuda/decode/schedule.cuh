@@ -29,7 +29,6 @@ struct BlockRange {
 
   Partition partition;     // of the whole line
   int64_t begin;           // the range's first position on the line
-  uint64_t cache_policy;   // of K and V, read from here, else it would be chosen for each copy
   int32_t length;          // positions in the range
   int32_t first_unit;      // number of the unit that holds the first position
   int32_t first_head;      // the kv head of that unit's output there
@@ -112,10 +111,6 @@ __device__ bool cut_line(const LaunchParams& params, ScheduleMemory<Config>& mem
     const int64_t offset = begin - unit_begin, head_kv = offset / output_length;
     range.partition = partition;
     range.begin = begin;
-    // What one block of rows reads leaves the L2 first; what several read has to stay until the
-    // last has it.
-    range.cache_policy =
-        params.row_blocks > 1 ? createpolicy_evict_normal() : createpolicy_evict_first();
     range.length = static_cast<int>(end - begin);
     range.first_unit = unit;
     range.first_head = static_cast<int>(head_kv);

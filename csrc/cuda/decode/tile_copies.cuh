@@ -61,15 +61,8 @@ struct ChunkCopies {
 template <typename Config>
 class ChunkDestinations {
  public:
-  // To be called by all lanes of the warp.
   __device__ explicit ChunkDestinations(const char* tile) {
-    uint32_t address = shared_address(tile);
-    // ptxas (12.8 to 13.4) may lose the descriptor of a copy that has a cache policy, which is then
-    // an illegal instruction (github.com/IST-DASLab/marlin/issues/44), and does with 64 rows of
-    // latents. Not so where the address is not uniform for it, as what comes from a shuffle.
-    if constexpr (Config::kValuesInKeys) {
-      address = __shfl_sync(0xffffffff, address, static_cast<int>(threadIdx.x % 32));
-    }
+    const uint32_t address = shared_address(tile);
 #pragma unroll
     for (int i = 0; i < Copies::kPeriod; ++i) first_[i] = address + offset(i);
   }
