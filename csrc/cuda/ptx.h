@@ -140,13 +140,6 @@ __device__ __forceinline__ float lg2(float x) {
   return y;
 }
 
-// 9.7.3.6 (fma): a b + c, but no less than 0, which NaN becomes, and no more than 1.
-__device__ __forceinline__ float fma_sat(float a, float b, float c) {
-  float d;
-  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
-  return d;
-}
-
 // 9.7.3.21 (ex2): powers of 2; ex2(-inf) = 0.
 __device__ __forceinline__ float ex2(float x) {
   float y;

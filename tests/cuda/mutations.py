@@ -326,7 +326,7 @@ OF_DECODE = [
     Mutation(
         "sums are not rescaled",
         "cuda/decode/softmax.cuh",
-        "        sum[i] *= factor[i];\n",
+        "      sum[i] *= factor[i];\n",
         "",
     ),
 ]

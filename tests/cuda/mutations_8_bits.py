@@ -45,8 +45,26 @@ OF_8_BITS = [
         "Fragments::load(scales + ",
         "Fragments::load(scales + 1 + ",
     ),
-    of_8_bits("weights are too large for float16", "scales.cuh", "kLeast - 2.0f", "kLeast - 12.0f"),
-    of_8_bits("negative scales have no magnitude", "scales.cuh", "lg2(fabsf(scale))", "lg2(scale)"),
+    of_8_bits("products are too large for float16", "softmax.cuh", "> 0x1p15f", "> 0x1p19f"),
+    of_8_bits("negative scales have no magnitude", "softmax.cuh", "fabsf(product)", "product"),
+    of_8_bits(
+        "o keeps its units where those of products change",
+        "softmax.cuh",
+        "factor[i] = ex2(least - shift[i]);",
+        "factor[i] = 1.0f;",
+    ),
+    of_8_bits(
+        "units are relative to the maximum before",
+        "softmax.cuh",
+        "shift[i] += kept;",
+        "",
+    ),
+    of_8_bits(
+        "key groups are taken to have o in the same units",
+        "combine_warps.cuh",
+        "kLog2E - part.shift[row];",
+        "kLog2E;",
+    ),
     of_8_bits(
         "queries are too large for float16",
         "queries_as_float16.cuh",

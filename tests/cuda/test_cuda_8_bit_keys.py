@@ -169,6 +169,46 @@ def test_scales_are_used_as_they_are(kv_dtype, dtype, cuda_kernels):
     assert (o[1, :4] == math.inf).all() and o[1, 4:].isfinite().all()
 
 
+@by_dtype
+@by_kv_dtype
+@pytest.mark.parametrize("v_scale", [1e-20, 0.02, 1e20, 1e30])
+def test_scales_of_values_do_not_touch_lse(v_scale, kv_dtype, dtype, cuda_kernels):
+    problem = make_problem(seqlen_k=2, kv_dtype=kv_dtype, dtype=dtype).to(cuda_kernels)
+    problem.q.zero_(), problem.options["v_scale"].fill_(v_scale)
+    _, lse = problem.run()
+    assert (lse - math.log(2)).abs().max() < 2e-7
+
+
+@by_dtype
+@by_kv_dtype
+@pytest.mark.parametrize("size", [1e7, 3e8, 1e10, 1e15])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_of_any_size(sign, size, kv_dtype, dtype, cuda_kernels):
+    """Beside which the logarithms of scales are below their rounding; several warps have equal
+    ones, and scales of any magnitude decide between them."""
+    for keys, group_size in ((1, 4), (300, 4), (300, 16)):
+        problem = make_problem(seqlen_k=keys, kv_dtype=kv_dtype, dtype=dtype, group_size=group_size)
+        problem.q.zero_(), problem.k.zero_()
+        problem.q[..., 0], problem.k[..., 0] = sign, 4
+        problem.k[:, :, 7:200, 0] = 4 - sign  # no weight at all
+        problem.options |= {"softmax_scale": size / 4}
+        problem.options["k_scale"].fill_(1.0)
+        problem.options["v_scale"][0] *= 2.0**60
+        problem.options["v_scale"][1, :, 1::2] *= 2.0**-60
+        problem = problem.to(cuda_kernels)
+        o, lse = problem.run(num_workers=1, out_dtype=torch.float32)
+        # lse does not hold what the reference subtracts it for.
+        q, k, v = (
+            x.double() for x in (problem.q.unflatten(1, (-1, group_size)), problem.k, problem.v)
+        )
+        scores = size / 4 * (q.squeeze(3) @ k.mT)
+        true_o = torch.softmax(scores, -1) @ (v * problem.options["v_scale"].double()[..., None])
+        error = (o - true_o.flatten(1, 2)[:, :, None]).abs().amax(-1)
+        assert (error / true_o.abs().amax(-1).flatten(1)[..., None]).max() < 2**-10
+        true_lse = scores.logsumexp(-1).flatten(1)[..., None]
+        torch.testing.assert_close(lse.double(), true_lse, rtol=3e-7, atol=0)
+
+
 @by_kv_dtype
 @pytest.mark.parametrize("exponent", [-40, 40])
 def test_queries_of_any_magnitude(exponent, kv_dtype, cuda_kernels):

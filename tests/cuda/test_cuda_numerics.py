@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Long contexts on CUDA against float64 on the same device, and tensors past 2^31 elements."""
+"""Long contexts on CUDA against float64 on the same device, tensors past 2^31 elements, and scores
+of any size."""
 
 import math
 
@@ -74,6 +75,42 @@ def test_scores_of_thousands(sign, dtype, cuda):
     assert ((lse - sign * 256 * 240 / 8).abs() < 20).all()
     check(q, k, v, o_limit=0.01)
     check(*random_inputs(cuda, dtype, sized(50_000), head_dim=64, score_size=1e3), o_limit=0.01)
+
+
+@by_dtype
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("size", [6e7, 5e9, 1e15])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_the_largest_weight_is_one(rows, size, sign, dtype, cuda_kernels):
+    """Also of scores beside which every difference that matters is below their rounding. Equal ones
+    are of one block: lse, by which blocks merge, has such a rounding too."""
+    for keys, num_workers in ((1, 1), (300, 1), (4, 2)):
+        q = torch.zeros(1, rows, 1, 64, dtype=dtype, device=cuda_kernels)
+        k = torch.zeros(1, 1, keys, 64, dtype=dtype, device=cuda_kernels)
+        v = torch.randn(1, 1, keys, 64, device=cuda_kernels).to(dtype)
+        q[..., 0], k[..., 0] = sign, 1
+        k[:, :, 3:200, 0] = 1 - sign / 4  # no weight at all
+        options = {"softmax_scale": size, "num_workers": num_workers}
+        o, lse = lean_decode(q, k, v, **options, out_dtype=torch.float32)
+        # lse does not hold what the reference subtracts it for.
+        scores = size * (q.double() @ k.double().mT)
+        rtol = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps  # of a weight
+        expected = torch.softmax(scores, -1) @ v.double()
+        torch.testing.assert_close(o.double(), expected, rtol=rtol, atol=rtol / 8)
+        torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=3e-7, atol=0)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_many_small_weights_beside_a_large_one(rows, cuda_kernels):
+    """131,072 equal ones in one block: a sum in float32 would lose 2e-5 of them."""
+    keys = (128 << 10) + 1
+    q = torch.zeros(1, rows, 1, 8, dtype=BF16, device=cuda_kernels)
+    k, v = (torch.ones(1, 1, keys, 8, dtype=BF16, device=cuda_kernels) for _ in range(2))
+    q[..., 0], k[:, :, 0, 0] = 1, 3.65625
+    o, lse = lean_decode(q, k, v, softmax_scale=1.0, num_workers=1)
+    expected = math.log(math.exp(3.65625) + (keys - 1) * math.e)
+    assert (o == 1).all() and (lse.double() - expected).abs().max() < 2e-6
 
 
 @by_dtype

@@ -59,10 +59,6 @@ inline float flush_to_zero(float x) {
 }
 inline float ex2(float x) { return flush_to_zero(std::exp2(flush_to_zero(x))); }
 inline float lg2(float x) { return flush_to_zero(std::log2(flush_to_zero(x))); }
-inline float fma_sat(float a, float b, float c) {
-  const float d = std::fma(a, b, c);
-  return d > 0 ? std::fmin(d, 1.0f) : 0.0f;
-}
 
 // Bit 3 of a selector stands for copies of the byte's sign.
 inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selectors) {

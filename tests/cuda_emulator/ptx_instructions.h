@@ -125,6 +125,12 @@ inline float add_rounded(float a, float b, int towards) {
   std::fesetround(FE_TONEAREST);
   return result;
 }
+// No less than 0, which NaN becomes, and no more than 1.
+inline float fma_sat(float a, float b, float c) {
+  const float d = std::fma(a, b, c);
+  return d > 0 ? std::fmin(d, 1.0f) : 0.0f;
+}
+
 // Of one NaN and a number the number.
 inline float min_f32(float a, float b) { return std::fmin(a, b); }
 inline float max_f32(float a, float b) { return std::fmax(a, b); }

@@ -84,7 +84,6 @@ struct FloatParams {
   const float* in;
   float* ex2;
   float* lg2;
-  float* sat;      // x / 8 + 0.25
   uint32_t* bf16;  // cvt_bf16x2(1, x)
   uint32_t* f16;
 };
@@ -93,7 +92,6 @@ __global__ void float_kernel(const Params p) {
   const float x = p.in[threadIdx.x];
   p.ex2[threadIdx.x] = cuda::ex2(x);
   p.lg2[threadIdx.x] = cuda::lg2(x);
-  p.sat[threadIdx.x] = cuda::fma_sat(x, 0.125f, 0.25f);
   p.bf16[threadIdx.x] = cuda::cvt_bf16x2(1.0f, x);
   p.f16[threadIdx.x] = cuda::cvt_f16x2(1.0f, x);
 }
@@ -103,18 +101,18 @@ inline void test_floats(const Device& device) {
   const struct {
     float x, ex2;
     uint16_t bf16, f16;
-    float lg2 = kAny, sat = kAny;
+    float lg2 = kAny;
   } answers[] = {
-      {0.0f, 1.0f, 0x0000, 0x0000, -kInf, 0.25f},
+      {0.0f, 1.0f, 0x0000, 0x0000, -kInf},
       {-0.0f, 1.0f, 0x8000, 0x8000},
-      {1.0f, 2.0f, 0x3f80, 0x3c00, 0.0f, 0.375f},
-      {8.0f, 256.0f, 0x4100, 0x4800, 3.0f, 1.0f},
-      {-3.0f, 0.125f, 0xc040, 0xc200, NAN, 0.0f},
-      {kInf, kInf, 0x7f80, 0x7c00, kInf, 1.0f},
+      {1.0f, 2.0f, 0x3f80, 0x3c00, 0.0f},
+      {8.0f, 256.0f, 0x4100, 0x4800, 3.0f},
+      {-3.0f, 0.125f, 0xc040, 0xc200, NAN},
+      {kInf, kInf, 0x7f80, 0x7c00, kInf},
       {-kInf, 0.0f, 0xff80, 0xfc00},
-      {NAN, NAN, 0x7fff, 0x7fff, NAN, 0.0f},
-      {-127.0f, 0.0f, 0xc2fe, 0xd7f0},                  // the result is not a normal number
-      {0x1p-140f, 1.0f, 0x0000, 0x0000, -kInf, 0.25f},  // nor is the argument
+      {NAN, NAN, 0x7fff, 0x7fff, NAN},
+      {-127.0f, 0.0f, 0xc2fe, 0xd7f0},           // the result is not a normal number
+      {0x1p-140f, 1.0f, 0x0000, 0x0000, -kInf},  // nor is the argument
       {128.0f, kInf, 0x4300, 0x5800},
       {0x1.01p0f, kAny, 0x3f80, 0x3c04},  // bf16: half way, to even
       {0x1.03p0f, kAny, 0x3f82, 0x3c0c},
@@ -122,10 +120,10 @@ inline void test_floats(const Device& device) {
       {0x1.002p0f, kAny, 0x3f80, 0x3c00},  // f16: half way, to even
       {0x1.006p0f, kAny, 0x3f80, 0x3c02},
       {65504.0f, kInf, 0x4780, 0x7bff},
-      {65520.0f, kInf, 0x4780, 0x7c00},                 // the first that f16 rounds to infinity
-      {0x1p-24f, 1.0f, 0x3380, 0x0001, -24.0f, 0.25f},  // the least of f16
-      {0x1.fffffep127f, kInf, 0x7f80, 0x7c00, 128.0f, 1.0f},
-      {0.3f, 1.2311444133f, 0x3e9a, 0x34cd, -1.7369656f, 0.2875f},
+      {65520.0f, kInf, 0x4780, 0x7c00},          // the first that f16 rounds to infinity
+      {0x1p-24f, 1.0f, 0x3380, 0x0001, -24.0f},  // the least of f16
+      {0x1.fffffep127f, kInf, 0x7f80, 0x7c00, 128.0f},
+      {0.3f, 1.2311444133f, 0x3e9a, 0x34cd, -1.7369656f},
       {-20.7f, 5.8706e-7f, 0xc1a6, 0xcd2d},
   };
   std::vector<float> in;
@@ -134,11 +132,10 @@ inline void test_floats(const Device& device) {
   in.resize(32);
   float* ex2 = device.array(std::vector<float>(32));
   float* lg2 = device.array(std::vector<float>(32));
-  float* sat = device.array(std::vector<float>(32));
   uint32_t* bf16 = device.array(std::vector<uint32_t>(32));
   uint32_t* f16 = device.array(std::vector<uint32_t>(32));
   device.run(float_kernel<FloatParams>, 1, 32, 0,
-             FloatParams{device.array(in), ex2, lg2, sat, bf16, f16});
+             FloatParams{device.array(in), ex2, lg2, bf16, f16});
   const auto close = [](float a, float b) {
     return b == kAny || a == b || (std::isnan(a) && std::isnan(b)) ||
            std::abs(a - b) <= 2e-5f * std::abs(b);
@@ -148,7 +145,6 @@ inline void test_floats(const Device& device) {
     CHECK(close(ex2[i], answer.ex2), "ex2(", answer.x, ") is ", ex2[i]);
     CHECK(close(lg2[i], answer.lg2) || std::abs(lg2[i] - answer.lg2) <= 0x1p-22f, "lg2(", answer.x,
           ") is ", lg2[i]);
-    CHECK(close(sat[i], answer.sat), "of ", answer.x, ": ", sat[i]);
     CHECK(bf16[i] == (uint32_t{answer.bf16} << 16 | 0x3f80), "bf16 of ", answer.x, ": ", std::hex,
           bf16[i]);
     CHECK(f16[i] == (uint32_t{answer.f16} << 16 | 0x3c00), "f16 of ", answer.x, ": ", std::hex,

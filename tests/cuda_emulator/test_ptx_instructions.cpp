@@ -45,6 +45,9 @@ void test_floats() {
   CHECK(fma_rounded(-1, 1, -tiny, FE_DOWNWARD) == -next && -1 - tiny == -1, "fma.rm below zero");
   CHECK(add_rounded(-1, -0x1.8p-24f, FE_TOWARDZERO) == -1 && -1 - 0x1.8p-24f == -next, "add.rz");
   CHECK(min_f32(NAN, 1) == 1 && max_f32(1, NAN) == 1 && max_f32(-2, 1) == 1, "min, max");
+  CHECK(fma_sat(1, 0.5f, 0.25f) == 0.75f && fma_sat(3, 1, 1) == 1 && fma_sat(1, -1, 0) == 0 &&
+            fma_sat(NAN, 1, 1) == 0,
+        "fma.sat");
   CHECK(rcp_ftz(4) == 0.25f && rcp_ftz(0x1p-130f) == INFINITY && rcp_ftz(0x1p127f) == 0, "rcp");
   CHECK(cvt_rzi<s32>(-1.9f) == -1 && cvt_rzi<s32>(3e9f) == INT_MAX && cvt_rzi<s32>(NAN) == 0,
         "cvt.rzi.s32");

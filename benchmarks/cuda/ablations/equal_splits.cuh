@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   Loader<Element, Config> loader(params, OutputCursor<Config>(params, range), shared);
   Ring<Config> ring(params, shared);
   TileOf<Element, Config> tile;
-  OnlineSoftmax<typename Config::Fragments> softmax;
+  OnlineSoftmax<Config> softmax;
   attend(params, output, rows, 0, loader, ring, tile, softmax);
   if (splits == 1) {
     combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(), sink);

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   Loader<Element, Config> loader(params, OutputCursor<Config>(params, schedule.range), shared);
   Ring<Config> ring(params, shared);
   TileOf<Element, Config> tile;
-  OnlineSoftmax<typename Config::Fragments> softmax;
+  OnlineSoftmax<Config> softmax;
   int number = 0;
   for (OutputCursor<Config> output(params, schedule.range); !output.done(); output.next()) {
     const OutputRows rows = output.rows();

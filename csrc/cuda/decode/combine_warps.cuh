@@ -11,15 +11,19 @@
 namespace tree_attention::cuda {
 
 // The online softmax of the rows of a warp, in shared memory.
-template <int kRows>
+template <typename Config>
 struct WarpStatistics {
+  static constexpr int kRows = Config::kWarpRows;
+
   float maximum[kRows], sum[kRows];
+  float shift[kRows];  // of values of 8 bits
 };
 
 // To be called by all threads of a warp.
-template <typename Fragments>
-__device__ __forceinline__ void store_statistics(const OnlineSoftmax<Fragments>& softmax,
-                                                 WarpStatistics<Fragments::kRows>& statistics) {
+template <typename Config>
+__device__ __forceinline__ void store_statistics(const OnlineSoftmax<Config>& softmax,
+                                                 WarpStatistics<Config>& statistics) {
+  using Fragments = typename Config::Fragments;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const auto add = [](float a, float b) { return a + b; };
@@ -28,36 +32,52 @@ __device__ __forceinline__ void store_statistics(const OnlineSoftmax<Fragments>&
     const int row = Fragments::first_row() + Fragments::kRowStep * i;
     statistics.maximum[row] = softmax.maximum[i];
     statistics.sum[row] = sum;
+    if constexpr (Config::kHasScales) statistics.shift[row] = softmax.shift[i];
   }
 }
 
 // How the key groups' states of one row are combined.
-template <int kKeyGroups>
+template <typename Config>
 struct RowCombination {
+  static constexpr int kKeyGroups = Config::kKeyGroups;
+
   float factor[kKeyGroups];  // of each group's o
-  float inverse_sum;
+  float inverse_sum;         // and of all of them
   float lse;
 
-  // statistics[g * stride] is that of a warp of key group g.
-  template <int kRows>
-  __device__ RowCombination(const WarpStatistics<kRows>* statistics, int stride, int row) {
-    float maximum = -INFINITY;
+  // statistics[g * kGroupWarps] is that of a warp of key group g.
+  __device__ RowCombination(const WarpStatistics<Config>* statistics, int row) {
+    const auto of_group = [&](int group) -> const WarpStatistics<Config>& {
+      return statistics[group * Config::kGroupWarps];
+    };
+    float maximum = kNoMaximum;
 #pragma unroll
     for (int group = 0; group < kKeyGroups; ++group) {
-      maximum = fmaxf(maximum, statistics[group * stride].maximum[row]);
+      maximum = fmaxf(maximum, of_group(group).maximum[row]);
     }
-    const float base = finite_base(maximum);
     float sum = 0.0f;
 #pragma unroll
     for (int group = 0; group < kKeyGroups; ++group) {
-      const WarpStatistics<kRows>& part = statistics[group * stride];
-      factor[group] = ex2(part.maximum[row] - base);
-      sum = fmaf(factor[group], part.sum[row], sum);
+      factor[group] = ex2((of_group(group).maximum[row] - maximum) * kLog2E);
+      sum = fmaf(factor[group], of_group(group).sum[row], sum);
     }
     inverse_sum = 1.0f / sum;
-    // The largest weight is one, or with values of 8 bits at least 2^-126, so that a sum of zero
-    // means no key.
-    lse = sum == 0.0f ? -INFINITY : fmaf(maximum, kLn2, logf(sum));
+    // The largest weight is one, so that a sum of zero means no key.
+    lse = sum == 0.0f ? -INFINITY : maximum + logf(sum);
+    if constexpr (Config::kHasScales) {
+      // Each group's o is a multiple of 2^exponent. The largest is left to the end: these powers
+      // have any size.
+      float exponent[kKeyGroups], most = -INFINITY;
+#pragma unroll
+      for (int group = 0; group < kKeyGroups; ++group) {
+        const WarpStatistics<Config>& part = of_group(group);
+        exponent[group] = (part.maximum[row] - maximum) * kLog2E - part.shift[row];
+        most = fmaxf(most, exponent[group]);
+      }
+#pragma unroll
+      for (int group = 0; group < kKeyGroups; ++group) factor[group] = ex2(exponent[group] - most);
+      inverse_sum *= ex2(most);
+    }
   }
 };
 
@@ -106,13 +126,12 @@ class GroupOutputs {
 // columns of every 32, so that stores are coalesced. The stage and the statistics may be written
 // again after the caller's next barrier.
 template <typename Config, typename Tile, typename Sink>
-__device__ void combine_warps(const Tile& tile,
-                              const OnlineSoftmax<typename Config::Fragments>& softmax,
+__device__ void combine_warps(const Tile& tile, const OnlineSoftmax<Config>& softmax,
                               const OutputRows& rows, int head_dim_v, char* shared, char* stage,
                               const Sink& sink) {
   constexpr int kColumns = GroupOutputs<Config>::kColumns;
   constexpr int kWarpRows = Config::kWarpRows;
-  using Statistics = WarpStatistics<kWarpRows>;
+  using Statistics = WarpStatistics<Config>;
   static_assert(Config::kWarps * sizeof(Statistics) == Config::kStatisticsBytes);
   auto* statistics = reinterpret_cast<Statistics*>(shared + Config::kStatistics);
   const GroupOutputs<Config> outputs(stage);
@@ -141,8 +160,7 @@ __device__ void combine_warps(const Tile& tile,
     }
     __syncthreads();
     for (int row = threadIdx.x / 8; row < rows.count; row += Config::kThreads / 8) {
-      const RowCombination<Config::kKeyGroups> combination(statistics + row / kWarpRows,
-                                                           Config::kGroupWarps, row % kWarpRows);
+      const RowCombination<Config> combination(statistics + row / kWarpRows, row % kWarpRows);
       if (begin == 0 && threadIdx.x % 8 == 0) sink.store_lse(row, combination.lse);
 #pragma unroll 1  // a store has a branch for each dtype: copies of it take longer to fetch
       for (int block = 0; block < num_columns; block += 32) {

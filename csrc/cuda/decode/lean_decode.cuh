@@ -38,7 +38,7 @@ template <typename Element, typename Config>
 __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& output,
                        const OutputRows& rows, int number, Loader<Element, Config>& loader,
                        Ring<Config>& ring, TileOf<Element, Config>& tile,
-                       OnlineSoftmax<typename Config::Fragments>& softmax) {
+                       OnlineSoftmax<Config>& softmax) {
   using Tile = TileOf<Element, Config>;
   using Cached = typename Config::Cached;
   using Fragments = typename Config::Fragments;
@@ -87,9 +87,10 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
           const bool hides = row_scores.apply(s, first_key, tile);
           const StepScales<Fragments, kBlocks> of_values(params.decode.v_scale != nullptr,
                                                          ring.value_scales() + key);
-          softmax.update(s, tile, of_values);
+          softmax.update(s, tile);
           of_values.multiply(s);
           if (hides) row_scores.hide(s, first_key, 0.0f);  // the scale of what it hides may be NaN
+          softmax.fit(s, tile);
         } else {
           row_scores.apply(s, first_key, tile);
           softmax.update(s, tile);
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   Loader<Element, Config> loader(params, output, shared);
   Ring<Config> ring(params, shared);
   TileOf<Element, Config> tile;
-  OnlineSoftmax<typename Config::Fragments> softmax;
+  OnlineSoftmax<Config> softmax;
   int number = 0;
   for (; !output.done(); output.next()) {
     const OutputRows rows = output.rows();

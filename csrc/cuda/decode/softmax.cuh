@@ -1,23 +1,22 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // From products to weights: the score terms, the mask and the online softmax of one warp's rows, of
-// which a thread holds two as fragments.cuh says. A weight is one fma, from the natural score to
-// units of log2 below the maximum, and one ex2: the product is not rounded, and the rounding of the
-// maximum is the same in all weights and in the state. Natural logarithms leave the kernel.
+// which a thread holds two as fragments.cuh says. Scores and their maximum are natural logarithms.
+// A weight is ex2((s - m) log2(e)): the difference to the maximum is exact where it is small, so
+// that the largest weight is exactly one at any size of scores.
 #pragma once
+
+#include <limits>
 
 #include "scales.cuh"
 #include "units.cuh"
 
 namespace tree_attention::cuda {
 
-constexpr float kLn2 = 0.69314718055994530942f;
+constexpr float kLog2E = 1.44269504088896340736f;
 
-// What exponents are relative to. The maximum of a row without keys is -inf, and -inf - -inf would
-// be NaN; relative to 0 its weights are zero.
-__device__ __forceinline__ float finite_base(float maximum) {
-  return maximum == -INFINITY ? 0.0f : maximum;
-}
+// The maximum of no scores: finite, so that weights relative to it are zero and not NaN.
+constexpr float kNoMaximum = std::numeric_limits<float>::lowest();
 
 // Turns the products of the thread's two rows into scores.
 template <typename Fragments>
@@ -127,16 +126,19 @@ class RowScores {
 
 // The unnormalised state of the thread's two rows over the keys so far, without o, which the tile
 // has.
-template <typename Fragments>
+template <typename Config>
 struct OnlineSoftmax {
-  // The largest of the row's scores in the warp, in units of log2, or ScaledScore's base.
-  float maximum[2];
-  float sum[2];  // of the weights in this thread
+  using Fragments = typename Config::Fragments;
+
+  float maximum[2];  // the largest of the row's scores in the warp
+  float sum[2];      // of the weights in this thread
+  float lost[2];     // what rounding has added to the sum (Kahan): a block may add 10^5 weights
+  float shift[2];    // o is multiplied by 2^shift: zero but for values of 8 bits
 
   __device__ void clear() {
     for (int i = 0; i < 2; ++i) {
-      maximum[i] = -INFINITY;
-      sum[i] = 0.0f;
+      maximum[i] = kNoMaximum;
+      sum[i] = lost[i] = shift[i] = 0.0f;
     }
   }
 
@@ -145,25 +147,60 @@ struct OnlineSoftmax {
   template <int kBlocks, typename Tile>
   __device__ void update(float (&s)[kBlocks][4], Tile& tile) {
     float larger[2];
-    find_maxima(larger, s, [](float score, int, int) { return score; });
-    raise({kLog2E * larger[0], kLog2E * larger[1]}, tile);
-    weigh(s);
+    find_maxima(larger, s, [](float score) { return score; });
+    for (float& of_row : larger) of_row = largest_of_row(of_row);
+    if (__any_sync(0xffffffff, larger[0] > maximum[0] || larger[1] > maximum[1])) {
+      raise(larger, tile);
+    }
+    float added[2];  // begins with the first weight: a zero to add it to would be an instruction
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int row = Fragments::row_of(c);
+        s[n][c] = ex2((s[n][c] - maximum[row]) * kLog2E);
+        const bool is_first = n == 0 && Fragments::key_of(c) == 0;
+        added[row] = is_first ? s[n][c] : added[row] + s[n][c];
+      }
+    }
+    for (int i = 0; i < 2; ++i) {
+      const float x = added[i] - lost[i], larger_sum = sum[i] + x;
+      lost[i] = larger_sum - sum[i] - x;
+      sum[i] = larger_sum;
+    }
   }
 
-  // The same relative to the largest product of a weight and the scale of its value.
+  // Multiplies products of weights and the scales of values, which have any magnitude, by 2^shift.
+  // They become float16, which has no number between 0 and 2^-24, and none beyond 65504: the
+  // largest of a row so far is 2^13 to 2^15, unless it is below 2^-80.
   template <int kBlocks, typename Tile>
-  __device__ void update(float (&s)[kBlocks][4], Tile& tile,
-                         const StepScales<Fragments, kBlocks>& scales) {
-    float larger[2];
-    find_maxima(larger, s, [&](float score, int n, int c) {
-      return ScaledScore(scales.of_key[n][Fragments::key_of(c)]).of(score);
-    });
-    raise({ScaledScore::base(larger[0]), ScaledScore::base(larger[1])}, tile);
-    weigh(s);
+  __device__ void fit(float (&products)[kBlocks][4], Tile& tile) {
+    float largest[2];
+    find_maxima(largest, products, [](float product) { return fabsf(product); });
+    const auto is_too_large = [&](int i) { return largest[i] * ex2(shift[i]) > 0x1p15f; };
+    if (__any_sync(0xffffffff, is_too_large(0) || is_too_large(1))) {
+      float factor[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float fitting = 14.0f - lg2(largest_of_row(largest[i]));
+        const float least = fminf(shift[i], fmaxf(fitting, kLeastShift));
+        factor[i] = ex2(least - shift[i]);
+        shift[i] = least;
+      }
+      tile.rescale(factor);
+    }
+    const float factor[2] = {ex2(shift[0]), ex2(shift[1])};
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) products[n][c] *= factor[Fragments::row_of(c)];
+    }
   }
 
  private:
-  // Finds the largest what(score, n, c) of the scores s[n][c] of each row.
+  static constexpr float kLeastShift = 14.0f - 128.0f, kMostShift = 14.0f + 80.0f;
+
+  // Finds the largest what(s[n][c]) that the thread has of each row.
   template <int kBlocks, typename Function>
   static __device__ void find_maxima(float (&largest)[2], const float (&s)[kBlocks][4],
                                      Function what) {
@@ -173,41 +210,35 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         float& of_row = largest[Fragments::row_of(c)];
-        of_row = fmaxf(of_row, what(s[n][c], n, c));
+        of_row = fmaxf(of_row, what(s[n][c]));
       }
     }
-    const auto larger_of = [](float a, float b) { return fmaxf(a, b); };
-    for (float& of_row : largest) of_row = Fragments::combine_row(of_row, larger_of);
+  }
+
+  static __device__ float largest_of_row(float x) {
+    return Fragments::combine_row(x, [](float a, float b) { return fmaxf(a, b); });
   }
 
   // Raises the maxima to at least `least`.
   template <typename Tile>
   __device__ void raise(const float (&least)[2], Tile& tile) {
-    if (__any_sync(0xffffffff, least[0] > maximum[0] || least[1] > maximum[1])) {
-      float factor[2];
+    float factor[2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float larger = fmaxf(maximum[i], least[i]);
-        factor[i] = ex2(maximum[i] - finite_base(larger));
-        maximum[i] = larger;
-        sum[i] *= factor[i];
-      }
-      tile.rescale(factor);
-    }
-  }
-
-  template <int kBlocks>
-  __device__ void weigh(float (&s)[kBlocks][4]) {
-    const float base[2] = {finite_base(maximum[0]), finite_base(maximum[1])};
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int row = Fragments::row_of(c);
-        s[n][c] = ex2(fmaf(s[n][c], kLog2E, -base[row]));
-        sum[row] += s[n][c];
+    for (int i = 0; i < 2; ++i) {
+      const float larger = fmaxf(maximum[i], least[i]);
+      const float growth = (larger - maximum[i]) * kLog2E;
+      maximum[i] = larger;
+      factor[i] = ex2(-growth);
+      sum[i] *= factor[i];
+      lost[i] *= factor[i];
+      if constexpr (Config::kHasScales) {
+        // As far as it can, o remains relative to the largest product.
+        const float kept = fminf(growth, kMostShift - shift[i]);
+        shift[i] += kept;
+        factor[i] = ex2(kept - growth);
       }
     }
+    tile.rescale(factor);
   }
 };
 

@@ -13,19 +13,8 @@
 
 namespace tree_attention::cuda {
 
-// Products of weights and scales, which are at most 4 (scales.cuh), as operands. They and with them
-// o are scaled, as those of tile_mma.cuh are.
-struct WeightsWithScales {
-  static constexpr float kScale = 0x1p12f, kOutputScale = 1.0f / kScale;
-
-  static __device__ uint32_t pack(float low, float high) {
-    return cvt_f16x2(low * kScale, high * kScale);
-  }
-};
-
 template <typename Config, typename Element>
 class TileMma8Bits : public WarpTile<Config, TileMma8Bits<Config, Element>> {
-  using Weights = WeightsWithScales;
   using Queries = QueriesAsFloat16<Config, Element>;
   static constexpr bool kHasUnits = Queries::kHasUnits;
 
@@ -71,8 +60,8 @@ class TileMma8Bits : public WarpTile<Config, TileMma8Bits<Config, Element>> {
     }
   }
 
-  // o [16, kColumns] += p [16, 8 kBlocks] v [8 kBlocks, kColumns], with the weights p, multiplied
-  // by the scales of v, in the place of s and v from row `first_key` of the tile on.
+  // o [16, kColumns] += p [16, 8 kBlocks] v [8 kBlocks, kColumns], with OnlineSoftmax::fit's
+  // products p in the place of s and v from row `first_key` of the tile on.
   template <int kBlocks>
   __device__ void value_block(const float (&p)[kBlocks][4], const char* tile, int first_key) {
     const int lane = threadIdx.x % 32;
@@ -83,7 +72,7 @@ class TileMma8Bits : public WarpTile<Config, TileMma8Bits<Config, Element>> {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const float* pair = p[n + c / 2] + c % 2 * 2;
-        a[c] = Weights::pack(pair[0], pair[1]);
+        a[c] = cvt_f16x2(pair[0], pair[1]);
       }
 #pragma unroll
       for (int i = 0; i < kChunks; i += 2) {
@@ -109,7 +98,7 @@ class TileMma8Bits : public WarpTile<Config, TileMma8Bits<Config, Element>> {
     return __builtin_bit_cast(float, i == 0 ? units_ << 16 : units_ & 0xffff0000);
   }
 
-  static constexpr float kOutputScale = Weights::kOutputScale;
+  static constexpr float kOutputScale = 1.0f;
   static constexpr int kParts = 4;
   static __device__ int column_of_part(int i) {
     return i / 2 * 16 + threadIdx.x % 4 * 4 + i % 2 * 2;

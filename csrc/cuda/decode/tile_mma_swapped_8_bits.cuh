@@ -12,7 +12,6 @@ namespace tree_attention::cuda {
 
 template <typename Config, typename Element>
 class TileMmaSwapped8Bits : public WarpTile<Config, TileMmaSwapped8Bits<Config, Element>> {
-  using Weights = WeightsWithScales;
   using Queries = QueriesAsFloat16<Config, Element>;
 
  public:
@@ -57,15 +56,15 @@ class TileMmaSwapped8Bits : public WarpTile<Config, TileMmaSwapped8Bits<Config, 
     }
   }
 
-  // o [kColumns, 8] += v [16 kBlocks, kColumns]^T p [16 kBlocks, 8], with the weights p, multiplied
-  // by the scales of v, in the place of s and v from row `first_key` of the tile on.
+  // o [kColumns, 8] += v [16 kBlocks, kColumns]^T p [16 kBlocks, 8], with OnlineSoftmax::fit's
+  // products p in the place of s and v from row `first_key` of the tile on.
   template <int kBlocks>
   __device__ void value_block(const float (&p)[kBlocks][4], const char* tile, int first_key) {
     const int lane = threadIdx.x % 32;
     const uint32_t first = shared_address(tile + Rows::offset(first_key + lane % 16, lane / 16));
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
-      uint32_t b[2] = {Weights::pack(p[n][0], p[n][1]), Weights::pack(p[n][2], p[n][3])};
+      uint32_t b[2] = {cvt_f16x2(p[n][0], p[n][1]), cvt_f16x2(p[n][2], p[n][3])};
       transpose_weights(b);
 #pragma unroll
       for (int i = 0; i < kChunks; i += 2) {
@@ -89,7 +88,7 @@ class TileMmaSwapped8Bits : public WarpTile<Config, TileMmaSwapped8Bits<Config, 
     return units_[i];
   }
 
-  static constexpr float kOutputScale = Weights::kOutputScale;
+  static constexpr float kOutputScale = 1.0f;
   static constexpr int kParts = 2;
   static __device__ int column_of_part(int i) { return 16 * i + threadIdx.x % 32 / 4 * 2; }
 
