@@ -21,6 +21,7 @@ class Target:
 DECODE = Target(INSTANCES_FOLDER / "lean_decode_bf16_64.cu", ("decode_short",), ("decode_short",))
 # Of 128 columns and 128 rows, where o passes through shared memory in two parts.
 WIDE = Target(INSTANCES_FOLDER / "lean_decode_bf16_128.cu", ("decode_wide",))
+ADDRESSES = Target(DECODE.source, ("decode_addresses_short",))
 # The fix-up alone, where rows need more scratch memory than there is.
 FIXUP = Target(Path("tests/cuda_emulator/test_fixup.cpp"), ("fixup_short",))
 
@@ -120,8 +121,8 @@ OF_DECODE = [
     Mutation(
         "whole tiles come from the page of their first keys",
         "cuda/decode/loader.cuh",
-        "source + places.of_copy(i) + columns(i),",
-        "source + places.of_copy(0) + columns(i),",
+        "source + places.of_copy(i) + columns(head_dim, i),",
+        "source + places.of_copy(0) + columns(head_dim, i),",
     ),
     Mutation(
         "chunks that are further down are not permuted",
@@ -322,6 +323,39 @@ OF_DECODE = [
         "cuda/decode/softmax.cuh",
         "key + further < end_[row]",
         "key + further <= end_[row]",
+    ),
+    Mutation(
+        "the range that the host knows is read before it is written",
+        "cuda/decode/schedule.cuh",
+        "      __syncthreads();\n      return true;\n",
+        "      return true;\n",
+    ),
+    Mutation(
+        "the host's line has no remainder",
+        "cuda/decode/schedule.cuh",
+        "line.quotient + line.workers.quotient(worker * line.remainder);",
+        "line.quotient;",
+    ),
+    Mutation(
+        "copies of no bytes come from beyond the last key",
+        "cuda/decode/loader.cuh",
+        "min(Copies::key(i), last) - Copies::key(0)",
+        "Copies::key(i) - Copies::key(0)",
+        target=ADDRESSES,
+    ),
+    Mutation(
+        "copies of no bytes come from beyond the last column",
+        "cuda/decode/loader.cuh",
+        "return is_in(head_dim, i) ? Copies::chunk(i) * kChunkElements<Cached> : 0;",
+        "return Copies::chunk(i) * kChunkElements<Cached>;",
+        target=ADDRESSES,
+    ),
+    Mutation(
+        "copies of no bytes come from beyond the last query",
+        "cuda/decode/loader.cuh",
+        "min(row, rows.count - 1)",
+        "row",
+        target=ADDRESSES,
     ),
     Mutation(
         "sums are not rescaled",

@@ -86,8 +86,8 @@ OF_8_BITS = [
     of_8_bits(
         "scales are fetched one key further",
         "loader.cuh",
-        "key_of_lane(i) * stride[2];",
-        "(key_of_lane(i) + 1) * stride[2];",
+        "places.value[i] : key * stride[2];",
+        "places.value[i] : (key + 1) * stride[2];",
     ),
     of_8_bits(
         "scales of a page are taken for those of another",

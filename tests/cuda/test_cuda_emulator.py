@@ -31,7 +31,7 @@ def test_emulator(program: Path) -> None:
     [
         *("shared_cases", "edges", "many_workers", "short", "short_kinds", "columns_short"),
         *("int8_short", "float8_short", "row_blocks", "latents_short", "latents"),
-        "float16_latents_short",
+        *("float16_latents_short", "addresses"),
     ],
 )
 def test_decode(program: Path, cases: str) -> None:

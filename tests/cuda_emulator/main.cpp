@@ -51,6 +51,8 @@ void test_decode_128_short();
 void test_decode_wide();
 void test_decode_row_blocks();
 void test_decode_int8_short();
+void test_decode_addresses();
+void test_decode_addresses_short();
 void test_decode_float8_short();
 
 void race_no_barrier();
@@ -75,6 +77,8 @@ int main(int argc, char** argv) {
             {"decode_wide", test_decode_wide},
             {"decode_row_blocks", test_decode_row_blocks},
             {"decode_latents", test_decode_latents},
+            {"decode_addresses", test_decode_addresses},
+            {"decode_addresses_short", test_decode_addresses_short},
             {"decode_latents_short", test_decode_latents_short},
             {"decode_float16_latents_short", test_decode_float16_latents_short},
             {"decode_128_short", test_decode_128_short},

@@ -267,6 +267,61 @@ void test_decode_row_blocks() {
   CHECK(num_workers(0) == 1, "no queries");
 }
 
+namespace {
+
+// Copies of no bytes, too, come from memory that there is.
+void check_addresses(const std::vector<Shape>& shapes) {
+  for (const Shape& shape : shapes) {
+    std::vector<emulator::Request> requests;
+    DecodeCase(shape, 0).check(0, [&](const DecodeParams& p) {
+      emulator::options() = {0, 4, &requests};
+      launch(p, kLarge);
+      emulator::options() = {};
+      const auto is_in = [](const void* source, const void* memory, const int64_t (&stride)[3],
+                            const int64_t (&size)[3], int64_t columns, DataType dtype) {
+        const auto* const first = static_cast<const char*>(memory);
+        int64_t last = columns;
+        for (int i = 0; i < 3; ++i) last += (size[i] - 1) * stride[i];
+        return source >= first &&
+               static_cast<const char*>(source) + 16 <= first + last * element_size(dtype);
+      };
+      int64_t num_empty = 0;
+      const bool paged = p.page_table != nullptr;
+      const int64_t keys[3] = {paged ? p.num_pages : p.batch, p.num_heads_kv,
+                               paged ? p.page_size : p.seqlen_k};
+      const int64_t queries[3] = {p.batch, p.num_heads_q, p.seqlen_q};
+      for (const emulator::Request& request : requests) {
+        num_empty += request.num_bytes == 0;
+        CHECK(is_in(request.source, p.q, p.q_stride, queries, p.head_dim, p.dtype) ||
+                  is_in(request.source, p.k, p.k_stride, keys, p.head_dim, p.kv_dtype) ||
+                  is_in(request.source, p.v, p.v_stride, keys, p.head_dim_v, p.kv_dtype),
+              "a copy of ", request.num_bytes, " bytes comes from nowhere");
+      }
+      CHECK(num_empty > 0, "no copy is of no bytes");
+    });
+  }
+}
+
+}  // namespace
+
+// Of ends of ranges, gaps, pages, and columns and rows that the kernel has and the call has not.
+void test_decode_addresses_short() {
+  check_addresses({{2, 2, 3, 1, 130, 40, 40, kBFloat16},
+                   {2, 1, 5, 2, 77, 56, 64, kBFloat16, 0, true, 0.0f, true},
+                   {1, 2, 20, 1, 64, 64, 64, kBFloat16, 8}});
+}
+
+// And of other kernels; latents of fewer columns.
+void test_decode_addresses() {
+  test_decode_addresses_short();
+  Shape latents{1, 1, 5, 1, 70, 320, 256, kBFloat16};
+  latents.latents = true;
+  check_addresses({{2, 1, 5, 2, 77, 80, 72, kFloat16, 0, true},
+                   {1, 1, 3, 1, 50, 64, 48, kFloat32},
+                   {2, 1, 4, 1, 150, 48, 48, kBFloat16, 0, false, 0.0f, true, kInt8},
+                   latents});
+}
+
 // Latents of 576 columns, and of fewer than the kernel has: one row group and four, of which some
 // have no rows; more tiles than a ring has stages, across outputs; ranges with gaps; pages; several
 // blocks per output. The small device has room for 16 rows only.

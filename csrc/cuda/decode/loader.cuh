@@ -15,7 +15,8 @@ namespace tree_attention::cuda {
 template <typename Element>
 constexpr int kChunkElements = 16 / static_cast<int>(sizeof(Element));
 
-// Requests 16 bytes, or writes zeros where `exists` is false.
+// Requests 16 bytes, or writes zeros where `exists` is false. The device might touch the source of
+// a copy of no bytes, so that it is one that exists, too.
 template <typename Element>
 __device__ __forceinline__ void request_chunk(uint32_t destination, const Element* source,
                                               bool exists) {
@@ -91,8 +92,8 @@ class Loader {
     const DecodeParams& p = params_.decode;
     const OutputRows rows = next_.output().rows();
     const Keys& keys = next_.output().keys();
-    k_ = static_cast<const Cached*>(p.k) + rows.head_kv * p.k_stride[1] + first_element();
-    v_ = static_cast<const Cached*>(p.v) + rows.head_kv * p.v_stride[1] + first_element();
+    k_ = static_cast<const Cached*>(p.k) + rows.head_kv * p.k_stride[1] + column(p.head_dim, 0);
+    v_ = static_cast<const Cached*>(p.v) + rows.head_kv * p.v_stride[1] + column(p.head_dim_v, 0);
     if (paged()) {
       page_ids_ = p.page_table + rows.batch * p.page_table_stride[0] +
                   rows.head_kv * p.page_table_stride[1];
@@ -103,8 +104,6 @@ class Loader {
     }
     num_whole_tiles_ = keys.has_gaps ? 0 : (keys.end - keys.begin) / Config::kTileKeys;
   }
-
-  static __device__ int first_element() { return Copies::chunk(0) * kChunkElements<Cached>; }
 
   __device__ int key_of_lane(int i) const {
     return next_.first_key() + Copies::first_key() + OfKeys<int>::key(i);
@@ -167,7 +166,10 @@ class Loader {
                              int head_dim) {
       const Cached* chunks[Copies::kPeriod];
 #pragma unroll
-      for (int i = 0; i < Copies::kPeriod; ++i) chunks[i] = source + distance(i, stride);
+      for (int i = 0; i < Copies::kPeriod; ++i) {
+        const int64_t key = Copies::key(i) - Copies::key(0);
+        chunks[i] = source + key * stride[2] + columns(head_dim, i);
+      }
 #pragma unroll
       for (int i = 0; i < Copies::kCount; ++i) {
         const Cached*& chunk = chunks[i % Copies::kPeriod];
@@ -185,7 +187,7 @@ class Loader {
       const OfKeys<int64_t> places = places_in_pages(stride);
 #pragma unroll
       for (int i = 0; i < Copies::kCount; ++i) {
-        request_chunk(destinations[i] + offset, source + places.of_copy(i) + columns(i),
+        request_chunk(destinations[i] + offset, source + places.of_copy(i) + columns(head_dim, i),
                       is_in(head_dim, i));
       }
     };
@@ -194,6 +196,8 @@ class Loader {
 
   // Where no row sees some keys: a short loop, because such tiles are few.
   __device__ void request_some_chunks(char* tile) const {
+    // The last key of the output, from where the warp's copies of the tile begin.
+    const int last = next_.output().keys().end - 1 - next_.first_key() - Copies::first_key();
     const auto request = [&](int offset, const Cached* source, const int64_t (&stride)[3],
                              int head_dim) {
       OfKeys<int64_t> places;
@@ -201,7 +205,9 @@ class Loader {
 #pragma unroll 1
       for (int i = 0; i < Copies::kCount; ++i) {
         const bool exists = seen_.of_copy(i) != 0 && is_in(head_dim, i);
-        const int64_t from_first = paged() ? places.of_copy(i) + columns(i) : distance(i, stride);
+        const int64_t key = min(Copies::key(i), last) - Copies::key(0);
+        const int64_t place = paged() ? places.of_copy(i) : key * stride[2];
+        const int64_t from_first = place + columns(head_dim, i);
         request_chunk(Destinations::of(tile, i) + offset, source + from_first, exists);
       }
     };
@@ -212,12 +218,12 @@ class Loader {
     return Copies::chunk(i) * kChunkElements<Cached> < head_dim;
   }
 
-  // How far copy i is from copy 0, in columns and in all.
-  static __device__ int columns(int i) {
-    return (Copies::chunk(i) - Copies::chunk(0)) * kChunkElements<Cached>;
+  // The first column of copy i, or of a chunk that there is; and how far it is from that of copy 0.
+  static __device__ int column(int head_dim, int i) {
+    return is_in(head_dim, i) ? Copies::chunk(i) * kChunkElements<Cached> : 0;
   }
-  static __device__ int64_t distance(int i, const int64_t (&stride)[3]) {
-    return (Copies::key(i) - Copies::key(0)) * stride[2] + columns(i);
+  static __device__ int columns(int head_dim, int i) {
+    return Copies::kPeriod == 1 ? 0 : column(head_dim, i) - column(head_dim, 0);
   }
 
   // The scales of a tile's keys, or of its values, if there are any.
@@ -233,7 +239,8 @@ class Loader {
 #pragma unroll
     for (int i = 0; i < places.kCount; ++i) {
       if (!places.is_first()) continue;
-      const int64_t place = paged() ? places.value[i] : key_of_lane(i) * stride[2];
+      const int key = min(key_of_lane(i), next_.output().keys().end - 1);
+      const int64_t place = paged() ? places.value[i] : key * stride[2];
       const int row = Copies::first_key() + places.key(i);
       cp_async_4(shared_address(scales + row * 4), base + place, whole || seen_.value[i] ? 4 : 0);
     }
@@ -247,11 +254,12 @@ class Loader {
 #pragma unroll 1
     for (int i = threadIdx.x; i < Config::kRows * Rows::kChunks; i += Config::kThreads) {
       const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
-      const auto [token, head] = place_of_row(params_, rows, row);
+      const int column = chunk * kChunkElements<Element>;
+      const auto [token, head] = place_of_row(params_, rows, min(row, rows.count - 1));
       const Element* source = static_cast<const Element*>(p.q) + rows.batch * p.q_stride[0] +
                               head * p.q_stride[1] + token * p.q_stride[2] +
-                              chunk * kChunkElements<Element>;
-      const bool exists = row < rows.count && chunk * kChunkElements<Element> < p.head_dim;
+                              (column < p.head_dim ? column : 0);
+      const bool exists = row < rows.count && column < p.head_dim;
       request_chunk(shared_address(queries + Rows::offset(row, chunk)), source, exists);
     }
   }
