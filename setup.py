@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Builds `tree_attention._C`. Everything that is not compiled is in pyproject.toml.
 
-Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, LINE_INFO=0|1,
-EARLY_LAUNCH=0|1, DEBUG=0|1 (CONTRIBUTING.md).
+Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, LINE_INFO=0|1, DEBUG=0|1
+(CONTRIBUTING.md).
 """
 
 import os
@@ -175,8 +175,6 @@ def extension(use_cuda: bool):
         nvcc += ["--compress-mode=size"]
     if flag("LINE_INFO", "0", ("0", "1")) == "1":
         nvcc += ["-lineinfo"]
-    if flag("EARLY_LAUNCH", "0", ("0", "1")) == "1":
-        nvcc += ["-DTREE_ATTENTION_EARLY_LAUNCH"]
     write_instances = runpy.run_path("csrc/cuda/decode/instances.py")["write_instances"]
     instances = map(str, write_instances(Path("build/instances")))
     return CUDAExtension(

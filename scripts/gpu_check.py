@@ -18,8 +18,8 @@ order of what they are worth (gpu_calls.py). OUT gets, as each stage ends,
   extension.tar.xz         in call A: what was built. Unpacked in this tree it saves another build
 
 Exit status 0: every stage passed. Environment: PYTHON (else .venv/bin/python, else python3),
-TORCH_CUDA_ARCH_LIST (else the GPU's), EARLY_LAUNCH (as setup.py takes it), CALL_SECONDS, EXTENSION
-(a library that was built for this Python, torch and GPU: it is built only where that one cannot be
+TORCH_CUDA_ARCH_LIST (else the GPU's), CALL_SECONDS, EXTENSION (a library that was built for this
+Python, torch and GPU: it is built only where that one cannot be
 imported), PEERS (libraries for `benchmarks/decode.py --peers`, with spaces between).
 """
 
@@ -97,7 +97,6 @@ class Run:
         self.has_workers = self.ask(self.python, "-c", "import xdist").returncode == 0
         self.device, self.capability = self.describe_device()
         self.environment.setdefault("TORCH_CUDA_ARCH_LIST", self.capability)
-        self.environment.setdefault("EARLY_LAUNCH", "0")
 
     def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
         try:
@@ -215,8 +214,7 @@ class Run:
         commit = self.ask("git", "rev-parse", "HEAD").stdout.strip()
         summary = {
             "call": self.name, "device": self.device, "architectures": architectures,
-            "early_launch": self.environment["EARLY_LAUNCH"], "commit": commit,
-            "seconds": seconds, "stages": [asdict(r) for r in self.done],
+            "commit": commit, "seconds": seconds, "stages": [asdict(r) for r in self.done],
         }  # fmt: skip
         (self.out / f"{self.name}.json").write_text(json.dumps(summary, indent=1) + "\n")
         lines = [f"# GPU check, call {self.name}", ""]
@@ -244,8 +242,7 @@ def stamp(environment: dict[str, str]) -> str:
     """Of the sources, the choices of the build and the extensions that are there."""
     paths = [ROOT / "setup.py", *sorted(p for p in (ROOT / "csrc").rglob("*") if p.is_file())]
     paths += sorted((ROOT / "python/tree_attention").glob("_C*.so"))
-    choices = (environment[name] for name in ("TORCH_CUDA_ARCH_LIST", "EARLY_LAUNCH"))
-    digest = hashlib.sha256(" ".join(choices).encode())
+    digest = hashlib.sha256(environment["TORCH_CUDA_ARCH_LIST"].encode())
     for path in paths:
         digest.update(f"{path.relative_to(ROOT)} {path.stat().st_size} ".encode())
         digest.update(path.read_bytes())

@@ -28,6 +28,14 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 #endif
 }
 
+// The same instruction: from here on, when all blocks have come here or ended, the next grid in the
+// stream may begin, if it is launched early.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // 9.7.9.25.3.1 (cp.async): 16 bytes, of which the last 16 - num_bytes become zero; num_bytes is 0
 // or 16. L2 only. `source` must be valid memory only where num_bytes is not zero. It has no cache
 // policy: ptxas (12.8 to 13.3) may lose the descriptor that holds one, and the copy is an illegal

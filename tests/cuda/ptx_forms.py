@@ -99,6 +99,7 @@ CALLS = {
         "cp_async_4({0}, reinterpret_cast<const void*>({1}), {3})",
     ),
     "griddepcontrol.wait": ((), "griddepcontrol_wait()"),
+    "griddepcontrol.launch_dependents": ((), "griddepcontrol_launch_dependents()"),
     "cp.async.commit_group": ((), "cp_async_commit_group()"),
     "cp.async.wait_group": (("u32",), "cp_async_wait_group<{0}>()"),
     "bar.sync": (("0",), "__syncthreads()"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the build's switch EARLY_LAUNCH makes of the kernels, and that it is off."""
+"""Kernels begin while the one ahead of them ends, and wait for it (compute capability 9.0)."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,12 +12,10 @@ from compilation import ROOT
 from sass import Code, find_tool, parse, text_of
 from translated import NVCC_FLAGS, instantiation
 
-SWITCH = "-DTREE_ATTENTION_EARLY_LAUNCH"
-
 # Instructions that touch global memory, and those after which not every thread goes the same way.
 GLOBAL = r"LD(\.|$)|LDG|ST(\.|$)|STG|ATOM|RED|MEMBAR|CCTL"
 BRANCH = r"BRA|BRX|JMP|BSSY|EXIT|CALL"
-WAIT = "ACQBULK"  # griddepcontrol.wait
+WAIT, TRIGGER = "ACQBULK", "PREEXIT"  # griddepcontrol.wait and .launch_dependents
 
 # Each kind of tile: 16 bits with 8 rows and with several row groups, pairs of warps that split the
 # columns, 8 bits with 8 rows and with 16, latents with 16 rows and with 64, and float32.
@@ -26,10 +25,16 @@ KERNELS = [
     *(("fp16", 576, 16), ("bf16", 576, 64), ("fp32", 64, 16)),
 ]
 
-CALL = "  if constexpr (kEarlyLaunch) griddepcontrol_wait();\n"
+CALL = "  griddepcontrol_wait();\n"
+TRIGGER_CALL = "  griddepcontrol_launch_dependents();\n"
 FIRST_READ = "  if (!cut_line(params, schedule)) return;\n"
 MISTAKES = {
     "nothing waits": {CALL: ""},
+    "the next launch begins when all blocks have ended": {TRIGGER_CALL: ""},
+    "the next launch begins when the first has waited": {
+        TRIGGER_CALL: "",
+        CALL: CALL + TRIGGER_CALL,
+    },
     "the ranges are read before the wait": {CALL: "", FIRST_READ: FIRST_READ + CALL},
     "one thread waits": {CALL: CALL.replace(" griddep", " if (threadIdx.x == 0) griddep")},
     "blocks wait but for the first": {CALL: CALL.replace(" griddep", " if (blockIdx.x) griddep")},
@@ -37,12 +42,13 @@ MISTAKES = {
 
 
 def compiled(
-    folder: Path, kernel: tuple[str, int, int], *flags: str, csrc: Path = ROOT / "csrc"
-) -> Code:
+    folder: Path, kernel: tuple[str, int, int], architecture: str = "sm_90",
+    csrc: Path = ROOT / "csrc",
+) -> Code:  # fmt: skip
     source, cubin = folder / "kernel.cu", folder / "kernel.cubin"
     source.write_text(instantiation(*kernel))
     options = [flag for flag in NVCC_FLAGS if flag not in ("-ptx", "-arch=compute_90")]
-    command = [find_tool("nvcc"), *options, "-arch=sm_90", "-cubin", f"-I{csrc}", *flags]
+    command = [find_tool("nvcc"), *options, f"-arch={architecture}", "-cubin", f"-I{csrc}"]
     result = subprocess.run([*command, source, "-o", cubin], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     (code,) = parse(text_of(cubin.read_bytes()))
@@ -50,13 +56,16 @@ def compiled(
 
 
 def mistake(code: Code) -> str:
-    """What is wrong with how a kernel waits, or nothing."""
+    """What is wrong with how a kernel waits and lets the next one begin, or nothing."""
+    triggers = code.positions(TRIGGER)
     waits = code.positions(WAIT)
     if len(waits) != 1:
         return f"{len(waits)} waits"
-    (line,) = (line for line in code.lines if WAIT in line)
-    if "@" in line:
-        return f"some threads do not wait: {line.strip()}"
+    if len(triggers) != 1 or triggers[0] > waits[0]:
+        return f"triggers at {triggers}, the wait at {waits[0]}"
+    for line in code.lines:
+        if re.search(f"@.*({WAIT}|{TRIGGER})", line):
+            return f"not of all threads: {line.strip()}"
     for pattern in (GLOBAL, BRANCH):
         first = code.positions(pattern)[0]
         if first < waits[0]:
@@ -67,7 +76,7 @@ def mistake(code: Code) -> str:
 @pytest.mark.deep
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: "-".join(map(str, kernel)))
 def test_nothing_is_read_or_written_before_the_wait(kernel: tuple, tmp_path: Path) -> None:
-    assert mistake(compiled(tmp_path, kernel, SWITCH)) == ""
+    assert mistake(compiled(tmp_path, kernel)) == ""
 
 
 @pytest.mark.deep
@@ -80,9 +89,9 @@ def test_mistake(name: str, tmp_path: Path) -> None:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     file.write_text(text)
-    assert mistake(compiled(tmp_path, KERNELS[0], SWITCH, csrc=csrc)) != "", "not found"
+    assert mistake(compiled(tmp_path, KERNELS[0], csrc=csrc)) != "", "not found"
 
 
 @pytest.mark.deep
-def test_no_kernel_waits_without_the_switch(tmp_path: Path) -> None:
-    assert compiled(tmp_path, KERNELS[0]).count(WAIT) == 0
+def test_older_devices_do_not_wait(tmp_path: Path) -> None:
+    assert compiled(tmp_path, KERNELS[0], "sm_80").count(f"{WAIT}|{TRIGGER}") == 0

@@ -24,6 +24,7 @@ inline char* dynamic_shared_memory() { return emulator::shared_memory(); }
 
 // One launch ends before the next begins.
 inline void griddepcontrol_wait() {}
+inline void griddepcontrol_launch_dependents() {}
 
 inline void cp_async_16(uint32_t destination, const void* source, int num_bytes,
                         source_location where = source_location::current()) {

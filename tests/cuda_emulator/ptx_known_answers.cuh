@@ -297,6 +297,7 @@ struct ChainParams {
 };
 template <typename Params>
 __global__ void chain_kernel(const Params p) {
+  cuda::griddepcontrol_launch_dependents();
   cuda::griddepcontrol_wait();
   const uint64_t begin = cuda::globaltimer();
   while (cuda::globaltimer() - begin < 50'000) {

@@ -57,7 +57,7 @@ def run_setup(tmp_path):
             program.parent.mkdir(parents=True)
             program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc}, V0'\n")
             program.chmod(0o755)
-        ours = ("USE_CUDA", "TORCH_CUDA_ARCH_LIST", "LINE_INFO", "EARLY_LAUNCH", "DEBUG")
+        ours = ("USE_CUDA", "TORCH_CUDA_ARCH_LIST", "LINE_INFO", "DEBUG")
         environment = {k: v for k, v in os.environ.items() if k not in ours} | variables
         environment |= {"PYTHONPATH": str(tmp_path), "CUDA_HOME": str(tmp_path / "cuda")}
         return subprocess.run(
@@ -127,18 +127,12 @@ def test_kernels_are_small_unless_somebody_profiles_them(line_info, run_setup):
     assert "--compress-mode=size" in text and ("-lineinfo" in text) == (line_info == "1")
 
 
-@pytest.mark.parametrize("early_launch", ["0", "1"])
-def test_launches_are_early_where_the_build_says_so(early_launch, run_setup):
-    text = output(run_setup(EARLY_LAUNCH=early_launch))
-    assert ("-DTREE_ATTENTION_EARLY_LAUNCH" in text) == (early_launch == "1")
-
-
 def test_debug_turns_optimisation_off(run_setup):
     text = output(run_setup(DEBUG="1"))
     assert "-O0" in text and "-O3" not in text
 
 
-@pytest.mark.parametrize("name", ["USE_CUDA", "LINE_INFO", "EARLY_LAUNCH", "DEBUG"])
+@pytest.mark.parametrize("name", ["USE_CUDA", "LINE_INFO", "DEBUG"])
 def test_unknown_value_is_refused(run_setup, name):
     assert f"{name} must be one of" in refusal(run_setup(**{name: "yes"}))
 

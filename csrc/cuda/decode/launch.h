@@ -13,19 +13,13 @@
 
 namespace tree_attention::cuda {
 
-// A switch of the build (EARLY_LAUNCH=1), off until a GPU has shown what it gains: the kernel is
-// launched while the one ahead of it ends, and waits for that before it touches global memory.
-#if defined(TREE_ATTENTION_EARLY_LAUNCH)
-inline constexpr bool kEarlyLaunch = true;
-#else
-inline constexpr bool kEarlyLaunch = false;
-#endif
-
 // The fields of cudaDeviceProp that a plan depends on.
 struct DeviceLimits {
   int32_t num_sms;
   int32_t shared_bytes_per_sm;
   int32_t shared_bytes_per_block;  // the most that one block may ask for
+  // Whether a kernel may begin while the one ahead of it ends (compute capability 9.0).
+  bool has_early_launches = false;
 };
 
 // Scratch memory of one launch. Launches that may run at the same time need one workspace each.
@@ -46,6 +40,7 @@ struct Plan {
   int32_t shared_bytes;   // dynamic shared memory of a block
   int32_t num_workers;    // blocks of the grid
   WorkspaceSize workspace;
+  bool launches_early;
 };
 
 // The only argument of the kernel.

@@ -158,7 +158,10 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
 template <typename Element, typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     lean_decode_kernel(const __grid_constant__ LaunchParams params) {
-  if constexpr (kEarlyLaunch) griddepcontrol_wait();
+  // Before anything of global memory, the workspace included, is touched. The next launch's blocks
+  // come as these leave, and wait here for all of them.
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   char* shared = dynamic_shared_memory();
   auto& schedule = *reinterpret_cast<ScheduleMemory<Config>*>(shared + Config::kSchedule);
   static_assert(sizeof(schedule) <= Config::kScheduleBytes);
@@ -198,7 +201,7 @@ template <typename Element, int kHeadDim, typename Cached>
 cudaError_t launch_instance(const LaunchParams& params, const Plan& plan, cudaStream_t stream) {
   return with_row_tile<Element, kHeadDim, Cached>(plan.row_tile, [&]<typename Config>() {
     return launch_kernel(lean_decode_kernel<Element, Config>, plan.num_workers, Config::kThreads,
-                         plan.shared_bytes, stream, params, kEarlyLaunch);
+                         plan.shared_bytes, stream, params, plan.launches_early);
   });
 }
 

@@ -44,6 +44,12 @@ void plan_occupancy(Plan& plan, const DeviceLimits& limits) {
   plan.blocks_per_sm = two ? 2 : 1;
   plan.num_stages = two ? num_stages(half, 3) : num_stages(limits.shared_bytes_per_block, 4);
   plan.shared_bytes = Config::shared_bytes(plan.num_stages);
+  plan.launches_early = limits.has_early_launches;
+}
+
+template <typename Config>
+int64_t num_outputs(const DecodeParams& p) {
+  return int64_t{p.batch} * p.num_heads_kv * num_row_blocks(p, Config::kRows);
 }
 
 // The most workers that can have work. More of them would change no result.
