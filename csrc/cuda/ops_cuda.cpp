@@ -50,7 +50,7 @@ const cudaDeviceProp& current_device(const char* op) {
 
 DeviceLimits limits_of(const cudaDeviceProp& device) {
   return {device.multiProcessorCount, static_cast<int32_t>(device.sharedMemPerMultiprocessor),
-          static_cast<int32_t>(device.sharedMemPerBlockOptin)};
+          static_cast<int32_t>(device.sharedMemPerBlockOptin), device.major >= 9};
 }
 
 // Whether the host is to wait for what it checks: an unknown page or slot is an error of the call,
@@ -88,13 +88,15 @@ void check_slots_on_device(AppendParams params) {
 void lean_decode(const DecodeParams& params) {
   check_supported(params);
   const cudaDeviceProp& device = current_device("lean_decode");
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   if (params.page_table != nullptr && is_debug_mode("lean_decode")) check_pages(params, stream);
   const DeviceLimits limits = limits_of(device);
   const Plan plan = plan_lean_decode(params, limits);
   check_shared_memory(params, plan.shared_bytes, limits.shared_bytes_per_block);
-  const Workspace workspace = workspace_of(stream, limits, plan.workspace);
-  C10_CUDA_CHECK(launch_lean_decode(params, plan, workspace, stream));
+  // The id of a stream that is not torch's own is its handle, and that of the default one is 0.
+  const bool lives = stream.id() != reinterpret_cast<c10::StreamId>(stream.stream());
+  const LeasedWorkspace leased = workspace_of(stream, lives, limits, plan.workspace);
+  C10_CUDA_CHECK(launch_lean_decode(params, plan, leased.workspace, stream));
 }
 
 std::tuple<int64_t, int64_t> lean_decode_blocks(const DecodeParams& params) {

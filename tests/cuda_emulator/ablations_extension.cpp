@@ -8,12 +8,13 @@
 
 namespace tree_attention {
 
-cuda::Workspace cuda::workspace_of(cudaStream_t, const DeviceLimits&, const WorkspaceSize& size) {
+cuda::LeasedWorkspace cuda::workspace_of(cudaStream_t, bool, const DeviceLimits&,
+                                         const WorkspaceSize& size) {
   static std::vector<uint32_t> counters;
   static std::vector<float> partials;
   counters.assign(size.num_counters, 0);
   partials.assign(size.num_partial_floats, NAN);
-  return {counters.data(), partials.data()};
+  return {{counters.data(), partials.data()}, {}};
 }
 
 namespace ablations {

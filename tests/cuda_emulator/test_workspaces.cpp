@@ -8,6 +8,7 @@
 #include <set>
 #include <vector>
 
+#include "c10/cuda/CUDACachingAllocator.h"
 #include "check.h"
 #include "cuda/decode/workspaces.h"
 
@@ -31,11 +32,18 @@ struct CUgraph_st {
 namespace {
 
 std::map<cudaStream_t, cudaGraph_t> captures;
-int num_allocations = 0;
+std::set<cudaStream_t> busy, asked;  // asked: whether they are busy
+int num_allocations = 0, num_emptied = 0;
+bool holds_all_memory = false;  // torch, until its cache is emptied
 
 }  // namespace
 
+void c10::cuda::CUDACachingAllocator::emptyCache() {
+  ++num_emptied;
+  holds_all_memory = false;
+}
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  if (holds_all_memory) return cudaErrorMemoryAllocation;
   *memory = std::malloc(bytes);  // as on the device, never freed
   std::memset(*memory, 0xff, bytes);
   ++num_allocations;
@@ -51,6 +59,11 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  asked.insert(stream);
+  return busy.contains(stream) ? cudaErrorNotReady : cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
                                      unsigned long long* number, cudaGraph_t* graph) {
@@ -81,8 +94,8 @@ void test_workspaces() {
   std::memset(&a, 1, sizeof(a));
   std::memset(&b, 2, sizeof(b));
 
-  const auto get = [&](cudaStream_t stream, const WorkspaceSize& size) {
-    const Workspace workspace = workspace_of(stream, limits, size);
+  const auto get = [&](cudaStream_t stream, const WorkspaceSize& size, bool lives = false) {
+    const Workspace workspace = workspace_of(stream, lives, limits, size).workspace;
     for (int64_t i = 0; i < size.num_counters; ++i) {
       CHECK(workspace.counters[i] == 0, "counter ", i);
     }
@@ -143,4 +156,44 @@ void test_workspaces() {
   }
   reset_workspaces();
   CHECK(of_a[3] == 0 && of_first[3] == 0 && of_branch[3] == 0, "not reset");
+
+  // Streams have as many as are busy at a time, unless they may be gone or are captured.
+  std::vector<cudaStream_t> streams(8);
+  for (size_t i = 0; i < streams.size(); ++i) std::memset(&streams[i], 3 + i, sizeof(a));
+  num_allocations = 0;
+  std::set<const uint32_t*> of_streams;
+  for (cudaStream_t stream : streams) {
+    of_streams.insert(get(stream, large, true));
+    CHECK(of_streams.contains(get(stream, small, true)), "another one for the second launch");
+  }
+  CHECK(of_streams.size() == 1 && num_allocations == 1, num_allocations);
+  CHECK(!asked.contains(a) && !asked.contains(b), "a stream that may be gone is asked");
+  busy.insert(streams.begin(), streams.end());
+  for (cudaStream_t stream : streams) of_streams.insert(get(stream, small, true));
+  CHECK(of_streams.size() == 8 && num_allocations == 8, num_allocations);
+  busy.clear(), asked.clear();
+  cudaStream_t c;
+  std::memset(&c, 50, sizeof(c));
+  const auto last = captured(streams[0], [&] {
+    CHECK(!of_streams.contains(get(c, huge)), "too small");
+    CHECK(!asked.contains(streams[0]) && asked.contains(streams[1]), "which are asked");
+  });
+  const uint32_t* of_other = get(b, huge);
+  CHECK(of_other != get(a, huge), "that of a stream that may be gone");
+
+  // torch gives back what it does not use, but not during a capture.
+  holds_all_memory = true;
+  get(streams[0], {1 << 20, 1000}, true);
+  CHECK(num_emptied == 1, num_emptied);
+  holds_all_memory = true;
+  const auto failed = captured(streams[1], [&] {
+    bool fails = false;
+    try {
+      get(streams[1], {1 << 21, 1000}, true);
+    } catch (const std::runtime_error&) {
+      fails = true;
+    }
+    CHECK(fails && num_emptied == 1, "emptied during a capture");
+  });
+  holds_all_memory = false;
 }

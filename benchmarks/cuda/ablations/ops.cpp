@@ -34,8 +34,8 @@ void run(const DecodeParams& p) {
                             static_cast<int32_t>(device.sharedMemPerMultiprocessor),
                             static_cast<int32_t>(device.sharedMemPerBlockOptin)};
   const Plan plan = make_plan(p, limits);
-  const Workspace workspace = cuda::workspace_of(stream, limits, plan.workspace);
-  C10_CUDA_CHECK(launch(p, plan, workspace, stream));
+  const cuda::LeasedWorkspace leased = cuda::workspace_of(stream, false, limits, plan.workspace);
+  C10_CUDA_CHECK(launch(p, plan, leased.workspace, stream));
 }
 
 // Refuses several ranges of a query: the ablations compare schedules for one.

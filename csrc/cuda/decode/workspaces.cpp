@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "workspaces.h"
 
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -34,9 +35,14 @@ struct Sequence {
   auto operator<=>(const Sequence&) const = default;
 };
 
+struct Owned {
+  Allocations allocations;
+  bool lives;  // the stream, as long as the process
+};
+
 struct Workspaces {
   std::mutex mutex;
-  std::map<Sequence, Allocations> used;
+  std::map<Sequence, Owned> used;
   std::map<c10::DeviceIndex, Allocations> idle;
 
   // Captures whose graphs are destroyed. They have a mutex that is never held while CUDA is called:
@@ -68,11 +74,19 @@ void zero_counters(const Allocation& allocation) {
   C10_CUDA_CHECK(cudaStreamDestroy(stream));
 }
 
-Allocation allocate(const WorkspaceSize& size) {
+Allocation allocate(const WorkspaceSize& size, bool is_captured) {
   const c10::cuda::CUDAStreamCaptureModeGuard guard(cudaStreamCaptureModeRelaxed);
   void* memory;
-  C10_CUDA_CHECK(
-      cudaMalloc(&memory, counter_bytes(size) + size.num_partial_floats * sizeof(float)));
+  const size_t bytes = counter_bytes(size) + size.num_partial_floats * sizeof(float);
+  cudaError_t error = cudaMalloc(&memory, bytes);
+  if (error == cudaErrorMemoryAllocation && !is_captured) {
+    // torch may hold all memory, and what it does not use. It waits for the device, which a capture
+    // forbids.
+    cudaGetLastError();
+    c10::cuda::CUDACachingAllocator::emptyCache();
+    error = cudaMalloc(&memory, bytes);
+  }
+  C10_CUDA_CHECK(error);
   char* partials = static_cast<char*>(memory) + counter_bytes(size);
   const Allocation allocation{{static_cast<uint32_t*>(memory), reinterpret_cast<float*>(partials)},
                               size};
@@ -91,11 +105,11 @@ bool fits(const WorkspaceSize& needed, const WorkspaceSize& size) {
 }
 
 // One that is idle, or a new one.
-Allocation take(Allocations& idle, const WorkspaceSize& needed) {
+Allocation take(Allocations& idle, const WorkspaceSize& needed, bool is_captured) {
   const auto found = std::find_if(idle.begin(), idle.end(), [&](const Allocation& allocation) {
     return fits(needed, allocation.size);
   });
-  if (found == idle.end()) return allocate(needed);
+  if (found == idle.end()) return allocate(needed, is_captured);
   const Allocation taken = *found;
   idle.erase(found);
   return taken;
@@ -123,6 +137,13 @@ void CUDART_CB note_end(void* sequence) {
   all.ended.push_back(*owned);
 }
 
+void give_back(Workspaces& all, std::map<Sequence, Owned>::iterator entry) {
+  Allocations& idle = all.idle[entry->first.device];
+  const Allocations& given = entry->second.allocations;
+  idle.insert(idle.end(), given.begin(), given.end());
+  all.used.erase(entry);
+}
+
 // Makes the workspaces of captures idle whose graphs are destroyed.
 void collect(Workspaces& all) {
   std::vector<Sequence> ended;
@@ -133,9 +154,24 @@ void collect(Workspaces& all) {
   for (const Sequence& sequence : ended) {
     const auto found = all.used.find(sequence);
     if (found == all.used.end()) continue;
-    Allocations& idle = all.idle[sequence.device];
-    idle.insert(idle.end(), found->second.begin(), found->second.end());
-    all.used.erase(found);
+    give_back(all, found);
+  }
+}
+
+// Makes the workspaces of the other streams of a device idle on which nothing is under way. A
+// stream that may be gone cannot be asked, nor the default one while another stream is captured.
+void collect_from_others(Workspaces& all, const Sequence& own) {
+  const c10::cuda::CUDAStreamCaptureModeGuard guard(cudaStreamCaptureModeRelaxed);
+  for (auto next = all.used.begin(); next != all.used.end();) {
+    const auto entry = next++;
+    const auto& [sequence, owned] = *entry;
+    if (sequence.device != own.device || sequence.capture != 0 || !owned.lives) continue;
+    if (sequence == own || capture_of(sequence.stream).first != 0) continue;
+    if (cudaStreamQuery(sequence.stream) == cudaSuccess) {
+      give_back(all, entry);
+    } else {
+      cudaGetLastError();  // not to be ready is no error
+    }
   }
 }
 
@@ -151,22 +187,26 @@ void let_own(cudaGraph_t graph, const Sequence& sequence) {
 
 }  // namespace
 
-Workspace workspace_of(cudaStream_t stream, const DeviceLimits& limits,
-                       const WorkspaceSize& needed) {
+LeasedWorkspace workspace_of(cudaStream_t stream, bool lives, const DeviceLimits& limits,
+                             const WorkspaceSize& needed) {
   const auto [capture, graph] = capture_of(stream);
   const Sequence sequence{c10::cuda::current_device(), stream, capture};
   Workspaces& all = workspaces();
-  const std::lock_guard lock(all.mutex);
+  std::unique_lock lock(all.mutex);
   collect(all);
   if (capture != 0 && !all.used.contains(sequence)) let_own(graph, sequence);
-  Allocations& allocations = all.used[sequence];
+  Owned& owned = all.used.try_emplace(sequence, Owned{{}, lives}).first->second;
+  Allocations& allocations = owned.allocations;
   const WorkspaceSize existing = allocations.empty() ? WorkspaceSize{} : allocations.back().size;
   if (!fits(needed, existing)) {
-    const WorkspaceSize size = larger(existing, needed);
-    allocations.push_back(capture == 0 ? allocate(larger(size, largest_workspace(limits)))
-                                       : take(all.idle[sequence.device], size));
+    WorkspaceSize size = larger(existing, needed);
+    if (capture == 0) {
+      size = larger(size, largest_workspace(limits));
+      collect_from_others(all, sequence);
+    }
+    allocations.push_back(take(all.idle[sequence.device], size, capture != 0));
   }
-  return allocations.back().workspace;
+  return {allocations.back().workspace, std::move(lock)};
 }
 
 void reset_workspaces() {
@@ -177,7 +217,7 @@ void reset_workspaces() {
     C10_CUDA_CHECK(cudaDeviceSynchronize());
     for (const Allocation& allocation : allocations) zero_counters(allocation);
   };
-  for (const auto& [sequence, allocations] : all.used) reset(sequence.device, allocations);
+  for (const auto& [sequence, owned] : all.used) reset(sequence.device, owned.allocations);
   for (const auto& [device, allocations] : all.idle) reset(device, allocations);
 }
 

@@ -26,5 +26,11 @@ struct CUDAStreamCaptureModeGuard {
   explicit CUDAStreamCaptureModeGuard(cudaStreamCaptureMode) {}
 };
 
+namespace CUDACachingAllocator {
+
+void emptyCache();  // in test_workspaces.cpp
+
+}  // namespace CUDACachingAllocator
+
 }  // namespace cuda
 }  // namespace c10
