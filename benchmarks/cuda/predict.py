@@ -26,6 +26,7 @@ from .cases import EIGHT_BITS, LATENTS, OURS, PAPERS, QUERIES, CudaCase, K, quic
 
 PAGE, RESULTS = ROOT / "docs" / "cuda_kernel.md", ROOT / "benchmarks" / "results"
 BEGIN = "<!-- the table of python -m benchmarks.cuda.predict --write -->\n"
+BEGIN_RUN = "<!-- what predict.py says of the run on an H100, by the same --write -->\n"
 END = "<!-- its end -->\n"
 OVERHEAD_TILES, MIN_WORKER_TILES = 1, 2  # csrc/cuda/decode/schedule.cuh
 MAX_MERGED_PARTS, MAX_MERGED_ROWS, RADIX = 36, 8, 16  # csrc/common/fixup.h
@@ -33,7 +34,8 @@ MAX_MERGED_PARTS, MAX_MERGED_ROWS, RADIX = 36, 8, 16  # csrc/common/fixup.h
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. All from `read_efficiency` on is assumed: profiles are to correct it."""
+    """A GPU. All from `read_efficiency` on is assumed: profiles are to correct it.
+    `clocks_per_step` and `publish_us` place the fixed times of the run on an H100."""
 
     multiprocessors: int
     clock: float  # under load, Hz
@@ -44,10 +46,13 @@ class Gpu:
     products: int = 1300  # multiply-adds of 16 bits by mma.sync
     read_efficiency: float = 0.96  # share of read_bandwidth that a long launch keeps
     clocks_per_instruction: float = 4.0  # of a warp that waits for nothing but its own results
+    clocks_per_step: float = (
+        5.0  # of an instruction outside the loop, where each waits for the last
+    )
     launch_us: float = 2.2  # between kernels of a graph, with the start and end of the blocks
     memory_us: float = 0.8  # from the first request to its data
     l2_us: float = 0.2  # a load of what another block has stored
-    publish_us: float = 0.8  # storing a partial state, the fence, and the counter
+    publish_us: float = 1.35  # storing a partial state, the fence, the counter, two barriers
 
 
 @dataclass(frozen=True)
@@ -65,11 +70,19 @@ class Code:
 
     addresses: int  # for a quarter of the requests of a tile
     page_addresses: int  # what pages add
-    prologue_us: float  # parameters and schedule, before the first request
+    # Instructions outside the loop, one after the other: before the first request; from the last
+    # product to the fence; of a merge from its arrival to the weights, for each level of a tree of
+    # lse, and for each turn of loads.
+    prologue: int
+    end: int
+    merge: int
+    merge_level: int
+    merge_turn: int
     merge_loads: int  # parts that a merge asks for at a time
     lse_trips: int  # to memory for the weights of a merge, before the first parts come
     steps: Mapping[int, Step]  # by the rows of a warp
     merges_by_rows: bool  # whether parts of many rows are merged in smaller groups
+    two_levels: bool  # whether workers are so few that two levels of merges do
     in_step: bool  # whether blocks of rows read the same keys at the same time (line_order.py)
     requests: int = 16  # a quarter of those of a tile
     loop: int = 55  # of a tile, with the maxima and sums of its rows
@@ -90,21 +103,25 @@ H200 = Gpu(
 BEFORE = Code(
     addresses=225,
     page_addresses=178,
-    prologue_us=1.0,
+    prologue=575 + 2 * 84,
+    end=251 + 2 * 84,
+    merge=120,
+    merge_level=100,
+    merge_turn=150,
     merge_loads=8,
     lse_trips=1,
     steps={16: Step(48, 124, {"int8": 438, "fp8": 502})},
     merges_by_rows=False,
+    two_levels=False,
     in_step=False,
 )
-# 300 and 363 with 8 rows, 333 and 384 with 16. The way to the first request has 322 instead of 575
-# instructions, of a clock or more each, and one step of loads instead of three. 16 keys have 297
+# What ran on the H100, at 51e5468: 300 and 363 with 8 rows, 333 and 384 with 16. 16 keys have 297
 # instructions for int8 and 216 for float8 with 8 rows, 390 and 308 with 16.
-NOW = replace(
+RAN = replace(
     BEFORE,
     addresses=90,
     page_addresses=51,
-    prologue_us=0.5,
+    prologue=349 + 84,
     lse_trips=0,
     steps={
         8: Step(32, 107, {"int8": 158, "fp8": 77}),
@@ -114,6 +131,34 @@ NOW = replace(
     in_step=True,
     latents={16: (585, 666), 64: (768, 803)},
 )
+# The shortest ways of the code for 8 rows and 128 columns, where the host knows the line.
+NOW = replace(
+    RAN,
+    prologue=266,
+    end=221,
+    merge=190,
+    merge_level=0,
+    merge_turn=100,
+    two_levels=True,
+    steps={
+        8: Step(32, 128, {"int8": 158, "fp8": 77}),
+        16: Step(48, 140, {"int8": 218, "fp8": 136}),
+    },
+    latents={16: (616, 700), 64: (782, 830)},
+)
+
+
+# By the read rate of its probe; and what `RAN` took there, in us.
+H100 = replace(H200, read_bandwidth=3.12e12)
+H100_RUN = {
+    **{"bf16 32/8 d128 B=1 1k": 11.9, "bf16 32/8 d128 B=1 16k": 35.0},
+    **{"bf16 32/8 d128 B=1 64k": 100.0, "bf16 32/8 d128 B=8 8k": 97.1},
+    **{"bf16 32/8 d128 B=1 1M": 1396.0, "bf16 8/1 d128 B=1 128k": 42.0},
+    **{"bf16 32/8 d128 B=64 63x1k+1M packed": 1499.0, "bf16 32/8 d128 B=8 16k q=4": 192.0},
+    **{"bf16 32/8 d128 B=1 64k q=16": 160.0, "bf16 32/8 d128 B=8 16k page 16": 191.0},
+    **{"bf16/int8 32/8 d128 B=1 64k": 58.9, "bf16 56/56 d64 B=1 64k": 313.0},
+    **{"bf16 16/1 d576/512 B=1 64k": 113.0},
+}
 
 
 @dataclass(frozen=True)
@@ -201,16 +246,33 @@ def instructions(case: CudaCase, tile: Tile, code: Code) -> float:
     return quarter * (addresses + code.requests) + code.loop + steps * of_step
 
 
+def steps_us(instructions: float, machine: Gpu) -> float:
+    return instructions * machine.clocks_per_step / machine.clock * 1e6
+
+
+def merges_of(parts: int, max_merged: int) -> list[int]:
+    """Return the parts of each merge on the way to an output, as fix_up of csrc/common/fixup.h
+    takes its levels."""
+    merges = []
+    while parts > max_merged:
+        merges.append(RADIX)
+        parts = -(-parts // RADIX)
+    return [*merges, parts]
+
+
 def fixup_us(
     parts: int, code: Code, machine: Gpu, part_bytes: int = 0, max_merged: int = MAX_MERGED_PARTS
 ) -> float:
-    """Merging the parts of one output: their lse, then their o; many parts in two levels. One block
-    merges the parts of a step, and all of them come to its multiprocessor."""
+    """Merging the parts of one output, level by level: their lse, then their o. One block merges
+    the parts of a step, and all of them come to its multiprocessor."""
     us = 0.0
-    for n in [parts] if parts <= max_merged else [RADIX, -(-parts // RADIX)]:
-        waits = (code.lse_trips + -(-n // code.merge_loads)) * machine.l2_us
+    for n in merges_of(parts, max_merged):
+        turns = -(-n // code.merge_loads)
+        waits = (code.lse_trips + turns) * machine.l2_us
         transfer = n * part_bytes / machine.l2_bytes / machine.clock * 1e6
-        us += machine.publish_us + max(waits, transfer)
+        levels = (n - 1).bit_length() * code.merge_level
+        serial = steps_us(code.merge + levels + turns * code.merge_turn, machine)
+        us += machine.publish_us + serial + max(waits, transfer)
     return us
 
 
@@ -221,7 +283,11 @@ def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction
     tiles = [-(-n // tile.keys) - case.first_key(n) // tile.keys for n in case.lengths]
     line = outputs * sum(OVERHEAD_TILES + n for n in tiles)
     resident_blocks = tile.blocks * machine.multiprocessors
+    rows = min(packed_rows(case), tile.rows)
+    max_merged = RADIX if code.merges_by_rows and rows > MAX_MERGED_ROWS else MAX_MERGED_PARTS
     workers = min(in_step(resident_blocks, row_blocks), -(-line // MIN_WORKER_TILES))
+    if code.two_levels:
+        workers = min(workers, RADIX * max_merged * outputs * len(case.lengths))
     longest = -(-line // workers)  # range of the line
     resident = -(-workers // machine.multiprocessors)  # blocks of a multiprocessor
     of_warp = instructions(case, tile, code)
@@ -240,11 +306,10 @@ def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction
 
     most_parts = min(workers, -(-max(tiles) // longest) + 1)
     is_whole = max(tiles) + OVERHEAD_TILES == longest  # every output, by one block
-    rows = min(packed_rows(case), tile.rows)
-    max_merged = RADIX if code.merges_by_rows and rows > MAX_MERGED_ROWS else MAX_MERGED_PARTS
-    part_bytes = 4 * case.head_dim * rows
+    part_bytes = 4 * (case.latent_dim or case.head_dim) * rows
     fixup = 0.0 if is_whole else fixup_us(most_parts, code, machine, part_bytes, max_merged)
-    fixed = machine.launch_us + code.prologue_us + machine.memory_us + fixup
+    serial = steps_us(code.prologue + code.end, machine)
+    fixed = machine.launch_us + machine.memory_us + serial + fixup
 
     bound = max(times, key=lambda name: times[name])
     us = fixed + times[bound]
@@ -295,10 +360,26 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def table_of_the_run() -> str:
+    """Markdown: the model of the code that ran on the H100 beside what it took, and of the code of
+    now there."""
+    lines = ["| shape | predicted us | measured us | times | predicted, code of now us |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: |"]
+    for case in shapes():
+        if (measured_us := H100_RUN.get(case.name)) is not None:
+            ran = predict(case, RAN, H100).us
+            cells = [_us(ran), _us(measured_us), f"{measured_us / ran:.2f}"]
+            cells += [_us(predict(case, NOW, H100).us)]
+            lines.append(f"| {case.name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def filled(page: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page with the table between its marks."""
-    head, rest = page.split(BEGIN)
-    return head + BEGIN + table(rows) + END + rest.split(END)[1]
+    """The page with the tables between their marks."""
+    for begin, text in ((BEGIN, table(rows)), (BEGIN_RUN, table_of_the_run())):
+        head, rest = page.split(begin)
+        page = head + begin + text + END + rest.split(END, 1)[1]
+    return page
 
 
 def _us(us: float) -> str:

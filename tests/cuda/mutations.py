@@ -254,22 +254,29 @@ OF_DECODE = [
         "static_cast<uint32_t>(expected) - 1 - (expected > 2);",
     ),
     Mutation(
-        "weights are computed before all states are loaded",
-        "cuda/decode/fixup.cuh",
-        "    load_lse(first_row, rows);\n    __syncthreads();\n",
-        "    load_lse(first_row, rows);\n",
-    ),
-    Mutation(
         "weights are used before they are all computed",
         "cuda/decode/fixup.cuh",
-        "      }\n      __syncthreads();\n    }\n",
-        "      }\n    }\n",
+        "      __syncthreads();  // before weights are used\n",
+        "",
     ),
     Mutation(
-        "lse and weights share memory",
+        "weights are relative to a sum of some parts",
         "cuda/decode/fixup.cuh",
-        "scratch + kMaxNodes * sizeof(float)",
-        "scratch",
+        "sum += __shfl_xor_sync(0xffffffff, sum, bit);",
+        "sum += bit > 1 ? 0.0f : __shfl_xor_sync(0xffffffff, sum, bit);",
+    ),
+    Mutation(
+        "a lane has one part of a row",
+        "cuda/decode/fixup.cuh",
+        "lane + i * num_lanes < count_; };",
+        "i == 0 && lane < count_; };",
+        target=FIXUP,
+    ),
+    Mutation(
+        "nobody finds the contributors of an output",
+        "cuda/decode/lean_decode.cuh",
+        "      meanwhile();\n",
+        "",
     ),
     Mutation(
         "a merge takes a part twice",
@@ -317,13 +324,6 @@ OF_DECODE = [
         "    }\n    __syncthreads();\n  }\n  return true;",
         "    }\n  }\n  return true;",
     ),
-    # Arithmetic.
-    Mutation(
-        "a key past the range is seen",
-        "cuda/decode/softmax.cuh",
-        "key + further < end_[row]",
-        "key + further <= end_[row]",
-    ),
     Mutation(
         "the range that the host knows is read before it is written",
         "cuda/decode/schedule.cuh",
@@ -356,6 +356,13 @@ OF_DECODE = [
         "min(row, rows.count - 1)",
         "row",
         target=ADDRESSES,
+    ),
+    # Arithmetic.
+    Mutation(
+        "a key past the range is seen",
+        "cuda/decode/softmax.cuh",
+        "key + further < end_[row]",
+        "key + further <= end_[row]",
     ),
     Mutation(
         "sums are not rescaled",

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dry_device import sized
 from emulated import Limits, emulated_operators, plan
 from helpers import assert_same_bits, make_problem
+from tree_attention import lean_decode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
@@ -116,3 +117,28 @@ def test_any_problem_with_any_workers(cuda, problem, num_workers):
     problem = problem.to(cuda)
     result = problem.run_and_check(num_workers=num_workers)
     assert_same_bits(result, problem.run(num_workers=num_workers))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 5, 40])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"batch": 1, "num_heads_kv": 1, "seqlen_k": 1000},
+        {"batch": 3, "num_heads_kv": 2, "seqlen_k": 129, "seqlen_q": 3},
+        {"batch": 40, "num_heads_kv": 3, "seqlen_k": 70},
+        {"batch": 2, "num_heads_kv": 1, "seqlen_k": 0},
+        {"batch": 2, "num_heads_kv": 2, "seqlen_k": 300, "seqlen_q": 12},
+    ],
+    ids=lambda shape: "-".join(map(str, shape.values())),
+)
+def test_the_line_of_the_host_is_that_of_the_device(shape, num_workers, cuda_kernels):
+    """Without ranges the host cuts it; with ranges of all keys every block does."""
+    problem = make_problem(**shape, dtype=torch.bfloat16).to(cuda_kernels)
+    result = problem.run_and_check(num_workers=num_workers)
+    batch, seqlen_q, seqlen_k = shape["batch"], shape.get("seqlen_q", 1), shape["seqlen_k"]
+    ranges = torch.tensor([0, seqlen_k], dtype=torch.int32, device=cuda_kernels)
+    options = problem.options | {"num_workers": num_workers}
+    o, lse = lean_decode(
+        problem.q, problem.k, problem.v, ranges.expand(batch, seqlen_q, 2).contiguous(), **options
+    )
+    assert_same_bits((o, lse), result)

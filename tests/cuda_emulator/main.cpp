@@ -19,6 +19,7 @@ void test_synchronised();
 void test_fixup_levels();
 void test_fixup_lines();
 void test_fixup_short();
+void test_owners();
 void test_merge_states();
 void test_split_ranges();
 
@@ -50,9 +51,9 @@ void test_decode_float16_latents_short();
 void test_decode_128_short();
 void test_decode_wide();
 void test_decode_row_blocks();
-void test_decode_int8_short();
 void test_decode_addresses();
 void test_decode_addresses_short();
+void test_decode_int8_short();
 void test_decode_float8_short();
 
 void race_no_barrier();
@@ -76,9 +77,9 @@ int main(int argc, char** argv) {
             {"decode_short_kinds", test_decode_short_kinds},
             {"decode_wide", test_decode_wide},
             {"decode_row_blocks", test_decode_row_blocks},
-            {"decode_latents", test_decode_latents},
             {"decode_addresses", test_decode_addresses},
             {"decode_addresses_short", test_decode_addresses_short},
+            {"decode_latents", test_decode_latents},
             {"decode_latents_short", test_decode_latents_short},
             {"decode_float16_latents_short", test_decode_float16_latents_short},
             {"decode_128_short", test_decode_128_short},
@@ -110,6 +111,7 @@ int main(int argc, char** argv) {
       {"workspaces", test_workspaces},
       {"kernel loading", test_kernel_loading},
       {"fix-up, short", test_fixup_short},
+      {"owners", test_owners},
       {"split_ranges", test_split_ranges},
       {"one-shot, short", test_one_shot_short},
 #if !defined(__SANITIZE_THREAD__)  // to which a thread of a kernel is expensive

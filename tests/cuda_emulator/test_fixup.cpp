@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The fix-up alone: blocks store given partial states, and whoever arrives last must leave the bits
-// of the host's merge. What nobody stores is NaN.
+// The fix-up alone: blocks store given partial states, and whoever arrives last must leave their
+// merge, in bits that do not depend on who that is. What nobody stores is NaN.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -10,6 +10,7 @@
 
 #include "check.h"
 #include "cuda/decode/fixup.cuh"
+#include "cuda/decode/schedule.cuh"
 
 namespace {
 
@@ -70,7 +71,7 @@ Output make_output(const Contributors& workers, int num_rows, int head_dim, std:
     const float nan = random() % 50 == 0 ? NAN : std::normal_distribution<float>(0, 5)(random);
     output.lse_parts.push_back(empty ? -INFINITY : nan);
     for (int d = 0; d < head_dim; ++d) {
-      output.o_parts.push_back(empty ? NAN : std::normal_distribution<float>()(random));
+      output.o_parts.push_back(empty ? 0.0f : std::normal_distribution<float>()(random));
     }
   }
   output.o.assign(num_rows * head_dim, 7.0f);
@@ -78,39 +79,57 @@ Output make_output(const Contributors& workers, int num_rows, int head_dim, std:
   return output;
 }
 
-bool same_bits(const float* a, const float* b, int64_t count) {
-  return std::memcmp(a, b, count * sizeof(float)) == 0;
-}
-
-void check_output(Output output, int head_dim) {
-  const int rows = output.num_rows;
-  merge_in_canonical_order(output.workers.count, [&](int64_t i, int64_t j) {
-    for (int row = 0; row < rows; ++row) {
-      float& lse = output.lse_parts[i * rows + row];
-      const Merge merged = merge(lse, output.lse_parts[j * rows + row]);
-      lse = merged.lse;
-      float* o = output.o_parts.data() + (i * rows + row) * head_dim;
-      for (int d = 0; d < head_dim; ++d) o[d] = merged(o[d], o[d + (j - i) * rows * head_dim]);
+// The same in float64. Parts of lse NaN make all of a row NaN.
+void check_output(const Output& output, int head_dim) {
+  const int64_t count = output.workers.count, rows = output.num_rows;
+  for (int64_t row = 0; row < rows; ++row) {
+    const auto lse_of = [&](int64_t part) { return double{output.lse_parts[part * rows + row]}; };
+    double largest = -INFINITY, sum = 0.0;
+    for (int64_t i = 0; i < count; ++i) largest = std::fmax(largest, lse_of(i));
+    const double base = largest == -INFINITY ? 0.0 : largest;
+    for (int64_t i = 0; i < count; ++i) sum += std::exp(lse_of(i) - base);
+    const auto check = [&](double found, double expected, const char* what) {
+      const bool right =
+          std::isnan(expected)
+              ? std::isnan(found)
+              : found == expected || std::abs(found - expected) <= 2e-6 * (1 + std::abs(expected));
+      CHECK(right, what, " of ", count, " parts of ", rows, " rows of ", head_dim, " is ", found,
+            " and not ", expected);
+    };
+    check(output.lse[row], sum == 0.0 ? -INFINITY : base + std::log(sum), "lse");
+    for (int d = 0; d < head_dim; ++d) {
+      double o = 0.0;
+      for (int64_t i = 0; i < count && sum != 0.0; ++i) {
+        o += std::exp(lse_of(i) - base) / sum * output.o_parts[(i * rows + row) * head_dim + d];
+      }
+      check(output.o[row * head_dim + d], o, "o");
     }
-  });
-  CHECK(same_bits(output.lse.data(), output.lse_parts.data(), rows), "lse of ",
-        output.workers.count, " parts of ", rows, " rows");
-  CHECK(same_bits(output.o.data(), output.o_parts.data(), rows * head_dim), "o of ",
-        output.workers.count, " parts of ", rows, " rows of ", head_dim);
+  }
 }
 
 void run(std::vector<Output> outputs, int64_t num_workers, int head_dim, int seed) {
   const int64_t num_slots = num_partial_slots(num_workers);
-  std::vector<uint32_t> counters(num_slots, 0);
-  std::vector<float> partials(num_slots * kMaxRows * (head_dim + 1) + 4, NAN);
-  float* aligned = partials.data();
-  while (reinterpret_cast<uintptr_t>(aligned) % 16 != 0) ++aligned;
-  emulator::options() = {static_cast<uint64_t>(seed), 1 + seed % 5};
-  cuda::launch_kernel(store_parts_and_complete, static_cast<unsigned>(num_workers), kThreads,
-                      cuda::kFixupScratchBytes, cudaStream_t{},
-                      Params{counters.data(), aligned, head_dim, &outputs});
+  std::vector<std::vector<float>> bits;
+  for (int turn = 0; turn < 2; ++turn) {  // blocks arrive in other orders
+    std::vector<uint32_t> counters(num_slots, 0);
+    std::vector<float> partials(num_slots * kMaxRows * (head_dim + 1) + 4, NAN);
+    float* aligned = partials.data();
+    while (reinterpret_cast<uintptr_t>(aligned) % 16 != 0) ++aligned;
+    emulator::options() = {static_cast<uint64_t>(seed + 1000 * turn), 1 + (seed + turn) % 5};
+    cuda::launch_kernel(store_parts_and_complete, static_cast<unsigned>(num_workers), kThreads,
+                        cuda::kFixupScratchBytes, cudaStream_t{},
+                        Params{counters.data(), aligned, head_dim, &outputs});
+    for (const uint32_t counter : counters) CHECK(counter == 0, "a counter is ", counter);
+    std::vector<float> all;
+    for (const Output& output : outputs) {
+      all.insert(all.end(), output.o.begin(), output.o.end());
+      all.insert(all.end(), output.lse.begin(), output.lse.end());
+    }
+    bits.push_back(all);
+  }
+  CHECK(std::memcmp(bits[0].data(), bits[1].data(), bits[0].size() * sizeof(float)) == 0,
+        "bits depend on who arrives last");
   for (const Output& output : outputs) check_output(output, head_dim);
-  for (const uint32_t counter : counters) CHECK(counter == 0, "a counter is ", counter);
 }
 
 }  // namespace
@@ -152,4 +171,21 @@ void test_fixup_short() {
   run({make_output({0, 4}, 3, 8, random), make_output({3, 2}, 1, 8, random)}, 5, 8, 0);
   run({make_output({0, 36}, kMaxRows, 8, random)}, 36, 8, 1);
   run({make_output({0, 37}, 1, 8, random)}, 37, 8, 2);
+}
+
+// The kernel's way to Partition::owner, which takes no division, of lines up to any length.
+void test_owners() {
+  std::mt19937_64 random(3);
+  for (int i = 0; i < 300'000; ++i) {
+    const int64_t num_tiles = 1 + static_cast<int64_t>(random() >> (20 + random() % 43));
+    const int64_t most = std::min<int64_t>(num_tiles, 1 << 14);
+    const Partition partition{num_tiles,
+                              i % 3 == 0 ? most : 1 + static_cast<int64_t>(random() % most)};
+    const int64_t worker = random() % partition.num_workers;
+    for (const int64_t tile : {static_cast<int64_t>(random() % num_tiles), partition.begin(worker),
+                               partition.begin(worker + 1) - 1, int64_t{0}, num_tiles - 1}) {
+      CHECK(cuda::owner_of(partition, tile) == partition.owner(tile), "tile ", tile, " of ",
+            num_tiles, " among ", partition.num_workers);
+    }
+  }
 }

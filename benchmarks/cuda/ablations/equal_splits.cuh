@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   Ring<Config> ring(params, shared);
   TileOf<Element, Config> tile;
   OnlineSoftmax<Config> softmax;
-  attend(params, output, rows, 0, loader, ring, tile, softmax);
+  attend(params, output, rows, 0, loader, ring, tile, softmax, [] {});
   if (splits == 1) {
     combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(), sink);
   } else {

@@ -49,6 +49,7 @@ Plan plan_tiles(const DecodeParams& p, const DeviceLimits& limits, int tile_keys
   plan.num_stages = num_stages;
   with_tile(p, tile_keys, [&]<typename Config>() {
     plan.shared_bytes = Config::shared_bytes(num_stages);
+    plan.tile_keys = Config::kTileKeys;
     return cudaSuccess;
   });
   constexpr int kSystemSharedBytes = 1024;  // of each block

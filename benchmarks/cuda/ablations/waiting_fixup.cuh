@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     const int num_tiles = output.tile_end() - output.tile_begin();
     if (num_tiles == 0) continue;
-    attend(params, output, rows, number++, loader, ring, tile, softmax);
+    attend(params, output, rows, number++, loader, ring, tile, softmax, [] {});
     if (num_tiles == output.num_tiles()) {
       combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(), sink);
       __syncthreads();  // before the stage is filled

@@ -122,9 +122,9 @@ class GroupOutputs {
 };
 
 // To be called by all threads after the loop over tiles; `tile` and `softmax` are the warp's, and
-// `stage` is one of the ring's that is free. Eight threads then own a row, each four neighbouring
-// columns of every 32, so that stores are coalesced. The stage and the statistics may be written
-// again after the caller's next barrier.
+// `stage` is one of the ring's that is free. The threads are then dealt to the rows, eight or more
+// to each, and have four neighbouring columns at a time, so that stores are coalesced. The stage
+// and the statistics may be written again after the caller's next barrier.
 template <typename Config, typename Tile, typename Sink>
 __device__ void combine_warps(const Tile& tile, const OnlineSoftmax<Config>& softmax,
                               const OutputRows& rows, int head_dim_v, char* shared, char* stage,
@@ -136,6 +136,9 @@ __device__ void combine_warps(const Tile& tile, const OnlineSoftmax<Config>& sof
   auto* statistics = reinterpret_cast<Statistics*>(shared + Config::kStatistics);
   const GroupOutputs<Config> outputs(stage);
   const WarpGroups<Config> groups;
+
+  // The logarithm of the threads of a row: all take part where the rows are few.
+  const int row_bits = max(3, __clz(rows.count - 1) - __clz(Config::kThreads) - 1);
 
   float* parts[Tile::kParts];  // of the first columns
 #pragma unroll
@@ -159,12 +162,12 @@ __device__ void combine_warps(const Tile& tile, const OnlineSoftmax<Config>& sof
       });
     }
     __syncthreads();
-    for (int row = threadIdx.x / 8; row < rows.count; row += Config::kThreads / 8) {
+    for (int row = threadIdx.x >> row_bits; row < rows.count; row += Config::kThreads >> row_bits) {
       const RowCombination<Config> combination(statistics + row / kWarpRows, row % kWarpRows);
-      if (begin == 0 && threadIdx.x % 8 == 0) sink.store_lse(row, combination.lse);
+      const int thread = threadIdx.x & ((1 << row_bits) - 1);  // of the row's
+      if (begin == 0 && thread == 0) sink.store_lse(row, combination.lse);
 #pragma unroll 1  // a store has a branch for each dtype: copies of it take longer to fetch
-      for (int block = 0; block < num_columns; block += 32) {
-        const int column = block + threadIdx.x % 8 * 4;
+      for (int column = 4 * thread; column < num_columns; column += 4 << row_bits) {
         if (begin + column >= head_dim_v) break;
         Float4 o{};
 #pragma unroll

@@ -7,6 +7,7 @@
 #include "common/fixup.h"
 #include "cuda/element.cuh"
 #include "cuda/merge/merge_tree.cuh"
+#include "softmax.cuh"
 #include "tile_config.cuh"
 
 namespace tree_attention::cuda {
@@ -92,28 +93,10 @@ struct StateSink {
 // The end of the scratch memory tells the block's threads whether theirs is the last to arrive.
 constexpr int kArrivalFlag = kFixupScratchBytes - 8;
 
-// The weights of a merge in shared memory. A side that is left out has a weight below zero.
-struct MergeWeights {
-  float a, b;
-
-  static __device__ MergeWeights of(const Merge& merge) {
-    const bool both = merge.take == Merge::Take::kBoth;
-    return {both || merge.take == Merge::Take::kA ? merge.weight_a : -1.0f,
-            both || merge.take == Merge::Take::kB ? merge.weight_b : -1.0f};
-  }
-
-  // The merge that these weights belong to, without its lse.
-  __device__ Merge merge() const {
-    const bool takes_a = !(a < 0.0f), takes_b = !(b < 0.0f);  // NaN is taken
-    const Merge::Take take = takes_a ? (takes_b ? Merge::Take::kBoth : Merge::Take::kA)
-                                     : (takes_b ? Merge::Take::kB : Merge::Take::kNone);
-    return {take, a, b, 0.0f};
-  }
-};
-
-// One block's merge of the parts of a step. The rows' lse are merged first, over the whole tree of
-// parts; then every thread merges o of its own columns with the weights that this gave. The first
-// chunk of o is under way before.
+// One block's merge of the parts of a step: o = sum w_i o_i with w_i = exp(lse_i - lse) and lse =
+// log sum exp(lse_i). Sums are taken in the order of the parts, whoever arrived last: bits depend
+// on the cut of the line alone. A warp finds the weights of its rows; then every thread sums o of
+// its own columns. The first chunk of o is under way before.
 template <int kThreads>
 class PartsMerger {
  public:
@@ -122,68 +105,65 @@ class PartsMerger {
       : parts_(states, workers, step),
         count_(static_cast<int>(step.count)),
         head_dim_(states.head_dim()),
-        lse_(reinterpret_cast<float*>(scratch)),
-        weights_(reinterpret_cast<MergeWeights*>(scratch + kMaxNodes * sizeof(float))) {}
+        weights_(reinterpret_cast<float*>(scratch)) {}
 
   // To be called by all threads. The result goes to `sink`, and may take the place of a part.
   template <typename Sink>
   __device__ void run(int num_rows, const Sink& sink) const {
-    const int rows_per_pass = kMaxNodes / count_;
+    const int rows_per_pass = kMaxWeights / count_;
     for (int first_row = 0; first_row < num_rows; first_row += rows_per_pass) {
       const int rows = min(num_rows - first_row, rows_per_pass);
       LoadedParts<Float4> chunk;
       load_chunk(chunk, first_row, rows, threadIdx.x, 0);
-      merge_lse(first_row, rows);
+      find_weights(first_row, rows, sink);
+      __syncthreads();  // before weights are used
       merge_o(chunk, first_row, rows, sink);
       __syncthreads();  // before the scratch memory is written again
     }
   }
 
  private:
-  // What scratch memory has room for. A node is a part of a row: it has the lse of the merged parts
-  // that begin with it, and the weights of the merge whose upper side begins with it.
-  static constexpr int kMaxNodes = kArrivalFlag / (sizeof(float) + sizeof(MergeWeights));
-  static_assert(kMaxMergedParts <= kMaxNodes && kMaxNodes * sizeof(float) % 8 == 0);
+  static constexpr int kMaxWeights = kArrivalFlag / sizeof(float);
+  static constexpr int kPartsOfLane = 2;
+  static_assert(kMaxMergedParts <= kPartsOfLane * 32);
 
-  // Threads divide nodes among them as if the rows were a power of two, of which this is the
-  // logarithm: divisions take long.
-  static __device__ int row_bits(int rows) { return 32 - __clz(rows - 1); }
-
-  __device__ void load_lse(int first_row, int rows) const {
-    constexpr int kInFlight = 4;  // loads of a thread
-    const int shift = row_bits(rows);
-    for (int begin = threadIdx.x; begin < count_ << shift; begin += kInFlight * kThreads) {
-      float lse[kInFlight];
-#pragma unroll
-      for (int k = 0; k < kInFlight; ++k) {
-        const int i = begin + k * kThreads, row = i & ((1 << shift) - 1), part = i >> shift;
-        if (row < rows && part < count_) lse[k] = parts_.lse(part)[first_row + row];
-      }
-#pragma unroll
-      for (int k = 0; k < kInFlight; ++k) {
-        const int i = begin + k * kThreads, row = i & ((1 << shift) - 1), part = i >> shift;
-        if (row < rows && part < count_) lse_[part * rows + row] = lse[k];
-      }
-    }
-  }
-
-  // The tree of each row, level by level, all nodes of a level side by side.
-  __device__ void merge_lse(int first_row, int rows) const {
-    load_lse(first_row, rows);
-    __syncthreads();
-    const int shift = row_bits(rows);
-    for (int step = 1; step < count_; step *= 2) {
-      const int pairs = (count_ - step - 1) / (2 * step) + 1;  // of a row
+  // As many lanes as there are parts, rounded up to a power of two, have a row: they are alone with
+  // its lse, whose place the result may take.
+  template <typename Sink>
+  __device__ void find_weights(int first_row, int rows, const Sink& sink) const {
+    const int lane_bits = min(5, 32 - __clz(count_ - 1)), num_lanes = 1 << lane_bits;
+    const int lane = threadIdx.x & (num_lanes - 1);
 #pragma unroll 1
-      for (int i = threadIdx.x; i < pairs << shift; i += kThreads) {
-        const int row = i & ((1 << shift) - 1);
-        if (row >= rows) continue;
-        const int a = (i >> shift) * 2 * step * rows + row, b = a + step * rows;
-        const Merge merged = merge(lse_[a], lse_[b]);
-        lse_[a] = merged.lse;
-        weights_[b] = MergeWeights::of(merged);
+    for (int begin = 0; begin < rows; begin += kThreads >> lane_bits) {
+      const int row = begin + (threadIdx.x >> lane_bits);
+      const auto exists = [&](int i) { return row < rows && lane + i * num_lanes < count_; };
+      float lse[kPartsOfLane], maximum = kNoMaximum, sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kPartsOfLane; ++i) {
+        lse[i] = exists(i) ? parts_.lse(lane + i * num_lanes)[first_row + row] : -INFINITY;
       }
-      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kPartsOfLane; ++i) maximum = fmaxf(maximum, lse[i]);
+      for (int bit = 1; bit < num_lanes; bit *= 2) {
+        maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffff, maximum, bit));
+      }
+      float weights[kPartsOfLane];
+#pragma unroll
+      for (int i = 0; i < kPartsOfLane; ++i) {
+        weights[i] = ex2((lse[i] - maximum) * kLog2E);
+        sum += weights[i];
+      }
+      for (int bit = 1; bit < num_lanes; bit *= 2) {
+        sum += __shfl_xor_sync(0xffffffff, sum, bit);
+      }
+      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // zero: no part has a key
+#pragma unroll
+      for (int i = 0; i < kPartsOfLane; ++i) {
+        if (exists(i)) weights_[(lane + i * num_lanes) * rows + row] = weights[i] * inverse;
+      }
+      if (row < rows && lane == 0) {
+        sink.store_lse(first_row + row, sum == 0.0f ? -INFINITY : maximum + logf(sum));
+      }
     }
   }
 
@@ -205,28 +185,29 @@ class PartsMerger {
     const int columns = head_dim_ / 4;
     for (int i = threadIdx.x; i < rows * columns; i += kThreads) {
       const int row = i / columns, column = i % columns * 4;
-      const auto merge_into = [&](Float4& a, const Float4& b, int part) {
-        const Merge merged = weights_[part * rows + row].merge();
+      Float4 o{};
+#pragma unroll 1
+      for (int first = 0; first < count_; first += kPartsInFlight) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) a.value[c] = merged(a.value[c], b.value[c]);
-      };
-      const auto merge_chunk = [&](int first) {
-        const Float4 merged = chunk.merge_all(first, count_, merge_into);
+        for (int k = 0; k < kPartsInFlight; ++k) {
+          if (first + k >= count_) continue;
+          const float weight = weights_[(first + k) * rows + row];
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            o.value[c] = fmaf(weight, chunk.states[k].value[c], o.value[c]);
+          }
+        }
         const int next = first + kPartsInFlight;
         const bool ends = next >= count_;  // the next chunk is the first of the thread's next item
         load_chunk(chunk, first_row, rows, ends ? i + kThreads : i, ends ? 0 : next);
-        return merged;
-      };
-      sink.store(first_row + row, column,
-                 merge_parts<kMaxMergedParts, Float4>(count_, merge_chunk, merge_into));
-      if (column == 0) sink.store_lse(first_row + row, lse_[row]);
+      }
+      sink.store(first_row + row, column, o);
     }
   }
 
   StepParts parts_;
   int count_, head_dim_;
-  float* lse_;             // [count, rows]
-  MergeWeights* weights_;  // [count, rows]
+  float* weights_;  // [count, rows]
 };
 
 // Merges the parts of a step, by all threads of one block.

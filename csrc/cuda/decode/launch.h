@@ -34,13 +34,23 @@ struct WorkspaceSize {
 
 struct Plan {
   int32_t row_tile;       // packed rows of an output
+  int32_t tile_keys;      // keys of a tile
   int32_t num_threads;    // threads of a block
   int32_t blocks_per_sm;  // blocks that are resident on a multiprocessor
   int32_t num_stages;     // stages of the ring, at least two
   int32_t shared_bytes;   // dynamic shared memory of a block
   int32_t num_workers;    // blocks of the grid
-  WorkspaceSize workspace;
   bool launches_early;
+  WorkspaceSize workspace;
+};
+
+// The line of schedule.cuh where every output has all keys, so that the host knows it.
+struct UniformLine {
+  int32_t output_length;        // positions of an output; 0 where the device has to find the keys
+  int32_t quotient, remainder;  // of the line's length by the workers
+  Divisor workers;              // those that have work
+  Divisor output;               // output_length
+  Divisor heads;                // kv heads
 };
 
 // The only argument of the kernel.
@@ -53,6 +63,7 @@ struct LaunchParams {
   Divisor page_size;   // slots of a page; not used without pages
   int32_t num_stages;
   int32_t row_blocks;  // outputs of each (batch, kv head)
+  UniformLine line;
 };
 
 Plan plan_lean_decode(const DecodeParams& params, const DeviceLimits& limits);

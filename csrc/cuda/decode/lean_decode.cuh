@@ -33,12 +33,13 @@ using TileOf =
                                           TileOf16Rows<Element, Config>>>;
 
 // Attends the warp's rows to its keys of the block's tiles of an output, the `number`th of which
-// the block has tiles: `tile` and `softmax` become their unnormalised state.
-template <typename Element, typename Config>
+// the block has tiles: `tile` and `softmax` become their unnormalised state. All threads call
+// meanwhile() while the first keys are under way; a barrier follows.
+template <typename Element, typename Config, typename Meanwhile>
 __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& output,
                        const OutputRows& rows, int number, Loader<Element, Config>& loader,
                        Ring<Config>& ring, TileOf<Element, Config>& tile,
-                       OnlineSoftmax<Config>& softmax) {
+                       OnlineSoftmax<Config>& softmax, const Meanwhile& meanwhile) {
   using Tile = TileOf<Element, Config>;
   using Cached = typename Config::Cached;
   using Fragments = typename Config::Fragments;
@@ -63,6 +64,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
     loader.fill(ring, Config::kFetchesNextOutput ? last_output : number);
     __syncwarp();  // requests may part the lanes, products need them together
     if (last_output == number) {
+      meanwhile();
       ring.wait_for_keys();
       __syncthreads();  // all threads fetched the queries
       tile.load_queries(loader.queries(number) + first_product * sizeof(Element), groups.row);
@@ -180,10 +182,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (output.num_tiles() == 0 && output.owns_first()) {
       store_empty<Config>(rows, head_dim_v, sink);
     }
-    const int num_tiles = output.tile_end() - output.tile_begin();
-    if (num_tiles == 0) continue;
-    attend(params, output, rows, number++, loader, ring, tile, softmax);
-    const bool is_whole = num_tiles == output.num_tiles();
+    if (!output.has_tiles()) continue;
+    // The divisions that this takes would hold up the end of the output.
+    const auto find_contributors = [&] {
+      if (threadIdx.x == 0 && !output.is_whole()) schedule.contributors = output.contributors();
+    };
+    attend(params, output, rows, number++, loader, ring, tile, softmax, find_contributors);
+    const bool is_whole = output.is_whole();
     const PartialStates states(params.workspace.partials, Config::kRows, head_dim_v);
     const int64_t slot = partial_slot(blockIdx.x, output.owns_first_tile());
     combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(),
@@ -192,8 +197,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       __syncthreads();  // before the stage is filled
       continue;
     }
-    complete_output<Config::kThreads>(params.workspace.counters, states, output.contributors(),
-                                      rows.count, shared + Config::kScratch, sink);
+    const Contributors workers = schedule.contributors;
+    complete_output<Config::kThreads>(params.workspace.counters, states, workers, rows.count,
+                                      shared + Config::kScratch, sink);
   }
 }
 

@@ -43,6 +43,7 @@ class OutputCursor {
   __device__ int tile_begin() const { return tile_at(0); }
   __device__ int tile_end() const { return tile_at(range_.length); }
   __device__ bool has_tiles() const { return tile_begin() != tile_end(); }
+  __device__ bool is_whole() const { return tile_end() - tile_begin() == num_tiles(); }
 
   // Whether the block owns the output's first position: it writes an output without keys.
   __device__ bool owns_first() const { return position_ >= 0; }
@@ -52,7 +53,8 @@ class OutputCursor {
   // The blocks that compute tiles of this output, which has some.
   __device__ Contributors contributors() const {
     const int64_t begin = range_.begin + position_ + kOverheadTiles;
-    return tree_attention::contributors(range_.partition, begin, begin + num_tiles());
+    const int64_t first = owner_of(range_.partition, begin);
+    return {first, owner_of(range_.partition, begin + num_tiles() - 1) - first + 1};
   }
 
  private:

@@ -55,9 +55,8 @@ int64_t num_outputs(const DecodeParams& p) {
 // The most workers that can have work. More of them would change no result.
 template <typename Config>
 int64_t max_workers(const DecodeParams& p) {
-  const int64_t num_outputs = int64_t{p.batch} * p.num_heads_kv * num_row_blocks(p, Config::kRows);
   const int64_t num_tiles = (p.seqlen_k + Config::kTileKeys - 1) / Config::kTileKeys;
-  const int64_t line = std::min(num_outputs, kMaxWorkers) * (kOverheadTiles + num_tiles);
+  const int64_t line = std::min(num_outputs<Config>(p), kMaxWorkers) * (kOverheadTiles + num_tiles);
   const int64_t workers = p.num_workers > 0 ? line : (line + kMinWorkerTiles - 1) / kMinWorkerTiles;
   return std::clamp<int64_t>(workers, 1, kMaxWorkers);
 }
@@ -68,6 +67,14 @@ int64_t max_workers(const DecodeParams& p) {
 int64_t in_step(int64_t workers, int64_t row_blocks) {
   const int64_t rest = workers % std::max<int64_t>(row_blocks, 1);  // there may be no queries
   return 16 * rest <= workers ? workers - rest : workers;
+}
+
+// As many workers as leave no output more parts than two levels of merges take: a third one, which
+// only one output for all multiprocessors needs, costs more than the rest of the workers gain.
+template <typename Config>
+int64_t most_in_two_levels(const DecodeParams& p) {
+  const int64_t parts = kRadix * max_merged_parts(std::min<int64_t>(num_rows(p), Config::kRows));
+  return std::max<int64_t>(1, num_outputs<Config>(p)) * parts;
 }
 
 // Only axes of one element have strides that are no multiples of a copy (checks.cpp). Copies of
@@ -93,11 +100,13 @@ Plan plan_lean_decode(const DecodeParams& p, const DeviceLimits& limits) {
           return with_row_tile<Element, kHeadDim, Cached>(num_rows, [&]<typename Config>() {
             Plan plan;
             plan.row_tile = Config::kRows;
+            plan.tile_keys = Config::kTileKeys;
             plan_occupancy<Config>(plan, limits);
             const int64_t resident = int64_t{plan.blocks_per_sm} * limits.num_sms;
-            const int64_t workers = p.num_workers > 0
-                                        ? p.num_workers
-                                        : in_step(resident, num_row_blocks(p, Config::kRows));
+            const int64_t workers =
+                p.num_workers > 0 ? p.num_workers
+                                  : std::min(most_in_two_levels<Config>(p),
+                                             in_step(resident, num_row_blocks(p, Config::kRows)));
             plan.num_workers = static_cast<int32_t>(std::min(workers, max_workers<Config>(p)));
             plan.workspace = workspace_size<Config>(plan.num_workers);
             return plan;
@@ -137,6 +146,22 @@ WorkspaceSize largest_workspace(const DeviceLimits& limits) {
   return largest;
 }
 
+UniformLine uniform_line(const DecodeParams& p, const Plan& plan) {
+  UniformLine line{};
+  const int64_t output_length = kOverheadTiles + (p.seqlen_k + plan.tile_keys - 1) / plan.tile_keys;
+  const int64_t outputs = p.batch * p.num_heads_kv * num_row_blocks(p, plan.row_tile);
+  if (p.key_ranges != nullptr || outputs == 0 || output_length > INT32_MAX / outputs) return line;
+  const int64_t length = outputs * output_length;
+  const int64_t workers = partition_of_line(length, p.num_workers, plan.num_workers).num_workers;
+  line.output_length = static_cast<int32_t>(output_length);
+  line.quotient = static_cast<int32_t>(length / workers);
+  line.remainder = static_cast<int32_t>(length % workers);
+  line.workers = Divisor::of(static_cast<uint32_t>(workers));
+  line.output = Divisor::of(static_cast<uint32_t>(output_length));
+  line.heads = Divisor::of(static_cast<uint32_t>(p.num_heads_kv));
+  return line;
+}
+
 LaunchParams launch_params(const DecodeParams& p, const Plan& plan, const Workspace& workspace) {
   LaunchParams params;
   params.decode = p;
@@ -151,6 +176,7 @@ LaunchParams launch_params(const DecodeParams& p, const Plan& plan, const Worksp
   params.page_size = Divisor::of(p.page_table == nullptr ? 1 : p.page_size);
   params.num_stages = plan.num_stages;
   params.row_blocks = static_cast<int32_t>(num_row_blocks(p, plan.row_tile));
+  params.line = uniform_line(p, plan);
   return params;
 }
 

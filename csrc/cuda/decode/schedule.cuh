@@ -40,21 +40,22 @@ struct BlockRange {
 template <typename Config>
 struct ScheduleMemory {
   BlockRange range;
-  int64_t warp_sums[Config::kWarps];
+  Contributors contributors;  // of the current output, where blocks share it
+  int32_t warp_sums[Config::kWarps];
 };
 
 struct Sums {
-  int64_t inclusive;  // over the threads up to this one
-  int64_t total;      // over all threads of the block
+  int inclusive;  // over the threads up to this one
+  int total;      // over all threads of the block
 };
 
 // To be called by all threads. `warp_sums` is shared memory, which this reads after a barrier.
 template <int kThreads>
-__device__ Sums sum_over_threads(int64_t value, int64_t* warp_sums) {
+__device__ Sums sum_over_threads(int value, int32_t* warp_sums) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const int64_t lower = __shfl_up_sync(0xffffffff, value, distance);
+    const int lower = __shfl_up_sync(0xffffffff, value, distance);
     if (lane >= distance) value += lower;
   }
   if (lane == 31) warp_sums[warp] = value;
@@ -62,11 +63,65 @@ __device__ Sums sum_over_threads(int64_t value, int64_t* warp_sums) {
   Sums sums{value, 0};
 #pragma unroll
   for (int i = 0; i < kThreads / 32; ++i) {
-    const int64_t sum = warp_sums[i];
+    const int sum = warp_sums[i];
     if (i < warp) sums.inclusive += sum;
     sums.total += sum;
   }
   return sums;
+}
+
+// The cut of a line of `length` positions among at most `max_workers`; `asked` is the caller's
+// number of workers, 0 for none.
+TREE_ATTENTION_HOST_DEVICE Partition partition_of_line(int64_t length, int64_t asked,
+                                                       int64_t max_workers) {
+  const int64_t most = asked > 0 ? length : (length + kMinWorkerTiles - 1) / kMinWorkerTiles;
+  return {length, most < max_workers ? most : max_workers};
+}
+
+// Partition::owner without its division, of up to 2^14 workers: an estimate, which three roundings
+// put off by one at most, and two looks at the exact cut.
+TREE_ATTENTION_HOST_DEVICE int64_t owner_of(const Partition& partition, int64_t tile) {
+  const int64_t end = (tile + 1) * partition.num_workers;
+  const auto begins_before = [&](int64_t worker) { return worker * partition.num_tiles < end; };
+  const float workers = static_cast<float>(partition.num_workers);
+  const int worker = static_cast<int>(static_cast<float>(tile) *
+                                      (workers / static_cast<float>(partition.num_tiles)));
+  if (!begins_before(worker)) return worker - 1;
+  return worker + begins_before(worker + 1);
+}
+
+// Where a block's range lies.
+struct Cut {
+  Partition partition;
+  int64_t begin, end;
+  int unit, head_kv;
+  int position;  // as BlockRange::first_position
+
+  __device__ void write(int num_units, BlockRange& range) const {
+    range.partition = partition;
+    range.begin = begin;
+    range.length = static_cast<int>(end - begin);
+    range.first_unit = unit;
+    range.first_head = head_kv;
+    range.first_position = position;
+    range.keys_unit = num_units > BlockRange::kMaxKeys ? unit : 0;
+    range.num_keys = min(num_units - range.keys_unit, BlockRange::kMaxKeys);
+  }
+};
+
+// This block's range where the host knows the line. Nothing is divided.
+__device__ __forceinline__ Cut cut_uniform_line(const UniformLine& line, int64_t num_outputs) {
+  const auto begin_of = [&](uint32_t worker) {
+    return worker * line.quotient + line.workers.quotient(worker * line.remainder);
+  };
+  const uint32_t begin = begin_of(blockIdx.x), output = line.output.quotient(begin);
+  const uint32_t unit = line.heads.quotient(output);
+  return {{num_outputs * line.output_length, line.workers.divisor},
+          begin,
+          begin_of(blockIdx.x + 1),
+          static_cast<int>(unit),
+          static_cast<int>(output - unit * line.heads.divisor),
+          static_cast<int>(output * line.output_length - begin)};
 }
 
 // Cuts the line into equal ranges and writes this block's to `memory`; returns whether there is one
@@ -78,45 +133,51 @@ __device__ bool cut_line(const LaunchParams& params, ScheduleMemory<Config>& mem
   const Units<Config> units(params);
   const int num_units = units.count();
 
-  // Every thread measures a run of units.
+  // With more rows the first request is a smaller part of the time, and registers are scarcer.
+  if constexpr (Config::kRows <= 16) {
+    if (params.line.output_length > 0) {
+      if (blockIdx.x >= params.line.workers.divisor) return false;
+      const Cut cut = cut_uniform_line(params.line, int64_t{num_units} * p.num_heads_kv);
+      if (threadIdx.x < BlockRange::kMaxKeys) {
+        range.keys[threadIdx.x] = {0, static_cast<int>(p.seqlen_k), false};
+      }
+      if (threadIdx.x == 0) cut.write(num_units, range);
+      __syncthreads();
+      return true;
+    }
+  }
+
+  // Every thread measures a run of units: the outputs of one kv head, which the others have, too.
   const int num_of_thread = (num_units + Config::kThreads - 1) / Config::kThreads;
   const int thread_begin = threadIdx.x * num_of_thread;
   const int thread_end = min(num_units, thread_begin + num_of_thread);
-  int64_t thread_length = 0;
-  int output_length = 0;  // of the outputs of one unit, here of the run's last
+  int thread_length = 0;
+  int output_length = 0;  // of the run's last unit
   for (int unit = thread_begin; unit < thread_end; ++unit) {
     const Keys keys = units.keys(unit);
     if (unit < BlockRange::kMaxKeys) range.keys[unit] = keys;
     output_length = kOverheadTiles + units.num_tiles(keys);
-    thread_length += int64_t{p.num_heads_kv} * output_length;
+    thread_length += output_length;
   }
   const Sums sums = sum_over_threads<Config::kThreads>(thread_length, memory.warp_sums);
 
-  const int64_t length = sums.total;
-  const int64_t most =
-      p.num_workers > 0 ? length : (length + kMinWorkerTiles - 1) / kMinWorkerTiles;
-  const Partition partition{length, min(most, int64_t{gridDim.x})};
+  const int64_t heads = p.num_heads_kv;
+  const Partition partition = partition_of_line(heads * sums.total, p.num_workers, gridDim.x);
   if (blockIdx.x >= partition.num_workers) return false;
 
   // Divisions take long: two lanes make one each.
   const int64_t cut = partition.begin(blockIdx.x + threadIdx.x % 2);
   const int64_t begin = __shfl_sync(0xffffffff, cut, 0), end = __shfl_sync(0xffffffff, cut, 1);
-  if (sums.inclusive - thread_length <= begin && begin < sums.inclusive) {
+  if (heads * (sums.inclusive - thread_length) <= begin && begin < heads * sums.inclusive) {
     int unit = thread_end - 1;
-    int64_t unit_begin = sums.inclusive - int64_t{p.num_heads_kv} * output_length;
+    int64_t unit_begin = heads * (sums.inclusive - output_length);
     while (begin < unit_begin) {
       output_length = kOverheadTiles + units.num_tiles(units.keys(--unit));
-      unit_begin -= int64_t{p.num_heads_kv} * output_length;
+      unit_begin -= heads * output_length;
     }
     const int64_t offset = begin - unit_begin, head_kv = offset / output_length;
-    range.partition = partition;
-    range.begin = begin;
-    range.length = static_cast<int>(end - begin);
-    range.first_unit = unit;
-    range.first_head = static_cast<int>(head_kv);
-    range.first_position = static_cast<int>(head_kv * output_length - offset);
-    range.keys_unit = num_units > BlockRange::kMaxKeys ? unit : 0;
-    range.num_keys = min(num_units - range.keys_unit, BlockRange::kMaxKeys);
+    const int position = static_cast<int>(head_kv * output_length - offset);
+    Cut{partition, begin, end, unit, static_cast<int>(head_kv), position}.write(num_units, range);
   }
   __syncthreads();
   if (num_units > BlockRange::kMaxKeys) {
