@@ -4,10 +4,11 @@
 // its tiles in a slot of its own and arrives at a counter; whoever arrives last merges. Nobody
 // waits, so workers may run in any order, also one after the other.
 //
-// The states are merged in the canonical order of softmax_state.h, never in that of arrival. A few
-// contributors are merged at once; many in groups of kRadix consecutive ones, whose last arriver
-// leaves the merged state in the slot of the group's first contributor and arrives for the group
-// one level up. Groups are aligned and kRadix is a power of two: the bits are those of one merge.
+// The states are merged in the order of the parts, never in that of arrival. A few contributors are
+// merged at once; many in groups of kRadix consecutive ones, whose last arriver leaves the merged
+// state in the slot of the group's first contributor and arrives for the group one level up. Groups
+// are aligned and kRadix is a power of two: where a merge is the canonical one of softmax_state.h,
+// the bits are those of one merge.
 #pragma once
 
 #include <cstdint>
@@ -55,8 +56,8 @@ struct MergeStep {
 // Called by each of two or more contributors with its index after it has stored its state.
 // arrive(counter, expected) counts one more arrival at a counter that begins at zero and releases
 // what the caller has stored; it returns true to the last of `expected`, which has then acquired
-// what the others stored. merge_parts(step) merges the parts of the step in the canonical order;
-// these are at most `max_merged`, which is the same for all contributors and at least kRadix.
+// what the others stored. merge_parts(step) merges the parts of the step in their order; these are
+// at most `max_merged`, which is the same for all contributors and at least kRadix.
 template <typename Arrive, typename MergeParts>
 TREE_ATTENTION_HOST_DEVICE void fix_up(const Contributors& workers, int64_t part, Arrive arrive,
                                        MergeParts merge_parts,

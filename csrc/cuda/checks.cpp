@@ -112,6 +112,15 @@ void check_shared_memory(const DecodeParams& p, int32_t needed, int32_t availabl
               available);
 }
 
+void check_number_of_tiles(const DecodeParams& p, int32_t row_tile, int32_t tile_keys) {
+  const int64_t rows = int64_t{p.group_size()} * p.seqlen_q;
+  const int64_t tiles = (p.seqlen_k + tile_keys - 1) / tile_keys + 1;
+  const int64_t all = p.batch * ((rows + row_tile - 1) / row_tile) * tiles;
+  TORCH_CHECK(all <= INT32_MAX, "lean_decode: batch x blocks of ", row_tile,
+              " query rows x tiles of ", tile_keys, " keys must be below 2^31 on CUDA, got ", all,
+              "; attend to fewer sequences or query tokens in one call");
+}
+
 void check_found_pages(const DecodeParams& params, const BadPage* found) {
   const int32_t num_lists = num_page_lists(params);
   for (int64_t i = 0; i < int64_t{params.batch} * num_lists; ++i) {

@@ -93,6 +93,7 @@ void lean_decode(const DecodeParams& params) {
   const DeviceLimits limits = limits_of(device);
   const Plan plan = plan_lean_decode(params, limits);
   check_shared_memory(params, plan.shared_bytes, limits.shared_bytes_per_block);
+  check_number_of_tiles(params, plan.row_tile, plan.tile_keys);
   // The id of a stream that is not torch's own is its handle, and that of the default one is 0.
   const bool lives = stream.id() != reinterpret_cast<c10::StreamId>(stream.stream());
   const LeasedWorkspace leased = workspace_of(stream, lives, limits, plan.workspace);

@@ -129,6 +129,17 @@ def test_shared_memory():
         )
 
 
+def test_number_of_tiles(cuda_kernels):
+    """Blocks add them in 32 bits; no memory is that large, but views of it are."""
+    q = torch.zeros(256, 1, 1, 64, dtype=torch.bfloat16, device=cuda_kernels)
+    k = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16, device=cuda_kernels)
+    k = k.expand(256, 1, 2**30, 64)
+    assert message_of(lambda: lean_decode(q, k, k)) == (
+        "lean_decode: batch x blocks of 8 query rows x tiles of 128 keys must be below 2^31 on "
+        f"CUDA, got {256 * (2**23 + 1)}; attend to fewer sequences or query tokens in one call"
+    )
+
+
 @pytest.fixture
 def check_pages(monkeypatch) -> None:
     monkeypatch.setenv("TREE_ATTENTION_CHECK_PAGES", "1")

@@ -10,13 +10,18 @@
 
 namespace tree_attention::cuda {
 
-// The online softmax of the rows of a warp, in shared memory.
-template <typename Config>
-struct WarpStatistics {
-  static constexpr int kRows = Config::kWarpRows;
+// The online softmax of the rows of a warp, in shared memory, without room for shifts that are
+// zero.
+template <int kRows, bool kHasScales>
+struct WarpShifts {
+  float shift[kRows];
+};
+template <int kRows>
+struct WarpShifts<kRows, false> {};
 
-  float maximum[kRows], sum[kRows];
-  float shift[kRows];  // of values of 8 bits
+template <typename Config>
+struct WarpStatistics : WarpShifts<Config::kWarpRows, Config::kHasScales> {
+  float maximum[Config::kWarpRows], sum[Config::kWarpRows];
 };
 
 // To be called by all threads of a warp.

@@ -101,8 +101,9 @@ struct TileConfig {
   // Products that column groups exchange: those of a thread for 32 keys.
   static constexpr int kProductBytes = kColumnGroups > 1 ? kThreads * 64 : 0;
   static constexpr int kScratchBytes = std::max(kFixupScratchBytes, kProductBytes);
-  static constexpr int kStatisticsBytes = kWarps * kWarpRows * 3 * 4;  // WarpStatistics
-  static constexpr int kScheduleBytes = 512;  // schedule.cuh asserts what it needs
+  static constexpr int kStatisticsBytes =
+      kWarps * kWarpRows * (kHasScales ? 3 : 2) * 4;  // WarpStatistics
+  static constexpr int kScheduleBytes = 512;          // schedule.cuh asserts what it needs
 
   // Offsets in dynamic shared memory, the ring last: its length is the plan's.
   static constexpr int kQueries = 0;
