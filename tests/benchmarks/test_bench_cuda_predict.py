@@ -81,7 +81,7 @@ def test_latents_are_those_of_the_machine_code() -> None:
             tile = Tile.of(paged)
             assert instructions(paged, tile, NOW) == number
             assert predict.shared_bytes(paged, tile) == moved * K
-    assert predict.predict(MLA_16).bound == "DRAM"
+    assert predict.predict(replace(MLA_16, lengths=(512 * K,))).bound == "DRAM"
     assert predict.predict(MLA).bound == "shared memory"
     with pytest.raises(ValueError, match="no such kernel"):
         predict.predict(replace(MLA, kv_dtype="int8"))
@@ -211,11 +211,14 @@ def test_measured_rows_fill_the_table(tmp_path: Path) -> None:
 def test_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
                  tmp_path: Path) -> None:  # fmt: skip
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{predict.BEGIN}old\n{predict.END}after\n")
+    marks = "before\n{}{}{}between\n{}{}{}after\n"
+    begin, of_the_run, end = predict.BEGIN, predict.BEGIN_RUN, predict.END
+    page.write_text(marks.format(begin, "old\n", end, of_the_run, "old\n", end))
     predict.main(["--results", str(tmp_path)])
     printed = capsys.readouterr().out
     assert printed == predict.table({})
     monkeypatch.setattr(predict, "PAGE", page)
     monkeypatch.setattr(predict, "ROOT", tmp_path)
     predict.main(["--results", str(tmp_path), "--write"])
-    assert page.read_text() == f"before\n{predict.BEGIN}{printed}{predict.END}after\n"
+    run = predict.table_of_the_run()
+    assert page.read_text() == marks.format(begin, printed, end, of_the_run, run, end)

@@ -14,7 +14,7 @@ from translated import NVCC_FLAGS, instantiation
 
 # Instructions that touch global memory, and those after which not every thread goes the same way.
 GLOBAL = r"LD(\.|$)|LDG|ST(\.|$)|STG|ATOM|RED|MEMBAR|CCTL"
-BRANCH = r"BRA|BRX|JMP|BSSY|EXIT|CALL"
+BRANCH = r"BRA|BRX|JMP|EXIT|CALL"
 WAIT, TRIGGER = "ACQBULK", "PREEXIT"  # griddepcontrol.wait and .launch_dependents
 
 # Each kind of tile: 16 bits with 8 rows and with several row groups, pairs of warps that split the

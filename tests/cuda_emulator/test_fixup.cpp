@@ -170,7 +170,8 @@ void test_fixup_short() {
   std::mt19937 random(2);
   run({make_output({0, 4}, 3, 8, random), make_output({3, 2}, 1, 8, random)}, 5, 8, 0);
   run({make_output({0, 36}, kMaxRows, 8, random)}, 36, 8, 1);
-  run({make_output({0, 37}, 1, 8, random)}, 37, 8, 2);
+  run({make_output({0, 36}, 5, 8, random)}, 36, 8, 2);
+  run({make_output({0, 37}, 1, 8, random)}, 37, 8, 3);
 }
 
 // The kernel's way to Partition::owner, which takes no division, of lines up to any length.
