@@ -141,8 +141,8 @@ NOW = replace(
     merge_turn=100,
     two_levels=True,
     steps={
-        8: Step(32, 128, {"int8": 158, "fp8": 77}),
-        16: Step(48, 140, {"int8": 218, "fp8": 136}),
+        8: Step(32, 115, {"int8": 158, "fp8": 77}),
+        16: Step(48, 131, {"int8": 218, "fp8": 136}),
     },
     latents={16: (613, 689), 64: (789, 819)},
 )
