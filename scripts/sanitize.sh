@@ -15,7 +15,7 @@ cpu_sources=(csrc/cpu/{vector/,bf16/,amx/,}*.cpp tests/cpp/*.cpp)  # what takes 
 # Of the decode kernels those that the short cases use; the linker lets the others be missing.
 cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{append,decode,merge,one_shot,ranges}/*.cu
   csrc/cuda/decode/workspaces.cpp
-  benchmarks/cuda/ablations/ablations.cu
+  benchmarks/cuda/ablations/{ablations,stamped}.cu
   build/instances/lean_decode_{bf16_64,bf16_128,bf16_576,fp16_576,fp16_256,fp32_64,fp32_256}.cu
   build/instances/lean_decode_{bf16_int8_64,bf16_float8_64,bf16_int8_128,fp16_float8_128}.cu
   tests/cuda_emulator/{fiber,machine,main,ptx_host,test_*}.cpp)

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Small cases of the CUDA benchmark, of every kind, with their tensors."""
+"""Small cases of the CUDA benchmark, of every kind, with their tensors, and a clock for them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from benchmarks.cuda.cases import CudaCase
 from benchmarks.cuda.inputs import Inputs
+from benchmarks.harness import measure
 from benchmarks.harness.measure import InputArena
 
 SMALL = [
@@ -27,3 +31,20 @@ SMALL = [
 
 def make_inputs(case: CudaCase, sets: int = 2, device: torch.device | str = "cpu") -> Inputs:
     return Inputs(case, InputArena(sets * case.set_bytes, device), sets)
+
+
+def measure_on_cpu(calls: Mapping[str, Callable[[int], Any]], num_sets: int, seconds: float) -> Any:
+    """`timing.measure` with the CPU's clock."""
+    from benchmarks.cuda import timing
+
+    result = timing.Measurement()
+    for name, call in calls.items():
+        try:
+            samples = measure.time_alternating({name: call}, num_sets=num_sets)[name]
+        except Exception as error:
+            result.failed[name] = timing.reason(error)
+            continue
+        value = samples.result if isinstance(samples.result, tuple) else (samples.result,)
+        samples = measure.Samples(samples.seconds, value)
+        result.measured[name] = timing.Measured(samples, samples)
+    return result

@@ -24,6 +24,7 @@ TESTS = [
     Path("csrc/cuda/decode/workspaces.cpp"),
     Path("tests/cuda_emulator/main.cpp"),
     Path("benchmarks/cuda/ablations/ablations.cu"),
+    Path("benchmarks/cuda/ablations/stamped.cu"),
     *sorted(path.relative_to(ROOT) for path in (ROOT / "tests/cuda_emulator").glob("test_*.cpp")),
 ]
 LAUNCHES = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc/cuda").rglob("*.cu"))

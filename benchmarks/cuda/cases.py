@@ -157,6 +157,8 @@ LOG_UNIFORM_8 = CudaCase(
     RAGGED, lengths=log_uniform_lengths(8, 512, 256 * K), layout="NHD", flex=True
 )
 LATENCY = CudaCase(lengths=(K,))
+ONE_HEAD = CudaCase(HEADS, heads=(8, 1), lengths=(128 * K,))
+MANY_ROWS = CudaCase(QUERIES, lengths=(64 * K,), seqlen_q=16)
 # What latent attention (MLA) makes of DeepSeek-V3's heads, and of the 16 of V2-Lite.
 MLA = CudaCase(LATENT, heads=(128, 1), head_dim=576, latent_dim=512, lengths=(64 * K,))
 MLA_16 = replace(MLA, heads=(16, 1))
@@ -169,24 +171,25 @@ LATENTS = [
 
 def quick_cases() -> list[CudaCase]:
     """Each target by one or two rows, in the order of what they are worth, nothing that is compiled
-    first: below a minute on the GPU."""
+    first: about a minute on the GPU. What lost the device once is the last."""
     return [
         LATENCY,
+        ONE_HEAD,
+        MLA_16,
         CudaCase(lengths=(16 * K,)),
         CudaCase(lengths=(64 * K,)),
+        MANY_ROWS,
         CudaCase(lengths=(8 * K,) * 8),
         CudaCase(lengths=(M,)),
-        CudaCase(HEADS, heads=(8, 1), lengths=(128 * K,)),
         CudaCase(HEADS, head_dim=64, lengths=(64 * K,)),
         ONE_LONG,
-        uniform_twin(ONE_LONG),
         CudaCase(CAPACITY, lengths=(K,) * 8, capacity=64 * K, layout="NHD"),
         CudaCase(QUERIES, lengths=(16 * K,) * 8, seqlen_q=4),
-        CudaCase(QUERIES, lengths=(64 * K,), seqlen_q=16),
         CudaCase(WINDOW, lengths=(64 * K,) * 8, window=4 * K),
         CudaCase(PAGES, lengths=(16 * K,) * 8, page_size=16),
         CudaCase(EIGHT_BITS, kv_dtype="int8", lengths=(64 * K,)),
         CudaCase(PAPERS, heads=(56, 56), head_dim=64, lengths=(64 * K,)),
+        uniform_twin(ONE_LONG),
     ]
 
 

@@ -326,7 +326,7 @@ def shapes() -> list[CudaCase]:
     more += [
         CudaCase(PAPERS, heads=(24, 24), head_dim=64, lengths=(n * K,) * 4) for n in (1, 64, 512)
     ]
-    return [*quick_cases(), *more, *LATENTS]
+    return list(dict.fromkeys([*quick_cases(), *more, *LATENTS]))
 
 
 def measured(folder: Path) -> dict[str, Mapping[str, Any]]:

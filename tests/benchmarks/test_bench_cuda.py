@@ -3,7 +3,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from bench_problems import measure_on_cpu
 from benchmarks import cuda
 from benchmarks import decode as program
 from benchmarks.cuda import cases as shapes
@@ -79,23 +80,6 @@ def test_every_list_merges_states_after_the_quick_cases(cases: Callable[[], Any]
     quick = [case.name for case in decode.quick_cases()]
     assert len(set(names)) == len(names) and names[: len(quick)] == quick
     assert {case.name for case in merge.CASES} < set(names)
-
-
-def measure_on_cpu(
-    calls: Mapping[str, Callable[[int], Any]], num_sets: int, seconds: float
-) -> timing.Measurement:
-    """`timing.measure` with the CPU's clock."""
-    result = timing.Measurement()
-    for name, call in calls.items():
-        try:
-            samples = measure.time_alternating({name: call}, num_sets=num_sets)[name]
-        except Exception as error:
-            result.failed[name] = timing.reason(error)
-            continue
-        value = samples.result if isinstance(samples.result, tuple) else (samples.result,)
-        samples = measure.Samples(samples.seconds, value)
-        result.measured[name] = timing.Measured(samples, samples)
-    return result
 
 
 @pytest.fixture

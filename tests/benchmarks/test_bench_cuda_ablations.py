@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The ablations' operators, from their sources to their results, on the emulated device."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +12,12 @@ pytest.importorskip("triton")
 
 import emulated
 import emulator_build
-from bench_problems import SMALL, make_inputs
-from benchmarks.cuda import ablations, peers
-from benchmarks.cuda.cases import CudaCase
+from bench_problems import SMALL, make_inputs, measure_on_cpu
+from benchmarks.cuda import ablations, machine, peers, stamps, timing
+from benchmarks.cuda.cases import LATENT, QUERIES, CudaCase
 from benchmarks.cuda.predict import packed_rows
 from benchmarks.harness.accuracy import Float64Check
+from benchmarks.harness.measure import InputArena
 from tree_attention import lean_decode
 
 
@@ -82,3 +85,82 @@ def test_tiles(head_dim: int) -> None:
         result = ablations.operator(keys, stages)(*arguments, num_workers=3, **options)
         assert truth.accuracy(*result).right
         assert torch.equal(result[0], own[0]) == (keys * head_dim == 1 << 13)
+
+
+@pytest.fixture
+def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(L2_cache_size=1 << 16)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(stamps.cuda, "unavailable", lambda: None)
+    monkeypatch.setattr(ablations, "load", lambda: True)
+    monkeypatch.setattr(stamps, "InputArena", lambda n, device: InputArena(n))
+    monkeypatch.setattr(machine, "environment", lambda: {"gpu": "none"})
+    monkeypatch.setattr(timing, "measure", measure_on_cpu)
+    monkeypatch.setattr(stamps, "LAUNCHES", 2)
+
+
+STAMPED = (
+    CudaCase(heads=(4, 1), lengths=(700,)),
+    CudaCase(QUERIES, heads=(4, 1), lengths=(300,), seqlen_q=12),
+    CudaCase(LATENT, heads=(16, 1), head_dim=576, latent_dim=512, lengths=(200,)),
+)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_stamps(
+    wrong: bool, cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The program on the emulated device, each look at whose clock moves it on."""
+    if wrong:
+        accuracy = SimpleNamespace(accuracy=lambda *result: SimpleNamespace(right=False))
+        monkeypatch.setattr(stamps, "Float64Check", lambda *inputs, **options: accuracy)
+    monkeypatch.setattr(stamps, "CASES", STAMPED)
+    assert stamps.main(["--seconds", "0.01", "--out", str(tmp_path)]) == wrong
+    rows = json.loads((tmp_path / "stamps_cuda.json").read_text())["rows"]
+    assert [(row["name"], row["wrong"]) for row in rows] == [(c.name, wrong) for c in STAMPED]
+    page = (tmp_path / "stamps_cuda.md").read_text()
+    for row in rows:
+        assert row["cycles_per_us"] == pytest.approx(1000) and row["blocks"] > 1
+        for which in ("last", "median"):
+            assert min(row[which].values()) >= 0 and row[which]["loop"] > 0
+            assert f"| {row['name']} | {which} |" in page
+        # Whoever ends last has merged, and every stretch of its way is known.
+        assert row["last"]["count"] > 0 and row["last"]["merge"] > 0
+
+
+def test_stamps_need_room(cpu_as_gpu: None) -> None:
+    inputs = make_inputs(STAMPED[0], 1)
+    kv = inputs.sets[0]
+    for shape in [(1, len(stamps.ENDS), 2), (100, len(stamps.ENDS) - 1, 2)]:
+        few = torch.zeros(shape, dtype=torch.int64)
+        with pytest.raises(RuntimeError, match="stamped: stamps must be a contiguous int64 tensor"):
+            torch.ops.tree_attention_ablations.stamped(few, inputs.q, kv.k, kv.v)
+
+
+def test_summary_of_stamps() -> None:
+    """Two blocks at two cycles a nanosecond; the second has two outputs and ends last."""
+    launch = torch.zeros(2, len(stamps.ENDS), 2, dtype=torch.int64)
+
+    def pass_by(block: int, us: int, *names: str, output: int = 0) -> int:
+        for name in names:
+            begin = len(stamps.OF_OUTPUT) * output if name in stamps.OF_OUTPUT else 0
+            launch[block, stamps.ENDS.index(name, begin + 3 * (begin > 0))] = torch.tensor(
+                [2000 * us, 1000 * us]
+            )
+            us += 1
+        return us
+
+    one_output = stamps.OF_OUTPUT[:6]
+    pass_by(0, pass_by(0, 1, "start", "wait", "cut", *one_output), "end")
+    us = pass_by(1, 2, "start", "wait", "cut", *one_output)
+    us = pass_by(1, us, *one_output, "merge", output=1)
+    pass_by(1, us + 3, "end")
+    found = stamps.summary([launch])
+    assert found["cycles_per_us"] == 2000 and found["blocks"] == 2
+    assert found["launch_us"] == us + 3 - 1
+    once = dict.fromkeys(("wait", "cut", "merge"), 1.0)
+    twice = dict.fromkeys(one_output, 2.0)
+    above = {"count above": 0.0, "merge above": 0.0}
+    assert found["last"] == once | twice | above | {"end": 4.0}
+    assert found["median"]["loop"] == 1.5

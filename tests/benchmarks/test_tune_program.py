@@ -2,7 +2,6 @@
 """The sweep of tiles and workers of a GPU, with tiny cases and without one."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench_problems import measure_on_cpu
 from benchmarks.cuda import tune
 from benchmarks.harness import measure
 
@@ -31,18 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "environment", lambda: {"gpu": "none"})
     monkeypatch.setattr(read_probe, "sums", lambda data, configuration: data.sum())
 
-    def timed(calls: Mapping[str, Any], sets: int, seconds: float) -> timing.Measurement:
-        found = timing.Measurement()
-        for name, function in calls.items():
-            try:
-                samples = measure.time_alternating({name: function}, num_sets=sets)[name]
-            except RuntimeError as error:
-                found.failed[name] = timing.reason(error)
-                continue
-            found.measured[name] = timing.Measured(samples, samples)
-        return found
-
-    monkeypatch.setattr(timing, "measure", timed)
+    monkeypatch.setattr(timing, "measure", measure_on_cpu)
 
 
 def operator(tile: int, stages: int, *, wrong: bool = False) -> Any:
@@ -51,7 +40,7 @@ def operator(tile: int, stages: int, *, wrong: bool = False) -> Any:
     op = torch.ops.tree_attention.lean_decode
     if not (wrong and tile == 64 and stages == 2):
         return op
-    return lambda *args, **options: [x + 1 for x in op(*args, **options)]
+    return lambda *args, **options: tuple(x + 1 for x in op(*args, **options))
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -135,7 +135,7 @@ def test_copies_are_legal(source):
 
 @pytest.mark.deep
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("source", ["ablations.cu", "tiles.cu"])
+@pytest.mark.parametrize("source", ["ablations.cu", "stamped.cu", "tiles.cu"])
 def test_copies_of_the_ablations_are_legal(source, architecture, tmp_path):
     """These kernels have the product's copies in loops of their own."""
     cubin = tmp_path / "kernels.cubin"

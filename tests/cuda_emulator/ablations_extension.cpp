@@ -24,6 +24,7 @@ TORCH_LIBRARY_IMPL(tree_attention_ablations, CPU, m) {
   emulator::options() = {0, 1 << 10};
   m.impl("equal_splits", Ablation<plan_equal_splits, launch_equal_splits>::run);
   m.impl("waiting_fixup", Ablation<cuda::plan_lean_decode, launch_waiting_fixup>::run);
+  m.impl("stamped", Stamped::run);
   for_each_tile([&](const std::string& name, auto run) { m.impl(name.c_str(), run); });
 }
 

@@ -35,6 +35,7 @@ void test_one_shot_sizes_that_differ();
 void test_equal_splits();
 void test_waiting_fixup();
 void test_waiting_fixup_hangs();
+void test_stamped();
 
 void test_workspaces();
 void test_kernel_loading();
@@ -129,6 +130,7 @@ int main(int argc, char** argv) {
       {"equal splits", test_equal_splits},
       {"waiting fix-up", test_waiting_fixup},
       {"waiting fix-up, one block at a time", test_waiting_fixup_hangs},
+      {"stamps", test_stamped},
       // Mistakes, which it would report as well.
       {"asynchronous copies", test_async_copies},
       {"divergence", test_divergence},

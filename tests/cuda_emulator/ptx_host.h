@@ -190,4 +190,7 @@ inline void store_release_system(uint64_t* address, uint64_t value,
 
 inline uint64_t globaltimer() { return emulator::clock(); }
 
+// Of benchmarks/cuda/ablations/stamped.cuh.
+inline uint64_t clock64_of_multiprocessor() { return emulator::clock(); }
+
 }  // namespace tree_attention::cuda

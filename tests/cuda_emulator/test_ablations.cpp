@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "benchmarks/cuda/ablations/ablations.h"
+#include "benchmarks/cuda/ablations/stamps.h"
 #include "check.h"
 #include "decode_case.h"
 #include "machine.h"
@@ -90,4 +91,66 @@ void test_waiting_fixup_hangs() {
     }
   }
   CHECK(hangs > 0, "no order of blocks made it wait for ever");
+}
+
+void test_stamped() {
+  Shape latents{1, 1, 16, 1, 32 * 40, 576, 512, DataType::kBFloat16};
+  latents.latents = true;
+  const Shape stamped_shapes[] = {
+      {1, 2, 4, 1, 1000, 128, 128, DataType::kBFloat16},
+      {3, 1, 4, 2, 400, 128, 128, DataType::kBFloat16, 0, false, 0.0f, true},
+      {1, 1, 4, 1, 64 * 80, 128, 128, DataType::kBFloat16},
+      {1, 1, 4, 12, 64 * 40, 128, 128, DataType::kBFloat16},
+      latents,
+  };
+  using ablations::BlockStamps;
+  std::vector<uint32_t> counters;
+  int merges = 0, merges_above = 0;
+  for (const Shape& shape : stamped_shapes) {
+    for (const int num_workers : {0, 2, 40}) {
+      emulator::options() = {3, 40};
+      DecodeCase decode(shape, 1);
+      std::vector<BlockStamps> stamps;
+      const auto launch = [&](const DecodeParams& params, const Plan& plan,
+                              const Workspace& workspace, cudaStream_t stream) {
+        stamps.assign(plan.num_workers, {});
+        return ablations::launch_stamped(params, plan, workspace, stream, stamps.data());
+      };
+      const auto run = [&](const auto& launch_one) {
+        decode.check(num_workers, [&](const DecodeParams& params) {
+          const Plan plan = cuda::plan_lean_decode(params, kDevice);
+          counters.assign(plan.workspace.num_counters, 0);
+          std::vector<float> partials(plan.workspace.num_partial_floats, NAN);
+          CHECK(launch_one(params, plan, {counters.data(), partials.data()}, nullptr) == 0,
+                "no such kernel");
+        });
+        return decode.o();
+      };
+      const std::vector<float> o = run(launch);
+      CHECK(std::memcmp(o.data(), run(cuda::launch_lean_decode).data(), o.size() * 4) == 0,
+            "the bits are not lean_decode's");
+      for (const BlockStamps& block : stamps) {
+        const auto passed = [&](int place) { return block.places[place].cycles > 0; };
+        CHECK(passed(ablations::kStart) && passed(ablations::kWaited) && passed(ablations::kEnd),
+              "a block has no beginning or no end");
+        CHECK(passed(ablations::kCut) || !passed(ablations::kFirstOutput),
+              "a block without a range has an output");
+        uint64_t last = 0;
+        for (const ablations::Stamp& stamp : block.places) {
+          if (stamp.cycles == 0) continue;
+          CHECK(last < stamp.cycles && stamp.cycles < stamp.nanoseconds, "stamps go back");
+          last = stamp.nanoseconds;
+        }
+        for (int i = 0; i < ablations::kStampedOutputs; ++i) {
+          const int first = ablations::kFirstOutput + i * ablations::kPlacesOfOutput;
+          for (int place = 1; place <= ablations::kCombined; ++place) {
+            CHECK(passed(first + place) == passed(first), "an output has a part of its stamps");
+          }
+          merges += passed(first + ablations::kMerged);
+          merges_above += passed(first + ablations::kMergedAbove);
+        }
+      }
+    }
+  }
+  CHECK(merges > merges_above && merges_above > 0, "no two levels were stamped");
 }

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The published schedules over the inner loop of lean_decode, as operators of their own:
 torch.ops.tree_attention_ablations.equal_splits (FlashDecoding) and .waiting_fixup (LeanAttention);
-and lean_decode with tiles of so many keys in a ring of so many stages, as .keys_128_stages_2.
+lean_decode with tiles of so many keys in a ring of so many stages, as .keys_128_stages_2; and
+lean_decode that notes when it passes the places of stamps.h, as .stamped.
 
 `python -m benchmarks.cuda.ablations` builds them, for the GPU that torch finds or for
 TORCH_CUDA_ARCH_LIST; `load` takes what was built."""
@@ -16,7 +17,7 @@ NAME = "tree_attention_ablations"
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
 BUILD = ROOT / "build" / "ablations" / f"torch-{torch.__version__}"
-SOURCES = ("ablations.cu", "tiles.cu", "ops.cpp")
+SOURCES = ("ablations.cu", "stamped.cu", "tiles.cu", "ops.cpp")
 # (keys, stages). Of 128 columns there are 64 and 128 keys; four stages may not fit.
 TILES = tuple((keys, stages) for keys in (64, 128, 256) for stages in (2, 3, 4))
 # What the operators need of the product beside its headers.

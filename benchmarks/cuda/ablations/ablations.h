@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // The published schedules over the inner loop of lean_decode_kernel, and variants of the kernel
-// itself, for comparison: bfloat16, head_dim up to 128, up to 8 packed rows.
+// itself, for comparison: bfloat16, head_dim up to 128 and up to 8 packed rows, or what they say.
 #pragma once
 
 #include "cuda/decode/launch.h"
+#include "stamps.h"
 
 namespace tree_attention::ablations {
 
@@ -28,5 +29,10 @@ Plan plan_tiles(const DecodeParams& params, const DeviceLimits& limits, int tile
                 int num_stages);
 cudaError_t launch_tiles(const DecodeParams& params, const Plan& plan, const Workspace& workspace,
                          cudaStream_t stream, int tile_keys);
+
+// lean_decode, with the stamps of each worker. For tiles of 8 or 64 rows of 128 columns, and of 16
+// rows of latents.
+cudaError_t launch_stamped(const DecodeParams& params, const Plan& plan, const Workspace& workspace,
+                           cudaStream_t stream, BlockStamps* stamps);
 
 }  // namespace tree_attention::ablations

@@ -35,12 +35,11 @@ using TileOf =
 // Attends the warp's rows to its keys of the block's tiles of an output, the `number`th of which
 // the block has tiles: `tile` and `softmax` become their unnormalised state. All threads call
 // meanwhile() while the first keys are under way; a barrier follows.
-template <typename Element, typename Config, typename Meanwhile>
+template <typename Element, typename Config, typename Tile, typename Meanwhile>
 __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& output,
                        const OutputRows& rows, int number, Loader<Element, Config>& loader,
-                       Ring<Config>& ring, TileOf<Element, Config>& tile,
-                       OnlineSoftmax<Config>& softmax, const Meanwhile& meanwhile) {
-  using Tile = TileOf<Element, Config>;
+                       Ring<Config>& ring, Tile& tile, OnlineSoftmax<Config>& softmax,
+                       const Meanwhile& meanwhile) {
   using Cached = typename Config::Cached;
   using Fragments = typename Config::Fragments;
   constexpr int kStepKeys =
