@@ -87,8 +87,11 @@ def flashinfer(case: CudaCase, inputs: Inputs) -> Call:
 
 
 def flash_3(operators: Any, case: CudaCase, inputs: Inputs) -> Call:
-    """Lengths on the device, and its schedule made of them before."""
-    require_16_bits(case)
+    """Lengths on the device, and its schedule made of them before. Of latents the columns that are
+    values too go by q_v, as in vLLM (v1/attention/backends/mla/flashattn_mla.py)."""
+    if not case.latent_dim:
+        require_16_bits(case)
+    head_dim = case.head_dim - case.latent_dim  # of q and k
     causal = case.seqlen_q > 1 and not case.window
     window = {
         "window_size_left": case.window - 1 if case.window else -1,
@@ -101,8 +104,8 @@ def flash_3(operators: Any, case: CudaCase, inputs: Inputs) -> Call:
         max_seqlen_k=slots,
         num_heads=case.heads[0],
         num_heads_k=case.heads[1],
-        headdim=case.head_dim,
-        headdim_v=case.head_dim,
+        headdim=head_dim,
+        headdim_v=case.latent_dim or head_dim,
         qkv_dtype=inputs.q.dtype,
         seqused_k=inputs.lengths,
         page_size=case.page_size or None,
@@ -133,17 +136,20 @@ def flash_3(operators: Any, case: CudaCase, inputs: Inputs) -> Call:
     }
     # What is not said of what its schema asks for.
     absent = (
-        *("k_new", "v_new", "q_v", "out", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new"),
+        *("k_new", "v_new", "out", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new"),
         *("seqused_q", "max_seqlen_q", "max_seqlen_k", "kv_batch_idx", "leftpad_k", "rotary_cos"),
         *("rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale", "pack_gqa"),
         *("s_aux", "cp_tot_seqused_k"),
     )
     options |= dict.fromkeys(absent)
-    q = inputs.q.transpose(1, 2).contiguous()
+    columns = case.latent_dim, head_dim
+    q_v, q = (x.contiguous() for x in inputs.q.transpose(1, 2).split(columns, -1))
+    options["q_v"] = q_v if case.latent_dim else None
 
     def run(i: int) -> Tensor:
         kv = inputs.sets[i]
-        o: Tensor = operators.fwd(q, kv.k.transpose(1, 2), kv.v.transpose(1, 2), **options)[0]
+        k = kv.k[..., case.latent_dim :].transpose(1, 2)
+        o: Tensor = operators.fwd(q, k, kv.v.transpose(1, 2), **options)[0]
         return o.transpose(1, 2)
 
     return run

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tree_attention import lean_decode
 
 from . import ablations
-from .cases import LATENCY, OURS, CudaCase
+from .cases import LATENCY, MLA_16, ONE_HEAD, OURS, CudaCase
 from .inputs import Inputs
 from .libraries import Maker, Unavailable, require_16_bits, require_plain
 from .timing import Call, check_device, reason
@@ -32,9 +32,10 @@ FLEX = "FlexDecoding"
 UNSPLIT, EQUAL_SPLIT, SPIN = "unsplit", "equal splits", "spin-wait"
 # Names of the published schedules by their operators.
 ABLATIONS = {"equal_splits": EQUAL_SPLIT, "waiting_fixup": SPIN}
-# Numbers of workers that the shortest row tries: 34 are a quarter of two blocks on each of an
-# H200's multiprocessors.
-WORKERS = {f"{n} workers": n for n in (34, 68, 136, 264)}
+# Numbers of workers that some rows try: 34 are a quarter of one block on each of an H200's
+# multiprocessors, 264 two on each, 256 what plan.cu takes for one output of many rows.
+WORKERS = {f"{n} workers": n for n in (34, 68, 132, 136, 256, 264)}
+WORKERS_TRIED = (LATENCY, ONE_HEAD, MLA_16)
 # Our own kernel with another schedule is no peer.
 SCHEDULES = (UNSPLIT, *ABLATIONS.values(), *WORKERS)
 FLASH_OP = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -58,7 +59,7 @@ def implementations(
     }
     for op, name in ABLATIONS.items():
         makers[name] = partial(ablation, op)
-    if case == LATENCY:
+    if case in WORKERS_TRIED:
         for name, num_workers in WORKERS.items():
             makers[name] = partial(ours, num_workers=num_workers)
     calls, unavailable = {}, {}

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from ..harness.measure import InputArena
-from .cases import LATENCY, QUERIES, CudaCase, K
+from .cases import LATENCY, MLA_16, QUERIES, CudaCase, K
 from .inputs import Inputs
 from .peers import ours
 
 TWO_ROW_BLOCKS = CudaCase(QUERIES, heads=(64, 8), lengths=(16 * K,) * 4, seqlen_q=32)
-CASES = [CudaCase(lengths=(64 * K,)), LATENCY, TWO_ROW_BLOCKS]
+CASES = [LATENCY, MLA_16, TWO_ROW_BLOCKS]
 # Metrics that are read, of more than a thousand: time, bytes, occupancy, and what warps wait for.
 CHOSEN = re.compile(
     r"gpu__time_duration\.sum|dram__(bytes_read\.sum|throughput\.avg)|lts__t_sector_hit_rate"

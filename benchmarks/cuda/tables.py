@@ -29,7 +29,8 @@ NOTES = (
     "torch flash and cuDNN get keys that the host slices to the length, if there is one for all; "
     "varlen gets the lengths in a tensor, as lean_decode does; per_seq is a call of torch flash "
     "for each sequence, lengths on the host. FlashInfer's plan, which the host makes of the "
-    "lengths, and the schedules of FA3 and FlashMLA are made before and not timed. "
+    "lengths, and the schedules of FA3 and FlashMLA are made before and not timed; FA3 attends to "
+    "latents by q_v. "
     "unsplit (a block for each output, as in FlashAttention-2), equal (splits, as in "
     "FlashDecoding) and spin (as in LeanAttention) are lean_decode's own inner loop under other "
     "schedules.",

@@ -58,7 +58,10 @@ class Flash3:
         assert (schedule["num_heads"], schedule["num_heads_k"]) == (q.size(2), k.size(2))
         for name in ("is_causal", "window_size_left", "window_size_right", "num_splits"):
             assert schedule[name] == options[name]
-        table = options["page_table"]
+        assert (schedule["headdim"], schedule["headdim_v"]) == (q.size(3), v.size(3))
+        q_v, table = options["q_v"], options["page_table"]
+        if q_v is not None:
+            q, k = torch.cat([q_v, q], -1), torch.cat([v, k], -1)
         if table is not None:
             assert schedule["page_size"] == k.size(1)
             k, v = (x[table.long()].flatten(1, 2) for x in (k, v))
@@ -129,7 +132,11 @@ SIXTEEN_BITS = [LONG, TAIL, CAUSAL_TAIL, ONE_WINDOW, PAGES]
 CASES = [
     *((name, case) for name in ("FlashInfer", "FlashAttention-3") for case in SIXTEEN_BITS),
     *(("FlashAttention-3", case) for case in (UNIFORM, CAUSAL, RAGGED, CAPACITY, PACKED, WINDOW)),
-    *(("FlashMLA", case) for case in (LATENTS, LATENT_PAGES)),
+    *(
+        (name, case)
+        for name in ("FlashMLA", "FlashAttention-3")
+        for case in (LATENTS, LATENT_PAGES)
+    ),
 ]
 
 
