@@ -1,26 +1,24 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""Builds, tests, measures and sanitizes on this machine's GPU: `scripts/gpu_check.sh CALL OUT`.
+"""Builds, tests, measures and sanitizes on this machine's GPU.
 
-  A   versions, the build, one kernel, a quick benchmark, profiles, then all kernels, graphs, tiles
-  B   all tests, by file
-  C   compute-sanitizer, tiles and workers
-  D   the benchmark beside all peers
+    scripts/gpu_check.sh OUT [EARLIER]
 
-A call takes ten minutes at most, or CALL_SECONDS. It includes a build, which later calls do not
-repeat while the sources stay the same, and which EXTENSION saves. Nothing is fetched or installed.
-Every stage has processes of its own and a limit, and ends with the call; the stages are in the
-order of what they are worth (gpu_calls.py). OUT gets, as each stage ends,
+A call takes ten minutes at most, or CALL_SECONDS. Its stages are in the order of what they are
+worth (gpu_stages.py): first what decides how the kernel goes on, then the tests, file by file.
+Every stage has processes of its own and a limit, and ends with the call. EARLIER is the check.json
+of a call before this one, of the same sources: what has come to its end there, right or wrong, is
+not run again. Nothing is fetched or installed. OUT gets, as each stage ends,
 
-  CALL.json, CALL.md       the stages, their results and what they measured
-  CALL.logs.tar.gz         all output, the tests' results by name, and the profiler's report
-  decode_cuda*, tune_cuda* of the benchmarks, for benchmarks/results
-  extension.tar.xz         in call A: what was built. Unpacked in this tree it saves another build
+  check.json, check.md   the stages, their results and what they measured
+  results.tar.gz         these, and the benchmarks' reports, for `benchmarks.cuda.predict --take`
+  logs.tar.gz            all output, the tests' results by name, and the profiler's report
+  extension.tar.xz       what was built. Unpacked in this tree it saves another build
 
 Exit status 0: every stage passed. Environment: PYTHON (else .venv/bin/python, else python3),
 TORCH_CUDA_ARCH_LIST (else the GPU's), CALL_SECONDS, EXTENSION (a library that was built for this
-Python, torch and GPU: it is built only where that one cannot be
-imported), PEERS (libraries for `benchmarks/decode.py --peers`, with spaces between).
+Python, torch and GPU: it is built only where that one cannot be imported), PEERS (libraries for
+`benchmarks/decode.py --peers`, with spaces between).
 """
 
 import hashlib
@@ -41,13 +39,13 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from gpu_calls import BUILD, CALLS, SECONDS, Stage
+from gpu_stages import BUILD, NEEDED, SECONDS, STAGES, Stage
 
 ROOT = Path(__file__).resolve().parents[1]
 # Seconds between the signals that ask and that kill; a process that not even the second one ends,
 # as in a driver that hangs, is left behind as many seconds later.
 GRACE = 4
-WORTH_BEGINNING = 5  # seconds that are left of the call
+LAST = 45  # seconds between a stage's budget and its end, for what it has begun by then
 CANNOT_RUN = 77  # exit status of a program that lacks a tool or a device
 
 
@@ -61,11 +59,11 @@ class Result:
 
 
 class Run:
-    """One call: the stages so far and the files about them."""
+    """One call: the stages so far, what an earlier call has of them, and the files about them."""
 
-    def __init__(self, name: str, out: Path, scratch: Path) -> None:
-        self.name, self.out, self.results = name, out, scratch / "results"
-        self.logs = scratch / "logs"
+    def __init__(self, out: Path, scratch: Path, earlier: dict[str, Result]) -> None:
+        self.out, self.results, self.logs = out, scratch / "results", scratch / "logs"
+        self.earlier = {name: x for name, x in earlier.items() if name not in NEEDED}
         for folder in (out, self.results, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
         self.begin = time.monotonic()
@@ -132,14 +130,16 @@ class Run:
     def run_stage(self, stage: Stage) -> None:
         missing = [what for what in stage.needs if not self.passed(what)]
         seconds = min(stage.seconds, int(self.end - time.monotonic()) - 2 * GRACE)
-        if missing:
+        if (known := self.earlier.get(stage.name)) and not known.result.startswith("not run"):
+            self.record(known)
+        elif missing:
             self.record(Result(stage.name, 0, f"not run: needs {' and '.join(missing)}"))
         elif stage == BUILD and built(self.environment):
             self.record(Result(stage.name, 0, "passed", "was built before"))
         elif stage == BUILD and (name := self.use_extension()) is not None:
             self.note_build()
             self.record(Result(stage.name, 0, "passed", f"{name} is used"))
-        elif seconds < WORTH_BEGINNING:
+        elif seconds < stage.least:
             self.record(Result(stage.name, 0, "not run: no time is left"))
         else:
             begin = time.monotonic()
@@ -174,6 +174,7 @@ class Run:
         """Runs it, for its time at most."""
         names = {"python": self.python, "results": str(self.results)}
         names["capability"] = self.capability.replace(".", "")
+        names["budget"] = str(max(seconds - LAST, 5))
         command = [word if "\n" in word else word.format(**names) for word in stage.command]
         if not self.has_workers:
             command = [word for word in command if not re.fullmatch(r"-n\d+", word)]
@@ -195,7 +196,7 @@ class Run:
         if status == CANNOT_RUN:
             return "not run"
         if time.monotonic() - begin >= seconds:
-            return "FAILED: out of time"
+            return "FAILED: out of time" if seconds == stage.seconds else "not run to its end"
         return f"FAILED: exit status {status}" if status > 0 else f"FAILED: signal {-status}"
 
     def record(self, result: Result) -> None:
@@ -209,27 +210,28 @@ class Run:
                 print(f"{self.out} is not complete: {error}", flush=True)
 
     def write(self) -> None:
-        seconds = round(time.monotonic() - self.begin)
-        architectures = self.environment["TORCH_CUDA_ARCH_LIST"]
-        commit = self.ask("git", "rev-parse", "HEAD").stdout.strip()
-        summary = {
-            "call": self.name, "device": self.device, "architectures": architectures,
-            "commit": commit, "seconds": seconds, "stages": [asdict(r) for r in self.done],
-        }  # fmt: skip
-        (self.out / f"{self.name}.json").write_text(json.dumps(summary, indent=1) + "\n")
-        lines = [f"# GPU check, call {self.name}", ""]
-        lines += [f"{self.device}, built for {architectures}, {seconds} s", ""]
-        lines += [
-            "| stage | seconds | result | last line of its log |",
-            "| --- | ---: | --- | --- |",
-        ]
+        environment = {
+            "command": "scripts/gpu_check.sh OUT",
+            "commit": self.ask("git", "rev-parse", "HEAD").stdout.strip(),
+            "device": self.device,
+            "architectures": self.environment["TORCH_CUDA_ARCH_LIST"],
+            "seconds": round(time.monotonic() - self.begin),
+        }
+        summary = environment | {"stages": [asdict(r) for r in self.done]}
+        (self.out / "check.json").write_text(json.dumps(summary, indent=1) + "\n")
+        lines = ["# GPU check", "", "```", *(f"{name}: {x}" for name, x in environment.items())]
+        lines += ["```", "", "| stage | seconds | result | last line of its log |"]
+        lines += ["| --- | ---: | --- | --- |"]
         lines += [f"| {r.stage} | {r.seconds} | {r.result} | {r.detail} |" for r in self.done]
-        (self.out / f"{self.name}.md").write_text("\n".join(lines) + "\n")
-        for path in [*self.results.glob("decode_cuda*"), *self.results.glob("tune_cuda*")]:
-            shutil.copyfile(path, self.out / path.name)
+        (self.out / "check.md").write_text("\n".join(lines) + "\n")
         for path in self.results.glob("extension.tar.xz"):
             shutil.move(path, self.out / path.name)  # perhaps on another file system
-        with tarfile.open(self.out / f"{self.name}.logs.tar.gz", "w:gz") as archive:
+        reports = [self.out / "check.json", self.out / "check.md"]
+        reports += [x for x in self.results.iterdir() if x.suffix in (".json", ".md")]
+        with tarfile.open(self.out / "results.tar.gz", "w:gz") as archive:
+            for path in reports:
+                archive.add(path, path.name)
+        with tarfile.open(self.out / "logs.tar.gz", "w:gz") as archive:
             archive.add(self.logs, "logs")
             archive.add(self.results, "results")
 
@@ -286,14 +288,18 @@ def read_json(path: Path) -> Any:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 2 or arguments[0] not in CALLS:
-        print(f"usage: scripts/gpu_check.sh {'|'.join(CALLS)} OUT", file=sys.stderr)
+    if len(arguments) not in (1, 2):
+        print("usage: scripts/gpu_check.sh OUT [EARLIER]", file=sys.stderr)
         return 2
+    earlier = {}
+    if len(arguments) == 2:
+        stages = json.loads(Path(arguments[1]).read_text())["stages"]
+        earlier = {stage["stage"]: Result(**stage) for stage in stages}
     # Who starts it in the background has it ignore the signal, and with it all stages.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
-        run = Run(arguments[0], Path(arguments[1]).resolve(), Path(scratch))
-        for step in CALLS[run.name]:
+        run = Run(Path(arguments[0]).resolve(), Path(scratch), earlier)
+        for step in STAGES:
             run.run_step(step)
     failures = sum(r.result != "passed" for r in run.done)
     seconds = round(time.monotonic() - run.begin)

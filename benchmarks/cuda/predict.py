@@ -3,6 +3,7 @@
 
     python -m benchmarks.cuda.predict            # the table of docs/cuda_kernel.md
     python -m benchmarks.cuda.predict --write    # puts it there, with what benchmarks/results has
+    python -m benchmarks.cuda.predict --take OUT/results.tar.gz --write    # of scripts/gpu_check.sh
 
 A launch takes its fixed latencies, and between them the longest of: all bytes at the rate of the
 memory; the tiles of the busiest multiprocessor at the rate of its shared memory, issue slots or
@@ -14,6 +15,7 @@ The model knows queries of 16 bits, up to 128 packed rows, and head_dims up to 1
 import argparse
 import json
 import sys
+import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,13 +23,30 @@ from typing import Any
 
 from tree_attention.planning.machines import MACHINES
 
-from ..harness.report import ROOT
+from ..harness.report import ROOT, commit
 from .cases import EIGHT_BITS, LATENTS, OURS, PAPERS, QUERIES, CudaCase, K, quick_cases
+from .peers import WORKERS
 
 PAGE, RESULTS = ROOT / "docs" / "cuda_kernel.md", ROOT / "benchmarks" / "results"
 BEGIN = "<!-- the table of python -m benchmarks.cuda.predict --write -->\n"
 BEGIN_RUN = "<!-- what predict.py says of the run on an H100, by the same --write -->\n"
 END = "<!-- its end -->\n"
+# What scripts/gpu_check.sh measures for benchmarks/results: reports, and whether their rows are
+# kept as well.
+REPORTS = {
+    **dict.fromkeys(("decode_cuda_quick", "decode_cuda", "stamps_cuda"), True),
+    **dict.fromkeys(("lost_device_cuda", "profile_cuda"), True),
+    "tune_cuda": False,
+}
+PEERS = ("cuDNN us", "FlashInfer us", "FA3 us", "FlashMLA us", "flash us")
+# Tables of the page that are those of reports, with all columns where none are named.
+SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "peers": ("decode_cuda_quick", ("case", "ours us", "% read", "best /ours", *PEERS, "right")),
+    "workers": ("decode_cuda_quick", ("case", "ours us", *WORKERS)),
+    "stretches": ("stamps_cuda", ()),
+    "profile": ("profile_cuda", ()),
+    "lost device": ("lost_device_cuda", ()),
+}
 OVERHEAD_TILES, MIN_WORKER_TILES = 1, 2  # csrc/cuda/decode/schedule.cuh
 MAX_MERGED_PARTS, MAX_MERGED_ROWS, RADIX = 36, 8, 16  # csrc/common/fixup.h
 
@@ -374,12 +393,55 @@ def table_of_the_run() -> str:
     return "\n".join(lines) + "\n"
 
 
-def filled(page: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
+def begin_of(what: str) -> str:
+    return f"<!-- {what}: of {SHOWN[what][0]}.md of the results, by the same --write -->\n"
+
+
+def table_of_report(page: Path, columns: Sequence[str]) -> str:
+    """Markdown: those columns of a report's table that it has, and the rows that have something in
+    the ones of implementations."""
+    if not page.exists():
+        return "Not measured yet.\n"
+    first, _, *others = (x for x in page.read_text().splitlines() if x.startswith("| "))
+    cells = [line.strip("|").split(" | ") for line in (first, *others)]
+    heading = [cell.strip() for cell in cells[0]]
+    kept = [i for i, name in enumerate(heading) if not columns or name in columns]
+    rows = [[row[i].strip() for i in kept] for row in cells]
+    of_workers = [j for j, i in enumerate(kept) if heading[i] in WORKERS]
+    rows = [row for row in rows if not of_workers or any(row[j] != "-" for j in of_workers)]
+    rows.insert(1, ["---", *["---:"] * (len(kept) - 1)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def filled(page: str, folder: Path) -> str:
     """The page with the tables between their marks."""
-    for begin, text in ((BEGIN, table(rows)), (BEGIN_RUN, table_of_the_run())):
+    tables = {BEGIN: table(measured(folder)), BEGIN_RUN: table_of_the_run()}
+    tables |= {
+        begin_of(what): table_of_report(folder / f"{name}.md", columns)
+        for what, (name, columns) in SHOWN.items()
+    }
+    for begin, text in tables.items():
         head, rest = page.split(begin)
         page = head + begin + text + END + rest.split(END, 1)[1]
     return page
+
+
+def take(archive: Path, folder: Path) -> None:
+    """Puts the reports of results.tar.gz into the folder. Where they were measured there may have
+    been no checkout: the sources are those of this one."""
+    with tarfile.open(archive) as found:
+        names = found.getnames()
+        for name, keeps_rows in REPORTS.items():
+            if f"{name}.md" not in names:
+                print(f"{archive} has no {name}.md: it was not measured, or not to its end")
+                continue
+            for suffix in (".md", ".json") if keeps_rows else (".md",):
+                file = found.extractfile(f"{name}{suffix}")
+                assert file is not None
+                text = file.read().decode()
+                for mark in ("commit: ", '"commit": "'):
+                    text = text.replace(f"{mark}not a checkout", f"{mark}{commit()}")
+                (folder / f"{name}{suffix}").write_text(text)
 
 
 def _us(us: float) -> str:
@@ -393,13 +455,18 @@ def _percent(share: float) -> str:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Predicts the times of lean_decode on a GPU.")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default here")
+    parser.add_argument(
+        "--take", type=Path, nargs="+", default=[], metavar="FILE",
+        help="results.tar.gz of scripts/gpu_check.sh, whose reports go into the results",
+    )  # fmt: skip
     parser.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
     parsed = parser.parse_args(arguments)
-    rows = measured(parsed.results)
+    for archive in parsed.take:
+        take(archive, parsed.results)
     if parsed.write:
-        PAGE.write_text(filled(PAGE.read_text(), rows))
+        PAGE.write_text(filled(PAGE.read_text(), parsed.results))
     else:
-        print(table(rows), end="")
+        print(table(measured(parsed.results)), end="")
 
 
 if __name__ == "__main__":

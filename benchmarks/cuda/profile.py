@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Counts of Nsight Compute in one launch for each of three shapes.
 
-ncu --profile-from-start off --set full -o REPORT python -m benchmarks.cuda.profile
-python -m benchmarks.cuda.profile REPORT        # writes REPORT.json
+ncu --profile-from-start off --set full -o NAME python -m benchmarks.cuda.profile
+python -m benchmarks.cuda.profile --read NAME.ncu-rep --out DIR
 """
 
+import argparse
 import csv
-import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..harness.measure import InputArena
+from ..harness.program import add_out, finish
+from ..harness.report import Report, columns_of, environment
 from .cases import LATENCY, MLA_16, QUERIES, CudaCase, K
 from .inputs import Inputs
 from .peers import ours
 
+NAME = "profile_cuda"
 TWO_ROW_BLOCKS = CudaCase(QUERIES, heads=(64, 8), lengths=(16 * K,) * 4, seqlen_q=32)
 CASES = [LATENCY, MLA_16, TWO_ROW_BLOCKS]
 # Metrics that are read, of more than a thousand: time, bytes, occupancy, and what warps wait for.
@@ -65,15 +70,64 @@ def number(text: str) -> float | str:
         return text
 
 
-def report(path: str) -> None:
+def report(path: Path) -> Report:
     table = subprocess.run(
-        ["ncu", "--import", f"{path}.ncu-rep", "--page", "raw", "--csv"],
+        ["ncu", "--import", path, "--page", "raw", "--csv"],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
-    Path(f"{path}.csv").write_text(table)
-    Path(f"{path}.json").write_text(json.dumps(counted(table), indent=1))
-    print(f"{len(CASES)} launches in {path}.json")
+    rows = [
+        {"name": name, "wrong": False, "metrics": metrics}
+        for name, metrics in counted(table).items()
+    ]
+    return Report(
+        name=NAME,
+        title="lean_decode under Nsight Compute",
+        notes=["One launch each, with a cold cache, at the clocks that the GPU has."],
+        environment=environment(),
+        rows=rows,
+        columns=columns_of(rows, COLUMNS),
+        is_read_back=True,
+    )
+
+
+def _metric(prefix: str) -> Callable[[Mapping[str, Any]], str]:
+    """The first metric that begins so, with its unit."""
+
+    def text(row: Mapping[str, Any]) -> str:
+        for name, value in row["metrics"].items():
+            if name.startswith(prefix):
+                unit = name.partition(" [")[2].rstrip("]")
+                return f"{value} {unit}".strip()
+        return "-"
+
+    return text
+
+
+STALLED = "smsp__average_warps_issue_stalled_"  # warps that wait so, for each instruction issued
+COLUMNS = {
+    "case": lambda row: row["name"],
+    "time": _metric("gpu__time_duration.sum"),
+    "from DRAM": _metric("dram__bytes_read.sum"),
+    "no instruction": _metric(f"{STALLED}no_instruction"),
+    "memory": _metric(f"{STALLED}long_scoreboard"),
+    "barrier": _metric(f"{STALLED}barrier"),
+    "issue slots": _metric("smsp__issue_active"),
+}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cuda.profile",
+        description="Launches a few shapes for Nsight Compute, or reads what it found.",
+    )
+    parser.add_argument("--read", type=Path, metavar="FILE", help="ncu's report of the launches")
+    add_out(parser, NAME)
+    parsed = parser.parse_args(arguments)
+    if parsed.read is not None:
+        return finish(report(parsed.read), parsed.out)
+    launch()
+    return 0
 
 
 if __name__ == "__main__":
-    launch() if len(sys.argv) == 1 else report(sys.argv[1])
+    sys.exit(main(sys.argv[1:]))

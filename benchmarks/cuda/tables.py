@@ -47,6 +47,7 @@ HEADINGS = {
     peers.UNSPLIT: "unsplit us",
     peers.EQUAL_SPLIT: "equal us",
     peers.SPIN: "spin us",
+    **{name: name for name in peers.WORKERS},
     PYTORCH: "torch us",
 }
 

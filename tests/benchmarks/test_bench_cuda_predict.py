@@ -2,6 +2,7 @@
 """The predicted times of the CUDA kernel, and their table in the documentation."""
 
 import json
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +29,7 @@ PAGED = CudaCase(PAGES, lengths=(16 * K,) * 8, page_size=16)
 
 def test_the_page_has_the_table() -> None:
     page = predict.PAGE.read_text()
-    assert predict.filled(page, predict.measured(predict.RESULTS)) == page, (
+    assert predict.filled(page, predict.RESULTS) == page, (
         "python -m benchmarks.cuda.predict --write"
     )
 
@@ -208,12 +209,76 @@ def test_measured_rows_fill_the_table(tmp_path: Path) -> None:
     assert all(line.count(" | ") == lines[0].count(" | ") for line in lines)
 
 
+def test_reports_of_a_call_fill_the_page(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From the archive that scripts/gpu_check.sh leaves to benchmarks/results and the page."""
+    rows = [
+        ["case", "ours us", "% read", "cuDNN us", "34 workers", "264 workers", "error", "right"],
+        ["1k", "7.25", "30", "6.50", "8.00", "7.00", "1e-3", "yes"],
+        ["64k", "70.1", "90", "69.0", "-", "-", "1e-3", "yes"],
+    ]
+    lines = [f"| {' | '.join(row)} |" for row in [rows[0], ["---:"] * 8, *rows[1:]]]
+    report = "\n".join(["# Title", "", "```", "commit: not a checkout", "```", *lines, ""])
+    call, results = tmp_path / "call", tmp_path / "results"
+    call.mkdir()
+    results.mkdir()
+    (call / "decode_cuda_quick.md").write_text(report)
+    environment = {"environment": {"commit": "not a checkout"}, "rows": []}
+    (call / "decode_cuda_quick.json").write_text(json.dumps(environment))
+    (call / "tune_cuda.md").write_text(report)
+    (call / "tune_cuda.json").write_text("{}")
+    (call / "stamps_cuda.json").write_text("{}")  # of a program that was ended
+    with tarfile.open(tmp_path / "results.tar.gz", "w:gz") as archive:
+        for path in call.iterdir():
+            archive.add(path, path.name)
+    page = tmp_path / "page.md"
+    begins = [predict.BEGIN, predict.BEGIN_RUN, *map(predict.begin_of, predict.SHOWN)]
+    page.write_text("".join(f"{begin}old\n{predict.END}" for begin in begins))
+    monkeypatch.setattr(predict, "PAGE", page)
+    monkeypatch.setattr(predict, "ROOT", tmp_path)
+    monkeypatch.setattr(predict, "commit", lambda: "0123456789")
+    options = ["--results", str(results), "--write"]
+    predict.main(["--take", str(tmp_path / "results.tar.gz"), *options])
+    assert "has no stamps_cuda.md: it was not measured, or not to" in capsys.readouterr().out
+    assert {path.name for path in results.iterdir()} == {
+        "decode_cuda_quick.md", "decode_cuda_quick.json", "tune_cuda.md",
+    }  # fmt: skip
+    for name in ("decode_cuda_quick.md", "decode_cuda_quick.json", "tune_cuda.md"):
+        text = (results / name).read_text()
+        assert "not a checkout" not in text and "0123456789" in text
+    found = dict(zip(begins, page.read_text().split(predict.END), strict=False))
+    assert found[predict.begin_of("peers")].splitlines()[1:] == [
+        "| case | ours us | % read | cuDNN us | right |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| 1k | 7.25 | 30 | 6.50 | yes |",
+        "| 64k | 70.1 | 90 | 69.0 | yes |",
+    ]
+    assert found[predict.begin_of("workers")].splitlines()[1:] == [
+        "| case | ours us | 34 workers | 264 workers |",
+        "| --- | ---: | ---: | ---: |",
+        "| 1k | 7.25 | 8.00 | 7.00 |",
+    ]
+    assert found[predict.begin_of("stretches")].endswith("Not measured yet.\n")
+
+
+def test_the_headings_are_those_of_the_reports() -> None:
+    """And no other table of a report is wanted."""
+    from benchmarks.cuda import lost_device, profile, stamps, tables, tune
+
+    assert {predict.SHOWN[x][1][0] for x in ("peers", "workers")} == {"case"}
+    assert {*predict.PEERS, *predict.WORKERS} <= {*tables.HEADINGS.values()}
+    names = {"decode_cuda_quick", "decode_cuda", stamps.NAME, profile.NAME, lost_device.NAME}
+    assert predict.REPORTS.keys() == names | {tune.NAME}
+
+
 def test_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
                  tmp_path: Path) -> None:  # fmt: skip
     page = tmp_path / "page.md"
     marks = "before\n{}{}{}between\n{}{}{}after\n"
     begin, of_the_run, end = predict.BEGIN, predict.BEGIN_RUN, predict.END
     page.write_text(marks.format(begin, "old\n", end, of_the_run, "old\n", end))
+    monkeypatch.setattr(predict, "SHOWN", {})
     predict.main(["--results", str(tmp_path)])
     printed = capsys.readouterr().out
     assert printed == predict.table({})

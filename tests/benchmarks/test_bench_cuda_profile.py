@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Reading a profile, without a GPU."""
 
+import json
+import os
 from contextlib import nullcontext
 
 import pytest
@@ -45,6 +47,21 @@ def test_counted(monkeypatch):
             "launch__cluster_max": "n/a",
         }
     }
+
+
+def test_what_ncu_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(profile, "CASES", [SMALL])
+    ncu = tmp_path / "ncu"
+    (tmp_path / "table").write_text(TABLE)
+    ncu.write_text(f'#!/bin/bash\n[[ "$*" == "--import x.ncu-rep --page raw --csv" ]] && '
+                   f"cat {tmp_path}/table")  # fmt: skip
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert profile.main(["--read", "x.ncu-rep", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "profile_cuda.json").read_text())["rows"]
+    assert row["name"] == SMALL.name and row["metrics"]["gpu__time_duration.sum [us]"] == 1234.5
+    page = (tmp_path / "profile_cuda.md").read_text()
+    assert f"| {SMALL.name} | 1234.5 us | 268.4 Mbyte | - |" in page
 
 
 def test_a_launch_that_was_not_profiled():

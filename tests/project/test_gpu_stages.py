@@ -3,23 +3,36 @@
 docs/cuda_kernel.md that says what each of them shows."""
 
 import ast
+import importlib.util
 import re
 import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from _pytest.mark.expression import Expression
 
-from test_gpu_check_script import ROOT, load
+ROOT = Path(__file__).parents[2]
 
-CALLS = load(ROOT / "scripts/gpu_calls.py").CALLS
+
+def load(path: Path) -> Any:
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+STEPS = load(ROOT / "scripts/gpu_stages.py").STAGES
 PAGE = ROOT / "docs/cuda_kernel.md"
 HEADING = "## What a GPU still has to show\n"
-STAGES = {(name, stage.name): stage for name, call in CALLS.items() for s in call for stage in s}
-# "A `smoke`: `test_kernel`, `test_append`", the names of tests if any.
-SHOWN_BY = re.compile(r"([A-D]) `(\w+)`(?:: (`test_\w+`(?:, `test_\w+`)*))?")
-RESULT = re.compile(r"`([A-D])\.(?:json|logs\.tar\.gz)`|`(decode_cuda(?:_quick)?|tune_cuda)\.json`")
+STAGES = {stage.name: stage for step in STEPS for stage in step}
+# "`smoke`: `test_kernel`, `test_append`; `gate`", the names of tests if any.
+SHOWN_BY = re.compile(r"`(\w+)`(?:: (`test_\w+`(?:, `test_\w+`)*))?(?:; |$)")
 GPU_FIXTURES = {"device", "cuda", "cuda_kernels", "huge", "nccl"}
 
 
@@ -40,12 +53,12 @@ def gpu_files() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_stage_needs_earlier_ones(call: str) -> None:
+def test_a_stage_needs_earlier_ones() -> None:
     names = {"a GPU"}
-    for step in CALLS[call]:
+    for step in STEPS:
         for stage in step:
             assert set(stage.needs) <= names, stage
+        assert not names & {stage.name for stage in step}
         names |= {stage.name for stage in step}
 
 
@@ -56,10 +69,10 @@ def test_a_call_ends_within_ten_minutes() -> None:
 
 
 def test_every_file_of_gpu_tests_is_in_one_stage() -> None:
-    """But for those of the gate, and of graphs, which three stages share."""
+    """But for those of the gate and of what was mended, and of graphs, which three stages share."""
     run = Counter(
-        word for (_, name), stage in STAGES.items()
-        if name != "gate" for word in stage.command if word.startswith("tests/")
+        word for name, stage in STAGES.items()
+        if name not in ("gate", "mended") for word in stage.command if word.startswith("tests/")
     )  # fmt: skip
     run["tests/cuda/test_cuda_graphs.py"] -= 2
     elsewhere = {"tests/project/test_packaging.py"}  # without a GPU
@@ -83,14 +96,14 @@ def test_no_file_is_first_run_on_a_gpu() -> None:
     assert only_there == NEVER_DRY
 
 
-def test_peers_are_timed_in_every_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_in_every_program_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEERS", "one.so two.so")
-    monkeypatch.setitem(sys.modules, "gpu_calls", None)  # as it was, after the test
-    calls = load(ROOT / "scripts/gpu_calls.py").CALLS
-    commands = [s.command for call in calls.values() for step in call for s in step]
-    decode = [command for command in commands if "benchmarks/decode.py" in command]
-    assert len(decode) == 3
-    assert all("--peers one.so two.so" in " ".join(command) for command in decode)
+    monkeypatch.setitem(sys.modules, "gpu_stages", None)  # as it was, after the test
+    steps = load(ROOT / "scripts/gpu_stages.py").STAGES
+    with_peers = {
+        x.name for s in steps for x in s if "--peers one.so two.so" in " ".join(x.command)
+    }
+    assert with_peers == {"peers", "benchmark", "all_rows", "lost_device"}
 
 
 def rows() -> list[list[str]]:
@@ -100,26 +113,21 @@ def rows() -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in lines[2:]]
 
 
-def shown_by() -> list[tuple[str, str, list[str]]]:
-    """Call, stage and tests of every row that a call shows."""
-    found = [match for row in rows() for match in SHOWN_BY.findall(row[1])]
-    return [(call, stage, re.findall(r"test_\w+", tests)) for call, stage, tests in found]
+def shown_by() -> list[tuple[str, list[str]]]:
+    """Stage and tests of every row that a stage shows."""
+    found = [x for row in rows() if not by_hand(row) for x in SHOWN_BY.findall(row[1])]
+    return [(stage, re.findall(r"test_\w+", tests)) for stage, tests in found]
 
 
-def test_every_row_names_a_stage_or_says_that_there_is_none() -> None:
-    for row in rows():
-        assert len(row) == 3, row
-        calls = {call for call, _, _ in SHOWN_BY.findall(row[1])}
-        assert calls or row[1].startswith("no call: "), row
-        results = RESULT.findall(row[2])
-        assert bool(results) == bool(calls), row
-        assert {call for call, _ in results if call} <= calls, row
+def by_hand(row: list[str]) -> bool:
+    return row[1].startswith("by hand: ")
 
 
 def test_the_table_names_every_stage_and_no_other() -> None:
-    named = {(call, stage) for call, stage, _ in shown_by()}
-    assert named <= set(STAGES)
-    assert {stage for _, stage in named} == {stage for _, stage in STAGES}
+    for row in rows():
+        assert len(row) == 3, row
+        assert by_hand(row) or SHOWN_BY.sub("", row[1]) == "", row
+    assert {stage for stage, _ in shown_by()} == STAGES.keys()
 
 
 def gpu_only() -> set[str]:
@@ -132,32 +140,23 @@ def gpu_only() -> set[str]:
 
 
 def test_the_table_names_every_test_that_no_dry_run_shows() -> None:
-    named = {name for _, _, tests in shown_by() for name in tests}
+    named = {name for _, tests in shown_by() for name in tests}
     assert len(gpu_only()) > 10
     assert gpu_only() <= named, gpu_only() - named
 
 
-class Words(dict[str, bool]):
-    """Names of an expression of pytest's -k: true where the text has them."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text.lower()
-
-    def __missing__(self, word: str) -> bool:
-        return word.lower() in self.text
-
-
-def is_run(stage: tuple[str, ...], test: str) -> bool:
-    words = stage[stage.index("-k") + 1] if "-k" in stage else "True"
+def is_run(command: tuple[str, ...], test: str) -> bool:
+    words = command[command.index("-k") + 1] if "-k" in command else "test"
     return any(
         test in {f.name for f in functions(ROOT / file)}
-        and eval(words, {}, Words(f"{Path(file).name} {test} cuda"))
-        for file in stage
+        and Expression.compile(words).evaluate(
+            lambda word, file=file: word.lower() in f"{Path(file).name} {test} cuda".lower()
+        )
+        for file in command
         if file.startswith("tests/")
     )
 
 
-@pytest.mark.parametrize("call, stage, tests", shown_by())
-def test_stages_run_the_tests_that_the_table_names(call: str, stage: str, tests: list[str]) -> None:
-    command = STAGES[call, stage].command
-    assert [test for test in tests if not is_run(command, test)] == []
+@pytest.mark.parametrize("stage, tests", shown_by())
+def test_stages_run_the_tests_that_the_table_names(stage: str, tests: list[str]) -> None:
+    assert [test for test in tests if not is_run(STAGES[stage].command, test)] == []
