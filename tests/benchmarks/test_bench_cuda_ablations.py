@@ -129,6 +129,24 @@ def test_stamps(
         assert row["last"]["count"] > 0 and row["last"]["merge"] > 0
 
 
+def test_a_shape_that_fails_leaves_the_others(
+    cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured = stamps.measured_row
+
+    def fail(case: CudaCase, seconds: float) -> dict[str, object]:
+        if case == STAMPED[0]:
+            raise RuntimeError("no such kernel")
+        return measured(case, seconds)
+
+    monkeypatch.setattr(stamps, "CASES", STAMPED[:2])
+    monkeypatch.setattr(stamps, "measured_row", fail)
+    assert stamps.main(["--seconds", "0.01", "--out", str(tmp_path)]) == 1
+    content = json.loads((tmp_path / "stamps_cuda.json").read_text())
+    assert [row["name"] for row in content["rows"]] == [STAMPED[1].name]
+    assert content["warnings"] == [f"{STAMPED[0].name} has no row: RuntimeError: no such kernel"]
+
+
 def test_stamps_need_room(cpu_as_gpu: None) -> None:
     inputs = make_inputs(STAMPED[0], 1)
     kv = inputs.sets[0]

@@ -43,7 +43,14 @@ def test_the_model_places_the_run_on_an_h100() -> None:
         times = predict.H100_RUN[case.name] / predict.predict(case, RAN, predict.H100).us
         assert times == pytest.approx(far.get(case.name, 1.0), rel=0.15), case.name
     long = predict._us(predict.predict(CudaCase(lengths=(32 * K,) * 8)).us)
-    assert f"| 8 x 32k keys, 32/8 heads | {long} |" in predict.PAGE.read_text()
+    page = predict.PAGE.read_text()
+    assert f"| 8 x 32k keys, 32/8 heads | {long} |" in page
+    ways = [predict.steps_us(n, H200) for n in (NOW.prologue, NOW.end)]
+    merge = predict.fixup_us(9, NOW, H200, 4 * 128 * 4) - H200.publish_us
+    assert (
+        f"to the first request {ways[0]:.2f}, from the last product to the fence {ways[1]:.2f}, "
+        f"the counter {H200.publish_us}, the merge {merge:.1f}."
+    ) in page.replace("\n", " ")
 
 
 def test_what_latents_of_8_bits_would_take() -> None:
