@@ -83,10 +83,7 @@ WITH_PEERS = ("--peers", *PEERS) if PEERS else ()
 OUT = ("--out", "{results}")
 DECODE = ("{python}", "benchmarks/decode.py", "--device", "cuda", *WITH_PEERS)
 # Some compile their kernels at the first call, which is not to take the time of the benchmark.
-PEERS_ALONE = (
-    *(*DECODE, "--quick", "--only", "B=1 1k", "d64 B=1", "--seconds", "0.01"),
-    *("--out", "{results}/peers"),
-)
+PEERS_ALONE = (*DECODE, "--quick", "--only", "B=1 1k", "d64 B=1", "--out", "{results}/peers")
 LOST_DEVICE = ("{python}", "-m", "benchmarks.cuda.lost_device", *WITH_PEERS, *OUT)
 STAMPS = ("{python}", "-m", "benchmarks.cuda.stamps", *OUT)
 # A case takes three seconds or so, and one that has begun is ended.

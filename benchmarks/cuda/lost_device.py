@@ -34,7 +34,7 @@ NAME = "lost_device_cuda"
 LENGTHS = (16 * K, 16 * K + 64, 17_392)  # with the first K has 2^31 bytes
 SEQUENCES = 64
 LIBRARIES = (OURS, CUDNN, FLASH, FLASH_3)
-PROCESSES, SECONDS = 4, 45  # at a time; of one
+PROCESSES, SECONDS = 4, 30  # at a time; of one
 COMMAND = (sys.executable, "-m", "benchmarks.cuda.lost_device")
 
 
