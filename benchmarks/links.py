@@ -2,7 +2,7 @@
 """Seconds of messages and collectives by their size, as Figure 2 of the Tree Attention paper.
 
     torchrun --nproc-per-node 8 benchmarks/links.py --device cuda          # NCCL
-    sudo .venv/bin/python -m benchmarks.emulation --hosts 4 --link 1ms,1gbit --near 0.1ms,10gbit \\
+    sudo .venv/bin/python -m lab.emulation --hosts 4 --link 1ms,1gbit --near 0.1ms,10gbit \\
         --per-node 2 -- .venv/bin/python benchmarks/links.py --largest 1048576
 
 To each operation the line alpha + beta * bytes is fitted.

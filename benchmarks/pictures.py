@@ -5,16 +5,17 @@
 
 Points are rows of those tables: run the programs that measure, then this one. Every PNG carries a
 digest of what it shows, and `tests/benchmarks/test_pictures.py` compares it with the tables of
-today. Memory and schedules are computed and not measured.
+today. Memory is computed and not measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,9 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks.harness.picture_values import (
-    CLUSTERS,
-    CONTEXT,
-    CTAS,
-    ITERATIONS,
-    MODEL,
-    RANKS,
-    Line,
-    algorithm_4,
-    cache_memory,
-    contexts,
-    schedules,
-    tokens,
-    two_ranks,
-)
-from benchmarks.harness.results import digest
+from benchmarks.harness.results import digest, number, read_table
+from tree_attention.planning.arithmetic import SPLIT_BY_HEADS, Split, Work
+from tree_attention.planning.models import NAMED
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -45,6 +33,94 @@ DOCS = Path(__file__).parents[1] / "docs"
 OURS, FIRST, SECOND, THIRD, GREY = "#1f5fa8", "#e08a2e", "#b03a48", "#6b8f3c", "#9aa4b0"
 DARK_GREY = "#5f6873"
 K = 1024
+
+Line = list[tuple[float, float]]  # points (x, y) in the order of x
+
+
+def tokens() -> dict[str, dict[str, Line]]:
+    """Return ms per token by context: HuggingFace's caches, other engines, and ours."""
+    names = {
+        "sdpa, DynamicCache": "HuggingFace, DynamicCache",
+        "sdpa, StaticCache": "HuggingFace, StaticCache",
+        "tree_attention, world 1": "ours",
+    }
+    engines = {"ours": "ours", "vllm": "vLLM", "openvino": "OpenVINO"}
+    models: dict[str, dict[str, Line]] = {"8 of 16 layers": {}, "4 of 16 layers": {}}
+    for row in read_table("llama").rows:
+        if name := names.get(row["method"]):
+            point = number(row["context"]), number(row["ms /token"])
+            models["8 of 16 layers"].setdefault(name, []).append(point)
+    for row in read_table("engines").rows:
+        if name := engines.get(row["engine"]):
+            point = number(row["context"]), number(row["decode ms"])
+            models["4 of 16 layers"].setdefault(name, []).append(point)
+    return models
+
+
+CLUSTERS = {
+    "lan p=4": "4 hosts, links of 0.1 ms and 10 Gb/s",
+    "metro p=8": "8 hosts, links of 1 ms and 1 Gb/s",
+}
+
+
+def contexts() -> dict[str, dict[str, Line]]:
+    """Return ms per step by keys per rank: ours, pass-Q, ring, and the ring at line rate."""
+    table = read_table("contexts")
+    clusters: dict[str, dict[str, Line]] = {}
+    for cluster in CLUSTERS:
+        methods: dict[str, Line] = {}
+        for row in table.rows:
+            found = re.fullmatch(rf"{cluster} B=1 n=(\d+)", row["case"])
+            if found:
+                name = {"ring": "ring", "ring, passing queries": "pass-Q"}.get(row["method"])
+                point = float(found[1]), number(row["ms"])
+                methods.setdefault(name or "ours", []).append(point)
+        place = cluster.replace(" p=", "/")
+        (note,) = (x for x in table.notes if x.startswith(f"{place}: ring / tree"))
+        rate = {
+            float(keys.replace(",", "")): float(ratio.replace(",", ""))
+            for ratio, keys in re.findall(r"([\d.,]+) at ([\d,]*\d)", note.split("line rate: ")[1])
+        }
+        methods["ring at line rate"] = [(n, ms * rate[n]) for n, ms in methods["ours"]]
+        clusters[cluster] = methods
+    return clusters
+
+
+FORMS = {
+    "1 process, 2 threads": "one process,\ntwo threads",
+    "weights whole, prompt split": "two ranks,\nweights whole",
+    "weights split, tensor_parallel_size 1": "two ranks,\nweights split",
+    "weights split, tensor_parallel_size 2": "two ranks,\nweights and\nheads split",
+}
+
+
+def two_ranks() -> dict[str, dict[str, Line]]:
+    """Return gains over one process with one thread by place: (prompt, token) of each form."""
+    rows = read_table("scaling").rows
+    (one,) = (row for row in rows if row["form"] == "1 process, 1 thread")
+    places: dict[str, dict[str, Line]] = {}
+    for row in rows:
+        place = row["place/ranks"].split("/")[0]
+        if row["form"] in FORMS:
+            gains = [number(one[key]) / number(row[key]) for key in ("prefill s", "ms /token")]
+            places.setdefault(place, {})[FORMS[row["form"]]] = [(gains[0], gains[1])]
+    return places
+
+
+MODEL, CONTEXT, RANKS = NAMED["llama-3.1-70b"], 1 << 20, (2, 4, 8, 16, 32)
+
+
+def cache_memory() -> dict[str, list[float]]:
+    """Return GB on each of so many ranks: weights in bf16, and the cache in bf16 and int8."""
+    work = Work(context=CONTEXT)
+    shapes = {name: replace(MODEL, kv_dtype=name) for name in ("bf16", "int8")}
+    return {
+        "weights": [Split(MODEL, SPLIT_BY_HEADS, p, work).weights_bytes / 1e9 for p in RANKS],
+        **{
+            name: [Split(shape, SPLIT_BY_HEADS, p, work).cache_bytes / 1e9 for p in RANKS]
+            for name, shape in shapes.items()
+        },
+    }
 
 
 @contextmanager
@@ -189,55 +265,6 @@ def draw_cache_memory(path: Path) -> None:
         axes.legend(frameon=False)
 
 
-def draw_schedules(path: Path) -> None:
-    data = schedules()
-    with picture(path, data, (1, 3), (9, 2.6), sharey=True, sharex=True) as (panels,):
-        for axes, (name, rows) in zip(panels, data.items(), strict=True):
-            clock = [0] * 5
-            for worker, head, begin, end in rows:
-                for tile in range(begin, end):
-                    colour = (OURS, FIRST)[head]
-                    axes.barh(worker, 1, left=clock[worker], color=colour, edgecolor="white")
-                    middle = clock[worker] + 0.5
-                    axes.text(middle, worker, str(tile), ha="center", va="center", color="white")
-                    clock[worker] += 1
-            axes.axvline(max(clock), color="black", linestyle="--", linewidth=1)
-            axes.text(max(clock) + 0.1, 4.2, f"{max(clock)} tiles", va="center")
-            axes.set_title(name.replace(": ", "\n").replace(", ", "\n"), fontsize=10)
-            axes.set(xlabel="time, in tiles", xlim=(0, 6.2), xticks=range(6))
-        panels[0].set_yticks(range(5), [f"worker {i}" for i in range(5)])
-        panels[0].invert_yaxis()
-
-
-def draw_algorithm_4(path: Path) -> None:
-    data = algorithm_4()
-    kinds = {"right": OURS, "wrong": FIRST, "hangs": SECOND}
-    with picture(path, data, (1, len(data)), (9, 3.4), sharey=True) as (panels,):
-        from matplotlib.colors import ListedColormap
-        from matplotlib.patches import Patch
-
-        for axes, (outputs, grid) in zip(panels, data.items(), strict=True):
-            axes.imshow(
-                [[list(kinds).index(kind) for kind in row] for row in grid],
-                cmap=ListedColormap(list(kinds.values())),
-                vmin=0,
-                vmax=2,
-                origin="lower",
-                extent=(0.5, ITERATIONS + 0.5, 0.5, CTAS + 0.5),
-                aspect="auto",
-            )
-            axes.set_xticks(range(0, ITERATIONS + 1, 4)[1:])
-            axes.set_xticks([i + 0.5 for i in range(ITERATIONS)], minor=True)
-            axes.set_yticks([i + 0.5 for i in range(CTAS)], minor=True)
-            axes.grid(which="minor", color="white", linewidth=0.6)
-            axes.tick_params(which="minor", length=0)
-            axes.set(xlabel="iterations of a tile")
-            axes.set_title(f"{outputs} output tile{'s' * (outputs != '1')}", fontsize=11)
-        panels[0].set(ylabel="CTAs", yticks=range(2, CTAS + 1, 2))
-        handles = [Patch(color=colour, label=kind) for kind, colour in kinds.items()]
-        panels[0].figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
-
-
 @dataclass(frozen=True)
 class Picture:
     """A file of docs/, what it shows, how it is drawn, and the results that it is drawn from."""
@@ -252,21 +279,24 @@ PICTURES = {
     "contexts.png": Picture(contexts, draw_contexts, ("contexts",)),
     "two_ranks.png": Picture(two_ranks, draw_two_ranks, ("scaling",)),
     "cache_memory.png": Picture(cache_memory, draw_cache_memory),
-    "lean_schedule.png": Picture(schedules, draw_schedules),
-    "algorithm_4.png": Picture(algorithm_4, draw_algorithm_4, ("algorithm_4",)),
 }
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("names", nargs="*", help=f"some of {', '.join(PICTURES)}; all by default")
-    parser.add_argument("--out", type=Path, default=DOCS, metavar="DIR", help="(default docs)")
+def main(
+    arguments: list[str],
+    pictures: Mapping[str, Picture] = PICTURES,
+    folder: Path = DOCS,
+    description: str = __doc__,
+) -> int:
+    parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
+    parser.add_argument("names", nargs="*", help=f"some of {', '.join(pictures)}; all by default")
+    parser.add_argument("--out", type=Path, default=folder, metavar="DIR")
     parsed = parser.parse_args(arguments)
-    if unknown := set(parsed.names) - PICTURES.keys():
-        parser.error(f"no picture {', '.join(sorted(unknown))}; there are {', '.join(PICTURES)}")
+    if unknown := set(parsed.names) - pictures.keys():
+        parser.error(f"no picture {', '.join(sorted(unknown))}; there are {', '.join(pictures)}")
     parsed.out.mkdir(parents=True, exist_ok=True)
-    for name in parsed.names or PICTURES:
-        PICTURES[name].draw(parsed.out / name)
+    for name in parsed.names or pictures:
+        pictures[name].draw(parsed.out / name)
         print(parsed.out / name)
     return 0
 

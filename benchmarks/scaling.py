@@ -2,11 +2,11 @@
 """Gain of a second rank: a prompt and new tokens of a 1B-shaped Llama, by weights and prompts
 that are split over ranks or not, or of another shape with weights of 16, 8 and 4 bits.
 
-    sudo .venv/bin/python -m benchmarks.scaling --out benchmarks/results
-    .venv/bin/python -m benchmarks.scaling --shape qwen3-30b-a3b --prompt 2048 --only bare/1 bare/2
+    .venv/bin/python benchmarks/scaling.py --out benchmarks/results
+    .venv/bin/python benchmarks/scaling.py --shape qwen3-30b-a3b --prompt 2048 --only bare/1 bare/2
 
-On this machine itself and on emulated hosts, one thread for each rank; beside one process with one
-thread and with as many threads as there are processors. Needs root for the emulated hosts alone.
+One thread for each rank, beside one process with one thread and with as many threads as there are
+processors. `python -m lab.emulation.scaling` does the same on emulated hosts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +32,48 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks.emulation.configuration import BARE, cluster_report, measure, parser_of, run
-from benchmarks.emulation.tables import link_sentences
-from benchmarks.emulation.wiring import LINKS
 from benchmarks.harness import published_shapes
 from benchmarks.harness.measure import Load
+from benchmarks.harness.places import (
+    BARE,
+    link_sentences,
+    measure,
+    milliseconds,
+    places_parser,
+    report_of_places,
+)
 from benchmarks.harness.published_shapes import SHAPES
 from benchmarks.harness.ranks import Ranks, run_rank, start_ranks
-from benchmarks.harness.report import Report, environment
-from benchmarks.harness.scaling_rows import CORES, NOTES, TRUTH, columns, judged, name_of
+from benchmarks.harness.report import Column, Report, columns_of, environment, verdict
 from benchmarks.llama import make_model
 from tree_attention import hf
 from tree_attention.cli.generation import ArrivalRecorder
 from tree_attention.exchange import Communicator
 
-WIRINGS = {
-    "lan": LINKS["lan"],
-    "metro": LINKS["metro"],
-    "two-level": replace(LINKS["two-level"], per_node=2),
-}
-NAMES = (f"{BARE}/1", f"{BARE}/2", f"{BARE}/4", "lan/2", "metro/2", "two-level/4")
+NAMES = (f"{BARE}/1", f"{BARE}/2", f"{BARE}/4")
 DTYPES = ("bf16", "int8", "int4")
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+TRUTH = "float32"
+_MIB = 1 << 20
+
+NOTES = (
+    "A row is named place/ranks: bare is this machine, and every emulated host is one rank. Each "
+    "rank has one thread; a thread has a processor of its own where there are enough. prefill is "
+    "the time to the first new token, and ms per token the median gap between the following ones, "
+    "of the slowest rank. A short prompt is generated from before, untimed.",
+    "of ideal: the time of one process with one thread, divided by the number of processors that "
+    "the ranks or threads have, over the time of the row.",
+    "Bytes are what the rank sent that sent most, for the prompt and for each further token; "
+    "weights and key/value are what the largest rank keeps.",
+    "The model has a published shape with fewer layers and random weights; activations are bf16, "
+    "which rounds differently where a sum is cut differently: same tokens counts those before the "
+    "first that differs from one process with one thread and the same dtype of weights. The head "
+    "stays bf16. error is the largest error of the first token's logits relative to the largest "
+    "logit, against float32 arithmetic; more than twice that of one process with the same dtype "
+    "plus one rounding, or ranks that differ in a token, are WRONG.",
+)
+# Place, ranks, the module with its options, and its specification: as `run_bare`.
+RunElsewhere = Callable[[str, int, Sequence[str], dict[str, Any]], dict[str, Any]]
 _TIMEOUT = 600.0
 _WARM_UP_TOKENS = 256
 # Logits of every so many tokens of the vocabulary are compared.
@@ -229,9 +249,86 @@ def rows_of(
     return rows
 
 
-def main(arguments: list[str]) -> int:
-    parser = parser_of("scaling", "scaling", NAMES)
-    parser.prog = "python -m benchmarks.scaling"
+def name_of(row: dict[str, Any]) -> str:
+    dtype = "" if row["dtype"] == "bf16" else f", {row['dtype']}"
+    if row["world_size"] == 1:
+        return f"1 process, {row['threads']} thread{'s' * (row['threads'] > 1)}{dtype}"
+    if row["weights"] == "split":
+        return f"weights split, tensor_parallel_size {row['tensor_parallel_size']}{dtype}"
+    return f"weights whole, prompt {row['prefill']}"
+
+
+def judged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, each beside one process with one thread, as far as that was measured."""
+    bare = [row for row in rows if row["link"] == BARE]
+    truth = next((row for row in bare if _is_one(row, TRUTH)), None)
+    ones = {row["dtype"]: row for row in bare if _is_one(row, "whole")}
+    result = []
+    for row in rows:
+        row, one = {**row, "wrong": not row["ranks_agree"]}, ones.get(row["dtype"])
+        if truth is not None and one is not None and row is not truth:
+            error, bound = (_error(x["logits"], truth["logits"]) for x in (row, one))
+            row["error"] = error
+            row["wrong"] |= not error <= 2 * bound + torch.finfo(torch.bfloat16).eps
+        if one is not None and row["gaps"]:
+            cores = min(CORES, row["world_size"] * row["threads"])
+            pairs = zip(row["tokens"], one["tokens"], strict=True)
+            row |= {
+                "prefill_of_ideal": one["prefill_seconds"] / cores / row["prefill_seconds"],
+                "token_of_ideal": one["token_seconds"] / cores / row["token_seconds"],
+                "same_tokens": len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))),
+            }
+        result.append(row)
+    return result
+
+
+def _is_one(row: dict[str, Any], weights: str) -> bool:
+    threads = CORES if weights == TRUTH else 1
+    return (row["world_size"], row["weights"], row["threads"]) == (1, weights, threads)
+
+
+def _error(logits: Sequence[float], truth: Sequence[float]) -> float:
+    """The largest error of a logit relative to the largest logit."""
+    found, expected = torch.tensor(logits), torch.tensor(truth)
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def columns(rows: list[dict[str, Any]]) -> list[Column]:
+    def share(row: dict[str, Any], field: str) -> str:
+        return f"{row[field]:.2f}" if field in row else "-"
+
+    def mib(num_bytes: int) -> str:
+        return f"{num_bytes / _MIB:,.0f}"
+
+    return columns_of(
+        [row for row in rows if row["gaps"]],
+        {
+            "place/ranks": lambda row: f"{row['link']}/{row['world_size']}",
+            "form": name_of,
+            "prefill s": lambda row: f"{row['prefill_seconds']:.2f}",
+            "of ideal": lambda row: share(row, "prefill_of_ideal"),
+            "ms /token": lambda row: milliseconds(row["token_seconds"]),
+            "of ideal ": lambda row: share(row, "token_of_ideal"),
+            "waiting /token": lambda row: f"{row['waiting']:.0%}",
+            "bytes /token": lambda row: f"{row['bytes']:,}",
+            "prompt MiB sent": lambda row: mib(row["prefill_bytes"]),
+            "weights MiB": lambda row: mib(row["weights_bytes"]),
+            "key/value MiB": lambda row: mib(row["kv_bytes"]),
+            "same tokens": lambda row: f"{row.get('same_tokens', '-')}/{len(row['tokens'])}",
+            "error": lambda row: f"{row['error']:.1e}" if "error" in row else "-",
+            "right": verdict,
+        },
+    )
+
+
+def main(
+    arguments: list[str],
+    program: str = "benchmarks.scaling",
+    names: Sequence[str] = NAMES,
+    run_elsewhere: RunElsewhere | None = None,
+) -> int:
+    """`run_elsewhere` runs the ranks at the places of `names` that are not this machine."""
+    parser = places_parser(program, "scaling", names)
     parser.add_argument("--layers", type=int, default=4, help="of 16 (default 4)")
     parser.add_argument("--shape", choices=SHAPES, help="another model, with as many layers as fit")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="of a shape")
@@ -255,16 +352,17 @@ def main(arguments: list[str]) -> int:
         model = {name: getattr(parsed, name) for name in ("layers", "prompt", "chunk", "tokens")}
         model |= {"shape": parsed.shape, "checkpoint": checkpoint and str(checkpoint)}
         chosen = forms(world_size, parsed.dtypes if parsed.shape else ())
-        program, spec = ["benchmarks.scaling", "--on-rank"], {**model, "forms": chosen}
+        on_rank, spec = ["benchmarks.scaling", "--on-rank"], {**model, "forms": chosen}
         if place == BARE:
-            part = run_bare(world_size, program, spec)
+            part = run_bare(world_size, on_rank, spec)
         else:
-            part = run(WIRINGS[place], world_size, program, spec)
+            assert run_elsewhere is not None
+            part = run_elsewhere(place, world_size, on_rank, spec)
         rows = rows_of(place, world_size, chosen, part.pop("results"))
         return {"rows": rows, "model": model, **part}
 
     name = "scaling" if parsed.shape is None else f"scaling_{parsed.shape}"
-    return measure(name, NAMES, parsed, run_place, report_of, width=170)
+    return measure(name, names, parsed, run_place, report_of, width=170)
 
 
 def report_of(measured: dict[str, Any]) -> Report:
@@ -276,7 +374,7 @@ def report_of(measured: dict[str, Any]) -> Report:
     if shape is not None:
         of = SHAPES[shape]
         model = f"The shape of {of.title}, {of.layers} of {of.published_layers} layers"
-    return cluster_report(
+    return report_of_places(
         measured,
         name="scaling" if shape is None else f"scaling_{shape}",
         title=(

@@ -3,8 +3,7 @@
 #
 # Set-up, with what builds the site, and the tests that scripts/test.sh leaves out: the CUDA kernels
 # on the emulated device, their PTX, machine code (where USE_CUDA=1 had them compiled) and mutations,
-# random calls and their mutations, the programs of benchmarks and docs, every family and option in
-# every world.
+# the programs of benchmarks and docs, every family and option in every world.
 # Arguments go to pytest: `scripts/test_deep.sh tests/cuda`.
 source "$(dirname "$0")/setup"
 install requirements-docs.txt

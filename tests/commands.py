@@ -12,7 +12,7 @@ from torch.distributed.run import get_args_parser
 
 def program_and_arguments(command: str) -> tuple[str, list[str]]:
     """Return the module that a command runs, which may stand behind a launcher."""
-    command = re.sub(r"^python -m benchmarks\.emulation .*? -- ", "", command)
+    command = re.sub(r"^python -m lab\.emulation .*? -- ", "", command)
     launcher, *words = shlex.split(command)
     if launcher == "torchrun":
         parsed = get_args_parser().parse_args(words)

@@ -1,39 +1,25 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fixtures and settings shared by all tests."""
 
+import session  # isort: skip  # before torch, which reads the environment once
+
 import os
 import sys
 import zlib
-
-# Threads sleep at a barrier instead of spinning: several times faster where ranks, or other work,
-# share the cores. Read once, when torch loads; spawned ranks inherit it.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Asking for devices must not initialise CUDA: no process forked after that could use it.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-# torchao, which transformers imports where it is installed, has torch warn of torchao's own calls,
-# also in programs of which tests read the standard error.
-os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")
-
-# Inductor's pool of processes imports torch in each process that compiles, and serves only Triton.
-os.environ.setdefault("TORCH_WARM_POOL", "0")
-
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 
 from dry_device import dry_cuda, run_ranks_dry
 from emulated import emulated_operators
 
-# The same examples in every run and no deadline: a busy machine fails no test.
-settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
-settings.load_profile("repeatable")
+_seed = session._seed
 
 TESTS = Path(__file__).parent
 # For scripts/test_deep.sh as a whole; the rest of that tier is marked where it stands.
-DEEP_FOLDERS = {TESTS / name for name in ("adversary", "benchmarks", "cuda")}
+DEEP_FOLDERS = {TESTS / name for name in ("benchmarks", "cuda")}
 # The emulated device takes a minute to compile. A GPU's cases are quick where there is one.
 EMULATED = pytest.param("emulated", marks=pytest.mark.deep)
 GPU = pytest.param("cuda", marks=() if torch.cuda.is_available() else pytest.mark.deep)
@@ -131,11 +117,6 @@ def _usable_device(request: pytest.FixtureRequest, name: str) -> torch.device:
             pytest.fail(reason)
         pytest.skip(reason)
     return torch.device(name)
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,7 +5,7 @@
 
 VLLM is the environment of benchmarks/engines/setup vllm. Two emulated hosts have no shared memory:
 
-    sudo python -m benchmarks.emulation --hosts 2 --link 0.1ms,10gbit -- \\
+    sudo python -m lab.emulation --hosts 2 --link 0.1ms,10gbit -- \\
         VLLM/bin/python -m benchmarks.engines.groups --out benchmarks/results
 """
 

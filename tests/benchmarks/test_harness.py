@@ -195,6 +195,6 @@ def test_command_names_what_started_the_ranks(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     ranks = "torchrun --nproc-per-node 2 benchmarks/tree.py --quick"
     assert report.environment()["command"] == ranks
-    hosts = "python -m benchmarks.emulation --link 1ms,1gbit --"
+    hosts = "python -m lab.emulation --link 1ms,1gbit --"
     monkeypatch.setenv(LAUNCHER, hosts)
     assert report.environment()["command"] == f"{hosts} {ranks}"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from benchmarks import links
 from benchmarks.harness.ranks import Ranks
 from benchmarks.harness.report import write
-from benchmarks.papers import protocol
 from distributed import run_ranks
 
 SIZES = (1024, 65536)
@@ -66,12 +64,11 @@ def test_a_line_is_found() -> None:
     assert disturbed.alpha == pytest.approx(1e-4, rel=0.1)
 
 
-@pytest.mark.parametrize("program", [links, protocol], ids=["links", "protocol"])
 def test_no_gpu_is_said_in_a_sentence(
-    program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="2"):
-        program.main(["--device", "cuda"])
+        links.main(["--device", "cuda"])
     message = "error: --device cuda: torch finds no CUDA driver or no device"
     assert capsys.readouterr().err.strip().endswith(message)

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from benchmarks import pictures
-from benchmarks.harness.picture_values import algorithm_4, cache_memory, contexts, schedules
 from benchmarks.harness.results import digest, read_table
+from benchmarks.pictures import cache_memory, contexts
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
@@ -53,17 +53,3 @@ def test_memory_is_that_of_the_planner_page():
     page = (ROOT / "docs/planning.md").read_text()
     line = re.search(r"tree, weights split, largest T \* +([\d.]+) +([\d.]+) ", page)
     assert [f"{held[x][3]:.3g}" for x in ("weights", "bf16")] == [line[1], line[2]]
-
-
-def test_schedules_run_every_tile_once():
-    for rows in schedules().values():
-        run = sorted((head, tile) for _, head, begin, end in rows for tile in range(begin, end))
-        assert run == [(head, tile) for head in range(2) for tile in range(5)]
-
-
-def test_outcomes_are_a_part_of_the_counted_ones():
-    (printed,) = (row for row in read_table("algorithm_4").rows if row["schedule"] == "AsPrinted")
-    drawn = [kind for grid in algorithm_4().values() for row in grid for kind in row]
-    counted = {"right": "right", "wrong": "loses or mixes tiles", "hangs": "hangs"}
-    for kind, heading in counted.items():
-        assert 0 < drawn.count(kind) < int(printed[heading].replace(",", ""))

@@ -18,7 +18,6 @@ from unittest import mock
 import pytest
 from safetensors.torch import load_file, save_file
 
-from benchmarks.emulation import unsupported
 from distributed import Lost, run_ranks
 
 pytest.importorskip("transformers")
@@ -57,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the programs of the page, and with what the second one makes."""
     made = tmp_path_factory.mktemp("page")
     (made / "examples").symlink_to(ROOT / "examples")
-    (made / "benchmarks").symlink_to(ROOT / "benchmarks")
+    (made / "lab").symlink_to(ROOT / "lab")
     (made / "big.py").write_text(BIG)
     (made / "make_small.py").write_text(SMALL)
     first, _ = _lines_of_the_run()
@@ -105,8 +104,10 @@ def masked(text: str) -> list[str]:
 
 
 def test_run_on_two_emulated_hosts(folder: Path) -> None:
-    if (why := unsupported()) is not None:
-        pytest.skip(why)
+    hosts = [sys.executable, "-m", "lab.emulation", "--hosts", "2", "--link", "lan", "--", "true"]
+    asked = subprocess.run(hosts, cwd=ROOT, capture_output=True, text=True)
+    if asked.returncode == 2 and not asked.stderr.startswith("usage"):
+        pytest.skip(asked.stderr.strip())
     _, line = _lines_of_the_run()
     assert "big.py small-deepseek" in line
     # The tests are root already where they come so far.

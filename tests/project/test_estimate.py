@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulation.clusters import CLUSTERS
-from benchmarks.simulation.problem import Problem
-from benchmarks.simulation.steps import bytes_of_formula, simulate
 from browser import console_of, needs_browser
-from estimate import CLUSTER, METHODS, filled, steps
+from estimate import filled
 from tree_attention.planning.arithmetic import ALL_FORMS, DATA, FORMS, MAX_CONTEXT, Plan, Work
 from tree_attention.planning.machines import LINKS, MACHINES, Hosts
 from tree_attention.planning.models import KV_DTYPES, NAMED, WEIGHT_DTYPES
@@ -86,22 +83,7 @@ def test_page_computes_what_the_planner_does(tmp_path: Path) -> None:
     # What it shows first is the first example of docs/planning.md.
     words = " ".join(re.sub(r"<[^>]*>", " ", dom.partition('<script id="tables"')[0]).split())
     assert "Soonest: tree, weights split, largest T, 16.1 ms a token with 31.1 GB" in words
-    assert all(f"{name} :" in words for name in METHODS)
-
-
-def test_messages_are_those_of_the_formulas() -> None:
-    cluster, count = CLUSTERS[CLUSTER], 0
-    for name, methods in steps().items():
-        p, keys = map(int, name.split())
-        for shown, step in methods.items():
-            run = simulate(METHODS[shown], Problem(keys), cluster, p)
-            sent = [sum(x[2] for x in step["messages"] if x[0] == rank) for rank in range(p)]
-            assert sent == run.bytes_sent.tolist()
-            assert max(sent) == bytes_of_formula(METHODS[shown], Problem(keys), cluster.topology(p))
-            assert step["end"] == pytest.approx(1e6 * run.seconds, abs=1)
-            assert all(0 < x[3] <= x[4] <= step["end"] for x in step["messages"])
-            count += len(step["messages"])
-    assert count > 1000
+    assert all(f"{name} :" in words for name in ("tree", "pass-Q", "ring"))
 
 
 def test_a_wrong_number_is_found() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.picture_values import contexts
 from benchmarks.harness.results import number, read_table
+from benchmarks.pictures import contexts
 
 ROOT = Path(__file__).parents[2]
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w.])")

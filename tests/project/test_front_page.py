@@ -14,7 +14,10 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 LINES = README.splitlines()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-OTHERS = [*ROOT.glob("*.md"), *(ROOT / name / "README.md" for name in ("benchmarks", "tests"))]
+OTHERS = [
+    *ROOT.glob("*.md"),
+    *(ROOT / name / "README.md" for name in ("benchmarks", "lab", "lab/papers", "tests")),
+]
 ORDER = (
     "Install, and see it run",
     "A HuggingFace model",

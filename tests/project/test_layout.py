@@ -7,6 +7,7 @@ import ast
 import inspect
 import pydoc
 import re
+import subprocess
 import typing
 from pathlib import Path
 
@@ -17,7 +18,8 @@ import tree_attention.hf
 from tree_attention import positions
 from tree_attention.decode import DecodeOptions
 
-PACKAGE = Path(__file__).parents[2] / "python" / "tree_attention"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "python" / "tree_attention"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 _FROM_INSIDE = re.compile(r"^\s*from \.+exchange\.\w.* import", re.MULTILINE)
 
@@ -28,6 +30,15 @@ def test_the_exchange_is_used_through_what_it_names(module: Path) -> None:
         return
     found = _FROM_INSIDE.findall(module.read_text())
     assert not found, "import from tree_attention.exchange itself"
+
+
+def test_the_lab_is_imported_by_itself_alone() -> None:
+    listed = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "*.py"]
+    found = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split()
+    library = [ROOT / path for path in found if not path.startswith("lab/")]
+    assert len(library) > 200
+    imports_lab = re.compile(r"^\s*(?:from|import) lab\b", re.MULTILINE)
+    assert not [path for path in library if path.exists() and imports_lab.search(path.read_text())]
 
 
 _QUESTIONS = ("What ", "Whether ", "How ", "Has ", "That of ", "Those of ")

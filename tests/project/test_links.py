@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("benchmarks", "conformance", "csrc", "docs", "examples", "python", "scripts", "tests")
+FOLDERS = (
+    "benchmarks",
+    "conformance",
+    "csrc",
+    "docs",
+    "examples",
+    "lab",
+    "python",
+    "scripts",
+    "tests",
+)
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(page for name in FOLDERS for page in ROOT.glob(f"{name}/**/*.md"))]
 )

@@ -11,14 +11,14 @@ from benchmarks.cuda import predict
 ROOT = Path(__file__).parents[2]
 # Programs that go on from what was measured before, or compare their arithmetic with it.
 READ_BACK = {
-    "cluster": "benchmarks/emulation/clusters.py",
-    "contexts": "benchmarks/emulation/contexts.py",
+    "cluster": "lab/emulation/clusters.py",
+    "contexts": "lab/emulation/contexts.py",
     "engines": "benchmarks/engines/__main__.py",
     "engines_weights": "benchmarks/engines/__main__.py",
-    "generation": "benchmarks/emulation/generation.py",
-    "latent_model": "benchmarks/simulation/planning.py",
-    "lean_figure_3": "benchmarks/papers/shares.py",
-    "scaling": "benchmarks/simulation/planning.py",
+    "generation": "lab/emulation/generation.py",
+    "latent_model": "lab/simulation/planning.py",
+    "lean_figure_3": "lab/papers/shares.py",
+    "scaling": "lab/simulation/planning.py",
     "serving": "benchmarks/engines/serving.py",
 }
 

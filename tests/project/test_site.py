@@ -93,7 +93,9 @@ def test_every_page_is_reached_and_listed(site: Site) -> None:
 def test_every_picture_is_on_a_page(site: Site) -> None:
     shown = {site.target(x, link)[0] for x in site.links for t, link in site.links[x] if t == "img"}
     drawn = {
-        x for name in ("docs", "benchmarks", "examples") for x in (site.folder / name).rglob("*")
+        x
+        for name in ("docs", "benchmarks", "examples", "lab")
+        for x in (site.folder / name).rglob("*")
     }
     pictures = {path for path in drawn if path.suffix in (".png", ".svg")}
     assert len(pictures) > 8 and pictures <= shown

@@ -7,7 +7,6 @@ Each wrong function is what one case is for, or a formula of another engine, res
 import pytest
 import torch
 
-from benchmarks.papers.algorithms import tree
 from distributed import run_ranks
 from helpers import INF
 from tiers import by_world
@@ -93,16 +92,6 @@ def test_ranks_conform(world_size):
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_lean_decode_of_shards_conforms(world_size, dtype):
     report = check_sharded_decode(sharded(), world_size=world_size, dtype=dtype)
-    assert report.passed and lines(report, True) == DECODE_NAMES, f"\n{report}"
-
-
-def test_sharded_reference_conforms():
-    def decode(problem):
-        ranges = [problem.key_ranges(rank) for rank in range(len(problem.k_shards))]
-        shards = zip(problem.k_shards, problem.v_shards, ranges, strict=True)
-        return tree.tree_attention(problem.q, [tree.Shard(*shard) for shard in shards])
-
-    report = check_sharded_decode(decode)
     assert report.passed and lines(report, True) == DECODE_NAMES, f"\n{report}"
 
 

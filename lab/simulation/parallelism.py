@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which form of split pays where, by arithmetic: Llama 3.1 on several hosts and links.
+
+    python -m lab.simulation.parallelism --out docs
+
+Times are those of bandwidths, of arithmetic at the rate that is given, and of rounds of messages.
+Nothing overlaps and nobody waits, so that they are bounds of a kind: their order says which form to
+take, not how long it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.harness.plots import picture
+from tree_attention.planning.arithmetic import (
+    FORMS,
+    SPLIT,
+    SPLIT_BY_HEADS,
+    WHOLE,
+    Split,
+    Work,
+)
+from tree_attention.planning.machines import LINKS, MACHINES, Hosts
+from tree_attention.planning.models import NAMED
+
+WORK = Work(context=128 << 10, chunk=8192)
+WORLDS = (2, 4, 8, 16)
+MODELS = (NAMED["llama-3.1-8b"], NAMED["llama-3.1-70b"])
+HOSTS = {
+    "1 GbE": Hosts(MACHINES["cpu"], LINKS["1gbe"]),
+    "10 GbE": Hosts(MACHINES["cpu"], LINKS["10gbe"]),
+    "NVLink": Hosts(MACHINES["h100"], LINKS["nvlink"]),
+}
+DECODING = (WHOLE, SPLIT, SPLIT_BY_HEADS)  # prompts are split while there is one
+
+
+def rows() -> Iterator[list[str]]:
+    for model in MODELS:
+        for link, hosts in HOSTS.items():
+            for p in WORLDS:
+                splits = {form: Split(model, form, p, WORK) for form in FORMS}
+                token, prefill = {}, {}
+                for form, split in splits.items():
+                    fits = split.held_bytes <= hosts.machine.memory
+                    prefill[form] = split.prefill_seconds(hosts).total if fits else math.inf
+                    if form in DECODING:
+                        token[form] = 1e3 * split.token_seconds(hosts).total if fits else math.inf
+                yield [
+                    *(model.name, link, str(p)),
+                    *(f"{splits[form].held_bytes / 1e9:,.0f}" for form in DECODING),
+                    *_marked(token),
+                    *_marked(prefill),
+                ]
+
+
+def _marked(times: dict[str, float]) -> list[str]:
+    """Return the times, the first of those within 1 % of the least in bold."""
+    least = min(times.values())
+    winner = next(form for form, time in times.items() if time <= 1.01 * least)
+    texts = {form: _text(time) for form, time in times.items()}
+    if least < math.inf:
+        texts[winner] = f"**{texts[winner]}**"
+    return list(texts.values())
+
+
+HEADINGS = (
+    *("model", "link", "hosts"),
+    *("GB: whole", "T = 1", "largest T"),
+    *("ms per token: whole", "T = 1", "largest T"),
+    *("prefill s: whole", "prompts split", "T = 1", "largest T"),
+)
+
+
+def table() -> str:
+    lines = [HEADINGS, ["---"] * 2 + ["---:"] * 11, *rows()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _text(value: float) -> str:
+    if value == math.inf:
+        return "does not fit"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def pieces(p: int, rank: int, size: int | None) -> dict[str, tuple[int, int]]:
+    """Return the number of pieces of each thing that a rank holds, and the rank's piece.
+
+    `size` is tensor_parallel_size; None: weights are whole.
+    """
+    whole, size_or_one = (1, 0), size or 1
+    num_contexts = p // size_or_one
+    context, tensor = divmod(rank, size_or_one)
+    heads = (size_or_one, tensor)
+    return {
+        "q, k, v": heads,
+        "o": whole if size is None else (p, tensor * num_contexts + context),
+        "MLP, each expert": whole if size is None else (p, rank),
+        "embedding, head": whole if size is None else (p, rank),
+        "out of latents": heads,
+        "into latents": whole,
+        "cache: heads": heads,
+        "cache: slots": (num_contexts, context),
+        "cache of latents": (num_contexts, context),
+    }
+
+
+def draw_who_holds_what(path: Path, p: int = 4) -> None:
+    """Draw ranks and, for each form, the part of every tensor that each of them holds."""
+    names: dict[int | None, str] = {None: "weights whole"}
+    names |= {size: f"weights split,\ntensor_parallel_size {size}" for size in (1, 2, 4)}
+    num_rows = len(pieces(p, 0, None))
+    with picture(path, (9, 4.8), (1, len(names)), sharey=True) as (panels,):
+        for axes, (size, name) in zip(panels, names.items(), strict=True):
+            for rank in range(p):
+                for place, (count, piece) in enumerate(pieces(p, rank, size).values()):
+                    box = {"height": 0.6, "align": "edge"}
+                    left, width = rank + 0.1, 0.8 / count
+                    axes.barh(place, 0.8, left=left, color="0.93", **box)
+                    axes.barh(place, width, left=left + piece * width, color=f"C{rank}", **box)
+            axes.set_xticks([rank + 0.5 for rank in range(p)], list(range(p)))
+            axes.set(xlabel="rank")
+            axes.set_title(name, fontsize=10)
+            axes.set_frame_on(False)
+            axes.tick_params(length=0, labelsize=10)
+        panels[0].set_yticks([place + 0.3 for place in range(num_rows)], list(pieces(p, 0, None)))
+        panels[0].invert_yaxis()
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m lab.simulation.parallelism")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write parallelism.png there")
+    parsed = parser.parse_args(arguments)
+    print(table(), end="")
+    if parsed.out is not None:
+        draw_who_holds_what(parsed.out / "parallelism.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Predictions of `tree_attention.planning` beside measured runs.
+
+    python -m lab.simulation.planning
+
+Measured by `benchmarks/scaling.py` over two ranks, and by `benchmarks/latent` in one
+process, of a mixture of experts with latents. The row of `scaling.py` with one process and one
+thread says how fast a rank reads memory and computes. The other rows are predicted from that and
+from the link, which is what `calibrate` measured between the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from benchmarks.harness.report import ROOT
+from benchmarks.latent.model import CHUNK, OURS, configuration
+from tree_attention.exchange.auto.choose import CostTable, Measured
+from tree_attention.planning.arithmetic import (
+    PROMPTS,
+    SPLIT,
+    SPLIT_BY_HEADS,
+    WHOLE,
+    Split,
+    Work,
+)
+from tree_attention.planning.machines import Hosts, Link, Machine, fitted_link
+from tree_attention.planning.models import Model, llama
+from tree_attention.planning.reading import from_config
+
+RESULTS = ROOT / "benchmarks/results"
+FORMS = {
+    ("whole", 1, "replicated"): WHOLE,
+    ("whole", 1, "split"): PROMPTS,
+    ("split", 1, "replicated"): SPLIT,
+    ("split", 2, "replicated"): SPLIT_BY_HEADS,
+}
+# scaling.json has no table of exchanges for the ranks of one host. `calibrate` with two ranks on a
+# machine of the same kind, for states of 16 KiB to 1 MiB.
+SHARED_MEMORY = Link(2.1e9, 90e-6, "shared memory of one host")
+_TIMES = (
+    *("ms per token: measured", "predicted", "error", "prefill s: measured", "predicted", "error"),
+)
+HEADINGS = ("place/ranks", "form", "MB: measured", "predicted", "error", *_TIMES)
+LATENT_HEADINGS = ("tokens", "cache MB: measured", "predicted", "error", *_TIMES)
+
+
+def fitted_machine(model: Model, work: Work, row: dict[str, Any]) -> Machine:
+    """Return the machine on which one process takes what was measured."""
+    unit = Machine("unit", 1.0, math.inf, math.inf, "")
+    alone = Split(model, WHOLE, 1, work)
+    read = alone.token_seconds(Hosts(unit, SHARED_MEMORY)).total
+    unit = Machine("unit", math.inf, 1.0, math.inf, "")
+    # At the peak of which the planner takes SUSTAINED, as the time for one operation does.
+    peak = alone.prefill_seconds(Hosts(unit, SHARED_MEMORY)).total / row["prefill_seconds"]
+    return Machine("fitted", read / row["token_seconds"], peak, math.inf, "")
+
+
+def rows() -> list[list[str]]:
+    measured, model, work, machine = _scaling()
+    found = []
+    for row in measured["rows"]:
+        if row["world_size"] == 1:
+            continue
+        place = f"{row['link']}/{row['world_size']}"
+        costs = measured["configurations"][place].get("costs")
+        hosts = Hosts(machine, SHARED_MEMORY if costs is None else _link(costs))
+        form = FORMS[row["weights"], row["tensor_parallel_size"], row["prefill"]]
+        split = Split(model, form, row["world_size"], work)
+        cells = _cells(
+            (1e-6 * (row["weights_bytes"] + row["kv_bytes"]), 1e-6 * split.held_bytes),
+            (1e3 * row["token_seconds"], 1e3 * split.token_seconds(hosts).total),
+            (row["prefill_seconds"], split.prefill_seconds(hosts).total),
+        )
+        found.append([place, form, *cells])
+    return found
+
+
+def latent_rows() -> list[list[str]]:
+    machine = _scaling()[-1]
+    model = from_config("", configuration())
+    hosts = Hosts(machine, SHARED_MEMORY)
+    found = []
+    for row in json.loads((RESULTS / "latent_model.json").read_text())["rows"]:
+        context = int(row["name"].removesuffix(" tokens").replace(",", ""))
+        alone = Split(model, WHOLE, 1, Work(context, chunk=CHUNK))
+        token = row["times"][OURS]["median_us"]
+        cells = _cells(
+            (1e-6 * context * row["bytes_per_token"], 1e-6 * alone.cache_bytes),
+            (1e-3 * token, 1e3 * alone.token_seconds(hosts).total),
+            (row["prefill_seconds"][OURS], alone.prefill_seconds(hosts).total),
+        )
+        found.append([f"{context:,}", *cells])
+    return found
+
+
+def _scaling() -> tuple[Any, Model, Work, Machine]:
+    measured = json.loads((RESULTS / "scaling.json").read_text())
+    spec = measured["configurations"]["bare/1"]["model"]
+    model = llama("", spec["layers"], 2048, 8192, 32, 8, 128256, 64, tied=True)
+    work = Work(spec["prompt"], chunk=spec["chunk"])
+    one = next(row for row in measured["rows"] if row["threads"] == 1)
+    return measured, model, work, fitted_machine(model, work, one)
+
+
+def _cells(*pairs: tuple[float, float]) -> list[str]:
+    return [
+        cell
+        for known, predicted in pairs
+        for cell in (
+            f"{known:,.1f}",
+            f"{predicted:,.1f}",
+            f"{round(100 * (predicted / known - 1)):+d} %",
+        )
+    ]
+
+
+def _link(costs: dict[str, Any]) -> Link:
+    exchanges = tuple(Measured(**exchange) for exchange in costs["exchanges"])
+    return fitted_link(CostTable(costs["backend"], tuple(costs["nodes"]), exchanges), "")
+
+
+def table() -> str:
+    return _table(HEADINGS, rows(), 2)
+
+
+def latent_table() -> str:
+    return _table(LATENT_HEADINGS, latent_rows(), 1)
+
+
+def _table(headings: tuple[str, ...], cells: list[list[str]], num_names: int) -> str:
+    rules = ["---"] * num_names + ["---:"] * (len(headings) - num_names)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rules, *cells)) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), latent_table(), sep="\n", end="")

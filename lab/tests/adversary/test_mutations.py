@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tests of the fuzzer: it notices when a mending is undone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lab.adversary.mutations import MUTATIONS, Mutation, is_found, report
+
+QUICK = [mutation for mutation in MUTATIONS if mutation.in_tests]
+
+
+@pytest.mark.parametrize("mutation", QUICK, ids=lambda mutation: mutation.name)
+def test_mutation_is_found(mutation: Mutation, tmp_path: Path) -> None:
+    text = report(mutation, tmp_path)
+    assert is_found(mutation, text), text or "not found"

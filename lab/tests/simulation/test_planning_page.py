@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""docs/planning.md: its command prints what it says, and its lists and errors are right."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lab.simulation import planning
+from tree_attention.__main__ import main
+from tree_attention.planning.machines import LINKS, MACHINES
+from tree_attention.planning.models import KV_DTYPES, NAMED
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/planning.md").read_text()
+README = (ROOT / "README.md").read_text()
+LINES = re.findall(r"^python -m tree_attention (plan [^#\n]*)", PAGE + README, re.MULTILINE)
+
+
+def test_command_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    command, output = re.findall(r"```(?:sh)?\n(.*?)```", PAGE, re.DOTALL)
+    assert main(shlex.split(command)[3:]) == 0
+    found = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert found + "\n" == output
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_command_lines_are_understood(line: str) -> None:
+    assert main(shlex.split(line)) == 0
+
+
+def test_both_pages_have_a_command() -> None:
+    assert len(LINES) == 2
+
+
+def test_predictions_beside_measured_runs() -> None:
+    assert planning.table() in PAGE
+    assert planning.latent_table() in PAGE
+    tokens, prompts = ([int(row[i].removesuffix(" %")) for row in planning.rows()] for i in (7, 10))
+    assert len(tokens) == 8
+    # The range that the page states for whole weights, for split ones, and for prompts.
+    whole, split = ([tokens[i] for i in rows] for rows in ((0, 1, 4, 5), (2, 3, 6, 7)))
+    assert (max(whole), min(whole), max(split), min(split)) == (0, -3, -10, -13)
+    assert (max(prompts), min(prompts)) == (0, -9)
+
+
+@pytest.mark.parametrize("option", ["model", "machine", "link", "kv-dtype"])
+def test_every_choice_is_listed(option: str) -> None:
+    choices = {"model": NAMED, "machine": MACHINES, "link": LINKS, "kv-dtype": KV_DTYPES}[option]
+    entries = re.split(r"^- ", PAGE, flags=re.MULTILINE)
+    (row,) = (entry for entry in entries if entry.startswith(f"`--{option}`"))
+    for choice in choices:
+        assert f"`{choice}`" in row
