@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is recorded: one page a measurement, few pictures, and data where a program reads them."""
+"""What is recorded: one page a measurement, and data where a program reads them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,6 @@ def tracked(pattern: str) -> list[str]:
         ["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True
     )
     return found.stdout.split()
-
-
-def test_pictures_are_few() -> None:
-    assert 0 < len(tracked("*.png")) <= 10
 
 
 def test_data_are_those_that_a_program_reads() -> None:
