@@ -19,20 +19,27 @@ from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 CPU_SOURCES = [
-    "csrc/experts.cpp",
+    "csrc/experts/arguments.cpp",
+    "csrc/experts/multiply.cpp",
+    "csrc/experts/operator.cpp",
+    "csrc/experts/rows.cpp",
+    "csrc/experts/rows_avx2.cpp",
+    "csrc/experts/rows_avx512.cpp",
+    "csrc/experts/rows_avx512_bf16.cpp",
+    "csrc/experts/rows_neon.cpp",
+    "csrc/experts/rows_portable.cpp",
+    "csrc/experts/unpack.cpp",
     "csrc/ops.cpp",
     "csrc/module.cpp",
     "csrc/schedule.cpp",
     "csrc/args/append.cpp",
     "csrc/args/decode.cpp",
-    "csrc/args/experts.cpp",
     "csrc/args/memory_overlap.cpp",
     "csrc/args/merge.cpp",
     "csrc/args/ranges.cpp",
     "csrc/cpu/append.cpp",
     "csrc/cpu/decode.cpp",
     "csrc/cpu/digest.cpp",
-    "csrc/cpu/experts.cpp",
     "csrc/cpu/instruction_set.cpp",
     "csrc/cpu/merge.cpp",
     "csrc/cpu/ranges.cpp",
@@ -48,7 +55,6 @@ CPU_SOURCES = [
     "csrc/cpu/vector/decode_portable.cpp",
     "csrc/cpu/merge_rows.cpp",
     "csrc/cpu/quantise_row.cpp",
-    "csrc/cpu/unpack.cpp",
 ]
 CUDA_SOURCES = [  # and those that csrc/cuda/decode/instances.py writes
     "csrc/cuda/ops_cuda.cpp",

@@ -10,7 +10,7 @@
 #include "cpu/decode.h"
 #include "cpu/merge.h"
 #include "cpu/ranges.h"
-#include "experts.h"
+#include "experts/operator.h"
 #include "operators.h"
 #include "schedule.h"
 #ifdef TREE_ATTENTION_WITH_CUDA

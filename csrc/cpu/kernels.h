@@ -15,25 +15,6 @@ namespace tree_attention::cpu {
 // Keys per tile of the lean schedule.
 constexpr int kTileKeys = 64;
 
-// out[i, row] = sum over k of weights[i, k] * x[row, k] in float32, with the same bits for any
-// number of rows. x [rows, n], weights [count, n], out [count, rows], all contiguous.
-struct WeightRows {
-  static constexpr int64_t kMaxRows = 16;
-
-  DataType x_dtype, dtype;  // float32 or of 16 bits; the same, or int8
-  const void* x;
-  int64_t rows;
-  const void* weights;
-  int64_t count, n;
-  int64_t group_size;   // as ExpertParams has it
-  const float* scales;  // [count, n / group_size] where weights have 4 bits
-  float* workspace;     // workspace_floats()
-  float* out;
-
-  // Each row rounded up to 64 elements.
-  int64_t workspace_floats() const { return rows * ((n + 63) / 64 * 64); }
-};
-
 struct Kernels {
   const char* name;
 
@@ -49,8 +30,6 @@ struct Kernels {
 
   // Writes a complete state to params.o and params.lse.
   void (*store)(const DecodeParams& params, const Rows& rows, const float* o, const float* lse);
-
-  void (*multiply_weight_rows)(const WeightRows& w);
 };
 
 extern const Kernels portable_kernels;

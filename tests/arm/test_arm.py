@@ -40,7 +40,11 @@ def sources(pattern: str) -> list[Path]:
     return sorted(path.relative_to(ROOT) for path in ROOT.glob(pattern))
 
 
-KERNELS = sources("csrc/cpu/**/*.cpp")
+KERNELS = [
+    *sources("csrc/cpu/**/*.cpp"),
+    *(Path("csrc/experts") / f"{name}.cpp" for name in ("multiply", "rows", "unpack")),
+    *sources("csrc/experts/rows_*.cpp"),
+]
 
 
 @cache

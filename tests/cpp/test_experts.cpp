@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.h"
-#include "cpu/experts.h"
+#include "experts/multiply.h"
 
 namespace {
 

@@ -3,18 +3,7 @@
 
 #include "cpu/vector/before_target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(                                                                                   \
-    __attribute__((target(                                                                                      \
-        "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,amx-tile,amx-bf16,amx-int8"))), \
-    apply_to = function)
-#else
-// GCC bug 105593: intrinsics that leave lanes undefined on purpose.
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC target( \
-    "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,amx-tile,amx-bf16,amx-int8")
-#endif
+#include "cpu/targets/amx.h"
 
 #define TREE_ATTENTION_SIMD "cpu/vector/simd_avx512.h"
 #include "cpu/amx/few_rows.h"
@@ -46,9 +35,7 @@ struct FewRows {
 }  // namespace
 }  // namespace tree_attention::cpu
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+#include "cpu/targets/end.h"
 
 namespace tree_attention::cpu {
 constinit const Kernels amx_kernels =

@@ -14,7 +14,6 @@
 #include "common/rows.h"
 #include "cpu/bf16/column_softmax.h"
 #include "cpu/bf16/terms.h"
-#include "cpu/bf16/weight_rows.h"
 #include "cpu/kernels.h"
 #include "cpu/vector/keys.h"
 #include "cpu/vector/many_rows_memory.h"
@@ -63,7 +62,7 @@ struct Bfloat16Kernels {
   }
 
   static constexpr Kernels named(const char* name) {
-    return {name, max_rows, workspace_bytes, attend, store_output, multiply_weight_rows_in_pairs};
+    return {name, max_rows, workspace_bytes, attend, store_output};
   }
 };
 

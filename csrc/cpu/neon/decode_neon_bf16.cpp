@@ -3,11 +3,7 @@
 
 #include "cpu/vector/before_target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("bf16"))), apply_to = function)
-#else
-#pragma GCC target("arch=armv8.2-a+bf16")
-#endif
+#include "cpu/targets/neon_bf16.h"
 
 #define TREE_ATTENTION_SIMD "cpu/vector/simd_neon.h"
 #include "cpu/bf16/terms.h"
@@ -27,14 +23,12 @@ inline void attend_in_matrices(const DecodeParams& p, const Rows& rows, KeyRange
 }  // namespace
 }  // namespace tree_attention::cpu
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+#include "cpu/targets/end.h"
 
 namespace tree_attention::cpu {
-constinit const Kernels neon_bf16_kernels = {
-    "neon_bf16",        max_few_rows, MatrixAttention<BFloat16>::workspace_bytes,
-    attend_in_matrices, store_output, multiply_weight_rows};
+constinit const Kernels neon_bf16_kernels = {"neon_bf16", max_few_rows,
+                                             MatrixAttention<BFloat16>::workspace_bytes,
+                                             attend_in_matrices, store_output};
 }
 
 #endif

@@ -3,18 +3,12 @@
 
 #include "cpu/vector/before_target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC target("avx2,fma,f16c")
-#endif
+#include "cpu/targets/avx2.h"
 
 #define TREE_ATTENTION_SIMD "cpu/vector/simd_avx2.h"
 #include "cpu/vector/kernels.h"
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+#include "cpu/targets/end.h"
 
 namespace tree_attention::cpu {
 constinit const Kernels avx2_kernels = VectorKernels::named("avx2");

@@ -15,7 +15,6 @@
 #include "cpu/vector/meetings.h"
 #include "cpu/vector/output.h"
 #include "cpu/vector/row_state.h"
-#include "cpu/vector/weight_rows.h"
 
 namespace tree_attention::cpu {
 namespace {
@@ -44,7 +43,7 @@ struct VectorKernels {
   }
 
   static constexpr Kernels named(const char* name) {
-    return {name, max_rows, workspace_bytes, attend, store_output, multiply_weight_rows};
+    return {name, max_rows, workspace_bytes, attend, store_output};
   }
 };
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "cpu/bf16/elements.h"
-#include "cpu/vector/weight_rows.h"
+#include "experts/vector_rows.h"
 
 namespace tree_attention::cpu {
 namespace {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "common/expert_params.h"
+#include "experts/params.h"
 
 namespace tree_attention::cpu {
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "cpu/unpack.h"
+#include "experts/unpack.h"
 
-#include "common/expert_params.h"
 #include "cpu/converting.h"
 #include "cpu/multiversioned.h"
 #include "cpu/parallel.h"
+#include "experts/params.h"
 
 namespace tree_attention::cpu {
 namespace {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "args/experts.h"
+#include "experts/arguments.h"
 
 #include "args/checks.h"
-#include "common/expert_params.h"
+#include "experts/params.h"
 
 namespace tree_attention {
 namespace {

@@ -6,9 +6,10 @@
 #include <cstdint>
 
 #include "common/dtype.h"
-#include "common/expert_params.h"
-#include "cpu/kernels.h"
+#include "cpu/vector/keys.h"
 #include "cpu/vector/simd.h"
+#include "experts/params.h"
+#include "experts/rows.h"
 
 namespace tree_attention::cpu {
 namespace {

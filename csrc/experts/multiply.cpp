@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "cpu/experts.h"
+#include "experts/multiply.h"
 
 #include <algorithm>
 #include <vector>
 
 #include "cpu/converting.h"
-#include "cpu/kernels.h"
 #include "cpu/parallel.h"
+#include "experts/rows.h"
 
 namespace tree_attention::cpu {
 namespace {
@@ -36,7 +36,7 @@ class Products {
                  products_};
     workspace_.resize(std::max<size_t>(workspace_.size(), w.workspace_floats()));
     w.workspace = workspace_.data();
-    kernels().multiply_weight_rows(w);
+    multiply_rows(w);
     for (int64_t i = 0; i < count; ++i) {
       const float scale = p_.group_size == 0 ? scales_[i] : 1.0f;
       for (int64_t r = 0; r < w.rows; ++r) {

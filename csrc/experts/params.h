@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "dtype.h"
+#include "common/dtype.h"
 
 namespace tree_attention {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "experts.h"
+#include "experts/operator.h"
 
 #include <ATen/ATen.h>
 
@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "args/checks.h"
-#include "args/experts.h"
-#include "cpu/experts.h"
-#include "cpu/kernels.h"
-#include "cpu/unpack.h"
+#include "experts/arguments.h"
+#include "experts/multiply.h"
+#include "experts/rows.h"
+#include "experts/unpack.h"
 
 namespace tree_attention {
 namespace {
