@@ -47,6 +47,7 @@ __device__ void add_other_columns(float (&s)[kBlocks][4], int step, bool has_row
       store_shared(place(warp, n), Float4{s[n][0], s[n][1], s[n][2], s[n][3]});
     }
   }
+  // Without this: products of the other columns are not waited for.
   sync_key_group<Config>();
   if constexpr (Config::kColumnGroups > 2) {
     if (has_rows) sum_of_groups<Config>(s, place);

@@ -153,11 +153,13 @@ __device__ void combine_warps(const Tile& tile, const OnlineSoftmax<Config>& sof
   }
 
   store_statistics(softmax, statistics[threadIdx.x / 32]);
-  sync_key_group<Config>();  // its keys and values in the stage have been read
+  // Without this: o overwrites keys that another thread still reads.
+  sync_key_group<Config>();
 #pragma unroll
   for (int begin = 0; begin < Config::kValueColumns; begin += kColumns) {
     const int num_columns = min(kColumns, Config::kValueColumns - begin);
-    if (begin > 0) __syncthreads();  // before the next columns
+    // Without this: the next columns overwrite those that are read.
+    if (begin > 0) __syncthreads();
 #pragma unroll
     for (int own = 0; own < Config::kWarpColumns; own += 32) {
       const int block = groups.column * Config::kWarpColumns + own - begin;
@@ -166,6 +168,7 @@ __device__ void combine_warps(const Tile& tile, const OnlineSoftmax<Config>& sof
         store_shared(outputs.moved(parts[i], row, block), o);
       });
     }
+    // Without this: warps are combined before all have stored.
     __syncthreads();
     for (int row = threadIdx.x >> row_bits; row < rows.count; row += Config::kThreads >> row_bits) {
       const RowCombination<Config> combination(statistics + row / kWarpRows, row % kWarpRows);

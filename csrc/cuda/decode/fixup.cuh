@@ -116,9 +116,11 @@ class PartsMerger {
       LoadedParts<Float4> chunk;
       load_chunk(chunk, first_row, rows, threadIdx.x, 0);
       find_weights(first_row, rows, sink);
-      __syncthreads();  // before weights are used
+      // Without this: weights are used before they are all computed.
+      __syncthreads();
       merge_o(chunk, first_row, rows, sink);
-      __syncthreads();  // before the scratch memory is written again
+      // Without this: the next rows' lse overwrite those that are merged.
+      __syncthreads();
     }
   }
 
@@ -231,6 +233,7 @@ __device__ __forceinline__ bool arrive(uint32_t* counter, int64_t expected, bool
   const uint32_t limit = static_cast<uint32_t>(expected) - 1;
   __syncthreads();
   if (threadIdx.x == 0) *flag = atomic_inc_acq_rel(counter, limit) == limit;
+  // Without this: threads do not wait to hear whether they are last.
   __syncthreads();
   return *flag;
 }

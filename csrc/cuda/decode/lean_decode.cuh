@@ -59,15 +59,19 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
   int last_output = number;  // of which tiles may be requested
   for (int i = output.tile_begin(), end = output.tile_end(); i < end;) {
     ring.wait_for_keys();
-    sync_key_group<Config>();  // the keys are there, the stage of the tile before is free
+    // Without this: a stage is filled that another thread still reads.
+    sync_key_group<Config>();
     loader.fill(ring, Config::kFetchesNextOutput ? last_output : number);
     __syncwarp();  // requests may part the lanes, products need them together
     if (last_output == number) {
+      // Without this: nobody finds the contributors of an output.
       meanwhile();
       ring.wait_for_keys();
-      __syncthreads();  // all threads fetched the queries
+      // Without this: queries are read before all threads have fetched them.
+      __syncthreads();
       tile.load_queries(loader.queries(number) + first_product * sizeof(Element), groups.row);
-      if constexpr (Config::kQuerySlots == 1) __syncthreads();  // the next may be fetched
+      // Without this: the next queries overwrite these.
+      if constexpr (Config::kQuerySlots == 1) __syncthreads();
       ++last_output;
       continue;
     }
@@ -84,13 +88,16 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
         if constexpr (Config::kHasScales) {
           const StepScales<Fragments, kBlocks> of_keys(params.decode.k_scale != nullptr,
                                                        ring.key_scales() + key);
+          // Without this: the scales of keys are dropped.
           of_keys.multiply(s);
           const bool hides = row_scores.apply(s, first_key, tile);
           const StepScales<Fragments, kBlocks> of_values(params.decode.v_scale != nullptr,
                                                          ring.value_scales() + key);
           softmax.update(s, tile);
+          // Without this: the scales of values are dropped.
           of_values.multiply(s);
-          if (hides) row_scores.hide(s, first_key, 0.0f);  // the scale of what it hides may be NaN
+          // Without this: a NaN among the scales reaches rows that do not see its key.
+          if (hides) row_scores.hide(s, first_key, 0.0f);
           softmax.fit(s, tile);
         } else {
           row_scores.apply(s, first_key, tile);
@@ -98,7 +105,9 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
         }
       }
       if (step == 0 && !Config::kValuesInKeys) {
+        // Without this: values are read before this thread's copies are there.
         ring.wait_for_values();
+        // Without this: values are read before the other threads' copies are there.
         sync_key_group<Config>();
       }
       if (has_rows) tile.value_block(s, ring.values() + first_column * sizeof(Cached), key);
@@ -193,7 +202,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(),
                           StateSink{sink, states.sink(slot), is_whole});
     if (is_whole) {
-      __syncthreads();  // before the stage is filled
+      // Without this: a stage is filled while o is read from it.
+      __syncthreads();
       continue;
     }
     const Contributors workers = schedule.contributors;

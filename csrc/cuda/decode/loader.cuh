@@ -77,6 +77,7 @@ class Loader {
   __device__ void enter_next_tile() {
     if (next_.next()) {
       if (!paged()) {
+        // Without this: the keys of the next tile are those of this one.
         k_ += Config::kTileKeys * params_.decode.k_stride[2];
         v_ += Config::kTileKeys * params_.decode.v_stride[2];
       }

@@ -52,6 +52,7 @@ class Ring {
     if (num_tiles_ > 3) return cp_async_wait_group<6 + kPending>();
     if (num_tiles_ > 2) return cp_async_wait_group<4 + kPending>();
     if (num_tiles_ > 1) return cp_async_wait_group<2 + kPending>();
+    // Without this: a tile is read before its copies are there.
     cp_async_wait_group<kPending>();
   }
 

@@ -59,6 +59,7 @@ __device__ Sums sum_over_threads(int value, int32_t* warp_sums) {
     if (lane >= distance) value += lower;
   }
   if (lane == 31) warp_sums[warp] = value;
+  // Without this: warps add sums that are not there.
   __syncthreads();
   Sums sums{value, 0};
 #pragma unroll
@@ -142,6 +143,7 @@ __device__ bool cut_line(const LaunchParams& params, ScheduleMemory<Config>& mem
         range.keys[threadIdx.x] = {0, static_cast<int>(p.seqlen_k), false};
       }
       if (threadIdx.x == 0) cut.write(num_units, range);
+      // Without this: the range that the host knows is read before it is written.
       __syncthreads();
       return true;
     }
@@ -179,11 +181,13 @@ __device__ bool cut_line(const LaunchParams& params, ScheduleMemory<Config>& mem
     const int position = static_cast<int>(head_kv * output_length - offset);
     Cut{partition, begin, end, unit, static_cast<int>(head_kv), position}.write(num_units, range);
   }
+  // Without this: the block's range is read before it is known.
   __syncthreads();
   if (num_units > BlockRange::kMaxKeys) {
     for (int i = threadIdx.x; i < range.num_keys; i += Config::kThreads) {
       range.keys[i] = units.keys(range.keys_unit + i);
     }
+    // Without this: key ranges are read before they are there.
     __syncthreads();
   }
   return true;

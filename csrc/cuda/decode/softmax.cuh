@@ -229,11 +229,13 @@ struct OnlineSoftmax {
       const float growth = (larger - maximum[i]) * kLog2E;
       maximum[i] = larger;
       factor[i] = ex2(-growth);
+      // Without this: sums stay relative to an older maximum.
       sum[i] *= factor[i];
       lost[i] *= factor[i];
       if constexpr (Config::kHasScales) {
         // As far as it can, o remains relative to the largest product.
         const float kept = fminf(growth, kMostShift - shift[i]);
+        // Without this: units stay relative to an older maximum.
         shift[i] += kept;
         factor[i] = ex2(kept - growth);
       }

@@ -24,8 +24,10 @@ struct WarpGroups {
 template <typename Config>
 __device__ void sync_key_group() {
   if constexpr (Config::kGroupWarps == 1) {
+    // Without this: a warp reads what its other threads have not copied.
     __syncwarp();
   } else {
+    // Without this: a key group reads what its other warps have not copied.
     __syncthreads();
   }
 }

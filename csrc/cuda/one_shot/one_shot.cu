@@ -195,13 +195,15 @@ __global__ void __launch_bounds__(kThreads, 2)
     return;
   }
   exchange.send(slice);
-  __syncthreads();  // the flags speak for all threads
+  // Without this: flags are raised before all threads have sent.
+  __syncthreads();
   uint32_t* all_came = reinterpret_cast<uint32_t*>(dynamic_shared_memory());
   if (threadIdx.x < 32) {
     const bool came = exchange.meet();
     if (threadIdx.x == 0) *all_came = came;
   }
-  __syncthreads();  // all threads see what the waiting ones saw
+  // Without this: threads merge before the waiting ones have seen the flags.
+  __syncthreads();
   if (*all_came) {
     exchange.merge_all<In, Out>(slice);
   } else {
