@@ -26,7 +26,7 @@ from .places import Place
 
 # Those of a communicator used to be 256 times its number.
 _TAGS = (0, 1, 2, 255, 256, 257, 511, 512, 513, 768, 1024, 2560, 0x7A77, 65535, 65536)
-# Bytes: of a delivery test, a seal, small states, a ring's keys.
+# Bytes: of a delivery test, a call id, small states, a ring's keys.
 _SIZES = (4, 8, 16, 32, 64, 128, 256, 1280, 2048, 4096)
 
 

@@ -35,18 +35,18 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
-        "two threads use a group at once", "exchange/agreement/one_thread.py",
+        "two threads use a group at once", "exchange/agreement/group_lock.py",
         "self._lock = threading.RLock()",
         'self._lock = __import__("unittest.mock").mock.MagicMock()',
         "threads", "at_once", "off by|no answer",
     ),
     Mutation(
-        "ranks do not compare threads", "exchange/agreement/call.py",
-        '(CALLER, comm._turn.name),', "",
+        "ranks do not compare threads", "exchange/communicator.py",
+        '(CALLER, comm._lock.name),', "",
         "threads", "in_another_order", "off by|not noticed", 4, in_tests=True,
     ),
     Mutation(
-        "a fork may use its parent's group", "exchange/agreement/one_thread.py",
+        "a fork may use its parent's group", "exchange/agreement/group_lock.py",
         "if self.is_inherited:", "if False:",
         "ranks", "fork", "a forked child", 2,
     ),
@@ -125,12 +125,12 @@ MUTATIONS = (
     ),
     Mutation(
         "queries are not compared", "exchange/agreement/queries.py",
-        "return max(load().digest(queries), SAME + 1)", "return SAME",
+        "return max(load().digest(queries), SAME_CALL + 1)", "return SAME_CALL",
         "ranks", "skip", "off by|did not notice", in_tests=True,
     ),
     Mutation(
         "a rank whose call changed does not say so", "exchange/agreement/session.py",
-        "self.door(deadline)", "pass",
+        "self.replay(deadline)", "pass",
         "ranks", "change", "no answer|no word|off by",
     ),
     Mutation(
@@ -164,8 +164,8 @@ MUTATIONS = (
         "sessions", "speculate", "must hold", 2,
     ),
     Mutation(
-        "a fork counts its parent's sessions", "exchange/agreement/call.py",
-        'self._turn.check_process("Communicator")', "pass",
+        "a fork counts its parent's sessions", "exchange/communicator.py",
+        'self._lock.check_process("Communicator")', "pass",
         "ranks", "fork", "no answer|no word", 12,
     ),
     Mutation(
@@ -174,9 +174,9 @@ MUTATIONS = (
         "ranks", "another_token", "a wrong call was accepted", in_tests=True,
     ),
     Mutation(
-        "a warning inside the call", "exchange/agreement/call.py",
-        "            link.seal = SAME\n",
-        "            link.seal = SAME\n            warn_of_rounding()\n",
+        "a warning inside the call", "exchange/communicator.py",
+        "            link.call_id = SAME_CALL\n",
+        "            link.call_id = SAME_CALL\n            warn_of_rounding()\n",
         "ranks", "warning", "is dead|was refused|it warns", 4,
     ),
     Mutation(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tree_attention.exchange.strategies import STRATEGIES, Context, Exchange, Strategy, Traffic
-from tree_attention.exchange.transport.buffers import SEAL_BYTES, StateLayout
+from tree_attention.exchange.transport.buffers import CALL_ID_BYTES, StateLayout
 from tree_attention.exchange.transport.messages import Round
 from tree_attention.exchange.transport.topology import Topology
 
@@ -73,8 +73,8 @@ class Reduction:
         self._targets: list[Tensor] = []
         for number, level in enumerate(levels):
             memory = state.buffer(
-                f"{name}, level {number}", level.num_blocks * (num_bytes + SEAL_BYTES)
-            ).view(level.num_blocks, num_bytes + SEAL_BYTES)
+                f"{name}, level {number}", level.num_blocks * (num_bytes + CALL_ID_BYTES)
+            ).view(level.num_blocks, num_bytes + CALL_ID_BYTES)
             receive = {rank: memory[block] for block, rank in level.sources.items()}
             send = dict.fromkeys(level.readers, memory[level.own])
             self.rounds.append(link.messages(receive, send, state.device, tag=tag + number))

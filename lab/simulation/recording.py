@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tree_attention.exchange.strategies import Context, Strategy
-from tree_attention.exchange.transport.buffers import SEAL_BYTES, Arena, State, StateLayout
-from tree_attention.exchange.transport.messages import SAME
+from tree_attention.exchange.transport.buffers import CALL_ID_BYTES, Arena, State, StateLayout
+from tree_attention.exchange.transport.messages import SAME_CALL
 from tree_attention.exchange.transport.process_group import Link
 from tree_attention.exchange.transport.topology import Topology
 
@@ -59,19 +59,19 @@ class RecordingLink:
         self.rank, self.world_size = rank, world_size
         self.operations: list[Operation] = []
         self.local_work = _LocalWork()
-        self.seal = SAME
+        self.call_id = SAME_CALL
         self._num_rounds = 0
 
     def transport_device(self, device: torch.device) -> torch.device:
         return device
 
     def gather(self, receive: Tensor, send: Tensor, device: torch.device, tag: int = 0) -> _Round:
-        return self._round(Operation("gather", num_bytes=send.nbytes - SEAL_BYTES))
+        return self._round(Operation("gather", num_bytes=send.nbytes - CALL_ID_BYTES))
 
     def transpose(
         self, receive: Tensor, send: Tensor, device: torch.device, tag: int = 0
     ) -> _Round:
-        return self._round(Operation("all_to_all", num_bytes=send[0].nbytes - SEAL_BYTES))
+        return self._round(Operation("all_to_all", num_bytes=send[0].nbytes - CALL_ID_BYTES))
 
     def messages(
         self,
@@ -82,7 +82,9 @@ class RecordingLink:
     ) -> _Round:
         # As `Messages` does: the next rank comes first.
         ranks = sorted(send, key=lambda rank: (rank - self.rank) % self.world_size)
-        sizes = tuple((rank, send[rank].nbytes - SEAL_BYTES) for rank in ranks if rank != self.rank)
+        sizes = tuple(
+            (rank, send[rank].nbytes - CALL_ID_BYTES) for rank in ranks if rank != self.rank
+        )
         return self._round(Operation("messages", messages=sizes))
 
     def all_gather(self, receive: Tensor, send: Tensor, deadline: float) -> None:

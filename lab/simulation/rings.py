@@ -13,7 +13,7 @@ import torch
 
 from tree_attention.baselines.ring import MANIFEST_BYTES, aligned
 from tree_attention.baselines.ring_pass_q import _deal
-from tree_attention.exchange.transport.buffers import SEAL_BYTES, StateLayout
+from tree_attention.exchange.transport.buffers import CALL_ID_BYTES, StateLayout
 
 from .clusters import SimulatedCluster
 from .collectives import all_gather, shift
@@ -127,7 +127,7 @@ def _ring_pass_q_memory(problem: Problem, world_size: int) -> int:
     parts = _Parts.of(problem, world_size)
     queries, state = aligned(int(parts.queries.max())), aligned(int(parts.states.max()))
     # Queries with a state leave and arrive, and a state is merged from a pair.
-    return 2 * (queries + state) + 2 * state + (1 + world_size) * (parts.result + SEAL_BYTES)
+    return 2 * (queries + state) + 2 * state + (1 + world_size) * (parts.result + CALL_ID_BYTES)
 
 
 @dataclass(frozen=True)

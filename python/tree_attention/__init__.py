@@ -6,7 +6,7 @@ import os
 import sys
 from types import ModuleType
 
-# Before a command's own arguments is the module's name, after -m or -um, say, or in one with -m.
+# True under `python -m tree_attention`, whatever options of Python stand before -m.
 if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "tree_attention":
     # `python -m tree_attention` tells errors in sentences, and torch's C++ log would put its stack
     # in front of each that comes of a lost rank. torch reads this once, when it is imported.

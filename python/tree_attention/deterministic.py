@@ -73,7 +73,7 @@ def decode_by_blocks(
 
     def gather(deadline: float) -> tuple[list[int], Tensor]:
         places = gather_places(deadline)
-        comm.link.check_seal()
+        comm.link.check_call_id()
         blocks = [_block_numbers(own[:3], own[3], size) for own in places]
         numbers = [number for own in blocks for number in own]
         if len(set(numbers)) < len(numbers):
@@ -84,7 +84,7 @@ def decode_by_blocks(
     if comm.world_size > 1:
         queries = queries_of(q, options)
         numbers, gathered = call.run(
-            signature, gather, q.device, door=gather_places, queries=queries
+            signature, gather, q.device, replay=gather_places, queries=queries
         )
     if len(set(numbers)) < len(numbers):
         raise ValueError(

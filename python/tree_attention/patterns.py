@@ -264,7 +264,7 @@ def page_lists(
     if page_table.dim() == 3:
         order = order[:, None].expand_as(page_table)
     table = page_table.gather(-1, order)
-    # How many pages before the one in which a query's slots end it sees, and whether that one.
+    # Number of full pages seen before the query's last page, and whether the last is seen.
     lengths = lengths.long().clamp(0, pages * page_size)
     seen_before = F.pad(is_seen.cumsum(1), (1, 0)).gather(1, lengths // page_size)
     last_is_seen = F.pad(is_seen, (0, 1)).gather(1, lengths // page_size)

@@ -152,7 +152,7 @@ def test_one_shot_of_one_rank(dtype, cuda_kernels):
     buffer = torch.zeros(
         symmetric_memory.buffer_bytes(1, 1 << 16), dtype=torch.uint8, device=cuda_kernels
     )
-    memory = symmetric_memory.Memory(0, [buffer.data_ptr()], cuda_kernels, 1 << 16)
+    memory = symmetric_memory.SymmetricMemory(0, [buffer.data_ptr()], cuda_kernels, 1 << 16)
     o, lse = torch.randn(2, 9, 1, 128, device=cuda_kernels), torch.randn(2, 9, 1).to(cuda_kernels)
     o = o.to(dtype)
     expected = merge_states(o[None], lse[None], out_dtype=FP32)

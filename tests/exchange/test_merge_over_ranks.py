@@ -35,7 +35,7 @@ from tree_attention.exchange import (
 )
 from tree_attention.exchange.strategies import STRATEGIES
 from tree_attention.exchange.transport import buffers as exchange_state
-from tree_attention.exchange.transport.buffers import SEAL_BYTES, StateBuffers
+from tree_attention.exchange.transport.buffers import CALL_ID_BYTES, StateBuffers
 
 NAN, INF = torch.nan, torch.inf
 State = tuple[Tensor, Tensor]
@@ -288,7 +288,7 @@ def test_memory_that_states_outgrew(holder: torch.device) -> None:
     for size in range(2, 100):
         messages, o_parts, lse_parts = get(size).parts(3)
         state = get(size)  # another one where its parts have grown
-        assert 3 * state.send.nbytes == messages.nbytes == 3 * (size * 4 * 9 * 4 + SEAL_BYTES)
+        assert 3 * state.send.nbytes == messages.nbytes == 3 * (size * 4 * 9 * 4 + CALL_ID_BYTES)
         assert o_parts.shape == (3, size, 4, 1, 8) and lse_parts.shape == (3, size, 4, 1)
         assert get(size) is state
     assert get(1) is not first and get(1).send._base is not block

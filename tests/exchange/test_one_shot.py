@@ -23,7 +23,7 @@ from tree_attention.exchange import Communicator, Topology
 from tree_attention.exchange.strategies import Context, one_shot
 from tree_attention.exchange.transport import symmetric_memory
 from tree_attention.exchange.transport.buffers import StateBuffers, StateLayout
-from tree_attention.exchange.transport.messages import CHANGED, SAME
+from tree_attention.exchange.transport.messages import OTHER_CALL, SAME_CALL
 
 OP = "one_shot"
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ class VirtualRanks:
         self.buffers = torch.zeros(world_size, num_bytes, dtype=torch.uint8, device=device)
         addresses = [buffer.data_ptr() for buffer in self.buffers]
         self.memories = [
-            symmetric_memory.Memory(rank, addresses, device, slot_bytes)
+            symmetric_memory.SymmetricMemory(rank, addresses, device, slot_bytes)
             for rank in range(world_size)
         ]
         self.streams = [self.new_stream() for _ in range(world_size)]
@@ -195,7 +195,7 @@ def test_refused_arguments(cuda_kernels):
     with pytest.raises(
         RuntimeError, match=r"one_shot: buffers must hold the addresses of 1 to 16 .* got 17"
     ):
-        symmetric_memory.Memory(0, [0] * 17, cuda_kernels).run((o, lse), (o, lse), 1.0)
+        symmetric_memory.SymmetricMemory(0, [0] * 17, cuda_kernels).run((o, lse), (o, lse), 1.0)
 
 
 def test_refused_messages():
@@ -293,7 +293,9 @@ def test_prepared_exchanges(cuda_kernels):
     for rank in range(3):
         state = StateBuffers().get(o.shape[1:], BF16, o.device)
         state.load(o[rank], lse[rank])
-        links.append(SimpleNamespace(world_size=3, num_operations=0, bytes_sent=0, seal=SAME))
+        links.append(
+            SimpleNamespace(world_size=3, num_operations=0, bytes_sent=0, call_id=SAME_CALL)
+        )
         memory = ranks.memories[rank]
         context = Context(links[-1], Topology((0,) * 3), state, FP16, resource=memory)
         exchanges.append(one_shot.prepare(context))
@@ -305,7 +307,7 @@ def test_prepared_exchanges(cuda_kernels):
     for link, out in zip(links, outs, strict=True):
         assert_same_bits(out, merge_states(o.to(BF16), lse, out_dtype=FP16))
         assert (link.num_operations, link.bytes_sent) == (1, 2 * 8 * (2 * 64 + 4))
-    links[0].seal = CHANGED  # rank 0 is in another call, and must not send the others a state
+    links[0].call_id = OTHER_CALL  # rank 0 is in another call, and must not send the others a state
     before = [x.clone() for x in outs[0]]
     exchanges[0](time.monotonic() + 20.0, *outs[0])
     assert_same_bits(outs[0], before)
@@ -313,6 +315,8 @@ def test_prepared_exchanges(cuda_kernels):
     ranks.memories[1]._words[symmetric_memory._ERRORS + 2] = 1
     with pytest.raises(RuntimeError, match="one_shot: rank 2 did not come in time"):
         exchanges[1](time.monotonic() + 20.0, *outs[1])
-    elsewhere = replace(context, resource=symmetric_memory.Memory(0, [0], torch.device("meta")))
+    elsewhere = replace(
+        context, resource=symmetric_memory.SymmetricMemory(0, [0], torch.device("meta"))
+    )
     with pytest.raises(RuntimeError, match="one_shot was set up on meta, not on"):
         one_shot.prepare(elsewhere)

@@ -37,7 +37,7 @@ from tree_attention import strategies
 from tree_attention._loader import load
 from tree_attention.exchange import Communicator, ExchangeError
 from tree_attention.exchange.transport.direct import shared_memory
-from tree_attention.exchange.transport.messages import Way
+from tree_attention.exchange.transport.messages import DirectTransport
 
 CHANNEL = 256 << 10  # kChannelBytes of csrc/cpu/shared_memory.h
 
@@ -65,7 +65,7 @@ def compare_ways(rank: int, world_size: int, nodes: str) -> None:
     assert near.bytes_sent == far.bytes_sent and near.link.num_operations == far.link.num_operations
     assert far.link.shared_memory == "not now"
     memory = near.link.shared_memory
-    assert isinstance(memory, Way)
+    assert isinstance(memory, DirectTransport)
     assert [r for r in range(world_size) if r in memory] == [
         r for r in range(world_size) if nodes[r] == nodes[rank]
     ]
@@ -208,11 +208,11 @@ def test_no_rank_goes_on_without_another(rank: int, world_size: int, how: str) -
     receive, send = ({0: x}, {}) if rank == 1 else ({}, {1: x})
 
     def move(deadline: float) -> None:
-        comm.link.messages(receive, send, x.device, sealed=False).run(deadline)
+        comm.link.messages(receive, send, x.device, has_call_id=False).run(deadline)
 
     def pass_on(timeout: float | None = None) -> None:
         with comm.begin("passed on", timeout) as passed_on:
-            passed_on.run((), move, door=move)
+            passed_on.run((), move, replay=move)
 
     call("all_gather", comm, timeout=AMPLE)
     pass_on(AMPLE)

@@ -17,7 +17,7 @@ from faults import (
 )
 from test_shared_memory import CHANNEL
 from tree_attention._loader import load
-from tree_attention.exchange.transport.messages import Way
+from tree_attention.exchange.transport.messages import DirectTransport
 
 
 def connected(count: int = 2) -> tuple[int, list[Any]]:
@@ -32,7 +32,7 @@ def connected(count: int = 2) -> tuple[int, list[Any]]:
 def wait_when_the_interpreter_ends() -> None:
     _, (first, _) = connected()
     x = torch.zeros(1, dtype=torch.uint8)
-    wait = Way(first, {0: 0, 1: 1}).round({1: x}, {}).start
+    wait = DirectTransport(first, {0: 0, 1: 1}).round({1: x}, {}).start
     threading.Thread(target=wait, args=[time.monotonic() + AMPLE], daemon=True).start()
     time.sleep(0.1)
 

@@ -23,7 +23,7 @@ from test_shared_memory import results_of
 from tiers import tiers
 from tree_attention.exchange import Communicator
 from tree_attention.exchange.transport.direct import sockets
-from tree_attention.exchange.transport.messages import Way
+from tree_attention.exchange.transport.messages import DirectTransport
 
 LARGE = 3 << 20  # in bytes more than a connection takes at once
 
@@ -38,7 +38,7 @@ def compare_ways(rank: int, world_size: int, nodes: str) -> None:
     assert connected.bytes_sent == through_group.bytes_sent
     assert connected.link.num_operations == through_group.link.num_operations
     ways = connected.link.sockets
-    assert isinstance(ways, Way)
+    assert isinstance(ways, DirectTransport)
     assert [r for r in range(world_size) if r in ways] == [
         r for r in range(world_size) if nodes[r] != nodes[rank]
     ]
@@ -162,7 +162,7 @@ def connect_beside_strangers(rank: int, world_size: int) -> None:
         mock.patch.object(sockets, "_HELLO_SECONDS", 0.05),
     ):
         result = call("all_gather", comm)
-    assert isinstance(comm.link.sockets, Way)
+    assert isinstance(comm.link.sockets, DirectTransport)
     assert len(strangers) == 3
     with through_the_group():
         assert_same_bits(result, call("all_gather", Communicator(nodes="abc")))

@@ -23,7 +23,7 @@ from tree_attention import ExchangeError, merge_states, strategies
 from tree_attention.exchange import Communicator, Link
 from tree_attention.exchange.strategies import STRATEGIES
 from tree_attention.exchange.strategies.butterfly import levels
-from tree_attention.exchange.transport.buffers import SEAL_BYTES
+from tree_attention.exchange.transport.buffers import CALL_ID_BYTES
 
 CPU = torch.device("cpu")
 NAN, INF = torch.nan, torch.inf
@@ -128,7 +128,7 @@ def counted_operations(world_size: int) -> Iterator[tuple[Counter[str], list[int
     calls: Counter[str] = Counter()
     sent = [0]
     share = {
-        "send": lambda tensors, *_: tensors[0].nbytes - SEAL_BYTES,
+        "send": lambda tensors, *_: tensors[0].nbytes - CALL_ID_BYTES,
         "allreduce": lambda tensors, *_: 0,  # as many as the library likes
     }
     for name in ("all_gather_single", "_allgather_base"):

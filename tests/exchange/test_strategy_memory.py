@@ -109,7 +109,7 @@ def large_then_small(rank: int, world_size: int, kind: str) -> None:
         calls_of(kind, comm, small)
         before, live_before = anonymous_bytes(), live_bytes()
         calls_of(kind, comm, LARGE)
-        calls_of("all_reduce", comm, torch.Size((3,) * 3 + (5,)))  # after the large call's door
+        calls_of("all_reduce", comm, torch.Size((3,) * 3 + (5,)))  # after the large call's replay
         calls_of(kind, comm, small)
         assert live_bytes() - live_before <= MAX_KEPT_BYTES
         assert anonymous_bytes() - before <= MAX_KEPT_BYTES + SLACK

@@ -57,7 +57,7 @@ def test_connecting(fails, said, reason):
         def run(*arguments: object) -> object:
             if name == fails:
                 raise OSError("no such memory\nand a trace")
-            return symmetric_memory.Memory(0, [0, 0], CPU)
+            return symmetric_memory.SymmetricMemory(0, [0, 0], CPU)
 
         return run
 
@@ -78,7 +78,7 @@ def test_connecting(fails, said, reason):
         found = symmetric_memory.connect(
             Group(), CPU, Topology((0, 0)), "", gather, time.monotonic() + 5.0
         )
-    assert found == reason if reason else isinstance(found, symmetric_memory.Memory)
+    assert found == reason if reason else isinstance(found, symmetric_memory.SymmetricMemory)
 
 
 def test_connecting_nodes():
@@ -146,7 +146,7 @@ def test_rendezvous_that_fails_on_one_rank(rank: int, world_size: int) -> None:
 @on_ranks(2, fresh=True)
 def test_failure_on_the_device_is_the_communicators(rank: int, world_size: int) -> None:
     comm = Communicator()
-    memory = comm._resources._resources["one_shot", "cuda"] = symmetric_memory.Memory(
+    memory = comm._resources._resources["one_shot", "cuda"] = symmetric_memory.SymmetricMemory(
         rank, [0, 0], CPU
     )
     comm.check()
@@ -162,7 +162,7 @@ def test_failure_on_the_device_is_the_communicators(rank: int, world_size: int) 
 @on_ranks(2, fresh=True)
 def test_aborts_reach_the_device(rank: int, world_size: int) -> None:
     comm = Communicator()
-    memory = comm._resources._resources["one_shot", "cuda"] = symmetric_memory.Memory(
+    memory = comm._resources._resources["one_shot", "cuda"] = symmetric_memory.SymmetricMemory(
         rank, [0, 0], CPU
     )
     comm.abort()

@@ -13,7 +13,7 @@ from helpers import assert_same_bits, make_problem, paginate
 from sharded import CASES, LAYOUTS, WORLDS, make_case, merged
 from tree_attention import BlockCyclic, lean_decode, merge_states, strategies, tree_decode
 from tree_attention.exchange import Communicator
-from tree_attention.exchange.transport.buffers import SEAL_BYTES
+from tree_attention.exchange.transport.buffers import CALL_ID_BYTES
 
 State = tuple[Tensor, Tensor]
 
@@ -108,7 +108,7 @@ def test_bytes_do_not_depend_on_the_context(world_size: int, seqlen_k: int) -> N
     for sent, message in run_ranks(decode_sequence, world_size, seqlen_k, "three_allreduce"):
         # Ring all-reduces of numerators, denominators and maxima.
         row_bytes = message // (64 + 1)
-        sizes = (64 * row_bytes, row_bytes, row_bytes + SEAL_BYTES)
+        sizes = (64 * row_bytes, row_bytes, row_bytes + CALL_ID_BYTES)
         assert sent == sum(2 * (world_size - 1) * size // world_size for size in sizes)
 
 

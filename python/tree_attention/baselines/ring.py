@@ -66,14 +66,14 @@ def ring_decode(
 
         def run(deadline: float) -> tuple[Tensor, Tensor]:
             manifests = _gather_manifests(comm.link, manifest, deadline)
-            comm.link.check_seal()
+            comm.link.check_call_id()
             return _pass_around(comm, state, q, own, manifests, options, call.seconds)
 
         return call.run(
             (*signature_of(q, v_local, options), ("instruction set", instruction_set)),
             run,
             q.device,
-            door=partial(_gather_manifests, comm.link, manifest),
+            replay=partial(_gather_manifests, comm.link, manifest),
             queries=queries_of(q, options),
         )
 

@@ -79,7 +79,7 @@ def ring_pass_q_decode(
             signature_of(q, v_local, options),
             lambda deadline: ring.run(q, attend, lambda: time.monotonic() + seconds),
             device,
-            door=again,
+            replay=again,
             queries=queries_of(q, options),
         )
 
@@ -176,7 +176,7 @@ class _PassQ:
             leaves = travelling(self.packets[hop], hop)
             receive = {previous: arrives} if arrives.numel() else {}
             send = {following: leaves} if leaves.numel() else {}
-            rounds.append(link.messages(receive, send, self.state.device, sealed=False))
+            rounds.append(link.messages(receive, send, self.state.device, has_call_id=False))
         return [*rounds, link.gather(self.gathered, self.result, self.state.device)]
 
     def run(self, q: Tensor, attend: _Attend, deadline_of_hop: Callable[[], float]) -> _State:

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Merging partial states over ranks: one small exchange, the same bits everywhere, or an error.
 
-Read from the door to the wire, each importing only what is below it:
+From the public function down to the sockets; a module imports only what stands below it:
 
     merge           `all_merge_states`; `compile` makes it an operator of compiled graphs
-    communicator    calls over one process group, and the buffers behind them
-    agreement/      all ranks make the same call in time, or all raise
-    auto/           the strategy that "auto" takes, readied for a state
-    options         what callers ask for, checked
-    strategies/     one file for each route of the messages
-    transport/      messages between ranks, and the memory that travels
+    communicator    the collective calls of one process group, and the buffers behind them
+    agreement/      all ranks make the same call and return in time, or all raise
+    auto/           the strategy that "auto" takes, prepared for a state
+    options         validation of what callers ask for
+    strategies/     one file for each way to exchange and merge states
+    transport/      messages between ranks, and the memory that they are in
 
-Other packages import what this module names.
+Other packages import from this module only.
 """
 
-from .agreement.call import DEFAULT_TIMEOUT, Call, on_every_rank
 from .auto.choose import COSTS_VARIABLE, CostTable, measured_costs
 from .calibration import calibrate
-from .communicator import Communicator, get_communicator
+from .communicator import DEFAULT_TIMEOUT, Call, Communicator, get_communicator, on_every_rank
 from .compile import collective
 from .merge import all_merge_states, fake_merge
 from .notes import ExchangeError, Note, Signature, ranks_text, sentence

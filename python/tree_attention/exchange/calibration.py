@@ -125,9 +125,9 @@ class Clock:
         for rank in range(1, link.world_size):
             is_0, is_rank = link.rank == 0, link.rank == rank
             at_rank, at_0 = {0: question} if is_rank else {}, {rank: question} if is_0 else {}
-            ask = link.messages(at_0, at_rank, device, sealed=False)
+            ask = link.messages(at_0, at_rank, device, has_call_id=False)
             at_rank, at_0 = {0: answer} if is_rank else {}, {rank: answer} if is_0 else {}
-            reply = link.messages(at_rank, at_0, device, tag=1, sealed=False)
+            reply = link.messages(at_rank, at_0, device, tag=1, has_call_id=False)
             quickest = float("inf")
             for _ in range(_NUM_QUESTIONS):
                 reply.post()

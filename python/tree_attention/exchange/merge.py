@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The door for other engines, and the collective operators that compiled graphs call."""
+"""`all_merge_states`, which other engines call too, and the operators that compiled graphs call."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -70,9 +70,9 @@ def _of_first_rank(comm: Communicator, tensor: Tensor, seconds: float) -> Tensor
     link = comm.link
 
     def run(deadline: float) -> None:
-        link.meet(deadline)
+        link.exchange_call_ids(deadline)
         link.broadcast(message, deadline)
 
     with comm.begin("broadcast", seconds) as call:
-        call.run(signature, run, door=link.meet)
+        call.run(signature, run, replay=link.exchange_call_ids)
     return message

@@ -26,7 +26,7 @@ from ..ops import append_kv
 from ..options import AttentionOptions
 from . import checks, groups
 from .batches import Batch, attend, batches_of
-from .context_parallel import Exchange, check_slot_mapping, exchange_of
+from .context_parallel import GroupExchange, check_slot_mapping, exchange_of
 
 
 @dataclass
@@ -90,7 +90,7 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
         self.kv_sharing_target_layer_name, self.sinks = kv_sharing_target_layer_name, sinks
         self.options: AttentionOptions = {"softcap": logits_soft_cap or 0.0}
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        self.exchange: Exchange | None = None
+        self.exchange: GroupExchange | None = None
         if self.dcp_world_size > 1:
             check_slot_mapping()
             checks.check_drafts(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""All refusals: of releases of vLLM, and of what it is asked for."""
+"""Checks that refuse releases of vLLM and options that the plug-in does not support."""
 
 import importlib
 import inspect
@@ -30,7 +30,7 @@ CALLED = {
 
 
 def is_asked_for() -> bool:
-    """True where the environment asks for the plug-in; VariableError where it says neither."""
+    """True if TREE_ATTENTION_VLLM is 1, and VariableError unless it is 1, 0, empty or unset."""
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
         raise VariableError(VARIABLE, "1, 0 or unset")
@@ -38,7 +38,7 @@ def is_asked_for() -> bool:
 
 
 def check_engine() -> None:
-    """Warns of a vLLM that was not tested; RuntimeError where it lacks what the plug-in uses."""
+    """Warns if this vLLM was not tested; RuntimeError if it lacks a function the plug-in uses."""
     import vllm
     from vllm.logger import init_logger
     from vllm.platforms import current_platform

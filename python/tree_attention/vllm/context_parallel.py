@@ -31,9 +31,11 @@ PARAMETERS = (
 )
 
 
-class Exchange:
+class GroupExchange:
+    """Gathers of heads and merges of states over the ranks of vLLM's group."""
+
     def __init__(self, group: ProcessGroup, interleave: int) -> None:
-        # Two, as ranks compare what they call wherever it differs from the last call of the same.
+        # One communicator per kind of call: alternating kinds would compare signatures every time.
         self._gathers, self._merges = (communicator(group) for _ in range(2))
         self.world_size, rank = self._merges.world_size, self._merges.rank
         self.shard: LayoutAndRank = BlockCyclic(self.world_size, interleave), rank
@@ -55,10 +57,10 @@ class Exchange:
         return o[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
-_kept = functools.cache(Exchange)
+_kept = functools.cache(GroupExchange)
 
 
-def exchange_of(interleave: int) -> Exchange:
+def exchange_of(interleave: int) -> GroupExchange:
     """The exchange of vLLM's group in this process; the first call for a group is collective."""
     from vllm.distributed.parallel_state import get_dcp_group
 
@@ -112,8 +114,8 @@ def write_slots(
     lens = query_start_loc.long().diff()
     request = torch.arange(len(lens)).repeat_interleave(lens)
     position = positions[: len(request)].long()
-    # A rank fills the blocks of a sequence with its own slots in turn.
-    # What its next slot is for a token of another rank may lie beyond the table.
+    # A rank fills the blocks of a sequence with its own tokens, one after another. For another
+    # rank's token this index may be out of range.
     is_here = layout.owner(position) == TOTAL_CP_RANK
     local = torch.where(is_here, layout.count(TOTAL_CP_RANK, position), 0)
     block, offset = local // KV_CACHE_BLOCK_SIZE, local % KV_CACHE_BLOCK_SIZE

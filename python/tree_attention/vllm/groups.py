@@ -20,8 +20,8 @@ from vllm.platforms import current_platform
 
 from ..exchange import DEFAULT_TIMEOUT, Communicator
 
-# Seconds of an exchange until the second step of requests: hosts compile before they meet, the last
-# of it in the first step, and one of them may have the result from an earlier start.
+# Timeout of an exchange until the second step of requests. Hosts compile until the end of the first
+# step, and one of them may have the compiled graphs from an earlier start already.
 STARTING = 600.0
 
 _communicators: list[tuple[Communicator, float]] = []  # made while the engine starts, and a timeout
@@ -50,8 +50,8 @@ _has_served = False
 
 
 def step_begins() -> None:
-    """Called once or more often before each step of requests, of which the second ends the time for
-    hosts that compile."""
+    """Called before each step of requests, maybe several times; from the second step on the longer
+    timeout for hosts that compile no longer applies."""
     while _has_served and _communicators:
         made, timeout = _communicators.pop()
         made.timeout = timeout
@@ -69,7 +69,8 @@ class GroupCommunicator(CpuCommunicator):
         # The module itself where the processes of the group share no memory.
         self._is_ours = self.dist_module is dist
         if self._is_ours:
-            # Two, as ranks compare what they call wherever it differs from the last call.
+            # One communicator per kind of call: alternating kinds would compare signatures each
+            # time.
             self._sums, self._gathers = (communicator(self.cpu_group) for _ in range(2))
             _in_graphs.append(f"{self.unique_name}: {self._sums.name}, {self._gathers.name}")
             text = "tree_attention carries the tensors of group %s: %d processes"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Hosts of one engine, which meet before vLLM starts and compare what they were started with."""
+"""Hosts of one engine: before vLLM starts they connect to a store and compare their options."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def meet(
     seconds: float = MEETING_SECONDS,
     start_seconds: float = 600.0,
 ) -> Meeting:
-    """Returns when all `nnodes` hosts came to `host:port` and their notes are equal; raises
-    ValueError on each host that can know what is not as it must be."""
+    """Returns when all `nnodes` hosts have connected to `host:port` and their notes are equal, or
+    raises ValueError on each host that can tell what is wrong."""
     place = f"{host}:{port}"
     if not 0 < port < 65536:
         raise ValueError(f"--master-port must be from 1 to 65535, got {port}")
@@ -106,8 +106,8 @@ def meet(
 
 
 def while_answered(run: Callable[[Callable[[], None]], Found], seconds: float) -> Found:
-    """Returns what `run` does, or raises TimeoutError when it has not called its argument for
-    `seconds`: a call of a store waits for ever for a host that is stopped."""
+    """The result of `run`, or TimeoutError if `run` has not called its argument for `seconds`: a
+    call of a store waits for ever for a host that is stopped."""
     outcomes: list[tuple[Found | None, BaseException | None]] = []
     answers = [0]
 
@@ -150,8 +150,8 @@ def check_free(host: str, port: int, name: str, family: int = socket.AF_UNSPEC) 
 
 
 def _wait_for(host: str, port: int, seconds: float, answered: Callable[[], None]) -> None:
-    """Returns when somebody listens there, or OSError; a store waits for twice its time and more,
-    as it lets more and more time pass before it tries again."""
+    """Returns when a process listens at `host:port`, or raises OSError. A store would wait for more
+    than twice its timeout, because the pauses between its attempts grow."""
     end = time.monotonic() + seconds
     while True:
         answered()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Hosts of one engine, which end together when one of them is lost, or when the first is told to.
+"""Ends all hosts of an engine when one of them is lost, or when the first one is asked to end.
 
 vLLM itself waits for a lost host without an end: its processes sleep until the next request.
 """
@@ -63,7 +63,7 @@ class Watch(threading.Thread):
             self._leave(self._status)
 
     def _beat(self, answered: Callable[[], None]) -> str:
-        """Why the hosts end, in the words of the one that knew it first."""
+        """The reason for which the hosts end, as the first host to find it gave it."""
         rank, names, store = self._meeting.rank, self._meeting.names, self._meeting.store
         beats = [0] * len(names)
         last = time.monotonic()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Are the queries the same on all ranks? A digest of them is the seal of a call's messages.
+"""Are the queries the same on all ranks? A digest of them is the call id of its messages.
 
 Ranks that merge states of different queries have a result that is nobody's: after a rank left out a
 call, or generated another token. Where digests differ, every rank compares all values of its
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..._loader import load
 from ..notes import Note, Signature, ranks_text
-from ..transport.messages import SAME
+from ..transport.messages import SAME_CALL
 from ..transport.process_group import Link
 from .session import Session
 
@@ -34,23 +34,23 @@ class Queries:
     def __init__(self) -> None:
         self.are_compared = True
 
-    def seal(self, queries: Sequence[Tensor]) -> int:
-        """The seal of a call with these queries, behind which their positions may stand."""
+    def call_id(self, queries: Sequence[Tensor]) -> int:
+        """The id of a call with these queries, which their positions may follow."""
         if not queries or not self.are_compared or queries[0].device.type != "cpu":
-            return SAME
-        return max(load().digest(queries), SAME + 1)
+            return SAME_CALL
+        return max(load().digest(queries), SAME_CALL + 1)
 
     def settle(
         self, session: Session, signature: Signature, queries: Sequence[Tensor], deadline: float
     ) -> None:
-        """Why a call with this signature and seal met another one: raises Disagreement on every
+        """Why a call with this signature met one of another id: raises Disagreement on every
         rank unless all call the same, with queries that differ by rounding alone, which are then
         compared no more. Collective.
         """
-        is_sealed = self.seal(queries) != SAME
-        positions = load().digest(queries[1:]) if is_sealed else 0
+        is_digest = self.call_id(queries) != SAME_CALL
+        positions = load().digest(queries[1:]) if is_digest else 0
         session.compare(signature, deadline, {"positions": positions}, _other_positions)
-        if not is_sealed:
+        if not is_digest:
             return
         with session.link.uncounted():
             difference = _difference(session.link, queries[0], deadline)

@@ -55,7 +55,7 @@ def delivery_fault(link: Link, device: torch.device, deadline: float) -> str:
     link.all_gather(gathered, messages(own), deadline)
     link.all_to_all(exchanged, outgoing, deadline)
     receive, send = (dict(enumerate(x.view(torch.uint8))) for x in (received, outgoing))
-    link.messages(receive, send, device, sealed=False).run(deadline)
+    link.messages(receive, send, device, has_call_id=False).run(deadline)
 
     def from_to(value: int) -> str:
         sender, receiver = divmod(value, link.world_size)

@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from ..notes import Disagreement, ExchangeError, Note, OtherCall, Signature, sentence
 from ..transport.deadlines import call_before
-from ..transport.messages import CHANGED
+from ..transport.messages import OTHER_CALL
 from ..transport.process_group import Link
 from .self_test import delivery_fault
 from .signatures import ABANDONED, Agreement, Judge
 
 T = TypeVar("T")
-# Sends and receives a call's messages, before a `time.monotonic` deadline, and drops the results.
-Door = Callable[[float], object]
+# Repeats the messages of a call, before a `time.monotonic` deadline, and drops the results.
+Replay = Callable[[float], object]
 
 # Surviving ranks fail at about the same time. How many seconds one that failed waits to hear from
 # the others, so that its error can name the ranks that said nothing.
@@ -44,8 +44,8 @@ class Session:
         # What ranks agreed on: the next call need not compare it, if it is equal.
         self.agreed: Signature | None = None
         self.texts: Signature = ()  # of it, as it was published
-        # The last call's messages, in which peers that repeat it wait for this rank.
-        self.door: Door | None = None
+        # The last call's messages: peers that repeat the call wait in them for this rank.
+        self.replay: Replay | None = None
         self._num_abandoned = 0
         self._note, self._on_failure = note, on_failure
         store = group.get_group_store()
@@ -68,26 +68,26 @@ class Session:
         nothing that may change on one rank alone without being an error.
         """
         self.agreed = None
-        self.knock(deadline)
+        self.announce_change(deadline)
         return self.compare(signature, deadline)
 
-    def knock(self, deadline: float) -> None:
-        """Tells ranks that may be repeating the last call that this one is in another.
+    def announce_change(self, deadline: float) -> None:
+        """Tells ranks that may be repeating the last call that this rank makes another one.
 
-        It sends them the messages that they wait for, sealed CHANGED, and they come to the store.
-        The link does not count these messages.
+        It sends them the messages that they wait for, with the call id OTHER_CALL, on which they
+        come to the store. The link does not count these messages.
         """
-        if self.door is None:
+        if self.replay is None:
             return
-        self.link.seal = CHANGED
+        self.link.call_id = OTHER_CALL
         with self.link.uncounted(), suppress(OtherCall):
-            self.door(deadline)
+            self.replay(deadline)
 
     def abandon(self) -> None:
-        """Notes that this rank stopped on the way to a call, which its peers may have gone on with.
+        """Records that this rank raised before the messages of a call, which its peers may send.
 
-        Its next call must not meet theirs of this step. So the next call compares signatures, in
-        which the number of abandoned calls is a field.
+        Its next call must not be taken for theirs of this step. So the next call compares
+        signatures, in which the number of abandoned calls is a field.
         """
         self.agreed = None
         self._num_abandoned += 1
@@ -125,7 +125,7 @@ class Session:
                 raise ExchangeError(self.failed)  # aborted as it ended
             return result
         except Disagreement as error:  # known to every rank, and nobody waits: not a failure
-            self.agreed = self.door = None
+            self.agreed = self.replay = None
             raise ExchangeError(f"{self._here}: {error}") from None
         except RuntimeError as error:
             reason = sentence(error)

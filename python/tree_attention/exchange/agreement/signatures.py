@@ -4,7 +4,7 @@
 Gloo ends the process when a message is longer than its receiver expects, so shapes are compared
 before anything is sent. Each comparison is an *epoch*: every rank publishes its signature under a
 key of its own and reads those of all others. A rank whose signature changes opens the next epoch
-and waits there, after it has told peers that may have kept theirs (`Session.knock`).
+and waits there, after it has told peers that may have kept theirs (`Session.announce_change`).
 """
 
 import json
@@ -21,15 +21,15 @@ from torch.distributed import Store
 from ..._loader import __version__
 from ..notes import Disagreement, ExchangeError, Note, Signature, ranks_text, sentence
 from ..transport.deadlines import call_before
-from .one_thread import ADVICE
+from .group_lock import ADVICE
 
 T = TypeVar("T")
 # What is wrong with the notes of all ranks, or nothing; the same on every rank.
 Judge = Callable[[list[Note]], str]
 
-# The field of a signature that counts the calls which a rank abandoned on the way to them.
+# The field of a signature that counts the calls in which a rank raised before their messages.
 ABANDONED = "abandoned calls"
-# The field with what the ranks' callers are called.
+# The field with the name of each rank's caller.
 CALLER = "name of the calling thread"
 _FAILED, _NOTE = "failed", "note"
 _SEPARATOR = "; "
@@ -81,14 +81,16 @@ class Agreement:
                 f"the store of the process group is lost: {sentence(error)}"
             ) from error
         first = published[0]
-        remarks = [self._remark(r, said, first, "rank 0") for r, said in enumerate(published)]
+        differences = [
+            self._difference(r, said, first, "rank 0") for r, said in enumerate(published)
+        ]
         if any(_FAILED in said for said in published):
-            raise ExchangeError(_joined(remarks))
+            raise ExchangeError(_joined(differences))
         notes: list[Note] = [json.loads(said[_NOTE]) for said in published]
-        fault = _joined(remarks) or judge(notes)
+        fault = _joined(differences) or judge(notes)
         if fault:
             with suppress(RuntimeError):  # a peer left before it could read: it has its own error
-                self._part(min(deadline, time.monotonic() + _PARTING_SECONDS))
+                self._wait_for_readers(min(deadline, time.monotonic() + _PARTING_SECONDS))
             _check_same_step([int(said.get(ABANDONED, 0)) for said in published])
             raise Disagreement(fault)
         return notes
@@ -107,16 +109,16 @@ class Agreement:
             self._store.set(keys[self._rank], json.dumps(failed))
             while not self._store.check(keys) and time.monotonic() < end:
                 time.sleep(_POLL_SECONDS)
-            remarks, silent = [], []
+            differences, silent = [], []
             for rank, key in enumerate(keys):
                 if not self._store.check([key]):
                     silent.append(rank)
                 elif rank != self._rank:
                     said = _parsed(self._store.get(key), rank)
-                    remarks.append(self._remark(rank, said, self._own, "this rank"))
+                    differences.append(self._difference(rank, said, self._own, "this rank"))
             if silent and patience:
-                remarks.append(f"no word from {ranks_text(silent)}")
-            return _joined(remarks, known=reason)
+                differences.append(f"no word from {ranks_text(silent)}")
+            return _joined(differences, known=reason)
 
         try:
             return call_before(end + _EXPLAIN_SECONDS, exchange_reasons)
@@ -155,35 +157,35 @@ class Agreement:
                 now = time.monotonic()
                 if now >= deadline or self.interrupted.is_set():
                     return False
-                # Waiting is little longer than what is waited for, and long waits ask seldom.
+                # Back off: 5 % of the time waited so far, 0.1 to 50 ms.
                 time.sleep(min(max(_SHORTEST_POLL_SECONDS, 0.05 * (now - begin)), 0.05))
         return True
 
-    def _remark(self, rank: int, said: dict[str, str], other: dict[str, str], who: str) -> str:
+    def _difference(self, rank: int, said: dict[str, str], other: dict[str, str], who: str) -> str:
         """Sentence about a rank's publication: a difference, a failure, both, or nothing."""
-        remarks = []
+        differences = []
         if {_FAILED} not in (said.keys(), other.keys()):  # each has said what it calls
             for field in _differing(said, other)[:1]:
                 theirs, ours = said.get(field), other.get(field)
                 advice = f"{_SEPARATOR}{ADVICE}" if field == CALLER else ""
-                remarks.append(f"{field} is {theirs} on rank {rank}, {ours} on {who}{advice}")
+                differences.append(f"{field} is {theirs} on rank {rank}, {ours} on {who}{advice}")
         if _FAILED in said:
             reason = said[_FAILED]
             # A rank that failed because of others quotes them, and they are named already.
             quotes = _QUOTE.match(reason)
-            remarks.append(reason if quotes else f"rank {rank} has failed: {reason}")
-        return ", ".join(remarks)
+            differences.append(reason if quotes else f"rank {rank} has failed: {reason}")
+        return ", ".join(differences)
 
-    def _part(self, deadline: float) -> None:
+    def _wait_for_readers(self, deadline: float) -> None:
         """Waits until all ranks have read this epoch."""
         prefix = f"{self._name}/{self._epoch}"
 
-        def wait_for_readers() -> None:
+        def wait() -> None:
             if self._store.add(f"{prefix}/readers", 1) == self._world_size:
                 self._store.set(f"{prefix}/read", "")
             self._are_there([f"{prefix}/read"], deadline)
 
-        call_before(deadline, wait_for_readers)
+        call_before(deadline, wait)
 
     def _keys(self, epoch: int) -> list[str]:
         return [f"{self._name}/{epoch}/{rank}" for rank in range(self._world_size)]
@@ -216,9 +218,9 @@ def _parsed(value: bytes, rank: int) -> dict[str, str]:
     )
 
 
-def _joined(remarks: Sequence[str], known: str = "") -> str:
-    """The remarks as one text, each once, without those of `known`."""
-    parts = dict.fromkeys(part for remark in remarks for part in remark.split(_SEPARATOR) if part)
+def _joined(differences: Sequence[str], known: str = "") -> str:
+    """The differences as one text, each once, without those of `known`."""
+    parts = dict.fromkeys(part for one in differences for part in one.split(_SEPARATOR) if part)
     return _SEPARATOR.join(part for part in parts if part not in known.split(_SEPARATOR))
 
 

@@ -10,7 +10,7 @@ from ..options import ExchangeOptions
 from ..strategies import STRATEGIES, Context, Exchange
 from ..transport.buffers import State, StateLayout
 from ..transport.process_group import Link
-from ..transport.symmetric_memory import Memory
+from ..transport.symmetric_memory import SymmetricMemory
 from ..transport.topology import Topology
 from .choose import Choice, CostTable, choose
 
@@ -20,7 +20,9 @@ class Resources:
 
     def __init__(self) -> None:
         self._unavailable: dict[str, dict[str, str]] = {}  # by kind of device, then by strategy
-        self._resources: dict[tuple[str, str], Memory] = {}  # by strategy and kind of device
+        self._resources: dict[
+            tuple[str, str], SymmetricMemory
+        ] = {}  # by strategy and kind of device
         self.costs: CostTable | None = None  # measured ones, by which "auto" goes
 
     def are_known(self, device: torch.device) -> bool:
@@ -91,13 +93,13 @@ class Resources:
         )
         is_on_host = link.transport_device(device).type == "cpu"
         if is_on_host and strategy.is_canonical:  # others' all-reduces are the group's
-            for way, where, what in (
+            for transport, where, what in (
                 (link.shared_memory, "within a node", "shared memory"),
                 (link.sockets, "between nodes", "connections of its own"),
             ):
-                if isinstance(way, str):
-                    text += f"; no {what}: {way}"
-                elif way is not None:
+                if isinstance(transport, str):
+                    text += f"; no {what}: {transport}"
+                elif transport is not None:
                     text += f"; {where} through {what}"
         return text
 

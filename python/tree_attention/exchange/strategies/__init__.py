@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ways to merge the states of all ranks: one module each, registered by its file alone.
+"""Strategies to merge the states of all ranks: one module each, registered by its file alone.
 
 A file `NAME.py` in this folder with a constant `STRATEGY` is the strategy "NAME", for callers, for
 `auto` after a calibration, for the tests and for the simulator.
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..notes import Gather
 from ..transport.buffers import State, StateLayout
 from ..transport.process_group import Link
-from ..transport.symmetric_memory import Memory
+from ..transport.symmetric_memory import SymmetricMemory
 from ..transport.topology import Topology
 
 # Exchanges the state in the send buffer, before a `time.monotonic` deadline, and writes the merged
@@ -33,7 +33,7 @@ class Context:
     state: State
     out_dtype: torch.dtype
     head_sharded: bool = False  # each rank keeps the result of its heads only
-    resource: Memory | None = None  # what the strategy's `set_up` gave
+    resource: SymmetricMemory | None = None  # what the strategy's `set_up` gave
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class Traffic:
 
 # Collective, at the first call with tensors of a kind of device: sets up what the strategy needs
 # there before the deadline, or says why it cannot, the same on all ranks.
-SetUp = Callable[[Link, torch.device, Topology, Gather, float], Memory | str]
+SetUp = Callable[[Link, torch.device, Topology, Gather, float], SymmetricMemory | str]
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way in which ranks exchange and merge their states.
+    """An algorithm by which ranks exchange and merge their states.
 
     `prepare(context)` makes buffers and views. The exchange that it returns finds this rank's state
-    in `state.send`, writes nothing there but the seal, may use all other buffers of `state` as
+    in `state.send`, writes nothing there but the call id, may use all other buffers of `state` as
     scratch and writes the merged `o` in `out_dtype` and the float32 `lse`, with the same bits on
     every rank. It allocates nothing. Whatever it sends
     goes through `link`, every rank calls the same operations with the same sizes, and nothing in

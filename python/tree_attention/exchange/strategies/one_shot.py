@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 
 from ..notes import Gather
-from ..transport.messages import CHANGED
+from ..transport.messages import OTHER_CALL
 from ..transport.process_group import Link
-from ..transport.symmetric_memory import ALIGNMENT, MAX_WORLD_SIZE, SLOT_BYTES, Memory, connect
+from ..transport.symmetric_memory import (
+    ALIGNMENT,
+    MAX_WORLD_SIZE,
+    SLOT_BYTES,
+    SymmetricMemory,
+    connect,
+)
 from . import Context, Exchange, StateLayout, Strategy, Topology, all_gather
 
 HEAD_DIM_MULTIPLE = ALIGNMENT // 2
@@ -30,7 +36,7 @@ def refusal(layout: StateLayout) -> str:
 
 def set_up(
     link: Link, device: torch.device, topology: Topology, gather: Gather, deadline: float
-) -> Memory | str:
+) -> SymmetricMemory | str:
     if device.type != "cuda":
         return f"tensors are on the {device.type}, not in the memory of a GPU"
     if link.world_size > MAX_WORLD_SIZE:
@@ -51,7 +57,7 @@ def prepare(context: Context) -> Exchange:
 
     def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
         memory.check()
-        if link.seal == CHANGED:  # a door's, whose state nobody could tell from a call's
+        if link.call_id == OTHER_CALL:  # in a replay, whose state looks like any other
             return
         memory.run((state.o, state.lse), (o, lse), deadline - time.monotonic())
         link.num_operations += 1

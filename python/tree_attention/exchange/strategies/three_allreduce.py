@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..transport.buffers import SEAL_BYTES
-from ..transport.messages import CHANGED
+from ..transport.buffers import CALL_ID_BYTES
+from ..transport.messages import OTHER_CALL
 from . import Context, Exchange, StateLayout, Strategy, Topology, Traffic
 
 # Integers below it are float32 values, exactly.
@@ -23,21 +23,21 @@ def prepare(context: Context) -> Exchange:
     layout = state.layout
     memory = state.buffer("sums", layout.num_bytes).view(torch.float32)
     numerator, denominator = layout.views(memory.view(torch.uint8))
-    # Behind the maxima of lse go the largest seal and the negative of the smallest one.
-    maxima = state.buffer("maxima", 4 * layout.num_rows + SEAL_BYTES).view(torch.float32)
-    largest, seals = maxima[:-2].view_as(state.lse), maxima[-2:]
+    # The maxima of lse are followed by the largest call id and the negative of the smallest one.
+    maxima = state.buffer("maxima", 4 * layout.num_rows + CALL_ID_BYTES).view(torch.float32)
+    largest, ids = maxima[:-2].view_as(state.lse), maxima[-2:]
     is_host = link.transport_device(state.device).type == "cpu"  # which waits for all messages
     is_empty = state.buffer("empty rows", layout.num_rows).view(torch.bool).view_as(state.lse)
     lowest = torch.finfo(torch.float32).min
 
     def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
         largest.copy_(state.lse)
-        seal = float(link.seal % _EXACT)
+        call_id = float(link.call_id % _EXACT)
         if is_host:
-            seals[0], seals[1] = seal, -seal
+            ids[0], ids[1] = call_id, -call_id
         link.all_reduce(maxima, dist.ReduceOp.MAX, deadline)
-        if is_host and seals.tolist() != [seal, -seal]:
-            link.seal = CHANGED
+        if is_host and ids.tolist() != [call_id, -call_id]:
+            link.call_id = OTHER_CALL
         # Empty on all ranks: any finite shift gives the denominator 0 and lse -inf.
         largest.clamp_(min=lowest)
         torch.sub(state.lse, largest, out=denominator).exp_()
@@ -57,7 +57,7 @@ def prepare(context: Context) -> Exchange:
 def traffic(layout: StateLayout, topology: Topology, *_: object) -> Traffic:
     # All-reduces, each a ring's reduce-scatter and all-gather.
     rows, steps = 4 * layout.num_rows, 2 * (topology.world_size - 1)
-    sizes = (rows + SEAL_BYTES, rows, layout.o_bytes)
+    sizes = (rows + CALL_ID_BYTES, rows, layout.o_bytes)
     num_bytes = sum(steps * size // topology.world_size for size in sizes)
     return Traffic(len(sizes) * steps, num_bytes)
 

@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 _MAX_PREPARED = 64
 # So much of the host's memory a communicator keeps for good: the messages of a state of 14 MiB over
-# two ranks. Beyond it all is freed soon after calls that needed it (`Communicator.give_back`).
+# two ranks. Beyond it all is freed soon after calls that needed it (`Communicator._free_memory`).
 MAX_KEPT_BYTES = 64 << 20
-# A message ends in so many bytes that its link writes and reads (`messages.Messages`).
-SEAL_BYTES = 8
+# A message ends in the id of the call, which its link writes and reads (`messages.Messages`).
+CALL_ID_BYTES = 8
 # The lse behind an o of 16-bit values, and every further state in a row, begins at such an address.
 _ALIGNMENT = 4
 
@@ -46,8 +46,8 @@ class StateLayout:
 
     @property
     def message_bytes(self) -> int:
-        """Size in bytes of a message with such a state, its seal included."""
-        return self.num_bytes + SEAL_BYTES
+        """Size in bytes of a message with such a state, its call id included."""
+        return self.num_bytes + CALL_ID_BYTES
 
     def views(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Views `o` and `lse` of the bytes `[..., at least num_bytes]` of one state or of many."""
@@ -234,18 +234,18 @@ class StateBuffers:
 
     @contextmanager
     def lend(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Iterator[State]:
-        """Such a state for a door, which has no memory of its own and keeps none.
+        """Such a state for a replay, which has no memory of its own and keeps none.
 
         What is in its send buffer may be the next call's state, and stays as it is.
         """
         known = self.prepared.find((shape, dtype, device))
         state = self._make(shape, dtype, device) if known is None else known
-        seal = state.send[-SEAL_BYTES:]  # the one thing that an exchange writes there
-        bytes_there = seal.clone()
+        call_id = state.send[-CALL_ID_BYTES:]  # all that an exchange writes there
+        before = call_id.clone()
         try:
             yield state
         finally:
-            seal.copy_(bytes_there)
+            call_id.copy_(before)
             if known is None:
                 state.prepared.clear()
 

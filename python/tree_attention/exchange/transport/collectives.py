@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._loader import load
-from .buffers import SEAL_BYTES, Arena, Prepared
+from .buffers import CALL_ID_BYTES, Arena, Prepared
 from .process_group import Link
 
 # Below this size in bytes one round to every rank is faster than two with less to send.
@@ -61,9 +61,9 @@ def _messages(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Sealed messages with values of `shape`: their bytes `[num_messages, ...]`, and the values."""
+    """Messages of `shape` and a call id: their bytes `[num_messages, ...]`, and the values."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    width = num_bytes + SEAL_BYTES
+    width = num_bytes + CALL_ID_BYTES
     memory = arena.bytes(name, num_messages * width, device).view(-1, width)
     return memory, memory[:, :num_bytes].view(dtype).view(num_messages, *shape)
 
@@ -129,8 +129,8 @@ def _gather(link: Link, arena: Arena, like: Tensor, counts: Sequence[int], dim: 
     shape, dtype, device = like.shape, like.dtype, like.device
     shapes = [torch.Size((*shape[:dim], count, *shape[dim + 1 :])) for count in counts]
     sizes = [dtype.itemsize * shape.numel() for shape in shapes]
-    # Behind a seal values begin where their dtype may, complex numbers of 16 bytes too.
-    widths = [size + max(SEAL_BYTES, dtype.itemsize) for size in sizes]
+    # A call id takes at least an element, so that the next message begins where its dtype may.
+    widths = [size + max(CALL_ID_BYTES, dtype.itemsize) for size in sizes]
     received = arena.bytes("parts", sum(widths), device)
     parts = received.split(widths)
     send = parts[link.rank]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from .buffers import SEAL_BYTES
+from .buffers import CALL_ID_BYTES
 from .deadlines import is_watched
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 ByRank = Mapping[int, Tensor]
 
-# Seals: what the bytes at the end of a message say of the sender's call. Other numbers are digests.
-CHANGED = 0  # it is another call than the last one, or some rank's message said so or differed
-SAME = 1  # it is the same, and there is nothing more to compare
+# Call ids, in which messages end. Other numbers are digests of the queries of a call.
+OTHER_CALL = 0  # the sender makes another call than the last one, or has received another id
+SAME_CALL = 1  # the sender repeats its last call, which has no queries to compare
 
 
 class Round:
@@ -57,7 +57,7 @@ class LibraryCall(Round):
 
     def start(self, deadline: float) -> None:
         self._run(deadline)
-        self._link.bytes_sent -= SEAL_BYTES * (self._link.world_size - 1)  # as in `Messages`
+        self._link.bytes_sent -= CALL_ID_BYTES * (self._link.world_size - 1)  # as in `Messages`
 
 
 class PointToPoint(Round):
@@ -106,32 +106,32 @@ class AllToAll(Round):
         self._link.wait(self._work, self._device, deadline, "messages of all ranks")
 
 
-class Way:
-    """A way to some ranks on which the calling thread itself moves the messages.
+class DirectTransport:
+    """Shared memory or connections to some ranks; the calling thread itself moves the messages.
 
     When it is closed, rounds under way end, here and on the other ranks.
     """
 
-    def __init__(self, way: Any, numbers: Mapping[int, int]) -> None:
-        """`way` is a `SharedMemory` or the `Sockets` of the extension, which knows ranks by
+    def __init__(self, moved_by: Any, numbers: Mapping[int, int]) -> None:
+        """`moved_by` is the `SharedMemory` or `Sockets` of the extension, which knows ranks by
         `numbers`."""
-        self._way, self._numbers = way, numbers
-        self.close: Callable[[], None] = way.close
+        self._moved_by, self._numbers = moved_by, numbers
+        self.close: Callable[[], None] = moved_by.close
 
     def __contains__(self, rank: object) -> bool:
         return rank in self._numbers
 
     def round(self, receive: ByRank, send: ByRank) -> DirectRound:
-        """Messages to and from ranks on this way, as long at their sender as at their receiver."""
+        """Messages to and from these ranks, as long at their sender as at their receiver."""
         places = (
             [(self._numbers[rank], tensor.data_ptr(), tensor.nbytes) for rank, tensor in x.items()]
             for x in (receive, send)
         )
-        return DirectRound(self._way.round(*places), (receive, send))
+        return DirectRound(self._moved_by.round(*places), (receive, send))
 
 
 class DirectRound(Round):
-    """Messages on a `Way`: of a network they begin to go out at `start`, in memory they wait."""
+    """Messages of a `DirectTransport`. Those of a network begin to go out at `start`."""
 
     def __init__(self, prepared: Any, kept: object) -> None:
         """`kept`: the messages, of which `prepared` has addresses only."""
@@ -149,7 +149,7 @@ class DirectRound(Round):
             self._move(deadline)
 
     def _move(self, deadline: float) -> None:
-        """Raises RuntimeError after the deadline, or when a rank has ended or closed its way."""
+        """Raises RuntimeError after the deadline, or when a rank has ended or closed its side."""
         is_main_thread = threading.current_thread() is threading.main_thread()
         self._prepared.run(deadline - time.monotonic(), is_main_thread)
 
@@ -165,9 +165,9 @@ class Messages(Round):
     order, also those without a message. Each rank serves the rank after itself first: otherwise all
     would begin with the same one.
 
-    Sealed messages end in `SEAL_BYTES`, into which goes the sender's `link.seal`. One that differs
-    from the receiver's makes the latter CHANGED, which its own later messages pass on. Where the
-    memory of messages is a device's, the host reads no seals.
+    Messages with a call id end in `CALL_ID_BYTES`, into which goes the sender's `link.call_id`. A
+    receiver whose own id differs sets it to OTHER_CALL, which its later messages pass on. The host
+    reads no ids where the memory of messages is a device's.
 
     Tensors are contiguous bytes on `device`. Rounds that may be under way at the same time differ
     in their `tag`.
@@ -180,7 +180,7 @@ class Messages(Round):
         send: ByRank,
         device: torch.device,
         tag: int,
-        sealed: bool,
+        has_call_id: bool,
     ) -> None:
         self._link = link
         own = (receive[link.rank], send[link.rank]) if link.rank in receive else None
@@ -190,7 +190,9 @@ class Messages(Round):
         preceding = sorted(receive, key=lambda rank: (link.rank - rank) % link.world_size)
         receive = {rank: receive[rank] for rank in preceding if rank != link.rank}
         send = {rank: send[rank] for rank in following if rank != link.rank}
-        self.bytes_sent = sum(tensor.nbytes - SEAL_BYTES * sealed for tensor in send.values())
+        self.bytes_sent = sum(
+            tensor.nbytes - CALL_ID_BYTES * has_call_id for tensor in send.values()
+        )
         self._uploads: list[tuple[Tensor, Tensor]] = []  # (host memory, tensor to send)
         self._downloads: list[tuple[Tensor, Tensor]] = []  # (received tensor, host memory)
         if link.is_staged(device):
@@ -201,10 +203,10 @@ class Messages(Round):
             receive = {rank: hosts[id(tensor)] for rank, tensor in receive.items()}
             send = {rank: hosts[id(tensor)] for rank, tensor in send.items()}
         device = link.transport_device(device)
-        is_read = sealed and device.type == "cpu"
+        is_read = has_call_id and device.type == "cpu"
         outgoing = {id(tensor): tensor for tensor in send.values()}
-        self._seals_sent = [_seal(tensor) for tensor in outgoing.values() if is_read]
-        self._seals_received = [_seal(tensor) for tensor in receive.values() if is_read]
+        self._ids_sent = [_call_id_of(tensor) for tensor in outgoing.values() if is_read]
+        self._ids_received = [_call_id_of(tensor) for tensor in receive.values() if is_read]
         self._rounds = _rounds(link, receive, send, device, tag)
 
     def post(self) -> None:
@@ -215,8 +217,8 @@ class Messages(Round):
         with self._link.operation("round of messages"):
             for host, tensor in self._uploads:
                 host.copy_(tensor)
-            for seal in self._seals_sent:
-                seal.value = self._link.seal
+            for call_id in self._ids_sent:
+                call_id.value = self._link.call_id
             for part in self._rounds:
                 part.start(deadline)
 
@@ -224,9 +226,9 @@ class Messages(Round):
         with self._link.operation("round of messages", is_counted=False):
             for part in self._rounds:
                 part.finish(deadline)
-            for seal in self._seals_received:
-                if seal.value != self._link.seal:
-                    self._link.seal = CHANGED
+            for call_id in self._ids_received:
+                if call_id.value != self._link.call_id:
+                    self._link.call_id = OTHER_CALL
             if self._own is not None:
                 self._own[0].copy_(self._own[1])
             for tensor, host in self._downloads:
@@ -237,20 +239,22 @@ class Messages(Round):
 def _rounds(
     link: Link, receive: ByRank, send: ByRank, device: torch.device, tag: int
 ) -> list[Round]:
-    """The messages between this rank and others, by the ways that they take."""
+    """The messages between this rank and others, by the transport that carries them."""
     if device.type != "cpu" or is_watched():
         return [AllToAll(link, receive, send, device)]
     rounds: list[Round] = []
-    for way in link.ways:
-        sides = receive, send
+    for transport in link.transports:
+        near = ({r: t for r, t in x.items() if r in transport} for x in (receive, send))
         # In front: the network sends while this rank is busy with the memory.
-        rounds.insert(0, way.round(*({r: t for r, t in x.items() if r in way} for x in sides)))
-        receive, send = ({r: t for r, t in x.items() if r not in way} for x in sides)
+        rounds.insert(0, transport.round(*near))
+        receive, send = (
+            {r: t for r, t in x.items() if r not in transport} for x in (receive, send)
+        )
     if receive or send or not rounds:
         rounds.insert(0, PointToPoint(link, receive, send, tag))
     return rounds
 
 
-def _seal(message: Tensor) -> ctypes.c_uint64:
-    """The seal of a message as an integer in its memory, which `message` has to keep alive."""
-    return ctypes.c_uint64.from_address(message.data_ptr() + message.nbytes - SEAL_BYTES)
+def _call_id_of(message: Tensor) -> ctypes.c_uint64:
+    """The call id of a message as an integer in its memory, which `message` has to keep alive."""
+    return ctypes.c_uint64.from_address(message.data_ptr() + message.nbytes - CALL_ID_BYTES)

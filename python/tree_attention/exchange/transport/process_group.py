@@ -21,9 +21,9 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ..notes import OtherCall
-from .buffers import SEAL_BYTES, host_memory
+from .buffers import CALL_ID_BYTES, host_memory
 from .deadlines import is_watched, remaining
-from .messages import CHANGED, SAME, LibraryCall, Messages, Round, Way
+from .messages import OTHER_CALL, SAME_CALL, DirectTransport, LibraryCall, Messages, Round
 
 # The methods behind dist.all_gather_into_tensor and dist.all_to_all_single, which take no timeout;
 # renamed after torch 2.11.
@@ -62,14 +62,14 @@ class Link:
         self.bytes_sent = 0
         self.num_operations = 0
         self.seconds = 0.0
-        # The seal of the call under way, which its messages carry (`Messages`).
-        self.seal = SAME
+        # The id of the call under way, which its messages carry (`Messages`).
+        self.call_id = SAME_CALL
         # The least tag of this communicator's messages: those of the group's others differ.
         self.first_tag = FIRST_TAG
-        # The way to the other ranks of this node, or why there is none; None before the first call.
-        self.shared_memory: Way | str | None = None
-        # The way to the ranks that share no memory with this one, where it is not the group's.
-        self.sockets: Way | str | None = None
+        # To the other ranks of this node, or why there is none; None before the first call.
+        self.shared_memory: DirectTransport | str | None = None
+        # To the ranks that share no memory with this one, or why those use the group.
+        self.sockets: DirectTransport | str | None = None
         # Weak, so that a destroyed group is not kept alive by a cache.
         self._group = weakref.ref(group)
         config = dist.get_backend_config(group)
@@ -77,7 +77,7 @@ class Link:
         self._host_buffers: dict[str, Tensor] = {}
         # Host memory in which tensors of devices travel, of these buffers and of all rounds.
         self.staged_bytes = 0
-        self._meeting: Round | None = None
+        self._ids_round: Round | None = None
 
     def use_tags_of(self, number: int) -> None:
         """Takes the tags of the communicator of a number from 1, in turn: whoever had the same ones
@@ -96,7 +96,7 @@ class Link:
         return self._backends.get(self.transport_device(device).type, "gloo")
 
     def gather(self, receive: Tensor, send: Tensor, device: torch.device, tag: int = 0) -> Round:
-        """A round in which every rank's sealed `send` goes to all ranks.
+        """A round in which every rank's `send` goes to all ranks, with its call id.
 
         Row r of `receive` becomes what rank r sends. Over Gloo that is a message to each rank, one
         step where its own all-gather is a ring of `world_size - 1`.
@@ -107,7 +107,7 @@ class Link:
         return self.messages(dict(enumerate(receive)), everybody, device, tag)
 
     def transpose(self, receive: Tensor, send: Tensor, device: torch.device) -> Round:
-        """A round in which row r of every rank's `send`, a sealed message, goes to rank r.
+        """A round in which row r of every rank's `send`, a message with a call id, goes to rank r.
 
         Row r of `receive` becomes what rank r sends to this one.
         """
@@ -122,29 +122,32 @@ class Link:
         device: torch.device,
         tag: int = 0,
         *,
-        sealed: bool = True,
+        has_call_id: bool = True,
     ) -> Round:
         """A round in which this rank sends and receives byte tensors, by rank."""
-        return Messages(self, receive, send, device, self.first_tag + tag, sealed)
+        return Messages(self, receive, send, device, self.first_tag + tag, has_call_id)
 
-    def meet(self, deadline: float) -> None:
-        """Raises OtherCall on every rank unless all are in the same call, by their seals.
+    def exchange_call_ids(self, deadline: float) -> None:
+        """Raises OtherCall on every rank unless all are in the same call, by their call ids.
 
-        For calls whose own messages carry no seal. NCCL, whose host waits for no message, does not.
+        For calls whose own messages carry none. Over NCCL, whose host waits for no message, it
+        does nothing.
         """
         host = torch.device("cpu")
         if self.transport_device(host) != host:
             return
-        if self._meeting is None:
+        if self._ids_round is None:
             with torch.inference_mode(False):  # or nobody could write to it outside of it
-                parts = torch.zeros(self.world_size + 1, SEAL_BYTES, dtype=torch.uint8, device=host)
-            self._meeting = self.gather(parts[1:], parts[0], host)
-        self._meeting.run(deadline)
-        self.check_seal()
+                parts = torch.zeros(
+                    self.world_size + 1, CALL_ID_BYTES, dtype=torch.uint8, device=host
+                )
+            self._ids_round = self.gather(parts[1:], parts[0], host)
+        self._ids_round.run(deadline)
+        self.check_call_id()
 
-    def check_seal(self) -> None:
-        """Raises OtherCall if a message of this call had another seal than this rank's."""
-        if self.seal == CHANGED:
+    def check_call_id(self) -> None:
+        """Raises OtherCall if a message of this call had another call id than this rank's."""
+        if self.call_id == OTHER_CALL:
             raise OtherCall
 
     def all_gather(self, receive: Tensor, send: Tensor, deadline: float) -> None:
@@ -262,8 +265,8 @@ class Link:
         Gloo closes all connections of a group when a receive times out; there is no other way to
         reach ranks that are not next to the lost one before their own deadline.
         """
-        for way in self.ways:
-            way.close()
+        for transport in self.transports:
+            transport.close()
         group = self._group()
         if group is None or self._backends.get("cpu") != "gloo":
             return
@@ -274,9 +277,10 @@ class Link:
                     group.recv([nothing], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
     @property
-    def ways(self) -> list[Way]:
-        """The ways to other ranks that are open, the nearest first."""
-        return [way for way in (self.shared_memory, self.sockets) if isinstance(way, Way)]
+    def transports(self) -> list[DirectTransport]:
+        """The open transports to other ranks, the nearest first."""
+        both = self.shared_memory, self.sockets
+        return [transport for transport in both if isinstance(transport, DirectTransport)]
 
     def is_group_alive(self) -> bool:
         """False once `destroy_process_group` was called, also while somebody holds the group."""
@@ -293,7 +297,7 @@ class Link:
     def wait(
         self, work: Work | None, device: torch.device, deadline: float, name: str = ""
     ) -> None:
-        """`name`: what it is that this waits for, should it fail."""
+        """Waits for `work`; `name` of the awaited operation is for the error."""
         if work is None:
             return
         try:

@@ -48,7 +48,7 @@ _NUM_TEST_ROWS, _TEST_HEAD_DIM = 300, 64
 _kept: list[object] = []
 
 
-class Memory:
+class SymmetricMemory:
     """Addresses of all ranks' buffers, counters, and words that host and device share; made once.
 
     Launches of a rank are ordered by its stream, or by whoever uses several.
@@ -111,7 +111,7 @@ def connect(
     obstacle: str,
     gather: Gather,
     deadline: float,
-) -> Memory | str:
+) -> SymmetricMemory | str:
     """Memory for `one_shot` that was tried out, or why there is none, the same on all ranks.
 
     `obstacle` is why this rank cannot take part as far as it knows by itself, or nothing.
@@ -172,7 +172,7 @@ def _allocate(world_size: int, device: torch.device) -> Tensor:
     return buffer
 
 
-def _rendezvous(buffer: Tensor, group: dist.ProcessGroup, limit: float) -> Memory:
+def _rendezvous(buffer: Tensor, group: dist.ProcessGroup, limit: float) -> SymmetricMemory:
     from torch.distributed import _symmetric_memory
 
     store = group.get_group_store()
@@ -184,17 +184,17 @@ def _rendezvous(buffer: Tensor, group: dist.ProcessGroup, limit: float) -> Memor
     finally:
         store.set_timeout(usual)
     addresses, rank = list(handle.buffer_ptrs), group.rank()
-    # Torch names the beginnings of what it took from the driver, and may divide that.
+    # Torch reports the base of the driver allocation, which may hold several buffers.
     if addresses[rank] != buffer.data_ptr():
         raise RuntimeError("the buffer does not begin where the memory does")
     if len(addresses) != group.size() or not all(addresses):
         raise RuntimeError("GPUs do not reach one another's memory")
-    memory = Memory(rank, addresses, buffer.device)
+    memory = SymmetricMemory(rank, addresses, buffer.device)
     _kept.append((handle, memory))
     return memory
 
 
-def _try_out(memory: Memory) -> Memory:
+def _try_out(memory: SymmetricMemory) -> SymmetricMemory:
     """Exchanges in both parities, and compares with a merge of what the ranks must have sent."""
     generator = torch.Generator().manual_seed(0)
     shape = (memory.world_size, _NUM_TEST_ROWS)

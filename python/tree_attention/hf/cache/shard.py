@@ -121,11 +121,11 @@ class Shard:
         link = self.comm.link
 
         def run(deadline: float) -> None:
-            link.meet(deadline)
-            link.messages(received, sent, device, sealed=False).run(deadline)
+            link.exchange_call_ids(deadline)
+            link.messages(received, sent, device, has_call_id=False).run(deadline)
 
         with self.comm.begin(op, self.timeout) as call:
-            call.run(signature, run, device, door=link.meet)
+            call.run(signature, run, device, replay=link.exchange_call_ids)
 
 
 class Moves:

@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from ...._loader import load
 from ...notes import Gather, Note, attempt, first_reason
 from ..deadlines import is_watched
-from ..messages import Way
+from ..messages import DirectTransport
 from ..topology import Topology
 
 _KEY_BYTES = 16
 
 
-def connect(rank: int, topology: Topology, gather: Gather) -> Way | str:
+def connect(rank: int, topology: Topology, gather: Gather) -> DirectTransport | str:
     """The memory that this rank shares with its node, or why ranks share none.
 
     Collective. Either all nodes have such memory or none.
@@ -34,7 +34,7 @@ def connect(rank: int, topology: Topology, gather: Gather) -> Way | str:
         notes = gather("shared memory, made", note)
         if reason := first_reason(notes):
             return reason
-        opened: list[Way] = []
+        opened: list[DirectTransport] = []
         note = attempt(lambda: _open(rank, {r: notes[r] for r in ranks}, files, opened))
         return first_reason(gather("shared memory, opened", note)) or opened[0]
 
@@ -53,7 +53,9 @@ def _make(is_maker: bool, num_ranks: int, files: ExitStack) -> Note:
     return note
 
 
-def _open(rank: int, notes: Mapping[int, Note], files: ExitStack, opened: list[Way]) -> Note:
+def _open(
+    rank: int, notes: Mapping[int, Note], files: ExitStack, opened: list[DirectTransport]
+) -> Note:
     maker = next(iter(notes.values()))
     # Between hosts of a node that are emulated on one, messages are to take the network.
     if len(hosts := {note["host"] for note in notes.values()}) > 1:
@@ -77,5 +79,5 @@ def _open(rank: int, notes: Mapping[int, Note], files: ExitStack, opened: list[W
             members.append((r, process))
         memory = load().SharedMemory(file, list(notes).index(rank), members)
         processes.pop_all()
-    opened.append(Way(memory, {r: member for member, r in enumerate(notes)}))
+    opened.append(DirectTransport(memory, {r: member for member, r in enumerate(notes)}))
     return {}

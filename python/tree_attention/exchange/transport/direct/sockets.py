@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from ...._loader import load
 from ...notes import Gather, Note, attempt, first_reason
 from ..deadlines import is_watched
-from ..messages import Way
+from ..messages import DirectTransport
 
 _KEY_BYTES = 16
 _CONNECT_SECONDS = 10.0  # at most, and half of what the call has
@@ -26,7 +26,9 @@ _HELLO_SECONDS = 1.0  # in which somebody who connects has to say who it is
 _SIOCGIFADDR = 0x8915  # of Linux
 
 
-def connect(rank: int, others: Sequence[int], gather: Gather, deadline: float) -> Way | str:
+def connect(
+    rank: int, others: Sequence[int], gather: Gather, deadline: float
+) -> DirectTransport | str:
     """The connections of this rank to `others`, who are connected to it, or why there are none.
 
     Collective. Either all ranks have their connections or none.
@@ -73,8 +75,8 @@ def connect(rank: int, others: Sequence[int], gather: Gather, deadline: float) -
 
         if reason := first_reason(gather("sockets, connected", attempt(meet))):
             return reason
-        way = load().Sockets([(other, s.detach()) for other, s in found.items()])
-        return Way(way, {other: other for other in found})
+        connections = load().Sockets([(other, s.detach()) for other, s in found.items()])
+        return DirectTransport(connections, {other: other for other in found})
 
 
 def _listen(listeners: list[socket.socket], opened: ExitStack) -> Note:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One thread at a time, of the process that made it: who may use a process group.
+"""The lock of a process group, which one thread of the process that made the group may hold.
 
 Messages of a group carry no name of the call they belong to. Calls of two threads would be mixed,
 and a forked child would write into the connections of its parent.
@@ -17,15 +17,15 @@ from ..notes import ExchangeError
 ADVICE = "name the caller: with Communicator(group).turn('step', name='server'): ..."
 
 
-class Turn:
-    """The right to use a process group, which one thread has for the length of a call."""
+class GroupLock:
+    """The lock of a process group, which a thread holds for the length of a call."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._depth = 0
         self._holder = "", ""  # function and thread, of the outermost
         self._name: str | None = None
-        # Threads that had the turn, by their names.
+        # Threads that have held the lock, by their names.
         self._threads: WeakValueDictionary[str, threading.Thread] = WeakValueDictionary()
         self.is_inherited = False  # from the process that this one was forked from
 
@@ -34,8 +34,8 @@ class Turn:
         """Name of the caller, which ranks compare: that of its thread, unless it gave another."""
         return self._holder[1] if self._name is None else f"{self._name} of Communicator.turn"
 
-    def take(self, op: str, name: str | None = None) -> None:
-        """Takes the turn for `op`, as often as the thread likes, and each time to be given back.
+    def acquire(self, op: str, name: str | None = None) -> None:
+        """Takes the lock for `op`. A thread may take it again, and releases it as often.
 
         `name`: what ranks compare in place of the thread's name, whatever thread it is.
         """
@@ -74,39 +74,39 @@ class Turn:
                 "'forkserver', or fork before init_process_group"
             )
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         self._depth -= 1
         self._lock.release()
 
 
-class NoTurns(Turn):
-    """The turn in a world of one, which sends nothing: threads need none."""
+class NoLock(GroupLock):
+    """The lock in a world of one, which sends nothing: threads need none."""
 
-    def take(self, op: str, name: str | None = None) -> None:
+    def acquire(self, op: str, name: str | None = None) -> None:
         check_name(name)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         pass
 
 
 def check_name(name: str | None) -> None:
-    """Raises ValueError unless it is None or a string that is not empty."""
+    """Raises ValueError unless `name` is None or a string that is not empty."""
     if name is not None and not (isinstance(name, str) and name):
         raise ValueError(f"turn: name must be a string that is not empty, got {name!r}")
 
 
-_turns: WeakKeyDictionary[dist.ProcessGroup, Turn] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[dist.ProcessGroup, GroupLock] = WeakKeyDictionary()
 
 
-def turn_of(group: dist.ProcessGroup) -> Turn:
-    """The turn of all communicators of `group`."""
-    return _turns.setdefault(group, Turn())
+def lock_of(group: dist.ProcessGroup) -> GroupLock:
+    """The lock that all communicators of `group` share."""
+    return _locks.setdefault(group, GroupLock())
 
 
 def _refuse_inherited_groups() -> None:
     known = list(dist.distributed_c10d._world.pg_map)
-    for group in {*known, *_turns}:
-        turn_of(group).is_inherited = True
+    for group in {*known, *_locks}:
+        lock_of(group).is_inherited = True
 
 
 os.register_at_fork(after_in_child=_refuse_inherited_groups)
