@@ -7,6 +7,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <type_traits>
+
 #include "args/append.h"
 #include "args/checks.h"
 #include "args/decode.h"
@@ -71,23 +73,38 @@ struct DecodeOperators {
   }
 };
 
-// In schemas.
-#define TREE_ATTENTION_DECODE_ARGUMENTS                                                   \
-  "Tensor q, Tensor k, Tensor v, Tensor? key_ranges=None, *, float? softmax_scale=None, " \
-  "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? query_positions=None, "          \
-  "int[] key_layout=[0, 1, 1], Tensor? page_table=None, Tensor? k_scale=None, "           \
-  "Tensor? v_scale=None, ScalarType? out_dtype=None, int num_workers=0"
+// Raises what the operators above would, before anything is allocated or written. `check` refuses
+// what the backend does not take.
+template <void (*check)(const DecodeParams&), typename... Args>
+struct DecodeCheck {
+  static void run(Args... inputs) {
+    const DecodeArgs args{inputs...};
+    const c10::DeviceGuard guard(args.q.device());
+    if (has_several_ranges(args)) {
+      check_each_range(args, check);
+    } else {
+      check(check_inputs(args));
+    }
+  }
+};
 
-// The types are those of DecodeArgs: the dispatcher compares them with the schema.
+// How the dispatcher passes an argument, whose type it compares with the schema.
+template <typename T>
+using PassedAs = std::conditional_t<
+    std::is_same_v<T, at::Tensor> || std::is_same_v<T, std::optional<at::Tensor>>, const T&, T>;
+#define TREE_ATTENTION_PASSED(type, schema_type, name, value) , PassedAs<type>
+
 template <void (*launch)(const DecodeParams&), void (*launch_merge)(const MergeParams&),
           void (*launch_ranges)(const RangeParams&)>
-using LeanDecode =
-    DecodeOperators<launch, launch_merge, launch_ranges, const at::Tensor&, const at::Tensor&,
-                    const at::Tensor&, const std::optional<at::Tensor>&, std::optional<double>,
-                    double, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-                    at::IntArrayRef, const std::optional<at::Tensor>&,
-                    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-                    std::optional<at::ScalarType>, int64_t>;
+using LeanDecode = DecodeOperators<launch, launch_merge,
+                                   launch_ranges TREE_ATTENTION_DECODE_ARGUMENTS(
+                                       TREE_ATTENTION_PASSED, TREE_ATTENTION_PASSED)>;
+
+template <void (*check)(const DecodeParams&)>
+using CheckDecode = DecodeCheck<check TREE_ATTENTION_DECODE_ARGUMENTS(TREE_ATTENTION_PASSED,
+                                                                      TREE_ATTENTION_PASSED)>;
+
+#undef TREE_ATTENTION_PASSED
 
 // For tests: how many blocks on a multiprocessor the plan of a call counts on, and how many the
 // device has room for.

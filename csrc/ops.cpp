@@ -6,6 +6,8 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/library.h>
 
+#include <string>
+
 #include "cpu/append.h"
 #include "cpu/decode.h"
 #include "cpu/merge.h"
@@ -21,6 +23,12 @@
 namespace tree_attention {
 namespace {
 
+// check_decode speaks of the operator whose arguments it checks.
+std::string name_in_errors(const c10::OperatorHandle& op) {
+  const std::string name = op.schema().name().substr(sizeof("tree_attention::") - 1);
+  return name == "check_decode" ? "lean_decode" : name;
+}
+
 // The operators have no derivative. Without this error the results would silently carry no
 // gradient.
 void refuse_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
@@ -29,7 +37,7 @@ void refuse_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     const size_t num_arguments = op.schema().arguments().size();
     for (size_t i = stack->size() - num_arguments; i < stack->size(); ++i) {
       TORCH_CHECK(!(*stack)[i].isTensor() || !(*stack)[i].toTensor().requires_grad(),
-                  op.schema().name().substr(sizeof("tree_attention::") - 1), ": ",
+                  name_in_errors(op), ": ",
                   op.schema().arguments()[i - (stack->size() - num_arguments)].name(),
                   " must not require a gradient (inference only), got requires_grad=True; call it "
                   "under torch.no_grad()");
@@ -42,8 +50,9 @@ void refuse_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 // The way to define a schema whose symbol torch 2.11 and 2.12 share; its other way has two.
 STABLE_TORCH_LIBRARY(tree_attention, m) {
-  m.def("lean_decode(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
-  m.def("lean_decode.out(" TREE_ATTENTION_DECODE_ARGUMENTS ", Tensor(a!) o, Tensor(b!) lse) -> ()");
+  m.def("lean_decode(" TREE_ATTENTION_DECODE_SCHEMA ") -> (Tensor o, Tensor lse)");
+  m.def("lean_decode.out(" TREE_ATTENTION_DECODE_SCHEMA ", Tensor(a!) o, Tensor(b!) lse) -> ()");
+  m.def("check_decode(" TREE_ATTENTION_DECODE_SCHEMA ") -> ()");
   m.def("lean_decode_blocks(Tensor q, Tensor k, Tensor v) -> (int planned, int resident)");
   m.def(
       "merge_states(Tensor o_parts, Tensor lse_parts, *, ScalarType? out_dtype=None) "
@@ -68,6 +77,7 @@ TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
   m.impl("lean_decode", LeanDecode<cpu::lean_decode, cpu::merge_states, cpu::split_ranges>::run);
   m.impl("lean_decode.out",
          LeanDecode<cpu::lean_decode, cpu::merge_states, cpu::split_ranges>::run_out);
+  m.impl("check_decode", CheckDecode<cpu::check_decode>::run);
   m.impl("merge_states", MergeStates<cpu::merge_states>::run);
   m.impl("merge_states.out", MergeStates<cpu::merge_states>::run_out);
   m.impl("append_kv", append_kv<cpu::append_kv>);
@@ -80,6 +90,7 @@ TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
   m.impl("lean_decode", LeanDecode<cuda::lean_decode, cuda::merge_states, cuda::split_ranges>::run);
   m.impl("lean_decode.out",
          LeanDecode<cuda::lean_decode, cuda::merge_states, cuda::split_ranges>::run_out);
+  m.impl("check_decode", CheckDecode<cuda::check_decode>::run);
   m.impl("merge_states", MergeStates<cuda::merge_states>::run);
   m.impl("merge_states.out", MergeStates<cuda::merge_states>::run_out);
   m.impl("one_shot", cuda::one_shot<cuda::launch_one_shot>);
@@ -89,8 +100,8 @@ TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
 #endif
 
 TORCH_LIBRARY_IMPL(tree_attention, Autograd, m) {
-  for (const char* name : {"lean_decode", "lean_decode.out", "merge_states", "merge_states.out",
-                           "append_kv", "linear_of_experts"}) {
+  for (const char* name : {"lean_decode", "lean_decode.out", "check_decode", "merge_states",
+                           "merge_states.out", "append_kv", "linear_of_experts"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_gradient>());
   }
 }

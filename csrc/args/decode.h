@@ -12,18 +12,36 @@
 
 namespace tree_attention {
 
-// Every argument of the schema except the outputs, as the dispatcher passes them, and the number of
-// ranges that each are a sequence (ranges.h).
+// Every argument of lean_decode except the outputs, in the order of its schema: the C++ type, the
+// schema's type, the name and the schema's default. Those behind the star are given by name.
+#define TREE_ATTENTION_DECODE_ARGUMENTS(FIRST, NEXT)                     \
+  FIRST(at::Tensor, "Tensor", q, "")                                     \
+  NEXT(at::Tensor, "Tensor", k, "")                                      \
+  NEXT(at::Tensor, "Tensor", v, "")                                      \
+  NEXT(std::optional<at::Tensor>, "Tensor?", key_ranges, "=None")        \
+  NEXT(std::optional<double>, "*, float?", softmax_scale, "=None")       \
+  NEXT(double, "float", softcap, "=0.0")                                 \
+  NEXT(std::optional<at::Tensor>, "Tensor?", alibi_slopes, "=None")      \
+  NEXT(std::optional<at::Tensor>, "Tensor?", query_positions, "=None")   \
+  NEXT(at::IntArrayRef, "int[]", key_layout, "=[0, 1, 1]")               \
+  NEXT(std::optional<at::Tensor>, "Tensor?", page_table, "=None")        \
+  NEXT(std::optional<at::Tensor>, "Tensor?", k_scale, "=None")           \
+  NEXT(std::optional<at::Tensor>, "Tensor?", v_scale, "=None")           \
+  NEXT(std::optional<at::ScalarType>, "ScalarType?", out_dtype, "=None") \
+  NEXT(int64_t, "int", num_workers, "=0")
+
+// These arguments in a schema, as one string literal.
+#define TREE_ATTENTION_DECODE_SCHEMA \
+  TREE_ATTENTION_DECODE_ARGUMENTS(TREE_ATTENTION_IN_SCHEMA, TREE_ATTENTION_NEXT_IN_SCHEMA)
+#define TREE_ATTENTION_IN_SCHEMA(type, schema_type, name, value) schema_type " " #name value
+#define TREE_ATTENTION_NEXT_IN_SCHEMA(type, schema_type, name, value) \
+  ", " schema_type " " #name value
+
+// The arguments, and the number of ranges that each are a sequence (ranges.h).
 struct DecodeArgs {
-  at::Tensor q, k, v;
-  std::optional<at::Tensor> key_ranges;
-  std::optional<double> softmax_scale;
-  double softcap;
-  std::optional<at::Tensor> alibi_slopes, query_positions;
-  at::IntArrayRef key_layout;
-  std::optional<at::Tensor> page_table, k_scale, v_scale;
-  std::optional<at::ScalarType> out_dtype;
-  int64_t num_workers;
+#define TREE_ATTENTION_MEMBER(type, schema_type, name, value) type name;
+  TREE_ATTENTION_DECODE_ARGUMENTS(TREE_ATTENTION_MEMBER, TREE_ATTENTION_MEMBER)
+#undef TREE_ATTENTION_MEMBER
   int64_t num_ranges = 1;
 };
 

@@ -10,8 +10,15 @@
 namespace tree_attention {
 namespace {
 
-// What is wrong with an argument is wrong with it for the first range of each query too.
-void check(const DecodeArgs& args) {
+// The arguments with one of the ranges of each query.
+DecodeArgs with_range(const DecodeArgs& args, int64_t range) {
+  DecodeArgs one = args;
+  one.key_ranges = args.key_ranges->select(2, range);
+  return one;
+}
+
+// Validating the first range of each query validates the other arguments.
+DecodeParams check(const DecodeArgs& args) {
   constexpr ArgumentChecks kCheck{"lean_decode"};
   const at::Tensor& ranges = *args.key_ranges;
   TORCH_CHECK(ranges.size(2) >= 1, "lean_decode: key_ranges must have at least 1 range, got shape ",
@@ -20,16 +27,22 @@ void check(const DecodeArgs& args) {
     kCheck.shape("key_ranges", "[batch, seqlen_q, num_ranges, 2]", ranges,
                  {args.q.size(0), args.q.size(2), ranges.size(2), 2});
   }
-  DecodeArgs first = args;
-  first.key_ranges = ranges.select(2, 0);
-  check_inputs(first);
+  const DecodeParams first = check_inputs(with_range(args, 0));
   kCheck.to_int32("num_ranges", ranges.size(2));
+  return first;
 }
 
 }  // namespace
 
 bool has_several_ranges(const DecodeArgs& args) {
   return args.key_ranges && args.key_ranges->dim() == 4;
+}
+
+void check_each_range(const DecodeArgs& args, void (*check_range)(const DecodeParams&)) {
+  check_range(check(args));
+  for (int64_t range = 1; range < args.key_ranges->size(2); ++range) {
+    check_range(check_inputs(with_range(args, range)));
+  }
 }
 
 RangeParts::RangeParts(const DecodeArgs& args) : call_(args) {

@@ -16,6 +16,9 @@ namespace tree_attention {
 // Whether key_ranges are [batch, seqlen_q, num_ranges, 2].
 bool has_several_ranges(const DecodeArgs& args);
 
+// Checks the arguments, and calls `check_range` for each range as if it were the only one.
+void check_each_range(const DecodeArgs& args, void (*check_range)(const DecodeParams&));
+
 class RangeParts {
  public:
   // Checks the arguments.

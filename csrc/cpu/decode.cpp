@@ -260,10 +260,18 @@ struct Launch {
   }
 };
 
+bool has_rows(const DecodeParams& p) {
+  return p.batch != 0 && p.num_heads_q != 0 && p.seqlen_q != 0;
+}
+
 }  // namespace
 
+void check_decode(const DecodeParams& params) {
+  if (has_rows(params)) check_page_table(params);
+}
+
 void lean_decode(const DecodeParams& params) {
-  if (params.batch == 0 || params.num_heads_q == 0 || params.seqlen_q == 0) return;
+  if (!has_rows(params)) return;
   check_page_table(params);
   const Kernels& isa = kernels();
 

@@ -11,6 +11,9 @@ namespace tree_attention::cpu {
 // instruction set; with params.num_workers > 0 they do not depend on the number of threads.
 void lean_decode(const DecodeParams& params);
 
+// Refuses, as lean_decode does, page ids that do not exist.
+void check_decode(const DecodeParams& params);
+
 // The instruction set in use: the widest that this machine has, unless set otherwise.
 const char* instruction_set();
 

@@ -83,17 +83,29 @@ void check_slots_on_device(AppendParams params) {
   check_slots(params);
 }
 
-}  // namespace
-
-void lean_decode(const DecodeParams& params) {
-  check_supported(params);
-  const cudaDeviceProp& device = current_device("lean_decode");
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+// The plan of a call that nothing speaks against, on the current device.
+Plan checked_plan(const DecodeParams& params, const DeviceLimits& limits,
+                  const c10::cuda::CUDAStream& stream) {
   if (params.page_table != nullptr && is_debug_mode("lean_decode")) check_pages(params, stream);
-  const DeviceLimits limits = limits_of(device);
   const Plan plan = plan_lean_decode(params, limits);
   check_shared_memory(params, plan.shared_bytes, limits.shared_bytes_per_block);
   check_number_of_tiles(params, plan.row_tile, plan.tile_keys);
+  return plan;
+}
+
+}  // namespace
+
+void check_decode(const DecodeParams& params) {
+  check_supported(params);
+  const DeviceLimits limits = limits_of(current_device("lean_decode"));
+  checked_plan(params, limits, c10::cuda::getCurrentCUDAStream());
+}
+
+void lean_decode(const DecodeParams& params) {
+  check_supported(params);
+  const DeviceLimits limits = limits_of(current_device("lean_decode"));
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  const Plan plan = checked_plan(params, limits, stream);
   // The id of a stream that is not torch's own is its handle, and that of the default one is 0.
   const bool lives = stream.id() != reinterpret_cast<c10::StreamId>(stream.stream());
   const LeasedWorkspace leased = workspace_of(stream, lives, limits, plan.workspace);

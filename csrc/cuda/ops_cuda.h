@@ -16,6 +16,9 @@ namespace tree_attention::cuda {
 
 void lean_decode(const DecodeParams& params);
 
+// Refuses what lean_decode refuses, and launches nothing.
+void check_decode(const DecodeParams& params);
+
 // Blocks on a multiprocessor: planned, and resident by the driver.
 std::tuple<int64_t, int64_t> lean_decode_blocks(const DecodeParams& params);
 

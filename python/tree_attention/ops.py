@@ -21,6 +21,7 @@ _extension = _loader.load()
 _ops = torch.ops.tree_attention
 # Looked up once, as every token's step calls them.
 _lean_decode, _lean_decode_out = _ops.lean_decode.default, _ops.lean_decode.out
+_check_decode = _ops.check_decode.default
 _merge_states, _merge_states_out = _ops.merge_states.default, _ops.merge_states.out
 _append_kv = _ops.append_kv.default
 
@@ -101,14 +102,40 @@ def lean_decode(
         _lean_decode_out(q, k, v, key_ranges, out_dtype=out_dtype, o=o, lse=lse, **options)
         return out
     except (RuntimeError, TypeError, ValueError):
-        # Only now, as the operator refuses these too, in words that name no argument.
-        check_option_names("lean_decode", options)
-        tensors = {name: x for name, x in options.items() if name in TENSOR_OPTIONS}
-        tensors |= {} if out is None else {"o": out[0], "lse": out[1]}
-        given = {name: x for name, x in tensors.items() if x is not None}
-        ranges = {} if key_ranges is None else {"key_ranges": key_ranges}
-        check_tensors("lean_decode", q=q, k=k, v=v, **ranges, **given)
+        o, lse = (None, None) if out is None else out
+        _check_kinds(q, k, v, options, key_ranges=key_ranges, o=o, lse=lse)
         raise
+
+
+def check_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_ranges: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **options: Unpack[AttentionOptions],
+) -> None:
+    """Raises what `lean_decode` would raise for these arguments, and does nothing else."""
+    options = with_numbers("lean_decode", options)
+    try:
+        _check_decode(q, k, v, key_ranges, out_dtype=out_dtype, **options)
+    except (RuntimeError, TypeError, ValueError):
+        _check_kinds(q, k, v, options, key_ranges=key_ranges)
+        raise
+
+
+def _check_kinds(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, **optional: Tensor | None
+) -> None:
+    """Raises TypeError for an unknown option, and for what is no tensor.
+
+    Only after the operator has refused the call, in words that name no argument.
+    """
+    check_option_names("lean_decode", options)
+    optional |= {name: x for name, x in options.items() if name in TENSOR_OPTIONS}
+    given = {name: x for name, x in optional.items() if x is not None}
+    check_tensors("lean_decode", q=q, k=k, v=v, **given)
 
 
 def check_q_k_v(
@@ -295,6 +322,11 @@ def _(
 
 
 @torch.library.register_fake("tree_attention::lean_decode.out")
+def _(q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor | None = None, **options: object) -> None:
+    _check_devices("lean_decode", "q's", q.device, k=k, v=v, key_ranges=key_ranges, **options)
+
+
+@torch.library.register_fake("tree_attention::check_decode")
 def _(q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor | None = None, **options: object) -> None:
     _check_devices("lean_decode", "q's", q.device, k=k, v=v, key_ranges=key_ranges, **options)
 

@@ -51,12 +51,19 @@ void check_pages(const DecodeParams& params) {
   cuda::check_found_pages(params, found.data());
 }
 
-void emulated_lean_decode(const DecodeParams& params) {
+cuda::Plan checked_plan(const DecodeParams& params) {
   cuda::check_supported(params);
   if (params.page_table != nullptr) check_pages(params);
   const cuda::Plan plan = cuda::plan_lean_decode(params, limits);
   cuda::check_shared_memory(params, plan.shared_bytes, limits.shared_bytes_per_block);
   cuda::check_number_of_tiles(params, plan.row_tile, plan.tile_keys);
+  return plan;
+}
+
+void emulated_check_decode(const DecodeParams& params) { checked_plan(params); }
+
+void emulated_lean_decode(const DecodeParams& params) {
+  const cuda::Plan plan = checked_plan(params);
   check(cuda::launch_lean_decode(params, plan, workspace(plan.workspace), nullptr));
 }
 
@@ -121,6 +128,7 @@ void install(int64_t seed, int64_t num_sms, int64_t shared_bytes_per_sm,
   library->impl(
       "lean_decode.out",
       LeanDecode<emulated_lean_decode, emulated_merge_states, emulated_split_ranges>::run_out);
+  library->impl("check_decode", CheckDecode<emulated_check_decode>::run);
   library->impl("lean_decode_blocks", lean_decode_blocks<emulated_blocks>);
   library->impl("merge_states", MergeStates<emulated_merge_states>::run);
   library->impl("merge_states.out", MergeStates<emulated_merge_states>::run_out);

@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+import refused_calls
 from refused_calls import (
     SEQLEN_K,
     alibi,
@@ -21,6 +22,7 @@ from refused_calls import (
     transposed,
 )
 from tree_attention import lean_decode, tree_decode
+from tree_attention.ops import check_decode
 
 LIMIT = 2**31
 HEADS = "num_heads_q must be a multiple of num_heads_kv, got "
@@ -324,6 +326,18 @@ DECODE = {
         "o must have a contiguous last axis, got stride 3",
     ),
 }
+
+
+@pytest.mark.parametrize("name", DECODE)
+def test_check_decode_says_what_lean_decode_says(name, monkeypatch):
+    def check(*args, out=None, **options):
+        if out is not None:  # which check_decode does not take
+            return lean_decode(*args, out=out, **options)
+        return check_decode(*args, **options)
+
+    monkeypatch.setattr(refused_calls, "lean_decode", check)
+    call, message = DECODE[name]
+    assert message_of(call) == f"lean_decode: {message}"
 
 
 @pytest.mark.parametrize("name", DECODE)

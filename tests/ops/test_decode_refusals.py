@@ -17,6 +17,8 @@ from refused_calls import (
     q,
     scale,
 )
+from tree_attention import lean_decode
+from tree_attention.ops import check_decode
 
 DEVICES = {
     "k": lambda x: decode(k=k().to(x)),
@@ -53,6 +55,17 @@ def test_overlapping_outputs_are_refused():
         lambda: decode_out(o=buffer.view(2, 4, 3, 8), lse=inside),
     ):
         assert "must not share memory with" in message_of(call)
+
+
+def test_check_decode_reads_the_pages_of_every_range():
+    """A page that only the second range of a query needs, and one that none needs."""
+    ranges = torch.tensor([[0, 5], [10, 20]]).int().repeat(2, 3, 1, 1)
+    for refuses in (lean_decode, check_decode):
+        needed, other = int32(2, 3), int32(2, 3)
+        needed[1, 1] = other[1, 2] = 9
+        refuses(q(), k(), k(), ranges, page_table=other)
+        message = message_of(lambda f=refuses, t=needed: f(q(), k(), k(), ranges, page_table=t))
+        assert "got 9 for page 1 of sequence 1" in message
 
 
 def test_no_output_is_touched_by_a_refused_call():

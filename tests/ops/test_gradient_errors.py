@@ -6,6 +6,7 @@ import torch
 
 from refused_calls import BATCH, DIM, HEADS_Q, SEQLEN_Q, alibi, decode_out, k, message_of, q
 from tree_attention import merge_states
+from tree_attention.ops import check_decode
 
 GRADIENT = " must not require a gradient (inference only), got requires_grad=True; call it under "
 
@@ -18,6 +19,9 @@ def test_gradients_are_refused_by_the_call_itself(argument):
     assert message_of(lambda: alibi(**changed)) == expected
     out = torch.empty(BATCH, HEADS_Q, SEQLEN_Q, DIM), torch.empty(BATCH, HEADS_Q, SEQLEN_Q)
     assert message_of(lambda: alibi(out=out, **changed)) == expected
+    arguments = {"q": q(), "k": k(), "v": k(), **changed}
+    arguments["query_positions"] = torch.zeros(BATCH, SEQLEN_Q, dtype=torch.int64)
+    assert message_of(lambda: check_decode(**arguments)) == expected
     with torch.no_grad():
         o, _ = alibi(**changed)
     assert not o.requires_grad

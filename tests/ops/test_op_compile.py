@@ -38,6 +38,7 @@ def test_opcheck_lean_decode(name, device):
     args = (problem.q, problem.k, problem.v, problem.key_ranges)
     check(ops.lean_decode.default, args, problem.options)
     check(ops.lean_decode.default, args, problem.options | {"out_dtype": torch.float32})
+    check(ops.check_decode.default, args, problem.options)
     shape = problem.q.shape[:3]
     o = torch.empty(*shape, problem.v.shape[3], dtype=problem.q.dtype, device=device)
     out = {"o": o, "lse": torch.empty(shape, device=device)}

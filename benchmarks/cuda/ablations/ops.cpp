@@ -119,12 +119,12 @@ void for_each_tile(const F& f) {
 }  // namespace
 
 TORCH_LIBRARY(tree_attention_ablations, m) {
-  m.def("equal_splits(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
-  m.def("waiting_fixup(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)");
-  m.def("stamped(Tensor(a!) stamps, " TREE_ATTENTION_DECODE_ARGUMENTS
+  m.def("equal_splits(" TREE_ATTENTION_DECODE_SCHEMA ") -> (Tensor o, Tensor lse)");
+  m.def("waiting_fixup(" TREE_ATTENTION_DECODE_SCHEMA ") -> (Tensor o, Tensor lse)");
+  m.def("stamped(Tensor(a!) stamps, " TREE_ATTENTION_DECODE_SCHEMA
         ") -> (Tensor o, Tensor lse)");
   for_each_tile([&](const std::string& name, auto) {
-    m.def((name + "(" TREE_ATTENTION_DECODE_ARGUMENTS ") -> (Tensor o, Tensor lse)").c_str());
+    m.def((name + "(" TREE_ATTENTION_DECODE_SCHEMA ") -> (Tensor o, Tensor lse)").c_str());
   });
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Refuses keys that attention does not take on their device, by asking it before there are any."""
+"""Refuses keys that attention does not support on their device, before there are any."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...ops import lean_decode
+from ...ops import check_decode
 
 
 def check_taken(
@@ -19,7 +19,7 @@ def check_taken(
     queries = torch.empty((1, 1, 1, keys.shape[3]), dtype=dtype, device=keys.device)
     keys, values = (x[:1, :1, :0] for x in (keys, values))
     try:
-        lean_decode(queries, keys, values, **{name: x[:1, :1, :0] for name, x in scales.items()})
+        check_decode(queries, keys, values, **{name: x[:1, :1, :0] for name, x in scales.items()})
     except RuntimeError as error:
         device = keys.device.type
         raise ValueError(f"{what} attention does not take on {device}: {error}") from None
