@@ -50,7 +50,7 @@ from benchmarks.harness.ranks import (
 from benchmarks.harness.report import Column, Report, columns_of, environment
 from benchmarks.harness.shapes import DTYPES
 from tree_attention import BlockCyclic, lean_decode, ring_decode, tree_decode
-from tree_attention.baselines.ring import MANIFEST_BYTES
+from tree_attention.baselines import MANIFEST_BYTES
 from tree_attention.exchange import Communicator
 from tree_attention.exchange.transport.buffers import StateLayout
 from tree_attention.reference.accuracy import digest

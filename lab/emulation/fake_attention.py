@@ -16,9 +16,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import tree_attention.baselines.ring as ring_module
-import tree_attention.baselines.ring_pass_q as ring_pass_q_module
-import tree_attention.decode as tree_module
+import tree_attention.baselines as ring_module
+import tree_attention.decode_call as tree_module
 
 from ..simulation import Problem
 
@@ -41,15 +40,14 @@ class FakeAttention:
         self, q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor]:
         o, lse = options["out"]
-        if key_ranges is None:  # or it is the rings' check of arguments, without keys
-            # The first key and the last value, as both travel.
-            owner, last = k[0, 0, 0, 0].item(), v[-1, -1, -1, -1].item()
-            torch.mul(q, last + 1.0, out=o)
-            lse.fill_(owner / 4.0)
-            # A part of the heads takes a part of the time.
-            num_keys = q.shape[0] * k.shape[2] * k.shape[1] / NUM_HEADS_KV
-            if self._seconds_per_key:
-                time.sleep(self._seconds_per_key * num_keys)
+        # The first key and the last value, as both travel.
+        owner, last = k[0, 0, 0, 0].item(), v[-1, -1, -1, -1].item()
+        torch.mul(q, last + 1.0, out=o)
+        lse.fill_(owner / 4.0)
+        # A part of the heads takes a part of the time.
+        num_keys = q.shape[0] * k.shape[2] * k.shape[1] / NUM_HEADS_KV
+        if self._seconds_per_key:
+            time.sleep(self._seconds_per_key * num_keys)
         return o, lse
 
 
@@ -72,6 +70,6 @@ def faked_attention(seconds_per_key: float) -> Iterator[None]:
     """Every method of decoding calls it instead of `lean_decode`."""
     attention = FakeAttention(seconds_per_key)
     with ExitStack() as stack:
-        for module in (tree_module, ring_module, ring_pass_q_module):
+        for module in (tree_module, ring_module):
             stack.enter_context(mock.patch.object(module, "lean_decode", attention))
         yield

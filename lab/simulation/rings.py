@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tree_attention.baselines.ring import MANIFEST_BYTES, aligned
-from tree_attention.baselines.ring_pass_q import _deal
+from tree_attention.baselines import MANIFEST_BYTES, aligned, parts_of
 from tree_attention.exchange.transport.buffers import CALL_ID_BYTES, StateLayout
 
 from .clusters import SimulatedCluster
@@ -84,7 +83,7 @@ class _Parts:
     def of(problem: Problem, world_size: int) -> _Parts:
         shape = (problem.batch, problem.heads[0], 1, problem.head_dim)
         q = torch.empty(shape, dtype=problem.dtype, device="meta")
-        shapes = [part.shape(q) for part in _deal(q, problem.heads[1], world_size)]
+        shapes = [q[x.place].shape for x in parts_of(q, problem.heads[1], world_size)]
         states = [StateLayout(shape[:3], problem.head_dim, torch.float32) for shape in shapes]
         rows = np.array([layout.num_rows for layout in states])
         return _Parts(

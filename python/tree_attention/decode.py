@@ -1,51 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Tree decoding: every rank attends to the keys it holds, then the partial states are merged."""
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
+from .decode_call import DECODE_DEFAULTS, DECODE_SCHEMA, DecodeCall, DecodeOptions, fake_decode
 from .deterministic import check_size, decode_by_blocks
-from .exchange import (
-    MERGE_DEFAULTS,
-    MERGE_SCHEMA,
-    Communicator,
-    ExchangeOptions,
-    MergeOptions,
-    check_state,
-    collective,
-    fake_merge,
-    get_communicator,
-)
-from .ops import check_q_k_v, lean_decode
-from .options import (
-    ATTENTION_DEFAULTS,
-    ATTENTION_SCHEMA,
-    AttentionOptions,
-    fields_of_options,
-    lists_options,
-    queries_of,
-    split_options,
-)
+from .exchange import MERGE_DEFAULTS, Communicator, check_values, collective, get_communicator
+from .options import AttentionOptions, lists_options
 
 
-class DecodeOptions(AttentionOptions, MergeOptions, total=False):
-    """Keyword arguments of `tree_decode` that other functions have too."""
-
-
-def _fake(q: Tensor, v_local: Tensor, group: Communicator, **options: Any) -> tuple[Tensor, Tensor]:
-    merge, _ = split_options(options, MERGE_DEFAULTS)
-    return fake_merge(q, v_local.shape[3], group, merge)
-
-
-@lists_options(DecodeOptions, {**MERGE_DEFAULTS, **ATTENTION_DEFAULTS}, AttentionOptions)
+@lists_options(DecodeOptions, DECODE_DEFAULTS, AttentionOptions)
 @collective(
     "(Tensor q, Tensor k_local, Tensor v_local, Tensor? key_ranges=None, *, str? group=None, "
-    f"int deterministic=0, bool explain=False, {MERGE_SCHEMA}, {ATTENTION_SCHEMA}) "
-    "-> (Tensor o, Tensor lse)",
-    _fake,
+    f"int deterministic=0, bool explain=False, {DECODE_SCHEMA}) -> (Tensor o, Tensor lse)",
+    fake_decode,
 )
 def tree_decode(
     q: Tensor,
@@ -101,28 +71,15 @@ def tree_decode(
 
     Source: Tree Attention (arXiv:2408.04093), Algorithm 3.
     """
-    merging, attention = split_options(options, MERGE_DEFAULTS)
     comm = get_communicator(group)
-    with comm.begin("tree_decode", merging.pop("timeout", None)) as call:
-        attention = check_q_k_v("tree_decode", q, k_local, v_local, attention)
-        exchange = ExchangeOptions.of("tree_decode", merging, q.dtype)
-        deterministic = check_size("tree_decode", deterministic)
-        if deterministic:
-            return decode_by_blocks(
-                comm, call, q, k_local, v_local, key_ranges, deterministic, exchange, attention
-            )
+    with comm.begin("tree_decode", options.pop("timeout", None)) as call:
+        decode = DecodeCall("tree_decode", q, k_local, v_local, key_ranges, options, MERGE_DEFAULTS)
+        if block_size := check_size("tree_decode", deterministic):
+            return decode_by_blocks(comm, call, decode, block_size)
         if comm.world_size == 1:
-            return lean_decode(
-                q, k_local, v_local, key_ranges, out_dtype=exchange.out_dtype, **attention
-            )
-        state = comm.state((*q.shape[:3], v_local.shape[3]), q.device, exchange.payload_dtype)
-        lean_decode(q, k_local, v_local, key_ranges, out=(state.o, state.lse), **attention)
-        check_state("tree_decode", state.o, state.lse)
-        fields = (
-            ("num_heads_kv", k_local.shape[1]),
-            ("head_dim", q.shape[3]),
-            ("dtype", q.dtype),
-            *fields_of_options(attention),
-        )
-        queries = queries_of(q, attention)
+            return decode.attend(decode.exchange.out_dtype)
+        check_values("tree_decode", "o and lse", q)
+        state = comm.state(decode.shape, q.device, decode.exchange.payload_dtype)
+        decode.attend(out=(state.o, state.lse))
+        fields, exchange, queries = decode.signature, decode.exchange, decode.queries
         return comm.merge(call, fields, state, exchange, queries, explain=explain)

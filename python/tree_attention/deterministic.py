@@ -10,29 +10,54 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ._numbers import integer
-from .exchange import Call, Communicator, ExchangeOptions, StateLayout
-from .ops import lean_decode, merge_states, ranges_without_keys
-from .options import AttentionOptions, fields_of_options, queries_of
+from .decode_call import DECODE_SCHEMA, DecodeCall, DecodeOptions, fake_decode
+from .exchange import (
+    MERGE_DEFAULTS,
+    Call,
+    Communicator,
+    StateLayout,
+    collective,
+    get_communicator,
+)
+from .ops import lean_decode, merge_states
+from .options import AttentionOptions
 from .sharding import ShardLayout
 
 _ALL_SLOTS = 1 << 62  # more than any cache has
 
 
-def decode_by_blocks(
-    comm: Communicator,
-    call: Call,
+@collective(
+    "(Tensor q, Tensor k_local, Tensor v_local, Tensor? key_ranges=None, *, int block_size, "
+    f"str? group=None, {DECODE_SCHEMA}) -> (Tensor o, Tensor lse)",
+    fake_decode,
+)
+def tree_decode_by_blocks(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_ranges: Tensor | None,
-    size: int,
-    exchange: ExchangeOptions,
-    options: AttentionOptions,
+    k_local: Tensor,
+    v_local: Tensor,
+    key_ranges: Tensor | None = None,
+    *,
+    block_size: int,
+    group: dist.ProcessGroup | Communicator | None = None,
+    **options: Unpack[DecodeOptions],
 ) -> tuple[Tensor, Tensor]:
-    """`tree_decode` with blocks of `size` global slots, whose states all ranks gather."""
+    """`tree_decode(..., deterministic=block_size)`, which calls `decode_by_blocks` as this does."""
+    comm = get_communicator(group)
+    with comm.begin("tree_decode", options.pop("timeout", None)) as call:
+        decode = DecodeCall("tree_decode", q, k_local, v_local, key_ranges, options, MERGE_DEFAULTS)
+        return decode_by_blocks(comm, call, decode, block_size)
+
+
+def decode_by_blocks(
+    comm: Communicator, call: Call, decode: DecodeCall, size: int
+) -> tuple[Tensor, Tensor]:
+    """`decode`, as `call`, with blocks of `size` global slots, whose states all ranks gather."""
+    q, exchange, options = decode.q, decode.exchange, decode.attention
     for name, value, needed in (
         ("strategy", exchange.strategy, "auto"),
         ("payload_dtype", exchange.payload_dtype, torch.float32),
@@ -43,27 +68,19 @@ def decode_by_blocks(
             raise ValueError(
                 f"tree_decode: with deterministic={size} {name} must be {needed}, got {value}"
             )
-    # Refuses bad arguments, and is the result where no rank has a key.
-    no_keys = ranges_without_keys(q, key_ranges)
-    empty = lean_decode(q, k, v, no_keys, out_dtype=exchange.out_dtype, **options)
+    decode.check()
     page_table = options.get("page_table")
-    seqlen_k = k.shape[2] if page_table is None else k.shape[2] * page_table.shape[-1]
+    seqlen_k = decode.k.shape[2] * (1 if page_table is None else page_table.shape[-1])
     key_layout = tuple(options.get("key_layout", (0, 1, 1)))
     if not _is_cut(key_layout, seqlen_k, size):
         raise ValueError(
             f"tree_decode: with deterministic={size} key_layout must cut at multiples of {size} "
             f"global slots, got {key_layout}"
         )
-    states = _attend_to_blocks(q, k, v, key_ranges, seqlen_k, size, options)
-    layout = StateLayout(tuple(q.shape[:3]), v.shape[3], exchange.payload_dtype)
-    signature = (
-        ("deterministic", size),
-        ("num_heads_kv", k.shape[1]),
-        ("head_dim", q.shape[3]),
-        ("dtype", q.dtype),
-        *fields_of_options(options),
-        *comm.fields(layout, exchange, q.device),
-    )
+    states = _attend_to_blocks(decode, seqlen_k, size)
+    layout = StateLayout(decode.shape[:3], decode.shape[3], exchange.payload_dtype)
+    fields = comm.fields(layout, exchange, q.device)
+    signature = (("deterministic", size), *decode.signature, *fields)
     # Where a rank's keys are may differ, and changes while a cache grows. So it is no field of
     # the signature, which would then be compared in every call.
     place = torch.tensor([[*key_layout, seqlen_k]], device="cpu")
@@ -82,9 +99,8 @@ def decode_by_blocks(
 
     numbers, gathered = _block_numbers(key_layout, seqlen_k, size), states
     if comm.world_size > 1:
-        queries = queries_of(q, options)
         numbers, gathered = call.run(
-            signature, gather, q.device, replay=gather_places, queries=queries
+            signature, gather, q.device, replay=gather_places, queries=decode.queries
         )
     if len(set(numbers)) < len(numbers):
         raise ValueError(
@@ -92,7 +108,8 @@ def decode_by_blocks(
             f"got the blocks {numbers} of all ranks: give each rank its key_layout"
         )
     if not numbers:
-        return empty
+        o = q.new_zeros(decode.shape, dtype=exchange.out_dtype)
+        return o, q.new_full(decode.shape[:3], -torch.inf, dtype=torch.float32)
     gathered = gathered[torch.tensor(numbers, device="cpu").argsort()]
     return merge_states(gathered[..., :-1], gathered[..., -1], out_dtype=exchange.out_dtype)
 
@@ -129,20 +146,13 @@ def _block_numbers(key_layout: Sequence[int], seqlen_k: int, size: int) -> list[
     return [(first + i // block * stride + i % block) // size for i in begins]
 
 
-def _attend_to_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_ranges: Tensor | None,
-    seqlen_k: int,
-    size: int,
-    options: AttentionOptions,
-) -> Tensor:
+def _attend_to_blocks(decode: DecodeCall, seqlen_k: int, size: int) -> Tensor:
     """The states of a rank's blocks, float32 `[blocks, batch, num_heads_q, seqlen_q, head_dim + 1]`
     with `lse` in the last column."""
-    batch, num_heads_q, seqlen_q, _ = q.shape
+    q, key_ranges, options = decode.q, decode.key_ranges, decode.attention
+    batch, num_heads_q, seqlen_q, head_dim = decode.shape
     num_blocks = -(-seqlen_k // size)
-    shape = (num_blocks, batch, num_heads_q, seqlen_q, v.shape[3] + 1)
+    shape = (num_blocks, batch, num_heads_q, seqlen_q, head_dim + 1)
     states = q.new_empty(shape, dtype=torch.float32)
     if num_blocks == 0:
         return states
@@ -161,11 +171,8 @@ def _attend_to_blocks(
     ranges = key_ranges.clamp(begins, (begins + size).clamp(max=seqlen_k)).int()
     flat = states.flatten(0, 1)
     out = (flat[..., :-1], flat[..., -1])
-    try:
-        lean_decode(_repeated(q, num_blocks), k, v, ranges.flatten(0, 1), out=out, **uncut)
-    except RuntimeError:  # about a page, of which it says the block and not the caller's sequence
-        lean_decode(q, k, v, key_ranges, **options)
-        raise
+    queries = _repeated(q, num_blocks)
+    lean_decode(queries, decode.k, decode.v, ranges.flatten(0, 1), out=out, **uncut)
     return states
 
 

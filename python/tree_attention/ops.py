@@ -138,30 +138,6 @@ def _check_kinds(
     check_tensors("lean_decode", q=q, k=k, v=v, **given)
 
 
-def check_q_k_v(
-    op: str, q: Tensor, k_local: Tensor, v_local: Tensor, options: AttentionOptions
-) -> AttentionOptions:
-    """The options, with Python's own numbers. Refuses what `op` cannot take the sizes of, and
-    options that it does not have."""
-    check_tensors(op, q=q, k_local=k_local, v_local=v_local)
-    check_no_vmap(op, q=q, k_local=k_local, v_local=v_local)
-    check_option_names(op, options)
-    options = with_numbers(op, options) if options else options
-    if any(x.dim() != 4 for x in (q, k_local, v_local)):
-        lean_decode(q, k_local, v_local, **options)  # raises
-    return options
-
-
-def ranges_without_keys(q: Tensor, key_ranges: Tensor | None) -> Tensor:
-    """Key ranges with which lean_decode checks all arguments and does nothing more.
-
-    Of wrong `key_ranges` they have the type, shape and dtype, which it refuses.
-    """
-    if key_ranges is None:
-        return q.new_zeros((q.shape[0], q.shape[2], 2), dtype=torch.int32)
-    return torch.zeros_like(key_ranges) if isinstance(key_ranges, Tensor) else key_ranges
-
-
 def merge_states(
     o_parts: Tensor,
     lse_parts: Tensor,

@@ -4,7 +4,7 @@
 import hashlib
 import inspect
 from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
-from typing import Any, TypedDict, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 import numpy as np
 import torch
@@ -91,19 +91,68 @@ _ELSEWHERE = {
     "softmax_scale": ("scale", "sm_scale"),
 }
 _OPTION_NAMES = frozenset(AttentionOptions.__annotations__)
-TENSOR_OPTIONS = ("alibi_slopes", "query_positions", "page_table", "k_scale", "v_scale")
-ATTENTION_DEFAULTS = {
-    argument.name: argument.default_value
-    for argument in torch.ops.tree_attention.lean_decode.default._schema.arguments
-    if argument.name in _OPTION_NAMES
-}
-# The same options as operators of graphs have them.
-ATTENTION_SCHEMA = (
-    "float? softmax_scale=None, float softcap=0.0, Tensor? alibi_slopes=None, "
-    "Tensor? query_positions=None, int[] key_layout=[0, 1, 1], Tensor? page_table=None, "
-    "Tensor? k_scale=None, Tensor? v_scale=None, int num_workers=0"
-)
+_schema = torch.ops.tree_attention.lean_decode.default._schema
+_options = [argument for argument in _schema.arguments if argument.name in _OPTION_NAMES]
+TENSOR_OPTIONS = tuple(x.name for x in _options if str(x.type) == "Optional[Tensor]")
+ATTENTION_DEFAULTS = {x.name: x.default_value for x in _options}
+# The same options as operators of graphs have them: what stands behind the star of the schema.
+ATTENTION_SCHEMA = str(_schema).partition("*, ")[2].partition(")")[0]
+ATTENTION_SCHEMA = ATTENTION_SCHEMA.replace("ScalarType? out_dtype=None, ", "")
 takes_attention_options = lists_options(AttentionOptions, ATTENTION_DEFAULTS)
+
+SEQUENCE, HEAD, KEY_HEAD, SEQUENCE_OR_PAGE = "sequence", "head", "key head", "sequence or page"
+
+
+class Argument(NamedTuple):
+    """How the ranks of one call share an argument of `lean_decode`."""
+
+    # Its first axes. One of key heads may be missing where the tensor has fewer axes.
+    axes: tuple[str, ...] = ()
+    is_compared: bool = False  # as a field of the call: a number, or the digest of a tensor
+    is_of_queries: bool = False  # its values are compared with every message
+    is_of_keys: bool = False  # belongs to a rank's keys, and differs by rank as they do
+
+
+ARGUMENTS = {
+    "q": Argument((SEQUENCE, HEAD), is_of_queries=True),
+    "k": Argument((SEQUENCE_OR_PAGE, KEY_HEAD), is_of_keys=True),
+    "v": Argument((SEQUENCE_OR_PAGE, KEY_HEAD), is_of_keys=True),
+    "key_ranges": Argument((SEQUENCE,), is_of_keys=True),
+    "softmax_scale": Argument(is_compared=True),
+    "softcap": Argument(is_compared=True),
+    "alibi_slopes": Argument((HEAD,), is_compared=True),
+    "query_positions": Argument((SEQUENCE,), is_of_queries=True),
+    "key_layout": Argument(is_of_keys=True),
+    "page_table": Argument((SEQUENCE, KEY_HEAD, "page of the list"), is_of_keys=True),
+    "k_scale": Argument((SEQUENCE_OR_PAGE, KEY_HEAD, "key"), is_of_keys=True),
+    "v_scale": Argument((SEQUENCE_OR_PAGE, KEY_HEAD, "key"), is_of_keys=True),
+    "num_workers": Argument(is_of_keys=True),
+}
+_COMPARED = [(name, name in TENSOR_OPTIONS) for name, x in ARGUMENTS.items() if x.is_compared]
+_OF_QUERIES = [name for name, x in ARGUMENTS.items() if x.is_of_queries]
+
+
+def part_of(
+    arguments: Mapping[str, Any], sequences: slice, heads: slice, key_heads: slice
+) -> dict[str, Any]:
+    """The arguments of `lean_decode` for some sequences and heads, from the arguments for all."""
+    is_paged = arguments.get("page_table") is not None
+    slices = {
+        SEQUENCE: sequences,
+        HEAD: heads,
+        KEY_HEAD: key_heads,
+        SEQUENCE_OR_PAGE: slice(None) if is_paged else sequences,
+    }
+
+    def part(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        axes = ARGUMENTS[name].axes
+        if x.dim() < len(axes):
+            axes = tuple(axis for axis in axes if axis != KEY_HEAD)
+        return x[tuple(slices.get(axis, slice(None)) for axis in axes)]
+
+    return {name: part(name, x) for name, x in arguments.items()}
 
 
 def check_tensors(op: str, **arguments: object) -> None:
@@ -192,19 +241,23 @@ def fields_of_options(options: AttentionOptions) -> tuple[tuple[str, object], ..
 
     As `lean_decode` took them: numbers of any library, whose own texts may have fewer digits.
     """
-    scale = options.get("softmax_scale")
-    return (
-        ("softmax_scale", None if scale is None else float(scale)),
-        ("softcap", float(options.get("softcap", 0.0))),
-        ("digest of alibi_slopes", _digest(options.get("alibi_slopes"))),
+    return tuple(
+        _field(name, is_tensor, options.get(name, ATTENTION_DEFAULTS[name]))
+        for name, is_tensor in _COMPARED
     )
 
 
-def queries_of(q: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
+def _field(name: str, is_tensor: bool, value: Any) -> tuple[str, object]:
+    if is_tensor:
+        return f"digest of {name}", _digest(value)
+    return name, None if value is None else float(value)
+
+
+def queries_of(arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """The tensors whose values all ranks of one call have in common, as they are in memory."""
-    positions = options.get("query_positions")
-    q = q.resolve_neg()  # as torch.view_as_real of a conjugate, whose memory has the other sign
-    return (q,) if positions is None else (q, positions.resolve_neg())
+    found = [arguments.get(name) for name in _OF_QUERIES]
+    # torch.view_as_real of a conjugate, for example, has the other sign in memory.
+    return tuple(x.resolve_neg() for x in found if x is not None)
 
 
 _digests: MutableMapping[Tensor, tuple[int | None, str]] = WeakIdKeyDictionary()

@@ -12,7 +12,7 @@ from torch import Tensor
 from distributed import on_ranks, run_ranks
 from helpers import assert_same_bits, make_problem, paginate
 from tree_attention import BlockCyclic, ring_decode, tree_decode
-from tree_attention.baselines.ring import MANIFEST_BYTES
+from tree_attention.baselines import MANIFEST_BYTES
 from tree_attention.exchange import Communicator
 
 State = tuple[Tensor, Tensor]

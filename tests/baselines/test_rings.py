@@ -18,18 +18,17 @@ from sharded import CASES, LAYOUTS, WORLDS, make_case, merged
 from tree_attention import (
     BlockCyclic,
     ExchangeError,
+    baselines,
     lean_decode,
     ring_decode,
     ring_pass_q_decode,
     tree_decode,
 )
-from tree_attention.baselines import ring, ring_pass_q
 from tree_attention.exchange import Communicator, Link
 from tree_attention.exchange.transport.messages import Messages
 
 State = tuple[Tensor, Tensor]
 RINGS = {"ring_decode": ring_decode, "ring_pass_q_decode": ring_pass_q_decode}
-MODULES = {"ring_decode": ring, "ring_pass_q_decode": ring_pass_q}
 rings = pytest.mark.parametrize("name", RINGS)
 
 
@@ -117,6 +116,15 @@ def test_arguments_are_refused_before_anything_is_sent(
         decode(q, k, v, group=comm, key_layout=(0, 2, 1))
     with pytest.raises(RuntimeError, match="lean_decode: key_ranges must"):
         decode(q, k, v, torch.zeros(2, 1, 2), group=comm)
+    pages = torch.full((2, 3), 7, dtype=torch.int32)
+    with pytest.raises(
+        RuntimeError, match=r"lean_decode: page_table must hold page ids in \[0, 2\)"
+    ):
+        decode(q, k, v, group=comm, page_table=pages)
+    with pytest.raises(ValueError, match=f"^{name}: q must be on a device that holds values"):
+        decode(q.to("meta"), k.to("meta"), v.to("meta"), group=comm)
+    with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected .* 'strategy'"):
+        decode(q, k, v, group=comm, strategy="auto")
     assert comm.bytes_sent == sent
     assert_same_bits(decode(q, k, v, group=comm), good)
 
@@ -149,7 +157,7 @@ def count_transfers(rank: int, world_size: int, name: str) -> tuple[list[int], i
     with (
         mock.patch.object(owner, start_name, counting_start),
         mock.patch.object(owner, "finish", counting_finish),
-        mock.patch.object(MODULES[name], "lean_decode", counting_decode),
+        mock.patch.object(baselines, "lean_decode", counting_decode),
     ):
         RINGS[name](own.q, own.k, own.v, group=comm)
     return during, under_way
@@ -158,10 +166,10 @@ def count_transfers(rank: int, world_size: int, name: str) -> tuple[list[int], i
 @pytest.mark.parametrize(
     ("name", "during"),
     [
-        # The check of the arguments, then the hops, of which the last has nothing to receive.
-        ("ring_decode", [0, 1, 1, 0]),
-        # The check, then hops with queries, queries and a state, and a state to come.
-        ("ring_pass_q_decode", [0, 1, 1, 1]),
+        # The last hop has nothing to receive.
+        ("ring_decode", [1, 1, 0]),
+        # Hops with queries, with queries and a state, and with a state to come.
+        ("ring_pass_q_decode", [1, 1, 1]),
     ],
 )
 def test_transfers_overlap_attention(name: str, during: list[int]) -> None:

@@ -13,7 +13,7 @@ from benchmarks.harness import measure, ranks, report
 from benchmarks.harness.shapes import DTYPES
 from distributed import run_ranks
 from tree_attention import BlockCyclic, ring_decode
-from tree_attention.baselines.ring import MANIFEST_BYTES
+from tree_attention.baselines import MANIFEST_BYTES
 from tree_attention.exchange import Communicator
 from tree_attention.exchange.auto.choose import COSTS_VARIABLE, CostTable, Measured
 from tree_attention.exchange.strategies import STRATEGIES, Topology

@@ -29,8 +29,7 @@ from lab.simulation import (
 from lab.simulation.fabric import EVERYBODY
 from lab.simulation.recording import program_of
 from simulated import cluster_of, one_level
-from tree_attention import ring_decode, ring_pass_q_decode, tree_decode
-from tree_attention.baselines import ring as ring_module
+from tree_attention import baselines, ring_decode, ring_pass_q_decode, tree_decode
 from tree_attention.exchange import Communicator, Topology
 
 # By name, as `tree_attention.exchange.strategies` is also a function of the package above it.
@@ -161,7 +160,7 @@ def measured_by_rank(
         call()
         kept = [*comm._buffers.prepared.arena._blocks.values(), *outputs]
         if method == RING:
-            kept += ring_module._buffers[comm].values()
+            kept += baselines._buffers[comm].values()
         result[method] = comm.bytes_sent - before, sum(tensor.nbytes for tensor in kept)
     return result
 

@@ -29,6 +29,7 @@ from .options import (
     check_options,
     check_state,
     check_timeout,
+    check_values,
     resolve_group,
 )
 from .strategies import candidates, strategies
@@ -65,6 +66,7 @@ __all__ = [
     "check_options",
     "check_state",
     "check_timeout",
+    "check_values",
     "collective",
     "fake_merge",
     "get_communicator",

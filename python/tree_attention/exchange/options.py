@@ -186,10 +186,13 @@ def _check_inputs(op: str, **tensors: Tensor) -> None:
     if len({x.device for x in tensors.values()}) > 1:
         devices = " and ".join(str(x.device) for x in tensors.values())
         raise ValueError(f"{op}: {names} must be on one device, got {devices}")
-    for x in tensors.values():
-        if x.is_meta:
-            raise ValueError(f"{op}: {names} must be on a device that holds values, got meta")
+    check_values(op, names, *tensors.values())
     check_no_gradient(op, names, *tensors.values())
+
+
+def check_values(op: str, names: str, *tensors: Tensor) -> None:
+    if any(x.is_meta for x in tensors):
+        raise ValueError(f"{op}: {names} must be on a device that holds values, got meta")
 
 
 def check_no_gradient(op: str, names: str, *tensors: Tensor) -> None:

@@ -3,6 +3,7 @@
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..decode import tree_decode
+from ..deterministic import tree_decode_by_blocks
 from ..ops import lean_decode
 from .cache.growing import KVShard, TreeCacheLayer, as_autocast
 from .cache.latent import LatentLayer, attend_to_latents
@@ -123,22 +125,23 @@ def _over_shard(
         keywords["key_layout"] = shard.layout.key_layout(shard.rank)
     keywords |= {"head_sharded": is_head_sharded, "strategy": shard.strategy}
     keywords |= {"group": shard.comm, "timeout": shard.timeout}
+    decode: Callable[..., tuple[Tensor, Tensor]] = tree_decode
     num_states = 1  # of a query; the same on all ranks
     if shard.deterministic:
         num_states = -(-layer.kv_length // shard.deterministic)
-        keywords["deterministic"] = shard.deterministic
+        decode = functools.partial(tree_decode_by_blocks, block_size=shard.deterministic)
         keywords["key_layout"] = shard.layout.key_layout(shard.rank)
     batch, num_heads_q, seqlen_q, _ = query.shape
     state_bytes = 4 * batch * num_heads_q * (layer.head_dim_v + 1) * num_states
     step = max(1, _MAX_STATE_BYTES // state_bytes)
     if seqlen_q <= step:
-        return tree_decode(query, keys, values, local_ranges, **keywords)
+        return decode(query, keys, values, local_ranges, **keywords)
     positions, parts = keywords.get("query_positions"), []
     for tokens in (slice(begin, begin + step) for begin in range(0, seqlen_q, step)):
         if positions is not None:
             keywords["query_positions"] = positions[:, tokens]
         q, its_ranges = query[:, :, tokens], local_ranges[:, tokens]
-        parts.append(tree_decode(q, keys, values, its_ranges, **keywords))
+        parts.append(decode(q, keys, values, its_ranges, **keywords))
     o, lse = zip(*parts, strict=True)
     return torch.cat(o, dim=2), torch.cat(lse, dim=2)
 

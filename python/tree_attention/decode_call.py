@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The arguments of a collective decoding call, checked and as `lean_decode` and ranks need them."""
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .exchange import (
+    MERGE_DEFAULTS,
+    MERGE_SCHEMA,
+    Communicator,
+    ExchangeOptions,
+    MergeOptions,
+    Signature,
+    fake_merge,
+)
+from .ops import check_decode, lean_decode
+from .options import (
+    ATTENTION_DEFAULTS,
+    ATTENTION_SCHEMA,
+    AttentionOptions,
+    check_no_vmap,
+    check_option_names,
+    check_tensors,
+    fields_of_options,
+    queries_of,
+    split_options,
+    with_numbers,
+)
+
+
+class DecodeOptions(AttentionOptions, MergeOptions, total=False):
+    """Keyword arguments of `tree_decode` that other functions have too."""
+
+
+DECODE_DEFAULTS = {**MERGE_DEFAULTS, **ATTENTION_DEFAULTS}
+DECODE_SCHEMA = f"{MERGE_SCHEMA}, {ATTENTION_SCHEMA}"
+
+
+def fake_decode(
+    q: Tensor, v_local: Tensor, group: Communicator, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Outputs of `tree_decode` from shapes alone, for graphs."""
+    merge, _ = split_options(options, MERGE_DEFAULTS)
+    return fake_merge(q, v_local.shape[3], group, merge)
+
+
+class DecodeCall:
+    """One rank's part of a call of `op`: its arguments, and what ranks have to have in common.
+
+    Raises:
+        TypeError: q, k or v is no tensor, or an option is no number or does not exist.
+        RuntimeError: q, k or v has not four axes.
+        ValueError: an option of the merge cannot be followed.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_ranges: Tensor | None,
+        options: Mapping[str, Any],
+        merge_options: Container[str] = (),
+    ) -> None:
+        """`merge_options`: those that `op` has beside the options of `lean_decode`."""
+        self.op, self.q, self.k, self.v, self.key_ranges = op, q, k, v, key_ranges
+        check_tensors(op, q=q, k_local=k, v_local=v)
+        check_no_vmap(op, q=q, k_local=k, v_local=v)
+        merging, attention = split_options(options, merge_options)
+        check_option_names(op, attention)
+        self.attention: AttentionOptions = with_numbers(op, attention) if attention else attention
+        if not q.dim() == k.dim() == v.dim() == 4:
+            check_decode(q, k, v, **self.attention)  # which says which of them
+        self.exchange = ExchangeOptions.of(op, merging, q.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of `o`."""
+        return (*self.q.shape[:3], self.v.shape[3])
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All of `lean_decode`'s, by name."""
+        own = {"q": self.q, "k": self.k, "v": self.v, "key_ranges": self.key_ranges}
+        return {**own, **self.attention}
+
+    def check(self) -> None:
+        """Raises what `attend` would, before anything is computed or sent."""
+        check_decode(**self.arguments)
+
+    def attend(
+        self,
+        out_dtype: torch.dtype | None = None,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The state over this rank's keys."""
+        return lean_decode(
+            self.q, self.k, self.v, self.key_ranges, out_dtype=out_dtype, out=out, **self.attention
+        )
+
+    @property
+    def signature(self) -> Signature:
+        """Fields that must be equal on all ranks, besides those of the merge."""
+        return (
+            ("num_heads_kv", self.k.shape[1]),
+            ("head_dim", self.q.shape[3]),
+            ("dtype", self.q.dtype),
+            *fields_of_options(self.attention),
+        )
+
+    @property
+    def queries(self) -> tuple[Tensor, ...]:
+        """Tensors whose values must be equal on all ranks."""
+        return queries_of({"q": self.q, **self.attention})
