@@ -102,8 +102,8 @@ def lean_decode(
         _lean_decode_out(q, k, v, key_ranges, out_dtype=out_dtype, o=o, lse=lse, **options)
         return out
     except (RuntimeError, TypeError, ValueError):
-        o, lse = (None, None) if out is None else out
-        _check_kinds(q, k, v, options, key_ranges=key_ranges, o=o, lse=lse)
+        outputs = {} if out is None else {"o": out[0], "lse": out[1]}
+        _check_kinds(q, k, v, options, key_ranges=key_ranges, **outputs)
         raise
 
 
@@ -126,7 +126,7 @@ def check_decode(
 
 
 def _check_kinds(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, **optional: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, **optional: object
 ) -> None:
     """Raises TypeError for an unknown option, and for what is no tensor.
 

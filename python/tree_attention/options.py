@@ -106,7 +106,7 @@ SEQUENCE, HEAD, KEY_HEAD, SEQUENCE_OR_PAGE = "sequence", "head", "key head", "se
 class Argument(NamedTuple):
     """How the ranks of one call share an argument of `lean_decode`."""
 
-    # Its first axes. One of key heads may be missing where the tensor has fewer axes.
+    # Its first axes. A tensor that has fewer of them lacks that of key heads.
     axes: tuple[str, ...] = ()
     is_compared: bool = False  # as a field of the call: a number, or the digest of a tensor
     is_of_queries: bool = False  # its values are compared with every message
@@ -128,7 +128,7 @@ ARGUMENTS = {
     "v_scale": Argument((SEQUENCE_OR_PAGE, KEY_HEAD, "key"), is_of_keys=True),
     "num_workers": Argument(is_of_keys=True),
 }
-_COMPARED = [(name, name in TENSOR_OPTIONS) for name, x in ARGUMENTS.items() if x.is_compared]
+_COMPARED = [name for name, x in ARGUMENTS.items() if x.is_compared]
 _OF_QUERIES = [name for name, x in ARGUMENTS.items() if x.is_of_queries]
 
 
@@ -144,15 +144,14 @@ def part_of(
         SEQUENCE_OR_PAGE: slice(None) if is_paged else sequences,
     }
 
-    def part(name: str, x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        axes = ARGUMENTS[name].axes
-        if x.dim() < len(axes):
-            axes = tuple(axis for axis in axes if axis != KEY_HEAD)
-        return x[tuple(slices.get(axis, slice(None)) for axis in axes)]
-
-    return {name: part(name, x) for name, x in arguments.items()}
+    part = dict(arguments)
+    for name, x in arguments.items():
+        if isinstance(x, Tensor):
+            axes = ARGUMENTS[name].axes
+            if x.dim() < len(axes):
+                axes = tuple(axis for axis in axes if axis != KEY_HEAD)
+            part[name] = x[tuple(slices[axis] for axis in axes if axis in slices)]
+    return part
 
 
 def check_tensors(op: str, **arguments: object) -> None:
@@ -241,23 +240,24 @@ def fields_of_options(options: AttentionOptions) -> tuple[tuple[str, object], ..
 
     As `lean_decode` took them: numbers of any library, whose own texts may have fewer digits.
     """
-    return tuple(
-        _field(name, is_tensor, options.get(name, ATTENTION_DEFAULTS[name]))
-        for name, is_tensor in _COMPARED
-    )
-
-
-def _field(name: str, is_tensor: bool, value: Any) -> tuple[str, object]:
-    if is_tensor:
-        return f"digest of {name}", _digest(value)
-    return name, None if value is None else float(value)
+    fields: list[tuple[str, object]] = []
+    for name in _COMPARED:
+        value: Any = options.get(name, ATTENTION_DEFAULTS[name])
+        if name in TENSOR_OPTIONS:
+            fields.append((f"digest of {name}", _digest(value)))
+        else:
+            fields.append((name, None if value is None else float(value)))
+    return tuple(fields)
 
 
 def queries_of(arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """The tensors whose values all ranks of one call have in common, as they are in memory."""
-    found = [arguments.get(name) for name in _OF_QUERIES]
-    # torch.view_as_real of a conjugate, for example, has the other sign in memory.
-    return tuple(x.resolve_neg() for x in found if x is not None)
+    queries: list[Tensor] = []
+    for name in _OF_QUERIES:
+        if (x := arguments.get(name)) is not None:
+            # torch.view_as_real of a conjugate, for example, has the other sign in memory.
+            queries.append(x.resolve_neg())
+    return tuple(queries)
 
 
 _digests: MutableMapping[Tensor, tuple[int | None, str]] = WeakIdKeyDictionary()

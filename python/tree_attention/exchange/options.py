@@ -191,8 +191,9 @@ def _check_inputs(op: str, **tensors: Tensor) -> None:
 
 
 def check_values(op: str, names: str, *tensors: Tensor) -> None:
-    if any(x.is_meta for x in tensors):
-        raise ValueError(f"{op}: {names} must be on a device that holds values, got meta")
+    for x in tensors:
+        if x.is_meta:
+            raise ValueError(f"{op}: {names} must be on a device that holds values, got meta")
 
 
 def check_no_gradient(op: str, names: str, *tensors: Tensor) -> None:
