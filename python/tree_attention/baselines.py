@@ -6,12 +6,11 @@ In `ring_decode` keys and values travel, in `ring_pass_q_decode` queries and the
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -78,12 +77,12 @@ def ring_decode(
             return decode.attend()
         _check(decode)
         state = comm.state(decode.shape, q.device)
-        facts = _Facts.of(decode)
+        facts = _numbers_of(decode)
 
         def run(deadline: float) -> _State:
             facts_by_rank = _gather_facts(comm.link, facts, deadline)
             comm.link.check_call_id()
-            return _pass_keys(comm, state, decode, facts_by_rank, call.seconds)
+            return _pass_keys(comm.link, state, decode, facts_by_rank, call.seconds)
 
         # Every rank attends to every shard itself.
         instruction_set = load().cpu_instruction_set() if q.device.type == "cpu" else None
@@ -176,78 +175,60 @@ def _signature_of(decode: DecodeCall) -> Signature:
     )
 
 
-# Keys and values travel: the tensors of one rank's shard, by name, and None where there is none.
+# Keys and values travel.
 
-_Shard = dict[str, Tensor | None]
-_TRAVELLING = [
-    name
-    for name, argument in ARGUMENTS.items()
-    if argument.is_of_keys and argument.axes  # tensors
-]
+# The tensors of a shard that travel, and the numbers of axes that each has at most.
+_TRAVELLING = [name for name, x in ARGUMENTS.items() if x.is_of_keys and x.axes]
 _MAX_AXES = 4
-# What a rank sends to each other one before any shard: numbers of 8 bytes.
-MANIFEST_BYTES = 8 * (len(_TRAVELLING) * (1 + _MAX_AXES) + 5)
+_Shard = dict[str, Tensor | None]
+# What a rank sends to each other one before any shard (`_Facts`), in numbers of 8 bytes.
+MANIFEST_BYTES = 8 * (len(_TRAVELLING) * _MAX_AXES + 5)
 
 
 class _Facts(NamedTuple):
-    """What ranks have to know of a shard before it comes, as any rank may have appended a key."""
+    """What ranks have to know of a shard before it comes: any rank may have appended a key."""
 
-    shapes: dict[str, tuple[int, ...]]  # of the tensors that are given
-    key_layout: tuple[int, ...]
+    shapes: dict[str, list[int]]  # of the tensors that are given
+    key_layout: list[int]
     num_workers: int
     num_threads: int  # 0 where lean_decode does not depend on it
 
     @staticmethod
-    def of(decode: DecodeCall) -> "_Facts":
-        given = {name: decode.arguments.get(name) for name in _TRAVELLING}
-        return _Facts(
-            {name: tuple(x.shape) for name, x in given.items() if x is not None},
-            tuple(decode.attention.get("key_layout", (0, 1, 1))),
-            decode.attention.get("num_workers", 0),
-            torch.get_num_threads() if decode.q.device.type == "cpu" else 0,
-        )
-
-    def numbers(self) -> list[int]:
-        result: list[int] = []
-        for name in _TRAVELLING:
-            shape = self.shapes.get(name, ())
-            result += [len(shape), *shape, *[0] * (_MAX_AXES - len(shape))]
-        return [*result, *self.key_layout, self.num_workers, self.num_threads]
-
-    @staticmethod
-    def of_numbers(numbers: list[int]) -> "_Facts":
+    def of(numbers: list[int]) -> "_Facts":
+        *sizes, first, block, stride, num_workers, num_threads = numbers
         shapes = {}
         for i, name in enumerate(_TRAVELLING):
-            num_axes, *shape = numbers[i * (1 + _MAX_AXES) : (i + 1) * (1 + _MAX_AXES)]
-            if num_axes:
-                shapes[name] = tuple(shape[:num_axes])
-        *key_layout, num_workers, num_threads = numbers[-5:]
-        return _Facts(shapes, tuple(key_layout), num_workers, num_threads)
+            shapes[name] = [n for n in sizes[i * _MAX_AXES : (i + 1) * _MAX_AXES] if n >= 0]
+        shapes = {name: shape for name, shape in shapes.items() if shape}
+        return _Facts(shapes, [first, block, stride], num_workers, num_threads)
 
-    def num_bytes(self, dtypes: dict[str, torch.dtype]) -> int:
-        return sum(aligned(math.prod(x) * dtypes[name].itemsize) for name, x in self.shapes.items())
-
-    def views(self, buffer: Tensor, dtypes: dict[str, torch.dtype]) -> _Shard:
-        """The shard's tensors as views of `buffer`."""
-        shard: _Shard = dict.fromkeys(_TRAVELLING)
+    def lay_out(self, dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, list[int], int, int]]:
+        """Of each tensor its name, its shape, and where its bytes begin and end in a buffer."""
+        begin = 0
         for name, shape in self.shapes.items():
-            size = math.prod(shape) * dtypes[name].itemsize
-            shard[name] = buffer[:size].view(dtypes[name]).view(shape)
-            buffer = buffer[aligned(size) :]
-        return shard
+            end = begin + math.prod(shape) * dtypes[name].itemsize
+            yield name, shape, begin, end
+            begin = aligned(end)
 
 
-def aligned(num_bytes: int) -> int:
-    """The least size that holds `num_bytes` and keeps what follows aligned."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+def _numbers_of(decode: DecodeCall) -> list[int]:
+    """The facts of this rank's shard, in which -1 is an axis that a tensor has not."""
+    numbers: list[int] = []
+    for name in _TRAVELLING:
+        x = decode.arguments.get(name)
+        shape = () if x is None else x.shape
+        numbers += [*shape, *[-1] * (_MAX_AXES - len(shape))]
+    key_layout = decode.attention.get("key_layout", (0, 1, 1))
+    num_threads = torch.get_num_threads() if decode.q.device.type == "cpu" else 0
+    return [*numbers, *key_layout, decode.attention.get("num_workers", 0), num_threads]
 
 
-def _gather_facts(link: Link, own: _Facts, deadline: float) -> list[_Facts]:
+def _gather_facts(link: Link, own: list[int], deadline: float) -> list[_Facts]:
     host = torch.device("cpu")
-    send = torch.tensor([*own.numbers(), 0], dtype=torch.int64, device=host)  # 0: the call id
+    send = torch.tensor([*own, 0], dtype=torch.int64, device=host)  # the last is the call id
     receive = send.new_empty(link.world_size, send.numel())
     link.gather(receive.view(torch.uint8), send.view(torch.uint8), host).run(deadline)
-    facts = [_Facts.of_numbers(row[:-1]) for row in receive.tolist()]
+    facts = [_Facts.of(row[:-1]) for row in receive.tolist()]
     if len({x.num_threads for x in facts}) == 1:
         return facts
     # Every rank splits a shard as its owner does, or its state would differ in bits.
@@ -255,59 +236,56 @@ def _gather_facts(link: Link, own: _Facts, deadline: float) -> list[_Facts]:
 
 
 def _pass_keys(
-    comm: Communicator, state: State, decode: DecodeCall, facts: list[_Facts], seconds: float
+    link: Link, state: State, decode: DecodeCall, facts: list[_Facts], seconds: float
 ) -> _State:
     """Attends to every rank's shard; each hop has `seconds`."""
-    link, q = comm.link, decode.q
-    transport = link.transport_device(q.device)
+    q, device = decode.q, link.transport_device(decode.q.device)
     dtypes = {"k": decode.k.dtype, "v": decode.v.dtype, "key_ranges": torch.int32}
     dtypes |= {"page_table": torch.int32, "k_scale": torch.float32, "v_scale": torch.float32}
-    num_bytes = max(x.num_bytes(dtypes) for x in facts)
+    num_bytes = max(end for x in facts for *_, end in x.lay_out(dtypes))
     # Two, so that one is received while the other is read and sent.
-    num_buffers = min(2, link.world_size - 1)
-    buffers = [_shard_buffer(comm, i, num_bytes, transport) for i in range(num_buffers)]
-    _, o_parts, lse_parts = state.parts(link.world_size)
-
-    def on(device: torch.device, shard: _Shard) -> _Shard:
-        return {n: None if x is None else x.to(device).contiguous() for n, x in shard.items()}
-
-    def tensors(shard: _Shard) -> list[Tensor]:
-        return [q.new_empty(0) if x is None else x for x in shard.values()]
-
-    shard = {name: decode.arguments.get(name) for name in _TRAVELLING}
-    leaving = on(transport, shard)
-    for hop in range(link.world_size):
-        owner = (link.rank - hop) % link.world_size
+    buffers = [_room(state, f"shard {i}", num_bytes, device) for i in range(min(2, len(facts) - 1))]
+    _, o_parts, lse_parts = state.parts(len(facts))
+    arguments = decode.arguments
+    here: _Shard = {name: arguments.get(name) for name in _TRAVELLING}
+    leaving = [_travelling(x, device) for x in here.values()]
+    for hop in range(len(facts)):
+        owner = (link.rank - hop) % len(facts)
         deadline = time.monotonic() + seconds
-        is_last = hop == link.world_size - 1
+        is_last = hop == len(facts) - 1
         if not is_last:
-            arriving = facts[owner - 1].views(buffers[hop % 2], dtypes)
-            works = link.start_shift(tensors(arriving), tensors(leaving))
+            arriving: _Shard = dict.fromkeys(_TRAVELLING)
+            for name, shape, begin, end in facts[owner - 1].lay_out(dtypes):
+                arriving[name] = buffers[hop % 2][begin:end].view(dtypes[name]).view(shape)
+            coming = [_travelling(x, device) for x in arriving.values()]
+            works = link.start_shift(coming, leaving)
         how = {"key_layout": facts[owner].key_layout, "num_workers": facts[owner].num_workers}
         out = o_parts[owner], lse_parts[owner]
-        lean_decode(**{**decode.arguments, **shard, **how}, out=out)
+        lean_decode(**{**arguments, **here, **how}, out=out)
         if not is_last:
-            link.finish(works, transport, deadline)
-            leaving, shard = arriving, on(q.device, arriving)
+            link.finish(works, device, deadline)
+            leaving = coming
+            here = {name: None if x is None else x.to(q.device) for name, x in arriving.items()}
     return merge_states(o_parts, lse_parts, out_dtype=q.dtype)
 
 
-# Where shards are received, by number and device; kept with the communicator.
-_buffers: WeakKeyDictionary[Communicator, dict[tuple[int, torch.device], Tensor]]
-_buffers = WeakKeyDictionary()
+def _travelling(x: Tensor | None, device: torch.device) -> Tensor:
+    """A tensor as it travels; empty ones are not sent."""
+    if x is None:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    return x.to(device).contiguous()
 
 
-def _shard_buffer(comm: Communicator, index: int, num_bytes: int, device: torch.device) -> Tensor:
-    """Bytes to receive a shard into, kept for the next call unless they are too many."""
-    buffers = _buffers.setdefault(comm, {})
-    buffer = buffers.get((index, device))
-    if buffer is None or buffer.numel() < num_bytes:
-        buffers.pop((index, device), None)  # give back before taking more
-        with torch.inference_mode(False):  # or nobody could write to it outside of it
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        if num_bytes <= MAX_KEPT_BYTES:
-            buffers[index, device] = buffer
-    return buffer
+def _room(state: State, name: str, num_bytes: int, device: torch.device) -> Tensor:
+    """Bytes to receive a shard into, kept for the next call unless two of them are too many."""
+    if 2 * num_bytes > MAX_KEPT_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return state.arena.bytes(name, num_bytes, device)
+
+
+def aligned(num_bytes: int) -> int:
+    """The least size that holds `num_bytes` and keeps what follows aligned."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 # Queries and their states travel.
@@ -340,14 +318,13 @@ def parts_of(q: Tensor, num_heads_kv: int, world_size: int) -> list[Part]:
 
 
 class _Packet(NamedTuple):
-    """A message to the next rank, of which either half may be missing: a part's queries, and
-    behind them the state so far of the part whose queries went before."""
+    """A part's queries, and behind them the state so far of the part whose queries went before."""
 
     queries: Tensor
     state: _State
     query_bytes: Tensor
     state_bytes: Tensor
-    bytes: Tensor
+    both: Tensor
 
 
 def _ring_of(link: Link, state: State, q: Tensor, num_heads_kv: int) -> "_PassQ":
@@ -408,15 +385,10 @@ class _PassQ:
         link, last = self.link, self.link.world_size - 1
         previous, following = (link.rank - 1) % link.world_size, (link.rank + 1) % link.world_size
 
-        def travelling(packet: _Packet, hop: int) -> Tensor:
-            if hop == 0:
-                return packet.query_bytes
-            return packet.state_bytes if hop == last else packet.bytes
-
         rounds = []
         for hop in range(link.world_size):
-            arrives = travelling(self.packets[hop + 1], hop)
-            leaves = travelling(self.packets[hop], hop)
+            half = "query_bytes" if hop == 0 else "state_bytes" if hop == last else "both"
+            arrives, leaves = (getattr(self.packets[i], half) for i in (hop + 1, hop))
             receive = {previous: arrives} if arrives.numel() else {}
             send = {following: leaves} if leaves.numel() else {}
             rounds.append(link.messages(receive, send, self.state.device, has_call_id=False))
