@@ -28,8 +28,8 @@ if __name__ == "__main__":
 from benchmarks.harness.measure import Load, load_warnings, read_memory, time_alternating
 from benchmarks.harness.program import finish, parser_of
 from benchmarks.harness.report import Report, columns_of, environment, verdict
-from tree_attention.hf.weights.experts import experts_forward, quantise_experts
-from tree_attention.hf.weights.parts import OfFile
+from tree_attention.weights.experts import experts_forward, quantise_experts
+from tree_attention.weights.parts import OfFile
 
 CONFIG = Qwen3MoeConfig(num_experts=128, hidden_size=2048, moe_intermediate_size=768)
 CHOICES = 8

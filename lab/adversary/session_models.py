@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from hf_models import CONFIGS, OF_EXPERTS, make_model
 from quantised_numbers import numbers_of
 from tree_attention import hf
-from tree_attention.hf.weights.mesh import Mesh
-from tree_attention.hf.weights.plan import plan
+from tree_attention.weights.mesh import Mesh
+from tree_attention.weights.plan import plan
 
 from .cases import made_once
 

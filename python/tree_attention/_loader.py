@@ -28,6 +28,19 @@ def beyond_tested_transformers(version: str) -> str:
     return f", newer than the newest tested ({TESTED_TRANSFORMERS})"
 
 
+def check_transformers() -> None:
+    """Raises ImportError unless a release of transformers is installed that `hf` works with."""
+    needed = f"tree_attention.hf needs transformers >= {MINIMUM_TRANSFORMERS}"
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"{needed}: {INSTALL_TRANSFORMERS}") from error
+    from packaging.version import Version  # comes with transformers
+
+    if Version(transformers.__version__) < Version(MINIMUM_TRANSFORMERS):
+        raise ImportError(f"{needed}, got {transformers.__version__}: {INSTALL_TRANSFORMERS}")
+
+
 def load() -> ModuleType:
     """The module `tree_attention._C`; loading it registers `torch.ops.tree_attention`."""
     if NAME not in sys.modules:

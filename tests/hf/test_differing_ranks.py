@@ -29,7 +29,7 @@ from transformers import (
 
 from hf_models import make_model, make_prompts
 from tree_attention import ExchangeError, hf
-from tree_attention.hf.checks.fingerprint import describe
+from tree_attention.hf.fingerprint import describe
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 LOST_AFTER_SECONDS = 2.0

@@ -44,8 +44,8 @@ from tree_attention.hf.cache.latent import LatentLayer
 from tree_attention.hf.cache.window import WindowLayer
 from tree_attention.hf.own_attention import own_attentions
 from tree_attention.hf.prompts.forward import checked_prefill
-from tree_attention.hf.weights.mesh import Mesh
-from tree_attention.hf.weights.plan import CannotSplitError, plan
+from tree_attention.weights.mesh import Mesh
+from tree_attention.weights.plan import CannotSplitError, plan
 
 ROOT = Path(__file__).parents[2]
 PROMPT_LENGTH = 29

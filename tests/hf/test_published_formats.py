@@ -25,7 +25,7 @@ from hf_families import VOCAB_SIZE, WORKING, make_model
 from test_split_families import GREEDY, _same_on_all_ranks, sizes_of
 from tree_attention import ExchangeError, hf
 from tree_attention.hf import tensor_parallel
-from tree_attention.hf.weights.checkpoint.formats import Fp8Blocks, Mxfp4
+from tree_attention.weights.checkpoint.formats import Fp8Blocks, Mxfp4
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 

@@ -26,8 +26,8 @@ from hf_families import HYBRIDS, VOCAB_SIZE, WORKING, make_model
 from quantised_numbers import DTYPES, TOLERANCE, numbers_of
 from test_split_families import GREEDY, _same_on_all_ranks, sizes_of
 from tree_attention import hf
-from tree_attention.hf.weights.parts import Cut, OfFile
-from tree_attention.hf.weights.quantised import SCHEMES, Matrix, QuantisedLinear, product
+from tree_attention.weights.parts import Cut, OfFile
+from tree_attention.weights.quantised import SCHEMES, Matrix, QuantisedLinear, product
 
 
 def check_product(

@@ -13,8 +13,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from benchmarks.harness.published_shapes import SHAPES
-from tree_attention.hf.weights.mesh import Mesh
-from tree_attention.hf.weights.plan import plan
+from tree_attention.weights.mesh import Mesh
+from tree_attention.weights.plan import plan
 
 
 def _model(name: str) -> Any:

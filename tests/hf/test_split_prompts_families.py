@@ -22,8 +22,8 @@ pytest.importorskip("transformers")
 from generations import generated, left_padded
 from hf_families import OWN_ATTENTION, VOCAB_SIZE, WORKING, make_model
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf.cache.token_split import Deal
 from tree_attention.hf.prompts import split_attention
-from tree_attention.hf.prompts.token_split import Deal
 
 PROMPT_LENGTH = 29
 GREEDY = {

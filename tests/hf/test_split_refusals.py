@@ -19,8 +19,8 @@ pytest.importorskip("transformers")
 
 from hf_families import REFUSED, WORKING, make_model
 from hf_refusal import no_longer_refused
-from tree_attention.hf.weights.mesh import Mesh
-from tree_attention.hf.weights.plan import CannotSplitError, plan
+from tree_attention.weights.mesh import Mesh
+from tree_attention.weights.plan import CannotSplitError, plan
 
 
 def _split(family: str, change: Callable[[Any], object], **options: Any) -> None:

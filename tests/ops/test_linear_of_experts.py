@@ -17,8 +17,8 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from quantised_numbers import DTYPES, TOLERANCE, numbers_of
-from tree_attention.hf.weights.parts import OfFile
-from tree_attention.hf.weights.quantised import SCHEMES, Matrix
+from tree_attention.weights.parts import OfFile
+from tree_attention.weights.quantised import SCHEMES, Matrix
 
 OPERATOR = torch.ops.tree_attention.linear_of_experts
 

@@ -18,13 +18,13 @@ from hf_families import HYBRIDS, REFUSED, WORKING, Family, make_model
 from tree_attention import hf
 from tree_attention.hf.cache.window import MARGIN, STEP
 from tree_attention.hf.options import KV_DTYPES as OF_8_BITS
-from tree_attention.hf.weights.mesh import Mesh
-from tree_attention.hf.weights.plan import plan
 from tree_attention.planning.arithmetic import SPLIT, SPLIT_BY_HEADS, Plan, Work
 from tree_attention.planning.machines import LINKS, MACHINES, Hosts
 from tree_attention.planning.models import KV_DTYPES, NAMED
 from tree_attention.planning.reading import find_model, from_config
 from tree_attention.reference import quantise
+from tree_attention.weights.mesh import Mesh
+from tree_attention.weights.plan import plan
 
 H100 = Hosts(MACHINES["h100"], LINKS["nvlink"])
 TINY = {

@@ -27,7 +27,7 @@ from transformers import DeepseekV3Config
 from tree_attention import ExchangeError, hf
 from tree_attention.__main__ import main
 from tree_attention.hf import tensor_parallel
-from tree_attention.hf.weights.quantised import SCHEMES
+from tree_attention.weights.quantised import SCHEMES
 
 pytestmark = pytest.mark.deep
 

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The package reads from the top: small folders, and one door to each room."""
+"""The package reads from the top: imports go down only, and one door to each room."""
 
 from __future__ import annotations
 
 import ast
+import configparser
 import inspect
 import pydoc
 import re
 import subprocess
 import typing
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,68 @@ def test_the_lab_is_imported_by_itself_alone() -> None:
     assert len(library) > 200
     imports_lab = re.compile(r"^\s*(?:from|import) lab\b", re.MULTILINE)
     assert not [path for path in library if path.exists() and imports_lab.search(path.read_text())]
+
+
+def _imports(module: Path) -> Iterator[tuple[str, ...]]:
+    """The paths inside the package of what a module imports, wherever it does so: also inside
+    functions, and for type checking."""
+    place = module.relative_to(PACKAGE).parts
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                first, *rest = name.name.split(".")
+                if first == PACKAGE.name:
+                    yield _path(tuple(rest))
+        elif isinstance(node, ast.ImportFrom):
+            first, *rest = (node.module or "").split(".")
+            inside = place[: len(place) - node.level] if node.level else ()
+            if node.level:
+                base = (*inside, *filter(None, (first, *rest)))
+            elif first == PACKAGE.name:
+                base = tuple(rest)
+            else:
+                continue
+            for name in node.names:  # maybe of modules
+                yield _path((*base, name.name))
+
+
+def _path(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The longest beginning of `names` that is a module, or the `__init__` of a package."""
+    while names:
+        path = PACKAGE.joinpath(*names)
+        if path.with_suffix(".py").exists():
+            return names
+        if path.is_dir():
+            break
+        names = names[:-1]
+    return (*names, "__init__")
+
+
+def test_imports_make_no_circle() -> None:
+    """In no folder, so that its modules and the folders in it have an order, and all imports go
+    down in it."""
+    edges: dict[tuple[str, ...], dict[str, set[str]]] = {}  # of each folder, by entry
+    for module in MODULES:
+        own = module.relative_to(PACKAGE).with_suffix("").parts
+        for other in _imports(module):
+            shared = next(i for i, (x, y) in enumerate(zip(own, other, strict=False)) if x != y)
+            edges.setdefault(own[:shared], {}).setdefault(own[shared], set()).add(other[shared])
+    assert edges[()]["hf"] > {"weights", "exchange"} and "shard" in edges["hf", "cache"]["growing"]
+    circles = []
+    for folder, graph in edges.items():
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            circles.append(f"{'/'.join(folder) or PACKAGE.name}: {' <- '.join(error.args[1])}")
+    assert not circles, "\n".join(circles)
+
+
+def test_the_linter_of_imports_excuses_nothing() -> None:
+    config = configparser.ConfigParser()
+    config.read(PACKAGE.parents[1] / ".importlinter")
+    assert config["importlinter"]["exclude_type_checking_imports"] == "False"
+    for name in config.sections():
+        assert not {x for x in config[name] if "ignore" in x}, name
 
 
 _QUESTIONS = ("What ", "Whether ", "How ", "Has ", "That of ", "Those of ")

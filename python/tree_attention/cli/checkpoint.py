@@ -25,7 +25,7 @@ def load(path: Path, **options: Any) -> Any:
     """The model of a checkpoint, loaded with `options` of `from_pretrained`, or UsageError."""
     from transformers import AutoModelForCausalLM
 
-    from ..hf.weights.checkpoint.reading import some
+    from ..weights.checkpoint.reading import some
 
     with damages_named(path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -85,7 +85,7 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from ..hf.weights.checkpoint.files import check_config_file
+    from ..weights.checkpoint.files import check_config_file
 
     logging.disable_progress_bar()  # which transformers shows while it loads the weights
     if not (path / "config.json").exists():
@@ -103,7 +103,7 @@ def damages_named(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # damaged files are errors of every kind, of three libraries
-        from ..hf.weights.plan import CannotSplitError  # needs transformers, which is there now
+        from ..weights.plan import CannotSplitError  # needs transformers, which is there now
 
         if isinstance(error, ExchangeError | CannotSplitError):
             raise

@@ -161,7 +161,7 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
     from transformers import DynamicCache
 
     from .. import hf
-    from ..hf.weights.split import mesh_of
+    from ..weights.split import mesh_of
     from . import generation
 
     input_ids = tokenizer(text, return_tensors="pt")["input_ids"].to(device)
@@ -220,7 +220,7 @@ def load_model(
     options = {"prefill": arguments.prefill, "timeout": arguments.timeout}
     tokenizer = load_tokenizer(path)
     from .. import hf
-    from ..hf.weights.plan import CannotSplitError
+    from ..weights.plan import CannotSplitError
 
     # Prompts are dealt to ranks which have all weights.
     can_split = arguments.weights != "replicated" and arguments.prefill != "split"
@@ -262,7 +262,7 @@ def load_model(
 
 def advice(model: Any, cache: Any) -> str:
     """Sentence on what to do after an exchange that failed."""
-    from ..hf.weights.split import mesh_of
+    from ..weights.split import mesh_of
 
     mesh = mesh_of(model)
     of_weights = () if mesh is None else (mesh.calls, mesh.sums, mesh.logits)

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..exchange import Communicator
 from ..hf import TreeCache
 from ..hf.release import CACHE_NAME
-from ..hf.weights.split import mesh_of
+from ..weights.split import mesh_of
 from .usage import plain_console
 
 # Below them a rate is that of the set-up, or of chance.

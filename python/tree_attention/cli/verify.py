@@ -284,7 +284,7 @@ def check_huggingface(path: Path | None) -> Iterator[Check]:
 def check_tokens(name: str, model: Any, ids: Tensor, mask: Tensor) -> Iterator[Check]:
     """Checks 24 tokens of a model with whole weights and with split ones."""
     from .. import hf
-    from ..hf.weights.plan import CannotSplitError
+    from ..weights.plan import CannotSplitError
 
     def generate(model: Any) -> list[list[int]]:
         output = model.generate(

@@ -9,20 +9,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AttentionInterface
 
 from ..decode import tree_decode
 from ..deterministic import tree_decode_by_blocks
 from ..ops import lean_decode
+from ..weights.mesh import Mesh
+from ..weights.split import mesh_of, own_heads
 from .cache.growing import KVShard, TreeCacheLayer, as_autocast
 from .cache.latent import LatentLayer, attend_to_latents
 from .cache.shard import Shard
+from .cache.token_split import current_deal
 from .cache.window import WindowLayer
 from .masks import KeyRanges
 from .prompts.split_attention import attend_split
-from .prompts.token_split import current_deal
 from .release import CACHE_NAME
-from .weights.mesh import Mesh
-from .weights.split import mesh_of, own_heads
 
 # Each rank keeps one send buffer as large as the largest state and world_size more to receive into.
 # The state of a forward pass over many queries is exchanged in pieces of at most this size.
@@ -228,3 +229,6 @@ def _wrong_length(ranges: KeyRanges, length: int) -> NotImplementedError:
         f"tree_attention: the mask is for {ranges.kv_length} keys and the layer has {length}; "
         "models whose layers hold caches of different lengths are not supported"
     )
+
+
+AttentionInterface.register("tree_attention", tree_attention_forward)

@@ -8,15 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from typing_extensions import Unpack
 
 from .._numbers import integer
 from ..exchange import Communicator, check_options, get_communicator
 from ..sharding import ShardLayout
+from ..weights.mesh import Mesh
+from ..weights.split import mesh_of
+from ..weights.whole import check_model
 from .cache.latent import check_latents, override_expansion, restore_expansion
 from .cache.operands import check_keys
 from .cache.tree_cache import TreeCache
@@ -26,8 +27,6 @@ from .overrides import override, restore
 from .own_attention import choose_attention, own_attentions
 from .prompts.forward import checked_prefill, override_forward
 from .sampling import SynchronizeLogits
-from .weights.mesh import Mesh
-from .weights.split import mesh_of
 
 _OVERRIDES: dict[str, Callable[..., Any]] = {
     "generate": Preparation.generate,
@@ -153,33 +152,6 @@ def is_enabled(model: PreTrainedModel) -> bool:
     return _PREVIOUS in vars(model)
 
 
-def check_model(op: str, model: Any) -> None:
-    """Raises TypeError or ValueError unless `op` is given a model that can generate text."""
-    name = type(model).__name__
-    if hasattr(model, "_orig_mod"):
-        raise TypeError(
-            f"{op}: model is wrapped by torch.compile; {op} the model itself, and then compile "
-            "its forward: model.forward = torch.compile(model.forward)"
-        )
-    if not isinstance(model, PreTrainedModel):
-        inner = None
-        if isinstance(model, nn.Module):
-            inner = next((x for x in model.modules() if isinstance(x, PreTrainedModel)), None)
-        way = ""
-        if hasattr(model, "merge_and_unload"):
-            way = f"; {op} what model.merge_and_unload() returns, with the adapters merged"
-        elif inner is not None:
-            way = f" around a {type(inner).__name__}; {op} that one, if its weights are whole, or "
-            way += "load it with tree_attention.hf.from_pretrained(path, tensor_parallel_size=...)"
-        raise TypeError(f"{op}: model must be a PreTrainedModel of transformers, got {name}{way}")
-    if not isinstance(model, GenerationMixin):
-        raise ValueError(
-            f"{op}: {name} has no generate; {op} the model with the language head, whose class "
-            "ends in ForCausalLM"
-        )
-    _check_whole(op, model)
-
-
 def _warn_if_not_initialised() -> None:
     """Warns in a process that torchrun started and that has not joined the others."""
     size = os.environ.get("WORLD_SIZE", "")
@@ -195,32 +167,6 @@ def _warn_once(size: str) -> None:
         "torch.distributed.init_process_group before enable",
         stacklevel=4,
     )
-
-
-def _check_whole(op: str, model: PreTrainedModel) -> None:
-    """Refuses weights of which this rank has only a part, by a split that is not ours."""
-    split = None
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            ranks = f"{parameter.device_mesh.size()} ranks"
-            split = f"{name} is a DTensor over {ranks}, as tp_plan and FSDP make them"
-        elif hasattr(parameter, "ds_id"):
-            split = f"{name} belongs to DeepSpeed's ZeRO-3"
-        elif parameter.is_meta and op == "parallelize":
-            split = f"{name} is on the meta device, as where device_map offloads it"
-        if split is not None:
-            break
-    devices = {x for x in getattr(model, "hf_device_map", {}).values() if x not in ("cpu", "disk")}
-    if split is None and len(devices) > 1:
-        split = f"device_map spread its layers over {', '.join(sorted(map(str, devices)))}"
-    if split is None and (getattr(model, "_tp_size", None) or 1) > 1:
-        split = f"tp_plan of transformers split them over {model._tp_size} ranks"
-    if split is not None:
-        raise ValueError(
-            f"{op}: the weights of this {type(model).__name__} are split already: {split}; load "
-            "the model with tree_attention.hf.from_pretrained(path, tensor_parallel_size=...), "
-            "which splits them and the cache over the ranks, or whole"
-        )
 
 
 def _check_split(

@@ -7,10 +7,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ..sharding import ShardLayout
-from .prompts.token_split import current_deal
+from .cache.token_split import current_deal
 
 _NO_RANGE = (
     "supports causal and sliding-window masks only, not chunked, packed, blockwise or "
@@ -251,3 +252,6 @@ def _holds(condition: Tensor, otherwise: str, waits: bool) -> bool:
         torch._assert_async(condition, f"tree_attention: {otherwise}")
         return True
     return bool(condition)
+
+
+AttentionMaskInterface.register("tree_attention", tree_attention_mask)

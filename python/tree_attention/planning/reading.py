@@ -29,7 +29,7 @@ def find_model(name: str) -> Model:
     try:
         from transformers import AutoConfig
 
-        from ..hf.weights.checkpoint.files import check_config_file
+        from ..weights.checkpoint.files import check_config_file
 
         check_config_file(path / "config.json", "the configuration")
         config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
@@ -116,9 +116,9 @@ def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str, s
     """Return the weights, the sums of a split model, why it is not split, and what is not cut."""
     from torch import nn
 
-    from ..hf.weights.checkpoint.formats import check_format
-    from ..hf.weights.mesh import Mesh
-    from ..hf.weights.plan import plan, whole_parts
+    from ..weights.checkpoint.formats import check_format
+    from ..weights.mesh import Mesh
+    from ..weights.plan import plan, whole_parts
 
     cut, sums, not_split = frozenset[str](), 0, ""
     by_heads: dict[str, str] = {}  # kinds of the parameters that tensor_parallel_size divides

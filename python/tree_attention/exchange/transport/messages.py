@@ -11,23 +11,45 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
 from .buffers import CALL_ID_BYTES
 from .deadlines import is_watched
-
-if TYPE_CHECKING:
-    from .process_group import Link
 
 ByRank = Mapping[int, Tensor]
 
 # Call ids, in which messages end. Other numbers are digests of the queries of a call.
 OTHER_CALL = 0  # the sender makes another call than the last one, or has received another id
 SAME_CALL = 1  # the sender repeats its last call, which has no queries to compare
+
+
+class Transport(Protocol):
+    """The parts of a group that its rounds use: `process_group.Link` has them."""
+
+    rank: int
+    world_size: int
+    seal: int
+    bytes_sent: int
+
+    @property
+    def group(self) -> ProcessGroup: ...
+    @property
+    def ways(self) -> list[Way]: ...
+    def is_staged(self, device: torch.device) -> bool: ...
+    def transport_device(self, device: torch.device) -> torch.device: ...
+    def host_memory(self, num_bytes: int) -> Tensor: ...
+    def operation(self, name: str, is_counted: bool = True) -> AbstractContextManager[None]: ...
+    def all_to_all_of(
+        self, receive: list[Tensor], send: list[Tensor], device: torch.device, deadline: float
+    ) -> Work | None: ...
+    def wait(
+        self, work: Work | None, device: torch.device, deadline: float, name: str = ""
+    ) -> None: ...
 
 
 class Round:
@@ -52,7 +74,7 @@ class Round:
 class LibraryCall(Round):
     """A collective of the library, which posts by itself, with a message to every other rank."""
 
-    def __init__(self, link: Link, run: Callable[[float], None]) -> None:
+    def __init__(self, link: Transport, run: Callable[[float], None]) -> None:
         self._link, self._run = link, run
 
     def start(self, deadline: float) -> None:
@@ -63,7 +85,7 @@ class LibraryCall(Round):
 class PointToPoint(Round):
     """Messages of the process group, each by itself."""
 
-    def __init__(self, link: Link, receive: ByRank, send: ByRank, tag: int) -> None:
+    def __init__(self, link: Transport, receive: ByRank, send: ByRank, tag: int) -> None:
         self._link, self._receive, self._send, self._tag = link, receive, send, tag
         self._names = [f"message to rank {rank}" for rank in send]
         self._names += [f"message from rank {rank}" for rank in receive]
@@ -91,7 +113,9 @@ class AllToAll(Round):
     """Messages of any length as one all-to-all: NCCL queues them together, and where torch watches
     collectives, it would take messages of some ranks for collectives that the others lack."""
 
-    def __init__(self, link: Link, receive: ByRank, send: ByRank, device: torch.device) -> None:
+    def __init__(
+        self, link: Transport, receive: ByRank, send: ByRank, device: torch.device
+    ) -> None:
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         self._link, self._device = link, device
         self._receive = [receive.get(rank, nothing) for rank in range(link.world_size)]
@@ -175,7 +199,7 @@ class Messages(Round):
 
     def __init__(
         self,
-        link: Link,
+        link: Transport,
         receive: ByRank,
         send: ByRank,
         device: torch.device,
@@ -237,7 +261,7 @@ class Messages(Round):
 
 
 def _rounds(
-    link: Link, receive: ByRank, send: ByRank, device: torch.device, tag: int
+    link: Transport, receive: ByRank, send: ByRank, device: torch.device, tag: int
 ) -> list[Round]:
     """The messages between this rank and others, by the transport that carries them."""
     if device.type != "cpu" or is_watched():

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..prompts.token_split import Deal
 from .growing import TreeCacheLayer, interrupted
 from .latent import LatentLayer
 from .shard import Shard
+from .token_split import Deal
 
 
 class Progress:

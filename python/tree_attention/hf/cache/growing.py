@@ -11,9 +11,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..._numbers import integer
 from ...ops import append_kv
-from ..prompts.token_split import Deal, current_deal
 from .operands import check_taken
 from .shard import Shard
+from .token_split import Deal, current_deal
 
 # transformers 5.5 passes `crop` the tokens to keep, later releases the tokens to remove, as a
 # number <= 0. The name of the parameter tells which.

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..overrides import override, restore
-from ..prompts.token_split import current_deal
 from .growing import KVShard, TreeCacheLayer
 from .operands import check_taken, no_rows
+from .token_split import current_deal
 
 # The method of attention modules that makes keys and values of all heads from cached latents.
 _EXPAND = "expand_kv"

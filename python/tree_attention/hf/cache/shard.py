@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from ...deterministic import check_layout, check_size
 from ...exchange import DEFAULT_TIMEOUT, Communicator, Signature, check_options, get_communicator
 from ...sharding import BlockCyclic, Contiguous, ShardLayout
-from ..weights.mesh import column_of
+from ...weights.mesh import column_of
 
 Place = tuple[ShardLayout, int]  # of a run of tokens: the first is in this slot of the layout
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..prompts.token_split import current_deal
 from .fixed import StaticTreeCacheLayer
 from .growing import KVShard, TreeCacheLayer
+from .token_split import current_deal
 
 # The number of tokens that `crop` can always take back: prompt lookup and assisted decoding remove
 # the candidates that the model did not choose.

@@ -19,12 +19,12 @@ from transformers.generation import GenerationMode
 from ...exchange import Communicator, ExchangeError, Signature, sentence
 from ..cache.build import check_layers
 from ..cache.tree_cache import TreeCache
+from ..fingerprint import describe, describe_all, model_signature, settings_of
 from ..masks import check_steps_after
 from ..overrides import is_overridden
 from ..prompts.forward import is_dealt_in_generate, may_be_chunked, under_new_name
 from ..release import CACHE_NAME, generate_without_enable
 from ..sampling import SynchronizeLogits
-from .fingerprint import describe, describe_all, model_signature, settings_of
 from .refusals import (
     CHUNKS_AFTER_CACHED_TOKENS,
     check_cached_prompt,

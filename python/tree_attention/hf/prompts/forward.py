@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
+from ...weights.split import mesh_of
 from ..cache.build import GO_ON_FROM_A_STATE, state_kinds
+from ..cache.token_split import Deal, dealing
 from ..cache.tree_cache import TreeCache
-from ..checks.fingerprint import describe
+from ..fingerprint import describe
 from ..masks import KeyRanges
 from ..overrides import is_overridden, override
 from ..release import CACHE_NAME, OLD_CACHE_NAME
-from ..weights.split import mesh_of
-from .token_split import Deal, dealing
 
 _PREFILLS = ("auto", "split", "replicated")
 # Where "auto" splits: below so many tokens a rank, exchanges cost more than a rank saves.

@@ -28,8 +28,8 @@ from torch import Tensor
 from ...exchange import StateLayout
 from ...ops import lean_decode, merge_states
 from ..cache.growing import TreeCacheLayer
+from ..cache.token_split import Deal
 from ..masks import KeyRanges
-from .token_split import Deal
 
 # What a layer holds at a time of the states of all ranks, or of their keys and values.
 _MAX_PIECE_BYTES = 32 << 20

@@ -5,15 +5,13 @@ A save writes files of new names beside those of the last one, and then replaces
 alone says what belongs together: whoever is interrupted leaves the last save whole.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +22,7 @@ from ...._json import open_regular
 from ....exchange import Signature, on_every_rank, sentence
 from ....ops import append_kv
 from ....sharding import ShardLayout
+from ..growing import TreeCacheLayer
 from .index import (
     INDEX,
     LAYOUTS,
@@ -31,6 +30,7 @@ from .index import (
     File,
     Index,
     Kinds,
+    Saved,
     kv_dtype_of,
     put_state,
     read_index,
@@ -40,15 +40,13 @@ from .index import (
     write_index,
 )
 
-if TYPE_CHECKING:
-    from ..growing import TreeCacheLayer
-    from ..tree_cache import TreeCache
+Cache = TypeVar("Cache", bound=Saved)
 
 # How many times a cache is read while saves beside it remove the files of its index.
 _READINGS = 5
 
 
-def save(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
+def save(cache: Saved, directory: str | os.PathLike[str]) -> None:
     """`TreeCache.save`."""
     shard, path = cache.shard, Path(directory)
     comm, rank, timeout = shard.comm, shard.rank, shard.timeout
@@ -85,11 +83,11 @@ def save(cache: TreeCache, directory: str | os.PathLike[str]) -> None:
         raise
 
 
-def restore(empty: TreeCache, directory: str | os.PathLike[str]) -> TreeCache:
+def restore(empty: Cache, directory: str | os.PathLike[str]) -> Cache:
     """A copy of an empty cache with what `save` wrote, of any world size and layout."""
     shard, path = empty.shard, Path(directory)
 
-    def read() -> tuple[Signature, TreeCache]:
+    def read() -> tuple[Signature, Cache]:
         for number in range(1, _READINGS + 1):
             cache = copy.deepcopy(empty)
             try:
@@ -112,7 +110,7 @@ def restore(empty: TreeCache, directory: str | os.PathLike[str]) -> TreeCache:
     return cache
 
 
-def _write_tensors(cache: TreeCache, path: Path) -> File:
+def _write_tensors(cache: Saved, path: Path) -> File:
     shard = cache.shard
     tensors = {
         f"layers.{i}.{name}": x[:, :, layer.held()].contiguous().cpu()
@@ -152,7 +150,7 @@ def _digest(file: BinaryIO) -> str:
     return sha.hexdigest()
 
 
-def _read_tensors(cache: TreeCache, path: Path, index: Index) -> None:
+def _read_tensors(cache: Saved, path: Path, index: Index) -> None:
     shard, source = cache.shard, index.layout
     if len(index.layers) != len(cache.kv_layers):
         raise ValueError(
@@ -217,7 +215,7 @@ def _read_tensors(cache: TreeCache, path: Path, index: Index) -> None:
         layer.length = index.length
 
 
-def _put_states(cache: TreeCache, states: list[Kinds], place: Path, handle: Any) -> None:
+def _put_states(cache: Saved, states: list[Kinds], place: Path, handle: Any) -> None:
     for i, (layer, kinds) in enumerate(zip(cache.state_layers, states, strict=True)):
         for name, kind in kinds.items():
             found = _tensor(place, handle, f"states.{i}.{name}", kind)

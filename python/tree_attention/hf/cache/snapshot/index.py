@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The index of a saved `TreeCache`: what it says, how it is written, and what is refused of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -10,22 +8,21 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from ...._json import open_regular, read_json_object
-from ....exchange import Note
+from ....exchange import Note, Signature
 from ....sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
 from ...options import KV_DTYPES
-
-if TYPE_CHECKING:
-    from ..tree_cache import TreeCache
+from ..growing import TreeCacheLayer
+from ..shard import Shard
 
 T = TypeVar("T")
 
@@ -65,6 +62,22 @@ _MODEL_FIELDS = (
 _BOUND = 1 << 63  # of integers in tensors
 
 
+class Saved(Protocol):
+    """The parts of a cache that are read to save it, and to load one: a `TreeCache` has them."""
+
+    shard: Shard
+    model: dict[str, Any]  # by `describe_model`
+
+    @property
+    def kv_layers(self) -> Sequence[TreeCacheLayer]: ...
+    @property
+    def state_layers(self) -> Sequence[Any]: ...
+    @property
+    def kv_dtype(self) -> torch.dtype | None: ...
+    def common_length(self, op: str) -> int: ...
+    def signature(self, op: str) -> Signature: ...
+
+
 class File(NamedTuple):
     """A rank's file: what its note tells the others, and the index of it."""
 
@@ -100,7 +113,7 @@ def describe_model(config: PreTrainedConfig) -> dict[str, Any]:
     return described
 
 
-def layers_of(cache: TreeCache) -> list[dict[str, Any] | None]:
+def layers_of(cache: Saved) -> list[dict[str, Any] | None]:
     """The keys and values of all layers but for their slots, in terms of JSON; None before any."""
     return [
         {
@@ -127,7 +140,7 @@ def states_of(layer: Any) -> dict[str, Tensor]:
     }
 
 
-def kinds_of_states(cache: TreeCache) -> list[dict[str, Any]]:
+def kinds_of_states(cache: Saved) -> list[dict[str, Any]]:
     """The states of all layers that keep some, in terms of JSON."""
     return [
         {
@@ -147,7 +160,7 @@ def put_state(layer: Any, name: str, state: Tensor) -> None:
         layer.has_previous_state[int(number)] = True
 
 
-def write_index(cache: TreeCache, path: Path, files: list[File]) -> None:
+def write_index(cache: Saved, path: Path, files: list[File]) -> None:
     for rank, file in enumerate(files):
         place = path / file.name
         if not place.exists() or place.stat().st_size != file.size:
@@ -205,7 +218,7 @@ def digest_of(index: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def read_index(path: Path, cache: TreeCache) -> Index:
+def read_index(path: Path, cache: Saved) -> Index:
     """The index of a directory, if it is whole and of a cache such as this one."""
     file = path / INDEX
     try:
@@ -318,7 +331,7 @@ def _parsed_states(entries: Mapping[str, Any]) -> Kinds:
     return kinds
 
 
-def _check_model(entries: Mapping[str, Any], cache: TreeCache) -> None:
+def _check_model(entries: Mapping[str, Any], cache: Saved) -> None:
     saved = _entry(entries, "model", dict)
     for name, value in cache.model.items():
         if saved.get(name) != value:

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ..._numbers import integer
-from ...exchange import (
+from .._numbers import integer
+from ..exchange import (
     DEFAULT_TIMEOUT,
     Communicator,
     ExchangeError,

@@ -9,8 +9,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
-from ...._json import read_json_object
-from ....exchange import sentence
+from ..._json import read_json_object
+from ...exchange import sentence
 
 # Fields that no model can have at 0 or below.
 _POSITIVE = {

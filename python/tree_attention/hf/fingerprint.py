@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Digests and descriptions of what every rank must have in common before a generation begins."""
 
-import hashlib
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from operator import itemgetter
+from collections.abc import Iterable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -13,20 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..._loader import load
-from ...exchange import Signature
-from ..weights.split import split_tensors
+from ..exchange import Signature
+from ..weights.digests import digest, digest_buffers, digest_parameters, to_bytes
 
-_SAMPLES_PER_PARAMETER = 8
-_HEX_DIGITS = 16
-# How much of a device's tensor the host reads at a time.
-_PIECE_BYTES = 64 << 20
-# The digests of tensors that were compared before, with their versions and addresses.
-_digests: MutableMapping[Tensor, tuple[tuple[int, int] | None, str]] = WeakIdKeyDictionary()
 # Length of the beginning of a value's text that ranks publish and an error shows.
 _MAX_TEXT = 200
 # How deep collections are compared, as an object may hold itself, and how many entries of those
@@ -59,13 +49,10 @@ def _compared(settings: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def model_signature(kind: str, model: PreTrainedModel) -> Signature:
     """The configuration, weights and buffers of a model, for ranks to compare."""
-    split, _ = split_tensors(model)
-    # Also of those that are never saved.
-    buffers = digest_tensors(_whole(model.named_buffers(), split))
     return (
         *settings_of(kind, model.config),
         (f"digest of the {kind}'s weights", digest_parameters(model)),
-        (f"digest of the {kind}'s buffers", buffers),
+        (f"digest of the {kind}'s buffers", digest_buffers(model)),
     )
 
 
@@ -92,11 +79,11 @@ def describe(value: Any, with_attributes: bool = False) -> str:
         if isinstance(value, tuple(_PLAIN)):
             return repr(value)
         if isinstance(value, np.ndarray) and value.dtype != object:
-            return f"{value.dtype} {list(value.shape)} {_digest(value.tobytes())}"
+            return f"{value.dtype} {list(value.shape)} {digest(value.tobytes())}"
         if isinstance(value, Tensor):
             is_whole = not (isinstance(value, DTensor) or value.is_meta or value.is_sparse)
-            digest = _digest(to_bytes(value)) if is_whole else ""
-            return f"{value.dtype} {list(value.shape)} {digest}".rstrip()
+            found = digest(to_bytes(value)) if is_whole else ""
+            return f"{value.dtype} {list(value.shape)} {found}".rstrip()
         if depth == 0:
             return kind
         if isinstance(value, Mapping | _LISTS | set | frozenset):
@@ -130,65 +117,4 @@ def describe(value: Any, with_attributes: bool = False) -> str:
     text = text_of(value, _DEPTH, with_attributes)
     if len(text) <= _MAX_TEXT:
         return text
-    return f"{text[:_MAX_TEXT]}... ({len(text)} characters, digest {_digest(text.encode())})"
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:_HEX_DIGITS]
-
-
-def digest_parameters(model: torch.nn.Module) -> str:
-    """The digest of a model's parameters, see `digest_tensors`; of split ones, of the whole."""
-    split, digest = split_tensors(model)
-    return digest + digest_tensors(_whole(model.named_parameters(), split))
-
-
-def _whole(
-    tensors: Iterable[tuple[str, Tensor]], split: frozenset[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that every rank holds, of a subclass, as quantised weights are, those that it is
-    made of; no shards (DTensor)."""
-    for name, tensor in tensors:
-        if name in split or isinstance(tensor, DTensor) or tensor.is_meta:
-            continue
-        if hasattr(tensor, "__tensor_flatten__"):
-            inner = tensor.__tensor_flatten__()[0]
-            yield from _whole(((f"{name}.{x}", getattr(tensor, x)) for x in inner), split)
-        else:
-            yield name, tensor
-
-
-@torch.no_grad()
-def digest_tensors(tensors: Iterable[tuple[str, Tensor]], *, reads_all: bool = True) -> str:
-    """The digest of the names, shapes and values of tensors, or of a few evenly spaced values if
-    not all of them are to be read."""
-    sha = hashlib.sha256()
-    samples = []
-    for name, tensor in sorted(tensors, key=itemgetter(0)):
-        values = _digest_of(tensor) if reads_all else ""
-        sha.update(f"{name} {tensor.dtype} {list(tensor.shape)} {values}".encode())
-        # Of what is written through `.data`, which no version counts, these alone are seen.
-        step = max(1, tensor.numel() // _SAMPLES_PER_PARAMETER)
-        samples.append(tensor.flatten()[::step][:_SAMPLES_PER_PARAMETER].cpu().float())
-    if samples:
-        sha.update(to_bytes(torch.cat(samples)))
-    return sha.hexdigest()[:_HEX_DIGITS]
-
-
-def _digest_of(tensor: Tensor) -> str:
-    """The digest of all values of a tensor: a second for 16 GB on the CPU."""
-    # It stands until the tensor was written to.
-    is_tracked = not tensor.is_inference()
-    state = (tensor._version if is_tracked else 0, tensor.data_ptr())
-    known, digest = _digests.get(tensor, (None, ""))
-    if known != state:
-        pieces = tensor.detach().flatten().view(torch.uint8).split(_PIECE_BYTES)
-        digest = _digest(repr([load().digest([piece.cpu()]) for piece in pieces]).encode())
-        if is_tracked:
-            _digests[tensor] = state, digest
-    return digest
-
-
-def to_bytes(x: Tensor) -> bytes:
-    """The elements of `x` as they lie in memory."""
-    return x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{text[:_MAX_TEXT]}... ({len(text)} characters, digest {digest(text.encode())})"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...exchange import Signature
 from ...sharding import BlockCyclic
-from ..cache.shard import Moves, Place, Shard, tokens_at
+from .shard import Moves, Place, Shard, tokens_at
 
 # By how many tokens ranks may differ: a block of the default layout.
 _MAX_DIFFERENCE = BlockCyclic.block

@@ -17,7 +17,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ....exchange import sentence
+from ...exchange import sentence
 from ..parts import Lazy, OfFile
 from .files import files_of, find_file, opened, others
 from .formats import check_format, sources_of

@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: BSD-3-Clause
-"""Weights split over ranks: each reads, keeps and multiplies with its part of them.
-
-The plan says what becomes of each module, `split` carries it out, `checkpoint` reads no more than
-that from files, and the mesh holds the groups that exchange what the parts then lack.
-"""
