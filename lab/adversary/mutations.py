@@ -134,8 +134,8 @@ MUTATIONS = (
         "ranks", "change", "no answer|no word|off by",
     ),
     Mutation(
-        "the tokens of ranks are not compared", "hf/checks/generate_checks.py",
-        'self._meet("end of generate", ("digest of the tokens", tokens))', "pass",
+        "the tokens of ranks are not compared", "hf/generate.py",
+        '_meet(setup, "end of generate", ("digest of the tokens", tokens))', "pass",
         "differing", "criteria", "other tokens|is off|nobody|accepted", 8,
     ),
     Mutation(
@@ -159,8 +159,8 @@ MUTATIONS = (
         "sessions", "interrupt", "the cache says", 2,
     ),
     Mutation(
-        "a second turn is fed twice", "hf/checks/generate_checks.py",
-        "is_whole = self.call.is_assisted and", "is_whole = False and",
+        "a second turn is fed twice", "hf/generate.py",
+        "is_whole = setup.calls.current.is_assisted and", "is_whole = False and",
         "sessions", "speculate", "must hold", 2,
     ),
     Mutation(

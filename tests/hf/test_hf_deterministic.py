@@ -101,7 +101,7 @@ def test_errors(name: str, options: dict[str, Any], message: str) -> None:
         hf.enable(make_model(name), **options)
 
 
-def dealt(rank: int, world_size: int) -> None:
+def split(rank: int, world_size: int) -> None:
     model = hf.enable(make_model("llama"), prefill="split")
     cache = hf.TreeCache(model.config, deterministic=SIZE)
     ids = make_prompts()["input_ids"]
@@ -109,8 +109,8 @@ def dealt(rank: int, world_size: int) -> None:
         model(ids, past_key_values=cache, logits_to_keep=1)
 
 
-def test_a_dealt_prompt_is_refused() -> None:
-    run_ranks(dealt, 2)
+def test_a_split_prompt_is_refused() -> None:
+    run_ranks(split, 2)
 
 
 def test_a_given_cache_is_as_deterministic_as_the_model() -> None:

@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 from generations import generated, left_padded
 from hf_families import OWN_ATTENTION, VOCAB_SIZE, WORKING, make_model
 from tree_attention import BlockCyclic, hf
-from tree_attention.hf.cache.token_split import Deal
+from tree_attention.hf.cache.token_split import TokenSplit
 from tree_attention.hf.prompts import split_attention
 
 PROMPT_LENGTH = 29
@@ -50,19 +50,19 @@ def _expected(name: str) -> tuple[Tensor, Tensor, float]:
 def _generate(
     rank: int, world_size: int, expected: dict[str, tuple[Tensor, Tensor, float]]
 ) -> None:
-    shared = Deal.of_last_rank
+    shared = TokenSplit.of_last_rank
     for name, (tokens, logits, margin) in expected.items():
         model = make_model(SPLIT[name])
         # In blocks of 4 each rank computes the tokens that it keeps; blocks of 1000 are all of one
-        # rank, and tokens are dealt in turn.
+        # rank, and tokens go round the ranks.
         for block in (4, 1000):
             layout = BlockCyclic(world_size, block)
             hf.enable(model, layout=layout, prefill="split", prefill_chunk_size=6)
             with mock.patch.object(
-                Deal, "of_last_rank", autospec=True, side_effect=shared
-            ) as deals:
+                TokenSplit, "of_last_rank", autospec=True, side_effect=shared
+            ) as calls:
                 output = model.generate(**_prompts(), **GREEDY)
-            assert deals.call_count == len(range(0, PROMPT_LENGTH, 12)), f"{name} was not split"
+            assert calls.call_count == len(range(0, PROMPT_LENGTH, 12)), f"{name} was not split"
             assert torch.equal(output.sequences, tokens), name
             error = (torch.stack(output.logits) - logits).abs().max().item()
             assert error < margin / 10, f"{name}: logits differ by {error}, best two by {margin}"

@@ -39,7 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"max_length": MAX_LENGTH + 2},
     ),
     "int8": ({}, {}, {"kv_dtype": "int8"}),
-    "prompts dealt": ({}, {}, {"prefill": "split"}),
+    "prompts split": ({}, {}, {"prefill": "split"}),
 }
 
 plain_model = cache(make_model)
@@ -63,8 +63,8 @@ def generate(rank: int, world_size: int, name: str, case: str, expected: Tensor)
     options = {"max_length": MAX_LENGTH, "layout": layout_of(world_size), **options}
     model = hf.enable(model_to_enable(name), **options)
     arguments = {**make_prompts(**given), **GREEDY, **arguments, "return_dict_in_generate": True}
-    dealt = mock.patch.object(prompts, "_dealt_forward", wraps=prompts._dealt_forward)
-    with dealt as dealt_forward:
+    patched = mock.patch.object(prompts, "_forward_own_tokens", wraps=prompts._forward_own_tokens)
+    with patched as split_forward:
         output = model.generate(**arguments)
         assert torch.equal(output.sequences, expected)
         held = output.past_key_values
@@ -73,14 +73,14 @@ def generate(rank: int, world_size: int, name: str, case: str, expected: Tensor)
         held.reset()
         again = model.generate(**arguments, past_key_values=held)
         assert torch.equal(again.sequences, expected)
-    assert dealt_forward.called == (case == "prompts dealt" and world_size > 1)
+    assert split_forward.called == (case == "prompts split" and world_size > 1)
 
 
 @by_world([2], [1, 3])
 @pytest.mark.parametrize(
     "name,case",
     [("llama", case) for case in CASES]
-    + [(name, "prompts dealt") for name in CONFIGS if name != "llama"],
+    + [(name, "prompts split") for name in CONFIGS if name != "llama"],
 )
 def test_tokens_are_those_of_transformers(name: str, case: str, world_size: int) -> None:
     run_ranks(generate, world_size, name, case, expected_tokens(name, case))
@@ -293,8 +293,10 @@ def test_a_chunk_that_is_padding_in_all_rows(rank: int, world_size: int, name: s
     for prefill in ("split", "replicated"):
         model = hf.enable(make_model(name), prefill=prefill, max_length=1024)
         held = hf.TreeCache(model.config, max_length=1024)
-        dealt = mock.patch.object(prompts, "_dealt_forward", wraps=prompts._dealt_forward)
-        with torch.no_grad(), dealt as dealt_forward:
+        patched = mock.patch.object(
+            prompts, "_forward_own_tokens", wraps=prompts._forward_own_tokens
+        )
+        with torch.no_grad(), patched as split_forward:
             for chunk in (slice(0, 256), slice(256, length)):
                 found.append(
                     model(
@@ -305,6 +307,6 @@ def test_a_chunk_that_is_padding_in_all_rows(rank: int, world_size: int, name: s
                         logits_to_keep=1,
                     ).logits
                 )
-        assert dealt_forward.call_count == (2 if prefill == "split" else 0)
+        assert split_forward.call_count == (2 if prefill == "split" else 0)
     for split, replicated in zip(found[:2], found[2:], strict=True):
         torch.testing.assert_close(split, replicated, atol=1e-3, rtol=1e-3)

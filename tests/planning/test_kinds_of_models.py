@@ -43,7 +43,7 @@ STATES = replace(
     DENSE,
     attention=(replace(FULL, layers=8),),
     states_bytes=50_000_000,
-    not_dealt="states",
+    prompts_not_split="states",
 )
 
 
@@ -172,7 +172,7 @@ def test_a_form_that_is_sooner_stays_sooner(model: Model) -> None:
 
 
 def test_every_cell_has_something_in_it() -> None:
-    for model in (DENSE, LATENT, STATES, replace(LATENT, not_dealt="no")):
+    for model in (DENSE, LATENT, STATES, replace(LATENT, prompts_not_split="no")):
         for ranks in (1, 3, 8):
             plan = plan_of(model, ranks=ranks)
             for form in ALL_FORMS:

@@ -135,8 +135,8 @@ def test_windows_layers_and_limits_are_those_of_the_library() -> None:
     assert [x.window for x in planned["GPT-OSS"].attention] == [8, None]
     assert planned["DeepSeek-V3"].attention[0].latent == (32, 8)
     assert planned["DeepSeek-V3"].not_split == "" and planned["DeepSeek-V3"].cut_heads == 4
-    assert "linear_attention need every token in order" in planned["Qwen3-Next"].not_dealt
-    assert planned["Mixtral"].not_split == planned["Mixtral"].not_dealt == ""
+    assert "linear_attention need every token in order" in planned["Qwen3-Next"].prompts_not_split
+    assert planned["Mixtral"].not_split == planned["Mixtral"].prompts_not_split == ""
     # Attention and experts are added up in every layer, shared experts with the others.
     assert planned["Mixtral"].sums == planned["DeepSeek-V3"].sums == 4
 

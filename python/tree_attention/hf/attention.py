@@ -19,7 +19,7 @@ from ..weights.split import mesh_of, own_heads
 from .cache.growing import KVShard, TreeCacheLayer, as_autocast
 from .cache.latent import LatentLayer, attend_to_latents
 from .cache.shard import Shard
-from .cache.token_split import current_deal
+from .cache.token_split import current_token_split
 from .cache.window import WindowLayer
 from .masks import KeyRanges
 from .prompts.split_attention import attend_split
@@ -101,11 +101,11 @@ def _over_shard(
 ) -> tuple[Tensor, Tensor]:
     """Attention to the keys of a layer on all ranks of its cache."""
     _check_layer(layer, ranges)
-    shard, deal = layer.shard, current_deal()
+    shard, split = layer.shard, current_token_split()
     if shard.world_size == 1 and not torch.compiler.is_compiling():
         shard.comm.check_group("TreeCache")
-    if deal is not None:
-        return attend_split(deal, query, layer, ranges, out_dtype, keywords)
+    if split is not None:
+        return attend_split(split, query, layer, ranges, out_dtype, keywords)
     buffers = layer.buffers()
     if shard.deterministic:  # what buffers have room for may be another rank's blocks
         in_use = shard.count(layer.kv_length)
@@ -156,7 +156,7 @@ def _check_layer(layer: TreeCacheLayer, ranges: KeyRanges) -> None:
             f"the configuration says, and its mask has the window {ranges.window}"
         )
     deterministic = layer.shard.deterministic
-    if deterministic and current_deal() is not None:
+    if deterministic and current_token_split() is not None:
         raise ValueError(
             f"tree_attention: a TreeCache with deterministic={deterministic} needs a model that "
             "was enabled with it, or with prefill='replicated'"

@@ -4,8 +4,6 @@
 import functools
 import os
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -16,28 +14,15 @@ from .._numbers import integer
 from ..exchange import Communicator, check_options, get_communicator
 from ..sharding import ShardLayout
 from ..weights.mesh import Mesh
-from ..weights.split import mesh_of
 from ..weights.whole import check_model
-from .cache.latent import check_latents, override_expansion, restore_expansion
-from .cache.operands import check_keys
 from .cache.tree_cache import TreeCache
-from .checks.generate_checks import Preparation
+from .check_attention import check_attention
+from .generate import Setup
 from .options import CacheOptions, takes_cache_options, with_defaults
-from .overrides import override, restore
-from .own_attention import choose_attention, own_attentions
-from .prompts.forward import checked_prefill, override_forward
+from .patch import is_enabled, patch, unpatch
 from .sampling import SynchronizeLogits
 
-_OVERRIDES: dict[str, Callable[..., Any]] = {
-    "generate": Preparation.generate,
-    "_prepare_model_inputs": Preparation.note_inputs,
-    "_prepare_cache_for_generation": Preparation.prepare_cache,
-    "get_compiled_call": Preparation.get_compiled_call,
-    "prepare_inputs_for_generation": Preparation.prepare_inputs,
-    "_update_model_kwargs_for_generation": Preparation.check_step,
-    "_get_logits_processor": Preparation.add_processor,
-}
-_PREVIOUS = "_attention_before_enable"
+_PREFILLS = ("auto", "split", "replicated")
 
 
 @takes_cache_options
@@ -96,37 +81,31 @@ def enable(
     options = with_defaults("enable", options)
     if prefill_chunk_size is not None:
         prefill_chunk_size = integer("enable", "prefill_chunk_size", prefill_chunk_size, 1)
-    check_model("enable", model)
-    mesh = mesh_of(model)
+    mesh = check_model("enable", model)
     if mesh is None:
         comm = logits_comm = get_communicator(group)
         _warn_if_not_initialised()
     else:
         _check_split(group, mesh, options)
         comm, logits_comm, group = mesh.sums, mesh.calls, mesh.context_group
-    prefill = checked_prefill(model, prefill, options["deterministic"])
+    prefill = _checked_prefill(prefill, options["deterministic"])
     place = get_communicator(group)  # which every call then uses, whatever becomes of the world
     new_cache = functools.partial(TreeCache, model.config, place, layout, **options)
-    processor = SynchronizeLogits(logits_comm, options["timeout"]) if synchronize_logits else None
-    preparation = Preparation(comm, new_cache, prefill_chunk_size, processor, prefill, model)
-    check_latents(model, preparation.kv_dtype)
-    check_keys(model, preparation.kv_dtype, own_attentions(model))
-    if is_enabled(model):  # until now, so that wrong options leave it as it was
-        disable(model)
-    previous = model.config._attn_implementation
-    choose_attention(model, "tree_attention")
-    if model.config._attn_implementation != "tree_attention":
-        raise ValueError(
-            f"enable: {type(model).__name__} does not let its attention be chosen "
-            "(see AttentionInterface in the documentation of transformers)"
-        )
-    for name, replacement in _OVERRIDES.items():
-        override(model, name, functools.partial(replacement, preparation))
-    override_forward(model, prefill)
-    override_expansion(model)
-    vars(model)[_PREVIOUS] = previous
+    cache = new_cache()  # refuses now what every call of generate would refuse
+    can_split = check_attention(model, cache, prefill)
+    setup = Setup(
+        comm,
+        new_cache,
+        cache.shard,
+        cache.kv_dtype,
+        cache.max_length,
+        prefill_chunk_size,
+        SynchronizeLogits(logits_comm, options["timeout"]) if synchronize_logits else None,
+        prefill,
+    )
+    patch(model, setup, splits_prompts=can_split and prefill != "replicated")
     if mesh is not None:
-        mesh.timeout = preparation.shard.timeout
+        mesh.timeout = cache.shard.timeout
     return model
 
 
@@ -140,16 +119,19 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not is_enabled(model):
         raise ValueError("disable: the model is not enabled; call enable(model) first")
-    for name in (*_OVERRIDES, "forward"):
-        restore(model, name)
-    restore_expansion(model)
-    choose_attention(model, vars(model).pop(_PREVIOUS))
+    unpatch(model)
     return model
 
 
-def is_enabled(model: PreTrainedModel) -> bool:
-    """True where `enable` is in force."""
-    return _PREVIOUS in vars(model)
+def _checked_prefill(prefill: str, deterministic: int) -> str:
+    if prefill not in _PREFILLS:
+        raise ValueError(f"enable: prefill must be one of {', '.join(_PREFILLS)}, got {prefill!r}")
+    if prefill == "split" and deterministic:
+        raise ValueError(
+            f"enable: with deterministic={deterministic} prefill must be 'auto' or "
+            "'replicated', got 'split'"
+        )
+    return "replicated" if deterministic else prefill
 
 
 def _warn_if_not_initialised() -> None:

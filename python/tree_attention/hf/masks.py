@@ -11,7 +11,7 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ..sharding import ShardLayout
-from .cache.token_split import current_deal
+from .cache.token_split import current_token_split
 
 _NO_RANGE = (
     "supports causal and sliding-window masks only, not chunked, packed, blockwise or "
@@ -130,9 +130,9 @@ def tree_attention_mask(
     # A decoding step with a cache of fixed size does not wait for a GPU.
     is_length_known = not isinstance(q_offset, Tensor)
     waits = is_length_known or q_length > 1 or torch.device(device).type == "cpu"
-    deal = current_deal()
-    if deal is not None:  # the ranges of all ranks' tokens
-        q_length, q_offset = deal.length, deal.begin
+    split = current_token_split()
+    if split is not None:  # the ranges of all ranks' tokens
+        q_length, q_offset = split.length, split.begin
     begin_end = torch.arange(q_length, device=device).add_(q_offset)[:, None].repeat(1, 2)
     begin, end = begin_end.unbind(-1)  # views: [seqlen_q]
     end += 1

@@ -7,51 +7,19 @@ them stays transformers'.
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..positions import alibi_slopes
 from .attention import tree_attention_forward
-from .overrides import is_overridden, override, restore
 from .release import CACHE_NAME
 
 
-def own_attentions(model: nn.Module) -> Iterator[Any]:
-    """The attention modules of a model that call no attention function."""
-    return (module for module in model.modules() if type(module).__name__ in _FORWARDS)
-
-
-def choose_attention(model: PreTrainedModel, implementation: str) -> None:
-    """Sets the attention implementation of a model, also where transformers does not let it be."""
-    modules = list(own_attentions(model))
-    if not modules:
-        chosen = model.config
-        model.set_attn_implementation(implementation)
-        # Layers that a caller copied, as to make a model deeper, have copies of the configuration.
-        configs = (getattr(module, "config", None) for module in model.modules())
-        for config in configs:
-            if isinstance(config, type(chosen)) and config is not chosen:
-                config._attn_implementation = chosen._attn_implementation
-        return
-    for module in modules if implementation == "tree_attention" else ():
-        if "forward" in vars(module) and not is_overridden(module, "forward"):
-            raise ValueError(
-                f"enable: {type(module).__name__} computes its attention in forward, which was "
-                "replaced on the model, by hooks or by hand; enable needs the one of transformers"
-            )
-    model.config._attn_implementation = implementation  # by which transformers makes the mask
-    for module in modules:
-        restore(module, "forward")
-        if implementation == "tree_attention":
-            override(module, "forward", _call_ours)
-
-
-def _call_ours(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    return _FORWARDS[type(module).__name__](module, *args, **kwargs)
+def own_forward(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of the forward of an attention module in `FORWARDS`."""
+    return FORWARDS[type(module).__name__](module, *args, **kwargs)
 
 
 def _bloom_forward(
@@ -114,7 +82,8 @@ def _xglm_forward(
     return self.out_proj(o), None
 
 
-_FORWARDS: dict[str, Any] = {
+# By the class of the attention module.
+FORWARDS: dict[str, Any] = {
     "BloomAttention": _bloom_forward,
     "MptAttention": _mpt_forward,
     "XGLMAttention": _xglm_forward,

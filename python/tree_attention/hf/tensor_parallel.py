@@ -16,10 +16,11 @@ from ..weights.experts import choose_experts
 from ..weights.load import DIGEST, check_numbers, load
 from ..weights.mesh import Mesh
 from ..weights.plan import WeightPlan, plan
-from ..weights.split import attach, mesh_of, split
+from ..weights.split import attach, split
 from ..weights.whole import check_model
-from .enable import disable, enable, is_enabled
+from .enable import disable, enable
 from .options import EnableOptions
+from .patch import is_enabled
 
 _OF_ENABLE = inspect.signature(enable)
 
@@ -114,8 +115,7 @@ def parallelize(
 
     Source: Helix parallelism (arXiv:2507.07120).
     """
-    check_model("parallelize", model)
-    if mesh_of(model) is not None:
+    if check_model("parallelize", model) is not None:
         raise ValueError(f"parallelize: this {type(model).__name__} is split already")
     mesh = Mesh(group, tensor_parallel_size)
 

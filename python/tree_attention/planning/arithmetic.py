@@ -92,7 +92,9 @@ class Split:
         """Reason why the ranks cannot take this form, in a word, or nothing."""
         model, p = self.model, self.p
         split = model.not_split
-        if p > 1 and {PROMPTS: model.not_dealt, SPLIT: split, SPLIT_BY_HEADS: split}.get(self.form):
+        if p > 1 and {PROMPTS: model.prompts_not_split, SPLIT: split, SPLIT_BY_HEADS: split}.get(
+            self.form
+        ):
             return "refused"  # by `hf`; the model says why
         divides = p % model.kv_heads == 0 or model.kv_heads % p == 0
         # Heads are dealt whole, and as many to each.
@@ -282,7 +284,9 @@ class Plan:
         if longest > 0:
             fits = f"a whole model and cache fit on a rank up to {longest:,} tokens"
             sentences = [f"Weights whole: {self._pays(WHOLE, DATA)}; {fits}."]
-        sentences += [f"Refused: {why}." for why in (model.not_split, model.not_dealt) if why]
+        sentences += [
+            f"Refused: {why}." for why in (model.not_split, model.prompts_not_split) if why
+        ]
         if not model.not_split and not self.split(TENSOR).obstacle:
             sentences.append(f"Weights split: {self._pays(SPLIT_BY_HEADS, TENSOR)}.")
         if model.not_cut:

@@ -114,7 +114,7 @@ class Model:
     states_bytes: int = 0  # of layers with a state in place of keys, for a sequence of any length
     not_split: str = ""  # why the weights cannot be split, in a sentence
     not_cut: str = ""  # the modules that every rank then has whole, where these are much
-    not_dealt: str = ""  # why the tokens of a prompt cannot be dealt to ranks
+    prompts_not_split: str = ""  # why the tokens of a prompt cannot be split over ranks
 
     @property
     def kv_heads(self) -> int:

@@ -43,7 +43,7 @@ def from_config(name: str, config: Any, stored: int = 0) -> Model:
     """Return the shape of a configuration's model; without `stored` bytes, weights are bf16."""
     from ..hf.cache.growing import TreeCacheLayer
     from ..hf.cache.tree_cache import TreeCache
-    from ..hf.prompts.forward import checked_prefill
+    from ..hf.check_attention import check_split
 
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         raise ValueError(f"{name} cannot be planned: 'chunked_attention' ends texts at a chunk")
@@ -53,11 +53,11 @@ def from_config(name: str, config: Any, stored: int = 0) -> Model:
         weights, sums, not_split, not_cut = _weights(config, built, stored)
     except Exception as error:  # of torch and transformers, of many kinds
         raise ValueError(f"{name} cannot be planned: {_one_line(error)}") from error
-    not_dealt = ""
+    prompts_not_split = ""
     try:
-        checked_prefill(built, "split", deterministic=0)
+        check_split(built)
     except ValueError as error:
-        not_dealt = _reason(error)
+        prompts_not_split = _reason(error)
     kinds = Counter(
         _attention(config, layer, keys)
         for layer, keys in zip(layers, filled, strict=True)
@@ -77,7 +77,7 @@ def from_config(name: str, config: Any, stored: int = 0) -> Model:
         *sizes,
         states_bytes=states,
         not_split=not_split,
-        not_dealt=not_dealt,
+        prompts_not_split=prompts_not_split,
         not_cut=not_cut,
     )
 

@@ -187,7 +187,7 @@ class HeadPlanner:
         # projection (Qwen3-Next), or a norm follows (BitNet).
         queries = () if self._is_latent else self._blocks.get("q_proj", ())
         needs_all = behind or any(block.size == 2 * head_dim for block in queries)
-        # With one entry for each query head that is worked with after attention.
+        # One entry per query head kept after attention.
         of_heads = [_SINKS] if getattr(module, _SINKS, None) is not None else []
         for name, gate in gates.items():
             of_heads += [f"{name}.{own_name}" for own_name, _ in gate.named_parameters()]

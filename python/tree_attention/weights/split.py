@@ -123,7 +123,7 @@ def mesh_of(module: nn.Module) -> Mesh | None:
 
 
 def own_heads(module: nn.Module, num_heads_q: int) -> tuple[int, int] | None:
-    """The heads, of those of its queries, that an attention module goes on with; None for all."""
+    """Query heads that this rank keeps after attention; None: all."""
     found = mesh_of(module)
     if found is None or found.context_size == 1 or _KEEPS_ALL in vars(module):
         return None

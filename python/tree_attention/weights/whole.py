@@ -7,9 +7,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationMixin, PreTrainedModel
 
+from .mesh import Mesh
+from .split import mesh_of
 
-def check_model(op: str, model: Any) -> None:
-    """Raises TypeError or ValueError unless `op` is given a model that can generate text."""
+
+def check_model(op: str, model: Any) -> Mesh | None:
+    """Raises TypeError or ValueError unless `op` is given a model that can generate text.
+
+    Returns:
+        The groups that share its weights where they are split by this package, or None.
+    """
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise TypeError(
@@ -33,6 +40,7 @@ def check_model(op: str, model: Any) -> None:
             "ends in ForCausalLM"
         )
     _check_whole(op, model)
+    return mesh_of(model)
 
 
 def _check_whole(op: str, model: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ every rank: a state is small and needs all tokens in order.
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, cache_utils
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, cache_utils
 from transformers.configuration_utils import PreTrainedConfig
 
 from .fixed import Progress, StaticLatentLayer, StaticTreeCacheLayer
@@ -119,43 +119,6 @@ def _layer_kinds(config: PreTrainedConfig) -> list[str]:
 def state_kinds(config: PreTrainedConfig) -> list[str]:
     """The kinds of layers that keep a state of all tokens before, in a model."""
     return sorted({*(_kinds_that_run(config) or ())} & {*_STATES})
-
-
-def check_layers(op: str, model: PreTrainedModel, cache: Any) -> None:
-    """Raises ValueError unless each layer of `cache` belongs to one of the layers that run."""
-    found = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
-    missing = [str(i) for i in range(len(cache.layers)) if i not in found]
-    if found and missing:
-        raise ValueError(
-            f"{op}: the configuration of this {type(model).__name__} names {len(cache.layers)} "
-            f"layers, and no layer has the layer_idx {', '.join(missing)}; set "
-            "model.config.num_hidden_layers to the number of layers that run, and layer_idx of "
-            "each attention to its place among them"
-        )
-    _check_order(op, model, len(cache.layers))
-
-
-def _check_order(op: str, model: PreTrainedModel, num_layers: int) -> None:
-    """Raises ValueError where layers run in another order than that of their places in a cache, the
-    last of which ends a forward pass."""
-    for layers in model.modules():
-        if isinstance(layers, torch.nn.ModuleList):
-            numbers = [_layer_idx(layer) for layer in layers[:num_layers]]
-            known = [number for number in numbers if number is not None]
-            if known != sorted(known):
-                raise ValueError(
-                    f"{op}: the layers of this {type(model).__name__} run in the order of "
-                    f"layer_idx {', '.join(map(str, known))}; set layer_idx of each attention to "
-                    "its place among the layers that run"
-                )
-            if known:  # the lists inside these are of experts
-                return
-
-
-def _layer_idx(layer: torch.nn.Module) -> int | None:
-    """The place in a cache that the modules of a layer have."""
-    found = (getattr(module, "layer_idx", None) for module in layer.modules())
-    return next((number for number in found if number is not None), None)
 
 
 def _kinds_that_run(config: PreTrainedConfig) -> list[str] | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .growing import TreeCacheLayer, interrupted
 from .latent import LatentLayer
 from .shard import Shard
-from .token_split import Deal
+from .token_split import TokenSplit
 
 
 class Progress:
@@ -53,7 +53,7 @@ class Progress:
                 f"{length} tokens; make it larger"
             )
 
-    def begin(self, shard: Shard, num_tokens: int, deal: Deal | None) -> None:
+    def begin(self, shard: Shard, num_tokens: int, split: TokenSplit | None) -> None:
         """Finds the slots of new tokens; ValueError if there are too many."""
         # The host asks for their number only where it need not wait, or has a prompt. Otherwise a
         # token beyond `max_length` gets the slot -2, on every rank: `append_kv`
@@ -65,8 +65,8 @@ class Progress:
         if not torch.compiler.is_compiling() and (device.type == "cpu" or num_tokens > 1):
             self.check(int(self.length) + num_tokens)
         self.num_tokens = num_tokens
-        if deal is not None:
-            self.slots = shard.slots(deal.begin, deal.end, device, is_own=True)
+        if split is not None:
+            self.slots = shard.slots(split.begin, split.end, device, is_own=True)
             return
         slots = torch.arange(num_tokens, device=device) + self.length
         local = slots if shard.world_size == 1 else shard.layout.local_slots_of(shard.rank, slots)
@@ -112,9 +112,9 @@ class StaticTreeCacheLayer(TreeCacheLayer):
         self.progress.place(buffers["keys"].device)
         super().hold({name: _static(x) for name, x in buffers.items()}, dropped)
 
-    def begin(self, num_tokens: int, deal: Deal | None) -> Tensor:
+    def begin(self, num_tokens: int, split: TokenSplit | None) -> Tensor:
         if self.number == 0:
-            self.progress.begin(self.shard, num_tokens, deal)
+            self.progress.begin(self.shard, num_tokens, split)
         assert self.progress.slots is not None, "the first layer comes first"
         return self.progress.slots
 

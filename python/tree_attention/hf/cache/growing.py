@@ -13,7 +13,7 @@ from ..._numbers import integer
 from ...ops import append_kv
 from .operands import check_taken
 from .shard import Shard
-from .token_split import Deal, current_deal
+from .token_split import TokenSplit, current_token_split
 
 # transformers 5.5 passes `crop` the tokens to keep, later releases the tokens to remove, as a
 # number <= 0. The name of the parameter tells which.
@@ -279,21 +279,21 @@ class TreeCacheLayer(CacheLayerMixin):
         new tokens, head_dim]` of all of them, or in a split forward pass of those computed here."""
         key_states, value_states = as_autocast(key_states), as_autocast(value_states)
         self._prepare(key_states, value_states)
-        keys, values, deal = key_states.detach(), value_states.detach(), current_deal()
-        num_tokens = keys.shape[2] if deal is None else deal.length
-        slots = self.begin(num_tokens, deal)
-        if deal is not None:
-            keys, values = deal.rows_of_owner(keys, values)
+        keys, values, split = key_states.detach(), value_states.detach(), current_token_split()
+        num_tokens = keys.shape[2] if split is None else split.length
+        slots = self.begin(num_tokens, split)
+        if split is not None:
+            keys, values = split.rows_of_owner(keys, values)
         handle = self.append(keys, values, slots.expand(len(keys), -1), num_tokens)
         self.end(num_tokens)
         return handle, handle
 
-    def begin(self, num_tokens: int, deal: Deal | None) -> Tensor:
+    def begin(self, num_tokens: int, split: TokenSplit | None) -> Tensor:
         """Makes room for new tokens, and returns their local slots as `Shard.slots` does."""
         begin, end = self.length, self.length + num_tokens
         if self.shard.count(end) - self.dropped > self.key_rows.shape[2]:
             self.grow(self.shard.count(end))
-        return self.shard.slots(begin, end, self.key_rows.device, is_own=deal is not None)
+        return self.shard.slots(begin, end, self.key_rows.device, is_own=split is not None)
 
     def append(self, keys: Tensor, values: Tensor, slots: Tensor, num_tokens: int) -> KVShard:
         """Writes rows of the `num_tokens` new tokens, and returns what their queries attend to."""
@@ -351,8 +351,8 @@ class TreeCacheLayer(CacheLayerMixin):
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        deal = current_deal()
-        return self.length + (int(query_length) if deal is None else deal.length), 0
+        split = current_token_split()
+        return self.length + (int(query_length) if split is None else split.length), 0
 
     def get_max_length(self) -> int:
         return -1

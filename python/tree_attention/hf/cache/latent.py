@@ -14,21 +14,18 @@ For many queries, as in a prompt, it is less work to form keys and values for as
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from ..overrides import override, restore
 from .growing import KVShard, TreeCacheLayer
-from .operands import check_taken, no_rows
-from .token_split import current_deal
+from .token_split import current_token_split
 
 # The method of attention modules that makes keys and values of all heads from cached latents.
-_EXPAND = "expand_kv"
+EXPAND = "expand_kv"
 # What keys and values of all heads take at most for the length of a layer's attention, in pieces
 # of so many heads.
 _MAX_EXPANDED_BYTES = 1 << 30
@@ -81,7 +78,7 @@ def attend_to_latents(
 ) -> tuple[Tensor, Tensor]:
     """Attention of one module, by `attend` of queries to a layer over all its ranks, with all heads
     or with `own_heads` alone; `o [batch, num_heads, seqlen_q, v_head_dim]` and `lse`."""
-    is_head_sharded, weight = own_heads is not None, _weight(module)
+    is_head_sharded, weight = own_heads is not None, weight_of(module)
     if not _pays_to_expand(module, query, layer):
         o, lse = attend(_absorb(module, query), layer, is_head_sharded)
         return _expand(module, o, weight[slice(*own_heads or (None,))]), lse
@@ -130,8 +127,8 @@ def _pays_to_expand(module: Any, query: Tensor, layer: LatentLayer) -> bool:
     """True where keys and values of all heads need fewer multiplications than absorbed queries."""
     # For a head and a slot these are, of `n` queries, `n * (nope + rope + v)` after the
     # `rank * (nope + v)` that make them, beside `n * (rank + rope + rank)`. The same on all ranks.
-    deal = current_deal()
-    num_queries = query.shape[2] if deal is None else deal.length // layer.shard.world_size
+    split = current_token_split()
+    num_queries = query.shape[2] if split is None else split.length // layer.shard.world_size
     rank, columns = layer.kv_lora_rank, module.qk_nope_head_dim + module.v_head_dim
     # By half, as keys and values are also written and read again. With the sizes of DeepSeek-V2 and
     # V3 it pays from 342 queries on.
@@ -141,7 +138,7 @@ def _pays_to_expand(module: Any, query: Tensor, layer: LatentLayer) -> bool:
 def _absorb(module: Any, query: Tensor) -> Tensor:
     """The queries of rows of latents."""
     batch, num_heads_q, seqlen_q, _ = query.shape
-    weight = _weight(module)[:, : module.qk_nope_head_dim]
+    weight = weight_of(module)[:, : module.qk_nope_head_dim]
     nope, rope = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), dim=3)
     product = torch.bmm(_by_head(nope), weight).view(num_heads_q, batch, seqlen_q, -1)
     return torch.cat((product.transpose(0, 1), rope), dim=3)
@@ -156,50 +153,11 @@ def _expand(module: Any, o: Tensor, weight: Tensor) -> Tensor:
     return product.view(num_heads, -1, batch, seqlen_q).permute(2, 0, 3, 1)
 
 
-def check_latents(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:
-    """Refuses a model with multi-head latent attention in a form that is not known, or with rows
-    that the operator, as `kv_dtype`, does not take on the model's device."""
-    if getattr(model.config, "kv_lora_rank", None) is None:
-        return
-    name, modules = type(model).__name__, list(_attentions(model))
-    if not modules:
-        raise ValueError(
-            f"enable: {name} has multi-head latent attention (kv_lora_rank "
-            f"{model.config.kv_lora_rank}), and no module of it has {_EXPAND}, where latents come "
-            f"from the cache; transformers >= 5.17 is needed, got {transformers.__version__}"
-        )
-    weight, *_ = [_weight(module) for module in modules]
-    dtype, device, module = weight.dtype, weight.device, modules[0]
-    width = module.kv_lora_rank + module.qk_rope_head_dim
-    rows, _, scales = no_rows((width, 0), dtype, kv_dtype, device)
-    what = f"enable: {name} caches latents of {width} columns, which"
-    check_taken(what, dtype, rows, rows[..., : module.kv_lora_rank], scales)
-    columns = module.qk_nope_head_dim + module.qk_rope_head_dim, module.v_head_dim
-    made = f"keys of {columns[0]} columns and values of {columns[1]} from latents"
-    what = f"enable: {name} makes {made}, which"
-    check_taken(what, dtype, *no_rows(columns, dtype, None, device))
-
-
-def override_expansion(model: PreTrainedModel) -> None:
-    """Makes the attention modules hand on latents that come from a `TreeCache` as they are."""
-    for module in _attentions(model):
-        override(module, _EXPAND, _expand_unless_sharded)
-
-
-def restore_expansion(model: PreTrainedModel) -> None:
-    """Undoes `override_expansion`."""
-    for module in _attentions(model):
-        restore(module, _EXPAND)
-
-
-def _expand_unless_sharded(
+def expand_unless_sharded(
     original: Callable[..., Any], module: Any, kv_nope: Any, k_rot: Any
 ) -> Any:
+    """Hands on latents that come from a `TreeCache` as they are."""
     return (kv_nope, k_rot) if isinstance(kv_nope, KVShard) else original(kv_nope, k_rot)
-
-
-def _attentions(model: PreTrainedModel) -> Iterator[Any]:
-    return (module for module in model.modules() if hasattr(type(module), _EXPAND))
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -207,8 +165,9 @@ def _by_head(x: Tensor) -> Tensor:
     return x.transpose(0, 1).reshape(x.shape[1], -1, x.shape[3])
 
 
-def _weight(module: Any) -> Tensor:
-    """`[num_heads_q, qk_nope_head_dim + v_head_dim, kv_lora_rank]`."""
+def weight_of(module: Any) -> Tensor:
+    """The weight that makes keys and values of latents, `[num_heads_q, qk_nope_head_dim +
+    v_head_dim, kv_lora_rank]`, or ValueError."""
     projection = module.kv_b_proj
     kind: type = type(projection)
     weight: Any = getattr(projection, "weight", None)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Refuses keys that attention does not support on their device, before there are any."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ...ops import check_decode
 
@@ -23,22 +22,6 @@ def check_taken(
     except RuntimeError as error:
         device = keys.device.type
         raise ValueError(f"{what} attention does not take on {device}: {error}") from None
-
-
-def check_keys(model: PreTrainedModel, kv_dtype: torch.dtype | None, others: Iterable[Any]) -> None:
-    """Raises ValueError unless the attention modules of a model, `others` among them, can attend on
-    its device to keys that are kept as `kv_dtype`, or as they are."""
-    modules: list[Any] = [
-        *others,
-        *(
-            module
-            for module in model.modules()
-            if hasattr(module, "is_causal") and isinstance(getattr(module, "head_dim", None), int)
-        ),
-    ]
-    for columns in sorted({(m.head_dim, getattr(m, "v_head_dim", m.head_dim)) for m in modules}):
-        what = f"enable: {type(model).__name__} has keys of head_dim {columns[0]}, which"
-        check_taken(what, model.dtype, *no_rows(columns, model.dtype, kv_dtype, model.device))
 
 
 def no_rows(

@@ -82,7 +82,7 @@ class StateCache(Cache):
         self._is_in_pass = False
 
     def _begin_state(self, layer_idx: int) -> None:
-        """Notes that a layer asks for its state, of which one token is all that the cache hears."""
+        """Records a state read; for one-token steps the cache gets no other call."""
         self._check_begin(layer_idx)
         if not torch.compiler.is_compiling():
             self._asks = True

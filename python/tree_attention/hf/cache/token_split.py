@@ -18,12 +18,12 @@ from .shard import Moves, Place, Shard, tokens_at
 _MAX_DIFFERENCE = BlockCyclic.block
 
 
-class Deal:
-    """The tokens of one chunk, dealt to the ranks of a cache for one forward pass.
+class TokenSplit:
+    """The tokens of one chunk, split over the ranks of a cache for one forward pass.
 
     A rank computes the tokens whose slots it keeps, so that keys and values need not move, where
     that gives every rank one or more and their numbers differ by at most a block. Otherwise tokens
-    are dealt in turn: token `i` of the chunk to rank `i % world_size`.
+    go round the ranks: token `i` of the chunk to rank `i % world_size`.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Deal:
         # A layout may end before the chunk does. Writing the cache then says so.
         is_whole = sum(kept) == length
         self.is_by_owner = is_whole and min(kept) > 0 and max(kept) - min(kept) <= _MAX_DIFFERENCE
-        # Tokens that are dealt in turn have the place of slots in blocks of one.
+        # Tokens that go round the ranks have the place of slots in blocks of one.
         self._place: Place = (layout, begin)
         if not self.is_by_owner:
             self._place = BlockCyclic(len(ranks), 1), 0
@@ -90,19 +90,19 @@ class Deal:
 
 
 # A thread begins without one.
-_active: ContextVar[Deal | None] = ContextVar("_active", default=None)
+_active: ContextVar[TokenSplit | None] = ContextVar("_active", default=None)
 
 
 @contextmanager
-def dealing(deal: Deal) -> Iterator[None]:
+def using_token_split(split: TokenSplit) -> Iterator[None]:
     """Surrounds a forward pass of this thread over this rank's tokens of a chunk."""
-    token = _active.set(deal)
+    token = _active.set(split)
     try:
         yield
     finally:
         _active.reset(token)
 
 
-def current_deal() -> Deal | None:
-    """The deal of the forward pass that this thread is in. Compiled graphs are never dealt."""
+def current_token_split() -> TokenSplit | None:
+    """The split of the forward pass that this thread is in. Compiled graphs are never split."""
     return None if torch.compiler.is_compiling() else _active.get()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .fixed import StaticTreeCacheLayer
 from .growing import KVShard, TreeCacheLayer
-from .token_split import current_deal
+from .token_split import current_token_split
 
 # The number of tokens that `crop` can always take back: prompt lookup and assisted decoding remove
 # the candidates that the model did not choose.
@@ -85,7 +85,7 @@ class WindowLayer(TreeCacheLayer):
 
     def append(self, keys: Tensor, values: Tensor, slots: Tensor, num_tokens: int) -> KVShard:
         self._last_pass = None
-        if num_tokens <= MARGIN and current_deal() is None:
+        if num_tokens <= MARGIN and current_token_split() is None:
             return super().append(keys, values, slots, num_tokens)
         if torch.compiler.is_compiling():
             raise ValueError(

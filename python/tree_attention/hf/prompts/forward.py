@@ -10,16 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from ...weights.split import mesh_of
 from ..cache.build import GO_ON_FROM_A_STATE, state_kinds
-from ..cache.token_split import Deal, dealing
+from ..cache.token_split import TokenSplit, using_token_split
 from ..cache.tree_cache import TreeCache
 from ..fingerprint import describe
 from ..masks import KeyRanges
-from ..overrides import is_overridden, override
+from ..overrides import is_overridden
 from ..release import CACHE_NAME, OLD_CACHE_NAME
 
-_PREFILLS = ("auto", "split", "replicated")
 # Where "auto" splits: below so many tokens a rank, exchanges cost more than a rank saves.
 _MIN_TOKENS_PER_RANK = 64
 # The axes along which arguments of a forward pass run over the tokens of the chunk.
@@ -39,27 +37,9 @@ _ROPES_OF_ALL_POSITIONS = ("dynamic", "longrope")
 
 def may_be_chunked(config: PreTrainedConfig) -> bool:
     """True where a prompt in chunks is known to give the same as the whole prompt."""
-    if _rope_of_all_positions(config) is not None:
+    if rope_of_all_positions(config) is not None:
         return False
     return not state_kinds(config) or config.model_type in GO_ON_FROM_A_STATE
-
-
-def checked_prefill(model: PreTrainedModel, prefill: str, deterministic: int) -> str:
-    """The `prefill` that `enable` takes with these options, or ValueError."""
-    if prefill not in _PREFILLS:
-        raise ValueError(f"enable: prefill must be one of {', '.join(_PREFILLS)}, got {prefill!r}")
-    obstacle = _obstacle(model)
-    if prefill == "split" and obstacle is not None:
-        raise ValueError(
-            f"enable: prefill='split' is not possible with {type(model).__name__}: {obstacle}; "
-            "use prefill='auto' or 'replicated'"
-        )
-    if prefill == "split" and deterministic:
-        raise ValueError(
-            f"enable: with deterministic={deterministic} prefill must be 'auto' or "
-            "'replicated', got 'split'"
-        )
-    return "replicated" if deterministic else prefill
 
 
 def arguments_by_name(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -76,52 +56,33 @@ def under_new_name(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def override_forward(model: PreTrainedModel, prefill: str) -> None:
-    """Makes `model.forward` split the tokens of prompts over ranks, where that is possible."""
-    if prefill == "replicated" or _obstacle(model) is not None:
-        return
-    signature = inspect.signature(type(model).forward)
+def split_forward(kind: type[PreTrainedModel], config: PreTrainedConfig, prefill: str) -> Any:
+    """A function in place of the forward of such a model, which splits the tokens of prompts over
+    ranks where that is possible."""
+    signature = inspect.signature(kind.forward)
     min_tokens = 1 if prefill == "split" else _MIN_TOKENS_PER_RANK
     # The numbers of the configuration: sizes of the messages follow from them.
-    config = model.config.to_dict()
-    sizes = describe({name: value for name, value in config.items() if isinstance(value, int)})
+    numbers = {name: x for name, x in config.to_dict().items() if isinstance(x, int)}
+    sizes = describe(numbers)
 
     def forward(original: Any, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
         arguments = arguments_by_name(signature, self, *args, **kwargs)
-        deal = _deal(self, arguments, min_tokens, sizes)
-        if deal is None:
+        split = _token_split(self, arguments, min_tokens, sizes)
+        if split is None:
             return original(*args, **kwargs)
-        return _dealt_forward(original, arguments, deal)
+        return _forward_own_tokens(original, arguments, split)
 
-    override(model, "forward", forward)
+    return forward
 
 
-def is_dealt_in_generate(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> bool:
+def splits_prompts(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> bool:
     """True where `generate` splits the tokens of long prompts, if there are several ranks."""
     return is_overridden(model, "forward") and _asks_for_the_last(model, model_kwargs)
 
 
-def _obstacle(model: PreTrainedModel) -> str | None:
-    """Why the tokens of this model cannot be dealt, or None."""
-    if mesh_of(model) is not None:
-        return "its weights are split, so that ranks need each other's tokens in every layer"
-    if "forward" in vars(model) and not is_overridden(model, "forward"):
-        return "its forward was replaced, by torch.compile or by hooks"
-    if state_kinds(model.config):
-        return f"its layers of {' and '.join(state_kinds(model.config))} need every token in order"
-    parameters = inspect.signature(type(model).forward).parameters
-    for name in ("position_ids", "logits_to_keep"):
-        if name not in parameters:
-            return f"its forward takes no {name}"
-    kind = _rope_of_all_positions(model.config)
-    if kind is not None:
-        return f"its rotary embedding, {kind!r}, depends on all positions of a chunk"
-    return None
-
-
-def _rope_of_all_positions(config: PreTrainedConfig) -> str | None:
+def rope_of_all_positions(config: PreTrainedConfig) -> str | None:
     """The type of a rotary embedding that turns a token otherwise in another chunk, or None."""
     parameters = getattr(config, "rope_parameters", None) or {}
     # A configuration may have those of each type of layer.
@@ -131,11 +92,11 @@ def _rope_of_all_positions(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _deal(
+def _token_split(
     model: PreTrainedModel, arguments: Mapping[str, Any], min_tokens: int, sizes: str
-) -> Deal | None:
-    """The deal of the tokens of a forward pass; None: they are not dealt."""
-    # All that decides is the same on all ranks, as far as their arguments are.
+) -> TokenSplit | None:
+    """The split of the tokens of a forward pass; None: every rank computes all of them."""
+    # Depends only on arguments that all ranks share.
     cache, mask = arguments.get(CACHE_NAME), arguments.get("attention_mask")
     if not isinstance(cache, TreeCache) or cache.shard.world_size == 1:
         return None
@@ -171,7 +132,7 @@ def _deal(
         ("dtype", model.dtype),
         ("device", tokens.device.type),
     )
-    return Deal(cache.shard, int(cache.get_seq_length()), length, tokens.device, signature)
+    return TokenSplit(cache.shard, int(cache.get_seq_length()), length, tokens.device, signature)
 
 
 def _asks_for_the_last(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
@@ -188,20 +149,20 @@ def _asks_for_the_last(model: PreTrainedModel, arguments: Mapping[str, Any]) -> 
     return all(value is None or name in known for name, value in arguments.items())
 
 
-def _dealt_forward(original: Any, arguments: dict[str, Any], deal: Deal) -> Any:
+def _forward_own_tokens(original: Any, arguments: dict[str, Any], split: TokenSplit) -> Any:
     if arguments.get("position_ids") is None:
-        positions = torch.arange(deal.length, device=deal.device) + deal.begin
+        positions = torch.arange(split.length, device=split.device) + split.begin
         arguments["position_ids"] = positions[None]
-    own = deal.tokens[deal.shard.rank]
+    own = split.tokens[split.shard.rank]
     for name, axis in _AXES.items():
         if arguments.get(name) is not None:
             arguments[name] = arguments[name].index_select(axis, own)
-    comm = deal.shard.comm
-    with comm.turn("prefill"), dealing(deal):
+    comm = split.shard.comm
+    with comm.turn("prefill"), using_token_split(split):
         try:
             output = original(**arguments)
             # Each rank has the logits of the last of its own tokens.
-            output.logits = deal.of_last_rank(output.logits)
+            output.logits = split.of_last_rank(output.logits)
         except BaseException:
             comm.abandon_call()
             raise

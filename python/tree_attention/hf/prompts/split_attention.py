@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention in a dealt forward pass: queries travel to keys, or keys to queries.
+"""Attention where a prompt's tokens are split: queries travel to keys, or keys to queries.
 
 Every rank has the queries of its own tokens, and the keys and values of its own slots. There are
 two ways to bring them together:
@@ -28,7 +28,7 @@ from torch import Tensor
 from ...exchange import StateLayout
 from ...ops import lean_decode, merge_states
 from ..cache.growing import TreeCacheLayer
-from ..cache.token_split import Deal
+from ..cache.token_split import TokenSplit
 from ..masks import KeyRanges
 
 # What a layer holds at a time of the states of all ranks, or of their keys and values.
@@ -42,7 +42,7 @@ _Piece = tuple[slice, slice, Tensor, Tensor]
 
 
 def attend_split(
-    deal: Deal,
+    split: TokenSplit,
     query: Tensor,
     layer: TreeCacheLayer,
     ranges: KeyRanges,
@@ -54,94 +54,104 @@ def attend_split(
     shape = (*query.shape[:3], layer.head_dim_v)
     o = query.new_empty(shape, dtype=out_dtype)
     lse = query.new_empty(shape[:3], dtype=torch.float32)
-    way = _pass_queries if _passes_queries(deal, query, layer, ranges) else _pass_keys
-    for heads, tokens, o_parts, lse_parts in way(deal, query, layer, ranges, keywords):
+    way = _pass_queries if _passes_queries(split, query, layer, ranges) else _pass_keys
+    for heads, tokens, o_parts, lse_parts in way(split, query, layer, ranges, keywords):
         merged = merge_states(o_parts, lse_parts, out_dtype=out_dtype)
         o[:, heads, tokens], lse[:, heads, tokens] = merged
     return o, lse
 
 
-def _passes_queries(deal: Deal, query: Tensor, layer: TreeCacheLayer, ranges: KeyRanges) -> bool:
+def _passes_queries(
+    split: TokenSplit, query: Tensor, layer: TreeCacheLayer, ranges: KeyRanges
+) -> bool:
     """True where pass-Q sends less than pass-KV, by the bytes of one sequence to one rank."""
     _, num_heads_q, _, head_dim = query.shape
     state_bytes = 4 * (layer.head_dim_v + 1)
-    query_bytes = deal.length * num_heads_q * (head_dim * query.itemsize + state_bytes)
-    return query_bytes < (deal.end - _first(deal, ranges)) * _bytes_per_slot(layer.buffers())
+    query_bytes = split.length * num_heads_q * (head_dim * query.itemsize + state_bytes)
+    return query_bytes < (split.end - _first(split, ranges)) * _bytes_per_slot(layer.buffers())
 
 
-def _first(deal: Deal, ranges: KeyRanges) -> int:
+def _first(split: TokenSplit, ranges: KeyRanges) -> int:
     """The first slot that any query sees, or the chunk's end where that is beyond it."""
-    return min(ranges.first, deal.end)  # a mask for slots to come may hide the whole chunk
+    return min(ranges.first, split.end)  # a mask for slots to come may hide the whole chunk
 
 
 def _pass_queries(
-    deal: Deal, query: Tensor, layer: TreeCacheLayer, ranges: KeyRanges, keywords: Mapping[str, Any]
+    split: TokenSplit,
+    query: Tensor,
+    layer: TreeCacheLayer,
+    ranges: KeyRanges,
+    keywords: Mapping[str, Any],
 ) -> Iterator[_Piece]:
-    rank, ranks = deal.shard.rank, range(deal.shard.world_size)
+    rank, ranks = split.shard.rank, range(split.shard.world_size)
     others = [r for r in ranks if r != rank]
     batch, num_heads_q, _, head_dim = query.shape
     head_dim_v = layer.head_dim_v
     keys, values, scales = layer.operands(layer.buffers())
-    held = ranges.local(deal.shard.layout, rank, layer.dropped)
-    step = _tokens_of_piece(deal, query, layer)
-    for begin in range(0, max(map(len, deal.tokens)), step):
+    held = ranges.local(split.shard.layout, rank, layer.dropped)
+    step = _tokens_of_piece(split, query, layer)
+    for begin in range(0, max(map(len, split.tokens)), step):
         tokens = slice(begin, begin + step)
-        counts = [len(indices[tokens]) for indices in deal.tokens]
+        counts = [len(indices[tokens]) for indices in split.tokens]
         own = query[:, :, tokens].contiguous()
         queries = {
-            r: deal.room(f"queries of {r}", (batch, num_heads_q, counts[r], head_dim), own.dtype)
+            r: split.room(f"queries of {r}", (batch, num_heads_q, counts[r], head_dim), own.dtype)
             for r in others
         }
-        deal.exchange(queries, dict.fromkeys(others, own))
+        split.exchange(queries, dict.fromkeys(others, own))
         layouts = [StateLayout((batch, num_heads_q, n), head_dim_v, torch.float32) for n in counts]
-        parts = deal.room("states", (len(ranks), layouts[rank].num_bytes), torch.uint8)
+        parts = split.room("states", (len(ranks), layouts[rank].num_bytes), torch.uint8)
         sent = {
-            r: deal.room(f"states of {r}", (layouts[r].num_bytes,), torch.uint8) for r in others
+            r: split.room(f"states of {r}", (layouts[r].num_bytes,), torch.uint8) for r in others
         }
         for r in ranks:
             lean_decode(
                 queries.get(r, own),
                 keys,
                 values,
-                held[:, deal.tokens[r][tokens]],
+                held[:, split.tokens[r][tokens]],
                 out=layouts[r].views(sent.get(r, parts[rank])),
                 **scales,
                 **keywords,
             )
-        deal.exchange({r: parts[r] for r in others}, sent)
+        split.exchange({r: parts[r] for r in others}, sent)
         yield slice(None), tokens, *layouts[rank].views(parts)
 
 
 def _pass_keys(
-    deal: Deal, query: Tensor, layer: TreeCacheLayer, ranges: KeyRanges, keywords: Mapping[str, Any]
+    split: TokenSplit,
+    query: Tensor,
+    layer: TreeCacheLayer,
+    ranges: KeyRanges,
+    keywords: Mapping[str, Any],
 ) -> Iterator[_Piece]:
-    shard, rank, ranks = deal.shard, deal.shard.rank, range(deal.shard.world_size)
+    shard, rank, ranks = split.shard, split.shard.rank, range(split.shard.world_size)
     batch, num_heads_q, num_tokens, _ = query.shape
     num_heads_kv, head_dim_v = layer.key_rows.shape[1], layer.head_dim_v
     buffers = layer.buffers()
     # The local slots of each rank that any query sees.
-    first = _first(deal, ranges)
+    first = _first(split, ranges)
     begins = [shard.layout.count(r, first) for r in ranks]
-    counts = [shard.layout.count(r, deal.end) - begins[r] for r in ranks]
-    head_bytes = batch * (deal.end - first) * _bytes_per_slot(buffers) // num_heads_kv
+    counts = [shard.layout.count(r, split.end) - begins[r] for r in ranks]
+    head_bytes = batch * (split.end - first) * _bytes_per_slot(buffers) // num_heads_kv
     head_step = max(1, _MAX_PIECE_BYTES // max(1, head_bytes))
-    token_step = _tokens_of_piece(deal, query, layer)
+    token_step = _tokens_of_piece(split, query, layer)
     group = num_heads_q // num_heads_kv
     for head in range(0, num_heads_kv, head_step):
         parts = {name: x[:, head : head + head_step] for name, x in buffers.items()}
         heads = slice(head * group, min(head + head_step, num_heads_kv) * group)
         sizes = [sum(_num_bytes(x, count) for x in parts.values()) for count in counts]
-        gathered = {r: deal.room(f"keys of {r}", (sizes[r],), torch.uint8) for r in ranks}
+        gathered = {r: split.room(f"keys of {r}", (sizes[r],), torch.uint8) for r in ranks}
         for name, x in _views(gathered[rank], parts, counts[rank]).items():
             x.copy_(parts[name].narrow(2, begins[rank] - layer.dropped, counts[rank]))
         others = {r: x for r, x in gathered.items() if r != rank}
-        deal.exchange(others, dict.fromkeys(others, gathered[rank]))
+        split.exchange(others, dict.fromkeys(others, gathered[rank]))
         operands = {r: layer.operands(_views(x, parts, counts[r])) for r, x in gathered.items()}
         for token in range(0, num_tokens, token_step):
             tokens = slice(token, token + token_step)
             q = query[:, heads, tokens]
             layout = StateLayout(tuple(q.shape[:3]), head_dim_v, torch.float32)
-            states = deal.room("states", (len(ranks), layout.num_bytes), torch.uint8)
+            states = split.room("states", (len(ranks), layout.num_bytes), torch.uint8)
             o_parts, lse_parts = layout.views(states)
             for r in ranks:
                 keys, values, scales = operands[r]
@@ -149,7 +159,7 @@ def _pass_keys(
                     q,
                     keys,
                     values,
-                    ranges.local(shard.layout, r, begins[r])[:, deal.tokens[rank][tokens]],
+                    ranges.local(shard.layout, r, begins[r])[:, split.tokens[rank][tokens]],
                     out=(o_parts[r], lse_parts[r]),
                     **scales,
                     **keywords,
@@ -178,8 +188,8 @@ def _bytes_per_slot(buffers: Mapping[str, Tensor]) -> int:
     return sum(x.itemsize * x.shape[1] * math.prod(x.shape[3:]) for x in buffers.values())
 
 
-def _tokens_of_piece(deal: Deal, query: Tensor, layer: TreeCacheLayer) -> int:
+def _tokens_of_piece(split: TokenSplit, query: Tensor, layer: TreeCacheLayer) -> int:
     """Number of a rank's tokens whose states over all ranks' keys are one piece."""
     row_bytes = 4 * (layer.head_dim_v + 1)
-    num_bytes = deal.shard.world_size * query.shape[0] * query.shape[1] * row_bytes
+    num_bytes = split.shard.world_size * query.shape[0] * query.shape[1] * row_bytes
     return max(1, _MAX_PIECE_BYTES // num_bytes)

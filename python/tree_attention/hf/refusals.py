@@ -8,9 +8,9 @@ import transformers
 from packaging.version import Version
 from transformers import GenerationConfig, MaxTimeCriteria
 
-from ..cache.shard import Shard
-from ..cache.tree_cache import TreeCache
-from ..release import CACHE_NAME
+from .cache.shard import Shard
+from .cache.tree_cache import TreeCache
+from .release import CACHE_NAME
 
 # Older releases prefill wrong tokens when a cache that holds some already is filled in chunks.
 CHUNKS_AFTER_CACHED_TOKENS = Version(transformers.__version__) >= Version("5.23")

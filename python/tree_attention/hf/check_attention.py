@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks of a model, before it is enabled, that its attention can be ours."""
+
+import inspect
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from ..weights.split import mesh_of
+from .cache.build import state_kinds
+from .cache.latent import EXPAND, weight_of
+from .cache.operands import check_taken, no_rows
+from .cache.tree_cache import TreeCache
+from .overrides import is_overridden
+from .own_attention import FORWARDS
+from .prompts.forward import rope_of_all_positions
+
+
+def check_attention(model: PreTrainedModel, cache: TreeCache, prefill: str) -> bool:
+    """Raises ValueError unless the attention of `model` can be ours, with such a cache and with
+    this `prefill`.
+
+    Returns:
+        True where the tokens of its prompts can be split over ranks.
+    """
+    check_layers("enable", model, cache)
+    _check_latents(model, cache.kv_dtype)
+    _check_keys(model, cache.kv_dtype)
+    for module in model.modules():
+        is_replaced = "forward" in vars(module) and not is_overridden(module, "forward")
+        if type(module).__name__ in FORWARDS and is_replaced:
+            raise ValueError(
+                f"enable: {type(module).__name__} computes its attention in forward, which was "
+                "replaced on the model, by hooks or by hand; enable needs the one of transformers"
+            )
+    if prefill == "split":
+        check_split(model)
+    return split_obstacle(model) is None
+
+
+def check_layers(op: str, model: PreTrainedModel, cache: Any) -> None:
+    """Raises ValueError unless each layer of `cache` belongs to one of the layers that run."""
+    found = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
+    missing = [str(i) for i in range(len(cache.layers)) if i not in found]
+    if found and missing:
+        raise ValueError(
+            f"{op}: the configuration of this {type(model).__name__} names {len(cache.layers)} "
+            f"layers, and no layer has the layer_idx {', '.join(missing)}; set "
+            "model.config.num_hidden_layers to the number of layers that run, and layer_idx of "
+            "each attention to its place among them"
+        )
+    _check_order(op, model, len(cache.layers))
+
+
+def _check_order(op: str, model: PreTrainedModel, num_layers: int) -> None:
+    """Raises ValueError where layers run in another order than that of their places in a cache, the
+    last of which ends a forward pass."""
+    for layers in model.modules():
+        if isinstance(layers, torch.nn.ModuleList):
+            numbers = [_layer_idx(layer) for layer in layers[:num_layers]]
+            known = [number for number in numbers if number is not None]
+            if known != sorted(known):
+                raise ValueError(
+                    f"{op}: the layers of this {type(model).__name__} run in the order of "
+                    f"layer_idx {', '.join(map(str, known))}; set layer_idx of each attention to "
+                    "its place among the layers that run"
+                )
+            if known:  # the lists inside these are of experts
+                return
+
+
+def _layer_idx(layer: torch.nn.Module) -> int | None:
+    """The place in a cache that the modules of a layer have."""
+    found = (getattr(module, "layer_idx", None) for module in layer.modules())
+    return next((number for number in found if number is not None), None)
+
+
+def _check_latents(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:
+    """Refuses a model with multi-head latent attention in a form that is not known, or with rows
+    that the operator, as `kv_dtype`, does not take on the model's device."""
+    if getattr(model.config, "kv_lora_rank", None) is None:
+        return
+    name = type(model).__name__
+    modules: list[Any] = [x for x in model.modules() if hasattr(type(x), EXPAND)]
+    if not modules:
+        raise ValueError(
+            f"enable: {name} has multi-head latent attention (kv_lora_rank "
+            f"{model.config.kv_lora_rank}), and no module of it has {EXPAND}, where latents come "
+            f"from the cache; transformers >= 5.17 is needed, got {transformers.__version__}"
+        )
+    weight, *_ = [weight_of(module) for module in modules]
+    dtype, device, module = weight.dtype, weight.device, modules[0]
+    width = module.kv_lora_rank + module.qk_rope_head_dim
+    rows, _, scales = no_rows((width, 0), dtype, kv_dtype, device)
+    what = f"enable: {name} caches latents of {width} columns, which"
+    check_taken(what, dtype, rows, rows[..., : module.kv_lora_rank], scales)
+    columns = module.qk_nope_head_dim + module.qk_rope_head_dim, module.v_head_dim
+    made = f"keys of {columns[0]} columns and values of {columns[1]} from latents"
+    what = f"enable: {name} makes {made}, which"
+    check_taken(what, dtype, *no_rows(columns, dtype, None, device))
+
+
+def _check_keys(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:
+    """Raises ValueError unless the attention modules of a model can attend on its device to keys
+    that are kept as `kv_dtype`, or as they are."""
+    modules: list[Any] = [
+        module
+        for module in model.modules()
+        if type(module).__name__ in FORWARDS
+        or (hasattr(module, "is_causal") and isinstance(getattr(module, "head_dim", None), int))
+    ]
+    for columns in sorted({(m.head_dim, getattr(m, "v_head_dim", m.head_dim)) for m in modules}):
+        what = f"enable: {type(model).__name__} has keys of head_dim {columns[0]}, which"
+        check_taken(what, model.dtype, *no_rows(columns, model.dtype, kv_dtype, model.device))
+
+
+def check_split(model: PreTrainedModel) -> None:
+    """Raises ValueError where the tokens of a model's prompts cannot be split over ranks."""
+    obstacle = split_obstacle(model)
+    if obstacle is not None:
+        raise ValueError(
+            f"enable: prefill='split' is not possible with {type(model).__name__}: {obstacle}; "
+            "use prefill='auto' or 'replicated'"
+        )
+
+
+def split_obstacle(model: PreTrainedModel) -> str | None:
+    """The reason why the tokens of a model's prompts cannot be split over ranks, or None."""
+    if mesh_of(model) is not None:
+        return "its weights are split, so that ranks need each other's tokens in every layer"
+    if "forward" in vars(model) and not is_overridden(model, "forward"):
+        return "its forward was replaced, by torch.compile or by hooks"
+    if state_kinds(model.config):
+        return f"its layers of {' and '.join(state_kinds(model.config))} need every token in order"
+    parameters = inspect.signature(type(model).forward).parameters
+    for name in ("position_ids", "logits_to_keep"):
+        if name not in parameters:
+            return f"its forward takes no {name}"
+    kind = rope_of_all_positions(model.config)
+    if kind is not None:
+        return f"its rotary embedding, {kind!r}, depends on all positions of a chunk"
+    return None

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The methods of a model that are replaced while it is enabled."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .cache.latent import EXPAND, expand_unless_sharded
+from .generate import REPLACEMENTS, Setup
+from .overrides import override, restore
+from .own_attention import FORWARDS, own_forward
+from .prompts.forward import split_forward
+
+# An attribute of an enabled model.
+_PREVIOUS = "_attention_before_enable"
+
+
+def is_enabled(model: PreTrainedModel) -> bool:
+    """True where `enable` is in force."""
+    return _PREVIOUS in vars(model)
+
+
+def patch(model: PreTrainedModel, setup: Setup, splits_prompts: bool) -> None:
+    """Makes a model that was checked attend and generate over ranks."""
+    if is_enabled(model):  # until now, so that wrong options leave it as it was
+        unpatch(model)
+    previous = model.config._attn_implementation
+    _choose_attention(model, "tree_attention")
+    if model.config._attn_implementation != "tree_attention":
+        raise ValueError(
+            f"enable: {type(model).__name__} does not let its attention be chosen "
+            "(see AttentionInterface in the documentation of transformers)"
+        )
+    vars(model)[_PREVIOUS] = previous
+    for module, name, replacement in _of_attention(model):
+        override(module, name, replacement)
+    for name, replacement in REPLACEMENTS.items():
+        override(model, name, functools.partial(replacement, setup))
+    if splits_prompts:
+        override(model, "forward", split_forward(type(model), model.config, setup.prefill))
+
+
+def unpatch(model: PreTrainedModel) -> None:
+    """Undoes `patch`."""
+    _choose_attention(model, vars(model).pop(_PREVIOUS))
+    for module, name, _ in _of_attention(model):
+        restore(module, name)
+    for name in (*REPLACEMENTS, "forward"):
+        restore(model, name)
+
+
+def _choose_attention(model: PreTrainedModel, implementation: str) -> None:
+    """Sets the attention implementation of a model, also where transformers does not let it be."""
+    if any(type(module).__name__ in FORWARDS for module in model.modules()):
+        model.config._attn_implementation = implementation  # by which transformers makes the mask
+        return
+    chosen = model.config
+    model.set_attn_implementation(implementation)
+    # Layers that a caller copied, as to make a model deeper, have copies of the configuration.
+    configs = (getattr(module, "config", None) for module in model.modules())
+    for config in configs:
+        if isinstance(config, type(chosen)) and config is not chosen:
+            config._attn_implementation = chosen._attn_implementation
+
+
+def _of_attention(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
+    """The methods of a model's attention modules that are replaced, and what takes their place."""
+    for module in model.modules():
+        if type(module).__name__ in FORWARDS:
+            yield module, "forward", own_forward
+        if hasattr(type(module), EXPAND):
+            yield module, EXPAND, expand_unless_sharded
