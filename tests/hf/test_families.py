@@ -42,8 +42,8 @@ from tree_attention.hf.cache.build import state_kinds
 from tree_attention.hf.cache.growing import TreeCacheLayer
 from tree_attention.hf.cache.latent import LatentLayer
 from tree_attention.hf.cache.window import WindowLayer
-from tree_attention.hf.own_attention import own_attentions
-from tree_attention.hf.prompts.forward import checked_prefill
+from tree_attention.hf.check_attention import check_split
+from tree_attention.hf.own_attention import FORWARDS
 from tree_attention.weights.mesh import Mesh
 from tree_attention.weights.plan import CannotSplitError, plan
 
@@ -160,7 +160,8 @@ def _row(family: Family) -> list[str]:
     cells = [text for kind, text in _LAYERS.items() if kind in layers]
     cells += ["states"] if state_kinds(model.config) else []
     try:
-        prompt = checked_prefill(model, "split", 0)
+        check_split(model)
+        prompt = "split"
     except ValueError:
         prompt = "whole"
     return [", ".join(cells), prompt, *_weights(model), served(type(model).__name__)]
@@ -170,7 +171,7 @@ def _weights(model: PreTrainedModel) -> list[str]:
     # As on the first of three ranks, which no number of heads here can be divided by, or of two.
     mesh = Mesh(None, 1)
     mesh.world_size = mesh.tensor_parallel_size = 3
-    if any(own_attentions(model)):
+    if any(type(module).__name__ in FORWARDS for module in model.modules()):
         with pytest.raises(
             CannotSplitError, match="it has no attention whose projections are known"
         ):

@@ -14,7 +14,6 @@ from test_hf_cache import CONFIG, _append, _stored
 from tree_attention import hf
 from tree_attention.hf.cache import growing as layer_module
 from tree_attention.hf.cache.growing import CROP_KEEPS
-from tree_attention.hf.cache.latent import override_expansion
 
 COPY = Tensor.copy_
 
@@ -80,7 +79,7 @@ def test_positive_crop() -> None:
 def test_an_interrupted_forward_pass_can_be_forgotten(name: str, max_length: int | None) -> None:
     """By `crop`, which first cuts every layer to what all hold; until then nothing is appended."""
     model = make_model(name, "tree_attention")
-    override_expansion(model)
+    hf.enable(model)  # as latents need it
     ids = make_prompts(batch=1)["input_ids"]
     expected = model(ids, past_key_values=hf.TreeCache(CONFIGS[name])).logits[:, -1]
 

@@ -24,7 +24,7 @@ from generations import generated, left_padded
 from hf_families import VOCAB_SIZE, WORKING, make_model
 from test_split_families import GREEDY, _same_on_all_ranks, sizes_of
 from tree_attention import ExchangeError, hf
-from tree_attention.hf import tensor_parallel
+from tree_attention.weights import load as loading
 from tree_attention.weights.checkpoint.formats import Fp8Blocks, Mxfp4
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -200,7 +200,7 @@ def test_damaged_experts(family: str, name: str, change: str, says: str, tmp_pat
 
 def _refused(rank: int, world_size: int, path: Path, says: str) -> None:
     with (
-        mock.patch.object(tensor_parallel, "_fill", side_effect=AssertionError("allocated")),
+        mock.patch.object(loading, "_fill", side_effect=AssertionError("allocated")),
         pytest.raises((ValueError, ExchangeError), match=says),
     ):
         hf.from_pretrained(path, tensor_parallel_size=world_size, weights="int8")

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from faults import AMPLE, ROUND, Once, before_operation
 from split_models import make_model, make_prompts
 from tree_attention import ExchangeError, hf
-from tree_attention.hf import tensor_parallel
+from tree_attention.weights import load as loading
 
 TIMEOUT, SLACK = 2.0, 2.0
 _LATE = 1.5  # seconds of a rank that answers in time
@@ -70,14 +70,14 @@ def _run(
     model = hf.from_pretrained(path, tensor_parallel_size=size, timeout=AMPLE)
     if where in ("loading", "quantising"):
         weights = "int8" if where == "quantising" else None
-        load, remaining = tensor_parallel.set_tensor, iter(range(9))
+        load, remaining = loading.set_tensor, iter(range(9))
 
         def lost_in_loading(*args: Any) -> None:
             load(*args)
             if rank == victim and next(remaining, None) is None:
                 _lose(how)
 
-        with mock.patch.object(tensor_parallel, "set_tensor", lost_in_loading):
+        with mock.patch.object(loading, "set_tensor", lost_in_loading):
             begin = time.monotonic()
             with pytest.raises(ExchangeError) as raised:
                 hf.from_pretrained(
@@ -109,7 +109,7 @@ def test_a_lost_rank(world_size: int, size: int, how: str, where: str, tmp_path:
 
 
 def _run_with_a_slow_rank(rank: int, world_size: int, path: str) -> tuple[list[int], float]:
-    load, remaining = tensor_parallel.set_tensor, iter(range(9))
+    load, remaining = loading.set_tensor, iter(range(9))
     late = []
 
     def slow_in_loading(*args: Any) -> None:
@@ -118,7 +118,7 @@ def _run_with_a_slow_rank(rank: int, world_size: int, path: str) -> tuple[list[i
             late.append(rank)
             time.sleep(_LATE)
 
-    with mock.patch.object(tensor_parallel, "set_tensor", slow_in_loading):
+    with mock.patch.object(loading, "set_tensor", slow_in_loading):
         begin = time.monotonic()
         model = hf.from_pretrained(path, weights="int8", timeout=3 * _LATE)
         waited = time.monotonic() - begin

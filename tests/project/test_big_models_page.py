@@ -26,7 +26,7 @@ from transformers import DeepseekV3Config
 
 from tree_attention import ExchangeError, hf
 from tree_attention.__main__ import main
-from tree_attention.hf import tensor_parallel
+from tree_attention.weights import load as loading
 from tree_attention.weights.quantised import SCHEMES
 
 pytestmark = pytest.mark.deep
@@ -178,14 +178,14 @@ def test_sizes_and_schemes(folder: Path) -> None:
 
 def _lose(rank: int, world_size: int, path: Path) -> str:
     hf.from_pretrained(path)  # what is imported and set up once is, now
-    load, remaining = tensor_parallel.set_tensor, iter(range(20))
+    load, remaining = loading.set_tensor, iter(range(20))
 
     def lost_in_loading(*args: Any) -> None:
         load(*args)
         if rank == 1 and next(remaining, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(tensor_parallel, "set_tensor", lost_in_loading):
+    with mock.patch.object(loading, "set_tensor", lost_in_loading):
         return _message(rank, world_size, [path, path], {"weights": "int8", "timeout": TIMEOUT})
 
 
