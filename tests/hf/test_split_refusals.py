@@ -113,6 +113,11 @@ CASES: dict[str, tuple[str, Callable[[Any], object], str]] = {
         lambda m: setattr(_mlp(m).experts, "gate_up_proj", nn.Parameter(torch.ones(4, 100, 64))),
         "mlp.experts.gate_up_proj: it has 100 outputs and down_proj takes 96",
     ),
+    "experts of another hidden size": (
+        "Mixtral",
+        lambda m: setattr(_mlp(m).experts, "gate_up_proj", nn.Parameter(torch.ones(4, 192, 40))),
+        r"gate_up_proj: its shape \[4, 192, 40\] does not fit that of down_proj, \[4, 64, 96\]",
+    ),
     "no head": (
         "Llama",
         lambda m: setattr(m, "lm_head", nn.Identity()),

@@ -158,8 +158,7 @@ def test_tokens_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
     expected = text.generate(IDS, **GREEDY)
     with torch.no_grad():
         logits = text(IDS).logits
-    # The experts of Llama 4 are not split.
-    for world_size in (1,) if name == "Llama 4" else (1, 2):
+    for world_size in (1, 2):
         run_ranks(_read, world_size, tmp_path, expected, logits)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)

@@ -156,12 +156,17 @@ class _Planner:
         """Cuts each expert along its inner width, so that one token is equal work for all ranks."""
         if getattr(experts, "has_post_expert_norm", False):
             raise self._refusal(name, "a norm of each expert's output needs all of its inner width")
-        is_transposed = getattr(experts, "is_transposed", False)
         columns = next(x for x in _EXPERTS[0] if hasattr(experts, x))
         rows = _EXPERTS[1]
+        first, last = getattr(experts, columns).shape, getattr(experts, rows).shape
+        # [experts, outputs, inputs], or transposed: both have the axis of the model's hidden size.
+        # Modules whose product cannot be chosen (Llama 4) do not say which it is.
+        is_transposed = getattr(experts, "is_transposed", first[2] != last[1])
         dim = 1 if is_transposed else 2
-        size = getattr(experts, rows).shape[dim]
-        outputs = getattr(experts, columns).shape[3 - dim]
+        if first[dim] != last[3 - dim]:
+            found = f"its shape {list(first)} does not fit that of {rows}, {list(last)}"
+            raise self._refusal(f"{name}.{columns}", found)
+        size, outputs = last[dim], first[3 - dim]
         begin, end = part = self._mesh.slice(size)
         if outputs == 2 * size and not getattr(experts, "is_concatenated", True):
             ranges: tuple[Range, ...] = ((2 * begin, 2 * end),)

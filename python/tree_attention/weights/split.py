@@ -162,7 +162,9 @@ def split_tensors(model: nn.Module) -> tuple[frozenset[str], str]:
     return frozenset((*made.cuts, *scales, f"{made.embedding}.{_ROWS}")), vars(model)[_DIGEST]
 
 
-def _add_up(mesh: Mesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+def _add_up(mesh: Mesh, module: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, tuple):  # of a block of experts, with the logits of its router (Llama 4)
+        return _add_up(mesh, module, args, output[0]), *output[1:]
     return mesh.sums.all_reduce(output, timeout=mesh.timeout)
 
 
